@@ -1,0 +1,54 @@
+"""What a sampler does: one base model and immutable versions of adapters on it."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from tinker_local.backend.rendering.interface import RenderedInput
+from tinker_local.types import SampleOutput, SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterVersion:
+    """One immutable version of an adapter: a folder in PEFT's layout that is never written again.
+
+    `name` is unique for ever (a new save is a new version); `path` holds `adapter_config.json` and
+    `adapter_model.safetensors`.
+    """
+
+    name: str
+    path: Path
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SampleWork:
+    """One request. `params.max_tokens` None means up to the context. `version` None is the base model."""
+
+    prompt: RenderedInput
+    version: AdapterVersion | None
+    params: SamplingParams
+    num_samples: int = 1
+    prompt_logprobs: bool = False
+
+
+class Sampler(Protocol):
+    """Samples from one base model; called on the event loop, never blocks it.
+
+    Logprobs of sampled tokens are log softmax(logits / T) over the whole vocabulary, T = 0 gives those of T = 1;
+    prompt logprobs are of T = 1, NaN at position 0. Cancelling the task of `sample` frees its slots.
+    """
+
+    max_context_length: int
+
+    async def load_version(self, version: AdapterVersion) -> None:
+        """Make `version` ready and verify that its tensors matched modules; raises InvalidRequestError if it cannot
+        be served. Loading one that is loaded does nothing."""
+
+    async def remove_version(self, version: AdapterVersion) -> None:
+        """Forget `version`; its folder may be deleted afterwards."""
+
+    async def sample(self, work: SampleWork) -> SampleOutput:
+        """Sample `num_samples` sequences in one request; a version that is not loaded is loaded first."""
+
+    async def close(self) -> None:
+        """Stop the engine."""

@@ -1,0 +1,125 @@
+"""What a trainer does: many LoRA adapters on one frozen base model."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from tinker_local.backend.rendering.interface import RenderedInput
+from tinker_local.types import AdamParams, ApiError, LoraConfig
+
+LORA_ALPHA = 32
+"""LoRA scale is alpha / rank with this alpha, as on the hosted service."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TrainDatum:
+    """One rendered example of N positions.
+
+    `target_tokens`: int64 [N] or [N, K]. `loss_inputs`: float32 arrays of the same shape, by name (`weights`;
+    `logprobs` and `advantages`). Shapes, names and ids were checked before.
+    """
+
+    input: RenderedInput
+    target_tokens: npt.NDArray[np.int64]
+    loss_inputs: Mapping[str, npt.NDArray[np.float32]]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TrainWork:
+    """One client's request: the loss of `data` under `adapter_id`, with or without its gradient."""
+
+    adapter_id: str
+    data: Sequence[TrainDatum]
+    loss_fn: str
+    loss_config: Mapping[str, float] = field(default_factory=dict)
+    backward: bool = True
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TrainResult:
+    """`outputs`: per datum, in order: `logprobs` float32 of the shape of `target_tokens`, and for cross_entropy
+    `elementwise_loss`. `metrics`: `loss:sum` and others, keys `name:reduction`."""
+
+    outputs: Sequence[Mapping[str, npt.NDArray[np.float32]]]
+    metrics: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AdapterState:
+    """A host copy of an adapter: `tensors` by PEFT name (float32), `optimizer` moments by the same names behind
+    `exp_avg.` and `exp_avg_sq.` with `step` their count of updates, None and 0 if not captured."""
+
+    base_model: str
+    lora_config: LoraConfig
+    target_modules: Sequence[str]
+    tensors: Mapping[str, npt.NDArray[np.float32]]
+    optimizer: Mapping[str, npt.NDArray[np.float32]] | None = None
+    step: int = 0
+
+    def peft_config(self) -> dict[str, Any]:
+        """The content of PEFT's `adapter_config.json`."""
+        return {
+            "peft_type": "LORA",
+            "task_type": "CAUSAL_LM",
+            "base_model_name_or_path": self.base_model,
+            "r": self.lora_config.rank,
+            "lora_alpha": LORA_ALPHA,
+            "lora_dropout": 0.0,
+            "target_modules": list(self.target_modules),
+            "bias": "none",
+            "use_rslora": False,
+            "use_dora": False,
+            "fan_in_fan_out": False,
+            "inference_mode": True,
+            "init_lora_weights": True,
+            "modules_to_save": None,
+        }
+
+
+class Trainer(Protocol):
+    """The adapters of one base model. Every method blocks and is called from one worker thread, one at a time."""
+
+    vocab_size: int
+    """Token ids must be below this."""
+
+    max_context_length: int
+    """The longest sequence, in positions."""
+
+    def adapter_bytes(self, config: LoraConfig) -> int:
+        """Bytes of weights, gradients and optimizer state that an adapter takes."""
+
+    def create_adapter(self, adapter_id: str, config: LoraConfig) -> None:
+        """A new adapter that changes nothing yet (B = 0)."""
+
+    def load_adapter(self, adapter_id: str, state: AdapterState) -> None:
+        """Create or replace an adapter by `state`; without optimizer moments in it the optimizer starts anew.
+
+        Raises InvalidRequestError if the tensors do not fit the base model.
+        """
+
+    def remove_adapter(self, adapter_id: str) -> None:
+        """Free the adapter; unknown ids are ignored."""
+
+    def forward_backward(self, work: Sequence[TrainWork]) -> list[TrainResult | ApiError]:
+        """Losses of several requests, of any adapters, in shared micro-batches; gradients are added up per adapter.
+
+        One result per request, in order; a request that fails gets its error and adds nothing to any gradient.
+        """
+
+    def discard_gradients(self, adapter_id: str) -> None:
+        """Forget the gradients added up since the last step."""
+
+    def optim_step(self, adapter_id: str, params: AdamParams) -> dict[str, float]:
+        """One AdamW update with the gradients added up, which are cleared; returns metrics (`grad_norm`)."""
+
+    def capture(self, adapter_id: str, *, optimizer: bool) -> AdapterState:
+        """A host copy of the adapter as it is now, which later steps do not change."""
+
+    def logprobs(self, adapter_id: str | None, input: RenderedInput) -> npt.NDArray[np.float32]:
+        """log p(token[i+1] | tokens[..i]) for i in [0, N-1), float32 [N-1]; None is the base model."""
+
+    def close(self) -> None:
+        """Free everything."""

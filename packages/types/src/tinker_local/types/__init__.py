@@ -1,0 +1,46 @@
+"""Shared types of tinker-local. Importing this loads neither torch, transformers nor Pillow.
+
+`tinker_local.types.codec` holds the wire format, `tinker_local.types.sdk` the conversions from and to the official
+SDK's objects (it imports `tinker` when called).
+"""
+
+from tinker_local.types.base import Frozen as Frozen
+from tinker_local.types.base import invalid as invalid
+from tinker_local.types.base import user_message as user_message
+from tinker_local.types.chunks import Chunk as Chunk
+from tinker_local.types.chunks import EncodedTextChunk as EncodedTextChunk
+from tinker_local.types.chunks import ImageAssetPointerChunk as ImageAssetPointerChunk
+from tinker_local.types.chunks import ImageChunk as ImageChunk
+from tinker_local.types.chunks import ModelInput as ModelInput
+from tinker_local.types.chunks import image_format as image_format
+from tinker_local.types.datum import Datum as Datum
+from tinker_local.types.datum import ProvenanceSpan as ProvenanceSpan
+from tinker_local.types.errors import ApiError as ApiError
+from tinker_local.types.errors import AuthenticationError as AuthenticationError
+from tinker_local.types.errors import Category as Category
+from tinker_local.types.errors import GoneError as GoneError
+from tinker_local.types.errors import InternalError as InternalError
+from tinker_local.types.errors import InvalidRequestError as InvalidRequestError
+from tinker_local.types.errors import NotFoundError as NotFoundError
+from tinker_local.types.errors import TooManyRequestsError as TooManyRequestsError
+from tinker_local.types.errors import UnsupportedError as UnsupportedError
+from tinker_local.types.params import AdamParams as AdamParams
+from tinker_local.types.params import LoraConfig as LoraConfig
+from tinker_local.types.params import SamplingParams as SamplingParams
+from tinker_local.types.requests import CreateModelRequest as CreateModelRequest
+from tinker_local.types.requests import CreateSamplingSessionRequest as CreateSamplingSessionRequest
+from tinker_local.types.requests import CreateSessionRequest as CreateSessionRequest
+from tinker_local.types.requests import ForwardBackwardRequest as ForwardBackwardRequest
+from tinker_local.types.requests import LoadWeightsRequest as LoadWeightsRequest
+from tinker_local.types.requests import OptimizerConfig as OptimizerConfig
+from tinker_local.types.requests import OptimStepRequest as OptimStepRequest
+from tinker_local.types.requests import SampleRequest as SampleRequest
+from tinker_local.types.requests import SaveWeightsForSamplerRequest as SaveWeightsForSamplerRequest
+from tinker_local.types.requests import SaveWeightsRequest as SaveWeightsRequest
+from tinker_local.types.results import ForwardBackwardOutput as ForwardBackwardOutput
+from tinker_local.types.results import OptimStepOutput as OptimStepOutput
+from tinker_local.types.results import SampledSequence as SampledSequence
+from tinker_local.types.results import SampleOutput as SampleOutput
+from tinker_local.types.results import TopkLogprobs as TopkLogprobs
+from tinker_local.types.tensors import TensorData as TensorData
+from tinker_local.types.tensors import TensorDtype as TensorDtype

@@ -1,0 +1,129 @@
+"""The operations' requests, as `InProcessBackend` takes them and as JSON bodies carry them.
+
+A field that is not listed here is refused by name: nothing is accepted and ignored.
+"""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, field_validator
+
+from tinker_local.types.base import Frozen
+from tinker_local.types.chunks import ModelInput
+from tinker_local.types.datum import Datum
+from tinker_local.types.params import AdamParams, LoraConfig, SamplingParams
+from tinker_local.types.tensors import TensorData
+
+Metadata = dict[str, Any]
+
+
+class OptimizerConfig(Frozen):
+    """The optimizer chosen when a model is created."""
+
+    type: str = "adamw"
+    version: int | None = None
+
+
+class CreateSessionRequest(Frozen):
+    tags: tuple[str, ...] = ()
+    user_metadata: Metadata = Field(default_factory=dict)
+    sdk_version: str = ""
+    project_id: str | None = None
+    display_name: str | None = None
+    type: Literal["create_session"] = "create_session"
+
+    @field_validator("tags", mode="before")
+    @classmethod
+    def _as_tuple(cls, tags: Any) -> Any:
+        return tuple(tags) if isinstance(tags, list) else tags
+
+
+class CreateModelRequest(Frozen):
+    session_id: str
+    model_seq_id: Annotated[int, Field(ge=0)]
+    base_model: Annotated[str, Field(min_length=1)]
+    lora_config: LoraConfig = LoraConfig()
+    user_metadata: Metadata | None = None
+    optimizer_config: OptimizerConfig = OptimizerConfig()
+    type: Literal["create_model"] = "create_model"
+
+
+class ForwardBackwardRequest(Frozen):
+    """Data, loss and its configuration; `forward_only` computes the same without a gradient."""
+
+    model_id: str
+    seq_id: Annotated[int, Field(ge=1)]
+    data: tuple[Datum, ...]
+    loss_fn: str
+    loss_fn_config: dict[str, float | str] = Field(default_factory=dict)
+    forward_only: bool = False
+
+
+class OptimStepRequest(Frozen):
+    model_id: str
+    seq_id: Annotated[int, Field(ge=1)]
+    adam_params: AdamParams | None = None
+    optimizer_params: dict[str, Any] | None = None
+    type: Literal["optim_step"] = "optim_step"
+
+
+class SaveWeightsRequest(Frozen):
+    model_id: str
+    seq_id: Annotated[int, Field(ge=1)]
+    path: str
+    ttl_seconds: int | None = None
+    overwrite: bool = False
+    user_metadata: Metadata | None = None
+    type: Literal["save_weights"] = "save_weights"
+
+
+class LoadWeightsRequest(Frozen):
+    """Either `session_id` and `model_seq_id` (creates the model) or `model_id` and `seq_id` (loads into it)."""
+
+    path: str
+    optimizer: bool
+    session_id: str | None = None
+    model_seq_id: Annotated[int, Field(ge=0)] | None = None
+    model_id: str | None = None
+    seq_id: Annotated[int, Field(ge=1)] | None = None
+    base_model: str | None = None
+    user_metadata: Metadata | None = None
+    optimizer_config: OptimizerConfig | None = None
+    weights_access_token: str | None = None
+    type: Literal["load_weights"] = "load_weights"
+
+
+class SaveWeightsForSamplerRequest(Frozen):
+    """Named (`path`) or nameless (`sampling_session_seq_id`)."""
+
+    model_id: str
+    seq_id: Annotated[int, Field(ge=1)]
+    path: str | None = None
+    sampling_session_seq_id: Annotated[int, Field(ge=0)] | None = None
+    kind: Literal["snapshot", "inflight"] = "snapshot"
+    ttl_seconds: int | None = None
+    user_metadata: Metadata | None = None
+    type: Literal["save_weights_for_sampler"] = "save_weights_for_sampler"
+
+
+class CreateSamplingSessionRequest(Frozen):
+    session_id: str
+    sampling_session_seq_id: Annotated[int, Field(ge=0)]
+    base_model: str | None = None
+    model_path: str | None = None
+    type: Literal["create_sampling_session"] = "create_sampling_session"
+
+
+class SampleRequest(Frozen):
+    sampling_session_id: str
+    seq_id: Annotated[int, Field(ge=0)]
+    prompt: ModelInput
+    num_samples: Annotated[int, Field(ge=1)] = 1
+    sampling_params: SamplingParams = SamplingParams()
+    prompt_logprobs: bool = False
+    topk_prompt_logprobs: Annotated[int, Field(ge=0)] = 0
+    topk_sample_logprobs: Annotated[int, Field(ge=0)] = 0
+    target_prompt_logprobs: TensorData | None = None
+    prompt_alt_tokens_k: Annotated[int, Field(ge=0)] = 0
+    prompt_logprobs_last_n: Annotated[int, Field(ge=1)] | None = None
+    record_stability_info: bool = False
+    type: Literal["sample"] = "sample"
