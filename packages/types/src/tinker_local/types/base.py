@@ -1,11 +1,11 @@
 """The base of all public types: strict, frozen, unknown fields refused, equality that understands arrays."""
 
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 import numpy as np
 import numpy.typing as npt
 from pydantic import BaseModel, BeforeValidator, ConfigDict, PlainSerializer, ValidationError
-
 from tinker_local.types.errors import InvalidRequestError
 
 INT32_MAX = 2**31 - 1
@@ -56,7 +56,7 @@ def tokens_array(value: object) -> Int32Array:
     """
     if isinstance(value, np.ndarray):
         array = value
-    elif isinstance(value, (list, tuple)):
+    elif isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
         if any(type(item) is not int for item in value):
             kind = next(type(item).__name__ for item in value if type(item) is not int)
             raise ValueError(f"token ids must be integers, not {kind}")

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from typing import Annotated, Any, Literal, Self
 
 import numpy as np
+import numpy.typing as npt
 from pydantic import Field, field_serializer, field_validator, model_validator
-
-from tinker_local.types.base import Frozen, Int32Array, Tokens, freeze
+from tinker_local.types.base import Frozen, Int32Array, Tokens, freeze, tokens_array
 
 PNG_MAGIC = b"\x89PNG\r\n\x1a\n"
 JPEG_MAGIC = b"\xff\xd8\xff"
@@ -120,9 +120,9 @@ class ModelInput(Frozen):
         return tuple(chunks) if isinstance(chunks, list) else chunks
 
     @classmethod
-    def from_ints(cls, tokens: Sequence[int] | Int32Array) -> Self:
+    def from_ints(cls, tokens: Sequence[int] | npt.NDArray[Any]) -> Self:
         """A text-only input of `tokens`."""
-        return cls(chunks=(EncodedTextChunk(tokens=tokens),))
+        return cls(chunks=(EncodedTextChunk(tokens=tokens_array(tokens)),))
 
     @classmethod
     def empty(cls) -> Self:

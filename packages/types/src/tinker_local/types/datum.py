@@ -5,7 +5,6 @@ from typing import Annotated, Any, Literal
 
 import numpy as np
 from pydantic import Field, field_validator, model_validator
-
 from tinker_local.types.base import Frozen
 from tinker_local.types.chunks import ModelInput
 from tinker_local.types.tensors import TensorData

@@ -4,7 +4,6 @@ import math
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
-
 from tinker_local.types.base import Frozen
 
 

@@ -6,7 +6,6 @@ A field that is not listed here is refused by name: nothing is accepted and igno
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
-
 from tinker_local.types.base import Frozen
 from tinker_local.types.chunks import ModelInput
 from tinker_local.types.datum import Datum

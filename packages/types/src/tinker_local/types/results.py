@@ -5,7 +5,6 @@ from typing import Annotated, Literal
 import numpy as np
 import numpy.typing as npt
 from pydantic import BeforeValidator, Field, PlainSerializer
-
 from tinker_local.types.base import Frozen, Tokens, freeze
 from tinker_local.types.tensors import TensorData
 

@@ -5,7 +5,6 @@ from typing import Annotated, Any, Literal, Self
 import numpy as np
 import numpy.typing as npt
 from pydantic import BeforeValidator, PlainSerializer, model_validator
-
 from tinker_local.types.base import Frozen, freeze
 
 TensorDtype = Literal["float32", "int64"]

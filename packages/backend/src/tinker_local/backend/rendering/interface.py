@@ -5,7 +5,6 @@ from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
-
 from tinker_local.types import ModelInput
 
 

@@ -6,7 +6,6 @@ from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
-
 from tinker_local.backend.rendering.interface import RenderedInput
 from tinker_local.types import AdamParams, ApiError, LoraConfig
 
