@@ -1,0 +1,46 @@
+# Everything starts from a fresh clone: each target first makes .venv agree with uv.lock (scripts/bootstrap.sh).
+#   EXTRA=cpu|gpu   which vLLM; by default gpu where an NVIDIA GPU is present, else cpu
+
+export EXTRA
+
+BIN := .venv/bin
+BOOTSTRAP := sh scripts/bootstrap.sh </dev/null
+SOURCES := packages/types/src packages/client/src packages/backend/src
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test check format proto serve clean
+
+help: ## this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' Makefile
+
+setup: ## the environment alone: .venv
+	@$(BOOTSTRAP)
+
+demo: setup ## fine-tune a vision-language model through the SDK; MODEL=NAME on a GPU
+	$(BIN)/python examples/demo.py $(if $(MODEL),--model "$(MODEL)")
+
+# Tiny models: more threads than one only get in each other's way.
+test: export OMP_NUM_THREADS ?= 1
+test: setup ## the test suite; ARGS="-k name" for a part of it
+	$(BIN)/python -m pytest $(ARGS)
+
+# mypy by paths: `mypy -p` skips portions of a namespace package without a word.
+check: setup ## format, lint, types
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy $(SOURCES)
+
+format: setup ## rewrite the code as `check` wants it
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+proto: setup ## generate the protobuf code again
+	$(BIN)/python packages/types/generate_proto.py
+
+serve: setup ## a server: make serve MODEL=NAME[=PATH] [ARGS="--port 8000"]
+	$(if $(MODEL),,$(error which model? make serve MODEL=NAME[=PATH]))
+	$(BIN)/tinker-local serve --model "$(MODEL)" $(ARGS)
+
+clean: ## caches and build results; the environment stays (it is .venv and .uv)
+	rm -rf .mypy_cache .ruff_cache .pytest_cache .hypothesis dist
+	find packages tests examples benchmarks scripts -name __pycache__ -type d -prune -exec rm -rf {} +
