@@ -1,0 +1,16 @@
+"""Fakes: a renderer, a trainer and a sampler that keep the contracts of the real parts with numpy alone.
+
+All three share one `FakeModel`, a bigram model with LoRA adapters, which is small enough to be exact: its gradients
+are analytic, its trainer and sampler agree to rounding, and it learns. `tinker-local serve --fake` runs on them.
+
+    model = FakeModel("fake/bigram")
+    renderer, trainer, sampler = FakeRenderer(model), FakeTrainer(model), FakeSampler(model)
+"""
+
+from tinker_local.backend.fakes.model import EOS_ID as EOS_ID
+from tinker_local.backend.fakes.model import FakeModel as FakeModel
+from tinker_local.backend.fakes.model import decode as decode
+from tinker_local.backend.fakes.model import encode as encode
+from tinker_local.backend.fakes.rendering import FakeRenderer as FakeRenderer
+from tinker_local.backend.fakes.sampling import FakeSampler as FakeSampler
+from tinker_local.backend.fakes.training import FakeTrainer as FakeTrainer

@@ -1,0 +1,154 @@
+"""The fakes' model: logits of the next token from the current token and the last image, with LoRA.
+
+Position i has the features x_i: one-hot of its token (nothing at an image's positions) plus one-hot of the code of the
+last image that began at or before i. A code is the image's content hash modulo `IMAGE_CODES`. Then
+
+    logits_i = x_i · base + sum over adapted modules of (alpha / r) · B · A · x_i
+
+Text alone is a bigram model. Shapes: N positions, V vocabulary, F = V + IMAGE_CODES features, R rank. Arithmetic is
+float64; weights are kept at values that float32 holds, so that a saved adapter is the trained one to the last bit.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+from tinker_local.backend.rendering.interface import RenderedInput
+from tinker_local.backend.training.interface import LORA_ALPHA
+from tinker_local.types import InvalidRequestError, LoraConfig
+
+Float64Array = npt.NDArray[np.float64]
+IntArray = npt.NDArray[np.int64]
+
+EOS_ID = 0
+IMAGE_CODES = 512
+NO_IMAGE = -1
+
+MODULES = {
+    "train_attn": "model.layers.0.self_attn.o_proj",
+    "train_mlp": "model.layers.0.mlp.down_proj",
+    "train_unembed": "lm_head",
+}
+"""The matrix that each flag of `LoraConfig` adapts; all of them map features to logits."""
+
+
+def decode(tokens: Sequence[int] | npt.NDArray[np.integer]) -> str:
+    """The text of `tokens`: token t is the character with code point t, so ids below 128 read as ASCII."""
+    return "".join(chr(int(token)) for token in tokens)
+
+
+def encode(text: str) -> list[int]:
+    """The tokens of `text`, one per character; the inverse of `decode`."""
+    return [ord(character) for character in text]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LoraMatrices:
+    """One adapted module: `a` float64 [R, F], `b` float64 [V, R], values that float32 holds."""
+
+    a: Float64Array
+    b: Float64Array
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Features:
+    """Non-zero features of N positions: `tokens` int64 [N] and `codes` int64 [N] (index F-wise), -1 for none."""
+
+    tokens: IntArray
+    codes: IntArray
+
+    def gather(self, table: Float64Array) -> Float64Array:
+        """x · table for `table` [F, D]: float64 [N, D]."""
+        return table[self.tokens] * (self.tokens >= 0)[:, None] + table[self.codes] * (self.codes >= 0)[:, None]
+
+    def scatter(self, rows: Float64Array, num_features: int) -> Float64Array:
+        """The transpose of `gather`: `rows` [N, D] added up per feature, float64 [F, D]."""
+        table = np.zeros((num_features, rows.shape[1]))
+        for index in (self.tokens, self.codes):
+            present = index >= 0
+            np.add.at(table, index[present], rows[present])
+        return table
+
+
+class FakeModel:
+    """A frozen base model, given by its name, vocabulary size and seed; equal arguments give equal logits.
+
+    `image_pad_id` is the id at image positions; as text it is an ordinary token. EOS is token 0, made likely enough
+    that a sample ends after some tens of tokens.
+    """
+
+    def __init__(
+        self, name: str = "fake/bigram", *, vocab_size: int = 512, seed: int = 0, max_context_length: int = 4096
+    ) -> None:
+        if not 8 <= vocab_size <= 0xD800:
+            raise ValueError(f"vocab_size must be in [8, {0xD800}] (every token is one character), not {vocab_size}")
+        self.name = name
+        self.vocab_size = vocab_size
+        self.max_context_length = max_context_length
+        self.image_pad_id = vocab_size - 1
+        self.num_features = vocab_size + IMAGE_CODES
+        self.base = np.random.default_rng([seed, vocab_size]).normal(size=(self.num_features, vocab_size))
+        self.base[:vocab_size, EOS_ID] += 3.0
+        self.base.flags.writeable = False
+
+    def modules(self, config: LoraConfig) -> list[str]:
+        """Names of the modules that `config` adapts; InvalidRequestError if there is none."""
+        names = [name for flag, name in MODULES.items() if getattr(config, flag)]
+        if not names:
+            raise InvalidRequestError(f"lora_config: at least one of {', '.join(MODULES)} must be true")
+        return names
+
+    def features(self, rendered: RenderedInput) -> Features:
+        """The features of every position of `rendered`."""
+        tokens = rendered.token_ids.astype(np.int64)
+        codes = np.full(tokens.size, NO_IMAGE, np.int64)
+        for placement in sorted(rendered.images, key=lambda placement: placement.offset):
+            code = self.vocab_size + int(placement.image.content_hash, 16) % IMAGE_CODES
+            codes[placement.offset :] = code
+            tokens[placement.offset : placement.offset + placement.image.num_tokens] = -1
+        return Features(tokens, codes)
+
+    def logits(self, features: Features, adapter: Mapping[str, LoraMatrices], rank: int) -> Float64Array:
+        """float64 [N, V]; `adapter` by module name, empty for the base model."""
+        logits = features.gather(self.base)
+        for matrices in adapter.values():
+            logits += (LORA_ALPHA / rank) * (features.gather(matrices.a.T) @ matrices.b.T)
+        return logits
+
+    def read_adapter(self, tensors: Mapping[str, npt.NDArray[np.float32]], rank: int) -> dict[str, LoraMatrices]:
+        """The adapter in `tensors` (PEFT names); InvalidRequestError if a name or a shape does not fit."""
+        found: dict[str, dict[str, npt.NDArray[np.float32]]] = {}
+        for name, tensor in tensors.items():
+            module, factor = parse_tensor_name(name)
+            shape = (rank, self.num_features) if factor == "A" else (self.vocab_size, rank)
+            if tensor.shape != shape:
+                raise InvalidRequestError(f"adapter tensor {name}: shape {list(tensor.shape)}, expected {list(shape)}")
+            found.setdefault(module, {})[factor] = tensor
+        incomplete = [module for module, factors in found.items() if factors.keys() != {"A", "B"}]
+        if incomplete or not found:
+            raise InvalidRequestError(f"adapter: needs lora_A and lora_B of each module, not so in {incomplete}")
+        return {
+            module: LoraMatrices(factors["A"].astype(np.float64), factors["B"].astype(np.float64))
+            for module, factors in found.items()
+        }
+
+
+def tensor_name(module: str, factor: str) -> str:
+    """PEFT's name of a tensor; `factor` is A or B."""
+    return f"base_model.model.{module}.lora_{factor}.weight"
+
+
+def parse_tensor_name(name: str) -> tuple[str, str]:
+    """The inverse of `tensor_name`; InvalidRequestError if `name` is none of this model's."""
+    for module in MODULES.values():
+        for factor in ("A", "B"):
+            if name == tensor_name(module, factor):
+                return module, factor
+    raise InvalidRequestError(f"adapter tensor {name}: matches no module of the model; it has {list(MODULES.values())}")
+
+
+def log_softmax(logits: Float64Array) -> Float64Array:
+    """Over the last axis."""
+    shifted = logits - logits.max(axis=-1, keepdims=True)
+    return np.asarray(shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True)), np.float64)

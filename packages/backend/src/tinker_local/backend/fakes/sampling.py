@@ -1,0 +1,198 @@
+"""`FakeSampler`: samples from the bigram model and immutable versions of adapters on it."""
+
+import asyncio
+import hashlib
+import json
+import secrets
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+from safetensors.numpy import load_file
+from tinker_local.backend.fakes.model import (
+    EOS_ID,
+    FakeModel,
+    Features,
+    Float64Array,
+    IntArray,
+    LoraMatrices,
+    decode,
+    log_softmax,
+)
+from tinker_local.backend.sampling.interface import AdapterVersion, SampleWork
+from tinker_local.backend.training.interface import LORA_ALPHA
+from tinker_local.types import (
+    InternalError,
+    InvalidRequestError,
+    NotFoundError,
+    SampledSequence,
+    SampleOutput,
+    SamplingParams,
+)
+from tinker_local.types.results import StopReason
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Weights:
+    matrices: dict[str, LoraMatrices]
+    rank: int
+
+
+_BASE = _Weights({}, 1)
+
+
+class FakeSampler:
+    """Keeps `sampling.interface.Sampler` on a `FakeModel`; numpy runs in threads of its own, never on the loop.
+
+    EOS (token 0) stops beside the stop strings or ids that are given; `stop=[]` switches EOS off too. A stop string
+    is matched on the sampled text, one character per token.
+    """
+
+    def __init__(self, model: FakeModel) -> None:
+        self._model = model
+        self._versions: dict[str, _Weights] = {}
+        self._closed = threading.Event()
+        self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="fake-sampler")
+        self.max_context_length = model.max_context_length
+
+    async def load_version(self, version: AdapterVersion) -> None:
+        """Read the version's folder; InvalidRequestError if its tensors do not match the model."""
+        await self._weights(version)
+
+    async def remove_version(self, version: AdapterVersion) -> None:
+        """Forget `version`; samples that run go on with it."""
+        self._versions.pop(version.name, None)
+
+    async def sample(self, work: SampleWork) -> SampleOutput:
+        """Sample in a thread; cancelling stops that thread at the next token."""
+        weights = await self._weights(work.version)
+        stop_thread = threading.Event()
+        loop = asyncio.get_running_loop()
+        try:
+            return await loop.run_in_executor(self._threads, self._sample, work, weights, stop_thread)
+        finally:
+            stop_thread.set()
+
+    async def close(self) -> None:
+        """Stop the threads; samples that run fail, those that wait are cancelled."""
+        self._closed.set()
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._versions.clear()
+
+    async def _weights(self, version: AdapterVersion | None) -> _Weights:
+        if version is None:
+            return _BASE
+        if version.name not in self._versions:
+            self._versions[version.name] = await asyncio.to_thread(self._read, version)
+        return self._versions[version.name]
+
+    def _read(self, version: AdapterVersion) -> _Weights:
+        if not version.path.is_dir():
+            raise NotFoundError(f"sampler version {version.name}: its folder is gone")
+        config = json.loads((version.path / "adapter_config.json").read_text())
+        if config["lora_alpha"] != LORA_ALPHA:
+            raise InvalidRequestError(f"lora_alpha: {config['lora_alpha']} in {version.name}, expected {LORA_ALPHA}")
+        tensors = load_file(version.path / "adapter_model.safetensors")
+        return _Weights(self._model.read_adapter(tensors, config["r"]), config["r"])
+
+    def _sample(self, work: SampleWork, weights: _Weights, cancelled: threading.Event) -> SampleOutput:
+        prompt, params = work.prompt, work.params
+        room = self.max_context_length - prompt.length
+        if prompt.length < 1 or room < 1:
+            raise InvalidRequestError(
+                f"prompt: {prompt.length} tokens; at least 1 and fewer than the context of {self.max_context_length}"
+            )
+        is_stop = _stop_rule(params)
+        features = self._model.features(prompt)
+        sequences = [
+            _Sequence(np.random.default_rng(_mixed_seed(params.seed, index)), int(features.tokens[-1]))
+            for index in range(work.num_samples)
+        ]
+        budget = room if params.max_tokens is None else min(params.max_tokens, room)
+        for _ in range(budget):
+            running = [sequence for sequence in sequences if not sequence.stopped]
+            if not running:
+                break
+            if cancelled.is_set() or self._closed.is_set():
+                raise InternalError("the sampler was closed, or the request cancelled")
+            tokens = np.array([sequence.last_token for sequence in running], np.int64)
+            codes = np.full_like(tokens, features.codes[-1])
+            logits = self._model.logits(Features(tokens, codes), weights.matrices, weights.rank)
+            for sequence, row in zip(running, logits, strict=True):
+                sequence.extend(row, params, is_stop)
+        return SampleOutput(
+            sequences=tuple(sequence.result() for sequence in sequences),
+            prompt_logprobs=self._prompt_logprobs(work, weights) if work.prompt_logprobs else None,
+        )
+
+    def _prompt_logprobs(self, work: SampleWork, weights: _Weights) -> npt.NDArray[np.float32]:
+        log_p = log_softmax(self._model.logits(self._model.features(work.prompt), weights.matrices, weights.rank))
+        values = np.take_along_axis(log_p[:-1], work.prompt.token_ids[1:, None], axis=1)[:, 0]
+        return np.concatenate([[np.nan], values]).astype(np.float32)
+
+
+@dataclass(slots=True, eq=False)
+class _Sequence:
+    rng: np.random.Generator
+    last_token: int
+    """The token that the next one follows; -1 after an image."""
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    stopped: bool = False
+
+    def extend(self, logits_v: Float64Array, params: SamplingParams, is_stop: Callable[[list[int]], bool]) -> None:
+        # The maximum goes first, so that no temperature, however small, overflows.
+        log_p = log_softmax((logits_v - logits_v.max()) / (params.temperature or 1.0))
+        token = choose(log_p, params, self.rng)
+        self.tokens.append(token)
+        self.logprobs.append(float(log_p[token]))
+        self.last_token = token
+        self.stopped = is_stop(self.tokens)
+
+    def result(self) -> SampledSequence:
+        reason: StopReason = "stop" if self.stopped else "length"
+        return SampledSequence(
+            stop_reason=reason, tokens=np.array(self.tokens, np.int32), logprobs=np.array(self.logprobs, np.float32)
+        )
+
+
+def choose(log_p_v: Float64Array, params: SamplingParams, rng: np.random.Generator) -> int:
+    """Draw from `log_p_v` cut by top_k, then by top_p; the most likely token at temperature 0."""
+    if params.temperature == 0:
+        return int(log_p_v.argmax())
+    order: IntArray = np.argsort(-log_p_v, kind="stable")
+    if params.top_k != -1:
+        order = order[: params.top_k]
+    p = np.exp(log_p_v[order])
+    p /= p.sum()
+    # top_p keeps the tokens up to and including the one at which the sum reaches top_p.
+    keep = np.cumsum(p) - p < params.top_p
+    cumulative = np.cumsum(p[keep])
+    # The product may round up to the last sum itself.
+    drawn = min(np.searchsorted(cumulative, rng.random() * cumulative[-1], side="right"), cumulative.size - 1)
+    return int(order[drawn])
+
+
+def _mixed_seed(seed: int | None, index: int) -> int:
+    """63 bits of seed and index, so that neighbouring seeds share no samples; a random seed without one."""
+    if seed is None:
+        return secrets.randbits(63)
+    return int.from_bytes(hashlib.sha256(f"{seed}/{index}".encode()).digest()[:8], "big") >> 1
+
+
+def _stop_rule(params: SamplingParams) -> Callable[[list[int]], bool]:
+    """Whether a sequence ends with its last token."""
+    if params.stop is None:
+        return lambda tokens: tokens[-1] == EOS_ID
+    stops = (params.stop,) if isinstance(params.stop, str) else params.stop
+    if not stops:
+        return lambda tokens: False
+    ids = {EOS_ID, *(stop for stop in stops if isinstance(stop, int))}
+    texts = tuple(stop for stop in stops if isinstance(stop, str))
+    if "" in texts:
+        raise InvalidRequestError("sampling_params.stop: an empty string would stop everywhere")
+    longest = max(map(len, texts), default=0)
+    return lambda tokens: tokens[-1] in ids or (bool(texts) and decode(tokens[-longest:]).endswith(texts))

@@ -1,0 +1,270 @@
+"""`FakeTrainer`: LoRA training of the bigram model with exact gradients."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+from tinker_local.backend.fakes.losses import coefficient_name, loss_terms, settings
+from tinker_local.backend.fakes.model import (
+    FakeModel,
+    Features,
+    Float64Array,
+    LoraMatrices,
+    log_softmax,
+    parse_tensor_name,
+    tensor_name,
+)
+from tinker_local.backend.rendering.interface import RenderedInput
+from tinker_local.backend.training.interface import LORA_ALPHA, AdapterState, TrainDatum, TrainResult, TrainWork
+from tinker_local.types import AdamParams, ApiError, InvalidRequestError, LoraConfig, NotFoundError
+
+Gradients = dict[str, Float64Array]
+
+
+def _round(array: Float64Array) -> Float64Array:
+    """The nearest values that float32 holds."""
+    return array.astype(np.float32).astype(np.float64)
+
+
+@dataclass(slots=True, eq=False)
+class _Adapter:
+    config: LoraConfig
+    weights: dict[str, LoraMatrices]
+    moments: dict[str, Float64Array] = field(default_factory=dict)
+    """By `exp_avg.` and `exp_avg_sq.` before the tensor's name."""
+    step: int = 0
+    gradients: Gradients = field(default_factory=dict)
+
+    def tensors(self) -> dict[str, Float64Array]:
+        named = {}
+        for module, matrices in self.weights.items():
+            named[tensor_name(module, "A")] = matrices.a
+            named[tensor_name(module, "B")] = matrices.b
+        return named
+
+
+class FakeTrainer:
+    """Keeps `training.interface.Trainer` on a `FakeModel`.
+
+    A target outside the vocabulary is allowed where its coefficient is 0; its logprob is reported as 0.
+    """
+
+    def __init__(self, model: FakeModel) -> None:
+        self._model = model
+        self._adapters: dict[str, _Adapter] = {}
+        self.vocab_size = model.vocab_size
+        self.max_context_length = model.max_context_length
+
+    def adapter_bytes(self, config: LoraConfig) -> int:
+        """float64 weights, gradients and two moments."""
+        per_module = config.rank * (self._model.num_features + self._model.vocab_size)
+        return len(self._model.modules(config)) * per_module * 8 * 4
+
+    def create_adapter(self, adapter_id: str, config: LoraConfig) -> None:
+        """A is uniform in [-1, 1) (features are one-hot), B is 0."""
+        if adapter_id in self._adapters:
+            raise ValueError(f"adapter {adapter_id} exists")
+        if config.rank < 1:
+            raise InvalidRequestError(f"lora_config.rank: must be at least 1, not {config.rank}")
+        # SeedSequence takes no negative numbers; any integer is a seed here.
+        seed = None if config.seed is None else [abs(config.seed), int(config.seed < 0)]
+        rng = np.random.default_rng(seed)
+        weights = {
+            module: LoraMatrices(
+                a=_round(rng.uniform(-1, 1, (config.rank, self._model.num_features))),
+                b=np.zeros((self._model.vocab_size, config.rank)),
+            )
+            for module in self._model.modules(config)
+        }
+        self._adapters[adapter_id] = _new_adapter(config, weights)
+
+    def load_adapter(self, adapter_id: str, state: AdapterState) -> None:
+        """Create or replace; pending gradients of a replaced adapter are forgotten."""
+        if state.base_model != self._model.name:
+            raise InvalidRequestError(f"the adapter belongs to {state.base_model}, not to {self._model.name}")
+        weights = self._model.read_adapter(state.tensors, state.lora_config.rank)
+        if set(weights) != set(self._model.modules(state.lora_config)):
+            raise InvalidRequestError(f"the adapter has {sorted(weights)}, its lora_config asks for others")
+        adapter = _new_adapter(state.lora_config, weights)
+        if state.optimizer is not None:
+            if state.optimizer.keys() != adapter.moments.keys():
+                raise InvalidRequestError("the optimizer's moments do not have the names of the adapter's tensors")
+            adapter.moments = {name: moment.astype(np.float64) for name, moment in state.optimizer.items()}
+            adapter.step = state.step
+        self._adapters[adapter_id] = adapter
+
+    def remove_adapter(self, adapter_id: str) -> None:
+        """Free the adapter; unknown ids are ignored."""
+        self._adapters.pop(adapter_id, None)
+
+    def forward_backward(self, work: Sequence[TrainWork]) -> list[TrainResult | ApiError]:
+        """One result per request; a request is all or nothing."""
+        results: list[TrainResult | ApiError] = []
+        for request in work:
+            try:
+                results.append(self._run(request))
+            except ApiError as error:
+                results.append(error)
+        return results
+
+    def _run(self, work: TrainWork) -> TrainResult:
+        adapter = self._adapter(work.adapter_id)
+        config = settings(work.loss_fn, work.loss_config)
+        gradients = {name: np.zeros_like(tensor) for name, tensor in adapter.tensors().items()}
+        outputs = []
+        total = 0.0
+        for index, datum in enumerate(work.data):
+            outputs.append(self._datum(adapter, datum, work.loss_fn, config, f"data[{index}]", gradients))
+            total += outputs[-1].pop("loss").item()
+        if work.backward:
+            for name, gradient in gradients.items():
+                adapter.gradients[name] = adapter.gradients.get(name, 0.0) + gradient
+        return TrainResult(
+            outputs=[{name: array.astype(np.float32) for name, array in output.items()} for output in outputs],
+            metrics={"loss:sum": total},
+        )
+
+    def _datum(
+        self,
+        adapter: _Adapter,
+        datum: TrainDatum,
+        loss_fn: str,
+        config: Mapping[str, float],
+        where: str,
+        gradients: Gradients,
+    ) -> dict[str, Float64Array]:
+        """`loss` [] and the outputs of one datum; its gradient is added to `gradients`."""
+        inputs = _checked_inputs(datum, loss_fn, where, self.max_context_length)
+        targets_n_k = datum.target_tokens.reshape(datum.input.length, -1)
+        known = (targets_n_k >= 0) & (targets_n_k < self.vocab_size)
+        coefficient = inputs[coefficient_name(loss_fn)]
+        wrong = ~known & (coefficient.reshape(targets_n_k.shape) != 0)
+        if wrong.any():
+            raise InvalidRequestError(
+                f"{where}.loss_fn_inputs.target_tokens: id {targets_n_k[wrong][0]} is outside the vocabulary of "
+                f"{self.vocab_size} where {coefficient_name(loss_fn)} is not 0"
+            )
+        features = self._model.features(datum.input)
+        log_p_n_v = log_softmax(self._model.logits(features, adapter.weights, adapter.config.rank))
+        safe_n_k = np.where(known, targets_n_k, 0)
+        logprobs_n_k = np.where(known, np.take_along_axis(log_p_n_v, safe_n_k, axis=1), 0.0)
+        logprobs = logprobs_n_k.reshape(datum.target_tokens.shape)
+        terms = loss_terms(loss_fn, logprobs, inputs, config)
+        loss = terms.values.sum()
+        if not math.isfinite(loss):
+            raise InvalidRequestError(f"{where}: the loss {loss_fn} is {loss}; check logprobs and advantages")
+        # d logprob[target] / d logits = one-hot(target) - softmax
+        derivative_n_k = terms.derivative.reshape(targets_n_k.shape)
+        d_logits_n_v = -derivative_n_k.sum(axis=1, keepdims=True) * np.exp(log_p_n_v)
+        np.add.at(d_logits_n_v, (np.arange(datum.input.length)[:, None], safe_n_k), derivative_n_k)
+        _add_lora_gradients(adapter, features, d_logits_n_v, gradients)
+        outputs = {"loss": np.asarray(loss), "logprobs": logprobs}
+        if loss_fn == "cross_entropy":
+            outputs["elementwise_loss"] = terms.values.reshape(targets_n_k.shape).sum(axis=1)
+        return outputs
+
+    def discard_gradients(self, adapter_id: str) -> None:
+        """Forget the gradients added up since the last step."""
+        self._adapter(adapter_id).gradients = {}
+
+    def optim_step(self, adapter_id: str, params: AdamParams) -> dict[str, float]:
+        """AdamW as torch.optim.AdamW; without gradients they count as 0."""
+        adapter = self._adapter(adapter_id)
+        tensors = adapter.tensors()
+        gradients = {name: adapter.gradients.get(name, np.zeros_like(tensors[name])) for name in tensors}
+        norm = math.sqrt(sum(float((gradient**2).sum()) for gradient in gradients.values()))
+        clip = min(1.0, params.grad_clip_norm / norm) if params.grad_clip_norm > 0 and norm > 0 else 1.0
+        adapter.step += 1
+        for name, tensor in tensors.items():
+            gradient = gradients[name] * clip
+            m = params.beta1 * adapter.moments["exp_avg." + name] + (1 - params.beta1) * gradient
+            v = params.beta2 * adapter.moments["exp_avg_sq." + name] + (1 - params.beta2) * gradient**2
+            adapter.moments["exp_avg." + name] = _round(m)
+            adapter.moments["exp_avg_sq." + name] = _round(v)
+            m_hat = m / (1 - params.beta1**adapter.step)
+            v_hat = v / (1 - params.beta2**adapter.step)
+            update = m_hat / (np.sqrt(v_hat) + params.eps) if params.eps else _divide_or_zero(m_hat, np.sqrt(v_hat))
+            decayed = tensor * (1 - params.learning_rate * params.weight_decay)
+            tensor[:] = _round(decayed - params.learning_rate * update)
+        adapter.gradients = {}
+        return {"grad_norm": norm}
+
+    def capture(self, adapter_id: str, *, optimizer: bool) -> AdapterState:
+        """A copy under PEFT's names."""
+        adapter = self._adapter(adapter_id)
+        return AdapterState(
+            base_model=self._model.name,
+            lora_config=adapter.config,
+            target_modules=[module.rsplit(".", 1)[-1] for module in adapter.weights],
+            tensors={name: tensor.astype(np.float32) for name, tensor in adapter.tensors().items()},
+            optimizer={n: m.astype(np.float32) for n, m in adapter.moments.items()} if optimizer else None,
+            step=adapter.step if optimizer else 0,
+        )
+
+    def logprobs(self, adapter_id: str | None, input: RenderedInput) -> npt.NDArray[np.float32]:
+        """log p(token[i+1] | token[i]), float32 [N-1]."""
+        adapter = None if adapter_id is None else self._adapter(adapter_id)
+        weights, rank = (adapter.weights, adapter.config.rank) if adapter else ({}, 1)
+        log_p = log_softmax(self._model.logits(self._model.features(input), weights, rank))
+        return np.take_along_axis(log_p[:-1], input.token_ids[1:, None], axis=1)[:, 0].astype(np.float32)
+
+    def close(self) -> None:
+        """Free everything."""
+        self._adapters.clear()
+
+    def _adapter(self, adapter_id: str) -> _Adapter:
+        if adapter_id not in self._adapters:
+            raise NotFoundError(f"model {adapter_id} is not in the trainer")
+        return self._adapters[adapter_id]
+
+
+def _new_adapter(config: LoraConfig, weights: dict[str, LoraMatrices]) -> _Adapter:
+    adapter = _Adapter(config, weights)
+    for name, tensor in adapter.tensors().items():
+        adapter.moments["exp_avg." + name] = np.zeros_like(tensor)
+        adapter.moments["exp_avg_sq." + name] = np.zeros_like(tensor)
+    return adapter
+
+
+def _divide_or_zero(numerator: Float64Array, denominator: Float64Array) -> Float64Array:
+    return np.divide(numerator, denominator, out=np.zeros_like(numerator), where=denominator != 0)
+
+
+def _checked_inputs(datum: TrainDatum, loss_fn: str, where: str, max_length: int) -> dict[str, npt.NDArray[np.float32]]:
+    """The loss inputs, all present, finite and of the targets' shape; absent weights are ones."""
+    if datum.input.length > max_length:
+        raise InvalidRequestError(f"{where}.model_input: {datum.input.length} positions, the limit is {max_length}")
+    shape = datum.target_tokens.shape
+    if shape[:1] != (datum.input.length,) or len(shape) > (2 if loss_fn == "cross_entropy" else 1):
+        raise InvalidRequestError(
+            f"{where}.loss_fn_inputs.target_tokens: shape {list(shape)} for {datum.input.length} positions"
+        )
+    inputs = dict(datum.loss_inputs)
+    if loss_fn == "cross_entropy":
+        inputs.setdefault("weights", np.ones(shape, np.float32))
+    for name in ("weights",) if loss_fn == "cross_entropy" else ("logprobs", "advantages"):
+        if name not in inputs:
+            raise InvalidRequestError(f"{where}.loss_fn_inputs.{name}: missing, {loss_fn} needs it")
+        if inputs[name].shape != shape:
+            raise InvalidRequestError(
+                f"{where}.loss_fn_inputs.{name}: shape {list(inputs[name].shape)}, target_tokens has {list(shape)}"
+            )
+        if not np.isfinite(inputs[name]).all():
+            position = int(np.flatnonzero(~np.isfinite(inputs[name]))[0])
+            raise InvalidRequestError(f"{where}.loss_fn_inputs.{name}: not finite at position {position}")
+    return inputs
+
+
+def _add_lora_gradients(
+    adapter: _Adapter, features: Features, d_logits_n_v: Float64Array, gradients: Gradients
+) -> None:
+    scale = LORA_ALPHA / adapter.config.rank
+    for name, gradient in gradients.items():
+        module, factor = parse_tensor_name(name)
+        matrices = adapter.weights[module]
+        if factor == "B":
+            gradient += scale * d_logits_n_v.T @ features.gather(matrices.a.T)
+        else:
+            gradient += scale * features.scatter(d_logits_n_v @ matrices.b, matrices.a.shape[1]).T
