@@ -1,0 +1,194 @@
+"""The losses that exist, and the checks of a datum against them. Knows names and shapes, not formulas; needs no torch.
+
+Formulas are in `losses.py`. Everything here raises InvalidRequestError (or UnsupportedError) with the field's name
+and the numbers in it, and changes no value.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from tinker_local.backend.rendering.interface import RenderedInput
+from tinker_local.backend.training.interface import TrainDatum
+from tinker_local.types import Datum, InvalidRequestError, ProvenanceSpan, TensorData, UnsupportedError
+
+TARGETS = "target_tokens"
+
+Float32Array = npt.NDArray[np.float32]
+Int64Array = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class LossSpec:
+    """What one loss reads.
+
+    `inputs`: names of the float32 tensors beside `target_tokens`. `coefficient`: the one that switches a position off
+    where it is 0. `optional`: the value that an absent input has everywhere. `config`: settings and their defaults.
+    `candidates`: whether targets may be [N, K].
+    """
+
+    inputs: tuple[str, ...]
+    coefficient: str
+    optional: Mapping[str, float] = field(default_factory=dict)
+    config: Mapping[str, float] = field(default_factory=dict)
+    candidates: bool = False
+
+
+LOSS_SPECS: Mapping[str, LossSpec] = {
+    "cross_entropy": LossSpec(("weights",), "weights", optional={"weights": 1.0}, candidates=True),
+    "importance_sampling": LossSpec(("logprobs", "advantages"), "advantages"),
+    "ppo": LossSpec(
+        ("logprobs", "advantages"), "advantages", config={"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}
+    ),
+    "cispo": LossSpec(
+        ("logprobs", "advantages"), "advantages", config={"clip_low_threshold": 0.0, "clip_high_threshold": 4.0}
+    ),
+}
+"""Inputs and settings as on the hosted service; thresholds bound the ratio exp(l - q) itself, they are no epsilons."""
+
+NEAREST: Mapping[str, str] = {
+    "dro": "importance_sampling",
+    "gspo": "ppo",
+    "stable_reinforce": "importance_sampling",
+    "custom": "cross_entropy",
+}
+"""Losses of the SDK that this server does not compute, and what comes closest."""
+
+
+def loss_spec(loss_fn: str) -> LossSpec:
+    """The spec of `loss_fn`; raises for a loss that is not computed here, naming those that are."""
+    known = ", ".join(LOSS_SPECS)
+    if loss_fn in NEAREST:
+        advice = f"the nearest that works is {NEAREST[loss_fn]!r} (of {known})"
+        if loss_fn == "custom":
+            advice = f"forward_backward_custom with a Python function works, it is sent as {NEAREST[loss_fn]!r}"
+        raise UnsupportedError(f"loss_fn: {loss_fn!r} is not supported by this server; {advice}")
+    if loss_fn not in LOSS_SPECS:
+        raise InvalidRequestError(f"loss_fn: unknown loss {loss_fn!r}; known are {known}")
+    return LOSS_SPECS[loss_fn]
+
+
+def check_config(loss_fn: str, given: Mapping[str, float | str]) -> dict[str, float]:
+    """The complete settings of `loss_fn`: `given` over the defaults.
+
+    Raises for unknown keys, text or non-finite values, and thresholds that are negative or out of order.
+    """
+    defaults = loss_spec(loss_fn).config
+    for key, value in given.items():
+        where = f"loss_fn_config.{key}"
+        if key not in defaults:
+            known = f"it has {', '.join(defaults)}" if defaults else "it has no settings"
+            raise InvalidRequestError(f"{where}: unknown to {loss_fn}; {known}")
+        if isinstance(value, (str, bool)) or not math.isfinite(value):
+            raise InvalidRequestError(f"{where}: must be a finite number, not {value!r}")
+        if value < 0:
+            raise InvalidRequestError(f"{where}: bounds the probability ratio, must not be negative, not {value}")
+    config = {**defaults, **{key: float(value) for key, value in given.items()}}
+    low, high = config.get("clip_low_threshold", 0.0), config.get("clip_high_threshold", math.inf)
+    if low > high:
+        raise InvalidRequestError(f"loss_fn_config: clip_low_threshold {low} is above clip_high_threshold {high}")
+    return config
+
+
+def make_train_datum(datum: Datum, rendered: RenderedInput, loss_fn: str, vocab_size: int, where: str) -> TrainDatum:
+    """`datum` as the trainer takes it: dense arrays of one shape, names and numbers checked.
+
+    `rendered` is its model input of N positions. `where` prefixes messages (`data[3]`). Absent weights are ones; a
+    target outside [0, vocab_size) is refused only where its coefficient is not 0. Provenance is checked and dropped.
+    """
+    spec = loss_spec(loss_fn)
+    _check_names(datum, loss_fn, spec, where)
+    if rendered.length == 0:
+        raise InvalidRequestError(f"{where}.model_input: is empty, at least one position is needed")
+    targets = _targets(datum.loss_fn_inputs[TARGETS], spec, rendered.length, loss_fn, where)
+    inputs = {name: _loss_input(datum, name, targets, spec, where) for name in spec.inputs}
+    _check_vocabulary(targets, inputs[spec.coefficient], vocab_size, spec.coefficient, where)
+    _check_provenance(datum, rendered.length, targets, where)
+    return TrainDatum(rendered, targets, inputs)
+
+
+def _check_names(datum: Datum, loss_fn: str, spec: LossSpec, where: str) -> None:
+    known = (TARGETS, *spec.inputs)
+    for name in datum.loss_fn_inputs:
+        if name not in known:
+            raise InvalidRequestError(
+                f"{where}.loss_fn_inputs.{name}: unknown to {loss_fn}, which takes {', '.join(known)}"
+            )
+    for name in known:
+        if name not in datum.loss_fn_inputs and name not in spec.optional:
+            raise InvalidRequestError(f"{where}.loss_fn_inputs.{name}: is missing, {loss_fn} needs it")
+
+
+def _targets(tensor: TensorData, spec: LossSpec, length: int, loss_fn: str, where: str) -> Int64Array:
+    """int64 [N] or [N, K]; a sparse tensor's unlisted cells are token 0."""
+    field_name = f"{where}.loss_fn_inputs.{TARGETS}"
+    if tensor.dtype != "int64":
+        raise InvalidRequestError(f"{field_name}: must be int64, not {tensor.dtype}")
+    targets = np.asarray(tensor.to_numpy(), dtype=np.int64)
+    allowed = (1, 2) if spec.candidates else (1,)
+    if targets.ndim not in allowed:
+        wanted = "[N] or [N, K]" if spec.candidates else "[N]"
+        raise InvalidRequestError(f"{field_name}: {loss_fn} takes shape {wanted}, not {list(targets.shape)}")
+    if targets.shape[0] != length:
+        raise InvalidRequestError(
+            f"{field_name}: {targets.shape[0]} rows for a model_input of {length} positions (images included)"
+        )
+    if targets.size == 0:
+        raise InvalidRequestError(f"{field_name}: shape {list(targets.shape)} holds no target")
+    return targets
+
+
+def _loss_input(datum: Datum, name: str, targets: Int64Array, spec: LossSpec, where: str) -> Float32Array:
+    tensor = datum.loss_fn_inputs.get(name)
+    if tensor is None:
+        return np.full(targets.shape, spec.optional[name], np.float32)
+    field_name = f"{where}.loss_fn_inputs.{name}"
+    values = np.asarray(tensor.to_numpy(), dtype=np.float32)
+    if values.shape != targets.shape:
+        raise InvalidRequestError(f"{field_name}: shape {list(values.shape)}, but {TARGETS} has {list(targets.shape)}")
+    if not np.isfinite(values).all():
+        at = tuple(int(i) for i in np.argwhere(~np.isfinite(values))[0])
+        raise InvalidRequestError(
+            f"{field_name}: {values[at]} at position {_index(at)}, only finite numbers are allowed"
+        )
+    return values
+
+
+def _check_vocabulary(
+    targets: Int64Array, coefficient: Float32Array, vocab_size: int, coefficient_name: str, where: str
+) -> None:
+    outside = ((targets < 0) | (targets >= vocab_size)) & (coefficient != 0)
+    if outside.any():
+        at = tuple(int(i) for i in np.argwhere(outside)[0])
+        raise InvalidRequestError(
+            f"{where}.loss_fn_inputs.{TARGETS}: token {targets[at]} at position {_index(at)} is outside the vocabulary "
+            f"of {vocab_size} (allowed only where {coefficient_name} is 0)"
+        )
+
+
+def _check_provenance(datum: Datum, length: int, targets: Int64Array, where: str) -> None:
+    """Spans tile their field; what they refer to is not looked up (no loss here needs it)."""
+    if datum.model_input_spans is None or datum.loss_fn_input_spans is None:
+        return
+    if targets.ndim != 1:
+        raise InvalidRequestError(
+            f"{where}.loss_fn_input_spans: need one-dimensional {TARGETS}, not shape {list(targets.shape)}"
+        )
+    for name, spans in (
+        ("model_input_spans", datum.model_input_spans),
+        ("loss_fn_input_spans", datum.loss_fn_input_spans),
+    ):
+        covered = _covered(spans)
+        if covered != length:
+            raise InvalidRequestError(f"{where}.{name}: the spans cover {covered} of {length} positions")
+
+
+def _covered(spans: Sequence[ProvenanceSpan]) -> int:
+    return sum(span.length for span in spans)
+
+
+def _index(at: tuple[Any, ...]) -> str:
+    return str(at[0]) if len(at) == 1 else str(list(at))
