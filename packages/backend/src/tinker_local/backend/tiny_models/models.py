@@ -1,0 +1,190 @@
+"""Writes checkpoints of random weights that transformers and vLLM load like any other: no network, a few seconds.
+
+Knows the config classes of the families; torch and transformers are imported when a model is made, not before.
+"""
+
+from pathlib import Path
+from typing import Any, Literal
+
+from tinker_local.backend.tiny_models.chat_template import CHAT_TEMPLATE
+from tinker_local.backend.tiny_models.processors import (
+    MERGE_SIZE,
+    QWEN2_5_VL,
+    QWEN3_VL,
+    TEMPORAL_PATCH_SIZE,
+    ProcessorSettings,
+    write_processors,
+)
+from tinker_local.backend.tiny_models.shapes import TextShape, VisionShape
+from tinker_local.backend.tiny_models.tokenizer import (
+    ADDED_TOKEN_IDS,
+    END_OF_TEXT,
+    IM_END,
+    IMAGE_PAD,
+    VIDEO_PAD,
+    VISION_END,
+    VISION_START,
+    VOCAB_SIZE,
+    write_tokenizer,
+)
+from tinker_local.backend.tiny_models.weights import write_weights
+
+_ROPE_THETA = 1e6
+
+
+def make_tiny_text_model(
+    out: Path, *, seed: int = 0, tie_word_embeddings: bool = True, shape: TextShape | None = None
+) -> Path:
+    """Write a Qwen3 language model of random float32 weights into the folder `out` and return it.
+
+    The same arguments give the same bytes. Raises FileExistsError if `out` exists and is not an empty folder.
+    """
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    shape = shape or TextShape()
+    config = Qwen3Config(
+        **_text_settings(shape),
+        head_dim=shape.head_dim,
+        rope_parameters={"rope_type": "default", "rope_theta": _ROPE_THETA},
+        tie_word_embeddings=tie_word_embeddings,
+    )
+    _claim_folder(out)
+    write_tokenizer(out, CHAT_TEMPLATE, shape.max_position_embeddings)
+    write_weights(_instantiate(Qwen3ForCausalLM, config), out, seed, text_scale=shape.weight_scale)
+    return out
+
+
+def make_tiny_vl_model(
+    out: Path,
+    *,
+    seed: int = 0,
+    family: Literal["qwen3_vl", "qwen2_5_vl"] = "qwen3_vl",
+    tie_word_embeddings: bool = True,
+    text: TextShape | None = None,
+    vision: VisionShape | None = None,
+) -> Path:
+    """Write a vision-language model of random float32 weights into the folder `out` and return it.
+
+    The same arguments give the same bytes. Raises FileExistsError if `out` exists and is not an empty folder, and
+    ValueError for a shape that the family cannot have.
+    """
+    vision = vision or VisionShape()
+    if family == "qwen3_vl":
+        text, settings = text or TextShape(), QWEN3_VL
+        model = _qwen3_vl(text, vision, settings, tie_word_embeddings)
+    else:
+        # Qwen2.5-VL has no head size of its own: attention is as wide as the hidden state.
+        text, settings = text or TextShape(hidden_size=128), QWEN2_5_VL
+        model = _qwen2_5_vl(text, vision, settings, tie_word_embeddings)
+    _claim_folder(out)
+    write_tokenizer(out, CHAT_TEMPLATE, text.max_position_embeddings)
+    write_weights(model, out, seed, text_scale=text.weight_scale, vision_scale=vision.weight_scale)
+    write_processors(out, settings, vision)
+    return out
+
+
+def _claim_folder(out: Path) -> None:
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise FileExistsError(f"{out} exists already; give a new or empty folder for the model")
+    out.mkdir(parents=True, exist_ok=True)
+
+
+def _instantiate(model_class: Any, config: Any) -> Any:
+    """A model on the CPU; the caller's random state stays as it was."""
+    import torch
+
+    with torch.random.fork_rng(devices=[]):
+        return model_class(config)
+
+
+def _text_settings(shape: TextShape) -> dict[str, Any]:
+    return {
+        "vocab_size": VOCAB_SIZE,
+        "hidden_size": shape.hidden_size,
+        "intermediate_size": shape.intermediate_size,
+        "num_hidden_layers": shape.num_layers,
+        "num_attention_heads": shape.num_heads,
+        "num_key_value_heads": shape.num_kv_heads,
+        "max_position_embeddings": shape.max_position_embeddings,
+        "rms_norm_eps": 1e-6,
+        "bos_token_id": None,
+        "eos_token_id": ADDED_TOKEN_IDS[IM_END],
+        "pad_token_id": ADDED_TOKEN_IDS[END_OF_TEXT],
+        "dtype": "float32",
+    }
+
+
+def _vision_settings(text: TextShape, vision: VisionShape, settings: ProcessorSettings) -> dict[str, Any]:
+    return {
+        "depth": vision.num_layers,
+        "hidden_size": vision.hidden_size,
+        "intermediate_size": vision.intermediate_size,
+        "num_heads": vision.num_heads,
+        "patch_size": settings.patch_size,
+        "temporal_patch_size": TEMPORAL_PATCH_SIZE,
+        "spatial_merge_size": MERGE_SIZE,
+        "out_hidden_size": text.hidden_size,
+    }
+
+
+def _image_token_ids() -> dict[str, int]:
+    return {
+        "image_token_id": ADDED_TOKEN_IDS[IMAGE_PAD],
+        "video_token_id": ADDED_TOKEN_IDS[VIDEO_PAD],
+        "vision_start_token_id": ADDED_TOKEN_IDS[VISION_START],
+        "vision_end_token_id": ADDED_TOKEN_IDS[VISION_END],
+    }
+
+
+def _rope_parameters(head_dim: int) -> dict[str, Any]:
+    """Of the head_dim / 2 rotary frequencies height and width get a third each, time the rest."""
+    spatial = head_dim // 6
+    return {
+        "rope_type": "default",
+        "rope_theta": _ROPE_THETA,
+        "mrope_section": [head_dim // 2 - 2 * spatial, spatial, spatial],
+    }
+
+
+def _qwen3_vl(text: TextShape, vision: VisionShape, settings: ProcessorSettings, tie_word_embeddings: bool) -> Any:
+    from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
+
+    config = Qwen3VLConfig(
+        text_config={
+            **_text_settings(text),
+            "head_dim": text.head_dim,
+            "rope_parameters": {**_rope_parameters(text.head_dim), "mrope_interleaved": True},
+        },
+        vision_config={
+            **_vision_settings(text, vision, settings),
+            "num_position_embeddings": vision.position_grid**2,
+            "deepstack_visual_indexes": list(vision.deepstack_layers),
+        },
+        tie_word_embeddings=tie_word_embeddings,
+        dtype="float32",
+        **_image_token_ids(),
+    )
+    return _instantiate(Qwen3VLForConditionalGeneration, config)
+
+
+def _qwen2_5_vl(text: TextShape, vision: VisionShape, settings: ProcessorSettings, tie_word_embeddings: bool) -> Any:
+    from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+
+    attention_width = text.num_heads * text.head_dim
+    if text.hidden_size != attention_width:
+        raise ValueError(
+            f"Qwen2.5-VL needs hidden_size = num_heads x head_dim: {text.hidden_size} != {attention_width}"
+        )
+    config = Qwen2_5_VLConfig(
+        text_config={**_text_settings(text), "rope_parameters": _rope_parameters(text.head_dim)},
+        vision_config={
+            **_vision_settings(text, vision, settings),
+            # Windows of 4 x 4 patches in every layer but the last, so that both kinds of attention are there.
+            "window_size": 4 * settings.patch_size,
+            "fullatt_block_indexes": [vision.num_layers - 1],
+        },
+        tie_word_embeddings=tie_word_embeddings,
+        dtype="float32",
+        **_image_token_ids(),
+    )
+    return _instantiate(Qwen2_5_VLForConditionalGeneration, config)

@@ -1,0 +1,48 @@
+"""Random weights for a model, the same for a seed whatever the versions of torch and transformers."""
+
+import hashlib
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from tinker_local.backend.tiny_models.tokenizer import ADDED_TOKEN_IDS, END_OF_TEXT, IM_END
+
+_LOGIT_STD = 2.0
+_NORM_JITTER = 0.1
+_POSITION_STD = 0.3
+
+
+def random_weight(name: str, shape: tuple[int, ...], seed: int, scale: float) -> npt.NDArray[np.float32]:
+    """Values of the parameter `name`, drawn from a stream of its own.
+
+    A matrix or filter gets N(0, scale^2 / fan_in), so that inputs of RMS 1 come out with RMS `scale`. Token embeddings
+    get N(0, 4 / hidden): logits of a normalised state then have a standard deviation of 2. Norm weights are near 1 and
+    biases near 0 but neither is exactly so: a loader that skips one shows.
+    """
+    digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
+    noise = np.random.default_rng(int.from_bytes(digest, "little")).standard_normal(shape, dtype=np.float32)
+    if name.endswith("bias"):
+        return np.float32(_NORM_JITTER) * noise
+    if len(shape) == 1:
+        return 1 + np.float32(_NORM_JITTER) * noise
+    if "pos_embed" in name:
+        return np.float32(_POSITION_STD) * noise
+    fan_in = math.prod(shape[1:])
+    if "embed_tokens" in name or "lm_head" in name:
+        scale = _LOGIT_STD
+    return np.float32(scale / math.sqrt(fan_in)) * noise
+
+
+def write_weights(model: Any, out: Path, seed: int, *, text_scale: float, vision_scale: float = 1.0) -> None:
+    """Fill the HF model's parameters with random values and write it, with its configs, into `out`."""
+    import torch
+
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            scale = vision_scale if "visual" in name else text_scale
+            parameter.copy_(torch.from_numpy(random_weight(name, tuple(parameter.shape), seed, scale)))
+    model.generation_config.eos_token_id = [ADDED_TOKEN_IDS[IM_END], ADDED_TOKEN_IDS[END_OF_TEXT]]
+    model.generation_config.pad_token_id = ADDED_TOKEN_IDS[END_OF_TEXT]
+    model.save_pretrained(out)
