@@ -1,0 +1,78 @@
+"""The Tinker SDK with a local server behind it, and text and images made into `ModelInput`s.
+
+`import tinker_local.client as tinker` runs a program that was written for the SDK: every public name of `tinker` is
+here and is the SDK's own, except that `ServiceClient`, `RestClient` and `AdminClient` are subclasses that connect to a
+local server by default. Beyond the SDK there are `model_input`, `text_chunk` and `image_chunk`.
+"""
+
+from tinker import AdamOptimizerConfig as AdamOptimizerConfig
+from tinker import AdamParams as AdamParams
+from tinker import APIConnectionError as APIConnectionError
+from tinker import APIError as APIError
+from tinker import APIFuture as APIFuture
+from tinker import APIResponse as APIResponse
+from tinker import APIResponseValidationError as APIResponseValidationError
+from tinker import APIStatusError as APIStatusError
+from tinker import APITimeoutError as APITimeoutError
+from tinker import AsyncAPIResponse as AsyncAPIResponse
+from tinker import AuthenticationError as AuthenticationError
+from tinker import BackcompatSamplingClientFuture as BackcompatSamplingClientFuture
+from tinker import BackcompatTrainingClientFuture as BackcompatTrainingClientFuture
+from tinker import BadRequestError as BadRequestError
+from tinker import BillingError as BillingError
+from tinker import Checkpoint as Checkpoint
+from tinker import CheckpointType as CheckpointType
+from tinker import ConflictError as ConflictError
+from tinker import Datum as Datum
+from tinker import DimuonOptimizerConfig as DimuonOptimizerConfig
+from tinker import DimuonParams as DimuonParams
+from tinker import DmelChunk as DmelChunk
+from tinker import EncodedTextChunk as EncodedTextChunk
+from tinker import ExperimentalWarning as ExperimentalWarning
+from tinker import ForwardBackwardOutput as ForwardBackwardOutput
+from tinker import InternalServerError as InternalServerError
+from tinker import LoraConfig as LoraConfig
+from tinker import LossHandle as LossHandle
+from tinker import ModelID as ModelID
+from tinker import ModelInput as ModelInput
+from tinker import ModelInputChunk as ModelInputChunk
+from tinker import NotFoundError as NotFoundError
+from tinker import OptimParams as OptimParams
+from tinker import OptimStepRequest as OptimStepRequest
+from tinker import OptimStepResponse as OptimStepResponse
+from tinker import ParsedCheckpointTinkerPath as ParsedCheckpointTinkerPath
+from tinker import PerDatumLossFn as PerDatumLossFn
+from tinker import PermissionDeniedError as PermissionDeniedError
+from tinker import PromptProvenanceSpan as PromptProvenanceSpan
+from tinker import RateLimitError as RateLimitError
+from tinker import RequestFailedError as RequestFailedError
+from tinker import RequestOptions as RequestOptions
+from tinker import SampledProvenanceSpan as SampledProvenanceSpan
+from tinker import SampledSequence as SampledSequence
+from tinker import SampleRequest as SampleRequest
+from tinker import SampleResponse as SampleResponse
+from tinker import SamplingClient as SamplingClient
+from tinker import SamplingParams as SamplingParams
+from tinker import StopReason as StopReason
+from tinker import TensorData as TensorData
+from tinker import TensorDtype as TensorDtype
+from tinker import Timeout as Timeout
+from tinker import TinkerError as TinkerError
+from tinker import TrainingClient as TrainingClient
+from tinker import TrainingRun as TrainingRun
+from tinker import UnprocessableEntityError as UnprocessableEntityError
+from tinker import __title__ as __title__
+from tinker import __version__ as __version__
+from tinker import auth as auth
+from tinker import lib as lib
+from tinker import proto as proto
+from tinker import resources as resources
+from tinker import types as types
+from tinker_local.client.clients import AdminClient as AdminClient
+from tinker_local.client.clients import RestClient as RestClient
+from tinker_local.client.clients import ServiceClient as ServiceClient
+from tinker_local.client.images import image_chunk as image_chunk
+from tinker_local.client.inputs import model_input as model_input
+from tinker_local.client.inputs import text_chunk as text_chunk
+from tinker_local.client.loopback import LoopbackBackend as LoopbackBackend
+from tinker_local.client.loopback import LoopbackServer as LoopbackServer

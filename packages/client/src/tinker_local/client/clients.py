@@ -1,0 +1,127 @@
+"""The SDK's clients, bound to a local server unless told otherwise."""
+
+import threading
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Literal
+
+import tinker
+from tinker.lib.internal_client_holder import InternalClientHolder
+from tinker.lib.public_interfaces.api_future import AwaitableConcurrentFuture
+from tinker_local.client.endpoint import connect
+from tinker_local.client.loopback import LoopbackBackend, LoopbackServer
+from tinker_local.types import InvalidRequestError
+
+
+class ServiceClient(tinker.ServiceClient):
+    """The official `tinker.ServiceClient` with local defaults; everything that it can do works the same.
+
+    Args:
+        base_url: URL of the server. Default: $TINKER_BASE_URL, then http://127.0.0.1:8000.
+        api_key: Default: $TINKER_API_KEY, then `tml-local`. Stored credentials of the hosted service are never used.
+        backend: A backend of this process instead of a URL. It is served on a free port of 127.0.0.1 with a random
+            key by a daemon thread, which ends after `close()` (or the `with` block) has finished the session.
+            Not together with `base_url` or `api_key`.
+        check_server: Ask a server on a loopback address for its health before returning, so that a missing one is
+            reported within a second (tinker.APIConnectionError) and not after the SDK's five minutes. Other
+            addresses are never asked. False: send nothing, as the official client.
+        user_metadata, project_id, display_name, default_headers_overrides: As in the official client.
+
+    With a loopback address, 127.0.0.1 and localhost are added to this process's NO_PROXY, since the SDK would send
+    them through a proxy.
+    """
+
+    def __init__(
+        self,
+        user_metadata: dict[str, str] | None = None,
+        project_id: str | None = None,
+        *,
+        display_name: str | None = None,
+        base_url: str | None = None,
+        api_key: str | None = None,
+        default_headers_overrides: Mapping[str, str] | None = None,
+        backend: LoopbackBackend | None = None,
+        check_server: bool = True,
+        **kwargs: Any,
+    ) -> None:
+        self._loopback: LoopbackServer | None = None
+        self._loopback_closed: AwaitableConcurrentFuture[None] | None = None
+        self._loopback_lock = threading.Lock()
+        if backend is not None:
+            for name, value in (("base_url", base_url), ("api_key", api_key)):
+                if value is not None:
+                    raise InvalidRequestError(f"{name}: not together with backend, which has its own")
+            self._loopback = backend.serve_in_thread(host="127.0.0.1", port=0)
+            base_url, api_key, check_server = self._loopback.url, self._loopback.api_key, False
+        endpoint = connect(base_url, api_key, check_server=check_server)
+        super().__init__(
+            user_metadata,
+            project_id,
+            display_name=display_name,
+            base_url=endpoint.base_url,
+            api_key=endpoint.api_key,
+            default_headers_overrides=default_headers_overrides,
+            **kwargs,
+        )
+
+    def close(
+        self, status: Literal["success", "errored", "interrupted"], detail: str | None = None
+    ) -> AwaitableConcurrentFuture[None]:
+        """Finish the session as the official client does, then stop the server of `backend=`, if there is one.
+
+        Returns a future of both. It raises what finishing the session raised; the server is stopped all the same.
+        """
+        finished = super().close(status, detail)
+        loopback = self._loopback
+        if loopback is None:
+            return finished
+        with self._loopback_lock:
+            if self._loopback_closed is None:
+                # Not on the SDK's event loop, which the server still needs to answer while it shuts down; and not in
+                # a daemon thread, so that a program that ends without waiting still finishes its session.
+                thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tinker-local-close")
+                stopped = thread.submit(_stop_after, finished, loopback)
+                thread.shutdown(wait=False)
+                self._loopback_closed = AwaitableConcurrentFuture(stopped)
+            return self._loopback_closed
+
+
+def _stop_after(finished: AwaitableConcurrentFuture[None], loopback: LoopbackServer) -> None:
+    try:
+        finished.result()
+    finally:
+        loopback.close()
+
+
+class RestClient(tinker.RestClient):
+    """The official `tinker.RestClient` with the defaults of `ServiceClient`."""
+
+    def __init__(
+        self,
+        _holder: InternalClientHolder | None = None,
+        *,
+        base_url: str | None = None,
+        api_key: str | None = None,
+        check_server: bool = True,
+    ) -> None:
+        if _holder is None:
+            endpoint = connect(base_url, api_key, check_server=check_server)
+            base_url, api_key = endpoint.base_url, endpoint.api_key
+        super().__init__(_holder, base_url=base_url, api_key=api_key)
+
+
+class AdminClient(tinker.AdminClient):
+    """The official `tinker.AdminClient` with the defaults of `ServiceClient`; a local server refuses its requests."""
+
+    def __init__(
+        self,
+        _holder: InternalClientHolder | None = None,
+        *,
+        base_url: str | None = None,
+        api_key: str | None = None,
+        check_server: bool = True,
+    ) -> None:
+        if _holder is None:
+            endpoint = connect(base_url, api_key, check_server=check_server)
+            base_url, api_key = endpoint.base_url, endpoint.api_key
+        super().__init__(_holder, base_url=base_url, api_key=api_key)

@@ -1,0 +1,194 @@
+"""Text, tokens and pictures → the SDK's `ModelInput`."""
+
+from collections.abc import Iterable, Sequence
+from itertools import groupby, pairwise
+from pathlib import Path
+from typing import Any, Protocol, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import PIL.Image
+import tinker
+from tinker_local import types as local
+from tinker_local.client.images import Image, chunk_of
+from tinker_local.types.base import tokens_array
+from tinker_local.types.chunks import ImageFormat
+
+VISION_START = "<|vision_start|>"
+VISION_END = "<|vision_end|>"
+
+ImageChunk: TypeAlias = tinker.types.ImageChunk | tinker.types.ImageAssetPointerChunk
+Tokens: TypeAlias = Sequence[int] | npt.NDArray[np.integer[Any]]
+Part: TypeAlias = (
+    str
+    | Tokens
+    | Image
+    | tinker.EncodedTextChunk
+    | ImageChunk
+    | tinker.ModelInput
+    | local.EncodedTextChunk
+    | local.ImageChunk
+    | local.ImageAssetPointerChunk
+    | local.ModelInput
+)
+
+
+class Tokenizer(Protocol):
+    """What is used of a tokenizer; HF's have it."""
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]: ...
+    def convert_tokens_to_ids(self, token: str, /) -> Any: ...
+    def convert_ids_to_tokens(self, token_id: int, /) -> Any: ...
+
+
+def text_chunk(text: str, tokenizer: Tokenizer) -> tinker.EncodedTextChunk:
+    """`text` as a chunk of the SDK. Special tokens written in it are recognised, none are added around it.
+
+    Raises InvalidRequestError if there is nothing in it: servers refuse an empty chunk.
+    """
+    tokens = tokenizer.encode(text, add_special_tokens=False)
+    if not tokens:
+        raise local.InvalidRequestError("text: gives no token, and a text chunk needs at least one")
+    return tinker.EncodedTextChunk(tokens=tokens)
+
+
+def model_input(
+    *parts: Part,
+    tokenizer: Tokenizer | None = None,
+    image_processor: Any = None,
+    image_format: ImageFormat = "png",
+    vision_markers: bool = True,
+) -> tinker.ModelInput:
+    """A prompt out of `parts` in order, as the SDK's own object:
+
+        model_input("What is this? ", PIL.Image.open("cat.png"), "It is", tokenizer=..., image_processor=...)
+
+    A part is one of
+
+    - str: text, tokenized by `tokenizer`. Special tokens written in it (`<|im_start|>`) are recognised, none are
+      added (no BOS). Neighbouring strings are joined first, so `"a", "b"` means the same as `"ab"`.
+    - a list or 1-D integer array: token ids, as they are.
+    - an image: a PIL image, a `pathlib.Path`, the bytes of an image file, or a uint8 array [H, W], [H, W, 3] or
+      [H, W, 4]. A str is never taken for a path. See `image_chunk` for conversion, `image_format`, and
+      `image_processor`, which counts `expected_tokens`.
+    - a text or image chunk or a `ModelInput`, of the SDK or of `tinker_local.types`: taken over unchanged.
+
+    Qwen's vision-language models read an image between `<|vision_start|>` and `<|vision_end|>`, which are text.
+    With `vision_markers` each of the two is put beside an image where it is not written already, if the tokenizer
+    has both; False leaves everything as it is written.
+
+    All text between two images becomes one chunk. Raises InvalidRequestError with the index of the part at fault.
+    """
+    texts: list[list[int]] = [[]]  # always one longer than images: what stands before, between and after them
+    images: list[ImageChunk] = []
+    for where, part in _joined(parts):
+        for piece in _pieces(part, where, tokenizer, image_processor, image_format):
+            if isinstance(piece, list):
+                texts[-1].extend(piece)
+            else:
+                images.append(piece)
+                texts.append([])
+    if images and vision_markers:
+        _mark(texts, tokenizer)
+    return _assemble(texts, images)
+
+
+def _joined(parts: Iterable[Part]) -> Iterable[tuple[str, Part]]:
+    """The parts with the names that errors call them by; neighbouring strings joined."""
+    for is_text, group in groupby(enumerate(parts), key=lambda item: isinstance(item[1], str)):
+        if is_text:
+            items = list(group)
+            yield f"parts[{items[0][0]}]", "".join(str(part) for _, part in items)
+        else:
+            for index, part in group:
+                yield f"parts[{index}]", part
+
+
+def _pieces(
+    part: Part, where: str, tokenizer: Tokenizer | None, image_processor: Any, image_format: ImageFormat
+) -> Iterable[list[int] | ImageChunk]:
+    match part:
+        case str():
+            if tokenizer is None:
+                raise local.InvalidRequestError(f"{where}: is text, which needs tokenizer=")
+            yield tokenizer.encode(part, add_special_tokens=False)
+        case PIL.Image.Image() | Path() | bytes() | bytearray() | memoryview():
+            yield chunk_of(part, image_processor, image_format, where)
+        case np.ndarray() if part.ndim != 1:
+            yield chunk_of(part, image_processor, image_format, where)
+        case np.ndarray() | list() | tuple():
+            yield _token_ids(part, where)
+        case tinker.ModelInput() | local.ModelInput():
+            for index, chunk in enumerate(part.chunks):
+                yield _chunk(chunk, f"{where}.chunks[{index}]")
+        case _:
+            yield _chunk(part, where)
+
+
+def _token_ids(part: Tokens, where: str) -> list[int]:
+    if isinstance(part, np.ndarray):
+        if part.dtype == np.uint8:  # too likely a file read by numpy.frombuffer
+            raise local.InvalidRequestError(
+                f"{where}: a 1-D uint8 array may be token ids or a file; pass a wider integer type, or bytes"
+            )
+        values: Any = part
+    else:
+        values = [int(item) if isinstance(item, np.integer) else item for item in part]
+    try:
+        ids: list[int] = tokens_array(values).tolist()
+    except ValueError as error:
+        raise local.InvalidRequestError(f"{where}: {error}") from error
+    return ids
+
+
+def _chunk(part: object, where: str) -> list[int] | ImageChunk:
+    match part:
+        case tinker.EncodedTextChunk():
+            return _token_ids(list(part.tokens), where)
+        case local.EncodedTextChunk():
+            return _token_ids(part.tokens, where)
+        case tinker.types.ImageChunk() | tinker.types.ImageAssetPointerChunk():
+            return part
+        case local.ImageChunk():
+            return tinker.types.ImageChunk(data=part.data, format=part.format, expected_tokens=part.expected_tokens)
+        case local.ImageAssetPointerChunk():
+            return tinker.types.ImageAssetPointerChunk(
+                location=part.location, format=part.format, expected_tokens=part.expected_tokens
+            )
+    raise local.InvalidRequestError(
+        f"{where}: must be text, a list of token ids, an image or a chunk, not {type(part).__name__}"
+    )
+
+
+def _mark(texts: list[list[int]], tokenizer: Tokenizer | None) -> None:
+    """Put the markers beside each image where they are missing; `texts` is changed."""
+    if tokenizer is None:
+        raise local.InvalidRequestError(
+            f"tokenizer: needed to put {VISION_START} and {VISION_END} around images; "
+            "with vision_markers=False the parts are taken as they are"
+        )
+    start, end = _token_id(tokenizer, VISION_START), _token_id(tokenizer, VISION_END)
+    if start is None or end is None:
+        return
+    for before, after in pairwise(texts):
+        if before[-1:] != [start]:
+            before.append(start)
+        if after[:1] != [end]:
+            after.insert(0, end)
+
+
+def _token_id(tokenizer: Tokenizer, token: str) -> int | None:
+    """The id of `token` if the vocabulary has it; some tokenizers answer with their unknown token."""
+    token_id = tokenizer.convert_tokens_to_ids(token)
+    known = token_id is not None and tokenizer.convert_ids_to_tokens(token_id) == token
+    return int(token_id) if known else None
+
+
+def _assemble(texts: Sequence[list[int]], images: Sequence[ImageChunk]) -> tinker.ModelInput:
+    chunks: list[tinker.ModelInputChunk] = []
+    for index, tokens in enumerate(texts):
+        if tokens:
+            chunks.append(tinker.EncodedTextChunk(tokens=tokens))
+        if index < len(images):
+            chunks.append(images[index])
+    return tinker.ModelInput(chunks=chunks)
