@@ -1,0 +1,133 @@
+"""Base models that are loaded: one renderer, trainer and sampler for each copy of the weights, under all its names."""
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tinker_local.backend.options import BackendOptions, ModelSource
+from tinker_local.backend.rendering.interface import Renderer
+from tinker_local.backend.sampling.interface import Sampler
+from tinker_local.backend.scheduling.train_scheduler import TrainScheduler
+from tinker_local.backend.training.interface import Trainer
+from tinker_local.types import InvalidRequestError
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Engines:
+    """What one copy of the weights is served by. `tolerance`: largest mean difference of logprobs (nats) between
+    trainer and sampler that a freshly loaded adapter may show."""
+
+    renderer: Renderer
+    trainer: Trainer
+    sampler: Sampler
+    arch: str
+    tolerance: float
+
+
+EngineLoader = Callable[[ModelSource, BackendOptions], Engines]
+"""Loads the weights behind a source; blocks."""
+
+Progress = Callable[[str], None]
+
+
+@dataclass(slots=True, eq=False)
+class BaseModel:
+    """One copy of a base model's weights and everything that works on it."""
+
+    names: tuple[str, ...]
+    path: str
+    tokenizer_id: str
+    engines: Engines
+    scheduler: TrainScheduler
+    load_seconds: float
+
+    @property
+    def max_context_length(self) -> int:
+        return min(self.engines.trainer.max_context_length, self.engines.sampler.max_context_length)
+
+    async def close(self) -> None:
+        """Stop the scheduler, then the engines."""
+        await self.scheduler.close()
+        await self.engines.sampler.close()
+        self.engines.trainer.close()
+
+
+class BaseModels:
+    """The base models of a server, by every name they have."""
+
+    def __init__(self) -> None:
+        self._by_name: dict[str, BaseModel] = {}
+
+    def add(self, model: BaseModel) -> None:
+        for name in model.names:
+            self._by_name[name] = model
+
+    def get(self, name: str) -> BaseModel:
+        """The model served under `name`; InvalidRequestError with the names that are served."""
+        if name not in self._by_name:
+            served = ", ".join(sorted(self._by_name)) or "none"
+            raise InvalidRequestError(f"base_model: {name!r} is not served here; served are: {served}")
+        return self._by_name[name]
+
+    def names(self) -> list[str]:
+        return list(self._by_name)
+
+    def distinct(self) -> list[BaseModel]:
+        """Every loaded copy once."""
+        return list({id(model): model for model in self._by_name.values()}.values())
+
+
+def by_path(sources: Sequence[ModelSource]) -> dict[str, list[str]]:
+    """Names of each copy of weights, in order; ValueError if one name stands for two."""
+    names: dict[str, list[str]] = {}
+    owner: dict[str, str] = {}
+    for source in sources:
+        path = str(Path(source.path).resolve()) if Path(source.path).is_dir() else source.path
+        if owner.setdefault(source.name, path) != path:
+            raise ValueError(f"the model name {source.name!r} is given twice, for {owner[source.name]} and {path}")
+        if source.name not in names.setdefault(path, []):
+            names[path].append(source.name)
+    return names
+
+
+def tokenizer_id(path: str, data_dir: Path) -> str:
+    """A name under which the SDK's loader finds the tokenizer of `path`.
+
+    A hub name stands for itself. The SDK cuts everything after a colon, so a folder whose path holds one is reached
+    through a link in the data folder.
+    """
+    folder = Path(path)
+    if not folder.is_dir():
+        return path
+    absolute = str(folder.resolve())
+    if ":" not in absolute:
+        return absolute
+    link = data_dir / "tokenizers" / absolute.replace(":", "_").strip("/").replace("/", "--")
+    link.parent.mkdir(parents=True, exist_ok=True)
+    if not link.is_symlink():
+        link.symlink_to(absolute)
+    return str(link)
+
+
+def load_engines(
+    loader: EngineLoader, path: str, names: Sequence[str], options: BackendOptions, progress: Progress
+) -> tuple[Engines, float]:
+    """Load one copy, telling `progress`; returns the engines and the seconds it took."""
+    progress(f"loading {', '.join(names)} from {path}")
+    start = time.monotonic()
+    engines = loader(ModelSource(names[0], path), options)
+    seconds = time.monotonic() - start
+    progress(f"{names[0]}: trainer and sampler are up in {seconds:.1f} s, {resident_mib():.0f} MiB resident in all")
+    return engines, seconds
+
+
+def resident_mib() -> float:
+    """Resident memory of this process in MiB (Linux)."""
+    import os
+
+    with Path("/proc/self/statm").open() as statm:
+        return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20

@@ -1,0 +1,15 @@
+"""The `tinker-local` command. Nothing heavy is imported before a command needs it."""
+
+import click
+from tinker_local.backend.cli.serve import serve
+from tinker_local.backend.cli.tiny_model import tiny_model
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.version_option(package_name="tinker-local")
+def main() -> None:
+    """The Tinker API on your own machine."""
+
+
+main.add_command(serve)
+main.add_command(tiny_model)

@@ -1,0 +1,65 @@
+"""The HTTP app: it translates between the wire and `InProcessBackend`, and does nothing else."""
+
+import hmac
+from collections.abc import Sequence
+
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
+from tinker_local.backend.http import errors
+from tinker_local.backend.http.routes import checkpoints, client, futures, refused, runs, sampling, training
+from tinker_local.backend.http.routes import sessions as session_routes
+from tinker_local.backend.inprocess import InProcessBackend
+from tinker_local.types import AuthenticationError
+
+HEALTH = "/api/v1/healthz"
+
+
+def create_app(backend: InProcessBackend, *, api_keys: Sequence[str] | None = None) -> FastAPI:
+    """The app over `backend`, which somebody else starts and closes, on the same event loop.
+
+    `api_keys`: the keys that are let in; None lets every key in (for a server that only this machine reaches).
+    """
+    app = FastAPI(title="tinker-local", version="0.1.0", redirect_slashes=False)
+    app.state.backend = backend
+    errors.install(app)
+    app.add_middleware(RequireReady, backend=backend)
+    if api_keys is not None:
+        app.add_middleware(RequireKey, keys=api_keys)
+    for module in (client, session_routes, training, sampling, futures, runs, checkpoints, refused):
+        app.include_router(module.router, prefix="/api/v1")
+    return app
+
+
+class RequireReady:
+    """Everything but the health check is answered 503 until the models are loaded; the SDK tries again."""
+
+    def __init__(self, app: ASGIApp, backend: InProcessBackend) -> None:
+        self._app = app
+        self._backend = backend
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and not self._backend.ready and scope["path"] != HEALTH:
+            await JSONResponse({"detail": "the server is loading its models"}, 503)(scope, receive, send)
+            return
+        await self._app(scope, receive, send)
+
+
+class RequireKey:
+    """A request without a known `X-API-Key` is answered 401 before its body is read."""
+
+    def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
+        self._app = app
+        self._keys = [key.encode() for key in keys]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"] != HEALTH and not self._known(Request(scope)):
+            error = AuthenticationError("X-API-Key: missing or unknown; set TINKER_API_KEY to a key of this server")
+            await errors.answer(error)(scope, receive, send)
+            return
+        await self._app(scope, receive, send)
+
+    def _known(self, request: Request) -> bool:
+        given = request.headers.get("x-api-key", "").encode()
+        # Every key is compared, so that the time taken tells nothing.
+        return sum(hmac.compare_digest(given, key) for key in self._keys) > 0

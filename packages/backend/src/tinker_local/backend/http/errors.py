@@ -1,0 +1,44 @@
+"""Which HTTP answer an error becomes: one table, in `tinker_local.types.errors`.
+
+Answers carry a Content-Length: the SDK takes a 400 without one for a broken connection and sends again.
+"""
+
+import logging
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, Response
+from starlette.exceptions import HTTPException
+from tinker_local.types import ApiError
+
+log = logging.getLogger(__name__)
+
+
+def answer(error: ApiError) -> JSONResponse:
+    """The answer to a request that could not be taken."""
+    return JSONResponse({"detail": str(error), "error": str(error), "category": error.category}, error.status)
+
+
+def install(app: FastAPI) -> None:
+    """Let every error of `app` become JSON with a `detail`."""
+
+    @app.exception_handler(ApiError)
+    async def _api_error(request: Request, error: ApiError) -> Response:
+        return answer(error)
+
+    @app.exception_handler(HTTPException)
+    async def _http_error(request: Request, error: HTTPException) -> Response:
+        detail = error.detail
+        if error.status_code == 404 and detail == "Not Found":
+            detail = f"there is no {request.method} {request.url.path} on this server"
+        return JSONResponse({"detail": detail}, error.status_code, headers=error.headers)
+
+    @app.exception_handler(RequestValidationError)
+    async def _bad_parameter(request: Request, error: RequestValidationError) -> Response:
+        reasons = "; ".join(f"{item['loc'][-1]}: {item['msg']}" for item in error.errors())
+        return JSONResponse({"detail": reasons}, 400)
+
+    @app.exception_handler(Exception)
+    async def _our_fault(request: Request, error: Exception) -> Response:
+        log.exception("%s %s failed", request.method, request.url.path, exc_info=error)
+        return JSONResponse({"detail": f"{type(error).__name__}: {error}", "category": "server"}, 500)

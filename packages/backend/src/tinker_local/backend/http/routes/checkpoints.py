@@ -1,0 +1,71 @@
+"""Checkpoints: listing, deleting, and what a path holds."""
+
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Query, Request, Response
+from tinker_local.backend.http.access import Backend
+from tinker_local.backend.http.bodies import parse
+from tinker_local.backend.storage.interface import CheckpointRecord
+from tinker_local.types import Frozen
+
+router = APIRouter(tags=["checkpoints"])
+
+WIRE_TYPE = {"weights": "training", "sampler_weights": "sampler"}
+
+
+class WeightsInfoBody(Frozen):
+    tinker_path: str
+
+
+@router.get("/training_runs/{run_id}/checkpoints")
+async def list_checkpoints(run_id: str, backend: Backend) -> dict[str, Any]:
+    return {"checkpoints": [checkpoint_json(record) for record in await backend.list_checkpoints(run_id)]}
+
+
+@router.get("/checkpoints")
+async def list_all_checkpoints(
+    backend: Backend, limit: Annotated[int, Query(ge=1, le=1000)] = 100, offset: Annotated[int, Query(ge=0)] = 0
+) -> dict[str, Any]:
+    """Newest first."""
+    records, total = await backend.list_all_checkpoints(limit, offset)
+    return {
+        "checkpoints": [checkpoint_json(record) for record in records],
+        "cursor": {"offset": offset, "limit": limit, "total_count": total},
+    }
+
+
+@router.delete("/training_runs/{run_id}/checkpoints/{kind}/{name}", status_code=204)
+async def delete_checkpoint(run_id: str, kind: str, name: str, backend: Backend) -> Response:
+    await backend.delete_checkpoint(f"tinker://{run_id}/{kind}/{name}")
+    return Response(status_code=204)
+
+
+@router.post("/weights_info")
+async def weights_info(request: Request, backend: Backend) -> dict[str, Any]:
+    record = await backend.get_checkpoint((await parse(request, WeightsInfoBody)).tinker_path)
+    config = record.lora_config
+    return {
+        "base_model": record.base_model,
+        "is_lora": True,
+        "lora_rank": config.rank,
+        "train_unembed": config.train_unembed,
+        "train_mlp": config.train_mlp,
+        "train_attn": config.train_attn,
+        "optimizer_config": {"type": "adamw"},
+    }
+
+
+def checkpoint_json(record: CheckpointRecord) -> dict[str, Any]:
+    """A checkpoint on the wire."""
+    found: dict[str, Any] = {
+        "checkpoint_id": record.checkpoint_id,
+        "checkpoint_type": WIRE_TYPE[record.kind],
+        "time": record.created_at.isoformat(),
+        "tinker_path": record.tinker_path,
+        "size_bytes": record.size_bytes,
+        "public": False,
+        "user_metadata": dict(record.user_metadata),
+    }
+    if record.expires_at is not None:
+        found["expires_at"] = record.expires_at.isoformat()
+    return found

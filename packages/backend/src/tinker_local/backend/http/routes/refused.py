@@ -1,0 +1,53 @@
+"""Endpoints of the protocol that this server does not have: refused by name, with what to do instead."""
+
+from collections.abc import Awaitable, Callable
+
+from fastapi import APIRouter, Request, Response
+from tinker_local.backend.http.bodies import read_body
+from tinker_local.backend.http.errors import answer
+from tinker_local.types import UnsupportedError
+
+router = APIRouter(tags=["refused"])
+
+_CHECKPOINT = "/training_runs/{run_id}/checkpoints/{kind}/{name}"
+_LATER = "this server does not have it yet"
+_ONE_OWNER = "a local server has one owner, to whom everything belongs"
+
+REFUSED: dict[tuple[str, str], str] = {
+    ("POST", "/auth/token"): "a local server has no log-in; set TINKER_API_KEY to a key of this server",
+    ("GET", "/auth/apikey/me"): "a local server has no accounts; set TINKER_API_KEY to a key of this server",
+    ("DELETE", "/auth/apikey/me"): "a local server has no accounts; the operator edits the file of --api-key-file",
+    (
+        "POST",
+        "/save_weights_external",
+    ): f"{_LATER}; save_weights_for_sampler writes a PEFT folder below the data folder",
+    ("GET", f"{_CHECKPOINT}/external_weights_urls"): f"{_LATER}; checkpoints are PEFT folders below the data folder",
+    ("POST", "/create_custom_loss"): "uploaded losses are not taken; pass a function to forward_backward_custom",
+    ("POST", "/join_sampling_session"): _LATER,
+    ("POST", "/retrieve_futures"): f"{_LATER}; poll retrieve_future",
+    ("POST", f"{_CHECKPOINT}/publish"): _ONE_OWNER,
+    ("DELETE", f"{_CHECKPOINT}/publish"): _ONE_OWNER,
+    ("PUT", f"{_CHECKPOINT}/ttl"): f"{_LATER}; give ttl_seconds when saving, or delete the checkpoint",
+    ("POST", "/copy_weights"): f"{_ONE_OWNER}, so that every run can load every checkpoint",
+    ("GET", "/sessions"): _LATER,
+    ("GET", "/sessions/{session_id}"): _LATER,
+    ("PUT", "/sessions/{session_id}/project"): "a local server has no projects",
+    ("GET", "/sessions/{session_id}/trace_export"): _LATER,
+    ("POST", "/sessions/search"): _LATER,
+    ("GET", "/audit"): "a local server has no audit log; see its own log",
+    ("GET", "/billing/usage/events"): "a local server bills nobody",
+    ("GET", "/billing/usage/checkpoints/current"): "a local server bills nobody; list_user_checkpoints gives the sizes",
+}
+
+
+def _refuse(method: str, path: str, reason: str) -> Callable[[Request], Awaitable[Response]]:
+    async def refuse(request: Request) -> Response:
+        await read_body(request)
+        return answer(UnsupportedError(f"{method} /api/v1{path} is not supported: {reason}"))
+
+    return refuse
+
+
+for (_method, _path), _reason in REFUSED.items():
+    _name = f"refuse_{_method.lower()}_{_path.strip('/').replace('/', '_').replace('{', '').replace('}', '')}"
+    router.add_api_route(_path, _refuse(_method, _path, _reason), methods=[_method], name=_name, status_code=400)

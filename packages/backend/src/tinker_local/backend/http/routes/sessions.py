@@ -1,0 +1,43 @@
+"""Sessions: create, heartbeat, finish."""
+
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Request, Response
+from pydantic import Field
+from tinker_local.backend.http.access import Backend
+from tinker_local.backend.http.bodies import parse
+from tinker_local.types import CreateSessionRequest, Frozen
+
+router = APIRouter(tags=["sessions"])
+
+
+class HeartbeatBody(Frozen):
+    session_id: str
+    type: Literal["session_heartbeat"] = "session_heartbeat"
+
+
+class FinishReason(Frozen):
+    type: Literal["success", "errored", "interrupted"]
+
+
+class FinishBody(Frozen):
+    reason: FinishReason = FinishReason(type="success")
+    detail: Annotated[str, Field(max_length=65536)] | None = None
+
+
+@router.post("/create_session")
+async def create_session(request: Request, backend: Backend) -> dict[str, Any]:
+    return {"session_id": await backend.create_session(await parse(request, CreateSessionRequest))}
+
+
+@router.post("/session_heartbeat")
+async def session_heartbeat(request: Request, backend: Backend) -> dict[str, Any]:
+    await backend.session_heartbeat((await parse(request, HeartbeatBody)).session_id)
+    return {"type": "session_heartbeat"}
+
+
+@router.post("/sessions/{session_id}/finish", status_code=204)
+async def finish(session_id: str, request: Request, backend: Backend) -> Response:
+    body = await parse(request, FinishBody)
+    await backend.finish_session(session_id, body.reason.type)
+    return Response(status_code=204)

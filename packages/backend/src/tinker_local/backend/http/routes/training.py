@@ -1,0 +1,122 @@
+"""Models: creation, gradients, optimizer steps, checkpoints. Every submit answers with a promise.
+
+A malformed body that tells its model and `seq_id` is not refused here: its operation fails in its place in the
+model's order, because the SDK's training client hangs if a submit in the middle of a group is refused.
+"""
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+from typing import Any, Literal, TypeVar
+
+from fastapi import APIRouter, Request
+from tinker_local.backend.http.access import Backend, promise
+from tinker_local.backend.http.bodies import parse, read_body, unpack, validate
+from tinker_local.backend.inprocess import InProcessBackend
+from tinker_local.backend.scheduling.operations import Operation, OperationKind
+from tinker_local.types import (
+    CreateModelRequest,
+    Frozen,
+    InvalidRequestError,
+    LoadWeightsRequest,
+    OptimStepRequest,
+    SaveWeightsForSamplerRequest,
+    SaveWeightsRequest,
+)
+from tinker_local.types.codec import ForwardBackwardEnvelope, parse_forward_backward_envelope
+
+router = APIRouter(tags=["training"])
+M = TypeVar("M", bound=Frozen)
+
+
+class GetInfoBody(Frozen):
+    model_id: str
+    type: Literal["get_info"] = "get_info"
+
+
+@router.post("/create_model")
+async def create_model(request: Request, backend: Backend) -> dict[str, Any]:
+    return promise(await backend.create_model(await parse(request, CreateModelRequest)))
+
+
+@router.post("/get_info")
+async def get_info(request: Request, backend: Backend) -> dict[str, Any]:
+    """What the client needs to know of a model, its tokenizer first of all."""
+    model = await backend.get_info((await parse(request, GetInfoBody)).model_id)
+    name = model.record.base_model
+    return {
+        "model_id": model.model_id,
+        "model_data": {"arch": model.base.engines.arch, "model_name": name, "tokenizer_id": model.base.tokenizer_id},
+        "optimizer_config": {"type": "adamw"},
+        "is_lora": True,
+        "lora_rank": model.record.lora_config.rank,
+        "model_name": name,
+        "type": "get_info",
+    }
+
+
+@router.post("/forward_backward")
+async def forward_backward(request: Request, backend: Backend) -> dict[str, Any]:
+    body = await read_body(request)
+    encoding = request.headers.get("content-encoding")
+
+    def envelope() -> ForwardBackwardEnvelope:
+        return parse_forward_backward_envelope(unpack(body, encoding))
+
+    found = await asyncio.to_thread(envelope)
+    return promise(
+        await backend.forward_backward_encoded(
+            found.model_id, found.seq_id, forward_only=found.forward_only, decode=found.decode
+        )
+    )
+
+
+@router.post("/optim_step")
+async def optim_step(request: Request, backend: Backend) -> dict[str, Any]:
+    return await _ordered(request, backend, "optim_step", OptimStepRequest, backend.optim_step)
+
+
+@router.post("/save_weights")
+async def save_weights(request: Request, backend: Backend) -> dict[str, Any]:
+    return await _ordered(request, backend, "save_weights", SaveWeightsRequest, backend.save_weights)
+
+
+@router.post("/load_weights")
+async def load_weights(request: Request, backend: Backend) -> dict[str, Any]:
+    return await _ordered(request, backend, "load_weights", LoadWeightsRequest, backend.load_weights)
+
+
+@router.post("/save_weights_for_sampler")
+async def save_weights_for_sampler(request: Request, backend: Backend) -> dict[str, Any]:
+    return await _ordered(
+        request, backend, "save_weights_for_sampler", SaveWeightsForSamplerRequest, backend.save_weights_for_sampler
+    )
+
+
+async def _ordered(
+    request: Request,
+    backend: InProcessBackend,
+    kind: OperationKind,
+    model: type[M],
+    submit: Callable[[M], Awaitable[Operation[Any]]],
+) -> dict[str, Any]:
+    body = await read_body(request)
+    try:
+        return promise(await submit(validate(body, model)))
+    except InvalidRequestError as error:
+        place = _place(body)
+        if place is None:
+            raise
+        return promise(await backend.refuse(kind, *place, error))
+
+
+def _place(body: bytes) -> tuple[str, int] | None:
+    """Model and `seq_id` of a body that is otherwise wrong, if it tells them."""
+    try:
+        content = json.loads(body)
+    except ValueError:
+        return None
+    if not isinstance(content, dict):
+        return None
+    model_id, seq_id = content.get("model_id"), content.get("seq_id")
+    return (model_id, seq_id) if isinstance(model_id, str) and type(seq_id) is int and seq_id >= 1 else None

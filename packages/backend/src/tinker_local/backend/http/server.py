@@ -1,0 +1,122 @@
+"""Serving: `run` for the command line, `LoopbackServer` for a program that holds its backend itself."""
+
+import asyncio
+import secrets
+import socket
+import threading
+from collections.abc import Callable, Sequence
+
+import uvicorn
+from tinker_local.backend.http.app import create_app
+from tinker_local.backend.inprocess import InProcessBackend
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A listening socket; OSError if the address is taken. Port 0 takes a free one."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listening = socket.socket(family, socket.SOCK_STREAM)
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listening.bind((host, port))
+        listening.listen(2048)
+    except OSError:
+        listening.close()
+        raise
+    return listening
+
+
+def url_of(listening: socket.socket) -> str:
+    """The base URL behind a listening socket."""
+    host, port = listening.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def _server(backend: InProcessBackend, api_keys: Sequence[str] | None) -> uvicorn.Server:
+    config = uvicorn.Config(
+        create_app(backend, api_keys=api_keys),
+        log_level="warning",
+        access_log=False,
+        lifespan="off",
+        timeout_keep_alive=75,
+        timeout_graceful_shutdown=3,
+        server_header=False,
+    )
+    return uvicorn.Server(config)
+
+
+async def run(
+    backend: InProcessBackend,
+    listening: socket.socket,
+    *,
+    api_keys: Sequence[str] | None,
+    on_ready: Callable[[], None],
+) -> None:
+    """Serve until a signal comes. Answers 503 while models load; raises what stopped them from loading."""
+    server = _server(backend, api_keys)
+
+    async def load() -> None:
+        try:
+            await backend.start()
+        except BaseException:
+            server.should_exit = True
+            raise
+        on_ready()
+
+    loading = asyncio.create_task(load())
+    try:
+        await server.serve(sockets=[listening])
+    finally:
+        if not loading.done():
+            loading.cancel()
+        await backend.close()
+    outcome = (await asyncio.gather(loading, return_exceptions=True))[0]
+    if isinstance(outcome, Exception):
+        raise outcome
+
+
+class LoopbackServer:
+    """`backend` behind HTTP on this machine, in a daemon thread with an event loop of its own.
+
+    Starts the backend there and returns when it is ready; `close` stops both. `url` and `api_key` (random) are what a
+    client needs.
+    """
+
+    def __init__(self, backend: InProcessBackend, host: str = "127.0.0.1", port: int = 0) -> None:
+        if backend.ready:
+            raise RuntimeError("this backend already runs in an event loop; give one that was not started")
+        self.api_key = f"tml-{secrets.token_urlsafe(24)}"
+        self._socket = bind(host, port)
+        self.url = url_of(self._socket)
+        self._server = _server(backend, [self.api_key])
+        self._failure: BaseException | None = None
+        self._ready = threading.Event()
+        self._thread = threading.Thread(target=self._main, args=(backend,), daemon=True, name="tinker-local")
+        self._thread.start()
+        self._ready.wait()
+        if self._failure is not None:
+            raise self._failure
+
+    def _main(self, backend: InProcessBackend) -> None:
+        async def serve() -> None:
+            try:
+                await backend.start()
+            finally:
+                if not backend.ready:
+                    self._socket.close()
+            self._ready.set()
+            try:
+                await self._server.serve(sockets=[self._socket])
+            finally:
+                await backend.close()
+
+        try:
+            asyncio.run(serve())
+        except BaseException as error:
+            self._failure = error
+        finally:
+            self._ready.set()
+
+    def close(self) -> None:
+        """Stop serving, close the backend and wait for both."""
+        self._server.should_exit = True
+        self._thread.join()

@@ -1,0 +1,323 @@
+"""`InProcessBackend`: the whole Tinker API in this process, one async method per operation, on the shared types."""
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+from tinker_local.backend import paths
+from tinker_local.backend.base_models import (
+    BaseModel,
+    BaseModels,
+    EngineLoader,
+    Progress,
+    by_path,
+    load_engines,
+    tokenizer_id,
+)
+from tinker_local.backend.options import BackendOptions, ModelSource
+from tinker_local.backend.sampler_versions import SamplerVersions
+from tinker_local.backend.sampling_sessions import SamplingSessions
+from tinker_local.backend.scheduling.operations import Operation, OperationKind, Operations
+from tinker_local.backend.scheduling.train_scheduler import TrainScheduler
+from tinker_local.backend.sessions import EndReason, Sessions, now
+from tinker_local.backend.storage.interface import CheckpointRecord, Store, TrainingRunRecord
+from tinker_local.backend.training_runs import TrainedModel, TrainingRuns
+from tinker_local.types import (
+    ApiError,
+    CreateModelRequest,
+    CreateSamplingSessionRequest,
+    CreateSessionRequest,
+    ForwardBackwardOutput,
+    ForwardBackwardRequest,
+    GoneError,
+    InternalError,
+    InvalidRequestError,
+    LoadWeightsRequest,
+    NotFoundError,
+    OptimStepOutput,
+    OptimStepRequest,
+    SampleOutput,
+    SampleRequest,
+    SaveWeightsForSamplerRequest,
+    SaveWeightsRequest,
+)
+
+if TYPE_CHECKING:
+    from tinker_local.backend.http.server import LoopbackServer
+
+log = logging.getLogger(__name__)
+
+
+class InProcessBackend:
+    """The Tinker API without HTTP.
+
+    Every operation that takes time returns an `Operation`: await it for the result. Operations of one model run in
+    the order of their `seq_id`, from 1; different models, and samples, run independently.
+
+        async with InProcessBackend([ModelSource("my/model", "path/to/folder")]) as backend:
+            session = await backend.create_session()
+            created = await backend.create_model(CreateModelRequest(session_id=session, model_seq_id=0, ...))
+            model_id = (await created)["model_id"]
+            output = await (await backend.forward_backward(ForwardBackwardRequest(model_id=model_id, seq_id=1, ...)))
+
+    It belongs to the event loop that started it. `load` says what serves a model: real engines by default, fakes in
+    tests. Errors are those of `tinker_local.types.errors`.
+    """
+
+    def __init__(
+        self,
+        models: Sequence[ModelSource],
+        options: BackendOptions | None = None,
+        *,
+        load: EngineLoader | None = None,
+        progress: Progress = log.info,
+    ) -> None:
+        if not models:
+            raise ValueError("at least one model is needed")
+        self._sources = by_path(models)
+        self._load = load
+        self._progress = progress
+        self.options = options or BackendOptions()
+        self.models = BaseModels()
+        self.ready = False
+        self._closing = AsyncExitStack()
+
+    # Life cycle -----------------------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Load the models and open the store. Anything that was opened is closed again if this fails."""
+        try:
+            await self._start()
+        except BaseException:
+            await self._closing.aclose()
+            raise
+
+    async def _start(self) -> None:
+        from tinker_local.backend.storage import SqlStore
+        from tinker_local.backend.storage.versions import VersionFolders
+
+        options = self.options
+        self.store: Store = SqlStore(options.data_dir)
+        self._closing.callback(self.store.close)
+        folders = VersionFolders(options.data_dir)
+        self._closing.callback(folders.close)
+        self._closing.push_async_callback(self._close_models)
+        for path, names in self._sources.items():
+            await self._load_model(path, names)
+        self.operations = Operations(options.result_retention)
+        self.sessions = Sessions(self.store, options.session_timeout, self._end_session)
+        self.training = TrainingRuns(options, self.store, self.models, self.sessions, self.operations)
+        self._closing.callback(self.training.close)
+        self.sampling = SamplingSessions(options, self.store, folders, self.models, self.sessions, self.operations)
+        self._closing.callback(self.sampling.close)
+        self.versions = SamplerVersions(self.store, folders, self.training, self.sampling)
+        housekeeping = asyncio.create_task(self._keep_house(), name="housekeeping")
+        self._closing.push_async_callback(_cancel, housekeeping)
+        self.ready = True
+
+    async def _load_model(self, path: str, names: list[str]) -> None:
+        if (load := self._load) is None:
+            from tinker_local.backend.loading import load_real
+
+            load = load_real
+        engines, seconds = await asyncio.to_thread(load_engines, load, path, names, self.options, self._progress)
+        scheduler = TrainScheduler(engines.trainer, batch_tokens=self.options.batch_tokens)
+        ident = tokenizer_id(path, self.options.data_dir)
+        self.models.add(BaseModel(tuple(names), path, ident, engines, scheduler, seconds))
+
+    async def _close_models(self) -> None:
+        for model in self.models.distinct():
+            await model.close()
+
+    async def close(self) -> None:
+        """Stop everything. Checkpoints that were acknowledged are on disk; operations in flight end with an error."""
+        if not self.ready:
+            return
+        self.ready = False
+        for operation in self.operations.unfinished():
+            operation.cancel(InternalError("the server was stopped"))
+        await self._closing.aclose()
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    def serve_in_thread(self, host: str = "127.0.0.1", port: int = 0) -> "LoopbackServer":
+        """Start this backend behind HTTP in a thread of its own, for a client of the same process."""
+        from tinker_local.backend.http.server import LoopbackServer
+
+        return LoopbackServer(self, host, port)
+
+    async def _keep_house(self) -> None:
+        """End silent sessions, forget old results, delete expired checkpoints."""
+        pause = max(0.05, min(5.0, self.options.session_timeout / 4))
+        while True:
+            await asyncio.sleep(pause)
+            try:
+                await self.sessions.end_silent()
+                self.operations.forget_old()
+                for record in await asyncio.to_thread(self.store.delete_expired, now()):
+                    await self.sampling.checkpoint_deleted(record)
+            except Exception:
+                log.exception("housekeeping failed; it goes on")
+
+    async def _end_session(self, session_id: str) -> None:
+        await self.sampling.end_session(session_id)
+        await self.training.end_session(session_id)
+
+    # Sessions -------------------------------------------------------------------------------------------------------
+
+    async def create_session(self, request: CreateSessionRequest | None = None) -> str:
+        """A new session's id."""
+        return await self.sessions.create(request or CreateSessionRequest())
+
+    async def session_heartbeat(self, session_id: str) -> None:
+        """Keep a session alive; it ends `session_timeout` seconds after the last one."""
+        await self.sessions.heartbeat(session_id)
+
+    async def finish_session(self, session_id: str, reason: EndReason = "success") -> None:
+        """End a session and free its models and nameless samplers."""
+        await self.sessions.end(session_id, reason)
+
+    # Training -------------------------------------------------------------------------------------------------------
+
+    async def create_model(self, request: CreateModelRequest) -> Operation[dict[str, Any]]:
+        """A fresh LoRA adapter: result `{"model_id"}`."""
+        return await self.training.create(request)
+
+    async def get_info(self, model_id: str) -> TrainedModel:
+        """The live model behind an id."""
+        return await self.training.info(model_id)
+
+    async def forward_backward(self, request: ForwardBackwardRequest) -> Operation[ForwardBackwardOutput]:
+        """Logprobs, loss and (unless `forward_only`) the gradient, which is added to that of earlier calls."""
+        return await self.forward_backward_encoded(
+            request.model_id, request.seq_id, forward_only=request.forward_only, decode=lambda: request
+        )
+
+    async def forward_backward_encoded(
+        self, model_id: str, seq_id: int, *, forward_only: bool, decode: Callable[[], ForwardBackwardRequest]
+    ) -> Operation[ForwardBackwardOutput]:
+        """`forward_backward` of a request that `decode` unpacks in a worker thread."""
+        return await self.training.forward_backward(model_id, seq_id, forward_only=forward_only, decode=decode)
+
+    async def optim_step(self, request: OptimStepRequest) -> Operation[OptimStepOutput]:
+        """One AdamW update with the gradients added up, which are cleared."""
+        return await self.training.optim_step(request)
+
+    async def save_weights(self, request: SaveWeightsRequest) -> Operation[dict[str, Any]]:
+        """A durable checkpoint of weights and optimizer: result `{"path"}`."""
+        return await self.training.save_weights(request)
+
+    async def load_weights(self, request: LoadWeightsRequest) -> Operation[dict[str, Any]]:
+        """A checkpoint into a new model (`session_id`, `model_seq_id`) or an existing one (`model_id`, `seq_id`)."""
+        new = request.session_id is not None and request.model_seq_id is not None
+        old = request.model_id is not None and request.seq_id is not None
+        if new == old:
+            raise InvalidRequestError("load_weights: give session_id and model_seq_id, or model_id and seq_id")
+        return await (self.training.create_from_checkpoint(request) if new else self.training.load_into(request))
+
+    async def save_weights_for_sampler(self, request: SaveWeightsForSamplerRequest) -> Operation[dict[str, Any]]:
+        """An immutable version to sample from: result `{"path"}` if named, else `{"sampling_session_id"}`."""
+        return await self.versions.save(request)
+
+    async def refuse(self, kind: OperationKind, model_id: str, seq_id: int, error: ApiError) -> Operation[Any]:
+        """Let a malformed command fail in its place, so that the model's order goes on."""
+        return await self.training.refuse(kind, model_id, seq_id, error)
+
+    # Sampling -------------------------------------------------------------------------------------------------------
+
+    async def create_sampling_session(self, request: CreateSamplingSessionRequest) -> str:
+        """A sampling session's id, on a base model or on a named sampler checkpoint."""
+        return await self.sampling.create(request)
+
+    async def sample(self, request: SampleRequest) -> Operation[SampleOutput]:
+        """Sample sequences, and score the prompt if asked."""
+        return await self.sampling.sample(request)
+
+    async def cancel(self, request_id: str) -> None:
+        """Stop a sample and free what it holds; unknown ids and finished operations are left alone."""
+        operation = self.operations.get(request_id)
+        if operation is not None and operation.kind == "sample":
+            operation.cancel(GoneError("the request was cancelled"))
+
+    async def operation(self, request_id: str) -> Operation[Any]:
+        """The operation behind a request id; if this process does not know it, why it is lost."""
+        operation = self.operations.get(request_id)
+        if operation is not None:
+            return operation
+        owner = paths.owner_of(request_id)
+        if await asyncio.to_thread(self.store.get_training_run, owner) is not None:
+            if self.training.live(owner) is not None:
+                raise InternalError(f"request_id: {request_id} is unknown here, or its result was kept too long ago")
+            raise await self.training.lost(owner)
+        if await asyncio.to_thread(self.store.get_sampling_session, owner) is not None:
+            await self.sampling.get(owner)
+            raise GoneError(f"request_id: the result of {request_id} is gone; sample again")
+        raise NotFoundError(f"request_id: there is no request {request_id!r}")
+
+    # What is stored -------------------------------------------------------------------------------------------------
+
+    async def get_sampler(self, sampling_session_id: str) -> dict[str, Any]:
+        """`sampler_id`, `base_model` and, for a named checkpoint, `model_path`."""
+        record = (await self.sampling.get(sampling_session_id)).record
+        found = {"sampler_id": sampling_session_id, "base_model": record.base_model}
+        return found if record.model_path is None else {**found, "model_path": record.model_path}
+
+    async def get_training_run(self, training_run_id: str) -> TrainingRunRecord:
+        record = await asyncio.to_thread(self.store.get_training_run, training_run_id)
+        if record is None:
+            raise NotFoundError(f"training_run_id: there is no training run {training_run_id!r}")
+        return record
+
+    async def list_training_runs(self, limit: int, offset: int) -> tuple[list[TrainingRunRecord], int]:
+        """Newest first, and the count of all."""
+        return await asyncio.to_thread(self.store.list_training_runs, limit, offset)
+
+    async def list_checkpoints(self, training_run_id: str) -> list[CheckpointRecord]:
+        """All checkpoints of a training run."""
+        await self.get_training_run(training_run_id)
+        return await asyncio.to_thread(self.store.list_checkpoints, training_run_id)
+
+    async def list_all_checkpoints(self, limit: int, offset: int) -> tuple[list[CheckpointRecord], int]:
+        """Newest first, and the count of all."""
+        return await asyncio.to_thread(self.store.list_all_checkpoints, limit, offset)
+
+    async def get_checkpoint(self, tinker_path: str) -> CheckpointRecord:
+        """The checkpoint behind a tinker path."""
+        run, kind, name = paths.parse_tinker_path(tinker_path, "tinker_path")
+        record = await asyncio.to_thread(self.store.get_checkpoint, run, kind, name)
+        if record is None:
+            raise NotFoundError(f"tinker_path: there is no checkpoint {tinker_path}")
+        return record
+
+    async def delete_checkpoint(self, tinker_path: str) -> None:
+        """Delete a checkpoint, on disk too; its sampling sessions end."""
+        record = await self.get_checkpoint(tinker_path)
+        await asyncio.to_thread(self.store.delete_checkpoint, record)
+        await self.sampling.checkpoint_deleted(record)
+
+    def capabilities(self) -> list[dict[str, Any]]:
+        """The models served, by every name."""
+        return [
+            {
+                "model_name": name,
+                "max_context_length": self.models.get(name).max_context_length,
+                "trainable": True,
+                "sampleable": True,
+            }
+            for name in self.models.names()
+        ]
+
+
+async def _cancel(task: asyncio.Task[None]) -> None:
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)

@@ -1,0 +1,58 @@
+"""What a backend is told when it starts."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+DType = Literal["float32", "bfloat16"]
+
+
+def default_data_dir() -> Path:
+    """Where checkpoints go unless told otherwise: `$XDG_DATA_HOME/tinker-local` or `~/.local/share/tinker-local`."""
+    import os
+
+    root = os.environ.get("XDG_DATA_HOME")
+    return (Path(root) if root else Path.home() / ".local" / "share") / "tinker-local"
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSource:
+    """A base model: the name that clients use, and a local folder or hub name that holds its weights."""
+
+    name: str
+    path: str
+
+    @classmethod
+    def parse(cls, text: str) -> "ModelSource":
+        """`NAME=PATH`, or `NAME` alone for a hub name or a folder; ValueError if a side is empty."""
+        name, separator, path = text.partition("=")
+        if not name or (separator and not path):
+            raise ValueError(f"expected NAME or NAME=PATH, got {text!r}")
+        return cls(name, path or name)
+
+
+@dataclass(frozen=True, slots=True)
+class BackendOptions:
+    """Limits and places. Times in seconds, lengths in positions (tokens, image positions included).
+
+    `dtype` None: float32 on CPU, bfloat16 on CUDA. `max_context_length` None: the model's own.
+    `micro_batch_tokens`: most positions in one forward of the trainer; `batch_tokens`: in one round of the scheduler.
+    `kv_cache_bytes` None: 256 MiB on CPU; on CUDA vLLM takes `gpu_memory_utilization` of the card.
+    """
+
+    data_dir: Path = field(default_factory=default_data_dir)
+    dtype: DType | None = None
+    max_adapters: int = 64
+    max_rank: int = 128
+    max_adapter_bytes: int | None = None
+    max_context_length: int | None = None
+    micro_batch_tokens: int = 8192
+    batch_tokens: int = 65536
+    max_image_pixels: int = 64 * 2**20
+    max_num_samples: int = 1024
+    max_queued_samples: int = 20000
+    kv_cache_bytes: int | None = None
+    gpu_memory_utilization: float = 0.4
+    session_timeout: float = 300.0
+    result_retention: float = 900.0
+    hole_patience: float = 360.0

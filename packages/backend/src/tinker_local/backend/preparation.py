@@ -1,0 +1,28 @@
+"""From a request's bytes to what the trainer takes: decoded, rendered, checked. Runs in worker threads."""
+
+from collections.abc import Callable
+
+from tinker_local.backend.base_models import BaseModel
+from tinker_local.backend.training.interface import TrainDatum, TrainWork
+from tinker_local.backend.training.loss_specs import check_config, make_train_datum
+from tinker_local.types import Datum, ForwardBackwardRequest, InvalidRequestError
+
+
+def prepare_work(base: BaseModel, model_id: str, decode: Callable[[], ForwardBackwardRequest]) -> TrainWork:
+    """Decode, render and check one request; InvalidRequestError names the datum and the field."""
+    request = decode()
+    if not request.data:
+        raise InvalidRequestError("data: at least one datum is needed")
+    config = check_config(request.loss_fn, request.loss_fn_config)
+    data = [prepare_datum(base, datum, request.loss_fn, f"data[{i}]") for i, datum in enumerate(request.data)]
+    return TrainWork(model_id, data, request.loss_fn, config, backward=not request.forward_only)
+
+
+def prepare_datum(base: BaseModel, datum: Datum, loss_fn: str, where: str) -> TrainDatum:
+    """One datum rendered and checked."""
+    rendered = base.engines.renderer.render(datum.model_input, f"{where}.model_input")
+    if rendered.length > base.max_context_length:
+        raise InvalidRequestError(
+            f"{where}.model_input: {rendered.length} positions exceed the context length of {base.max_context_length}"
+        )
+    return make_train_datum(datum, rendered, loss_fn, base.engines.trainer.vocab_size, where)

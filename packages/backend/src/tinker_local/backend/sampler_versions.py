@@ -1,0 +1,140 @@
+"""Saving for sampling: a version captured in the model's order, published, loaded and verified beside it."""
+
+import asyncio
+import logging
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from tinker_local.backend import paths
+from tinker_local.backend.base_models import BaseModel
+from tinker_local.backend.rendering.interface import RenderedInput
+from tinker_local.backend.sampling.interface import AdapterVersion, SampleWork
+from tinker_local.backend.sampling_sessions import SamplingSessions, version_name
+from tinker_local.backend.scheduling.operations import Operation
+from tinker_local.backend.storage.interface import CheckpointRecord, Store
+from tinker_local.backend.storage.versions import VersionFolders
+from tinker_local.backend.training.interface import AdapterState
+from tinker_local.backend.training_runs import TrainedModel, TrainingRuns, check_ttl, checkpoint_record
+from tinker_local.types import (
+    InternalError,
+    InvalidRequestError,
+    SamplingParams,
+    SaveWeightsForSamplerRequest,
+    UnsupportedError,
+)
+
+log = logging.getLogger(__name__)
+
+PROBE_LENGTH = 16
+
+
+def probe_prompt(vocab_size: int) -> RenderedInput:
+    """A fixed text of `PROBE_LENGTH` tokens spread over the vocabulary, on which trainer and sampler must agree."""
+    ids = (np.arange(PROBE_LENGTH, dtype=np.int64) * 7919 + 11) % vocab_size
+    return RenderedInput(ids.astype(np.int32))
+
+
+class SamplerVersions:
+    """`save_weights_for_sampler`, named and nameless."""
+
+    def __init__(self, store: Store, folders: VersionFolders, runs: TrainingRuns, sampling: SamplingSessions) -> None:
+        self._store = store
+        self._folders = folders
+        self._runs = runs
+        self._sampling = sampling
+        self._count = 0
+
+    async def save(self, request: SaveWeightsForSamplerRequest) -> Operation[dict[str, Any]]:
+        """Queue the capture; the operation ends when the version is durable (if named), loaded and verified."""
+
+        async def run(model: TrainedModel, operation: Operation[dict[str, Any]]) -> None:
+            self._check(request)
+            scheduler, trainer = model.base.scheduler, model.base.engines.trainer
+            probe = probe_prompt(trainer.vocab_size)
+
+            def capture() -> tuple[AdapterState, npt.NDArray[np.float32]]:
+                state = trainer.capture(model.model_id, optimizer=False)
+                return state, trainer.logprobs(model.model_id, probe)
+
+            state, expected = await scheduler.call(capture)
+            if request.path is None:
+                publish = self._publish_nameless(model, operation, request, state, expected)
+            else:
+                record = checkpoint_record(
+                    model, "sampler_weights", request.path, request.ttl_seconds, request.user_metadata
+                )
+                publish = self._publish_named(model, operation, record, state, expected)
+            self._runs.beside(model, operation, publish)
+
+        return await self._runs.in_order("save_weights_for_sampler", request.model_id, request.seq_id, run)
+
+    @staticmethod
+    def _check(request: SaveWeightsForSamplerRequest) -> None:
+        if request.kind != "snapshot":
+            raise UnsupportedError(
+                f"kind: {request.kind!r} is not supported; use 'snapshot', which keeps the weights of this moment"
+            )
+        if (request.path is None) == (request.sampling_session_seq_id is None):
+            raise InvalidRequestError("path: give either path or sampling_session_seq_id")
+        if request.path is not None:
+            paths.check_name(request.path, "path")
+        elif request.ttl_seconds is not None or request.user_metadata is not None:
+            raise UnsupportedError("ttl_seconds, user_metadata: only for a named save")
+        check_ttl(request.ttl_seconds)
+
+    async def _publish_named(
+        self,
+        model: TrainedModel,
+        operation: Operation[dict[str, Any]],
+        record: CheckpointRecord,
+        state: AdapterState,
+        expected: npt.NDArray[np.float32],
+    ) -> None:
+        written = await asyncio.to_thread(self._store.write_checkpoint, record, state, overwrite=False)
+        version = AdapterVersion(version_name(written), self._store.checkpoint_folder(written))
+        try:
+            await self._load_and_verify(model.base, version, expected)
+        except Exception:
+            await asyncio.to_thread(self._store.delete_checkpoint, written)
+            raise
+        operation.succeed({"path": written.tinker_path})
+
+    async def _publish_nameless(
+        self,
+        model: TrainedModel,
+        operation: Operation[dict[str, Any]],
+        request: SaveWeightsForSamplerRequest,
+        state: AdapterState,
+        expected: npt.NDArray[np.float32],
+    ) -> None:
+        self._count += 1
+        name = f"{model.model_id}/{request.seq_id}#{self._count}"
+        path = await asyncio.to_thread(self._folders.add, name, state)
+        try:
+            await self._load_and_verify(model.base, AdapterVersion(name, path), expected)
+            assert request.sampling_session_seq_id is not None
+            session_id = await self._sampling.open_nameless(
+                model.record.session_id, request.sampling_session_seq_id, model.record.base_model, model.base, name
+            )
+        except Exception:
+            await asyncio.to_thread(self._folders.remove, name)
+            raise
+        operation.succeed({"sampling_session_id": session_id})
+
+    @staticmethod
+    async def _load_and_verify(base: BaseModel, version: AdapterVersion, expected: npt.NDArray[np.float32]) -> None:
+        """Load a version and see that the sampler gives what the trainer gave: engines ignore unknown keys silently."""
+        sampler = base.engines.sampler
+        await sampler.load_version(version)
+        probe = probe_prompt(base.engines.trainer.vocab_size)
+        work = SampleWork(probe, version, SamplingParams(max_tokens=1, temperature=0.0), prompt_logprobs=True)
+        output = await sampler.sample(work)
+        assert output.prompt_logprobs is not None
+        difference = float(np.mean(np.abs(output.prompt_logprobs[1:] - expected)))
+        if not difference <= base.engines.tolerance:
+            await sampler.remove_version(version)
+            raise InternalError(
+                f"the sampler does not serve the weights that were saved: its logprobs of a probe differ from the "
+                f"trainer's by {difference:.3g} on average (at most {base.engines.tolerance:.3g} is normal)"
+            )

@@ -1,0 +1,235 @@
+"""Sampling sessions: sampling clients, each on a base model or on one immutable version of an adapter."""
+
+import asyncio
+import logging
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+from tinker_local.backend import paths
+from tinker_local.backend.base_models import BaseModel, BaseModels
+from tinker_local.backend.options import BackendOptions
+from tinker_local.backend.sampling.interface import AdapterVersion, SampleWork
+from tinker_local.backend.scheduling.operations import Operation, Operations, as_api_error
+from tinker_local.backend.sessions import Sessions, now
+from tinker_local.backend.storage.interface import CheckpointRecord, SamplingSessionRecord, Store
+from tinker_local.backend.storage.versions import VersionFolders
+from tinker_local.types import (
+    ApiError,
+    CreateSamplingSessionRequest,
+    GoneError,
+    InternalError,
+    InvalidRequestError,
+    NotFoundError,
+    SampleOutput,
+    SampleRequest,
+    TooManyRequestsError,
+    UnsupportedError,
+)
+
+log = logging.getLogger(__name__)
+
+NOT_YET = {
+    "topk_prompt_logprobs": 0,
+    "topk_sample_logprobs": 0,
+    "target_prompt_logprobs": None,
+    "prompt_alt_tokens_k": 0,
+    "prompt_logprobs_last_n": None,
+    "record_stability_info": False,
+}
+"""Fields of a sample request that are refused unless they have this value."""
+
+
+def version_name(record: CheckpointRecord) -> str:
+    """A name for a named checkpoint's weights; a checkpoint saved again under the same name is another version."""
+    return f"{record.tinker_path}@{record.created_at.isoformat()}"
+
+
+@dataclass(slots=True, eq=False)
+class SamplingSession:
+    """`nameless`: the name of a version that lives as long as the session; `checkpoint`: a named one."""
+
+    record: SamplingSessionRecord
+    base: BaseModel
+    nameless: str | None = None
+    checkpoint: CheckpointRecord | None = None
+    running: set[Operation[SampleOutput]] = field(default_factory=set)
+
+
+class SamplingSessions:
+    """Creates sampling sessions and runs samples on them."""
+
+    def __init__(
+        self,
+        options: BackendOptions,
+        store: Store,
+        folders: VersionFolders,
+        models: BaseModels,
+        sessions: Sessions,
+        operations: Operations,
+    ) -> None:
+        self._options = options
+        self._store = store
+        self._folders = folders
+        self._base_models = models
+        self._sessions = sessions
+        self._operations = operations
+        self._open: dict[str, SamplingSession] = {}
+        self._rendering = ThreadPoolExecutor(2, thread_name_prefix="render")
+        self._queued = 0
+
+    # Sessions -------------------------------------------------------------------------------------------------------
+
+    async def create(self, request: CreateSamplingSessionRequest) -> str:
+        """A sampling session's id; the same (session, sequence) id again gives the same one."""
+        session_id = paths.sampling_session_id(request.session_id, request.sampling_session_seq_id)
+        if session_id in self._open:
+            return session_id
+        await self._sessions.require(request.session_id)
+        checkpoint = None
+        if request.model_path is not None:
+            checkpoint = await self._checkpoint(request.model_path)
+        elif request.base_model is None:
+            raise InvalidRequestError("base_model: give base_model or model_path")
+        name = request.base_model or (checkpoint.base_model if checkpoint else "")
+        base = self._base_models.get(name)
+        if checkpoint is not None and self._base_models.get(checkpoint.base_model) is not base:
+            raise InvalidRequestError(
+                f"base_model: {request.model_path} is for {checkpoint.base_model!r}, not {name!r}"
+            )
+        record = SamplingSessionRecord(session_id, request.session_id, name, request.model_path, False, now())
+        await self._add(SamplingSession(record, base, checkpoint=checkpoint))
+        return session_id
+
+    async def open_nameless(
+        self, session_id: str, sampling_seq_id: int, base_name: str, base: BaseModel, version: str
+    ) -> str:
+        """A sampling session of a nameless version, which it owns from now on."""
+        sampling_id = paths.sampling_session_id(session_id, sampling_seq_id)
+        if sampling_id in self._open:
+            raise InvalidRequestError(f"sampling_session_seq_id: {sampling_seq_id} is taken in session {session_id}")
+        await self._sessions.require(session_id)
+        record = SamplingSessionRecord(sampling_id, session_id, base_name, None, True, now())
+        await self._add(SamplingSession(record, base, nameless=version))
+        return sampling_id
+
+    async def _add(self, session: SamplingSession) -> None:
+        self._open[session.record.sampling_session_id] = session
+        await asyncio.to_thread(self._store.add_sampling_session, session.record)
+
+    async def get(self, sampling_session_id: str) -> SamplingSession:
+        """An open session, or one of a named version from before a restart."""
+        session = self._open.get(sampling_session_id)
+        if session is not None:
+            return session
+        record = await asyncio.to_thread(self._store.get_sampling_session, sampling_session_id)
+        if record is None:
+            raise NotFoundError(f"sampling_session_id: there is no sampling session {sampling_session_id!r}")
+        owner = await asyncio.to_thread(self._store.get_session, record.session_id)
+        if owner is not None and owner.end_reason is not None:
+            raise GoneError(f"sampling_session_id: its session has ended ({owner.end_reason})")
+        if record.nameless:
+            raise InternalError(
+                f"the sampler {sampling_session_id} was of a nameless save, and the server was restarted since; "
+                "save again, or use save_weights_for_sampler(name), which survives"
+            )
+        checkpoint = None if record.model_path is None else await self._checkpoint(record.model_path)
+        session = SamplingSession(record, self._base_models.get(record.base_model), checkpoint=checkpoint)
+        return self._open.setdefault(sampling_session_id, session)
+
+    async def _checkpoint(self, path: str) -> CheckpointRecord:
+        run, kind, name = paths.parse_tinker_path(path, "model_path")
+        if kind != "sampler_weights":
+            raise InvalidRequestError(
+                f"model_path: {path} is training state; sample from what save_weights_for_sampler saved "
+                f"(tinker://{run}/sampler_weights/...)"
+            )
+        record = await asyncio.to_thread(self._store.get_checkpoint, run, kind, name)
+        if record is None:
+            raise NotFoundError(f"model_path: there is no checkpoint {path}")
+        return record
+
+    async def end_session(self, session_id: str) -> None:
+        """Cancel what runs in a session's samplers and free their nameless versions."""
+        for session in [s for s in self._open.values() if s.record.session_id == session_id]:
+            del self._open[session.record.sampling_session_id]
+            for operation in list(session.running):
+                operation.cancel(GoneError(f"the session {session_id} has ended"))
+            if session.nameless is not None:
+                await session.base.engines.sampler.remove_version(await self._version(session))
+                await asyncio.to_thread(self._folders.remove, session.nameless)
+
+    async def checkpoint_deleted(self, record: CheckpointRecord) -> None:
+        """Take a deleted checkpoint's weights from its sampler; its sessions answer that it is gone."""
+        for session in list(self._open.values()):
+            if session.checkpoint == record:
+                await session.base.engines.sampler.remove_version(await self._version(session))
+                del self._open[session.record.sampling_session_id]
+
+    def close(self) -> None:
+        self._rendering.shutdown(wait=False, cancel_futures=True)
+
+    # Samples --------------------------------------------------------------------------------------------------------
+
+    async def sample(self, request: SampleRequest) -> Operation[SampleOutput]:
+        """Queue a sample; the same (sampling session, seq_id) again is the same operation."""
+        request_id = paths.request_id(request.sampling_session_id, request.seq_id)
+        if (known := self._operations.get(request_id)) is not None:
+            return known
+        session = await self.get(request.sampling_session_id)
+        if (known := self._operations.get(request_id)) is not None:
+            return known
+        self._check(request)
+        if self._queued >= self._options.max_queued_samples:
+            raise TooManyRequestsError(f"{self._queued} samples are queued, which is the most this server takes")
+        sequence_ids = tuple(f"{request_id}:{index}" for index in range(request.num_samples))
+        operation: Operation[SampleOutput] = Operation(request_id, "sample", sequence_ids)
+        self._operations.add(operation)
+        session.running.add(operation)
+        self._queued += 1
+        operation.run_as(asyncio.create_task(self._run(session, request, operation)))
+        return operation
+
+    def _check(self, request: SampleRequest) -> None:
+        for name, off in NOT_YET.items():
+            value = getattr(request, name)
+            if value is not None and value != off:
+                raise UnsupportedError(f"{name}: not supported by this server yet")
+        if request.num_samples > self._options.max_num_samples:
+            raise InvalidRequestError(
+                f"num_samples: {request.num_samples} is more than this server's {self._options.max_num_samples}"
+            )
+
+    async def _run(self, session: SamplingSession, request: SampleRequest, operation: Operation[Any]) -> None:
+        try:
+            prompt = await asyncio.get_running_loop().run_in_executor(
+                self._rendering, session.base.engines.renderer.render, request.prompt, "prompt"
+            )
+            if not prompt.length:
+                raise InvalidRequestError("prompt: at least one token is needed")
+            work = SampleWork(
+                prompt,
+                await self._version(session) if session.nameless or session.checkpoint else None,
+                request.sampling_params,
+                request.num_samples,
+                request.prompt_logprobs,
+            )
+            output = await session.base.engines.sampler.sample(work)
+            sequences = tuple(
+                sequence.model_copy(update={"sequence_id": sequence_id})
+                for sequence, sequence_id in zip(output.sequences, operation.sequence_ids, strict=True)
+            )
+            operation.succeed(output.model_copy(update={"sequences": sequences}))
+        except Exception as error:
+            if not isinstance(error, ApiError):
+                log.exception("%s failed", operation.request_id)
+            operation.fail(as_api_error(error))
+        finally:
+            self._queued -= 1
+            session.running.discard(operation)
+
+    async def _version(self, session: SamplingSession) -> AdapterVersion:
+        if session.nameless is not None:
+            return AdapterVersion(session.nameless, await asyncio.to_thread(self._folders.path, session.nameless))
+        assert session.checkpoint is not None
+        return AdapterVersion(version_name(session.checkpoint), self._store.checkpoint_folder(session.checkpoint))

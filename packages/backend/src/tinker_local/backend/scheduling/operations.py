@@ -1,0 +1,111 @@
+"""Operations in flight: what was submitted, and the results that clients may still ask for."""
+
+import asyncio
+import time
+from collections import OrderedDict
+from collections.abc import Generator
+from typing import Any, Generic, Literal, TypeVar
+
+from tinker_local.types import ApiError, InternalError
+
+T = TypeVar("T")
+
+OperationKind = Literal[
+    "create_model",
+    "load_weights",
+    "forward_backward",
+    "forward",
+    "optim_step",
+    "save_weights",
+    "save_weights_for_sampler",
+    "sample",
+]
+
+
+class Operation(Generic[T]):
+    """One submitted operation. Await it for its result; several may wait, and a cancelled waiter cancels nobody else.
+
+    Attributes
+    ----------
+    request_id: what a client polls with.
+    kind: which operation it is.
+    sequence_ids: of a sample, one per requested sequence.
+    """
+
+    def __init__(self, request_id: str, kind: OperationKind, sequence_ids: tuple[str, ...] = ()) -> None:
+        self.request_id = request_id
+        self.kind = kind
+        self.sequence_ids = sequence_ids
+        self.finished_at: float | None = None
+        self._future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+        self._task: asyncio.Task[None] | None = None
+
+    def __await__(self) -> Generator[Any, None, T]:
+        return asyncio.shield(self._future).__await__()
+
+    @property
+    def done(self) -> bool:
+        return self._future.done()
+
+    def succeed(self, result: T) -> None:
+        """Set the result; a no-op on an operation that is done."""
+        if not self._future.done():
+            self.finished_at = time.monotonic()
+            self._future.set_result(result)
+
+    def fail(self, error: ApiError) -> None:
+        """Set the error; a no-op on an operation that is done."""
+        if not self._future.done():
+            self.finished_at = time.monotonic()
+            self._future.set_exception(error)
+            self._future.exception()  # nobody has to ask
+
+    def run_as(self, task: asyncio.Task[None]) -> None:
+        """Tie the operation to the task that works on it, so that `cancel` can stop it."""
+        self._task = task
+
+    def cancel(self, reason: ApiError) -> None:
+        """Fail the operation and stop the task that works on it."""
+        self.fail(reason)
+        if self._task is not None:
+            self._task.cancel()
+
+    async def wait(self, timeout: float) -> bool:
+        """Wait until it is done, at most `timeout` seconds; whether it is done."""
+        if not self._future.done():
+            await asyncio.wait([self._future], timeout=timeout)
+        return self._future.done()
+
+
+def as_api_error(error: BaseException) -> ApiError:
+    """`error` itself if a client may see it as it is, else an InternalError that names its type."""
+    if isinstance(error, ApiError):
+        return error
+    return InternalError(f"{type(error).__name__}: {error}")
+
+
+class Operations:
+    """All operations by request id. Results can be read again for `retention` seconds after they were there."""
+
+    def __init__(self, retention: float) -> None:
+        self._retention = retention
+        self._by_id: OrderedDict[str, Operation[Any]] = OrderedDict()
+
+    def add(self, operation: Operation[Any]) -> None:
+        self._by_id[operation.request_id] = operation
+
+    def get(self, request_id: str) -> Operation[Any] | None:
+        return self._by_id.get(request_id)
+
+    def unfinished(self) -> list[Operation[Any]]:
+        return [operation for operation in self._by_id.values() if not operation.done]
+
+    def forget_old(self) -> None:
+        """Drop the results whose retention is over."""
+        limit = time.monotonic() - self._retention
+        old = [o.request_id for o in self._by_id.values() if o.finished_at is not None and o.finished_at < limit]
+        for request_id in old:
+            del self._by_id[request_id]
+
+    def __len__(self) -> int:
+        return len(self._by_id)

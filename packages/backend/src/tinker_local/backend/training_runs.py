@@ -1,0 +1,460 @@
+"""Training runs: models that are being trained, their command logs, and what survives of them."""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from typing import Any
+
+from tinker_local.backend import paths
+from tinker_local.backend.base_models import BaseModel, BaseModels
+from tinker_local.backend.options import BackendOptions
+from tinker_local.backend.preparation import prepare_work
+from tinker_local.backend.scheduling.command_log import CommandLog
+from tinker_local.backend.scheduling.operations import Operation, OperationKind, Operations, as_api_error
+from tinker_local.backend.scheduling.train_scheduler import GradientCommand, ModelQueue, StepCommand
+from tinker_local.backend.sessions import Sessions, now
+from tinker_local.backend.storage.interface import CheckpointRecord, Store, TrainingRunRecord
+from tinker_local.types import (
+    AdamParams,
+    ApiError,
+    CreateModelRequest,
+    ForwardBackwardOutput,
+    ForwardBackwardRequest,
+    InternalError,
+    InvalidRequestError,
+    LoadWeightsRequest,
+    LoraConfig,
+    NotFoundError,
+    OptimizerConfig,
+    OptimStepOutput,
+    OptimStepRequest,
+    SaveWeightsRequest,
+    UnsupportedError,
+)
+
+log = logging.getLogger(__name__)
+
+MIN_TTL, MAX_TTL = 3600, 10 * 365 * 86400
+"""Seconds; the hosted service's bounds."""
+
+
+@dataclass(slots=True, eq=False)
+class TrainedModel:
+    """A live training run."""
+
+    record: TrainingRunRecord
+    base: BaseModel
+    queue: ModelQueue
+    ready: bool = False
+    adapter_bytes: int = 0
+    captures: set[asyncio.Task[None]] = field(default_factory=set)
+
+    @property
+    def model_id(self) -> str:
+        return self.record.training_run_id
+
+
+class TrainingRuns:
+    """Creates, runs and ends models."""
+
+    def __init__(
+        self, options: BackendOptions, store: Store, models: BaseModels, sessions: Sessions, operations: Operations
+    ) -> None:
+        self._options = options
+        self._store = store
+        self._base_models = models
+        self._sessions = sessions
+        self._operations = operations
+        self._live: dict[str, TrainedModel] = {}
+        self._preparing = ThreadPoolExecutor(2, thread_name_prefix="prepare")
+
+    # Creation and end -----------------------------------------------------------------------------------------------
+
+    async def create(self, request: CreateModelRequest) -> Operation[dict[str, Any]]:
+        """A fresh adapter. Validation errors are raised at once; the operation ends with `model_id`."""
+        model_id = paths.model_id(request.session_id, request.model_seq_id)
+        if (known := self._operations.get(paths.request_id(model_id, "create"))) is not None:
+            return known
+        await self._sessions.require(request.session_id)
+        base = self._base_models.get(request.base_model)
+        check_optimizer(request.optimizer_config)
+        model = self._open(model_id, request.session_id, request.base_model, base, request.lora_config)
+        model.record = replace(model.record, user_metadata=request.user_metadata or {})
+        operation: Operation[dict[str, Any]] = self._begin(model_id, "create_model")
+
+        async def work() -> None:
+            await base.scheduler.call(base.engines.trainer.create_adapter, model_id, request.lora_config)
+            await asyncio.to_thread(self._store.add_training_run, model.record)
+            model.ready = True
+            operation.succeed({"model_id": model_id})
+
+        self._start(model, operation, work)
+        return operation
+
+    async def create_from_checkpoint(self, request: LoadWeightsRequest) -> Operation[dict[str, Any]]:
+        """A model that begins with a checkpoint's weights (and optimizer state, if asked)."""
+        assert request.session_id is not None
+        assert request.model_seq_id is not None
+        model_id = paths.model_id(request.session_id, request.model_seq_id)
+        if (known := self._operations.get(paths.request_id(model_id, "create"))) is not None:
+            return known
+        await self._sessions.require(request.session_id)
+        record = await self._checkpoint(request)
+        name = request.base_model or record.base_model
+        base = self._base_models.get(name)
+        if record.base_model not in self._base_models.names() or self._base_models.get(record.base_model) is not base:
+            raise InvalidRequestError(
+                f"base_model: {name!r} does not have the weights of {record.base_model!r}, which {request.path} is for"
+            )
+        if request.optimizer and request.optimizer_config is not None:
+            raise InvalidRequestError("optimizer_config: cannot be chosen when the optimizer state is loaded too")
+        check_optimizer(request.optimizer_config or OptimizerConfig())
+        if (known := self._operations.get(paths.request_id(model_id, "create"))) is not None:
+            return known  # the same request came again while the checkpoint was looked up
+        model = self._open(model_id, request.session_id, name, base, record.lora_config)
+        model.record = replace(model.record, user_metadata=request.user_metadata or record.user_metadata)
+        operation: Operation[dict[str, Any]] = self._begin(model_id, "load_weights")
+
+        async def work() -> None:
+            state = await asyncio.to_thread(self._store.read_checkpoint, record, optimizer=request.optimizer)
+            await base.scheduler.call(base.engines.trainer.load_adapter, model_id, state)
+            await asyncio.to_thread(self._store.add_training_run, model.record)
+            model.ready = True
+            operation.succeed({"path": request.path, "model_id": model_id})
+
+        self._start(model, operation, work)
+        return operation
+
+    def _open(
+        self, model_id: str, session_id: str, base_name: str, base: BaseModel, config: LoraConfig
+    ) -> TrainedModel:
+        size = self._check_limits(base, config)
+        when = now()
+        record = TrainingRunRecord(model_id, session_id, base_name, config, when, when)
+        queue = base.scheduler.open(model_id)
+        queue.commands = CommandLog(self._options.hole_patience)
+        model = TrainedModel(record, base, queue, adapter_bytes=size)
+        self._live[model_id] = model
+        return model
+
+    def _check_limits(self, base: BaseModel, config: LoraConfig) -> int:
+        options = self._options
+        if not 1 <= config.rank <= options.max_rank:
+            raise InvalidRequestError(
+                f"lora_config.rank: {config.rank} is outside 1 to {options.max_rank}, the largest rank of this server"
+            )
+        if not (config.train_unembed or config.train_mlp or config.train_attn):
+            raise InvalidRequestError(
+                "lora_config: at least one of train_unembed, train_mlp and train_attn must be true"
+            )
+        if len(self._live) >= options.max_adapters:
+            raise InvalidRequestError(
+                f"create_model: {len(self._live)} adapters are alive and this server holds at most "
+                f"{options.max_adapters}; finish a session or raise --max-adapters"
+            )
+        size = base.engines.trainer.adapter_bytes(config)
+        used = sum(model.adapter_bytes for model in self._live.values())
+        if options.max_adapter_bytes is not None and used + size > options.max_adapter_bytes:
+            raise InvalidRequestError(
+                f"create_model: an adapter of rank {config.rank} with its optimizer takes {size / 2**20:.1f} MiB; "
+                f"{used / 2**20:.1f} of {options.max_adapter_bytes / 2**20:.1f} MiB are taken"
+            )
+        return size
+
+    def _begin(self, model_id: str, kind: OperationKind) -> Operation[dict[str, Any]]:
+        operation: Operation[dict[str, Any]] = Operation(paths.request_id(model_id, "create"), kind)
+        self._operations.add(operation)
+        return operation
+
+    def _start(self, model: TrainedModel, operation: Operation[Any], work: Callable[[], Awaitable[None]]) -> None:
+        """Run the creation; a model that could not be created is forgotten."""
+
+        async def run() -> None:
+            try:
+                await work()
+            except Exception as error:
+                if not isinstance(error, ApiError):
+                    log.exception("%s failed", operation.request_id)
+                operation.fail(as_api_error(error))
+                await self._free(model, "the model could not be created")
+
+        operation.run_as(asyncio.create_task(run()))
+
+    async def _free(self, model: TrainedModel, reason: str) -> None:
+        self._live.pop(model.model_id, None)
+        await model.base.scheduler.close_model(model.queue, reason)
+        await model.base.scheduler.call(model.base.engines.trainer.remove_adapter, model.model_id)
+
+    async def end_session(self, session_id: str) -> None:
+        """Free the models of a session that has ended. Checkpoints that are being written are finished first."""
+        for model in [m for m in self._live.values() if m.record.session_id == session_id]:
+            await asyncio.gather(*model.captures, return_exceptions=True)
+            await self._free(model, f"the session {session_id} has ended")
+
+    def close(self) -> None:
+        self._preparing.shutdown(wait=False, cancel_futures=True)
+
+    # Look-ups -------------------------------------------------------------------------------------------------------
+
+    def live(self, model_id: str) -> TrainedModel | None:
+        return self._live.get(model_id)
+
+    def count(self) -> int:
+        return len(self._live)
+
+    async def info(self, model_id: str) -> TrainedModel:
+        """The live model; NotFoundError, or why it is no longer alive."""
+        model = self._live.get(model_id)
+        if model is None or not model.ready:
+            raise await self.lost(model_id)
+        return model
+
+    async def lost(self, model_id: str) -> ApiError:
+        """Why nothing can be done with a model that is not alive."""
+        record = await asyncio.to_thread(self._store.get_training_run, model_id)
+        if record is None:
+            return NotFoundError(f"model_id: there is no model {model_id!r}")
+        session = await asyncio.to_thread(self._store.get_session, record.session_id)
+        if session is not None and session.end_reason is not None:
+            why = f"its session has ended ({session.end_reason})"
+        else:
+            why = "the server was restarted"
+        return InternalError(f"model {model_id} is gone: {why}. {await self._advice(model_id)}")
+
+    async def _advice(self, model_id: str) -> str:
+        checkpoints = await asyncio.to_thread(self._store.list_checkpoints, model_id)
+        saved = [c for c in checkpoints if c.kind == "weights"]
+        if not saved:
+            return "It has no saved checkpoint."
+        last = max(saved, key=lambda c: c.created_at)
+        return (
+            f"Its last checkpoint is {last.tinker_path}; continue with create_training_client_from_state_with_optimizer"
+        )
+
+    async def _checkpoint(self, request: LoadWeightsRequest) -> CheckpointRecord:
+        if request.weights_access_token is not None:
+            raise UnsupportedError("weights_access_token: a local server has one owner, so no token is needed")
+        run, kind, name = paths.parse_tinker_path(request.path, "path")
+        if kind != "weights":
+            raise InvalidRequestError(
+                f"path: {request.path} was saved for sampling; training goes on from tinker://{run}/weights/..."
+            )
+        record = await asyncio.to_thread(self._store.get_checkpoint, run, kind, name)
+        if record is None:
+            raise NotFoundError(f"path: there is no checkpoint {request.path}")
+        if request.optimizer and not record.has_optimizer:
+            raise InvalidRequestError(f"path: {request.path} holds no optimizer state")
+        return record
+
+    # Commands in order ----------------------------------------------------------------------------------------------
+
+    async def forward_backward(
+        self, model_id: str, seq_id: int, *, forward_only: bool, decode: Callable[[], ForwardBackwardRequest]
+    ) -> Operation[ForwardBackwardOutput]:
+        """Queue a forward/backward. `decode` runs in a thread; whatever is wrong with the data fails the operation."""
+        kind: OperationKind = "forward" if forward_only else "forward_backward"
+        operation: Operation[ForwardBackwardOutput] = Operation(paths.request_id(model_id, seq_id), kind)
+        known, model = await self._place(operation, model_id, seq_id)
+        if known is not None:
+            return known
+        assert model is not None
+        prepared = asyncio.get_running_loop().run_in_executor(
+            self._preparing, prepare_work, model.base, model_id, decode
+        )
+
+        async def wait() -> Any:
+            return await prepared
+
+        command = GradientCommand(operation, asyncio.create_task(wait()))
+        model.base.scheduler.submit(model.queue, seq_id, command)
+        return operation
+
+    async def optim_step(self, request: OptimStepRequest) -> Operation[OptimStepOutput]:
+        """Queue an optimizer step. It fails, and discards the gradient, if a gradient since the last one failed."""
+
+        async def run(model: TrainedModel, operation: Operation[OptimStepOutput]) -> None:
+            trainer, scheduler = model.base.engines.trainer, model.base.scheduler
+            if request.optimizer_params is not None:
+                raise UnsupportedError("optimizer_params: this server has AdamW alone; send adam_params")
+            if (reason := model.queue.commands.take_spoiled()) is not None:
+                await scheduler.call(trainer.discard_gradients, model.model_id)
+                raise InvalidRequestError(
+                    f"the optimizer step was not taken and the gradient was discarded, because {reason}"
+                )
+            params = request.adam_params or AdamParams()
+            metrics = await scheduler.call(trainer.optim_step, model.model_id, params)
+            operation.succeed(OptimStepOutput(metrics=metrics))
+
+        return await self.in_order("optim_step", request.model_id, request.seq_id, run)
+
+    async def save_weights(self, request: SaveWeightsRequest) -> Operation[dict[str, Any]]:
+        """Queue a checkpoint of weights and optimizer; the copy is taken in order, the disk is written beside."""
+
+        async def run(model: TrainedModel, operation: Operation[dict[str, Any]]) -> None:
+            name = paths.check_name(request.path, "path")
+            check_ttl(request.ttl_seconds)
+            state = await model.base.scheduler.call(model.base.engines.trainer.capture, model.model_id, optimizer=True)
+            record = checkpoint_record(model, "weights", name, request.ttl_seconds, request.user_metadata)
+
+            async def write() -> None:
+                written = await asyncio.to_thread(
+                    self._store.write_checkpoint, record, state, overwrite=request.overwrite
+                )
+                operation.succeed({"path": written.tinker_path})
+
+            self.beside(model, operation, write())
+
+        return await self.in_order("save_weights", request.model_id, request.seq_id, run)
+
+    async def load_into(self, request: LoadWeightsRequest) -> Operation[dict[str, Any]]:
+        """Load a checkpoint into an existing model, as its first command only (as the hosted service does)."""
+        assert request.model_id is not None
+        assert request.seq_id is not None
+
+        async def run(model: TrainedModel, operation: Operation[dict[str, Any]]) -> None:
+            if request.seq_id != 1:
+                raise InvalidRequestError(
+                    f"load_weights: allowed as a model's first request only, this is number {request.seq_id}; "
+                    "use create_training_client_from_state"
+                )
+            record = await self._checkpoint(request)
+            have, want = model.record.lora_config, record.lora_config
+            if replace_seed(have) != replace_seed(want):
+                raise InvalidRequestError(
+                    f"path: {request.path} has rank {want.rank} and trains {flags(want)}; "
+                    f"the model has rank {have.rank} and trains {flags(have)}"
+                )
+            state = await asyncio.to_thread(self._store.read_checkpoint, record, optimizer=request.optimizer)
+            await model.base.scheduler.call(model.base.engines.trainer.load_adapter, model.model_id, state)
+            operation.succeed({"path": request.path, "model_id": model.model_id})
+
+        return await self.in_order("load_weights", request.model_id, request.seq_id, run)
+
+    async def refuse(self, kind: OperationKind, model_id: str, seq_id: int, error: ApiError) -> Operation[Any]:
+        """Take the place of a command that is malformed: its operation fails in order with `error`."""
+
+        async def run(model: TrainedModel, operation: Operation[Any]) -> None:
+            raise error
+
+        return await self.in_order(kind, model_id, seq_id, run)
+
+    async def in_order(
+        self,
+        kind: OperationKind,
+        model_id: str,
+        seq_id: int,
+        run: Callable[[TrainedModel, Operation[Any]], Awaitable[None]],
+    ) -> Operation[Any]:
+        """Queue `run` at `seq_id` of the model; it gives the operation its result or raises."""
+        operation: Operation[Any] = Operation(paths.request_id(model_id, seq_id), kind)
+        known, model = await self._place(operation, model_id, seq_id)
+        if known is not None:
+            return known
+        assert model is not None
+        live = model
+
+        async def step() -> None:
+            await run(live, operation)
+
+        live.base.scheduler.submit(live.queue, seq_id, StepCommand(operation, step))
+        return operation
+
+    def beside(self, model: TrainedModel, operation: Operation[Any], work: Awaitable[None]) -> None:
+        """Do what follows a capture without holding up the model's order."""
+
+        async def run() -> None:
+            try:
+                await work
+            except Exception as error:
+                if not isinstance(error, ApiError):
+                    log.exception("%s failed", operation.request_id)
+                operation.fail(as_api_error(error))
+
+        task = asyncio.create_task(run())
+        model.captures.add(task)
+        task.add_done_callback(model.captures.discard)
+
+    async def _place(
+        self, operation: Operation[Any], model_id: str, seq_id: int
+    ) -> tuple[Operation[Any] | None, TrainedModel | None]:
+        """The operation that stands for this id already, or the model that a new one goes to.
+
+        Nothing is refused at submission: the SDK's training client would hang if one of several chunks were.
+        """
+        if (known := self._operations.get(operation.request_id)) is not None:
+            return known, None
+        model = self._live.get(model_id)
+        if model is None:
+            error = await self.lost(model_id)
+            if (known := self._operations.get(operation.request_id)) is not None:
+                return known, None
+            self._operations.add(operation)
+            operation.fail(error)
+            return operation, None
+        self._operations.add(operation)
+        if not model.queue.commands.accepts(seq_id):
+            operation.fail(
+                InvalidRequestError(
+                    f"seq_id: {seq_id} arrived after the model went on to {model.queue.commands.next_seq_id} without it"
+                )
+            )
+            return operation, None
+        self._touch(model)
+        return None, model
+
+    def _touch(self, model: TrainedModel) -> None:
+        """Note the time of the last request; on disk at most once a minute."""
+        when = now()
+        if when - model.record.last_request_at > timedelta(minutes=1):
+            model.record = replace(model.record, last_request_at=when)
+            if model.ready:
+                asyncio.get_running_loop().run_in_executor(None, self._store.touch_training_run, model.model_id, when)
+
+
+def check_optimizer(config: OptimizerConfig) -> None:
+    """UnsupportedError for anything but AdamW."""
+    if config.type != "adamw":
+        raise UnsupportedError(f"optimizer_config.type: {config.type!r} is not supported; this server has 'adamw'")
+
+
+def check_ttl(seconds: int | None) -> None:
+    """InvalidRequestError for a life time outside one hour to ten years."""
+    if seconds is not None and not MIN_TTL <= seconds <= MAX_TTL:
+        raise InvalidRequestError(f"ttl_seconds: {seconds} is outside {MIN_TTL} (an hour) to {MAX_TTL} (ten years)")
+
+
+def flags(config: LoraConfig) -> str:
+    """The trained parts in words."""
+    parts = [name for name in ("unembed", "mlp", "attn") if getattr(config, f"train_{name}")]
+    return " and ".join(parts)
+
+
+def replace_seed(config: LoraConfig) -> LoraConfig:
+    """`config` without its seed, which matters only when an adapter is made."""
+    return config.model_copy(update={"seed": None})
+
+
+def checkpoint_record(
+    model: TrainedModel,
+    kind: Any,
+    name: str,
+    ttl_seconds: int | None,
+    user_metadata: Mapping[str, Any] | None,
+) -> CheckpointRecord:
+    """The record of a checkpoint of `model` taken now; its size is known once it is written."""
+    when = now()
+    return CheckpointRecord(
+        training_run_id=model.model_id,
+        kind=kind,
+        name=name,
+        base_model=model.record.base_model,
+        lora_config=model.record.lora_config,
+        created_at=when,
+        size_bytes=0,
+        has_optimizer=kind == "weights",
+        expires_at=None if ttl_seconds is None else when + timedelta(seconds=ttl_seconds),
+        user_metadata=user_metadata or {},
+    )
