@@ -43,4 +43,4 @@ serve: setup ## a server: make serve MODEL=NAME[=PATH] [ARGS="--port 8000"]
 
 clean: ## caches and build results; the environment stays (it is .venv and .uv)
 	rm -rf .mypy_cache .ruff_cache .pytest_cache .hypothesis dist
-	find packages tests examples benchmarks scripts -name __pycache__ -type d -prune -exec rm -rf {} +
+	find . \( -path ./.venv -o -path ./.uv -o -path ./.git \) -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +
