@@ -39,6 +39,7 @@ from tinker_local.types.requests import SaveWeightsForSamplerRequest as SaveWeig
 from tinker_local.types.requests import SaveWeightsRequest as SaveWeightsRequest
 from tinker_local.types.results import ForwardBackwardOutput as ForwardBackwardOutput
 from tinker_local.types.results import OptimStepOutput as OptimStepOutput
+from tinker_local.types.results import PromptAltTokens as PromptAltTokens
 from tinker_local.types.results import SampledSequence as SampledSequence
 from tinker_local.types.results import SampleOutput as SampleOutput
 from tinker_local.types.results import TopkLogprobs as TopkLogprobs

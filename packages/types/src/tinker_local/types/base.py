@@ -1,25 +1,22 @@
 """The base of all public types: strict, frozen, unknown fields refused, equality that understands arrays."""
 
-from collections.abc import Sequence
-from typing import Annotated, Any
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Annotated, Any, TypeVar
 
 import numpy as np
-import numpy.typing as npt
-from pydantic import BaseModel, BeforeValidator, ConfigDict, PlainSerializer, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError, model_validator
 from tinker_local.types.errors import InvalidRequestError
 
-INT32_MAX = 2**31 - 1
-
-Int32Array = npt.NDArray[np.int32]
-Int64Array = npt.NDArray[np.int64]
-Float32Array = npt.NDArray[np.float32]
+T = TypeVar("T")
 
 
-def freeze(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """A read-only view of `array`; nothing is copied."""
-    view = array.view()
-    view.flags.writeable = False
-    return view
+def _as_tuple(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+TupleOf = Annotated[tuple[T, ...], BeforeValidator(_as_tuple)]
+"""A tuple that may be given as a list."""
 
 
 def _equal(a: object, b: object) -> bool:
@@ -37,11 +34,23 @@ def _equal(a: object, b: object) -> bool:
 
 
 class Frozen(BaseModel):
-    """Strict, frozen pydantic model; arrays compare by dtype, shape and value (NaN equals NaN)."""
+    """Strict, frozen pydantic model; arrays compare by dtype, shape and value (NaN equals NaN).
+
+    Where a value of one of our types is expected, the official SDK's object of the same meaning will do.
+    """
 
     model_config = ConfigDict(
         strict=True, frozen=True, extra="forbid", arbitrary_types_allowed=True, ser_json_inf_nan="constants"
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _accept_sdk_object(cls, value: Any) -> Any:
+        if not type(value).__module__.startswith("tinker."):
+            return value
+        from tinker_local.types.sdk import from_sdk  # here, because it imports the types that derive from this class
+
+        return from_sdk(value)
 
     def __eq__(self, other: object) -> bool:
         return type(self) is type(other) and _equal(self.__dict__, other.__dict__)
@@ -49,53 +58,41 @@ class Frozen(BaseModel):
     __hash__ = None  # type: ignore[assignment]  # arrays have no hash
 
 
-def tokens_array(value: object) -> Int32Array:
-    """`value` (ints, or an integer array of any width) as a read-only int32 array of shape [N].
-
-    Raises ValueError for anything but whole numbers in [0, 2**31).
-    """
-    if isinstance(value, np.ndarray):
-        array = value
-    elif isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
-        if any(type(item) is not int for item in value):
-            kind = next(type(item).__name__ for item in value if type(item) is not int)
-            raise ValueError(f"token ids must be integers, not {kind}")
-        array = np.asarray(value, dtype=np.int64) if value else np.empty(0, np.int64)
-    else:
-        raise ValueError(f"token ids must be a list of integers, not {type(value).__name__}")
-    if array.ndim != 1:
-        raise ValueError(f"token ids must be one-dimensional, not of shape {list(array.shape)}")
-    if array.dtype.kind not in "iu":
-        raise ValueError(f"token ids must be integers, not {array.dtype}")
-    if array.size:
-        low, high = int(array.min()), int(array.max())
-        if low < 0:
-            raise ValueError(f"token ids must not be negative, found {low} at position {int(array.argmin())}")
-        if high > INT32_MAX:
-            raise ValueError(f"token ids must be below 2**31, found {high} at position {int(array.argmax())}")
-    return freeze(np.ascontiguousarray(array, dtype=np.int32))
+_CHUNK_TAGS = {"encoded_text", "image", "image_asset_pointer"}
+"""pydantic puts the tag of a tagged union into an error's location, where it looks like a field."""
 
 
-Tokens = Annotated[
-    npt.NDArray[np.int32],
-    BeforeValidator(tokens_array),
-    PlainSerializer(lambda array: array.tolist(), return_type=list[int]),
-]
-"""Token ids as a read-only int32 array of shape [N]; serialises to a list of integers."""
+def _field_path(where: str, location: tuple[int | str, ...]) -> str:
+    for part in location:
+        if part in _CHUNK_TAGS:
+            continue
+        where += f"[{part}]" if isinstance(part, int) else f".{part}" if where else part
+    return where
 
 
-def user_message(error: ValidationError) -> str:
-    """One sentence for a user out of a pydantic error: field paths and reasons, joined by '; '."""
+def user_message(error: ValidationError, where: str = "") -> str:
+    """One sentence for a user out of a pydantic error: field paths below `where` and reasons, joined by '; '."""
     parts = []
     for item in error.errors(include_url=False, include_context=False):
-        where = ".".join(str(p) for p in item["loc"])
+        path = _field_path(where, item["loc"])
         reason = item["msg"].removeprefix("Value error, ")
         if item["type"] == "extra_forbidden":
             reason = "this field is not supported by this server"
-        parts.append(f"{where}: {reason}" if where else reason)
+        elif isinstance(item["input"], (int, float)) or item["type"] == "literal_error":
+            reason += f", not {item['input']!r}"
+        parts.append(f"{path}: {reason}" if path else reason)
     return "; ".join(parts)
 
 
-def invalid(error: ValidationError) -> InvalidRequestError:
+def invalid(error: ValidationError, where: str = "") -> InvalidRequestError:
     """`error` as the error that a client sees."""
-    return InvalidRequestError(user_message(error))
+    return InvalidRequestError(user_message(error, where))
+
+
+@contextmanager
+def errors_named(where: str) -> Iterator[None]:
+    """A pydantic error inside becomes an InvalidRequestError whose fields are named from `where` on."""
+    try:
+        yield
+    except ValidationError as error:
+        raise invalid(error, where) from None

@@ -8,7 +8,8 @@ from typing import Annotated, Any, Literal, Self
 import numpy as np
 import numpy.typing as npt
 from pydantic import Field, field_serializer, field_validator, model_validator
-from tinker_local.types.base import Frozen, Int32Array, Tokens, freeze, tokens_array
+from tinker_local.types.arrays import Int32Array, Tokens, freeze, tokens_array
+from tinker_local.types.base import Frozen, TupleOf
 
 PNG_MAGIC = b"\x89PNG\r\n\x1a\n"
 JPEG_MAGIC = b"\xff\xd8\xff"
@@ -112,12 +113,7 @@ Chunk = Annotated[EncodedTextChunk | ImageChunk | ImageAssetPointerChunk, Field(
 class ModelInput(Frozen):
     """A sequence of chunks. Several text chunks mean the same as their concatenation."""
 
-    chunks: tuple[Chunk, ...] = ()
-
-    @field_validator("chunks", mode="before")
-    @classmethod
-    def _as_tuple(cls, chunks: Any) -> Any:
-        return tuple(chunks) if isinstance(chunks, list) else chunks
+    chunks: TupleOf[Chunk] = ()
 
     @classmethod
     def from_ints(cls, tokens: Sequence[int] | npt.NDArray[Any]) -> Self:
@@ -129,9 +125,9 @@ class ModelInput(Frozen):
         """An input without chunks, to append to."""
         return cls()
 
-    def append(self, chunk: EncodedTextChunk | ImageChunk | ImageAssetPointerChunk) -> "ModelInput":
+    def append(self, chunk: EncodedTextChunk | ImageChunk | ImageAssetPointerChunk) -> Self:
         """A new input with `chunk` at the end."""
-        return ModelInput(chunks=(*self.chunks, chunk))
+        return type(self)(chunks=(*self.chunks, chunk))
 
     @property
     def length(self) -> int:

@@ -1,11 +1,11 @@
 """`Datum`: one training example, and the provenance of its tokens."""
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 import numpy as np
 from pydantic import Field, field_validator, model_validator
-from tinker_local.types.base import Frozen
+from tinker_local.types.base import Frozen, TupleOf
 from tinker_local.types.chunks import ModelInput
 from tinker_local.types.tensors import TensorData
 
@@ -14,20 +14,21 @@ class ProvenanceSpan(Frozen):
     """`length` positions that come from a sampled sequence's prompt or from its sampled tokens."""
 
     source: Literal["prompt", "sampled"]
-    sequence_id: str
-    offset: Annotated[int, Field(ge=0)]
+    sequence_id: Annotated[str, Field(min_length=1)]
+    offset: Annotated[int, Field(ge=0)] = 0
     length: Annotated[int, Field(ge=0)]
 
 
-Spans = tuple[ProvenanceSpan, ...]
+Spans = TupleOf[ProvenanceSpan]
 
 
 class Datum(Frozen):
     """One training example.
 
     `model_input` has N positions; position i predicts target i. `loss_fn_inputs` holds tensors of shape [N] (or
-    [N, K]): `target_tokens` (int64), `weights`, `logprobs`, `advantages` (float32). Arrays and lists given here
-    become `TensorData`. The two span lists tile `model_input` and `target_tokens` and come together or not at all.
+    [N, K]): `target_tokens` (int64), `weights`, `logprobs`, `advantages` (float32). Arrays given here become
+    `TensorData` of their kind; lists become int64 for `target_tokens`, float32 otherwise. The two span lists tile
+    `model_input` and `target_tokens` and come together or not at all.
     """
 
     model_input: ModelInput
@@ -43,16 +44,22 @@ class Datum(Frozen):
         return {name: _tensor(name, value) for name, value in inputs.items()}
 
     @model_validator(mode="after")
-    def _spans_in_pairs(self) -> "Datum":
+    def _spans_in_pairs(self) -> Self:
         if (self.model_input_spans is None) != (self.loss_fn_input_spans is None):
             raise ValueError("model_input_spans and loss_fn_input_spans come together or not at all")
         return self
 
 
 def _tensor(name: str, value: Any) -> Any:
-    if isinstance(value, (list, tuple)):
+    """The fields of a `TensorData` if `value` is an array or a list, else `value`."""
+    if isinstance(value, np.ndarray):
+        dtype = "float32" if value.dtype.kind == "f" else "int64"
+    elif isinstance(value, (list, tuple)):
+        dtype = "int64" if name == "target_tokens" else "float32"
+    else:
+        return value
+    try:
         array = np.asarray(value)
-        if array.dtype.kind in "iu" and name != "target_tokens":
-            array = array.astype(np.float32)
-        return TensorData.from_numpy(array)
-    return TensorData.from_numpy(value) if isinstance(value, np.ndarray) else value
+    except ValueError:
+        raise ValueError(f"{name!r}: the rows differ in length") from None
+    return {"data": array.reshape(-1), "dtype": dtype, "shape": tuple(array.shape)}

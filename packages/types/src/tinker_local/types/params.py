@@ -1,7 +1,7 @@
 """Parameters that requests carry: LoRA, optimizer, sampling."""
 
 import math
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import Field, field_validator
 from tinker_local.types.base import Frozen
@@ -10,7 +10,7 @@ from tinker_local.types.base import Frozen
 class LoraConfig(Frozen):
     """A LoRA adapter: rank, which matrices it trains, and the seed of its initialisation (None = random)."""
 
-    rank: int = 32
+    rank: Annotated[int, Field(ge=1)] = 32
     seed: int | None = None
     train_unembed: bool = True
     train_mlp: bool = True
@@ -50,9 +50,10 @@ class AdamParams(Frozen):
 
 
 class SamplingParams(Frozen):
-    """How to sample. `max_tokens` None = up to the context; `stop` None = stop at EOS, empty = never stop early.
+    """How to sample.
 
-    `top_k` -1 = no limit; `temperature` 0 = greedy; `seed` any integer, or None for a random one.
+    `max_tokens` None = up to the context. `stop`: a text, texts or token ids; None = stop at EOS alone, empty = never
+    stop early. `top_k` -1 = no limit. `temperature` 0 = greedy. `seed` any integer, or None for a random one.
     """
 
     max_tokens: Annotated[int, Field(ge=1)] | None = None
@@ -64,8 +65,15 @@ class SamplingParams(Frozen):
 
     @field_validator("stop", mode="before")
     @classmethod
-    def _as_tuple(cls, stop: Any) -> Any:
-        return tuple(stop) if isinstance(stop, list) else stop
+    def _stop(cls, stop: Any) -> Any:
+        stop = tuple(stop) if isinstance(stop, list) else stop
+        if stop is None or (isinstance(stop, str) and stop):
+            return stop
+        if isinstance(stop, tuple) and (
+            all(isinstance(item, str) and item for item in stop) or all(type(item) is int for item in stop)
+        ):
+            return stop
+        raise ValueError(f"must be a text, a list of texts or a list of token ids, none of them empty, not {stop!r}")
 
     @field_validator("temperature", mode="after")
     @classmethod
@@ -87,6 +95,3 @@ class SamplingParams(Frozen):
         if not 0 < value <= 1:
             raise ValueError(f"must be in (0, 1], not {value}")
         return value
-
-
-OptimizerType = Literal["adamw"]

@@ -5,8 +5,8 @@ A field that is not listed here is refused by name: nothing is accepted and igno
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator
-from tinker_local.types.base import Frozen
+from pydantic import Field
+from tinker_local.types.base import Frozen, TupleOf
 from tinker_local.types.chunks import ModelInput
 from tinker_local.types.datum import Datum
 from tinker_local.types.params import AdamParams, LoraConfig, SamplingParams
@@ -23,20 +23,19 @@ class OptimizerConfig(Frozen):
 
 
 class CreateSessionRequest(Frozen):
-    tags: tuple[str, ...] = ()
+    """Opens a session, which owns the models and sampling sessions that are created in it."""
+
+    tags: TupleOf[str] = ()
     user_metadata: Metadata = Field(default_factory=dict)
     sdk_version: str = ""
     project_id: str | None = None
     display_name: str | None = None
     type: Literal["create_session"] = "create_session"
 
-    @field_validator("tags", mode="before")
-    @classmethod
-    def _as_tuple(cls, tags: Any) -> Any:
-        return tuple(tags) if isinstance(tags, list) else tags
-
 
 class CreateModelRequest(Frozen):
+    """A new LoRA adapter on `base_model`; its id is `{session_id}:train:{model_seq_id}`."""
+
     session_id: str
     model_seq_id: Annotated[int, Field(ge=0)]
     base_model: Annotated[str, Field(min_length=1)]
@@ -51,13 +50,15 @@ class ForwardBackwardRequest(Frozen):
 
     model_id: str
     seq_id: Annotated[int, Field(ge=1)]
-    data: tuple[Datum, ...]
+    data: TupleOf[Datum]
     loss_fn: str
     loss_fn_config: dict[str, float | str] = Field(default_factory=dict)
     forward_only: bool = False
 
 
 class OptimStepRequest(Frozen):
+    """One optimizer step: `adam_params`, or `optimizer_params` of another family (which names its `type`)."""
+
     model_id: str
     seq_id: Annotated[int, Field(ge=1)]
     adam_params: AdamParams | None = None
@@ -66,6 +67,8 @@ class OptimStepRequest(Frozen):
 
 
 class SaveWeightsRequest(Frozen):
+    """A durable checkpoint named `path`, with optimizer state; `ttl_seconds` None = kept for ever."""
+
     model_id: str
     seq_id: Annotated[int, Field(ge=1)]
     path: str
@@ -105,6 +108,8 @@ class SaveWeightsForSamplerRequest(Frozen):
 
 
 class CreateSamplingSessionRequest(Frozen):
+    """A sampling client of `base_model`, or of the saved weights at `model_path` (`tinker://...`)."""
+
     session_id: str
     sampling_session_seq_id: Annotated[int, Field(ge=0)]
     base_model: str | None = None
@@ -113,6 +118,12 @@ class CreateSamplingSessionRequest(Frozen):
 
 
 class SampleRequest(Frozen):
+    """`num_samples` sequences after `prompt`, from the model of the sampling session.
+
+    `prompt_logprobs` asks for the logprob of each prompt token; `target_prompt_logprobs` (int64 [P-1, K]) names ids to
+    score at prompt positions 1 to P-1, -1 for none.
+    """
+
     sampling_session_id: str
     seq_id: Annotated[int, Field(ge=0)]
     prompt: ModelInput

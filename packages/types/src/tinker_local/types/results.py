@@ -1,38 +1,26 @@
 """What operations return."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import BeforeValidator, Field, PlainSerializer
-from tinker_local.types.base import Frozen, Tokens, freeze
+from pydantic import BeforeValidator, Field, model_validator
+from tinker_local.types.arrays import AsList, Logprobs, Tokens, float32_array, integer_array
+from tinker_local.types.base import Frozen, TupleOf
 from tinker_local.types.tensors import TensorData
 
 StopReason = Literal["stop", "length"]
 
 
-def _float32(value: object) -> npt.NDArray[np.float32] | None:
-    return None if value is None else freeze(np.ascontiguousarray(value, dtype=np.float32))
-
-
-def _int32(value: object) -> npt.NDArray[np.int32] | None:
-    return None if value is None else freeze(np.ascontiguousarray(value, dtype=np.int32))
-
-
-_List = PlainSerializer(lambda array: None if array is None else array.tolist())
-Floats = Annotated[npt.NDArray[np.float32], BeforeValidator(_float32), _List]
-OptionalFloats = Annotated[npt.NDArray[np.float32] | None, BeforeValidator(_float32), _List]
-Ints = Annotated[npt.NDArray[np.int32], BeforeValidator(_int32), _List]
-
-
 class ForwardBackwardOutput(Frozen):
     """`loss_fn_outputs`: one mapping per datum, in request order; `logprobs` has the shape of `target_tokens`.
 
-    `metrics` keys are `name:reduction`; `loss:sum` is always there.
+    `metrics` keys are `name:reduction`; `loss:sum` is always there. The SDK adds up the metrics of several requests
+    by their reduction and raises on a key without exactly one colon.
     """
 
     loss_fn_output_type: str = "TorchLossReturn"
-    loss_fn_outputs: tuple[dict[str, TensorData], ...] = ()
+    loss_fn_outputs: TupleOf[dict[str, TensorData]] = ()
     metrics: dict[str, float] = Field(default_factory=dict)
 
 
@@ -45,25 +33,48 @@ class OptimStepOutput(Frozen):
 class TopkLogprobs(Frozen):
     """`token_ids` int32 [L, k] and `logprobs` float32 [L, k]; an empty cell is token 0 with logprob -99999."""
 
-    token_ids: Ints
-    logprobs: Floats
+    token_ids: Annotated[npt.NDArray[np.int32], BeforeValidator(lambda v: integer_array(v, np.int32, ndim=2)), AsList]
+    logprobs: Annotated[npt.NDArray[np.float32], BeforeValidator(lambda v: float32_array(v, ndim=2)), AsList]
+
+    @model_validator(mode="after")
+    def _same_shape(self) -> Self:
+        if self.token_ids.shape != self.logprobs.shape:
+            raise ValueError(f"token_ids {list(self.token_ids.shape)} and logprobs {list(self.logprobs.shape)} differ")
+        return self
+
+
+class PromptAltTokens(Frozen):
+    """Tokens drawn at every prompt position after the first: `tokens` int64 and `logprobs` float32, both [P-1, k]."""
+
+    tokens: TensorData
+    logprobs: TensorData
 
 
 class SampledSequence(Frozen):
-    """One sampled sequence: `tokens` int32 [S]; `logprobs` float32 [S], log softmax(logits / T) over the vocabulary."""
+    """One sampled sequence: `tokens` int32 [S]; `logprobs` float32 [S], log softmax(logits / T) over the vocabulary.
+
+    `sequence_id` comes from the promise (`sample_sequence_ids`); the result's wire format does not carry it.
+    """
 
     stop_reason: StopReason
     tokens: Tokens
-    logprobs: OptionalFloats = None
+    logprobs: Logprobs | None = None
     topk_logprobs: TopkLogprobs | None = None
     sequence_id: str | None = None
+
+    @model_validator(mode="after")
+    def _one_logprob_per_token(self) -> Self:
+        if self.logprobs is not None and self.logprobs.size != self.tokens.size:
+            raise ValueError(f"logprobs: {self.logprobs.size} values for {self.tokens.size} tokens")
+        return self
 
 
 class SampleOutput(Frozen):
     """`prompt_logprobs` float32 [P], NaN at position 0; one sequence per requested sample."""
 
-    sequences: tuple[SampledSequence, ...]
-    prompt_logprobs: OptionalFloats = None
+    sequences: TupleOf[SampledSequence]
+    prompt_logprobs: Logprobs | None = None
     topk_prompt_logprobs: TopkLogprobs | None = None
     target_prompt_logprobs: TensorData | None = None
+    prompt_alt_tokens: PromptAltTokens | None = None
     prompt_cache_hit_tokens: int = 0
