@@ -1,0 +1,119 @@
+"""Checkpoint folders: `ROOT/<run>/<kind>/<name>@<time>/`, written whole or not at all.
+
+The time in the name makes every write a new folder, so that an overwritten checkpoint stays whole until its record
+points to the new one, and so that no engine that caches by path serves old weights. Folders here are dumb: which of
+them count is told by the database's records alone.
+"""
+
+import json
+import logging
+import re
+import shutil
+import uuid
+from collections.abc import Collection
+from dataclasses import asdict, replace
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+from tinker_local.backend.storage.adapter_files import write_adapter
+from tinker_local.backend.storage.durable import fsync_path, make_durable_folder
+from tinker_local.backend.storage.interface import CheckpointRecord
+from tinker_local.backend.storage.names import check_checkpoint_name, safe_segment
+from tinker_local.backend.training.interface import AdapterState
+
+log = logging.getLogger(__name__)
+
+METADATA = "checkpoint.json"
+_UNFINISHED = re.compile(r"\.unfinished-[0-9a-f]{32}")
+_FINISHED = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*@\d{8}T\d{6}\.\d{6}")
+
+
+class CheckpointFolders:
+    """Writes and removes the folders of checkpoints below `root`, which is created."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        make_durable_folder(root)
+
+    def path(self, record: CheckpointRecord) -> Path:
+        """Where `record` lies; computed from the record alone."""
+        time = record.created_at.astimezone(UTC).strftime("%Y%m%dT%H%M%S.%f")
+        name = check_checkpoint_name(record.name)
+        return self.root / safe_segment(record.training_run_id) / safe_segment(record.kind) / f"{name}@{time}"
+
+    def write(self, record: CheckpointRecord, state: AdapterState) -> CheckpointRecord:
+        """Write `state`; when this returns its folder is complete, in place and on the disk.
+
+        Returns the record with its size, whether it has an optimizer, and a `created_at` that is later by some
+        microseconds if another write took the same one.
+        """
+        parent = self.path(record).parent
+        make_durable_folder(parent)
+        unfinished = parent / f".unfinished-{uuid.uuid4().hex}"
+        unfinished.mkdir()
+        try:
+            write_adapter(unfinished, state)
+            record = replace(record, has_optimizer=state.optimizer is not None, size_bytes=_size(unfinished))
+            (unfinished / METADATA).write_text(json.dumps(_describe(record), indent=2))
+            for file in unfinished.iterdir():
+                fsync_path(file)
+            fsync_path(unfinished)
+            record = self._put_in_place(unfinished, record)
+        except BaseException:
+            shutil.rmtree(unfinished, ignore_errors=True)
+            raise
+        fsync_path(parent)
+        return record
+
+    def _put_in_place(self, unfinished: Path, record: CheckpointRecord) -> CheckpointRecord:
+        while True:
+            try:
+                # Over a folder that is not empty a rename fails, so two writers can never take one name.
+                unfinished.rename(self.path(record))
+                return record
+            except OSError:
+                if not self.path(record).exists():
+                    raise
+                record = replace(record, created_at=record.created_at + timedelta(microseconds=1))
+
+    def remove(self, record: CheckpointRecord) -> None:
+        """Delete the folder of `record`; one that is gone is fine."""
+        _remove_folder(self.path(record))
+
+    def sweep(self, keep: Collection[Path]) -> None:
+        """Delete what a killed process left: unfinished writes, and complete folders that are not in `keep`.
+
+        Anything whose name this class did not make is left alone, with a warning.
+        """
+        for path in self.root.glob("*/*/*"):
+            if path in keep:
+                continue
+            if _UNFINISHED.fullmatch(path.name) or _FINISHED.fullmatch(path.name):
+                log.info("removing %s, which belongs to no checkpoint", path)
+                _remove_folder(path)
+            else:
+                log.warning("%s is not a checkpoint folder of this server; it is left alone", path)
+        for folder in [*self.root.glob("*/*"), *self.root.glob("*")]:
+            if folder.is_dir() and not any(folder.iterdir()):
+                folder.rmdir()
+
+
+def _describe(record: CheckpointRecord) -> dict[str, object]:
+    """What a person finds in the folder; the server reads the database only."""
+    times: dict[str, datetime | None] = {"created_at": record.created_at, "expires_at": record.expires_at}
+    return {
+        **asdict(record),
+        "tinker_path": record.tinker_path,
+        "lora_config": record.lora_config.model_dump(),
+        "user_metadata": dict(record.user_metadata),
+        **{name: time and time.isoformat() for name, time in times.items()},
+    }
+
+
+def _size(folder: Path) -> int:
+    return sum(file.stat().st_size for file in folder.iterdir())
+
+
+def _remove_folder(folder: Path) -> None:
+    if folder.exists():
+        shutil.rmtree(folder)
