@@ -24,6 +24,7 @@ from tinker_local.backend.scheduling.operations import Operation, OperationKind,
 from tinker_local.backend.scheduling.train_scheduler import TrainScheduler
 from tinker_local.backend.sessions import EndReason, Sessions, now
 from tinker_local.backend.storage.interface import CheckpointRecord, Store, TrainingRunRecord
+from tinker_local.backend.storage.names import parse_tinker_path
 from tinker_local.backend.training_runs import TrainedModel, TrainingRuns
 from tinker_local.types import (
     ApiError,
@@ -293,7 +294,7 @@ class InProcessBackend:
 
     async def get_checkpoint(self, tinker_path: str) -> CheckpointRecord:
         """The checkpoint behind a tinker path."""
-        run, kind, name = paths.parse_tinker_path(tinker_path, "tinker_path")
+        run, kind, name = parse_tinker_path(tinker_path, "tinker_path")
         record = await asyncio.to_thread(self.store.get_checkpoint, run, kind, name)
         if record is None:
             raise NotFoundError(f"tinker_path: there is no checkpoint {tinker_path}")

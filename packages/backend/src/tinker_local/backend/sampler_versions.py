@@ -6,13 +6,13 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from tinker_local.backend import paths
 from tinker_local.backend.base_models import BaseModel
 from tinker_local.backend.rendering.interface import RenderedInput
 from tinker_local.backend.sampling.interface import AdapterVersion, SampleWork
 from tinker_local.backend.sampling_sessions import SamplingSessions, version_name
 from tinker_local.backend.scheduling.operations import Operation
 from tinker_local.backend.storage.interface import CheckpointRecord, Store
+from tinker_local.backend.storage.names import check_checkpoint_name
 from tinker_local.backend.storage.versions import VersionFolders
 from tinker_local.backend.training.interface import AdapterState
 from tinker_local.backend.training_runs import TrainedModel, TrainingRuns, check_ttl, checkpoint_record
@@ -78,7 +78,7 @@ class SamplerVersions:
         if (request.path is None) == (request.sampling_session_seq_id is None):
             raise InvalidRequestError("path: give either path or sampling_session_seq_id")
         if request.path is not None:
-            paths.check_name(request.path, "path")
+            check_checkpoint_name(request.path, "path")
         elif request.ttl_seconds is not None or request.user_metadata is not None:
             raise UnsupportedError("ttl_seconds, user_metadata: only for a named save")
         check_ttl(request.ttl_seconds)

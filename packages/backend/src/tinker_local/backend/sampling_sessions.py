@@ -13,6 +13,7 @@ from tinker_local.backend.sampling.interface import AdapterVersion, SampleWork
 from tinker_local.backend.scheduling.operations import Operation, Operations, as_api_error
 from tinker_local.backend.sessions import Sessions, now
 from tinker_local.backend.storage.interface import CheckpointRecord, SamplingSessionRecord, Store
+from tinker_local.backend.storage.names import parse_tinker_path
 from tinker_local.backend.storage.versions import VersionFolders
 from tinker_local.types import (
     ApiError,
@@ -138,7 +139,7 @@ class SamplingSessions:
         return self._open.setdefault(sampling_session_id, session)
 
     async def _checkpoint(self, path: str) -> CheckpointRecord:
-        run, kind, name = paths.parse_tinker_path(path, "model_path")
+        run, kind, name = parse_tinker_path(path, "model_path")
         if kind != "sampler_weights":
             raise InvalidRequestError(
                 f"model_path: {path} is training state; sample from what save_weights_for_sampler saved "

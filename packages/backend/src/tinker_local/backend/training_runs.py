@@ -17,6 +17,7 @@ from tinker_local.backend.scheduling.operations import Operation, OperationKind,
 from tinker_local.backend.scheduling.train_scheduler import GradientCommand, ModelQueue, StepCommand
 from tinker_local.backend.sessions import Sessions, now
 from tinker_local.backend.storage.interface import CheckpointRecord, Store, TrainingRunRecord
+from tinker_local.backend.storage.names import check_checkpoint_name, parse_tinker_path
 from tinker_local.types import (
     AdamParams,
     ApiError,
@@ -237,7 +238,7 @@ class TrainingRuns:
     async def _checkpoint(self, request: LoadWeightsRequest) -> CheckpointRecord:
         if request.weights_access_token is not None:
             raise UnsupportedError("weights_access_token: a local server has one owner, so no token is needed")
-        run, kind, name = paths.parse_tinker_path(request.path, "path")
+        run, kind, name = parse_tinker_path(request.path, "path")
         if kind != "weights":
             raise InvalidRequestError(
                 f"path: {request.path} was saved for sampling; training goes on from tinker://{run}/weights/..."
@@ -294,7 +295,7 @@ class TrainingRuns:
         """Queue a checkpoint of weights and optimizer; the copy is taken in order, the disk is written beside."""
 
         async def run(model: TrainedModel, operation: Operation[dict[str, Any]]) -> None:
-            name = paths.check_name(request.path, "path")
+            name = check_checkpoint_name(request.path, "path")
             check_ttl(request.ttl_seconds)
             state = await model.base.scheduler.call(model.base.engines.trainer.capture, model.model_id, optimizer=True)
             record = checkpoint_record(model, "weights", name, request.ttl_seconds, request.user_metadata)

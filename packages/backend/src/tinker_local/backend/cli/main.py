@@ -13,3 +13,7 @@ def main() -> None:
 
 main.add_command(serve)
 main.add_command(tiny_model)
+
+
+if __name__ == "__main__":
+    main()

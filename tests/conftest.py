@@ -1,0 +1,153 @@
+"""Fixtures of the whole suite: tiny models made once, and servers started as users start them."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import urllib.request
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TINKER_TELEMETRY", "0")
+os.environ.setdefault("TINKER_API_KEY", "tml-local")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ["NO_PROXY"] = ",".join(filter(None, [os.environ.get("NO_PROXY"), "127.0.0.1", "localhost"]))
+
+TEXT, VISION = "tiny/text", "tiny/vision"
+"""Names under which tests serve the two tiny models."""
+
+
+@pytest.fixture(scope="session")
+def tiny_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The tiny models by the names they are served under."""
+    from tinker_local.backend.tiny_models import make_tiny_text_model, make_tiny_vl_model
+
+    root = tmp_path_factory.mktemp("models")
+    make_tiny_text_model(root / "text")
+    make_tiny_vl_model(root / "vision")
+    return {TEXT: root / "text", VISION: root / "vision"}
+
+
+@dataclass
+class Server:
+    """A running `tinker-local serve`."""
+
+    process: subprocess.Popen[str]
+    data_dir: Path
+    lines: list[str] = field(default_factory=list)
+    url: str = ""
+
+    def healthy(self) -> bool:
+        with urllib.request.urlopen(f"{self.url}/api/v1/healthz", timeout=10) as answer:
+            return bool(answer.status == 200)
+
+    def kill(self) -> None:
+        """As `kill -9`."""
+        self.process.kill()
+        self.process.wait()
+
+    def stop(self) -> int:
+        """As Ctrl-C; the exit status."""
+        self.process.send_signal(signal.SIGINT)
+        return self.process.wait(timeout=60)
+
+
+def start_server(data_dir: Path, *arguments: str, seconds: float = 180) -> Server:
+    """Start `tinker-local serve` on a free port and wait for its `ready:` line."""
+    command = [
+        sys.executable,
+        "-m",
+        "tinker_local.backend.cli.main",
+        "serve",
+        "--port",
+        "0",
+        "--data-dir",
+        str(data_dir),
+    ]
+    process = subprocess.Popen(
+        [*command, "--data-dir", str(data_dir), *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        stdin=subprocess.DEVNULL,
+        text=True,
+        env={**os.environ, "NO_COLOR": "1", "PYTHONUNBUFFERED": "1"},
+    )
+    server = Server(process, data_dir)
+    ready = threading.Event()
+
+    def read() -> None:
+        assert process.stdout is not None
+        for line in process.stdout:
+            server.lines.append(line.rstrip())
+            if found := re.search(r"ready: (http://\S+)", line):
+                server.url = found[1]
+                ready.set()
+        ready.set()
+
+    threading.Thread(target=read, daemon=True).start()
+    if not ready.wait(seconds) or not server.url:
+        process.kill()
+        pytest.fail("the server did not become ready:\n" + "\n".join(server.lines))
+    return server
+
+
+@pytest.fixture(scope="session")
+def fake_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """`serve --fake` under two names."""
+    server = start_server(tmp_path_factory.mktemp("fake"), "--fake", "--model", "fake/bigram", "--model", "fake/other")
+    yield server
+    server.stop()
+
+
+@pytest.fixture(scope="session")
+def real_server(tmp_path_factory: pytest.TempPathFactory, tiny_models: dict[str, Path]) -> Iterator[Server]:
+    """A server of both tiny models on real vLLM and HF."""
+    arguments = [part for name, path in tiny_models.items() for part in ("--model", f"{name}={path}")]
+    server = start_server(tmp_path_factory.mktemp("real"), *arguments)
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+def serve(tmp_path: Path) -> Iterator[Callable[..., Server]]:
+    """Start servers that end with the test; `data_dir=` chooses the folder."""
+    started: list[Server] = []
+
+    def start(*arguments: str, data_dir: Path | None = None) -> Server:
+        server = start_server(data_dir or tmp_path / "data", *arguments)
+        started.append(server)
+        return server
+
+    yield start
+    for server in started:
+        if server.process.poll() is None:
+            server.kill()
+
+
+@pytest.fixture(scope="session")
+def picture(tiny_models: dict[str, Path]) -> Callable[..., tuple[Any, int]]:
+    """(width, height, seed) to a random PNG `ImageChunk` and its number of tokens in the tiny vision model."""
+    import io
+
+    import numpy as np
+    from PIL import Image
+    from tinker_local.types import ImageChunk
+    from transformers import AutoImageProcessor
+
+    processor = AutoImageProcessor.from_pretrained(tiny_models[VISION])
+
+    def make(width: int, height: int, seed: int = 0) -> tuple[ImageChunk, int]:
+        pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
+        buffer = io.BytesIO()
+        Image.fromarray(pixels).save(buffer, "PNG")
+        count = processor.get_number_of_image_patches(height, width, {}) // processor.merge_size**2
+        return ImageChunk(data=buffer.getvalue(), format="png", expected_tokens=count), count
+
+    return make
