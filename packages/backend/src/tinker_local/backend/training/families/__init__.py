@@ -1,0 +1,23 @@
+"""The model families that can be trained, by `model_type` of their Hugging Face config. One module each."""
+
+from collections.abc import Mapping
+
+from tinker_local.backend.training.families import qwen2_5_vl, qwen3, qwen3_vl
+from tinker_local.backend.training.families.interface import Family
+from tinker_local.types import UnsupportedError
+
+FAMILIES: Mapping[str, Family] = {
+    "qwen3": qwen3.FAMILY,
+    "qwen2_5_vl": qwen2_5_vl.FAMILY,
+    "qwen3_vl": qwen3_vl.FAMILY,
+}
+FAMILY_NAMES = frozenset(FAMILIES)
+
+
+def family_of(model_type: str, where: str) -> Family:
+    """The family of a config's `model_type`; UnsupportedError names those that exist. `where`: the model's name."""
+    if model_type not in FAMILIES:
+        raise UnsupportedError(
+            f"{where}: model_type {model_type!r} is not supported; supported are {', '.join(FAMILIES)}"
+        )
+    return FAMILIES[model_type]

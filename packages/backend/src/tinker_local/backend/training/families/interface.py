@@ -1,0 +1,41 @@
+"""What the trainer has to know of a model family beyond Hugging Face's classes. Importing families loads no torch."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+from tinker_local.backend.rendering.interface import RenderedImage, RenderedInput
+
+if TYPE_CHECKING:
+    import torch
+
+Positions = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ImageFeatures:
+    """Features of images, for P positions in all: `embeds` [P, hidden] takes the place of token embeddings, each of
+    `deepstack` [P, hidden] is added to the hidden states behind one of the first decoder layers."""
+
+    embeds: "torch.Tensor"
+    deepstack: "tuple[torch.Tensor, ...]" = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """One model family.
+
+    `auto_class`: the transformers class that loads it. `decoder_path`: the module that turns `inputs_embeds` into
+    hidden states. `position_ids(config, input)`: rotary positions of one rendered input, int64 [rows, N].
+    `encode_images(model, images)`: features of images in order, without a gradient; None if the family has no vision.
+    `decoder_arguments(features, is_image)`: keyword arguments of the decoder that carry features beyond `embeds`;
+    `is_image` bool [T].
+    """
+
+    auto_class: str
+    decoder_path: str
+    position_ids: Callable[[Any, RenderedInput], Positions]
+    encode_images: Callable[[Any, Sequence[RenderedImage]], ImageFeatures] | None = None
+    decoder_arguments: Callable[[ImageFeatures, "torch.Tensor"], dict[str, Any]] = lambda features, is_image: {}

@@ -1,0 +1,74 @@
+"""What one pass over some works has found: outputs, sums, errors, and gradients apart from the adapters' own."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from tinker_local.backend.training.interface import TrainResult, TrainWork
+from tinker_local.backend.training.lora import Adapter
+from tinker_local.backend.training.micro_batch import Computed, Gradient, spans
+from tinker_local.backend.training.packing import Item, Packed
+from tinker_local.types import ApiError
+
+Output = Mapping[str, npt.NDArray[np.float32]]
+
+
+@dataclass(slots=True, eq=False)
+class WorkTally:
+    """One work: the output of each datum that was computed, the sum of its loss so far, or its error."""
+
+    outputs: list[Output]
+    loss: float = 0.0
+    error: ApiError | None = None
+
+
+class Tally:
+    """`works` by place in the call. `gradients` [n] by adapter, the sum over all works of this pass. `steepest`: the
+    largest absolute derivative of a loss by a logprob, by adapter."""
+
+    def __init__(self, works: Mapping[int, TrainWork]) -> None:
+        self.works = {at: WorkTally([{}] * len(work.data)) for at, work in works.items()}
+        self.gradients: dict[str, torch.Tensor] = {}
+        self.steepest: dict[str, float] = {}
+        self._requests = works
+
+    def add(self, packed: Packed, computed: Computed, adapters: Mapping[str, Adapter]) -> None:
+        """Take in one micro-batch: memory first, so that running out of it leaves nothing half done."""
+        self._add_gradients(computed.gradients, adapters)
+        for at, error in computed.errors.items():
+            self.works[at].error = error
+        for at, span in spans(packed):
+            self.works[at].loss += float(computed.losses[span].sum(dtype=torch.float64))
+            adapter_id = self._requests[at].adapter_id
+            steepest = float(computed.derivative[span].abs().max())
+            self.steepest[adapter_id] = max(self.steepest.get(adapter_id, 0.0), steepest)
+        for place, item in enumerate(packed.items):
+            span = packed.targets_of(place)
+            output = _output(item, self._requests[item.work].loss_fn, computed.logprobs[span], computed.losses[span])
+            self.works[item.work].outputs[item.index] = output
+
+    def _add_gradients(self, gradients: Sequence[Gradient], adapters: Mapping[str, Adapter]) -> None:
+        taking_part = {id(adapter) for adapter, _, _ in gradients}
+        sums: dict[int, torch.Tensor] = {}
+        for adapter_id, adapter in adapters.items():
+            if id(adapter) in taking_part:
+                if adapter_id not in self.gradients:
+                    self.gradients[adapter_id] = torch.zeros_like(adapter.weights)
+                sums[id(adapter)] = self.gradients[adapter_id]
+        for adapter, spec, gradient in gradients:
+            spec.view(sums[id(adapter)]).add_(gradient)
+
+    def result(self, at: int) -> TrainResult | ApiError:
+        """The answer to the work at place `at`."""
+        work = self.works[at]
+        return work.error or TrainResult(outputs=tuple(work.outputs), metrics={"loss:sum": work.loss})
+
+
+def _output(item: Item, loss_fn: str, logprobs: torch.Tensor, losses: torch.Tensor) -> Output:
+    shape = item.datum.target_tokens.shape
+    output = {"logprobs": logprobs.to(torch.float32).numpy().reshape(shape)}
+    if loss_fn == "cross_entropy" and len(shape) == 1:
+        output["elementwise_loss"] = losses.to(torch.float32).numpy()
+    return output

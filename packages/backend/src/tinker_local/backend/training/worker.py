@@ -1,0 +1,273 @@
+"""`HFTrainer`: many LoRA adapters on one Hugging Face model, in one process.
+
+A call of `forward_backward` goes: refuse what cannot run, fill micro-batches over all works and adapters, run each
+(`micro_batch.py`). Gradients of a call are collected apart and added to the adapters only for works that succeeded, so
+a failure leaves nothing behind.
+
+Runs inline in whichever single thread calls it. Uses no global random generator and sets no global state of torch.
+"""
+
+import logging
+import math
+from collections import deque
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from tinker_local.backend.rendering.interface import RenderedInput
+from tinker_local.backend.training import lora
+from tinker_local.backend.training.adamw import adamw_step, gradient_norm
+from tinker_local.backend.training.interface import AdapterState, TrainDatum, TrainResult, TrainWork
+from tinker_local.backend.training.loading import load_model
+from tinker_local.backend.training.lora import Adapter, TensorSpec
+from tinker_local.backend.training.micro_batch import MicroBatchRunner
+from tinker_local.backend.training.packing import Item, items_of, pack, split
+from tinker_local.backend.training.tally import Tally
+from tinker_local.types import AdamParams, ApiError, InternalError, InvalidRequestError, LoraConfig, NotFoundError
+
+log = logging.getLogger(__name__)
+
+_NOT_FLAT = 1e-6
+"""A first gradient of exactly zero is a fault of ours if some derivative by a logprob was larger than this."""
+
+
+class HFTrainer:
+    """Keeps `training.interface.Trainer` on the model at `model_path`, under the name `name`.
+
+    `dtype`: of weights and activations, "float32", "bfloat16" or "float64" (default: bfloat16 on CUDA, else float32);
+    adapters, gradients and moments are float32 (float64 with float64). `max_context_length` may only shorten the
+    model's own. `micro_batch_tokens`: most positions in one forward; halved for good when memory runs out.
+    `logit_chunk_elements`: most logits that exist at a time.
+
+    The logprob reported for a target outside the vocabulary (allowed where its coefficient is 0) is that of token 0.
+    An `optim_step` without a gradient since the last one takes a zero gradient: moments fade, decay applies, the
+    step counts.
+    """
+
+    def __init__(
+        self,
+        model_path: str,
+        *,
+        name: str,
+        dtype: str | None = None,
+        device: str | None = None,
+        max_context_length: int | None = None,
+        micro_batch_tokens: int = 8192,
+        max_rank: int = 128,
+        logit_chunk_elements: int = 2**25,
+    ) -> None:
+        loaded = load_model(model_path, dtype, device)
+        self.name = name
+        self.vocab_size = loaded.vocab_size
+        self.max_context_length = min(max_context_length or loaded.max_positions, loaded.max_positions)
+        self.max_rank = max_rank
+        self.micro_batch_tokens = micro_batch_tokens
+        self._loaded = loaded
+        self._float = torch.float64 if loaded.dtype == torch.float64 else torch.float32
+        self._runner = MicroBatchRunner(loaded, logit_chunk_elements, self._float)
+        self._adapters: dict[str, Adapter] = {}
+
+    # Adapters -------------------------------------------------------------------------------------------------------
+
+    def adapter_bytes(self, config: LoraConfig) -> int:
+        """Weights, gradient and two moments."""
+        return 4 * self._layout(config)[-1].stop * int(self._float.itemsize)
+
+    def create_adapter(self, adapter_id: str, config: LoraConfig) -> None:
+        """A new adapter that changes nothing yet; InvalidRequestError for a rank or flags that cannot be."""
+        if adapter_id in self._adapters:
+            raise ValueError(f"adapter {adapter_id} exists")
+        specs = self._layout(config)
+        self._adapters[adapter_id] = Adapter(config, specs, self._place(lora.initial_weights(specs, config.seed)))
+
+    def load_adapter(self, adapter_id: str, state: AdapterState) -> None:
+        """Create or replace; the gradient added up so far is forgotten."""
+        specs = self._layout(state.lora_config)
+        adapter = Adapter(state.lora_config, specs, self._place(lora.flatten(specs, state.tensors, "weights")))
+        if state.optimizer is not None:
+            adapter.adam.exp_avg, adapter.adam.exp_avg_sq = (
+                self._place(lora.flatten(specs, lora.without_prefix(state.optimizer, prefix), f"optimizer.{prefix}"))
+                for prefix in lora.MOMENTS
+            )
+            adapter.adam.step = state.step
+        self._adapters[adapter_id] = adapter
+
+    def remove_adapter(self, adapter_id: str) -> None:
+        """Free the adapter; unknown ids are ignored."""
+        self._adapters.pop(adapter_id, None)
+
+    def capture(self, adapter_id: str, *, optimizer: bool) -> AdapterState:
+        """A host copy as it is now; a gradient not yet stepped is not part of it."""
+        adapter = self._adapter(adapter_id)
+        paths = list(dict.fromkeys(spec.path for spec in adapter.specs))
+        modules = lora.target_modules(self._loaded.model, paths)
+        return lora.capture(adapter, self.name, modules, optimizer=optimizer)
+
+    def discard_gradients(self, adapter_id: str) -> None:
+        """Forget the gradients added up since the last step."""
+        self._adapter(adapter_id).gradient = None
+
+    def optim_step(self, adapter_id: str, params: AdamParams) -> dict[str, float]:
+        """One AdamW update; returns `grad_norm`, the norm before clipping."""
+        adapter = self._adapter(adapter_id)
+        gradient = torch.zeros_like(adapter.weights) if adapter.gradient is None else adapter.gradient
+        adapter.gradient = None
+        norm = gradient_norm(gradient)
+        if not math.isfinite(norm):
+            raise InvalidRequestError(f"optim_step: the norm of the accumulated gradient is {norm}; it was discarded")
+        adamw_step(adapter.weights, gradient, adapter.adam, params, norm)
+        return {"grad_norm": norm}
+
+    def close(self) -> None:
+        """Free everything."""
+        self._adapters.clear()
+        self._runner.close()
+        del self._loaded, self._runner
+
+    # Works ----------------------------------------------------------------------------------------------------------
+
+    def forward_backward(self, work: Sequence[TrainWork]) -> list[TrainResult | ApiError]:
+        """See `Trainer.forward_backward`. Works without a gradient are packed apart from those with one."""
+        results: dict[int, TrainResult | ApiError] = {}
+        forward: dict[int, TrainWork] = {}
+        backward: dict[int, TrainWork] = {}
+        for at, item in enumerate(work):
+            refusal = self._refusal(item)
+            if refusal is not None:
+                results[at] = refusal
+            else:
+                (backward if item.backward else forward)[at] = item
+        tally = self._pass(forward, gradient=False)
+        results |= {at: tally.result(at) for at in forward}
+        results |= self._train(backward)
+        return [results[at] for at in range(len(work))]
+
+    def logprobs(self, adapter_id: str | None, input: RenderedInput) -> npt.NDArray[np.float32]:
+        """log p(token[i+1] | tokens[..i]), float32 [N-1]; None is the base model."""
+        adapters = {} if adapter_id is None else {adapter_id: self._adapter(adapter_id)}
+        refusal = self._input_refusal(input, "input")
+        if refusal is not None:
+            raise refusal
+        next_tokens = np.append(input.token_ids[1:], 0).astype(np.int64)
+        packed = pack([Item(0, 0, adapter_id, TrainDatum(input, next_tokens, {}))], self.vocab_size)
+        values = self._runner.logprobs(packed, adapters)[:-1].numpy()
+        return np.asarray(values, dtype=np.float32)
+
+    def _train(self, works: Mapping[int, TrainWork]) -> dict[int, TrainResult | ApiError]:
+        """Run `works` and add the gradients of those that succeed to their adapters.
+
+        A failure spoils the sum of its adapter's gradients in this pass; that sum is dropped, and the adapter's other
+        works run again, one at a time, so that the culprit is found and nothing of it remains.
+        """
+        tally = self._pass(works, gradient=True)
+        results = {at: tally.result(at) for at in works}
+        for adapter_id in dict.fromkeys(work.adapter_id for work in works.values()):
+            members = {at: work for at, work in works.items() if work.adapter_id == adapter_id}
+            failed = {at for at in members if tally.works[at].error is not None}
+            fault = self._gradient_fault(adapter_id, tally)
+            if not failed and fault is None:
+                self._add_gradient(adapter_id, tally)
+            elif len(members) > 1:
+                for at in sorted(members.keys() - failed):
+                    results |= self._train({at: members[at]})
+            elif fault is not None and not failed:
+                results |= dict.fromkeys(members, fault)
+        return results
+
+    def _gradient_fault(self, adapter_id: str, tally: Tally) -> ApiError | None:
+        """What is wrong with the gradient that a pass gave an adapter, if something is."""
+        gradient = tally.gradients.get(adapter_id)
+        if gradient is None:
+            return None
+        if not torch.isfinite(gradient).all():
+            return InvalidRequestError("the gradient is not finite; nothing of this request was added to it")
+        adapter = self._adapter(adapter_id)
+        if adapter.gradient_seen or tally.steepest[adapter_id] <= _NOT_FLAT:
+            return None
+        if not any(spec.view(gradient).any() for spec in adapter.specs if spec.factor == "B"):
+            return InternalError("the adapter's gradient is zero although the loss is not flat")
+        return None
+
+    def _add_gradient(self, adapter_id: str, tally: Tally) -> None:
+        gradient = tally.gradients.get(adapter_id)
+        if gradient is None:
+            return
+        adapter = self._adapter(adapter_id)
+        adapter.gradient_seen = True
+        adapter.gradient = gradient if adapter.gradient is None else adapter.gradient.add_(gradient)
+
+    def _pass(self, works: Mapping[int, TrainWork], *, gradient: bool) -> Tally:
+        """All micro-batches of `works`. When memory runs out, a micro-batch is halved and tried again; a single datum
+        that does not fit fails its work."""
+        tally = Tally(works)
+        batches = deque(split(items_of(list(works.items())), self.micro_batch_tokens))
+        while batches:
+            items = [item for item in batches.popleft() if tally.works[item.work].error is None]
+            if items and not self._run(items, works, tally, gradient=gradient):
+                batches.extendleft(reversed(self._smaller(items, tally)))
+        return tally
+
+    def _run(self, items: Sequence[Item], works: Mapping[int, TrainWork], tally: Tally, *, gradient: bool) -> bool:
+        """Run one micro-batch into `tally`; False, with `tally` unchanged, if memory did not suffice."""
+        packed = pack(items, self.vocab_size)
+        try:
+            computed = self._runner.run(packed, self._adapters, works, gradient=gradient)
+            tally.add(packed, computed, self._adapters)
+        except torch.OutOfMemoryError:
+            return False
+        return True
+
+    def _smaller(self, items: Sequence[Item], tally: Tally) -> list[list[Item]]:
+        """What to try after `items` did not fit in memory."""
+        if self._loaded.device.type == "cuda":
+            torch.cuda.empty_cache()
+        if len(items) == 1:
+            (item,) = items
+            tally.works[item.work].error = InternalError(
+                f"data[{item.index}]: {item.length} positions do not fit in the trainer's memory"
+            )
+            return []
+        self.micro_batch_tokens = min(self.micro_batch_tokens, sum(item.length for item in items)) // 2
+        log.warning("out of memory: micro-batches have at most %d positions from now on", self.micro_batch_tokens)
+        return split(items, self.micro_batch_tokens)
+
+    # Checks and look-ups --------------------------------------------------------------------------------------------
+
+    def _refusal(self, work: TrainWork) -> ApiError | None:
+        """Why `work` cannot run at all."""
+        if work.adapter_id not in self._adapters:
+            return NotFoundError(f"model {work.adapter_id} is not in the trainer")
+        checks = (self._input_refusal(datum.input, f"data[{i}].model_input") for i, datum in enumerate(work.data))
+        return next((refusal for refusal in checks if refusal is not None), None)
+
+    def _input_refusal(self, input: RenderedInput, where: str) -> ApiError | None:
+        tokens = input.token_ids
+        if not 0 < len(tokens) <= self.max_context_length:
+            return InvalidRequestError(f"{where}: {len(tokens)} positions, allowed are 1 to {self.max_context_length}")
+        # An id out of range would end the process's CUDA context, and with it everybody's work.
+        outside = (tokens < 0) | (tokens >= self.vocab_size)
+        if outside.any():
+            first = tokens[outside][0]
+            return InvalidRequestError(f"{where}: token {first} is outside the vocabulary of {self.vocab_size}")
+        if input.images and self._loaded.family.encode_images is None:
+            return InvalidRequestError(f"{where}: holds images, but {self.name} reads text only")
+        return None
+
+    def _layout(self, config: LoraConfig) -> tuple[TensorSpec, ...]:
+        if not 1 <= config.rank <= self.max_rank:
+            raise InvalidRequestError(f"lora_config.rank: must be from 1 to {self.max_rank}, not {config.rank}")
+        specs = lora.layout(self._runner.targets, config)
+        if not specs:
+            raise InvalidRequestError(
+                "lora_config: train_attn, train_mlp and train_unembed are all false, nothing would be trained"
+            )
+        return specs
+
+    def _place(self, weights: torch.Tensor) -> torch.Tensor:
+        return weights.to(self._loaded.device, self._float)
+
+    def _adapter(self, adapter_id: str) -> Adapter:
+        if adapter_id not in self._adapters:
+            raise NotFoundError(f"model {adapter_id} is not in the trainer")
+        return self._adapters[adapter_id]
