@@ -1,0 +1,53 @@
+"""From the bytes of a PNG or JPEG file to the RGB image that both vLLM and the HF processor get."""
+
+import io
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+MAX_PIXELS = 64 * 2**20
+"""Default limit of width × height of an image."""
+
+_DEEP_MODES = ("I", "F")
+
+
+class ImageError(ValueError):
+    """Why an image cannot be used; the message goes to the client behind the name of the field."""
+
+
+def image_size(data: bytes) -> tuple[int, int]:
+    """Width and height in pixels as the header tells them, before any rotation. Raises ImageError."""
+    opened = _open(data)
+    return opened.width, opened.height
+
+
+def decode_image(data: bytes, max_pixels: int = MAX_PIXELS) -> "Image":
+    """Decode as `transformers.image_utils.load_image` does: EXIF rotation applied, then `convert("RGB")`, which drops
+    alpha. The first frame of an animation.
+
+    Raises ImageError for what is no whole PNG or JPEG, has more than `max_pixels` (told by the header, before any
+    pixel is decoded), or has more than 8 bits of grey, which PIL would clip to white.
+    """
+    from PIL import ImageOps
+
+    opened = _open(data)
+    size = f"image of {opened.width}x{opened.height} pixels"
+    if opened.width * opened.height > max_pixels:
+        raise ImageError(f"{size}: {opened.width * opened.height} pixels exceed the limit of {max_pixels}")
+    if opened.mode.startswith(_DEEP_MODES):
+        raise ImageError(f"{size}: mode {opened.mode} has more than 8 bits of grey; send 8 bits per channel")
+    try:
+        return ImageOps.exif_transpose(opened).convert("RGB")
+    except Exception as error:
+        raise ImageError(f"{size} cannot be decoded: {error}") from error
+
+
+def _open(data: bytes) -> "Image":
+    """The image with its header read and no pixel decoded."""
+    from PIL import Image
+
+    try:
+        return Image.open(io.BytesIO(data), formats=("PNG", "JPEG"))
+    except Exception as error:  # PIL documents no closed set of what broken files raise; also its own pixel limit
+        raise ImageError(f"not a readable PNG or JPEG file: {error}") from error

@@ -1,0 +1,49 @@
+"""Images as vLLM's renderer gives them; what the sampler reads."""
+
+import threading
+from typing import TYPE_CHECKING, Any
+
+from tinker_local.backend.rendering.decoding import ImageError
+from tinker_local.backend.rendering.vision_tokens import VisionTokens
+from tinker_local.backend.sampling import vllm_compat
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+
+class VLLMImages:
+    """vLLM's renderer of one model, without an engine, weights or a device.
+
+    It renders single images, never prompts: in a prompt it would look for pad ids, and take those that came as text
+    for images. Its processor is not made for threads, so one image at a time.
+    """
+
+    def __init__(self, model: str, dtype: vllm_compat.DType | None, tokens: VisionTokens) -> None:
+        vllm_compat.prepare_environment()
+        with vllm_compat.process_state_kept():
+            from vllm.config import VllmConfig
+            from vllm.engine.arg_utils import EngineArgs
+            from vllm.renderers import renderer_from_config
+
+            arguments = vllm_compat.model_arguments(model, dtype)
+            config = VllmConfig(model_config=EngineArgs(**arguments).create_model_config())
+            self._renderer = renderer_from_config(config)
+        self._tokens = tokens
+        self._lock = threading.Lock()
+
+    def render(self, image: "Image") -> tuple[Any, int]:
+        """vLLM's item of `image` (a MultiModalKwargsItem) and the number of positions that it takes."""
+        tokens = self._tokens
+        prompt = {
+            "prompt_token_ids": [tokens.start, tokens.pad, tokens.end],
+            "multi_modal_data": {"image": [image]},
+        }
+        with self._lock:
+            try:
+                # Its cache would give an item without tensors the second time, for an engine that has them already.
+                (rendered,) = self._renderer.render_cmpl([prompt], skip_mm_cache=True)
+            except ValueError as error:
+                raise ImageError(f"image of {image.width}x{image.height} pixels: {error}") from error
+        (place,) = rendered["mm_placeholders"]["image"]
+        (item,) = rendered["mm_kwargs"]["image"]
+        return item, place.length

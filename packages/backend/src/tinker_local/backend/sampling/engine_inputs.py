@@ -1,0 +1,144 @@
+"""From our request to vLLM's, and from its outputs to ours."""
+
+import copy
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from tinker_local.backend.rendering.interface import RenderedInput
+from tinker_local.backend.sampling.interface import SampleWork
+from tinker_local.backend.sampling.vllm_compat import SAMPLED_TEMPERATURE_MIN
+from tinker_local.types import InternalError, InvalidRequestError, SampledSequence, SampleOutput, SamplingParams
+
+
+def engine_prompt(prompt: RenderedInput) -> Any:
+    """vLLM's input with explicit image offsets; without images exactly what a plain token list gives."""
+    from vllm.inputs import mm_input, tokens_input
+
+    ids = prompt.token_ids.tolist()
+    if not prompt.images:
+        return tokens_input(ids)
+    from vllm.multimodal.inputs import PlaceholderRange
+
+    images = [placement.image for placement in prompt.images]
+    return mm_input(
+        ids,
+        mm_kwargs={"image": [image.vllm_item for image in images]},
+        mm_hashes={"image": [image.content_hash for image in images]},
+        mm_placeholders={
+            "image": [PlaceholderRange(offset=p.offset, length=p.image.num_tokens) for p in prompt.images]
+        },
+    )
+
+
+def token_budget(prompt_length: int, max_tokens: int | None, limit: int) -> int:
+    """How many tokens may be sampled; InvalidRequestError if the prompt and they exceed the context `limit`."""
+    if prompt_length < 1:
+        raise InvalidRequestError("prompt: has no tokens")
+    wanted = max(limit - prompt_length, 1) if max_tokens is None else max_tokens
+    if prompt_length + wanted > limit:
+        raise InvalidRequestError(
+            f"Prompt length plus max_tokens exceeds the model's context window: {prompt_length} + {wanted} > {limit}"
+        )
+    return wanted
+
+
+def sample_seed(seed: int, index: int) -> int:
+    """63 bits for sample `index` of a request, so that neighbouring seeds share nothing (vLLM itself would take
+    seed + index, and fails beyond 64 bits)."""
+    return int.from_bytes(hashlib.sha256(f"{seed}/{index}".encode()).digest()[:8], "big") >> 1
+
+
+def engine_params(work: SampleWork, limit: int, vocab_size: int) -> tuple[Any, ...]:
+    """vLLM's SamplingParams, one for each sample; prompt logprobs are asked for once, by the first.
+
+    EOS (the tokenizer's and those of generation_config.json) stops unless `stop` is empty; a list of strings or ids
+    stops beside it. Stop strings are matched on the decoded text, special tokens included.
+    """
+    params = _first_params(work.params, token_budget(work.prompt.length, work.params.max_tokens, limit), vocab_size)
+    samples = []
+    for index in range(work.num_samples):
+        sample = copy.copy(params)
+        if work.params.seed is not None:
+            sample.seed = sample_seed(work.params.seed, index)
+        if work.prompt_logprobs and index == 0:
+            sample.prompt_logprobs = 0
+            # A prefix read from the cache would have no logprobs.
+            sample.skip_reading_prefix_cache = True
+        samples.append(sample)
+    return tuple(samples)
+
+
+def _first_params(params: SamplingParams, budget: int, vocab_size: int) -> Any:
+    import vllm
+    from vllm.sampling_params import RequestOutputKind
+
+    texts, ids = _stops(params.stop, vocab_size)
+    _check_temperature(params.temperature)
+    result = vllm.SamplingParams(
+        temperature=1.0 if params.temperature else 0.0,
+        top_p=params.top_p,
+        top_k=max(params.top_k, 0),
+        max_tokens=budget,
+        stop=texts,
+        stop_token_ids=ids,
+        ignore_eos=params.stop == (),
+        detokenize=bool(texts),
+        skip_special_tokens=False,
+        spaces_between_special_tokens=False,
+        # The token that completes a stop string, or is a stop token, belongs to the sample.
+        include_stop_str_in_output=True,
+        logprobs=0,  # of the sampled token alone
+        flat_logprobs=True,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+        # Nobody else holds this object, so vLLM copies it shallowly, and does not look at the temperature again.
+        skip_clone=True,
+    )
+    # The constructor raises 0 < T < 0.01 to 0.01 and refuses T > 2; the sampler itself takes any.
+    result.temperature = params.temperature
+    return result
+
+
+def _check_temperature(temperature: float) -> None:
+    if 0 < temperature < SAMPLED_TEMPERATURE_MIN:
+        raise InvalidRequestError(
+            f"sampling_params.temperature: {temperature} is too small to sample with; "
+            f"the least is {SAMPLED_TEMPERATURE_MIN}, and 0 takes the most likely token"
+        )
+
+
+def _stops(stop: str | tuple[str, ...] | tuple[int, ...] | None, vocab_size: int) -> tuple[list[str], list[int]]:
+    stops = (stop,) if isinstance(stop, str) else stop or ()
+    for index, item in enumerate(stops):
+        if isinstance(item, int) and not 0 <= item < vocab_size:
+            raise InvalidRequestError(
+                f"sampling_params.stop[{index}]: token id {item} is outside the vocabulary of {vocab_size} tokens"
+            )
+    return [item for item in stops if isinstance(item, str)], [item for item in stops if isinstance(item, int)]
+
+
+def sample_output(outputs: Sequence[Any], work: SampleWork) -> SampleOutput:
+    """Our result of vLLM's final outputs, one per sample, the first with the prompt's logprobs if asked for."""
+    return SampleOutput(
+        sequences=tuple(_sequence(output.outputs[0]) for output in outputs),
+        prompt_logprobs=_prompt_logprobs(outputs[0], work.prompt.length) if work.prompt_logprobs else None,
+        prompt_cache_hit_tokens=outputs[0].num_cached_tokens or 0,
+    )
+
+
+def _sequence(completion: Any) -> SampledSequence:
+    if completion.finish_reason not in ("stop", "length"):
+        raise InternalError(f"vLLM ended a sample with {completion.finish_reason!r}")
+    return SampledSequence(
+        stop_reason=completion.finish_reason,
+        tokens=np.asarray(completion.token_ids, np.int32),
+        logprobs=np.asarray(completion.logprobs.logprobs, np.float32),
+    )
+
+
+def _prompt_logprobs(output: Any, length: int) -> npt.NDArray[np.float32]:
+    values = np.full(length, np.nan, np.float32)
+    values[1:] = output.prompt_logprobs.logprobs
+    return values

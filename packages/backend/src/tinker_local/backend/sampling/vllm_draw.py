@@ -1,0 +1,59 @@
+"""Draws the next tokens, and gives their logprobs over the whole vocabulary.
+
+Shape suffixes: b requests of a step, v vocabulary.
+"""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+
+class FullVocabularyDraw(nn.Module):
+    """In place of vLLM's `TopKTopPSampler`; its caller has divided the logits by each request's temperature.
+
+    vLLM offers two kinds of logprobs, and neither is log softmax(logits / T): `raw_logprobs` ignore T, and
+    `processed_logprobs` renormalise over what top-k and top-p keep. Here they are taken after the temperature and
+    before the cut. (Greedy rows have been divided by 1; a step of greedy rows alone does not come here, vLLM takes
+    their log softmax itself.)
+
+    Unseeded requests draw from a generator of their own, seeded by the operating system, so that a program that seeds
+    torch's global generator does not make samples repeat, and sampling does not disturb that program's random numbers.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self._unseeded = torch.Generator(device)
+        self._unseeded.seed()
+
+    @classmethod
+    def install(cls, runner: Any) -> None:
+        """Make `runner` (a V1 model runner) sample with it."""
+        runner.sampler.topk_topp_sampler = cls(runner.device)
+        # What the module below returns counts as the processed logprobs.
+        runner.sampler.logprobs_mode = "processed_logprobs"
+
+    def forward(
+        self,
+        logits_bv: torch.Tensor,
+        generators: dict[int, torch.Generator],
+        top_k_b: torch.Tensor | None,
+        top_p_b: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Token ids int64 [B] and log softmax float32 [B, V]; `generators` by row, for requests with a seed."""
+        from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
+
+        logprobs_bv = logits_bv.log_softmax(dim=-1, dtype=torch.float32)
+        # Cuts in place: the logits are not needed any more.
+        kept_bv = apply_top_k_top_p(logits_bv, top_k_b, top_p_b)
+        return self._exponential_race(kept_bv, generators), logprobs_bv
+
+    def _exponential_race(self, logits_bv: torch.Tensor, generators: dict[int, torch.Generator]) -> torch.Tensor:
+        """argmax p / e with e ~ Exp(1) has the distribution p, without a synchronisation with the host."""
+        p_bv = logits_bv.softmax(dim=-1, dtype=torch.float32)
+        noise_bv = torch.empty_like(p_bv)
+        if len(generators) < len(noise_bv):
+            noise_bv.exponential_(generator=self._unseeded)
+        for row, generator in generators.items():
+            noise_bv[row].exponential_(generator=generator)
+        return p_bv.div_(noise_bv).argmax(dim=-1)
