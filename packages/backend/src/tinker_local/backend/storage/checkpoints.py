@@ -5,6 +5,7 @@ points to the new one, and so that no engine that caches by path serves old weig
 them count is told by the database's records alone.
 """
 
+import errno
 import json
 import logging
 import re
@@ -24,7 +25,7 @@ from tinker_local.backend.training.interface import AdapterState
 log = logging.getLogger(__name__)
 
 METADATA = "checkpoint.json"
-_UNFINISHED = re.compile(r"\.unfinished-[0-9a-f]{32}")
+_UNFINISHED = re.compile(r"\.(unfinished|removing)-[0-9a-f]{32}")
 _FINISHED = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*@\d{8}T\d{6}\.\d{6}")
 
 
@@ -71,8 +72,8 @@ class CheckpointFolders:
                 # Over a folder that is not empty a rename fails, so two writers can never take one name.
                 unfinished.rename(self.path(record))
                 return record
-            except OSError:
-                if not self.path(record).exists():
+            except OSError as error:
+                if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                     raise
                 record = replace(record, created_at=record.created_at + timedelta(microseconds=1))
 
@@ -81,7 +82,7 @@ class CheckpointFolders:
         _remove_folder(self.path(record))
 
     def sweep(self, keep: Collection[Path]) -> None:
-        """Delete what a killed process left: unfinished writes, and complete folders that are not in `keep`.
+        """Delete what a killed process left: unfinished work, and complete folders that are not in `keep`.
 
         Anything whose name this class did not make is left alone, with a warning.
         """
@@ -115,5 +116,10 @@ def _size(folder: Path) -> int:
 
 
 def _remove_folder(folder: Path) -> None:
-    if folder.exists():
-        shutil.rmtree(folder)
+    """Out of sight in one step, then deleted: an emptied folder under its own name would let a rename succeed."""
+    removing = folder.with_name(f".removing-{uuid.uuid4().hex}")
+    try:
+        folder.rename(removing)
+    except FileNotFoundError:
+        return
+    shutil.rmtree(removing)

@@ -1,0 +1,390 @@
+"""Checkpoints of `SqlStore`: content, names, overwriting, deletion, expiry, threads, restart."""
+
+import json
+import logging
+import os
+import shutil
+import sqlite3
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+from tinker_local.backend.storage import FolderInUseError, SqlStore, parse_tinker_path
+from tinker_local.backend.storage.checkpoints import CheckpointFolders
+from tinker_local.types import InvalidRequestError, LoraConfig, NotFoundError
+
+sys.path.insert(0, str(Path(__file__).parent))
+from store_states import RUN, START, make_record, make_state, same_tensors
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[SqlStore]:
+    opened = SqlStore(tmp_path / "data")
+    yield opened
+    opened.close()
+
+
+def folders_of(store: SqlStore, run: str = RUN) -> set[Path]:
+    root = store.checkpoint_folder(make_record("x", run=run)).parents[2]
+    return set(root.glob("*/*/*"))
+
+
+def test_checkpoint_is_read_back_bit_for_bit(store: SqlStore) -> None:
+    state = make_state(5)
+    expires = START + timedelta(hours=1)
+    given = make_record("final", user_metadata={"note": "é", "n": [1, None]}, expires_at=expires)
+    written = store.write_checkpoint(given, state, overwrite=False)
+    read = store.read_checkpoint(written, optimizer=True)
+    assert same_tensors(read, state)
+    assert (read.base_model, read.lora_config, read.target_modules) == ("org/base", given.lora_config, ("q_proj",))
+    assert store.get_checkpoint(RUN, "weights", "final") == written
+    folder = store.checkpoint_folder(written)
+    assert written == replace(
+        given, has_optimizer=True, size_bytes=sum((folder / name).stat().st_size for name in FILES)
+    )
+    weights_only = store.read_checkpoint(written, optimizer=False)
+    assert (weights_only.optimizer, weights_only.step) == (None, 0)
+
+
+FILES = ("adapter_model.safetensors", "adapter_config.json", "optimizer.safetensors")
+
+
+def test_checkpoint_folder_holds_safetensors_and_json_alone(store: SqlStore) -> None:
+    state = make_state(5)
+    folder = store.checkpoint_folder(store.write_checkpoint(make_record("final"), state, overwrite=False))
+    assert {file.name for file in folder.iterdir()} == {*FILES, "checkpoint.json"}
+    on_disk = load_file(folder / "adapter_model.safetensors")
+    assert all(on_disk[name].tobytes() == tensor.tobytes() for name, tensor in state.tensors.items())
+    assert json.loads((folder / "adapter_config.json").read_text()) == state.peft_config()
+    assert json.loads((folder / "checkpoint.json").read_text())["tinker_path"] == f"tinker://{RUN}/weights/final"
+
+
+def test_tensors_in_any_memory_layout_are_written_right(store: SqlStore) -> None:
+    """safetensors writes the memory of a transposed or strided array as it lies, without an error."""
+    state = make_state(1, optimizer=False)
+    wide = np.arange(8 * 6, dtype=np.float32).reshape(8, 6)
+    odd = replace(state, tensors={"transposed": wide.T, "strided": wide[:, ::2], "reversed": wide[::-1]})
+    read = store.read_checkpoint(store.write_checkpoint(make_record("a"), odd, overwrite=False), optimizer=False)
+    assert all(np.array_equal(read.tensors[name], tensor) for name, tensor in odd.tensors.items())
+
+
+def test_checkpoint_without_optimizer_says_so(store: SqlStore) -> None:
+    written = store.write_checkpoint(
+        make_record("s", kind="sampler_weights"), make_state(1, optimizer=False), overwrite=False
+    )
+    assert not written.has_optimizer
+    assert not (store.checkpoint_folder(written) / "optimizer.safetensors").exists()
+    with pytest.raises(InvalidRequestError, match="without optimizer state"):
+        store.read_checkpoint(written, optimizer=True)
+
+
+def test_an_existing_name_is_refused_and_kept_unless_overwrite(store: SqlStore) -> None:
+    store.write_checkpoint(make_record("a"), make_state(1), overwrite=False)
+    with pytest.raises(InvalidRequestError, match=r"'a' exists already in weights"):
+        store.write_checkpoint(make_record("a"), make_state(2), overwrite=False)
+    store.write_checkpoint(make_record("a", kind="sampler_weights"), make_state(3), overwrite=False)
+    store.write_checkpoint(make_record("a", run="other:train:0"), make_state(4), overwrite=False)
+    assert same_tensors(store.read_checkpoint(make_record("a"), optimizer=True), make_state(1))
+    assert len(folders_of(store)) == 3
+
+
+def test_overwrite_replaces_weights_and_the_whole_record(store: SqlStore) -> None:
+    expires = START + timedelta(hours=1)
+    old = store.write_checkpoint(
+        make_record("a", user_metadata={"k": 1}, expires_at=expires), make_state(1), overwrite=True
+    )
+    new = store.write_checkpoint(make_record("a", user_metadata={"j": 2}), make_state(2), overwrite=True)
+    assert store.list_checkpoints(RUN) == [new]
+    assert (new.user_metadata, new.expires_at) == ({"j": 2}, None)
+    # Equal times, yet another folder: nothing that remembers a path can serve the old weights.
+    assert store.checkpoint_folder(old) != store.checkpoint_folder(new)
+    assert folders_of(store) == {store.checkpoint_folder(new)}
+    assert same_tensors(store.read_checkpoint(old, optimizer=True), make_state(2))
+
+
+def test_overwrite_keeps_the_old_one_whole_until_the_new_one_is_recorded(
+    store: SqlStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store.write_checkpoint(make_record("a"), make_state(1), overwrite=False)
+    seen = []
+    commit = store._commit
+
+    def look_then_commit(record, overwrite):
+        seen.append(same_tensors(store.read_checkpoint(make_record("a"), optimizer=True), make_state(1)))
+        return commit(record, overwrite)
+
+    monkeypatch.setattr(store, "_commit", look_then_commit)
+    store.write_checkpoint(make_record("a"), make_state(2), overwrite=True)
+    assert seen == [True]
+
+
+def test_a_write_that_fails_leaves_nothing(store: SqlStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(_path):
+        raise OSError(28, "No space left on device")
+
+    store.write_checkpoint(make_record("a"), make_state(1), overwrite=False)
+    monkeypatch.setattr("tinker_local.backend.storage.checkpoints.fsync_path", full)
+    with pytest.raises(OSError, match="No space left"):
+        store.write_checkpoint(make_record("a"), make_state(2), overwrite=True)
+    assert len(folders_of(store)) == 1
+    assert same_tensors(store.read_checkpoint(make_record("a"), optimizer=True), make_state(1))
+
+
+def test_everything_is_on_the_disk_before_the_record(store: SqlStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    events: list[str] = []
+    fsync, commit = os.fsync, store._commit
+
+    def note_fsync(descriptor):
+        events.append(str(Path(f"/proc/self/fd/{descriptor}").readlink()))
+        fsync(descriptor)
+
+    def note_commit(record, overwrite):
+        events.append("commit")
+        return commit(record, overwrite)
+
+    monkeypatch.setattr(os, "fsync", note_fsync)
+    monkeypatch.setattr(store, "_commit", note_commit)
+    folder = store.checkpoint_folder(store.write_checkpoint(make_record("a"), make_state(1), overwrite=False))
+    unfinished = next(event for event in events if ".unfinished-" in event).split("/.unfinished-")[0]
+    assert unfinished == str(folder.parent)
+    synced = events[: events.index("commit")]
+    assert {Path(path).name for path in synced if ".unfinished-" in path} >= {*FILES, "checkpoint.json"}
+    # The folder after its files, then its parent after the rename; and the new parents in theirs.
+    assert ".unfinished-" in synced[-2]
+    assert synced[-1] == str(folder.parent)
+    assert {str(folder.parents[1]), str(folder.parents[2])} <= set(synced)
+
+
+def test_sqlite_waits_for_the_disk(store: SqlStore) -> None:
+    with store._engine.connect() as connection:
+        pragmas = [connection.exec_driver_sql(f"PRAGMA {name}").scalar() for name in ("journal_mode", "synchronous")]
+    assert pragmas == ["wal", 2]
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["..", ".", "", ".hidden", "a/b", "../a", "/a", "a\\b", "a b", "a\n", "a\0", "é", "a" * 129, "%2e%2e", "a:b"],
+)
+def test_a_name_that_is_no_plain_segment_is_refused(store: SqlStore, tmp_path: Path, name: str) -> None:
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(InvalidRequestError, match=r"name: .*letters"):
+        store.write_checkpoint(make_record(name), make_state(1), overwrite=True)
+    with pytest.raises(InvalidRequestError, match=r"letters|form"):
+        parse_tinker_path(f"tinker://{RUN}/weights/{name}", "path")
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize("name", ["000060", "final", "a.b-c_D", "-x", "a..b", "a" * 128])
+def test_plain_names_work(store: SqlStore, name: str) -> None:
+    written = store.write_checkpoint(make_record(name), make_state(1), overwrite=False)
+    assert parse_tinker_path(written.tinker_path) == (RUN, "weights", name)
+    assert same_tensors(store.read_checkpoint(written, optimizer=True), make_state(1))
+
+
+@pytest.mark.parametrize("run", ["..", ".", "a/b", "../../x", "a:b", "a%3Ab", "a\0b", "ü"])
+def test_run_ids_stay_inside_and_apart(store: SqlStore, tmp_path: Path, run: str) -> None:
+    root = tmp_path / "data" / "checkpoints"
+    folder = store.checkpoint_folder(store.write_checkpoint(make_record("a", run=run), make_state(1), overwrite=False))
+    assert folder.resolve().relative_to(root.resolve()).parts[1:2] == ("weights",)
+    others = {store.checkpoint_folder(make_record("a", run=other)) for other in ("a:b", "a%3Ab", "a/b", "..", "%2E.")}
+    assert len(others) == 5
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("weights/a", "form"),
+        ("tinker://run/weights", "form"),
+        ("tinker:///weights/a", "form"),
+        ("tinker://run/weights/a/b", "form"),
+        ("tinker://run/external_weights/a", "external_weights.*weights, sampler_weights"),
+        ("tinker://run/weights/..", "letters"),
+    ],
+)
+def test_tinker_path_errors_name_the_field(path: str, message: str) -> None:
+    with pytest.raises(InvalidRequestError, match=f"^model_path: .*{message}"):
+        parse_tinker_path(path, "model_path")
+
+
+def test_delete_removes_record_and_folder(store: SqlStore) -> None:
+    written = store.write_checkpoint(make_record("a"), make_state(1), overwrite=False)
+    store.delete_checkpoint(written)
+    assert store.get_checkpoint(RUN, "weights", "a") is None
+    assert folders_of(store) == set()
+    for call in (store.delete_checkpoint, lambda record: store.read_checkpoint(record, optimizer=False)):
+        with pytest.raises(NotFoundError, match=f"{RUN}/weights/a"):
+            call(written)
+    store.write_checkpoint(make_record("a"), make_state(2), overwrite=False)
+
+
+def test_delete_forgets_the_record_before_the_folder(store: SqlStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    written = store.write_checkpoint(make_record("a"), make_state(1), overwrite=False)
+    seen = []
+    monkeypatch.setattr(store._folders, "remove", lambda record: seen.append(store.get_checkpoint(RUN, "weights", "a")))
+    store.delete_checkpoint(written)
+    assert seen == [None]
+
+
+def test_expired_checkpoints_go_and_others_stay(store: SqlStore) -> None:
+    for name, hours in [("soon", 1), ("later", 2), ("never", None)]:
+        expires = None if hours is None else START + timedelta(hours=hours)
+        store.write_checkpoint(make_record(name, expires_at=expires), make_state(1), overwrite=False)
+    assert store.delete_expired(START + timedelta(minutes=59)) == []
+    assert [record.name for record in store.delete_expired(START + timedelta(hours=1))] == ["soon"]
+    assert {record.name for record in store.list_checkpoints(RUN)} == {"later", "never"}
+    assert len(folders_of(store)) == 2
+
+
+def test_lists_are_newest_first_with_the_count_of_all(store: SqlStore) -> None:
+    # Written out of order; two have the same time, of which the later write is newer.
+    for index, minutes in enumerate([3, 1, 2, 2]):
+        record = make_record(f"c{index}", run=f"run{index % 2}:train:0", created_at=START + timedelta(minutes=minutes))
+        store.write_checkpoint(record, make_state(1), overwrite=False)
+    page, total = store.list_all_checkpoints(3, 0)
+    assert ([record.name for record in page], total) == (["c0", "c3", "c2"], 4)
+    assert [record.name for record in store.list_all_checkpoints(3, 3)[0]] == ["c1"]
+    assert [record.name for record in store.list_checkpoints("run1:train:0")] == ["c3", "c1"]
+
+
+def test_checkpoints_are_there_after_a_restart(tmp_path: Path) -> None:
+    first = SqlStore(tmp_path)
+    written = first.write_checkpoint(make_record("a"), make_state(1), overwrite=False)
+    first.close()
+    first.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        first.delete_checkpoint(written)
+    second = SqlStore(tmp_path)
+    assert second.list_checkpoints(RUN) == [written]
+    assert same_tensors(second.read_checkpoint(written, optimizer=True), make_state(1))
+    second.close()
+
+
+def test_start_removes_leftovers_and_only_them(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    store = SqlStore(tmp_path)
+    kept, lost = (store.write_checkpoint(make_record(n), make_state(1), overwrite=False) for n in ("kept", "lost"))
+    parent = store.checkpoint_folder(kept).parent
+    store.close()
+    shutil.rmtree(store.checkpoint_folder(lost))
+    (parent / (".unfinished-" + "0" * 32)).mkdir()
+    shutil.copytree(store.checkpoint_folder(kept), parent / "unrecorded@20260101T000000.000007")
+    shutil.copytree(store.checkpoint_folder(kept), parent / "my backup")
+    (parent.parent.parent / "empty-run" / "weights").mkdir(parents=True)
+    with caplog.at_level(logging.WARNING):
+        store = SqlStore(tmp_path)
+    assert f"tinker://{RUN}/weights/lost is dropped" in caplog.text
+    assert "my backup" in caplog.text
+    assert store.list_checkpoints(RUN) == [kept]
+    assert set(parent.iterdir()) == {store.checkpoint_folder(kept), parent / "my backup"}
+    assert not (parent.parent.parent / "empty-run").exists()
+    store.close()
+
+
+def test_a_lost_database_or_lost_checkpoints_delete_nothing(tmp_path: Path) -> None:
+    store = SqlStore(tmp_path)
+    written = store.write_checkpoint(make_record("a"), make_state(1), overwrite=False)
+    store.close()
+    (tmp_path / "metadata.sqlite3").rename(tmp_path / "away")
+    with pytest.raises(RuntimeError, match="1 checkpoints, but there was no database"):
+        SqlStore(tmp_path)
+    (tmp_path / "away").replace(tmp_path / "metadata.sqlite3")
+    (tmp_path / "checkpoints").rename(tmp_path / "elsewhere")
+    with pytest.raises(RuntimeError, match=r"knows 1 checkpoints, but .*checkpoints does not exist"):
+        SqlStore(tmp_path)
+    (tmp_path / "elsewhere").rename(tmp_path / "checkpoints")
+    store = SqlStore(tmp_path)
+    assert same_tensors(store.read_checkpoint(written, optimizer=True), make_state(1))
+    store.close()
+
+
+def test_a_database_of_another_version_is_refused(tmp_path: Path) -> None:
+    SqlStore(tmp_path).close()
+    with sqlite3.connect(tmp_path / "metadata.sqlite3") as connection:
+        connection.execute("UPDATE schema SET version = 99")
+    with pytest.raises(RuntimeError, match="schema version 99"):
+        SqlStore(tmp_path)
+
+
+def test_a_second_server_on_the_folder_is_refused_with_the_holder(tmp_path: Path) -> None:
+    store = SqlStore(tmp_path)
+    with pytest.raises(FolderInUseError, match=rf"{tmp_path} is in use .*process {os.getpid()}\)"):
+        SqlStore(tmp_path)
+    code = "import sys; from pathlib import Path; from tinker_local.backend.storage import SqlStore\n"
+    code += "SqlStore(Path(sys.argv[1]))"
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=False)
+    assert done.returncode != 0
+    assert f"process {os.getpid()}" in done.stderr
+    store.close()
+    SqlStore(tmp_path).close()
+
+
+def test_programs_started_by_the_server_do_not_keep_its_lock(tmp_path: Path) -> None:
+    store = SqlStore(tmp_path)
+    with subprocess.Popen(["sleep", "30"], close_fds=False) as child:
+        store.close()
+        SqlStore(tmp_path).close()
+        child.kill()
+
+
+def test_many_threads_write_read_overwrite_and_delete(store: SqlStore) -> None:
+    errors: list[BaseException] = []
+    barrier = threading.Barrier(8)
+
+    def work(thread: int) -> None:
+        try:
+            barrier.wait()
+            for step in range(8):
+                store.write_checkpoint(make_record("shared"), make_state(thread * 100 + step), overwrite=True)
+                state = store.read_checkpoint(make_record("shared"), optimizer=True)
+                assert same_tensors(state, make_state(state.step))
+                own = make_record(f"own{thread}", kind="sampler_weights")
+                store.write_checkpoint(own, make_state(step), overwrite=False)
+                store.list_all_checkpoints(10, 0)
+                if step < 7:
+                    store.delete_checkpoint(own)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert errors == []
+    assert folders_of(store) == {store.checkpoint_folder(record) for record in store.list_checkpoints(RUN)}
+    assert len(folders_of(store)) == 9
+
+
+def test_of_two_threads_one_gets_the_name(store: SqlStore) -> None:
+    outcomes: list[object] = []
+    barrier = threading.Barrier(6)
+
+    def work(seed: int) -> None:
+        barrier.wait()
+        try:
+            store.write_checkpoint(make_record("a"), make_state(seed, width=512), overwrite=False)
+            outcomes.append(seed)
+        except InvalidRequestError as error:
+            outcomes.append(error)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(1, 7)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    (winner,) = [outcome for outcome in outcomes if isinstance(outcome, int)]
+    assert same_tensors(store.read_checkpoint(make_record("a"), optimizer=True), make_state(winner, width=512))
+    assert len(folders_of(store)) == 1
+
+
+def test_folders_of_one_name_and_time_never_meet(tmp_path: Path) -> None:
+    folders = CheckpointFolders(tmp_path)
+    written = [folders.write(make_record("a", lora_config=LoraConfig()), make_state(seed)) for seed in range(3)]
+    assert [record.created_at - START for record in written] == [timedelta(microseconds=n) for n in range(3)]
+    assert len({folders.path(record) for record in written}) == 3

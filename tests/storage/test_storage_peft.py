@@ -1,0 +1,59 @@
+"""A checkpoint folder is what PEFT loads, tensor by tensor and in its effect."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from peft import LoraConfig as PeftConfig
+from peft import PeftModel, get_peft_model, get_peft_model_state_dict
+from tinker_local.backend.storage import SqlStore
+from tinker_local.backend.training.interface import LORA_ALPHA, AdapterState
+from tinker_local.types import LoraConfig
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+sys.path.insert(0, str(Path(__file__).parent))
+from store_states import make_record
+
+TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+def tiny_qwen3() -> Qwen3ForCausalLM:
+    torch.manual_seed(0)
+    return Qwen3ForCausalLM(
+        Qwen3Config(
+            vocab_size=64,
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            head_dim=16,
+            tie_word_embeddings=False,
+        )
+    ).eval()
+
+
+@pytest.mark.parametrize("targets", [TARGETS, (*TARGETS, "lm_head")])
+def test_peft_loads_a_checkpoint_folder(tmp_path: Path, targets: tuple[str, ...]) -> None:
+    tokens = torch.arange(10)[None]
+    model = get_peft_model(tiny_qwen3(), PeftConfig(r=4, lora_alpha=LORA_ALPHA, target_modules=list(targets)))
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            torch.nn.init.normal_(parameter, std=0.1)
+    names = [name for name in get_peft_model_state_dict(model) if ".lora_" in name]
+    tensors = {name: get_peft_model_state_dict(model)[name].numpy() for name in names}
+    assert len(tensors) == 2 * (7 * 2 + ("lm_head" in targets))
+    state = AdapterState("tiny", LoraConfig(rank=4), targets, tensors)
+    expected = model(tokens).logits
+
+    store = SqlStore(tmp_path)
+    written = store.write_checkpoint(make_record("a", kind="sampler_weights"), state, overwrite=False)
+    base = tiny_qwen3()
+    plain = base(tokens).logits
+    loaded = PeftModel.from_pretrained(base, store.checkpoint_folder(written))
+    store.close()
+    found = get_peft_model_state_dict(loaded)
+    assert all(torch.equal(found[name], torch.tensor(tensor)) for name, tensor in tensors.items())
+    assert torch.equal(loaded(tokens).logits, expected)
+    assert not torch.allclose(plain, expected, atol=1e-3)

@@ -1,0 +1,161 @@
+"""Promise 16: folders of nameless sampler versions: immutable, the newest in shared memory, gone with the process."""
+
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from tinker_local.backend.storage import VersionFolders
+from tinker_local.backend.storage.adapter_files import adapter_bytes, read_adapter
+from tinker_local.types import NotFoundError
+
+sys.path.insert(0, str(Path(__file__).parent))
+from store_states import make_state, same_tensors
+
+SIZE = adapter_bytes(make_state(0, optimizer=False))
+
+
+@pytest.fixture
+def memory(tmp_path: Path) -> Path:
+    """A folder that stands for /dev/shm."""
+    folder = tmp_path / "shm"
+    folder.mkdir()
+    return folder
+
+
+def holds(path: Path, seed: int) -> bool:
+    state = make_state(seed, optimizer=False)
+    return same_tensors(read_adapter(path, state.base_model, state.lora_config, optimizer=False), state)
+
+
+def in_memory(path: Path, memory: Path) -> bool:
+    return path.resolve().is_relative_to(memory.resolve())
+
+
+def test_versions_are_written_in_memory_and_removed(tmp_path: Path, memory: Path) -> None:
+    versions = VersionFolders(tmp_path / "data", shared_memory=memory)
+    path = versions.add("m:train:0/1", make_state(1, optimizer=False))
+    assert holds(path, 1)
+    assert in_memory(path, memory)
+    assert {file.name for file in path.iterdir()} == {"adapter_model.safetensors", "adapter_config.json"}
+    with pytest.raises(ValueError, match="exists"):
+        versions.add("m:train:0/1", make_state(2))
+    folder = path.resolve()
+    versions.remove("m:train:0/1")
+    versions.remove("m:train:0/1")
+    assert not folder.exists()
+    assert not path.is_symlink()
+    with pytest.raises(NotFoundError, match="m:train:0/1"):
+        versions.path("m:train:0/1")
+    again = versions.add("m:train:0/1", make_state(2, optimizer=False))
+    assert again != path, "a path must never be used twice"
+    versions.close()
+
+
+def test_older_versions_move_to_disk_and_keep_their_path_and_content(tmp_path: Path, memory: Path) -> None:
+    versions = VersionFolders(tmp_path / "data", shared_memory=memory, memory_bytes=2 * SIZE)
+    paths = [versions.add(f"v{n}", make_state(n, optimizer=False)) for n in range(5)]
+    assert [in_memory(path, memory) for path in paths] == [False, False, False, True, True]
+    assert all(versions.path(f"v{n}") == path and holds(path, n) for n, path in enumerate(paths))
+    assert versions.bytes_in_memory() == 2 * SIZE
+    versions.remove("v4")
+    versions.add("v5", make_state(5, optimizer=False))
+    assert in_memory(paths[3], memory)
+    versions.close()
+
+
+def test_a_version_too_large_for_memory_goes_to_disk_alone(tmp_path: Path, memory: Path) -> None:
+    versions = VersionFolders(tmp_path / "data", shared_memory=memory, memory_bytes=2 * SIZE)
+    small = versions.add("small", make_state(1, optimizer=False))
+    large = versions.add("large", make_state(2, optimizer=False, width=1024))
+    assert in_memory(small, memory)
+    assert not in_memory(large, memory)
+    versions.close()
+
+
+def test_a_shared_memory_that_is_nearly_full_is_spared(
+    tmp_path: Path, memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shutil.disk_usage", lambda _path: SimpleNamespace(free=SIZE))
+    versions = VersionFolders(tmp_path / "data", shared_memory=memory)
+    assert not in_memory(versions.add("v", make_state(1, optimizer=False)), memory)
+    versions.close()
+
+
+@pytest.mark.parametrize("shared_memory", [None, Path("/does/not/exist")])
+def test_without_shared_memory_versions_lie_on_disk(tmp_path: Path, shared_memory: Path | None) -> None:
+    versions = VersionFolders(tmp_path, shared_memory=shared_memory)
+    path = versions.add("v", make_state(1, optimizer=False))
+    assert holds(path, 1)
+    assert path.resolve().is_relative_to(tmp_path.resolve())
+    versions.close()
+
+
+def test_whoever_reads_while_a_version_moves_reads_the_same(tmp_path: Path, memory: Path) -> None:
+    versions = VersionFolders(tmp_path / "data", shared_memory=memory, memory_bytes=2 * SIZE)
+    errors: list[BaseException] = []
+    stop = threading.Event()
+    path = versions.add("v0", make_state(0, optimizer=False))
+
+    def read() -> None:
+        while not stop.is_set():
+            try:
+                assert holds(path, 0)
+            except BaseException as error:
+                errors.append(error)
+                return
+
+    readers = [threading.Thread(target=read) for _ in range(2)]
+    for reader in readers:
+        reader.start()
+    for number in range(1, 20):
+        versions.add(f"v{number}", make_state(number, optimizer=False))
+    stop.set()
+    for reader in readers:
+        reader.join()
+    assert errors == []
+    assert not in_memory(path, memory)
+    versions.close()
+
+
+def test_close_leaves_nothing(tmp_path: Path, memory: Path) -> None:
+    versions = VersionFolders(tmp_path / "data", shared_memory=memory, memory_bytes=SIZE)
+    for number in range(3):
+        versions.add(f"v{number}", make_state(number, optimizer=False))
+    versions.close()
+    versions.close()
+    assert [path for path in memory.iterdir() if path.is_dir()] == []
+    assert list((tmp_path / "data").iterdir()) == []
+
+
+def test_what_a_killed_server_left_is_removed_but_not_what_a_living_one_has(tmp_path: Path, memory: Path) -> None:
+    code = f"""
+import os, sys
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+from pathlib import Path
+from store_states import make_state
+from tinker_local.backend.storage import VersionFolders
+versions = VersionFolders(Path(sys.argv[1]), shared_memory=Path({str(memory)!r}), memory_bytes={SIZE})
+for number in range(2):
+    versions.add(str(number), make_state(number, optimizer=False))
+os.kill(os.getpid(), 9)
+"""
+    living = VersionFolders(tmp_path / "living", shared_memory=memory)
+    path = living.add("v", make_state(7, optimizer=False))
+    killed = subprocess.run([sys.executable, "-c", code, str(tmp_path / "killed")], check=False)
+    assert killed.returncode == -9
+    assert len([folder for folder in memory.iterdir() if folder.is_dir()]) == 2
+    assert len(list((tmp_path / "killed" / "ephemeral").iterdir())) == 3
+    foreign = memory / "somebody-else"
+    foreign.mkdir()
+    # Any server of this user clears shared memory; the disk is cleared by the next one with that data folder.
+    third = VersionFolders(tmp_path / "third", shared_memory=memory)
+    assert len([folder for folder in memory.iterdir() if folder.is_dir()]) == 3  # living, third, foreign
+    assert holds(path, 7)
+    again = VersionFolders(tmp_path / "killed", shared_memory=memory)
+    assert list((tmp_path / "killed" / "ephemeral").iterdir()) == []
+    for versions in (living, third, again):
+        versions.close()
+    assert [folder for folder in memory.iterdir() if folder.is_dir()] == [foreign]
