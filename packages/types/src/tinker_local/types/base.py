@@ -2,10 +2,10 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Self, TypeVar
 
 import numpy as np
-from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, ModelWrapValidatorHandler, ValidationError, model_validator
 from tinker_local.types.errors import InvalidRequestError
 
 T = TypeVar("T")
@@ -43,14 +43,14 @@ class Frozen(BaseModel):
         strict=True, frozen=True, extra="forbid", arbitrary_types_allowed=True, ser_json_inf_nan="constants"
     )
 
-    @model_validator(mode="before")
+    @model_validator(mode="wrap")
     @classmethod
-    def _accept_sdk_object(cls, value: Any) -> Any:
-        if not type(value).__module__.startswith("tinker."):
-            return value
-        from tinker_local.types.sdk import from_sdk  # here, because it imports the types that derive from this class
+    def _accept_sdk_object(cls, value: Any, build: ModelWrapValidatorHandler[Self]) -> Self:
+        if type(value).__module__.partition(".")[0] == "tinker":
+            from tinker_local.types.sdk import from_sdk  # here, because it imports the types that derive from this one
 
-        return from_sdk(value)
+            value = from_sdk(value)
+        return build(value)
 
     def __eq__(self, other: object) -> bool:
         return type(self) is type(other) and _equal(self.__dict__, other.__dict__)
@@ -78,7 +78,9 @@ def user_message(error: ValidationError, where: str = "") -> str:
         reason = item["msg"].removeprefix("Value error, ")
         if item["type"] == "extra_forbidden":
             reason = "this field is not supported by this server"
-        elif isinstance(item["input"], (int, float)) or item["type"] == "literal_error":
+        elif item["input"] is None and item["type"] == "float_type":
+            reason += ", not null (which is what the SDK sends for NaN and infinity)"
+        elif item["type"] == "literal_error" or (isinstance(item["input"], (int, float)) and reason == item["msg"]):
             reason += f", not {item['input']!r}"
         parts.append(f"{path}: {reason}" if path else reason)
     return "; ".join(parts)

@@ -14,6 +14,12 @@ from tinker_local.types.tensors import TensorData
 
 Metadata = dict[str, Any]
 
+TrainingSeqId = Annotated[int, Field(ge=1, le=2**31 - 1)]
+"""Place of an operation in its model's order; int32 on the wire."""
+
+SlotId = Annotated[int, Field(ge=0, le=2**63 - 1)]
+"""Number that a client gives to a model or sampling session of its session, or to a request for samples."""
+
 
 class OptimizerConfig(Frozen):
     """The optimizer chosen when a model is created."""
@@ -37,7 +43,7 @@ class CreateModelRequest(Frozen):
     """A new LoRA adapter on `base_model`; its id is `{session_id}:train:{model_seq_id}`."""
 
     session_id: str
-    model_seq_id: Annotated[int, Field(ge=0)]
+    model_seq_id: SlotId
     base_model: Annotated[str, Field(min_length=1)]
     lora_config: LoraConfig = LoraConfig()
     user_metadata: Metadata | None = None
@@ -49,7 +55,7 @@ class ForwardBackwardRequest(Frozen):
     """Data, loss and its configuration; `forward_only` computes the same without a gradient."""
 
     model_id: str
-    seq_id: Annotated[int, Field(ge=1)]
+    seq_id: TrainingSeqId
     data: TupleOf[Datum]
     loss_fn: str
     loss_fn_config: dict[str, float | str] = Field(default_factory=dict)
@@ -60,7 +66,7 @@ class OptimStepRequest(Frozen):
     """One optimizer step: `adam_params`, or `optimizer_params` of another family (which names its `type`)."""
 
     model_id: str
-    seq_id: Annotated[int, Field(ge=1)]
+    seq_id: TrainingSeqId
     adam_params: AdamParams | None = None
     optimizer_params: dict[str, Any] | None = None
     type: Literal["optim_step"] = "optim_step"
@@ -70,7 +76,7 @@ class SaveWeightsRequest(Frozen):
     """A durable checkpoint named `path`, with optimizer state; `ttl_seconds` None = kept for ever."""
 
     model_id: str
-    seq_id: Annotated[int, Field(ge=1)]
+    seq_id: TrainingSeqId
     path: str
     ttl_seconds: int | None = None
     overwrite: bool = False
@@ -84,9 +90,9 @@ class LoadWeightsRequest(Frozen):
     path: str
     optimizer: bool
     session_id: str | None = None
-    model_seq_id: Annotated[int, Field(ge=0)] | None = None
+    model_seq_id: SlotId | None = None
     model_id: str | None = None
-    seq_id: Annotated[int, Field(ge=1)] | None = None
+    seq_id: TrainingSeqId | None = None
     base_model: str | None = None
     user_metadata: Metadata | None = None
     optimizer_config: OptimizerConfig | None = None
@@ -98,9 +104,9 @@ class SaveWeightsForSamplerRequest(Frozen):
     """Named (`path`) or nameless (`sampling_session_seq_id`)."""
 
     model_id: str
-    seq_id: Annotated[int, Field(ge=1)]
+    seq_id: TrainingSeqId
     path: str | None = None
-    sampling_session_seq_id: Annotated[int, Field(ge=0)] | None = None
+    sampling_session_seq_id: SlotId | None = None
     kind: Literal["snapshot", "inflight"] = "snapshot"
     ttl_seconds: int | None = None
     user_metadata: Metadata | None = None
@@ -111,7 +117,7 @@ class CreateSamplingSessionRequest(Frozen):
     """A sampling client of `base_model`, or of the saved weights at `model_path` (`tinker://...`)."""
 
     session_id: str
-    sampling_session_seq_id: Annotated[int, Field(ge=0)]
+    sampling_session_seq_id: SlotId
     base_model: str | None = None
     model_path: str | None = None
     type: Literal["create_sampling_session"] = "create_sampling_session"
@@ -125,7 +131,7 @@ class SampleRequest(Frozen):
     """
 
     sampling_session_id: str
-    seq_id: Annotated[int, Field(ge=0)]
+    seq_id: SlotId
     prompt: ModelInput
     num_samples: Annotated[int, Field(ge=1)] = 1
     sampling_params: SamplingParams = SamplingParams()

@@ -13,6 +13,7 @@ from tinker_local.types.codec.tensors import (
 )
 from tinker_local.types.errors import InvalidRequestError
 from tinker_local.types.results import PromptAltTokens, SampledSequence, SampleOutput, TopkLogprobs
+from tinker_local.types.tensors import TensorData
 from tinker_local.types.wire import tinker_local_wire_pb2 as wire
 
 
@@ -33,10 +34,10 @@ def encode_sample_output(output: SampleOutput) -> bytes:
     if output.topk_prompt_logprobs is not None:
         _encode_topk(output.topk_prompt_logprobs, message.topk_prompt_logprobs)
     if output.target_prompt_logprobs is not None:
-        encode_tensor(output.target_prompt_logprobs, message.target_prompt_logprobs)
+        _encode_shaped(output.target_prompt_logprobs, message.target_prompt_logprobs)
     if output.prompt_alt_tokens is not None:
-        encode_tensor(output.prompt_alt_tokens.tokens, message.prompt_alt_tokens.tokens)
-        encode_tensor(output.prompt_alt_tokens.logprobs, message.prompt_alt_tokens.logprobs)
+        _encode_shaped(output.prompt_alt_tokens.tokens, message.prompt_alt_tokens.tokens)
+        _encode_shaped(output.prompt_alt_tokens.logprobs, message.prompt_alt_tokens.logprobs)
     return bytes(message.SerializeToString())
 
 
@@ -92,6 +93,12 @@ def _encode_topk(topk: TopkLogprobs, message: wire.TopkLogprobs) -> None:
     message.length, message.k = topk.token_ids.shape
     message.token_ids = raw_bytes(topk.token_ids, INT32)
     message.logprobs = raw_bytes(topk.logprobs, FLOAT32)
+
+
+def _encode_shaped(tensor: TensorData, message: wire.Tensor) -> None:
+    """With the shape spelled out: in results the SDK reads a missing one as that of a scalar."""
+    encode_tensor(tensor, message)
+    message.shape[:] = tensor.dense_shape
 
 
 def _decode_topk(message: wire.TopkLogprobs, where: str) -> TopkLogprobs:
