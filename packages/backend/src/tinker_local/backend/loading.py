@@ -1,10 +1,60 @@
 """What serves a base model: the real engines (vLLM and HF transformers), or the fakes."""
 
+import functools
 import json
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tinker_local.backend.base_models import Engines
-from tinker_local.backend.options import BackendOptions, ModelSource
+from tinker_local.backend.options import BackendOptions, DType, ModelSource
+
+if TYPE_CHECKING:
+    from tinker_local.backend.sampling.engine_thread import EngineThread
+
+TOLERANCE: dict[DType, float] = {"float32": 1e-3, "bfloat16": 0.3}
+"""Mean difference (nats) of a probe's logprobs between trainer and sampler above which an adapter was not served.
+
+In float32 they agree to 1e-5. bfloat16 keeps 8 bits, and differences of 0.05 to 0.2 are rounding.
+"""
+
+
+@functools.cache
+def engine_thread() -> "EngineThread":
+    """The one thread of this process that steps vLLM engines: vLLM keeps what it works on in a global."""
+    from tinker_local.backend.sampling.engine_thread import EngineThread
+
+    return EngineThread()
+
+
+def load_real(source: ModelSource, options: BackendOptions) -> Engines:
+    """vLLM for sampling, HF transformers for training, on one copy of the weights each."""
+    from tinker_local.backend.rendering.renderer import VLLMRenderer
+    from tinker_local.backend.sampling import vllm_compat
+    from tinker_local.backend.sampling.vllm_sampler import VLLMSampler
+    from tinker_local.backend.training.worker import HFTrainer
+    from transformers import AutoConfig
+
+    dtype = options.dtype or vllm_compat.default_dtype()
+    engine = vllm_compat.EngineOptions(
+        source.path,
+        dtype=dtype,
+        max_context_length=options.max_context_length,
+        kv_cache_bytes=options.kv_cache_bytes,
+        gpu_memory_utilization=options.gpu_memory_utilization,
+        max_rank=options.max_rank,
+    )
+    sampler = VLLMSampler(engine, engine_thread())
+    trainer = HFTrainer(
+        source.path,
+        name=source.name,
+        dtype=dtype,
+        max_context_length=options.max_context_length,
+        micro_batch_tokens=options.micro_batch_tokens,
+        max_rank=options.max_rank,
+    )
+    renderer = VLLMRenderer(source.path, dtype=dtype, max_pixels=options.max_image_pixels)
+    arch = AutoConfig.from_pretrained(source.path).model_type
+    return Engines(renderer, trainer, sampler, arch=arch, tolerance=TOLERANCE[dtype])
 
 
 def load_fake(source: ModelSource, options: BackendOptions) -> Engines:
