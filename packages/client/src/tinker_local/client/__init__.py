@@ -5,6 +5,7 @@ here and is the SDK's own, except that `ServiceClient`, `RestClient` and `AdminC
 local server by default. Beyond the SDK there are `model_input`, `text_chunk` and `image_chunk`.
 """
 
+import tinker as _sdk
 from tinker import AdamOptimizerConfig as AdamOptimizerConfig
 from tinker import AdamParams as AdamParams
 from tinker import APIConnectionError as APIConnectionError
@@ -76,3 +77,6 @@ from tinker_local.client.inputs import model_input as model_input
 from tinker_local.client.inputs import text_chunk as text_chunk
 from tinker_local.client.loopback import LoopbackBackend as LoopbackBackend
 from tinker_local.client.loopback import LoopbackServer as LoopbackServer
+
+__all__ = ["LoopbackBackend", "LoopbackServer", "image_chunk", "model_input", "text_chunk"]
+__all__ += _sdk.__all__

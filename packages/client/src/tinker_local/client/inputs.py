@@ -9,9 +9,9 @@ import numpy as np
 import numpy.typing as npt
 import PIL.Image
 import tinker
+from pydantic import ValidationError
 from tinker_local import types as local
 from tinker_local.client.images import Image, chunk_of
-from tinker_local.types.base import tokens_array
 from tinker_local.types.chunks import ImageFormat
 
 VISION_START = "<|vision_start|>"
@@ -126,18 +126,17 @@ def _pieces(
 
 
 def _token_ids(part: Tokens, where: str) -> list[int]:
-    if isinstance(part, np.ndarray):
-        if part.dtype == np.uint8:  # too likely a file read by numpy.frombuffer
-            raise local.InvalidRequestError(
-                f"{where}: a 1-D uint8 array may be token ids or a file; pass a wider integer type, or bytes"
-            )
-        values: Any = part
-    else:
-        values = [int(item) if isinstance(item, np.integer) else item for item in part]
+    if not len(part):
+        return []
+    if isinstance(part, np.ndarray) and part.dtype == np.uint8:  # too likely a file read by numpy.frombuffer
+        raise local.InvalidRequestError(
+            f"{where}: a 1-D uint8 array may be token ids or a file; pass a wider integer type, or bytes"
+        )
+    values: Any = part if isinstance(part, np.ndarray) else list(part)
     try:
-        ids: list[int] = tokens_array(values).tolist()
-    except ValueError as error:
-        raise local.InvalidRequestError(f"{where}: {error}") from error
+        ids: list[int] = local.EncodedTextChunk(tokens=values).tokens.tolist()
+    except ValidationError as error:
+        raise local.InvalidRequestError(f"{where}: {local.user_message(error)}") from error
     return ids
 
 
