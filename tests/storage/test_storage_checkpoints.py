@@ -157,8 +157,8 @@ def test_everything_is_on_the_disk_before_the_record(store: SqlStore, monkeypatc
     synced = events[: events.index("commit")]
     assert {Path(path).name for path in synced if ".unfinished-" in path} >= {*FILES, "checkpoint.json"}
     # The folder after its files, then its parent after the rename; and the new parents in theirs.
+    assert [Path(path).parent for path in synced[-2:]] == [folder.parent, folder.parents[1]]
     assert ".unfinished-" in synced[-2]
-    assert synced[-1] == str(folder.parent)
     assert {str(folder.parents[1]), str(folder.parents[2])} <= set(synced)
 
 

@@ -12,13 +12,13 @@ class FolderInUseError(RuntimeError):
 class FolderLock:
     """Holds `folder/lock` from construction until `release`; FolderInUseError if somebody else holds it.
 
-    Programs that this process starts do not inherit the lock (a fork without exec would). The file stays when the lock
-    is released: removing it would let two processes lock two files of one name.
+    Programs that this process starts do not inherit the lock (PEP 446); a fork without exec would. The file stays when
+    the lock is released: removing it would let two processes lock two files of one name.
     """
 
     def __init__(self, folder: Path) -> None:
         path = folder / "lock"
-        self._file: int | None = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        self._file: int | None = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

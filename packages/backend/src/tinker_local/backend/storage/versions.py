@@ -155,7 +155,7 @@ def _prefix() -> str:
 @contextmanager
 def _one_at_a_time(shared_memory: Path) -> Iterator[None]:
     """Nobody may look for stale folders while another process makes or deletes its own."""
-    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
     descriptor = os.open(shared_memory / f"{_prefix()}lock", flags, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
