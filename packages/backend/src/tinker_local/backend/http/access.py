@@ -1,8 +1,8 @@
-"""What a route needs of the app: its backend."""
+"""What several routes need: the backend, parameters, the answer to a submit."""
 
 from typing import Annotated, Any, cast
 
-from fastapi import Depends, Request
+from fastapi import Depends, Query, Request
 from tinker_local.backend.inprocess import InProcessBackend
 from tinker_local.backend.scheduling.operations import Operation
 
@@ -12,6 +12,9 @@ def _backend(request: Request) -> InProcessBackend:
 
 
 Backend = Annotated[InProcessBackend, Depends(_backend)]
+
+Offset = Annotated[int, Query(ge=0, le=2**63 - 1)]
+"""Where a page begins; a database counts in 64 bits."""
 
 
 def promise(operation: Operation[Any]) -> dict[str, object]:

@@ -9,25 +9,41 @@ from tinker_local.types import Frozen, InvalidRequestError, invalid
 
 M = TypeVar("M", bound=Frozen)
 
-MAX_BODY_BYTES = 512 * 2**20
-"""Of a body as sent and as unpacked. A single datum or image may be large; a chunk of the SDK is about 5 MB."""
+MAX_GRADIENT_BYTES = 512 * 2**20
+"""Of a forward/backward, as sent and as unpacked: one datum may hold many images; a chunk of the SDK is about 5 MB."""
+
+MAX_SAMPLE_BYTES = 128 * 2**20
+"""Of a request for samples, whose prompt may hold images in base64."""
+
+MAX_JSON_BYTES = 2**20
+"""Of any other JSON body. Parsed JSON takes many times the memory of its text."""
 
 INLINE_BYTES = 32 * 1024
-"""JSON up to this size is parsed on the event loop; larger bodies (images) in a thread."""
+"""JSON up to this size is parsed on the event loop; larger bodies in a thread."""
+
+MAX_RATIO, ANY_RATIO_BYTES = 200, 32 * 2**20
+"""A zstd body may unpack to so many times its size, or to so many bytes whatever its size. (Real gradients shrink
+to about a tenth; a bomb reaches a ratio of 30,000.)"""
 
 
-async def read_body(request: Request) -> bytes:
-    """The body as sent; InvalidRequestError as soon as it is over the limit."""
+async def read_body(request: Request, limit: int = MAX_JSON_BYTES) -> bytes:
+    """The body as sent; InvalidRequestError as soon as it is over `limit`."""
     declared = request.headers.get("content-length")
-    if declared is not None and declared.isdigit() and int(declared) > MAX_BODY_BYTES:
-        raise InvalidRequestError(f"the body of {declared} bytes is over the limit of {MAX_BODY_BYTES}")
+    if declared is not None and declared.isdigit() and int(declared) > limit:
+        raise InvalidRequestError(f"body: {declared} bytes are over the limit of {limit}")
     parts, size = [], 0
     async for part in request.stream():
         size += len(part)
-        if size > MAX_BODY_BYTES:
-            raise InvalidRequestError(f"the body is over the limit of {MAX_BODY_BYTES} bytes")
+        if size > limit:
+            raise InvalidRequestError(f"body: over the limit of {limit} bytes")
         parts.append(part)
     return b"".join(parts)
+
+
+async def discard_body(request: Request) -> None:
+    """Take the body in and hold none of it."""
+    async for _ in request.stream():
+        pass
 
 
 def unpack(body: bytes, encoding: str | None) -> bytes:
@@ -38,32 +54,36 @@ def unpack(body: bytes, encoding: str | None) -> bytes:
         raise InvalidRequestError(f"Content-Encoding: {encoding!r} is not supported; send zstd or nothing")
     import zstandard
 
-    unpacked = bytearray()
+    # The frame says how long it is; that is checked before anything is unpacked, and a frame that turns out longer
+    # or shorter than it says is refused. (A streaming reader takes a cut frame for a whole one, without an error.)
+    limit = min(MAX_GRADIENT_BYTES, max(ANY_RATIO_BYTES, MAX_RATIO * len(body)))
     try:
-        with zstandard.ZstdDecompressor().stream_reader(body, read_across_frames=True) as reader:
-            while part := reader.read(2**20):
-                unpacked += part
-                if len(unpacked) > MAX_BODY_BYTES:
-                    raise InvalidRequestError(
-                        f"the body of {len(body)} bytes unpacks to more than the limit of {MAX_BODY_BYTES}"
-                    )
+        size = zstandard.frame_content_size(body)
+        if size < 0:
+            raise InvalidRequestError("body: the zstd frame does not say its content size; compress in one call")
+        if size > limit:
+            raise InvalidRequestError(
+                f"body: {len(body)} bytes of zstd would unpack to {size} bytes, the limit is {limit}"
+            )
+        return zstandard.ZstdDecompressor().decompress(body, allow_extra_data=False)
     except zstandard.ZstdError as error:
-        raise InvalidRequestError(f"the body is not valid zstd: {error}") from None
-    if body and not unpacked:
-        raise InvalidRequestError("the body is not valid zstd: it holds no frame")
-    return bytes(unpacked)
+        raise InvalidRequestError(f"body: {len(body)} bytes are not one whole zstd frame: {error}") from None
 
 
-async def parse(request: Request, model: type[M]) -> M:
+async def parse(request: Request, model: type[M], limit: int = MAX_JSON_BYTES) -> M:
     """The JSON body as `model`; an empty body reads as `{}`."""
-    body = await read_body(request) or b"{}"
+    return await parse_json(await read_body(request, limit) or b"{}", model)
+
+
+async def parse_json(body: bytes, model: type[M]) -> M:
+    """`body` as `model`; InvalidRequestError names what is wrong."""
     if len(body) <= INLINE_BYTES:
         return validate(body, model)
     return await asyncio.to_thread(validate, body, model)
 
 
 def validate(body: bytes, model: type[M]) -> M:
-    """`body` as `model`; InvalidRequestError names what is wrong."""
+    """`parse_json` that blocks."""
     try:
         return model.model_validate_json(body)
     except ValidationError as error:

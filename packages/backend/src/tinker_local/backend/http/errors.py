@@ -9,14 +9,25 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from tinker_local.types import ApiError
 
 log = logging.getLogger(__name__)
 
+LONGEST_MESSAGE = 4000
+"""Characters. Messages quote what was sent, which may be a megabyte."""
+
+
+def message(error: Exception) -> str:
+    """What a client reads of `error`: short enough to be read, and always valid Unicode."""
+    text = str(error).encode("utf-8", "replace").decode("utf-8")
+    return text if len(text) <= LONGEST_MESSAGE else f"{text[:LONGEST_MESSAGE]}… ({len(text)} characters)"
+
 
 def answer(error: ApiError) -> JSONResponse:
     """The answer to a request that could not be taken."""
-    return JSONResponse({"detail": str(error), "error": str(error), "category": error.category}, error.status)
+    text = message(error)
+    return JSONResponse({"detail": text, "error": text, "category": error.category}, error.status)
 
 
 def install(app: FastAPI) -> None:
@@ -37,6 +48,10 @@ def install(app: FastAPI) -> None:
     async def _bad_parameter(request: Request, error: RequestValidationError) -> Response:
         reasons = "; ".join(f"{item['loc'][-1]}: {item['msg']}" for item in error.errors())
         return JSONResponse({"detail": reasons}, 400)
+
+    @app.exception_handler(ClientDisconnect)
+    async def _nobody_listens(request: Request, error: ClientDisconnect) -> Response:
+        return Response(status_code=400)
 
     @app.exception_handler(Exception)
     async def _our_fault(request: Request, error: Exception) -> Response:

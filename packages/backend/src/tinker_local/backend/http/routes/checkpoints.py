@@ -3,7 +3,7 @@
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Request, Response
-from tinker_local.backend.http.access import Backend
+from tinker_local.backend.http.access import Backend, Offset
 from tinker_local.backend.http.bodies import parse
 from tinker_local.backend.storage.interface import CheckpointRecord
 from tinker_local.types import Frozen
@@ -24,7 +24,7 @@ async def list_checkpoints(run_id: str, backend: Backend) -> dict[str, Any]:
 
 @router.get("/checkpoints")
 async def list_all_checkpoints(
-    backend: Backend, limit: Annotated[int, Query(ge=1, le=1000)] = 100, offset: Annotated[int, Query(ge=0)] = 0
+    backend: Backend, limit: Annotated[int, Query(ge=1, le=1000)] = 100, offset: Offset = 0
 ) -> dict[str, Any]:
     """Newest first."""
     records, total = await backend.list_all_checkpoints(limit, offset)

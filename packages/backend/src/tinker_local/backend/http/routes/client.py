@@ -5,7 +5,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse
 from tinker_local.backend.http.access import Backend
-from tinker_local.backend.http.bodies import read_body
+from tinker_local.backend.http.bodies import discard_body
 
 router = APIRouter(tags=["client"])
 
@@ -13,14 +13,14 @@ router = APIRouter(tags=["client"])
 @router.post("/client/config")
 async def client_config(request: Request) -> dict[str, Any]:
     """Flags for the SDK; what is not named keeps the SDK's default."""
-    await read_body(request)
+    await discard_body(request)
     return {"pjwt_auth_enabled": False, "proto_compress_fwdbwd": False, "parallel_fwdbwd_chunks": True}
 
 
 @router.post("/client/dynamic_config")
 async def client_dynamic_config(request: Request) -> dict[str, Any]:
     """Abandoned samples are to be cancelled: it frees their slots."""
-    await read_body(request)
+    await discard_body(request)
     return {"sample_cancel_enabled": True}
 
 
@@ -41,5 +41,5 @@ async def get_server_capabilities(backend: Backend) -> dict[str, Any]:
 @router.post("/telemetry")
 async def telemetry(request: Request) -> dict[str, str]:
     """Taken and thrown away: its events can hold the API key in clear text."""
-    await read_body(request)
+    await discard_body(request)
     return {"status": "accepted"}

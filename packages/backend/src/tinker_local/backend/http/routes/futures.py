@@ -7,6 +7,7 @@ from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 from tinker_local.backend.http.access import Backend
 from tinker_local.backend.http.bodies import parse
+from tinker_local.backend.http.errors import message
 from tinker_local.types import ApiError, ForwardBackwardOutput, Frozen, InternalError, OptimStepOutput, SampleOutput
 from tinker_local.types.codec import encode_forward_backward_output, encode_sample_output
 
@@ -53,7 +54,7 @@ async def cancel_future(request: Request, backend: Backend) -> Response:
 
 def failure(error: ApiError) -> JSONResponse:
     """A failed operation: HTTP 200, because the SDK would poll again on anything else."""
-    return JSONResponse({"error": str(error), "category": error.category})
+    return JSONResponse({"error": message(error), "category": error.category})
 
 
 async def encode(result: Any) -> Response:

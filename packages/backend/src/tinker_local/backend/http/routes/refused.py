@@ -3,7 +3,7 @@
 from collections.abc import Awaitable, Callable
 
 from fastapi import APIRouter, Request, Response
-from tinker_local.backend.http.bodies import read_body
+from tinker_local.backend.http.bodies import discard_body
 from tinker_local.backend.http.errors import answer
 from tinker_local.types import UnsupportedError
 
@@ -42,7 +42,7 @@ REFUSED: dict[tuple[str, str], str] = {
 
 def _refuse(method: str, path: str, reason: str) -> Callable[[Request], Awaitable[Response]]:
     async def refuse(request: Request) -> Response:
-        await read_body(request)
+        await discard_body(request)
         return answer(UnsupportedError(f"{method} /api/v1{path} is not supported: {reason}"))
 
     return refuse

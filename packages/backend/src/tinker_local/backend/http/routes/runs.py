@@ -1,26 +1,32 @@
 """Training runs as they are recorded."""
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query
-from tinker_local.backend.http.access import Backend
+from tinker_local.backend.http.access import Backend, Offset
 from tinker_local.backend.http.routes.checkpoints import checkpoint_json
 from tinker_local.backend.inprocess import InProcessBackend
 from tinker_local.backend.storage.interface import TrainingRunRecord
+from tinker_local.types import UnsupportedError
 
 router = APIRouter(tags=["training runs"])
 
 OWNER = "tml:organization_user:local"
+
+AccessScope = Literal["owned", "accessible"]
 
 
 @router.get("/training_runs")
 async def list_training_runs(
     backend: Backend,
     limit: Annotated[int, Query(ge=1, le=1000)] = 20,
-    offset: Annotated[int, Query(ge=0)] = 0,
-    access_scope: str = "owned",
+    offset: Offset = 0,
+    access_scope: AccessScope = "owned",
+    project_id: str | None = None,
 ) -> dict[str, Any]:
     """Newest first. A local server has one owner, so every `access_scope` means all."""
+    if project_id is not None:
+        raise UnsupportedError("project_id: a local server has no projects; leave it out")
     records, total = await backend.list_training_runs(limit, offset)
     return {
         "training_runs": [await run_json(backend, record) for record in records],
@@ -29,7 +35,7 @@ async def list_training_runs(
 
 
 @router.get("/training_runs/{run_id}")
-async def get_training_run(run_id: str, backend: Backend, access_scope: str = "owned") -> dict[str, Any]:
+async def get_training_run(run_id: str, backend: Backend, access_scope: AccessScope = "owned") -> dict[str, Any]:
     return await run_json(backend, await backend.get_training_run(run_id))
 
 

@@ -4,7 +4,7 @@ from typing import Any
 
 from fastapi import APIRouter, Request
 from tinker_local.backend.http.access import Backend, promise
-from tinker_local.backend.http.bodies import parse
+from tinker_local.backend.http.bodies import MAX_SAMPLE_BYTES, parse
 from tinker_local.types import CreateSamplingSessionRequest, SampleRequest
 
 router = APIRouter(tags=["sampling"])
@@ -18,7 +18,7 @@ async def create_sampling_session(request: Request, backend: Backend) -> dict[st
 
 @router.post("/asample")
 async def asample(request: Request, backend: Backend) -> dict[str, Any]:
-    return promise(await backend.sample(await parse(request, SampleRequest)))
+    return promise(await backend.sample(await parse(request, SampleRequest, MAX_SAMPLE_BYTES)))
 
 
 @router.get("/samplers/{sampler_id}")

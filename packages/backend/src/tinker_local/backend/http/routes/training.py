@@ -5,13 +5,13 @@ model's order, because the SDK's training client hangs if a submit in the middle
 """
 
 import asyncio
-import json
 from collections.abc import Awaitable, Callable
 from typing import Any, Literal, TypeVar
 
 from fastapi import APIRouter, Request
+from pydantic import BaseModel, ConfigDict, ValidationError
 from tinker_local.backend.http.access import Backend, promise
-from tinker_local.backend.http.bodies import parse, read_body, unpack, validate
+from tinker_local.backend.http.bodies import MAX_GRADIENT_BYTES, parse, parse_json, read_body, unpack
 from tinker_local.backend.inprocess import InProcessBackend
 from tinker_local.backend.scheduling.operations import Operation, OperationKind
 from tinker_local.types import (
@@ -24,9 +24,18 @@ from tinker_local.types import (
     SaveWeightsRequest,
 )
 from tinker_local.types.codec import ForwardBackwardEnvelope, parse_forward_backward_envelope
+from tinker_local.types.requests import TrainingSeqId
 
 router = APIRouter(tags=["training"])
 M = TypeVar("M", bound=Frozen)
+
+
+class Place(BaseModel):
+    """Model and `seq_id` of a body that is otherwise wrong."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+    model_id: str
+    seq_id: TrainingSeqId
 
 
 class GetInfoBody(Frozen):
@@ -57,7 +66,7 @@ async def get_info(request: Request, backend: Backend) -> dict[str, Any]:
 
 @router.post("/forward_backward")
 async def forward_backward(request: Request, backend: Backend) -> dict[str, Any]:
-    body = await read_body(request)
+    body = await read_body(request, MAX_GRADIENT_BYTES)
     encoding = request.headers.get("content-encoding")
 
     def envelope() -> ForwardBackwardEnvelope:
@@ -102,21 +111,10 @@ async def _ordered(
 ) -> dict[str, Any]:
     body = await read_body(request)
     try:
-        return promise(await submit(validate(body, model)))
+        return promise(await submit(await parse_json(body, model)))
     except InvalidRequestError as error:
-        place = _place(body)
-        if place is None:
-            raise
-        return promise(await backend.refuse(kind, *place, error))
-
-
-def _place(body: bytes) -> tuple[str, int] | None:
-    """Model and `seq_id` of a body that is otherwise wrong, if it tells them."""
-    try:
-        content = json.loads(body)
-    except ValueError:
-        return None
-    if not isinstance(content, dict):
-        return None
-    model_id, seq_id = content.get("model_id"), content.get("seq_id")
-    return (model_id, seq_id) if isinstance(model_id, str) and type(seq_id) is int and seq_id >= 1 else None
+        try:
+            place = Place.model_validate_json(body)
+        except ValidationError:
+            raise error from None
+        return promise(await backend.refuse(kind, place.model_id, place.seq_id, error))
