@@ -166,27 +166,30 @@ class InProcessBackend:
                 await self.sessions.end_silent()
                 self.operations.forget_old()
                 for record in await asyncio.to_thread(self.store.delete_expired, now()):
-                    await self.sampling.checkpoint_deleted(record)
+                    self.sampling.checkpoint_deleted(record)
             except Exception:
                 log.exception("housekeeping failed; it goes on")
 
     async def _end_session(self, session_id: str) -> None:
-        await self.sampling.end_session(session_id)
-        await self.training.end_session(session_id)
+        """Free everything of a session; what fails to be freed keeps nothing else."""
+        freed = (self.sampling.end_session(session_id), self.training.end_session(session_id))
+        for error in await asyncio.gather(*freed, return_exceptions=True):
+            if isinstance(error, BaseException):
+                log.error("the session %s was not freed completely", session_id, exc_info=error)
 
     # Sessions -------------------------------------------------------------------------------------------------------
 
-    async def create_session(self, request: CreateSessionRequest | None = None) -> str:
-        """A new session's id."""
-        return await self.sessions.create(request or CreateSessionRequest())
+    async def create_session(self, request: CreateSessionRequest | None = None, *, heartbeats: bool = False) -> str:
+        """A new session's id. `heartbeats`: it ends when they stop, which is for clients that may vanish."""
+        return await self.sessions.create(request or CreateSessionRequest(), heartbeats=heartbeats)
 
     async def session_heartbeat(self, session_id: str) -> None:
-        """Keep a session alive; it ends `session_timeout` seconds after the last one."""
+        """Keep a session alive; one made with `heartbeats` ends `session_timeout` seconds after the last."""
         await self.sessions.heartbeat(session_id)
 
-    async def finish_session(self, session_id: str, reason: EndReason = "success") -> None:
-        """End a session and free its models and nameless samplers."""
-        await self.sessions.end(session_id, reason)
+    async def finish_session(self, session_id: str, reason: EndReason = "success", detail: str | None = None) -> None:
+        """End a session and free its models and nameless samplers; `detail` is kept with the reason."""
+        await self.sessions.end(session_id, reason, detail)
 
     # Training -------------------------------------------------------------------------------------------------------
 
@@ -263,13 +266,21 @@ class InProcessBackend:
         if await asyncio.to_thread(self.store.get_sampling_session, owner) is not None:
             await self.sampling.get(owner)
             raise GoneError(f"request_id: the result of {request_id} is gone; sample again")
+        session_id = paths.session_of(owner)
+        session = await asyncio.to_thread(self.store.get_session, session_id)
+        if session is not None and not self.sessions.is_live(session_id):
+            why = f"its session has ended ({session.end_reason})" if session.end_reason else "the server was restarted"
+            raise InternalError(f"request_id: {request_id} is lost or never was: {why}")
         raise NotFoundError(f"request_id: there is no request {request_id!r}")
 
     # What is stored -------------------------------------------------------------------------------------------------
 
     async def get_sampler(self, sampling_session_id: str) -> dict[str, Any]:
         """`sampler_id`, `base_model` and, for a named checkpoint, `model_path`."""
-        record = (await self.sampling.get(sampling_session_id)).record
+        try:
+            record = (await self.sampling.get(sampling_session_id)).record
+        except InternalError as error:
+            raise GoneError(str(error)) from None  # for ever lost is no 5xx: the SDK would ask for five minutes
         found = {"sampler_id": sampling_session_id, "base_model": record.base_model}
         return found if record.model_path is None else {**found, "model_path": record.model_path}
 
@@ -304,7 +315,7 @@ class InProcessBackend:
         """Delete a checkpoint, on disk too; its sampling sessions end."""
         record = await self.get_checkpoint(tinker_path)
         await asyncio.to_thread(self.store.delete_checkpoint, record)
-        await self.sampling.checkpoint_deleted(record)
+        self.sampling.checkpoint_deleted(record)
 
     def capabilities(self) -> list[dict[str, Any]]:
         """The models served, by every name."""

@@ -19,3 +19,8 @@ def request_id(owner: str, seq_id: int | str) -> str:
 def owner_of(request: str) -> str:
     """The model or sampling session of a request id."""
     return request.rpartition(":")[0]
+
+
+def session_of(owner: str) -> str:
+    """The session of a model or sampling session."""
+    return owner.rsplit(":", 2)[0]

@@ -16,6 +16,7 @@ from tinker_local.backend.storage.names import check_checkpoint_name
 from tinker_local.backend.storage.versions import VersionFolders
 from tinker_local.backend.training.interface import AdapterState
 from tinker_local.backend.training_runs import TrainedModel, TrainingRuns, check_ttl, checkpoint_record
+from tinker_local.backend.user_metadata import check_user_metadata
 from tinker_local.types import (
     InternalError,
     InvalidRequestError,
@@ -79,6 +80,7 @@ class SamplerVersions:
             raise InvalidRequestError("path: give either path or sampling_session_seq_id")
         if request.path is not None:
             check_checkpoint_name(request.path, "path")
+            check_user_metadata(request.user_metadata)
         elif request.ttl_seconds is not None or request.user_metadata is not None:
             raise UnsupportedError("ttl_seconds, user_metadata: only for a named save")
         check_ttl(request.ttl_seconds)
@@ -96,6 +98,7 @@ class SamplerVersions:
         try:
             await self._load_and_verify(model.base, version, expected)
         except Exception:
+            await model.base.engines.sampler.remove_version(version)
             await asyncio.to_thread(self._store.delete_checkpoint, written)
             raise
         operation.succeed({"path": written.tinker_path})
@@ -118,7 +121,7 @@ class SamplerVersions:
                 model.record.session_id, request.sampling_session_seq_id, model.record.base_model, model.base, name
             )
         except Exception:
-            await asyncio.to_thread(self._folders.remove, name)
+            await self._sampling.remove_nameless(model.base, name)
             raise
         operation.succeed({"sampling_session_id": session_id})
 
@@ -133,7 +136,6 @@ class SamplerVersions:
         assert output.prompt_logprobs is not None
         difference = float(np.mean(np.abs(output.prompt_logprobs[1:] - expected)))
         if not difference <= base.engines.tolerance:
-            await sampler.remove_version(version)
             raise InternalError(
                 f"the sampler does not serve the weights that were saved: its logprobs of a probe differ from the "
                 f"trainer's by {difference:.3g} on average (at most {base.engines.tolerance:.3g} is normal)"

@@ -78,28 +78,42 @@ class SamplingSessions:
         self._open: dict[str, SamplingSession] = {}
         self._rendering = ThreadPoolExecutor(2, thread_name_prefix="render")
         self._queued = 0
+        self._removals: set[asyncio.Task[None]] = set()
 
     # Sessions -------------------------------------------------------------------------------------------------------
 
     async def create(self, request: CreateSamplingSessionRequest) -> str:
-        """A sampling session's id; the same (session, sequence) id again gives the same one."""
+        """A sampling session's id; the same request again gives the same one."""
         session_id = paths.sampling_session_id(request.session_id, request.sampling_session_seq_id)
         if session_id in self._open:
-            return session_id
+            return self._same(session_id, request)
         await self._sessions.require(request.session_id)
-        checkpoint = None
-        if request.model_path is not None:
-            checkpoint = await self._checkpoint(request.model_path)
-        elif request.base_model is None:
+        checkpoint = None if request.model_path is None else await self._checkpoint(request.model_path)
+        if checkpoint is None and request.base_model is None:
             raise InvalidRequestError("base_model: give base_model or model_path")
         name = request.base_model or (checkpoint.base_model if checkpoint else "")
         base = self._base_models.get(name)
-        if checkpoint is not None and self._base_models.get(checkpoint.base_model) is not base:
+        if checkpoint is not None and checkpoint.base_model not in base.names:
             raise InvalidRequestError(
                 f"base_model: {request.model_path} is for {checkpoint.base_model!r}, not {name!r}"
             )
+        # While the checkpoint was looked up, the session may have ended, or the same request may have come again.
+        await self._sessions.require(request.session_id)
+        if session_id in self._open:
+            return self._same(session_id, request)
         record = SamplingSessionRecord(session_id, request.session_id, name, request.model_path, False, now())
         await self._add(SamplingSession(record, base, checkpoint=checkpoint))
+        return session_id
+
+    def _same(self, session_id: str, request: CreateSamplingSessionRequest) -> str:
+        """`session_id`, which is open, if it is what `request` asks for."""
+        record = self._open[session_id].record
+        same_base = request.base_model in (None, record.base_model)
+        if record.nameless or record.model_path != request.model_path or not same_base:
+            raise InvalidRequestError(
+                f"sampling_session_seq_id: {request.sampling_session_seq_id} is the sampler of "
+                f"{'a nameless save' if record.nameless else record.model_path or record.base_model} already"
+            )
         return session_id
 
     async def open_nameless(
@@ -107,16 +121,22 @@ class SamplingSessions:
     ) -> str:
         """A sampling session of a nameless version, which it owns from now on."""
         sampling_id = paths.sampling_session_id(session_id, sampling_seq_id)
+        await self._sessions.require(session_id)
         if sampling_id in self._open:
             raise InvalidRequestError(f"sampling_session_seq_id: {sampling_seq_id} is taken in session {session_id}")
-        await self._sessions.require(session_id)
         record = SamplingSessionRecord(sampling_id, session_id, base_name, None, True, now())
         await self._add(SamplingSession(record, base, nameless=version))
         return sampling_id
 
     async def _add(self, session: SamplingSession) -> None:
-        self._open[session.record.sampling_session_id] = session
-        await asyncio.to_thread(self._store.add_sampling_session, session.record)
+        """Open `session` at once, so that its end finds it, and record it."""
+        sampling_id = session.record.sampling_session_id
+        self._open[sampling_id] = session
+        try:
+            await asyncio.to_thread(self._store.add_sampling_session, session.record)
+        except Exception:
+            self._open.pop(sampling_id, None)
+            raise
 
     async def get(self, sampling_session_id: str) -> SamplingSession:
         """An open session, or one of a named version from before a restart."""
@@ -152,20 +172,31 @@ class SamplingSessions:
 
     async def end_session(self, session_id: str) -> None:
         """Cancel what runs in a session's samplers and free their nameless versions."""
-        for session in [s for s in self._open.values() if s.record.session_id == session_id]:
+        ending = [s for s in self._open.values() if s.record.session_id == session_id]
+        for session in ending:
             del self._open[session.record.sampling_session_id]
             for operation in list(session.running):
                 operation.cancel(GoneError(f"the session {session_id} has ended"))
-            if session.nameless is not None:
-                await session.base.engines.sampler.remove_version(await self._version(session))
-                await asyncio.to_thread(self._folders.remove, session.nameless)
+        await asyncio.gather(*(self.remove_nameless(s.base, s.nameless) for s in ending if s.nameless is not None))
 
-    async def checkpoint_deleted(self, record: CheckpointRecord) -> None:
+    async def remove_nameless(self, base: BaseModel, name: str) -> None:
+        """Take a nameless version from its sampler, and delete it."""
+        try:
+            version = AdapterVersion(name, await asyncio.to_thread(self._folders.path, name))
+            await base.engines.sampler.remove_version(version)
+        finally:
+            await asyncio.to_thread(self._folders.remove, name)
+
+    def checkpoint_deleted(self, record: CheckpointRecord) -> None:
         """Take a deleted checkpoint's weights from its sampler; its sessions answer that it is gone."""
-        for session in list(self._open.values()):
-            if session.checkpoint == record:
-                await session.base.engines.sampler.remove_version(await self._version(session))
-                del self._open[session.record.sampling_session_id]
+        for session_id in [i for i, s in self._open.items() if s.checkpoint == record]:
+            del self._open[session_id]
+        if record.kind == "sampler_weights" and record.base_model in self._base_models.names():
+            version = AdapterVersion(version_name(record), self._store.checkpoint_folder(record))
+            sampler = self._base_models.get(record.base_model).engines.sampler
+            removal = asyncio.create_task(sampler.remove_version(version))  # may wait for samples that run
+            self._removals.add(removal)
+            removal.add_done_callback(self._removals.discard)
 
     def close(self) -> None:
         self._rendering.shutdown(wait=False, cancel_futures=True)
@@ -177,18 +208,31 @@ class SamplingSessions:
         request_id = paths.request_id(request.sampling_session_id, request.seq_id)
         if (known := self._operations.get(request_id)) is not None:
             return known
-        session = await self.get(request.sampling_session_id)
+        sequence_ids = tuple(f"{request_id}:{index}" for index in range(request.num_samples))
+        operation: Operation[SampleOutput] = Operation(request_id, "sample", sequence_ids)
+        try:
+            session = await self.get(request.sampling_session_id)
+        except InternalError as error:
+            # Lost for ever: told through the future, because the SDK would submit again after a 5xx.
+            self._operations.add(operation)
+            operation.fail(error)
+            return operation
         if (known := self._operations.get(request_id)) is not None:
             return known
         self._check(request)
         if self._queued >= self._options.max_queued_samples:
             raise TooManyRequestsError(f"{self._queued} samples are queued, which is the most this server takes")
-        sequence_ids = tuple(f"{request_id}:{index}" for index in range(request.num_samples))
-        operation: Operation[SampleOutput] = Operation(request_id, "sample", sequence_ids)
         self._operations.add(operation)
-        session.running.add(operation)
         self._queued += 1
-        operation.run_as(asyncio.create_task(self._run(session, request, operation)))
+        session.running.add(operation)
+        task = asyncio.create_task(self._run(session, request, operation))
+
+        def done(_: asyncio.Task[None]) -> None:  # also for a task that was cancelled before it began
+            self._queued -= 1
+            session.running.discard(operation)
+
+        task.add_done_callback(done)
+        operation.run_as(task)
         return operation
 
     def _check(self, request: SampleRequest) -> None:
@@ -203,19 +247,7 @@ class SamplingSessions:
 
     async def _run(self, session: SamplingSession, request: SampleRequest, operation: Operation[Any]) -> None:
         try:
-            prompt = await asyncio.get_running_loop().run_in_executor(
-                self._rendering, session.base.engines.renderer.render, request.prompt, "prompt"
-            )
-            if not prompt.length:
-                raise InvalidRequestError("prompt: at least one token is needed")
-            work = SampleWork(
-                prompt,
-                await self._version(session) if session.nameless or session.checkpoint else None,
-                request.sampling_params,
-                request.num_samples,
-                request.prompt_logprobs,
-            )
-            output = await session.base.engines.sampler.sample(work)
+            output = await self._sample(session, request)
             sequences = tuple(
                 sequence.model_copy(update={"sequence_id": sequence_id})
                 for sequence, sequence_id in zip(output.sequences, operation.sequence_ids, strict=True)
@@ -225,9 +257,23 @@ class SamplingSessions:
             if not isinstance(error, ApiError):
                 log.exception("%s failed", operation.request_id)
             operation.fail(as_api_error(error))
-        finally:
-            self._queued -= 1
-            session.running.discard(operation)
+
+    async def _sample(self, session: SamplingSession, request: SampleRequest) -> SampleOutput:
+        prompt = await asyncio.get_running_loop().run_in_executor(
+            self._rendering, session.base.engines.renderer.render, request.prompt, "prompt"
+        )
+        if not prompt.length:
+            raise InvalidRequestError("prompt: at least one token is needed")
+        wanted, limit = request.sampling_params.max_tokens or 1, session.base.engines.sampler.max_context_length
+        if prompt.length + wanted > limit:
+            raise InvalidRequestError(
+                "Prompt length plus max_tokens exceeds the model's context window: "
+                f"{prompt.length} + {wanted} > {limit}"
+            )
+        version = await self._version(session) if session.nameless or session.checkpoint else None
+        return await session.base.engines.sampler.sample(
+            SampleWork(prompt, version, request.sampling_params, request.num_samples, request.prompt_logprobs)
+        )
 
     async def _version(self, session: SamplingSession) -> AdapterVersion:
         if session.nameless is not None:

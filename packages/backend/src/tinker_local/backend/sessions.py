@@ -10,11 +10,15 @@ from datetime import UTC, datetime
 from typing import Literal
 
 from tinker_local.backend.storage.interface import SessionRecord, Store
-from tinker_local.types import CreateSessionRequest, GoneError, NotFoundError
+from tinker_local.backend.user_metadata import check_user_metadata
+from tinker_local.types import CreateSessionRequest, GoneError, NotFoundError, UnsupportedError
 
 log = logging.getLogger(__name__)
 
 EndReason = Literal["success", "errored", "interrupted", "heartbeats_lost"]
+
+LONGEST_DETAIL = 500
+"""Characters of a `finish`'s detail that are kept with the session."""
 
 
 def now() -> datetime:
@@ -24,8 +28,12 @@ def now() -> datetime:
 
 @dataclass(slots=True, eq=False)
 class Session:
+    """`heartbeats`: whether it ends when they stop. `ended`: why it is being ended."""
+
     session_id: str
+    heartbeats: bool
     last_heartbeat: float = field(default_factory=time.monotonic)
+    ended: str | None = None
 
 
 class Sessions:
@@ -37,46 +45,73 @@ class Sessions:
         self._on_end = on_end
         self._live: dict[str, Session] = {}
 
-    async def create(self, request: CreateSessionRequest) -> str:
+    async def create(self, request: CreateSessionRequest, *, heartbeats: bool) -> str:
         """A new session's id."""
-        session = Session(f"s-{secrets.token_hex(8)}")
+        if request.project_id is not None:
+            raise UnsupportedError("project_id: a local server has no projects; leave it out (unset TINKER_PROJECT_ID)")
+        check_user_metadata(request.user_metadata)
+        session = Session(f"s-{secrets.token_hex(8)}", heartbeats)
         record = SessionRecord(
             session.session_id, now(), request.user_metadata, request.tags, request.display_name or session.session_id
         )
         await asyncio.to_thread(self._store.add_session, record)
+        session.last_heartbeat = time.monotonic()
         self._live[session.session_id] = session
         return session.session_id
 
     async def require(self, session_id: str) -> Session:
-        """The live session; NotFoundError if there never was one, GoneError if it has ended."""
+        """The live session; NotFoundError if there never was one, GoneError if it has ended.
+
+        It does not suspend if the session lives, so what follows it runs before the session can end.
+        """
         session = self._live.get(session_id)
-        if session is not None:
+        if session is not None and session.ended is None:
             return session
-        record = await asyncio.to_thread(self._store.get_session, session_id)
-        if record is None:
-            raise NotFoundError(f"session_id: there is no session {session_id!r}")
-        why = record.end_reason or "the server was restarted"
+        if session is not None:
+            why = session.ended
+        else:
+            record = await asyncio.to_thread(self._store.get_session, session_id)
+            if record is None:
+                raise NotFoundError(f"session_id: there is no session {session_id!r}")
+            why = record.end_reason
+        why = why or "the server was restarted"
         raise GoneError(f"session_id: the session {session_id!r} has ended ({why}); make a new ServiceClient")
+
+    def is_live(self, session_id: str) -> bool:
+        """Whether the session was made by this process and has not ended."""
+        session = self._live.get(session_id)
+        return session is not None and session.ended is None
 
     async def heartbeat(self, session_id: str) -> None:
         """Keep a session alive; GoneError tells the client to stop."""
         (await self.require(session_id)).last_heartbeat = time.monotonic()
 
-    async def end(self, session_id: str, reason: EndReason) -> None:
+    async def end(self, session_id: str, reason: EndReason, detail: str | None = None) -> None:
         """End a session and free what it holds; the first reason wins."""
-        if self._live.pop(session_id, None) is None:
+        session = self._live.get(session_id)
+        if session is None:
             if await asyncio.to_thread(self._store.get_session, session_id) is None:
                 raise NotFoundError(f"session_id: there is no session {session_id!r}")
+        elif session.ended is not None:
             return
-        await self._on_end(session_id)
-        await asyncio.to_thread(self._store.end_session, session_id, reason, now())
+        why = f"{reason}: {detail[:LONGEST_DETAIL]}" if detail else reason
+        if session is not None:
+            session.ended = why
+        # First the record, so that whoever asks while things are freed is told why.
+        await asyncio.to_thread(self._store.end_session, session_id, why, now())
+        if session is not None:
+            try:
+                await self._on_end(session_id)
+            finally:
+                del self._live[session_id]
 
     async def end_silent(self) -> None:
         """End the sessions whose heartbeats have stopped."""
         limit = time.monotonic() - self._timeout
-        for session in [s for s in self._live.values() if s.last_heartbeat < limit]:
+        silent = [s for s in self._live.values() if s.heartbeats and s.ended is None and s.last_heartbeat < limit]
+        for session in silent:
             log.warning("session %s: no heartbeat for %.0f s, ended", session.session_id, self._timeout)
-            await self.end(session.session_id, "heartbeats_lost")
+        await asyncio.gather(*(self.end(session.session_id, "heartbeats_lost") for session in silent))
 
     def __len__(self) -> int:
         return len(self._live)

@@ -18,12 +18,14 @@ from tinker_local.backend.scheduling.train_scheduler import GradientCommand, Mod
 from tinker_local.backend.sessions import Sessions, now
 from tinker_local.backend.storage.interface import CheckpointRecord, Store, TrainingRunRecord
 from tinker_local.backend.storage.names import check_checkpoint_name, parse_tinker_path
+from tinker_local.backend.training.interface import AdapterState
+from tinker_local.backend.user_metadata import check_user_metadata
 from tinker_local.types import (
-    AdamParams,
     ApiError,
     CreateModelRequest,
     ForwardBackwardOutput,
     ForwardBackwardRequest,
+    GoneError,
     InternalError,
     InvalidRequestError,
     LoadWeightsRequest,
@@ -51,6 +53,7 @@ class TrainedModel:
     queue: ModelQueue
     ready: bool = False
     adapter_bytes: int = 0
+    creation: Operation[dict[str, Any]] | None = None
     captures: set[asyncio.Task[None]] = field(default_factory=set)
 
     @property
@@ -79,17 +82,17 @@ class TrainingRuns:
         model_id = paths.model_id(request.session_id, request.model_seq_id)
         if (known := self._operations.get(paths.request_id(model_id, "create"))) is not None:
             return known
-        await self._sessions.require(request.session_id)
         base = self._base_models.get(request.base_model)
         check_optimizer(request.optimizer_config)
+        check_user_metadata(request.user_metadata)
+        await self._sessions.require(request.session_id)
         model = self._open(model_id, request.session_id, request.base_model, base, request.lora_config)
         model.record = replace(model.record, user_metadata=request.user_metadata or {})
-        operation: Operation[dict[str, Any]] = self._begin(model_id, "create_model")
+        operation = self._begin(model, "create_model")
 
         async def work() -> None:
             await base.scheduler.call(base.engines.trainer.create_adapter, model_id, request.lora_config)
-            await asyncio.to_thread(self._store.add_training_run, model.record)
-            model.ready = True
+            await self._created(model)
             operation.succeed({"model_id": model_id})
 
         self._start(model, operation, work)
@@ -106,24 +109,23 @@ class TrainingRuns:
         record = await self._checkpoint(request)
         name = request.base_model or record.base_model
         base = self._base_models.get(name)
-        if record.base_model not in self._base_models.names() or self._base_models.get(record.base_model) is not base:
-            raise InvalidRequestError(
-                f"base_model: {name!r} does not have the weights of {record.base_model!r}, which {request.path} is for"
-            )
+        self._check_base(record, base, name)
+        check_user_metadata(request.user_metadata)
         if request.optimizer and request.optimizer_config is not None:
             raise InvalidRequestError("optimizer_config: cannot be chosen when the optimizer state is loaded too")
         check_optimizer(request.optimizer_config or OptimizerConfig())
+        # While the checkpoint was looked up, the session may have ended, or the same request may have come again.
+        await self._sessions.require(request.session_id)
         if (known := self._operations.get(paths.request_id(model_id, "create"))) is not None:
-            return known  # the same request came again while the checkpoint was looked up
+            return known
         model = self._open(model_id, request.session_id, name, base, record.lora_config)
-        model.record = replace(model.record, user_metadata=request.user_metadata or record.user_metadata)
-        operation: Operation[dict[str, Any]] = self._begin(model_id, "load_weights")
+        model.record = replace(model.record, user_metadata=request.user_metadata or {})
+        operation = self._begin(model, "load_weights")
 
         async def work() -> None:
-            state = await asyncio.to_thread(self._store.read_checkpoint, record, optimizer=request.optimizer)
+            state = await self._read(base, record, request)
             await base.scheduler.call(base.engines.trainer.load_adapter, model_id, state)
-            await asyncio.to_thread(self._store.add_training_run, model.record)
-            model.ready = True
+            await self._created(model)
             operation.succeed({"path": request.path, "model_id": model_id})
 
         self._start(model, operation, work)
@@ -132,6 +134,8 @@ class TrainingRuns:
     def _open(
         self, model_id: str, session_id: str, base_name: str, base: BaseModel, config: LoraConfig
     ) -> TrainedModel:
+        if model_id in self._live:
+            raise InvalidRequestError(f"model_seq_id: {model_id} is alive; give the new model another number")
         size = self._check_limits(base, config)
         when = now()
         record = TrainingRunRecord(model_id, session_id, base_name, config, when, when)
@@ -165,10 +169,10 @@ class TrainingRuns:
             )
         return size
 
-    def _begin(self, model_id: str, kind: OperationKind) -> Operation[dict[str, Any]]:
-        operation: Operation[dict[str, Any]] = Operation(paths.request_id(model_id, "create"), kind)
-        self._operations.add(operation)
-        return operation
+    def _begin(self, model: TrainedModel, kind: OperationKind) -> Operation[dict[str, Any]]:
+        model.creation = Operation(paths.request_id(model.model_id, "create"), kind)
+        self._operations.add(model.creation)
+        return model.creation
 
     def _start(self, model: TrainedModel, operation: Operation[Any], work: Callable[[], Awaitable[None]]) -> None:
         """Run the creation; a model that could not be created is forgotten."""
@@ -184,16 +188,26 @@ class TrainingRuns:
 
         operation.run_as(asyncio.create_task(run()))
 
+    async def _created(self, model: TrainedModel) -> None:
+        await asyncio.to_thread(self._store.add_training_run, model.record)
+        model.ready = True
+        model.base.scheduler.release(model.queue)
+
     async def _free(self, model: TrainedModel, reason: str) -> None:
         self._live.pop(model.model_id, None)
+        if model.creation is not None and not model.creation.done:
+            model.creation.cancel(GoneError(reason))  # before the adapter is removed, lest it is made afterwards
         await model.base.scheduler.close_model(model.queue, reason)
         await model.base.scheduler.call(model.base.engines.trainer.remove_adapter, model.model_id)
 
     async def end_session(self, session_id: str) -> None:
         """Free the models of a session that has ended. Checkpoints that are being written are finished first."""
-        for model in [m for m in self._live.values() if m.record.session_id == session_id]:
+
+        async def end(model: TrainedModel) -> None:
             await asyncio.gather(*model.captures, return_exceptions=True)
             await self._free(model, f"the session {session_id} has ended")
+
+        await asyncio.gather(*(end(m) for m in list(self._live.values()) if m.record.session_id == session_id))
 
     def close(self) -> None:
         self._preparing.shutdown(wait=False, cancel_futures=True)
@@ -207,10 +221,14 @@ class TrainingRuns:
         return len(self._live)
 
     async def info(self, model_id: str) -> TrainedModel:
-        """The live model; NotFoundError, or why it is no longer alive."""
+        """The live model; NotFoundError if there never was one, GoneError that says why it is no longer alive."""
         model = self._live.get(model_id)
-        if model is None or not model.ready:
-            raise await self.lost(model_id)
+        if model is None:
+            lost = await self.lost(model_id)
+            # For ever lost is no 5xx: the SDK would ask again for five minutes.
+            raise GoneError(str(lost)) if isinstance(lost, InternalError) else lost
+        if not model.ready:
+            raise NotFoundError(f"model_id: {model_id} is still being created; wait for the future of its creation")
         return model
 
     async def lost(self, model_id: str) -> ApiError:
@@ -234,6 +252,19 @@ class TrainingRuns:
         return (
             f"Its last checkpoint is {last.tinker_path}; continue with create_training_client_from_state_with_optimizer"
         )
+
+    def _check_base(self, record: CheckpointRecord, base: BaseModel, name: str) -> None:
+        """InvalidRequestError unless `base` (`name` to the client) is the copy that `record` was trained on."""
+        if record.base_model not in base.names:
+            raise InvalidRequestError(
+                f"base_model: {name!r} does not have the weights of {record.base_model!r}, "
+                f"which {record.tinker_path} is for"
+            )
+
+    async def _read(self, base: BaseModel, record: CheckpointRecord, request: LoadWeightsRequest) -> AdapterState:
+        """What the trainer of `base` loads; a trainer knows its model by the first of its names."""
+        state = await asyncio.to_thread(self._store.read_checkpoint, record, optimizer=request.optimizer)
+        return replace(state, base_model=base.names[0])
 
     async def _checkpoint(self, request: LoadWeightsRequest) -> CheckpointRecord:
         if request.weights_access_token is not None:
@@ -280,13 +311,14 @@ class TrainingRuns:
             trainer, scheduler = model.base.engines.trainer, model.base.scheduler
             if request.optimizer_params is not None:
                 raise UnsupportedError("optimizer_params: this server has AdamW alone; send adam_params")
+            if request.adam_params is None:
+                raise InvalidRequestError("adam_params: missing; every step says how it is to be taken")
             if (reason := model.queue.commands.take_spoiled()) is not None:
                 await scheduler.call(trainer.discard_gradients, model.model_id)
                 raise InvalidRequestError(
                     f"the optimizer step was not taken and the gradient was discarded, because {reason}"
                 )
-            params = request.adam_params or AdamParams()
-            metrics = await scheduler.call(trainer.optim_step, model.model_id, params)
+            metrics = await scheduler.call(trainer.optim_step, model.model_id, request.adam_params)
             operation.succeed(OptimStepOutput(metrics=metrics))
 
         return await self.in_order("optim_step", request.model_id, request.seq_id, run)
@@ -297,6 +329,7 @@ class TrainingRuns:
         async def run(model: TrainedModel, operation: Operation[dict[str, Any]]) -> None:
             name = check_checkpoint_name(request.path, "path")
             check_ttl(request.ttl_seconds)
+            check_user_metadata(request.user_metadata)
             state = await model.base.scheduler.call(model.base.engines.trainer.capture, model.model_id, optimizer=True)
             record = checkpoint_record(model, "weights", name, request.ttl_seconds, request.user_metadata)
 
@@ -321,14 +354,21 @@ class TrainingRuns:
                     f"load_weights: allowed as a model's first request only, this is number {request.seq_id}; "
                     "use create_training_client_from_state"
                 )
+            if request.optimizer_config is not None:
+                raise UnsupportedError("optimizer_config: the model was created with its optimizer already")
+            if request.base_model is not None or request.user_metadata is not None:
+                raise UnsupportedError("base_model, user_metadata: only when the load creates the model")
             record = await self._checkpoint(request)
+            self._check_base(record, model.base, model.record.base_model)
             have, want = model.record.lora_config, record.lora_config
             if replace_seed(have) != replace_seed(want):
                 raise InvalidRequestError(
                     f"path: {request.path} has rank {want.rank} and trains {flags(want)}; "
                     f"the model has rank {have.rank} and trains {flags(have)}"
                 )
-            state = await asyncio.to_thread(self._store.read_checkpoint, record, optimizer=request.optimizer)
+            state = await self._read(model.base, record, request)
+            if model.queue.closed:  # and the adapter removed
+                raise GoneError(f"model_id: {model.model_id} ended while the checkpoint was read")
             await model.base.scheduler.call(model.base.engines.trainer.load_adapter, model.model_id, state)
             operation.succeed({"path": request.path, "model_id": model.model_id})
 
@@ -419,6 +459,8 @@ def check_optimizer(config: OptimizerConfig) -> None:
     """UnsupportedError for anything but AdamW."""
     if config.type != "adamw":
         raise UnsupportedError(f"optimizer_config.type: {config.type!r} is not supported; this server has 'adamw'")
+    if config.version is not None:
+        raise UnsupportedError(f"optimizer_config.version: {config.version} is not supported; 'adamw' has no versions")
 
 
 def check_ttl(seconds: int | None) -> None:

@@ -38,11 +38,16 @@ Command = GradientCommand | StepCommand
 
 @dataclass(slots=True, eq=False)
 class ModelQueue:
-    """One model's place in the scheduler."""
+    """One model's place in the scheduler. `released`: its adapter is there, so that its commands may run."""
 
     model_id: str
     commands: CommandLog[Command] = field(default_factory=CommandLog)
+    released: bool = False
     closed: bool = False
+
+    @property
+    def runs(self) -> bool:
+        return self.released and not self.closed
 
 
 def positions(data: Sequence[TrainDatum]) -> int:
@@ -65,6 +70,7 @@ class TrainScheduler:
         self._wake = asyncio.Event()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="trainer")
         self._timer: asyncio.TimerHandle | None = None
+        self._deliveries: set[asyncio.Task[None]] = set()
         self._task = asyncio.create_task(self._run(), name="train-scheduler")
 
     async def call(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
@@ -72,14 +78,20 @@ class TrainScheduler:
         return await asyncio.get_running_loop().run_in_executor(self._thread, lambda: function(*args, **kwargs))
 
     def open(self, model_id: str) -> ModelQueue:
-        """A queue for a new model."""
+        """A queue for a new model; what is submitted to it waits until `release`."""
         queue = self._queues[model_id] = ModelQueue(model_id)
         return queue
+
+    def release(self, queue: ModelQueue) -> None:
+        """The model has been created: run its commands."""
+        queue.released = True
+        self._wake.set()
 
     async def close_model(self, queue: ModelQueue, reason: str) -> None:
         """Fail what the model has queued and forget it."""
         queue.closed = True
-        self._queues.pop(queue.model_id, None)
+        if self._queues.get(queue.model_id) is queue:
+            del self._queues[queue.model_id]
         for command in queue.commands.pending():
             command.operation.fail(GoneError(reason))
             if isinstance(command, GradientCommand):
@@ -89,14 +101,21 @@ class TrainScheduler:
         """Queue a command whose id the queue's log accepts."""
         queue.commands.add(seq_id, command, chunk=isinstance(command, GradientCommand), now=time.monotonic())
         if isinstance(command, GradientCommand):
-            command.prepared.add_done_callback(lambda _: self._wake.set())
+            command.prepared.add_done_callback(self._prepared)
+        self._wake.set()
+
+    def _prepared(self, task: asyncio.Task[TrainWork]) -> None:
+        if not task.cancelled():
+            task.exception()  # a closed model's failure is asked for by nobody
         self._wake.set()
 
     async def close(self) -> None:
         """Stop; what is queued stays unfinished."""
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
-        self._thread.shutdown(wait=True)
+        if self._timer is not None:
+            self._timer.cancel()
+        await asyncio.to_thread(self._thread.shutdown, wait=True)
 
     # One round ------------------------------------------------------------------------------------------------------
 
@@ -109,6 +128,8 @@ class TrainScheduler:
                     pass
             except Exception:
                 log.exception("the scheduler met an error that no operation caught")
+                self._wake.set()  # there may be more to run
+                await asyncio.sleep(0.01)
             self._arm_hole_timer()
 
     async def _round(self) -> bool:
@@ -125,7 +146,7 @@ class TrainScheduler:
         return ran or bool(batch)
 
     def _head(self, queue: ModelQueue) -> Command | None:
-        return None if queue.closed else queue.commands.head(time.monotonic())
+        return queue.commands.head(time.monotonic()) if queue.runs else None
 
     async def _run_step(self, command: StepCommand) -> None:
         try:
@@ -184,6 +205,8 @@ class TrainScheduler:
         results: Sequence[TrainResult | ApiError]
         try:
             results = await self.call(self._trainer.forward_backward, works)
+            if len(results) != len(works):
+                raise RuntimeError(f"the trainer gave {len(results)} results for {len(works)} requests")
         except Exception as error:
             log.exception("a batch of %d requests failed", len(works))
             results = [as_api_error(error)] * len(works)
@@ -191,14 +214,24 @@ class TrainScheduler:
             if isinstance(result, ApiError):
                 self._fail_gradient(queue, command, result)
             else:
-                command.operation.succeed(to_output(result))
+                task = asyncio.create_task(self._deliver(queue, command, result))
+                self._deliveries.add(task)
+                task.add_done_callback(self._deliveries.discard)
+
+    async def _deliver(self, queue: ModelQueue, command: GradientCommand, result: TrainResult) -> None:
+        """Turn a result into public types in a thread (a thousand datums take a while); the trainer goes on."""
+        try:
+            command.operation.succeed(await asyncio.to_thread(to_output, result))
+        except Exception as error:
+            log.exception("%s failed", command.operation.request_id)
+            self._fail_gradient(queue, command, as_api_error(error))
 
     def _arm_hole_timer(self) -> None:
         """Wake up when the patience with a missing chunk ends."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        deadlines = [d for q in self._queues.values() if (d := q.commands.deadline()) is not None]
+        deadlines = [d for q in self._queues.values() if q.runs and (d := q.commands.deadline()) is not None]
         if deadlines:
             delay = max(0.0, min(deadlines) - time.monotonic())
             self._timer = asyncio.get_running_loop().call_later(delay, self._wake.set)

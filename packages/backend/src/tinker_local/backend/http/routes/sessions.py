@@ -1,9 +1,8 @@
 """Sessions: create, heartbeat, finish."""
 
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 from fastapi import APIRouter, Request, Response
-from pydantic import Field
 from tinker_local.backend.http.access import Backend
 from tinker_local.backend.http.bodies import parse
 from tinker_local.types import CreateSessionRequest, Frozen
@@ -22,12 +21,13 @@ class FinishReason(Frozen):
 
 class FinishBody(Frozen):
     reason: FinishReason = FinishReason(type="success")
-    detail: Annotated[str, Field(max_length=65536)] | None = None
+    detail: str | None = None
 
 
 @router.post("/create_session")
 async def create_session(request: Request, backend: Backend) -> dict[str, Any]:
-    return {"session_id": await backend.create_session(await parse(request, CreateSessionRequest))}
+    body = await parse(request, CreateSessionRequest)
+    return {"session_id": await backend.create_session(body, heartbeats=True), "type": "create_session"}
 
 
 @router.post("/session_heartbeat")
@@ -39,5 +39,5 @@ async def session_heartbeat(request: Request, backend: Backend) -> dict[str, Any
 @router.post("/sessions/{session_id}/finish", status_code=204)
 async def finish(session_id: str, request: Request, backend: Backend) -> Response:
     body = await parse(request, FinishBody)
-    await backend.finish_session(session_id, body.reason.type)
+    await backend.finish_session(session_id, body.reason.type, body.detail)
     return Response(status_code=204)
