@@ -19,9 +19,9 @@ class ServiceClient(tinker.ServiceClient):
     Args:
         base_url: URL of the server. Default: $TINKER_BASE_URL, then http://127.0.0.1:8000.
         api_key: Default: $TINKER_API_KEY, then `tml-local`. Stored credentials of the hosted service are never used.
-        backend: A backend of this process instead of a URL. It is served on a free port of 127.0.0.1 with a random
-            key by a daemon thread, which ends after `close()` (or the `with` block) has finished the session.
-            Not together with `base_url` or `api_key`.
+        backend: A backend of this process instead of a URL, e.g. an `InProcessBackend` that was not started. It is
+            served on a free port of 127.0.0.1 with a random key by a daemon thread, which ends after `close()` (or
+            the `with` block) has finished the session. Not together with `base_url` or `api_key`.
         check_server: Ask a server on a loopback address for its health before returning, so that a missing one is
             reported within a second (tinker.APIConnectionError) and not after the SDK's five minutes. Other
             addresses are never asked. False: send nothing, as the official client.

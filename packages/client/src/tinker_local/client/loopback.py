@@ -21,7 +21,7 @@ class LoopbackServer(Protocol):
         ...
 
     def close(self) -> None:
-        """Stop serving and wait for the thread to end. The backend itself goes on."""
+        """Stop serving and wait for the thread to end; a backend that was started for this server is closed too."""
         ...
 
 
@@ -29,5 +29,5 @@ class LoopbackBackend(Protocol):
     """A backend that can serve its HTTP app from a thread."""
 
     def serve_in_thread(self, host: str = "127.0.0.1", port: int = 0) -> LoopbackServer:
-        """Serve in a daemon thread, with a random key; returns once connections are accepted. Port 0: any free one."""
+        """Serve in a daemon thread, with a random key; returns when requests are answered. Port 0: any free one."""
         ...
