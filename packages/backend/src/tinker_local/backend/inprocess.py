@@ -17,6 +17,7 @@ from tinker_local.backend.base_models import (
     load_engines,
     tokenizer_id,
 )
+from tinker_local.backend.daemon_thread import in_daemon_thread
 from tinker_local.backend.options import BackendOptions, ModelSource
 from tinker_local.backend.sampler_versions import SamplerVersions
 from tinker_local.backend.sampling_sessions import SamplingSessions
@@ -124,7 +125,7 @@ class InProcessBackend:
             from tinker_local.backend.loading import load_real
 
             load = load_real
-        engines, seconds = await asyncio.to_thread(load_engines, load, path, names, self.options, self._progress)
+        engines, seconds = await in_daemon_thread(load_engines, load, path, names, self.options, self._progress)
         scheduler = TrainScheduler(engines.trainer, batch_tokens=self.options.batch_tokens)
         ident = tokenizer_id(path, self.options.data_dir)
         self.models.add(BaseModel(tuple(names), path, ident, engines, scheduler, seconds))
@@ -132,6 +133,12 @@ class InProcessBackend:
     async def _close_models(self) -> None:
         for model in self.models.distinct():
             await model.close()
+
+    def stop_waiting(self) -> None:
+        """Let all long polls return, finished or not: the server is about to stop."""
+        if self.ready:
+            for operation in self.operations.unfinished():
+                operation.stop_waiting()
 
     async def close(self) -> None:
         """Stop everything. Checkpoints that were acknowledged are on disk; operations in flight end with an error."""

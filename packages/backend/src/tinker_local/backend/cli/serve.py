@@ -2,6 +2,8 @@
 
 import ipaddress
 import logging
+import os
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -182,10 +184,11 @@ def _serve(
 ) -> None:
     import asyncio
 
-    from tinker_local.backend.http.server import bind, run, url_of
+    from tinker_local.backend.http.server import allow_many_connections, bind, run, url_of
     from tinker_local.backend.inprocess import InProcessBackend
     from tinker_local.backend.loading import load_fake
 
+    allow_many_connections()
     try:
         listening = bind(host, port)
     except OSError as error:
@@ -199,9 +202,10 @@ def _serve(
         console.print(f"[bold green]ready:[/bold green] {url_of(listening)}")
 
     try:
-        asyncio.run(run(backend, listening, api_keys=keys, on_ready=ready))
-    except KeyboardInterrupt:
-        pass
+        loaded = asyncio.run(run(backend, listening, api_keys=keys, on_ready=ready))
     except (ValueError, RuntimeError, OSError) as error:
         raise click.ClickException(str(error)) from error
     console.print("stopped")
+    if not loaded:  # the loading thread would crash in the middle of the interpreter's end
+        sys.stdout.flush()
+        os._exit(0)

@@ -1,10 +1,13 @@
 """Serving: `run` for the command line, `LoopbackServer` for a program that holds its backend itself."""
 
 import asyncio
+import contextlib
+import resource
 import secrets
+import signal
 import socket
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import uvicorn
 from tinker_local.backend.http.app import create_app
@@ -32,7 +35,41 @@ def url_of(listening: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def _server(backend: InProcessBackend, api_keys: Sequence[str] | None) -> uvicorn.Server:
+def allow_many_connections() -> None:
+    """Raise this process's soft limit of open files to the hard one: every long poll is a connection, and a soft
+    limit of 1024 is usual."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+class _Server(uvicorn.Server):
+    """uvicorn that ends long polls when it is told to stop, and leaves the rest of the process alone."""
+
+    def __init__(self, config: uvicorn.Config, backend: InProcessBackend) -> None:
+        super().__init__(config)
+        self._backend = backend
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Long polls are answered "not yet", so that nobody waits for them: neither the client nor uvicorn."""
+        self._backend.stop_waiting()
+        await super().shutdown(sockets)
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Signals end `serve` and nothing else. (uvicorn would raise them again at its end, and cut short what the
+        caller has to close then.)"""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = {number: signal.signal(number, self.handle_exit) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+def _server(backend: InProcessBackend, api_keys: Sequence[str] | None) -> _Server:
     config = uvicorn.Config(
         create_app(backend, api_keys=api_keys),
         log_level="warning",
@@ -42,7 +79,7 @@ def _server(backend: InProcessBackend, api_keys: Sequence[str] | None) -> uvicor
         timeout_graceful_shutdown=3,
         server_header=False,
     )
-    return uvicorn.Server(config)
+    return _Server(config, backend)
 
 
 async def run(
@@ -51,8 +88,11 @@ async def run(
     *,
     api_keys: Sequence[str] | None,
     on_ready: Callable[[], None],
-) -> None:
-    """Serve until a signal comes. Answers 503 while models load; raises what stopped them from loading."""
+) -> bool:
+    """Serve until SIGINT or SIGTERM comes. Answers 503 while models load; raises what stopped them from loading.
+
+    Returns false if the signal came while models were loading: a thread goes on with that, and cannot be stopped.
+    """
     server = _server(backend, api_keys)
 
     async def load() -> None:
@@ -73,6 +113,7 @@ async def run(
     outcome = (await asyncio.gather(loading, return_exceptions=True))[0]
     if isinstance(outcome, Exception):
         raise outcome
+    return not loading.cancelled()
 
 
 class LoopbackServer:

@@ -4,6 +4,7 @@ import asyncio
 import time
 from collections import OrderedDict
 from collections.abc import Generator
+from contextlib import suppress
 from typing import Any, Generic, Literal, TypeVar
 
 from tinker_local.types import ApiError, InternalError
@@ -38,6 +39,7 @@ class Operation(Generic[T]):
         self.sequence_ids = sequence_ids
         self.finished_at: float | None = None
         self._future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+        self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
     def __await__(self) -> Generator[Any, None, T]:
@@ -52,6 +54,7 @@ class Operation(Generic[T]):
         if not self._future.done():
             self.finished_at = time.monotonic()
             self._future.set_result(result)
+            self._wake.set()
 
     def fail(self, error: ApiError) -> None:
         """Set the error; a no-op on an operation that is done."""
@@ -59,6 +62,7 @@ class Operation(Generic[T]):
             self.finished_at = time.monotonic()
             self._future.set_exception(error)
             self._future.exception()  # nobody has to ask
+            self._wake.set()
 
     def run_as(self, task: asyncio.Task[None]) -> None:
         """Tie the operation to the task that works on it, so that `cancel` can stop it."""
@@ -71,10 +75,15 @@ class Operation(Generic[T]):
             self._task.cancel()
 
     async def wait(self, timeout: float) -> bool:
-        """Wait until it is done, at most `timeout` seconds; whether it is done."""
-        if not self._future.done():
-            await asyncio.wait([self._future], timeout=timeout)
+        """Wait until it is done, at most `timeout` seconds and not after `stop_waiting`; whether it is done."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout):
+                await self._wake.wait()
         return self._future.done()
+
+    def stop_waiting(self) -> None:
+        """Let every `wait` return at once, whether the operation is done or not."""
+        self._wake.set()
 
 
 def as_api_error(error: BaseException) -> ApiError:
