@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 
 import torch
-from tinker_local.types import AdamParams
+from tinker_local.types import AdamParams, InvalidRequestError
 
 
 @dataclass(slots=True, eq=False)
@@ -35,15 +35,21 @@ def adamw_step(
     Clip g to the norm `grad_clip_norm` (0: off; `norm` is g's, over all trainable tensors), decay
     w <- w (1 - lr wd), then m <- b1 m + (1 - b1) g, v <- b2 v + (1 - b2) g^2 and
     w <- w - lr m / (1 - b1^t) / (sqrt(v / (1 - b2^t)) + eps), t counted from 1. Moments from steps with other
-    settings go on as they are. `gradient` is not changed.
+    settings go on as they are. `gradient` is not changed. Raises InvalidRequestError, with nothing changed, for a
+    learning rate that no float holds.
     """
+    step = state.step + 1
+    size = params.learning_rate / (1 - params.beta1**step)
+    decay = 1 - params.learning_rate * params.weight_decay
+    if max(size, abs(decay)) > torch.finfo(weights.dtype).max:
+        raise InvalidRequestError(
+            f"adam_params: learning_rate {params.learning_rate} with weight_decay {params.weight_decay} overflows"
+        )
     if 0 < params.grad_clip_norm < norm:
         gradient = gradient * (params.grad_clip_norm / norm)
-    state.step += 1
-    weights.mul_(1 - params.learning_rate * params.weight_decay)
+    state.step = step
+    weights.mul_(decay)
     state.exp_avg.lerp_(gradient, 1 - params.beta1)
     state.exp_avg_sq.mul_(params.beta2).addcmul_(gradient, gradient, value=1 - params.beta2)
-    correction1 = 1 - params.beta1**state.step
-    correction2 = math.sqrt(1 - params.beta2**state.step)
-    denominator = (state.exp_avg_sq.sqrt() / correction2).add_(params.eps)
-    weights.addcdiv_(state.exp_avg, denominator, value=-params.learning_rate / correction1)
+    denominator = (state.exp_avg_sq.sqrt() / math.sqrt(1 - params.beta2**step)).add_(params.eps)
+    weights.addcdiv_(state.exp_avg, denominator, value=-size)

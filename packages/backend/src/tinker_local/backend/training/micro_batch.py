@@ -6,12 +6,16 @@ Legend: T positions, H hidden size, M targets (positions times candidates); arra
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
+from tinker_local.backend.rendering.interface import RenderedImage
 from tinker_local.backend.training import lora
 from tinker_local.backend.training.attention import Segments
 from tinker_local.backend.training.embedding import decoder_inputs
+from tinker_local.backend.training.families.interface import ImageFeatures
+from tinker_local.backend.training.image_features import ImageFeatureCache
 from tinker_local.backend.training.interface import TrainWork
 from tinker_local.backend.training.lm_head import LmHead
 from tinker_local.backend.training.loading import LoadedModel
@@ -38,11 +42,14 @@ class Computed:
 class MicroBatchRunner:
     """Runs micro-batches on `loaded`. `float_dtype`: of logprobs, losses and adapters."""
 
-    def __init__(self, loaded: LoadedModel, logit_chunk_elements: int, float_dtype: torch.dtype) -> None:
+    def __init__(
+        self, loaded: LoadedModel, logit_chunk_elements: int, image_cache_bytes: int, float_dtype: torch.dtype
+    ) -> None:
         self.targets = lora.find_targets(loaded.model, loaded.family.decoder_path)
         self._loaded = loaded
         self._float = float_dtype
         self._lora = LoraLayers(self.targets)
+        self._images = ImageFeatureCache(partial(_encode_images, loaded), image_cache_bytes)
         self._head = LmHead(loaded.model.lm_head, self._lora, loaded.vocab_size, logit_chunk_elements, float_dtype)
 
     def run(
@@ -80,7 +87,7 @@ class MicroBatchRunner:
 
     def _decode(self, packed: Packed, slices: AdapterSlices) -> torch.Tensor:
         """Hidden states behind the last norm, [T, H]."""
-        arguments = decoder_inputs(self._loaded, packed)
+        arguments = decoder_inputs(self._loaded, self._images, packed)
         segments = Segments(packed.lengths, self._loaded.device)
         with self._lora.assigned(slices):
             output = self._loaded.decoder(**arguments, segments=segments, use_cache=False)
@@ -127,6 +134,11 @@ class MicroBatchRunner:
             for (adapter, spec), gradient in zip([*in_head, *in_decoder], found, strict=True)
             if gradient is not None
         ]
+
+
+def _encode_images(loaded: LoadedModel, images: Sequence[RenderedImage]) -> ImageFeatures:
+    assert loaded.family.encode_images is not None, "images for a text model are refused before they are packed"
+    return loaded.family.encode_images(loaded.model, images)
 
 
 def spans(packed: Packed) -> list[tuple[int, slice]]:

@@ -38,7 +38,7 @@ class HFTrainer:
     `dtype`: of weights and activations, "float32", "bfloat16" or "float64" (default: bfloat16 on CUDA, else float32);
     adapters, gradients and moments are float32 (float64 with float64). `max_context_length` may only shorten the
     model's own. `micro_batch_tokens`: most positions in one forward; halved for good when memory runs out.
-    `logit_chunk_elements`: most logits that exist at a time.
+    `logit_chunk_elements`: most logits that exist at a time. `image_cache_bytes`: of image features kept on the device.
 
     The logprob reported for a target outside the vocabulary (allowed where its coefficient is 0) is that of token 0.
     An `optim_step` without a gradient since the last one takes a zero gradient: moments fade, decay applies, the
@@ -56,6 +56,7 @@ class HFTrainer:
         micro_batch_tokens: int = 8192,
         max_rank: int = 128,
         logit_chunk_elements: int = 2**25,
+        image_cache_bytes: int = 2**28,
     ) -> None:
         loaded = load_model(model_path, dtype, device)
         self.name = name
@@ -65,7 +66,7 @@ class HFTrainer:
         self.micro_batch_tokens = micro_batch_tokens
         self._loaded = loaded
         self._float = torch.float64 if loaded.dtype == torch.float64 else torch.float32
-        self._runner = MicroBatchRunner(loaded, logit_chunk_elements, self._float)
+        self._runner = MicroBatchRunner(loaded, logit_chunk_elements, image_cache_bytes, self._float)
         self._adapters: dict[str, Adapter] = {}
 
     # Adapters -------------------------------------------------------------------------------------------------------
@@ -178,14 +179,13 @@ class HFTrainer:
     def _gradient_fault(self, adapter_id: str, tally: Tally) -> ApiError | None:
         """What is wrong with the gradient that a pass gave an adapter, if something is."""
         gradient = tally.gradients.get(adapter_id)
-        if gradient is None:
-            return None
-        if not torch.isfinite(gradient).all():
+        if gradient is not None and not torch.isfinite(gradient).all():
             return InvalidRequestError("the gradient is not finite; nothing of this request was added to it")
         adapter = self._adapter(adapter_id)
-        if adapter.gradient_seen or tally.steepest[adapter_id] <= _NOT_FLAT:
+        if adapter.gradient_seen or tally.steepest.get(adapter_id, 0.0) <= _NOT_FLAT:
             return None
-        if not any(spec.view(gradient).any() for spec in adapter.specs if spec.factor == "B"):
+        factors = [spec for spec in adapter.specs if spec.factor == "B"]
+        if gradient is None or not any(spec.view(gradient).any() for spec in factors):
             return InternalError("the adapter's gradient is zero although the loss is not flat")
         return None
 

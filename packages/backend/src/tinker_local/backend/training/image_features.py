@@ -1,0 +1,56 @@
+"""Features of images, computed once per image while there is room: the vision tower is frozen, so they never change."""
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+
+import torch
+from tinker_local.backend.rendering.interface import RenderedImage
+from tinker_local.backend.training.families.interface import ImageFeatures
+
+
+class ImageFeatureCache:
+    """Keeps the features of the images used last, by content hash, up to `max_bytes` on the model's device.
+
+    `encode` computes those of several images at once. 0 bytes means that nothing is kept.
+    """
+
+    def __init__(self, encode: Callable[[Sequence[RenderedImage]], ImageFeatures], max_bytes: int) -> None:
+        self._encode = encode
+        self._max_bytes = max_bytes
+        self._bytes = 0
+        self._kept: OrderedDict[str, ImageFeatures] = OrderedDict()
+
+    def features(self, images: Sequence[RenderedImage]) -> ImageFeatures:
+        """Features of `images` (distinct) in order, all rows one behind the other."""
+        found = {image.content_hash: self._kept.get(image.content_hash) for image in images}
+        new = [image for image in images if found[image.content_hash] is None]
+        if new:
+            found |= _apart(self._encode(new), new)
+        parts = [part for part in found.values() if part is not None]
+        for content_hash, part in zip(found, parts, strict=True):
+            self._keep(content_hash, part)
+        levels = zip(*(part.deepstack for part in parts), strict=True)
+        return ImageFeatures(torch.cat([part.embeds for part in parts]), tuple(torch.cat(level) for level in levels))
+
+    def _keep(self, content_hash: str, features: ImageFeatures) -> None:
+        if content_hash not in self._kept:
+            self._bytes += _bytes(features)
+        self._kept[content_hash] = features
+        self._kept.move_to_end(content_hash)
+        while self._bytes > self._max_bytes:
+            _, oldest = self._kept.popitem(last=False)
+            self._bytes -= _bytes(oldest)
+
+
+def _apart(features: ImageFeatures, images: Sequence[RenderedImage]) -> dict[str, ImageFeatures]:
+    """Each image's own features, in memory of their own (so that dropping one frees it)."""
+    sizes = [image.num_tokens for image in images]
+    levels = [[part.clone() for part in level.split(sizes)] for level in (features.embeds, *features.deepstack)]
+    return {
+        image.content_hash: ImageFeatures(embeds, tuple(deepstack))
+        for image, (embeds, *deepstack) in zip(images, zip(*levels, strict=True), strict=True)
+    }
+
+
+def _bytes(features: ImageFeatures) -> int:
+    return sum(level.numel() * level.element_size() for level in (features.embeds, *features.deepstack))

@@ -1,0 +1,199 @@
+"""Tiny random models of every family, and data for them. Nothing here needs a tokenizer or a processor."""
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from tinker_local.backend.rendering.interface import ImagePlacement, RenderedImage, RenderedInput
+from tinker_local.backend.training.interface import AdapterState, TrainDatum, TrainWork
+from tinker_local.backend.training.loss_specs import LOSS_SPECS, check_config
+from tinker_local.backend.training.worker import HFTrainer
+from tinker_local.types import LoraConfig
+
+VOCAB = 120
+IMAGE_PAD = 111
+PATCH_DIM = 3 * 2 * 4 * 4
+
+TEXT = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+SPECIAL = {"image_token_id": IMAGE_PAD, "video_token_id": 112, "vision_start_token_id": 113, "vision_end_token_id": 114}
+VISION = {
+    "depth": 2,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_heads": 2,
+    "patch_size": 4,
+    "spatial_merge_size": 2,
+}
+MROPE = {"rope_type": "default", "rope_theta": 1e4}
+
+
+def _qwen3(tied: bool) -> Any:
+    return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**TEXT, head_dim=16, tie_word_embeddings=tied))
+
+
+def _qwen3_vl(tied: bool) -> Any:
+    rope = {**MROPE, "mrope_section": [4, 2, 2], "mrope_interleaved": True}
+    return transformers.Qwen3VLForConditionalGeneration(
+        transformers.Qwen3VLConfig(
+            text_config=dict(**TEXT, head_dim=16, rope_parameters=rope),
+            vision_config=dict(
+                **VISION, out_hidden_size=32, num_position_embeddings=16, deepstack_visual_indexes=[0, 1]
+            ),
+            tie_word_embeddings=tied,
+            **SPECIAL,
+        )
+    )
+
+
+def _qwen2_5_vl(tied: bool) -> Any:
+    return transformers.Qwen2_5_VLForConditionalGeneration(
+        transformers.Qwen2_5_VLConfig(
+            text_config=dict(**TEXT, rope_parameters={**MROPE, "mrope_section": [2, 1, 1]}),
+            vision_config=dict(**VISION, out_hidden_size=32, fullatt_block_indexes=[1], window_size=16),
+            tie_word_embeddings=tied,
+            **SPECIAL,
+        )
+    )
+
+
+MODELS: dict[str, Callable[[], Any]] = {
+    "qwen3": lambda: _qwen3(True),
+    "qwen3_untied": lambda: _qwen3(False),
+    "qwen2_5_vl": lambda: _qwen2_5_vl(False),
+    "qwen3_vl": lambda: _qwen3_vl(True),
+}
+
+
+@pytest.fixture(scope="session")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The folder of a model of `MODELS`, written when first asked for."""
+    root = tmp_path_factory.mktemp("training-models")
+
+    def path(name: str) -> Path:
+        folder = root / name
+        if not folder.exists():
+            with torch.random.fork_rng():
+                torch.manual_seed(0)
+                model = MODELS[name]()
+                for parameter in model.parameters():
+                    if parameter.ndim > 1:
+                        torch.nn.init.normal_(parameter, std=0.25)
+                model.save_pretrained(folder)
+        return folder
+
+    return path
+
+
+@pytest.fixture
+def trainer(model_path: Callable[[str], Path]) -> Callable[..., HFTrainer]:
+    """`trainer(name, **options)` in float32 on the CPU."""
+
+    def make(name: str = "qwen3", **options: Any) -> HFTrainer:
+        return HFTrainer(str(model_path(name)), name=name, **{"dtype": "float32", "device": "cpu", **options})
+
+    return make
+
+
+@dataclass
+class Maker:
+    """Random data. `text` and `image` inputs, data and works of any loss."""
+
+    rng: np.random.Generator
+
+    def image(self, rows: int, columns: int) -> RenderedImage:
+        pixels = self.rng.standard_normal((rows * columns, PATCH_DIM)).astype(np.float32)
+        return RenderedImage(str(self.rng.integers(2**60)), rows * columns // 4, pixels, (1, rows, columns))
+
+    def input(self, length: int, images: Sequence[tuple[int, tuple[int, int] | RenderedImage]] = ()) -> RenderedInput:
+        """`images`: (offset, patches or image)."""
+        token_ids = self.rng.integers(3, 100, length).astype(np.int32)
+        placements = []
+        for offset, image in images:
+            rendered = image if isinstance(image, RenderedImage) else self.image(*image)
+            token_ids[offset : offset + rendered.num_tokens] = IMAGE_PAD
+            placements.append(ImagePlacement(offset, rendered))
+        return RenderedInput(token_ids, tuple(placements))
+
+    def datum(
+        self, length: int, images: Sequence[Any] = (), loss_fn: str = "cross_entropy", candidates: int | None = None
+    ) -> TrainDatum:
+        shape = (length,) if candidates is None else (length, candidates)
+        values = {
+            name: self.rng.standard_normal(shape).astype(np.float32) - (4 if name == "logprobs" else 0)
+            for name in LOSS_SPECS[loss_fn].inputs
+        }
+        return TrainDatum(self.input(length, images), self.rng.integers(0, VOCAB, shape), values)
+
+    def work(
+        self, adapter_id: str, lengths: Sequence[int], loss_fn: str = "cross_entropy", **options: Any
+    ) -> TrainWork:
+        data = [self.datum(length, loss_fn=loss_fn) for length in lengths]
+        return TrainWork(adapter_id, data, loss_fn, check_config(loss_fn, {}), **options)
+
+
+@pytest.fixture
+def make() -> Maker:
+    return Maker(np.random.default_rng(0))
+
+
+@pytest.fixture
+def add_adapter() -> Callable[..., AdapterState]:
+    """`add_adapter(trainer, id, rank=…)`: an adapter whose B is not 0, so that A has a gradient; returns its state."""
+
+    def add(trainer: HFTrainer, adapter_id: str, **config: Any) -> AdapterState:
+        lora_config = LoraConfig(**{"rank": 4, "seed": 1, **config})
+        trainer.create_adapter(adapter_id, lora_config)
+        state = trainer.capture(adapter_id, optimizer=False)
+        rng = np.random.default_rng(lora_config.seed)
+        tensors = {
+            name: (rng.standard_normal(array.shape) * 0.03).astype(np.float32) if "lora_B" in name else array
+            for name, array in state.tensors.items()
+        }
+        state = replace(state, tensors=copy.deepcopy(tensors))
+        trainer.load_adapter(adapter_id, state)
+        return state
+
+    return add
+
+
+@pytest.fixture
+def gradients() -> Callable[[HFTrainer, str], dict[str, np.ndarray]]:
+    """The gradient that an adapter has gathered, by PEFT name, in the trainer's precision."""
+
+    def read(trainer: HFTrainer, adapter_id: str) -> dict[str, np.ndarray]:
+        adapter = trainer._adapters[adapter_id]
+        flat = torch.zeros_like(adapter.weights) if adapter.gradient is None else adapter.gradient
+        return {spec.name: spec.view(flat).clone().numpy() for spec in adapter.specs}
+
+    return read
+
+
+@pytest.fixture
+def assert_close() -> Callable[..., None]:
+    """All arrays of two mappings agree, relative to the largest value of the second."""
+
+    def check(first: Any, second: Any, tolerance: float) -> None:
+        assert first.keys() == second.keys()
+        scale = max(float(np.abs(array).max()) for array in second.values())
+        assert scale > 0
+        for name in second:
+            np.testing.assert_allclose(first[name], second[name], rtol=0, atol=tolerance * scale, err_msg=name)
+
+    return check

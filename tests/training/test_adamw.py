@@ -1,0 +1,75 @@
+"""AdamW is torch.optim.AdamW with the settings of each step, and clips the norm of all tensors together."""
+
+import pytest
+import torch
+from tinker_local.backend.training.adamw import adamw_step, gradient_norm, new_adam_state
+from tinker_local.types import AdamParams, InvalidRequestError
+
+STEPS = [
+    AdamParams(learning_rate=1e-2),
+    AdamParams(learning_rate=3e-3, beta1=0.8, beta2=0.99, eps=1e-8, weight_decay=0.1),
+    AdamParams(learning_rate=0.0, weight_decay=0.5),
+    AdamParams(learning_rate=5e-2, beta1=0.0, beta2=0.5, eps=1e-3, weight_decay=0.01, grad_clip_norm=0.5),
+    AdamParams(learning_rate=1e-2, grad_clip_norm=1e9),
+]
+
+
+def test_equals_torch_over_steps_with_changing_settings():
+    generator = torch.Generator().manual_seed(0)
+    weights = torch.randn(300, generator=generator, dtype=torch.float64)
+    theirs = weights.clone().requires_grad_()
+    optimizer = torch.optim.AdamW([theirs])
+    state = new_adam_state(weights)
+    for params in STEPS * 3:
+        gradient = torch.randn(300, generator=generator, dtype=torch.float64)
+        norm = gradient_norm(gradient)
+        theirs.grad = gradient.clone()
+        if params.grad_clip_norm:
+            theirs.grad *= min(1.0, params.grad_clip_norm / float(gradient.norm()))
+        optimizer.param_groups[0].update(
+            lr=params.learning_rate,
+            betas=(params.beta1, params.beta2),
+            eps=params.eps,
+            weight_decay=params.weight_decay,
+        )
+        optimizer.step()
+        before = gradient.clone()
+        adamw_step(weights, gradient, state, params, norm)
+        assert torch.equal(gradient, before)
+        torch.testing.assert_close(weights, theirs.detach(), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"learning_rate": 2e-2},
+        {"beta1": 0.5},
+        {"beta2": 0.5},
+        {"eps": 1e-1},
+        {"weight_decay": 0.3},
+        {"grad_clip_norm": 0.1},
+    ],
+)
+def test_every_setting_of_a_step_matters(changed):
+    results = []
+    for params in (AdamParams(learning_rate=1e-2), AdamParams(**{"learning_rate": 1e-2, **changed})):
+        weights, state = torch.ones(4), new_adam_state(torch.ones(4))
+        for scale in (1.0, 3.0):
+            gradient = torch.tensor([1.0, -2.0, 0.5, 4.0]) * scale
+            adamw_step(weights, gradient, state, params, gradient_norm(gradient))
+        results.append(weights)
+    assert not torch.equal(*results)
+
+
+def test_the_norm_of_large_finite_gradients_is_finite():
+    assert gradient_norm(torch.full((4,), 1e30)) == pytest.approx(2e30)
+
+
+@pytest.mark.parametrize("params", [{"learning_rate": 1e38}, {"learning_rate": 1e30, "weight_decay": 1e30}])
+def test_a_learning_rate_that_overflows_is_refused_and_changes_nothing(params):
+    weights, state = torch.ones(4), new_adam_state(torch.ones(4))
+    with pytest.raises(InvalidRequestError, match="learning_rate"):
+        adamw_step(weights, torch.ones(4), state, AdamParams(**params), 2.0)
+    assert state.step == 0
+    assert not state.exp_avg.any()
+    assert torch.equal(weights, torch.ones(4))

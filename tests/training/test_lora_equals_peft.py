@@ -1,0 +1,97 @@
+"""Adapters compute what PEFT computes on transformers' own forward, from files that PEFT loads."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import peft
+import pytest
+import torch
+import transformers
+from safetensors.numpy import save_file
+from tinker_local.backend.training.interface import TrainDatum, TrainWork
+from tinker_local.types import LoraConfig
+
+VISION = ("qwen2_5_vl", "qwen3_vl")
+CONFIGS = {
+    "all": {},
+    "attention": {"train_mlp": False, "train_unembed": False},
+    "mlp": {"train_attn": False, "train_unembed": False},
+    "unembed": {"train_attn": False, "train_mlp": False},
+}
+
+
+def peft_model(path: Path, state: Any, dtype: torch.dtype, folder: Path) -> Any:
+    """The model with the adapter's files loaded by PEFT; every tensor must find its place."""
+    folder.mkdir()
+    (folder / "adapter_config.json").write_text(json.dumps(state.peft_config()))
+    save_file(dict(state.tensors), folder / "adapter_model.safetensors")
+    auto = transformers.AutoModelForCausalLM if "vl" not in path.name else transformers.AutoModelForImageTextToText
+    base = auto.from_pretrained(path, dtype=dtype).eval()
+    model = peft.PeftModel.from_pretrained(base, str(folder), is_trainable=True).eval()
+    assert peft.get_peft_model_state_dict(model, save_embedding_layers=False).keys() == state.tensors.keys()
+    return model
+
+
+def peft_logprobs(model: Any, datum: TrainDatum) -> torch.Tensor:
+    token_ids = torch.from_numpy(datum.input.token_ids.astype(np.int64))[None]
+    arguments = {}
+    if datum.input.images:
+        images = [placement.image for placement in datum.input.images]
+        is_image = torch.zeros_like(token_ids, dtype=torch.int32)
+        for placement in datum.input.images:
+            is_image[0, placement.offset : placement.offset + placement.image.num_tokens] = 1
+        arguments = {
+            "pixel_values": torch.from_numpy(np.concatenate([image.pixel_values for image in images])),
+            "image_grid_thw": torch.tensor([image.grid_thw for image in images]),
+            "mm_token_type_ids": is_image,
+        }
+    logits = model(input_ids=token_ids, **arguments).logits[0]
+    logits = logits if logits.dtype == torch.float64 else logits.float()
+    return logits.log_softmax(-1).gather(1, torch.from_numpy(datum.target_tokens)[:, None])[:, 0]
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float64", 1e-9), ("float32", 1e-5)])
+@pytest.mark.parametrize("config", CONFIGS)
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_untied", "qwen2_5_vl", "qwen3_vl"])
+def test_values_and_gradients_equal_peft(
+    name, config, dtype, tolerance, trainer, model_path, make, add_adapter, gradients, assert_close, tmp_path
+):
+    ours = trainer(name, dtype=dtype)
+    state = add_adapter(ours, "a", **CONFIGS[config])
+    data = [make.datum(11), make.datum(5)]
+    if name in VISION:
+        data.append(make.datum(30, [(3, (4, 6)), (12, (4, 4))]))
+        data.append(make.datum(9, [(0, (2, 4))]))
+    (result,) = ours.forward_backward([TrainWork("a", data, "cross_entropy")])
+
+    theirs = peft_model(model_path(name), state, getattr(torch, dtype), tmp_path / "adapter")
+    loss = 0
+    for datum, output in zip(data, result.outputs, strict=True):
+        logprobs = peft_logprobs(theirs, datum)
+        np.testing.assert_allclose(output["logprobs"], logprobs.detach(), atol=1e-5, rtol=1e-5)
+        loss = loss - (logprobs * torch.from_numpy(datum.loss_inputs["weights"])).sum()
+    assert result.metrics["loss:sum"] == pytest.approx(float(loss.detach()), rel=tolerance)
+    loss.backward()
+    expected = {
+        key.replace(".default.", "."): parameter.grad.numpy()
+        for key, parameter in theirs.named_parameters()
+        if parameter.requires_grad
+    }
+    assert_close(gradients(ours, "a"), expected, tolerance)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_untied", "qwen2_5_vl", "qwen3_vl"])
+def test_files_have_the_names_of_transformers_modules(name, trainer):
+    ours = trainer(name)
+    ours.create_adapter("a", LoraConfig(rank=2))
+    state = ours.capture("a", optimizer=False)
+    decoder = "model.language_model" if name in VISION else "model"
+    projections = [f"self_attn.{p}_proj" for p in "qkvo"] + [f"mlp.{p}_proj" for p in ("gate", "up", "down")]
+    modules = [f"{decoder}.layers.{layer}.{projection}" for layer in (0, 1) for projection in projections]
+    wanted = {f"base_model.model.{m}.lora_{f}.weight" for m in [*modules, "lm_head"] for f in "AB"}
+    assert state.tensors.keys() == wanted
+    # A last name that a frozen module shares would make PEFT put adapters on the vision tower.
+    whole_paths = name == "qwen2_5_vl"
+    assert all(("." in module) == whole_paths for module in state.target_modules if module != "lm_head")

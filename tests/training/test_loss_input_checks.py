@@ -1,0 +1,170 @@
+"""Bad loss inputs are refused with the field's name and the numbers; nothing is repaired or dropped."""
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from tinker_local.backend.rendering.interface import RenderedInput
+from tinker_local.backend.training.loss_specs import LOSS_SPECS, NEAREST, check_config, make_train_datum
+from tinker_local.types import (
+    Datum,
+    EncodedTextChunk,
+    InvalidRequestError,
+    ModelInput,
+    ProvenanceSpan,
+    TensorData,
+    UnsupportedError,
+)
+
+N, VOCAB = 4, 100
+
+
+def datum(spans=None, **inputs):
+    return Datum(
+        model_input=ModelInput(chunks=(EncodedTextChunk(tokens=[1, 2, 3, 4]),)),
+        loss_fn_inputs=inputs,
+        model_input_spans=spans and spans[0],
+        loss_fn_input_spans=spans and spans[1],
+    )
+
+
+def check(loss_fn="cross_entropy", spans=None, **inputs):
+    rendered = RenderedInput(np.arange(N, dtype=np.int32))
+    return make_train_datum(datum(spans, **inputs), rendered, loss_fn, VOCAB, "data[3]")
+
+
+def refusal(*words, loss_fn="cross_entropy", spans=None, **inputs):
+    with pytest.raises(InvalidRequestError) as caught:
+        check(loss_fn, spans, **inputs)
+    for word in words:
+        assert str(word) in str(caught.value), str(caught.value)
+
+
+TARGETS = np.array([5, 6, 7, 8])
+ONES = np.ones(N, np.float32)
+
+
+def test_absent_weights_are_ones():
+    result = check(target_tokens=TARGETS)
+    np.testing.assert_array_equal(result.loss_inputs["weights"], ONES)
+    assert result.target_tokens.dtype == np.int64
+
+
+def test_lists_become_arrays_of_the_right_kind():
+    result = check("ppo", target_tokens=[1, 2, 3, 4], logprobs=[0, 0, 0, 0], advantages=[0, 1, 0, -1])
+    assert {name: array.dtype for name, array in result.loss_inputs.items()} == dict.fromkeys(
+        ("logprobs", "advantages"), np.dtype(np.float32)
+    )
+
+
+def test_sparse_targets_and_weights_are_made_dense():
+    sparse = {
+        "shape": (N, 3),
+        "sparse_crow_indices": np.array([0, 1, 1, 3, 3]),
+        "sparse_col_indices": np.array([2, 0, 1]),
+    }
+    result = check(
+        target_tokens=TensorData(data=np.array([9, 8, 7]), dtype="int64", **sparse),
+        weights=TensorData(data=np.array([0.5, -1.0, 2.0]), dtype="float32", **sparse),
+    )
+    assert result.target_tokens.tolist() == [[0, 0, 9], [0, 0, 0], [8, 7, 0], [0, 0, 0]]
+    assert result.loss_inputs["weights"].tolist() == [[0, 0, 0.5], [0, 0, 0], [-1, 2, 0], [0, 0, 0]]
+
+
+def test_lengths_that_differ_are_refused_with_both_numbers():
+    refusal("data[3].loss_fn_inputs.target_tokens", 5, 4, target_tokens=np.arange(5))
+    refusal("data[3].loss_fn_inputs.weights", [3], [4], target_tokens=TARGETS, weights=np.ones(3, np.float32))
+    refusal("weights", [4], [4, 2], target_tokens=np.ones((4, 2), np.int64), weights=ONES)
+
+
+def test_unknown_and_missing_inputs_are_refused_by_name():
+    refusal("data[3].loss_fn_inputs.mask", "target_tokens, weights", target_tokens=TARGETS, mask=ONES)
+    refusal("loss_fn_inputs.weights", "unknown to ppo", loss_fn="ppo", target_tokens=TARGETS, weights=ONES)
+    refusal("data[3].loss_fn_inputs.target_tokens", "missing", weights=ONES)
+    refusal("data[3].loss_fn_inputs.advantages", "missing", loss_fn="ppo", target_tokens=TARGETS, logprobs=ONES)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("name", ["logprobs", "advantages"])
+def test_numbers_that_are_not_finite_are_refused_with_their_position(name, value):
+    inputs = {"logprobs": ONES.copy(), "advantages": ONES.copy()}
+    inputs[name][2] = value
+    refusal(f"data[3].loss_fn_inputs.{name}", value, "position 2", loss_fn="cispo", target_tokens=TARGETS, **inputs)
+
+
+@pytest.mark.parametrize("token", [-1, VOCAB, 2**40])
+@pytest.mark.parametrize("loss_fn", LOSS_SPECS)
+def test_targets_outside_the_vocabulary_are_refused_only_where_they_count(loss_fn, token):
+    targets = TARGETS.copy()
+    targets[1] = token
+    spec = LOSS_SPECS[loss_fn]
+    inputs = {name: ONES.copy() for name in spec.inputs}
+    refusal("target_tokens", token, "position 1", VOCAB, loss_fn=loss_fn, target_tokens=targets, **inputs)
+    inputs[spec.coefficient][1] = 0
+    assert check(loss_fn, target_tokens=targets, **inputs).target_tokens[1] == token
+
+
+def test_candidates_are_for_cross_entropy_only():
+    wide = np.ones((N, 2), np.int64)
+    assert check(target_tokens=wide).loss_inputs["weights"].shape == (N, 2)
+    refusal("target_tokens", [4, 2], loss_fn="ppo", target_tokens=wide, logprobs=ONES, advantages=ONES)
+    refusal("target_tokens", [4, 1, 1], target_tokens=np.ones((N, 1, 1), np.int64))
+    refusal("target_tokens", [4, 0], target_tokens=np.ones((N, 0), np.int64))
+
+
+def test_float_targets_are_refused():
+    refusal("target_tokens", "int64", target_tokens=TARGETS.astype(np.float32))
+
+
+def test_provenance_is_accepted_and_must_tile():
+    def spans(*lengths):
+        return tuple(ProvenanceSpan(source="sampled", sequence_id="s", offset=0, length=n) for n in lengths)
+
+    check(spans=(spans(3, 1), spans(0, 4)), target_tokens=TARGETS)
+    refusal("data[3].model_input_spans", 3, 4, spans=(spans(3), spans(4)), target_tokens=TARGETS)
+    refusal("data[3].loss_fn_input_spans", 5, 4, spans=(spans(4), spans(2, 3)), target_tokens=TARGETS)
+
+
+@pytest.mark.parametrize("loss_fn", NEAREST)
+def test_losses_of_the_sdk_that_are_not_here_are_refused_with_the_nearest(loss_fn):
+    with pytest.raises(UnsupportedError, match=NEAREST[loss_fn]):
+        check_config(loss_fn, {})
+    with pytest.raises(UnsupportedError):
+        check(loss_fn, target_tokens=TARGETS)
+
+
+def test_an_unknown_loss_is_refused_with_the_known_ones():
+    with pytest.raises(InvalidRequestError, match="cross_entropy, importance_sampling, ppo, cispo"):
+        check_config("cross-entropy", {})
+
+
+def test_settings_are_completed_by_the_documented_defaults():
+    assert check_config("ppo", {}) == {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}
+    assert check_config("cispo", {}) == {"clip_low_threshold": 0.0, "clip_high_threshold": 4.0}
+    assert check_config("ppo", {"clip_high_threshold": 2}) == {"clip_low_threshold": 0.8, "clip_high_threshold": 2.0}
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "config"),
+    [
+        ("ppo", {"epsilon": 0.2}),
+        ("cross_entropy", {"clip_low_threshold": 0.8}),
+        ("ppo", {"clip_low_threshold": "0.8"}),
+        ("ppo", {"clip_low_threshold": float("nan")}),
+        ("cispo", {"clip_high_threshold": float("inf")}),
+        ("ppo", {"clip_low_threshold": -0.1}),
+        ("ppo", {"clip_low_threshold": 1.5}),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused_by_name(loss_fn, config):
+    with pytest.raises(InvalidRequestError, match=f"{next(iter(config))}"):
+        check_config(loss_fn, config)
+
+
+def test_checks_and_families_load_without_torch():
+    code = (
+        "import sys, tinker_local.backend.training.loss_specs, tinker_local.backend.training.families\n"
+        "assert not {'torch', 'transformers', 'vllm'} & sys.modules.keys()"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,375 @@
+"""Several requests in one call: sums, order, co-batching, and failures that stay with their own request."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from tinker_local.backend.training.interface import TrainResult, TrainWork
+from tinker_local.backend.training.loss_specs import LOSS_SPECS
+from tinker_local.types import AdamParams, InternalError, InvalidRequestError, NotFoundError
+
+
+def scaled(datum, name, factor):
+    return replace(
+        datum, loss_inputs={**datum.loss_inputs, name: (datum.loss_inputs[name] * factor).astype(np.float32)}
+    )
+
+
+def run(trainer, *works):
+    results = trainer.forward_backward(works)
+    assert all(isinstance(result, TrainResult) for result in results), results
+    return results
+
+
+@pytest.fixture
+def ours(trainer, add_adapter):
+    made = trainer("qwen3")
+    add_adapter(made, "a")
+    add_adapter(made, "b", rank=8, seed=2, train_unembed=False)
+    add_adapter(made, "c", rank=1, seed=3, train_attn=False)
+    return made
+
+
+@pytest.fixture
+def gradient_of(ours, gradients):
+    """The gradient that works leave on adapter a, starting from none."""
+
+    def read(*calls):
+        ours.discard_gradients("a")
+        for works in calls:
+            run(ours, *works)
+        return gradients(ours, "a")
+
+    return read
+
+
+# Sums
+
+
+@pytest.mark.parametrize("loss_fn", LOSS_SPECS)
+def test_ten_times_the_coefficient_is_ten_times_loss_and_gradient(loss_fn, ours, make, gradient_of, assert_close):
+    work = make.work("a", [9, 4, 20], loss_fn)
+    name = LOSS_SPECS[loss_fn].coefficient
+    bigger = replace(work, data=[scaled(datum, name, 10) for datum in work.data])
+    once, ten = run(ours, work, bigger)
+    assert ten.metrics["loss:sum"] == pytest.approx(10 * once.metrics["loss:sum"], rel=1e-5)
+    assert_close(gradient_of([bigger]), {k: 10 * v for k, v in gradient_of([work]).items()}, 1e-6)
+
+
+@pytest.mark.parametrize("loss_fn", LOSS_SPECS)
+def test_four_copies_give_four_times_the_gradient(loss_fn, ours, make, gradient_of, assert_close):
+    work = make.work("a", [9, 4], loss_fn)
+    four = replace(work, data=[*work.data] * 4)
+    once, quadruple = run(ours, work, four)
+    assert quadruple.metrics["loss:sum"] == pytest.approx(4 * once.metrics["loss:sum"], rel=1e-6)
+    assert_close(gradient_of([four]), {k: 4 * v for k, v in gradient_of([work]).items()}, 1e-6)
+
+
+@pytest.mark.parametrize("loss_fn", LOSS_SPECS)
+def test_a_plus_b_is_a_then_b(loss_fn, ours, make, gradient_of, assert_close):
+    """In one request, in two requests of one call, and in two calls."""
+    first, second = make.work("a", [9, 4], loss_fn), make.work("a", [6, 30, 2], loss_fn)
+    union = replace(first, data=[*first.data, *second.data])
+    expected = gradient_of([union])
+    assert_close(gradient_of([first], [second]), expected, 1e-6)
+    assert_close(gradient_of([first, second]), expected, 1e-6)
+
+
+def test_loss_is_the_sum_of_what_is_reported_per_position(ours, make):
+    (result,) = run(ours, make.work("a", [9, 4, 20]))
+    total = sum(float(output["elementwise_loss"].astype(np.float64).sum()) for output in result.outputs)
+    assert result.metrics == {"loss:sum": pytest.approx(total, rel=1e-6)}
+
+
+# Targets
+
+
+def test_targets_are_those_given(ours, make):
+    """Neither shifted nor rebuilt from the input: the same hidden states score any targets."""
+    datum = make.datum(12)
+    other = replace(datum, target_tokens=np.roll(datum.target_tokens, 3))
+    wide = replace(
+        datum,
+        target_tokens=np.stack([datum.target_tokens, other.target_tokens], axis=1),
+        loss_inputs={"weights": np.ones((12, 2), np.float32)},
+    )
+    works = [TrainWork("a", [d], "cross_entropy") for d in (datum, other, wide)]
+    one, two, both = (result.outputs[0] for result in run(ours, *works))
+    np.testing.assert_array_equal(both["logprobs"], np.stack([one["logprobs"], two["logprobs"]], axis=1))
+    assert "elementwise_loss" in one
+    assert "elementwise_loss" not in both
+    assert np.abs(one["logprobs"] - two["logprobs"]).max() > 1e-3
+
+
+def test_candidates_add_up_like_separate_data(trainer, add_adapter, make, gradients, assert_close):
+    ours = trainer("qwen3", dtype="float64")
+    add_adapter(ours, "a")
+    wide = make.datum(12, candidates=3)
+    columns = [
+        replace(
+            wide,
+            target_tokens=np.ascontiguousarray(wide.target_tokens[:, k]),
+            loss_inputs={"weights": np.ascontiguousarray(wide.loss_inputs["weights"][:, k])},
+        )
+        for k in range(3)
+    ]
+    run(ours, TrainWork("a", [wide], "cross_entropy"))
+    together = gradients(ours, "a")
+    ours.discard_gradients("a")
+    run(ours, TrainWork("a", columns, "cross_entropy"))
+    assert_close(together, gradients(ours, "a"), 1e-6)  # transformers' norms compute in float32
+
+
+@pytest.mark.parametrize("loss_fn", LOSS_SPECS)
+def test_positions_with_coefficient_zero_add_nothing_whatever_their_target(
+    loss_fn, ours, make, gradient_of, assert_close
+):
+    datum = make.datum(20, loss_fn=loss_fn)
+    spec = LOSS_SPECS[loss_fn]
+    datum.loss_inputs[spec.coefficient][::2] = 0
+    hostile_targets = datum.target_tokens.copy()
+    hostile_targets[::2] = [-7, 10**9] * 5
+    hostile = replace(datum, target_tokens=hostile_targets)
+    config = {"clip_low_threshold": 0.1, "clip_high_threshold": 9.0} if spec.config else {}
+    works = [TrainWork("a", [d], loss_fn, config) for d in (datum, hostile)]
+    plain, strange = run(ours, *works)
+    assert strange.metrics["loss:sum"] == plain.metrics["loss:sum"]
+    np.testing.assert_array_equal(strange.outputs[0]["logprobs"][1::2], plain.outputs[0]["logprobs"][1::2])
+    assert np.isfinite(strange.outputs[0]["logprobs"]).all()
+    expected = gradient_of([works[0]])
+    assert_close(gradient_of([works[1]]), expected, 0.0)
+
+
+def test_all_weights_zero_reports_logprobs_and_leaves_no_gradient(ours, make, gradients):
+    datum = scaled(make.datum(12), "weights", 0)
+    (result,) = run(ours, TrainWork("a", [datum], "cross_entropy"))
+    assert result.metrics["loss:sum"] == 0
+    assert (result.outputs[0]["logprobs"] < 0).all()
+    assert not any(array.any() for array in gradients(ours, "a").values())
+
+
+# Order and co-batching
+
+
+def test_results_come_in_request_order_with_several_losses_in_one_call(ours, make):
+    works = [
+        make.work(adapter, lengths, loss_fn)
+        for adapter, lengths, loss_fn in [
+            ("b", [30, 2, 9], "ppo"),
+            ("a", [5, 4, 40], "cross_entropy"),
+            ("b", [7], "cispo"),
+            ("a", [9, 3], "importance_sampling"),
+            ("c", [12, 1], "cross_entropy"),
+        ]
+    ]
+    together = run(ours, *works)
+    for work, result in zip(works, together, strict=True):
+        assert [output["logprobs"].shape for output in result.outputs] == [d.target_tokens.shape for d in work.data]
+        for index, output in enumerate(result.outputs):
+            (alone,) = run(ours, replace(work, data=[work.data[index]]))
+            np.testing.assert_allclose(output["logprobs"], alone.outputs[0]["logprobs"], atol=2e-6)
+        (alone,) = run(ours, work)
+        assert result.metrics["loss:sum"] == pytest.approx(alone.metrics["loss:sum"], rel=1e-5)
+
+
+def test_adapters_that_share_micro_batches_compute_what_each_does_alone(ours, make, gradients, assert_close):
+    """Ranks 4, 8 and 1 with different flags in one forward."""
+    works = {name: make.work(name, [9, 4, 20, 9]) for name in "abc"}
+    together = dict(zip(works, run(ours, *works.values()), strict=True))
+    cobatched = {name: gradients(ours, name) for name in works}
+    for name, work in works.items():
+        ours.discard_gradients(name)
+        (alone,) = run(ours, work)
+        for output, expected in zip(together[name].outputs, alone.outputs, strict=True):
+            np.testing.assert_allclose(output["logprobs"], expected["logprobs"], atol=1e-6)
+        assert_close(cobatched[name], gradients(ours, name), 1e-6)
+
+
+def test_a_forward_never_touches_gradients(ours, make, gradients, assert_close):
+    work = make.work("a", [9, 4])
+    (trained,) = run(ours, work)
+    before = gradients(ours, "a")
+    forward, _ = run(ours, replace(work, backward=False), make.work("b", [5]))
+    assert_close(gradients(ours, "a"), before, 0.0)
+    assert forward.metrics["loss:sum"] == pytest.approx(trained.metrics["loss:sum"], rel=1e-6)
+
+
+def test_logprobs_of_a_sequence_are_those_of_its_own_next_tokens(ours, make):
+    datum = make.datum(12)
+    datum = replace(datum, target_tokens=np.append(datum.input.token_ids[1:], 0).astype(np.int64))
+    (result,) = run(ours, TrainWork("a", [datum], "cross_entropy"))
+    np.testing.assert_allclose(ours.logprobs("a", datum.input), result.outputs[0]["logprobs"][:-1], atol=1e-6)
+    assert np.abs(ours.logprobs(None, datum.input) - ours.logprobs("a", datum.input)).max() > 1e-3
+    assert ours.logprobs("a", make.input(1)).shape == (0,)
+
+
+# Failures
+
+
+def test_requests_that_cannot_run_fail_alone_and_name_the_datum(ours, make, gradients, assert_close):
+    good = make.work("a", [9, 4])
+    out_of_range = make.work("a", [3, 5])
+    out_of_range.data[1].input.token_ids[2] = 120
+    results = ours.forward_backward(
+        [make.work("a", [5, 513]), good, make.work("nobody", [3]), out_of_range, make.work("b", [5])]
+    )
+    too_long, fine, unknown, token, other = results
+    assert isinstance(too_long, InvalidRequestError)
+    assert "data[1].model_input: 513 positions" in str(too_long)
+    assert "512" in str(too_long)
+    assert isinstance(unknown, NotFoundError)
+    assert isinstance(token, InvalidRequestError)
+    assert "data[1].model_input: token 120" in str(token)
+    assert isinstance(fine, TrainResult)
+    assert isinstance(other, TrainResult)
+    together = gradients(ours, "a")
+    ours.discard_gradients("a")
+    run(ours, good)
+    assert_close(gradients(ours, "a"), together, 1e-6)
+
+
+def infinite_ratio(make, adapter_id):
+    work = make.work(adapter_id, [6, 8, 3], "importance_sampling")
+    work.data[1].loss_inputs["logprobs"][4] = -500
+    return work
+
+
+def test_a_loss_that_is_not_finite_fails_its_request_and_leaves_no_gradient(ours, make, gradients, assert_close):
+    good, sibling, other = make.work("a", [9, 4]), make.work("a", [6, 30, 2], "ppo"), make.work("b", [5, 7])
+    run(ours, good)
+    run(ours, sibling, other)
+    expected = {name: gradients(ours, name) for name in "ab"}
+    for name in "ab":
+        ours.discard_gradients(name)
+    run(ours, good)
+    results = ours.forward_backward([infinite_ratio(make, "a"), sibling, infinite_ratio(make, "b"), other])
+    for failed in (results[0], results[2]):
+        assert isinstance(failed, InvalidRequestError)
+        assert "data[1]: the loss is not finite at position 4" in str(failed)
+    assert all(isinstance(results[i], TrainResult) for i in (1, 3))
+    for name in "ab":
+        assert_close(gradients(ours, name), expected[name], 1e-6)
+
+
+def test_a_failure_in_a_late_micro_batch_takes_the_earlier_ones_back(trainer, add_adapter, make, gradients):
+    ours = trainer("qwen3", micro_batch_tokens=8)
+    add_adapter(ours, "a")
+    work = make.work("a", [3, 4, 5, 8], "importance_sampling")
+    work.data[3].loss_inputs["logprobs"][0] = -500
+    (failed,) = ours.forward_backward([work])
+    assert isinstance(failed, InvalidRequestError)
+    assert not any(array.any() for array in gradients(ours, "a").values())
+
+
+def test_a_gradient_that_is_not_finite_fails_its_request_only(ours, make, gradients, assert_close):
+    """The loss is finite, its gradient overflows float32."""
+    good = make.work("c", [9, 4])
+    run(ours, good)
+    expected = gradients(ours, "c")
+    ours.discard_gradients("c")
+    huge = make.work("c", [9])
+    huge.data[0].loss_inputs["weights"][:] = 2e37
+    for order in ([huge, good], [good, huge]):
+        ours.discard_gradients("c")
+        results = ours.forward_backward(order)
+        assert isinstance(results[order.index(huge)], InvalidRequestError)
+        assert "gradient is not finite" in str(results[order.index(huge)])
+        assert isinstance(results[order.index(good)], TrainResult)
+        assert_close(gradients(ours, "c"), expected, 1e-6)
+
+
+def test_weights_that_broke_fail_their_requests_and_nobody_elses(ours, make, gradients):
+    run(ours, make.work("a", [9]))
+    ours.optim_step("a", AdamParams(learning_rate=1e30))
+    broken, fine = ours.forward_backward([make.work("a", [9, 4]), make.work("b", [5])])
+    assert isinstance(broken, InvalidRequestError)
+    assert "not finite" in str(broken)
+    assert isinstance(fine, TrainResult)
+    assert all(np.isfinite(array).all() for array in gradients(ours, "b").values())
+
+
+def test_a_gradient_lost_inside_the_model_is_an_error_of_the_server(ours, make, monkeypatch):
+    """As layers that are computed again in the reentrant way lose it: zeros, and no error from torch."""
+    original = ours._runner._backward
+    monkeypatch.setattr(
+        ours._runner,
+        "_backward",
+        lambda *arguments: [(adapter, spec, torch.zeros_like(g)) for adapter, spec, g in original(*arguments)],
+    )
+    (result,) = ours.forward_backward([make.work("a", [9])])
+    assert isinstance(result, InternalError)
+    assert "zero" in str(result)
+
+
+# Memory
+
+
+def out_of_memory_above(ours, monkeypatch, positions):
+    """The decoder fails as CUDA does for rows longer than `positions`; returns the lengths that were tried."""
+    tried = []
+    original = ours._runner._decode
+
+    def decode(packed, slices):
+        tried.append(len(packed.token_ids))
+        if tried[-1] > positions:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return original(packed, slices)
+
+    monkeypatch.setattr(ours._runner, "_decode", decode)
+    return tried
+
+
+def test_running_out_of_memory_halves_the_budget_and_tries_again(ours, make, gradients, assert_close, monkeypatch):
+    works = [make.work("a", [9, 4, 20, 9]), make.work("b", [5, 6, 7])]
+    expected = run(ours, *works)
+    expected_gradients = {name: gradients(ours, name) for name in "ab"}
+    for name in "ab":
+        ours.discard_gradients(name)
+    tried = out_of_memory_above(ours, monkeypatch, 30)
+    results = run(ours, *works)
+    assert tried[0] == 60
+    assert max(tried[1:]) <= 30
+    assert ours.micro_batch_tokens == 30
+    for result, wanted in zip(results, expected, strict=True):
+        assert result.metrics["loss:sum"] == pytest.approx(wanted.metrics["loss:sum"], rel=1e-6)
+    for name in "ab":
+        assert_close(gradients(ours, name), expected_gradients[name], 1e-6)
+
+
+def test_memory_that_runs_out_in_the_backward_leaves_nothing_half_done(
+    ours, make, gradients, assert_close, monkeypatch
+):
+    work = make.work("a", [9, 4, 20, 9])
+    run(ours, work)
+    expected = gradients(ours, "a")
+    ours.discard_gradients("a")
+    original, calls = ours._runner._backward, []
+
+    def backward(*arguments):
+        found = original(*arguments)
+        calls.append(len(found))
+        if len(calls) == 1:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return found
+
+    monkeypatch.setattr(ours._runner, "_backward", backward)
+    run(ours, work)
+    assert len(calls) > 1
+    assert_close(gradients(ours, "a"), expected, 1e-6)
+
+
+def test_a_datum_that_does_not_fit_alone_fails_its_request_only(ours, make, gradients, assert_close, monkeypatch):
+    good, other = make.work("a", [9, 4]), make.work("b", [5])
+    run(ours, good, other)
+    expected = {name: gradients(ours, name) for name in "ab"}
+    for name in "ab":
+        ours.discard_gradients(name)
+    out_of_memory_above(ours, monkeypatch, 30)
+    failed, fine, also_fine = ours.forward_backward([make.work("a", [7, 50]), good, other])
+    assert isinstance(failed, InternalError)
+    assert "data[1]: 50 positions" in str(failed)
+    assert isinstance(fine, TrainResult)
+    assert isinstance(also_fine, TrainResult)
+    for name in "ab":
+        assert_close(gradients(ours, name), expected[name], 1e-6)
