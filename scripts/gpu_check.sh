@@ -1,0 +1,38 @@
+#!/bin/sh
+# What is to be seen on a GPU, in one run of about ten minutes: the end-to-end suite in bfloat16, the agreement of trainer
+# and sampler, the demo, the control plane. Needs python3 with torch, vLLM and the project's other dependencies; takes
+# the project from this checkout. The summary is printed last.
+#   sh scripts/gpu_check.sh [OUT]      OUT: folder for the logs (default: runs/gpu)
+set -u
+root=$(cd "$(dirname "$0")/.." && pwd)
+out=${1:-$root/runs/gpu}
+mkdir -p "$out"
+export PYTHONPATH="$root/packages/types/src:$root/packages/client/src:$root/packages/backend/src${PYTHONPATH:+:$PYTHONPATH}"
+export HF_HUB_OFFLINE=1 PYTHONUNBUFFERED=1 PYTHONWARNINGS=ignore
+cd "$root" || exit 1
+summary=$out/summary.txt
+: >"$summary"
+
+step() {  # NAME SECONDS COMMAND...
+    name=$1 limit=$2
+    shift 2
+    began=$(date +%s)
+    timeout "$limit" "$@" >"$out/$name.log" 2>&1
+    status=$?
+    echo "$name: status $status, $(($(date +%s) - began)) s" | tee -a "$summary"
+    [ $status -eq 0 ] || tail -n 25 "$out/$name.log" >>"$summary"
+}
+
+{
+    nvidia-smi --query-gpu=name,memory.total,driver_version --format=csv,noheader
+    python3 -c "import torch, transformers, vllm, sys; print('python', sys.version.split()[0], 'torch', torch.__version__, 'transformers', transformers.__version__, 'vllm', vllm.__version__)"
+} 2>/dev/null | tee -a "$summary"
+step agreement 240 python3 -m pytest tests/e2e/test_agreement.py -q -s -p no:cacheprovider
+grep -hE 'effect of training|KL\(sampler' "$out/agreement.log" | sed 's/^\.//' >>"$summary"
+step same_numbers 200 python3 -m pytest tests/e2e/test_http_equals_in_process.py -q -s -p no:cacheprovider
+step demo 240 python3 examples/demo.py --out "$out/demo"
+grep -E '│|┃|accuracy' "$out/demo.log" >>"$summary"
+step control_plane 150 python3 benchmarks/control_plane.py
+grep -E '│|┃' "$out/control_plane.log" >>"$summary"
+echo "==== summary"
+cat "$summary"
