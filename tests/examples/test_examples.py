@@ -1,0 +1,44 @@
+"""The examples run, as a user runs them, against the tiny models, and reach what they promise."""
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+def run(name: str, *arguments: str, seconds: float = 240) -> str:
+    """What an example prints; fails with it if the example fails."""
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", str(EXAMPLES / name), *arguments],
+        capture_output=True,
+        text=True,
+        timeout=seconds,
+        stdin=subprocess.DEVNULL,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize(
+    ("name", "model"), [("sl_loop.py", "tiny/text"), ("rl_loop.py", "tiny/text"), ("red_square.py", "tiny/vision")]
+)
+def test_example_reaches_its_mark(real_server: Any, name: str, model: str) -> None:
+    run(name, "--base-url", real_server.url, "--model", model)
+
+
+def test_in_process_example_needs_no_server(tiny_models: dict[str, Path]) -> None:
+    assert "loss" in run("in_process.py", "--model", f"tiny/text={tiny_models['tiny/text']}")
+
+
+def test_vlm_classifier_runs_end_to_end(real_server: Any, tmp_path: Path) -> None:
+    """A few steps only: what the demo reaches with all of them is the demo's own mark."""
+    settings = ["--epochs", "0.1", "--batch-size", "16", "--eval-every", "5", "--learning-rate", "5e-3"]
+    printed = run(
+        "vlm_classifier.py", "--base-url", real_server.url, "--model", "tiny/vision", "--out", str(tmp_path), *settings
+    )
+    assert "held-out accuracy" in printed
+    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
