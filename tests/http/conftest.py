@@ -14,6 +14,7 @@ from tinker_local.backend import BackendOptions, InProcessBackend, ModelSource
 from tinker_local.backend.base_models import Engines
 from tinker_local.backend.fakes import FakeModel, FakeRenderer, FakeSampler, FakeTrainer
 from tinker_local.backend.http.app import create_app
+from tinker_local.backend.scheduling.train_scheduler import GradientCommand
 from tinker_local.types import Datum, ForwardBackwardRequest, ModelInput
 from tinker_local.types.codec import (
     decode_forward_backward_output,
@@ -46,13 +47,16 @@ class WatchedTrainer(FakeTrainer):
         self.calls: list[tuple[str, Any]] = []
         self.hold = threading.Event()
         self.hold.set()
+        self.entered = False
 
     @property
     def adapters(self) -> set[str]:
         return set(self._adapters)
 
     def forward_backward(self, work: Any) -> Any:
+        self.entered = True
         assert self.hold.wait(60)
+        self.entered = False
         self.calls.append(("forward_backward", [(item.adapter_id, len(item.data), item.loss_fn) for item in work]))
         return super().forward_backward(work)
 
@@ -224,6 +228,21 @@ class Api:
         assert answer.json().keys() == {"error", "category"}
         return f"{answer.json()['category']}: {answer.json()['error']}"
 
+    async def all_prepared(self) -> None:
+        """Wait until the trainer is busy (it is held up) and everything queued behind is ready to run."""
+        await self.until(lambda: self.trainer.entered and not self._unprepared())
+
+    async def until(self, condition: Callable[[], bool], seconds: float = 30) -> None:
+        """Wait until `condition` holds."""
+        end = time.monotonic() + seconds
+        while not condition():
+            assert time.monotonic() < end, "it never came true"
+            await asyncio.sleep(0.005)
+
+    def _unprepared(self) -> bool:
+        pending = [c for model in self.backend.training._live.values() for c in model.queue.commands.pending()]
+        return any(isinstance(command, GradientCommand) and not command.prepared.done() for command in pending)
+
     async def healthy(self) -> bool:
         """Whether training and sampling still work, for somebody new."""
         session = await self.session()
@@ -278,16 +297,3 @@ async def api(start_api: StartApi) -> Api:
 @pytest.fixture
 def make_datum() -> Callable[..., Datum]:
     return datum
-
-
-@pytest.fixture
-def eventually() -> Callable[..., Awaitable[None]]:
-    """Wait until a condition holds."""
-
-    async def wait(condition: Callable[[], bool], seconds: float = 20) -> None:
-        end = time.monotonic() + seconds
-        while not condition():
-            assert time.monotonic() < end, "it never came true"
-            await asyncio.sleep(0.005)
-
-    return wait

@@ -247,6 +247,7 @@ async def test_bad_datum_fails_its_own_request_and_nobody_elses_on_fakes(api: An
         await api.gradient(models[0], 2),
         await api.gradient(models[2], 2),
     ]
+    await api.all_prepared()
     api.trainer.hold.set()
     assert "nan" in (await api.failure(requests[1])).lower()
     for request in (first, requests[0], requests[2], requests[3]):
@@ -272,9 +273,13 @@ async def test_models_share_a_call_of_the_trainer_and_stay_apart_on_fakes(api: A
             for at, model in models.items()
         }
 
+    blocker, models = await api.model(), {at: await api.model(session, at) for at in (0, 1)}
     api.trainer.hold.clear()
-    pair = asyncio.create_task(train({at: await api.model(session, at) for at in (0, 1)}))
-    await asyncio.sleep(0.2)
+    await api.gradient(blocker, 1)
+    pair = asyncio.create_task(train(models))
+    queues = [api.backend.training.live(model).queue for model in models.values()]
+    await api.until(lambda: all(len(queue.commands.pending()) == 6 for queue in queues))
+    await api.all_prepared()
     api.trainer.hold.set()
     together = await pair
     batches = [call[1] for call in api.trainer.calls if call[0] == "forward_backward"]
@@ -301,6 +306,7 @@ async def test_each_request_of_a_queue_has_its_own_loss_and_settings_on_fakes(ap
         "ppo tight": await api.gradient(model, 4, policy, "ppo", loss_fn_config=config),
         "cispo": await api.gradient(model, 5, policy, "cispo"),
     }
+    await api.all_prepared()
     api.trainer.hold.set()
     await api.result(blocker)
     results = {name: await api.result(request) for name, request in requests.items()}
@@ -356,6 +362,7 @@ async def test_one_model_with_much_queued_does_not_keep_others_waiting_on_fakes(
         await api.gradient(busy, 2 * step + 1)
         await api.step(busy, 2 * step + 2)
     late = await api.gradient(other, 1)
+    await api.all_prepared()
     api.trainer.hold.set()
     await api.result(late)
     ran = [item for call in api.trainer.calls if call[0] == "forward_backward" for item in call[1]]
