@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 from tinker_local.backend.fakes import FakeModel, FakeTrainer, encode
+from tinker_local.backend.fakes.losses import loss_terms, settings
 from tinker_local.backend.fakes.model import IMAGE_CODES
 from tinker_local.backend.rendering.interface import ImagePlacement, RenderedImage, RenderedInput
 from tinker_local.backend.training.interface import LORA_ALPHA, TrainDatum, TrainResult, TrainWork
@@ -261,3 +262,13 @@ def test_fake_model_learns_a_sentence() -> None:
         trainer.optim_step("m", AdamParams(learning_rate=0.02))
     assert losses[0] > 5
     assert losses[-1] < 0.3
+
+
+@pytest.mark.parametrize("loss_fn", LOSSES)
+def test_fake_loss_selects_before_it_multiplies(loss_fn: str) -> None:
+    """A probability of 0 at a position that is switched off: 0 · -inf would be NaN."""
+    inputs = {name: np.array([0.0, 1.0], np.float32) for name in ("weights", "logprobs", "advantages")}
+    terms = loss_terms(loss_fn, np.array([-np.inf, -1.0]), inputs, settings(loss_fn, {}))
+    assert terms.values[0] == 0
+    assert terms.derivative[0] == 0
+    assert np.isfinite(terms.values).all()
