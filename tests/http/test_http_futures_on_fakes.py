@@ -1,0 +1,306 @@
+"""`retrieve_future`: woken by events, re-readable, and never a status that makes the SDK try for ever."""
+
+import asyncio
+import time
+from typing import Any
+
+import pytest
+from tinker_local.types import NotFoundError
+
+FUTURES = "tinker_local.backend.http.routes.futures"
+
+
+async def test_result_wakes_the_poll_within_milliseconds_on_fakes(api: Any) -> None:
+    """Nothing polls: a control-plane step has no floor."""
+    model = await api.model()
+    for warm in range(1, 6):
+        await api.result(await api.step(model, warm))
+    took = []
+    for seq_id in range(6, 46):
+        began = time.perf_counter()
+        await api.result(await api.step(model, seq_id))
+        took.append(time.perf_counter() - began)
+    # A server that polls at 50 ms would need 25 ms at the median; submit, step and poll together need 3.
+    assert sorted(took)[len(took) // 2] < 0.02
+
+    operation = await api.backend.operation(await api.gradient(model, 47))  # 46 is missing: it waits
+    waiting = [asyncio.create_task(operation.wait(30)) for _ in range(5)]
+    await asyncio.sleep(0.05)
+    woken = time.perf_counter()
+    operation.fail(NotFoundError("enough"))
+    assert await asyncio.gather(*waiting) == [True] * 5
+    assert time.perf_counter() - woken < 0.05
+
+
+async def test_idle_polls_are_held_and_end_with_408_on_fakes(api: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(f"{FUTURES}.LONG_POLL_SECONDS", 0.3)
+    model = await api.model()
+    request = await api.gradient(model, 2)
+    began = time.monotonic()
+    answers = await asyncio.gather(*(api.poll(request) for _ in range(20)))
+    assert 0.25 < time.monotonic() - began < 5
+    assert {answer.status_code for answer in answers} == {408}
+    await api.gradient(model, 1)
+    assert (await api.poll(request)).status_code == 200
+
+
+def test_long_polls_end_before_the_sdk_gives_up() -> None:
+    from tinker_local.backend.http.routes.futures import LONG_POLL_SECONDS
+
+    assert 15 <= LONG_POLL_SECONDS <= 40
+
+
+async def test_results_can_be_read_again_until_their_retention_ends_on_fakes(start_api: Any) -> None:
+    api = await start_api(result_retention=1.0, session_timeout=0.4)
+    session = await api.backend.create_session()  # without heartbeats: it stays
+    model = await api.model(session)
+    sampler = await api.base_sampler(session)
+    requests = [await api.gradient(model, 1), await api.gradient(model, 2, loss_fn="no"), await api.sample(sampler, 0)]
+    first = [await api.poll(request) for request in requests]
+    again = [await api.poll(request) for request in requests]
+    assert [answer.content for answer in first] == [answer.content for answer in again]
+    await api.until(lambda: api.backend.operations.get(requests[2]) is None)
+    assert (await api.poll(requests[2])).status_code == 410  # the SDK samples again
+    lost = await api.poll(requests[0])
+    assert (lost.status_code, lost.json()["category"]) == (200, "server")
+    # A command of long ago is not run again, and a model is not made again over the one that lives.
+    assert "seq_id: 1" in await api.failure(await api.gradient(model, 1))
+    body = {"session_id": session, "model_seq_id": 0, "base_model": "fake/bigram"}
+    answer = await api.post("create_model", body)
+    assert answer.status_code == 400
+    assert "model_seq_id" in answer.json()["detail"]
+    await api.result(await api.gradient(model, 3))
+
+
+@pytest.mark.parametrize("request_id", ["", "x", "a:b", "s:train:0:1", "s:sample:0:1", "s:sample:0", "::::", "é\u0000"])
+async def test_unknown_request_is_404_on_fakes(api: Any, request_id: str) -> None:
+    answer = await api.poll(request_id)
+    assert answer.status_code == 404
+    assert "request_id" in answer.json()["detail"]
+
+
+async def test_unknown_request_of_a_live_session_is_404_on_fakes(api: Any) -> None:
+    session = await api.session()
+    for owner in (f"{session}:train:5", f"{session}:sample:5"):
+        assert (await api.poll(f"{owner}:1")).status_code == 404
+    model = await api.model(session)
+    assert (await api.failure(f"{model}:99")).startswith("server: ")
+
+
+async def test_sample_is_deduplicated_by_sampling_session_and_seq_id_on_fakes(api: Any) -> None:
+    session = await api.session()
+    one, other = await api.base_sampler(session, 0), await api.base_sampler(session, 1)
+    body = api.sample_body(one, 5, num_samples=2)
+    del body["sampling_params"]["seed"]
+    first = await api.ok("asample", body)
+    assert await api.ok("asample", body) == first
+    result = (await api.poll(first["request_id"])).content
+    assert await api.ok("asample", body) == first  # also when it is done: not sampled again
+    assert (await api.poll(first["request_id"])).content == result
+    assert api.sampler.begun == 1
+    second = await api.ok("asample", api.sample_body(other, 5, num_samples=2))
+    third = await api.ok("asample", api.sample_body(one, 6, num_samples=2))
+    ids = [i for promise in (first, second, third) for i in promise["sample_sequence_ids"]]
+    assert len(set(ids)) == 6
+
+
+async def test_nameless_save_retried_with_a_new_number_gives_the_first_sampler_on_fakes(api: Any) -> None:
+    session = await api.session()
+    model = await api.model(session)
+    body = {"model_id": model, "seq_id": 1, "sampling_session_seq_id": 0, "kind": "snapshot"}
+    first = await api.submit("save_weights_for_sampler", body)
+    again = await api.submit("save_weights_for_sampler", {**body, "sampling_session_seq_id": 1})
+    assert first == again
+    assert (await api.result(again))["sampling_session_id"] == f"{session}:sample:0"
+    assert (await api.get(f"samplers/{session}:sample:1")).status_code == 404
+    # The number that was skipped is free.
+    assert await api.nameless(model, 2, 1) == f"{session}:sample:1"
+
+
+async def test_number_of_a_sampler_is_not_given_twice_on_fakes(api: Any) -> None:
+    session = await api.session()
+    model = await api.model(session)
+    path = await api.named(model, 1, "a")
+    base = {"session_id": session, "sampling_session_seq_id": 0}
+    await api.ok("create_sampling_session", {**base, "base_model": "fake/bigram"})
+    again = await api.ok("create_sampling_session", {**base, "base_model": "fake/bigram"})
+    assert again["sampling_session_id"] == f"{session}:sample:0"
+    answer = await api.post("create_sampling_session", {**base, "model_path": path})
+    assert answer.status_code == 400
+    assert "sampling_session_seq_id" in answer.json()["detail"]
+    save = {"model_id": model, "seq_id": 2, "sampling_session_seq_id": 0, "kind": "snapshot"}
+    assert "sampling_session_seq_id" in await api.failure(await api.submit("save_weights_for_sampler", save))
+    assert len(api.sampler.versions) == 1  # the named one: nothing of the refused save is left
+
+
+async def test_cancelling_frees_the_slot_on_fakes(api: Any) -> None:
+    sampler = await api.base_sampler()
+    api.sampler.hold.clear()
+    requests = [await api.sample(sampler, seq_id) for seq_id in range(4)]
+    await api.until(lambda: api.sampler.running == 4)
+    polls = [asyncio.create_task(api.poll(request)) for request in requests]
+    await asyncio.sleep(0.05)
+    for request in requests[:3]:
+        assert (await api.post("cancel_future", {"request_id": request})).status_code == 204
+    for poll in polls[:3]:
+        assert (await poll).json()["category"] == "user"
+    await api.until(lambda: api.sampler.running == 1)
+    await api.until(lambda: api.backend.sampling._queued == 1)
+    api.sampler.hold.set()
+    assert (await polls[3]).headers["content-type"] == "application/x-protobuf"
+    await api.until(lambda: api.backend.sampling._queued == 0)
+
+
+async def test_cancelling_before_the_work_began_frees_the_slot_too_on_fakes(api: Any) -> None:
+    from tinker_local.types import ModelInput, SampleRequest
+
+    sampler = await api.base_sampler()
+    request = SampleRequest(sampling_session_id=sampler, seq_id=0, prompt=ModelInput.from_ints([5]))
+    operation = await api.backend.sample(request)
+    await api.backend.cancel(operation.request_id)  # its task has not had a turn yet
+    await asyncio.sleep(0.05)
+    await api.until(lambda: api.backend.sampling._queued == 0)
+    assert not api.backend.sampling._open[sampler].running
+
+
+async def test_cancelling_touches_nothing_but_samples_that_run_on_fakes(api: Any) -> None:
+    model = await api.model()
+    gradient = await api.gradient(model, 1)
+    for request in ("unknown", gradient, f"{model}:create"):
+        assert (await api.post("cancel_future", {"request_id": request})).status_code == 204
+    await api.result(gradient)
+    done = await api.sample(await api.base_sampler(), 0)
+    output = await api.result(done)
+    await api.post("cancel_future", {"request_id": done})
+    assert await api.result(done) == output
+
+
+async def test_full_queue_is_429_and_drains_on_fakes(start_api: Any) -> None:
+    api = await start_api(max_queued_samples=3)
+    sampler = await api.base_sampler()
+    api.sampler.hold.clear()
+    requests = [await api.sample(sampler, seq_id) for seq_id in range(3)]
+    assert (await api.post("asample", api.sample_body(sampler, 3))).status_code == 429
+    assert await api.sample(sampler, 1) == requests[1]  # a retry of one that is in is no new one
+    api.sampler.hold.set()
+    for request in requests:
+        await api.result(request)
+    await api.result(await api.sample(sampler, 3))
+
+
+async def test_five_hundred_samples_at_once_are_all_answered_on_fakes(api: Any) -> None:
+    sampler = await api.base_sampler()
+
+    async def one(seq_id: int) -> Any:
+        return await api.result(await api.sample(sampler, seq_id))
+
+    outputs = await asyncio.gather(*(one(seq_id) for seq_id in range(512)))
+    assert len(outputs) == 512
+    assert len(api.backend.operations) >= 512
+    await api.until(lambda: api.backend.sampling._queued == 0)
+
+
+async def test_samplers_keep_the_weights_of_their_save_on_fakes(api: Any) -> None:
+    """Old versions are not changed by training, and sampling them changes no training weights."""
+    session = await api.session()
+    model = await api.model(session)
+    base = await api.score(await api.base_sampler(session, 0), 0)
+    samplers, scores = [], []
+    seq_id = 1
+    for number in range(1, 4):
+        samplers.append(await api.nameless(model, seq_id, number))
+        scores.append(await api.score(samplers[-1], 0))
+        await api.gradient(model, seq_id + 1)
+        await api.result(await api.step(model, seq_id + 2))
+        seq_id += 3
+    assert scores[0] == base
+    assert len({tuple(score) for score in scores}) == 3
+    forward = (await api.result(await api.gradient(model, seq_id, forward_only=True))).metrics
+    for sampler, score in zip(samplers, scores, strict=True):
+        assert await api.score(sampler, 1) == score
+    assert (await api.result(await api.gradient(model, seq_id + 1, forward_only=True))).metrics == forward
+
+
+async def test_version_that_the_sampler_does_not_serve_is_an_error_and_leaves_nothing_on_fakes(
+    api: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = await api.model()
+    await api.result(await api.gradient(model, 1))
+    await api.result(await api.step(model, 2, learning_rate=1.0))
+    original = api.sampler._weights
+
+    async def base_only(version: Any) -> Any:
+        await original(version)
+        return await original(None)
+
+    monkeypatch.setattr(api.sampler, "_weights", base_only)
+    for seq_id, fields in enumerate([{"path": "a"}, {"sampling_session_seq_id": 0}], 3):
+        body = {"model_id": model, "seq_id": seq_id, **fields}
+        message = await api.failure(await api.submit("save_weights_for_sampler", body))
+        assert message.startswith("server: the sampler does not serve the weights")
+    assert api.sampler.versions == set()
+    assert (await api.get(f"training_runs/{model}/checkpoints")).json()["checkpoints"] == []
+    assert not list((api.backend.options.data_dir / "ephemeral").iterdir())
+
+
+async def test_deleted_checkpoint_ends_its_samplers_on_fakes(api: Any) -> None:
+    session = await api.session()
+    model = await api.model(session)
+    path = await api.named(model, 1, "a")
+    body = {"session_id": session, "sampling_session_seq_id": 0, "model_path": path}
+    sampler = (await api.ok("create_sampling_session", body))["sampling_session_id"]
+    await api.score(sampler, 0)
+    assert (await api.delete(f"training_runs/{model}/checkpoints/sampler_weights/a")).status_code == 204
+    for answer in (
+        await api.post("asample", api.sample_body(sampler, 1)),
+        await api.get(f"samplers/{sampler}"),
+        await api.post("create_sampling_session", {**body, "sampling_session_seq_id": 1}),
+        await api.post("create_sampling_session", body),
+    ):
+        assert answer.status_code == 404
+        assert path in answer.json()["detail"]
+    await api.until(lambda: not api.sampler.versions)
+    # The name is free again, and means other weights.
+    await api.gradient(model, 2)
+    await api.result(await api.step(model, 3))
+    assert await api.named(model, 4, "a") == path
+    again = (await api.ok("create_sampling_session", {**body, "sampling_session_seq_id": 2}))["sampling_session_id"]
+    assert await api.score(again, 0) != await api.score(await api.base_sampler(session, 3), 0)
+
+
+async def test_checkpoint_deleted_without_a_sampler_leaves_the_engine_too_on_fakes(api: Any) -> None:
+    model = await api.model()
+    await api.named(model, 1, "a")  # loaded to be verified
+    assert len(api.sampler.versions) == 1
+    await api.delete(f"training_runs/{model}/checkpoints/sampler_weights/a")
+    await api.until(lambda: not api.sampler.versions)
+
+
+async def test_expired_checkpoint_is_gone_on_fakes(start_api: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tinker_local.backend.training_runs.MIN_TTL", 1)
+    api = await start_api(session_timeout=0.4)
+    session = await api.backend.create_session()
+    model = await api.model(session)
+    path = await api.named(model, 1, "short", ttl_seconds=1)
+    await api.save(model, 2, "kept")
+    body = {"session_id": session, "sampling_session_seq_id": 0, "model_path": path}
+    sampler = (await api.ok("create_sampling_session", body))["sampling_session_id"]
+    await api.until(lambda: not api.sampler.versions)
+    left = (await api.get(f"training_runs/{model}/checkpoints")).json()["checkpoints"]
+    assert [checkpoint["checkpoint_id"] for checkpoint in left] == ["weights/kept"]
+    assert (await api.post("asample", api.sample_body(sampler, 0))).status_code == 404
+
+
+async def test_name_that_exists_fails_the_save_and_no_409_on_fakes(api: Any) -> None:
+    model = await api.model()
+    path = await api.save(model, 1, "a")
+    body = {"model_id": model, "seq_id": 2, "path": "a", "overwrite": False}
+    message = await api.failure(await api.submit("save_weights", body))
+    assert message.startswith("user: ")
+    assert "'a' exists" in message
+    assert await api.save(model, 3, "a", overwrite=True, user_metadata={"new": "yes"}) == path
+    listed = (await api.get(f"training_runs/{model}/checkpoints")).json()["checkpoints"]
+    assert [(c["checkpoint_id"], c["user_metadata"]) for c in listed] == [("weights/a", {"new": "yes"})]
+    await api.named(model, 4, "a")  # another kind: another name space
+    body = {"model_id": model, "seq_id": 5, "path": "a"}
+    assert "'a' exists" in await api.failure(await api.submit("save_weights_for_sampler", body))
