@@ -110,7 +110,7 @@ def fake_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 def real_server(tmp_path_factory: pytest.TempPathFactory, tiny_models: dict[str, Path]) -> Iterator[Server]:
     """A server of both tiny models on real vLLM and HF."""
     arguments = [part for name, path in tiny_models.items() for part in ("--model", f"{name}={path}")]
-    server = start_server(tmp_path_factory.mktemp("real"), "--kv-cache", "0.25", *arguments)
+    server = start_server(tmp_path_factory.mktemp("real"), "--kv-cache", "0.25", "--max-rank", "32", *arguments)
     yield server
     server.stop()
 

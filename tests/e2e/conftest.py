@@ -205,7 +205,7 @@ def real_in_process(
     tiny_models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[InProcessDriver]:
     sources = [ModelSource(name, str(path)) for name, path in tiny_models.items()]
-    options = BackendOptions(data_dir=tmp_path_factory.mktemp("in_process"), kv_cache_bytes=2**28)
+    options = BackendOptions(data_dir=tmp_path_factory.mktemp("in_process"), kv_cache_bytes=2**28, max_rank=32)
     driver = InProcessDriver(InProcessBackend(sources, options))
     yield driver
     driver.close()
