@@ -229,6 +229,35 @@ def test_requests_that_cannot_run_fail_alone_and_name_the_datum(ours, make, grad
     assert_close(gradients(ours, "a"), together, 1e-6)
 
 
+def test_data_put_together_wrongly_fails_its_own_request(ours, make):
+    """Data that did not go through `make_train_datum`."""
+    good = make.work("a", [9, 4])
+    datum = make.datum(5)
+    wrong = {
+        "loss_fn: unknown loss": TrainWork("a", [datum], "mse"),
+        "nearest": TrainWork("a", [datum], "dro"),
+        "loss_fn_config.epsilon": TrainWork("a", [datum], "cross_entropy", {"epsilon": 1}),
+        "takes logprobs, advantages": TrainWork("a", [datum], "ppo"),
+        "data[0].loss_fn_inputs: cross_entropy takes weights of shape [5], not nothing": TrainWork(
+            "a", [replace(datum, loss_inputs={})], "cross_entropy"
+        ),
+        "shape [4] for 5 positions": TrainWork(
+            "a", [replace(datum, target_tokens=datum.target_tokens[1:])], "cross_entropy"
+        ),
+    }
+    results = ours.forward_backward([*wrong.values(), good])
+    assert isinstance(results.pop(), TrainResult)
+    for message, result in zip(wrong, results, strict=True):
+        assert isinstance(result, InvalidRequestError)
+        assert message in str(result)
+
+
+def test_absent_settings_take_their_defaults(ours, make):
+    work = make.work("a", [9, 4], "ppo")
+    given, absent = run(ours, work, replace(work, loss_config={}))
+    assert given.metrics == absent.metrics
+
+
 def infinite_ratio(make, adapter_id):
     work = make.work(adapter_id, [6, 8, 3], "importance_sampling")
     work.data[1].loss_inputs["logprobs"][4] = -500

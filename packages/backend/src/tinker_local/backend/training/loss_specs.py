@@ -110,6 +110,22 @@ def make_train_datum(datum: Datum, rendered: RenderedInput, loss_fn: str, vocab_
     return TrainDatum(rendered, targets, inputs)
 
 
+def check_train_datum(datum: TrainDatum, loss_fn: str, where: str) -> None:
+    """That names and shapes are those of `make_train_datum`, for data that was put together in another way."""
+    spec = loss_spec(loss_fn)
+    shape = datum.target_tokens.shape
+    if shape[:1] != (datum.input.length,) or len(shape) > (2 if spec.candidates else 1) or not datum.target_tokens.size:
+        raise InvalidRequestError(
+            f"{where}.loss_fn_inputs.{TARGETS}: shape {list(shape)} for {datum.input.length} positions under {loss_fn}"
+        )
+    shapes = {name: values.shape for name, values in datum.loss_inputs.items()}
+    if shapes != dict.fromkeys(spec.inputs, shape):
+        given = ", ".join(f"{name} {list(size)}" for name, size in shapes.items()) or "nothing"
+        raise InvalidRequestError(
+            f"{where}.loss_fn_inputs: {loss_fn} takes {', '.join(spec.inputs)} of shape {list(shape)}, not {given}"
+        )
+
+
 def _check_names(datum: Datum, loss_fn: str, spec: LossSpec, where: str) -> None:
     known = (TARGETS, *spec.inputs)
     for name in datum.loss_fn_inputs:

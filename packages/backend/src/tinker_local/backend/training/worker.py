@@ -11,6 +11,7 @@ import logging
 import math
 from collections import deque
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +22,7 @@ from tinker_local.backend.training.adamw import adamw_step, gradient_norm
 from tinker_local.backend.training.interface import AdapterState, TrainDatum, TrainResult, TrainWork
 from tinker_local.backend.training.loading import load_model
 from tinker_local.backend.training.lora import Adapter, TensorSpec
+from tinker_local.backend.training.loss_specs import check_config, check_train_datum
 from tinker_local.backend.training.micro_batch import MicroBatchRunner
 from tinker_local.backend.training.packing import Item, items_of, pack, split
 from tinker_local.backend.training.tally import Tally
@@ -55,7 +57,7 @@ class HFTrainer:
         max_context_length: int | None = None,
         micro_batch_tokens: int = 8192,
         max_rank: int = 128,
-        logit_chunk_elements: int = 2**25,
+        logit_chunk_elements: int = 2**26,
         image_cache_bytes: int = 2**28,
     ) -> None:
         loaded = load_model(model_path, dtype, device)
@@ -134,11 +136,10 @@ class HFTrainer:
         forward: dict[int, TrainWork] = {}
         backward: dict[int, TrainWork] = {}
         for at, item in enumerate(work):
-            refusal = self._refusal(item)
-            if refusal is not None:
+            try:
+                (backward if item.backward else forward)[at] = self._checked(item)
+            except ApiError as refusal:
                 results[at] = refusal
-            else:
-                (backward if item.backward else forward)[at] = item
         tally = self._pass(forward, gradient=False)
         results |= {at: tally.result(at) for at in forward}
         results |= self._train(backward)
@@ -147,9 +148,7 @@ class HFTrainer:
     def logprobs(self, adapter_id: str | None, input: RenderedInput) -> npt.NDArray[np.float32]:
         """log p(token[i+1] | tokens[..i]), float32 [N-1]; None is the base model."""
         adapters = {} if adapter_id is None else {adapter_id: self._adapter(adapter_id)}
-        refusal = self._input_refusal(input, "input")
-        if refusal is not None:
-            raise refusal
+        self._check_input(input, "input")
         next_tokens = np.append(input.token_ids[1:], 0).astype(np.int64)
         packed = pack([Item(0, 0, adapter_id, TrainDatum(input, next_tokens, {}))], self.vocab_size)
         values = self._runner.logprobs(packed, adapters)[:-1].numpy()
@@ -234,25 +233,27 @@ class HFTrainer:
 
     # Checks and look-ups --------------------------------------------------------------------------------------------
 
-    def _refusal(self, work: TrainWork) -> ApiError | None:
-        """Why `work` cannot run at all."""
-        if work.adapter_id not in self._adapters:
-            return NotFoundError(f"model {work.adapter_id} is not in the trainer")
-        checks = (self._input_refusal(datum.input, f"data[{i}].model_input") for i, datum in enumerate(work.data))
-        return next((refusal for refusal in checks if refusal is not None), None)
+    def _checked(self, work: TrainWork) -> TrainWork:
+        """`work` with complete settings; raises ApiError if it cannot run (nobody else's must fail with it)."""
+        self._adapter(work.adapter_id)
+        config = check_config(work.loss_fn, work.loss_config)
+        for i, datum in enumerate(work.data):
+            self._check_input(datum.input, f"data[{i}].model_input")
+            check_train_datum(datum, work.loss_fn, f"data[{i}]")
+        return replace(work, loss_config=config)
 
-    def _input_refusal(self, input: RenderedInput, where: str) -> ApiError | None:
+    def _check_input(self, input: RenderedInput, where: str) -> None:
         tokens = input.token_ids
         if not 0 < len(tokens) <= self.max_context_length:
-            return InvalidRequestError(f"{where}: {len(tokens)} positions, allowed are 1 to {self.max_context_length}")
+            raise InvalidRequestError(f"{where}: {len(tokens)} positions, allowed are 1 to {self.max_context_length}")
         # An id out of range would end the process's CUDA context, and with it everybody's work.
         outside = (tokens < 0) | (tokens >= self.vocab_size)
         if outside.any():
-            first = tokens[outside][0]
-            return InvalidRequestError(f"{where}: token {first} is outside the vocabulary of {self.vocab_size}")
+            raise InvalidRequestError(
+                f"{where}: token {tokens[outside][0]} is outside the vocabulary of {self.vocab_size}"
+            )
         if input.images and self._loaded.family.encode_images is None:
-            return InvalidRequestError(f"{where}: holds images, but {self.name} reads text only")
-        return None
+            raise InvalidRequestError(f"{where}: holds images, but {self.name} reads text only")
 
     def _layout(self, config: LoraConfig) -> tuple[TensorSpec, ...]:
         if not 1 <= config.rank <= self.max_rank:
