@@ -52,7 +52,11 @@ def encode_images(model: Any, images: Sequence[RenderedImage]) -> ImageFeatures:
     with torch.no_grad():
         output = model.model.get_image_features(pixels, grid, return_dict=True)
     deepstack = getattr(output, "deepstack_features", None) or ()
-    return ImageFeatures(
-        embeds=torch.cat(tuple(output.pooler_output)),
-        deepstack=tuple(torch.cat(tuple(features)) for features in deepstack),
-    )
+    return ImageFeatures(embeds=_joined(output.pooler_output), deepstack=tuple(map(_joined, deepstack)))
+
+
+def _joined(features: Any) -> Any:
+    """Features of all images in one tensor. transformers gives them image by image; 5.17 gives some in one already."""
+    import torch
+
+    return features if isinstance(features, torch.Tensor) else torch.cat(tuple(features))
