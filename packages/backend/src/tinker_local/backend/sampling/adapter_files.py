@@ -37,11 +37,15 @@ def check_adapter_folder(version: AdapterVersion, max_rank: int) -> AdapterShape
     if rank > max_rank:
         raise InvalidRequestError(f"{where}: rank {rank}, but the sampler serves ranks up to {max_rank}")
     shapes = _tensor_shapes(version.path / WEIGHTS_FILE, where)
-    for name, shape in shapes.items():
-        if ".lora_A." in name and shape[0] != rank:
-            raise InvalidRequestError(f"{where}: {name} has rank {shape[0]}, but {CONFIG_FILE} says {rank}")
     if not shapes:
         raise InvalidRequestError(f"{where}: {WEIGHTS_FILE} holds no tensors")
+    for name, shape in shapes.items():
+        module, matrix, _ = name.rsplit(".", 2)
+        other = {"lora_A": "lora_B", "lora_B": "lora_A"}.get(matrix)
+        if other is None or f"{module}.{other}.weight" not in shapes:
+            raise InvalidRequestError(f"{where}: {name} is no LoRA matrix, or the other one of its pair is missing")
+        if len(shape) != 2 or shape[matrix == "lora_B"] != rank:
+            raise InvalidRequestError(f"{where}: {name} is of shape {shape}, but {CONFIG_FILE} says rank {rank}")
     return AdapterShape(rank, len(shapes))
 
 
@@ -71,7 +75,7 @@ def _tensor_shapes(file: Path, where: str) -> Mapping[str, list[int]]:
 
 
 def check_adapter_taken(version: AdapterVersion, shape: AdapterShape, lora_id: int, manager: Any) -> None:
-    """InvalidRequestError unless all tensors of the folder reached modules that apply them, and all are finite.
+    """InvalidRequestError unless all tensors of the folder reached modules of their size, and all are finite.
 
     `manager`: vLLM's `LoRAModelManager`, where the adapter is registered under `lora_id`; `q_proj`, `k_proj` and
     `v_proj` have become one entry `qkv_proj` by then, and so on.
@@ -81,17 +85,33 @@ def check_adapter_taken(version: AdapterVersion, shape: AdapterShape, lora_id: i
     ignored = sorted(set(weights) - set(manager.modules))
     if ignored:
         raise InvalidRequestError(f"{where}: vLLM has no module for the tensors of {', '.join(ignored)}")
-    tensors = [
-        tensor
-        for module in weights.values()
-        for part in (module.lora_a, module.lora_b)
-        for tensor in (part if isinstance(part, list) else [part])
-        if tensor is not None
-    ]
-    if len(tensors) != shape.tensors:
-        raise InvalidRequestError(f"{where}: vLLM took {len(tensors)} of its {shape.tensors} tensors")
+    taken = 0
     for name, module in weights.items():
-        for part in (module.lora_a, module.lora_b):
-            for tensor in part if isinstance(part, list) else [part]:
-                if tensor is not None and not bool(tensor.isfinite().all()):
-                    raise InvalidRequestError(f"{where}: the tensors of {name} hold NaN or infinity")
+        for (a, b), (slot_a, slot_b) in zip(_pairs(module), _slots(manager.modules[name]), strict=True):
+            if a is None or b is None:  # the adapter has only some of those that vLLM packs into one
+                continue
+            # vLLM would copy a smaller matrix into a corner of its buffer.
+            if a.shape[1] != slot_a.shape[-1] or b.shape[0] != slot_b.shape[-2]:
+                raise InvalidRequestError(
+                    f"{where}: {name} is {a.shape[1]} to {b.shape[0]} wide in the adapter, and "
+                    f"{slot_a.shape[-1]} to {slot_b.shape[-2]} in the model"
+                )
+            if not (bool(a.isfinite().all()) and bool(b.isfinite().all())):
+                raise InvalidRequestError(f"{where}: the tensors of {name} hold NaN or infinity")
+            taken += 2
+    if taken != shape.tensors:
+        raise InvalidRequestError(f"{where}: vLLM took {taken} of its {shape.tensors} tensors")
+
+
+def _pairs(weights: Any) -> list[tuple[Any, Any]]:
+    """A and B of a module; one pair for each of those that vLLM packs into one."""
+    if isinstance(weights.lora_a, list):
+        return list(zip(weights.lora_a, weights.lora_b, strict=True))
+    return [(weights.lora_a, weights.lora_b)]
+
+
+def _slots(module: Any) -> list[tuple[Any, Any]]:
+    """The buffers [slots, 1, rank, in] and [slots, 1, out, rank] of vLLM's module, one pair for each packed one."""
+    if isinstance(module.lora_a_stacked, tuple):
+        return list(zip(module.lora_a_stacked, module.lora_b_stacked, strict=True))
+    return [(module.lora_a_stacked, module.lora_b_stacked)]

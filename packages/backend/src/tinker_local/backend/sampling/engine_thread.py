@@ -58,13 +58,16 @@ class Engine:
         self._release = release
         self._engine: Any = None
         self._in_flight: dict[str, _Group] = {}
+        self._closed = False
 
     def groups(self) -> list[_Group]:
         """Requests in flight, oldest first."""
         return list(dict.fromkeys(self._in_flight.values()))
 
     def live(self) -> Any:
-        """The vLLM engine; built first if it is not there (a restart failed)."""
+        """The vLLM engine; built first if it is not there (a restart failed). InternalError after `close`."""
+        if self._closed:
+            raise InternalError("the sampling engine was stopped")
         if self._engine is None:
             self._engine = self._build()
         return self._engine
@@ -73,6 +76,14 @@ class Engine:
         engine, self._engine = self._engine, None
         if engine is not None:
             self._release(engine)
+
+    def close(self) -> None:
+        """Fail what is in flight and let go of the engine for good."""
+        self._closed = True
+        for group in self.groups():
+            _fail(group, InternalError("the sampling engine was stopped"))
+        self._in_flight.clear()
+        self.discard()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -111,7 +122,7 @@ class EngineThread:
         def remove() -> None:
             if engine in self._engines:
                 self._engines.remove(engine)
-                self._close_engine(engine)
+                engine.close()
 
         return self._call(remove)
 
@@ -267,18 +278,12 @@ class EngineThread:
                 group.ids, group.outputs = [], {}
                 self._admit(engine, group)
 
-    def _close_engine(self, engine: Engine) -> None:
-        for group in engine.groups():
-            _fail(group, InternalError("the sampling engine was stopped"))
-        engine._in_flight.clear()
-        engine.discard()
-
     def _shut_down(self) -> None:
         """Nobody may wait for ever, whatever ended the thread."""
         with self._gate:
             self._stopped = True
         for engine in self._engines:
-            self._close_engine(engine)
+            engine.close()
         self._engines.clear()
         while True:
             try:

@@ -153,6 +153,10 @@ def build_engine(options: EngineOptions) -> Any:
         vllm_lora_fixes.fix_before_engine()
         engine = LLMEngine.from_engine_args(EngineArgs(**_engine_arguments(options)))
         runner = model_runner(engine)
+        # In 0.32 vLLM's shutdown, of which `release_engine` tells, would run when the client object is collected.
+        finalizer = getattr(engine.engine_core, "_finalizer", None)
+        if finalizer is not None:
+            finalizer.detach()
         vllm_lora_fixes.fix_prompt_logprobs(runner)
         FullVocabularyDraw.install(runner)
     return engine
@@ -202,18 +206,14 @@ def release_engine(engine: Any) -> None:
     """Let go of an engine's memory and leave other engines of the process alone.
 
     vLLM's own `shutdown` cannot be used: it destroys the process's distributed groups and workspaces, which are shared
-    by all engines (and by a trainer), and in 0.32 it also runs when the client object is collected.
+    by all engines (and by a trainer).
     """
-    client = engine.engine_core
-    finalizer = getattr(client, "_finalizer", None)
-    if finalizer is not None:
-        finalizer.detach()
     runner = model_runner(engine)
     runner.compilation_config.static_forward_context.clear()
     runner.kv_caches.clear()
     runner.model = None
     runner.lora_manager = None
-    client.engine_core = None
+    engine.engine_core.engine_core = None
     gc.unfreeze()  # vLLM froze the heap when the engine was built; what is frozen is never collected
     gc.collect()
     import torch

@@ -3,8 +3,10 @@
 Shape suffixes: b requests of a step, v vocabulary.
 """
 
+import types
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -25,13 +27,18 @@ class FullVocabularyDraw(nn.Module):
         super().__init__()
         self._unseeded = torch.Generator(device)
         self._unseeded.seed()
+        self._rewinds = False
+        self._states: dict[int, torch.Tensor] = {}
 
     @classmethod
     def install(cls, runner: Any) -> None:
         """Make `runner` (a V1 model runner) sample with it."""
-        runner.sampler.topk_topp_sampler = cls(runner.device)
-        # What the module below returns counts as the processed logprobs.
+        draw = cls(runner.device)
+        runner.sampler.topk_topp_sampler = draw
+        # What the module returns counts as the processed logprobs.
         runner.sampler.logprobs_mode = "processed_logprobs"
+        if runner.device.type == "cpu":
+            draw._rewind_instead_of(runner)
 
     def forward(
         self,
@@ -52,8 +59,33 @@ class FullVocabularyDraw(nn.Module):
         """argmax p / e with e ~ Exp(1) has the distribution p, without a synchronisation with the host."""
         p_bv = logits_bv.softmax(dim=-1, dtype=torch.float32)
         noise_bv = torch.empty_like(p_bv)
+        if self._rewinds:
+            self._states = {row: generator.get_state() for row, generator in generators.items()}
         if len(generators) < len(noise_bv):
             noise_bv.exponential_(generator=self._unseeded)
         for row, generator in generators.items():
             noise_bv[row].exponential_(generator=generator)
         return p_bv.div_(noise_bv).argmax(dim=-1)
+
+    def _rewind_instead_of(self, runner: Any) -> None:
+        """Undo the draws of requests whose prompt is not all in yet.
+
+        vLLM throws such a draw away and sets the request's generator back by CUDA's count of random numbers, which a
+        CPU generator does not have: it raises, and a seeded request with a long prompt ends the step for everybody.
+        """
+        self._rewinds = True
+        original = type(runner)._bookkeeping_sync
+
+        def bookkeeping(self_: Any, *args: Any, **kwargs: Any) -> Any:
+            batch = self_.input_batch
+            generators = batch.generators
+            for row in np.flatnonzero(self_.discard_request_mask.np[: batch.num_reqs]).tolist():
+                if row in generators:
+                    generators[row].set_state(self._states[row])
+            batch.generators = {}
+            try:
+                return original(self_, *args, **kwargs)
+            finally:
+                batch.generators = generators
+
+        runner._bookkeeping_sync = types.MethodType(bookkeeping, runner)

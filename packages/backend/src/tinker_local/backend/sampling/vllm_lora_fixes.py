@@ -1,4 +1,4 @@
-"""Works around two faults of LoRA in vLLM; each has a test that fails without it.
+"""Works around three faults of LoRA in vLLM; each has a test that fails without it.
 
 1. CPU, vLLM < 0.33: requests of the base model that share a step with an adapter get the adapter of the last slot,
    because "no adapter" is the index -1 into the stacked weights (vllm-project/vllm#48421, #49656). The weights are
@@ -6,6 +6,8 @@
 2. CPU and CUDA, at least to 0.33: prompt logprobs are computed from the prompt's rows while the LM head's LoRA still
    has the mapping of the rows that were sampled (vllm-project/vllm#51594). On CPU that raises as soon as two requests
    share a step, on CUDA the LM head's share is missing. Written for the V1 model runner.
+3. All, at least 0.26 to 0.32: Qwen2's class (the language model of Qwen2.5-VL too) does not say that its LM head can
+   take an adapter, as Qwen3's does, so adapters with one are refused.
 """
 
 import importlib
@@ -25,7 +27,20 @@ def _version() -> tuple[int, int]:
 
 
 def fix_before_engine() -> None:
-    """Fix 1: replace the LoRA operators of the CPU platform; engines that exist keep theirs."""
+    """Fixes 1 and 3, for engines that are built from now on."""
+    _replace_cpu_operators()
+    _declare_lm_head_of_qwen2()
+
+
+def _declare_lm_head_of_qwen2() -> None:
+    from vllm.model_executor.models.qwen2 import Qwen2ForCausalLM
+    from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
+
+    if not Qwen2ForCausalLM.embedding_modules:
+        Qwen2ForCausalLM.embedding_modules = dict(Qwen3ForCausalLM.embedding_modules)
+
+
+def _replace_cpu_operators() -> None:
     from vllm.platforms import current_platform
 
     if not current_platform.is_cpu() or _version() >= (0, 33):

@@ -1,0 +1,263 @@
+"""The engine thread: cancelled requests, several engines, exceptions in a step, the end."""
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from tinker_local.backend.sampling.engine_thread import EngineRequest, EngineThread
+from tinker_local.backend.sampling.interface import SampleWork
+from tinker_local.backend.sampling.vllm_compat import EngineOptions
+from tinker_local.backend.sampling.vllm_sampler import VLLMSampler
+from tinker_local.types import InternalError, SamplingParams
+
+TEXT = list(range(20, 60))
+
+
+def unfinished(engine: Any) -> int:
+    return int(engine.get_num_unfinished_requests())
+
+
+async def wait_until(condition: Callable[[], Any], seconds: float = 10) -> None:
+    end = time.monotonic() + seconds
+    while not await condition():
+        assert time.monotonic() < end
+        await asyncio.sleep(0.005)
+
+
+async def test_cancelling_a_sample_frees_its_slots_and_hurts_nobody(text: Any) -> None:
+    async def count() -> int:
+        return await asyncio.wrap_future(text.sampler._thread.call(text.sampler._engine, unfinished))
+
+    async def equals(n: int) -> bool:
+        return await count() == n
+
+    long = SampleWork(text.prompt(TEXT), None, SamplingParams(max_tokens=900, stop=()), num_samples=5)
+    task, other = (asyncio.create_task(text.sampler.sample(work)) for work in (long, long))
+    await wait_until(lambda: equals(10))
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    await wait_until(lambda: equals(5))
+    assert len((await other).sequences) == 5
+    assert await count() == 0
+
+
+async def test_a_request_cancelled_before_it_was_admitted_never_runs(text: Any) -> None:
+    gate = threading.Event()
+    blocked = text.sampler._thread.call(text.sampler._engine, lambda _: gate.wait(10))
+    task = asyncio.create_task(text.sampler.sample(SampleWork(text.prompt(TEXT), None, SamplingParams(stop=()))))
+    await asyncio.sleep(0.01)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    gate.set()
+    await asyncio.wrap_future(blocked)
+    assert await asyncio.wrap_future(text.sampler._thread.call(text.sampler._engine, unfinished)) == 0
+
+
+async def test_engines_of_one_process_sample_side_by_side(text: Any, untied: Any, vl: Any, vl25: Any) -> None:
+    async def check(served: Any, seed: int) -> None:
+        prompt = served.prompt(TEXT[seed:])
+        work = SampleWork(prompt, None, SamplingParams(max_tokens=10, seed=seed, stop=()))
+        (sequence,) = (await served.sampler.sample(work)).sequences
+        assert np.abs(sequence.logprobs - served.hf.logprobs(prompt, sequence.tokens)).max() < 1e-4
+
+    await asyncio.gather(*(check(served, seed) for seed in range(5) for served in (text, untied, vl, vl25)))
+
+
+async def test_an_exception_in_a_step_fails_what_was_in_flight_and_the_engine_comes_back(
+    text: Any, untied: Any, tmp_path: Path
+) -> None:
+    thread = text.sampler._thread
+    sampler = VLLMSampler(EngineOptions(str(text.folder), max_rank=8, max_context_length=1024), thread)
+    adapter = text.adapter(tmp_path / "v1", r"self_attn\.q_proj$", 4)
+    prompt = text.prompt(TEXT)
+    scoring = SampleWork(prompt, adapter.version, SamplingParams(max_tokens=1), prompt_logprobs=True)
+    before = (await sampler.sample(scoring)).prompt_logprobs
+
+    def break_step(engine: Any) -> None:
+        def step() -> None:
+            raise RuntimeError("broken on purpose")
+
+        engine.step = step
+
+    bystander = asyncio.create_task(
+        untied.sampler.sample(SampleWork(untied.prompt(TEXT), None, SamplingParams(max_tokens=200, stop=())))
+    )
+    await asyncio.wrap_future(thread.call(sampler._engine, break_step))
+    long = SampleWork(prompt, adapter.version, SamplingParams(max_tokens=300, stop=()))
+    for result in await asyncio.gather(*(sampler.sample(long) for _ in range(3)), return_exceptions=True):
+        assert isinstance(result, InternalError)
+        assert "broken on purpose" in str(result)
+    assert sampler._engine.restarts == 1
+    # The adapter is read again.
+    after = (await sampler.sample(scoring)).prompt_logprobs
+    assert np.abs(after[1:] - before[1:]).max() < 1e-5
+    assert (await bystander).sequences[0].tokens.size == 200
+    await sampler.close()
+    with pytest.raises(InternalError):
+        await sampler.sample(long)
+
+
+async def test_closing_one_engine_leaves_the_others_and_the_process_alone(text: Any) -> None:
+    """vLLM's own shutdown would destroy the distributed groups that all engines of a process share."""
+    import torch.distributed
+
+    sampler = VLLMSampler(EngineOptions(str(text.folder), max_context_length=1024), text.sampler._thread)
+    running = asyncio.create_task(
+        sampler.sample(SampleWork(text.prompt(TEXT), None, SamplingParams(max_tokens=900, stop=())))
+    )
+    await asyncio.sleep(0.05)
+    await sampler.close()
+    with pytest.raises(InternalError, match="stopped"):
+        await running
+    assert torch.distributed.is_initialized()
+    prompt = text.prompt(TEXT)
+    assert np.abs(await text.score(prompt) - text.hf.prompt_logprobs(prompt)).max() < 1e-4
+
+
+@dataclass
+class FakeVLLM:
+    """Finishes every request in its third step; `fail` is raised by the next step."""
+
+    fail: Exception | None = None
+    requests: dict[str, int] = field(default_factory=dict)
+    steps: int = 0
+
+    def add_request(self, request_id: str, prompt: Any, params: Any, lora_request: Any) -> None:
+        if params == "refused":
+            raise ValueError("refused")
+        self.requests[request_id] = 0
+
+    def abort_request(self, ids: list[str]) -> None:
+        for request_id in ids:
+            del self.requests[request_id]
+
+    def step(self) -> list[Any]:
+        self.steps += 1
+        if self.fail:
+            raise self.fail
+        done = []
+        for request_id in list(self.requests):
+            self.requests[request_id] += 1
+            if self.requests[request_id] == 3:
+                del self.requests[request_id]
+                done.append(SimpleNamespace(request_id=request_id, finished=True))
+        return done
+
+
+@pytest.fixture
+def fakes() -> Any:
+    """A thread with one engine on fakes: (thread, engine, every FakeVLLM that was built)."""
+    built: list[FakeVLLM] = []
+
+    def build() -> FakeVLLM:
+        built.append(FakeVLLM())
+        return built[-1]
+
+    thread = EngineThread()
+    engine = thread.add_engine("fake", build, lambda _: None).result(10)
+    yield thread, engine, built
+    thread.stop()
+
+
+def submit(thread: EngineThread, engine: Any, *params: Any, lora: str | None = None) -> Future[list[Any]]:
+    request = EngineRequest("prompt", params or ("params",), None if lora is None else SimpleNamespace(lora_name=lora))
+    return thread.submit(engine, lambda _: request)
+
+
+def pause(thread: EngineThread, engine: Any) -> Callable[[], None]:
+    gate = threading.Event()
+    thread.call(engine, lambda _: gate.wait(10))
+    return gate.set
+
+
+def test_with_a_fake_engine_the_thread_sleeps_when_there_is_nothing_to_do(fakes: Any) -> None:
+    thread, engine, built = fakes
+    assert len(submit(thread, engine, "a", "b").result(10)) == 2
+    steps = built[0].steps
+    time.sleep(0.05)
+    assert built[0].steps == steps
+
+
+def test_with_a_fake_engine_a_refused_request_fails_alone_and_leaves_nothing_behind(fakes: Any) -> None:
+    thread, engine, built = fakes
+    go = pause(thread, engine)
+    bad, good = submit(thread, engine, "a", "refused"), submit(thread, engine)
+    go()
+    with pytest.raises(ValueError, match="refused"):
+        bad.result(10)
+    assert len(good.result(10)) == 1
+    assert built[0].requests == {}
+
+
+def test_with_a_fake_engine_a_named_culprit_fails_alone_and_the_others_run_again(fakes: Any) -> None:
+    thread, engine, built = fakes
+    go = pause(thread, engine)
+    guilty = submit(thread, engine, lora="run/7")
+    innocent = [submit(thread, engine, lora="run/70"), submit(thread, engine)]
+    thread.call(engine, lambda vllm: setattr(vllm, "fail", RuntimeError("Loading lora run/7 failed: no adapter")))
+    go()
+    with pytest.raises(InternalError, match="run/7 failed"):
+        guilty.result(10)
+    assert [len(future.result(10)) for future in innocent] == [1, 1]
+    assert engine.restarts == 1
+    assert len(built) == 2
+
+
+def test_with_a_fake_engine_an_unnamed_failure_fails_all_in_flight(fakes: Any) -> None:
+    thread, engine, _ = fakes
+    go = pause(thread, engine)
+    futures = [submit(thread, engine) for _ in range(3)]
+    thread.call(engine, lambda vllm: setattr(vllm, "fail", RuntimeError("out of luck")))
+    go()
+    for future in futures:
+        with pytest.raises(InternalError, match="out of luck"):
+            future.result(10)
+    assert len(submit(thread, engine).result(10)) == 1
+
+
+def test_with_a_fake_engine_that_cannot_be_built_again_the_next_request_tries() -> None:
+    working = threading.Event()
+    working.set()
+    first = FakeVLLM()
+    engines = iter([first])
+
+    def build() -> FakeVLLM:
+        if not working.is_set():
+            raise RuntimeError("no memory")
+        return next(engines, FakeVLLM())
+
+    thread = EngineThread()
+    engine = thread.add_engine("fake", build, lambda _: None).result(10)
+    working.clear()
+    thread.call(engine, lambda vllm: setattr(vllm, "fail", RuntimeError("boom")))
+    for _ in range(2):
+        with pytest.raises(Exception, match="no memory"):
+            submit(thread, engine).result(10)
+    working.set()
+    assert len(submit(thread, engine).result(10)) == 1
+    thread.stop()
+
+
+def test_with_a_fake_engine_nobody_waits_for_ever_after_the_end(fakes: Any) -> None:
+    thread, engine, _ = fakes
+    go = pause(thread, engine)
+    waiting = submit(thread, engine)
+    stopper = threading.Thread(target=thread.stop)
+    stopper.start()
+    go()
+    with pytest.raises(InternalError, match="stopped"):
+        waiting.result(10)
+    stopper.join(10)
+    with pytest.raises(InternalError, match="stopped"):
+        submit(thread, engine).result(10)
+    with pytest.raises(InternalError, match="stopped"):
+        thread.call(engine, lambda _: None).result(10)

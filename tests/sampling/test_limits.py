@@ -1,0 +1,133 @@
+"""max_tokens, the context, stops and what a result says about its end."""
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from tinker_local.backend.rendering.interface import RenderedInput
+from tinker_local.backend.sampling.engine_inputs import engine_params, engine_prompt
+from tinker_local.backend.sampling.engine_thread import EngineRequest
+from tinker_local.backend.sampling.interface import SampleWork
+from tinker_local.types import InvalidRequestError, SampledSequence, SamplingParams
+
+PROMPT = list(range(30, 45))
+
+
+async def sample(served: Any, prompt: list[int] = PROMPT, **params: Any) -> SampledSequence:
+    output = await served.sampler.sample(SampleWork(served.prompt(prompt), None, SamplingParams(**params)))
+    result: SampledSequence = output.sequences[0]
+    return result
+
+
+async def greedy(served: Any, length: int = 30) -> list[int]:
+    """What the model says at temperature 0, without any stop."""
+    return (await sample(served, max_tokens=length, temperature=0.0, stop=())).tokens.tolist()
+
+
+async def test_without_max_tokens_the_sample_goes_up_to_the_context(text: Any) -> None:
+    prompt = [i % 300 for i in range(1000)]
+    sequence = await sample(text, prompt, stop=())
+    assert sequence.tokens.size == 24
+    assert sequence.stop_reason == "length"
+
+
+async def test_prompt_and_max_tokens_may_fill_the_context_but_not_exceed_it(text: Any) -> None:
+    prompt = [i % 300 for i in range(1000)]
+    assert (await sample(text, prompt, max_tokens=24, stop=())).tokens.size == 24
+    for length, params, numbers in (
+        (1000, {"max_tokens": 25}, r"1000 \+ 25 > 1024"),
+        (1024, {}, r"1024 \+ 1 > 1024"),
+        (2000, {"max_tokens": 1}, r"2000 \+ 1 > 1024"),
+    ):
+        message = "Prompt length plus max_tokens exceeds the model's context window: " + numbers
+        with pytest.raises(InvalidRequestError, match=message):
+            await sample(text, [i % 300 for i in range(length)], **params)
+
+
+async def test_an_empty_prompt_is_refused(text: Any) -> None:
+    work = SampleWork(RenderedInput(np.empty(0, np.int32)), None, SamplingParams(max_tokens=1))
+    with pytest.raises(InvalidRequestError, match="prompt"):
+        await text.sampler.sample(work)
+
+
+async def test_stop_ids_end_a_sample_and_are_kept_with_their_logprob(text: Any) -> None:
+    tokens = await greedy(text)
+    stop = next(token for token in tokens[4:] if token not in tokens[:4])
+    sequence = await sample(text, max_tokens=30, temperature=0.0, stop=(stop, 1))
+    assert sequence.tokens.tolist() == tokens[: tokens.index(stop) + 1]
+    assert sequence.stop_reason == "stop"
+    assert sequence.logprobs is not None
+    assert sequence.logprobs.size == sequence.tokens.size
+
+
+@pytest.mark.parametrize("as_list", [False, True])
+async def test_stop_strings_end_a_sample_with_the_token_that_completes_them(text: Any, as_list: bool) -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(text.folder)
+    tokens = await greedy(text)
+    decoded = tokenizer.decode(tokens)
+    stop = next(decoded[i : i + 3] for i in range(6, len(decoded) - 3) if decoded[i : i + 3].isascii())
+    sequence = await sample(text, max_tokens=30, temperature=0.0, stop=("not in there", stop) if as_list else stop)
+    count = next(n for n in range(1, 31) if stop in tokenizer.decode(tokens[:n]))
+    assert sequence.tokens.tolist() == tokens[:count]
+    assert sequence.stop_reason == "stop"
+    assert sequence.logprobs is not None
+    assert sequence.logprobs.size == count
+
+
+async def test_a_special_token_may_be_named_by_its_text(text: Any) -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(text.folder)
+    params = {"max_tokens": 200, "temperature": 30.0, "seed": 1}
+    tokens = (await sample(text, stop=(), **params)).tokens.tolist()
+    specials = set(tokenizer.added_tokens_decoder) - set(eos_ids(text))
+    special = next(token for token in tokens if token in specials)
+    stopped = await sample(text, stop=tokenizer.decode([special]), **params)
+    end = next(i for i, token in enumerate(tokens) if token in (special, *eos_ids(text)))
+    assert stopped.tokens.tolist() == tokens[: end + 1]
+
+
+def eos_ids(served: Any) -> list[int]:
+    from transformers import GenerationConfig
+
+    ids = GenerationConfig.from_pretrained(served.folder).eos_token_id
+    return ids if isinstance(ids, list) else [ids]
+
+
+async def test_eos_stops_unless_stop_is_empty_also_beside_other_stops(text: Any) -> None:
+    params = {"max_tokens": 300, "temperature": 30.0, "seed": 2}
+    tokens = (await sample(text, stop=(), **params)).tokens.tolist()
+    assert len(tokens) == 300
+    eos = set(eos_ids(text))
+    first = next(i for i, token in enumerate(tokens) if token in eos)
+    for stop in (None, ("never said",), (tokens[first + 1],) if tokens[first + 1] not in tokens[:first] else None):
+        sequence = await sample(text, stop=stop, **params)
+        assert sequence.tokens.tolist() == tokens[: first + 1]
+        assert sequence.stop_reason == "stop"
+
+
+async def test_a_stop_id_outside_the_vocabulary_is_refused_by_name(text: Any) -> None:
+    with pytest.raises(InvalidRequestError, match=r"sampling_params.stop\[1\]: token id 100000 .* vocabulary of 512"):
+        await sample(text, max_tokens=1, stop=(3, 100000))
+
+
+async def test_the_budget_ends_a_sample_with_length(text: Any) -> None:
+    sequence = await sample(text, max_tokens=5, stop=())
+    assert sequence.stop_reason == "length"
+    assert sequence.tokens.size == 5
+
+
+async def test_several_samples_share_one_prefill_and_the_cache_is_counted_once(
+    vl: Any, noise: Callable[..., Any]
+) -> None:
+    """128 tokens fill a block of the cache on CPU."""
+    prompt = vl.prompt(np.random.default_rng(5).integers(0, 300, 250).tolist(), noise(64, 64, 9), list(range(150)))
+    work = SampleWork(prompt, None, SamplingParams(max_tokens=2, stop=()), num_samples=4)
+    request = EngineRequest(engine_prompt(prompt), engine_params(work, 4096, 512))
+    outputs = await asyncio.wrap_future(vl.sampler._thread.submit(vl.sampler._engine, lambda engine: request))
+    assert [output.num_cached_tokens for output in outputs] == [0, 384, 384, 384]
+    assert (await vl.sampler.sample(work)).prompt_cache_hit_tokens == 384
