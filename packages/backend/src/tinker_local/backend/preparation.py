@@ -1,11 +1,15 @@
 """From a request's bytes to what the trainer takes: decoded, rendered, checked. Runs in worker threads."""
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 
 from tinker_local.backend.base_models import BaseModel
 from tinker_local.backend.training.interface import TrainDatum, TrainWork
 from tinker_local.backend.training.loss_specs import check_config, make_train_datum
 from tinker_local.types import Datum, ForwardBackwardRequest, InvalidRequestError
+
+MAX_CELLS = 2**26
+"""Of all tensors of one request as they are once they are dense: a few bytes of CSR could ask for any memory."""
 
 
 def prepare_work(base: BaseModel, model_id: str, decode: Callable[[], ForwardBackwardRequest]) -> TrainWork:
@@ -14,8 +18,22 @@ def prepare_work(base: BaseModel, model_id: str, decode: Callable[[], ForwardBac
     if not request.data:
         raise InvalidRequestError("data: at least one datum is needed")
     config = check_config(request.loss_fn, request.loss_fn_config)
+    check_cells(request.data)
     data = [prepare_datum(base, datum, request.loss_fn, f"data[{i}]") for i, datum in enumerate(request.data)]
     return TrainWork(model_id, data, request.loss_fn, config, backward=not request.forward_only)
+
+
+def check_cells(data: Sequence[Datum]) -> None:
+    """InvalidRequestError if the dense tensors of `data` would have more than `MAX_CELLS` cells in all."""
+    cells = 0
+    for i, datum in enumerate(data):
+        for name, tensor in datum.loss_fn_inputs.items():
+            cells += math.prod(tensor.dense_shape)
+            if cells > MAX_CELLS:
+                raise InvalidRequestError(
+                    f"data[{i}].loss_fn_inputs.{name}: shape {list(tensor.dense_shape)} brings the request to {cells} "
+                    f"cells, the limit is {MAX_CELLS}; send fewer datums at once"
+                )
 
 
 def prepare_datum(base: BaseModel, datum: Datum, loss_fn: str, where: str) -> TrainDatum:
