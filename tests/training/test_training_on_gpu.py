@@ -1,0 +1,113 @@
+"""What runs only on CUDA: variable-length attention in bfloat16, layers computed again, and memory that runs out."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from tinker_local.backend.training.attention import Segments, segment_attention
+from tinker_local.backend.training.interface import TrainResult, TrainWork
+from tinker_local.types import AdamParams
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+FAMILIES = ("qwen3", "qwen2_5_vl", "qwen3_vl")
+
+
+def data_for(family, make):
+    data = [make.datum(n) for n in (40, 7, 200, 7)]
+    if family != "qwen3":
+        data += [make.datum(60, [(3, (4, 6)), (30, (8, 8))]), make.datum(20, [(0, (4, 4))])]
+    return data
+
+
+def cosine(first, second):
+    a, b = (np.concatenate([array.ravel() for array in tensors.values()]) for tensors in (first, second))
+    return float(a @ b / np.linalg.norm(a) / np.linalg.norm(b))
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+def test_variable_length_attention_equals_float32(kv_heads):
+    lengths = (5, 1, 64, 64, 130)
+    generator = torch.Generator("cuda").manual_seed(0)
+    shapes = [(1, heads, sum(lengths), 32) for heads in (4, kv_heads, kv_heads)]
+    exact = [torch.randn(shape, generator=generator, device="cuda").requires_grad_() for shape in shapes]
+    short = [tensor.detach().to(torch.bfloat16).requires_grad_() for tensor in exact]
+    segments = Segments(lengths, torch.device("cuda"))
+    outputs = [segment_attention(None, *qkv, None, segments=segments, scaling=0.2)[0] for qkv in (short, exact)]
+    torch.testing.assert_close(outputs[0].float(), outputs[1], atol=3e-2, rtol=3e-2)
+    weights = torch.randn(outputs[1].shape, generator=generator, device="cuda")
+    gradients = [
+        torch.autograd.grad((output.float() * weights).sum(), qkv)
+        for output, qkv in zip(outputs, (short, exact), strict=True)
+    ]
+    for ours, expected in zip(*gradients, strict=True):
+        assert float((ours.float() - expected).norm() / expected.norm()) < 0.02
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_bfloat16_on_the_gpu_is_near_float32_on_the_cpu(family, trainer, make, add_adapter, gradients):
+    data = data_for(family, make)
+    seen = []
+    for options in ({"dtype": "float32"}, {"dtype": "float32", "device": "cuda"}, {"dtype": None, "device": None}):
+        ours = trainer(family, **options)
+        add_adapter(ours, "a")
+        (result,) = ours.forward_backward([TrainWork("a", data, "cross_entropy")])
+        flat = ours._adapters["a"]
+        flat.gradient = flat.gradient.cpu()
+        seen.append((np.concatenate([output["logprobs"] for output in result.outputs]), gradients(ours, "a")))
+        flat.gradient = None
+    assert ours._loaded.dtype == torch.bfloat16
+    assert ours._loaded.device.type == "cuda"
+    (cpu, cpu_gradient), (float32, float32_gradient), (bfloat16, bfloat16_gradient) = seen
+    np.testing.assert_allclose(float32, cpu, atol=1e-3)
+    print(f"{family}: mean |bfloat16 - float32| {np.abs(bfloat16 - cpu).mean():.4f}", end=" ")
+    print(f"max {np.abs(bfloat16 - cpu).max():.4f}, cosine of gradients {cosine(bfloat16_gradient, cpu_gradient):.5f}")
+    assert np.abs(bfloat16 - cpu).mean() < 0.1
+    assert cosine(float32_gradient, cpu_gradient) > 0.99999
+    assert cosine(bfloat16_gradient, cpu_gradient) > 0.98
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_data_in_one_micro_batch_do_not_see_one_another_in_bfloat16(family, trainer, make, add_adapter):
+    ours = trainer(family, dtype=None, device="cuda")
+    add_adapter(ours, "a")
+    data = data_for(family, make)
+    seen = []
+    for tokens in (5, 9):
+        data[1].input.token_ids[:] = tokens
+        (result,) = ours.forward_backward([TrainWork("a", data, "cross_entropy")])
+        seen.append([output["logprobs"] for output in result.outputs])
+    assert np.abs(seen[0][1] - seen[1][1]).max() > 0
+    for place in [0, *range(2, len(data))]:
+        np.testing.assert_array_equal(seen[0][place], seen[1][place])
+
+
+def test_training_in_bfloat16_lowers_the_loss(trainer, make, add_adapter):
+    ours = trainer("qwen3_vl", dtype=None, device="cuda")
+    add_adapter(ours, "a", rank=8)
+    data = [
+        replace(d, loss_inputs={"weights": np.ones(d.input.length, np.float32)}) for d in data_for("qwen3_vl", make)
+    ]
+    losses = []
+    for _ in range(20):
+        (result,) = ours.forward_backward([TrainWork("a", data, "cross_entropy")])
+        losses.append(result.metrics["loss:sum"])
+        ours.optim_step("a", AdamParams(learning_rate=1e-2))
+    assert losses[-1] < 0.8 * losses[0]
+
+
+def test_real_memory_running_out_halves_the_budget(trainer, make, add_adapter):
+    """The process may take 64 MiB more than it has."""
+    ours = trainer("qwen3", dtype=None, device="cuda", micro_batch_tokens=2**20)
+    add_adapter(ours, "a")
+    add_adapter(ours, "b", seed=2)
+    torch.cuda.empty_cache()
+    total = torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + 64 * 2**20) / total)
+    try:
+        results = ours.forward_backward([make.work("a", [500] * 400), make.work("b", [9])])
+        assert all(isinstance(result, TrainResult) for result in results), results
+        assert ours.micro_batch_tokens < 2**20
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
