@@ -3,7 +3,7 @@
 import asyncio
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -210,9 +210,16 @@ class Api:
     async def poll(self, request_id: str) -> httpx.Response:
         return await self.post("retrieve_future", {"request_id": request_id, "allow_metadata_only": True})
 
+    async def outcome(self, request_id: str) -> httpx.Response:
+        """The answer when the operation is done."""
+        async with asyncio.timeout(60):
+            while (answer := await self.poll(request_id)).status_code == 408:
+                pass
+        return answer
+
     async def result(self, request_id: str) -> Any:
         """The result of an operation that succeeds, decoded."""
-        answer = await self.poll(request_id)
+        answer = await self.outcome(request_id)
         assert answer.status_code == 200, answer.text
         if answer.headers["content-type"] == PROTOBUF:
             is_sample = ":sample:" in request_id
@@ -222,7 +229,7 @@ class Api:
 
     async def failure(self, request_id: str) -> str:
         """The message of an operation that fails; HTTP 200 with `error` and `category`."""
-        answer = await self.poll(request_id)
+        answer = await self.outcome(request_id)
         assert answer.status_code == 200, answer.text
         assert answer.headers["content-type"] == "application/json"
         assert answer.json().keys() == {"error", "category"}
@@ -257,41 +264,60 @@ class Api:
 StartApi = Callable[..., Awaitable[Api]]
 
 
+async def open_api(models: Sequence[str] = (BASE,), api_keys: Sequence[str] | None = None, **options: Any) -> Api:
+    """An app on fakes; `options` are fields of `BackendOptions`."""
+    engines: dict[str, Engines] = {}
+
+    def load(source: ModelSource, options: BackendOptions) -> Engines:
+        model = FakeModel(source.name)
+        engines[source.name] = Engines(
+            FakeRenderer(model), WatchedTrainer(model), WatchedSampler(model), arch="fake", tolerance=1e-4
+        )
+        return engines[source.name]
+
+    backend = InProcessBackend([ModelSource.parse(name) for name in models], BackendOptions(**options), load=load)
+    await backend.start()
+    transport = httpx.ASGITransport(create_app(backend, api_keys=api_keys), raise_app_exceptions=False)
+    http = httpx.AsyncClient(transport=transport, base_url="http://test", trust_env=False)
+    return Api(backend, http, engines)
+
+
+async def close_api(api: Api) -> None:
+    for engines in api.engines.values():
+        engines.trainer.hold.set()  # type: ignore[attr-defined]
+        engines.sampler.hold.set()  # type: ignore[attr-defined]
+    await api.http.aclose()
+    await api.backend.close()
+
+
 @pytest.fixture
 async def start_api(tmp_path: Path) -> AsyncIterator[StartApi]:
     """Start an app on fakes: `start_api(models=(...), api_keys=None, **BackendOptions fields)`."""
     started: list[Api] = []
 
-    async def start(models: Sequence[str] = (BASE,), api_keys: Sequence[str] | None = None, **options: Any) -> Api:
-        engines: dict[str, Engines] = {}
-
-        def load(source: ModelSource, options: BackendOptions) -> Engines:
-            model = FakeModel(source.name)
-            engines[source.name] = Engines(
-                FakeRenderer(model), WatchedTrainer(model), WatchedSampler(model), arch="fake", tolerance=1e-4
-            )
-            return engines[source.name]
-
-        options.setdefault("data_dir", tmp_path / "data")
-        backend = InProcessBackend([ModelSource.parse(name) for name in models], BackendOptions(**options), load=load)
-        await backend.start()
-        transport = httpx.ASGITransport(create_app(backend, api_keys=api_keys), raise_app_exceptions=False)
-        started.append(Api(backend, httpx.AsyncClient(transport=transport, base_url="http://test"), engines))
+    async def start(**options: Any) -> Api:
+        started.append(await open_api(**{"data_dir": tmp_path / "data", **options}))
         return started[-1]
 
     yield start
     for api in started:
-        for engines in api.engines.values():
-            engines.trainer.hold.set()  # type: ignore[attr-defined]
-            engines.sampler.hold.set()  # type: ignore[attr-defined]
-        await api.http.aclose()
-        await api.backend.close()
+        await close_api(api)
 
 
 @pytest.fixture
 async def api(start_api: StartApi) -> Api:
     """An app on fakes with the default options."""
     return await start_api()
+
+
+@pytest.fixture(scope="module")
+def api_in_loop(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Api, asyncio.AbstractEventLoop]]:
+    """An app on fakes, and the event loop that it lives in: for tests that are no coroutines."""
+    loop = asyncio.new_event_loop()
+    api = loop.run_until_complete(open_api(data_dir=tmp_path_factory.mktemp("data")))
+    yield api, loop
+    loop.run_until_complete(close_api(api))
+    loop.close()
 
 
 @pytest.fixture
