@@ -53,13 +53,13 @@ def test_a_pad_id_that_came_as_text_is_text(family, make, trainer, model_path):
         embeds = model.get_input_embeddings()(torch.from_numpy(rendered.token_ids.astype(np.int64)))[None]
         is_image = image_arguments(rendered)["mm_token_type_ids"].bool()
         pixels = torch.from_numpy(np.concatenate([p.image.pixel_values for p in rendered.images]))
-        features = model.model.get_image_features(pixels, image_arguments(rendered)["image_grid_thw"])
-        embeds[is_image] = torch.cat(features.pooler_output)
+        features = model.model.visual(pixels, grid_thw=image_arguments(rendered)["image_grid_thw"])
+        embeds[is_image] = features.pooler_output
         positions, _ = model.model.get_rope_index(is_image.long() * IMAGE_PAD, **image_arguments(rendered))
         arguments = {"inputs_embeds": embeds, "position_ids": positions}
         if family == "qwen3_vl":
             arguments["visual_pos_masks"] = is_image
-            arguments["deepstack_visual_embeds"] = [torch.cat(level) for level in features.deepstack_features]
+            arguments["deepstack_visual_embeds"] = features.deepstack_features
         logits = model.lm_head(model.model.language_model(**arguments).last_hidden_state[0])
         expected = logits.log_softmax(-1)[torch.arange(39), torch.from_numpy(rendered.token_ids[1:].astype(np.int64))]
     np.testing.assert_allclose(ours.logprobs(None, rendered), expected, atol=1e-5)
