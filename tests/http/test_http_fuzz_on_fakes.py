@@ -144,7 +144,10 @@ async def submit_and_poll(api: Any, path: str, content: bytes) -> None:
     answer = await api.post(path, content=content, headers={"Content-Type": "application/json"})
     check(answer)
     if answer.status_code == 200 and "request_id" in answer.json():
-        check(await api.poll(answer.json()["request_id"]))
+        polled = await api.poll(answer.json()["request_id"])
+        check(polled)
+        if polled.status_code == 200 and polled.headers["content-type"] == "application/json":
+            assert polled.json().get("category", "user") == "user", polled.text
 
 
 @pytest.mark.parametrize("path", BODIES)
