@@ -4,6 +4,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 from tinker_local.types import EncodedTextChunk, ModelInput
 
@@ -27,7 +28,8 @@ def test_25_shapes_count_alike_and_have_equal_pixels(rendering: Any, pictures: A
         assert rendered.grid_thw == tuple(hf["image_grid_thw"][0])
         assert np.array_equal(rendered.pixel_values, hf["pixel_values"])
         vllm = rendered.vllm_item.get_data()
-        assert np.array_equal(vllm["pixel_values"].numpy(), hf["pixel_values"])
+        # float32 on CPU, bfloat16 on CUDA
+        assert torch.equal(vllm["pixel_values"], torch.from_numpy(hf["pixel_values"]).to(vllm["pixel_values"].dtype))
         assert vllm["image_grid_thw"].tolist() == list(rendered.grid_thw)
 
 

@@ -18,7 +18,7 @@ from tinker_local.backend.rendering.interface import RenderedInput
 from tinker_local.backend.rendering.renderer import VLLMRenderer
 from tinker_local.backend.sampling.engine_thread import EngineThread
 from tinker_local.backend.sampling.interface import AdapterVersion, SampleWork
-from tinker_local.backend.sampling.vllm_compat import EngineOptions
+from tinker_local.backend.sampling.vllm_compat import EngineOptions, runs_on_cpu
 from tinker_local.backend.sampling.vllm_sampler import VLLMSampler
 from tinker_local.backend.tiny_models import make_tiny_text_model, make_tiny_vl_model
 from tinker_local.types import EncodedTextChunk, ImageChunk, ModelInput, SamplingParams
@@ -145,13 +145,24 @@ class HFReference:
 
 
 class Served:
-    """One tiny model: folder, HF, renderer and sampler."""
+    """One tiny model: folder, HF, renderer and sampler.
+
+    `tolerance`: largest difference of logprobs (nats) from HF's float32; on CUDA the engine computes in bfloat16.
+    """
 
     def __init__(self, folder: Path, model_class: str, thread: EngineThread, **options: Any) -> None:
         self.folder = folder
+        self.tolerance = 1e-4 if runs_on_cpu() else 0.5
         self.hf = HFReference(folder, model_class)
         self.renderer = VLLMRenderer(str(folder))
-        self.sampler = VLLMSampler(EngineOptions(str(folder), max_rank=8, **options), thread)
+        self.options = EngineOptions(str(folder), max_rank=8, kv_cache_bytes=256 * 2**20, **options)
+        self.sampler = VLLMSampler(self.options, thread)
+
+    def same(self, logprobs: npt.NDArray[Any], expected: npt.NDArray[Any], scale: float = 1.0) -> None:
+        """Assert that they agree to `tolerance` times `scale`."""
+        assert logprobs.shape == expected.shape
+        difference = float(np.abs(logprobs - expected).max(initial=0.0))
+        assert difference < self.tolerance * scale
 
     def prompt(self, *parts: Sequence[int] | Image.Image) -> RenderedInput:
         """Text chunks of ids and images in order."""

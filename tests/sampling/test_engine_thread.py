@@ -10,11 +10,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 from tinker_local.backend.sampling.engine_thread import EngineRequest, EngineThread
 from tinker_local.backend.sampling.interface import SampleWork
-from tinker_local.backend.sampling.vllm_compat import EngineOptions
 from tinker_local.backend.sampling.vllm_sampler import VLLMSampler
 from tinker_local.types import InternalError, SamplingParams
 
@@ -67,7 +65,7 @@ async def test_engines_of_one_process_sample_side_by_side(text: Any, untied: Any
         prompt = served.prompt(TEXT[seed:])
         work = SampleWork(prompt, None, SamplingParams(max_tokens=10, seed=seed, stop=()))
         (sequence,) = (await served.sampler.sample(work)).sequences
-        assert np.abs(sequence.logprobs - served.hf.logprobs(prompt, sequence.tokens)).max() < 1e-4
+        served.same(sequence.logprobs, served.hf.logprobs(prompt, sequence.tokens))
 
     await asyncio.gather(*(check(served, seed) for seed in range(5) for served in (text, untied, vl, vl25)))
 
@@ -76,7 +74,7 @@ async def test_an_exception_in_a_step_fails_what_was_in_flight_and_the_engine_co
     text: Any, untied: Any, tmp_path: Path
 ) -> None:
     thread = text.sampler._thread
-    sampler = VLLMSampler(EngineOptions(str(text.folder), max_rank=8, max_context_length=1024), thread)
+    sampler = VLLMSampler(text.options, thread)
     adapter = text.adapter(tmp_path / "v1", r"self_attn\.q_proj$", 4)
     prompt = text.prompt(TEXT)
     scoring = SampleWork(prompt, adapter.version, SamplingParams(max_tokens=1), prompt_logprobs=True)
@@ -99,7 +97,7 @@ async def test_an_exception_in_a_step_fails_what_was_in_flight_and_the_engine_co
     assert sampler._engine.restarts == 1
     # The adapter is read again.
     after = (await sampler.sample(scoring)).prompt_logprobs
-    assert np.abs(after[1:] - before[1:]).max() < 1e-5
+    text.same(after[1:], before[1:])
     assert (await bystander).sequences[0].tokens.size == 200
     await sampler.close()
     with pytest.raises(InternalError):
@@ -110,7 +108,7 @@ async def test_closing_one_engine_leaves_the_others_and_the_process_alone(text: 
     """vLLM's own shutdown would destroy the distributed groups that all engines of a process share."""
     import torch.distributed
 
-    sampler = VLLMSampler(EngineOptions(str(text.folder), max_context_length=1024), text.sampler._thread)
+    sampler = VLLMSampler(text.options, text.sampler._thread)
     running = asyncio.create_task(
         sampler.sample(SampleWork(text.prompt(TEXT), None, SamplingParams(max_tokens=900, stop=())))
     )
@@ -120,7 +118,7 @@ async def test_closing_one_engine_leaves_the_others_and_the_process_alone(text: 
         await running
     assert torch.distributed.is_initialized()
     prompt = text.prompt(TEXT)
-    assert np.abs(await text.score(prompt) - text.hf.prompt_logprobs(prompt)).max() < 1e-4
+    text.same(await text.score(prompt), text.hf.prompt_logprobs(prompt))
 
 
 @dataclass

@@ -12,7 +12,7 @@ TEXT = list(range(20, 60))
 
 async def test_text_agrees_with_hf(served: Any) -> None:
     prompt = served.prompt(TEXT)
-    assert np.abs(await served.score(prompt) - served.hf.prompt_logprobs(prompt)).max() < 1e-4
+    served.same(await served.score(prompt), served.hf.prompt_logprobs(prompt))
 
 
 @pytest.mark.parametrize("model", ["vl", "vl25"])
@@ -30,7 +30,7 @@ async def test_image_and_text_after_it_agree_with_hf(
     # One step for all: text and images share it.
     scores = await asyncio.gather(*(served.score(prompt) for prompt in prompts))
     for prompt, score in zip(prompts, scores, strict=True):
-        assert np.abs(score - served.hf.prompt_logprobs(prompt)).max() < 1e-4
+        served.same(score, served.hf.prompt_logprobs(prompt))
 
 
 @pytest.mark.parametrize("model", ["vl", "vl25"])
@@ -47,7 +47,7 @@ async def test_pad_ids_that_come_as_text_stay_text(
     ]
     scores = await asyncio.gather(*(served.score(prompt) for prompt in prompts))
     for prompt, score in zip(prompts, scores, strict=True):
-        assert np.abs(score - served.hf.prompt_logprobs(prompt)).max() < 1e-4
+        served.same(score, served.hf.prompt_logprobs(prompt))
 
 
 async def test_text_on_a_vision_model_is_the_same_whether_in_one_chunk_or_many(vl: Any) -> None:
@@ -66,10 +66,10 @@ async def test_a_prompt_longer_than_one_step_agrees_with_hf(text: Any, vl: Any, 
     """More tokens than max_num_batched_tokens are scored in pieces."""
     ids = np.random.default_rng(0).integers(0, 300, 2500).tolist()
     prompt = vl.prompt(ids[:2000], noise(150, 100), ids[2000:])
-    assert np.abs(await vl.score(prompt) - vl.hf.prompt_logprobs(prompt)).max() < 1e-4
+    vl.same(await vl.score(prompt), vl.hf.prompt_logprobs(prompt))
 
 
 async def test_scoring_twice_gives_the_same_and_reads_no_cache(text: Any) -> None:
     prompt = text.prompt(list(range(300)))
     first = await text.score(prompt)
-    assert np.abs(await text.score(prompt) - first).max() < 1e-5
+    text.same(await text.score(prompt), first)

@@ -34,7 +34,7 @@ async def test_a_batch_that_mixes_all_settings_agrees_with_hf(vl: Any, noise: Ca
     for work, output in zip(works, outputs, strict=True):
         (sequence,) = output.sequences
         expected = vl.hf.logprobs(work.prompt, sequence.tokens, work.params.temperature or 1.0)
-        assert np.abs(sequence.logprobs - expected).max() < 1e-4, work.params
+        vl.same(sequence.logprobs, expected, 1 / (work.params.temperature or 1.0))
 
 
 @pytest.mark.parametrize("settings", SETTINGS)
@@ -43,7 +43,7 @@ async def test_each_setting_alone_agrees_with_hf(text: Any, settings: dict[str, 
     params = SamplingParams(max_tokens=8, stop=(), **settings)
     (sequence,) = (await text.sampler.sample(SampleWork(prompt, None, params))).sequences
     expected = text.hf.logprobs(prompt, sequence.tokens, params.temperature or 1.0)
-    assert np.abs(sequence.logprobs - expected).max() < 1e-4
+    text.same(sequence.logprobs, expected, 1 / (params.temperature or 1.0))
 
 
 async def test_temperature_0_is_greedy_with_logprobs_of_temperature_1(text: Any) -> None:
@@ -62,7 +62,7 @@ async def test_temperatures_that_vllm_would_change_or_refuse_are_honoured(text: 
     (sequence,) = (await text.sampler.sample(SampleWork(prompt, None, params))).sequences
     expected = text.hf.logprobs(prompt, sequence.tokens, temperature)
     # logits / T are that much larger, and so is what float32 rounds.
-    assert np.abs(sequence.logprobs - expected).max() < 1e-4 * max(1, 1 / temperature)
+    text.same(sequence.logprobs, expected, 1 / temperature)
 
 
 async def test_a_temperature_that_cannot_be_honoured_is_refused_by_name(text: Any) -> None:
