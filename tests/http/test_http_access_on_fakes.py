@@ -1,0 +1,152 @@
+"""Who is let in: keys, loopback, and what never reaches a log or the disk."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from click.testing import CliRunner
+from tinker_local.backend.cli.main import main
+
+KEY = "tml-correct-horse-battery"
+
+
+@pytest.fixture
+def refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., str]:
+    """What `serve` says to arguments that it refuses before it does anything."""
+
+    def went_on(*_: Any) -> None:
+        raise AssertionError("it went on")
+
+    monkeypatch.setattr("tinker_local.backend.cli.serve._serve", went_on)
+
+    def run(*arguments: str) -> str:
+        data = tmp_path / "data"
+        common = ["serve", "--fake", "--model", "fake/bigram", "--port", "0", "--data-dir", str(data)]
+        outcome = CliRunner().invoke(main, [*common, *arguments])
+        assert outcome.exit_code == 2, outcome.output
+        assert not data.exists()
+        return outcome.output
+
+    return run
+
+
+async def test_request_without_a_key_is_401_before_its_body_is_read_on_fakes(start_api: Any) -> None:
+    api = await start_api(api_keys=[KEY, "tml-another-good-key"])
+    read = 0
+
+    async def endless() -> Any:
+        nonlocal read
+        while True:
+            read += 1
+            yield b" " * 1024
+
+    for headers in (
+        {},
+        {"X-API-Key": ""},
+        {"X-API-Key": KEY[:-1]},
+        {"X-API-Key": KEY + "x"},
+        {"X-API-Key": KEY.upper()},
+        {"X-API-Key": f"{KEY},{KEY}"},
+        {"Authorization": f"Bearer {KEY}"},
+        {"X-API-Key": "tml-\xff\xfe".encode("latin-1")},
+    ):
+        for method, path in (
+            ("POST", "forward_backward"),
+            ("POST", "create_session"),
+            ("GET", "training_runs"),
+            ("GET", "nothing"),
+            ("DELETE", "training_runs/a/checkpoints/weights/b"),
+        ):
+            content = endless() if method == "POST" else None
+            answer = await api.http.request(method, f"/api/v1/{path}", headers=headers, content=content)
+            assert answer.status_code == 401, (method, path, headers)
+            assert int(answer.headers["content-length"]) == len(answer.content) > 0
+            assert "X-API-Key" in answer.json()["detail"]
+            assert KEY not in answer.text
+    assert read == 0
+    for path in ("/docs", "/openapi.json", "/redoc"):
+        assert (await api.http.get(path)).status_code == 401
+    for key in (KEY, "tml-another-good-key"):
+        assert (await api.http.post("/api/v1/create_session", headers={"x-api-key": key}, json={})).status_code == 200
+
+
+async def test_health_needs_no_key_on_fakes(start_api: Any) -> None:
+    api = await start_api(api_keys=[KEY])
+    assert (await api.get("healthz")).status_code == 200
+    assert (await api.http.get("/api/v1/healthz/")).status_code == 401
+
+
+async def test_without_keys_any_key_is_let_in_on_fakes(api: Any) -> None:
+    assert (await api.post("create_session", {}, headers={"X-API-Key": "tml-whatever"})).status_code == 200
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.1", "example.org", ""])
+def test_address_that_others_reach_needs_a_key_file_on_fakes(refused: Any, host: str) -> None:
+    assert "--api-key-file" in refused("--host", host)
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("", "holds no key"),
+        ("# a comment\n\n", "holds no key"),
+        ("sk-not-of-this-kind\n", "key 1"),
+        (f"{KEY}\ntml-short\n", "key 2"),
+    ],
+)
+def test_key_file_that_is_none_is_refused_and_not_quoted_on_fakes(
+    refused: Any, tmp_path: Path, content: str, words: str
+) -> None:
+    (tmp_path / "keys").write_text(content)
+    said = refused("--api-key-file", str(tmp_path / "keys"))
+    assert words in said
+    for line in content.split():
+        assert len(line) < 5 or line not in said
+
+
+def test_keys_reach_no_log_and_no_disk_on_fakes(serve: Any, tmp_path: Path) -> None:
+    (tmp_path / "keys").write_text(f"# of the team\n{KEY}\n")
+    server = serve("--fake", "--model", "fake/bigram", "--api-key-file", str(tmp_path / "keys"), "-v")
+    with httpx.Client(base_url=f"{server.url}/api/v1", headers={"X-API-Key": KEY}, trust_env=False) as http:
+        session = http.post("/create_session", json={"user_metadata": {"a": "b"}}).json()["session_id"]
+        events = [{"event": "UNHANDLED_EXCEPTION", "traceback": f"headers: x-api-key: {KEY}"}]
+        telemetry = http.post("/telemetry", json={"events": events, "session_id": session})
+        assert telemetry.json() == {"status": "accepted"}
+        http.post("/create_model", json={"session_id": session, "model_seq_id": -1, "base_model": "fake/bigram"})
+        http.post("/forward_backward", content=b"\xff\xff")
+        http.post("/retrieve_future", json={"request_id": "x"})
+        wrong = http.post("/create_session", json={}, headers={"X-API-Key": "tml-the-wrong-secret"})
+        assert wrong.status_code == 401
+    assert KEY.encode() not in Path(f"/proc/{server.process.pid}/cmdline").read_bytes()
+    assert server.stop() == 0
+    for secret in (KEY, "tml-the-wrong-secret"):
+        assert not [line for line in server.lines if secret in line]
+        for folder, _, files in os.walk(server.data_dir):
+            for name in files:
+                assert secret.encode() not in Path(folder, name).read_bytes()
+
+
+def test_loopback_server_of_a_program_lets_only_its_own_client_in_on_fakes(tmp_path: Path) -> None:
+    from tinker_local.backend import BackendOptions, InProcessBackend, ModelSource
+    from tinker_local.backend.loading import load_fake
+
+    source = ModelSource("fake/bigram", "fake/bigram")
+    keys = []
+    for number in range(2):
+        backend = InProcessBackend([source], BackendOptions(data_dir=tmp_path / str(number)), load=load_fake)
+        server = backend.serve_in_thread()
+        try:
+            assert server.url.startswith("http://127.0.0.1:")
+            for key, status in (("tml-local", 401), (server.api_key, 200)):
+                answer = httpx.post(f"{server.url}/api/v1/create_session", json={}, headers={"X-API-Key": key})
+                assert answer.status_code == status
+        finally:
+            server.close()
+        keys.append(server.api_key)
+        with pytest.raises(httpx.ConnectError):
+            httpx.get(f"{server.url}/api/v1/healthz")
+    assert keys[0] != keys[1]
+    assert all(key.startswith("tml-") and len(key) > 30 for key in keys)

@@ -1,0 +1,273 @@
+"""`tinker-local serve`: refuses before it loads, says ready when it is, stops cleanly."""
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from click.testing import CliRunner
+from tinker_local.backend.cli.main import main
+
+MAIN = [sys.executable, "-m", "tinker_local.backend.cli.main"]
+FAKE = ["serve", "--fake", "--model", "fake/bigram"]
+
+SLOW = """
+import sys, time
+from tinker_local.backend import loading
+fast = loading.load_fake
+def slow(source, options):
+    time.sleep({seconds})
+    {then}
+    return fast(source, options)
+loading.load_fake = slow
+from tinker_local.backend.cli.main import main
+main(sys.argv[1:])
+"""
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*MAIN, *arguments], capture_output=True, text=True, timeout=60, check=False, stdin=subprocess.DEVNULL
+    )
+
+
+class Slow:
+    """A server whose models take `seconds` to load."""
+
+    def __init__(self, data_dir: Path, seconds: float, then: str = "pass") -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self.port = free.getsockname()[1]
+        script = SLOW.format(seconds=seconds, then=then)
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", script, *FAKE, "--port", str(self.port), "--data-dir", str(data_dir)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env={**os.environ, "NO_COLOR": "1", "PYTHONUNBUFFERED": "1"},
+        )
+        self.lines: list[str] = []
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        self.lines.extend(line.rstrip() for line in self.process.stdout)
+
+    def request(self, method: str, path: str) -> httpx.Response | None:
+        try:
+            return httpx.request(method, f"http://127.0.0.1:{self.port}/api/v1/{path}", json={}, trust_env=False)
+        except httpx.TransportError:
+            return None
+
+    def first_answer(self) -> httpx.Response:
+        end = time.monotonic() + 60
+        while (answer := self.request("GET", "healthz")) is None:
+            assert time.monotonic() < end
+            assert self.process.poll() is None, self.lines
+            time.sleep(0.02)
+        return answer
+
+
+@pytest.fixture
+def slow(tmp_path: Path) -> Iterator[Callable[..., Slow]]:
+    started: list[Slow] = []
+
+    def start(seconds: float, then: str = "pass") -> Slow:
+        started.append(Slow(tmp_path / "data", seconds, then))
+        return started[-1]
+
+    yield start
+    for server in started:
+        if server.process.poll() is None:
+            server.process.kill()
+        server.process.wait()
+
+
+def test_what_cannot_work_is_refused_before_anything_is_loaded_on_fakes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def went_on(*_: Any) -> None:
+        raise AssertionError("it went on")
+
+    monkeypatch.setattr("tinker_local.backend.cli.serve._serve", went_on)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "odd").mkdir()
+    (tmp_path / "odd" / "config.json").write_text(json.dumps({"model_type": "oracle"}))
+    data = ["--data-dir", str(tmp_path / "data")]
+    cases = [
+        (["serve"], "--model"),
+        (["serve", "--model", "=x"], "NAME"),
+        (["serve", "--model", "x="], "NAME"),
+        (["serve", "--model", f"m={tmp_path}/nothing"], "there is no folder"),
+        (["serve", "--model", f"m={tmp_path}/empty"], "no config.json"),
+        (["serve", "--model", f"m={tmp_path}/odd"], "oracle"),
+        (["serve", "--fake", "--model", "m=a", "--model", "m=b"], "given twice"),
+        ([*FAKE, "--port", "70000"], "--port"),
+        ([*FAKE, "--max-rank", "0"], "--max-rank"),
+        ([*FAKE, "--max-adapters", "0"], "--max-adapters"),
+        ([*FAKE, "--api-key-file", str(tmp_path / "none")], "--api-key-file"),
+    ]
+    for arguments, words in cases:
+        outcome = CliRunner().invoke(main, [*arguments, *data])
+        assert outcome.exit_code == 2, (arguments, outcome.output)
+        assert words in outcome.output
+    assert not (tmp_path / "data").exists()
+
+
+def test_port_in_use_is_refused_before_anything_is_loaded_on_fakes(tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        outcome = run(*FAKE, "--port", port, "--data-dir", str(tmp_path / "data"))
+    assert outcome.returncode == 2
+    assert port in outcome.stderr
+    assert "in use" in outcome.stderr
+    assert "loading" not in outcome.stdout
+    assert not (tmp_path / "data").exists()
+
+
+def test_ready_is_said_when_it_is_and_health_is_503_before_on_fakes(slow: Any) -> None:
+    server = slow(3)
+    answer = server.first_answer()
+    assert (answer.status_code, answer.json()) == (503, {"status": "loading"})
+    for method, path in (("POST", "create_session"), ("GET", "get_server_capabilities"), ("POST", "client/config")):
+        early = server.request(method, path)
+        assert early.status_code == 503  # the SDK tries again
+        assert early.json()["detail"]
+    assert not [line for line in server.lines if "ready" in line]
+    end = time.monotonic() + 60
+    while not [line for line in server.lines if "ready" in line]:
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    assert f"ready: http://127.0.0.1:{server.port}" in server.lines
+    assert server.request("GET", "healthz").json() == {"status": "ok"}
+    assert server.request("POST", "create_session").status_code == 200
+
+
+def test_models_that_cannot_be_loaded_end_the_server_with_the_reason_on_fakes(slow: Any) -> None:
+    server = slow(0.1, "raise ValueError('these weights are torn')")
+    assert server.process.wait(60) == 1
+    time.sleep(0.1)
+    text = "\n".join(server.lines)
+    assert "these weights are torn" in text
+    assert "ready" not in text
+    assert "Traceback" not in text
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_signal_while_models_load_stops_the_server_at_once_on_fakes(slow: Any, number: signal.Signals) -> None:
+    server = slow(50)
+    assert server.first_answer().status_code == 503
+    began = time.monotonic()
+    server.process.send_signal(number)
+    assert server.process.wait(30) == 0
+    assert time.monotonic() - began < 20
+    assert not [line for line in server.lines if "Traceback" in line or "ready" in line]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_signal_ends_long_polls_and_cleans_up_on_fakes(serve: Any, number: signal.Signals) -> None:
+    server = serve(*FAKE[1:])
+    url = f"{server.url}/api/v1"
+    with httpx.Client(trust_env=False, timeout=60) as http:
+        session = http.post(f"{url}/create_session", json={}).json()["session_id"]
+        body = {"session_id": session, "model_seq_id": 0, "base_model": "fake/bigram"}
+        created = http.post(f"{url}/create_model", json=body).json()["request_id"]
+        http.post(f"{url}/retrieve_future", json={"request_id": created})
+        save = {"model_id": f"{session}:train:0", "seq_id": 1, "sampling_session_seq_id": 0}
+        saved = http.post(f"{url}/save_weights_for_sampler", json=save).json()["request_id"]
+        assert http.post(f"{url}/retrieve_future", json={"request_id": saved}).status_code == 200
+        asking = {"sampling_session_id": f"{session}:sample:0", "seq_id": 0, "num_samples": 64}
+        asking |= {"prompt": {"chunks": [{"type": "encoded_text", "tokens": [5]}]}, "sampling_params": {"stop": []}}
+        sample = http.post(f"{url}/asample", json=asking).json()["request_id"]
+    answers: list[int] = []
+
+    def poll() -> None:
+        answer = httpx.post(f"{url}/retrieve_future", json={"request_id": sample}, timeout=60, trust_env=False)
+        answers.append(answer.status_code)
+
+    polls = [threading.Thread(target=poll) for _ in range(5)]
+    for thread in polls:
+        thread.start()
+    time.sleep(0.5)
+    memory = version_folders(server.process.pid)
+    assert len(memory) == 1
+    began = time.monotonic()
+    server.process.send_signal(number)
+    assert server.process.wait(30) == 0
+    assert time.monotonic() - began < 15
+    for thread in polls:
+        thread.join()
+    assert answers == [408] * 5  # not yet: the SDK asks again, and finds the next server
+    assert not [line for line in server.lines if "Traceback" in line or "ERROR" in line], server.lines
+    assert server.lines[-1] == "stopped"
+    assert not memory[0].exists()
+    assert not (server.data_dir / "ephemeral").exists()
+
+
+def version_folders(pid: int) -> list[Path]:
+    """Folders of nameless versions in shared memory that a process holds the lock of."""
+    found = []
+    for folder in Path("/dev/shm").glob("tinker-local-*"):
+        lock = folder / "lock"
+        if lock.is_file() and lock.read_text().strip() == str(pid):
+            found.append(folder)
+    return found
+
+
+def test_help_and_import_load_nothing_heavy() -> None:
+    """Neither torch nor vLLM nor transformers, for `--help` or for who imports the package."""
+    commands = [
+        [*MAIN[:1], "-X", "importtime", *MAIN[1:], "--help"],
+        [*MAIN[:1], "-X", "importtime", *MAIN[1:], "serve", "--help"],
+        [*MAIN[:1], "-X", "importtime", *MAIN[1:], "tiny-model", "--help"],
+        [sys.executable, "-X", "importtime", "-c", "import tinker_local.backend"],
+    ]
+    for command in commands:
+        outcome = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+        imported = {line.rpartition("|")[2].strip().partition(".")[0] for line in outcome.stderr.splitlines()}
+        assert "tinker_local" in imported
+        assert not imported & {"torch", "vllm", "transformers"}, command
+
+
+def test_fake_server_loads_no_torch_on_fakes(fake_server: Any) -> None:
+    maps = Path(f"/proc/{fake_server.process.pid}/maps").read_text()
+    assert "python" in maps
+    assert not re.search(r"libtorch|vllm", maps)
+
+
+def test_limits_of_the_command_line_reach_the_server_on_fakes(serve: Any) -> None:
+    server = serve(
+        *FAKE[1:], "--model", "fake/alias=fake/bigram", "--max-rank", "8", "--max-adapters", "1",
+        "--max-adapter-memory", "0.01", "--session-timeout", "1",
+    )  # fmt: skip
+    url = f"{server.url}/api/v1"
+    with httpx.Client(trust_env=False, timeout=60) as http:
+        served = http.get(f"{url}/get_server_capabilities").json()["supported_models"]
+        assert [model["model_name"] for model in served] == ["fake/bigram", "fake/alias"]
+
+        def create(session: str, number: int, rank: int) -> httpx.Response:
+            body = {"session_id": session, "model_seq_id": number, "base_model": "fake/bigram"}
+            return http.post(f"{url}/create_model", json={**body, "lora_config": {"rank": rank}})
+
+        session = http.post(f"{url}/create_session", json={}).json()["session_id"]
+        assert "outside 1 to 8" in create(session, 0, 9).json()["detail"]
+        assert create(session, 0, 4).status_code == 200
+        assert "at most 1" in create(session, 1, 4).json()["detail"]
+        end = time.monotonic() + 30
+        while http.post(f"{url}/get_info", json={"model_id": f"{session}:train:0"}).status_code != 410:
+            assert time.monotonic() < end
+            time.sleep(0.05)
+        other = http.post(f"{url}/create_session", json={}).json()["session_id"]
+        assert create(other, 0, 4).status_code == 200
