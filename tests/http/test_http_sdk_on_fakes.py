@@ -1,0 +1,243 @@
+"""The official SDK as the witness: what its users see, over a server in this process."""
+
+import asyncio
+import json
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tinker
+from tinker_local.backend import BackendOptions, InProcessBackend, ModelSource
+from tinker_local.backend.base_models import Engines
+from tinker_local.backend.fakes import FakeModel, FakeRenderer, FakeSampler, FakeTrainer
+from tinker_local.backend.http.server import LoopbackServer
+
+ADAM = tinker.AdamParams(learning_rate=0.05)
+PROMPT = tinker.ModelInput.from_ints([5, 9, 20])
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LoopbackServer]:
+    """A backend of fakes behind HTTP in a thread; `.backend` can be looked into."""
+
+    def load(source: ModelSource, options: BackendOptions) -> Engines:
+        model = FakeModel(source.name)
+        return Engines(FakeRenderer(model), FakeTrainer(model), FakeSampler(model), arch="fake", tolerance=1e-4)
+
+    options = BackendOptions(data_dir=tmp_path_factory.mktemp("data"))
+    backend = InProcessBackend([ModelSource("fake/bigram", "fake/bigram")], options, load=load)
+    server = LoopbackServer(backend)
+    server.backend = backend  # type: ignore[attr-defined]
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def service(server: Any) -> Iterator[tinker.ServiceClient]:
+    with tinker.ServiceClient(base_url=server.url, api_key=server.api_key) as client:
+        yield client
+
+
+def datum(tokens: list[int], **inputs: Any) -> tinker.Datum:
+    return tinker.Datum(
+        model_input=tinker.ModelInput.from_ints(tokens[:-1]),
+        loss_fn_inputs={"target_tokens": np.array(tokens[1:]), **inputs},  # type: ignore[dict-item]
+    )
+
+
+def until(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+async def until_async(condition: Callable[[], bool]) -> None:
+    await asyncio.to_thread(until, condition)
+
+
+def test_batch_of_several_chunks_is_one_result_on_fakes(service: Any) -> None:
+    """More datums than the SDK puts into one request: it sends chunks 2, 3, then 1, and adds up what comes back."""
+    client = service.create_lora_training_client(base_model="fake/bigram", rank=2)
+    data = [datum([i % 500, (i * 7) % 500 + 1]) for i in range(2500)]
+    output = client.forward_backward(data, "cross_entropy").result()
+    assert len(output.loss_fn_outputs) == 2500
+    values = [float(o["logprobs"].to_numpy()[0]) for o in output.loss_fn_outputs]
+    assert output.metrics["loss:sum"] == pytest.approx(-sum(values), rel=1e-5)
+    alone = client.forward([data[at] for at in (0, 1300, 2499)], "cross_entropy").result()
+    assert [float(o["logprobs"].to_numpy()[0]) for o in alone.loss_fn_outputs] == [values[at] for at in (0, 1300, 2499)]
+    assert client.optim_step(ADAM).result().metrics["grad_norm"] > 0
+
+
+def test_bad_chunk_fails_its_future_and_leaves_the_client_usable_on_fakes(service: Any) -> None:
+    """A chunk that is refused at its submit would hang the SDK's training client for ever."""
+    client = service.create_lora_training_client(base_model="fake/bigram", rank=2)
+    for bad in (0, 1500, 2400):
+        data = [datum([5, 9]) for _ in range(2500)]
+        data[bad] = datum([5, 9], weights=np.array([float("nan")], np.float32))
+        gradient, step = client.forward_backward(data, "cross_entropy"), client.optim_step(ADAM)
+        for future in (gradient, step):
+            with pytest.raises(tinker.RequestFailedError) as failed:
+                future.result(timeout=60)
+            assert failed.value.category is tinker.types.RequestErrorCategory.User
+        assert client.forward_backward([datum([5, 9])], "cross_entropy").result(timeout=60).metrics["loss:sum"] > 0
+        client.optim_step(ADAM).result(timeout=60)
+
+
+def test_hole_that_the_sdk_leaves_holds_nothing_up_on_fakes(service: Any) -> None:
+    """An image pointer cannot be encoded: its seq_id is spent, and never sent."""
+    client = service.create_lora_training_client(base_model="fake/bigram", rank=2)
+    pointer = tinker.types.ImageAssetPointerChunk(location="a.png", format="png", expected_tokens=1)
+    unsendable = tinker.Datum(
+        model_input=tinker.ModelInput(chunks=[pointer]),
+        loss_fn_inputs={"target_tokens": tinker.TensorData(data=[1], dtype="int64", shape=[1])},
+    )
+    with pytest.raises(ValueError):
+        client.forward_backward([unsendable], "cross_entropy").result(timeout=60)
+    began = time.monotonic()
+    with pytest.raises(tinker.RequestFailedError, match="never arrived"):
+        client.optim_step(ADAM).result(timeout=60)
+    client.forward_backward([datum([5, 9])], "cross_entropy").result(timeout=60)
+    client.optim_step(ADAM).result(timeout=60)
+    assert time.monotonic() - began < 20
+
+
+def test_bad_arguments_are_raised_at_once_on_fakes(service: Any) -> None:
+    began = time.monotonic()
+    with pytest.raises(tinker.BadRequestError, match="base_model"):
+        service.create_lora_training_client(base_model="nobody/nothing").result()
+    with pytest.raises(tinker.BadRequestError, match=r"lora_config\.rank"):
+        service.create_lora_training_client(base_model="fake/bigram", rank=4096).result()
+    with pytest.raises(tinker.NotFoundError, match="no checkpoint"):
+        service.create_training_client_from_state("tinker://s:train:0/weights/none").result()
+    with pytest.raises(tinker.NotFoundError, match="no checkpoint"):
+        service.create_sampling_client(model_path="tinker://s:train:0/sampler_weights/none").result()
+    with pytest.raises(tinker.BadRequestError, match="base_model"):
+        service.create_sampling_client(base_model="nobody/nothing").result()
+    client = service.create_lora_training_client(base_model="fake/bigram", rank=2)
+    for loss_fn in ("gspo", "dro", "stable_reinforce"):
+        with pytest.raises(tinker.RequestFailedError, match=loss_fn):
+            client.forward_backward([datum([5, 9])], loss_fn).result(timeout=60)
+    client.save_state("name").result()
+    with pytest.raises(tinker.RequestFailedError, match="exists already"):
+        client.save_state("name").result(timeout=60)  # no 409, which would be repeated for five minutes
+    sampler = service.create_sampling_client(base_model="fake/bigram")
+    with pytest.raises(tinker.RequestFailedError, match="context window"):
+        sampler.sample(PROMPT, 1, tinker.SamplingParams(max_tokens=5000)).result(timeout=60)
+    with pytest.raises(tinker.BadRequestError, match="topk_prompt_logprobs"):
+        sampler.sample(PROMPT, 1, tinker.SamplingParams(), topk_prompt_logprobs=3).result(timeout=60)
+    assert time.monotonic() - began < 60
+
+
+def test_custom_loss_of_the_client_works_on_fakes(service: Any) -> None:
+    torch = pytest.importorskip("torch")
+    session = service
+    plain = session.create_lora_training_client(base_model="fake/bigram", rank=2, seed=3)
+    custom = session.create_lora_training_client(base_model="fake/bigram", rank=2, seed=3)
+    data = [datum([5, 9, 20]), datum([7, 8])]
+
+    def negative_sum(_: Any, logprobs: list[Any]) -> tuple[Any, dict[str, float]]:
+        return -torch.cat(logprobs).sum(), {"mine:sum": 1.0}
+
+    want = plain.forward_backward(data, "cross_entropy").result()
+    got = custom.forward_backward_custom(data, negative_sum).result()
+    assert got.metrics["loss:sum"] == pytest.approx(want.metrics["loss:sum"], rel=1e-5)
+    norms = [client.optim_step(ADAM).result().metrics["grad_norm"] for client in (plain, custom)]
+    assert norms[0] == pytest.approx(norms[1], rel=1e-5)
+
+
+async def test_abandoned_sample_frees_its_slot_on_fakes(server: Any, service: Any) -> None:
+    sampler = await service.create_sampling_client(base_model="fake/bigram")
+    params = tinker.SamplingParams(max_tokens=4000, stop=[])
+
+    async def wait(future: Any) -> Any:
+        return await future
+
+    waiting = [asyncio.create_task(wait(sampler.sample(PROMPT, 200, params))) for _ in range(4)]
+    await until_async(lambda: server.backend.sampling._queued == 4)
+    await asyncio.sleep(1)  # the SDK cancels what it polls, not what it submits
+    for task in waiting:
+        task.cancel()
+    await asyncio.gather(*waiting, return_exceptions=True)
+    await until_async(lambda: server.backend.sampling._queued == 0)
+    short = await sampler.sample(PROMPT, 1, tinker.SamplingParams(max_tokens=2))
+    assert len(short.sequences[0].tokens) <= 2
+
+
+def test_closing_the_client_frees_its_models_on_fakes(server: Any) -> None:
+    backend = server.backend
+    before = backend.training.count()
+    for status in ("success", "errored"):
+        service = tinker.ServiceClient(base_url=server.url, api_key=server.api_key)
+        clients = [service.create_lora_training_client(base_model="fake/bigram", rank=2) for _ in range(2)]
+        for client in clients:
+            client.save_weights_and_get_sampling_client()
+        assert backend.training.count() == before + 2
+        service.close(status)
+        until(lambda: backend.training.count() == before)
+        with pytest.raises((tinker.RequestFailedError, tinker.APIStatusError, RuntimeError)):
+            clients[0].forward_backward([datum([5, 9])], "cross_entropy").result(timeout=60)
+    assert not list((backend.options.data_dir / "ephemeral").glob("*.link"))
+
+
+def test_metadata_and_listings_round_trip_on_fakes(server: Any, service: Any) -> None:
+    client = service.create_lora_training_client(base_model="fake/bigram", rank=2, user_metadata={"renderer_name": "x"})
+    path = client.save_state("a", ttl_seconds=3600, user_metadata={"loss": "0.5"}).result().path
+    loaded = service.create_training_client_from_state(path, user_metadata={"renderer_name": "y"})
+    plain = service.create_training_client_from_state_with_optimizer(path)
+    rest = tinker.RestClient(base_url=server.url, api_key=server.api_key)
+    for model, metadata in ((client, {"renderer_name": "x"}), (loaded, {"renderer_name": "y"}), (plain, {})):
+        run = rest.get_training_run(model.get_info().model_id).result()
+        assert (run.user_metadata or {}) == metadata
+        assert (run.base_model, run.lora_rank, run.is_lora) == ("fake/bigram", 2, True)
+    found = rest.get_training_run_by_tinker_path(path).result()
+    assert found.last_checkpoint.user_metadata == {"loss": "0.5"}
+    assert found.last_checkpoint.expires_at is not None
+    assert path in [c.tinker_path for c in rest.list_user_checkpoints().result().checkpoints]
+    info = rest.get_weights_info_by_tinker_path(path).result()
+    assert (info.base_model, info.lora_rank) == ("fake/bigram", 2)
+    rest.delete_checkpoint_from_tinker_path(path).result()
+    assert path not in [c.tinker_path for c in rest.list_user_checkpoints().result().checkpoints]
+    with pytest.raises(tinker.NotFoundError):
+        rest.delete_checkpoint_from_tinker_path(path).result()
+    for call in (
+        lambda: rest.publish_checkpoint_from_tinker_path(path),
+        lambda: rest.set_checkpoint_ttl_from_tinker_path(path, 7200),
+        lambda: rest.list_sessions(),
+    ):
+        with pytest.raises(tinker.BadRequestError, match="not supported"):
+            call().result()
+
+
+def test_command_line_of_the_sdk_works_on_fakes(
+    server: Any, service: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Its tables compare times with a zone, and crash on others."""
+    from click.testing import CliRunner
+    from tinker.cli.__main__ import main_cli
+
+    client = service.create_lora_training_client(base_model="fake/bigram", rank=2)
+    path = client.save_state("for-the-table", ttl_seconds=7200).result().path
+    run = client.get_info().model_id
+    monkeypatch.setenv("TINKER_BASE_URL", server.url)
+    monkeypatch.setenv("TINKER_API_KEY", server.api_key)
+    monkeypatch.setenv("HOME", str(tmp_path))
+
+    def tinker_command(*arguments: str) -> str:
+        outcome = CliRunner().invoke(main_cli, list(arguments))
+        assert outcome.exit_code == 0, (arguments, outcome.output, outcome.exception)
+        return outcome.output
+
+    assert "fake/bigram" in tinker_command("-f", "json", "model", "list")
+    runs = json.loads(tinker_command("-f", "json", "run", "list", "--limit", "0"))
+    assert run in json.dumps(runs)
+    assert run in tinker_command("run", "info", run)
+    assert "for-the-table" in tinker_command("checkpoint", "list", "--run-id", run)
+    assert path in tinker_command("-f", "json", "checkpoint", "list", "--limit", "0")
+    assert "for-the-table" in tinker_command("checkpoint", "info", path)
+    tinker_command("auth", "status")
+    tinker_command("checkpoint", "delete", "-y", path)
+    assert path not in tinker_command("-f", "json", "checkpoint", "list", "--limit", "0")
