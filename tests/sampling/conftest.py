@@ -26,6 +26,18 @@ from tinker_local.types import EncodedTextChunk, ImageChunk, ModelInput, Samplin
 ALPHA = 32
 
 
+differences: list[float] = []
+"""Largest difference of logprobs in each comparison of this session, in nats."""
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    if differences:
+        terminalreporter.write_line(
+            f"sampler against HF float32: {len(differences)} comparisons, largest differences of logprobs: "
+            f"median {np.median(differences):.1e}, maximum {max(differences):.1e}"
+        )
+
+
 class Adapter:
     """A random LoRA adapter in PEFT's layout, on disk and as `{module: (A [r, in], B [out, r])}`."""
 
@@ -162,6 +174,7 @@ class Served:
         """Assert that they agree to `tolerance` times `scale`."""
         assert logprobs.shape == expected.shape
         difference = float(np.abs(logprobs - expected).max(initial=0.0))
+        differences.append(difference / scale)
         assert difference < self.tolerance * scale
 
     def prompt(self, *parts: Sequence[int] | Image.Image) -> RenderedInput:

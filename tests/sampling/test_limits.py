@@ -1,6 +1,7 @@
 """max_tokens, the context, stops and what a result says about its end."""
 
 import asyncio
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,7 @@ from tinker_local.backend.rendering.interface import RenderedInput
 from tinker_local.backend.sampling.engine_inputs import engine_params, engine_prompt
 from tinker_local.backend.sampling.engine_thread import EngineRequest
 from tinker_local.backend.sampling.interface import SampleWork
+from tinker_local.backend.sampling.vllm_sampler import VLLMSampler
 from tinker_local.types import InvalidRequestError, SampledSequence, SamplingParams
 
 PROMPT = list(range(30, 45))
@@ -99,10 +101,13 @@ def eos_ids(served: Any) -> list[int]:
 
 
 async def test_eos_stops_unless_stop_is_empty_also_beside_other_stops(text: Any) -> None:
-    params = {"max_tokens": 300, "temperature": 30.0, "seed": 2}
-    tokens = (await sample(text, stop=(), **params)).tokens.tolist()
-    assert len(tokens) == 300
     eos = set(eos_ids(text))
+    for seed in range(20):
+        params = {"max_tokens": 300, "temperature": 30.0, "seed": seed}
+        tokens = (await sample(text, stop=(), **params)).tokens.tolist()
+        assert len(tokens) == 300
+        if eos & set(tokens[2:-2]) and not eos & set(tokens[:2]):
+            break
     first = next(i for i, token in enumerate(tokens) if token in eos)
     for stop in (None, ("never said",), (tokens[first + 1],) if tokens[first + 1] not in tokens[:first] else None):
         sequence = await sample(text, stop=stop, **params)
@@ -119,6 +124,37 @@ async def test_the_budget_ends_a_sample_with_length(text: Any) -> None:
     sequence = await sample(text, max_tokens=5, stop=())
     assert sequence.stop_reason == "length"
     assert sequence.tokens.size == 5
+
+
+async def test_requests_that_do_not_fit_the_kv_cache_together_give_what_they_give_alone(text: Any) -> None:
+    """vLLM preempts some of them and computes them again."""
+    thread = text.sampler._thread
+    small = VLLMSampler(dataclasses.replace(text.options, kv_cache_bytes=2 * 2**20), thread)
+    preempted = []
+
+    def watch(engine: Any) -> None:
+        scheduler = engine.engine_core.engine_core.scheduler
+        preempt = scheduler._preempt_request
+        scheduler._preempt_request = lambda *a, **k: (preempted.append(1), preempt(*a, **k))
+
+    await asyncio.wrap_future(thread.call(small._engine, watch))
+    works = [
+        SampleWork(
+            text.prompt(np.random.default_rng(seed).integers(0, 300, 500 + seed).tolist()),
+            None,
+            SamplingParams(max_tokens=200, seed=seed, stop=()),
+            prompt_logprobs=seed % 2 == 0,
+        )
+        for seed in range(6)
+    ]
+    squeezed = await asyncio.gather(*(small.sample(work) for work in works))
+    assert preempted
+    for work, output in zip(works, squeezed, strict=True):
+        (sequence,) = output.sequences
+        text.same(sequence.logprobs, text.hf.logprobs(work.prompt, sequence.tokens))
+        if work.prompt_logprobs:
+            text.same(output.prompt_logprobs[1:], text.hf.prompt_logprobs(work.prompt))
+    await small.close()
 
 
 async def test_several_samples_share_one_prefill_and_the_cache_is_counted_once(

@@ -7,6 +7,7 @@ nothing else in the package imports it before `prepare_environment` has run.
 import contextlib
 import gc
 import importlib.metadata
+import logging
 import os
 import random
 import sys
@@ -77,6 +78,8 @@ def prepare_environment() -> None:
     os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    # vLLM's logger takes its level from there only once an engine is built.
+    logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])
     # `FullVocabularyDraw` replaces the draw that flashinfer would do; without flashinfer vLLM would not even start.
     os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
     if runs_on_cpu():
@@ -104,6 +107,7 @@ def process_state_kept() -> Iterator[None]:
 def _state_kept(torch: Any) -> Iterator[None]:
     environment = dict(os.environ)
     set_num_threads, num_threads = torch.set_num_threads, torch.get_num_threads()
+    precision = torch.get_float32_matmul_precision()
     python_random, numpy_random, torch_random = random.getstate(), np.random.get_state(), torch.get_rng_state()
     cuda_random = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
     try:
@@ -114,6 +118,7 @@ def _state_kept(torch: Any) -> Iterator[None]:
         os.environ.update({name: value for name, value in environment.items() if not name.startswith("VLLM_")})
         torch.set_num_threads = set_num_threads
         torch.set_num_threads(num_threads)
+        torch.set_float32_matmul_precision(precision)
         random.setstate(python_random)
         np.random.set_state(numpy_random)
         torch.set_rng_state(torch_random)
