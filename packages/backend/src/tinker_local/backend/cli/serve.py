@@ -182,9 +182,7 @@ def _serve(
     keys: list[str] | None,
     fake: bool,
 ) -> None:
-    import asyncio
-
-    from tinker_local.backend.http.server import allow_many_connections, bind, run, url_of
+    from tinker_local.backend.http.server import allow_many_connections, bind, event_loop, run, url_of
     from tinker_local.backend.inprocess import InProcessBackend
     from tinker_local.backend.loading import load_fake
 
@@ -202,7 +200,8 @@ def _serve(
         console.print(f"[bold green]ready:[/bold green] {url_of(listening)}")
 
     try:
-        loaded = asyncio.run(run(backend, listening, api_keys=keys, on_ready=ready))
+        with event_loop() as runner:
+            loaded = runner.run(run(backend, listening, api_keys=keys, on_ready=ready))
     except (ValueError, RuntimeError, OSError) as error:
         raise click.ClickException(str(error)) from error
     console.print("stopped")

@@ -56,7 +56,8 @@ class Renderer(Protocol):
     tokens on which vLLM, HF and `expected_tokens` do not agree (the message holds all three), images on a text model.
     """
 
-    images_processed: int
-    """How many images were decoded and processed so far (cache misses)."""
+    @property
+    def images_processed(self) -> int:
+        """How many images were decoded and processed so far (cache misses)."""
 
     def render(self, model_input: ModelInput, where: str) -> RenderedInput: ...
