@@ -38,7 +38,7 @@ class EngineOptions:
     different adapters one step may mix (each has a slot of `max_rank` in the device's memory); requests of more wait
     their turn. `cached_adapters`: how many stay in host memory; others are read again from their folder on use.
     `max_sequences`: in one step. `max_batched_tokens`: most positions in one step; prompt logprobs take that many rows
-    of the whole vocabulary in float32. `enforce_eager` None: True on CPU, False on CUDA (CUDA graphs).
+    of the whole vocabulary in float32. `enforce_eager` None: True on CPU, False on CUDA (CUDA graphs for decoding).
     """
 
     model: str
@@ -169,10 +169,11 @@ def build_engine(options: EngineOptions) -> Any:
 
 def _engine_arguments(options: EngineOptions) -> dict[str, Any]:
     on_cpu = runs_on_cpu()
+    eager = on_cpu if options.enforce_eager is None else options.enforce_eager
     arguments = model_arguments(options.model, options.dtype) | {
         # -1: as much as the KV cache holds of what the model knows.
         "max_model_len": options.max_context_length or -1,
-        "enforce_eager": on_cpu if options.enforce_eager is None else options.enforce_eager,
+        "enforce_eager": eager,
         "max_num_seqs": options.max_sequences,
         "max_num_batched_tokens": max(options.max_batched_tokens, options.max_sequences),
         "enable_lora": True,
@@ -182,6 +183,9 @@ def _engine_arguments(options: EngineOptions) -> dict[str, Any]:
         "disable_log_stats": True,
         "use_tqdm_on_load": False,
     }
+    if not eager:
+        # CUDA graphs for decoding, no torch.compile: it would take minutes at the start for a few per cent.
+        arguments["compilation_config"] = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
     if options.kv_cache_bytes is not None or on_cpu:
         arguments["kv_cache_memory_bytes"] = options.kv_cache_bytes or 256 * _MIB
     else:
