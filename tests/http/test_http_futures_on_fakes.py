@@ -304,3 +304,42 @@ async def test_name_that_exists_fails_the_save_and_no_409_on_fakes(api: Any) -> 
     await api.named(model, 4, "a")  # another kind: another name space
     body = {"model_id": model, "seq_id": 5, "path": "a"}
     assert "'a' exists" in await api.failure(await api.submit("save_weights_for_sampler", body))
+
+
+async def test_result_that_cannot_be_sent_is_a_failure_and_no_5xx_on_fakes(
+    api: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import numpy as np
+    from tinker_local.backend.training.interface import TrainResult
+
+    outputs = {
+        "no wire format": [{"logprobs": np.zeros((3, 0), np.float32)}],
+        "no tensor": [{"logprobs": np.array(["a"])}],
+    }
+    model = await api.model()
+    for seq_id, output in enumerate(outputs.values(), 1):
+        result = TrainResult(output, {"loss:sum": 0.0})
+        monkeypatch.setattr(api.trainer, "forward_backward", lambda work, result=result: [result] * len(work))
+        assert (await api.failure(await api.gradient(model, seq_id))).startswith("server: ")
+
+
+async def test_saves_in_flight_are_finished_when_the_server_stops_on_fakes(
+    start_api: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    api = await start_api()
+    model = await api.model()
+    original = api.backend.store.write_checkpoint
+
+    def slow(*args: Any, **kwargs: Any) -> Any:
+        time.sleep(0.5)
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(api.backend.store, "write_checkpoint", slow)
+    operation = await api.backend.operation(
+        await api.submit("save_weights", {"model_id": model, "seq_id": 1, "path": "a"})
+    )
+    await api.until(lambda: bool(api.backend.training.live(model).captures))
+    await api.backend.close()
+    path = (await operation)["path"]
+    again = await start_api()
+    assert (await again.ok("weights_info", {"tinker_path": path}))["lora_rank"] == 4

@@ -1,6 +1,7 @@
 """Execution in `seq_id` order whatever arrives when, one execution per id, and what a failure does to what follows."""
 
 import asyncio
+import threading
 import time
 from typing import Any
 
@@ -369,19 +370,30 @@ async def test_one_model_with_much_queued_does_not_keep_others_waiting_on_fakes(
     assert [adapter for adapter, _, _ in ran].index(other) <= 3
 
 
-async def test_model_in_creation_takes_commands_in_order_on_fakes(api: Any) -> None:
+async def test_model_in_creation_takes_commands_in_order_on_fakes(api: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing runs before the adapter is there, however long that takes."""
     model, session = await api.model(), await api.session()
     path = await api.save(model, 1, "a")
-    api.trainer.hold.clear()
-    busy = await api.gradient(model, 2)  # the trainer has one thread
+    go_on = threading.Event()
+    original = api.backend.store.read_checkpoint
+
+    def slow(*args: Any, **kwargs: Any) -> Any:
+        assert go_on.wait(30)
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(api.backend.store, "read_checkpoint", slow)
     body = {"session_id": session, "model_seq_id": 0, "path": path, "optimizer": True}
     creation = await api.submit("load_weights", body)
     gradient = await api.gradient(f"{session}:train:0", 1)
-    assert (await api.post("get_info", {"model_id": f"{session}:train:0"})).status_code == 404
-    api.trainer.hold.set()
-    for request in (busy, creation, gradient, await api.step(f"{session}:train:0", 2)):
+    step = await api.step(f"{session}:train:0", 2)
+    await api.result(await api.gradient(model, 2))  # others go on
+    early = await api.post("get_info", {"model_id": f"{session}:train:0"})
+    assert early.status_code == 404
+    assert "being created" in early.json()["detail"]
+    go_on.set()
+    for request in (creation, gradient, step):
         await api.result(request)
+    await api.ok("get_info", {"model_id": f"{session}:train:0"})
 
 
 async def test_trainer_that_breaks_its_contract_fails_the_batch_and_hangs_nobody_on_fakes(

@@ -132,6 +132,18 @@ def test_bad_arguments_are_raised_at_once_on_fakes(service: Any) -> None:
     assert time.monotonic() - began < 60
 
 
+def test_metrics_that_are_not_finite_are_told_apart_on_fakes(
+    server: Any, service: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = server.backend.models.get("fake/bigram")
+    monkeypatch.setattr(
+        base.engines.trainer, "optim_step", lambda *_: {"a": float("nan"), "b": float("-inf"), "c": 1.5}
+    )
+    client = service.create_lora_training_client(base_model="fake/bigram", rank=2)
+    metrics = client.optim_step(ADAM).result(timeout=60).metrics
+    assert metrics == {"a_is_nan": 1.0, "b_is_inf": -1.0, "c": 1.5}
+
+
 def test_custom_loss_of_the_client_works_on_fakes(service: Any) -> None:
     torch = pytest.importorskip("torch")
     session = service

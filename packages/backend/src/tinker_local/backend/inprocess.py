@@ -141,10 +141,11 @@ class InProcessBackend:
                 operation.stop_waiting()
 
     async def close(self) -> None:
-        """Stop everything. Checkpoints that were acknowledged are on disk; operations in flight end with an error."""
+        """Stop everything. Checkpoints that are being written are finished; other operations end with an error."""
         if not self.ready:
             return
         self.ready = False
+        await self.training.finish_saves()
         for operation in self.operations.unfinished():
             operation.cancel(InternalError("the server was stopped"))
         await self._closing.aclose()

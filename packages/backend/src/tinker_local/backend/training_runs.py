@@ -43,6 +43,9 @@ log = logging.getLogger(__name__)
 MIN_TTL, MAX_TTL = 3600, 10 * 365 * 86400
 """Seconds; the hosted service's bounds."""
 
+FINISH_SECONDS = 60.0
+"""How long a server that is told to stop waits for its disk."""
+
 
 @dataclass(slots=True, eq=False)
 class TrainedModel:
@@ -208,6 +211,12 @@ class TrainingRuns:
             await self._free(model, f"the session {session_id} has ended")
 
         await asyncio.gather(*(end(m) for m in list(self._live.values()) if m.record.session_id == session_id))
+
+    async def finish_saves(self) -> None:
+        """Wait for the checkpoints that are being written, as long as that takes in any sane case."""
+        saves = [task for model in self._live.values() for task in model.captures]
+        if saves:
+            await asyncio.wait(saves, timeout=FINISH_SECONDS)
 
     def close(self) -> None:
         self._preparing.shutdown(wait=False, cancel_futures=True)

@@ -1,6 +1,9 @@
 """Polling: a long poll that an event ends, and cancelling."""
 
 import asyncio
+import logging
+import math
+from collections.abc import Mapping
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
@@ -8,9 +11,11 @@ from fastapi.responses import JSONResponse
 from tinker_local.backend.http.access import Backend
 from tinker_local.backend.http.bodies import parse
 from tinker_local.backend.http.errors import message
+from tinker_local.backend.scheduling.operations import as_api_error
 from tinker_local.types import ApiError, ForwardBackwardOutput, Frozen, InternalError, OptimStepOutput, SampleOutput
 from tinker_local.types.codec import encode_forward_backward_output, encode_sample_output
 
+log = logging.getLogger(__name__)
 router = APIRouter(tags=["futures"])
 
 LONG_POLL_SECONDS = 30.0
@@ -40,10 +45,12 @@ async def retrieve_future(request: Request, backend: Backend) -> Response:
         waiting = {"type": "try_again", "request_id": body.request_id, "queue_state": "active"}
         return JSONResponse(waiting, 408)
     try:
-        result = await operation
+        return await encode(await operation)
     except ApiError as error:
         return failure(error)
-    return await encode(result)
+    except Exception as error:  # a 5xx would be polled again for ever
+        log.exception("the result of %s cannot be sent", body.request_id)
+        return failure(as_api_error(error))
 
 
 @router.post("/cancel_future", status_code=204)
@@ -64,5 +71,19 @@ async def encode(result: Any) -> Response:
     if isinstance(result, SampleOutput):
         return Response(await asyncio.to_thread(encode_sample_output, result), media_type=PROTOBUF)
     if isinstance(result, OptimStepOutput):
-        return JSONResponse({"metrics": result.metrics})
+        return JSONResponse({"metrics": finite(result.metrics)})
     return JSONResponse(result)
+
+
+def finite(metrics: Mapping[str, float]) -> dict[str, float]:
+    """`metrics` as JSON can hold them: one that is not finite is told by a metric of its own, `NAME_is_nan` or
+    `NAME_is_inf` (1 or -1). The SDK fails on any spelling of NaN."""
+    found = {}
+    for name, value in metrics.items():
+        if math.isnan(value):
+            found[f"{name}_is_nan"] = 1.0
+        elif math.isinf(value):
+            found[f"{name}_is_inf"] = math.copysign(1.0, value)
+        else:
+            found[name] = value
+    return found
