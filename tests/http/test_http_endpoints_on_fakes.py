@@ -2,11 +2,13 @@
 
 import re
 from datetime import datetime, timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
 import tinker.types as sdk
 from tinker.types.try_again_response import TryAgainResponse
+from tinker_local.backend.base_models import tokenizer_id
 from tinker_local.backend.http.routes.refused import REFUSED
 
 
@@ -357,3 +359,17 @@ async def test_load_into_a_model_takes_no_fields_of_a_load_that_creates_one_on_f
         body = {"model_id": model, "seq_id": 1, "path": path, "optimizer": True, **field}
         message = await api.failure(await api.submit("load_weights", body))
         assert next(iter(field)) in message
+
+
+def test_tokenizer_id_holds_no_colon_and_leads_to_the_model(tmp_path: Path) -> None:
+    """The SDK cuts a tokenizer's name at its first colon."""
+    data = tmp_path / "data"
+    folders = [tmp_path / name for name in ("plain", "a:b", "a_b", "a:b:c", "a_b:c")]
+    for folder in folders:
+        folder.mkdir()
+        (folder / "name").write_text(folder.name)
+    for folder in folders * 2:  # the second time after a restart
+        ident = tokenizer_id(str(folder), data)
+        assert ":" not in ident
+        assert (Path(ident) / "name").read_text() == folder.name
+    assert tokenizer_id("Qwen/Qwen3-8B", data) == "Qwen/Qwen3-8B"

@@ -1,5 +1,6 @@
 """Base models that are loaded: one renderer, trainer and sampler for each copy of the weights, under all its names."""
 
+import hashlib
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -106,7 +107,7 @@ def tokenizer_id(path: str, data_dir: Path) -> str:
     absolute = str(folder.resolve())
     if ":" not in absolute:
         return absolute
-    link = data_dir / "tokenizers" / absolute.replace(":", "_").strip("/").replace("/", "--")
+    link = data_dir / "tokenizers" / hashlib.sha256(absolute.encode()).hexdigest()[:16]
     link.parent.mkdir(parents=True, exist_ok=True)
     if not link.is_symlink():
         link.symlink_to(absolute)
