@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from tinker_local.backend.sampling.engine_thread import EngineRequest, EngineThread
 from tinker_local.backend.sampling.interface import SampleWork
@@ -102,6 +103,25 @@ async def test_an_exception_in_a_step_fails_what_was_in_flight_and_the_engine_co
     await sampler.close()
     with pytest.raises(InternalError):
         await sampler.sample(long)
+
+
+async def test_building_an_engine_leaves_the_process_as_it_was(text: Any) -> None:
+    import os
+    import random
+
+    import torch
+
+    def state() -> Any:
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("VLLM_")}
+        threads = torch.set_num_threads, torch.get_num_threads(), torch.get_float32_matmul_precision()
+        generators = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
+        return environment, threads, generators, torch.get_default_dtype(), torch.is_grad_enabled()
+
+    before = state()
+    sampler = VLLMSampler(text.options, text.sampler._thread)
+    assert state() == before
+    await sampler.close()
+    assert state() == before
 
 
 async def test_closing_one_engine_leaves_the_others_and_the_process_alone(text: Any) -> None:

@@ -49,7 +49,10 @@ class _Group:
 
 
 class Engine:
-    """An engine that an `EngineThread` steps. `restarts`: how often it was built again after an exception in a step."""
+    """An engine that an `EngineThread` steps; only that thread calls its methods.
+
+    `restarts`: how often it was built again after an exception in a step. `in_flight`: request ids and their groups.
+    """
 
     def __init__(self, name: str, build: Callable[[], Any], release: Callable[[Any], None]) -> None:
         self.name = name
@@ -57,12 +60,12 @@ class Engine:
         self._build = build
         self._release = release
         self._engine: Any = None
-        self._in_flight: dict[str, _Group] = {}
+        self.in_flight: dict[str, _Group] = {}
         self._closed = False
 
     def groups(self) -> list[_Group]:
         """Requests in flight, oldest first."""
-        return list(dict.fromkeys(self._in_flight.values()))
+        return list(dict.fromkeys(self.in_flight.values()))
 
     def live(self) -> Any:
         """The vLLM engine; built first if it is not there (a restart failed). InternalError after `close`."""
@@ -72,7 +75,13 @@ class Engine:
             self._engine = self._build()
         return self._engine
 
+    def abort(self, request_ids: list[str]) -> None:
+        """Drop sequences that have not finished."""
+        if request_ids and self._engine is not None:
+            self._engine.abort_request(request_ids)
+
     def discard(self) -> None:
+        """Let go of the vLLM engine; `live` builds another."""
         engine, self._engine = self._engine, None
         if engine is not None:
             self._release(engine)
@@ -82,7 +91,7 @@ class Engine:
         self._closed = True
         for group in self.groups():
             _fail(group, InternalError("the sampling engine was stopped"))
-        self._in_flight.clear()
+        self.in_flight.clear()
         self.discard()
 
 
@@ -200,7 +209,7 @@ class EngineThread:
         try:
             while self._take_commands():
                 for engine in list(self._engines):
-                    if engine.groups():
+                    if engine.in_flight:
                         with _one_engine_at_a_time:
                             self._step(engine)
         finally:
@@ -209,7 +218,7 @@ class EngineThread:
     def _take_commands(self) -> bool:
         """Run what waits; sleep while there is nothing to step. False when the thread shall end."""
         while True:
-            idle = not any(engine._in_flight for engine in self._engines)
+            idle = not any(engine.in_flight for engine in self._engines)
             try:
                 command = self._commands.get(block=idle)
             except queue.Empty:
@@ -230,15 +239,13 @@ class EngineThread:
                 request_id = f"{number}-{index}"
                 engine.live().add_request(request_id, request.prompt, params, lora_request=request.lora)
                 group.ids.append(request_id)
-                engine._in_flight[request_id] = group
+                engine.in_flight[request_id] = group
         except Exception as error:  # the request's own fault; the engine is as before
             self._abort(engine, group)
             _fail(group, error)
 
     def _abort(self, engine: Engine, group: _Group) -> None:
-        ids = [request_id for request_id in group.ids if engine._in_flight.pop(request_id, None)]
-        if ids and engine._engine is not None:
-            engine._engine.abort_request(ids)
+        engine.abort([request_id for request_id in group.ids if engine.in_flight.pop(request_id, None)])
 
     def _step(self, engine: Engine) -> None:
         try:
@@ -248,7 +255,7 @@ class EngineThread:
             self._restart(engine, error)
             return
         for output in outputs:
-            group = engine._in_flight.pop(output.request_id, None) if output.finished else None
+            group = engine.in_flight.pop(output.request_id, None) if output.finished else None
             if group is None:
                 continue
             group.outputs[output.request_id] = output
@@ -260,7 +267,7 @@ class EngineThread:
         with their seed they give the same); else all fail."""
         groups = engine.groups()
         guilty = _at_fault(groups, error)
-        engine._in_flight.clear()
+        engine.in_flight.clear()
         engine.discard()
         engine.restarts += 1
         try:

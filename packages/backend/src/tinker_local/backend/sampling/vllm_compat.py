@@ -101,29 +101,25 @@ def process_state_kept() -> Iterator[None]:
     import torch
 
     with _building:
-        yield from _state_kept(torch)
-
-
-def _state_kept(torch: Any) -> Iterator[None]:
-    environment = dict(os.environ)
-    set_num_threads, num_threads = torch.set_num_threads, torch.get_num_threads()
-    precision = torch.get_float32_matmul_precision()
-    python_random, numpy_random, torch_random = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    cuda_random = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
-    try:
-        yield
-    finally:
-        for name in [name for name in os.environ if name not in environment and not name.startswith("VLLM_")]:
-            del os.environ[name]
-        os.environ.update({name: value for name, value in environment.items() if not name.startswith("VLLM_")})
-        torch.set_num_threads = set_num_threads
-        torch.set_num_threads(num_threads)
-        torch.set_float32_matmul_precision(precision)
-        random.setstate(python_random)
-        np.random.set_state(numpy_random)
-        torch.set_rng_state(torch_random)
-        if cuda_random is not None:
-            torch.cuda.set_rng_state_all(cuda_random)
+        environment = dict(os.environ)
+        set_num_threads, num_threads = torch.set_num_threads, torch.get_num_threads()
+        precision = torch.get_float32_matmul_precision()
+        python_random, numpy_random, torch_random = random.getstate(), np.random.get_state(), torch.get_rng_state()
+        cuda_random = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
+        try:
+            yield
+        finally:
+            for name in [name for name in os.environ if name not in environment and not name.startswith("VLLM_")]:
+                del os.environ[name]
+            os.environ.update({name: value for name, value in environment.items() if not name.startswith("VLLM_")})
+            torch.set_num_threads = set_num_threads
+            torch.set_num_threads(num_threads)
+            torch.set_float32_matmul_precision(precision)
+            random.setstate(python_random)
+            np.random.set_state(numpy_random)
+            torch.set_rng_state(torch_random)
+            if cuda_random is not None:
+                torch.cuda.set_rng_state_all(cuda_random)
 
 
 def model_arguments(model: str, dtype: DType | None) -> dict[str, Any]:
