@@ -54,6 +54,26 @@ async def test_same_seq_id_again_is_the_same_request_and_runs_once_on_fakes(api:
         assert results[0] == results[1]  # a name that exists would have failed the second
 
 
+async def test_id_of_another_operation_is_refused_by_name_on_fakes(api: Any) -> None:
+    """It is no retry, and the result of the first would be read as the second's."""
+    session = await api.session()
+    model = await api.model(session)
+    await api.gradient(model, 1)
+    path = await api.save(model, 2, "a")
+    answers = [
+        await api.post("optim_step", {"model_id": model, "seq_id": 1, "adam_params": {"learning_rate": 0.1}}),
+        await api.gradient_answer(model, 1, forward_only=True),
+        await api.gradient_answer(model, 2),
+        await api.post("save_weights_for_sampler", {"model_id": model, "seq_id": 2, "path": "a"}),
+        await api.post("load_weights", {"session_id": session, "model_seq_id": 0, "path": path, "optimizer": True}),
+    ]
+    for answer in answers:
+        assert answer.status_code == 400
+        assert "already" in answer.json()["detail"]
+        assert model in answer.json()["detail"]
+    await api.result(await api.step(model, 3))
+
+
 async def test_duplicates_sent_at_the_same_time_are_one_on_fakes(api: Any) -> None:
     session = await api.session()
     model = await api.model(session)

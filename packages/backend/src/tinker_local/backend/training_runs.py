@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -44,7 +44,7 @@ MIN_TTL, MAX_TTL = 3600, 10 * 365 * 86400
 """Seconds; the hosted service's bounds."""
 
 FINISH_SECONDS = 60.0
-"""How long a server that is told to stop waits for its disk."""
+"""How long the end of a session or server waits for saves in flight: longer than any disk that works."""
 
 
 @dataclass(slots=True, eq=False)
@@ -84,7 +84,7 @@ class TrainingRuns:
         """A fresh adapter. Validation errors are raised at once; the operation ends with `model_id`."""
         model_id = paths.model_id(request.session_id, request.model_seq_id)
         if (known := self._operations.get(paths.request_id(model_id, "create"))) is not None:
-            return known
+            return repeated(known, "create_model")
         base = self._base_models.get(request.base_model)
         check_optimizer(request.optimizer_config)
         check_user_metadata(request.user_metadata)
@@ -107,7 +107,7 @@ class TrainingRuns:
         assert request.model_seq_id is not None
         model_id = paths.model_id(request.session_id, request.model_seq_id)
         if (known := self._operations.get(paths.request_id(model_id, "create"))) is not None:
-            return known
+            return repeated(known, "load_weights")
         await self._sessions.require(request.session_id)
         record = await self._checkpoint(request)
         name = request.base_model or record.base_model
@@ -120,7 +120,7 @@ class TrainingRuns:
         # While the checkpoint was looked up, the session may have ended, or the same request may have come again.
         await self._sessions.require(request.session_id)
         if (known := self._operations.get(paths.request_id(model_id, "create"))) is not None:
-            return known
+            return repeated(known, "load_weights")
         model = self._open(model_id, request.session_id, name, base, record.lora_config)
         model.record = replace(model.record, user_metadata=request.user_metadata or {})
         operation = self._begin(model, "load_weights")
@@ -207,16 +207,14 @@ class TrainingRuns:
         """Free the models of a session that has ended. Checkpoints that are being written are finished first."""
 
         async def end(model: TrainedModel) -> None:
-            await asyncio.gather(*model.captures, return_exceptions=True)
+            await finish(model.captures)
             await self._free(model, f"the session {session_id} has ended")
 
         await asyncio.gather(*(end(m) for m in list(self._live.values()) if m.record.session_id == session_id))
 
     async def finish_saves(self) -> None:
-        """Wait for the checkpoints that are being written, as long as that takes in any sane case."""
-        saves = [task for model in self._live.values() for task in model.captures]
-        if saves:
-            await asyncio.wait(saves, timeout=FINISH_SECONDS)
+        """Wait for the checkpoints that are being written."""
+        await finish([task for model in self._live.values() for task in model.captures])
 
     def close(self) -> None:
         self._preparing.shutdown(wait=False, cancel_futures=True)
@@ -435,12 +433,12 @@ class TrainingRuns:
         Nothing is refused at submission: the SDK's training client would hang if one of several chunks were.
         """
         if (known := self._operations.get(operation.request_id)) is not None:
-            return known, None
+            return repeated(known, operation.kind), None
         model = self._live.get(model_id)
         if model is None:
             error = await self.lost(model_id)
             if (known := self._operations.get(operation.request_id)) is not None:
-                return known, None
+                return repeated(known, operation.kind), None
             self._operations.add(operation)
             operation.fail(error)
             return operation, None
@@ -462,6 +460,19 @@ class TrainingRuns:
             model.record = replace(model.record, last_request_at=when)
             if model.ready:
                 asyncio.get_running_loop().run_in_executor(None, self._store.touch_training_run, model.model_id, when)
+
+
+async def finish(saves: Collection[asyncio.Task[None]]) -> None:
+    """Wait for `saves`, at most `FINISH_SECONDS`."""
+    if saves:
+        await asyncio.wait(saves, timeout=FINISH_SECONDS)
+
+
+def repeated(known: Operation[Any], kind: OperationKind) -> Operation[Any]:
+    """`known`, if it is what the client asks for again; InvalidRequestError if its id is another operation's."""
+    if known.kind != kind:
+        raise InvalidRequestError(f"seq_id: {known.request_id} is a {known.kind} already, it cannot be a {kind}")
+    return known
 
 
 def check_optimizer(config: OptimizerConfig) -> None:
