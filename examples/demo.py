@@ -22,8 +22,8 @@ EXAMPLES = Path(__file__).parent
 TINY = Path("models/demo-vl")
 
 # What suits random weights is not what suits real ones.
-TINY_SETTINGS = ["--rank", "32", "--learning-rate", "5e-3", "--epochs", "4", "--batch-size", "50"]
-REAL_SETTINGS = ["--rank", "32", "--learning-rate", "2e-4", "--epochs", "1", "--batch-size", "50", "--side", "224"]
+TINY_SETTINGS = ["--learning-rate", "3e-3", "--clip", "0.5", "--epochs", "24", "--side", "32", "--shift"]
+REAL_SETTINGS = ["--learning-rate", "2e-4", "--epochs", "2", "--side", "224"]
 
 
 def serve(model: str, data_dir: str, console: Console) -> tuple[subprocess.Popen, str]:

@@ -51,9 +51,9 @@ def enlarge(image: np.ndarray, side: int) -> np.ndarray:
 
 
 def shifted(image: np.ndarray, rng: random.Random) -> np.ndarray:
-    """The image moved by up to one pixel: as a reader of digits would not mind."""
+    """The image as it is or moved by one pixel: as a reader of digits would not mind."""
     moved = np.zeros_like(image)
-    dy, dx = rng.randint(-1, 1), rng.randint(-1, 1)
+    dy, dx = rng.choice([(0, 0), (1, 0), (-1, 0), (0, 1), (0, -1)])
     moved[max(dy, 0) : 8 + min(dy, 0), max(dx, 0) : 8 + min(dx, 0)] = image[
         max(-dy, 0) : 8 + min(-dy, 0), max(-dx, 0) : 8 + min(-dx, 0)
     ]
@@ -71,9 +71,9 @@ class Task:
 
     def prompt(self, image: np.ndarray) -> tinker.ModelInput:
         return model_input(
-            "<|im_start|>user\n",
+            f"<|im_start|>user\n{QUESTION}",
             enlarge(image, self.side),
-            f"{QUESTION}<|im_end|>\n<|im_start|>assistant\n",
+            "<|im_end|>\n<|im_start|>assistant\n",
             tokenizer=self.tokenizer,
             image_processor=self.processor,
         )
@@ -225,7 +225,7 @@ def main() -> int:
     parser.add_argument("--epochs", type=float, default=1.0)
     parser.add_argument("--side", type=int, default=64, help="pixels; a multiple of 8")
     parser.add_argument("--shift", action="store_true", help="augment by shifts of a pixel")
-    parser.add_argument("--eval-every", type=int, default=30, help="steps")
+    parser.add_argument("--eval-every", type=int, default=90, help="steps")
     parser.add_argument("--min-accuracy", type=float, default=0.0, help="fail below this held-out accuracy")
     parser.add_argument("--max-blank-accuracy", type=float, default=1.0, help="fail above this on blank images")
     options = parser.parse_args()

@@ -12,7 +12,7 @@ import click
 @click.option("--seed", default=0, show_default=True, help="Of its random weights.")
 def tiny_model(kind: str, out: Path, preset: str, seed: int) -> None:
     """Write a tiny Qwen3 or Qwen3-VL with random weights, tokenizer and processor: no network needed."""
-    from tinker_local.backend.tiny_models import make_tiny_text_model, make_tiny_vl_model
+    from tinker_local.backend.tiny_models import make_demo_vl_model, make_tiny_text_model, make_tiny_vl_model
 
     if (out / "config.json").exists():
         raise click.UsageError(f"--out: {out} holds a model already")
@@ -20,6 +20,8 @@ def tiny_model(kind: str, out: Path, preset: str, seed: int) -> None:
         if preset != "tiny":
             raise click.UsageError("--preset demo: only for --kind vl")
         make_tiny_text_model(out, seed=seed)
+    elif preset == "demo":
+        make_demo_vl_model(out, seed=seed)
     else:
-        make_tiny_vl_model(out, seed=seed, preset=preset)
+        make_tiny_vl_model(out, seed=seed)
     click.echo(f"wrote {out}")

@@ -8,7 +8,6 @@ from typing import Any, Literal
 
 from tinker_local.backend.tiny_models.chat_template import CHAT_TEMPLATE
 from tinker_local.backend.tiny_models.processors import (
-    MERGE_SIZE,
     QWEN2_5_VL,
     QWEN3_VL,
     TEMPORAL_PATCH_SIZE,
@@ -120,9 +119,9 @@ def _vision_settings(text: TextShape, vision: VisionShape, settings: ProcessorSe
         "hidden_size": vision.hidden_size,
         "intermediate_size": vision.intermediate_size,
         "num_heads": vision.num_heads,
-        "patch_size": settings.patch_size,
+        "patch_size": vision.patch_size or settings.patch_size,
         "temporal_patch_size": TEMPORAL_PATCH_SIZE,
-        "spatial_merge_size": MERGE_SIZE,
+        "spatial_merge_size": vision.merge_size,
         "out_hidden_size": text.hidden_size,
     }
 
@@ -180,7 +179,7 @@ def _qwen2_5_vl(text: TextShape, vision: VisionShape, settings: ProcessorSetting
         vision_config={
             **_vision_settings(text, vision, settings),
             # Windows of 4 x 4 patches in every layer but the last, so that both kinds of attention are there.
-            "window_size": 4 * settings.patch_size,
+            "window_size": 4 * (vision.patch_size or settings.patch_size),
             "fullatt_block_indexes": [vision.num_layers - 1],
         },
         tie_word_embeddings=tie_word_embeddings,

@@ -6,8 +6,6 @@ from pathlib import Path
 from tinker_local.backend.tiny_models.shapes import VisionShape
 from tinker_local.backend.tiny_models.tokenizer import write_json
 
-MERGE_SIZE = 2
-"""Patches per side that become one token."""
 TEMPORAL_PATCH_SIZE = 2
 """Frames per patch; a still image is shown twice."""
 
@@ -45,9 +43,9 @@ def write_processors(out: Path, settings: ProcessorSettings, vision: VisionShape
     common = {
         "processor_class": settings.processor_class,
         "size": {"shortest_edge": vision.min_pixels, "longest_edge": vision.max_pixels},
-        "patch_size": settings.patch_size,
+        "patch_size": vision.patch_size or settings.patch_size,
         "temporal_patch_size": TEMPORAL_PATCH_SIZE,
-        "merge_size": MERGE_SIZE,
+        "merge_size": vision.merge_size,
         "image_mean": list(settings.mean),
         "image_std": list(settings.std),
     }

@@ -34,15 +34,18 @@ class TextShape:
 class VisionShape:
     """Sizes of a vision tower.
 
-    `position_grid`: side of the square grid of learnt positions (Qwen3-VL). `deepstack_layers`: layers whose output is
-    also added to the language model's first layers (Qwen3-VL). `min_pixels`, `max_pixels`: area to which the image
-    processor scales.
+    `patch_size`: pixels per side of a patch (the family's own if None); `merge_size` x `merge_size` patches become one
+    token. `position_grid`: side of the square grid of learnt positions (Qwen3-VL). `deepstack_layers`: layers whose
+    output is also added to the language model's first layers (Qwen3-VL). `min_pixels`, `max_pixels`: area to which the
+    image processor scales.
     """
 
     hidden_size: int = 64
     intermediate_size: int = 128
     num_layers: int = 2
     num_heads: int = 2
+    patch_size: int | None = None
+    merge_size: int = 2
     position_grid: int = 8
     deepstack_layers: tuple[int, ...] = (0,)
     min_pixels: int = 32 * 32
