@@ -165,7 +165,7 @@ def build_engine(options: EngineOptions) -> Any:
 
 def _engine_arguments(options: EngineOptions) -> dict[str, Any]:
     on_cpu = runs_on_cpu()
-    eager = on_cpu if options.enforce_eager is None else options.enforce_eager
+    eager = on_cpu or not _graphs_work(options) if options.enforce_eager is None else options.enforce_eager
     arguments = model_arguments(options.model, options.dtype) | {
         # -1: as much as the KV cache holds of what the model knows.
         "max_model_len": options.max_context_length or -1,
@@ -187,6 +187,16 @@ def _engine_arguments(options: EngineOptions) -> dict[str, Any]:
     else:
         arguments["gpu_memory_utilization"] = options.gpu_memory_utilization
     return arguments
+
+
+def _graphs_work(options: EngineOptions) -> bool:
+    """Whether vLLM can capture graphs: with tied embeddings it makes a dummy adapter for them whose input is as wide as
+    the largest rank, which does not fit a model with a smaller hidden state (0.26)."""
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(options.model)
+    text = config.get_text_config()
+    return not config.tie_word_embeddings or served_rank(options.max_rank) <= int(text.hidden_size)
 
 
 def served_rank(rank: int) -> int:
