@@ -1,0 +1,121 @@
+"""Promise 15: decoding, encoding, image work, training and disk run in other threads than the event loop's."""
+
+import base64
+import io
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import zstandard
+from tinker_local.backend.http import bodies
+from tinker_local.backend.storage.store import SqlStore
+from tinker_local.types import Datum, EncodedTextChunk, ForwardBackwardRequest, ImageChunk, ModelInput
+from tinker_local.types.codec import encode_forward_backward_request
+
+COMPUTED = {"checkpoint_folder"}
+"""Of the store: a path made of a record, without a look at the disk."""
+
+
+def png() -> bytes:
+    from PIL import Image
+
+    buffer = io.BytesIO()
+    Image.new("RGB", (64, 32), (200, 30, 30)).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+def methods(owner: Any) -> list[str]:
+    return [name for name in vars(owner) if not name.startswith("_") and callable(getattr(owner, name))]
+
+
+class Threads:
+    """Notes in which thread what is watched runs; the test, and so the event loop, is in the one that made this."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.seen: set[str] = set()
+        self.on_the_loop: list[str] = []
+        self._loop = threading.current_thread()
+        self._patch = monkeypatch.setattr
+
+    def watch(self, owner: Any, name: str, counts: Callable[..., bool] = lambda *_, **__: True) -> None:
+        original = getattr(owner, name)
+
+        def noting(*args: Any, **kwargs: Any) -> Any:
+            if counts(*args, **kwargs):
+                self.seen.add(name)
+                if threading.current_thread() is self._loop:
+                    self.on_the_loop.append(name)
+            return original(*args, **kwargs)
+
+        self._patch(owner, name, noting)
+
+
+async def test_nothing_that_takes_long_runs_on_the_event_loop_on_fakes(
+    api: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tinker_local.backend import training_runs
+    from tinker_local.backend.http.routes import futures
+    from tinker_local.backend.http.routes import training as route
+    from tinker_local.backend.scheduling import train_scheduler
+    from tinker_local.backend.training.interface import Trainer
+
+    threads = Threads(monkeypatch)
+    for name in set(methods(SqlStore)) - COMPUTED - {"close"}:
+        threads.watch(api.backend.store, name)
+    for owner, name in [
+        (zstandard, "frame_content_size"),
+        (route, "parse_forward_backward_envelope"),
+        (training_runs, "prepare_work"),
+        (train_scheduler, "to_output"),
+        (futures, "encode_forward_backward_output"),
+        (futures, "encode_sample_output"),
+        (api.engines["fake/bigram"].renderer, "render"),
+        (api.backend.sampling._folders, "add"),
+        (api.backend.sampling._folders, "remove"),
+        (api.sampler, "_read"),
+        (api.sampler, "_sample"),
+        *((api.trainer, name) for name in methods(Trainer) if name not in ("adapter_bytes", "close")),
+    ]:
+        threads.watch(owner, name)
+    threads.watch(bodies, "validate", lambda body, model: len(body) > bodies.INLINE_BYTES)
+
+    session = await api.session()
+    model = await api.model(session, 0)
+    image = ImageChunk(data=png(), format="png", expected_tokens=2)
+    prompt = ModelInput(chunks=(EncodedTextChunk(tokens=[5, 6]), image))
+    data = (Datum(model_input=prompt, loss_fn_inputs={"target_tokens": [6, 7, 8, 9]}),)
+    request = ForwardBackwardRequest(model_id=model, seq_id=1, data=data, loss_fn="cross_entropy")
+    packed = zstandard.ZstdCompressor().compress(encode_forward_backward_request(request))
+    sent = await api.send_gradient(packed, **{"Content-Encoding": "zstd"})
+    await api.result(sent.json()["request_id"])
+    await api.result(await api.step(model, 2))
+    saved, named = await api.save(model, 3, "a"), await api.named(model, 4, "a")
+    nameless = await api.nameless(model, 5, 0)
+    await api.gradient(model, 7)  # 6 is missing: the step discards
+    await api.failure(await api.step(model, 8))
+
+    chunks = [{"type": "image", "format": "png", "data": base64.b64encode(png()).decode()}]
+    large = [{"type": "encoded_text", "tokens": [100] * 12_000}]
+    await api.result(await api.submit("asample", api.sample_body(nameless, 0, prompt={"chunks": chunks})))
+    await api.failure(await api.submit("asample", api.sample_body(nameless, 1, prompt={"chunks": large})))
+    body = {"session_id": session, "sampling_session_seq_id": 1, "model_path": named}
+    await api.score((await api.ok("create_sampling_session", body))["sampling_session_id"], 0)
+    body = {"session_id": session, "model_seq_id": 1, "path": saved, "optimizer": True}
+    await api.result(await api.submit("load_weights", body))
+    for path in ("training_runs", "checkpoints", f"training_runs/{model}/checkpoints"):
+        assert (await api.get(path)).status_code == 200
+    await api.ok("weights_info", {"tinker_path": saved})
+    await api.poll("s-none:train:0:1")
+    await api.poll("s-none:sample:0:1")
+    assert (await api.delete(f"training_runs/{model}/checkpoints/weights/a")).status_code == 204
+    assert (await api.post(f"sessions/{session}/finish", {})).status_code == 204
+    await api.post("session_heartbeat", {"session_id": session})
+
+    assert threads.on_the_loop == []
+    rare = {"delete_expired", "touch_training_run"}  # by the housekeeping, and once a minute
+    wanted = set(methods(SqlStore)) - COMPUTED - {"close"} - rare
+    wanted |= {"parse_forward_backward_envelope", "prepare_work", "to_output", "render", "validate", "add", "remove"}
+    wanted |= {"encode_forward_backward_output", "encode_sample_output", "frame_content_size", "_read", "_sample"}
+    wanted |= set(methods(Trainer)) - {"adapter_bytes", "close"}
+    assert threads.seen >= wanted

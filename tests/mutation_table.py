@@ -1,0 +1,1632 @@
+"""What `mutations.py` breaks, which tests must see it, and which promise that shows.
+
+A mutation replaces one text, which its file holds exactly once, by another. The promises are those that the README's
+tables stand for; the second list are mistakes that servers of this kind make, each kept out by a test.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+ADAMW = "tests/training/test_adamw.py::"
+ADAPTERS = "tests/sampling/test_adapters.py::"
+ADAPTER_STATE = "tests/training/test_adapter_state.py::"
+AGREEMENT = "tests/e2e/test_agreement.py::"
+BAD_INPUT = "tests/http/test_http_bad_input_on_fakes.py::"
+CODEC = "tests/types/test_types_codec.py::"
+COMMAND_LOG = "tests/scheduling/test_command_log.py::"
+DECODING = "tests/rendering/test_decoding.py::"
+ENDPOINTS = "tests/http/test_http_endpoints_on_fakes.py::"
+ENGINE_THREAD = "tests/sampling/test_engine_thread.py::"
+FORMULAS = "tests/training/test_loss_formulas.py::"
+FUTURES = "tests/http/test_http_futures_on_fakes.py::"
+INPUT_CHECKS = "tests/training/test_loss_input_checks.py::"
+LIMITS = "tests/sampling/test_limits.py::"
+OFFSETS = "tests/training/test_images_at_offsets.py::"
+ORDER = "tests/http/test_http_order_on_fakes.py::"
+PACKING = "tests/training/test_packing_isolation.py::"
+PEFT = "tests/training/test_lora_equals_peft.py::"
+PROMPT_LOGPROBS = "tests/sampling/test_prompt_logprobs.py::"
+RECORDS = "tests/storage/test_storage_records.py::"
+RENDERER = "tests/rendering/test_renderer.py::"
+RESTART = "tests/http/test_http_restart_on_fakes.py::"
+SAMPLED = "tests/sampling/test_sampled_logprobs.py::"
+SEEDS = "tests/sampling/test_seeds.py::"
+SESSIONS = "tests/http/test_http_sessions_on_fakes.py::"
+SETTINGS = "tests/http/test_http_settings_arrive_on_fakes.py::"
+STORE = "tests/storage/test_storage_checkpoints.py::"
+VALUES = "tests/types/test_types_values.py::"
+VERSIONS = "tests/storage/test_storage_versions.py::"
+WORKS = "tests/training/test_trainer_works.py::"
+
+ACCESS = "tests/http/test_http_access_on_fakes.py::"
+AGREES = AGREEMENT + "test_trainer_and_sampler_agree_before_and_after_training[all-tiny/text]"
+DURABLE_SAVES = "tests/http/test_http_durable_saves_on_fakes.py::"
+GROUPS = "tests/sampling/test_groups_share_images.py::"
+LORA_SCALE = "tests/training/test_lora_scale.py::"
+OFF_THE_LOOP = (
+    "tests/http/test_http_off_the_loop_on_fakes.py::test_nothing_that_takes_long_runs_on_the_event_loop_on_fakes"
+)
+SEVERAL_LOSSES = WORKS + "test_results_come_in_request_order_with_several_losses_in_one_call"
+SOCKETS = "tests/http/test_http_sockets_on_fakes.py::"
+STARTED = "tests/http/test_http_serve_on_fakes.py::"
+
+
+@dataclass(frozen=True, slots=True)
+class Mutation:
+    """`file`: below the namespace package, its first part names the distribution's folder. `tests`: node ids of
+    functions, of which at least one case must fail, or of single cases."""
+
+    name: str
+    file: str
+    original: str
+    replacement: str
+    tests: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Promise:
+    """`tests`: beside those of the mutations. `note`: what is left out, and why."""
+
+    number: str
+    words: str
+    mutations: tuple[str, ...] = ()
+    tests: tuple[str, ...] = ()
+    note: str = ""
+
+
+def source_of(file: str, root: Path) -> Path:
+    """Where a mutation's file is in a checkout at `root`."""
+    return root / "packages" / file.partition("/")[0] / "src" / "tinker_local" / file
+
+
+MUTATIONS = (
+    # Losses ---------------------------------------------------------------------------------------------------------
+    Mutation(
+        "mean-gradient",
+        "backend/training/losses.py",
+        "values.sum(), leaf",
+        "values.mean(), leaf",
+        (
+            WORKS + "test_four_copies_give_four_times_the_gradient[cross_entropy]",
+            WORKS + "test_a_plus_b_is_a_then_b[cross_entropy]",
+        ),
+    ),
+    Mutation(
+        "mean-loss",
+        "backend/training/tally.py",
+        "computed.losses[span].sum(dtype=torch.float64)",
+        "computed.losses[span].mean(dtype=torch.float64)",
+        (
+            WORKS + "test_four_copies_give_four_times_the_gradient[cross_entropy]",
+            WORKS + "test_loss_is_the_sum_of_what_is_reported_per_position",
+        ),
+    ),
+    Mutation(
+        "normalised-by-weights",
+        "backend/training/losses.py",
+        "return -weights * _where_active(weights, logprobs)",
+        "return -weights * _where_active(weights, logprobs) / weights.abs().sum()",
+        (WORKS + "test_ten_times_the_coefficient_is_ten_times_loss_and_gradient[cross_entropy]",),
+    ),
+    Mutation(
+        "last-gradient-only",
+        "backend/training/worker.py",
+        "gradient if adapter.gradient is None else adapter.gradient.add_(gradient)",
+        "gradient",
+        (WORKS + "test_a_plus_b_is_a_then_b[ppo]",),
+    ),
+    Mutation(
+        "log-ratio-clamped",
+        "backend/training/losses.py",
+        'logprobs - inputs["logprobs"]))\n',
+        '(logprobs - inputs["logprobs"]).clamp(-20, 20)))\n',
+        (FORMULAS + "test_a_ratio_that_overflows_is_not_clamped[importance_sampling]",),
+    ),
+    Mutation(
+        "importance-sampling-clipped",
+        "backend/training/losses.py",
+        "return -_ratio(logprobs, inputs) * advantages",
+        "return -_ratio(logprobs, inputs).clamp(0.8, 1.2) * advantages",
+        (FORMULAS + "test_values_equal_a_numpy_reference[importance_sampling]",),
+    ),
+    Mutation(
+        "ppo-gradient-where-clipped",
+        "backend/training/losses.py",
+        "free = ratio * advantages <= bound",
+        "free = ratio * advantages != float('nan')",
+        (FORMULAS + "test_ppo_has_no_gradient_where_the_clipped_term_is_smaller",),
+    ),
+    Mutation(
+        "not-a-number-passes",
+        "backend/training/micro_batch.py",
+        "            if finite.all():\n",
+        "            if True:\n",
+        (WORKS + "test_a_loss_that_is_not_finite_fails_its_request_and_leaves_no_gradient",),
+    ),
+    Mutation(
+        "not-a-number-becomes-0",
+        "backend/training/loss_specs.py",
+        "    values = np.asarray(tensor.to_numpy(), dtype=np.float32)\n",
+        "    values = np.nan_to_num(np.asarray(tensor.to_numpy(), dtype=np.float32))\n",
+        (INPUT_CHECKS + "test_numbers_that_are_not_finite_are_refused_with_their_position",),
+    ),
+    Mutation(
+        "unknown-loss-is-cross-entropy",
+        "backend/training/loss_specs.py",
+        '    known = ", ".join(LOSS_SPECS)\n',
+        '    known = ", ".join(LOSS_SPECS)\n    return LOSS_SPECS.get(loss_fn, LOSS_SPECS["cross_entropy"])\n',
+        (
+            INPUT_CHECKS + "test_an_unknown_loss_is_refused_with_the_known_ones",
+            INPUT_CHECKS + "test_losses_of_the_sdk_that_are_not_here_are_refused_with_the_nearest",
+        ),
+    ),
+    Mutation(
+        "first-loss-for-all",
+        "backend/training/micro_batch.py",
+        "            work = works[at]\n",
+        "            work = next(iter(works.values()))\n",
+        (SEVERAL_LOSSES,),
+    ),
+    Mutation(
+        "totals-of-the-batch",
+        "backend/training/tally.py",
+        '{"loss:sum": work.loss}',
+        '{"loss:sum": sum(other.loss for other in self.works.values())}',
+        (SEVERAL_LOSSES,),
+    ),
+    Mutation(
+        "packed-order",
+        "backend/training/tally.py",
+        "outputs[item.index] = output",
+        "outputs[self.works[item.work].outputs.index({})] = output",
+        (SEVERAL_LOSSES,),
+    ),
+    Mutation(
+        "fake-losses-drift",
+        "backend/fakes/losses.py",
+        "-np.minimum(free, bound)",
+        "-bound",
+        (FORMULAS + "test_the_fake_trainer_has_the_same_losses[ppo]",),
+    ),
+    # Targets and weights --------------------------------------------------------------------------------------------
+    Mutation(
+        "targets-rebuilt",
+        "backend/training/packing.py",
+        "targets = [item.datum.target_tokens for item in items]",
+        "targets = [np.append(item.datum.input.token_ids[1:], 0).astype(np.int64) "
+        "if item.datum.target_tokens.ndim == 1 else item.datum.target_tokens for item in items]",
+        (WORKS + "test_targets_are_those_given",),
+    ),
+    Mutation(
+        "candidates-in-column-order",
+        "backend/training/packing.py",
+        "[np.repeat(np.arange(s, s + t.shape[0]), t[0].size)",
+        "[np.tile(np.arange(s, s + t.shape[0]), t[0].size)",
+        (WORKS + "test_candidates_add_up_like_separate_data",),
+    ),
+    Mutation(
+        "sparse-cells-out-of-place",
+        "types/tensors.py",
+        "dense[rows, self.sparse_col_indices] = self.data",
+        "dense.reshape(-1)[: self.data.size] = self.data",
+        (INPUT_CHECKS + "test_sparse_targets_and_weights_are_made_dense",),
+    ),
+    Mutation(
+        "negative-weights-dropped",
+        "backend/training/losses.py",
+        '    weights = inputs["weights"]\n',
+        '    weights = inputs["weights"].clamp(min=0)\n',
+        (FORMULAS + "test_values_equal_a_numpy_reference[cross_entropy]",),
+    ),
+    Mutation(
+        "zero-times-infinity",
+        "backend/training/losses.py",
+        "return torch.where(coefficient != 0, values, 0.0)",
+        "return values",
+        (FORMULAS + "test_a_position_with_coefficient_zero_adds_exactly_nothing",),
+    ),
+    Mutation(
+        "switched-off-targets-refused",
+        "backend/training/loss_specs.py",
+        "(targets >= vocab_size)) & (coefficient != 0)",
+        "(targets >= vocab_size))",
+        (
+            INPUT_CHECKS + "test_targets_outside_the_vocabulary_are_refused_only_where_they_count",
+            BAD_INPUT + "test_target_out_of_the_vocabulary_is_fine_where_its_weight_is_0_on_fakes",
+        ),
+    ),
+    Mutation(
+        "lengths-not-compared",
+        "backend/training/loss_specs.py",
+        "    if targets.shape[0] != length:\n",
+        "    if False:\n",
+        (INPUT_CHECKS + "test_lengths_that_differ_are_refused_with_both_numbers",),
+    ),
+    # Optimizer ------------------------------------------------------------------------------------------------------
+    Mutation(
+        "betas-ignored",
+        "backend/training/adamw.py",
+        "gradient, 1 - params.beta1)",
+        "gradient, 1 - 0.9)",
+        (ADAMW + "test_equals_torch_over_steps_with_changing_settings",),
+    ),
+    Mutation(
+        "eps-ignored",
+        "backend/training/adamw.py",
+        ".add_(params.eps)",
+        ".add_(1e-8)",
+        (
+            ADAMW + "test_equals_torch_over_steps_with_changing_settings",
+            ADAMW + "test_every_setting_of_a_step_matters",
+        ),
+    ),
+    Mutation(
+        "weight-decay-coupled",
+        "backend/training/adamw.py",
+        "    weights.mul_(decay)\n",
+        "    gradient = gradient + params.weight_decay * weights\n",
+        (ADAMW + "test_equals_torch_over_steps_with_changing_settings",),
+    ),
+    Mutation(
+        "clip-norm-ignored",
+        "backend/training/adamw.py",
+        "if 0 < params.grad_clip_norm < norm:",
+        "if False:",
+        (
+            ADAMW + "test_equals_torch_over_steps_with_changing_settings",
+            ADAMW + "test_every_setting_of_a_step_matters",
+        ),
+    ),
+    Mutation(
+        "clip-norm-0-is-1",
+        "backend/training/adamw.py",
+        "    if 0 < params.grad_clip_norm < norm:\n        gradient = gradient * (params.grad_clip_norm / norm)\n",
+        "    if (params.grad_clip_norm or 1.0) < norm:\n"
+        "        gradient = gradient * ((params.grad_clip_norm or 1.0) / norm)\n",
+        (ADAMW + "test_equals_torch_over_steps_with_changing_settings",),
+    ),
+    Mutation(
+        "only-the-learning-rate-used",
+        "backend/training_runs.py",
+        "model.model_id, request.adam_params)",
+        "model.model_id, type(request.adam_params)(learning_rate=request.adam_params.learning_rate))",
+        (SETTINGS + "test_every_setting_of_each_optimizer_step_arrives_on_fakes",),
+    ),
+    Mutation(
+        "optimizer-state-not-restored",
+        "backend/training/worker.py",
+        "        if state.optimizer is not None:\n",
+        "        if False:\n",
+        (ADAPTER_STATE + "test_a_restored_adapter_goes_on_bit_for_bit",),
+    ),
+    # LoRA -----------------------------------------------------------------------------------------------------------
+    Mutation(
+        "scale-without-rank",
+        "backend/training/lora.py",
+        "self.scale = LORA_ALPHA / config.rank",
+        "self.scale = 1.0",
+        (PEFT + "test_values_and_gradients_equal_peft[qwen3-attention-float32-1e-05]",),
+    ),
+    Mutation(
+        "another-alpha",
+        "backend/training/interface.py",
+        "LORA_ALPHA = 32\n",
+        "LORA_ALPHA = 16\n",
+        (LORA_SCALE + "test_an_adapter_is_the_base_plus_32_over_rank_times_b_a",),
+    ),
+    Mutation(
+        "flags-of-lora-ignored",
+        "backend/training/lora.py",
+        "return config.train_attn if name in _ATTENTION else config.train_mlp",
+        "return True",
+        (ADAPTER_STATE + "test_flags_decide_what_trains",),
+    ),
+    Mutation(
+        "seed-of-lora-ignored",
+        "backend/training/lora.py",
+        "if seed is None else seed) % 2**64",
+        "if seed is None else 0) % 2**64",
+        (ADAPTER_STATE + "test_the_seed_alone_decides_the_first_weights",),
+    ),
+    Mutation(
+        "lora-settings-dropped-on-the-way",
+        "backend/training_runs.py",
+        "create_adapter, model_id, request.lora_config)",
+        "create_adapter, model_id, LoraConfig(rank=request.lora_config.rank))",
+        (SETTINGS + "test_rank_seed_and_flags_of_lora_arrive_and_are_kept_on_fakes",),
+    ),
+    Mutation(
+        "b-not-0-at-the-start",
+        "backend/training/lora.py",
+        '        if spec.factor == "A":\n            bound',
+        "        if True:\n            bound",
+        (ADAPTER_STATE + "test_a_new_adapter_is_the_base_model",),
+    ),
+    Mutation(
+        "vision-tower-trained",
+        "backend/training/lora.py",
+        '(path.startswith(f"{decoder_path}.") and path.rsplit(".", 1)[-1] in projections)',
+        'path.rsplit(".", 1)[-1] in projections',
+        (PEFT + "test_files_have_the_names_of_transformers_modules[qwen2_5_vl]",),
+    ),
+    Mutation(
+        "reentrant-recomputation",
+        "backend/training/loading.py",
+        "use_reentrant=False",
+        "use_reentrant=True",
+        (PACKING + "test_layers_computed_again_give_the_same_gradients",),
+    ),
+    # Trainer: packing and failures ----------------------------------------------------------------------------------
+    Mutation(
+        "one-segment-for-all",
+        "backend/training/micro_batch.py",
+        "Segments(packed.lengths, self._loaded.device)",
+        "Segments((sum(packed.lengths),), self._loaded.device)",
+        (PACKING + "test_changing_one_datum_leaves_the_others_logprobs_unchanged",),
+    ),
+    Mutation(
+        "one-failure-fails-the-batch",
+        "backend/training/worker.py",
+        "for at in sorted(members.keys() - failed):",
+        "for at in ():",
+        (WORKS + "test_a_loss_that_is_not_finite_fails_its_request_and_leaves_no_gradient",),
+    ),
+    Mutation(
+        "memory-error-not-caught",
+        "backend/training/worker.py",
+        "except torch.OutOfMemoryError:\n            return False",
+        "except torch.OutOfMemoryError:\n            raise",
+        (
+            WORKS + "test_running_out_of_memory_halves_the_budget_and_tries_again",
+            WORKS + "test_a_datum_that_does_not_fit_alone_fails_its_request_only",
+        ),
+    ),
+    # Sampling -------------------------------------------------------------------------------------------------------
+    Mutation(
+        "logprobs-after-the-cut",
+        "backend/sampling/vllm_draw.py",
+        "generators), logprobs_bv",
+        "generators), kept_bv.log_softmax(dim=-1, dtype=torch.float32)",
+        (SAMPLED + "test_each_setting_alone_agrees_with_hf",),
+    ),
+    Mutation(
+        "logprobs-without-temperature",
+        "backend/sampling/vllm_draw.py",
+        "        runner.sampler.topk_topp_sampler = draw\n"
+        "        # What the module returns counts as the processed logprobs.\n"
+        '        runner.sampler.logprobs_mode = "processed_logprobs"\n',
+        '        runner.sampler.logprobs_mode = "raw_logprobs"\n',
+        (SAMPLED + "test_each_setting_alone_agrees_with_hf",),
+    ),
+    Mutation(
+        "small-temperatures-raised",
+        "backend/sampling/engine_inputs.py",
+        "    result.temperature = params.temperature\n",
+        "    result.temperature = max(params.temperature, 0.01) if params.temperature else 0.0\n",
+        (
+            "tests/sampling/test_small_temperatures.py::"
+            "test_close_calls_are_drawn_and_scored_at_the_temperature_asked_for",
+        ),
+    ),
+    Mutation(
+        "temperature-0-is-1",
+        "backend/sampling/engine_inputs.py",
+        "    result.temperature = params.temperature\n",
+        "    result.temperature = params.temperature or 1.0\n",
+        (SAMPLED + "test_temperature_0_is_greedy_with_logprobs_of_temperature_1",),
+    ),
+    Mutation(
+        "seed-of-samples-dropped",
+        "backend/sampling/engine_inputs.py",
+        "        if work.params.seed is not None:\n",
+        "        if False:\n",
+        (SEEDS + "test_a_seed_repeats_whatever_runs_beside_it", SEEDS + "test_any_integer_is_a_seed"),
+    ),
+    Mutation(
+        "neighbouring-seeds-share",
+        "backend/sampling/engine_inputs.py",
+        'return int.from_bytes(hashlib.sha256(f"{seed}/{index}".encode()).digest()[:8], "big") >> 1',
+        "return (seed + index) % 2**63",
+        (SEEDS + "test_samples_of_one_seed_and_of_neighbouring_seeds_are_all_different",),
+    ),
+    Mutation(
+        "huge-seeds-reach-the-engine",
+        "backend/sampling/engine_inputs.py",
+        'return int.from_bytes(hashlib.sha256(f"{seed}/{index}".encode()).digest()[:8], "big") >> 1',
+        "return seed * 1000 + index",
+        (SEEDS + "test_any_integer_is_a_seed",),
+    ),
+    Mutation(
+        "stop-strings-forgotten",
+        "backend/sampling/engine_inputs.py",
+        "        stop=texts,\n",
+        "        stop=[],\n",
+        (LIMITS + "test_stop_strings_end_a_sample_with_the_token_that_completes_them",),
+    ),
+    Mutation(
+        "stop-string-taken-for-a-list",
+        "backend/sampling/engine_inputs.py",
+        "stops = (stop,) if isinstance(stop, str) else stop or ()",
+        "stops = tuple(stop or ())",
+        (LIMITS + "test_stop_strings_end_a_sample_with_the_token_that_completes_them",),
+    ),
+    Mutation(
+        "empty-stop-is-no-stop",
+        "backend/sampling/engine_inputs.py",
+        "ignore_eos=params.stop == (),",
+        "ignore_eos=False,",
+        (LIMITS + "test_eos_stops_unless_stop_is_empty_also_beside_other_stops",),
+    ),
+    Mutation(
+        "finish-reason-mapped-wrongly",
+        "types/codec/sample_output.py",
+        'stop_reason=wire.STOP_REASON_LENGTH if sequence.stop_reason == "length" else wire.STOP_REASON_STOP,',
+        "stop_reason=wire.STOP_REASON_STOP,",
+        (CODEC + "test_sdk_reads_our_sample_output",),
+    ),
+    Mutation(
+        "16-tokens-by-default",
+        "backend/sampling/engine_inputs.py",
+        "wanted = max(limit - prompt_length, 1) if max_tokens is None else max_tokens",
+        "wanted = 16 if max_tokens is None else max_tokens",
+        (LIMITS + "test_without_max_tokens_the_sample_goes_up_to_the_context",),
+    ),
+    Mutation(
+        "prompt-logprobs-one-short",
+        "backend/sampling/engine_inputs.py",
+        "    values = np.full(length, np.nan, np.float32)\n    values[1:] = output.prompt_logprobs.logprobs\n",
+        "    values = np.asarray(output.prompt_logprobs.logprobs, np.float32)\n",
+        (PROMPT_LOGPROBS + "test_text_agrees_with_hf[text]",),
+    ),
+    Mutation(
+        "nan-of-the-first-token-becomes-0",
+        "types/codec/sample_output.py",
+        "message.prompt_logprobs = raw_bytes(output.prompt_logprobs, FLOAT32)",
+        "message.prompt_logprobs = raw_bytes(__import__('numpy').nan_to_num(output.prompt_logprobs), FLOAT32)",
+        (CODEC + "test_prompt_logprobs_keep_their_nan_and_empty_logprobs_are_kept_apart_from_none",),
+    ),
+    Mutation(
+        "one-batch-after-the-other",
+        "backend/sampling/engine_thread.py",
+        "            idle = not any(engine.in_flight for engine in self._engines)\n",
+        "            idle = not any(engine.in_flight for engine in self._engines)\n"
+        "            if not idle:\n                return True\n",
+        (ENGINE_THREAD + "test_cancelling_a_sample_frees_its_slots_and_hurts_nobody",),
+    ),
+    Mutation(
+        "one-sample-at-a-time",
+        "backend/sampling_sessions.py",
+        "            output = await self._sample(session, request)\n",
+        '            async with self.__dict__.setdefault("_one", asyncio.Lock()):\n'
+        "                output = await self._sample(session, request)\n",
+        (FUTURES + "test_cancelling_frees_the_slot_on_fakes",),
+    ),
+    Mutation(
+        "prefix-cache-never-read",
+        "backend/sampling/engine_inputs.py",
+        "        output_kind=RequestOutputKind.FINAL_ONLY,\n",
+        "        output_kind=RequestOutputKind.FINAL_ONLY,\n        skip_reading_prefix_cache=True,\n",
+        (LIMITS + "test_several_samples_share_one_prefill_and_the_cache_is_counted_once",),
+    ),
+    Mutation(
+        "dead-engine-stays-dead",
+        "backend/sampling/engine_thread.py",
+        "        engine.discard()\n        engine.restarts += 1\n",
+        "        engine.restarts += 1\n",
+        (ENGINE_THREAD + "test_with_a_fake_engine_an_unnamed_failure_fails_all_in_flight",),
+    ),
+    Mutation(
+        "culprit-takes-all-with-it",
+        "backend/sampling/engine_thread.py",
+        "    return named or groups\n",
+        "    return groups\n",
+        (ENGINE_THREAD + "test_with_a_fake_engine_a_named_culprit_fails_alone_and_the_others_run_again",),
+    ),
+    # Agreement of trainer and sampler -------------------------------------------------------------------------------
+    Mutation(
+        "saved-with-another-rank",
+        "backend/training/interface.py",
+        '"r": self.lora_config.rank,',
+        '"r": 2 * self.lora_config.rank,',
+        ("tests/storage/test_storage_peft.py::test_peft_loads_a_checkpoint_folder",),
+    ),
+    Mutation(
+        "trainers-positions",
+        "backend/training/families/qwen3.py",
+        "np.arange(input.length, dtype=np.int64)[None]",
+        "2 * np.arange(input.length, dtype=np.int64)[None]",
+        (AGREES,),
+    ),
+    Mutation(
+        "effect-not-verified",
+        "backend/sampler_versions.py",
+        "        if not difference <= base.engines.tolerance:\n",
+        "        if False:\n",
+        (FUTURES + "test_version_that_the_sampler_does_not_serve_is_an_error_and_leaves_nothing_on_fakes",),
+    ),
+    Mutation(
+        "unmatched-keys-ignored",
+        "backend/sampling/adapter_files.py",
+        "    if ignored:\n",
+        "    weights = {name: weights[name] for name in weights if name not in ignored}\n    if False:\n",
+        (ADAPTERS + "test_an_adapter_that_is_not_served_whole_is_refused",),
+    ),
+    Mutation(
+        "base-gets-an-adapter",
+        "backend/sampling/vllm_lora_fixes.py",
+        "    _replace_cpu_operators()\n    _declare",
+        "    _declare",
+        (ADAPTERS + "test_base_and_adapters_in_one_step_do_not_touch_each_other",),
+    ),
+    # Versions -------------------------------------------------------------------------------------------------------
+    Mutation(
+        "old-samplers-get-new-weights",
+        "backend/sampling_sessions.py",
+        "return AdapterVersion(session.nameless, await asyncio.to_thread(self._folders.path, session.nameless))",
+        "newest = list(self._folders._versions)[-1]\n"
+        "            return AdapterVersion(newest, self._folders.path(newest))",
+        (FUTURES + "test_samplers_keep_the_weights_of_their_save_on_fakes",),
+    ),
+    Mutation(
+        "lora-ids-used-again",
+        "backend/sampling/vllm_sampler.py",
+        "next(self._lora_ids), str(version.path)",
+        "1, str(version.path)",
+        (ADAPTERS + "test_base_and_adapters_in_one_step_do_not_touch_each_other",),
+    ),
+    Mutation(
+        "captured-weights-shared",
+        "backend/training/lora.py",
+        'host = flat.detach().to("cpu", torch.float32, copy=True)',
+        "host = flat.detach()",
+        (ADAPTER_STATE + "test_later_steps_do_not_change_what_was_captured",),
+    ),
+    Mutation(
+        "saving-replaces-the-adapter",
+        "backend/sampler_versions.py",
+        "state = trainer.capture(model.model_id, optimizer=False)\n",
+        "state = trainer.capture(model.model_id, optimizer=False)\n"
+        "                trainer.load_adapter(model.model_id, state)\n",
+        (
+            "tests/e2e/test_saving_leaves_training_alone.py::"
+            "test_saves_and_samples_between_gradient_and_step_change_no_loss",
+        ),
+    ),
+    Mutation(
+        "newest-version-spilled-first",
+        "backend/storage/versions.py",
+        "self._spill(older.pop(0))",
+        "self._spill(older.pop())",
+        (VERSIONS + "test_older_versions_move_to_disk_and_keep_their_path_and_content",),
+    ),
+    Mutation(
+        "versions-outlive-their-session",
+        "backend/sampling_sessions.py",
+        "for s in ending if s.nameless is not None))",
+        "for s in ending if s.nameless is not None and s.base is None))",
+        (SESSIONS + "test_finish_frees_adapters_and_nameless_versions_and_nobody_elses_on_fakes",),
+    ),
+    # Images ---------------------------------------------------------------------------------------------------------
+    Mutation(
+        "expected-tokens-not-compared",
+        "backend/rendering/renderer.py",
+        "if hf == vllm and client in (None, vllm):",
+        "if hf == vllm:",
+        (RENDERER + "test_a_wrong_expected_tokens_fails_with_all_numbers",),
+    ),
+    Mutation(
+        "engines-not-compared",
+        "backend/rendering/renderer.py",
+        "if hf == vllm and client in (None, vllm):",
+        "if client in (None, vllm):",
+        (RENDERER + "test_engines_that_do_not_agree_fail_with_all_numbers",),
+    ),
+    Mutation(
+        "expected-tokens-for-training-only",
+        "backend/sampling_sessions.py",
+        'render, request.prompt, "prompt"',
+        "render, type(request.prompt)(chunks=tuple(chunk.model_copy(update={'expected_tokens': None}) "
+        "if chunk.type == 'image' else chunk for chunk in request.prompt.chunks)), \"prompt\"",
+        (BAD_INPUT + "test_bad_image_fails_its_own_request_on_fakes",),
+    ),
+    Mutation(
+        "trained-without-its-image",
+        "backend/rendering/renderer.py",
+        '            raise InvalidRequestError(f"{where}: {error}") from error\n',
+        "            image = RenderedImage(content_hash, 0, np.zeros((0, 1), np.float32), (0, 0, 0))\n",
+        (
+            RENDERER + "test_a_bad_image_fails_its_own_input_alone",
+            RENDERER + "test_a_wrong_expected_tokens_fails_with_all_numbers",
+        ),
+    ),
+    Mutation(
+        "rotation-ignored",
+        "backend/rendering/decoding.py",
+        'ImageOps.exif_transpose(opened).convert("RGB")',
+        'opened.convert("RGB")',
+        (DECODING + "test_exif_rotation_is_applied_as_hf_does",),
+    ),
+    Mutation(
+        "client-counts-width-first",
+        "client/images.py",
+        "get_number_of_image_patches(rgb.height, rgb.width, {})",
+        "get_number_of_image_patches(rgb.width, rgb.height, {})",
+        ("tests/client/test_client_images.py::test_a_counter_is_asked_for_height_then_width",),
+    ),
+    Mutation(
+        "client-ignores-rotation",
+        "client/images.py",
+        'PIL.ImageOps.exif_transpose(image).convert("RGB")',
+        'image.convert("RGB")',
+        ("tests/client/test_client_images.py::test_a_rotated_image_is_counted_as_it_is_seen",),
+    ),
+    Mutation(
+        "image-position-lost",
+        "backend/rendering/renderer.py",
+        "ImagePlacement(offset, image)",
+        "ImagePlacement(0, image)",
+        (RENDERER + "test_positions_of_images_do_not_depend_on_how_text_is_split",),
+    ),
+    Mutation(
+        "pad-ids-found-by-the-renderer",
+        "backend/rendering/renderer.py",
+        "ImagePlacement(offset, image)",
+        "ImagePlacement(next((i for i, t in enumerate(np.concatenate([*parts, [pad]])) if t == pad)), image)",
+        (RENDERER + "test_a_pad_id_that_comes_as_text_is_no_image",),
+    ),
+    Mutation(
+        "pad-ids-found-by-the-trainer",
+        "backend/training/embedding.py",
+        "image_rows = torch.from_numpy(packed.image_rows).to(device)",
+        "image_rows = torch.from_numpy("
+        "np.flatnonzero(packed.token_ids == loaded.model.config.image_token_id)[: len(packed.image_rows)]).to(device)",
+        (OFFSETS + "test_a_pad_id_that_came_as_text_is_text",),
+    ),
+    Mutation(
+        "pad-ids-found-by-the-sampler",
+        "backend/sampling/engine_inputs.py",
+        "PlaceholderRange(offset=p.offset,",
+        "PlaceholderRange(offset=ids.index(ids[p.offset]),",
+        (PROMPT_LOGPROBS + "test_pad_ids_that_come_as_text_stay_text[vl]",),
+    ),
+    Mutation(
+        "positions-after-an-image",
+        "backend/training/families/qwen_vision.py",
+        "next_position += max(rows, columns)",
+        "next_position += rows * columns",
+        (OFFSETS + "test_positions_equal_those_of_transformers",),
+    ),
+    Mutation(
+        "images-at-the-start-of-the-batch",
+        "backend/training/packing.py",
+        "rows.append(start + placement.offset + np.arange(image.num_tokens))",
+        "rows.append(placement.offset + np.arange(image.num_tokens))",
+        (PACKING + "test_packed_equals_one_by_one[qwen3_vl]",),
+    ),
+    Mutation(
+        "no-rows-of-pixels",
+        "backend/training/embedding.py",
+        "    if packed.images:\n",
+        "    if packed.images is not None:\n",
+        (PACKING + "test_packed_equals_one_by_one[qwen3_vl]",),
+    ),
+    Mutation(
+        "image-processed-again",
+        "backend/rendering/image_cache.py",
+        "            if content_hash in self._kept:\n",
+        "            if False:\n",
+        (RENDERER + "test_an_image_is_processed_once_however_many_threads_ask",),
+    ),
+    Mutation(
+        "image-encoded-for-every-datum",
+        "backend/training/packing.py",
+        "            if image.content_hash not in first_row:\n",
+        "            if True:\n",
+        (OFFSETS + "test_an_image_is_encoded_once_per_content",),
+    ),
+    Mutation(
+        "image-encoded-for-every-sample",
+        "backend/sampling/engine_inputs.py",
+        '"image": [image.content_hash for image in images]',
+        '"image": [f"{image.content_hash}{id(ids)}" for image in images]',
+        (GROUPS + "test_sixteen_samples_of_one_prompt_encode_its_image_once",),
+    ),
+    Mutation(
+        "base64-not-decoded",
+        "types/chunks.py",
+        "return base64.b64decode(data, validate=True)",
+        'return data.encode("ascii")',
+        (VALUES + "test_image_data_is_bytes_or_base64_and_serialises_to_base64",),
+    ),
+    Mutation(
+        "base64-encoded-twice",
+        "types/chunks.py",
+        'return base64.b64encode(data).decode("ascii")',
+        'return base64.b64encode(base64.b64encode(data)).decode("ascii")',
+        (VALUES + "test_image_data_is_bytes_or_base64_and_serialises_to_base64",),
+    ),
+    Mutation(
+        "chunks-joined-wrongly",
+        "backend/rendering/renderer.py",
+        "                parts.append(chunk.tokens)\n",
+        "                parts.append(chunk.tokens[1:] if parts else chunk.tokens)\n",
+        (RENDERER + "test_text_alone_equals_the_plain_token_list_however_it_is_split",),
+    ),
+    Mutation(
+        "text-is-no-plain-list",
+        "backend/sampling/engine_inputs.py",
+        "    if not prompt.images:\n",
+        "    if False:\n",
+        ("tests/rendering/test_plain_tokens.py::test_text_in_any_number_of_chunks_is_vllms_plain_token_input",),
+    ),
+    # Order ----------------------------------------------------------------------------------------------------------
+    Mutation(
+        "order-of-arrival",
+        "backend/scheduling/command_log.py",
+        "            if first > self._bridge_to and not overdue:\n",
+        "            if False:\n",
+        (
+            COMMAND_LOG + "test_first_chunk_last_as_the_sdk_sends_them",
+            ORDER + "test_chunks_that_arrive_as_2_3_1_run_as_1_2_3_on_fakes",
+        ),
+    ),
+    Mutation(
+        "duplicates-run-twice",
+        "backend/training_runs.py",
+        "        if (known := self._operations.get(operation.request_id)) is not None:\n"
+        "            return repeated(known, operation.kind), None\n        model =",
+        "        model =",
+        (ORDER + "test_same_seq_id_again_is_the_same_request_and_runs_once_on_fakes",),
+    ),
+    Mutation(
+        "hole-not-bridged-by-a-step",
+        "backend/scheduling/command_log.py",
+        "self._bridge_to = max(self._bridge_to, seq_id)",
+        "pass",
+        (COMMAND_LOG + "test_hole_is_bridged_at_once_by_an_operation_that_is_not_forward_backward",),
+    ),
+    Mutation(
+        "hole-waited-for-for-ever",
+        "backend/scheduling/command_log.py",
+        "overdue = self._hole_since is not None and now - self._hole_since >= self._patience",
+        "overdue = False",
+        (
+            COMMAND_LOG + "test_hole_below_forward_backward_waits_until_patience_ends",
+            ORDER + "test_missing_chunk_is_waited_for_and_then_given_up_on_fakes",
+        ),
+    ),
+    Mutation(
+        "impatient-with-holes",
+        "backend/options.py",
+        "hole_patience: float = 360.0",
+        "hole_patience: float = 60.0",
+        ("tests/scheduling/test_hole_patience.py::test_default_patience_outlasts_the_sdks_retries",),
+    ),
+    Mutation(
+        "bridged-id-stays-open",
+        "backend/scheduling/command_log.py",
+        "return seq_id >= self.next_seq_id and seq_id not in self._entries",
+        "return seq_id not in self._entries",
+        (
+            COMMAND_LOG + "test_bridged_id_is_closed",
+            ORDER + "test_bridged_id_is_closed_and_refused_through_its_future_on_fakes",
+        ),
+    ),
+    Mutation(
+        "bridged-hole-forgotten",
+        "backend/scheduling/command_log.py",
+        '            self.spoil(f"the request with seq_id {missing} never arrived")\n',
+        "",
+        (
+            COMMAND_LOG + "test_bridged_hole_spoils_the_gradient_of_the_next_step_and_of_that_alone",
+            ORDER + "test_hole_is_bridged_at_once_by_a_step_which_fails_and_discards_on_fakes",
+        ),
+    ),
+    Mutation(
+        "one-request-per-call",
+        "backend/scheduling/train_scheduler.py",
+        "                budget -= positions(work[1].data)\n",
+        "                budget = 0\n",
+        (ORDER + "test_models_share_a_call_of_the_trainer_and_stay_apart_on_fakes",),
+    ),
+    Mutation(
+        "step-after-a-failed-gradient",
+        "backend/scheduling/train_scheduler.py",
+        '            queue.commands.spoil(f"{command.operation.request_id} failed: {error}")\n',
+        "            pass\n",
+        (ORDER + "test_failed_gradient_fails_the_next_step_alone_on_fakes",),
+    ),
+    Mutation(
+        "partial-gradient-kept",
+        "backend/training_runs.py",
+        "                await scheduler.call(trainer.discard_gradients, model.model_id)\n",
+        "",
+        (ORDER + "test_failed_gradient_fails_the_next_step_alone_on_fakes",),
+    ),
+    # Time -----------------------------------------------------------------------------------------------------------
+    Mutation(
+        "results-polled-for",
+        "backend/scheduling/operations.py",
+        "await self._wake.wait()",
+        "await asyncio.sleep(0.05)",
+        (FUTURES + "test_result_wakes_the_poll_within_milliseconds_on_fakes",),
+    ),
+    Mutation(
+        "scheduler-polls",
+        "backend/scheduling/train_scheduler.py",
+        "            await self._wake.wait()\n",
+        "            await asyncio.sleep(0.1)\n",
+        (ORDER + "test_waiting_for_a_missing_chunk_is_no_polling_on_fakes",),
+    ),
+    Mutation(
+        "engine-thread-spins",
+        "backend/sampling/engine_thread.py",
+        "command = self._commands.get(block=idle)",
+        "command = self._commands.get(block=False)",
+        ("tests/sampling/test_engine_thread_idle.py::test_an_idle_engine_thread_takes_no_processor_time",),
+    ),
+    Mutation(
+        "event-loop-per-call",
+        "backend/preparation.py",
+        "    request = decode()\n",
+        "    import asyncio\n\n    request = asyncio.run(asyncio.to_thread(decode))\n",
+        ("tests/workspace/test_source_rules.py::test_event_loops_are_made_where_a_server_begins_and_nowhere_else",),
+    ),
+    Mutation(
+        "nagle",
+        "backend/http/server.py",
+        "socket.SOCK_STREAM, socket.IPPROTO_TCP)",
+        "socket.SOCK_STREAM)",
+        (SOCKETS + "test_connections_do_not_wait_for_nagle",),
+    ),
+    Mutation(
+        "bodies-parsed-on-the-loop",
+        "backend/http/routes/training.py",
+        "await asyncio.to_thread(envelope)",
+        "envelope()",
+        (OFF_THE_LOOP,),
+    ),
+    Mutation(
+        "results-encoded-on-the-loop",
+        "backend/http/routes/futures.py",
+        "await asyncio.to_thread(encode_sample_output, result)",
+        "encode_sample_output(result)",
+        (OFF_THE_LOOP,),
+    ),
+    Mutation(
+        "images-rendered-on-the-loop",
+        "backend/sampling_sessions.py",
+        "        prompt = await asyncio.get_running_loop().run_in_executor(\n"
+        '            self._rendering, session.base.engines.renderer.render, request.prompt, "prompt"\n        )\n',
+        '        prompt = session.base.engines.renderer.render(request.prompt, "prompt")\n',
+        (OFF_THE_LOOP,),
+    ),
+    Mutation(
+        "disk-on-the-loop",
+        "backend/sampler_versions.py",
+        "await asyncio.to_thread(self._folders.add, name, state)",
+        "self._folders.add(name, state)",
+        (OFF_THE_LOOP,),
+    ),
+    # Durability -----------------------------------------------------------------------------------------------------
+    Mutation(
+        "folder-not-synced",
+        "backend/storage/checkpoints.py",
+        "            fsync_path(unfinished)\n",
+        "",
+        (STORE + "test_everything_is_on_the_disk_before_the_record",),
+    ),
+    Mutation(
+        "database-does-not-wait",
+        "backend/storage/database.py",
+        "synchronous = FULL",
+        "synchronous = OFF",
+        (STORE + "test_sqlite_waits_for_the_disk",),
+    ),
+    Mutation(
+        "recorded-before-it-is-written",
+        "backend/storage/store.py",
+        "        written = self._folders.write(record, state)\n        try:\n"
+        "            replaced = self._commit(written, overwrite)\n",
+        "        replaced = self._commit(record, overwrite)\n        try:\n"
+        "            written = self._folders.write(record, state)\n",
+        ("tests/storage/test_storage_kill.py::test_a_write_cut_off_at_any_step_leaves_old_or_new",),
+    ),
+    Mutation(
+        "acknowledged-before-it-is-written",
+        "backend/training_runs.py",
+        "            self.beside(model, operation, write())\n",
+        '            operation.succeed({"path": record.tinker_path})\n'
+        "            self.beside(model, operation, write())\n",
+        (DURABLE_SAVES + "test_named_save_is_acknowledged_only_when_it_is_on_the_disk_on_fakes[save_weights]",),
+    ),
+    Mutation(
+        "optimizer-not-saved",
+        "backend/training_runs.py",
+        "capture, model.model_id, optimizer=True)",
+        "capture, model.model_id, optimizer=False)",
+        (RESTART + "test_named_checkpoints_survive_kill_9_with_optimizer_state_on_fakes",),
+    ),
+    Mutation(
+        "last-checkpoint-not-named",
+        "backend/training_runs.py",
+        'saved = [c for c in checkpoints if c.kind == "weights"]',
+        "saved: list[CheckpointRecord] = []",
+        (RESTART + "test_named_checkpoints_survive_kill_9_with_optimizer_state_on_fakes",),
+    ),
+    Mutation(
+        "lost-samplers-of-named-versions",
+        "backend/sampling_sessions.py",
+        "        if record.nameless:\n",
+        "        if True:\n",
+        (RESTART + "test_named_checkpoints_survive_kill_9_with_optimizer_state_on_fakes",),
+    ),
+    Mutation(
+        "pickle",
+        "backend/storage/adapter_files.py",
+        '        _save(folder / OPTIMIZER, state.optimizer, {"format": "pt", "step": str(state.step)})\n',
+        "        __import__('pickle').dump(dict(state.optimizer), (folder / 'optimizer.pt').open('wb'))\n",
+        (STORE + "test_checkpoint_folder_holds_safetensors_and_json_alone",),
+    ),
+    Mutation(
+        "adapters-read-as-pickles",
+        "backend/storage/adapter_files.py",
+        "import json\n",
+        "import json\nimport pickle\n",
+        ("tests/workspace/test_source_rules.py::test_nothing_reads_or_writes_pickles",),
+    ),
+    Mutation(
+        "lost-session-is-404",
+        "backend/sessions.py",
+        'raise GoneError(f"session_id: the session',
+        'raise NotFoundError(f"session_id: the session',
+        (RESTART + "test_what_was_lost_in_a_restart_says_so_on_fakes",),
+    ),
+    # Errors ---------------------------------------------------------------------------------------------------------
+    Mutation(
+        "failed-operation-is-500",
+        "backend/http/routes/futures.py",
+        'return JSONResponse({"error": message(error), "category": error.category})',
+        'return JSONResponse({"error": message(error), "category": error.category}, error.status)',
+        (ENDPOINTS + "test_failed_operation_is_200_with_error_and_category_on_fakes",),
+    ),
+    Mutation(
+        "409",
+        "types/errors.py",
+        "    status = 400\n",
+        "    status = 409\n",
+        (ENDPOINTS + "test_every_client_error_has_a_body_and_its_length_on_fakes",),
+    ),
+    Mutation(
+        "existing-name-is-refused-at-the-submit",
+        "backend/training_runs.py",
+        "        live = model\n",
+        "        live = model\n"
+        '        if kind == "save_weights" and self._store.list_checkpoints(model_id):\n'
+        '            raise TooManyRequestsError("a checkpoint of this name exists")\n',
+        (FUTURES + "test_name_that_exists_fails_the_save_and_no_409_on_fakes",),
+    ),
+    Mutation(
+        "lost-model-is-500",
+        "backend/training_runs.py",
+        "raise GoneError(str(lost)) if isinstance(lost, InternalError) else lost",
+        "raise lost",
+        (RESTART + "test_what_was_lost_in_a_restart_says_so_on_fakes",),
+    ),
+    Mutation(
+        "unknown-fields-ignored",
+        "types/base.py",
+        'extra="forbid"',
+        'extra="ignore"',
+        (
+            "tests/types/test_types_json_bodies.py::test_wrong_samples_are_refused_with_the_fields_name",
+            ENDPOINTS + "test_what_is_not_honoured_is_refused_by_name_on_fakes",
+        ),
+    ),
+    Mutation(
+        "unknown-fields-of-protobuf-ignored",
+        "types/codec/tensors.py",
+        "    if len(unknown):\n",
+        "    if False:\n",
+        (CODEC + "test_fields_of_a_later_schema_are_refused_and_not_dropped",),
+    ),
+    Mutation(
+        "unsupported-fields-ignored",
+        "backend/sampling_sessions.py",
+        "            if value is not None and value != off:\n",
+        "            if False:\n",
+        (ENDPOINTS + "test_what_is_not_honoured_is_refused_by_name_on_fakes",),
+    ),
+    Mutation(
+        "checkpoint-of-another-base-accepted",
+        "backend/training_runs.py",
+        "        if record.base_model not in base.names:\n",
+        "        if False:\n",
+        (ORDER + "test_checkpoint_of_another_base_is_refused_on_fakes",),
+    ),
+    Mutation(
+        "unserved-base-model-accepted",
+        "backend/base_models.py",
+        "        if name not in self._by_name:\n",
+        "        name = name if name in self._by_name else next(iter(self._by_name))\n        if False:\n",
+        (BAD_INPUT + "test_unknown_base_model_is_refused_with_those_that_are_served_on_fakes",),
+    ),
+    Mutation(
+        "ttl-dropped",
+        "backend/training_runs.py",
+        "expires_at=None if ttl_seconds is None else when + timedelta(seconds=ttl_seconds)",
+        "expires_at=None",
+        (ENDPOINTS + "test_models_and_checkpoints_are_answered_as_the_sdk_reads_them_on_fakes",),
+    ),
+    Mutation(
+        "metadata-dropped",
+        "backend/training_runs.py",
+        "        user_metadata=user_metadata or {},\n",
+        "        user_metadata={},\n",
+        (FUTURES + "test_name_that_exists_fails_the_save_and_no_409_on_fakes",),
+    ),
+    Mutation(
+        "results-kept-for-ever",
+        "backend/scheduling/operations.py",
+        "            del self._by_id[request_id]\n",
+        "            pass\n",
+        (FUTURES + "test_results_can_be_read_again_until_their_retention_ends_on_fakes",),
+    ),
+    Mutation(
+        "bodies-in-the-database",
+        "backend/storage/tables.py",
+        '    Column("user_metadata", JSON, nullable=False),\n    Column("tags", JSON, nullable=False),\n',
+        '    Column("user_metadata", JSON, nullable=False),\n    Column("tags", JSON, nullable=False),\n'
+        '    Column("body", __import__("sqlalchemy").LargeBinary),\n',
+        (RECORDS + "test_nothing_of_a_request_body_is_kept",),
+    ),
+    Mutation(
+        "pool-exhausted",
+        "backend/storage/database.py",
+        "pool_size=8, max_overflow=-1",
+        "pool_size=8, max_overflow=10",
+        ("tests/storage/test_storage_connections.py::test_a_hundred_threads_read_at_the_same_time",),
+    ),
+    Mutation(
+        "ready-before-it-is",
+        "backend/http/app.py",
+        'if scope["type"] == "http" and not self._backend.ready and scope["path"] != HEALTH:',
+        "if False:",
+        (STARTED + "test_ready_is_said_when_it_is_and_health_is_503_before_on_fakes",),
+    ),
+    Mutation(
+        "healthy-before-it-is",
+        "backend/http/routes/client.py",
+        "    if backend.ready:\n",
+        "    if True:\n",
+        (STARTED + "test_ready_is_said_when_it_is_and_health_is_503_before_on_fakes",),
+    ),
+    # Safety ---------------------------------------------------------------------------------------------------------
+    Mutation(
+        "listens-to-everybody",
+        "backend/cli/serve.py",
+        '"--host", default="127.0.0.1"',
+        '"--host", default="0.0.0.0"',
+        (STARTED + "test_signal_ends_long_polls_and_cleans_up_on_fakes",),
+    ),
+    Mutation(
+        "binds-to-everything",
+        "backend/http/server.py",
+        "listening.bind((host, port))",
+        'listening.bind(("0.0.0.0", port))',
+        (SOCKETS + "test_server_listens_to_this_machine_alone_unless_told_otherwise_on_fakes",),
+    ),
+    Mutation(
+        "no-key-for-other-machines",
+        "backend/cli/serve.py",
+        "if not is_loopback(host) and api_key_file is None:",
+        "if False:",
+        (ACCESS + "test_address_that_others_reach_needs_a_key_file_on_fakes[192.0.2.1]",),
+    ),
+    Mutation(
+        "keys-not-checked",
+        "backend/http/app.py",
+        "hmac.compare_digest(given, key) for key in self._keys) > 0",
+        "hmac.compare_digest(given, key) for key in self._keys) >= 0",
+        (ACCESS + "test_request_without_a_key_is_401_before_its_body_is_read_on_fakes",),
+    ),
+    Mutation(
+        "keys-in-the-log",
+        "backend/http/routes/client.py",
+        'in clear text."""\n    await discard_body(request)\n',
+        'in clear text."""\n    __import__("logging").warning((await request.body()).decode())\n',
+        (ACCESS + "test_keys_reach_no_log_and_no_disk_on_fakes",),
+    ),
+    Mutation(
+        "zstd-bomb",
+        "backend/http/bodies.py",
+        "        if size > limit:\n            raise InvalidRequestError(\n",
+        "        if False:\n            raise InvalidRequestError(\n",
+        (BAD_INPUT + "test_zstd_bomb_is_refused_without_its_memory_on_fakes",),
+    ),
+    Mutation(
+        "endless-bodies",
+        "backend/http/bodies.py",
+        '        if size > limit:\n            raise InvalidRequestError(f"body: over',
+        '        if size > 64 * limit:\n            raise InvalidRequestError(f"body: over',
+        (BAD_INPUT + "test_bodies_over_their_limits_are_refused_before_they_are_read_on_fakes",),
+    ),
+    Mutation(
+        "any-number-of-pixels",
+        "backend/rendering/decoding.py",
+        "if opened.width * opened.height > max_pixels:",
+        "if False:",
+        (DECODING + "test_an_image_of_too_many_pixels_is_refused_from_its_header",),
+    ),
+    Mutation(
+        "bound-of-tensors-raised",
+        "backend/preparation.py",
+        "MAX_CELLS = 2**26",
+        "MAX_CELLS = 2**28",
+        (BAD_INPUT + "test_sparse_tensor_that_would_be_huge_is_refused_before_it_is_dense_on_fakes",),
+    ),
+    Mutation(
+        "image-pointers-fetched",
+        "backend/rendering/renderer.py",
+        "        if isinstance(chunk, ImageAssetPointerChunk):\n",
+        "        if isinstance(chunk, ImageAssetPointerChunk):\n"
+        "            import urllib.request\n\n"
+        "            data = urllib.request.urlopen(chunk.location, timeout=1).read()\n"
+        "            chunk = ImageChunk(data=data, format=chunk.format)\n        if False:\n",
+        (RENDERER + "test_image_pointers_are_refused_by_name",),
+    ),
+    Mutation(
+        "paths-leave-their-folder",
+        "backend/storage/names.py",
+        "if not _NAME.fullmatch(name) or len(name) > MAX_NAME_LENGTH:",
+        "if len(name) > MAX_NAME_LENGTH:",
+        (
+            STORE + "test_a_name_that_is_no_plain_segment_is_refused",
+            BAD_INPUT + "test_name_that_is_none_fails_in_its_place_on_fakes",
+        ),
+    ),
+)
+
+
+PROMISES = (
+    Promise(
+        "1",
+        "Losses are plain weighted sums; a + b equals a, then b; no mean, no clamp, no repaired NaN",
+        (
+            "mean-gradient",
+            "mean-loss",
+            "normalised-by-weights",
+            "last-gradient-only",
+            "log-ratio-clamped",
+            "not-a-number-passes",
+            "not-a-number-becomes-0",
+        ),
+        (ORDER + "test_loss_is_a_sum_so_chunks_add_up_on_fakes",),
+    ),
+    Promise(
+        "2",
+        "Targets are those given, [T] or [T, K], dense or CSR; any weights; a coefficient of 0 adds exactly 0",
+        (
+            "targets-rebuilt",
+            "candidates-in-column-order",
+            "sparse-cells-out-of-place",
+            "negative-weights-dropped",
+            "zero-times-infinity",
+            "switched-off-targets-refused",
+        ),
+        (WORKS + "test_positions_with_coefficient_zero_add_nothing_whatever_their_target",),
+    ),
+    Promise(
+        "3",
+        "Optimizer settings are those of each step",
+        (
+            "betas-ignored",
+            "eps-ignored",
+            "weight-decay-coupled",
+            "clip-norm-ignored",
+            "clip-norm-0-is-1",
+            "only-the-learning-rate-used",
+        ),
+    ),
+    Promise(
+        "4",
+        "LoRA: scale 32 / rank, flags and seed obeyed, step 0 is the base model",
+        (
+            "scale-without-rank",
+            "another-alpha",
+            "flags-of-lora-ignored",
+            "seed-of-lora-ignored",
+            "lora-settings-dropped-on-the-way",
+            "b-not-0-at-the-start",
+        ),
+    ),
+    Promise(
+        "5",
+        "Sampled logprobs are log softmax(logits / T) over the whole vocabulary; trainer and sampler agree to 1e-4",
+        (
+            "logprobs-after-the-cut",
+            "logprobs-without-temperature",
+            "small-temperatures-raised",
+            "temperature-0-is-1",
+            "trainers-positions",
+        ),
+        (
+            SAMPLED + "test_a_batch_that_mixes_all_settings_agrees_with_hf",
+            AGREEMENT + "test_sampled_logprobs_are_the_trainers",
+        ),
+        "The gap in bfloat16 on a GPU is measured and printed, by the same tests.",
+    ),
+    Promise(
+        "6",
+        "What is not honoured is refused by name; so is a base model that is not served",
+        (
+            "unknown-fields-ignored",
+            "unknown-fields-of-protobuf-ignored",
+            "unsupported-fields-ignored",
+            "unknown-loss-is-cross-entropy",
+            "checkpoint-of-another-base-accepted",
+            "unserved-base-model-accepted",
+        ),
+        (
+            SETTINGS + "test_every_setting_of_a_sample_arrives_on_fakes",
+            ENDPOINTS + "test_endpoint_that_is_not_served_is_refused_by_name_with_advice_on_fakes",
+        ),
+    ),
+    Promise(
+        "7",
+        "One renderer; vLLM, HF and the client count each image alike, or that request alone fails",
+        (
+            "expected-tokens-not-compared",
+            "engines-not-compared",
+            "expected-tokens-for-training-only",
+            "trained-without-its-image",
+            "rotation-ignored",
+            "client-counts-width-first",
+            "client-ignores-rotation",
+        ),
+        ("tests/rendering/test_image_counts.py::test_25_shapes_count_alike_and_have_equal_pixels",),
+    ),
+    Promise(
+        "8",
+        "Positions of images are explicit; a pad id that comes as text is text",
+        (
+            "image-position-lost",
+            "pad-ids-found-by-the-renderer",
+            "pad-ids-found-by-the-trainer",
+            "pad-ids-found-by-the-sampler",
+            "positions-after-an-image",
+        ),
+        (OFFSETS + "test_pad_ids_in_pure_text_are_text",),
+    ),
+    Promise(
+        "9",
+        "Text-only and image datums mix in one batch and one micro-batch",
+        ("images-at-the-start-of-the-batch", "no-rows-of-pixels", "one-segment-for-all"),
+        note="The FSDP step comes with FSDP.",
+    ),
+    Promise(
+        "10",
+        "An image is processed once per content; 16 samples of a prompt pay for one image",
+        ("image-processed-again", "image-encoded-for-every-datum", "image-encoded-for-every-sample"),
+    ),
+    Promise(
+        "11",
+        "Text chunks equal their concatenation; text alone equals a plain token list",
+        ("chunks-joined-wrongly", "text-is-no-plain-list"),
+        (
+            PROMPT_LOGPROBS + "test_text_on_a_vision_model_is_the_same_whether_in_one_chunk_or_many",
+            ORDER + "test_text_chunks_equal_their_concatenation_on_fakes",
+        ),
+    ),
+    Promise(
+        "12",
+        "Each model's order is that of seq_id; duplicates are one; holes are bridged and closed; models share calls",
+        (
+            "order-of-arrival",
+            "duplicates-run-twice",
+            "hole-not-bridged-by-a-step",
+            "hole-waited-for-for-ever",
+            "impatient-with-holes",
+            "bridged-id-stays-open",
+            "bridged-hole-forgotten",
+            "one-request-per-call",
+        ),
+    ),
+    Promise(
+        "13",
+        "A step after a failed gradient fails and discards; a bad datum or no memory fails its own request",
+        (
+            "step-after-a-failed-gradient",
+            "partial-gradient-kept",
+            "one-failure-fails-the-batch",
+            "memory-error-not-caught",
+            "not-a-number-passes",
+        ),
+        (ORDER + "test_bad_datum_fails_its_own_request_and_nobody_elses_on_fakes",),
+    ),
+    Promise(
+        "14",
+        "Nothing polls; a control-plane step costs milliseconds",
+        ("results-polled-for", "scheduler-polls", "engine-thread-spins", "nagle"),
+        (SOCKETS + "test_step_over_a_socket_takes_milliseconds_on_fakes",),
+    ),
+    Promise(
+        "15",
+        "Decoding, encoding, image work and disk stay off the event loop",
+        (
+            "bodies-parsed-on-the-loop",
+            "results-encoded-on-the-loop",
+            "images-rendered-on-the-loop",
+            "disk-on-the-loop",
+        ),
+        ("tests/http/test_http_event_loop_on_fakes.py::test_large_body_does_not_hold_up_heartbeats_on_fakes",),
+    ),
+    Promise(
+        "16",
+        "A sampler version never changes, lives as long as promised, and leaves training alone",
+        (
+            "old-samplers-get-new-weights",
+            "lora-ids-used-again",
+            "captured-weights-shared",
+            "saving-replaces-the-adapter",
+            "newest-version-spilled-first",
+            "versions-outlive-their-session",
+            "lost-samplers-of-named-versions",
+        ),
+        (ADAPTERS + "test_a_version_stays_what_it_was_when_newer_ones_are_loaded",),
+    ),
+    Promise(
+        "17",
+        "An acknowledged checkpoint survives kill -9, with its optimizer, in PEFT's layout; what is lost says so",
+        (
+            "folder-not-synced",
+            "database-does-not-wait",
+            "recorded-before-it-is-written",
+            "acknowledged-before-it-is-written",
+            "optimizer-not-saved",
+            "optimizer-state-not-restored",
+            "saved-with-another-rank",
+            "last-checkpoint-not-named",
+            "lost-session-is-404",
+            "lost-samplers-of-named-versions",
+        ),
+        ("tests/storage/test_storage_kill.py::test_acknowledged_checkpoints_survive_kill_minus_nine",),
+    ),
+    Promise(
+        "18",
+        "A failed operation is HTTP 200 with error and category; nothing permanent is 409 or 5xx",
+        ("failed-operation-is-500", "409", "existing-name-is-refused-at-the-submit", "lost-model-is-500"),
+        ("tests/http/test_http_fuzz_on_fakes.py::test_no_json_body_gets_a_5xx_on_fakes",),
+    ),
+    Promise(
+        "19",
+        "The effect of a loaded adapter is verified",
+        ("effect-not-verified", "unmatched-keys-ignored"),
+    ),
+    Promise(
+        "20",
+        "Loopback or keys; no secret in a log or on disk; bounds before decoding; no fetches, no pickle",
+        (
+            "listens-to-everybody",
+            "binds-to-everything",
+            "no-key-for-other-machines",
+            "keys-not-checked",
+            "keys-in-the-log",
+            "zstd-bomb",
+            "endless-bodies",
+            "any-number-of-pixels",
+            "bound-of-tensors-raised",
+            "image-pointers-fetched",
+            "paths-leave-their-folder",
+            "pickle",
+            "adapters-read-as-pickles",
+        ),
+    ),
+)
+
+MISTAKES = (
+    Promise("loss", "Mean in place of a sum", ("mean-gradient", "mean-loss", "normalised-by-weights")),
+    Promise("loss", "An unknown loss trains cross-entropy", ("unknown-loss-is-cross-entropy",)),
+    Promise(
+        "loss",
+        "Importance sampling that is clipped, log-ratios clamped",
+        ("importance-sampling-clipped", "log-ratio-clamped", "ppo-gradient-where-clipped"),
+    ),
+    Promise(
+        "loss",
+        "Only the learning rate of a step used",
+        ("only-the-learning-rate-used", "betas-ignored", "eps-ignored", "weight-decay-coupled", "clip-norm-ignored"),
+    ),
+    Promise("loss", "Targets rebuilt from the input", ("targets-rebuilt",)),
+    Promise(
+        "loss",
+        "One loss for a whole queue, totals as each request's metrics",
+        ("first-loss-for-all", "totals-of-the-batch"),
+    ),
+    Promise(
+        "loss",
+        "Results in packed order",
+        ("packed-order",),
+        (ORDER + "test_metrics_and_outputs_are_of_each_request_and_in_its_order_on_fakes",),
+    ),
+    Promise("loss", "NaN reported as 0", ("not-a-number-passes", "not-a-number-becomes-0")),
+    Promise(
+        "loss", "Gradients averaged over ranks, fewer datums than ranks", note="There is one rank; comes with FSDP."
+    ),
+    Promise(
+        "loss",
+        "Zero adapter gradients under recomputation",
+        ("reentrant-recomputation",),
+        (WORKS + "test_a_gradient_lost_inside_the_model_is_an_error_of_the_server",),
+    ),
+    Promise("loss", "Two loss modules drift apart", ("fake-losses-drift",)),
+    Promise(
+        "sampling",
+        "Old samplers give newer weights, or sampling overwrites training weights",
+        (
+            "old-samplers-get-new-weights",
+            "captured-weights-shared",
+            "saving-replaces-the-adapter",
+            "lora-ids-used-again",
+        ),
+    ),
+    Promise("sampling", "Temperature 0 becomes 1", ("temperature-0-is-1", "small-temperatures-raised")),
+    Promise(
+        "sampling",
+        "Seeds dropped, shared by neighbours, or fatal when huge",
+        ("seed-of-samples-dropped", "neighbouring-seeds-share", "huge-seeds-reach-the-engine"),
+    ),
+    Promise(
+        "sampling",
+        "Stops forgotten or plain strings refused",
+        ("stop-strings-forgotten", "stop-string-taken-for-a-list", "empty-stop-is-no-stop"),
+    ),
+    Promise("sampling", "Finish reasons not mapped", ("finish-reason-mapped-wrongly",)),
+    Promise(
+        "sampling", "The base model served because keys do not match", ("unmatched-keys-ignored", "effect-not-verified")
+    ),
+    Promise("sampling", "The base model gets a neighbour's adapter", ("base-gets-an-adapter",)),
+    Promise(
+        "sampling",
+        "Prompt logprobs one short, NaN turned into something else",
+        ("prompt-logprobs-one-short", "nan-of-the-first-token-becomes-0"),
+    ),
+    Promise(
+        "sampling",
+        "Batches run to completion, one task at a time",
+        ("one-batch-after-the-other", "one-sample-at-a-time"),
+    ),
+    Promise("sampling", "Prefix cache of no use", ("prefix-cache-never-read",)),
+    Promise("sampling", "Absent max_tokens means 16", ("16-tokens-by-default",)),
+    Promise(
+        "images",
+        "Image dropped, its position lost, or trained without it",
+        ("trained-without-its-image", "image-position-lost"),
+        (VALUES + "test_tokens_of_several_text_chunks_are_their_concatenation",),
+    ),
+    Promise(
+        "images",
+        "No sampling of a vision model with LoRA",
+        tests=(
+            "tests/e2e/test_http_equals_in_process.py::test_image_loop_is_the_same_over_http_and_in_process",
+            AGREEMENT + "test_trainer_and_sampler_agree_before_and_after_training",
+        ),
+        note="No one line does this here: images are rendered before an adapter is known.",
+    ),
+    Promise("images", "A batch of text and images crashes", ("no-rows-of-pixels", "images-at-the-start-of-the-batch")),
+    Promise(
+        "images",
+        "expected_tokens checked in training only, one mismatch fails the batch, lengths not compared",
+        ("expected-tokens-for-training-only", "one-failure-fails-the-batch", "lengths-not-compared"),
+    ),
+    Promise("images", "base64 decoded twice or not at all", ("base64-not-decoded", "base64-encoded-twice")),
+    Promise("images", "LoRA on the vision tower that the sampler ignores", ("vision-tower-trained",)),
+    Promise(
+        "images",
+        "Every sample of a group renders its image again",
+        ("image-processed-again", "image-encoded-for-every-sample"),
+    ),
+    Promise("images", "A fresh event loop per call", ("event-loop-per-call",)),
+    Promise("operation", "Polling", ("results-polled-for", "scheduler-polls")),
+    Promise("operation", "Chunks run in order of arrival", ("order-of-arrival",)),
+    Promise("operation", "409 for a duplicate name", ("409", "existing-name-is-refused-at-the-submit")),
+    Promise("operation", "5xx for a failed operation", ("failed-operation-is-500", "lost-model-is-500")),
+    Promise(
+        "operation",
+        "Bodies and results kept for ever, pools exhausted",
+        ("bodies-in-the-database", "results-kept-for-ever", "pool-exhausted"),
+        (FUTURES + "test_five_hundred_samples_at_once_are_all_answered_on_fakes",),
+    ),
+    Promise(
+        "operation",
+        "Large bodies decoded on the event loop",
+        ("bodies-parsed-on-the-loop",),
+        ("tests/http/test_http_event_loop_on_fakes.py::test_large_body_does_not_hold_up_heartbeats_on_fakes",),
+    ),
+    Promise(
+        "operation",
+        "A missing seq_id stalls the model for ever",
+        ("hole-waited-for-for-ever", "hole-not-bridged-by-a-step"),
+    ),
+    Promise(
+        "operation",
+        "TTL, metadata and LoRA flags dropped, a wrong base model accepted",
+        (
+            "ttl-dropped",
+            "metadata-dropped",
+            "lora-settings-dropped-on-the-way",
+            "checkpoint-of-another-base-accepted",
+            "unserved-base-model-accepted",
+        ),
+    ),
+    Promise(
+        "operation",
+        "No keys, everybody listened to, secrets in logs",
+        (
+            "keys-not-checked",
+            "listens-to-everybody",
+            "binds-to-everything",
+            "no-key-for-other-machines",
+            "keys-in-the-log",
+        ),
+    ),
+    Promise(
+        "operation",
+        "Checkpoints read whole for a download",
+        note="There is no download yet; its endpoint is refused by name.",
+    ),
+    Promise(
+        "operation",
+        "A dead engine stays dead",
+        ("dead-engine-stays-dead", "culprit-takes-all-with-it"),
+        (ENGINE_THREAD + "test_an_exception_in_a_step_fails_what_was_in_flight_and_the_engine_comes_back",),
+    ),
+    Promise("operation", "Healthy before anything works", ("healthy-before-it-is", "ready-before-it-is")),
+)
+
+
+def named_tests(promise: Promise) -> list[str]:
+    """Those of its mutations and its own, each once."""
+    by_name = {mutation.name: mutation for mutation in MUTATIONS}
+    of_mutations = [test for name in promise.mutations for test in by_name[name].tests]
+    return list(dict.fromkeys([*of_mutations, *promise.tests]))
+
+
+def table_of_promises() -> str:
+    """The content of docs/promises.md."""
+    return "\n".join([*_HEAD, *_rows(PROMISES), "", *_MISTAKES_HEAD, *_rows(MISTAKES), ""])
+
+
+def _rows(promises: Iterable[Promise]) -> list[str]:
+    rows = []
+    for promise in promises:
+        by_file: dict[str, list[str]] = {}
+        for test in named_tests(promise):
+            file, _, name = test.removeprefix("tests/").partition("::")
+            by_file.setdefault(file, []).append(f"`{name}`")
+        tests = "<br>".join(f"`{file}`: {', '.join(names)}" for file, names in by_file.items())
+        mutations = ", ".join(f"`{name}`" for name in promise.mutations)
+        told = f"{promise.words}. {promise.note}" if promise.note else promise.words
+        rows.append(f"| {promise.number} | {told} | {tests or '–'} | {mutations or '–'} |")
+    return rows
+
+
+_HEAD = """\
+# Promises, the tests that keep them, and how the tests are tested
+
+Written by `python tests/mutations.py --write-docs`; a test compares. Tests lie below `tests/`. Each mutation breaks
+one line, on a copy, and its tests must turn red: `python tests/mutations.py` runs them all, `--only NAME` one.
+
+## What is promised
+
+| | promise | tests | mutations |
+| --- | --- | --- | --- |
+""".splitlines()
+
+_MISTAKES_HEAD = """\
+## What servers of this kind get wrong
+
+| | mistake | tests | mutations |
+| --- | --- | --- | --- |
+""".splitlines()

@@ -1,0 +1,43 @@
+"""Promise 10: a group of samples of one prompt pays for its image once, in the renderer and in vLLM's vision tower."""
+
+import asyncio
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from tinker_local.backend.sampling import vllm_compat
+from tinker_local.backend.sampling.interface import SampleWork
+from tinker_local.types import SamplingParams
+
+
+@pytest.fixture
+def encoded(vl: Any) -> Iterator[list[int]]:
+    """How many patches vLLM's vision tower has encoded, one entry per run."""
+    runs: list[int] = []
+
+    def note(module: Any, args: Any, kwargs: Any) -> None:
+        pixels = args[0] if args else next(iter(kwargs.values()))
+        runs.append(int(pixels.shape[0]))
+
+    thread, engine = vl.sampler._thread, vl.sampler._engine
+    tower = thread.call(engine, lambda vllm: vllm_compat.model_runner(vllm).model.visual).result(10)
+    handle = tower.register_forward_pre_hook(note, with_kwargs=True)
+    yield runs
+    handle.remove()
+
+
+async def test_sixteen_samples_of_one_prompt_encode_its_image_once(
+    vl: Any, encoded: list[int], noise: Callable[..., Any]
+) -> None:
+    image = noise(128, 96, 77)
+    before = vl.renderer.images_processed
+    prompt = vl.prompt([5, 6], image, [7, 8])
+    patches = int(np.prod(prompt.images[0].image.grid_thw))
+    group = SampleWork(prompt, None, SamplingParams(max_tokens=2, stop=()), num_samples=16)
+    # Other requests with the image share it too: one that asks for logprobs, one with other text.
+    again = SampleWork(vl.prompt([9], image, [7, 8]), None, SamplingParams(max_tokens=2, stop=()), prompt_logprobs=True)
+    outputs = await asyncio.gather(vl.sampler.sample(group), vl.sampler.sample(again))
+    assert len(outputs[0].sequences) == 16
+    assert vl.renderer.images_processed - before == 1
+    assert encoded == [patches]

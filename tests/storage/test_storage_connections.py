@@ -1,0 +1,24 @@
+"""Every thread that asks the store gets a connection at once: no pool runs out, however many samples are in flight."""
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime
+from pathlib import Path
+
+import sqlalchemy as sa
+from tinker_local.backend.storage import SqlStore
+from tinker_local.backend.storage.interface import SessionRecord
+
+THREADS = 100
+
+
+def test_a_hundred_threads_read_at_the_same_time(tmp_path: Path) -> None:
+    store = SqlStore(tmp_path)
+    store.add_session(SessionRecord("s", datetime(2026, 5, 1, tzinfo=UTC)))
+    together = threading.Barrier(THREADS)
+    # Each holds its connection until all have one.
+    sa.event.listen(store._engine, "before_cursor_execute", lambda *_: together.wait(10))
+    with ThreadPoolExecutor(THREADS) as pool:
+        found = [future.result() for future in [pool.submit(store.get_session, "s") for _ in range(THREADS)]]
+    assert [record.session_id for record in found if record is not None] == ["s"] * THREADS
+    store.close()

@@ -1,0 +1,49 @@
+"""What no line of the packages may do: read a pickle, or make an event loop on the way of a request."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+PICKLES = {"pickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}
+"""Modules that run what they read."""
+
+OTHER_READERS = {"torch.load", "torch.save", "np.load", "numpy.load"}
+EVENT_LOOPS = {"asyncio.run", "asyncio.Runner", "asyncio.new_event_loop", "uvloop.new_event_loop"}
+BEGINNINGS = {"backend/cli/serve.py", "backend/http/server.py"}
+"""Where a process or a thread of the server begins."""
+
+
+def sources() -> Iterator[tuple[str, ast.Module]]:
+    """Each module of the packages, by its path below the namespace."""
+    for path in sorted(ROOT.glob("packages/*/src/tinker_local/**/*.py")):
+        yield path.as_posix().split("/src/tinker_local/")[1], ast.parse(path.read_text())
+
+
+def imported(tree: ast.Module) -> set[str]:
+    """The first names of what a module imports."""
+    found: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            found.add((node.module or "").partition(".")[0])
+    return found
+
+
+def dotted(tree: ast.Module) -> set[str]:
+    """What a module refers to as `name.attribute`."""
+    return {
+        f"{node.value.id}.{node.attr}"
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
+    }
+
+
+def test_nothing_reads_or_writes_pickles() -> None:
+    assert [path for path, tree in sources() if imported(tree) & PICKLES or dotted(tree) & OTHER_READERS] == []
+
+
+def test_event_loops_are_made_where_a_server_begins_and_nowhere_else() -> None:
+    assert {path for path, tree in sources() if dotted(tree) & EVENT_LOOPS} <= BEGINNINGS
