@@ -35,7 +35,7 @@ def main() -> None:
                 losses.append(gradient.result().metrics["loss:sum"])
                 update.result()
             print(f"loss {losses[0]:.2f} -> {losses[-1]:.2f}")
-            sampler = client.save_weights_and_get_sampling_client()
+            sampler = client.save_weights_and_get_sampling_client().result()
             start = tinker.ModelInput.from_ints(tokens[:2])
             greedy = tinker.SamplingParams(max_tokens=len(tokens) - 2, temperature=0.0)
             said = tokenizer.decode(sampler.sample(start, 1, greedy).result().sequences[0].tokens)

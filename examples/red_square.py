@@ -77,7 +77,7 @@ def main() -> None:
             if step % 10 == 0 or step + 1 == options.steps:
                 print(f"step {step:3d}   nll per answer {loss:.4f}")
 
-        sampler = client.save_weights_and_get_sampling_client()
+        sampler = client.save_weights_and_get_sampling_client().result()
         greedy = tinker.SamplingParams(max_tokens=6, temperature=0.0)
 
         def say(images: list[np.ndarray]) -> list[str]:

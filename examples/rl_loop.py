@@ -51,7 +51,7 @@ def main() -> None:
 
         history = []
         for step in range(options.steps):
-            sampler = client.save_weights_and_get_sampling_client()
+            sampler = client.save_weights_and_get_sampling_client().result()
             params = tinker.SamplingParams(max_tokens=options.max_tokens, seed=step)
             futures = [
                 sampler.sample(tinker.ModelInput.from_ints(prompt), options.group_size, params) for prompt in prompts

@@ -59,7 +59,7 @@ def main() -> None:
             if step % 5 == 0 or step + 1 == options.steps:
                 print(f"step {step:3d}   nll per answer {loss:.4f}")
 
-        sampler = client.save_weights_and_get_sampling_client()
+        sampler = client.save_weights_and_get_sampling_client().result()
         greedy = tinker.SamplingParams(max_tokens=8, temperature=0.0)
         futures = [sampler.sample(tinker.ModelInput.from_ints(prompt(q)), 1, greedy) for q, _ in PAIRS]
         right = 0

@@ -146,7 +146,7 @@ def train(client: tinker.TrainingClient, task: Task, options: argparse.Namespace
             progress.update(bar, advance=1, nll=nll)
             if (step + 1) % options.eval_every == 0 or step + 1 == steps:
                 held_out = negative_log_likelihood(client, task, test_images, test_labels)
-                sampler = client.save_weights_and_get_sampling_client()
+                sampler = client.save_weights_and_get_sampling_client().result()
                 curves["nll"].append((step + 1, held_out))
                 curves["accuracy"].append((step + 1, accuracy(sampler, task, test_images, test_labels)))
     return trained / busy
@@ -185,7 +185,7 @@ def run(options: argparse.Namespace) -> Report:
         base_accuracy = accuracy(base, task, images, labels)
         base_nll = negative_log_likelihood(client, task, images, labels)
         speed = train(client, task, options, curves)
-        sampler = client.save_weights_and_get_sampling_client()
+        sampler = client.save_weights_and_get_sampling_client().result()
         sampling = time.monotonic()
         final = accuracy(sampler, task, images, labels)
         sampling = time.monotonic() - sampling
