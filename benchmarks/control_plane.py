@@ -93,7 +93,7 @@ async def measure(
     if step is not None:
         rows.append(Row("empty optim_step", way, *(await one_by_one(step, 200))))
     rows.append(Row("1-token sample", way, *(await one_by_one(lambda: sample(1), 200))))
-    for count, tokens in ((64, 1), (512, 1), (64, 32), (512, 32)):
+    for count, tokens in ((64, 1), (512, 1), (64, 32), (512, 32), (512, 128)):
         rows.append(Row(f"{count} x {tokens}-token samples", way, *(await at_once(lambda n=tokens: sample(n), count))))
     return rows
 
@@ -168,7 +168,7 @@ def bare(path: Path) -> list[Row]:
     start = time.perf_counter()
     singles = np.concatenate([run(1, 1)[0] for _ in range(200)])
     rows = [Row("1-token sample", "bare", singles, time.perf_counter() - start)]
-    for count, tokens in ((64, 1), (512, 1), (64, 32), (512, 32)):
+    for count, tokens in ((64, 1), (512, 1), (64, 32), (512, 32), (512, 128)):
         rows.append(Row(f"{count} x {tokens}-token samples", "bare", *run(count, tokens)))
     return rows
 

@@ -34,7 +34,7 @@ def serve(model: str, data_dir: str, console: Console) -> tuple[subprocess.Popen
         [*command, "--data-dir", data_dir],
         stdout=subprocess.PIPE,
         text=True,
-        env={**os.environ, "PYTHONUNBUFFERED": "1"},
+        env={**os.environ, "PYTHONUNBUFFERED": "1", "PYTHONWARNINGS": "ignore", "TORCH_CPP_LOG_LEVEL": "ERROR"},
     )
     assert server.stdout is not None
     for line in server.stdout:
@@ -48,7 +48,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", help="NAME or NAME=PATH of a vision-language model; default: a tiny one")
     parser.add_argument("--out", type=Path, default=Path("runs/demo"))
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=1)
     options, further = parser.parse_known_args()
     console = Console(highlight=False)
     start = time.monotonic()
