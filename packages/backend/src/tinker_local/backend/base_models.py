@@ -4,9 +4,10 @@ import hashlib
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
+from tinker_local.backend.metrics import Counts, ModelMetrics
 from tinker_local.backend.options import BackendOptions, ModelSource
 from tinker_local.backend.rendering.interface import Renderer
 from tinker_local.backend.sampling.interface import Sampler
@@ -45,10 +46,32 @@ class BaseModel:
     engines: Engines
     scheduler: TrainScheduler
     load_seconds: float
+    counts: Counts = field(default_factory=Counts)
 
     @property
     def max_context_length(self) -> int:
         return min(self.engines.trainer.max_context_length, self.engines.sampler.max_context_length)
+
+    def metrics(self) -> ModelMetrics:
+        """What its parts have counted so far; waits for none of them."""
+        counts, scheduler, engines = self.counts, self.scheduler, self.engines
+        return ModelMetrics(
+            images_rendered=engines.renderer.images_processed,
+            images_encoded_by_sampler=engines.sampler.images_encoded,
+            images_encoded_by_trainer=engines.trainer.images_encoded,
+            samples=counts.samples,
+            prompt_tokens=counts.prompt_tokens,
+            sampled_tokens=counts.sampled_tokens,
+            trained_tokens=scheduler.trained_tokens,
+            optimizer_steps=counts.optimizer_steps,
+            failures=dict(counts.failures),
+            samples_running=counts.samples_running,
+            samples_waiting=counts.samples_accepted - counts.samples_running,
+            commands_running=scheduler.commands_running,
+            commands_waiting=scheduler.commands_waiting,
+            adapters=scheduler.adapters,
+            sampler_versions=engines.sampler.versions_loaded,
+        )
 
     async def close(self) -> None:
         """Stop the scheduler, then the engines."""

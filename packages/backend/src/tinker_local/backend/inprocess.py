@@ -18,6 +18,7 @@ from tinker_local.backend.base_models import (
     tokenizer_id,
 )
 from tinker_local.backend.daemon_thread import in_daemon_thread
+from tinker_local.backend.metrics import ModelMetrics
 from tinker_local.backend.options import BackendOptions, ModelSource
 from tinker_local.backend.sampler_versions import SamplerVersions
 from tinker_local.backend.sampling_sessions import SamplingSessions
@@ -324,6 +325,10 @@ class InProcessBackend:
         record = await self.get_checkpoint(tinker_path)
         await asyncio.to_thread(self.store.delete_checkpoint, record)
         self.sampling.checkpoint_deleted(record)
+
+    def metrics(self) -> dict[str, ModelMetrics]:
+        """What was counted since the start, by the first name of each copy of weights; empty unless `ready`."""
+        return {model.names[0]: model.metrics() for model in self.models.distinct()} if self.ready else {}
 
     def capabilities(self) -> list[dict[str, Any]]:
         """The models served, by every name."""

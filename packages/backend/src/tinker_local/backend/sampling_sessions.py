@@ -222,16 +222,13 @@ class SamplingSessions:
         self._check(request)
         if self._queued >= self._options.max_queued_samples:
             raise TooManyRequestsError(f"{self._queued} samples are queued, which is the most this server takes")
+        operation.failures = session.base.counts.failures
         self._operations.add(operation)
         self._queued += 1
+        session.base.counts.samples_accepted += 1
         session.running.add(operation)
         task = asyncio.create_task(self._run(session, request, operation))
-
-        def done(_: asyncio.Task[None]) -> None:  # also for a task that was cancelled before it began
-            self._queued -= 1
-            session.running.discard(operation)
-
-        task.add_done_callback(done)
+        task.add_done_callback(lambda _: self._ended(session, operation))  # it may be cancelled before it begins
         operation.run_as(task)
         return operation
 
@@ -252,11 +249,20 @@ class SamplingSessions:
                 sequence.model_copy(update={"sequence_id": sequence_id})
                 for sequence, sequence_id in zip(output.sequences, operation.sequence_ids, strict=True)
             )
+            self._ended(session, operation)
             operation.succeed(output.model_copy(update={"sequences": sequences}))
         except Exception as error:
             if not isinstance(error, ApiError):
                 log.exception("%s failed", operation.request_id)
+            self._ended(session, operation)
             operation.fail(as_api_error(error))
+
+    def _ended(self, session: SamplingSession, operation: Operation[SampleOutput]) -> None:
+        """A sample ended, whichever way; whoever gets its result finds it counted out."""
+        if operation in session.running:
+            session.running.discard(operation)
+            session.base.counts.samples_accepted -= 1
+            self._queued -= 1
 
     async def _sample(self, session: SamplingSession, request: SampleRequest) -> SampleOutput:
         prompt = await asyncio.get_running_loop().run_in_executor(
@@ -271,9 +277,21 @@ class SamplingSessions:
                 f"{prompt.length} + {wanted} > {limit}"
             )
         version = await self._version(session) if session.nameless or session.checkpoint else None
-        return await session.base.engines.sampler.sample(
-            SampleWork(prompt, version, request.sampling_params, request.num_samples, request.prompt_logprobs)
-        )
+        work = SampleWork(prompt, version, request.sampling_params, request.num_samples, request.prompt_logprobs)
+        return await self._sample_counted(session.base, work)
+
+    @staticmethod
+    async def _sample_counted(base: BaseModel, work: SampleWork) -> SampleOutput:
+        counts = base.counts
+        counts.samples_running += 1
+        try:
+            output = await base.engines.sampler.sample(work)
+        finally:
+            counts.samples_running -= 1
+        counts.samples += len(output.sequences)
+        counts.prompt_tokens += work.prompt.length
+        counts.sampled_tokens += sum(sequence.tokens.size for sequence in output.sequences)
+        return output
 
     async def _version(self, session: SamplingSession) -> AdapterVersion:
         if session.nameless is not None:

@@ -174,6 +174,7 @@ class TrainingRuns:
 
     def _begin(self, model: TrainedModel, kind: OperationKind) -> Operation[dict[str, Any]]:
         model.creation = Operation(paths.request_id(model.model_id, "create"), kind)
+        model.creation.failures = model.base.counts.failures
         self._operations.add(model.creation)
         return model.creation
 
@@ -326,6 +327,7 @@ class TrainingRuns:
                     f"the optimizer step was not taken and the gradient was discarded, because {reason}"
                 )
             metrics = await scheduler.call(trainer.optim_step, model.model_id, request.adam_params)
+            model.base.counts.optimizer_steps += 1
             operation.succeed(OptimStepOutput(metrics=metrics))
 
         return await self.in_order("optim_step", request.model_id, request.seq_id, run)
@@ -442,6 +444,7 @@ class TrainingRuns:
             self._operations.add(operation)
             operation.fail(error)
             return operation, None
+        operation.failures = model.base.counts.failures
         self._operations.add(operation)
         if not model.queue.commands.accepts(seq_id):
             operation.fail(

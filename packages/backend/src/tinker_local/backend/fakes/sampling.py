@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 from safetensors.numpy import load_file
+from tinker_local.backend.fakes.encoding import FakeTower
 from tinker_local.backend.fakes.model import (
     EOS_ID,
     FakeModel,
@@ -54,9 +55,20 @@ class FakeSampler:
     def __init__(self, model: FakeModel) -> None:
         self._model = model
         self._versions: dict[str, _Weights] = {}
+        self._tower = FakeTower()
         self._closed = threading.Event()
         self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="fake-sampler")
         self.max_context_length = model.max_context_length
+
+    @property
+    def images_encoded(self) -> int:
+        """How many images a vision tower would have encoded."""
+        return self._tower.images_encoded
+
+    @property
+    def versions_loaded(self) -> int:
+        """How many versions are in memory."""
+        return len(self._versions)
 
     async def load_version(self, version: AdapterVersion) -> None:
         """Read the version's folder; InvalidRequestError if its tensors do not match the model."""
@@ -106,6 +118,7 @@ class FakeSampler:
                 f"prompt: {prompt.length} tokens; at least 1 and fewer than the context of {self.max_context_length}"
             )
         is_stop = _stop_rule(params)
+        self._tower.encode(prompt)
         features = self._model.features(prompt)
         sequences = [
             _Sequence(np.random.default_rng(_mixed_seed(params.seed, index)), int(features.tokens[-1]))

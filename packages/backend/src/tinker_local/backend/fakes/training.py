@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
+from tinker_local.backend.fakes.encoding import FakeTower
 from tinker_local.backend.fakes.losses import coefficient_name, loss_terms, settings
 from tinker_local.backend.fakes.model import (
     FakeModel,
@@ -54,8 +55,14 @@ class FakeTrainer:
     def __init__(self, model: FakeModel) -> None:
         self._model = model
         self._adapters: dict[str, _Adapter] = {}
+        self._tower = FakeTower()
         self.vocab_size = model.vocab_size
         self.max_context_length = model.max_context_length
+
+    @property
+    def images_encoded(self) -> int:
+        """How many images a vision tower would have encoded."""
+        return self._tower.images_encoded
 
     def adapter_bytes(self, config: LoraConfig) -> int:
         """float64 weights, gradients and two moments."""
@@ -146,6 +153,7 @@ class FakeTrainer:
                 f"{where}.loss_fn_inputs.target_tokens: id {targets_n_k[wrong][0]} is outside the vocabulary of "
                 f"{self.vocab_size} where {coefficient_name(loss_fn)} is not 0"
             )
+        self._tower.encode(datum.input)
         features = self._model.features(datum.input)
         log_p_n_v = log_softmax(self._model.logits(features, adapter.weights, adapter.config.rank))
         safe_n_k = np.where(known, targets_n_k, 0)
@@ -207,6 +215,7 @@ class FakeTrainer:
         """log p(token[i+1] | token[i]), float32 [N-1]."""
         adapter = None if adapter_id is None else self._adapter(adapter_id)
         weights, rank = (adapter.weights, adapter.config.rank) if adapter else ({}, 1)
+        self._tower.encode(input)
         log_p = log_softmax(self._model.logits(self._model.features(input), weights, rank))
         return np.take_along_axis(log_p[:-1], input.token_ids[1:, None], axis=1)[:, 0].astype(np.float32)
 

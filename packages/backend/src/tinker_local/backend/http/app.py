@@ -7,7 +7,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 from tinker_local.backend.http import errors
-from tinker_local.backend.http.routes import checkpoints, client, futures, refused, runs, sampling, training
+from tinker_local.backend.http.routes import checkpoints, client, futures, metrics, refused, runs, sampling, training
 from tinker_local.backend.http.routes import sessions as session_routes
 from tinker_local.backend.inprocess import InProcessBackend
 from tinker_local.types import AuthenticationError
@@ -22,12 +22,14 @@ def create_app(backend: InProcessBackend, *, api_keys: Sequence[str] | None = No
     """
     app = FastAPI(title="tinker-local", version="0.1.0", redirect_slashes=False)
     app.state.backend = backend
+    app.state.metrics = metrics.registry_of(backend)
     errors.install(app)
     app.add_middleware(RequireReady, backend=backend)
     if api_keys is not None:
         app.add_middleware(RequireKey, keys=api_keys)
     for module in (client, session_routes, training, sampling, futures, runs, checkpoints, refused):
         app.include_router(module.router, prefix="/api/v1")
+    app.include_router(metrics.router)
     return app
 
 

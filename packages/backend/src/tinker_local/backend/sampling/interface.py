@@ -40,6 +40,14 @@ class Sampler(Protocol):
 
     max_context_length: int
 
+    @property
+    def images_encoded(self) -> int:
+        """How many images went through the vision tower so far; it may be read from any thread."""
+
+    @property
+    def versions_loaded(self) -> int:
+        """How many versions were loaded and not removed; it may be read from any thread."""
+
     async def load_version(self, version: AdapterVersion) -> None:
         """Make `version` ready and verify that its tensors matched modules; raises InvalidRequestError if it cannot
         be served. Loading one that is loaded does nothing."""

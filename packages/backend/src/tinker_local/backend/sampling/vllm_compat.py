@@ -12,7 +12,7 @@ import os
 import random
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -215,6 +215,23 @@ def model_runner(engine: Any) -> Any:
 def lora_manager(engine: Any) -> Any:
     """What holds an engine's adapters: `modules` that can take one, `packed_modules`, registered adapters."""
     return model_runner(engine).lora_manager._adapter_manager
+
+
+def on_images_encoded(engine: Any, note: Callable[[int], None]) -> None:
+    """Let `note` be called, on the thread that steps, with the number of images of each run of the vision tower from
+    now on (the profiling runs of the start are over). A text model has no tower.
+
+    It sees every run: the tower is outside vLLM's CUDA graphs, unless its graphs for encoders are switched on.
+    """
+    runner = model_runner(engine)
+    if not runner.supports_mm_inputs:
+        return
+
+    def after(tower: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        # A tensor or a list, one row for each image; by position or by name, as the model has it.
+        note(len(kwargs["grid_thw"] if "grid_thw" in kwargs else args[1]))
+
+    runner.get_model().visual.register_forward_hook(after, with_kwargs=True)
 
 
 def release_engine(engine: Any) -> None:

@@ -35,12 +35,32 @@ class VLLMSampler:
         self._max_rank = options.max_rank
         self._lora_ids = itertools.count(1)
         self._versions: dict[str, Any] = {}  # name → LoRARequest, verified; the engine thread alone touches it
-        build = partial(vllm_compat.build_engine, options)
+        self._images_encoded = 0  # the engine thread alone writes it
+        build = partial(self._build, options)
         self._engine: Engine = thread.add_engine(options.model, build, vllm_compat.release_engine).result()
         config = thread.call(self._engine, lambda engine: engine.model_config).result()
         self.max_context_length: int = config.max_model_len
         self._vocab_size: int = config.get_vocab_size()
         self.startup_seconds = time.monotonic() - started
+
+    def _build(self, options: vllm_compat.EngineOptions) -> Any:
+        """An engine whose images are counted; called again after a failure, and the count goes on."""
+        engine = vllm_compat.build_engine(options)
+        vllm_compat.on_images_encoded(engine, self._note_encoded)
+        return engine
+
+    def _note_encoded(self, images: int) -> None:
+        self._images_encoded += images
+
+    @property
+    def images_encoded(self) -> int:
+        """How many images went through vLLM's vision tower so far."""
+        return self._images_encoded
+
+    @property
+    def versions_loaded(self) -> int:
+        """How many versions were verified and not removed, in memory or read again from their folder on use."""
+        return len(self._versions)
 
     async def load_version(self, version: AdapterVersion) -> None:
         """Read the adapter from its folder, verify that vLLM took all of it, and keep it ready."""

@@ -37,6 +37,10 @@ class CommandLog(Generic[C]):
         self._hole_since: float | None = None
         self._spoiled: str | None = None
 
+    def __len__(self) -> int:
+        """Commands that have not been taken."""
+        return len(self._entries)
+
     def accepts(self, seq_id: int) -> bool:
         """Whether a new command with this id can still run; false if the model has gone on without it."""
         return seq_id >= self.next_seq_id and seq_id not in self._entries

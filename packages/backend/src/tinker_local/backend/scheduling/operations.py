@@ -2,12 +2,13 @@
 
 import asyncio
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Generator
 from contextlib import suppress
 from typing import Any, Generic, Literal, TypeVar
 
 from tinker_local.types import ApiError, InternalError
+from tinker_local.types.errors import Category
 
 T = TypeVar("T")
 
@@ -31,6 +32,7 @@ class Operation(Generic[T]):
     request_id: what a client polls with.
     kind: which operation it is.
     sequence_ids: of a sample, one per requested sequence.
+    failures: where an error is counted, by its category; None as long as no base model is known to be asked for.
     """
 
     def __init__(self, request_id: str, kind: OperationKind, sequence_ids: tuple[str, ...] = ()) -> None:
@@ -38,6 +40,7 @@ class Operation(Generic[T]):
         self.kind = kind
         self.sequence_ids = sequence_ids
         self.finished_at: float | None = None
+        self.failures: Counter[Category] | None = None
         self._future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
@@ -62,6 +65,8 @@ class Operation(Generic[T]):
             self.finished_at = time.monotonic()
             self._future.set_exception(error)
             self._future.exception()  # nobody has to ask
+            if self.failures is not None:
+                self.failures[error.category] += 1
             self._wake.set()
 
     def run_as(self, task: asyncio.Task[None]) -> None:

@@ -61,17 +61,31 @@ class TrainScheduler:
     A round first runs, for every model in turn, the commands at its head that are not gradients; then it takes
     gradients from the heads of all models, in turn, up to `batch_tokens` positions, and runs them in one call.
     It sleeps on an event: nothing polls.
+
+    `trained_tokens`: positions of the forward/backwards that succeeded so far. `commands_running`: in the trainer now.
     """
 
     def __init__(self, trainer: Trainer, *, batch_tokens: int) -> None:
         self._trainer = trainer
         self._batch_tokens = batch_tokens
+        self.trained_tokens = 0
+        self.commands_running = 0
         self._queues: dict[str, ModelQueue] = {}
         self._wake = asyncio.Event()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="trainer")
         self._timer: asyncio.TimerHandle | None = None
         self._deliveries: set[asyncio.Task[None]] = set()
         self._task = asyncio.create_task(self._run(), name="train-scheduler")
+
+    @property
+    def commands_waiting(self) -> int:
+        """Commands of all models that have not been taken to run."""
+        return sum(len(queue.commands) for queue in self._queues.values())
+
+    @property
+    def adapters(self) -> int:
+        """Models whose adapter is there."""
+        return sum(queue.runs for queue in self._queues.values())
 
     async def call(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         """Run a trainer's method in the trainer's thread."""
@@ -149,12 +163,15 @@ class TrainScheduler:
         return queue.commands.head(time.monotonic()) if queue.runs else None
 
     async def _run_step(self, command: StepCommand) -> None:
+        self.commands_running = 1
         try:
             await command.run()
         except Exception as error:
             if not isinstance(error, ApiError):
                 log.exception("%s failed", command.operation.request_id)
             command.operation.fail(as_api_error(error))
+        finally:
+            self.commands_running = 0
 
     def _take_gradients(self) -> list[tuple[ModelQueue, GradientCommand, TrainWork]]:
         """Ready gradients from the heads of all models, one of each in turn, up to the budget (at least one)."""
@@ -203,6 +220,7 @@ class TrainScheduler:
     async def _run_gradients(self, batch: list[tuple[ModelQueue, GradientCommand, TrainWork]]) -> None:
         works = [work for _, _, work in batch]
         results: Sequence[TrainResult | ApiError]
+        self.commands_running = len(batch)
         try:
             results = await self.call(self._trainer.forward_backward, works)
             if len(results) != len(works):
@@ -210,10 +228,13 @@ class TrainScheduler:
         except Exception as error:
             log.exception("a batch of %d requests failed", len(works))
             results = [as_api_error(error)] * len(works)
-        for (queue, command, _), result in zip(batch, results, strict=True):
+        finally:
+            self.commands_running = 0
+        for (queue, command, work), result in zip(batch, results, strict=True):
             if isinstance(result, ApiError):
                 self._fail_gradient(queue, command, result)
             else:
+                self.trained_tokens += positions(work.data) if work.backward else 0
                 task = asyncio.create_task(self._deliver(queue, command, result))
                 self._deliveries.add(task)
                 task.add_done_callback(self._deliveries.discard)

@@ -12,12 +12,14 @@ class ImageFeatureCache:
     """Keeps the features of the images used last, by content hash, up to `max_bytes` on the model's device.
 
     `encode` computes those of several images at once. 0 bytes means that nothing is kept.
+    `images_encoded`: how many images `encode` was given and did not fail on.
     """
 
     def __init__(self, encode: Callable[[Sequence[RenderedImage]], ImageFeatures], max_bytes: int) -> None:
         self._encode = encode
         self._max_bytes = max_bytes
         self._bytes = 0
+        self.images_encoded = 0
         self._kept: OrderedDict[str, ImageFeatures] = OrderedDict()
 
     def features(self, images: Sequence[RenderedImage]) -> ImageFeatures:
@@ -26,6 +28,7 @@ class ImageFeatureCache:
         new = [image for image in images if found[image.content_hash] is None]
         if new:
             found |= _apart(self._encode(new), new)
+            self.images_encoded += len(new)
         parts = [part for part in found.values() if part is not None]
         for content_hash, part in zip(found, parts, strict=True):
             self._keep(content_hash, part)

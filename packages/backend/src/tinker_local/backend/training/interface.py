@@ -87,6 +87,10 @@ class Trainer(Protocol):
     max_context_length: int
     """The longest sequence, in positions."""
 
+    @property
+    def images_encoded(self) -> int:
+        """How many images went through the vision tower so far; it may be read from any thread."""
+
     def adapter_bytes(self, config: LoraConfig) -> int:
         """Bytes of weights, gradients and optimizer state that an adapter takes."""
 

@@ -52,6 +52,11 @@ class MicroBatchRunner:
         self._images = ImageFeatureCache(partial(_encode_images, loaded), image_cache_bytes)
         self._head = LmHead(loaded.model.lm_head, self._lora, loaded.vocab_size, logit_chunk_elements, float_dtype)
 
+    @property
+    def images_encoded(self) -> int:
+        """How many images went through the vision tower so far."""
+        return self._images.images_encoded
+
     def run(
         self, packed: Packed, adapters: Mapping[str, Adapter], works: Mapping[int, TrainWork], *, gradient: bool
     ) -> Computed:

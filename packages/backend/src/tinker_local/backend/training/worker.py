@@ -71,6 +71,11 @@ class HFTrainer:
         self._runner = MicroBatchRunner(loaded, logit_chunk_elements, image_cache_bytes, self._float)
         self._adapters: dict[str, Adapter] = {}
 
+    @property
+    def images_encoded(self) -> int:
+        """How many images went through the vision tower so far; features that are kept are not computed again."""
+        return self._runner.images_encoded
+
     # Adapters -------------------------------------------------------------------------------------------------------
 
     def adapter_bytes(self, config: LoraConfig) -> int:

@@ -1,0 +1,143 @@
+"""`GET /metrics`: what `InProcessBackend.metrics()` tells, in Prometheus' text format, one series per base model.
+
+It needs a key where every request does: Prometheus sends one with `http_headers: {X-API-Key: {files: [...]}}` in its
+scrape configuration. A copy of weights that is served under several names is told once, under the first. No part of
+the Tinker API: the SDK does not know it.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import get_args
+
+from fastapi import APIRouter, Request, Response
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.registry import Collector
+from tinker_local.backend.inprocess import InProcessBackend
+from tinker_local.backend.metrics import ModelMetrics
+from tinker_local.types.errors import Category
+
+router = APIRouter(tags=["metrics"])
+
+Family = type[CounterMetricFamily] | type[GaugeMetricFamily]
+
+
+@dataclass(frozen=True, slots=True)
+class Exported:
+    """One metric. `values`: its numbers by the value of `label`, or by "" where there is no label but the model."""
+
+    family: Family
+    name: str
+    help: str
+    values: Callable[[ModelMetrics], Mapping[str, int]]
+    label: str | None = None
+
+
+EXPORTED = (
+    Exported(
+        CounterMetricFamily,
+        "tinker_local_images_rendered",
+        "Images decoded and processed; one that is still kept is not processed again.",
+        lambda m: {"": m.images_rendered},
+    ),
+    Exported(
+        CounterMetricFamily,
+        "tinker_local_images_encoded",
+        "Images that went through the vision tower of the sampler or of the trainer.",
+        lambda m: {"sampler": m.images_encoded_by_sampler, "trainer": m.images_encoded_by_trainer},
+        "side",
+    ),
+    Exported(
+        CounterMetricFamily,
+        "tinker_local_samples",
+        "Sequences sampled and given out.",
+        lambda m: {"": m.samples},
+    ),
+    Exported(
+        CounterMetricFamily,
+        "tinker_local_prompt_tokens",
+        "Positions of the prompts that were sampled from, image positions included, once per request.",
+        lambda m: {"": m.prompt_tokens},
+    ),
+    Exported(
+        CounterMetricFamily,
+        "tinker_local_sampled_tokens",
+        "Tokens of the sequences given out.",
+        lambda m: {"": m.sampled_tokens},
+    ),
+    Exported(
+        CounterMetricFamily,
+        "tinker_local_trained_tokens",
+        "Positions of the data of forward_backward requests that succeeded, image positions included.",
+        lambda m: {"": m.trained_tokens},
+    ),
+    Exported(
+        CounterMetricFamily,
+        "tinker_local_optimizer_steps",
+        "Optimizer steps taken.",
+        lambda m: {"": m.optimizer_steps},
+    ),
+    Exported(
+        CounterMetricFamily,
+        "tinker_local_operations_failed",
+        "Operations that ended with an error, by the category that the client saw; cancelled ones are the user's.",
+        lambda m: {category: m.failures.get(category, 0) for category in get_args(Category)},
+        "category",
+    ),
+    Exported(
+        GaugeMetricFamily,
+        "tinker_local_requests_running",
+        "Sample requests in the sampler (its own queue included), training commands in the trainer.",
+        lambda m: {"sampler": m.samples_running, "trainer": m.commands_running},
+        "side",
+    ),
+    Exported(
+        GaugeMetricFamily,
+        "tinker_local_requests_waiting",
+        "Sample requests on their way to the sampler, training commands queued for the trainer.",
+        lambda m: {"sampler": m.samples_waiting, "trainer": m.commands_waiting},
+        "side",
+    ),
+    Exported(
+        GaugeMetricFamily,
+        "tinker_local_adapters",
+        "Adapters that are being trained.",
+        lambda m: {"": m.adapters},
+    ),
+    Exported(
+        GaugeMetricFamily,
+        "tinker_local_sampler_versions",
+        "Adapter versions that the sampler has verified and may be sampled from.",
+        lambda m: {"": m.sampler_versions},
+    ),
+)
+
+
+class BackendCollector(Collector):
+    """Reads a backend whenever the metrics are asked for; it keeps no numbers of its own."""
+
+    def __init__(self, backend: InProcessBackend) -> None:
+        self._backend = backend
+
+    def collect(self) -> Iterable[CounterMetricFamily | GaugeMetricFamily]:
+        models = self._backend.metrics()
+        for metric in EXPORTED:
+            labels = ["model"] if metric.label is None else ["model", metric.label]
+            family = metric.family(metric.name, metric.help, labels=labels)
+            for model, metrics in models.items():
+                for value, number in metric.values(metrics).items():
+                    family.add_metric([model] if metric.label is None else [model, value], number)
+            yield family
+
+
+def registry_of(backend: InProcessBackend) -> CollectorRegistry:
+    """A registry of `backend` alone, so that two backends of a process share nothing."""
+    registry = CollectorRegistry()
+    registry.register(BackendCollector(backend))
+    return registry
+
+
+@router.get("/metrics")
+async def metrics(request: Request) -> Response:
+    """The metrics of this app's backend."""
+    return Response(generate_latest(request.app.state.metrics), media_type=CONTENT_TYPE_LATEST)
