@@ -1,0 +1,115 @@
+"""Environments as Gymnasium has them, with text as actions and text and images as observations.
+
+    class Quiz:
+        def reset(self, *, seed=None):
+            return ["What is this?", picture], {}
+
+        def step(self, action):
+            return "Right!", 1.0, True, False, {}
+
+Knows nothing of tokens: `chat` turns observations into them, `rollouts` runs the environments.
+"""
+
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol, TypeAlias
+
+import numpy as np
+import PIL.Image
+import tinker
+from tinker_local.client.images import Image
+from tinker_local.types import InvalidRequestError
+
+Part: TypeAlias = str | Image | tinker.types.ImageChunk | Mapping[str, Any]
+"""Text; an image as `image_chunk` takes it; a ready `ImageChunk`; or HF's {"type": "text" | "image", ...}."""
+
+Observation: TypeAlias = Part | Sequence[Part] | Sequence[Mapping[str, Any]] | None
+"""A part, parts of one user message, or messages {"role": ..., "content": part or parts, ...}. None: nothing to see."""
+
+Reset: TypeAlias = tuple[Observation, Mapping[str, Any]]
+Step: TypeAlias = tuple[Observation, float, bool, bool, Mapping[str, Any]]
+
+
+class Environment(Protocol):
+    """One episode's other side. Methods may be `async`; a `close()` is called at the end if there is one.
+
+    All calls of an environment that is not async come from one thread, which is its own.
+    """
+
+    def reset(self, *, seed: int | None = None) -> Reset | Awaitable[Reset]:
+        """Begin: (observation, info). Equal seeds give equal starts."""
+        ...
+
+    def step(self, action: str) -> Step | Awaitable[Step]:
+        """Answer the model's text: (observation, reward, terminated, truncated, info).
+
+        `terminated`: the episode came to its end; `truncated`: it was cut. The last observation is never shown.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """`size` environments that start alike: GRPO compares their returns with each other.
+
+    `make` is called once per environment, each of which is reset with `seed`.
+    """
+
+    make: Callable[[], Environment]
+    size: int = 16
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.size < 1:
+            raise InvalidRequestError(f"size: a group has at least one environment, not {self.size}")
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """A message in the order of its parts; `further` is what else the template may read (tool_call_id, name, ...)."""
+
+    role: str
+    parts: tuple[str | Image | tinker.types.ImageChunk, ...]
+    further: Mapping[str, Any] = field(default_factory=dict)
+
+
+def as_messages(observation: Observation, role: str = "user", where: str = "observation") -> list[Message]:
+    """`observation` as messages; parts that stand alone are one message of `role`.
+
+    Raises InvalidRequestError that names the part at fault. Nothing is decoded here.
+    """
+    if isinstance(observation, (list, tuple)) and observation and all(_is_message(item) for item in observation):
+        return [_message(item, f"{where}[{index}]") for index, item in enumerate(observation)]
+    if _is_message(observation):
+        return [_message(observation, where)]
+    return [Message(role, _parts(observation, where))]
+
+
+def _is_message(value: object) -> bool:
+    return isinstance(value, Mapping) and "role" in value
+
+
+def _message(value: Any, where: str) -> Message:
+    further = {key: entry for key, entry in value.items() if key not in ("role", "content")}
+    return Message(str(value["role"]), _parts(value.get("content"), f"{where}.content"), further)
+
+
+def _parts(content: Any, where: str) -> tuple[Any, ...]:
+    if isinstance(content, (list, tuple)):
+        return tuple(_part(item, f"{where}[{index}]") for index, item in enumerate(content))
+    return () if content is None else (_part(content, where),)
+
+
+def _part(part: Any, where: str) -> Any:
+    match part:
+        case {"type": "text", "text": str(text)}:
+            return text
+        case {"type": "image", "image": image}:
+            return _part(image, where)
+        case str() | PIL.Image.Image() | Path() | bytes() | bytearray() | memoryview() | np.ndarray():
+            return part
+        case tinker.types.ImageChunk():
+            return part
+    kind = f"{dict(part)!r:.80}" if isinstance(part, Mapping) else type(part).__name__
+    raise InvalidRequestError(f"{where}: must be text, an image or a message with a role, not {kind}")

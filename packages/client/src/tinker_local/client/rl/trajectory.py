@@ -1,0 +1,197 @@
+"""What happened in one episode, and the data it trains on: the very tokens that the sampler was given and gave."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import tinker
+from tinker_local.client.rl.chat import Chunk
+from tinker_local.types import InvalidRequestError
+
+End: TypeAlias = Literal["terminated", "truncated", "max_turns", "context", "failed"]
+FailureKind: TypeAlias = Literal["environment", "observation", "sampling", "timeout"]
+Span: TypeAlias = tinker.PromptProvenanceSpan | tinker.SampledProvenanceSpan
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One reply of the model and the environment's answer to it.
+
+    `prompt`: what the sampler was given. `tokens`, `logprobs`: what it gave, float32 nats at the sampling temperature,
+    one per token. `sequence_id`: the service's name of the sample, "" if nothing was sampled. `action`: the text that
+    the environment got. `observation`, `reward`, `info`: its answer.
+    """
+
+    prompt: tinker.ModelInput
+    tokens: tuple[int, ...]
+    logprobs: npt.NDArray[np.float32]
+    sequence_id: str
+    stop_reason: tinker.StopReason
+    action: str
+    observation: Any = None
+    reward: float = 0.0
+    info: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Why a trajectory could not go on: the part that failed, its message, and the exception."""
+
+    kind: FailureKind
+    message: str
+    error: BaseException | None = None
+
+    def __str__(self) -> str:
+        return f"{self.kind}: {self.message}"
+
+
+@dataclass(frozen=True, slots=True)
+class Trajectory:
+    """An episode as far as it went.
+
+    `end`: "terminated" and "truncated" are the environment's words; "max_turns" and "context" are limits, of which
+    `reason` gives the numbers; "failed" has a `failure`. `num_images`: images in the last prompt.
+    """
+
+    turns: tuple[Turn, ...]
+    end: End
+    reason: str = ""
+    failure: Failure | None = None
+    num_images: int = 0
+
+    @property
+    def reward(self) -> float:
+        """The return: the sum of the rewards of all turns."""
+        return sum(turn.reward for turn in self.turns)
+
+    @property
+    def trainable(self) -> bool:
+        """Whether it counts in its group: it did not fail, and the model said something."""
+        return self.failure is None and bool(self.turns)
+
+    @property
+    def num_tokens(self) -> int:
+        """Sampled tokens."""
+        return sum(len(turn.tokens) for turn in self.turns)
+
+    def data(
+        self, advantage: float | Sequence[float] = 1.0, loss_fn: tinker.types.LossFnType = "importance_sampling"
+    ) -> list[tinker.Datum]:
+        """The trajectory as training data. `advantage`: one number, or one per turn. See `turns_to_data`."""
+        return turns_to_data(self.turns, advantage, loss_fn)
+
+
+def turns_to_data(
+    turns: Sequence[Turn],
+    advantage: float | Sequence[float] = 1.0,
+    loss_fn: tinker.types.LossFnType = "importance_sampling",
+) -> list[tinker.Datum]:
+    """Turns in order as data: a turn whose prompt begins with all tokens before it continues their datum.
+
+    So an episode is one datum of N positions where the chat template appends, and one per turn where it rewrites.
+    Inputs are all tokens but the last, targets all but the first. At sampled tokens `advantages` is the turn's
+    advantage and `logprobs` the sampler's (for "cross_entropy": `weights` is the advantage); everywhere else (prompt,
+    observations, images, ends of turns that were not sampled) they are 0, which trains nothing.
+
+    Each datum carries provenance spans, which request's prompt or sample each token was, if its turns have a
+    `sequence_id`. Raises InvalidRequestError if `advantage` has another length than `turns`.
+    """
+    per_turn = [float(advantage)] * len(turns) if isinstance(advantage, (int, float)) else list(advantage)
+    if len(per_turn) != len(turns):
+        raise InvalidRequestError(f"advantage: {len(per_turn)} numbers for {len(turns)} turns")
+    data: list[tinker.Datum] = []
+    sequence = _Sequence()
+    for turn, value in zip(turns, per_turn, strict=True):
+        if not turn.tokens:  # nothing to train; what it was given is part of the next prompt
+            continue
+        prompt = _flatten(turn.prompt.chunks)
+        if not sequence.is_prefix_of(prompt):
+            data += sequence.data(loss_fn)
+            sequence = _Sequence()
+        sequence.append(turn, prompt, value)
+    return data + sequence.data(loss_fn)
+
+
+class _Sequence:
+    """Tokens of turns that continue each other, with what each position carries."""
+
+    def __init__(self) -> None:
+        self._elements: list[int | Chunk] = []  # an image is one element of several positions
+        self._positions = 0
+        self._logprobs: list[npt.NDArray[np.float32]] = []
+        self._advantages: list[npt.NDArray[np.float32]] = []
+        self._spans: list[Span] | None = []  # None once a turn has no request
+
+    def is_prefix_of(self, prompt: list[int | Chunk]) -> bool:
+        return prompt[: len(self._elements)] == self._elements
+
+    def append(self, turn: Turn, prompt: list[int | Chunk], advantage: float) -> None:
+        new = prompt[len(self._elements) :]
+        given, sampled = sum(map(_length, new)), len(turn.tokens)
+        self._elements += [*new, *turn.tokens]
+        self._logprobs += [np.zeros(given, np.float32), np.asarray(turn.logprobs, np.float32)]
+        self._advantages += [np.zeros(given, np.float32), np.full(sampled, advantage, np.float32)]
+        if not turn.sequence_id:
+            self._spans = None
+        if self._spans is not None and given:
+            span = tinker.PromptProvenanceSpan(sequence_id=turn.sequence_id, offset=self._positions, length=given)
+            self._spans.append(span)
+        if self._spans is not None:
+            self._spans.append(tinker.SampledProvenanceSpan(sequence_id=turn.sequence_id, length=sampled))
+        self._positions += given + sampled
+
+    def data(self, loss_fn: tinker.types.LossFnType) -> list[tinker.Datum]:
+        """The datum; none if there is no position that predicts a sampled token."""
+        if self._positions < 2:
+            return []
+        targets = np.concatenate([np.full(_length(e), e if isinstance(e, int) else 0) for e in self._elements])
+        logprobs, advantages = np.concatenate(self._logprobs), np.concatenate(self._advantages)
+        inputs: dict[str, Any] = {"target_tokens": targets[1:].astype(np.int64)}
+        if loss_fn == "cross_entropy":
+            inputs["weights"] = advantages[1:]
+        else:
+            inputs |= {"logprobs": logprobs[1:], "advantages": advantages[1:]}
+        datum = tinker.Datum(model_input=_model_input(self._elements[:-1]), loss_fn_inputs=inputs)
+        if (spans := self._spans) is None:
+            return [datum]
+        return [datum.with_provenance([*spans[:-1], *_shorten(spans[-1])], [*_shorten(spans[0], first=1), *spans[1:]])]
+
+
+def _shorten(span: Span, first: int = 0) -> list[Span]:
+    """`span` without its last position, or without its first."""
+    if span.length == 1:
+        return []
+    return [replace(span, offset=span.offset + first, length=span.length - 1)]
+
+
+def _flatten(chunks: Sequence[Chunk]) -> list[int | Chunk]:
+    elements: list[int | Chunk] = []
+    for chunk in chunks:
+        if isinstance(chunk, tinker.EncodedTextChunk):
+            elements += chunk.tokens
+        else:
+            elements.append(chunk)
+    return elements
+
+
+def _length(element: int | Chunk) -> int:
+    return 1 if isinstance(element, int) else element.length
+
+
+def _model_input(elements: Sequence[int | Chunk]) -> tinker.ModelInput:
+    """All text between two images as one chunk."""
+    chunks: list[Chunk] = []
+    text: list[int] = []
+    for element in elements:
+        if isinstance(element, int):
+            text.append(element)
+            continue
+        if text:
+            chunks.append(tinker.EncodedTextChunk(tokens=text))
+            text = []
+        chunks.append(element)
+    if text:
+        chunks.append(tinker.EncodedTextChunk(tokens=text))
+    return tinker.ModelInput(chunks=chunks)
