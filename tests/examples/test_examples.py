@@ -32,13 +32,3 @@ def test_example_reaches_its_mark(real_server: Any, name: str, model: str) -> No
 
 def test_in_process_example_needs_no_server(tiny_models: dict[str, Path]) -> None:
     assert "loss" in run("in_process.py", "--model", f"tiny/text={tiny_models['tiny/text']}")
-
-
-def test_vlm_classifier_runs_end_to_end(real_server: Any, tmp_path: Path) -> None:
-    """A few steps only: what the demo reaches with all of them is the demo's own mark."""
-    settings = ["--epochs", "0.1", "--batch-size", "16", "--eval-every", "5", "--learning-rate", "5e-3"]
-    printed = run(
-        "vlm_classifier.py", "--base-url", real_server.url, "--model", "tiny/vision", "--out", str(tmp_path), *settings
-    )
-    assert "held-out accuracy" in printed
-    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")

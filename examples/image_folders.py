@@ -1,0 +1,151 @@
+"""Labelled images for vlm_classifier.py: handwritten digits, or a folder that holds a folder of images per class.
+
+    FOLDER/<class name>/*.png          a share of each class is held out, the same for the same seed
+    FOLDER/train/<class name>/*.png    as torchvision's ImageFolder has it: where FOLDER/train and FOLDER/validation
+    FOLDER/val/<class name>/*.png      (or val, or test: the first that exists) exist, the second is what is held out
+
+Files may lie deeper (cat/summer/1.jpg is a cat). Hidden files and files of other kinds are passed over.
+"""
+
+import random
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import PIL.Image
+import PIL.ImageOps
+from rich.progress import track
+
+SUFFIXES = {".png", ".jpg", ".jpeg", ".webp", ".bmp"}
+HELD_OUT_FOLDERS = ("validation", "val", "test")
+DIGITS_HELD_OUT = 297
+WIDEST = 200  # times as long as wide: beyond this the image processors of vision-language models refuse
+
+
+class Example(NamedTuple):
+    """Where an image comes from (a file, or pixels), and its class."""
+
+    source: Any
+    name: str
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """Images of known classes; `image(source, rng)` is what the model is shown, augmented if there is an `rng`."""
+
+    title: str
+    classes: list[str]
+    train: list[Example]
+    held_out: list[Example]
+    image: Callable[[Any, random.Random | None], PIL.Image.Image | Path]
+
+    @property
+    def chance(self) -> float:
+        """Share of the held-out images that are right when the answer is always their most frequent class."""
+        return max(Counter(example.name for example in self.held_out).values()) / len(self.held_out)
+
+
+def shifted(image: np.ndarray, rng: random.Random) -> np.ndarray:
+    """The 8x8 image as it is or moved by one pixel: as a reader of digits would not mind."""
+    moved = np.zeros_like(image)
+    dy, dx = rng.choice([(0, 0), (1, 0), (-1, 0), (0, 1), (0, -1)])
+    moved[max(dy, 0) : 8 + min(dy, 0), max(dx, 0) : 8 + min(dx, 0)] = image[
+        max(-dy, 0) : 8 + min(-dy, 0), max(-dx, 0) : 8 + min(-dx, 0)
+    ]
+    return moved
+
+
+def digits(side: int) -> Dataset:
+    """scikit-learn's 1,797 scanned digits of 8x8 pixels, enlarged to `side` pixels; the last 297 are held out."""
+    from sklearn.datasets import load_digits
+
+    if side < 8 or side % 8:
+        raise ValueError(f"--side of the digits must be a multiple of 8, not {side}")
+
+    def image(pixels: np.ndarray, rng: random.Random | None) -> PIL.Image.Image:
+        values = np.clip((shifted(pixels, rng) if rng else pixels) * (255 / 16), 0, 255).astype(np.uint8)
+        return PIL.Image.fromarray(np.repeat(np.repeat(values, side // 8, 0), side // 8, 1)).convert("RGB")
+
+    data = load_digits()
+    examples = [Example(pixels, str(label)) for pixels, label in zip(data.images, data.target, strict=True)]
+    train, held_out = examples[:-DIGITS_HELD_OUT], examples[-DIGITS_HELD_OUT:]
+    return Dataset("handwritten digits", [str(digit) for digit in range(10)], train, held_out, image)
+
+
+def open_image(path: Path) -> PIL.Image.Image:
+    """The image as RGB, upright. Raises ValueError, which names the file, if it cannot be read."""
+    try:
+        with PIL.Image.open(path) as file:
+            image = PIL.ImageOps.exif_transpose(file).convert("RGB")
+    except (OSError, SyntaxError, ValueError, PIL.Image.DecompressionBombError) as error:  # what PIL's decoders raise
+        raise ValueError(f"{path}: no image that can be read: {error}") from error
+    if max(image.size) > WIDEST * min(image.size):
+        raise ValueError(f"{path}: {image.width} x {image.height} pixels are too narrow for a vision-language model")
+    return image
+
+
+def image_files(folder: Path) -> dict[str, list[Path]]:
+    """The image files of each folder in `folder`, sorted; the folder's name is the class."""
+    files: dict[str, list[Path]] = {}
+    for entry in sorted(folder.iterdir()):
+        if entry.is_dir() and not entry.name.startswith("."):
+            found = sorted(file for file in entry.rglob("*") if file.suffix.lower() in SUFFIXES and file.is_file())
+            hidden = {file for file in found if any(part.startswith(".") for part in file.relative_to(entry).parts)}
+            files[entry.name] = [file for file in found if file not in hidden]
+    return files
+
+
+def split(files: dict[str, list[Path]], share: float, seed: int) -> tuple[dict[str, list[Path]], dict[str, list[Path]]]:
+    """What is trained and what is held out of each class: `share` of it, at least one image.
+
+    A class is split by the seed and its name alone, so that another class more or less changes nothing.
+    """
+    train, held_out = {}, {}
+    for name, paths in files.items():
+        shuffled = random.Random(f"{seed}/{name}").sample(paths, len(paths))
+        count = max(1, round(share * len(paths)))
+        train[name], held_out[name] = shuffled[count:], shuffled[:count]
+    return train, held_out
+
+
+def read_folder(folder: Path, *, share: float, seed: int, side: int | None) -> Dataset:
+    """The images of `folder`, each read once, so that a broken one is found before anything is trained.
+
+    share: of each class, held out, unless the folder says which. side: longest side in pixels to which images are
+    shrunk; None leaves them as they are. Raises ValueError with what is wrong with the folder.
+    """
+    if not folder.is_dir():
+        raise ValueError(f"{folder}: no such folder")
+    parts = [folder / name for name in ("train", *HELD_OUT_FOLDERS) if (folder / name).is_dir()]
+    if len(parts) > 1 and parts[0].name == "train":
+        train, held_out = image_files(parts[0]), image_files(parts[1])
+        layout = f"{parts[0]} and {parts[1]}"
+    else:
+        train, held_out = split(image_files(folder), share, seed)
+        layout = f"{folder}"
+    classes = sorted(train.keys() | held_out.keys())
+    if len(classes) < 2:
+        found = f"only {classes[0]!r}" if classes else "none"
+        raise ValueError(f"{layout}: at least two classes are needed, each a folder of images; found {found}")
+    for name in classes:
+        counts = len(train.get(name, [])), len(held_out.get(name, []))
+        if 0 in counts:
+            raise ValueError(
+                f"{layout}: class {name!r} has too few images ({' or '.join(sorted(SUFFIXES))}): "
+                f"{counts[0]} to train on and {counts[1]} held out, and each must be at least 1"
+            )
+    examples = [[Example(path, name) for name in classes for path in part[name]] for part in (train, held_out)]
+    for example in track([*examples[0], *examples[1]], description="reading images", transient=True):
+        open_image(example.source)
+
+    def image(path: Path, _: random.Random | None) -> PIL.Image.Image | Path:
+        if side is None:
+            return path
+        smaller = open_image(path)
+        smaller.thumbnail((side, side))
+        return smaller
+
+    return Dataset(f"images in {folder.resolve().name}", classes, examples[0], examples[1], image)
