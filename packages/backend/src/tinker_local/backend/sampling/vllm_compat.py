@@ -38,7 +38,8 @@ class EngineOptions:
     different adapters one step may mix (each has a slot of `max_rank` in the device's memory); requests of more wait
     their turn. `cached_adapters`: how many stay in host memory; others are read again from their folder on use.
     `max_sequences`: in one step. `max_batched_tokens`: most positions in one step; prompt logprobs take that many rows
-    of the whole vocabulary in float32. `enforce_eager` None: True on CPU, False on CUDA (CUDA graphs for decoding).
+    of the whole vocabulary in float32. `image_cache_bytes`: of image features that stay on the device for requests to
+    come, if vLLM by itself keeps fewer. `enforce_eager` None: True on CPU, False on CUDA (CUDA graphs for decoding).
     """
 
     model: str
@@ -51,6 +52,7 @@ class EngineOptions:
     cached_adapters: int = 32
     max_sequences: int = 256
     max_batched_tokens: int = 2048
+    image_cache_bytes: int = 2**30
     enforce_eager: bool | None = None
 
 
@@ -149,10 +151,13 @@ def build_engine(options: EngineOptions) -> Any:
         from tinker_local.backend.sampling import vllm_lora_fixes
         from tinker_local.backend.sampling.vllm_draw import FullVocabularyDraw
         from vllm.engine.arg_utils import EngineArgs
+        from vllm.usage.usage_lib import UsageContext
         from vllm.v1.engine.llm_engine import LLMEngine
 
         vllm_lora_fixes.fix_before_engine()
-        engine = LLMEngine.from_engine_args(EngineArgs(**_engine_arguments(options)))
+        config = EngineArgs(**_engine_arguments(options)).create_engine_config(UsageContext.ENGINE_CONTEXT)
+        _keep_images(config, options.image_cache_bytes)
+        engine = LLMEngine.from_vllm_config(config, disable_log_stats=True)
         runner = model_runner(engine)
         # In 0.32 vLLM's shutdown, of which `release_engine` tells, would run when the client object is collected.
         finalizer = getattr(engine.engine_core, "_finalizer", None)
@@ -187,6 +192,22 @@ def _engine_arguments(options: EngineOptions) -> dict[str, Any]:
     else:
         arguments["gpu_memory_utilization"] = options.gpu_memory_utilization
     return arguments
+
+
+def _keep_images(config: Any, num_bytes: int) -> None:
+    """Let features of images stay for requests to come, up to `num_bytes` of them.
+
+    By itself vLLM keeps as many positions as one step or the largest image has. A prompt whose image ends in the last,
+    incomplete block of its KV cache needs the features again, so with a few images in turn every request would encode.
+    """
+    model = config.model_config
+    if not model.is_multimodal_model:
+        return
+    vision = model.hf_config.vision_config
+    levels = 1 + len(getattr(vision, "deepstack_visual_indexes", ()))  # kept side by side
+    positions = num_bytes // (levels * model.get_hidden_size() * model.dtype.itemsize)
+    # It has no argument of its own. Memory is profiled with the work of one step, which stays as it is.
+    config.scheduler_config.encoder_cache_size = max(config.scheduler_config.encoder_cache_size, positions)
 
 
 def _graphs_work(options: EngineOptions) -> bool:
