@@ -1,0 +1,145 @@
+"""Reinforcement learning over many turns of images: walk a grid to its goal, one step and one picture at a time.
+
+    tinker-local serve --model NAME[=PATH]
+    python examples/grid_walk.py --model NAME
+
+A 5x5 board shows the walker (white) and the goal (red) in a corner, at least five steps away. Each reply is one step
+and earns the share of the way that it saves, so a walk that arrives returns exactly 1 and an aimless one about 0. A few
+supervised steps teach the form of an answer, the rest is GRPO (grpo.py). The control: a board that shows nothing.
+"""
+
+import argparse
+import asyncio
+import os
+from pathlib import Path
+
+import grpo
+import numpy as np
+import tinker
+from tinker_local.client import rl
+
+CELLS, PIXELS = 5, 12
+MOVES = {"N": (-1, 0), "S": (1, 0), "W": (0, -1), "E": (0, 1)}
+LIMIT = 8
+
+
+class GridWalk:
+    """Walker and goal on a board; replies are N, S, W or E. Truncated after LIMIT replies."""
+
+    def __init__(self, blank: bool = False) -> None:
+        self.blank = blank
+
+    def reset(self, *, seed: int | None = None) -> tuple[list, dict]:
+        rng = np.random.default_rng(seed)
+        self.goal = np.array([rng.choice([0, CELLS - 1]), rng.choice([0, CELLS - 1])])
+        while True:
+            self.walker = rng.integers(0, CELLS, 2)
+            if self.distance() >= 5:
+                break
+        self.start, self.turns = self.distance(), 0
+        return ["Walk to the red cell: N, S, W or E?", self.image()], {}
+
+    def step(self, action: str) -> tuple[list, float, bool, bool, dict]:
+        before = self.distance()
+        if (move := MOVES.get(action.strip())) is not None:
+            self.walker = np.clip(self.walker + move, 0, CELLS - 1)
+        self.turns += 1
+        reward = (before - self.distance()) / self.start
+        arrived = self.distance() == 0
+        return [self.image()], reward, arrived, self.turns == LIMIT and not arrived, {"arrived": arrived}
+
+    def distance(self) -> int:
+        return int(np.abs(self.walker - self.goal).sum())
+
+    def image(self) -> np.ndarray:
+        """The board, uint8 [60, 60, 3]."""
+        cells = np.full((CELLS, CELLS, 3), 40, np.uint8)
+        if not self.blank:
+            cells[tuple(self.goal)] = (230, 30, 30)
+            cells[tuple(self.walker)] = (250, 250, 250)
+        return cells.repeat(PIXELS, 0).repeat(PIXELS, 1)
+
+
+def demonstration(chat: rl.Chat, seed: int) -> list[tinker.Datum]:
+    """A conversation that walks straight to the goal, turning where it likes."""
+    environment, rng = GridWalk(), np.random.default_rng(seed)
+    observation, _ = environment.reset(seed=seed)
+    messages = [{"role": "user", "content": observation}]
+    arrived = False
+    while not arrived:
+        away = environment.goal - environment.walker
+        good = [name for name, move in MOVES.items() if np.dot(move, away) > 0]
+        move = str(rng.choice(good))
+        observation, _, arrived, _, _ = environment.step(move)
+        messages += [{"role": "assistant", "content": move}, {"role": "user", "content": observation}]
+    return rl.conversation_data(chat, messages[:-1])
+
+
+async def run(client: tinker.TrainingClient, options: argparse.Namespace) -> bool:
+    chat = rl.Chat.of(client)
+    rng = np.random.default_rng(options.seed)
+
+    def seeds(count: int) -> list[int]:
+        return [int(seed) for seed in rng.integers(2**31, size=count)]
+
+    batches = [[d for seed in seeds(16) for d in demonstration(chat, seed)] for _ in range(options.warm_steps)]
+    await grpo.warm_start(client, batches, options.warm_rate)
+    params = tinker.SamplingParams(max_tokens=3)
+    history = await grpo.train(
+        client,
+        chat,
+        lambda _: [rl.Group(GridWalk, options.group_size, seed) for seed in seeds(options.groups)],
+        steps=options.steps,
+        learning_rate=options.learning_rate,
+        params=params,
+    )
+    sampler = await client.save_weights_and_get_sampling_client()
+    unseen = await rl.rollout([rl.Group(GridWalk, 1, seed) for seed in seeds(64)], sampler, chat, params)
+    blanks = [rl.Group(lambda: GridWalk(blank=True), 1, seed) for seed in seeds(64)]
+    control = (await rl.rollout(blanks, sampler, chat, params)).mean_reward
+    random = random_return(seeds(256))
+    path = options.out / "grid_walk.png"
+    grpo.draw(history, path, "a walk on a grid", {"random policy": random, "blank images, after": control})
+    arrived = np.mean([trajectory.end == "terminated" for trajectory in unseen.trajectories])
+    print(
+        f"return on new boards {unseen.mean_reward:.3f} ({arrived:.0%} arrived), on blank ones {control:.3f}, ", end=""
+    )
+    print(f"random policy {random:.3f}; {path}")
+    return unseen.mean_reward >= random + 0.4
+
+
+def random_return(seeds: list[int]) -> float:
+    """Mean return of steps drawn by lot."""
+    total = 0.0
+    for seed in seeds:
+        environment, rng = GridWalk(), np.random.default_rng(seed)
+        environment.reset(seed=seed)
+        done = False
+        while not done:
+            _, reward, terminated, truncated, _ = environment.step(str(rng.choice(list(MOVES))))
+            total, done = total + reward, terminated or truncated
+    return total / len(seeds)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--base-url", default=os.environ.get("TINKER_BASE_URL", "http://127.0.0.1:8000"))
+    parser.add_argument("--model", required=True, help="a vision-language model that the server serves")
+    parser.add_argument("--steps", type=int, default=25)
+    parser.add_argument("--groups", type=int, default=12)
+    parser.add_argument("--group-size", type=int, default=8)
+    parser.add_argument("--learning-rate", type=float, default=2e-3, help="2e-5 suits a real model")
+    parser.add_argument("--warm-steps", type=int, default=6, help="supervised; 0 suits a real model")
+    parser.add_argument("--warm-rate", type=float, default=5e-3)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, default=Path("runs/rl"))
+    options = parser.parse_args()
+    os.environ.setdefault("TINKER_API_KEY", "tml-local")
+    with tinker.ServiceClient(base_url=options.base_url) as service:
+        client = service.create_lora_training_client(base_model=options.model, rank=32, seed=0).result()
+        if not asyncio.run(run(client, options)):
+            raise SystemExit("the model did not learn to walk")
+
+
+if __name__ == "__main__":
+    main()
