@@ -7,6 +7,7 @@ import asyncio
 import inspect
 import logging
 import math
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -15,12 +16,17 @@ from tinker_local.client.rl.chat import Chat
 from tinker_local.client.rl.conversation import Conversation
 from tinker_local.client.rl.environment import Environment, Observation, as_messages
 from tinker_local.client.rl.trajectory import Failure, FailureKind
-from tinker_local.client.rl.workers import Worker
+from tinker_local.client.rl.workers import CallError, Worker
 from tinker_local.types import InvalidRequestError
 
 logger = logging.getLogger(__name__)
 
 _CLOSE_SECONDS = 10.0
+_STUCK_SECONDS = 2.0
+"""How long an environment that is in the middle of a call is given to come back and be closed."""
+
+_renderings = threading.BoundedSemaphore(2)
+"""Threads that render at once. Each holds the GIL for long, and the event loop has to get its turn."""
 
 
 class EpisodeError(Exception):
@@ -29,6 +35,10 @@ class EpisodeError(Exception):
     def __init__(self, kind: FailureKind, message: str, error: BaseException | None = None) -> None:
         super().__init__(message)
         self.failure = Failure(kind, message, error)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Between processes, as of the cookbook's executors, the exception behind it stays where it was raised."""
+        return type(self), (self.failure.kind, self.failure.message)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,13 +76,14 @@ class Episode:
         self._chat = chat
         self._step_timeout = step_timeout
         self._worker = Worker(name)
-        self._stuck = False
+        self._closed = False
+        self._first: Observation = None
         self._conversation: Conversation | None = None
 
     @property
     def conversation(self) -> Conversation:
         if self._conversation is None:
-            raise ValueError("conversation: reset comes first")
+            raise ValueError("conversation: begin comes first")
         return self._conversation
 
     @property
@@ -81,12 +92,23 @@ class Episode:
         return 0 if self._conversation is None else self._conversation.num_images
 
     async def reset(self, seed: int | None) -> None:
-        """Make the environment, reset it and render the first prompt."""
-        self._environment = await self._call("make", self._make)
+        """Make the environment and reset it; what it shows is rendered by `begin`."""
+        make = self._make if inspect.iscoroutinefunction(self._make) else self._make_in_thread
+        self._environment = await self._call("make", make)
+        for method in ("reset", "step"):
+            if not callable(getattr(self._environment, method, None)):
+                raise EpisodeError("environment", f"make: returned {_shape(self._environment)}, which has no {method}")
         result = await self._call("reset", self._environment.reset, seed=seed)
-        if not isinstance(result, tuple) or len(result) != 2 or not isinstance(result[1], Mapping):
+        if not isinstance(result, tuple) or len(result) != 2:
             raise EpisodeError("environment", f"reset: must return (observation, info), not {_shape(result)}")
-        self._conversation = await self._rendering(lambda: Conversation(self._chat, as_messages(result[0])))
+        self._first, info = result
+        if not isinstance(info, Mapping):
+            raise EpisodeError("environment", f"reset: info must be a mapping, not {_shape(info)}")
+
+    async def begin(self) -> None:
+        """Render the first prompt."""
+        first = self._first
+        self._conversation = await self._render(lambda: Conversation(self._chat, as_messages(first)))
 
     async def step(self, action: str) -> StepOutcome:
         """Hand the reply's text to the environment; what it answers is rendered by `observe` if it goes on."""
@@ -97,39 +119,74 @@ class Episode:
     async def observe(self, observation: Observation) -> None:
         """Render an observation behind the reply: the next prompt."""
         conversation = self.conversation
-        await self._rendering(lambda: conversation.observe(as_messages(observation)))
+        await self._render(lambda: conversation.observe(as_messages(observation)))
 
     async def close(self) -> None:
-        """Close the environment if it can be closed, and let its thread end; a stuck call is not waited for."""
+        """Close the environment if it can be closed, once, and let its thread end.
+
+        A call that is still running in the thread is waited for 2 s; the environment is closed behind it then, or
+        whenever it returns.
+        """
+        if self._closed:
+            return
+        self._closed = True
         close = getattr(self._environment, "close", None)
-        if close is not None and (inspect.iscoroutinefunction(close) or not self._stuck):
-            try:
-                async with asyncio.timeout(_CLOSE_SECONDS):
-                    await self._worker.call(close)
-            except Exception:  # an episode is not lost because its environment cannot be closed
-                logger.warning("closing %s failed", type(self._environment).__name__, exc_info=True)
-        elif close is not None:
-            self._worker.post(close)
-        self._worker.stop()
+        try:
+            if inspect.iscoroutinefunction(close) or (close is not None and not self._worker.busy):
+                await self._close(close, _CLOSE_SECONDS)
+            elif self._worker.busy:
+                await self._close(self._close_in_thread, _STUCK_SECONDS)
+        finally:
+            self._worker.stop()
+
+    async def _close(self, close: Callable[[], Any], seconds: float) -> None:
+        """An episode is not lost because its environment cannot be closed: that is logged."""
+        try:
+            async with asyncio.timeout(seconds):
+                await self._worker.call(close)
+        except TimeoutError:
+            logger.warning("%s: not closed within %g s", self._worker.name, seconds)
+        except CallError as failed:
+            logger.warning("%s: close failed: %s", self._worker.name, failed, exc_info=failed.error)
+
+    def _make_in_thread(self) -> Any:
+        made = self._make()
+        if not inspect.isawaitable(made):
+            self._environment = made  # at once: it must be closed even if nobody waits for it any more
+        return made
+
+    def _close_in_thread(self) -> Any:
+        """Behind a call which may be the one that makes the environment."""
+        close = getattr(self._environment, "close", None)
+        return None if close is None else close()
 
     async def _call(self, name: str, function: Any, *arguments: Any, **named: Any) -> Any:
-        self._stuck = True  # until it returns: whoever is cancelled meanwhile leaves it behind
         try:
             async with asyncio.timeout(self._step_timeout) as limit:
                 result = await self._worker.call(function, *arguments, **named)
-        except Exception as error:
+        except (CallError, TimeoutError) as error:
             if limit.expired():
                 raise EpisodeError("timeout", f"{name}: took longer than {self._step_timeout} s") from error
-            self._stuck = False
-            raise EpisodeError("environment", f"{name}: {type(error).__name__}: {error}", error) from error
-        self._stuck = False
+            cause = error.error if isinstance(error, CallError) else error
+            raise EpisodeError("environment", f"{name}: {error}", cause) from cause
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():  # environments that catch all catch the cancelling, too
+            raise asyncio.CancelledError
         return result
 
-    async def _rendering(self, render: Any) -> Any:
+    async def _render(self, render: Callable[[], Any]) -> Any:
+        """In the environment's thread, which has nothing else to do meanwhile."""
+
+        def rendered() -> Any:
+            with _renderings:
+                return None if self._closed else render()  # closed meanwhile: nobody waits, others do
+
         try:
-            return await asyncio.to_thread(render)
-        except (InvalidRequestError, OSError) as error:
-            raise EpisodeError("observation", str(error), error) from error
+            return await self._worker.call(rendered)
+        except CallError as failed:
+            error = failed.error
+            message = str(error) if isinstance(error, (InvalidRequestError, OSError)) else str(failed)
+            raise EpisodeError("observation", message, error) from error
 
 
 def _checked(result: Any) -> StepOutcome:
@@ -140,13 +197,24 @@ def _checked(result: Any) -> StepOutcome:
     observation, reward, terminated, truncated, info = result
     try:
         number = float(reward)
-    except (TypeError, ValueError) as error:
-        raise EpisodeError("environment", f"step: the reward must be a number, not {reward!r:.80}", error) from error
+    except Exception as error:  # a reward may be of any class, and raise what that class likes
+        raise EpisodeError("environment", f"step: the reward must be a number, not {_short(reward)}", error) from error
     if not math.isfinite(number):
         raise EpisodeError("environment", f"step: the reward must be finite, not {number}")
     if not isinstance(info, Mapping):
-        raise EpisodeError("environment", f"step: info must be a mapping, not {type(info).__name__}")
-    return StepOutcome(observation, number, bool(terminated), bool(truncated), info)
+        raise EpisodeError("environment", f"step: info must be a mapping, not {_shape(info)}")
+    return StepOutcome(observation, number, _flag("terminated", terminated), _flag("truncated", truncated), info)
+
+
+def _flag(name: str, value: Any) -> bool:
+    try:
+        return bool(value)
+    except Exception as error:
+        raise EpisodeError("environment", f"step: {name} must be a bool, not {_short(value)}", error) from error
+
+
+def _short(value: Any) -> str:
+    return f"{type(value).__name__} {value!r:.80}"
 
 
 def _shape(result: Any) -> str:

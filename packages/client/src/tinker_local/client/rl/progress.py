@@ -37,7 +37,7 @@ def open_progress(option: Literal["auto"] | Report | None, stats: RolloutStats) 
     """The function to call whenever `stats` has changed."""
     if callable(option):
         yield option
-    elif option == "auto" and sys.stderr.isatty():
+    elif option == "auto" and sys.stderr is not None and sys.stderr.isatty():
         with _bar(stats) as report:
             yield report
     else:

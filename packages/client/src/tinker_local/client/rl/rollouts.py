@@ -76,7 +76,8 @@ async def rollout(
     """Run every environment of every group to its end, at most `max_concurrency` at once.
 
     Args:
-        params: Of each reply. With a `seed`, every reply has a seed of its own, derived from it.
+        params: Of each reply. With a `seed`, every reply has a seed of its own, derived from it. Without a `stop`, a
+            reply stops where the chat template ends it (`chat.stop`).
         max_turns: An episode that is not over after so many replies ends with what it has.
         context_length: Positions of the model (`service.get_server_capabilities()`): replies are sampled with what is
             left of them, and an episode whose prompt fills them ends. None: the service's refusal ends it.
@@ -87,14 +88,19 @@ async def rollout(
     What fails (an environment, an observation, a request) ends its own trajectory, whose `failure` says why, and no
     other. Cancelling ends everything: the service is told, environments are closed.
 
-    Raises AllTrajectoriesFailedError if no trajectory can be trained on, InvalidRequestError for an argument.
+    Raises AllTrajectoriesFailedError if no trajectory can be trained on, InvalidRequestError for an argument, and what
+    `progress` raises.
     """
     limits = {"max_turns": max_turns, "context_length": context_length, "max_concurrency": max_concurrency}
     for name, value in limits.items():
         if value is not None and value < 1:
             raise InvalidRequestError(f"{name}: must be at least 1, not {value}")
+    if step_timeout is not None and step_timeout <= 0:
+        raise InvalidRequestError(f"step_timeout: must be above 0 seconds, not {step_timeout}")
     if not groups:
         raise InvalidRequestError("groups: at least one is needed")
+    if params.stop is None and chat.stop:
+        params = params.model_copy(update={"stop": chat.stop})
     stats = RolloutStats(total=sum(group.size for group in groups))
     slots = asyncio.Semaphore(max_concurrency)
 
@@ -105,15 +111,19 @@ async def rollout(
             return await _Run(episode, group.seed, member, replies, max_turns, stats, report).run()
 
     with open_progress(progress, stats) as report:
-        async with asyncio.TaskGroup() as tasks:
-            running: list[list[asyncio.Task[Trajectory]]] = []
-            for index, group in enumerate(groups):
-                replies = GroupSampler(sampler, params, index, context_length)
-                members = range(group.size)
-                running.append([tasks.create_task(run(group, index, member, replies)) for member in members])
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                running: list[list[asyncio.Task[Trajectory]]] = []
+                for index, group in enumerate(groups):
+                    replies = GroupSampler(sampler, params, index, context_length)
+                    members = range(group.size)
+                    running.append([tasks.create_task(run(group, index, member, replies)) for member in members])
+        except ExceptionGroup as unexpected:  # what `progress` raises, each task may have met
+            raise unexpected.exceptions[0] from None
     rollouts = Rollouts(tuple(tuple(task.result() for task in group) for group in running), stats)
     if not any(trajectory.trainable for trajectory in rollouts.trajectories):
-        raise AllTrajectoriesFailedError(_reasons(rollouts.trajectories))
+        errors = (failure.error for failure in rollouts.failures)
+        raise AllTrajectoriesFailedError(_reasons(rollouts.trajectories)) from next(filter(None, errors), None)
     return rollouts
 
 
@@ -147,6 +157,8 @@ class _Run:
     async def _until_the_end(self) -> tuple[End, str, Failure | None]:
         try:
             await self.episode.reset(self.seed)
+            with self.replies.expected():
+                await self.episode.begin()
             self.stats.images += self.episode.num_images
             while not (end := await self._turn()):
                 if self.max_turns is not None and len(self.turns) >= self.max_turns:

@@ -1,7 +1,8 @@
 """Replies for the trajectories of one group. Siblings that begin alike share their first request."""
 
 import asyncio
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,9 +29,9 @@ class _Shared:
 class GroupSampler:
     """Samples replies for the members of group `index`.
 
-    First prompts that are equal and come within 10 ms of each other go as one request of several samples, so that an
-    image travels once and not once per sibling. With `params.seed` they go apart, each with its own seed: what is
-    sampled then does not depend on who came when.
+    First prompts that are equal and come within 10 ms of each other, or are being rendered then (`expected`), go as
+    one request of several samples, so that an image travels once and not once per sibling. With `params.seed` they go
+    apart, each with its own seed: what is sampled then does not depend on who came when.
     """
 
     def __init__(
@@ -45,6 +46,18 @@ class GroupSampler:
         self._index = index
         self._context_length = context_length
         self._shared: dict[Hashable, _Shared] = {}
+        self._expected: set[asyncio.Future[None]] = set()
+
+    @contextmanager
+    def expected(self) -> Iterator[None]:
+        """While a member's first prompt is rendered; the siblings' request, if it has not gone yet, waits for it."""
+        here = asyncio.get_running_loop().create_future()
+        self._expected.add(here)
+        try:
+            yield
+        finally:
+            self._expected.remove(here)
+            here.set_result(None)
 
     async def reply(self, prompt: tinker.ModelInput, member: int, turn: int) -> tinker.SampledSequence:
         """One reply to `prompt`.
@@ -66,7 +79,7 @@ class GroupSampler:
             return await mine
         shared = self._shared[key] = _Shared([mine])
         try:
-            await asyncio.sleep(_GATHER_SECONDS)
+            await self._gather()
             del self._shared[key]
             sequences = await self._sample(prompt, len(shared.waiting), params)
         except BaseException as error:
@@ -78,15 +91,29 @@ class GroupSampler:
                 other.set_result(sequence)
         return sequences[0]
 
+    async def _gather(self) -> None:
+        """Long enough for siblings that began together; not for those whose rendering begins later."""
+        await asyncio.sleep(_GATHER_SECONDS)
+        if self._expected:
+            await asyncio.wait(set(self._expected))
+
     async def _sample(
         self, prompt: tinker.ModelInput, count: int, params: tinker.SamplingParams
     ) -> Sequence[tinker.SampledSequence]:
         try:
             response: tinker.SampleResponse = await self._sampler.sample(prompt, count, params)
-        except tinker.TinkerError as error:
+        except asyncio.CancelledError as error:
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                raise
+            # The SDK ends the requests of a client that is closed; nobody has cancelled this rollout.
+            raise EpisodeError("sampling", "the request was cancelled by the client", error) from error
+        except Exception as error:  # the SDK's own errors, or those of whatever it is built on
             if _CONTEXT_REFUSAL in str(error):
                 raise ContextOverflowError(str(error)) from error
             raise EpisodeError("sampling", f"{type(error).__name__}: {error}", error) from error
+        if len(response.sequences) != count:
+            raise EpisodeError("sampling", f"the service gave {len(response.sequences)} samples instead of {count}")
         if any(sequence.logprobs is None for sequence in response.sequences):
             raise EpisodeError("sampling", "the service gave no logprobs of the sampled tokens")
         return response.sequences
@@ -101,17 +128,23 @@ class GroupSampler:
                 )
             changes["max_tokens"] = min(self._params.max_tokens or room, room)
         if self._params.seed is not None:
-            words = np.random.SeedSequence([self._params.seed, self._index, member, turn]).generate_state(1)
+            words = np.random.SeedSequence([self._params.seed % 2**64, self._index, member, turn]).generate_state(1)
             changes["seed"] = int(words[0])
         return self._params.model_copy(update=changes)
 
 
 def _content(prompt: tinker.ModelInput) -> Hashable:
-    """What makes two prompts equal."""
-    return tuple(
-        tuple(chunk.tokens) if isinstance(chunk, tinker.EncodedTextChunk) else chunk.model_dump_json()
-        for chunk in prompt.chunks
-    )
+    """What makes two prompts equal; an image is not copied for it."""
+    return tuple(map(_chunk_content, prompt.chunks))
+
+
+def _chunk_content(chunk: tinker.ModelInputChunk) -> Hashable:
+    match chunk:
+        case tinker.EncodedTextChunk():
+            return tuple(chunk.tokens)
+        case tinker.types.ImageChunk():
+            return chunk.data, chunk.format, chunk.expected_tokens
+    return chunk.model_dump_json()
 
 
 def _fail(future: asyncio.Future[tinker.SampledSequence], error: BaseException) -> None:

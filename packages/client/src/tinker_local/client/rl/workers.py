@@ -3,15 +3,20 @@
 import asyncio
 import contextvars
 import inspect
-import logging
 import queue
 import threading
 from collections.abc import Callable
-from contextlib import suppress
-from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
-logger = logging.getLogger(__name__)
+_Outcome: TypeAlias = tuple[Any, BaseException | None]
+
+
+class CallError(Exception):
+    """A call raised `error`. Whatever it is: SystemExit and StopIteration too, which no task can carry as they are."""
+
+    def __init__(self, error: BaseException) -> None:
+        super().__init__(f"{type(error).__name__}: {error}")
+        self.error = error
 
 
 class Worker:
@@ -22,64 +27,88 @@ class Worker:
     """
 
     def __init__(self, name: str) -> None:
-        self._name = name
+        self.name = name
         self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
+        self._given = 0  # written by the event loop's thread alone
+        self._done = 0  # written by the worker's thread alone
+
+    @property
+    def busy(self) -> bool:
+        """Whether a call runs in the thread, which whoever made it may have given up."""
+        return self._given > self._done
 
     async def call(self, function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
-        """What `function` returns; if this is cancelled, a call in the thread runs on and its result is dropped."""
-        if inspect.iscoroutinefunction(function):
-            return await function(*arguments, **named)
-        loop = asyncio.get_running_loop()
-        done: asyncio.Future[Any] = loop.create_future()
-        context = contextvars.copy_context()
+        """What `function` returns; if this is cancelled, a call in the thread runs on and its result is dropped.
 
-        def call() -> None:
-            try:
-                result, error = context.run(function, *arguments, **named), None
-            except BaseException as caught:  # whatever it is, it belongs to the one who waits
-                result, error = None, caught
-            with suppress(RuntimeError):  # the loop was closed meanwhile: nobody waits
-                loop.call_soon_threadsafe(_finish, done, result, error)
-
-        self._start()
-        self._calls.put(call)
-        result = await done
-        return await result if inspect.isawaitable(result) else result
-
-    def post(self, function: Callable[[], Any]) -> None:
-        """Call `function` in the thread after all other calls, without waiting for it."""
-        self._start()
-        self._calls.put(partial(_logged, function))
+        Raises CallError for all that `function` raises, but for a KeyboardInterrupt on the event loop's thread.
+        CancelledError means that the caller's task is cancelled, never that the function raised one.
+        """
+        try:
+            if inspect.iscoroutinefunction(function):
+                return await function(*arguments, **named)
+            result, error = await self._in_thread(lambda: function(*arguments, **named))
+            if error is None:
+                return await result if inspect.isawaitable(result) else result
+        except asyncio.CancelledError as caught:
+            if _is_cancelled():
+                raise
+            error = caught
+        except (Exception, SystemExit) as caught:
+            error = caught
+        raise CallError(error) from error
 
     def stop(self) -> None:
         """End the thread when its calls are done."""
         if self._thread is not None:
             self._calls.put(None)
 
+    async def _in_thread(self, function: Callable[[], Any]) -> _Outcome:
+        loop = asyncio.get_running_loop()
+        done: asyncio.Future[_Outcome] = loop.create_future()
+        context = contextvars.copy_context()
+
+        def call() -> None:
+            try:
+                outcome: _Outcome = context.run(function), None
+            except BaseException as caught:  # whatever it is, it belongs to the one who waits
+                outcome = None, caught
+            self._done += 1
+            try:
+                loop.call_soon_threadsafe(_finish, done, outcome)
+            except RuntimeError:  # the loop was closed meanwhile: nobody waits
+                _drop(outcome)
+
+        self._start()
+        self._given += 1
+        self._calls.put(call)
+        return await done
+
     def _start(self) -> None:
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=self._run, name=self.name, daemon=True)
+            thread.start()
+            self._thread = thread
 
     def _run(self) -> None:
         while (call := self._calls.get()) is not None:
             call()
 
 
-def _finish(done: asyncio.Future[Any], result: Any, error: BaseException | None) -> None:
+def _is_cancelled() -> bool:
+    """Whether somebody has asked the current task to end."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
+
+
+def _finish(done: asyncio.Future[_Outcome], outcome: _Outcome) -> None:
     if done.cancelled():
-        return
-    if isinstance(error, StopIteration):  # a future cannot hold one
-        error = RuntimeError(f"StopIteration: {error}")
-    if error is None:
-        done.set_result(result)
+        _drop(outcome)
     else:
-        done.set_exception(error)
+        done.set_result(outcome)
 
 
-def _logged(function: Callable[[], Any]) -> None:
-    try:
-        function()
-    except Exception:
-        logger.warning("%s failed", getattr(function, "__qualname__", function), exc_info=True)
+def _drop(outcome: _Outcome) -> None:
+    """A coroutine that nobody will await says so at its end, which would puzzle whoever reads it."""
+    if inspect.iscoroutine(outcome[0]):
+        outcome[0].close()
