@@ -6,10 +6,13 @@
 The cookbook samples and builds the data; prompts and replies are kept in the same tokens as by `rollout`.
 """
 
+import asyncio
+import numbers
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import chz
+import numpy as np
 import tinker
 from tinker_cookbook.completers import StopCondition
 from tinker_cookbook.rl.types import (
@@ -31,8 +34,9 @@ from tinker_local.client.rl.episode import Episode
 class CookbookEnv(Env):
     """One environment as the cookbook drives it. What fails raises EpisodeError, which its rollout strategy handles.
 
-    `max_turns`, `context_length`: as of `rollout`; an episode that reaches one is over, with `stop/max_turns` or
-    `stop/context_overflow` among its metrics. Numbers of the environment's info are metrics too.
+    `max_turns`, `context_length`: an episode that reaches one is over, with `stop/max_turns` or
+    `stop/context_overflow` among its metrics. The cookbook asks for `max_tokens` of its config whatever is left, so
+    `context_length` is the model's less those. Numbers of the environment's info are metrics too.
     """
 
     def __init__(
@@ -52,6 +56,7 @@ class CookbookEnv(Env):
 
     async def initial_observation(self) -> tuple[tinker.ModelInput, StopCondition] | InitialObservationOverflow:
         await self._episode.reset(self._seed)
+        await self._episode.begin()
         if self._is_full():
             return InitialObservationOverflow(reward=0.0, metrics=_stop_metric(StopReason.MAX_TOKENS))
         return self._episode.conversation.prompt, self._stop
@@ -108,8 +113,7 @@ class CookbookGroupBuilder(EnvGroupBuilder):
 
     async def cleanup(self) -> None:
         episodes, self._episodes = self._episodes, []
-        for episode in episodes:
-            await episode.close()
+        await asyncio.gather(*(episode.close() for episode in episodes))
 
     def logging_tags(self) -> list[str]:
         return self._tags
@@ -152,4 +156,4 @@ def _stop_metric(reason: StopReason) -> dict[str, float | int]:
 
 
 def _numbers(info: Mapping[str, Any]) -> dict[str, float | int]:
-    return {key: float(value) for key, value in info.items() if isinstance(value, (bool, int, float))}
+    return {key: float(value) for key, value in info.items() if isinstance(value, (numbers.Real, np.bool_))}

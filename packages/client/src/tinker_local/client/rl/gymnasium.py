@@ -15,14 +15,15 @@ class GymnasiumEnvironment:
         environment: The environment, e.g. gymnasium.make("FrozenLake-v1", render_mode="rgb_array").
         actions: What the model writes → the environment's action, compared without case and surrounding space; or a
             function that reads an action from text and raises ValueError if it cannot.
-        observe: (observation, info) → what the model sees. Default: the rendered image if the environment renders
-            "rgb_array"; else the observation, which must be text, a uint8 image [H, W, 3] or [H, W], or a number.
+        observe: (observation, info) → what the model sees. Default: what the environment renders if its render mode is
+            "rgb_array" or "ansi"; else the observation, which must be text, a uint8 image [H, W, 3] or [H, W], or a
+            number.
         instruction: Shown before the first observation.
         invalid_reward: Reward of text that is no action. The environment is not stepped then: the model is told which
             actions there are, and `info["invalid_action"]` is True. Use `max_turns` beside it.
 
-    Raises InvalidRequestError at once for `actions` that no two keys of which differ, and at the first observation
-    that cannot be shown.
+    Raises InvalidRequestError at once for `actions` that are none or that the comparison cannot tell apart, and at the
+    first observation that cannot be shown.
     """
 
     def __init__(
@@ -35,10 +36,8 @@ class GymnasiumEnvironment:
         invalid_reward: float = 0.0,
     ) -> None:
         self.environment = environment
-        self._actions = None if callable(actions) else {_plain(text): action for text, action in actions.items()}
+        self._actions = {} if callable(actions) else _readable(actions)
         self._read = actions if callable(actions) else self._look_up
-        if self._actions is not None and len(self._actions) < len(dict(actions)):  # type: ignore[arg-type]
-            raise InvalidRequestError(f"actions: some of {', '.join(dict(actions))} are the same text")  # type: ignore[arg-type]
         self._observe = observe or self._show
         self._instruction = instruction
         self._invalid_reward = invalid_reward
@@ -47,7 +46,8 @@ class GymnasiumEnvironment:
         observation, info = self.environment.reset(seed=seed)
         shown: Any = self._observe(observation, info)
         if self._instruction:
-            shown = [self._instruction, *(shown if isinstance(shown, (list, tuple)) else [shown])]
+            parts = shown if isinstance(shown, (list, tuple)) else [] if shown is None else [shown]
+            shown = [self._instruction, *parts]
         return shown, info
 
     def step(self, action: str) -> Step:
@@ -62,25 +62,35 @@ class GymnasiumEnvironment:
         self.environment.close()
 
     def _look_up(self, text: str) -> Any:
-        actions = self._actions or {}
-        if (plain := _plain(text)) not in actions:
-            raise ValueError(f"{plain[:80]!r}; the actions are {', '.join(actions)}")
-        return actions[plain]
+        if (plain := _plain(text)) not in self._actions:
+            raise ValueError(f"{plain[:80]!r}; the actions are {', '.join(self._actions)}")
+        return self._actions[plain]
 
     def _show(self, observation: Any, info: Mapping[str, Any]) -> Observation:
-        if getattr(self.environment, "render_mode", None) == "rgb_array":
-            return np.asarray(self.environment.render(), np.uint8)
+        match getattr(self.environment, "render_mode", None):
+            case "rgb_array":
+                return np.asarray(self.environment.render(), np.uint8)
+            case "ansi":
+                return str(self.environment.render())
         match observation:
             case str():
                 return observation
             case np.ndarray() if observation.dtype == np.uint8 and observation.ndim in (2, 3):
                 return observation
-            case bool() | int() | float() | np.number():
+            case bool() | int() | float() | np.number() | np.bool_():
                 return str(observation)
         raise InvalidRequestError(
             f"observe: an observation of type {type(observation).__name__} is neither text nor an image nor a number; "
             'pass observe=, or make the environment with render_mode="rgb_array"'
         )
+
+
+def _readable(actions: Mapping[str, Any]) -> dict[str, Any]:
+    readable = {_plain(text): action for text, action in actions.items()}
+    if not actions or len(readable) < len(actions):
+        listed = ", ".join(map(repr, actions))
+        raise InvalidRequestError(f"actions: needs texts that differ without case and surrounding space, not {listed}")
+    return readable
 
 
 def _plain(text: str) -> str:
