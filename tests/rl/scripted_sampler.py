@@ -188,9 +188,9 @@ class Maker:
     def __init__(self, make: Callable[[int], Any] = lambda index: Countdown()) -> None:
         self.made: list[Any] = []
         self._make = make
-        self._lock = threading.Lock()
+        self._count = itertools.count()
 
     def __call__(self) -> Any:
-        with self._lock:
-            self.made.append(self._make(len(self.made)))
-            return self.made[-1]
+        environment = self._make(next(self._count))
+        self.made.append(environment)
+        return environment

@@ -1,6 +1,7 @@
 """Many episodes at once over async sampling: groups of environments in, groups of trajectories out."""
 
 import asyncio
+import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -194,6 +195,6 @@ class _Run:
 
 
 def _reasons(trajectories: Sequence[Trajectory]) -> str:
-    counts = Counter(trajectory.reason for trajectory in trajectories)
+    counts = Counter(re.sub(" at 0x[0-9a-f]+", "", trajectory.reason) for trajectory in trajectories)
     listed = "; ".join(f"{count} x {reason}" for reason, count in counts.most_common(3))
     return f"none of {len(trajectories)} trajectories can be trained on: {listed}"
