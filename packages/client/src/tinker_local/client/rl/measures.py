@@ -15,8 +15,11 @@ def sampler_trainer_kl(data: Sequence[tinker.Datum], output: tinker.ForwardBackw
     estimator k3). At the weights that were sampled from it is the numerical difference of the two engines: below 1e-6
     in float32 on CPU.
 
-    Raises InvalidRequestError if a datum has no sampler's logprobs or no provenance, which tells the sampled tokens.
+    Raises InvalidRequestError if there are no data, or if a datum has no sampler's logprobs or no provenance, which
+    tells the sampled tokens.
     """
+    if not data:
+        raise InvalidRequestError("data: is empty, so there is nothing to compare")
     log_ratios = [
         _sampled(datum, result["logprobs"].to_numpy() - _logprobs(datum, index), index)
         for index, (datum, result) in enumerate(zip(data, output.loss_fn_outputs, strict=True))
