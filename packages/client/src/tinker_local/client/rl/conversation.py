@@ -10,8 +10,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import tinker
-from tinker_local.client.rl.chat import MARK, Chat, ChatTemplateError, Chunk
+from tinker_local.client.rl.chat import END_THINK, MARK, THINK, Chat, ChatTemplateError
 from tinker_local.client.rl.environment import Message
+from tinker_local.types import InvalidRequestError
 
 
 class Conversation:
@@ -25,6 +26,7 @@ class Conversation:
         self._chat = chat
         self._messages, self._images = self._contents(messages, turn=1)
         self._text = chat.render(self._messages)
+        self._check_heard([], self._messages)
         self._chunks = chat.chunks(self._text, self._images)
         self._reply: list[int] | None = None
         self.turns = 0
@@ -63,29 +65,54 @@ class Conversation:
         written = chat.protect_reply(chat.decode(body, special=True))
         new, images = self._contents(messages, turn=self.turns + 1)
         said = {"role": "assistant", "content": chat.prefill + written}
-        marked = chat.render([*self._messages, {**said, "content": chat.prefill + written + MARK}, *new])
         text = chat.render([*self._messages, said, *new])
-        before, found, behind = marked.partition(MARK)
+        self._check_heard([*self._messages, said], new)
+        before, found, behind = self._render_around(written, new).partition(MARK)
         self.continues = bool(found) and _continues(before, self._text, written)
         if self.continues:
-            self._append(sampled, chat.chunks(behind, images), ended)
+            if ended:  # what was sampled is not repeated
+                behind = _without_first(behind, chat.decode(sampled[-1:], special=True))
+            said_chunks = [tinker.EncodedTextChunk(tokens=sampled)] if sampled else []
+            self._chunks = [*self._chunks, *said_chunks, *chat.chunks(behind, images, continued=True)]
         else:
-            _check_shown(text, written)
+            _check_shown(before if found else "", chat.prefill + written)
             self._chunks = chat.chunks(text, [*self._images, *images])
         self._messages = [*self._messages, said, *new]
         self._images = [*self._images, *images]
         self._text = text
         self._reply = None
 
-    def _append(self, sampled: list[int], difference: list[Chunk], ended: bool) -> None:
-        """The reply's tokens as they are, then the template's; an end of turn that was sampled is not repeated."""
-        if sampled:
-            self._chunks = [*self._chunks, tinker.EncodedTextChunk(tokens=sampled)]
-        first = difference[0] if difference else None
-        if ended and isinstance(first, tinker.EncodedTextChunk) and first.tokens[0] == sampled[-1]:
-            rest = list(first.tokens[1:])
-            difference = [*([tinker.EncodedTextChunk(tokens=rest)] if rest else []), *difference[1:]]
-        self._chunks = [*self._chunks, *difference]
+    def write(self, text: str) -> list[int]:
+        """Tokens of `text` as the template writes it as the next reply, with the end of the turn; changes nothing.
+
+        White space around a reply is the template's business, and what its prompt has written already (`prefill`) is
+        not written again. Raises InvalidRequestError if the thoughts of `text` and of the prompt do not fit together.
+        """
+        chat = self._chat
+        written = chat.protect_reply(_behind_prefill(text, chat.prefill))
+        words, spaces = written.rstrip(), written[len(written.rstrip()) :]
+        before, found, behind = self._render_around(words, [], spaces, generate=False).partition(MARK)
+        if found and _continues(before, self._text, words):
+            end = chat.decode([] if chat.end_of_turn is None else [chat.end_of_turn], special=True)
+            if end and behind.lstrip().startswith(end):
+                spaces = behind[: len(behind) - len(behind.lstrip())]
+            written = before[len(self._text) :] + spaces
+        return [*chat.encode(written, continued=True), *chat.stop]
+
+    def _render_around(
+        self, written: str, new: Sequence[dict[str, Any]], spaces: str = "", *, generate: bool = True
+    ) -> str:
+        """The template's text with MARK where the reply `written` ends, before `spaces` of it."""
+        said = {"role": "assistant", "content": self._chat.prefill + written + MARK + spaces}
+        return self._chat.render([*self._messages, said, *new], generate=generate)
+
+    def _check_heard(self, before: Sequence[dict[str, Any]], new: Sequence[dict[str, Any]]) -> None:
+        """Templates drop messages of roles that they do not know; the model would answer what it never saw."""
+        marked = [_marked(message) for message in new]
+        changed = sum(after != message for after, message in zip(marked, new, strict=True))
+        if self._chat.render([*before, *marked]).count(MARK) < changed:
+            roles = ", ".join(message["role"] for message in new)
+            raise ChatTemplateError(f"chat template: does not show the text of every message; their roles: {roles}")
 
     def _contents(
         self, messages: Sequence[Message], turn: int
@@ -98,16 +125,61 @@ class Conversation:
         return contents, images
 
 
+def _marked(message: dict[str, Any]) -> dict[str, Any]:
+    """`message` with MARK behind the last of its text, if it has any."""
+    content = message["content"]
+    if isinstance(content, str):
+        return {**message, "content": content + MARK if content.strip() else content}
+    texts = [index for index, part in enumerate(content) if part.get("text", "").strip()]
+    if not texts:
+        return message
+    last = texts[-1]
+    return {
+        **message,
+        "content": [*content[:last], {**content[last], "text": content[last]["text"] + MARK}, *content[last + 1 :]],
+    }
+
+
 def _continues(before: str, prompt: str, written: str) -> bool:
     """Whether `before` is the prompt's text and then the reply; templates may trim a reply, its tokens stay."""
-    return before.startswith(prompt) and "".join(before[len(prompt) :].split()) == "".join(written.split())
+    return before.startswith(prompt) and _squeezed(before[len(prompt) :]) == _squeezed(written)
 
 
-def _check_shown(text: str, written: str) -> None:
-    """A reply that a rewritten context no longer shows, thoughts aside, would silently be lost."""
-    answer = "".join(written.rpartition("</think>")[2].split())
-    if answer not in "".join(text.split()):
+def _check_shown(before: str, reply: str) -> None:
+    """A reply that a rewritten context no longer shows, thoughts aside, would silently be lost.
+
+    `before`: the context up to the end of the reply, "" if that is not there.
+    """
+    answers = [reply, reply.rpartition(END_THINK)[2]]
+    spoken, _, thought = reply.rpartition(THINK)
+    if THINK in reply and END_THINK not in thought:  # cut while it thought
+        answers.append(spoken.rpartition(END_THINK)[2])
+    if not _squeezed(before).endswith(tuple(map(_squeezed, answers))):
         raise ChatTemplateError(
             "chat template: neither continues the conversation with the sampled reply nor shows the reply in a new "
-            f"one; the reply ends in {written[-60:]!r}"
+            f"one; the reply ends in {reply[-60:]!r}"
         )
+
+
+def _behind_prefill(text: str, prefill: str) -> str:
+    """What is left to be said of a reply where the prompt has written its beginning."""
+    begin = prefill.strip()
+    if begin and text.lstrip().startswith(begin):
+        text = text.lstrip().removeprefix(begin).lstrip()
+    if THINK in prefill and text.lstrip().startswith(THINK):
+        raise InvalidRequestError(f"reply: begins with {THINK}, but the template's prompt ends in {prefill!r} already")
+    if prefill.rfind(THINK) > prefill.rfind(END_THINK) and END_THINK not in text:
+        raise InvalidRequestError(
+            f"reply: never closes with {END_THINK} the thought that the template's prompt opens ({prefill!r})"
+        )
+    return text
+
+
+def _without_first(behind: str, token: str) -> str:
+    """`behind` without the `token` that it begins with, white space aside."""
+    rest = behind.lstrip()
+    return rest.removeprefix(token) if rest.startswith(token) else behind
+
+
+def _squeezed(text: str) -> str:
+    return "".join(text.split())

@@ -17,11 +17,13 @@ def conversation_data(
 ) -> list[tinker.Datum]:
     """A conversation with the assistant's messages as data for "cross_entropy".
 
-    `messages`: {"role": ..., "content": part or parts}; the assistant's are text, and are trained with the template's
-    end of turn. `weight`: of every token of a reply, one number or one per reply; 0 leaves a reply out. One datum
-    where the chat template appends, one per reply where it rewrites.
+    `messages`: {"role": ..., "content": part or parts}; the assistant's are text, thoughts and calls in it as the
+    model writes them, and are trained as the template writes them, with its end of turn. `weight`: of every token of a
+    reply, one number or one per reply; 0 leaves a reply out. One datum where the chat template appends, one per reply
+    where it rewrites.
 
-    Raises InvalidRequestError if a reply is not text, or if no message is before the first reply.
+    Raises InvalidRequestError if a reply is not text alone (tool_calls, reasoning_content beside it), if its thoughts
+    do not fit the template's generation prompt, or if no message is before it.
     """
     turns: list[Turn] = []
     conversation: Conversation | None = None
@@ -37,15 +39,23 @@ def conversation_data(
         else:
             conversation.observe(unseen)
         unseen = []
-        tokens = _tokens(chat, message, index)
+        tokens = _tokens(conversation, message, index)
         turn = Turn(conversation.prompt, tokens, np.zeros(len(tokens), np.float32), "", "stop", "")
         turns.append(turn)
         conversation.reply(tokens)
     return turns_to_data(turns, weight, "cross_entropy")
 
 
-def _tokens(chat: Chat, message: Message, index: int) -> tuple[int, ...]:
+def _tokens(conversation: Conversation, message: Message, index: int) -> tuple[int, ...]:
     if not all(isinstance(part, str) for part in message.parts):
         raise InvalidRequestError(f"messages[{index}]: the assistant's messages are text")
+    if lost := [key for key, value in message.further.items() if value]:
+        raise InvalidRequestError(
+            f"messages[{index}]: {', '.join(lost)}: a reply is trained as the text that the model writes; write calls "
+            "and thoughts into content as the model does"
+        )
     text = "".join(str(part) for part in message.parts)
-    return (*chat.encode(chat.protect(text)), *chat.stop)
+    try:
+        return tuple(conversation.write(text))
+    except InvalidRequestError as error:
+        raise type(error)(f"messages[{index}]: {error}") from error
