@@ -105,11 +105,13 @@ def _part(part: Any, where: str) -> Any:
     match part:
         case {"type": "text", "text": str(text)}:
             return text
-        case {"type": "image", "image": image}:
+        case {"type": "image", "image": image} if not isinstance(image, (str, Mapping)):  # a str would be read as text
             return _part(image, where)
         case str() | PIL.Image.Image() | Path() | bytes() | bytearray() | memoryview() | np.ndarray():
             return part
         case tinker.types.ImageChunk():
             return part
     kind = f"{dict(part)!r:.80}" if isinstance(part, Mapping) else type(part).__name__
-    raise InvalidRequestError(f"{where}: must be text, an image or a message with a role, not {kind}")
+    raise InvalidRequestError(
+        f"{where}: must be text, an image (PIL, pathlib.Path, bytes, array) or a message with a role, not {kind}"
+    )

@@ -96,14 +96,19 @@ def turns_to_data(
     observations, images, ends of turns that were not sampled) they are 0, which trains nothing.
 
     Each datum carries provenance spans, which request's prompt or sample each token was, if its turns have a
-    `sequence_id`. Raises InvalidRequestError if `advantage` has another length than `turns`.
+    `sequence_id`. Raises InvalidRequestError if `advantage` has another length than `turns`, or a turn's logprobs
+    another than its tokens.
     """
-    per_turn = [float(advantage)] * len(turns) if isinstance(advantage, (int, float)) else list(advantage)
+    per_turn = np.asarray(advantage, np.float64)
+    if per_turn.ndim == 0:
+        per_turn = np.full(len(turns), per_turn)
     if len(per_turn) != len(turns):
         raise InvalidRequestError(f"advantage: {len(per_turn)} numbers for {len(turns)} turns")
     data: list[tinker.Datum] = []
     sequence = _Sequence()
-    for turn, value in zip(turns, per_turn, strict=True):
+    for index, (turn, value) in enumerate(zip(turns, per_turn.tolist(), strict=True)):
+        if len(turn.logprobs) != len(turn.tokens):
+            raise InvalidRequestError(f"turns[{index}]: {len(turn.logprobs)} logprobs for {len(turn.tokens)} tokens")
         if not turn.tokens:  # nothing to train; what it was given is part of the next prompt
             continue
         prompt = _flatten(turn.prompt.chunks)
@@ -130,7 +135,7 @@ class _Sequence:
     def append(self, turn: Turn, prompt: list[int | Chunk], advantage: float) -> None:
         new = prompt[len(self._elements) :]
         given, sampled = sum(map(_length, new)), len(turn.tokens)
-        self._elements += [*new, *turn.tokens]
+        self._elements += [*new, *map(int, turn.tokens)]  # numpy's integers too
         self._logprobs += [np.zeros(given, np.float32), np.asarray(turn.logprobs, np.float32)]
         self._advantages += [np.zeros(given, np.float32), np.full(sampled, advantage, np.float32)]
         if not turn.sequence_id:
