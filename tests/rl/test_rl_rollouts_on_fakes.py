@@ -405,9 +405,10 @@ async def test_an_async_environment_that_catches_the_cancelling_does_not_stop_it
     class Stubborn(AsyncCountdown):
         async def step(self, action: str) -> Any:  # type: ignore[override]
             started.set()
+            self.actions.append(action)
             with suppress(asyncio.CancelledError):
-                await asyncio.sleep(60)
-            return "go on", 0.0, True, False, {}
+                await asyncio.sleep(60 if len(self.actions) == 1 else 0)
+            return "go on", 0.0, len(self.actions) == 3, False, {}
 
     started = asyncio.Event()
     maker = Maker(lambda index: Stubborn())
@@ -416,7 +417,7 @@ async def test_an_async_environment_that_catches_the_cancelling_does_not_stop_it
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    assert maker.made[0].closed == 1
+    assert (maker.made[0].actions, maker.made[0].closed) == (["ok"], 1)
 
 
 async def test_rollouts_run_side_by_side(sampler) -> None:
