@@ -3,14 +3,16 @@
     tinker-local serve --model NAME[=PATH]
     python examples/grid_walk.py --model NAME
 
-A 5x5 board shows the walker (white) and the goal (red) in a corner, at least five steps away. Each reply is one step
-and earns the share of the way that it saves, so a walk that arrives returns exactly 1 and an aimless one about 0. A few
-supervised steps teach the form of an answer, the rest is GRPO (grpo.py). The control: a board that shows nothing.
+A 5x5 board shows the walker (white), its home (grey, a corner at least five steps away) and, as the colour of the
+floor, the sign at the walker's place: which way to go from there. The sign changes with every step, so each reply has
+to read the newest picture. A step earns the share of the way that it saves: who arrives returns exactly 1. A few
+supervised steps teach the form of an answer, the rest is GRPO (grpo.py). The control: boards that show nothing.
 """
 
 import argparse
 import asyncio
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import grpo
@@ -18,8 +20,9 @@ import numpy as np
 import tinker
 from tinker_local.client import rl
 
-CELLS, PIXELS = 5, 12
+CELLS, PIXELS = 5, 6
 MOVES = {"N": (-1, 0), "S": (1, 0), "W": (0, -1), "E": (0, 1)}
+SIGNS = {"N": (40, 60, 230), "S": (240, 220, 30), "W": (30, 200, 40), "E": (230, 30, 30)}
 LIMIT = 8
 
 
@@ -31,13 +34,14 @@ class GridWalk:
 
     def reset(self, *, seed: int | None = None) -> tuple[list, dict]:
         rng = np.random.default_rng(seed)
-        self.goal = np.array([rng.choice([0, CELLS - 1]), rng.choice([0, CELLS - 1])])
+        self.home = rng.choice([0, CELLS - 1], 2)
         while True:
             self.walker = rng.integers(0, CELLS, 2)
             if self.distance() >= 5:
                 break
         self.start, self.turns = self.distance(), 0
-        return ["Walk to the red cell: N, S, W or E?", self.image()], {}
+        self.prefers = rng.random((CELLS, CELLS))  # which of two ways home a cell's sign shows
+        return ["Walk home: N, S, W or E?", self.image()], {}
 
     def step(self, action: str) -> tuple[list, float, bool, bool, dict]:
         before = self.distance()
@@ -49,30 +53,41 @@ class GridWalk:
         return [self.image()], reward, arrived, self.turns == LIMIT and not arrived, {"arrived": arrived}
 
     def distance(self) -> int:
-        return int(np.abs(self.walker - self.goal).sum())
+        return int(np.abs(self.walker - self.home).sum())
+
+    def sign(self) -> str:
+        """A way home from where the walker is."""
+        away = self.home - self.walker
+        ways = [name for name, move in MOVES.items() if np.dot(move, away) > 0]
+        return ways[int(self.prefers[tuple(self.walker)] * len(ways))]
 
     def image(self) -> np.ndarray:
-        """The board, uint8 [60, 60, 3]."""
-        cells = np.full((CELLS, CELLS, 3), 40, np.uint8)
-        if not self.blank:
-            cells[tuple(self.goal)] = (230, 30, 30)
+        """The board, uint8 [30, 30, 3]."""
+        cells = np.full((CELLS, CELLS, 3), 128, np.uint8)
+        if not self.blank and self.distance():
+            cells[:] = SIGNS[self.sign()]
+            cells[tuple(self.home)] = (128, 128, 128)
             cells[tuple(self.walker)] = (250, 250, 250)
         return cells.repeat(PIXELS, 0).repeat(PIXELS, 1)
 
 
 def demonstration(chat: rl.Chat, seed: int) -> list[tinker.Datum]:
-    """A conversation that walks straight to the goal, turning where it likes."""
-    environment, rng = GridWalk(), np.random.default_rng(seed)
+    """A conversation that follows the signs."""
+    environment = GridWalk()
     observation, _ = environment.reset(seed=seed)
     messages = [{"role": "user", "content": observation}]
     arrived = False
     while not arrived:
-        away = environment.goal - environment.walker
-        good = [name for name, move in MOVES.items() if np.dot(move, away) > 0]
-        move = str(rng.choice(good))
+        move = environment.sign()
         observation, _, arrived, _, _ = environment.step(move)
         messages += [{"role": "assistant", "content": move}, {"role": "user", "content": observation}]
     return rl.conversation_data(chat, messages[:-1])
+
+
+def step_advantages(trajectories: Sequence[rl.Trajectory]) -> list[list[float]]:
+    """Each step's own reward minus the mean over the group's steps: what a step saves is all its doing."""
+    mean = np.mean([turn.reward for trajectory in trajectories for turn in trajectory.turns])
+    return [[turn.reward - float(mean) for turn in trajectory.turns] for trajectory in trajectories]
 
 
 async def run(client: tinker.TrainingClient, options: argparse.Namespace) -> bool:
@@ -92,31 +107,38 @@ async def run(client: tinker.TrainingClient, options: argparse.Namespace) -> boo
         steps=options.steps,
         learning_rate=options.learning_rate,
         params=params,
+        advantages=step_advantages,
     )
     sampler = await client.save_weights_and_get_sampling_client()
     unseen = await rl.rollout([rl.Group(GridWalk, 1, seed) for seed in seeds(64)], sampler, chat, params)
     blanks = [rl.Group(lambda: GridWalk(blank=True), 1, seed) for seed in seeds(64)]
     control = (await rl.rollout(blanks, sampler, chat, params)).mean_reward
-    random = random_return(seeds(256))
+    boards = seeds(256)
+    random, one_way = blind_return(boards, "NSWE"), max(blind_return(boards, move) for move in MOVES)
     path = options.out / "grid_walk.png"
-    grpo.draw(history, path, "a walk on a grid", {"random policy": random, "blank images, after": control})
+    grpo.draw(
+        history,
+        path,
+        "a walk on a grid",
+        {"random policy": random, "always one way": one_way, "blank images, after": control},
+    )
     arrived = np.mean([trajectory.end == "terminated" for trajectory in unseen.trajectories])
     print(
         f"return on new boards {unseen.mean_reward:.3f} ({arrived:.0%} arrived), on blank ones {control:.3f}, ", end=""
     )
-    print(f"random policy {random:.3f}; {path}")
-    return unseen.mean_reward >= random + 0.4
+    print(f"random policy {random:.3f}, always one way {one_way:.3f}; {path}")
+    return unseen.mean_reward >= random + 0.4 and control < max(random, one_way) + 0.1
 
 
-def random_return(seeds: list[int]) -> float:
-    """Mean return of steps drawn by lot."""
+def blind_return(seeds: list[int], moves: str) -> float:
+    """Mean return of steps drawn by lot from `moves`."""
     total = 0.0
     for seed in seeds:
         environment, rng = GridWalk(), np.random.default_rng(seed)
         environment.reset(seed=seed)
         done = False
         while not done:
-            _, reward, terminated, truncated, _ = environment.step(str(rng.choice(list(MOVES))))
+            _, reward, terminated, truncated, _ = environment.step(str(rng.choice(list(moves))))
             total, done = total + reward, terminated or truncated
     return total / len(seeds)
 
@@ -126,8 +148,8 @@ def main() -> None:
     parser.add_argument("--base-url", default=os.environ.get("TINKER_BASE_URL", "http://127.0.0.1:8000"))
     parser.add_argument("--model", required=True, help="a vision-language model that the server serves")
     parser.add_argument("--steps", type=int, default=25)
-    parser.add_argument("--groups", type=int, default=12)
-    parser.add_argument("--group-size", type=int, default=8)
+    parser.add_argument("--groups", type=int, default=20)
+    parser.add_argument("--group-size", type=int, default=4)
     parser.add_argument("--learning-rate", type=float, default=2e-3, help="2e-5 suits a real model")
     parser.add_argument("--warm-steps", type=int, default=6, help="supervised; 0 suits a real model")
     parser.add_argument("--warm-rate", type=float, default=5e-3)

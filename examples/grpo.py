@@ -35,6 +35,7 @@ async def train(
     steps: int,
     learning_rate: float,
     params: tinker.SamplingParams,
+    advantages: rl.Advantages = rl.centered_returns_to_go,
 ) -> History:
     """Each step: sample the groups of `groups_of(step)` with the newest weights, then one step of policy gradient."""
     history = History()
@@ -52,7 +53,7 @@ async def train(
             f"step {step:3d}   return {history.rewards[-1]:6.3f}   {stats.turns} turns, {stats.tokens} tokens", end=""
         )
         print(f"   failed: {rollouts.failures[0]}" if rollouts.failures else "", flush=True)
-        if data := rollouts.data(rl.centered_returns_to_go):
+        if data := rollouts.data(advantages):
             gradient = client.forward_backward(data, "importance_sampling")
             rate = learning_rate * (1 - 0.7 * step / steps)
             update = client.optim_step(tinker.AdamParams(learning_rate=rate, beta2=0.99, eps=1e-8, grad_clip_norm=1.0))

@@ -5,10 +5,11 @@
     rollouts = await rl.rollout(groups, sampling_client, chat, tinker.SamplingParams(max_tokens=64))
     training_client.forward_backward(rollouts.data(), "importance_sampling")
 
-An `Environment` is Gymnasium's interface with text as actions; `rl.gymnasium` adapts Gymnasium's own, `rl.cookbook`
-gives environments to the cookbook's `rl.train`.
+An `Environment` is Gymnasium's interface with text as actions; `GymnasiumEnvironment` adapts Gymnasium's own, and
+`tinker_local.client.rl.cookbook` gives environments to the cookbook's `rl.train`.
 """
 
+from tinker_local.client.rl.advantages import Advantages as Advantages
 from tinker_local.client.rl.advantages import centered_returns as centered_returns
 from tinker_local.client.rl.advantages import centered_returns_to_go as centered_returns_to_go
 from tinker_local.client.rl.advantages import normalized_returns as normalized_returns
@@ -20,6 +21,7 @@ from tinker_local.client.rl.environment import Environment as Environment
 from tinker_local.client.rl.environment import Group as Group
 from tinker_local.client.rl.environment import Observation as Observation
 from tinker_local.client.rl.environment import as_messages as as_messages
+from tinker_local.client.rl.gymnasium import GymnasiumEnvironment as GymnasiumEnvironment
 from tinker_local.client.rl.measures import sampler_trainer_kl as sampler_trainer_kl
 from tinker_local.client.rl.progress import RolloutStats as RolloutStats
 from tinker_local.client.rl.rollouts import AllTrajectoriesFailedError as AllTrajectoriesFailedError

@@ -1,0 +1,60 @@
+"""The examples of vision RL reach their marks on the tiny model, and trainer and sampler agree where they begin."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tinker
+from tinker_local.client import rl
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+SECONDS = 700
+
+
+def run(name: str, url: str, out: Path) -> str:
+    command = [sys.executable, "-W", "ignore", str(EXAMPLES / name), "--model", "tiny/vision", "--base-url", url]
+    done = subprocess.run(
+        [*command, "--out", str(out)], capture_output=True, text=True, timeout=SECONDS, stdin=subprocess.DEVNULL
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.timeout(SECONDS + 60)
+@pytest.mark.parametrize("name", ["color_square", "grid_walk"])
+def test_reward_rises_by_rl_and_not_on_blank_images(real_server: Any, tmp_path: Path, name: str) -> None:
+    """The marks are the examples' own: they fail if the return on new images is low or that on blank ones high."""
+    printed = run(f"{name}.py", real_server.url, tmp_path)
+    returns = [float(value) for value in re.findall(r"return +(-?[0-9.]+) ", printed)]
+    assert np.mean(returns[-3:]) > np.mean(returns[:3]) + 0.3, printed
+    (kl,) = re.findall(r"KL.*: ([0-9.e+-]+)", printed)
+    assert float(kl) < 1e-6
+    assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_classifier_begins_with_a_trainer_that_agrees_with_its_sampler(
+    real_server: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    from image_folders import digits
+    from vlm_classifier import Task
+
+    service = tinker.ServiceClient(base_url=real_server.url, api_key="tml-local")
+    client = service.create_lora_training_client(base_model="tiny/vision", rank=8, seed=0).result()
+    dataset = digits(32)
+    task = Task(client, "Which digit?", dataset.classes)
+    sampler = client.save_weights_and_get_sampling_client().result()
+    prompts = [task.prompt(dataset.image(example.source, None)) for example in dataset.held_out[:16]]
+    sampled = [sampler.sample(prompt, 1, tinker.SamplingParams(max_tokens=8)) for prompt in prompts]
+    data = []
+    for prompt, future in zip(prompts, sampled, strict=True):
+        (reply,) = future.result().sequences
+        logprobs = np.asarray(reply.logprobs, np.float32)
+        turn = rl.Turn(prompt, tuple(reply.tokens), logprobs, reply.sequence_id, reply.stop_reason, "")
+        data += rl.turns_to_data([turn])
+    output = client.forward(data, "importance_sampling").result()
+    assert rl.sampler_trainer_kl(data, output) < 1e-6
