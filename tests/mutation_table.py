@@ -39,6 +39,14 @@ VALUES = "tests/types/test_types_values.py::"
 VERSIONS = "tests/storage/test_storage_versions.py::"
 WORKS = "tests/training/test_trainer_works.py::"
 
+CHATS = "tests/rl/test_rl_chat_templates.py::"
+CONVERSATIONS = "tests/rl/test_rl_conversation_tokens.py::"
+ENVIRONMENTS = "tests/rl/test_rl_environments_on_fakes.py::"
+RL_MEASURES = "tests/rl/test_rl_advantages.py::"
+ROLLOUTS = "tests/rl/test_rl_rollouts_on_fakes.py::"
+TRAJECTORIES = "tests/rl/test_rl_trajectory_data.py::"
+VISION_RL = "tests/e2e/test_vision_rl.py::"
+
 ACCESS = "tests/http/test_http_access_on_fakes.py::"
 AGREES = AGREEMENT + "test_trainer_and_sampler_agree_before_and_after_training[all-tiny/text]"
 DURABLE_SAVES = "tests/http/test_http_durable_saves_on_fakes.py::"
@@ -1186,6 +1194,119 @@ MUTATIONS = (
             BAD_INPUT + "test_name_that_is_none_fails_in_its_place_on_fakes",
         ),
     ),
+    # Vision RL ------------------------------------------------------------------------------------------------------
+    Mutation(
+        "replies-encoded-again",
+        "client/rl/conversation.py",
+        "said_chunks = [tinker.EncodedTextChunk(tokens=sampled)] if sampled else []",
+        "said_chunks = [tinker.EncodedTextChunk(tokens=chat.encode(written, continued=True) + sampled[len(body) :])]",
+        (CONVERSATIONS + "test_whatever_is_sampled_stays_as_it_was_sampled",),
+    ),
+    Mutation(
+        "end-of-turn-twice",
+        "client/rl/conversation.py",
+        "            if ended:  # what was sampled is not repeated",
+        "            if False:",
+        (
+            CONVERSATIONS + "test_the_end_of_a_turn_is_the_template_s",
+            TRAJECTORIES + "test_written_conversations_are_what_a_rollout_of_the_same_replies_gives",
+        ),
+    ),
+    Mutation(
+        "rewritten-context-taken-for-continued",
+        "client/rl/conversation.py",
+        "self.continues = bool(found) and _continues(before, self._text, written)",
+        "self.continues = bool(found)",
+        (CHATS + "test_thoughts_are_dropped_before_a_new_query_and_each_turn_is_a_datum",),
+    ),
+    Mutation(
+        "lost-reply-unnoticed",
+        "client/rl/conversation.py",
+        '            _check_shown(before if found else "", chat.prefill + written)\n',
+        "",
+        (CHATS + "test_a_template_that_loses_the_reply_is_an_error",),
+    ),
+    Mutation(
+        "special-tokens-forged",
+        "client/rl/chat.py",
+        "return self._any_special.sub(lambda found: self._fence_of[found[0]], text)",
+        "return text",
+        (CONVERSATIONS + "test_text_is_data",),
+    ),
+    Mutation(
+        "observations-trained",
+        "client/rl/trajectory.py",
+        "self._advantages += [np.zeros(given, np.float32),",
+        "self._advantages += [np.full(given, advantage, np.float32),",
+        (TRAJECTORIES + "test_a_datum_is_what_was_given_and_sampled",),
+    ),
+    Mutation(
+        "logprobs-one-off",
+        "client/rl/trajectory.py",
+        '"logprobs": logprobs[1:]',
+        '"logprobs": logprobs[:-1]',
+        (TRAJECTORIES + "test_a_datum_is_what_was_given_and_sampled",),
+    ),
+    Mutation(
+        "later-turns-dropped",
+        "client/rl/trajectory.py",
+        "            data += sequence.data(loss_fn)\n",
+        "",
+        (TRAJECTORIES + "test_a_prompt_that_only_resembles_begins_anew",),
+    ),
+    Mutation(
+        "provenance-without-offset",
+        "client/rl/trajectory.py",
+        "sequence_id=turn.sequence_id, offset=self._positions, length=given",
+        "sequence_id=turn.sequence_id, length=given",
+        (TRAJECTORIES + "test_a_datum_is_what_was_given_and_sampled",),
+    ),
+    Mutation(
+        "kl-of-all-positions",
+        "client/rl/measures.py",
+        "        if isinstance(span, tinker.SampledProvenanceSpan):\n",
+        "        if True:\n",
+        (RL_MEASURES + "test_the_kl_is_the_mean_over_sampled_tokens_alone",),
+    ),
+    Mutation(
+        "one-failure-fails-the-rollout",
+        "client/rl/rollouts.py",
+        "        except EpisodeError as error:\n",
+        "        except ZeroDivisionError as error:\n",
+        (
+            ENVIRONMENTS + "test_an_environment_that_raises_fails_alone",
+            ENVIRONMENTS + "test_an_observation_that_cannot_be_rendered_fails_alone",
+            VISION_RL + "test_five_failures_end_their_own_trajectories_and_the_others_train",
+        ),
+    ),
+    Mutation(
+        "siblings-ask-apart",
+        "client/rl/sampling.py",
+        "if turn == 0 and params.seed is None:",
+        "if turn < 0:",
+        (ROLLOUTS + "test_equal_first_prompts_go_as_one_request_although_rendering_takes_its_time",),
+    ),
+    Mutation(
+        "one-seed-for-all",
+        "client/rl/sampling.py",
+        "% 2**64, self._index, member, turn])",
+        "% 2**64, self._index, turn])",
+        (ROLLOUTS + "test_with_a_seed_every_reply_has_its_own_and_again_the_same",),
+    ),
+    Mutation(
+        "context-not-watched",
+        "client/rl/sampling.py",
+        "        if self._context_length is not None:\n",
+        "        if False:\n",
+        (ROLLOUTS + "test_replies_get_what_is_left_of_the_context_and_an_episode_that_fills_it_ends",),
+    ),
+    Mutation(
+        "encoded-images-not-counted",
+        "backend/training/image_features.py",
+        "self.images_encoded += len(new)",
+        "self.images_encoded += 0",
+        (VISION_RL + "test_group_of_sixteen_renders_and_encodes_each_image_once",),
+    ),
 )
 
 
@@ -1585,6 +1706,61 @@ MISTAKES = (
     Promise("operation", "Healthy before anything works", ("healthy-before-it-is", "ready-before-it-is")),
 )
 
+VISION_RL_PROMISES = (
+    Promise(
+        "tokens",
+        "What is trained is what was sampled: replies stay as they were, only observations are rendered",
+        ("replies-encoded-again", "end-of-turn-twice", "later-turns-dropped"),
+        (
+            VISION_RL + "test_trained_sequence_is_what_the_sampler_was_given_and_gave",
+            CONVERSATIONS + "test_three_turns_with_images_are_these_tokens",
+        ),
+    ),
+    Promise(
+        "tokens",
+        "Sampled tokens carry the sampler's logprobs, advantages and their provenance; all else trains nothing",
+        ("observations-trained", "logprobs-one-off", "provenance-without-offset"),
+    ),
+    Promise(
+        "tokens", "Text of an observation or a reply is data, whatever is written in it", ("special-tokens-forged",)
+    ),
+    Promise(
+        "templates",
+        "Where a template rewrites what was there, each turn is trained as it was shown; a lost reply is an error",
+        ("rewritten-context-taken-for-continued", "lost-reply-unnoticed"),
+        (VISION_RL + "test_thinking_model_trains_each_turn_as_it_was_shown",),
+    ),
+    Promise(
+        "agreement",
+        "KL(sampler, trainer) is below 1e-6 before training, in every example",
+        ("kl-of-all-positions",),
+        (
+            "tests/examples/test_examples_rl.py::test_reward_rises_by_rl_and_not_on_blank_images",
+            "tests/examples/test_examples_rl.py::test_classifier_begins_with_a_trainer_that_agrees_with_its_sampler",
+        ),
+    ),
+    Promise(
+        "rollouts",
+        "A failure ends its own trajectory and says why; the others train",
+        ("one-failure-fails-the-rollout", "context-not-watched"),
+    ),
+    Promise(
+        "rollouts",
+        "Siblings share what they can and no more: one first request, one rendering, no seed",
+        ("siblings-ask-apart", "one-seed-for-all", "encoded-images-not-counted"),
+    ),
+    Promise(
+        "rollouts",
+        "A slow environment keeps nobody waiting; cancelling and Ctrl-C end everything",
+        (),
+        (
+            ROLLOUTS + "test_512_sync_environments_run_at_once_while_a_slow_one_keeps_nobody_waiting",
+            ROLLOUTS + "test_cancelling_ends_requests_and_closes_environments",
+            ROLLOUTS + "test_ctrl_c_ends_a_rollout_with_stuck_environments_and_closes_the_others",
+        ),
+    ),
+)
+
 
 def named_tests(promise: Promise) -> list[str]:
     """Those of its mutations and its own, each once."""
@@ -1595,7 +1771,9 @@ def named_tests(promise: Promise) -> list[str]:
 
 def table_of_promises() -> str:
     """The content of docs/promises.md."""
-    return "\n".join([*_HEAD, *_rows(PROMISES), "", *_MISTAKES_HEAD, *_rows(MISTAKES), ""])
+    return "\n".join(
+        [*_HEAD, *_rows(PROMISES), "", *_RL_HEAD, *_rows(VISION_RL_PROMISES), "", *_MISTAKES_HEAD, *_rows(MISTAKES), ""]
+    )
 
 
 def _rows(promises: Iterable[Promise]) -> list[str]:
@@ -1619,6 +1797,13 @@ Written by `python tests/mutations.py --write-docs`; a test compares. Tests lie 
 one line, on a copy, and its tests must turn red: `python tests/mutations.py` runs them all, `--only NAME` one.
 
 ## What is promised
+
+| | promise | tests | mutations |
+| --- | --- | --- | --- |
+""".splitlines()
+
+_RL_HEAD = """\
+## What vision RL promises
 
 | | promise | tests | mutations |
 | --- | --- | --- | --- |

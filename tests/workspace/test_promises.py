@@ -7,7 +7,16 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from mutation_table import MISTAKES, MUTATIONS, PROMISES, Mutation, named_tests, source_of, table_of_promises
+from mutation_table import (
+    MISTAKES,
+    MUTATIONS,
+    PROMISES,
+    VISION_RL_PROMISES,
+    Mutation,
+    named_tests,
+    source_of,
+    table_of_promises,
+)
 
 ROOT = Path(__file__).parents[2]
 
@@ -21,11 +30,12 @@ def functions(file: str) -> set[str]:
 def test_every_promise_is_there_with_a_test_and_a_mutation() -> None:
     assert [promise.number for promise in PROMISES] == [str(number) for number in range(1, 21)]
     assert all(promise.mutations for promise in PROMISES)
+    assert all(named_tests(promise) for promise in VISION_RL_PROMISES)
     assert [mistake.words for mistake in MISTAKES if not named_tests(mistake) and not mistake.note] == []
 
 
 def test_every_named_test_exists() -> None:
-    named = {test for promise in (*PROMISES, *MISTAKES) for test in named_tests(promise)}
+    named = {test for promise in (*PROMISES, *VISION_RL_PROMISES, *MISTAKES) for test in named_tests(promise)}
     missing = []
     for test in sorted(named):
         file, _, function = test.partition("::")
@@ -37,7 +47,7 @@ def test_every_named_test_exists() -> None:
 def test_every_mutation_belongs_to_a_promise_and_has_its_own_name() -> None:
     names = [mutation.name for mutation in MUTATIONS]
     assert len(set(names)) == len(names)
-    used = {name for promise in (*PROMISES, *MISTAKES) for name in promise.mutations}
+    used = {name for promise in (*PROMISES, *VISION_RL_PROMISES, *MISTAKES) for name in promise.mutations}
     assert used == set(names)
     assert all(mutation.tests for mutation in MUTATIONS)
 
