@@ -1,8 +1,9 @@
 #!/bin/sh
-# What is to be seen on a GPU, in one run of about ten minutes: the end-to-end suite in bfloat16, the agreement of trainer
-# and sampler, the demo, the control plane. Needs python3 with torch, vLLM and the project's other dependencies; takes
-# the project from this checkout. The summary is printed last.
+# What is to be seen on a GPU, in one run of about fifteen minutes: the end-to-end suite in bfloat16, the agreement of
+# trainer and sampler, the demo, RL with images, the control plane. Needs python3 with torch, vLLM and the project's other
+# dependencies; takes the project from this checkout. The summary is printed last.
 #   sh scripts/gpu_check.sh [OUT]      OUT: folder for the logs (default: runs/gpu)
+#   ONLY=vision_rl sh ...              one step alone
 set -u
 root=$(cd "$(dirname "$0")/.." && pwd)
 out=${1:-$root/runs/gpu}
@@ -16,6 +17,7 @@ summary=$out/summary.txt
 step() {  # NAME SECONDS COMMAND...
     name=$1 limit=$2
     shift 2
+    [ "${ONLY:-$name}" = "$name" ] || return
     began=$(date +%s)
     timeout "$limit" "$@" >"$out/$name.log" 2>&1
     status=$?
@@ -32,6 +34,8 @@ grep -hE 'effect of training|KL\(sampler' "$out/agreement.log" | sed 's/^\.//' >
 step same_numbers 200 python3 -m pytest tests/e2e/test_http_equals_in_process.py -q -s -p no:cacheprovider
 step demo 240 python3 examples/demo.py --out "$out/demo"
 grep -E '│|┃|accuracy' "$out/demo.log" >>"$summary"
+step vision_rl 400 python3 -m pytest tests/e2e/test_vision_rl.py tests/examples/test_examples_rl.py -q -s -p no:cacheprovider
+grep -hE 'KL|return on|passed|failed' "$out/vision_rl.log" >>"$summary"
 step control_plane 150 python3 benchmarks/control_plane.py
 grep -E '│|┃' "$out/control_plane.log" >>"$summary"
 echo "==== summary"

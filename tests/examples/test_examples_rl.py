@@ -9,10 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 import tinker
+import torch
 from tinker_local.client import rl
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SECONDS = 700
+DIVERGENCE = 0.02 if torch.cuda.is_available() else 1e-6  # bfloat16 there, float32 here
 
 
 def run(name: str, url: str, out: Path) -> str:
@@ -32,7 +34,8 @@ def test_reward_rises_by_rl_and_not_on_blank_images(real_server: Any, tmp_path: 
     returns = [float(value) for value in re.findall(r"return +(-?[0-9.]+) ", printed)]
     assert np.mean(returns[-3:]) > np.mean(returns[:3]) + 0.3, printed
     (kl,) = re.findall(r"KL.*: ([0-9.e+-]+)", printed)
-    assert float(kl) < 1e-6
+    assert float(kl) < DIVERGENCE
+    print(printed)
     assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -57,4 +60,4 @@ def test_classifier_begins_with_a_trainer_that_agrees_with_its_sampler(
         turn = rl.Turn(prompt, tuple(reply.tokens), logprobs, reply.sequence_id, reply.stop_reason, "")
         data += rl.turns_to_data([turn])
     output = client.forward(data, "importance_sampling").result()
-    assert rl.sampler_trainer_kl(data, output) < 1e-6
+    assert rl.sampler_trainer_kl(data, output) < DIVERGENCE
