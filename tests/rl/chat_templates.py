@@ -176,6 +176,9 @@ DROPS_EVERY_THOUGHT = jinja(
 )
 """DeepSeek-R1: a generation prompt that opens a thought, and a history without thoughts, the last reply's too."""
 
+COUNTS_MESSAGES = "{{ messages | length }} " + CHATML
+"""Its beginning changes with every message, and keeps its length."""
+
 FORGETS_REPLIES = jinja(
     r"""
 {% for message in messages %}

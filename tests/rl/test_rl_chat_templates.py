@@ -159,6 +159,20 @@ def test_without_thinking_the_empty_thought_is_in_the_prompt_and_not_in_history(
         assert expected[: len(spell(*begin, "red"))] == spell(*begin, "red")
 
 
+def test_a_template_that_rewrites_its_beginning_begins_anew(
+    make_chat: Callable[..., rl.Chat],
+    spell: Callable[..., list[Any]],
+    talk: Callable[..., rl.Conversation],
+    template_tokens: Callable[..., list[int]],
+    elements_of: Callable[..., list[Any]],
+) -> None:
+    conversation = talk(make_chat(templates.COUNTS_MESSAGES), "What?", spell("red", END), "Next?")
+    assert not conversation.continues
+    expected = template_tokens(templates.COUNTS_MESSAGES, says("What?", "red", "Next?"))
+    assert elements_of(conversation.prompt) == expected
+    assert expected[:1] == spell("3")
+
+
 def test_prefills_of_templates_that_write_nothing_for_the_model_are_empty(make_chat: Callable[..., rl.Chat]) -> None:
     plain = [
         None,
