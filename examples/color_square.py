@@ -80,6 +80,7 @@ async def run(client: tinker.TrainingClient, options: argparse.Namespace) -> boo
         steps=options.steps,
         learning_rate=options.learning_rate,
         params=params,
+        seed=options.seed,
     )
     sampler = await client.save_weights_and_get_sampling_client()
     unseen = await rl.rollout([rl.Group(ColorSquares, 1, seed) for seed in seeds(128)], sampler, chat, params)

@@ -36,12 +36,14 @@ async def train(
     learning_rate: float,
     params: tinker.SamplingParams,
     advantages: rl.Advantages = rl.centered_returns_to_go,
+    seed: int = 0,
 ) -> History:
     """Each step: sample the groups of `groups_of(step)` with the newest weights, then one step of policy gradient."""
     history = History()
     for step in range(steps):
         sampler = await client.save_weights_and_get_sampling_client()
-        rollouts = await rl.rollout(groups_of(step), sampler, chat, params)
+        seeded = params.model_copy(update={"seed": seed * steps + step})
+        rollouts = await rl.rollout(groups_of(step), sampler, chat, seeded)
         history.rewards.append(rollouts.mean_reward)
         if step == 0:
             everything = [datum for trajectory in rollouts.trajectories for datum in trajectory.data()]
