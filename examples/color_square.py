@@ -9,9 +9,6 @@ trained model is at chance.
 """
 
 import argparse
-import asyncio
-import os
-from pathlib import Path
 
 import grpo
 import numpy as np
@@ -83,34 +80,17 @@ async def run(client: tinker.TrainingClient, options: argparse.Namespace) -> boo
         seed=options.seed,
     )
     sampler = await client.save_weights_and_get_sampling_client()
-    unseen = await rl.rollout([rl.Group(ColorSquares, 1, seed) for seed in seeds(128)], sampler, chat, params)
+    new = seeds(128)
+    unseen = await rl.rollout([rl.Group(ColorSquares, 1, seed) for seed in new], sampler, chat, params)
     blanks = [rl.Group(lambda: ColorSquares(blank=True), 1, seed) for seed in seeds(128)]
     control = (await rl.rollout(blanks, sampler, chat, params)).mean_reward
     path = options.out / "color_square.png"
-    grpo.draw(history, path, "two coloured squares", {"chance": CHANCE, "blank images, after": control})
+    shown = [grpo.pictures_of(unseen.trajectories[i], ColorSquares().reset(seed=new[i])[0][0]) for i in range(3)]
+    levels = {"chance": CHANCE, "blank images, after": control}
+    grpo.draw(history, path, "two coloured squares", levels, [picture for episode in shown for picture in episode])
     print(f"return on new squares {unseen.mean_reward:.3f}, on blank images {control:.3f}, chance {CHANCE}; {path}")
     return unseen.mean_reward >= 0.9 and control < CHANCE + 0.1
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--base-url", default=os.environ.get("TINKER_BASE_URL", "http://127.0.0.1:8000"))
-    parser.add_argument("--model", required=True, help="a vision-language model that the server serves")
-    parser.add_argument("--steps", type=int, default=30)
-    parser.add_argument("--groups", type=int, default=16)
-    parser.add_argument("--group-size", type=int, default=8)
-    parser.add_argument("--learning-rate", type=float, default=2.5e-3, help="2e-5 suits a real model")
-    parser.add_argument("--warm-steps", type=int, default=6, help="supervised; 0 suits a real model")
-    parser.add_argument("--warm-rate", type=float, default=5e-3)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, default=Path("runs/rl"))
-    options = parser.parse_args()
-    os.environ.setdefault("TINKER_API_KEY", "tml-local")
-    with tinker.ServiceClient(base_url=options.base_url) as service:
-        client = service.create_lora_training_client(base_model=options.model, rank=32, seed=0).result()
-        if not asyncio.run(run(client, options)):
-            raise SystemExit("the model did not learn to see colours")
-
-
 if __name__ == "__main__":
-    main()
+    grpo.run_example(run, __doc__.splitlines()[0], steps=30, groups=16, group_size=8, learning_rate=2.5e-3)

@@ -10,10 +10,7 @@ supervised steps teach the form of an answer, the rest is GRPO (grpo.py). The co
 """
 
 import argparse
-import asyncio
-import os
 from collections.abc import Sequence
-from pathlib import Path
 
 import grpo
 import numpy as np
@@ -111,19 +108,17 @@ async def run(client: tinker.TrainingClient, options: argparse.Namespace) -> boo
         advantages=step_advantages,
     )
     sampler = await client.save_weights_and_get_sampling_client()
-    unseen = await rl.rollout([rl.Group(GridWalk, 1, seed) for seed in seeds(64)], sampler, chat, params)
+    new = seeds(64)
+    unseen = await rl.rollout([rl.Group(GridWalk, 1, seed) for seed in new], sampler, chat, params)
     blanks = [rl.Group(lambda: GridWalk(blank=True), 1, seed) for seed in seeds(128)]
     control = (await rl.rollout(blanks, sampler, chat, params)).mean_reward
     boards = seeds(256)
     random = blind_return(boards, "NSWE")
     blind = max(blind_return(boards, moves) for moves in ("N", "S", "W", "E", "NW", "NE", "SW", "SE"))
     path = options.out / "grid_walk.png"
-    grpo.draw(
-        history,
-        path,
-        "a walk on a grid",
-        {"random policy": random, "best blind policy": blind, "blank images, after": control},
-    )
+    levels = {"random policy": random, "best blind policy": blind, "blank images, after": control}
+    shown = grpo.pictures_of(unseen.trajectories[0], GridWalk().reset(seed=new[0])[0][1])
+    grpo.draw(history, path, "a walk on a grid", levels, shown)
     arrived = np.mean([trajectory.end == "terminated" for trajectory in unseen.trajectories])
     print(
         f"return on new boards {unseen.mean_reward:.3f} ({arrived:.0%} arrived), on blank ones {control:.3f}, ", end=""
@@ -145,25 +140,5 @@ def blind_return(seeds: list[int], moves: str) -> float:
     return total / len(seeds)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--base-url", default=os.environ.get("TINKER_BASE_URL", "http://127.0.0.1:8000"))
-    parser.add_argument("--model", required=True, help="a vision-language model that the server serves")
-    parser.add_argument("--steps", type=int, default=24)
-    parser.add_argument("--groups", type=int, default=12)
-    parser.add_argument("--group-size", type=int, default=4)
-    parser.add_argument("--learning-rate", type=float, default=2.5e-3, help="2e-5 suits a real model")
-    parser.add_argument("--warm-steps", type=int, default=6, help="supervised; 0 suits a real model")
-    parser.add_argument("--warm-rate", type=float, default=5e-3)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, default=Path("runs/rl"))
-    options = parser.parse_args()
-    os.environ.setdefault("TINKER_API_KEY", "tml-local")
-    with tinker.ServiceClient(base_url=options.base_url) as service:
-        client = service.create_lora_training_client(base_model=options.model, rank=32, seed=0).result()
-        if not asyncio.run(run(client, options)):
-            raise SystemExit("the model did not learn to walk")
-
-
 if __name__ == "__main__":
-    main()
+    grpo.run_example(run, __doc__.splitlines()[0], steps=24, groups=12, group_size=4, learning_rate=2.5e-3)

@@ -1,9 +1,13 @@
 """GRPO over any environments, the loop written out: what `color_square.py` and `grid_walk.py` train with."""
 
-from collections.abc import Callable, Sequence
+import argparse
+import asyncio
+import os
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
 import tinker
 from tinker_local.client import rl
 
@@ -64,19 +68,58 @@ async def train(
     return history
 
 
-def draw(history: History, path: Path, title: str, levels: dict[str, float]) -> None:
-    """The returns as a PNG, with horizontal lines at `levels`."""
+def draw(
+    history: History, path: Path, title: str, levels: dict[str, float], shown: Sequence[tuple[str, np.ndarray]]
+) -> None:
+    """The returns as a PNG, with horizontal lines at `levels`, below some pictures of an episode and the replies."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(figsize=(6, 4))
+    figure = pyplot.figure(figsize=(6, 4.6), layout="constrained")
+    above, below = figure.subfigures(2, 1, height_ratios=[1, 3])
+    for axes, (reply, picture) in zip(above.subplots(1, len(shown), squeeze=False)[0], shown, strict=True):
+        axes.imshow(picture)
+        axes.set_title(reply, fontsize="small")
+        axes.axis("off")
+    axes = below.subplots()
     axes.plot(history.rewards, label="sampled while training")
     for (name, level), style in zip(levels.items(), ("--", ":", "-."), strict=False):
         axes.axhline(level, linestyle=style, color="grey", label=f"{name}: {level:.2f}")
     axes.set(xlabel="step", ylabel="mean return", title=title)
     axes.legend()
-    figure.tight_layout()
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=100)
+
+
+def pictures_of(trajectory: rl.Trajectory, first: np.ndarray) -> list[tuple[str, np.ndarray]]:
+    """Each reply, and the picture that it was given to; `first` is the first one."""
+    pictures = [first]
+    for turn in trajectory.turns[:-1]:
+        pictures += [part for part in turn.observation if isinstance(part, np.ndarray)]
+    return [(turn.action.strip(), picture) for turn, picture in zip(trajectory.turns, pictures, strict=True)]
+
+
+def run_example(
+    run: Callable[[tinker.TrainingClient, argparse.Namespace], Awaitable[bool]], description: str, **defaults: float
+) -> None:
+    """The command line of an example; `run` says whether it reached its mark. `defaults` suit a tiny random model."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--base-url", default=os.environ.get("TINKER_BASE_URL", "http://127.0.0.1:8000"))
+    parser.add_argument("--model", required=True, help="a vision-language model that the server serves")
+    parser.add_argument("--steps", type=int, help="of policy gradient")
+    parser.add_argument("--groups", type=int, help="per step")
+    parser.add_argument("--group-size", type=int, help="environments that start alike")
+    parser.add_argument("--learning-rate", type=float, help="2e-5 suits a real model")
+    parser.add_argument("--warm-steps", type=int, default=6, help="supervised; 0 suits a real model")
+    parser.add_argument("--warm-rate", type=float, default=5e-3)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, default=Path("runs/rl"))
+    parser.set_defaults(**defaults)
+    options = parser.parse_args()
+    os.environ.setdefault("TINKER_API_KEY", "tml-local")
+    with tinker.ServiceClient(base_url=options.base_url) as service:
+        client = service.create_lora_training_client(base_model=options.model, rank=32, seed=0).result()
+        if not asyncio.run(run(client, options)):
+            raise SystemExit("the mark was missed")

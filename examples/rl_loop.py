@@ -17,6 +17,16 @@ import tinker
 PROMPTS = ["Count: ", "Numbers, please. ", "What is the code? ", "Tell me a number. "]
 
 
+def divergence(data: list[tinker.Datum], output: tinker.ForwardBackwardOutput) -> float:
+    """KL(sampler, trainer) in nats per token: the mean of r - 1 - log r, with r = p_trainer / p_sampler."""
+    log_ratios = []
+    for datum, result in zip(data, output.loss_fn_outputs, strict=True):
+        sampled = datum.loss_fn_inputs["advantages"].to_numpy() != 0
+        log_ratios.append((result["logprobs"].to_numpy() - datum.loss_fn_inputs["logprobs"].to_numpy())[sampled])
+    log_ratio = np.concatenate(log_ratios).astype(np.float64)
+    return float(np.mean(np.expm1(log_ratio) - log_ratio))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--base-url", default=os.environ.get("TINKER_BASE_URL", "http://127.0.0.1:8000"))
@@ -73,6 +83,8 @@ def main() -> None:
                 continue
             gradient = client.forward_backward(data, "importance_sampling")
             update = client.optim_step(tinker.AdamParams(learning_rate=options.learning_rate, beta2=0.95, eps=1e-8))
+            if step == 0:
+                print(f"KL(sampler, trainer) before training: {divergence(data, gradient.result()):.1e}")
             gradient.result()
             update.result()
         first, last = mean(history[:3]), mean(history[-3:])

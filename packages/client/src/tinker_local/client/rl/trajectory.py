@@ -93,7 +93,8 @@ def turns_to_data(
     So an episode is one datum of N positions where the chat template appends, and one per turn where it rewrites.
     Inputs are all tokens but the last, targets all but the first. At sampled tokens `advantages` is the turn's
     advantage and `logprobs` the sampler's (for "cross_entropy": `weights` is the advantage); everywhere else (prompt,
-    observations, images, ends of turns that were not sampled) they are 0, which trains nothing.
+    observations, images, ends of turns that were not sampled) they are 0, which trains nothing. An end of turn is
+    added where something follows it: behind the last sample it would train nothing, and no request has seen it.
 
     Each datum carries provenance spans, which request's prompt or sample each token was, if its turns have a
     `sequence_id`. Raises InvalidRequestError if `advantage` has another length than `turns`, or a turn's logprobs
