@@ -458,8 +458,9 @@ async def test_rendering_large_images_leaves_the_event_loop_free(sampler) -> Non
 
 
 SCRIPT = r"""
-import asyncio, sys, threading, time
+import asyncio, signal, sys, threading, time
 sys.path.insert(0, sys.argv[1])
+signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored by what a shell starts in the background
 import tinker
 from scripted_sampler import Countdown, Maker, ScriptedSampler, make_chat
 from tinker_local.client import rl
