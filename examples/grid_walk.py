@@ -141,4 +141,4 @@ def blind_return(seeds: list[int], moves: str) -> float:
 
 
 if __name__ == "__main__":
-    grpo.run_example(run, __doc__.splitlines()[0], steps=24, groups=12, group_size=4, learning_rate=2.5e-3)
+    grpo.run_example(run, __doc__.splitlines()[0], steps=25, groups=20, group_size=4, learning_rate=2e-3)

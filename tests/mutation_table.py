@@ -1208,8 +1208,8 @@ MUTATIONS = (
         "            if ended:  # what was sampled is not repeated",
         "            if False:",
         (
-            CONVERSATIONS + "test_the_end_of_a_turn_is_the_template_s",
-            TRAJECTORIES + "test_written_conversations_are_what_a_rollout_of_the_same_replies_gives",
+            CONVERSATIONS + "test_three_turns_with_images_are_these_tokens",
+            CONVERSATIONS + "test_written_conversations_are_the_template_s_tokens_up_to_the_last_end_of_turn",
         ),
     ),
     Mutation(

@@ -17,20 +17,28 @@ SECONDS = 700
 DIVERGENCE = 0.02 if torch.cuda.is_available() else 1e-6  # bfloat16 there, float32 here
 
 
-def run(name: str, url: str, out: Path) -> str:
+def run(name: str, url: str, out: Path, *settings: str) -> str:
     command = [sys.executable, "-W", "ignore", str(EXAMPLES / name), "--model", "tiny/vision", "--base-url", url]
     done = subprocess.run(
-        [*command, "--out", str(out)], capture_output=True, text=True, timeout=SECONDS, stdin=subprocess.DEVNULL
+        [*command, "--out", str(out), *settings],
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+        stdin=subprocess.DEVNULL,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
 
 @pytest.mark.timeout(SECONDS + 60)
-@pytest.mark.parametrize("name", ["color_square", "grid_walk"])
-def test_reward_rises_by_rl_and_not_on_blank_images(real_server: Any, tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "settings"), [("color_square", []), ("grid_walk", ["--groups", "14", "--learning-rate", "2.5e-3"])]
+)
+def test_reward_rises_by_rl_and_not_on_blank_images(
+    real_server: Any, tmp_path: Path, name: str, settings: list[str]
+) -> None:
     """The marks are the examples' own: they fail if the return on new images is low or that on blank ones high."""
-    printed = run(f"{name}.py", real_server.url, tmp_path)
+    printed = run(f"{name}.py", real_server.url, tmp_path, *settings)
     returns = [float(value) for value in re.findall(r"return +(-?[0-9.]+) ", printed)]
     assert np.mean(returns[-3:]) > np.mean(returns[:3]) + 0.3, printed
     (kl,) = re.findall(r"KL.*: ([0-9.e+-]+)", printed)
