@@ -13,20 +13,11 @@ import argparse
 import grpo
 import numpy as np
 import tinker
+from red_square import SIDE, square
 from tinker_local.client import rl
 
-COLORS = {"red": (220, 30, 30), "green": (30, 180, 40), "blue": (40, 60, 220), "yellow": (235, 220, 40)}
+COLORS = ("red", "green", "blue", "yellow")
 CHANCE = 1 / len(COLORS)
-SIDE = 64
-
-
-def square(color: str, rng: np.random.Generator) -> np.ndarray:
-    """A square of one colour somewhere on grey noise, uint8 [SIDE, SIDE, 3]."""
-    image = rng.integers(96, 160, (SIDE, SIDE, 1), dtype=np.uint8).repeat(3, 2)
-    size = int(rng.integers(SIDE // 2, SIDE * 3 // 4))
-    top, left = rng.integers(0, SIDE - size, 2)
-    image[top : top + size, left : left + size] = COLORS[color]
-    return image
 
 
 class ColorSquares:
@@ -37,7 +28,7 @@ class ColorSquares:
 
     def reset(self, *, seed: int | None = None) -> tuple[list, dict]:
         rng = np.random.default_rng(seed)
-        self.colors = [str(color) for color in rng.choice(list(COLORS), 2)]
+        self.colors = [str(color) for color in rng.choice(COLORS, 2)]
         self.images = [np.full((SIDE, SIDE, 3), 128, np.uint8) if self.blank else square(c, rng) for c in self.colors]
         self.turn = 0
         return [self.images[0], "What colour is the square?"], {}

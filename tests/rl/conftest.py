@@ -1,7 +1,7 @@
 """Chats of the tiny vision model with templates of other families, and what prompts and data hold, spelled out."""
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,15 @@ import tinker
 from tinker_local.client import rl
 
 sys.path.insert(0, str(Path(__file__).parent))
+from scripted_sampler import ScriptedSampler
+
+
+@pytest.fixture
+def sampler() -> Iterator[ScriptedSampler]:
+    """A sampling client that answers from a script; files with another script have their own."""
+    sampler = ScriptedSampler()
+    yield sampler
+    sampler.close()
 
 
 @pytest.fixture(scope="session")

@@ -24,13 +24,6 @@ from tinker_local.client.rl.episode import EpisodeError
 PARAMS = tinker.SamplingParams(max_tokens=16)
 
 
-@pytest.fixture
-def sampler() -> Iterator[ScriptedSampler]:
-    sampler = ScriptedSampler()
-    yield sampler
-    sampler.close()
-
-
 @pytest.fixture(autouse=True)
 def _asyncio_has_no_complaints(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
     yield

@@ -96,7 +96,6 @@ class Chat:
         """
         from transformers import AutoImageProcessor
 
-        processor = None
         try:
             processor = AutoImageProcessor.from_pretrained(client.get_info().model_data.tokenizer_id)
         except (OSError, ValueError):  # a language model has none; an image says so when there is one

@@ -65,7 +65,7 @@ class CookbookEnv(Env):
         conversation = self._episode.conversation
         answer = await self._episode.step(conversation.reply(action))
         stopped: StopReason | None = None
-        if answer.terminated or answer.truncated:
+        if answer.done:
             stopped = StopReason.COMPLETED
         elif self._max_turns is not None and conversation.turns >= self._max_turns:
             stopped = StopReason.MAX_TURNS

@@ -16,7 +16,7 @@ from tinker_local.client.rl.chat import Chat
 from tinker_local.client.rl.conversation import Conversation
 from tinker_local.client.rl.environment import Environment, Observation, as_messages
 from tinker_local.client.rl.trajectory import Failure, FailureKind
-from tinker_local.client.rl.workers import CallError, Worker
+from tinker_local.client.rl.workers import CallError, Worker, is_cancelled
 from tinker_local.types import InvalidRequestError
 
 logger = logging.getLogger(__name__)
@@ -169,8 +169,7 @@ class Episode:
                 raise EpisodeError("timeout", f"{name}: took longer than {self._step_timeout} s") from error
             cause = error.error if isinstance(error, CallError) else error
             raise EpisodeError("environment", f"{name}: {error}", cause) from cause
-        task = asyncio.current_task()
-        if task is not None and task.cancelling():  # environments that catch all catch the cancelling, too
+        if is_cancelled():  # environments that catch all catch the cancelling, too
             raise asyncio.CancelledError
         return result
 

@@ -184,7 +184,7 @@ class _Run:
         self.stats.tokens += len(tokens)
         answer = await self.episode.step(action)
         self.turns[-1] = replace(turn, observation=answer.observation, reward=answer.reward, info=answer.info)
-        if answer.terminated or answer.truncated:
+        if answer.done:
             return "terminated" if answer.terminated else "truncated"
         images = self.episode.num_images
         if self.max_turns is None or len(self.turns) < self.max_turns:

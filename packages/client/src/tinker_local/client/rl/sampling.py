@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import tinker
 from tinker_local.client.rl.episode import EpisodeError
+from tinker_local.client.rl.workers import is_cancelled
 
 _GATHER_SECONDS = 0.01
 _CONTEXT_REFUSAL = "context window"
@@ -103,8 +104,7 @@ class GroupSampler:
         try:
             response: tinker.SampleResponse = await self._sampler.sample(prompt, count, params)
         except asyncio.CancelledError as error:
-            task = asyncio.current_task()
-            if task is not None and task.cancelling():
+            if is_cancelled():
                 raise
             # The SDK ends the requests of a client that is closed; nobody has cancelled this rollout.
             raise EpisodeError("sampling", "the request was cancelled by the client", error) from error

@@ -51,7 +51,7 @@ class Worker:
             if error is None:
                 return await result if inspect.isawaitable(result) else result
         except asyncio.CancelledError as caught:
-            if _is_cancelled():
+            if is_cancelled():
                 raise
             error = caught
         except (Exception, SystemExit) as caught:
@@ -95,7 +95,7 @@ class Worker:
             call()
 
 
-def _is_cancelled() -> bool:
+def is_cancelled() -> bool:
     """Whether somebody has asked the current task to end."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0
