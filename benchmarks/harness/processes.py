@@ -1,0 +1,101 @@
+"""Runs measurements in processes of their own and gathers their lines."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TextIO
+
+from harness.lines import Line, parse
+
+BENCHMARKS = Path(__file__).parents[1]
+
+
+def environment() -> dict[str, str]:
+    """That of a measurement's process: no hub, no telemetry, no proxy in between, the project from this checkout."""
+    packages = BENCHMARKS.parent / "packages"
+    sources = [str(packages / name / "src") for name in ("types", "client", "backend")]
+    known = [os.environ["PYTHONPATH"]] if os.environ.get("PYTHONPATH") else []
+    return {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(BENCHMARKS), *sources, *known]),
+        "PYTHONUNBUFFERED": "1",
+        "HF_HUB_OFFLINE": "1",
+        "TINKER_TELEMETRY": "0",
+        "TOKENIZERS_PARALLELISM": "false",
+        "NO_PROXY": "127.0.0.1,localhost",
+        "no_proxy": "127.0.0.1,localhost",
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a process left behind. `fault` is empty if it ended well."""
+
+    lines: list[Line]
+    fault: str
+    seconds: float
+
+
+def run(arguments: Sequence[str], limit: float, log: TextIO) -> Outcome:
+    """`python -m …` with a time limit; its talk goes to `log`, its lines are returned. It and everything that it
+    started are ended at the limit."""
+    start = time.monotonic()
+    process = subprocess.Popen(
+        [sys.executable, "-m", *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        env=environment(),
+        cwd=BENCHMARKS,
+        start_new_session=True,
+    )
+    expired = threading.Event()
+
+    def expire() -> None:
+        expired.set()
+        _end(process)
+
+    timer = threading.Timer(limit, expire)
+    timer.start()
+    lines: list[Line] = []
+    last = ""
+    try:
+        assert process.stdout is not None
+        for text in process.stdout:
+            line = parse(text)
+            if line is None:
+                log.write(text)
+                log.flush()
+                last = text.strip() or last
+            else:
+                lines.append(line)
+                show(line)
+        status = process.wait()
+    finally:
+        timer.cancel()
+        _end(process)
+    fault = f"ended at its limit of {limit:.0f} s" if expired.is_set() else f"status {status}: {last}" if status else ""
+    return Outcome(lines, fault, time.monotonic() - start)
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    """The process and its children, if any are left."""
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return
+
+
+def show(line: Line) -> None:
+    """A line as it comes."""
+    text = f"ERROR {line.error}" if line.error else f"skipped: {line.skipped}" if line.skipped else line.note
+    value = "" if line.value is None else f"{line.value:,.4g} {line.unit}"
+    memory = "" if line.peak_gib is None else f", peak {line.peak_gib:.1f} GiB"
+    print(f"{line.name}: {value}{memory}{f' ({text})' if text else ''}", flush=True)

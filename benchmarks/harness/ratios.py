@@ -1,0 +1,99 @@
+"""What the project promises of speed, as ratios of lines of one run."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from harness.lines import Line
+
+TEXT_LOOPS = (
+    "text.padded_recompute",
+    "text.packed",
+    "text.packed_bf16",
+    "text.packed_bf16_liger",
+    "text.packed_bf16_recompute",
+    "text.packed_bf16_recompute_liger",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Ratio:
+    """`of` over the best of `over` (rates), or `of` itself where `over` is empty (`field` of the line). `target` None
+    for what is only shown."""
+
+    title: str
+    of: str
+    over: tuple[str, ...] = ()
+    target: float | None = None
+    sense: Literal["at least", "at most"] = "at least"
+    field: Literal["value", "peak_gib"] = "value"
+
+
+RATIOS = (
+    Ratio("text: ours / best hand-written loop", "text.ours", TEXT_LOOPS, 1.15),
+    Ratio("text: ours / padded loop that recomputes", "text.ours", ("text.padded_recompute",), 5),
+    Ratio(
+        "text: ours, recomputing / best loop that recomputes",
+        "text.ours_recompute",
+        tuple(name for name in TEXT_LOOPS if "recompute" in name),
+        1.15,
+    ),
+    Ratio("text: with the LM head trained / without", "text.ours_with_head", ("text.ours",)),
+    Ratio("text: importance sampling / cross-entropy", "text.ours_importance_sampling", ("text.ours",)),
+    Ratio("one long sequence: peak GiB", "text.ours_long_sequence", (), 80, "at most", "peak_gib"),
+    Ratio("adapters: co-batched / one, same tokens", "adapters.co_batched", ("adapters.one",), 0.95),
+    Ratio(
+        "small runs: co-batched / PEFT one after the other",
+        "adapters.small_together",
+        ("adapters.bare_float32", "adapters.bare_bf16"),
+        4,
+    ),
+    Ratio("smallest runs: co-batched / ours one by one", "adapters.smallest_together", ("adapters.smallest_apart",), 5),
+    Ratio("images: ours / packed loop", "images.ours", ("images.packed_bf16",), 1.3),
+    Ratio("images: features cached / packed loop", "images.ours_cached", ("images.packed_bf16",)),
+    Ratio("step of text: SDK over HTTP / in process", "steps.text_sdk", ("steps.text_in_process",), 0.95),
+    Ratio("step with images: SDK over HTTP / in process", "steps.images_sdk", ("steps.images_in_process",), 0.95),
+    Ratio("sampling: our sampler / vLLM alone", "sampling.sampler", ("sampling.alone",)),
+    Ratio("sampling: in process / vLLM alone", "sampling.in_process", ("sampling.alone",)),
+    Ratio("sampling: SDK over HTTP / vLLM alone", "sampling.sdk", ("sampling.alone",), 0.97),
+    Ratio("hand-over: SDK, trainer idle, ms", "handover.sdk", (), 300, "at most"),
+    Ratio("hand-over: in process, trainer idle, ms", "handover.in_process", (), 300, "at most"),
+    Ratio("hand-over: another model trains, ms", "handover.busy", (), 1000, "at most"),
+    Ratio("overlap: sampling while training / alone", "overlap.sampling_together", ("overlap.sampling_alone",)),
+    Ratio("overlap: training while sampling / alone", "overlap.training_together", ("overlap.training_alone",)),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """A ratio that this run gave. `base`: the line that it is over. `met` None where there is no target."""
+
+    ratio: Ratio
+    value: float
+    line: Line
+    base: Line | None
+    met: bool | None
+
+
+def results(lines: Sequence[Line], ratios: Sequence[Ratio] = RATIOS) -> list[Result]:
+    """Those of `ratios` whose lines all have values; of `over`, what was measured counts."""
+    by_name = {line.name: line for line in lines if line.value is not None}
+    return [result for ratio in ratios if (result := _result(ratio, by_name)) is not None]
+
+
+def _result(ratio: Ratio, by_name: Mapping[str, Line]) -> Result | None:
+    line = by_name.get(ratio.of)
+    value = None if line is None else getattr(line, ratio.field)
+    base = None
+    if value is None or line is None:
+        return None
+    if ratio.over:
+        bases = [by_name[name] for name in ratio.over if name in by_name]
+        if not bases:
+            return None
+        base = max(bases, key=lambda candidate: candidate.value or 0.0)
+        value /= base.value
+    met = None
+    if ratio.target is not None:
+        met = value >= ratio.target if ratio.sense == "at least" else value <= ratio.target
+    return Result(ratio, value, line, base, met)

@@ -1,0 +1,78 @@
+"""A run's tables: every line, and the ratios."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from harness.lines import Line
+from harness.ratios import results
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+
+def _number(value: float | None, digits: int = 4) -> str:
+    if value is None:
+        return ""
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.{digits}g}"
+
+
+def line_table(lines: Sequence[Line]) -> "Table":
+    """Everything that was measured, with memory, notes and errors."""
+    from rich.table import Table
+
+    shown = Table(title="measured")
+    for column, side in (("line", "left"), ("value", "right"), ("", "left"), ("s", "right"), ("peak GiB", "right")):
+        shown.add_column(column, justify=side, no_wrap=column == "line")  # type: ignore[arg-type]
+    shown.add_column("note", ratio=1)
+    for line in lines:
+        note = f"ERROR {line.error}" if line.error else f"skipped: {line.skipped}" if line.skipped else line.note
+        shown.add_row(
+            line.name, _number(line.value), line.unit, _number(line.seconds, 3), _number(line.peak_gib, 3), note
+        )
+    return shown
+
+
+def ratio_table(lines: Sequence[Line]) -> "Table":
+    """Ours against the baselines of the same run, with targets and both sides' memory."""
+    from rich.table import Table
+
+    shown = Table(title="ratios")
+    for column, side in (
+        ("ratio", "left"),
+        ("value", "right"),
+        ("target", "right"),
+        ("", "left"),
+        ("over", "left"),
+        ("peak GiB", "right"),
+        ("its peak", "right"),
+    ):
+        shown.add_column(column, justify=side)  # type: ignore[arg-type]
+    for result in results(lines):
+        ratio, base = result.ratio, result.base
+        target = "" if ratio.target is None else f"{'≥' if ratio.sense == 'at least' else '≤'} {ratio.target:g}"
+        shown.add_row(
+            ratio.title,
+            _number(result.value, 3),
+            target,
+            "" if result.met is None else "met" if result.met else "MISSED",
+            "" if base is None else base.name,
+            _number(result.line.peak_gib, 3),
+            "" if base is None else _number(base.peak_gib, 3),
+        )
+    return shown
+
+
+def keep(folder: Path, text: str, lines: Sequence[Line], head: Sequence[str]) -> Path:
+    """Write `engine-DATE-TIME.txt`, and the lines beside it as JSON; never over another run's."""
+    folder.mkdir(parents=True, exist_ok=True)
+    stem = f"engine-{datetime.now(UTC):%Y%m%d-%H%M%S}"
+    path = folder / f"{stem}.txt"
+    with path.open("x") as file:
+        file.write(text)
+    with (folder / f"{stem}.jsonl").open("x") as file:
+        file.writelines(json.dumps(record) + "\n" for record in [{"machine": list(head)}, *map(asdict, lines)])
+    return path

@@ -1,0 +1,86 @@
+"""Seconds of a step and memory of the device. Imports torch when called."""
+
+import statistics
+import threading
+import time
+from collections.abc import Callable
+from types import TracebackType
+
+from harness.scale import Scale
+
+
+def device() -> str:
+    """Where models run: "cuda" if there is one, else "cpu"."""
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def synchronize() -> None:
+    """Wait for the device."""
+    import torch
+
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def median_seconds(step: Callable[[], object], scale: Scale, *, repeats: int | None = None) -> float:
+    """Median seconds of `step` after a warm-up. Both stop early once they have taken `scale.patience` seconds, which
+    at least one run of each precedes. Forgets the peak of memory before the timed runs."""
+    for number, limit in enumerate((scale.warmup, repeats or scale.repeats)):
+        found: list[float] = []
+        while len(found) < limit and sum(found) < scale.patience:
+            synchronize()
+            if number == 1 and not found:
+                forget_peak()
+            start = time.perf_counter()
+            step()
+            synchronize()
+            found.append(time.perf_counter() - start)
+    return statistics.median(found)
+
+
+def forget_peak() -> None:
+    """Let `peak_gib` begin anew."""
+    import torch
+
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+
+
+def peak_gib() -> float | None:
+    """Most memory that this process's tensors took since `forget_peak`, in GiB; None on a CPU."""
+    import torch
+
+    return torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else None
+
+
+class DeviceMemory:
+    """Watches the memory in use on the whole device, by any process, while it is open: `peak_gib`."""
+
+    def __init__(self, pause: float = 0.05) -> None:
+        self.peak_gib: float | None = None
+        self._pause = pause
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True, name="device-memory")
+
+    def __enter__(self) -> "DeviceMemory":
+        import torch
+
+        if torch.cuda.is_available():
+            self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stop.set()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def _watch(self) -> None:
+        import torch
+
+        while not self._stop.wait(self._pause):
+            free, total = torch.cuda.mem_get_info()
+            self.peak_gib = max(self.peak_gib or 0.0, (total - free) / 2**30)

@@ -1,0 +1,1 @@
+"""What is measured. Each function prints lines (`harness.lines`) and returns nothing."""

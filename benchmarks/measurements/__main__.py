@@ -1,0 +1,56 @@
+"""One process of a run: `python -m measurements SCALE MODELS NAME…` prints the lines of the measurements named."""
+
+import functools
+import importlib
+import itertools
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from harness.lines import failed
+from harness.plan import MEASUREMENTS, Measurement
+from harness.scale import SCALES, Scale
+
+TINY_LIMIT = 40.0
+"""Seconds of a tiny measurement on a host."""
+
+
+def function(measurement: Measurement) -> Any:
+    """What to call for `measurement`, with its arguments bound."""
+    module, name = measurement.run.split(":")
+    found = getattr(importlib.import_module(f"measurements.{module}"), name)
+    return functools.partial(found, **dict(measurement.arguments))
+
+
+def run_plain(scale: Scale, models: Path, measurements: Sequence[Measurement]) -> None:
+    """One after the other; what fails prints its error as a line, and the others go on."""
+    for measurement in measurements:
+        try:
+            function(measurement)(scale, models)
+        except Exception as error:
+            traceback.print_exc()
+            failed(measurement.name, error).emit()
+
+
+def main(arguments: Sequence[str]) -> None:
+    scale, models, names = SCALES[arguments[0]], Path(arguments[1]), arguments[2:]
+    chosen = [measurement for measurement in MEASUREMENTS if measurement.name in names]
+    for host, group in itertools.groupby(chosen, key=lambda measurement: measurement.host):
+        members = list(group)
+        if host is None:
+            run_plain(scale, models, members)
+        else:
+            from measurements.hosting import Hosted, run_hosted
+
+            hosted = [Hosted(m.name, function(m), TINY_LIMIT if scale.name == "tiny" else m.seconds) for m in members]
+            run_hosted(scale, models, host, hosted)
+    sys.stdout.flush()
+    # Threads of vLLM and its allocator may keep or crash a process that ends; all that it had to say is said.
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

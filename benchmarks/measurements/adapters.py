@@ -1,0 +1,56 @@
+"""Many adapters in one pass: against one adapter, against PEFT one after the other, against ourselves."""
+
+from pathlib import Path
+
+from harness import timing, workloads
+from harness.lines import Line
+from harness.scale import Scale
+
+from measurements.training import make_trainer, parameters_of, rate_line, text_datum, train_step, work
+
+
+def bare(scale: Scale, models: Path) -> None:
+    """A bare HF + PEFT loop, several small runs one after the other; adapters in float32 and in the model's type."""
+    from baselines.adapters_loop import AdaptersLoop
+
+    length = scale.small_runs[0]
+    for kind, bf16 in (("float32", False), ("bf16", True)):
+        loop = AdaptersLoop(scale, length, bf16_adapters=bf16)
+        seconds = timing.median_seconds(loop.step, scale)
+        name = f"adapters.bare_{kind}"
+        tokens = scale.adapters * length
+        note = f"{scale.adapters} runs of {length} tokens, one after the other"
+        Line(name, tokens / seconds, "tokens/s", seconds, timing.peak_gib(), note).emit()
+        del loop
+
+
+def ours(scale: Scale, models: Path) -> None:
+    """Co-batched adapters at a full step's tokens and at small runs' tokens, and small runs in calls of their own."""
+    from tinker_local.types import LoraConfig
+
+    folder = models / "text"
+    parameters = parameters_of(folder)
+    trainer = make_trainer(scale, folder)
+    names = [f"run_{index}" for index in range(scale.adapters)]
+    for name in names:
+        trainer.create_adapter(name, LoraConfig(rank=scale.rank, train_unembed=False))
+    data = [text_datum(sequence) for sequence in workloads.ragged_sequences(scale)]
+    tokens = sum(datum.input.length for datum in data)
+    for line, owners in (("adapters.one", names[:1]), ("adapters.co_batched", names)):
+        works = [work(name, data[index :: len(owners)]) for index, name in enumerate(owners)]
+        seconds = timing.median_seconds(lambda works=works: train_step(trainer, works), scale)
+        note = f"{len(owners)} adapter{'s' * (len(owners) > 1)}, {tokens} tokens in all"
+        rate_line(line, tokens, seconds, parameters, note).emit()
+    for kind, length in zip(("small", "smallest"), scale.small_runs, strict=True):
+        sequences = workloads.sequences(scale, [length] * scale.adapters)
+        works = [work(name, [text_datum(sequence)]) for name, sequence in zip(names, sequences, strict=True)]
+        together = timing.median_seconds(lambda works=works: train_step(trainer, works), scale, repeats=5)
+
+        def alone(works: list[object] = works) -> None:
+            for item in works:
+                train_step(trainer, [item])
+
+        apart = timing.median_seconds(alone, scale, repeats=5)
+        for way, seconds in (("together", together), ("apart", apart)):
+            note = f"{scale.adapters} runs of {length} tokens"
+            rate_line(f"adapters.{kind}_{way}", scale.adapters * length, seconds, parameters, note).emit()

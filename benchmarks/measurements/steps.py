@@ -1,0 +1,94 @@
+"""What a training step costs through HTTP and the SDK beside the same step in process."""
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from harness import workloads
+from harness.lines import Line
+from harness.scale import Scale
+from harness.timing import DeviceMemory
+
+from measurements.hosting import Host
+from measurements.ways import Way
+
+IMAGE_SIDE_PER_TOKEN = 32
+"""Pixels: patches of 16, merged 2 x 2."""
+
+
+async def text(host: Host) -> None:
+    """A step of a few thousand tokens, both ways."""
+    await text_step(host.way, host.scale)
+    await host.in_sdk_process("steps.text")
+
+
+async def images(host: Host) -> None:
+    """A step with images in its body, new ones each time, both ways."""
+    await images_step(host.way, host.scale)
+    await host.in_sdk_process("steps.images")
+
+
+async def text_step(way: Way, scale: Scale) -> None:
+    """Prints `steps.text_…`."""
+    repeats = 2 + 3 * scale.repeats
+    seconds, peak = await median_step(way, scale, lambda step: text_data(scale, seed=100 + step), repeats)
+    rate = scale.step_tokens / seconds
+    Line(f"steps.text_{way.name}", rate, "tokens/s", seconds, peak, f"{scale.step_tokens} tokens").emit()
+
+
+async def images_step(way: Way, scale: Scale) -> None:
+    """Prints `steps.images_…`."""
+    first = 0 if way.name == "in_process" else 10**6  # images that the other way has not left in a cache
+
+    def batch(step: int) -> list[object]:
+        return [image_datum(scale, first + scale.images * step + index) for index in range(scale.images)]
+
+    repeats = 2 + scale.repeats
+    seconds, peak = await median_step(way, scale, batch, repeats)
+    note = f"{scale.images} new images of {scale.image_side} x {scale.image_side}"
+    Line(f"steps.images_{way.name}", scale.images / seconds, "images/s", seconds, peak, note).emit()
+
+
+async def median_step(
+    way: Way, scale: Scale, batch: Callable[[int], Sequence[object]], repeats: int
+) -> tuple[float, float | None]:
+    """Median seconds of a step and peak memory of the device; each step has a batch of its own, made before it."""
+    run = await way.create(scale.rank)
+    found = []
+    with DeviceMemory() as memory:
+        for number in range(scale.warmup + repeats):
+            data = way.prepared(batch(number))  # type: ignore[arg-type]
+            start = time.perf_counter()
+            await way.step(run, data)
+            found.append(time.perf_counter() - start)
+    return statistics.median(found[scale.warmup :]), memory.peak_gib
+
+
+def text_data(scale: Scale, seed: int) -> list[object]:
+    """Datums of `scale.step_length` tokens that predict the next one."""
+    from tinker_local.types import Datum, ModelInput
+
+    lengths = [scale.step_length + 1] * scale.step_sequences
+    return [
+        Datum(
+            model_input=ModelInput.from_ints(tokens[:-1].tolist()),
+            loss_fn_inputs={"target_tokens": tokens[1:], "weights": np.ones(len(tokens) - 1, np.float32)},
+        )
+        for tokens in workloads.sequences(scale, lengths, seed)
+    ]
+
+
+def image_datum(scale: Scale, number: int) -> object:
+    """One image and `scale.image_text` tokens of text, which are what is predicted."""
+    from tinker_local.types import Datum, EncodedTextChunk, ImageChunk, ModelInput
+
+    count = (scale.image_side // IMAGE_SIDE_PER_TOKEN) ** 2
+    image = ImageChunk(data=workloads.picture(scale.image_side, number), format="jpeg", expected_tokens=count)
+    text = np.random.default_rng(number).integers(0, 400, scale.image_text + 1)
+    targets = np.concatenate([np.zeros(count, np.int64), text[1:]])
+    weights = np.concatenate([np.zeros(count, np.float32), np.ones(scale.image_text, np.float32)])
+    return Datum(
+        model_input=ModelInput(chunks=(image, EncodedTextChunk(tokens=text[:-1].tolist()))),
+        loss_fn_inputs={"target_tokens": targets, "weights": weights},
+    )

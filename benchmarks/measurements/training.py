@@ -1,0 +1,153 @@
+"""One optimizer step of LoRA training on 64 ragged sequences: hand-written loops and ours."""
+
+import gc
+import importlib.util
+import inspect
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from harness import timing, workloads
+from harness.lines import Line, failed
+from harness.scale import Scale
+
+PEAK_FLOPS = 790e12
+"""What bf16 matrix products of an H200 or H100 reach."""
+
+
+def rate_line(name: str, tokens: int, seconds: float, parameters: int, note: str = "") -> Line:
+    """Tokens per second and the share of the GPU's arithmetic that they need: 4 FLOP per parameter and token (forward,
+    and backward to the activations; frozen weights have no gradient)."""
+    peak = timing.peak_gib()
+    rate = tokens / seconds
+    if peak is not None:
+        mfu = f"MFU {4 * parameters * rate / PEAK_FLOPS:.0%} of 790 TFLOP/s at 4N"
+        note = f"{mfu}, {note}" if note else mfu
+    return Line(name, rate, "tokens/s", seconds, peak, note)
+
+
+def baseline(scale: Scale, models: Path, variant: str) -> None:
+    """One hand-written loop."""
+    from baselines.text_loop import VARIANTS, TextLoop
+
+    name = f"text.{variant}"
+    chosen = VARIANTS[variant]
+    if chosen.liger and (timing.device() == "cpu" or importlib.util.find_spec("liger_kernel") is None):
+        Line(name, skipped="needs a GPU and liger-kernel").emit()
+        return
+    data = workloads.ragged_sequences(scale)
+    loop = TextLoop(scale, chosen, data)
+    seconds = timing.median_seconds(loop.step, scale)
+    rate_line(name, sum(map(len, data)), seconds, loop.parameters).emit()
+
+
+def make_trainer(scale: Scale, folder: Path, **options: Any) -> Any:
+    """Our trainer of the model in `folder`, on the device, in the baselines' types."""
+    from tinker_local.backend.training.worker import HFTrainer
+
+    timing.forget_peak()
+    return HFTrainer(str(folder), name="bench", micro_batch_tokens=scale.micro_batch_tokens, **options)
+
+
+def parameters_of(folder: Path) -> int:
+    """How many numbers the weights in `folder` are."""
+    from safetensors import safe_open
+
+    total = 0
+    for file in folder.glob("*.safetensors"):
+        with safe_open(file, "np") as tensors:
+            total += sum(int(np.prod(tensors.get_slice(name).get_shape())) for name in tensors.keys())  # noqa: SIM118
+    return total
+
+
+def text_datum(tokens: workloads.Int64Array, loss_fn: str = "cross_entropy") -> Any:
+    """A rendered datum that predicts at every position, as the hand-written loops do."""
+    from tinker_local.backend.rendering.interface import RenderedInput
+    from tinker_local.backend.training.interface import TrainDatum
+
+    ones = np.ones(len(tokens), np.float32)
+    inputs = {"weights": ones} if loss_fn == "cross_entropy" else {"logprobs": -12 * ones, "advantages": ones}
+    return TrainDatum(RenderedInput(tokens.astype(np.int32)), np.roll(tokens, -1), inputs)
+
+
+def work(adapter: str, data: Sequence[Any], loss_fn: str = "cross_entropy") -> Any:
+    """One client's request."""
+    from tinker_local.backend.training.interface import TrainWork
+
+    return TrainWork(adapter, data, loss_fn)
+
+
+def train_step(trainer: Any, works: Sequence[Any]) -> None:
+    """Gradients of all works at once, then one update of each adapter; raises what failed."""
+    from tinker_local.types import AdamParams
+
+    for result in trainer.forward_backward(works):
+        if isinstance(result, Exception):
+            raise result
+    for adapter in dict.fromkeys(item.adapter_id for item in works):
+        trainer.optim_step(adapter, AdamParams(learning_rate=1e-5))
+
+
+def ours(scale: Scale, models: Path) -> None:
+    """Our trainer as it comes: without and with the LM head trained, another loss, one long sequence."""
+    from tinker_local.types import LoraConfig
+
+    folder = models / "text"
+    parameters = parameters_of(folder)
+    trainer = make_trainer(scale, folder)
+    trainer.create_adapter("no_head", LoraConfig(rank=scale.rank, train_unembed=False))
+    data = workloads.ragged_sequences(scale)
+    tokens = sum(map(len, data))
+    for name, adapter, loss_fn in (
+        ("text.ours", "no_head", "cross_entropy"),
+        ("text.ours_importance_sampling", "no_head", "importance_sampling"),
+        ("text.ours_with_head", "with_head", "cross_entropy"),
+    ):
+        if adapter == "with_head":
+            trainer.create_adapter("with_head", LoraConfig(rank=scale.rank))
+        works = [work(adapter, [text_datum(sequence, loss_fn) for sequence in data], loss_fn)]
+        try:
+            seconds = timing.median_seconds(lambda works=works: train_step(trainer, works), scale)
+            rate_line(name, tokens, seconds, parameters, "float32 masters").emit()
+        except Exception as error:
+            failed(name, error).emit()
+    _long_sequence(scale, trainer, parameters)
+
+
+def _long_sequence(scale: Scale, trainer: Any, parameters: int) -> None:
+    (tokens,) = workloads.sequences(scale, [scale.long_sequence])
+    works = [work("no_head", [text_datum(tokens)])]
+    try:
+        seconds = timing.median_seconds(lambda: train_step(trainer, works), scale, repeats=1)
+        rate_line("text.ours_long_sequence", len(tokens), seconds, parameters, f"one of {len(tokens)} tokens").emit()
+    except Exception as error:
+        failed("text.ours_long_sequence", error).emit()
+
+
+def ours_recompute(scale: Scale, models: Path) -> None:
+    """Our trainer without memory for activations, against the loops that recompute."""
+    from tinker_local.backend.training.worker import HFTrainer
+    from tinker_local.types import LoraConfig
+
+    folder = models / "text"
+    data = workloads.ragged_sequences(scale)
+    options: dict[str, Any] = {}
+    if "activation_memory_bytes" in inspect.signature(HFTrainer).parameters:
+        options["activation_memory_bytes"] = 0
+    trainer = make_trainer(scale, folder, **options)
+    trainer.create_adapter("no_head", LoraConfig(rank=scale.rank, train_unembed=False))
+    works = [work("no_head", [text_datum(sequence) for sequence in data])]
+    seconds = timing.median_seconds(lambda: train_step(trainer, works), scale)
+    note = "float32 masters, every layer recomputed" if options else "float32 masters, recomputes as it always does"
+    rate_line("text.ours_recompute", sum(map(len, data)), seconds, parameters_of(folder), note).emit()
+
+
+def free(trainer: Any) -> None:
+    """Close a trainer and give its memory back."""
+    import torch
+
+    trainer.close()
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()

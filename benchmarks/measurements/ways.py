@@ -1,0 +1,133 @@
+"""Two ways to one backend with the same methods: in process, and the official SDK over HTTP."""
+
+import itertools
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+from tinker_local.types import (
+    AdamParams,
+    CreateModelRequest,
+    Datum,
+    ForwardBackwardRequest,
+    LoraConfig,
+    ModelInput,
+    OptimStepRequest,
+    SampleRequest,
+    SamplingParams,
+    SaveWeightsForSamplerRequest,
+)
+from tinker_local.types.sdk import to_sdk
+
+ADAM = AdamParams(learning_rate=1e-5)
+
+
+class Way(Protocol):
+    """`name` ends the names of lines. Runs and samplers are handles that only the way itself reads."""
+
+    name: str
+
+    async def create(self, rank: int) -> Any:
+        """A fresh adapter without the LM head."""
+
+    def prepared(self, data: Sequence[Datum]) -> Any:
+        """`data` as this way's user holds it; what a step sends is made from it within the step."""
+
+    async def step(self, run: Any, data: Any) -> None:
+        """Gradient and update, sent one behind the other, both awaited."""
+
+    async def sampler(self, run: Any) -> Any:
+        """A nameless save."""
+
+    async def sample(self, sampler: Any, prompt: Sequence[int], max_tokens: int) -> int:
+        """Sample exactly `max_tokens`; returns how many came, each with its logprob."""
+
+
+class InProcess:
+    """`InProcessBackend`'s own methods, on the event loop that it belongs to."""
+
+    name = "in_process"
+
+    def __init__(self, backend: Any, session: str, model: str) -> None:
+        self._backend = backend
+        self._session = session
+        self._model = model
+        self._numbers = itertools.count(1)
+        self._next: dict[str, int] = {}
+
+    def _seq_id(self, owner: str, first: int) -> int:
+        self._next[owner] = self._next.get(owner, first - 1) + 1
+        return self._next[owner]
+
+    async def create(self, rank: int) -> str:
+        request = CreateModelRequest(
+            session_id=self._session,
+            model_seq_id=next(self._numbers),
+            base_model=self._model,
+            lora_config=LoraConfig(rank=rank, train_unembed=False),
+        )
+        return str((await (await self._backend.create_model(request)))["model_id"])
+
+    def prepared(self, data: Sequence[Datum]) -> tuple[Datum, ...]:
+        return tuple(data)
+
+    async def step(self, run: str, data: tuple[Datum, ...]) -> None:
+        request = ForwardBackwardRequest(model_id=run, seq_id=self._seq_id(run, 1), data=data, loss_fn="cross_entropy")
+        gradient = await self._backend.forward_backward(request)
+        update = await self._backend.optim_step(
+            OptimStepRequest(model_id=run, seq_id=self._seq_id(run, 1), adam_params=ADAM)
+        )
+        await gradient
+        await update
+
+    async def sampler(self, run: str) -> str:
+        request = SaveWeightsForSamplerRequest(
+            model_id=run, seq_id=self._seq_id(run, 1), sampling_session_seq_id=next(self._numbers)
+        )
+        saved = await self._backend.save_weights_for_sampler(request)
+        return str((await saved)["sampling_session_id"])
+
+    async def sample(self, sampler: str, prompt: Sequence[int], max_tokens: int) -> int:
+        request = SampleRequest(
+            sampling_session_id=sampler,
+            seq_id=self._seq_id(sampler, 0),
+            prompt=ModelInput.from_ints(list(prompt)),
+            sampling_params=SamplingParams(max_tokens=max_tokens, stop=()),
+        )
+        (sequence,) = (await (await self._backend.sample(request))).sequences
+        assert np.isfinite(sequence.logprobs).all()
+        return len(sequence.tokens)
+
+
+class Sdk:
+    """The official SDK against the server at `url`."""
+
+    name = "sdk"
+
+    def __init__(self, url: str, model: str) -> None:
+        import tinker
+
+        self._service = tinker.ServiceClient(base_url=url, api_key="tml-local")
+        self._model = model
+
+    async def create(self, rank: int) -> Any:
+        return await self._service.create_lora_training_client(base_model=self._model, rank=rank, train_unembed=False)
+
+    def prepared(self, data: Sequence[Datum]) -> list[Any]:
+        return [to_sdk(datum) for datum in data]
+
+    async def step(self, run: Any, data: list[Any]) -> None:
+        gradient = run.forward_backward(data, "cross_entropy")
+        update = run.optim_step(to_sdk(ADAM))
+        await gradient
+        await update
+
+    async def sampler(self, run: Any) -> Any:
+        return await run.save_weights_and_get_sampling_client_async()
+
+    async def sample(self, sampler: Any, prompt: Sequence[int], max_tokens: int) -> int:
+        params = to_sdk(SamplingParams(max_tokens=max_tokens, stop=()))
+        output = await sampler.sample(to_sdk(ModelInput.from_ints(list(prompt))), 1, params)
+        (sequence,) = output.sequences
+        assert np.isfinite(sequence.logprobs_np).all()
+        return len(sequence.tokens_np)
