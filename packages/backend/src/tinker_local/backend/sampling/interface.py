@@ -1,11 +1,17 @@
 """What a sampler does: one base model and immutable versions of adapters on it."""
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
 from tinker_local.backend.rendering.interface import RenderedInput
+from tinker_local.backend.training.interface import AdapterState
 from tinker_local.types import SampleOutput, SamplingParams
+
+
+def _written() -> AdapterState | None:
+    return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -13,11 +19,13 @@ class AdapterVersion:
     """One immutable version of an adapter: a folder in PEFT's layout that is never written again.
 
     `name` is unique for ever (a new save is a new version); `path` holds `adapter_config.json` and
-    `adapter_model.safetensors`.
+    `adapter_model.safetensors`. While that folder is being written, `unwritten()` gives what will be in it; it gives
+    None from the moment on when the folder can be read. It may be called from any thread.
     """
 
     name: str
     path: Path
+    unwritten: Callable[[], AdapterState | None] = field(default=_written, compare=False)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -49,8 +57,8 @@ class Sampler(Protocol):
         """How many versions were loaded and not removed; it may be read from any thread."""
 
     async def load_version(self, version: AdapterVersion) -> None:
-        """Make `version` ready and verify that its tensors matched modules; raises InvalidRequestError if it cannot
-        be served. Loading one that is loaded does nothing."""
+        """Make `version` ready, from memory if its folder is not written yet, and verify that its tensors matched
+        modules; raises InvalidRequestError if it cannot be served. Loading one that is loaded does nothing."""
 
     async def remove_version(self, version: AdapterVersion) -> None:
         """Forget `version`; its folder may be deleted afterwards."""

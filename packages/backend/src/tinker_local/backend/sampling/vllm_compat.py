@@ -12,7 +12,7 @@ import os
 import random
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -233,9 +233,46 @@ def model_runner(engine: Any) -> Any:
     return engine.model_executor.driver_worker.model_runner
 
 
-def lora_manager(engine: Any) -> Any:
-    """What holds an engine's adapters: `modules` that can take one, `packed_modules`, registered adapters."""
-    return model_runner(engine).lora_manager._adapter_manager
+def lora_worker(engine: Any) -> Any:
+    """What loads an engine's adapters (`WorkerLoRAManager`): `lora_config`, and `_adapter_manager`, which holds them."""
+    return model_runner(engine).lora_manager
+
+
+def holds_adapter(worker: Any, lora_id: int) -> bool:
+    """Whether an adapter is in the host memory of `lora_worker`; any thread may ask, a step may change it."""
+    return lora_id in worker._adapter_manager._registered_adapters
+
+
+def build_lora_model(worker: Any, peft_config: Mapping[str, Any], tensors: Mapping[str, Any]) -> Any:
+    """vLLM's `LoRAModel` of tensors by PEFT's names (host memory, in `lora_config.lora_dtype`, which it keeps and may
+    write to), packed as the modules of `lora_worker` are. It changes nothing in `worker`: any thread may call it.
+
+    Raises what vLLM raises for configurations and names that it does not support. The caller sets its `id`.
+    """
+    from vllm.lora.peft_helper import PEFTHelper
+
+    manager, config = worker._adapter_manager, worker.lora_config
+    peft = PEFTHelper.from_dict(
+        dict(peft_config) | {"vllm_max_position_embeddings": worker.max_position_embeddings}  # as vLLM reads a folder
+    )
+    peft.validate_legal(config)
+    mapper = getattr(manager.model, "hf_to_vllm_mapper", None)
+    if mapper is not None:
+        # Renames of modules, but not the packing of several into one, which comes below. Called otherwise in 0.26.
+        mapper = (getattr(mapper, "get_rename_mapper", None) or mapper.get_unstacked_mapper)()
+    lora = worker._lora_model_cls.from_lora_tensors(
+        1,
+        tensors,
+        peft,
+        device="cpu",
+        dtype=config.lora_dtype,
+        model_vocab_size=worker.vocab_size,
+        weights_mapper=mapper,
+        skip_prefixes=getattr(manager.model, "lora_skip_prefixes", None),
+    )
+    # vLLM does the same again when it registers the adapter, and then finds nothing left to do.
+    manager._create_merged_loras_inplace(lora)
+    return lora
 
 
 def on_images_encoded(engine: Any, note: Callable[[int], None]) -> None:
