@@ -1,5 +1,6 @@
 """Base models that are loaded: one renderer, trainer and sampler for each copy of the weights, under all its names."""
 
+import asyncio
 import hashlib
 import logging
 import time
@@ -77,7 +78,7 @@ class BaseModel:
         """Stop the scheduler, then the engines."""
         await self.scheduler.close()
         await self.engines.sampler.close()
-        self.engines.trainer.close()
+        await asyncio.to_thread(self.engines.trainer.close)
 
 
 class BaseModels:

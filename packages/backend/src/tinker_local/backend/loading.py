@@ -2,14 +2,18 @@
 
 import functools
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tinker_local.backend.base_models import Engines
-from tinker_local.backend.options import BackendOptions, DType, ModelSource
+from tinker_local.backend.options import BackendOptions, DType, ModelSource, TrainerPlace
 
 if TYPE_CHECKING:
     from tinker_local.backend.sampling.engine_thread import EngineThread
+    from tinker_local.backend.training.interface import Trainer
+    from tinker_local.backend.training.process.messages import TrainerFactory
 
 TOLERANCE: dict[DType, float] = {"float32": 1e-3, "bfloat16": 0.3}
 """Mean difference (nats) of a probe's logprobs between trainer and sampler above which an adapter was not served.
@@ -24,6 +28,34 @@ def engine_thread() -> "EngineThread":
     from tinker_local.backend.sampling.engine_thread import EngineThread
 
     return EngineThread()
+
+
+@contextmanager
+def starting(place: TrainerPlace, factory: "TrainerFactory") -> "Iterator[TrainerFactory]":
+    """What makes the trainer of `factory` at its place, to be called within.
+
+    A process starts and imports at once, but allocates nothing on the device before the call: vLLM sizes its KV cache
+    by the free memory that it sees change, and would take the trainer's weights for its own. So the sampler is built
+    first, while the process starts. It is closed again if anything in between fails.
+    """
+    if place == "inline":
+        yield factory
+        return
+    from tinker_local.backend.training.process import ProcessTrainer, TrainerProcess
+
+    process = TrainerProcess(factory)
+    try:
+        yield functools.partial(ProcessTrainer, process)
+    except BaseException:
+        process.close()
+        raise
+
+
+def trainer_place(options: BackendOptions) -> TrainerPlace:
+    """Where a real trainer runs unless `options` say so: in a process of its own if it has a GPU to keep busy."""
+    import torch
+
+    return options.trainer or ("process" if torch.cuda.is_available() else "inline")
 
 
 def load_real(source: ModelSource, options: BackendOptions) -> Engines:
@@ -43,8 +75,8 @@ def load_real(source: ModelSource, options: BackendOptions) -> Engines:
         gpu_memory_utilization=options.gpu_memory_utilization,
         max_rank=options.max_rank,
     )
-    sampler = VLLMSampler(engine, engine_thread())
-    trainer = HFTrainer(
+    make_trainer = functools.partial(
+        HFTrainer,
         source.path,
         name=source.name,
         dtype=dtype,
@@ -52,6 +84,9 @@ def load_real(source: ModelSource, options: BackendOptions) -> Engines:
         micro_batch_tokens=options.micro_batch_tokens,
         max_rank=options.max_rank,
     )
+    with starting(trainer_place(options), make_trainer) as make:
+        sampler = VLLMSampler(engine, engine_thread())
+        trainer: Trainer = make()
     renderer = VLLMRenderer(source.path, dtype=dtype, max_pixels=options.max_image_pixels)
     arch = AutoConfig.from_pretrained(source.path).model_type
     return Engines(renderer, trainer, sampler, arch=arch, tolerance=TOLERANCE[dtype])
@@ -62,7 +97,9 @@ def load_fake(source: ModelSource, options: BackendOptions) -> Engines:
     from tinker_local.backend.fakes import FakeModel, FakeRenderer, FakeSampler, FakeTrainer
 
     model = FakeModel(source.name)
-    return Engines(FakeRenderer(model), FakeTrainer(model), FakeSampler(model), arch="fake", tolerance=1e-4)
+    with starting(options.trainer or "inline", functools.partial(FakeTrainer, model)) as make:
+        trainer = make()
+    return Engines(FakeRenderer(model), trainer, FakeSampler(model), arch="fake", tolerance=1e-4)
 
 
 def check_source(source: ModelSource) -> None:

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Literal
 
 DType = Literal["float32", "bfloat16"]
+TrainerPlace = Literal["inline", "process"]
 
 
 def default_data_dir() -> Path:
@@ -33,15 +34,18 @@ class ModelSource:
 
 @dataclass(frozen=True, slots=True)
 class BackendOptions:
-    """Limits and places. Times in seconds, lengths in positions (tokens, image positions included).
+    """Limits and places. Times in seconds, lengths in positions (tokens, image positions included), sizes in bytes.
 
-    `dtype` None: float32 on CPU, bfloat16 on CUDA. `max_context_length` None: the model's own.
-    `micro_batch_tokens`: most positions in one forward of the trainer; `batch_tokens`: in one round of the scheduler.
+    `dtype` None: float32 on CPU, bfloat16 on CUDA. `trainer`: in a thread of this process, or in a process of its own,
+    where it shares the GIL with nobody; None: "process" on CUDA, "inline" on CPU and for fakes.
+    `max_context_length` None: the model's own. `micro_batch_tokens`: most positions in one forward of the trainer;
+    `batch_tokens`: in one round of the scheduler.
     `kv_cache_bytes` None: 256 MiB on CPU; on CUDA vLLM takes `gpu_memory_utilization` of the card.
     """
 
     data_dir: Path = field(default_factory=default_data_dir)
     dtype: DType | None = None
+    trainer: TrainerPlace | None = None
     max_adapters: int = 64
     max_rank: int = 128
     max_adapter_bytes: int | None = None
@@ -51,6 +55,10 @@ class BackendOptions:
     max_image_pixels: int = 64 * 2**20
     max_num_samples: int = 1024
     max_queued_samples: int = 20000
+    max_queued_requests: int = 8192
+    max_queued_requests_per_session: int = 2048
+    max_queued_bytes: int = 4 * 2**30
+    max_queued_bytes_per_session: int = 2**30
     kv_cache_bytes: int | None = None
     gpu_memory_utilization: float = 0.4
     session_timeout: float = 300.0

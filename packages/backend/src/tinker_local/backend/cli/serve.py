@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
-from tinker_local.backend.options import BackendOptions, DType, ModelSource, default_data_dir
+from tinker_local.backend.options import BackendOptions, DType, ModelSource, TrainerPlace, default_data_dir
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -78,11 +78,46 @@ def read_keys(path: Path) -> list[str]:
 @click.option("--max-context-length", type=click.IntRange(16), help="Cut the context length of the models.")
 @click.option("--dtype", type=click.Choice(["float32", "bfloat16"]), help="Default: float32 on CPU, bfloat16 on GPU.")
 @click.option(
+    "--trainer",
+    type=click.Choice(["inline", "process"]),
+    help="Train in the server's process or in one of its own. Default: process on GPU, inline on CPU.",
+)
+@click.option(
     "--micro-batch-tokens",
     default=8192,
     show_default=True,
     type=click.IntRange(1),
     help="Positions in one forward pass of the trainer.",
+)
+@click.option(
+    "--max-queued-requests",
+    default=8192,
+    show_default=True,
+    type=click.IntRange(1),
+    help="Training requests that wait to be run; beyond it clients are slowed down.",
+)
+@click.option(
+    "--max-queued-requests-per-session",
+    default=2048,
+    show_default=True,
+    type=click.IntRange(1),
+    help="The same of one session.",
+)
+@click.option(
+    "--max-queued-memory",
+    default=4.0,
+    show_default=True,
+    type=click.FloatRange(min=0, min_open=True),
+    metavar="GIB",
+    help="Bodies of training requests that wait to be run; beyond it clients are slowed down.",
+)
+@click.option(
+    "--max-queued-memory-per-session",
+    default=1.0,
+    show_default=True,
+    type=click.FloatRange(min=0, min_open=True),
+    metavar="GIB",
+    help="The same of one session.",
 )
 @click.option(
     "--kv-cache",
@@ -117,7 +152,12 @@ def serve(
     max_adapter_memory: float | None,
     max_context_length: int | None,
     dtype: DType | None,
+    trainer: TrainerPlace | None,
     micro_batch_tokens: int,
+    max_queued_requests: int,
+    max_queued_requests_per_session: int,
+    max_queued_memory: float,
+    max_queued_memory_per_session: float,
     kv_cache: float | None,
     gpu_memory_utilization: float,
     session_timeout: float,
@@ -142,11 +182,16 @@ def serve(
     options = BackendOptions(
         data_dir=data_dir,
         dtype=dtype,
+        trainer=trainer,
         max_adapters=max_adapters,
         max_rank=max_rank,
         max_adapter_bytes=None if max_adapter_memory is None else int(max_adapter_memory * 2**30),
         max_context_length=max_context_length,
         micro_batch_tokens=micro_batch_tokens,
+        max_queued_requests=max_queued_requests,
+        max_queued_requests_per_session=max_queued_requests_per_session,
+        max_queued_bytes=int(max_queued_memory * 2**30),
+        max_queued_bytes_per_session=int(max_queued_memory_per_session * 2**30),
         kv_cache_bytes=None if kv_cache is None else int(kv_cache * 2**30),
         gpu_memory_utilization=gpu_memory_utilization,
         session_timeout=session_timeout,

@@ -92,7 +92,7 @@ class Trainer(Protocol):
         """How many images went through the vision tower so far; it may be read from any thread."""
 
     def adapter_bytes(self, config: LoraConfig) -> int:
-        """Bytes of weights, gradients and optimizer state that an adapter takes."""
+        """Bytes of weights, gradients and optimizer state that an adapter takes; asked from any thread at any time."""
 
     def create_adapter(self, adapter_id: str, config: LoraConfig) -> None:
         """A new adapter that changes nothing yet (B = 0)."""

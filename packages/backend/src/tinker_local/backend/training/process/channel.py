@@ -1,0 +1,155 @@
+"""Messages over a socket between two processes, and their arrays through memory that has no name.
+
+Small messages are records of the socket. A larger one is written once into a fresh `memfd`, whose descriptor goes over
+the socket; the sender closes its own at once, and the receiver maps it and closes its own. From then on the memory
+belongs to the arrays that lie in it and is freed with the last of them. It never had a name, so nothing is left behind
+however a process ends; and it is no file of /dev/shm, which containers keep small.
+
+A block that is kept and used again would save the kernel's clearing of pages, but whoever receives arrays could keep
+none of them without a copy.
+"""
+
+import mmap
+import os
+import select
+import socket
+import struct
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tinker_local.backend.rendering.interface import RenderedImage
+from tinker_local.backend.training.process.messages import Encoded, decode, encode
+
+INLINE_BYTES = 2**16
+"""The largest message that is a record of the socket, whose buffer holds three of these by default."""
+
+MAPPED_BYTES = 2**20
+"""The smallest message that is mapped; others are read, as a process may have only so many mappings (65,530)."""
+
+_ALIGNMENT = 64
+_RECORD = struct.Struct("<?Q")
+"""Before a message: whether it is in a `memfd`, and its bytes."""
+
+
+class Channel:
+    """One end. `peer`: the process at the other; `receive` ends when it does, though others may have its socket."""
+
+    def __init__(self, end: socket.socket, peer: int) -> None:
+        self._socket = end
+        self._peer = os.fdopen(os.pidfd_open(peer), "rb", buffering=0)  # an object, so that it cannot leak
+        self._poll = select.poll()
+        self._poll.register(end, select.POLLIN)
+        self._poll.register(self._peer, select.POLLIN)
+
+    def send(self, message: Any) -> None:
+        """Send `message`; see `send_encoded`."""
+        self.send_encoded(encode(message))
+
+    def send_encoded(self, encoded: Encoded) -> None:
+        """Send one message; other threads may send too. Raises BrokenPipeError or ConnectionResetError if nobody is
+        there, OSError if there is no memory for it (then nothing was sent)."""
+        starts, total = _places([len(segment) for segment in encoded.segments])
+        if total <= INLINE_BYTES:
+            self._socket.send(_RECORD.pack(False, total) + _joined(encoded.segments, starts, total))
+            return
+        memory = os.memfd_create("tinker-local", os.MFD_CLOEXEC)
+        try:
+            _write(memory, encoded.segments, starts, total)
+            socket.send_fds(self._socket, [_RECORD.pack(True, total)], [memory])
+        finally:
+            os.close(memory)
+
+    def receive(self, images: Mapping[str, RenderedImage] | None = None) -> Any:
+        """The next message, whose images are among `images`. EOFError if the peer has ended."""
+        ready = dict(self._poll.poll())
+        if self._socket.fileno() not in ready:
+            raise EOFError
+        record, descriptors, flags, _ = socket.recv_fds(
+            self._socket, _RECORD.size + INLINE_BYTES, 1, socket.MSG_CMSG_CLOEXEC
+        )
+        if not record:
+            raise EOFError
+        shared, total = _RECORD.unpack_from(record)
+        if not shared:
+            memory: bytearray | mmap.mmap = bytearray(memoryview(record)[_RECORD.size :])
+        elif descriptors:
+            memory = _taken(descriptors[0], total)
+        else:
+            raise OSError(f"a message of {total} bytes came without its memory (flags {flags}): too many open files?")
+        return decode(_segments(memory), images or {})
+
+    def wait_for_end(self) -> None:
+        """Block until the other end is closed or its process has ended; takes no message."""
+        poll = select.poll()
+        poll.register(self._socket, 0)  # a hang-up is always told
+        poll.register(self._peer, select.POLLIN)
+        poll.poll()
+
+    def close(self) -> None:
+        """Close this end."""
+        self._socket.close()
+        self._peer.close()
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGNMENT) * _ALIGNMENT
+
+
+def _places(sizes: Sequence[int]) -> tuple[list[int], int]:
+    """Where segments of `sizes` begin behind a table of their number and sizes, and the bytes of all."""
+    starts, end = [], 8 * (1 + len(sizes))
+    for size in sizes:
+        starts.append(_aligned(end))
+        end = starts[-1] + size
+    return starts, end
+
+
+def _table(segments: Sequence[memoryview]) -> bytes:
+    return struct.pack(f"<{1 + len(segments)}Q", len(segments), *map(len, segments))
+
+
+def _joined(segments: Sequence[memoryview], starts: Sequence[int], total: int) -> bytearray:
+    joined = bytearray(total)
+    table = _table(segments)
+    joined[: len(table)] = table
+    for segment, start in zip(segments, starts, strict=True):
+        joined[start : start + len(segment)] = segment
+    return joined
+
+
+def _write(file: int, segments: Sequence[memoryview], starts: Sequence[int], total: int) -> None:
+    """Fill a file with segments. Writing takes no page faults, and the GIL is free meanwhile."""
+    if total < MAPPED_BYTES:  # maybe thousands of small arrays
+        _write_all(file, memoryview(_joined(segments, starts, total)), 0)
+        return
+    os.ftruncate(file, total)
+    _write_all(file, memoryview(_table(segments)), 0)
+    for segment, start in zip(segments, starts, strict=True):
+        _write_all(file, segment, start)
+
+
+def _write_all(file: int, data: memoryview, at: int) -> None:
+    while data:
+        written = os.pwrite(file, data, at)
+        data, at = data[written:], at + written
+
+
+def _taken(file: int, total: int) -> bytearray | mmap.mmap:
+    """The memory of a descriptor, which is closed."""
+    try:
+        if total >= MAPPED_BYTES:
+            return mmap.mmap(file, total)
+        memory = bytearray(total)
+        os.preadv(file, [memory], 0)
+        return memory
+    finally:
+        os.close(file)
+
+
+def _segments(memory: bytearray | mmap.mmap) -> list[memoryview]:
+    """The segments that `_places` placed; they keep `memory` alive."""
+    view = memoryview(memory)
+    (count,) = struct.unpack_from("<Q", view)
+    sizes = struct.unpack_from(f"<{count}Q", view, 8)
+    starts, _ = _places(sizes)
+    return [view[start : start + size] for start, size in zip(starts, sizes, strict=True)]

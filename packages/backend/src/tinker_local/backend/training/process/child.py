@@ -1,0 +1,221 @@
+"""The trainer's side: builds it, runs one call after the other, and ends with the process that started it."""
+
+import faulthandler
+import gc
+import itertools
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+import traceback
+from typing import Any
+
+from tinker_local.backend.rendering.interface import RenderedImage
+from tinker_local.backend.training.interface import Trainer
+from tinker_local.backend.training.process.channel import Channel
+from tinker_local.backend.training.process.messages import (
+    Answer,
+    Call,
+    Failure,
+    ForgetImages,
+    KeepImage,
+    Loaded,
+    Log,
+    Start,
+    TrainerFactory,
+    travels,
+)
+from tinker_local.types import ApiError, InternalError, LoraConfig
+
+log = logging.getLogger(__name__)
+
+LOAD, CLOSE = "load", "close"
+"""Calls beside the methods of `Trainer`."""
+
+DEVICE_LOST = 70
+"""Exit code after an error of the device; any later result could be wrong."""
+
+_LOG_CHARACTERS = 16_000
+_HOST_THREADS = 4
+_SIZED_RANKS = tuple(2**power for power in range(10))
+
+
+def main(descriptor: int) -> None:
+    """Serve the socket `descriptor` until its other end closes it or says `CLOSE`."""
+    # Ctrl-C and a service manager's SIGTERM reach all processes; the one that started this one ends it in order, after
+    # the calls that it still needs.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    os.dup2(2, 1)  # what libraries print is not the server's output
+    faulthandler.enable()
+    channel = Channel(socket.socket(fileno=descriptor), os.getppid())
+    threading.Thread(target=_end_with, args=(channel,), daemon=True, name="parent").start()
+    start: Start = channel.receive()  # imports what the factory needs
+    logging.basicConfig(level=start.log_level, handlers=[_Forwarding(channel)])
+    try:
+        _Server(channel, start.factory).run()
+    except (EOFError, BrokenPipeError, ConnectionResetError):
+        os._exit(0)
+
+
+def _end_with(channel: Channel) -> None:
+    """End this process at once, in the middle of whatever it does, when nobody is left to want it.
+
+    PR_SET_PDEATHSIG would do so when the *thread* that started it ends, which is one that loads and returns.
+    """
+    channel.wait_for_end()
+    os._exit(0)
+
+
+class _Forwarding(logging.Handler):
+    """Sends records to the other side, which logs them as its own."""
+
+    def __init__(self, channel: Channel) -> None:
+        super().__init__()
+        self._channel = channel
+
+    def emit(self, record: logging.LogRecord) -> None:
+        text = record.getMessage()
+        trace = None if record.exc_info is None else "".join(traceback.format_exception(*record.exc_info))
+        sent = {
+            "name": record.name,
+            "levelno": record.levelno,
+            "levelname": record.levelname,
+            "pathname": record.pathname,
+            "filename": record.filename,
+            "module": record.module,
+            "lineno": record.lineno,
+            "funcName": record.funcName,
+            "created": record.created,
+            "process": record.process,
+            "processName": "trainer",
+            "threadName": record.threadName,
+            "msg": text[:_LOG_CHARACTERS],
+            "exc_text": trace and trace[-_LOG_CHARACTERS:],
+        }
+        try:
+            self._channel.send(Log(sent))
+        except OSError:
+            self.handleError(record)
+
+
+class _Server:
+    def __init__(self, channel: Channel, factory: TrainerFactory) -> None:
+        self._channel = channel
+        self._factory = factory
+        self._trainer: Trainer | None = None
+        self._images: dict[str, RenderedImage] = {}
+
+    def run(self) -> None:
+        """Take messages until `CLOSE`."""
+        while True:
+            message = self._channel.receive(self._images)
+            if isinstance(message, KeepImage):
+                self._images[message.content_hash] = message.rendered()
+            elif isinstance(message, ForgetImages):
+                for content_hash in message.content_hashes:
+                    self._images.pop(content_hash, None)
+            elif message.method != CLOSE:
+                self._answer(message)
+            else:
+                if self._trainer is not None:
+                    self._trainer.close()
+                return
+
+    def _answer(self, call: Call) -> None:
+        try:
+            value = (
+                self._load() if call.method == LOAD else getattr(self._trainer, call.method)(*call.args, **call.kwargs)
+            )
+            self._channel.send(Answer(call.number, value, self._encoded()))
+        except (BrokenPipeError, ConnectionResetError):
+            raise
+        except Exception as error:
+            self._fail(call, error)
+
+    def _fail(self, call: Call, error: Exception) -> None:
+        lost = not isinstance(error, ApiError) and device_is_lost(error)
+        if call.method == LOAD:
+            told = as_told(error)
+        elif isinstance(error, ApiError):
+            told = error
+        else:
+            log.error("%s failed in the trainer's process", call.method, exc_info=error)
+            told = InternalError(f"{type(error).__name__}: {words(error)}")
+        self._channel.send(Failure(call.number, told, self._encoded(), final=lost))
+        if lost:
+            os._exit(DEVICE_LOST)  # even an orderly end would ask the device
+
+    def _load(self) -> Loaded:
+        trainer = self._trainer = self._factory()
+        _few_threads_beside_a_device()
+        # What is there now stays; without it in its generations the collector takes no time from the launches.
+        gc.collect()
+        gc.freeze()
+        switch = (False, True)
+        sizes = {flags: adapter_sizes(trainer, *flags) for flags in itertools.product(switch, switch, switch)}
+        return Loaded(trainer.vocab_size, trainer.max_context_length, sizes)
+
+    def _encoded(self) -> int:
+        return 0 if self._trainer is None else self._trainer.images_encoded
+
+
+def adapter_sizes(trainer: Trainer, unembed: bool, mlp: bool, attn: bool) -> dict[int, int]:
+    """Bytes of an adapter at ranks of 2^i, as far as the trainer takes them."""
+    sizes = {}
+    for rank in _SIZED_RANKS:
+        config = LoraConfig(rank=rank, train_unembed=unembed, train_mlp=mlp, train_attn=attn)
+        try:
+            sizes[rank] = trainer.adapter_bytes(config)
+        except ApiError:
+            break
+    return sizes
+
+
+def device_is_lost(error: Exception) -> bool:
+    """Whether `error` came from a device that cannot be used again; after such a fault CUDA fails every call."""
+    torch: Any = sys.modules.get("torch")
+    if torch is None:
+        return False
+    if isinstance(error, torch.AcceleratorError):
+        return True
+    if not torch.cuda.is_initialized():
+        return False
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError:
+        return True
+    return False
+
+
+def as_told(error: Exception) -> Exception:
+    """`error` as the other side shall raise it: itself if it can travel, else a built-in kind."""
+    if isinstance(error, ApiError):
+        return error
+    told = error
+    if not travels(error):
+        kinds = (kind for kind in (OSError, ValueError) if isinstance(error, kind))
+        told = next(kinds, RuntimeError)(f"{type(error).__name__}: {words(error)}")
+    trace = "".join(traceback.format_exception(error))
+    told.add_note(f"In the trainer's process:\n{trace}")
+    return told
+
+
+def words(error: Exception) -> str:
+    """What `error` says, even if it cannot say it."""
+    try:
+        return str(error)
+    except Exception:
+        return "(no message)"
+
+
+def _few_threads_beside_a_device() -> None:
+    """With the model on a GPU, the host only copies and adds up; its threads would be in the way of others'.
+
+    On the CPU torch's own choice stays (OMP_NUM_THREADS or all cores), as for a trainer in the server's process.
+    """
+    torch: Any = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        torch.set_num_threads(min(_HOST_THREADS, torch.get_num_threads()))

@@ -1,0 +1,71 @@
+"""`ProcessTrainer`: `training.interface.Trainer` on a trainer in a process of its own."""
+
+from collections.abc import Sequence
+from typing import cast
+
+import numpy as np
+import numpy.typing as npt
+from tinker_local.backend.rendering.interface import RenderedInput
+from tinker_local.backend.training.interface import AdapterState, TrainResult, TrainWork
+from tinker_local.backend.training.process.process import TrainerProcess
+from tinker_local.types import AdamParams, ApiError, LoraConfig
+
+
+class ProcessTrainer:
+    """Keeps `Trainer` on the one that `process` makes; blocks until it is loaded.
+
+    What the trainer raises is raised here: an ApiError as it is, anything else as InternalError, with the traceback in
+    the log. If the process ends, this and every later call raises InternalError with its exit code or signal.
+    """
+
+    def __init__(self, process: TrainerProcess) -> None:
+        self._process = process
+        loaded = process.load()
+        self.vocab_size = loaded.vocab_size
+        self.max_context_length = loaded.max_context_length
+        self._adapter_bytes = loaded.adapter_bytes
+
+    @property
+    def images_encoded(self) -> int:
+        """How many images went through the vision tower until the last call ended."""
+        return self._process.images_encoded
+
+    def adapter_bytes(self, config: LoraConfig) -> int:
+        """What the trainer said when it was loaded (a running call is not waited for), between two ranks in
+        proportion: an adapter's matrices are [rank, in] and [out, rank]."""
+        sizes = self._adapter_bytes[config.train_unembed, config.train_mlp, config.train_attn]
+        if not sizes:  # nothing would be trained: the trainer says what is wrong
+            return cast(int, self._process.call("adapter_bytes", config))
+        largest = max(sizes)
+        if config.rank > largest:
+            return sizes[largest] * config.rank // largest
+        return round(float(np.interp(config.rank, list(sizes), list(sizes.values()))))
+
+    def create_adapter(self, adapter_id: str, config: LoraConfig) -> None:
+        self._process.call("create_adapter", adapter_id, config)
+
+    def load_adapter(self, adapter_id: str, state: AdapterState) -> None:
+        self._process.call("load_adapter", adapter_id, state)
+
+    def remove_adapter(self, adapter_id: str) -> None:
+        self._process.call("remove_adapter", adapter_id)
+
+    def forward_backward(self, work: Sequence[TrainWork]) -> list[TrainResult | ApiError]:
+        return cast(list[TrainResult | ApiError], self._process.call("forward_backward", work))
+
+    def discard_gradients(self, adapter_id: str) -> None:
+        self._process.call("discard_gradients", adapter_id)
+
+    def optim_step(self, adapter_id: str, params: AdamParams) -> dict[str, float]:
+        return cast(dict[str, float], self._process.call("optim_step", adapter_id, params))
+
+    def capture(self, adapter_id: str, *, optimizer: bool) -> AdapterState:
+        """Its arrays lie in memory that the other process filled and gave away; the last of them frees it."""
+        return cast(AdapterState, self._process.call("capture", adapter_id, optimizer=optimizer))
+
+    def logprobs(self, adapter_id: str | None, input: RenderedInput) -> npt.NDArray[np.float32]:
+        return cast(npt.NDArray[np.float32], self._process.call("logprobs", adapter_id, input))
+
+    def close(self) -> None:
+        """End the process, within seconds."""
+        self._process.close()

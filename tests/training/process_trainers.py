@@ -1,0 +1,115 @@
+"""Trainers that the tests of processes start; their processes import this file, so it is no part of a test."""
+
+import logging
+import os
+import socket
+import sys
+import threading
+import time
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from tinker_local.backend.fakes import FakeModel, FakeTrainer
+from tinker_local.backend.rendering.interface import RenderedInput
+from tinker_local.backend.training.interface import AdapterState
+from tinker_local.types import LoraConfig, UnsupportedError
+
+
+def fake() -> FakeTrainer:
+    return FakeTrainer(FakeModel("fake/bigram"))
+
+
+class StubbornError(Exception):
+    """Can be neither pickled nor made from its message."""
+
+    def __init__(self, what: str, lock: Any) -> None:
+        super().__init__(what)
+        self.lock = lock
+
+
+class MuteError(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no words")
+
+
+class OddTrainer(FakeTrainer):
+    """`discard_gradients` does what its argument says, in place of forgetting anything."""
+
+    def discard_gradients(self, adapter_id: str) -> None:
+        deed, _, argument = adapter_id.partition(" ")
+        getattr(self, f"do_{deed}")(argument)
+
+    def do_sleep(self, seconds: str) -> None:
+        time.sleep(float(seconds))
+
+    def do_exit(self, code: str) -> None:
+        os._exit(int(code))
+
+    def do_stubborn(self, what: str) -> None:
+        raise StubbornError(what, threading.Lock())
+
+    def do_mute(self, _: str) -> None:
+        raise MuteError
+
+    def do_lose_device(self, _: str) -> None:
+        import torch
+
+        raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+
+    def do_log(self, text: str) -> None:
+        logging.getLogger("tinker_local.backend.training.worker").warning(text)
+
+    def do_print(self, text: str) -> None:
+        print(text, flush=True)
+
+    def capture(self, adapter_id: str, *, optimizer: bool) -> AdapterState:
+        """`adapter_id` is the number of float32 values, in a large and in small tensors, one of them empty."""
+        values = np.arange(int(adapter_id), dtype=np.float32)
+        tensors = {"all": values, "odd": values[1::2], "three": values[:3], "none": values[:0], "square": np.eye(3).T}
+        return AdapterState("fake", LoraConfig(), ["x"], tensors)
+
+    def logprobs(self, adapter_id: str | None, input: RenderedInput) -> npt.NDArray[np.float32]:
+        """Of the pixels that arrived: how many numbers, and their sum."""
+        pixels = [placement.image.pixel_values for placement in input.images]
+        return np.array([[p.size, p.sum()] for p in pixels], np.float32)
+
+
+def odd() -> OddTrainer:
+    return OddTrainer(FakeModel("fake/bigram"))
+
+
+def no_such_model() -> FakeTrainer:
+    raise UnsupportedError("model_type 'gpt': not supported")
+
+
+def no_file() -> FakeTrainer:
+    raise FileNotFoundError(2, "No such file or directory", "/nowhere/config.json")
+
+
+def stubborn() -> FakeTrainer:
+    raise StubbornError("weights are torn", threading.Lock())
+
+
+def exits() -> FakeTrainer:
+    os._exit(3)
+
+
+def main() -> None:
+    """Start an `OddTrainer` in a process, tell its id, and wait in a call or beside it (for a test that kills this)."""
+    from tinker_local.backend.training.process import ProcessTrainer, TrainerProcess
+
+    import process_trainers  # by the name that the process finds it under
+
+    process = TrainerProcess(process_trainers.odd)
+    trainer = ProcessTrainer(process)
+    print(process.pid, flush=True)
+    if sys.argv[1] == "busy":
+        trainer.discard_gradients("sleep 600")
+    else:
+        socket.socket().bind(("127.0.0.1", 0))
+        time.sleep(600)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,430 @@
+"""A trainer in a process of its own: the same as inline, and whatever happens to the process ends in a clear error."""
+
+import gc
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+from tinker_local.backend.rendering.interface import ImagePlacement, RenderedImage, RenderedInput
+from tinker_local.backend.training.interface import TrainDatum, Trainer, TrainWork
+from tinker_local.backend.training.process import ProcessTrainer, TrainerProcess, process
+from tinker_local.backend.training.process.channel import Channel
+from tinker_local.backend.training.process.messages import KeepImage
+from tinker_local.types import AdamParams, InternalError, InvalidRequestError, LoraConfig, NotFoundError
+from tinker_local.types import UnsupportedError as Unsupported
+
+HERE = Path(__file__).parent
+Make = Callable[..., ProcessTrainer]
+
+
+@pytest.fixture
+def trainers(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """`process_trainers`, as the processes import it."""
+    monkeypatch.syspath_prepend(str(HERE))
+    import process_trainers
+
+    return process_trainers
+
+
+@pytest.fixture
+def start(trainers: ModuleType) -> Iterator[Make]:
+    """`start(factory)`: a trainer in a process that ends with the test; by default an `OddTrainer`."""
+    started: list[ProcessTrainer] = []
+
+    def make(factory: Any = None, **options: Any) -> ProcessTrainer:
+        started.append(ProcessTrainer(TrainerProcess(factory or trainers.odd, **options)))
+        return started[-1]
+
+    yield make
+    for trainer in started:
+        trainer.close()
+
+
+def pid_of(trainer: ProcessTrainer) -> int:
+    return trainer._process.pid
+
+
+def open_files(pid: str) -> set[str]:
+    """What the descriptors of a process are."""
+    found = set()
+    for link in Path(f"/proc/{pid}/fd").iterdir():
+        with suppress(FileNotFoundError):  # the one that lists the folder
+            found.add(str(link.readlink()))
+    return found
+
+
+def gone(pid: int, seconds: float = 10) -> bool:
+    """Whether a process ends in time (one that is not ours to wait for may stay as a zombie)."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        with suppress(FileNotFoundError, ProcessLookupError):
+            if Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z":
+                time.sleep(0.02)
+                continue
+        return True
+    return False
+
+
+def image(seed: int, numbers: int = 48) -> RenderedImage:
+    pixels = np.random.default_rng(seed).standard_normal((numbers // 3, 3)).astype(np.float32)
+    return RenderedImage(f"{seed:064x}", 2, pixels, (1, 2, 4), vllm_item=threading.Lock())
+
+
+def with_images(*images: RenderedImage) -> RenderedInput:
+    placements = tuple(ImagePlacement(1 + 3 * at, image) for at, image in enumerate(images))
+    return RenderedInput(np.arange(3 * len(images) + 2, dtype=np.int32), placements)
+
+
+def everything(trainer: Trainer) -> list[Any]:
+    """Results and errors of every method."""
+    seen: list[Any] = [trainer.vocab_size, trainer.max_context_length]
+
+    def do(method: str, *args: Any, **kwargs: Any) -> Any:
+        try:
+            value = getattr(trainer, method)(*args, **kwargs)
+        except (InvalidRequestError, NotFoundError) as error:
+            value = error
+        seen.append(value)
+        return value
+
+    config = LoraConfig(rank=3, seed=5, train_attn=False)
+    seen += [trainer.adapter_bytes(LoraConfig(rank=rank)) for rank in (1, 3, 8, 32, 511, 800)]
+    do("adapter_bytes", config)
+    do("create_adapter", "a", config)
+    do("create_adapter", "b", LoraConfig(rank=2, seed=6))
+    text = TrainDatum(
+        RenderedInput(np.arange(6, dtype=np.int32)), np.arange(6) + 1, {"weights": np.linspace(-1, 1, 6, dtype="f4")}
+    )
+    seen_image = TrainDatum(with_images(image(1), image(2)), np.arange(8), {"weights": np.ones(8, np.float32)})
+    broken = TrainDatum(text.input, text.target_tokens, {"weights": np.full(6, np.nan, np.float32)})
+    policy = TrainDatum(
+        text.input, text.target_tokens, {name: np.full(6, -0.5, np.float32) for name in ("logprobs", "advantages")}
+    )
+    for _ in range(3):
+        do(
+            "forward_backward",
+            [
+                TrainWork("a", [text, seen_image], "cross_entropy"),
+                TrainWork("b", [text, broken], "cross_entropy"),
+                TrainWork("b", [policy], "ppo", {"clip_low_threshold": 0.9, "clip_high_threshold": 1.1}),
+                TrainWork("a", [seen_image], "cross_entropy", backward=False),
+            ],
+        )
+        do("optim_step", "a", AdamParams(learning_rate=0.1, weight_decay=0.01))
+        do("discard_gradients", "b")
+        do("optim_step", "b", AdamParams())
+    state = do("capture", "a", optimizer=True)
+    do("capture", "a", optimizer=False)
+    do("load_adapter", "c", state)
+    do("optim_step", "c", AdamParams(learning_rate=0.1))
+    do("capture", "c", optimizer=True)
+    do("logprobs", None, text.input)
+    do("logprobs", "c", seen_image.input)
+    do("remove_adapter", "a")
+    do("remove_adapter", "a")
+    do("capture", "a", optimizer=True)
+    seen.append(trainer.images_encoded)
+    return seen
+
+
+def assert_same(one: Any, other: Any) -> None:
+    """Equal to the last bit, with the same types."""
+    assert type(one) is type(other)
+    if isinstance(one, np.ndarray):
+        assert one.dtype == other.dtype
+        np.testing.assert_array_equal(one, other)
+    elif isinstance(one, dict):
+        assert list(one) == list(other)
+        assert_same(list(one.values()), list(other.values()))
+    elif isinstance(one, list | tuple):
+        assert len(one) == len(other)
+        for first, second in zip(one, other, strict=True):
+            assert_same(first, second)
+    elif hasattr(one, "__dataclass_fields__"):
+        for name in one.__dataclass_fields__:
+            assert_same(getattr(one, name), getattr(other, name))
+    else:
+        assert str(one) == str(other)
+
+
+def test_every_method_gives_the_same_inline_and_in_a_process_on_fakes(start: Make, trainers: ModuleType) -> None:
+    inline = everything(trainers.fake())
+    assert_same(everything(start(trainers.fake)), inline)
+    assert any(isinstance(value, NotFoundError) for value in inline)
+
+
+# What is sent --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("count", [8, 5_000, 100_000, 3_000_000])
+def test_results_of_any_size_own_their_memory_on_fakes(start: Make, count: int) -> None:
+    trainer = start()
+    first = trainer.capture(str(count), optimizer=False)
+    for _ in range(3):
+        trainer.capture(str(count), optimizer=False)
+    trainer.close()
+    np.testing.assert_array_equal(first.tensors["all"], np.arange(count, dtype=np.float32))
+    np.testing.assert_array_equal(first.tensors["odd"], np.arange(1, count, 2, dtype=np.float32))
+    np.testing.assert_array_equal(first.tensors["square"], np.eye(3))
+    assert first.tensors["none"].shape == (0,)
+    assert all(array.flags.writeable and array.flags.aligned for array in first.tensors.values())
+
+
+@pytest.fixture
+def images_sent(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Content hashes of the images that go to a process, in order."""
+    sent: list[str] = []
+    send = Channel.send
+
+    def noting(channel: Channel, message: Any) -> None:
+        if isinstance(message, KeepImage):
+            sent.append(message.content_hash)
+        send(channel, message)
+
+    monkeypatch.setattr(Channel, "send", noting)
+    return sent
+
+
+@pytest.mark.parametrize("numbers", [48, 90_000, 600_000])
+def test_an_image_travels_once_while_it_is_used_on_fakes(start: Make, images_sent: list[str], numbers: int) -> None:
+    one, two, three, four = (image(seed, numbers) for seed in range(4))
+    trainer = start(image_bytes=2 * one.pixel_values.nbytes)
+
+    def check(*images: RenderedImage) -> None:
+        expected = np.array([[i.pixel_values.size, i.pixel_values.sum()] for i in images], np.float32)
+        np.testing.assert_array_equal(trainer.logprobs(None, with_images(*images)), expected)
+
+    check(one, one, two)
+    check(two, one)
+    assert images_sent == [one.content_hash, two.content_hash]
+    check(three)  # the place of `two`, which was used longer ago
+    check(one, three)
+    assert images_sent[2:] == [three.content_hash]
+    check(two, one, three, four)  # more than it keeps
+    check(four, three)
+    assert images_sent[3:] == [two.content_hash, four.content_hash]
+    check(one)
+    assert images_sent[5:] == [one.content_hash]
+
+
+def test_nothing_is_left_behind_by_many_calls_on_fakes(start: Make) -> None:
+    trainer = start(image_bytes=10**7)
+    pids = (os.getpid(), pid_of(trainer))
+
+    def held() -> list[int]:
+        gc.collect()
+        descriptors = [len(list(Path(f"/proc/{pid}/fd").iterdir())) for pid in pids]
+        mappings = [Path(f"/proc/{pid}/maps").read_text().count("memfd:") for pid in pids]
+        return [*descriptors, *mappings, len(list(Path("/dev/shm").iterdir()))]
+
+    def calls(number: int, first_seed: int) -> None:
+        for i in range(number):
+            trainer.capture(str(3 * 10 ** (2 + i % 5)), optimizer=False)
+            trainer.logprobs(None, with_images(image(first_seed + i, 600_000)))
+            with pytest.raises(InternalError):
+                trainer.discard_gradients("stubborn")
+
+    calls(10, 0)
+    before = held()
+    calls(200, 100)
+    assert held() == before
+    assert before[3] <= 5  # images of 10 MB
+
+
+def test_the_process_has_no_socket_of_the_server_on_fakes(start: Make) -> None:
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        listening.listen()
+        listening.set_inheritable(True)
+        mine = f"socket:[{os.fstat(listening.fileno()).st_ino}]"
+        pid = pid_of(start())
+        assert mine in open_files("self")
+        assert mine not in open_files(str(pid))
+
+
+# How it fails --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("deed", "message"), [("stubborn torn", "StubbornError: torn"), ("mute", "MuteError: ")])
+def test_an_exception_that_cannot_travel_is_an_internal_error_with_its_traceback_logged_on_fakes(
+    start: Make, caplog: pytest.LogCaptureFixture, deed: str, message: str
+) -> None:
+    trainer = start()
+    with pytest.raises(InternalError, match=message):
+        trainer.discard_gradients(deed)
+    assert "do_" + deed.split()[0] in caplog.text
+    assert trainer.capture("3", optimizer=False).tensors["all"].tolist() == [0, 1, 2]
+
+
+def test_what_the_process_logs_is_logged_here_and_what_it_prints_is_no_output_on_fakes(
+    start: Make, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    trainer = start()
+    trainer.discard_gradients("log 100 % slow")
+    trainer.discard_gradients("print hello")
+    (record,) = caplog.records
+    assert (record.name, record.levelno) == ("tinker_local.backend.training.worker", logging.WARNING)
+    assert record.getMessage() == "100 % slow"
+    assert record.process == pid_of(trainer)
+    out, err = capfd.readouterr()
+    assert (out, err) == ("", "hello\n")
+
+
+def later(seconds: float, act: Callable[[], Any]) -> None:
+    timer = threading.Timer(seconds, act)
+    timer.daemon = True
+    timer.start()
+
+
+def test_kill_in_the_middle_of_a_call_fails_it_and_later_ones_at_once_on_fakes(start: Make) -> None:
+    trainer = start()
+    trainer.logprobs(None, with_images(image(1)))
+    later(0.3, lambda: os.kill(pid_of(trainer), signal.SIGKILL))
+    begun = time.monotonic()
+    with pytest.raises(InternalError, match="SIGKILL"):
+        trainer.discard_gradients("sleep 60")
+    with pytest.raises(InternalError, match="SIGKILL"):
+        trainer.forward_backward([])
+    trainer.close()
+    assert time.monotonic() - begun < 5
+    assert trainer.adapter_bytes(LoraConfig()) > 0
+    assert trainer.images_encoded == 0
+
+
+def test_the_exit_code_is_told_on_fakes(start: Make, caplog: pytest.LogCaptureFixture) -> None:
+    trainer = start()
+    with pytest.raises(InternalError, match="exit code 9;"):
+        trainer.discard_gradients("exit 9")
+    assert "exit code 9" in caplog.text
+
+
+def test_death_between_two_calls_is_told_by_the_next_on_fakes(start: Make) -> None:
+    trainer = start()
+    os.kill(pid_of(trainer), signal.SIGSEGV)
+    time.sleep(0.2)
+    with pytest.raises(InternalError, match="SIGSEGV"):
+        trainer.remove_adapter("a")
+
+
+def test_an_error_of_the_device_ends_the_process_on_fakes(start: Make) -> None:
+    trainer = start()
+    with pytest.raises(InternalError, match="illegal memory access"):
+        trainer.discard_gradients("lose_device")
+    with pytest.raises(InternalError, match=r"exit code 70\).*illegal memory access"):
+        trainer.remove_adapter("a")
+    assert gone(pid_of(trainer))
+
+
+def test_what_the_factory_raises_is_raised_on_fakes(trainers: ModuleType) -> None:
+    with pytest.raises(Unsupported, match="model_type 'gpt': not supported"):
+        ProcessTrainer(TrainerProcess(trainers.no_such_model))
+    with pytest.raises(FileNotFoundError) as missing:
+        ProcessTrainer(TrainerProcess(trainers.no_file))
+    assert str(missing.value) == "[Errno 2] No such file or directory: '/nowhere/config.json'"
+    assert "in no_file" in missing.value.__notes__[0]
+    with pytest.raises(RuntimeError, match="StubbornError: weights are torn"):
+        ProcessTrainer(TrainerProcess(trainers.stubborn))
+    failed = TrainerProcess(trainers.exits)
+    with pytest.raises(InternalError, match="exit code 3"):
+        ProcessTrainer(failed)
+    assert gone(failed.pid)
+
+
+# How it ends ---------------------------------------------------------------------------------------------------------
+
+
+def test_signals_meant_for_the_server_leave_the_process_alone_on_fakes(start: Make) -> None:
+    trainer = start()
+    os.kill(pid_of(trainer), signal.SIGINT)
+    os.kill(pid_of(trainer), signal.SIGTERM)
+    assert trainer.capture("3", optimizer=False).tensors["all"].tolist() == [0, 1, 2]
+    assert os.getpgid(pid_of(trainer)) != os.getpgid(0)
+
+
+def test_close_ends_the_process_and_may_come_twice_on_fakes(start: Make) -> None:
+    trainer = start()
+    trainer.close()
+    trainer.close()
+    assert gone(pid_of(trainer), 0.1)
+    with pytest.raises(InternalError, match="was closed"):
+        trainer.remove_adapter("a")
+
+
+@pytest.mark.parametrize("stuck", [False, True])
+def test_close_ends_a_call_that_does_not_end_on_fakes(
+    start: Make, monkeypatch: pytest.MonkeyPatch, stuck: bool
+) -> None:
+    monkeypatch.setattr(process, "CLOSE_SECONDS", 0.5)
+    trainer = start()
+    errors: list[BaseException] = []
+
+    def call() -> None:
+        try:
+            trainer.discard_gradients("sleep 600")
+        except InternalError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=call)
+    if not stuck:
+        thread.start()
+        time.sleep(0.2)
+    else:
+        os.kill(pid_of(trainer), signal.SIGSTOP)
+    begun = time.monotonic()
+    trainer.close()
+    assert time.monotonic() - begun < 3
+    assert gone(pid_of(trainer), 0.1)
+    if not stuck:
+        thread.join(5)
+        assert [str(error) for error in errors] == ["the trainer was closed"]
+
+
+def test_a_trainer_that_is_let_go_ends_its_process_on_fakes(trainers: ModuleType) -> None:
+    trainer = ProcessTrainer(TrainerProcess(trainers.odd))
+    pid = pid_of(trainer)
+    del trainer
+    gc.collect()
+    assert gone(pid)
+
+
+@pytest.mark.parametrize("state", ["busy", "idle"])
+def test_the_process_ends_when_its_server_is_killed_on_fakes(state: str) -> None:
+    server = subprocess.Popen(
+        [sys.executable, str(HERE / "process_trainers.py"), state], stdout=subprocess.PIPE, text=True
+    )
+    assert server.stdout is not None
+    pid = int(server.stdout.readline())
+    time.sleep(0.2)
+    assert not gone(pid, 0)
+    server.kill()
+    server.wait()
+    server.stdout.close()
+    assert gone(pid)
+
+
+def test_a_call_that_was_interrupted_does_not_spoil_the_next_on_fakes(start: Make) -> None:
+    trainer = start()
+
+    def interrupt(number: int, frame: Any) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, 0.2)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            trainer.discard_gradients("sleep 0.5")
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert trainer.capture("3", optimizer=False).tensors["all"].tolist() == [0, 1, 2]
