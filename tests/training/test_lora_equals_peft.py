@@ -30,8 +30,22 @@ def peft_model(path: Path, state: Any, dtype: torch.dtype, folder: Path) -> Any:
     auto = transformers.AutoModelForCausalLM if "vl" not in path.name else transformers.AutoModelForImageTextToText
     base = auto.from_pretrained(path, dtype=dtype).eval()
     model = peft.PeftModel.from_pretrained(base, str(folder), is_trainable=True).eval()
+    if dtype == torch.float64:
+        norms_in_float64(model)
     assert peft.get_peft_model_state_dict(model, save_embedding_layers=False).keys() == state.tensors.keys()
     return model
+
+
+def norms_in_float64(model: Any) -> None:
+    """transformers computes RMS norms in float32 whatever the dtype, which would hide differences below 1e-7."""
+
+    def norm(module: Any, args: tuple[torch.Tensor], output: torch.Tensor) -> torch.Tensor:
+        (x,) = args
+        return module.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + module.variance_epsilon))
+
+    for path, module in model.named_modules():
+        if type(module).__name__.endswith("RMSNorm") and "visual" not in path:  # the tower is transformers' own
+            module.register_forward_hook(norm)
 
 
 def peft_logprobs(model: Any, datum: TrainDatum) -> torch.Tensor:

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from tinker_local.backend.training.decoder.recomputation import Keep
 from tinker_local.backend.training.interface import TrainDatum, TrainWork
 
 FAMILIES = ("qwen3", "qwen2_5_vl", "qwen3_vl")
@@ -97,18 +98,32 @@ def test_chunks_of_the_lm_head_do_not_matter(trainer, make, add_adapter, gradien
 
 
 def test_layers_computed_again_give_the_same_gradients(trainer, make, add_adapter, gradients, assert_close):
-    """Recomputation is what runs on a GPU; the reentrant kind gave adapters zero gradients."""
-    from tinker_local.backend.training.loading import recompute_layers
-
-    seen = []
+    """Nothing kept, some of it, and everything."""
+    seen, kept = [], []
     data = [make.datum(9), make.datum(30, [(2, (4, 4))])]
-    for recompute in (False, True):
-        ours = trainer("qwen3_vl")
-        if recompute:
-            recompute_layers(ours._loaded.decoder)
+    for memory in (0, 530_000, 630_000, None):
+        ours = trainer("qwen3_vl", activation_memory_bytes=memory)
         add_adapter(ours, "a")
         add_adapter(ours, "b", rank=2, seed=5)
+        plans = record_plans(ours)
         ours.forward_backward([TrainWork(name, data, "cross_entropy") for name in "ab"])
         seen.append({name: gradients(ours, name) for name in "ab"})
-    for name in "ab":
-        assert_close(seen[1][name], seen[0][name], 1e-7)
+        kept.append(tuple(plans[0]))
+    assert kept[0] == (Keep.INPUT, Keep.INPUT)
+    assert len(set(kept)) == 4
+    assert kept[3] == (Keep.ALL, Keep.ALL)
+    for gradient in seen[:-1]:
+        for name in "ab":
+            assert_close(gradient[name], seen[-1][name], 1e-7)
+
+
+def record_plans(ours):
+    """What each layer keeps, of each micro-batch that follows."""
+    plans, original = [], ours._runner._plan
+
+    def record(packed, batch):
+        plans.append(original(packed, batch))
+        return plans[-1]
+
+    ours._runner._plan = record
+    return plans

@@ -1,21 +1,18 @@
-"""Causal attention inside segments of one packed row, under a name that Hugging Face models can be loaded with.
+"""Causal attention inside segments of one packed row, forward and backward.
 
-A segment is one sequence's contiguous positions. The bounds travel as an explicit keyword argument from the caller of
-the decoder to this function; nothing is inferred from position ids. No mask is ever built: transformers makes none for
-an attention that has no mask function registered, and one that comes nevertheless is refused.
+A segment is one sequence's contiguous positions; the bounds are given explicitly, nothing is inferred from position ids
+and no mask is ever built. Legend: T positions, N query heads, M key-value heads (N is a multiple of M), D head size.
 """
 
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
+import numpy as np
 import torch
 from tinker_local.backend.training import compat_torch
-from transformers import AttentionInterface
-
-SEGMENT_ATTENTION = "tinker_local_segments"
+from tinker_local.backend.training.transfer import to_device
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,62 +48,58 @@ class Segments:
     @cached_property
     def bounds(self) -> torch.Tensor:
         """int32 [segments + 1]: where each begins, and the end."""
-        return torch.tensor([0, *itertools.accumulate(self.lengths)], dtype=torch.int32, device=self.device)
+        return to_device(np.array([0, *itertools.accumulate(self.lengths)], np.int32), self.device)
 
     @cached_property
     def longest(self) -> int:
         return max(self.lengths)
 
 
-def segment_attention(
-    module: torch.nn.Module,
+def attend(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, segments: Segments, scaling: float
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """`query` [T, N, D]; `key`, `value` [T, M, D], rows may be apart -> output [T, N, D], and what `attend_backward`
+    needs beside it. T is the sum of the segments' lengths."""
+    if compat_torch.flash_attention_works(query):
+        return compat_torch.flash_attention(query, key, value, segments.bounds, segments.longest, scaling)
+    outputs = [_run_attention(query, key, value, run, scaling) for run in segments.runs]
+    return (outputs[0] if len(outputs) == 1 else torch.cat(outputs)), None
+
+
+def attend_backward(
+    grad: torch.Tensor,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    *,
+    output: torch.Tensor,
+    logsumexp: torch.Tensor | None,
     segments: Segments,
     scaling: float,
-    dropout: float = 0.0,
-    sliding_window: int | None = None,
-    **_: Any,
-) -> tuple[torch.Tensor, None]:
-    """transformers' attention signature. `query` [1, heads, T, D]; `key`, `value` [1, kv heads, T, D], where heads is
-    a multiple of kv heads; returns [1, T, heads, D]. T is the sum of the segments' lengths."""
-    if attention_mask is not None or sliding_window is not None or dropout:
-        raise NotImplementedError("segment attention is causal, without masks, windows or dropout")
-    if compat_torch.varlen_attention_works(query):
-        q, k, v = (tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value))
-        output = compat_torch.varlen_attention(q, k, v, segments.bounds, segments.longest, scaling)
-        return output.unsqueeze(0), None
-    outputs = [_run_attention(query, key, value, run, scaling) for run in segments.runs]
-    return (outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)), None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients by query, key and value from that by the output, [T, N, D]; the rest as `attend` was given and gave."""
+    if logsumexp is not None:
+        return compat_torch.flash_attention_backward(
+            grad, query, key, value, output, logsumexp, segments.bounds, segments.longest, scaling
+        )
+    with torch.enable_grad():
+        leaves = [tensor.detach().requires_grad_() for tensor in (query, key, value)]
+        again, _ = attend(leaves[0], leaves[1], leaves[2], segments, scaling)
+        by_query, by_key, by_value = torch.autograd.grad(again, leaves, grad)
+    return by_query, by_key, by_value
 
 
 def _run_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, run: Run, scaling: float
 ) -> torch.Tensor:
-    """Attention of one run's segments as a batch, [1, count * length, heads, D]."""
+    """Attention of one run's segments as a batch, [count * length, N, D]."""
     batched = [
-        tensor[0, :, run.start : run.stop].unflatten(1, (run.count, run.length)).transpose(0, 1)
+        tensor[run.start : run.stop].unflatten(0, (run.count, run.length)).transpose(1, 2)
         for tensor in (query, key, value)
     ]
     output = torch.nn.functional.scaled_dot_product_attention(
         *batched, is_causal=True, scale=scaling, enable_gqa=query.shape[1] != key.shape[1]
     )
-    return output.transpose(1, 2).flatten(0, 1).unsqueeze(0)
-
-
-def register() -> None:
-    """Make `attn_implementation=SEGMENT_ATTENTION` known to transformers; doing it again changes nothing."""
-    AttentionInterface.register(SEGMENT_ATTENTION, segment_attention)
-
-
-def attention_implementations(config: Any) -> str | dict[str, str]:
-    """The value of `attn_implementation` for a model of `config`: ours for text, torch's SDPA for a vision tower."""
-    if getattr(config, "vision_config", None) is None:
-        return SEGMENT_ATTENTION
-    return {"": SEGMENT_ATTENTION, "text_config": SEGMENT_ATTENTION, "vision_config": "sdpa"}
+    return output.transpose(1, 2).flatten(0, 1)
 
 
 def supported_layers(layer_types: Sequence[str]) -> bool:

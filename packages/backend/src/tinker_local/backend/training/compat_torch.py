@@ -1,31 +1,56 @@
-"""What differs between torch 2.11 and 2.13, in one place."""
-
-import inspect
+"""What differs between torch 2.11 and 2.13 and between devices, in one place."""
 
 import torch
 
-_VARLEN_DTYPES = (torch.bfloat16, torch.float16)
+_FLASH_DTYPES = (torch.bfloat16, torch.float16)
 
 
-def varlen_attention_works(query: torch.Tensor) -> bool:
-    """Whether torch's variable-length attention takes this tensor: CUDA, 16 bit (its flash kernels know no other)."""
-    return bool(query.is_cuda) and query.dtype in _VARLEN_DTYPES
+def flash_attention_works(query: torch.Tensor) -> bool:
+    """Whether torch's flash attention takes this tensor: CUDA and 16 bit, and no autograd (what is called here is
+    below it). The head size is a multiple of 8, at most 256."""
+    size = query.shape[-1]
+    return query.is_cuda and query.dtype in _FLASH_DTYPES and size % 8 == 0 and size <= 256 and not query.requires_grad
 
 
-def varlen_attention(
+def flash_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bounds: torch.Tensor, longest: int, scaling: float
-) -> torch.Tensor:
-    """Causal attention of each segment with itself. `query` [T, heads, D], `key` and `value` [T, kv heads, D],
-    `bounds` int32 [segments + 1]; returns [T, heads, D].
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Causal attention of each segment with itself. `query` [T, N, D], `key` and `value` [T, M, D], `bounds` int32
+    [segments + 1]; returns the output [T, N, D] and the log of the softmax's sums [N, T].
 
-    torch 2.11 has no `enable_gqa` here, so key and value heads are repeated.
+    The operators themselves, because `torch.nn.attention.varlen` of 2.11 refuses fewer key-value heads; they do not.
     """
-    from torch.nn.attention.varlen import varlen_attn
+    output, logsumexp, _, _, _ = torch.ops.aten._flash_attention_forward(
+        query, key, value, bounds, bounds, longest, longest, 0.0, True, False, scale=scaling
+    )
+    return output, logsumexp
 
-    options = {"scale": scaling, "window_size": (-1, 0)}  # (-1, 0): everything before, nothing after
-    groups = query.shape[1] // key.shape[1]
-    if groups > 1 and "enable_gqa" in inspect.signature(varlen_attn).parameters:
-        options["enable_gqa"] = True
-    elif groups > 1:
-        key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
-    return varlen_attn(query, key, value, bounds, bounds, longest, longest, **options)
+
+def flash_attention_backward(
+    grad: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    output: torch.Tensor,
+    logsumexp: torch.Tensor,
+    bounds: torch.Tensor,
+    longest: int,
+    scaling: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients by query, key and value of `flash_attention`."""
+    no_dropout = torch.zeros(2, dtype=torch.uint64, device=query.device)
+    by_query, by_key, by_value = torch.ops.aten._flash_attention_backward(
+        grad, query, key, value, output, logsumexp, bounds, bounds, longest, longest, 0.0, True,
+        no_dropout, torch.empty(0, device=query.device), scale=scaling,
+    )  # fmt: skip
+    return by_query, by_key, by_value
+
+
+def mm_into_float32(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
+    """out = a @ b, added up and kept in the float32 of `out` (or in the common dtype of all three)."""
+    if a.dtype == out.dtype:
+        torch.mm(a, b, out=out)
+    elif a.is_cuda:
+        torch.mm(a, b, out_dtype=out.dtype, out=out)
+    else:
+        torch.mm(a.to(out.dtype), b.to(out.dtype), out=out)

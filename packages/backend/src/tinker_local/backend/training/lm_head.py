@@ -1,104 +1,167 @@
-"""Log-probabilities of the targets only, and their gradient, in chunks of rows: [T, vocabulary] is never whole.
+"""Log-probabilities of the targets, the losses and their gradient, in chunks of rows: [T, vocabulary] is never whole.
 
-Legend: T rows of hidden states, H their size, M targets (rows times candidates), V vocabulary. The forward keeps
-nothing; the backward computes the logits again, and only for rows whose gradient is not zero.
+Legend: T rows of hidden states, H their size, M targets (rows times candidates), V vocabulary, C rows of a chunk.
+
+A chunk's logits live once: a loss is a function of each target's own logprob, so its derivative is known as soon as the
+chunk's logprobs are, and the gradient by the logits, g (onehot - softmax), takes the logits' place. Rows whose targets
+all have the coefficient 0 get logprobs and no gradient.
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from tinker_local.backend.training.lora import AdapterSlices, LoraLayers
+from tinker_local.backend.training.decoder.kernels import Kernels
+from tinker_local.backend.training.decoder.lora_batch import LowRank
+from tinker_local.backend.training.transfer import to_device
 
 Int64Array = npt.NDArray[np.int64]
 
+Derive = Callable[[Int64Array, torch.Tensor], torch.Tensor]
+"""From the places [m] of some targets and their logprobs [m] to the derivative of the loss by them, [m]; 0 for those
+that are not finite."""
 
-@dataclass(frozen=True, slots=True)
-class _Chunk:
-    """`rows` [C] of the hidden states; `targets` [m]: which of the M targets they predict, `local_rows` [m]: from
-    which row of the chunk."""
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Targets:
+    """What is predicted from where. `rows` [M] ascending, `ids` [M]; `active` bool [M]: with a coefficient that is
+    not 0. On the host."""
 
     rows: Int64Array
-    targets: Int64Array
+    ids: Int64Array
+    active: npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Chunk:
+    """`rows` [C] of the hidden states; `places` [m]: which of the M targets they predict (`host_places`, too),
+    `local_rows` [m]: from which row of the chunk, `ids` [m]; `same` [m]: equal numbers for equal (row, id)."""
+
+    host_places: Int64Array
+    rows: torch.Tensor
+    places: torch.Tensor
     local_rows: torch.Tensor
     ids: torch.Tensor
+    same: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LmHead:
-    """The output projection `module` of V tokens; adapters on it come through the hooks of `lora`.
+    """The output projection `weight` [V, H]. `chunk_elements` bounds the logits that exist at a time. `dtype`: of
+    logprobs."""
 
-    `chunk_elements` bounds the logits that exist at a time. `dtype`: of softmax and logprobs.
-    """
-
-    module: torch.nn.Module
-    lora: LoraLayers
-    vocab_size: int
+    weight: torch.Tensor
+    kernels: Kernels
     chunk_elements: int
     dtype: torch.dtype
 
-    def logprobs(self, hidden: torch.Tensor, rows: Int64Array, ids: Int64Array, slices: AdapterSlices) -> torch.Tensor:
-        """log softmax(logits)[id] for each target, [M] on the host. `hidden` [T, H]; `rows` [M] ascending."""
-        result = torch.empty(len(rows), dtype=self.dtype)
-        for chunk in self._chunks(np.arange(len(hidden)), rows, ids, hidden.device):
-            with torch.no_grad(), self.lora.assigned(slices.select(chunk.rows)):
-                logits = self.module(hidden[chunk.rows[0] : chunk.rows[-1] + 1]).to(self.dtype)
-                chosen = logits[chunk.local_rows, chunk.ids] - logits.logsumexp(-1)[chunk.local_rows]
-            result[torch.from_numpy(chunk.targets)] = chosen.cpu()
+    def logprobs(self, hidden: torch.Tensor, targets: Targets, low_rank: LowRank | None) -> torch.Tensor:
+        """log softmax(logits)[id] for each target, [M] on the device. `hidden` [T, H]."""
+        result = torch.empty(len(targets.rows), dtype=self.dtype, device=hidden.device)
+        self._forward(hidden, targets, np.unique(targets.rows), low_rank, result)
         return result
 
-    def backward(
-        self,
-        hidden: torch.Tensor,
-        rows: Int64Array,
-        ids: Int64Array,
-        derivative: torch.Tensor,
-        slices: AdapterSlices,
-        parameters: Sequence[torch.Tensor],
-    ) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
-        """Gradient of a loss by `hidden` [T, H] and by each of `parameters` (None where it plays no part), given its
-        `derivative` by the logprobs, [M] on the host."""
-        hidden_gradient = torch.zeros_like(hidden)
-        gradients: list[torch.Tensor | None] = [None] * len(parameters)
-        active = np.flatnonzero(derivative.numpy())
-        active_rows = np.unique(rows[active])
-        for chunk in self._chunks(active_rows, rows[active], ids[active], hidden.device):
-            index = torch.from_numpy(chunk.rows).to(hidden.device)
-            by_target = derivative[torch.from_numpy(active[chunk.targets])].to(hidden.device)
-            with torch.enable_grad(), self.lora.assigned(slices.select(chunk.rows)):
-                leaf = hidden[index].requires_grad_()
-                logits = self.module(leaf)
-            by_logits = self._derivative_by_logits(logits.detach(), chunk, by_target)
-            by_leaf, *found = torch.autograd.grad(logits, [leaf, *parameters], by_logits, allow_unused=True)
-            hidden_gradient[index] = by_leaf
-            gradients = [_sum(before, new) for before, new in zip(gradients, found, strict=True)]
-        return hidden_gradient, gradients
+    def logprobs_and_gradient(
+        self, hidden: torch.Tensor, targets: Targets, low_rank: LowRank | None, derive: Derive
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Logprobs [M] and the gradient by `hidden` [T, H] of the loss that `derive` differentiates. The gradients of
+        `low_rank` are added to what is there."""
+        logprobs = torch.empty(len(targets.rows), dtype=self.dtype, device=hidden.device)
+        by_hidden = torch.zeros_like(hidden)
+        active_rows = np.unique(targets.rows[targets.active])
+        self._forward(hidden, targets, np.setdiff1d(targets.rows, active_rows), low_rank, logprobs)
+        for chunk in self._chunks(active_rows, targets, hidden.device):
+            logprobs[chunk.places] = self._gradient(chunk, hidden, low_rank, derive, by_hidden)
+        return logprobs, by_hidden
 
-    def _chunks(
-        self, rows: Int64Array, target_rows: Int64Array, ids: Int64Array, device: torch.device
-    ) -> Iterator[_Chunk]:
-        """`rows` (ascending) in chunks, with the targets of `target_rows` that belong to each."""
-        size = max(1, self.chunk_elements // self.vocab_size)
+    def _forward(
+        self, hidden: torch.Tensor, targets: Targets, rows: Int64Array, low_rank: LowRank | None, result: torch.Tensor
+    ) -> None:
+        """Logprobs of the targets of `rows` into `result`."""
+        for chunk in self._chunks(rows, targets, hidden.device):
+            logits, _, _ = self._logits(hidden[chunk.rows], chunk, low_rank)
+            result[chunk.places] = self._chosen(logits, chunk, self.kernels.logsumexp(logits))
+
+    def _gradient(
+        self,
+        chunk: _Chunk,
+        hidden: torch.Tensor,
+        low_rank: LowRank | None,
+        derive: Derive,
+        by_hidden: torch.Tensor,
+    ) -> torch.Tensor:
+        x = hidden[chunk.rows]
+        logits, h, part = self._logits(x, chunk, low_rank)
+        logsumexp = self.kernels.logsumexp(logits)
+        logprobs = self._chosen(logits, chunk, logsumexp)
+        derivative = derive(chunk.host_places, logprobs)
+
+        # d loss / d logits: each target adds g (onehot(id) - softmax). At the targets the sum is made before it is
+        # rounded: g - g p would vanish for a p near 1.
+        by_row = _sums(derivative, chunk.local_rows, len(x))
+        by_logits = self.kernels.scaled_softmax(logits, logsumexp, -by_row)
+        of_row = by_row[chunk.local_rows]
+        of_target = _sums(derivative, chunk.same, len(chunk.same))[chunk.same]
+        at_targets = of_target - torch.where(of_row != 0, of_row * torch.exp(logprobs), 0.0)
+        by_logits[chunk.local_rows, chunk.ids] = at_targets.to(by_logits.dtype)
+
+        by_x = by_logits @ self.weight
+        if part is not None and h is not None and low_rank is not None:
+            by_h = part.up_gradient(h, (by_logits,))
+            part.write_a_gradient(by_h, x)
+            by_x.addmm_(by_h.flatten(1), part.a)
+            _add(low_rank, part)
+        by_hidden[chunk.rows] = by_x
+        return logprobs
+
+    def _logits(
+        self, x: torch.Tensor, chunk: _Chunk, low_rank: LowRank | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None, LowRank | None]:
+        """Logits [C, V] of rows `x` [C, H]; the adapters' h, and their part with gradients of its own."""
+        if low_rank is None:
+            return x @ self.weight.T, None, None
+        part = _with_own_gradients(low_rank.rows(chunk.rows))
+        h = part.down(x)
+        return (h[:, 0] @ part.b[0].T).addmm_(x, self.weight.T), h, part
+
+    def _chosen(self, logits: torch.Tensor, chunk: _Chunk, logsumexp: torch.Tensor) -> torch.Tensor:
+        return (logits[chunk.local_rows, chunk.ids].to(self.dtype) - logsumexp[chunk.local_rows]).to(self.dtype)
+
+    def _chunks(self, rows: Int64Array, targets: Targets, device: torch.device) -> Iterator[_Chunk]:
+        """`rows` (ascending) in chunks, each with its targets."""
+        size = max(1, self.chunk_elements // len(self.weight))
         for start in range(0, len(rows), size):
             chunk = rows[start : start + size]
-            first, stop = np.searchsorted(target_rows, (chunk[0], chunk[-1] + 1))
-            targets = np.arange(first, stop)
-            local = torch.from_numpy(np.searchsorted(chunk, target_rows[targets]))
-            yield _Chunk(chunk, targets, local.to(device), torch.from_numpy(ids[targets]).to(device))
-
-    def _derivative_by_logits(self, logits: torch.Tensor, chunk: _Chunk, by_target: torch.Tensor) -> torch.Tensor:
-        """d loss / d logits [C, V]: each target adds g (onehot(id) - softmax(its row)), g its derivative."""
-        result = logits.to(self.dtype).softmax(-1)
-        by_row = torch.zeros(len(result), dtype=self.dtype, device=result.device)
-        by_row.index_add_(0, chunk.local_rows, by_target)
-        result.mul_(-by_row[:, None])
-        result.index_put_((chunk.local_rows, chunk.ids), by_target, accumulate=True)
-        return result.to(logits.dtype)
+            first, stop = np.searchsorted(targets.rows, (chunk[0], chunk[-1] + 1))
+            places = first + np.flatnonzero(np.isin(targets.rows[first:stop], chunk))
+            local_rows, ids = np.searchsorted(chunk, targets.rows[places]), targets.ids[places]
+            _, same = np.unique(local_rows * len(self.weight) + ids, return_inverse=True)
+            arrays = (chunk, places, local_rows, ids, same)
+            yield _Chunk(places, *(to_device(array, device) for array in arrays))
 
 
-def _sum(before: torch.Tensor | None, new: torch.Tensor | None) -> torch.Tensor | None:
-    if before is None or new is None:
-        return new if before is None else before
-    return before + new
+def _sums(values: torch.Tensor, into: torch.Tensor, count: int) -> torch.Tensor:
+    """Sums of `values` by the number in `into`, [count]."""
+    return torch.zeros(count, dtype=values.dtype, device=values.device).index_add_(0, into, values)
+
+
+def _with_own_gradients(low_rank: LowRank) -> LowRank:
+    """`low_rank` with memory of its own for the gradients of one chunk, if it has any."""
+    if low_rank.grad_a is None:
+        return low_rank
+    return replace(
+        low_rank,
+        grad_a=torch.empty_like(low_rank.grad_a),
+        grad_b=tuple(torch.empty_like(grad) for grad in low_rank.grad_b),
+    )
+
+
+def _add(low_rank: LowRank, part: LowRank) -> None:
+    """Add the gradients of a chunk to those of all chunks."""
+    assert low_rank.grad_a is not None
+    assert part.grad_a is not None
+    low_rank.grad_a.add_(part.grad_a)
+    for total, grad in zip(low_rank.grad_b, part.grad_b, strict=True):
+        total.add_(grad)

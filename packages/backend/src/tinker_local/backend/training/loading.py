@@ -1,26 +1,26 @@
-"""Loads a base model for training: frozen, without dropout, with segment attention in its decoder."""
+"""Loads a base model for training: frozen, with its decoder's weights laid out for the forward and backward here."""
 
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 import transformers
 from tinker_local.backend.training import attention
+from tinker_local.backend.training.decoder.weights import DecoderWeights, take_weights
 from tinker_local.backend.training.families import family_of
 from tinker_local.backend.training.families.interface import Family
 from tinker_local.types import UnsupportedError
-from torch.utils.checkpoint import checkpoint
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LoadedModel:
-    """`model`: transformers' whole model. `decoder`: takes `inputs_embeds` [1, T, H] and gives hidden states."""
+    """`model`: transformers' whole model, of which only embeddings and the vision tower run as modules. `decoder`: the
+    weights between embeddings and LM head."""
 
     model: Any
-    decoder: Any
+    decoder: DecoderWeights
     family: Family
     vocab_size: int
     max_positions: int
@@ -41,26 +41,9 @@ def load_model(path: str, dtype: str | None, device: str | None) -> LoadedModel:
         raise UnsupportedError(f"{path}: sliding-window attention is not supported for training")
     place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     chosen = DTYPES[dtype or ("bfloat16" if place.type == "cuda" else "float32")]
-    attention.register()
-    model = getattr(transformers, family.auto_class).from_pretrained(
-        path, dtype=chosen, attn_implementation=attention.attention_implementations(config)
-    )
+    model = getattr(transformers, family.auto_class).from_pretrained(path, dtype=chosen, attn_implementation="sdpa")
     model = model.to(place).eval().requires_grad_(False)
-    decoder = model.get_submodule(family.decoder_path)
-    if place.type == "cuda":
-        recompute_layers(decoder)
+    decoder = take_weights(model.get_submodule(family.decoder_path), path)
     return LoadedModel(
         model, decoder, family, model.lm_head.out_features, text_config.max_position_embeddings, chosen, place
     )
-
-
-def recompute_layers(decoder: Any) -> None:
-    """Keep only each layer's input for the backward and compute the layer again: memory for time.
-
-    transformers recomputes layers in training mode only; the mode of the layer alone is set, not of its parts, so
-    nothing else changes. Not reentrant: with the reentrant kind adapters get zero gradients, as no input needs one.
-    """
-    for layer in decoder.layers:
-        layer.training = True
-        layer.gradient_checkpointing = True
-        layer._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)

@@ -1,17 +1,15 @@
 """LoRA adapters of many models on one frozen base (arXiv 2106.09685): y = W x + (alpha / r) B (A x).
 
-Legend: T tokens of a micro-batch, r rank, n numbers of one adapter. An adapter keeps all its matrices in one flat
-vector, so that the optimizer, the norm and the gradients are single tensors. Which tokens belong to which adapter is
-told by `AdapterSlices`, set explicitly for the time of a forward or backward; one thread at a time.
+Legend: T tokens of a micro-batch, r rank, n numbers of one adapter, L layers. An adapter keeps all its matrices in one
+flat vector, so that the optimizer, the norm and the gradients are single tensors. In it the matrices of one projection
+lie one behind the other over all layers, so that a projection of all layers is one tensor too. How adapters are put
+together for a micro-batch is told in `decoder/lora_batch.py`.
 """
 
 import math
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -47,10 +45,15 @@ def is_trained(path: str, config: LoraConfig) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """One matrix of an adapter: its name in PEFT's files, its target's path, A or B, and its place in the vector."""
+    """One matrix of an adapter: its name in PEFT's files, its target's path, A or B, and its place in the vector.
+
+    `projection`: the last name of the path, `layer`: which of the modules of that name it is, counted from 0.
+    """
 
     name: str
     path: str
+    projection: str
+    layer: int
     factor: str
     shape: tuple[int, int]
     start: int
@@ -65,19 +68,23 @@ class TensorSpec:
 
 
 def layout(targets: Mapping[str, torch.nn.Linear], config: LoraConfig) -> tuple[TensorSpec, ...]:
-    """The matrices of an adapter, A [r, in] then B [out, r] of each target, one behind the other."""
+    """The matrices of an adapter, A [r, in] and B [out, r] of each target, in the order of their places: by
+    projection, then A before B, then by layer."""
+    by_projection: dict[str, list[str]] = {}
+    for path in targets:
+        if is_trained(path, config):
+            by_projection.setdefault(path.rsplit(".", 1)[-1], []).append(path)
     specs: list[TensorSpec] = []
     start = 0
-    for path, module in targets.items():
-        if not is_trained(path, config):
-            continue
-        for factor, shape in (
-            ("A", (config.rank, module.in_features)),
-            ("B", (module.out_features, config.rank)),
-        ):
-            spec = TensorSpec(f"base_model.model.{path}.lora_{factor}.weight", path, factor, shape, start)
-            specs.append(spec)
-            start = spec.stop
+    for projection, paths in by_projection.items():
+        for factor in "AB":
+            for layer, path in enumerate(paths):
+                module = targets[path]
+                shape = (config.rank, module.in_features) if factor == "A" else (module.out_features, config.rank)
+                name = f"base_model.model.{path}.lora_{factor}.weight"
+                spec = TensorSpec(name, path, projection, layer, factor, shape, start)
+                specs.append(spec)
+                start = spec.stop
     return tuple(specs)
 
 
@@ -95,27 +102,29 @@ class Adapter:
         self.gradient: torch.Tensor | None = None
         self.gradient_seen = False
         self.adam: AdamState = new_adam_state(weights)
-        self.parameters = {(spec.path, spec.factor): _leaf(spec.view(weights)) for spec in specs}
-        """Leaf tensors that share the memory of `weights`."""
+        self._stacks = {
+            (projection, factor): [spec for spec in specs if (spec.projection, spec.factor) == (projection, factor)]
+            for projection, factor in dict.fromkeys((spec.projection, spec.factor) for spec in specs)
+        }
 
-    def pair(self, path: str) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """A and B of the target at `path`, or None if it is not trained."""
-        a = self.parameters.get((path, "A"))
-        return None if a is None else (a, self.parameters[path, "B"])
-
-
-def _leaf(view: torch.Tensor) -> torch.Tensor:
-    return view.detach().requires_grad_()
+    def stack(self, flat: torch.Tensor, projection: str, factor: str) -> torch.Tensor | None:
+        """The matrices of one projection in all layers as a view of a vector of this layout: A [L, r, in] or
+        B [L, out, r]; None if the adapter does not train it."""
+        specs = self._stacks.get((projection, factor))
+        if specs is None:
+            return None
+        return flat[specs[0].start : specs[-1].stop].view(len(specs), *specs[0].shape)
 
 
 def initial_weights(specs: Sequence[TensorSpec], seed: int | None) -> torch.Tensor:
     """B = 0, A uniform in +-1/sqrt(in) as PEFT draws it (Kaiming with a = sqrt(5)); float32 [n] on the host.
 
-    The same seed gives the same weights on any machine; no global generator is used.
+    The same seed gives the same weights on any machine; no global generator is used. Modules draw in the order of
+    their layers, whatever the order of their places.
     """
     generator = torch.Generator().manual_seed((secrets.randbits(63) if seed is None else seed) % 2**64)
     weights = torch.zeros(specs[-1].stop)
-    for spec in specs:
+    for spec in sorted(specs, key=lambda spec: (spec.projection == LM_HEAD, spec.layer)):
         if spec.factor == "A":
             bound = 1 / math.sqrt(spec.shape[1])
             spec.view(weights).uniform_(-bound, bound, generator=generator)
@@ -183,76 +192,8 @@ def target_modules(model: torch.nn.Module, paths: Sequence[str]) -> tuple[str, .
 
 @dataclass(frozen=True, slots=True)
 class AdapterSlice:
-    """Rows [start, stop) belong to `adapter`; None is the base model."""
+    """Rows [start, stop) of a micro-batch belong to `adapter`; None is the base model."""
 
     adapter: Adapter | None
     start: int
     stop: int
-
-
-@dataclass(frozen=True, slots=True)
-class AdapterSlices:
-    """Which adapter each row of a matrix of activations belongs to: slices that tile the rows, in order."""
-
-    slices: tuple[AdapterSlice, ...]
-
-    def select(self, rows: npt.NDArray[np.int64]) -> "AdapterSlices":
-        """The same for the matrix made of these `rows` (ascending)."""
-        bounds = [(s.adapter, *np.searchsorted(rows, (s.start, s.stop))) for s in self.slices]
-        return AdapterSlices(tuple(AdapterSlice(a, int(i), int(j)) for a, i, j in bounds if i < j))
-
-    def parameters(self, *, lm_head: bool) -> list[tuple[Adapter, TensorSpec]]:
-        """The matrices that take part: those on the LM head, or all others."""
-        adapters = {id(s.adapter): s.adapter for s in self.slices if s.adapter is not None}
-        return [
-            (adapter, spec)
-            for adapter in adapters.values()
-            for spec in adapter.specs
-            if (spec.path == LM_HEAD) == lm_head
-        ]
-
-
-class LoraLayers:
-    """Adds the adapters' parts to the outputs of the base model's Linear modules, by forward hooks."""
-
-    def __init__(self, targets: Mapping[str, torch.nn.Linear]) -> None:
-        self._assigned: AdapterSlices | None = None
-        self._hooks = [
-            module.register_forward_hook(partial(self._add_adapters, path)) for path, module in targets.items()
-        ]
-
-    @contextmanager
-    def assigned(self, slices: AdapterSlices) -> Iterator[None]:
-        """Rows of all activations are as `slices` says. A backward that computes layers again belongs inside, too."""
-        before, self._assigned = self._assigned, slices
-        try:
-            yield
-        finally:
-            self._assigned = before
-
-    def remove(self) -> None:
-        """Take the hooks off the base model."""
-        for hook in self._hooks:
-            hook.remove()
-
-    def _add_adapters(
-        self, path: str, module: torch.nn.Module, args: tuple[Any, ...], output: torch.Tensor
-    ) -> torch.Tensor | None:
-        slices = () if self._assigned is None else self._assigned.slices
-        if not any(s.adapter and s.adapter.pair(path) for s in slices):
-            return None
-        x, y = args[0].flatten(0, -2), output.flatten(0, -2)
-        parts = [_add_lora(x[s.start : s.stop], y[s.start : s.stop], s.adapter, path) for s in slices]
-        return (parts[0] if len(parts) == 1 else torch.cat(parts)).view_as(output)
-
-
-def _add_lora(x: torch.Tensor, y: torch.Tensor, adapter: Adapter | None, path: str) -> torch.Tensor:
-    """y + scale B (A x), in the dtype of the activations; y if `adapter` does not train `path`. x [T, in], y [T, out].
-
-    Tokens of one adapter are neighbours, so a grouped matrix product can do all slices at once where one exists.
-    """
-    pair = None if adapter is None else adapter.pair(path)
-    if adapter is None or pair is None:
-        return y
-    a, b = pair
-    return torch.addmm(y, x @ a.to(x.dtype).T, b.to(x.dtype).T, alpha=adapter.scale)

@@ -1,6 +1,6 @@
 """One micro-batch on the model: forward, losses, backward. Changes neither adapters nor gradients, so it may fail.
 
-Legend: T positions, H hidden size, M targets (positions times candidates); arrays [M] are on the host.
+Legend: T positions, H hidden size, M targets (positions times candidates).
 """
 
 import itertools
@@ -9,136 +9,187 @@ from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from tinker_local.backend.rendering.interface import RenderedImage
 from tinker_local.backend.training import lora
-from tinker_local.backend.training.attention import Segments
+from tinker_local.backend.training.decoder.decoder import DECODER_GROUPS, Decoder
+from tinker_local.backend.training.decoder.kernels import kernels_for
+from tinker_local.backend.training.decoder.lora_batch import LoraBatch
+from tinker_local.backend.training.decoder.recomputation import Keep, free_bytes, plan
 from tinker_local.backend.training.embedding import decoder_inputs
 from tinker_local.backend.training.families.interface import ImageFeatures
 from tinker_local.backend.training.image_features import ImageFeatureCache
 from tinker_local.backend.training.interface import TrainWork
-from tinker_local.backend.training.lm_head import LmHead
+from tinker_local.backend.training.lm_head import LmHead, Targets
 from tinker_local.backend.training.loading import LoadedModel
-from tinker_local.backend.training.lora import Adapter, AdapterSlice, AdapterSlices, LoraLayers, TensorSpec
+from tinker_local.backend.training.lora import Adapter, AdapterSlice
+from tinker_local.backend.training.loss_specs import LOSS_SPECS
 from tinker_local.backend.training.losses import loss_and_derivative
 from tinker_local.backend.training.packing import Packed
+from tinker_local.backend.training.transfer import to_device
 from tinker_local.types import ApiError, InvalidRequestError
 
-Gradient = tuple[Adapter, TensorSpec, torch.Tensor]
+Int64Array = npt.NDArray[np.int64]
+
+_PLANNED_SHARE = 0.9
+"""Of the free memory; the rest is what allocations of many sizes leave unusable."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Pending:
+    """A micro-batch whose results the device may still be computing. `logprobs` [M]."""
+
+    packed: Packed
+    logprobs: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Gradients:
+    """What the backward of one micro-batch has given to the adapters of `batch`, of the projections in `groups`."""
+
+    batch: LoraBatch
+    groups: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Computed:
-    """`logprobs`, `losses` and `derivative` (of the loss by the logprobs) of each target, [M]. `errors` by work; the
-    derivative of a work that failed is 0. `gradients`: each matrix that plays a part, once."""
+    """`logprobs`, `losses` and `derivative` (of the loss by the logprobs) of each target, [M] on the host. `errors` by
+    work; the derivative of a work that failed is 0."""
 
+    packed: Packed
     logprobs: torch.Tensor
     losses: torch.Tensor
     derivative: torch.Tensor
     errors: Mapping[int, ApiError]
-    gradients: Sequence[Gradient]
 
 
 class MicroBatchRunner:
-    """Runs micro-batches on `loaded`. `float_dtype`: of logprobs, losses and adapters."""
+    """Runs micro-batches on `loaded`. `float_dtype`: of logprobs, losses and adapters. `activation_bytes`: what
+    activations may take, None for what is free on the device (on the CPU everything is kept)."""
 
     def __init__(
-        self, loaded: LoadedModel, logit_chunk_elements: int, image_cache_bytes: int, float_dtype: torch.dtype
+        self,
+        loaded: LoadedModel,
+        logit_chunk_elements: int,
+        image_cache_bytes: int,
+        float_dtype: torch.dtype,
+        activation_bytes: int | None,
     ) -> None:
         self.targets = lora.find_targets(loaded.model, loaded.family.decoder_path)
+        self.activation_bytes = activation_bytes
         self._loaded = loaded
         self._float = float_dtype
-        self._lora = LoraLayers(self.targets)
         self._images = ImageFeatureCache(partial(_encode_images, loaded), image_cache_bytes)
-        self._head = LmHead(loaded.model.lm_head, self._lora, loaded.vocab_size, logit_chunk_elements, float_dtype)
+        kernels = kernels_for(loaded.device, loaded.dtype)
+        self._decoder = Decoder(loaded.decoder, kernels)
+        self._head = LmHead(loaded.model.lm_head.weight.detach(), kernels, logit_chunk_elements, float_dtype)
 
     @property
     def images_encoded(self) -> int:
         """How many images went through the vision tower so far."""
         return self._images.images_encoded
 
+    @torch.no_grad()
     def run(
         self, packed: Packed, adapters: Mapping[str, Adapter], works: Mapping[int, TrainWork], *, gradient: bool
-    ) -> Computed:
-        """Losses of the `works` in `packed`, and with `gradient` those of all adapters in it."""
-        slices = _slices(packed, adapters)
+    ) -> tuple[Pending, Gradients | None]:
+        """Start everything that there is to compute for `packed`, and with `gradient` the gradients of its adapters."""
+        targets = _targets(packed, works)
+        gradient = gradient and bool(targets.active.any())
+        batch = self._lora_batch(packed, adapters, gradient=gradient)
 
-        # 1. Tokens and images to hidden states [T, H], with a graph back to the adapters in the decoder.
-        with torch.set_grad_enabled(gradient):
-            hidden = self._decode(packed, slices)
+        # 1. Tokens and images to hidden states [T, H].
+        inputs = decoder_inputs(self._loaded, self._images, packed)
+        through_decoder = gradient and batch.trains(*DECODER_GROUPS)
+        done = self._decoder.forward(inputs, batch, self._plan(packed, batch) if through_decoder else None)
+        del inputs
 
-        # 2. Logprobs of the targets, without a graph.
-        logprobs = self._head.logprobs(hidden.detach(), packed.target_rows, packed.target_ids, slices)
+        # 2. Logprobs of the targets, and the gradient by the hidden states of the losses of all works.
+        if not gradient:
+            return Pending(packed, self._head.logprobs(done.hidden, targets, batch.group("head"))), None
+        derive = partial(self._derivative, packed, works, self._loss_inputs(packed, works))
+        logprobs, by_hidden = self._head.logprobs_and_gradient(done.hidden, targets, batch.group("head"), derive)
 
-        # 3. Losses of each work, and their derivative by the logprobs; a work that is not finite drops out.
-        losses, derivative, errors = self._losses(packed, works, logprobs)
+        # 3. Back through the decoder.
+        if through_decoder:
+            self._decoder.backward(done, by_hidden)
+        groups = ("head", *DECODER_GROUPS) if through_decoder else ("head",)
+        return Pending(packed, logprobs), Gradients(batch, tuple(group for group in groups if batch.trains(group)))
 
-        # 4. Back through the LM head, then through the decoder.
-        gradients: list[Gradient] = []
-        if gradient and derivative.any():
-            gradients = self._backward(hidden, packed, derivative, slices)
-        return Computed(logprobs, losses, derivative, errors, gradients)
-
-    def logprobs(self, packed: Packed, adapters: Mapping[str, Adapter]) -> torch.Tensor:
-        """Logprobs of the targets [M] alone."""
-        slices = _slices(packed, adapters)
-        with torch.no_grad():
-            hidden = self._decode(packed, slices)
-        return self._head.logprobs(hidden, packed.target_rows, packed.target_ids, slices)
-
-    def close(self) -> None:
-        """Take the adapters' hooks off the model."""
-        self._lora.remove()
-
-    def _decode(self, packed: Packed, slices: AdapterSlices) -> torch.Tensor:
-        """Hidden states behind the last norm, [T, H]."""
-        arguments = decoder_inputs(self._loaded, self._images, packed)
-        segments = Segments(packed.lengths, self._loaded.device)
-        with self._lora.assigned(slices):
-            output = self._loaded.decoder(**arguments, segments=segments, use_cache=False)
-        return output.last_hidden_state[0]
-
-    def _losses(
-        self, packed: Packed, works: Mapping[int, TrainWork], logprobs: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, dict[int, ApiError]]:
+    def finish(self, pending: Pending, works: Mapping[int, TrainWork]) -> Computed:
+        """Wait for the logprobs and look at them: a work that is not finite drops out."""
+        packed = pending.packed
+        logprobs = pending.logprobs.cpu()
         losses, derivative = torch.zeros_like(logprobs), torch.zeros_like(logprobs)
         errors: dict[int, ApiError] = {}
         for at, span in spans(packed):
-            work = works[at]
-            inputs = self._loss_inputs(packed, at)
-            losses[span], by_logprob = loss_and_derivative(work.loss_fn, logprobs[span], inputs, work.loss_config)
-            finite = torch.isfinite(logprobs[span]) & torch.isfinite(losses[span]) & torch.isfinite(by_logprob)
+            inputs = _inputs_of(packed, at, self._float)
+            losses[span], by_logprob = loss_and_derivative(
+                works[at].loss_fn, logprobs[span], inputs, works[at].loss_config
+            )
+            finite = _finite(logprobs[span], losses[span], by_logprob)
             if finite.all():
                 derivative[span] = by_logprob
             else:
                 errors[at] = _not_finite(packed, span.start + int((~finite).nonzero()[0]), logprobs, losses)
-        return losses, derivative, errors
+        return Computed(packed, logprobs, losses, derivative, errors)
 
-    def _loss_inputs(self, packed: Packed, work: int) -> dict[str, torch.Tensor]:
-        """The loss inputs of one work's data, flat, one behind the other."""
-        data = [item.datum for item in packed.items if item.work == work]
+    @torch.no_grad()
+    def logprobs(self, packed: Packed, adapters: Mapping[str, Adapter]) -> torch.Tensor:
+        """Logprobs of the targets [M] alone, on the host."""
+        batch = self._lora_batch(packed, adapters, gradient=False)
+        done = self._decoder.forward(decoder_inputs(self._loaded, self._images, packed), batch, None)
+        targets = Targets(packed.target_rows, packed.target_ids, np.zeros(len(packed.target_rows), np.bool_))
+        return self._head.logprobs(done.hidden, targets, batch.group("head")).cpu()
+
+    def _lora_batch(self, packed: Packed, adapters: Mapping[str, Adapter], *, gradient: bool) -> LoraBatch:
+        return LoraBatch(_slices(packed, adapters), self._loaded.dtype, self._float, gradient=gradient)
+
+    def _plan(self, packed: Packed, batch: LoraBatch) -> list[Keep]:
+        """What each layer keeps. The head's logits come and go before the backward and after the forward."""
+        weights, dtype = self._loaded.decoder, self._loaded.dtype
+        budget = self.activation_bytes
+        if budget is None:
+            free = free_bytes(self._loaded.device)
+            if free is None:
+                return [Keep.ALL] * len(weights.layers)
+            logits = self._head.chunk_elements * dtype.itemsize
+            budget = int(_PLANNED_SHARE * free) - logits
+        return plan(weights, len(packed.token_ids), batch.columns, dtype.itemsize, budget)
+
+    def _loss_inputs(self, packed: Packed, works: Mapping[int, TrainWork]) -> dict[int, dict[str, torch.Tensor]]:
+        """The loss inputs of each work on the device."""
         return {
-            name: torch.from_numpy(np.concatenate([datum.loss_inputs[name].reshape(-1) for datum in data])).to(
-                self._float
-            )
-            for name in data[0].loss_inputs
+            at: {
+                name: to_device(values.numpy(), self._loaded.device)
+                for name, values in _inputs_of(packed, at, self._float).items()
+            }
+            for at, _ in spans(packed)
         }
 
-    def _backward(
-        self, hidden: torch.Tensor, packed: Packed, derivative: torch.Tensor, slices: AdapterSlices
-    ) -> list[Gradient]:
-        in_head, in_decoder = slices.parameters(lm_head=True), slices.parameters(lm_head=False)
-        by_hidden, found = self._head.backward(
-            hidden.detach(), packed.target_rows, packed.target_ids, derivative, slices, _leaves(in_head)
-        )
-        if in_decoder:
-            with self._lora.assigned(slices):  # layers may be computed again
-                found += torch.autograd.grad(hidden, _leaves(in_decoder), by_hidden, allow_unused=True)
-        return [
-            (adapter, spec, gradient)
-            for (adapter, spec), gradient in zip([*in_head, *in_decoder], found, strict=True)
-            if gradient is not None
-        ]
+    def _derivative(
+        self,
+        packed: Packed,
+        works: Mapping[int, TrainWork],
+        inputs: Mapping[int, Mapping[str, torch.Tensor]],
+        places: Int64Array,
+        logprobs: torch.Tensor,
+    ) -> torch.Tensor:
+        """`lm_head.Derive` for the losses of `works`."""
+        derivative = torch.zeros_like(logprobs)
+        for at, span in spans(packed):
+            first, stop = (int(i) for i in np.searchsorted(places, (span.start, span.stop)))
+            if first == stop:
+                continue
+            own = to_device(places[first:stop] - span.start, logprobs.device)
+            chosen = {name: values[own] for name, values in inputs[at].items()}
+            losses, by_logprob = loss_and_derivative(
+                works[at].loss_fn, logprobs[first:stop], chosen, works[at].loss_config
+            )
+            finite = _finite(logprobs[first:stop], losses, by_logprob)
+            derivative[first:stop] = torch.where(finite, by_logprob, 0.0)
+        return derivative
 
 
 def _encode_images(loaded: LoadedModel, images: Sequence[RenderedImage]) -> ImageFeatures:
@@ -155,18 +206,42 @@ def spans(packed: Packed) -> list[tuple[int, slice]]:
     return found
 
 
-def _slices(packed: Packed, adapters: Mapping[str, Adapter]) -> AdapterSlices:
+def _targets(packed: Packed, works: Mapping[int, TrainWork]) -> Targets:
+    active = [
+        packed.items[place]
+        .datum.loss_inputs[LOSS_SPECS[works[packed.items[place].work].loss_fn].coefficient]
+        .reshape(-1)
+        != 0
+        for place in range(len(packed.items))
+    ]
+    return Targets(packed.target_rows, packed.target_ids, np.concatenate(active))
+
+
+def _inputs_of(packed: Packed, work: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """The loss inputs of one work's data, flat, one behind the other, on the host."""
+    data = [item.datum for item in packed.items if item.work == work]
+    return {
+        name: torch.from_numpy(np.concatenate([datum.loss_inputs[name].reshape(-1) for datum in data])).to(dtype)
+        for name in data[0].loss_inputs
+    }
+
+
+def _finite(*tensors: torch.Tensor) -> torch.Tensor:
+    """Where all of them are finite."""
+    result = torch.isfinite(tensors[0])
+    for tensor in tensors[1:]:
+        result = result & torch.isfinite(tensor)
+    return result
+
+
+def _slices(packed: Packed, adapters: Mapping[str, Adapter]) -> list[AdapterSlice]:
     """Rows by adapter (an adapter's items are neighbours)."""
     slices: list[AdapterSlice] = []
     for adapter_id, group in itertools.groupby(packed.items, key=lambda item: item.adapter_id):
         start = slices[-1].stop if slices else 0
         stop = start + sum(item.length for item in group)
         slices.append(AdapterSlice(None if adapter_id is None else adapters[adapter_id], start, stop))
-    return AdapterSlices(tuple(slices))
-
-
-def _leaves(parameters: Sequence[tuple[Adapter, TensorSpec]]) -> list[torch.Tensor]:
-    return [adapter.parameters[spec.path, spec.factor] for adapter, spec in parameters]
+    return slices
 
 
 def _not_finite(packed: Packed, target: int, logprobs: torch.Tensor, losses: torch.Tensor) -> InvalidRequestError:

@@ -3,7 +3,7 @@
 Legend: T positions of a micro-batch, M targets (positions times candidates), V image positions.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -36,16 +36,26 @@ def items_of(works: Sequence[tuple[int, TrainWork]]) -> list[Item]:
     return sorted(items, key=lambda item: (adapters[str(item.adapter_id)], item.work, item.length))
 
 
-def split(items: Sequence[Item], budget: int) -> list[list[Item]]:
-    """`items` in order as micro-batches of at most `budget` positions; a longer one is alone in its own."""
+MAX_COLUMNS = 512
+"""Most ranks, of all adapters, in one micro-batch: every token is multiplied by all of them, so that with more the
+adapters would cost a good part of the model itself."""
+
+
+def split(items: Sequence[Item], budget: int, ranks: Mapping[str | None, int]) -> list[list[Item]]:
+    """`items` in order as micro-batches of at most `budget` positions and adapters of `MAX_COLUMNS` ranks in all; a
+    longer one, or one of a larger rank, is alone in its own. `ranks`: of each adapter."""
     batches: list[list[Item]] = []
-    free = 0
+    free, columns, adapters = 0, 0, set[str | None]()
     for item in items:
-        if not batches or item.length > free:
+        wider = 0 if item.adapter_id in adapters else ranks[item.adapter_id]
+        if not batches or item.length > free or (adapters and columns + wider > MAX_COLUMNS):
             batches.append([])
-            free = budget
+            free, columns, adapters = budget, 0, set()
+            wider = ranks[item.adapter_id]
         batches[-1].append(item)
         free -= item.length
+        columns += wider
+        adapters.add(item.adapter_id)
     return batches
 
 

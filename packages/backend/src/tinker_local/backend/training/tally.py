@@ -1,6 +1,6 @@
 """What one pass over some works has found: outputs, sums, errors, and gradients apart from the adapters' own."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -8,8 +8,8 @@ import numpy.typing as npt
 import torch
 from tinker_local.backend.training.interface import TrainResult, TrainWork
 from tinker_local.backend.training.lora import Adapter
-from tinker_local.backend.training.micro_batch import Computed, Gradient, spans
-from tinker_local.backend.training.packing import Item, Packed
+from tinker_local.backend.training.micro_batch import Computed, Gradients, spans
+from tinker_local.backend.training.packing import Item
 from tinker_local.types import ApiError
 
 Output = Mapping[str, npt.NDArray[np.float32]]
@@ -34,9 +34,9 @@ class Tally:
         self.steepest: dict[str, float] = {}
         self._requests = works
 
-    def add(self, packed: Packed, computed: Computed, adapters: Mapping[str, Adapter]) -> None:
-        """Take in one micro-batch: memory first, so that running out of it leaves nothing half done."""
-        self._add_gradients(computed.gradients, adapters)
+    def add(self, computed: Computed) -> None:
+        """Take in the results of one micro-batch."""
+        packed = computed.packed
         for at, error in computed.errors.items():
             self.works[at].error = error
         for at, span in spans(packed):
@@ -49,16 +49,17 @@ class Tally:
             output = _output(item, self._requests[item.work].loss_fn, computed.logprobs[span], computed.losses[span])
             self.works[item.work].outputs[item.index] = output
 
-    def _add_gradients(self, gradients: Sequence[Gradient], adapters: Mapping[str, Adapter]) -> None:
-        taking_part = {id(adapter) for adapter, _, _ in gradients}
-        sums: dict[int, torch.Tensor] = {}
+    def add_gradients(self, found: Gradients, adapters: Mapping[str, Adapter]) -> None:
+        """Take in the gradients of one micro-batch: memory first, so that a lack of it leaves nothing half done."""
+        taking_part = {id(adapter): adapter for adapter in found.batch.adapters}
+        sums: list[tuple[Adapter, torch.Tensor]] = []
         for adapter_id, adapter in adapters.items():
             if id(adapter) in taking_part:
                 if adapter_id not in self.gradients:
                     self.gradients[adapter_id] = torch.zeros_like(adapter.weights)
-                sums[id(adapter)] = self.gradients[adapter_id]
-        for adapter, spec, gradient in gradients:
-            spec.view(sums[id(adapter)]).add_(gradient)
+                sums.append((adapter, self.gradients[adapter_id]))
+        for adapter, total in sums:
+            found.batch.add_gradients(adapter, total, found.groups)
 
     def result(self, at: int) -> TrainResult | ApiError:
         """The answer to the work at place `at`."""

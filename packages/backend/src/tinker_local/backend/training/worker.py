@@ -23,7 +23,7 @@ from tinker_local.backend.training.interface import AdapterState, TrainDatum, Tr
 from tinker_local.backend.training.loading import load_model
 from tinker_local.backend.training.lora import Adapter, TensorSpec
 from tinker_local.backend.training.loss_specs import check_config, check_train_datum
-from tinker_local.backend.training.micro_batch import MicroBatchRunner
+from tinker_local.backend.training.micro_batch import MicroBatchRunner, Pending
 from tinker_local.backend.training.packing import Item, items_of, pack, split
 from tinker_local.backend.training.tally import Tally
 from tinker_local.types import AdamParams, ApiError, InternalError, InvalidRequestError, LoraConfig, NotFoundError
@@ -40,7 +40,9 @@ class HFTrainer:
     `dtype`: of weights and activations, "float32", "bfloat16" or "float64" (default: bfloat16 on CUDA, else float32);
     adapters, gradients and moments are float32 (float64 with float64). `max_context_length` may only shorten the
     model's own. `micro_batch_tokens`: most positions in one forward; halved for good when memory runs out.
-    `logit_chunk_elements`: most logits that exist at a time. `image_cache_bytes`: of image features kept on the device.
+    `activation_memory_bytes`: what activations may take; layers that do not fit are computed again in the backward
+    (None: what is free on the device; on the CPU, everything is kept). `logit_chunk_elements`: most logits that exist
+    at a time (None: 2^28 on CUDA, 2^26 elsewhere). `image_cache_bytes`: of image features kept on the device.
 
     The logprob reported for a target outside the vocabulary (allowed where its coefficient is 0) is that of token 0.
     An `optim_step` without a gradient since the last one takes a zero gradient: moments fade, decay applies, the
@@ -57,7 +59,8 @@ class HFTrainer:
         max_context_length: int | None = None,
         micro_batch_tokens: int = 8192,
         max_rank: int = 128,
-        logit_chunk_elements: int = 2**26,
+        activation_memory_bytes: int | None = None,
+        logit_chunk_elements: int | None = None,
         image_cache_bytes: int = 2**28,
     ) -> None:
         loaded = load_model(model_path, dtype, device)
@@ -68,7 +71,8 @@ class HFTrainer:
         self.micro_batch_tokens = micro_batch_tokens
         self._loaded = loaded
         self._float = torch.float64 if loaded.dtype == torch.float64 else torch.float32
-        self._runner = MicroBatchRunner(loaded, logit_chunk_elements, image_cache_bytes, self._float)
+        chunk = logit_chunk_elements or (2**28 if loaded.device.type == "cuda" else 2**26)
+        self._runner = MicroBatchRunner(loaded, chunk, image_cache_bytes, self._float, activation_memory_bytes)
         self._adapters: dict[str, Adapter] = {}
 
     @property
@@ -130,7 +134,6 @@ class HFTrainer:
     def close(self) -> None:
         """Free everything."""
         self._adapters.clear()
-        self._runner.close()
         del self._loaded, self._runner
 
     # Works ----------------------------------------------------------------------------------------------------------
@@ -162,8 +165,9 @@ class HFTrainer:
     def _train(self, works: Mapping[int, TrainWork]) -> dict[int, TrainResult | ApiError]:
         """Run `works` and add the gradients of those that succeed to their adapters.
 
-        A failure spoils the sum of its adapter's gradients in this pass; that sum is dropped, and the adapter's other
-        works run again, one at a time, so that the culprit is found and nothing of it remains.
+        A failure spoils the sum of its adapter's gradients in this pass, and what is not a number may have spread to
+        adapters that shared matrix products with it. Spoiled sums are dropped, and their other works run again, one at
+        a time, so that the culprit is found and nothing of it remains.
         """
         tally = self._pass(works, gradient=True)
         results = {at: tally.result(at) for at in works}
@@ -173,7 +177,7 @@ class HFTrainer:
             fault = self._gradient_fault(adapter_id, tally)
             if not failed and fault is None:
                 self._add_gradient(adapter_id, tally)
-            elif len(members) > 1:
+            elif len(works) > 1:
                 for at in sorted(members.keys() - failed):
                     results |= self._train({at: members[at]})
             elif fault is not None and not failed:
@@ -205,22 +209,36 @@ class HFTrainer:
         """All micro-batches of `works`. When memory runs out, a micro-batch is halved and tried again; a single datum
         that does not fit fails its work."""
         tally = Tally(works)
-        batches = deque(split(items_of(list(works.items())), self.micro_batch_tokens))
+        pending: list[Pending] = []
+        batches = deque(self._split(items_of(list(works.items()))))
         while batches:
-            items = [item for item in batches.popleft() if tally.works[item.work].error is None]
-            if items and not self._run(items, works, tally, gradient=gradient):
+            items = batches.popleft()
+            started = self._start(items, works, tally, gradient=gradient)
+            if started is None:
                 batches.extendleft(reversed(self._smaller(items, tally)))
+            else:
+                pending.append(started)
+        for started in pending:  # by now the device has all its work
+            tally.add(self._runner.finish(started, works))
         return tally
 
-    def _run(self, items: Sequence[Item], works: Mapping[int, TrainWork], tally: Tally, *, gradient: bool) -> bool:
-        """Run one micro-batch into `tally`; False, with `tally` unchanged, if memory did not suffice."""
+    def _split(self, items: Sequence[Item]) -> list[list[Item]]:
+        ranks = {item.adapter_id: self._adapter(str(item.adapter_id)).config.rank for item in items}
+        return split(items, self.micro_batch_tokens, ranks)
+
+    def _start(
+        self, items: Sequence[Item], works: Mapping[int, TrainWork], tally: Tally, *, gradient: bool
+    ) -> Pending | None:
+        """Start one micro-batch, its gradients into `tally`; None, with `tally` unchanged, if memory lacked."""
         packed = pack(items, self.vocab_size)
         try:
-            computed = self._runner.run(packed, self._adapters, works, gradient=gradient)
-            tally.add(packed, computed, self._adapters)
+            started: Pending
+            started, gradients = self._runner.run(packed, self._adapters, works, gradient=gradient)
+            if gradients is not None:
+                tally.add_gradients(gradients, self._adapters)
         except torch.OutOfMemoryError:
-            return False
-        return True
+            return None
+        return started
 
     def _smaller(self, items: Sequence[Item], tally: Tally) -> list[list[Item]]:
         """What to try after `items` did not fit in memory."""
@@ -234,7 +252,7 @@ class HFTrainer:
             return []
         self.micro_batch_tokens = min(self.micro_batch_tokens, sum(item.length for item in items)) // 2
         log.warning("out of memory: micro-batches have at most %d positions from now on", self.micro_batch_tokens)
-        return split(items, self.micro_batch_tokens)
+        return self._split(items)
 
     # Checks and look-ups --------------------------------------------------------------------------------------------
 

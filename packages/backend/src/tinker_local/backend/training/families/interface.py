@@ -30,12 +30,9 @@ class Family:
     `auto_class`: the transformers class that loads it. `decoder_path`: the module that turns `inputs_embeds` into
     hidden states. `position_ids(config, input)`: rotary positions of one rendered input, int64 [rows, N].
     `encode_images(model, images)`: features of images in order, without a gradient; None if the family has no vision.
-    `decoder_arguments(features, is_image)`: keyword arguments of the decoder that carry features beyond `embeds`;
-    `is_image` bool [T].
     """
 
     auto_class: str
     decoder_path: str
     position_ids: Callable[[Any, RenderedInput], Positions]
     encode_images: Callable[[Any, Sequence[RenderedImage]], ImageFeatures] | None = None
-    decoder_arguments: Callable[[ImageFeatures, "torch.Tensor"], dict[str, Any]] = lambda features, is_image: {}

@@ -1,0 +1,154 @@
+"""The operations of a decoder that are no matrix products, forward and backward: plain torch, or Triton on CUDA.
+
+Legend: T tokens, H hidden size, D head size, N query heads, M key-value heads, I intermediate size.
+
+Both give what transformers' modules give: norms are computed in float32 (float64 stays) and rounded before the weight
+is applied. In plain torch every step is rounded to the dtype of the activations as transformers rounds it; the Triton
+kernels round once, at the end.
+"""
+
+from typing import Protocol
+
+import torch
+
+
+class Kernels(Protocol):
+    """Rows of activations in one dtype. Nothing is kept between calls; inputs are not changed unless it says so."""
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
+        """x / rms(x) * weight, [T, H] (arXiv 1910.07467)."""
+
+    def rms_norm_backward(
+        self, grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, epsilon: float, residual: torch.Tensor
+    ) -> torch.Tensor:
+        """`residual` plus the gradient by x, [T, H]. May overwrite `grad`."""
+
+    def norm_rope(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor | None,
+        epsilon: float,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+    ) -> torch.Tensor:
+        """Each head's RMS norm (if `weight` [D] is given), then rotary positions (arXiv 2104.09864, in halves).
+
+        x [T, N, D], its rows may be apart; cos, sin [T, D] -> [T, N, D].
+        """
+
+    def norm_rope_backward(
+        self,
+        grad: torch.Tensor,
+        x: torch.Tensor,
+        weight: torch.Tensor | None,
+        epsilon: float,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        out: torch.Tensor,
+    ) -> None:
+        """Write the gradient by x [T, N, D] into `out`, whose rows may be apart."""
+
+    def swiglu(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """silu(gate) * up (arXiv 2002.05202). [T, 2 I], gate first -> [T, I]."""
+
+    def swiglu_backward(self, grad: torch.Tensor, gate_up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The gradient by gate and up [T, 2 I], and the forward's value [T, I] again. May overwrite both inputs."""
+
+    def logsumexp(self, logits: torch.Tensor) -> torch.Tensor:
+        """log sum exp of each row in float32 (float64 stays). [C, V] -> [C]."""
+
+    def scaled_softmax(self, logits: torch.Tensor, logsumexp: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        """scale[c] * softmax(row c), and exactly 0 where scale[c] is 0. Overwrites `logits` [C, V] and returns it."""
+
+
+class TorchKernels:
+    """Keeps `Kernels` in plain torch, for any device and dtype."""
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
+        return weight * _normalized(x, epsilon)[0].to(x.dtype)
+
+    def rms_norm_backward(
+        self, grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, epsilon: float, residual: torch.Tensor
+    ) -> torch.Tensor:
+        return residual + _norm_backward(grad, x, weight, epsilon).to(x.dtype)
+
+    def norm_rope(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor | None,
+        epsilon: float,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+    ) -> torch.Tensor:
+        y = x if weight is None else self.rms_norm(x, weight, epsilon)
+        return y * cos[:, None] + _rotated(y) * sin[:, None]
+
+    def norm_rope_backward(
+        self,
+        grad: torch.Tensor,
+        x: torch.Tensor,
+        weight: torch.Tensor | None,
+        epsilon: float,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        out: torch.Tensor,
+    ) -> None:
+        # The transposed rotation: minus the rotated half.
+        by_y = grad * cos[:, None] - _rotated(grad * sin[:, None])
+        out.copy_(by_y if weight is None else _norm_backward(by_y, x, weight, epsilon))
+
+    def swiglu(self, gate_up: torch.Tensor) -> torch.Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        return torch.nn.functional.silu(gate) * up
+
+    def swiglu_backward(self, grad: torch.Tensor, gate_up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        gate, up = gate_up.chunk(2, dim=-1)
+        sigmoid = torch.sigmoid(gate)
+        silu = gate * sigmoid
+        result = torch.empty_like(gate_up)
+        by_gate, by_up = result.chunk(2, dim=-1)
+        by_up.copy_(grad * silu)
+        by_gate.copy_(grad * up * (sigmoid + silu * (1 - sigmoid)))
+        return result, silu * up
+
+    def logsumexp(self, logits: torch.Tensor) -> torch.Tensor:
+        return logits.to(_wide(logits)).logsumexp(-1)
+
+    def scaled_softmax(self, logits: torch.Tensor, logsumexp: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        softmax = torch.exp(logits.to(logsumexp.dtype).sub_(logsumexp[:, None]))
+        # Selected, not multiplied: a row that is not finite must not spoil others where it does not count.
+        return logits.copy_(torch.where(scale[:, None] != 0, softmax * scale[:, None], 0.0))
+
+
+def kernels_for(device: torch.device, dtype: torch.dtype) -> Kernels:
+    """The fastest kernels that there are for activations of `dtype` on `device`."""
+    if device.type == "cuda" and dtype in (torch.bfloat16, torch.float16):
+        from tinker_local.backend.training.decoder.triton_kernels import TritonKernels
+
+        return TritonKernels()
+    return TorchKernels()
+
+
+def _wide(x: torch.Tensor) -> torch.dtype:
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def _normalized(x: torch.Tensor, epsilon: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """x / rms(x) and 1 / rms(x) over the last dimension."""
+    wide = x.to(_wide(x))
+    inverse = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + epsilon)
+    return wide * inverse, inverse
+
+
+def _norm_backward(grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
+    """(g - x' mean(g x')) / rms with g = grad weight and x' = x / rms."""
+    normalized, inverse = _normalized(x, epsilon)
+    by_normalized = (grad * weight).to(normalized.dtype)
+    along = (by_normalized * normalized).mean(-1, keepdim=True)
+    return (by_normalized - normalized * along) * inverse
+
+
+def _rotated(x: torch.Tensor) -> torch.Tensor:
+    """(-second half, first half) of the last dimension."""
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((-second, first), dim=-1)

@@ -1,0 +1,197 @@
+"""The adapters of one micro-batch side by side, so that the tokens of all of them share every matrix product.
+
+Legend: T tokens, R columns (ranks of all adapters of the micro-batch, one behind the other, then zeros up to a multiple
+of 16), L layers, in and out: widths of a projection.
+
+For all adapters together A is [R, in] and B [out, R]. A token's row of h = x A^T has R numbers, of which those in the
+columns of its own adapter count; the others are set to zero, and y = W x + B h then adds nothing of other adapters, for
+ranks and numbers of adapters of any kind. The cost of a projection grows by R / in, a few per cent, while its number of
+matrix products stays that of one adapter. Projections that read the same input have their A's below one another.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from tinker_local.backend.training import compat_torch
+from tinker_local.backend.training.lora import LM_HEAD, Adapter, AdapterSlice
+
+GROUPS = {
+    "qkv": ("q_proj", "k_proj", "v_proj"),
+    "output": ("o_proj",),
+    "gate_up": ("gate_proj", "up_proj"),
+    "down": ("down_proj",),
+    "head": (LM_HEAD,),
+}
+"""Projections that read the same input, by what they are together."""
+
+_COLUMNS = 16
+"""R is a multiple of this: tensor cores take no narrower tile."""
+
+
+@dataclass(frozen=True, slots=True)
+class Columns:
+    """The columns [start, stop) of R belong to `adapter`."""
+
+    adapter: Adapter
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LowRank:
+    """A group of projections in one layer (or the LM head).
+
+    `a` [p R, in] for p projections; `b` their matrices, [out, R] each, scaled by alpha / r; `mask` [T, R], 1 where the
+    token's adapter has the column, or None where one adapter has all tokens. `grad_a`, `grad_b`: where their gradients
+    go, of the same shapes (of the scaled b).
+    """
+
+    a: torch.Tensor
+    b: tuple[torch.Tensor, ...]
+    mask: torch.Tensor | None
+    grad_a: torch.Tensor | None = None
+    grad_b: tuple[torch.Tensor, ...] = ()
+
+    def down(self, x: torch.Tensor) -> torch.Tensor:
+        """h = x A^T with the columns of other adapters at zero. x [T, in] -> [T, p, R]."""
+        return self._masked((x @ self.a.T).unflatten(1, (len(self.b), -1)))
+
+    def up(self, h: torch.Tensor, outputs: Sequence[torch.Tensor]) -> None:
+        """Write h B^T of each projection into its [T, out] of `outputs`. h [T, p, R]."""
+        for place, (b, output) in enumerate(zip(self.b, outputs, strict=True)):
+            torch.mm(h[:, place], b.T, out=output)
+
+    def up_gradient(self, h: torch.Tensor, grad_outputs: Sequence[torch.Tensor]) -> torch.Tensor:
+        """From the gradients by the outputs, [T, out] each, the one by h, [T, p, R]; B's is written."""
+        by_h = torch.empty_like(h)
+        for place, (b, grad_output) in enumerate(zip(self.b, grad_outputs, strict=True)):
+            torch.mm(grad_output, b, out=by_h[:, place])
+            compat_torch.mm_into_float32(grad_output.T, h[:, place], self.grad_b[place])
+        return self._masked(by_h)
+
+    def write_a_gradient(self, by_h: torch.Tensor, x: torch.Tensor) -> None:
+        """Write A's gradient, from the one by h [T, p, R] and the input [T, in]."""
+        assert self.grad_a is not None
+        compat_torch.mm_into_float32(by_h.flatten(1).T, x, self.grad_a)
+
+    def rows(self, index: torch.Tensor) -> "LowRank":
+        """The same for the tokens of `index` alone."""
+        mask = None if self.mask is None else self.mask[index]
+        return LowRank(self.a, self.b, mask, self.grad_a, self.grad_b)
+
+    def _masked(self, h: torch.Tensor) -> torch.Tensor:
+        return h if self.mask is None else h.mul_(self.mask[:, None])
+
+
+class LoraBatch:
+    """All adapters of a micro-batch whose rows `slices` tell, in `dtype`; gradients are gathered in `grad_dtype`.
+
+    A group that no adapter trains is None. Gradients of a layer are there once its backward has run; `gradients`
+    then gives them to each adapter.
+    """
+
+    def __init__(
+        self, slices: Sequence[AdapterSlice], dtype: torch.dtype, grad_dtype: torch.dtype, *, gradient: bool
+    ) -> None:
+        self._columns = _columns(slices)
+        self._width = -(-(self._columns[-1].stop if self._columns else 0) // _COLUMNS) * _COLUMNS
+        self._dtype, self._grad_dtype = dtype, grad_dtype
+        self._mask = self._make_mask(slices) if self._columns else None
+        self._a: dict[str, torch.Tensor] = {}
+        self._b: dict[str, torch.Tensor] = {}
+        for group, projections in GROUPS.items():
+            self._fill(group, projections)
+        self._grad_a = {name: self._like(a) for name, a in self._a.items() if gradient}
+        self._grad_b = {name: self._like(b) for name, b in self._b.items() if gradient}
+
+    def group(self, name: str, layer: int = 0) -> LowRank | None:
+        """The adapters' matrices for a group of `GROUPS` in one layer."""
+        if name not in self._a:
+            return None
+        grad_a = self._grad_a.get(name)
+        return LowRank(
+            self._a[name][layer],
+            tuple(self._b[projection][layer] for projection in GROUPS[name]),
+            self._mask,
+            None if grad_a is None else grad_a[layer],
+            tuple(self._grad_b[p][layer] for p in GROUPS[name]) if grad_a is not None else (),
+        )
+
+    def trains(self, *groups: str) -> bool:
+        """Whether an adapter trains one of `groups`."""
+        return any(group in self._a for group in groups)
+
+    def add_gradients(self, adapter: Adapter, flat: torch.Tensor, groups: Sequence[str]) -> None:
+        """Add what the backward of `groups` has written for `adapter` to `flat`, a vector of its layout."""
+        columns = next(c for c in self._columns if c.adapter is adapter)
+        for group in groups:
+            for place, projection in enumerate(GROUPS[group]):
+                a, b = (adapter.stack(flat, projection, factor) for factor in "AB")
+                if a is None or b is None:
+                    continue
+                first = place * self._width
+                a.add_(self._grad_a[group][:, first + columns.start : first + columns.stop])
+                b.add_(self._grad_b[projection][:, :, columns.start : columns.stop], alpha=adapter.scale)
+
+    @property
+    def columns(self) -> int:
+        """R."""
+        return self._width
+
+    @property
+    def adapters(self) -> list[Adapter]:
+        """Each adapter once."""
+        return [columns.adapter for columns in self._columns]
+
+    def _fill(self, group: str, projections: Sequence[str]) -> None:
+        """Copy the adapters' matrices of `group` next to one another; zeros where an adapter has none."""
+        shapes = {p: shape for p in projections if (shape := self._shape(p)) is not None}
+        if not shapes:
+            return
+        assert len(shapes) == len(projections), "attention, MLP and LM head are trained wholly or not at all"
+        layers, inputs = shapes[projections[0]][0], shapes[projections[0]][1]
+        device = self._columns[0].adapter.weights.device
+        a_all = torch.zeros(layers, len(projections) * self._width, inputs, dtype=self._dtype, device=device)
+        for place, projection in enumerate(projections):
+            b_all = torch.zeros(layers, shapes[projection][2], self._width, dtype=self._dtype, device=device)
+            for c in self._columns:
+                a, b = (c.adapter.stack(c.adapter.weights, projection, factor) for factor in "AB")
+                if a is not None and b is not None:
+                    first = place * self._width
+                    a_all[:, first + c.start : first + c.stop] = a
+                    # Scaled before it is rounded, in one pass.
+                    torch.mul(b, c.adapter.scale, out=b_all[:, :, c.start : c.stop])
+            self._b[projection] = b_all
+        self._a[group] = a_all
+
+    def _shape(self, projection: str) -> tuple[int, int, int] | None:
+        """Layers, in and out of a projection that some adapter trains."""
+        for c in self._columns:
+            a, b = (c.adapter.stack(c.adapter.weights, projection, factor) for factor in "AB")
+            if a is not None and b is not None:
+                return a.shape[0], a.shape[2], b.shape[1]
+        return None
+
+    def _make_mask(self, slices: Sequence[AdapterSlice]) -> torch.Tensor | None:
+        if len(slices) == 1:
+            return None
+        mask = np.zeros((slices[-1].stop, self._width), np.float32)
+        places = {id(c.adapter): c for c in self._columns}
+        for part in slices:
+            if part.adapter is not None:
+                columns = places[id(part.adapter)]
+                mask[part.start : part.stop, columns.start : columns.stop] = 1
+        return torch.from_numpy(mask).to(self._columns[0].adapter.weights.device, self._dtype)
+
+    def _like(self, matrices: torch.Tensor) -> torch.Tensor:
+        return torch.zeros_like(matrices, dtype=self._grad_dtype)
+
+
+def _columns(slices: Sequence[AdapterSlice]) -> list[Columns]:
+    found: list[Columns] = []
+    for adapter in {id(part.adapter): part.adapter for part in slices if part.adapter is not None}.values():
+        start = found[-1].stop if found else 0
+        found.append(Columns(adapter, start, start + adapter.config.rank))
+    return found

@@ -1,0 +1,247 @@
+"""The decoder's kernels in Triton, for 16-bit activations on CUDA: each reads and writes memory once.
+
+All of them are bound by memory, so a program takes a whole row (or head) into registers and computes in float32.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+
+class TritonKernels:
+    """Keeps `kernels.Kernels`."""
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
+        result = torch.empty_like(x)
+        rows, width = x.shape
+        _rms_norm[(rows,)](
+            x, weight, result, width, epsilon, block=triton.next_power_of_2(width), num_warps=_warps(width)
+        )
+        return result
+
+    def rms_norm_backward(
+        self, grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, epsilon: float, residual: torch.Tensor
+    ) -> torch.Tensor:
+        rows, width = x.shape
+        block = triton.next_power_of_2(width)
+        _rms_norm_backward[(rows,)](
+            grad, x, weight, residual, grad, width, epsilon, block=block, num_warps=_warps(width)
+        )
+        return grad
+
+    def norm_rope(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor | None,
+        epsilon: float,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+    ) -> torch.Tensor:
+        tokens, heads, size = x.shape
+        result = torch.empty(tokens, heads, size, dtype=x.dtype, device=x.device)
+        _norm_rope[(tokens,)](
+            x, weight, cos, sin, result, x.stride(0), heads, size, epsilon,
+            has_norm=weight is not None, **_head_blocks(heads, size),
+        )  # fmt: skip
+        return result
+
+    def norm_rope_backward(
+        self,
+        grad: torch.Tensor,
+        x: torch.Tensor,
+        weight: torch.Tensor | None,
+        epsilon: float,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        out: torch.Tensor,
+    ) -> None:
+        tokens, heads, size = x.shape
+        grad = grad.contiguous()
+        _norm_rope_backward[(tokens,)](
+            grad, x, weight, cos, sin, out, x.stride(0), out.stride(0), heads, size, epsilon,
+            has_norm=weight is not None, **_head_blocks(heads, size),
+        )  # fmt: skip
+
+    def swiglu(self, gate_up: torch.Tensor) -> torch.Tensor:
+        rows, width = gate_up.shape[0], gate_up.shape[1] // 2
+        result = torch.empty(rows, width, dtype=gate_up.dtype, device=gate_up.device)
+        _swiglu[(rows, triton.cdiv(width, _SPAN))](gate_up, result, width, block=_SPAN, num_warps=4)
+        return result
+
+    def swiglu_backward(self, grad: torch.Tensor, gate_up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        rows, width = gate_up.shape[0], gate_up.shape[1] // 2
+        _swiglu_backward[(rows, triton.cdiv(width, _SPAN))](grad, gate_up, width, block=_SPAN, num_warps=4)
+        return gate_up, grad
+
+    def logsumexp(self, logits: torch.Tensor) -> torch.Tensor:
+        rows, width = logits.shape
+        result = torch.empty(rows, dtype=torch.float32, device=logits.device)
+        _logsumexp[(rows,)](logits, result, width, block=_LONG_SPAN, num_warps=8)
+        return result
+
+    def scaled_softmax(self, logits: torch.Tensor, logsumexp: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        rows, width = logits.shape
+        grid = (rows, triton.cdiv(width, _LONG_SPAN))
+        _scaled_softmax[grid](logits, logsumexp, scale, width, block=_LONG_SPAN, num_warps=8)
+        return logits
+
+
+_SPAN = 2048
+_LONG_SPAN = 4096
+
+
+def _warps(width: int) -> int:
+    """Enough threads that each holds a few dozen numbers of a row."""
+    return min(16, max(1, int(triton.next_power_of_2(width)) // 512))
+
+
+def _head_blocks(heads: int, size: int) -> dict[str, Any]:
+    half = triton.next_power_of_2(size // 2)
+    block = triton.next_power_of_2(heads)
+    return {"head_block": block, "half_block": half, "num_warps": min(8, max(1, block * half // 256))}
+
+
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+def _rms_norm(x, weight, result, width, epsilon, block: tl.constexpr):  # type: ignore[no-untyped-def]
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, block)
+    inside = at < width
+    values = tl.load(x + row * width + at, mask=inside, other=0.0).to(tl.float32)
+    inverse = tl.rsqrt(tl.sum(values * values, 0) / width + epsilon)
+    normalized = (values * inverse).to(result.dtype.element_ty).to(tl.float32)
+    scaled = normalized * tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)
+    tl.store(result + row * width + at, scaled, mask=inside)
+
+
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+def _rms_norm_backward(grad, x, weight, residual, result, width, epsilon, block: tl.constexpr):  # type: ignore[no-untyped-def]
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, block)
+    inside = at < width
+    values = tl.load(x + row * width + at, mask=inside, other=0.0).to(tl.float32)
+    inverse = tl.rsqrt(tl.sum(values * values, 0) / width + epsilon)
+    normalized = values * inverse
+    by_output = tl.load(grad + row * width + at, mask=inside, other=0.0).to(tl.float32)
+    by_normalized = by_output * tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)
+    along = tl.sum(by_normalized * normalized, 0) / width
+    before = tl.load(residual + row * width + at, mask=inside, other=0.0).to(tl.float32)
+    tl.store(result + row * width + at, before + (by_normalized - normalized * along) * inverse, mask=inside)
+
+
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+def _norm_rope(  # type: ignore[no-untyped-def]
+    x, weight, cos, sin, result, stride, heads, size, epsilon,
+    has_norm: tl.constexpr, head_block: tl.constexpr, half_block: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.arange(0, head_block)[:, None]
+    at = tl.arange(0, half_block)[None, :]
+    half = size // 2
+    inside = (head < heads) & (at < half)
+    first = tl.load(x + token * stride + head * size + at, mask=inside, other=0.0).to(tl.float32)
+    second = tl.load(x + token * stride + head * size + half + at, mask=inside, other=0.0).to(tl.float32)
+    if has_norm:
+        squares = tl.sum(first * first + second * second, 1) / size
+        inverse = tl.rsqrt(squares + epsilon)[:, None]
+        first = first * inverse * tl.load(weight + at, mask=at < half, other=0.0).to(tl.float32)
+        second = second * inverse * tl.load(weight + half + at, mask=at < half, other=0.0).to(tl.float32)
+    cos_first = tl.load(cos + token * size + at, mask=at < half, other=0.0).to(tl.float32)
+    cos_second = tl.load(cos + token * size + half + at, mask=at < half, other=0.0).to(tl.float32)
+    sin_first = tl.load(sin + token * size + at, mask=at < half, other=0.0).to(tl.float32)
+    sin_second = tl.load(sin + token * size + half + at, mask=at < half, other=0.0).to(tl.float32)
+    place = result + token * heads * size + head * size + at
+    tl.store(place, first * cos_first - second * sin_first, mask=inside)
+    tl.store(place + half, second * cos_second + first * sin_second, mask=inside)
+
+
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+def _norm_rope_backward(  # type: ignore[no-untyped-def]
+    grad, x, weight, cos, sin, result, stride, result_stride, heads, size, epsilon,
+    has_norm: tl.constexpr, head_block: tl.constexpr, half_block: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.arange(0, head_block)[:, None]
+    at = tl.arange(0, half_block)[None, :]
+    half = size // 2
+    inside = (head < heads) & (at < half)
+    place = grad + token * heads * size + head * size + at
+    grad_first = tl.load(place, mask=inside, other=0.0).to(tl.float32)
+    grad_second = tl.load(place + half, mask=inside, other=0.0).to(tl.float32)
+    cos_first = tl.load(cos + token * size + at, mask=at < half, other=0.0).to(tl.float32)
+    cos_second = tl.load(cos + token * size + half + at, mask=at < half, other=0.0).to(tl.float32)
+    sin_first = tl.load(sin + token * size + at, mask=at < half, other=0.0).to(tl.float32)
+    sin_second = tl.load(sin + token * size + half + at, mask=at < half, other=0.0).to(tl.float32)
+    by_first = grad_first * cos_first + grad_second * sin_second
+    by_second = grad_second * cos_second - grad_first * sin_first
+    if has_norm:
+        first = tl.load(x + token * stride + head * size + at, mask=inside, other=0.0).to(tl.float32)
+        second = tl.load(x + token * stride + head * size + half + at, mask=inside, other=0.0).to(tl.float32)
+        inverse = tl.rsqrt(tl.sum(first * first + second * second, 1) / size + epsilon)[:, None]
+        first = first * inverse
+        second = second * inverse
+        by_first = by_first * tl.load(weight + at, mask=at < half, other=0.0).to(tl.float32)
+        by_second = by_second * tl.load(weight + half + at, mask=at < half, other=0.0).to(tl.float32)
+        along = (tl.sum(by_first * first + by_second * second, 1) / size)[:, None]
+        by_first = (by_first - first * along) * inverse
+        by_second = (by_second - second * along) * inverse
+    goal = result + token * result_stride + head * size + at
+    tl.store(goal, by_first, mask=inside)
+    tl.store(goal + half, by_second, mask=inside)
+
+
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+def _swiglu(gate_up, result, width, block: tl.constexpr):  # type: ignore[no-untyped-def]
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * block + tl.arange(0, block)
+    inside = at < width
+    gate = tl.load(gate_up + row * 2 * width + at, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + row * 2 * width + width + at, mask=inside, other=0.0).to(tl.float32)
+    tl.store(result + row * width + at, gate * tl.sigmoid(gate) * up, mask=inside)
+
+
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+def _swiglu_backward(grad, gate_up, width, block: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The gradients take the place of gate and up, the forward's value that of `grad`."""
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * block + tl.arange(0, block)
+    inside = at < width
+    gate_place = gate_up + row * 2 * width + at
+    grad_place = grad + row * width + at
+    gate = tl.load(gate_place, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(gate_place + width, mask=inside, other=0.0).to(tl.float32)
+    by_output = tl.load(grad_place, mask=inside, other=0.0).to(tl.float32)
+    sigmoid = tl.sigmoid(gate)
+    silu = gate * sigmoid
+    tl.store(gate_place, by_output * up * (sigmoid + silu * (1 - sigmoid)), mask=inside)
+    tl.store(gate_place + width, by_output * silu, mask=inside)
+    tl.store(grad_place, silu * up, mask=inside)
+
+
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+def _logsumexp(logits, result, width, block: tl.constexpr):  # type: ignore[no-untyped-def]
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, block)
+    largest = tl.full((block,), float("-inf"), tl.float32)
+    total = tl.zeros((block,), tl.float32)
+    for start in range(0, width, block):
+        inside = start + at < width
+        values = tl.load(logits + row * width + start + at, mask=inside, other=float("-inf")).to(tl.float32)
+        higher = tl.maximum(largest, values)
+        # Lanes beyond the width have seen nothing but -inf, whose difference with itself is no number.
+        total = tl.where(higher == float("-inf"), 0.0, total * tl.exp(largest - higher) + tl.exp(values - higher))
+        largest = higher
+    most = tl.max(largest, 0)
+    tl.store(result + row, most + tl.log(tl.sum(total * tl.exp(largest - most), 0)))
+
+
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+def _scaled_softmax(logits, logsumexp, scale, width, block: tl.constexpr):  # type: ignore[no-untyped-def]
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * block + tl.arange(0, block)
+    inside = at < width
+    values = tl.load(logits + row * width + at, mask=inside, other=0.0).to(tl.float32)
+    factor = tl.load(scale + row)
+    softmax = factor * tl.exp(values - tl.load(logsumexp + row))
+    tl.store(logits + row * width + at, tl.where(factor == 0.0, 0.0, softmax), mask=inside)
