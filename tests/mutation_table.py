@@ -571,15 +571,14 @@ MUTATIONS = (
     Mutation(
         "old-samplers-get-new-weights",
         "backend/sampling_sessions.py",
-        "return AdapterVersion(session.nameless, await asyncio.to_thread(self._folders.path, session.nameless))",
-        "newest = list(self._folders._versions)[-1]\n"
-        "            return AdapterVersion(newest, self._folders.path(newest))",
+        "return self.nameless_version(session.nameless)",
+        "return self.nameless_version(list(self._folders._versions)[-1])",
         (FUTURES + "test_samplers_keep_the_weights_of_their_save_on_fakes",),
     ),
     Mutation(
         "lora-ids-used-again",
-        "backend/sampling/vllm_sampler.py",
-        "next(self._lora_ids), str(version.path)",
+        "backend/sampling/vllm_adapters.py",
+        "next(self._ids), str(version.path)",
         "1, str(version.path)",
         (ADAPTERS + "test_base_and_adapters_in_one_step_do_not_touch_each_other",),
     ),
@@ -913,8 +912,8 @@ MUTATIONS = (
     Mutation(
         "disk-on-the-loop",
         "backend/sampler_versions.py",
-        "await asyncio.to_thread(self._folders.add, name, state)",
-        "self._folders.add(name, state)",
+        "await asyncio.to_thread(self._folders.publish, name, state)",
+        "self._folders.publish(name, state)",
         (OFF_THE_LOOP,),
     ),
     # Durability -----------------------------------------------------------------------------------------------------

@@ -71,7 +71,7 @@ async def test_nothing_that_takes_long_runs_on_the_event_loop_on_fakes(
         (futures, "encode_forward_backward_output"),
         (futures, "encode_sample_output"),
         (api.engines["fake/bigram"].renderer, "render"),
-        (api.backend.sampling._folders, "add"),
+        (api.backend.sampling._folders, "publish"),
         (api.backend.sampling._folders, "remove"),
         (api.sampler, "_read"),
         (api.sampler, "_sample"),
@@ -115,7 +115,15 @@ async def test_nothing_that_takes_long_runs_on_the_event_loop_on_fakes(
     assert threads.on_the_loop == []
     rare = {"delete_expired", "touch_training_run"}  # by the housekeeping, and once a minute
     wanted = set(methods(SqlStore)) - COMPUTED - {"close"} - rare
-    wanted |= {"parse_forward_backward_envelope", "prepare_work", "to_output", "render", "validate", "add", "remove"}
+    wanted |= {
+        "parse_forward_backward_envelope",
+        "prepare_work",
+        "to_output",
+        "render",
+        "validate",
+        "publish",
+        "remove",
+    }
     wanted |= {"encode_forward_backward_output", "encode_sample_output", "frame_content_size", "_read", "_sample"}
     wanted |= set(methods(Trainer)) - {"adapter_bytes", "close"}
     assert threads.seen >= wanted

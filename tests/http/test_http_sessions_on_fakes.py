@@ -11,7 +11,8 @@ import pytest
 
 
 def version_folders(api: Any) -> list[Path]:
-    """Folders of nameless versions, in memory or on disk."""
+    """Folders of nameless versions, in memory or on disk, once they are written."""
+    api.backend.sampling._folders.flush()
     return list((api.backend.options.data_dir / "ephemeral").glob("*.link"))
 
 

@@ -8,7 +8,9 @@ from types import SimpleNamespace
 
 import pytest
 from tinker_local.backend.storage import VersionFolders
-from tinker_local.backend.storage.adapter_files import adapter_bytes, read_adapter
+from tinker_local.backend.storage.adapter_files import adapter_bytes, read_adapter, write_adapter
+from tinker_local.backend.storage.versions import UNWRITTEN
+from tinker_local.backend.training.interface import AdapterState
 from tinker_local.types import NotFoundError
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -30,18 +32,25 @@ def holds(path: Path, seed: int) -> bool:
     return same_tensors(read_adapter(path, state.base_model, state.lora_config, optimizer=False), state)
 
 
+def add(versions: VersionFolders, name: str, state: AdapterState) -> Path:
+    """Publish, and wait until the folder is there."""
+    path = versions.publish(name, state)
+    versions.flush()
+    return path
+
+
 def in_memory(path: Path, memory: Path) -> bool:
     return path.resolve().is_relative_to(memory.resolve())
 
 
 def test_versions_are_written_in_memory_and_removed(tmp_path: Path, memory: Path) -> None:
     versions = VersionFolders(tmp_path / "data", shared_memory=memory)
-    path = versions.add("m:train:0/1", make_state(1, optimizer=False))
+    path = add(versions, "m:train:0/1", make_state(1, optimizer=False))
     assert holds(path, 1)
     assert in_memory(path, memory)
     assert {file.name for file in path.iterdir()} == {"adapter_model.safetensors", "adapter_config.json"}
     with pytest.raises(ValueError, match="exists"):
-        versions.add("m:train:0/1", make_state(2))
+        versions.publish("m:train:0/1", make_state(2))
     folder = path.resolve()
     versions.remove("m:train:0/1")
     versions.remove("m:train:0/1")
@@ -49,27 +58,100 @@ def test_versions_are_written_in_memory_and_removed(tmp_path: Path, memory: Path
     assert not path.is_symlink()
     with pytest.raises(NotFoundError, match="m:train:0/1"):
         versions.path("m:train:0/1")
-    again = versions.add("m:train:0/1", make_state(2, optimizer=False))
+    again = add(versions, "m:train:0/1", make_state(2, optimizer=False))
     assert again != path, "a path must never be used twice"
+    versions.close()
+
+
+def test_a_version_is_in_memory_until_its_folder_can_be_read(
+    tmp_path: Path, memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_write = threading.Event()
+
+    def slow(folder: Path, state: AdapterState) -> None:
+        assert may_write.wait(10)
+        write_adapter(folder, state)
+
+    monkeypatch.setattr("tinker_local.backend.storage.versions.write_adapter", slow)
+    versions = VersionFolders(tmp_path / "data", shared_memory=memory)
+    state = make_state(1, optimizer=False)
+    path = versions.publish("v", state)
+    assert versions.path("v") == path
+    assert versions.unwritten("v") is state
+    assert not path.exists()
+    # One that nobody wants any more, before it is written, leaves nothing.
+    gone = versions.publish("gone", make_state(2, optimizer=False))
+    removing = threading.Thread(target=versions.remove, args=("gone",))
+    removing.start()
+    removing.join(0.1)
+    may_write.set()
+    removing.join(10)
+    versions.flush()
+    assert versions.unwritten("v") is None
+    assert holds(path, 1)
+    assert not gone.exists()
+    assert len(list(memory.glob("tinker-local-*/*/"))) == 1
+    with pytest.raises(NotFoundError, match="gone"):
+        versions.unwritten("gone")
+    versions.close()
+
+
+def test_a_version_that_cannot_be_written_stays_in_memory(
+    tmp_path: Path, memory: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(folder: Path, state: AdapterState) -> None:
+        (folder / "half").write_bytes(b"0")
+        raise OSError("no space left on device")
+
+    versions = VersionFolders(tmp_path / "data", shared_memory=memory)
+    monkeypatch.setattr("tinker_local.backend.storage.versions.write_adapter", full)
+    states = [make_state(seed, optimizer=False) for seed in range(UNWRITTEN + 1)]
+    for number, state in enumerate(states):
+        add(versions, f"v{number}", state)
+    assert [versions.unwritten(f"v{number}") for number in range(len(states))] == states
+    assert "no space left" in caplog.text
+    assert list(memory.glob("tinker-local-*/*/*")) == []
+    versions.remove("v0")
+    versions.close()
+
+
+def test_versions_are_published_no_faster_than_they_are_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_write = threading.Event()
+    monkeypatch.setattr("tinker_local.backend.storage.versions.write_adapter", lambda *_: may_write.wait(10))
+    versions = VersionFolders(tmp_path / "data", shared_memory=None)
+
+    def publish() -> None:
+        for number in range(UNWRITTEN + 1):
+            versions.publish(f"v{number}", make_state(number, optimizer=False))
+
+    publishing = threading.Thread(target=publish)
+    publishing.start()
+    publishing.join(0.3)
+    assert publishing.is_alive()
+    may_write.set()
+    publishing.join(10)
+    assert not publishing.is_alive()
     versions.close()
 
 
 def test_older_versions_move_to_disk_and_keep_their_path_and_content(tmp_path: Path, memory: Path) -> None:
     versions = VersionFolders(tmp_path / "data", shared_memory=memory, memory_bytes=2 * SIZE)
-    paths = [versions.add(f"v{n}", make_state(n, optimizer=False)) for n in range(5)]
+    paths = [add(versions, f"v{n}", make_state(n, optimizer=False)) for n in range(5)]
     assert [in_memory(path, memory) for path in paths] == [False, False, False, True, True]
     assert all(versions.path(f"v{n}") == path and holds(path, n) for n, path in enumerate(paths))
     assert versions.bytes_in_memory() == 2 * SIZE
     versions.remove("v4")
-    versions.add("v5", make_state(5, optimizer=False))
+    add(versions, "v5", make_state(5, optimizer=False))
     assert in_memory(paths[3], memory)
     versions.close()
 
 
 def test_a_version_too_large_for_memory_goes_to_disk_alone(tmp_path: Path, memory: Path) -> None:
     versions = VersionFolders(tmp_path / "data", shared_memory=memory, memory_bytes=2 * SIZE)
-    small = versions.add("small", make_state(1, optimizer=False))
-    large = versions.add("large", make_state(2, optimizer=False, width=1024))
+    small = add(versions, "small", make_state(1, optimizer=False))
+    large = add(versions, "large", make_state(2, optimizer=False, width=1024))
     assert in_memory(small, memory)
     assert not in_memory(large, memory)
     versions.close()
@@ -80,14 +162,14 @@ def test_a_shared_memory_that_is_nearly_full_is_spared(
 ) -> None:
     monkeypatch.setattr("shutil.disk_usage", lambda _path: SimpleNamespace(free=SIZE))
     versions = VersionFolders(tmp_path / "data", shared_memory=memory)
-    assert not in_memory(versions.add("v", make_state(1, optimizer=False)), memory)
+    assert not in_memory(add(versions, "v", make_state(1, optimizer=False)), memory)
     versions.close()
 
 
 @pytest.mark.parametrize("shared_memory", [None, Path("/does/not/exist")])
 def test_without_shared_memory_versions_lie_on_disk(tmp_path: Path, shared_memory: Path | None) -> None:
     versions = VersionFolders(tmp_path, shared_memory=shared_memory)
-    path = versions.add("v", make_state(1, optimizer=False))
+    path = add(versions, "v", make_state(1, optimizer=False))
     assert holds(path, 1)
     assert path.resolve().is_relative_to(tmp_path.resolve())
     versions.close()
@@ -97,7 +179,7 @@ def test_whoever_reads_while_a_version_moves_reads_the_same(tmp_path: Path, memo
     versions = VersionFolders(tmp_path / "data", shared_memory=memory, memory_bytes=2 * SIZE)
     errors: list[BaseException] = []
     stop = threading.Event()
-    path = versions.add("v0", make_state(0, optimizer=False))
+    path = add(versions, "v0", make_state(0, optimizer=False))
 
     def read() -> None:
         while not stop.is_set():
@@ -111,7 +193,7 @@ def test_whoever_reads_while_a_version_moves_reads_the_same(tmp_path: Path, memo
     for reader in readers:
         reader.start()
     for number in range(1, 20):
-        versions.add(f"v{number}", make_state(number, optimizer=False))
+        add(versions, f"v{number}", make_state(number, optimizer=False))
     stop.set()
     for reader in readers:
         reader.join()
@@ -123,7 +205,7 @@ def test_whoever_reads_while_a_version_moves_reads_the_same(tmp_path: Path, memo
 def test_close_leaves_nothing(tmp_path: Path, memory: Path) -> None:
     versions = VersionFolders(tmp_path / "data", shared_memory=memory, memory_bytes=SIZE)
     for number in range(3):
-        versions.add(f"v{number}", make_state(number, optimizer=False))
+        add(versions, f"v{number}", make_state(number, optimizer=False))
     versions.close()
     versions.close()
     assert [path for path in memory.iterdir() if path.is_dir()] == []
@@ -139,11 +221,12 @@ from store_states import make_state
 from tinker_local.backend.storage import VersionFolders
 versions = VersionFolders(Path(sys.argv[1]), shared_memory=Path({str(memory)!r}), memory_bytes={SIZE})
 for number in range(2):
-    versions.add(str(number), make_state(number, optimizer=False))
+    versions.publish(str(number), make_state(number, optimizer=False))
+versions.flush()
 os.kill(os.getpid(), 9)
 """
     living = VersionFolders(tmp_path / "living", shared_memory=memory)
-    path = living.add("v", make_state(7, optimizer=False))
+    path = add(living, "v", make_state(7, optimizer=False))
     killed = subprocess.run([sys.executable, "-c", code, str(tmp_path / "killed")], check=False)
     assert killed.returncode == -9
     assert len([folder for folder in memory.iterdir() if folder.is_dir()]) == 2

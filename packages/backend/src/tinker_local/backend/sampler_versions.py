@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+from collections.abc import Awaitable
 from typing import Any
 
 import numpy as np
@@ -29,6 +30,9 @@ log = logging.getLogger(__name__)
 
 PROBE_LENGTH = 16
 
+Expected = Awaitable[npt.NDArray[np.float32]]
+"""The trainer's logprobs of the probe, which it may still be computing."""
+
 
 def probe_prompt(vocab_size: int) -> RenderedInput:
     """A fixed text of `PROBE_LENGTH` tokens spread over the vocabulary, on which trainer and sampler must agree."""
@@ -53,12 +57,20 @@ class SamplerVersions:
             self._check(request)
             scheduler, trainer = model.base.scheduler, model.base.engines.trainer
             probe = probe_prompt(trainer.vocab_size)
+            loop = asyncio.get_running_loop()
+            captured: asyncio.Future[AdapterState] = loop.create_future()
 
-            def capture() -> tuple[AdapterState, npt.NDArray[np.float32]]:
+            def capture() -> npt.NDArray[np.float32]:
+                """Both in one go, so that the trainer's thread is waited for once; the state goes its way at once."""
                 state = trainer.capture(model.model_id, optimizer=False)
-                return state, trainer.logprobs(model.model_id, probe)
+                loop.call_soon_threadsafe(captured.set_result, state)
+                return trainer.logprobs(model.model_id, probe)
 
-            state, expected = await scheduler.call(capture)
+            expected = asyncio.ensure_future(scheduler.call(capture))
+            await asyncio.wait((captured, expected), return_when=asyncio.FIRST_COMPLETED)
+            if not captured.done():
+                await expected  # raises
+            state = captured.result()
             if request.path is None:
                 publish = self._publish_nameless(model, operation, request, state, expected)
             else:
@@ -67,6 +79,7 @@ class SamplerVersions:
                 )
                 publish = self._publish_named(model, operation, record, state, expected)
             self._runs.beside(model, operation, publish)
+            await asyncio.wait((expected,))  # the model goes on when the trainer is done with this
 
         return await self._runs.in_order("save_weights_for_sampler", request.model_id, request.seq_id, run)
 
@@ -91,7 +104,7 @@ class SamplerVersions:
         operation: Operation[dict[str, Any]],
         record: CheckpointRecord,
         state: AdapterState,
-        expected: npt.NDArray[np.float32],
+        expected: Expected,
     ) -> None:
         written = await asyncio.to_thread(self._store.write_checkpoint, record, state, overwrite=False)
         version = AdapterVersion(version_name(written), self._store.checkpoint_folder(written))
@@ -109,13 +122,13 @@ class SamplerVersions:
         operation: Operation[dict[str, Any]],
         request: SaveWeightsForSamplerRequest,
         state: AdapterState,
-        expected: npt.NDArray[np.float32],
+        expected: Expected,
     ) -> None:
         self._count += 1
         name = f"{model.model_id}/{request.seq_id}#{self._count}"
-        path = await asyncio.to_thread(self._folders.add, name, state)
+        await asyncio.to_thread(self._folders.publish, name, state)
         try:
-            await self._load_and_verify(model.base, AdapterVersion(name, path), expected)
+            await self._load_and_verify(model.base, self._sampling.nameless_version(name), expected)
             assert request.sampling_session_seq_id is not None
             session_id = await self._sampling.open_nameless(
                 model.record.session_id, request.sampling_session_seq_id, model.record.base_model, model.base, name
@@ -126,7 +139,7 @@ class SamplerVersions:
         operation.succeed({"sampling_session_id": session_id})
 
     @staticmethod
-    async def _load_and_verify(base: BaseModel, version: AdapterVersion, expected: npt.NDArray[np.float32]) -> None:
+    async def _load_and_verify(base: BaseModel, version: AdapterVersion, expected: Expected) -> None:
         """Load a version and see that the sampler gives what the trainer gave: engines ignore unknown keys silently."""
         sampler = base.engines.sampler
         await sampler.load_version(version)
@@ -134,7 +147,7 @@ class SamplerVersions:
         work = SampleWork(probe, version, SamplingParams(max_tokens=1, temperature=0.0), prompt_logprobs=True)
         output = await sampler.sample(work)
         assert output.prompt_logprobs is not None
-        difference = float(np.mean(np.abs(output.prompt_logprobs[1:] - expected)))
+        difference = float(np.mean(np.abs(output.prompt_logprobs[1:] - await expected)))
         if not difference <= base.engines.tolerance:
             raise InternalError(
                 f"the sampler does not serve the weights that were saved: its logprobs of a probe differ from the "

@@ -4,6 +4,7 @@ import asyncio
 import logging
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from tinker_local.backend import paths
@@ -182,7 +183,7 @@ class SamplingSessions:
     async def remove_nameless(self, base: BaseModel, name: str) -> None:
         """Take a nameless version from its sampler, and delete it."""
         try:
-            version = AdapterVersion(name, await asyncio.to_thread(self._folders.path, name))
+            version = self.nameless_version(name)
             await base.engines.sampler.remove_version(version)
         finally:
             await asyncio.to_thread(self._folders.remove, name)
@@ -276,7 +277,7 @@ class SamplingSessions:
                 "Prompt length plus max_tokens exceeds the model's context window: "
                 f"{prompt.length} + {wanted} > {limit}"
             )
-        version = await self._version(session) if session.nameless or session.checkpoint else None
+        version = self._version(session) if session.nameless or session.checkpoint else None
         work = SampleWork(prompt, version, request.sampling_params, request.num_samples, request.prompt_logprobs)
         return await self._sample_counted(session.base, work)
 
@@ -293,8 +294,12 @@ class SamplingSessions:
         counts.sampled_tokens += sum(sequence.tokens.size for sequence in output.sequences)
         return output
 
-    async def _version(self, session: SamplingSession) -> AdapterVersion:
+    def nameless_version(self, name: str) -> AdapterVersion:
+        """What the sampler serves under `name`; NotFoundError if there is no such version."""
+        return AdapterVersion(name, self._folders.path(name), partial(self._folders.unwritten, name))
+
+    def _version(self, session: SamplingSession) -> AdapterVersion:
         if session.nameless is not None:
-            return AdapterVersion(session.nameless, await asyncio.to_thread(self._folders.path, session.nameless))
+            return self.nameless_version(session.nameless)
         assert session.checkpoint is not None
         return AdapterVersion(version_name(session.checkpoint), self._store.checkpoint_folder(session.checkpoint))

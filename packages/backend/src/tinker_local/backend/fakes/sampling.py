@@ -102,6 +102,9 @@ class FakeSampler:
         return self._versions[version.name]
 
     def _read(self, version: AdapterVersion) -> _Weights:
+        state = version.unwritten()
+        if state is not None:
+            return _Weights(self._model.read_adapter(state.tensors, state.lora_config.rank), state.lora_config.rank)
         if not version.path.is_dir():
             raise NotFoundError(f"sampler version {version.name}: its folder is gone")
         config = json.loads((version.path / "adapter_config.json").read_text())

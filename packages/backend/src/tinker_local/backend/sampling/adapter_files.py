@@ -34,6 +34,7 @@ def read_adapter(version: AdapterVersion, max_rank: int) -> HostAdapter:
     where = f"sampler version {version.name}"
     state = version.unwritten()
     config: Any
+    tensors: Mapping[str, torch.Tensor]
     if state is not None:
         config = state.peft_config()
         tensors = {name: torch.as_tensor(array) for name, array in state.tensors.items()}

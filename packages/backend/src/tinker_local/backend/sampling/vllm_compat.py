@@ -234,7 +234,7 @@ def model_runner(engine: Any) -> Any:
 
 
 def lora_worker(engine: Any) -> Any:
-    """What loads an engine's adapters (`WorkerLoRAManager`): `lora_config`, and `_adapter_manager`, which holds them."""
+    """What loads an engine's adapters: `lora_config`, and `_adapter_manager`, which holds them and their `modules`."""
     return model_runner(engine).lora_manager
 
 

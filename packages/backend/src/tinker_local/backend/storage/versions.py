@@ -8,6 +8,7 @@ import tempfile
 import threading
 import uuid
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,23 +22,32 @@ log = logging.getLogger(__name__)
 
 SHARED_MEMORY = Path("/dev/shm")
 MEMORY_BYTES = 4 * 2**30
+UNWRITTEN = 4
+"""How many versions may wait to be written; their tensors are in memory meanwhile."""
 
 
 @dataclass(slots=True)
 class _Version:
     link: Path
     """What users of the version get: a symbolic link that follows its folder from memory to disk."""
-    folder: Path
     size: int
+    unwritten: AdapterState | None
+    """What the folder will hold; None once it is there."""
+    folder: Path | None = None
+    removed: bool = False
 
 
 class VersionFolders:
     """Folders in PEFT's layout under names that are never used again; all are gone when the process is.
 
+    A version exists as soon as it is published: whoever needs it has its tensors in memory, while a thread of this
+    object writes the folder behind. Should that fail, the tensors stay in memory.
+
     The newest lie in `shared_memory` (a RAM file system; None or a missing one: on disk) as long as they fit into
     `memory_bytes` and into half of what is free there; older ones move to `data_dir/ephemeral`. A version's path stays
     the same when it moves, and whoever reads through it sees the same content at any time. The caller holds the lock
-    of `data_dir` (`SqlStore`). Methods block; they may be called from several threads.
+    of `data_dir` (`SqlStore`). Methods may be called from several threads; all but `path` and `unwritten` may block,
+    `publish` only while `UNWRITTEN` versions wait for the disk.
     """
 
     def __init__(
@@ -52,48 +62,50 @@ class VersionFolders:
         if shared_memory is not None and shared_memory.is_dir():
             self._memory, self._memory_lock = _take_memory_folder(shared_memory)
         self._versions: dict[str, _Version] = {}
-        self._changing = threading.Lock()
+        self._changing = threading.Lock()  # held while folders are written, moved and deleted
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="versions")
+        self._room = threading.BoundedSemaphore(UNWRITTEN)
 
-    def add(self, name: str, state: AdapterState) -> Path:
-        """Write `state` as the version `name` and return its path; ValueError if the name is in use."""
-        with self._changing:
-            if name in self._versions:
-                raise ValueError(f"version {name!r} exists")
-            size = adapter_bytes(state)
-            unique = uuid.uuid4().hex
-            folder = (self._place_for(size) or self._disk) / unique
-            folder.mkdir()
-            try:
-                write_adapter(folder, state)
-            except BaseException:
-                shutil.rmtree(folder)
-                raise
-            link = self._disk / f"{unique}.link"
-            link.symlink_to(folder)
-            self._versions[name] = _Version(link, folder, size)
-            return link
+    def publish(self, name: str, state: AdapterState) -> Path:
+        """Make `state` the version `name`; its path, where a folder will be. ValueError if the name is in use."""
+        version = _Version(self._disk / f"{uuid.uuid4().hex}.link", adapter_bytes(state), state)
+        if self._versions.setdefault(name, version) is not version:
+            raise ValueError(f"version {name!r} exists")
+        self._room.acquire()
+        self._writer.submit(self._write, name, version).add_done_callback(lambda _: self._room.release())
+        return version.link
 
     def path(self, name: str) -> Path:
         """The path of `name`; it never changes. NotFoundError if there is no such version."""
-        version = self._versions.get(name)
-        if version is None:
-            raise NotFoundError(f"the sampler version {name!r} does not exist any more")
-        return version.link
+        return self._version(name).link
+
+    def unwritten(self, name: str) -> AdapterState | None:
+        """What the folder of `name` will hold; None once it can be read. NotFoundError if there is no such version."""
+        return self._version(name).unwritten
+
+    def flush(self) -> None:
+        """Wait until the folders of all versions published so far are written."""
+        self._writer.submit(lambda: None).result()
 
     def remove(self, name: str) -> None:
         """Delete the version; unknown names are ignored."""
-        with self._changing:
-            version = self._versions.pop(name, None)
-            if version is not None:
-                version.link.unlink()
-                shutil.rmtree(version.folder)
+        version = self._versions.pop(name, None)
+        if version is not None:
+            version.removed = True
+            with self._changing:
+                if version.folder is not None:
+                    version.link.unlink()
+                    shutil.rmtree(version.folder)
 
     def bytes_in_memory(self) -> int:
         """Bytes of adapters that lie in shared memory."""
-        return sum(version.size for version in list(self._versions.values()) if version.folder.parent == self._memory)
+        return sum(version.size for version in self._in_memory())
 
     def close(self) -> None:
         """Delete every version; calling it again does nothing."""
+        for version in self._versions.values():
+            version.removed = True
+        self._writer.shutdown(wait=True, cancel_futures=True)
         with self._changing:
             self._versions.clear()
             shutil.rmtree(self._disk, ignore_errors=True)
@@ -103,12 +115,43 @@ class VersionFolders:
                     self._memory_lock.release()
                 self._memory = None
 
+    def _version(self, name: str) -> _Version:
+        version = self._versions.get(name)
+        if version is None:
+            raise NotFoundError(f"the sampler version {name!r} does not exist any more")
+        return version
+
+    def _write(self, name: str, version: _Version) -> None:
+        """Write the folder of a version; on the writer's thread."""
+        state = version.unwritten
+        assert state is not None
+        with self._changing:
+            if version.removed:
+                return
+            try:
+                folder = (self._place_for(version.size) or self._disk) / version.link.stem
+                folder.mkdir()
+                try:
+                    write_adapter(folder, state)
+                    version.link.symlink_to(folder)
+                except BaseException:
+                    shutil.rmtree(folder)
+                    raise
+            except Exception:
+                log.exception("the sampler version %s could not be written; it stays in memory", name)
+                return
+            version.folder = folder
+            version.unwritten = None  # last: whoever finds it gone may read the folder
+
+    def _in_memory(self) -> list[_Version]:
+        """Versions whose folder lies in shared memory, the oldest first: dict order is the order of `publish`."""
+        return [v for v in list(self._versions.values()) if v.folder is not None and v.folder.parent == self._memory]
+
     def _place_for(self, size: int) -> Path | None:
         """The memory folder with room for `size` bytes, after older versions have left it; None if it has none."""
         if self._memory is None or size > self._capacity():
             return None
-        # dict order is the order of `add`: the oldest come first.
-        older = [version for version in self._versions.values() if version.folder.parent == self._memory]
+        older = self._in_memory()
         while older and size > self._capacity() - self.bytes_in_memory():
             self._spill(older.pop(0))
         return self._memory
@@ -121,6 +164,7 @@ class VersionFolders:
 
     def _spill(self, version: _Version) -> None:
         """Copy to disk, turn the link in one step, then delete the copy in memory."""
+        assert version.folder is not None
         on_disk = self._disk / version.folder.name
         shutil.copytree(version.folder, on_disk)
         new_link = version.link.with_suffix(".new")
