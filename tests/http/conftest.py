@@ -14,7 +14,7 @@ from tinker_local.backend import BackendOptions, InProcessBackend, ModelSource
 from tinker_local.backend.base_models import Engines
 from tinker_local.backend.fakes import FakeModel, FakeRenderer, FakeSampler, FakeTrainer
 from tinker_local.backend.http.app import create_app
-from tinker_local.backend.scheduling.train_scheduler import GradientCommand
+from tinker_local.backend.scheduling.model_queue import GradientCommand
 from tinker_local.types import Datum, ForwardBackwardRequest, ModelInput
 from tinker_local.types.codec import (
     decode_forward_backward_output,
@@ -248,7 +248,7 @@ class Api:
 
     def _unprepared(self) -> bool:
         pending = [c for model in self.backend.training._live.values() for c in model.queue.commands.pending()]
-        return any(isinstance(command, GradientCommand) and not command.prepared.done() for command in pending)
+        return any(isinstance(command, GradientCommand) and not command.ready for command in pending)
 
     async def healthy(self) -> bool:
         """Whether training and sampling still work, for somebody new."""

@@ -33,9 +33,11 @@ from tinker_local.types import (
     CreateModelRequest,
     CreateSamplingSessionRequest,
     CreateSessionRequest,
+    EncodedTextChunk,
     ForwardBackwardOutput,
     ForwardBackwardRequest,
     GoneError,
+    ImageChunk,
     InternalError,
     InvalidRequestError,
     LoadWeightsRequest,
@@ -127,7 +129,9 @@ class InProcessBackend:
 
             load = load_real
         engines, seconds = await in_daemon_thread(load_engines, load, path, names, self.options, self._progress)
-        scheduler = TrainScheduler(engines.trainer, batch_tokens=self.options.batch_tokens)
+        scheduler = TrainScheduler(
+            engines.trainer, batch_tokens=self.options.batch_tokens, quantum=max(2, self.options.micro_batch_tokens)
+        )
         ident = tokenizer_id(path, self.options.data_dir)
         self.models.add(BaseModel(tuple(names), path, ident, engines, scheduler, seconds))
 
@@ -211,16 +215,26 @@ class InProcessBackend:
         return await self.training.info(model_id)
 
     async def forward_backward(self, request: ForwardBackwardRequest) -> Operation[ForwardBackwardOutput]:
-        """Logprobs, loss and (unless `forward_only`) the gradient, which is added to that of earlier calls."""
+        """Logprobs, loss and (unless `forward_only`) the gradient, which is added to that of earlier calls.
+
+        This and whatever else has a `seq_id` raises TooManyRequestsError if as much is queued as the options allow:
+        send it again, with the same `seq_id`, after its `retry_after` seconds.
+        """
         return await self.forward_backward_encoded(
-            request.model_id, request.seq_id, forward_only=request.forward_only, decode=lambda: request
+            request.model_id,
+            request.seq_id,
+            forward_only=request.forward_only,
+            size=bytes_of(request),
+            decode=lambda: request,
         )
 
     async def forward_backward_encoded(
-        self, model_id: str, seq_id: int, *, forward_only: bool, decode: Callable[[], ForwardBackwardRequest]
+        self, model_id: str, seq_id: int, *, forward_only: bool, size: int, decode: Callable[[], ForwardBackwardRequest]
     ) -> Operation[ForwardBackwardOutput]:
-        """`forward_backward` of a request that `decode` unpacks in a worker thread."""
-        return await self.training.forward_backward(model_id, seq_id, forward_only=forward_only, decode=decode)
+        """`forward_backward` of a request of `size` bytes that `decode` unpacks in a worker thread."""
+        return await self.training.forward_backward(
+            model_id, seq_id, forward_only=forward_only, size=size, decode=decode
+        )
 
     async def optim_step(self, request: OptimStepRequest) -> Operation[OptimStepOutput]:
         """One AdamW update with the gradients added up, which are cleared."""
@@ -341,6 +355,21 @@ class InProcessBackend:
             }
             for name in self.models.names()
         ]
+
+
+def bytes_of(request: ForwardBackwardRequest) -> int:
+    """Of the tokens, images and tensors of a request, as they are held."""
+    size = 0
+    for datum in request.data:
+        for chunk in datum.model_input.chunks:
+            if isinstance(chunk, EncodedTextChunk):
+                size += chunk.tokens.nbytes
+            elif isinstance(chunk, ImageChunk):
+                size += len(chunk.data)
+        for tensor in datum.loss_fn_inputs.values():
+            arrays = (tensor.data, tensor.sparse_crow_indices, tensor.sparse_col_indices)
+            size += sum(array.nbytes for array in arrays if array is not None)
+    return size
 
 
 async def _cancel(task: asyncio.Task[None]) -> None:

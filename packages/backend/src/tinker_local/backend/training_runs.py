@@ -6,19 +6,20 @@ from collections.abc import Awaitable, Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 from tinker_local.backend import paths
 from tinker_local.backend.base_models import BaseModel, BaseModels
 from tinker_local.backend.options import BackendOptions
 from tinker_local.backend.preparation import prepare_work
-from tinker_local.backend.scheduling.command_log import CommandLog
+from tinker_local.backend.scheduling.admission import Bounds, Load
+from tinker_local.backend.scheduling.model_queue import GradientCommand, ModelQueue, StepCommand
 from tinker_local.backend.scheduling.operations import Operation, OperationKind, Operations, as_api_error
-from tinker_local.backend.scheduling.train_scheduler import GradientCommand, ModelQueue, StepCommand
 from tinker_local.backend.sessions import Sessions, now
 from tinker_local.backend.storage.interface import CheckpointRecord, Store, TrainingRunRecord
 from tinker_local.backend.storage.names import check_checkpoint_name, parse_tinker_path
-from tinker_local.backend.training.interface import AdapterState
+from tinker_local.backend.training.interface import AdapterState, TrainWork
 from tinker_local.backend.user_metadata import check_user_metadata
 from tinker_local.types import (
     ApiError,
@@ -77,6 +78,10 @@ class TrainingRuns:
         self._operations = operations
         self._live: dict[str, TrainedModel] = {}
         self._preparing = ThreadPoolExecutor(2, thread_name_prefix="prepare")
+        self._bounds = Bounds(
+            all=Load(options.max_queued_requests, options.max_queued_bytes),
+            session=Load(options.max_queued_requests_per_session, options.max_queued_bytes_per_session),
+        )
 
     # Creation and end -----------------------------------------------------------------------------------------------
 
@@ -142,8 +147,7 @@ class TrainingRuns:
         size = self._check_limits(base, config)
         when = now()
         record = TrainingRunRecord(model_id, session_id, base_name, config, when, when)
-        queue = base.scheduler.open(model_id)
-        queue.commands = CommandLog(self._options.hole_patience)
+        queue = base.scheduler.open(model_id, session_id, self._options.hole_patience)
         model = TrainedModel(record, base, queue, adapter_bytes=size)
         self._live[model_id] = model
         return model
@@ -292,24 +296,26 @@ class TrainingRuns:
     # Commands in order ----------------------------------------------------------------------------------------------
 
     async def forward_backward(
-        self, model_id: str, seq_id: int, *, forward_only: bool, decode: Callable[[], ForwardBackwardRequest]
+        self, model_id: str, seq_id: int, *, forward_only: bool, size: int, decode: Callable[[], ForwardBackwardRequest]
     ) -> Operation[ForwardBackwardOutput]:
-        """Queue a forward/backward. `decode` runs in a thread; whatever is wrong with the data fails the operation."""
+        """Queue a forward/backward of `size` bytes. `decode` runs in a thread; whatever is wrong with the data fails
+        the operation. TooManyRequestsError if there is no room: to be sent again with the same `seq_id`."""
         kind: OperationKind = "forward" if forward_only else "forward_backward"
         operation: Operation[ForwardBackwardOutput] = Operation(paths.request_id(model_id, seq_id), kind)
-        known, model = await self._place(operation, model_id, seq_id)
+        known, model = await self._place(operation, model_id, seq_id, size)
         if known is not None:
             return known
         assert model is not None
-        prepared = asyncio.get_running_loop().run_in_executor(
-            self._preparing, prepare_work, model.base, model_id, decode
-        )
+        base = model.base
 
-        async def wait() -> Any:
-            return await prepared
+        async def prepare() -> TrainWork:
+            loop = asyncio.get_running_loop()
+            return await loop.run_in_executor(self._preparing, prepare_work, base, model_id, decode)
 
-        command = GradientCommand(operation, asyncio.create_task(wait()))
-        model.base.scheduler.submit(model.queue, seq_id, command)
+        command = GradientCommand(operation, prepare, size)
+        if (reason := self._bounds.too_large(model.queue, size)) is not None:
+            command = GradientCommand(operation, partial(_fail, InvalidRequestError(f"data: {reason}")))
+        base.scheduler.submit(model.queue, seq_id, command)
         return operation
 
     async def optim_step(self, request: OptimStepRequest) -> Operation[OptimStepOutput]:
@@ -398,7 +404,10 @@ class TrainingRuns:
         seq_id: int,
         run: Callable[[TrainedModel, Operation[Any]], Awaitable[None]],
     ) -> Operation[Any]:
-        """Queue `run` at `seq_id` of the model; it gives the operation its result or raises."""
+        """Queue `run` at `seq_id` of the model; it gives the operation its result or raises.
+
+        TooManyRequestsError if there is no room: to be sent again with the same `seq_id`.
+        """
         operation: Operation[Any] = Operation(paths.request_id(model_id, seq_id), kind)
         known, model = await self._place(operation, model_id, seq_id)
         if known is not None:
@@ -428,11 +437,11 @@ class TrainingRuns:
         task.add_done_callback(model.captures.discard)
 
     async def _place(
-        self, operation: Operation[Any], model_id: str, seq_id: int
+        self, operation: Operation[Any], model_id: str, seq_id: int, size: int = 0
     ) -> tuple[Operation[Any] | None, TrainedModel | None]:
-        """The operation that stands for this id already, or the model that a new one goes to.
+        """The operation that stands for this id already, or the model that a new one of `size` bytes goes to.
 
-        Nothing is refused at submission: the SDK's training client would hang if one of several chunks were.
+        Nothing is refused for good at submission: the SDK's training client would hang if one of several chunks were.
         """
         if (known := self._operations.get(operation.request_id)) is not None:
             return repeated(known, operation.kind), None
@@ -444,9 +453,12 @@ class TrainingRuns:
             self._operations.add(operation)
             operation.fail(error)
             return operation, None
+        accepted = model.queue.commands.accepts(seq_id)
+        if accepted:
+            self._bounds.check(model.queue, [live.queue for live in self._live.values()], seq_id, size)
         operation.failures = model.base.counts.failures
         self._operations.add(operation)
-        if not model.queue.commands.accepts(seq_id):
+        if not accepted:
             operation.fail(
                 InvalidRequestError(
                     f"seq_id: {seq_id} arrived after the model went on to {model.queue.commands.next_seq_id} without it"
@@ -463,6 +475,11 @@ class TrainingRuns:
             model.record = replace(model.record, last_request_at=when)
             if model.ready:
                 asyncio.get_running_loop().run_in_executor(None, self._store.touch_training_run, model.model_id, when)
+
+
+async def _fail(error: ApiError) -> TrainWork:
+    """The preparation of a request that cannot be run."""
+    raise error
 
 
 async def finish(saves: Collection[asyncio.Task[None]]) -> None:

@@ -6,12 +6,13 @@
     ├─ AuthenticationError      user    HTTP 401   no key, or a wrong one
     ├─ NotFoundError            user    HTTP 404   no such model, session, checkpoint, route
     ├─ GoneError                user    HTTP 410   the session has ended; a sampling promise has expired
-    ├─ TooManyRequestsError     user    HTTP 429   back-pressure (sampling only)
+    ├─ TooManyRequestsError     user    HTTP 429   back-pressure: send the same again after a while
     └─ InternalError            server  HTTP 500   our fault; on a future it is still HTTP 200
 
 How the SDK 0.38.0 reacts: 400, 401, 403, 404 are raised at once; 409 is never sent, because the SDK takes it for
 "try again" for five minutes; 5xx on a submit is retried for five minutes, on a poll for ever, so permanent failures
-of queued work travel as HTTP 200 `{"error", "category"}` on their future.
+of queued work travel as HTTP 200 `{"error", "category"}` on their future. A 429 is sent again: for ever by sampling,
+for at most five minutes by training, which heeds Retry-After.
 """
 
 from typing import ClassVar, Literal
@@ -59,10 +60,14 @@ class GoneError(ApiError):
 
 
 class TooManyRequestsError(ApiError):
-    """The server has as much queued as it takes; the client waits and sends again."""
+    """The server has as much queued as it takes; the client waits and sends again, after `retry_after` seconds."""
 
     category = "user"
     status = 429
+
+    def __init__(self, message: str, retry_after: float | None = None) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
 
 
 class InternalError(ApiError):

@@ -4,13 +4,14 @@ Answers carry a Content-Length: the SDK takes a 400 without one for a broken con
 """
 
 import logging
+import math
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
-from tinker_local.types import ApiError
+from tinker_local.types import ApiError, TooManyRequestsError
 
 log = logging.getLogger(__name__)
 
@@ -27,7 +28,12 @@ def message(error: Exception) -> str:
 def answer(error: ApiError) -> JSONResponse:
     """The answer to a request that could not be taken."""
     text = message(error)
-    return JSONResponse({"detail": text, "error": text, "category": error.category}, error.status)
+    headers = None
+    if isinstance(error, TooManyRequestsError) and error.retry_after is not None:
+        # Whole seconds are the standard; the SDK prefers its own header of milliseconds.
+        milliseconds = math.ceil(error.retry_after * 1000)
+        headers = {"Retry-After": str(math.ceil(milliseconds / 1000)), "Retry-After-Ms": str(milliseconds)}
+    return JSONResponse({"detail": text, "error": text, "category": error.category}, error.status, headers)
 
 
 def install(app: FastAPI) -> None:

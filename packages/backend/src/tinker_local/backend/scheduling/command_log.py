@@ -8,8 +8,11 @@ Knows nothing of asyncio, trainers or HTTP: time is passed in, and what to run i
    forward/backward arrive as 2, 3, ..., 1, so a hole below a forward/backward waits, but at most `patience` seconds.
 3. A bridged id is closed: `accepts` is false for it.
 4. A bridged hole, like a failed forward/backward, spoils the gradient: the next optimizer step must fail.
+5. An id that was refused for now (there was no room) is going to be sent again: no higher command bridges it before
+   `REFUSED_PATIENCE` seconds after its last refusal.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -17,6 +20,12 @@ C = TypeVar("C")
 
 HOLE_PATIENCE = 360.0
 """Seconds to wait for a missing chunk: the SDK retries a submit for five minutes."""
+
+REFUSED_PATIENCE = 60.0
+"""Seconds to wait for a refused id to be sent again: the longest pause of the SDK between two is half of it."""
+
+MOST_REFUSED = 4096
+"""Refused ids that are remembered; a client that is refused sends a few chunks at once and then waits."""
 
 
 @dataclass(slots=True)
@@ -26,12 +35,21 @@ class Entry(Generic[C]):
     waits_for_holes: bool
 
 
+@dataclass(slots=True)
+class Refusals:
+    """When one id was refused, first and last."""
+
+    first: float
+    last: float
+
+
 class CommandLog(Generic[C]):
     """The commands of one model that have not run yet, in order."""
 
     def __init__(self, patience: float = HOLE_PATIENCE) -> None:
         self.next_seq_id = 1
         self._entries: dict[int, Entry[C]] = {}
+        self._refused: dict[int, Refusals] = {}
         self._bridge_to = 1
         self._patience = patience
         self._hole_since: float | None = None
@@ -48,6 +66,7 @@ class CommandLog(Generic[C]):
     def add(self, seq_id: int, command: C, *, chunk: bool, now: float) -> None:
         """Take a command that `accepts` accepted. `chunk`: a forward/backward, below which holes may still fill."""
         self._entries[seq_id] = Entry(seq_id, command, chunk)
+        self._refused.pop(seq_id, None)
         if not chunk:
             self._bridge_to = max(self._bridge_to, seq_id)
         self._look_for_hole(now)
@@ -57,15 +76,32 @@ class CommandLog(Generic[C]):
         if not self._entries:
             return None
         if self.next_seq_id not in self._entries:
-            first = min(self._entries)
             overdue = self._hole_since is not None and now - self._hole_since >= self._patience
-            if first > self._bridge_to and not overdue:
+            if not self._bridged(now) and not overdue:
                 return None
+            first = min(self._entries)
             missing = f"{self.next_seq_id}" if first == self.next_seq_id + 1 else f"{self.next_seq_id} to {first - 1}"
             self.spoil(f"the request with seq_id {missing} never arrived")
             self.next_seq_id = first
             self._hole_since = None
+            self._refused = {seq_id: times for seq_id, times in self._refused.items() if seq_id >= first}
         return self._entries[self.next_seq_id].command
+
+    def can_run(self, now: float) -> bool:
+        """Whether there is a command that waits for no other to arrive."""
+        return bool(self._entries) and (self.next_seq_id in self._entries or self._bridged(now))
+
+    def refuse(self, seq_id: int, now: float) -> None:
+        """The command is not taken for now, and will be sent again."""
+        if (times := self._refused.get(seq_id)) is not None:
+            times.last = now
+        elif len(self._refused) < MOST_REFUSED:
+            self._refused[seq_id] = Refusals(now, now)
+
+    def refused_since(self, seq_id: int) -> float | None:
+        """When a command that has not been taken yet was refused first; None if it never was."""
+        times = self._refused.get(seq_id)
+        return None if times is None else times.first
 
     def pop(self, now: float) -> None:
         """The head has been taken to run."""
@@ -75,7 +111,11 @@ class CommandLog(Generic[C]):
 
     def deadline(self) -> float | None:
         """When a hole at the front is to be bridged, or None if there is none."""
-        return None if self._hole_since is None else self._hole_since + self._patience
+        if self._hole_since is None:
+            return None
+        deadline = self._hole_since + self._patience
+        first = min(self._entries)
+        return min(deadline, self._refused_until(first)) if first <= self._bridge_to else deadline
 
     def pending(self) -> list[C]:
         """Commands that have not been taken, in order."""
@@ -89,6 +129,16 @@ class CommandLog(Generic[C]):
         """Why the gradient is spoiled, if it is; the next window starts clean."""
         reason, self._spoiled = self._spoiled, None
         return reason
+
+    def _bridged(self, now: float) -> bool:
+        """Whether the hole at the front need not be waited for."""
+        first = min(self._entries)
+        return first <= self._bridge_to and self._refused_until(first) <= now
+
+    def _refused_until(self, first: int) -> float:
+        """When no refused id below `first` is waited for any longer."""
+        last = (times.last for seq_id, times in self._refused.items() if seq_id < first)
+        return max((when + REFUSED_PATIENCE for when in last), default=-math.inf)
 
     def _look_for_hole(self, now: float) -> None:
         if self._entries and self.next_seq_id not in self._entries:

@@ -1,76 +1,49 @@
-"""Which model's commands run next on a trainer: in order within a model, co-batched and in turn across models."""
+"""Runs the commands of all models of one trainer: in order within a model, fairly and co-batched across models."""
 
 import asyncio
 import logging
-import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from tinker_local.backend.scheduling.command_log import CommandLog
-from tinker_local.backend.scheduling.operations import Operation, as_api_error
-from tinker_local.backend.training.interface import TrainDatum, Trainer, TrainResult, TrainWork
-from tinker_local.types import ApiError, ForwardBackwardOutput, GoneError, TensorData
+from tinker_local.backend.scheduling.command_log import HOLE_PATIENCE, CommandLog
+from tinker_local.backend.scheduling.fairness import FairQueue
+from tinker_local.backend.scheduling.model_queue import (
+    Command,
+    GradientCommand,
+    ModelQueue,
+    StepCommand,
+    Taken,
+)
+from tinker_local.backend.scheduling.operations import as_api_error
+from tinker_local.backend.scheduling.preparations import Preparations
+from tinker_local.backend.training.interface import Trainer, TrainResult, TrainWork
+from tinker_local.types import ApiError, ForwardBackwardOutput, TensorData
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-@dataclass(slots=True, eq=False)
-class GradientCommand:
-    """A forward or forward/backward. `prepared` is a task that decodes, renders and checks the data off the loop."""
-
-    operation: Operation[ForwardBackwardOutput]
-    prepared: asyncio.Task[TrainWork]
-
-
-@dataclass(slots=True, eq=False)
-class StepCommand:
-    """Anything else of a model's sequence: runs alone, in order. `run` gives the operation its result."""
-
-    operation: Operation[Any]
-    run: Callable[[], Awaitable[None]]
-
-
-Command = GradientCommand | StepCommand
-
-
-@dataclass(slots=True, eq=False)
-class ModelQueue:
-    """One model's place in the scheduler. `released`: its adapter is there, so that its commands may run."""
-
-    model_id: str
-    commands: CommandLog[Command] = field(default_factory=CommandLog)
-    released: bool = False
-    closed: bool = False
-
-    @property
-    def runs(self) -> bool:
-        return self.released and not self.closed
-
-
-def positions(data: Sequence[TrainDatum]) -> int:
-    """Tokens of `data`, image positions included."""
-    return sum(datum.input.length for datum in data)
-
-
 class TrainScheduler:
     """Runs the commands of all models of one trainer, in a thread that only this trainer uses.
 
-    A round first runs, for every model in turn, the commands at its head that are not gradients; then it takes
-    gradients from the heads of all models, in turn, up to `batch_tokens` positions, and runs them in one call.
-    It sleeps on an event: nothing polls.
+    A round first runs, one after the other, the commands at the heads of all models that are not gradients; then it
+    takes gradients from the heads of all models, up to `batch_tokens` positions, and runs them in one call. Whose
+    turn it is says `fairness`, with a quantum of `quantum` positions (what one forward pass of the trainer takes, so
+    that a turn is work enough for the device). It sleeps on an event: nothing polls.
 
     `trained_tokens`: positions of the forward/backwards that succeeded so far. `commands_running`: in the trainer now.
     """
 
-    def __init__(self, trainer: Trainer, *, batch_tokens: int) -> None:
+    def __init__(self, trainer: Trainer, *, batch_tokens: int, quantum: int) -> None:
         self._trainer = trainer
         self._batch_tokens = batch_tokens
         self.trained_tokens = 0
         self.commands_running = 0
-        self._queues: dict[str, ModelQueue] = {}
+        self._queues: FairQueue[Taken] = FairQueue(quantum)
+        self._open: set[ModelQueue] = set()
+        self._preparations = Preparations(batch_tokens)
+        self._loop = asyncio.get_running_loop()
         self._wake = asyncio.Event()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="trainer")
         self._timer: asyncio.TimerHandle | None = None
@@ -80,20 +53,23 @@ class TrainScheduler:
     @property
     def commands_waiting(self) -> int:
         """Commands of all models that have not been taken to run."""
-        return sum(len(queue.commands) for queue in self._queues.values())
+        return sum(len(queue.commands) for queue in self._open)
 
     @property
     def adapters(self) -> int:
         """Models whose adapter is there."""
-        return sum(queue.runs for queue in self._queues.values())
+        return sum(queue.runs for queue in self._open)
 
     async def call(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         """Run a trainer's method in the trainer's thread."""
-        return await asyncio.get_running_loop().run_in_executor(self._thread, lambda: function(*args, **kwargs))
+        return await self._loop.run_in_executor(self._thread, lambda: function(*args, **kwargs))
 
-    def open(self, model_id: str) -> ModelQueue:
+    def open(self, model_id: str, session_id: str, hole_patience: float = HOLE_PATIENCE) -> ModelQueue:
         """A queue for a new model; what is submitted to it waits until `release`."""
-        queue = self._queues[model_id] = ModelQueue(model_id)
+        queue = ModelQueue(model_id, session_id, CommandLog(hole_patience), self._loop.time)
+        self._open.add(queue)
+        self._queues.add(queue)
+        self._preparations.add(queue)
         return queue
 
     def release(self, queue: ModelQueue) -> None:
@@ -103,24 +79,25 @@ class TrainScheduler:
 
     async def close_model(self, queue: ModelQueue, reason: str) -> None:
         """Fail what the model has queued and forget it."""
-        queue.closed = True
-        if self._queues.get(queue.model_id) is queue:
-            del self._queues[queue.model_id]
-        for command in queue.commands.pending():
-            command.operation.fail(GoneError(reason))
-            if isinstance(command, GradientCommand):
-                command.prepared.cancel()
+        queue.close(reason)
+        self._open.discard(queue)
+        self._queues.remove(queue)
+        self._preparations.remove(queue)
 
     def submit(self, queue: ModelQueue, seq_id: int, command: Command) -> None:
         """Queue a command whose id the queue's log accepts."""
-        queue.commands.add(seq_id, command, chunk=isinstance(command, GradientCommand), now=time.monotonic())
-        if isinstance(command, GradientCommand):
-            command.prepared.add_done_callback(self._prepared)
+        queue.add(seq_id, command)
+        self._prepare()
         self._wake.set()
+
+    def _prepare(self) -> None:
+        for task in self._preparations.start():
+            task.add_done_callback(self._prepared)
 
     def _prepared(self, task: asyncio.Task[TrainWork]) -> None:
         if not task.cancelled():
             task.exception()  # a closed model's failure is asked for by nobody
+        self._prepare()
         self._wake.set()
 
     async def close(self) -> None:
@@ -149,20 +126,17 @@ class TrainScheduler:
     async def _round(self) -> bool:
         """Run what can run now; whether there was anything."""
         ran = False
-        for queue in list(self._queues.values()):
-            while (command := self._head(queue)) is not None and isinstance(command, StepCommand):
-                queue.commands.pop(time.monotonic())
-                ran = True
-                await self._run_step(command)
-        batch = self._take_gradients()
+        while (taken := self._queues.take_step()) is not None:
+            ran = True
+            await self._run_step(taken.command)
+        batch = self._queues.take_batch(self._batch_tokens)
+        self._prepare()  # there is room now, and a bridged hole may have made another command the first in order
         if batch:
             await self._run_gradients(batch)
-        return ran or bool(batch)
+        return ran or bool(batch) or self._queues.steps_wait()
 
-    def _head(self, queue: ModelQueue) -> Command | None:
-        return queue.commands.head(time.monotonic()) if queue.runs else None
-
-    async def _run_step(self, command: StepCommand) -> None:
+    async def _run_step(self, command: Command) -> None:
+        assert isinstance(command, StepCommand)
         self.commands_running = 1
         try:
             await command.run()
@@ -173,52 +147,9 @@ class TrainScheduler:
         finally:
             self.commands_running = 0
 
-    def _take_gradients(self) -> list[tuple[ModelQueue, GradientCommand, TrainWork]]:
-        """Ready gradients from the heads of all models, one of each in turn, up to the budget (at least one)."""
-        batch: list[tuple[ModelQueue, GradientCommand, TrainWork]] = []
-        budget = self._batch_tokens
-        rotation = list(self._queues.values())
-        while rotation and budget > 0:
-            still: list[ModelQueue] = []
-            for queue in rotation:
-                work = self._take_gradient(queue)
-                if work is None:
-                    continue
-                still.append(queue)
-                batch.append((queue, *work))
-                budget -= positions(work[1].data)
-                if budget <= 0:
-                    break
-            rotation = still
-        if batch:  # whoever was served first is served last the next time
-            first = batch[0][0]
-            if first.model_id in self._queues:
-                self._queues[first.model_id] = self._queues.pop(first.model_id)
-        return batch
-
-    def _take_gradient(self, queue: ModelQueue) -> tuple[GradientCommand, TrainWork] | None:
-        while (command := self._head(queue)) is not None and isinstance(command, GradientCommand):
-            if not command.prepared.done():
-                return None
-            queue.commands.pop(time.monotonic())
-            if command.prepared.cancelled():
-                continue
-            error = command.prepared.exception()
-            if error is None:
-                return command, command.prepared.result()
-            if not isinstance(error, ApiError):
-                log.error("%s failed", command.operation.request_id, exc_info=error)
-            self._fail_gradient(queue, command, as_api_error(error))
-        return None
-
-    @staticmethod
-    def _fail_gradient(queue: ModelQueue, command: GradientCommand, error: ApiError) -> None:
-        if command.operation.kind == "forward_backward":
-            queue.commands.spoil(f"{command.operation.request_id} failed: {error}")
-        command.operation.fail(error)
-
-    async def _run_gradients(self, batch: list[tuple[ModelQueue, GradientCommand, TrainWork]]) -> None:
-        works = [work for _, _, work in batch]
+    async def _run_gradients(self, taken: Sequence[Taken]) -> None:
+        batch = [(queue, command) for queue, command in taken if isinstance(command, GradientCommand)]
+        works = [command.work for _, command in batch]
         results: Sequence[TrainResult | ApiError]
         self.commands_running = len(batch)
         try:
@@ -230,11 +161,11 @@ class TrainScheduler:
             results = [as_api_error(error)] * len(works)
         finally:
             self.commands_running = 0
-        for (queue, command, work), result in zip(batch, results, strict=True):
+        for (queue, command), result in zip(batch, results, strict=True):
             if isinstance(result, ApiError):
-                self._fail_gradient(queue, command, result)
+                queue.fail(command, result)
             else:
-                self.trained_tokens += positions(work.data) if work.backward else 0
+                self.trained_tokens += command.positions if command.work.backward else 0
                 task = asyncio.create_task(self._deliver(queue, command, result))
                 self._deliveries.add(task)
                 task.add_done_callback(self._deliveries.discard)
@@ -245,17 +176,16 @@ class TrainScheduler:
             command.operation.succeed(await asyncio.to_thread(to_output, result))
         except Exception as error:
             log.exception("%s failed", command.operation.request_id)
-            self._fail_gradient(queue, command, as_api_error(error))
+            queue.fail(command, as_api_error(error))
 
     def _arm_hole_timer(self) -> None:
         """Wake up when the patience with a missing chunk ends."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        deadlines = [d for q in self._queues.values() if q.runs and (d := q.commands.deadline()) is not None]
+        deadlines = [d for queue in self._open if queue.runs and (d := queue.commands.deadline()) is not None]
         if deadlines:
-            delay = max(0.0, min(deadlines) - time.monotonic())
-            self._timer = asyncio.get_running_loop().call_later(delay, self._wake.set)
+            self._timer = self._loop.call_at(min(deadlines), self._wake.set)
 
 
 def to_output(result: TrainResult) -> ForwardBackwardOutput:

@@ -69,13 +69,14 @@ async def forward_backward(request: Request, backend: Backend) -> dict[str, Any]
     body = await read_body(request, MAX_GRADIENT_BYTES)
     encoding = request.headers.get("content-encoding")
 
-    def envelope() -> ForwardBackwardEnvelope:
-        return parse_forward_backward_envelope(unpack(body, encoding))
+    def envelope() -> tuple[ForwardBackwardEnvelope, int]:
+        unpacked = unpack(body, encoding)
+        return parse_forward_backward_envelope(unpacked), len(unpacked)
 
-    found = await asyncio.to_thread(envelope)
+    found, size = await asyncio.to_thread(envelope)
     return promise(
         await backend.forward_backward_encoded(
-            found.model_id, found.seq_id, forward_only=found.forward_only, decode=found.decode
+            found.model_id, found.seq_id, forward_only=found.forward_only, size=size, decode=found.decode
         )
     )
 

@@ -1,0 +1,203 @@
+"""One model's place in the scheduler: its commands in order, and which of them are being made ready to run."""
+
+import asyncio
+import heapq
+import logging
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from tinker_local.backend.scheduling.admission import Load
+from tinker_local.backend.scheduling.command_log import CommandLog
+from tinker_local.backend.scheduling.fairness import Offer, gradient_cost
+from tinker_local.backend.scheduling.operations import Operation, as_api_error
+from tinker_local.backend.training.interface import TrainDatum, TrainWork
+from tinker_local.types import ApiError, ForwardBackwardOutput, GoneError
+
+log = logging.getLogger(__name__)
+
+OPTIM_STEP_COST, COPY_COST = 128, 1024
+"""What steps cost, in positions through forward and backward: milliseconds of a GPU that trains some ten thousand
+positions a second. An optimizer step updates an adapter; everything else copies one between device and host."""
+
+
+@dataclass(slots=True, eq=False)
+class GradientCommand:
+    """A forward or forward/backward.
+
+    Attributes
+    ----------
+    prepare: decodes, renders and checks the data off the event loop; called once, when it is this command's turn,
+        and forgotten, with what it was made from.
+    size: bytes of the request that are held until it has run.
+    prepared: what becomes of `prepare`, once it has begun.
+    positions: of the data, image positions included; 0 until they are known.
+    """
+
+    operation: Operation[ForwardBackwardOutput]
+    prepare: Callable[[], Coroutine[Any, Any, TrainWork]] | None
+    size: int = 0
+    prepared: asyncio.Task[TrainWork] | None = None
+    positions: int = 0
+
+    @property
+    def ready(self) -> bool:
+        """Whether it is prepared, be it with an error."""
+        return self.prepared is not None and self.prepared.done()
+
+    @property
+    def error(self) -> BaseException | None:
+        """Why it could not be prepared; only if `ready`."""
+        assert self.prepared is not None
+        return None if self.prepared.cancelled() else self.prepared.exception()
+
+    @property
+    def work(self) -> TrainWork:
+        """What the trainer takes; only if `ready` and without `error`."""
+        assert self.prepared is not None
+        return self.prepared.result()
+
+
+@dataclass(slots=True, eq=False)
+class StepCommand:
+    """Anything else of a model's sequence: runs alone, in order. `run` gives the operation its result."""
+
+    operation: Operation[Any]
+    run: Callable[[], Awaitable[None]]
+    size: int = 0
+
+    @property
+    def cost(self) -> int:
+        return OPTIM_STEP_COST if self.operation.kind == "optim_step" else COPY_COST
+
+
+Command = GradientCommand | StepCommand
+
+
+def positions(data: Sequence[TrainDatum]) -> int:
+    """Tokens of `data`, image positions included."""
+    return sum(datum.input.length for datum in data)
+
+
+class Taken(NamedTuple):
+    """A command that is to run now."""
+
+    queue: "ModelQueue"
+    command: Command
+
+
+@dataclass(slots=True, eq=False)
+class ModelQueue:
+    """One model's commands.
+
+    Attributes
+    ----------
+    now: the event loop's clock.
+    released: its adapter is there, so that its commands may run.
+    ready, ahead: gradients that are prepared and have not been taken, and their positions.
+    """
+
+    model_id: str
+    session_id: str
+    commands: CommandLog[Command]
+    now: Callable[[], float]
+    released: bool = False
+    closed: bool = False
+    ready: int = 0
+    ahead: int = 0
+    _bytes: int = 0
+    _preparing: int = 0
+    _unprepared: list[tuple[int, GradientCommand]] = field(default_factory=list)
+
+    @property
+    def runs(self) -> bool:
+        return self.released and not self.closed
+
+    @property
+    def load(self) -> Load:
+        """What is queued."""
+        return Load(len(self.commands), self._bytes)
+
+    def add(self, seq_id: int, command: Command) -> None:
+        """Queue a command whose id the log accepts."""
+        self.commands.add(seq_id, command, chunk=isinstance(command, GradientCommand), now=self.now())
+        self._bytes += command.size
+        if isinstance(command, GradientCommand):
+            heapq.heappush(self._unprepared, (seq_id, command))
+
+    def close(self, reason: str) -> None:
+        """Fail what is queued."""
+        self.closed = True
+        for command in self.commands.pending():
+            command.operation.fail(GoneError(reason))
+            if isinstance(command, GradientCommand) and command.prepared is not None:
+                command.prepared.cancel()
+
+    # Running, as `fairness.Member` -----------------------------------------------------------------------------------
+
+    @property
+    def idle(self) -> bool:
+        return len(self.commands) == 0
+
+    def offer(self) -> Offer | None:
+        """The command at the head, if it is ready; what could not be prepared fails here, in its place."""
+        while self.runs and (command := self.commands.head(self.now())) is not None:
+            if isinstance(command, StepCommand):
+                return Offer(command.cost, 0)
+            if not command.ready:
+                return None
+            if (error := command.error) is None:
+                return Offer(gradient_cost(command.positions, backward=command.work.backward), command.positions)
+            self.take()
+            if not isinstance(error, ApiError):
+                log.error("%s failed", command.operation.request_id, exc_info=error)
+            self.fail(command, as_api_error(error))
+        return None
+
+    def take(self) -> "Taken":
+        command = self.commands.head(self.now())
+        assert command is not None
+        self.commands.pop(self.now())
+        self._bytes -= command.size
+        if isinstance(command, GradientCommand):
+            if command.positions:
+                self.ready -= 1
+                self.ahead -= command.positions
+        return Taken(self, command)
+
+    def fail(self, command: GradientCommand, error: ApiError) -> None:
+        """A gradient failed; if it was one that adds up, the next optimizer step must not be taken."""
+        if command.operation.kind == "forward_backward":
+            self.commands.spoil(f"{command.operation.request_id} failed: {error}")
+        command.operation.fail(error)
+
+    # Preparing -------------------------------------------------------------------------------------------------------
+
+    def next_unprepared(self, ahead: int) -> bool:
+        """Whether a gradient is to be prepared now: the first in order; and the next ones, one at a time (their
+        positions are not known before), until one is ready behind those of the next call, of `ahead` positions."""
+        if not self._unprepared or self.closed:
+            return False
+        first = self._unprepared[0][0] <= self.commands.next_seq_id
+        return first or (self._preparing == 0 and (self.ready < 2 or self.ahead <= ahead))
+
+    def prepare(self) -> asyncio.Task[TrainWork]:
+        """Begin to prepare the first gradient in order that is not."""
+        _, command = heapq.heappop(self._unprepared)
+        make, command.prepare = command.prepare, None
+        assert make is not None
+
+        async def prepare() -> TrainWork:
+            work = await make()
+            command.positions = positions(work.data)
+            self.ready += 1
+            self.ahead += command.positions
+            return work
+
+        def done(task: asyncio.Task[TrainWork]) -> None:
+            self._preparing -= 1
+
+        self._preparing += 1
+        command.prepared = asyncio.create_task(prepare())
+        command.prepared.add_done_callback(done)
+        return command.prepared
