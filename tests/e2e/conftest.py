@@ -200,12 +200,14 @@ def real_sdk(real_server: Any) -> SdkDriver:
     return SdkDriver(real_server.url)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="session", params=["inline", "process"])
 def real_in_process(
-    tiny_models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+    request: pytest.FixtureRequest, tiny_models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[InProcessDriver]:
+    """With the trainer in the same process, and with one in a process of its own."""
     sources = [ModelSource(name, str(path)) for name, path in tiny_models.items()]
-    options = BackendOptions(data_dir=tmp_path_factory.mktemp("in_process"), kv_cache_bytes=2**28, max_rank=32)
+    folder = tmp_path_factory.mktemp("in_process")
+    options = BackendOptions(data_dir=folder, kv_cache_bytes=2**28, max_rank=32, trainer=request.param)
     driver = InProcessDriver(InProcessBackend(sources, options))
     yield driver
     driver.close()
@@ -216,11 +218,14 @@ def fake_sdk(fake_server: Any) -> SdkDriver:
     return SdkDriver(fake_server.url)
 
 
-@pytest.fixture(scope="session")
-def fake_in_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[InProcessDriver]:
+@pytest.fixture(scope="session", params=["inline", "process"])
+def fake_in_process(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[InProcessDriver]:
+    """With the trainer in the same process, and with one in a process of its own."""
     from tinker_local.backend.loading import load_fake
 
-    options = BackendOptions(data_dir=tmp_path_factory.mktemp("fake_in_process"))
+    options = BackendOptions(data_dir=tmp_path_factory.mktemp("fake_in_process"), trainer=request.param)
     driver = InProcessDriver(InProcessBackend([ModelSource("fake/bigram", "fake/bigram")], options, load=load_fake))
     yield driver
     driver.close()

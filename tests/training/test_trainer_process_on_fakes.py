@@ -18,13 +18,27 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tinker_local.backend import BackendOptions, InProcessBackend, ModelSource
+from tinker_local.backend.loading import load_fake, trainer_place
 from tinker_local.backend.rendering.interface import ImagePlacement, RenderedImage, RenderedInput
 from tinker_local.backend.training.interface import TrainDatum, Trainer, TrainWork
 from tinker_local.backend.training.process import ProcessTrainer, TrainerProcess, process
 from tinker_local.backend.training.process.channel import Channel
 from tinker_local.backend.training.process.messages import KeepImage
-from tinker_local.types import AdamParams, InternalError, InvalidRequestError, LoraConfig, NotFoundError
-from tinker_local.types import UnsupportedError as Unsupported
+from tinker_local.types import (
+    AdamParams,
+    CreateModelRequest,
+    CreateSamplingSessionRequest,
+    InternalError,
+    InvalidRequestError,
+    LoraConfig,
+    ModelInput,
+    NotFoundError,
+    OptimStepRequest,
+    SampleRequest,
+    SamplingParams,
+    UnsupportedError,
+)
 
 HERE = Path(__file__).parent
 Make = Callable[..., ProcessTrainer]
@@ -329,7 +343,7 @@ def test_an_error_of_the_device_ends_the_process_on_fakes(start: Make) -> None:
 
 
 def test_what_the_factory_raises_is_raised_on_fakes(trainers: ModuleType) -> None:
-    with pytest.raises(Unsupported, match="model_type 'gpt': not supported"):
+    with pytest.raises(UnsupportedError, match="model_type 'gpt': not supported"):
         ProcessTrainer(TrainerProcess(trainers.no_such_model))
     with pytest.raises(FileNotFoundError) as missing:
         ProcessTrainer(TrainerProcess(trainers.no_file))
@@ -429,3 +443,47 @@ def test_a_call_that_was_interrupted_does_not_spoil_the_next_on_fakes(start: Mak
     finally:
         signal.signal(signal.SIGALRM, before)
     assert trainer.capture("3", optimizer=False).tensors["all"].tolist() == [0, 1, 2]
+
+
+# In a server ---------------------------------------------------------------------------------------------------------
+
+
+async def test_sampling_goes_on_without_the_trainer_on_fakes(tmp_path: Path) -> None:
+    options = BackendOptions(data_dir=tmp_path, trainer="process")
+    async with InProcessBackend([ModelSource("fake/bigram", "fake/bigram")], options, load=load_fake) as backend:
+        session = await backend.create_session()
+        created = await backend.create_model(
+            CreateModelRequest(session_id=session, model_seq_id=0, base_model="fake/bigram")
+        )
+        model_id = (await created)["model_id"]
+        trainer = backend.models.get("fake/bigram").engines.trainer
+        assert isinstance(trainer, ProcessTrainer)
+        os.kill(pid_of(trainer), signal.SIGKILL)
+        step = await backend.optim_step(OptimStepRequest(model_id=model_id, seq_id=1, adam_params=AdamParams()))
+        with pytest.raises(InternalError, match="SIGKILL"):
+            await step
+        sampler = await backend.create_sampling_session(
+            CreateSamplingSessionRequest(session_id=session, sampling_session_seq_id=0, base_model="fake/bigram")
+        )
+        sample = await backend.sample(
+            SampleRequest(
+                sampling_session_id=sampler,
+                seq_id=0,
+                prompt=ModelInput.from_ints([5, 6]),
+                num_samples=1,
+                sampling_params=SamplingParams(max_tokens=4),
+            )
+        )
+        assert len((await sample).sequences[0].tokens) > 0
+
+
+def test_a_trainer_has_a_process_of_its_own_where_there_is_a_gpu_unless_told_otherwise(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    import torch
+
+    for cuda, expected in ((True, "process"), (False, "inline")):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda cuda=cuda: cuda)
+        assert trainer_place(BackendOptions()) == expected
+        assert trainer_place(BackendOptions(trainer="inline")) == "inline"
+        assert trainer_place(BackendOptions(trainer="process")) == "process"

@@ -14,11 +14,12 @@ import os
 import select
 import socket
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 from tinker_local.backend.rendering.interface import RenderedImage
-from tinker_local.backend.training.process.messages import Encoded, decode, encode
+from tinker_local.backend.training.process.messages import ALIGNMENT, Encoded, decode, encode
 
 INLINE_BYTES = 2**16
 """The largest message that is a record of the socket, whose buffer holds three of these by default."""
@@ -26,7 +27,10 @@ INLINE_BYTES = 2**16
 MAPPED_BYTES = 2**20
 """The smallest message that is mapped; others are read, as a process may have only so many mappings (65,530)."""
 
-_ALIGNMENT = 64
+JOINED_BYTES = 2**22
+"""The smallest message whose arrays are written one by one, not gathered for one write."""
+
+_SIZE = struct.Struct("<Q")
 _RECORD = struct.Struct("<?Q")
 """Before a message: whether it is in a `memfd`, and its bytes."""
 
@@ -48,13 +52,17 @@ class Channel:
     def send_encoded(self, encoded: Encoded) -> None:
         """Send one message; other threads may send too. Raises BrokenPipeError or ConnectionResetError if nobody is
         there, OSError if there is no memory for it (then nothing was sent)."""
-        starts, total = _places([len(segment) for segment in encoded.segments])
+        first = _first_array(len(encoded.head))
+        total = first + encoded.offsets[-1]
         if total <= INLINE_BYTES:
-            self._socket.send(_RECORD.pack(False, total) + _joined(encoded.segments, starts, total))
+            self._socket.send(_RECORD.pack(False, total) + _joined(encoded, first))
             return
         memory = os.memfd_create("tinker-local", os.MFD_CLOEXEC)
         try:
-            _write(memory, encoded.segments, starts, total)
+            if total < JOINED_BYTES:  # maybe thousands of small arrays
+                _write(memory, memoryview(_joined(encoded, first)), 0)
+            else:
+                _write_apart(memory, encoded, first)
             socket.send_fds(self._socket, [_RECORD.pack(True, total)], [memory])
         finally:
             os.close(memory)
@@ -76,7 +84,9 @@ class Channel:
             memory = _taken(descriptors[0], total)
         else:
             raise OSError(f"a message of {total} bytes came without its memory (flags {flags}): too many open files?")
-        return decode(_segments(memory), images or {})
+        (size,) = _SIZE.unpack_from(memory)
+        head = bytes(memory[_SIZE.size : _SIZE.size + size])
+        return decode(head, memory, _first_array(size), images or {})
 
     def wait_for_end(self) -> None:
         """Block until the other end is closed or its process has ended; takes no message."""
@@ -91,44 +101,29 @@ class Channel:
         self._peer.close()
 
 
-def _aligned(size: int) -> int:
-    return -(-size // _ALIGNMENT) * _ALIGNMENT
+def _first_array(head: int) -> int:
+    """Where arrays begin behind the size of the head and the head."""
+    return -(-(_SIZE.size + head) // ALIGNMENT) * ALIGNMENT
 
 
-def _places(sizes: Sequence[int]) -> tuple[list[int], int]:
-    """Where segments of `sizes` begin behind a table of their number and sizes, and the bytes of all."""
-    starts, end = [], 8 * (1 + len(sizes))
-    for size in sizes:
-        starts.append(_aligned(end))
-        end = starts[-1] + size
-    return starts, end
-
-
-def _table(segments: Sequence[memoryview]) -> bytes:
-    return struct.pack(f"<{1 + len(segments)}Q", len(segments), *map(len, segments))
-
-
-def _joined(segments: Sequence[memoryview], starts: Sequence[int], total: int) -> bytearray:
-    joined = bytearray(total)
-    table = _table(segments)
-    joined[: len(table)] = table
-    for segment, start in zip(segments, starts, strict=True):
-        joined[start : start + len(segment)] = segment
+def _joined(encoded: Encoded, first: int) -> bytearray:
+    joined = bytearray(first + encoded.offsets[-1])
+    _SIZE.pack_into(joined, 0, len(encoded.head))
+    joined[_SIZE.size : _SIZE.size + len(encoded.head)] = encoded.head
+    for array, at in zip(encoded.arrays, encoded.offsets, strict=False):
+        np.ndarray(array.shape, array.dtype, joined, first + at)[...] = array
     return joined
 
 
-def _write(file: int, segments: Sequence[memoryview], starts: Sequence[int], total: int) -> None:
-    """Fill a file with segments. Writing takes no page faults, and the GIL is free meanwhile."""
-    if total < MAPPED_BYTES:  # maybe thousands of small arrays
-        _write_all(file, memoryview(_joined(segments, starts, total)), 0)
-        return
-    os.ftruncate(file, total)
-    _write_all(file, memoryview(_table(segments)), 0)
-    for segment, start in zip(segments, starts, strict=True):
-        _write_all(file, segment, start)
+def _write_apart(file: int, encoded: Encoded, first: int) -> None:
+    """Write arrays from where they are: no page faults here, and the GIL is free meanwhile."""
+    os.ftruncate(file, first + encoded.offsets[-1])
+    _write(file, memoryview(_SIZE.pack(len(encoded.head)) + encoded.head), 0)
+    for array, at in zip(encoded.arrays, encoded.offsets, strict=False):
+        _write(file, np.ascontiguousarray(array).reshape(-1).view(np.uint8).data, first + at)
 
 
-def _write_all(file: int, data: memoryview, at: int) -> None:
+def _write(file: int, data: memoryview, at: int) -> None:
     while data:
         written = os.pwrite(file, data, at)
         data, at = data[written:], at + written
@@ -144,12 +139,3 @@ def _taken(file: int, total: int) -> bytearray | mmap.mmap:
         return memory
     finally:
         os.close(file)
-
-
-def _segments(memory: bytearray | mmap.mmap) -> list[memoryview]:
-    """The segments that `_places` placed; they keep `memory` alive."""
-    view = memoryview(memory)
-    (count,) = struct.unpack_from("<Q", view)
-    sizes = struct.unpack_from(f"<{count}Q", view, 8)
-    starts, _ = _places(sizes)
-    return [view[start : start + size] for start, size in zip(starts, sizes, strict=True)]

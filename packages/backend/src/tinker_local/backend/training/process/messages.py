@@ -6,6 +6,7 @@ it (`sent_images.py`).
 """
 
 import io
+import itertools
 import pickle
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,6 +21,10 @@ from tinker_local.types import ApiError
 TrainerFactory = Callable[[], Trainer]
 """Makes the trainer in its process: a function of a module that can be imported (so not `__main__`), or a
 `functools.partial` of one or of a class."""
+
+
+ALIGNMENT = 64
+"""Of arrays in memory, in bytes."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -101,49 +106,73 @@ class Log:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Encoded:
-    """`segments`: the pickle, then the bytes of each array. `images`: those that the message names, by their hash."""
+    """`head`: a pickle that names `arrays` by their place in the list and `images` by their hash, and tells the
+    receiver where the arrays are: `offsets` from the first one, all aligned, the last being the end."""
 
-    segments: list[memoryview]
+    head: bytes
+    arrays: Sequence[npt.NDArray[Any]]
+    offsets: Sequence[int]
     images: Mapping[str, RenderedImage]
 
 
 class _Pickler(pickle.Pickler):
-    def __init__(self, file: io.BytesIO, arrays: list[memoryview]) -> None:
-        super().__init__(file, protocol=5, buffer_callback=lambda buffer: arrays.append(buffer.raw()))
-        self.images: dict[str, RenderedImage] = {}
+    """What pickle does by itself for arrays outside of the pickle costs several microseconds for each."""
 
-    def persistent_id(self, obj: Any) -> str | None:
-        """Images travel by their hash."""
-        if type(obj) is not RenderedImage:
-            return None
-        self.images[obj.content_hash] = obj
-        return obj.content_hash
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file, protocol=5)
+        self.arrays: list[npt.NDArray[Any]] = []
+        self.images: dict[str, RenderedImage] = {}
+        self._places: dict[int, int] = {}
+
+    def persistent_id(self, obj: Any) -> int | str | None:
+        """Arrays of numbers travel by their place, images by their hash."""
+        kind = type(obj)
+        if kind is np.ndarray and obj.dtype.kind in "biuf":
+            place = self._places.setdefault(id(obj), len(self.arrays))
+            if place == len(self.arrays):
+                self.arrays.append(obj)
+            return place
+        if kind is RenderedImage:
+            self.images[obj.content_hash] = obj
+            return str(obj.content_hash)
+        return None
 
     def reducer_override(self, obj: Any) -> Any:
-        """Errors that clients see are their type and their message, whatever else they carry."""
-        return (type(obj), (str(obj),)) if isinstance(obj, ApiError) else NotImplemented
+        """Dataclasses are their fields; errors that clients see are their message, whatever else they carry."""
+        kind = type(obj)
+        if hasattr(kind, "__dataclass_fields__"):
+            return kind, tuple([getattr(obj, name) for name in kind.__dataclass_fields__])
+        return (kind, (str(obj),)) if isinstance(obj, ApiError) else NotImplemented
 
 
 class _Unpickler(pickle.Unpickler):
-    def __init__(self, file: io.BytesIO, arrays: Sequence[memoryview], images: Mapping[str, RenderedImage]) -> None:
-        super().__init__(file, buffers=arrays)
+    def __init__(
+        self, file: io.BytesIO, arrays: Sequence[npt.NDArray[Any]], images: Mapping[str, RenderedImage]
+    ) -> None:
+        super().__init__(file)
+        self._arrays = arrays
         self._images = images
 
-    def persistent_load(self, pid: str) -> RenderedImage:
-        return self._images[pid]
+    def persistent_load(self, pid: int | str) -> npt.NDArray[Any] | RenderedImage:
+        return self._images[pid] if isinstance(pid, str) else self._arrays[pid]
 
 
 def encode(message: Any) -> Encoded:
-    """`message` in segments; contiguous arrays are not copied."""
-    file, arrays = io.BytesIO(), list[memoryview]()
-    pickler = _Pickler(file, arrays)
+    """`message` apart from its arrays, which are not copied."""
+    file = io.BytesIO()
+    pickler = _Pickler(file)
     pickler.dump(message)
-    return Encoded([file.getbuffer(), *arrays], pickler.images)
+    arrays = pickler.arrays
+    offsets = [0, *itertools.accumulate(-(-array.nbytes // ALIGNMENT) * ALIGNMENT for array in arrays)]
+    places = ([array.dtype.str for array in arrays], [array.shape for array in arrays], offsets[:-1])
+    return Encoded(pickle.dumps((file.getvalue(), places), protocol=5), arrays, offsets, pickler.images)
 
 
-def decode(segments: Sequence[memoryview], images: Mapping[str, RenderedImage]) -> Any:
-    """The message; its arrays lie in `segments`, its images are those of `images`."""
-    return _Unpickler(io.BytesIO(segments[0]), segments[1:], images).load()
+def decode(head: bytes, memory: Any, first: int, images: Mapping[str, RenderedImage]) -> Any:
+    """The message whose arrays lie in the buffer `memory` from `first` on; they keep it alive."""
+    pickled, places = pickle.loads(head)
+    arrays = [np.ndarray(shape, dtype, memory, first + at) for dtype, shape, at in zip(*places, strict=True)]
+    return _Unpickler(io.BytesIO(pickled), arrays, images).load()
 
 
 def travels(error: Exception) -> bool:
