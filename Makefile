@@ -8,10 +8,10 @@ BOOTSTRAP := sh scripts/bootstrap.sh </dev/null
 SOURCES := packages/types/src packages/client/src packages/backend/src
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check format proto serve clean
+.PHONY: help setup demo test check format proto serve bench bench-tiny clean
 
 help: ## this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
 
 setup: ## the environment alone: .venv
 	@$(BOOTSTRAP)
@@ -40,6 +40,13 @@ proto: setup ## generate the protobuf code again
 serve: setup ## a server: make serve MODEL=NAME[=PATH] [ARGS="--port 8000"]
 	$(if $(MODEL),,$(error which model? make serve MODEL=NAME[=PATH]))
 	$(BIN)/tinker-local serve --model "$(MODEL)" $(ARGS)
+
+bench: setup ## training and sampling against hand-written loops and vLLM alone, on a GPU; ARGS="--only text"
+	$(BIN)/python benchmarks/engine.py --out benchmarks/results $(ARGS)
+
+bench-tiny: export OMP_NUM_THREADS ?= 1
+bench-tiny: setup ## the same code on tiny models and a CPU, in a minute or two: does it still run?
+	$(BIN)/python benchmarks/engine.py --tiny $(ARGS)
 
 clean: ## caches and build results; the environment stays (it is .venv and .uv)
 	rm -rf .mypy_cache .ruff_cache .pytest_cache .hypothesis dist

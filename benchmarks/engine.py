@@ -14,6 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TextIO
@@ -73,17 +74,19 @@ class Run:
 
     def everything(self) -> None:
         """All chosen measurements; what fails or does not fit any more is a line of its own."""
-        wanted = {kind for measurement in self._chosen for kind in measurement.models}
-        kinds = sorted(kind for kind in wanted if not (self._models / kind / "complete").exists())
-        if kinds:
-            for kind in kinds:
-                shutil.rmtree(self._models / kind, ignore_errors=True)
+        kinds = sorted({kind for measurement in self._chosen for kind in measurement.models})
+        if kinds and not self._tiny:  # tiny ones are written by each process for itself
             outcome = processes.run(["measurements.models", self._scale, str(self._models), *kinds], 300, self._log)
-            print(f"wrote {', '.join(kinds)} in {outcome.seconds:.0f} s {outcome.fault}", flush=True)
+            print(f"-- random models {', '.join(kinds)}: {outcome.seconds:.0f} s {outcome.fault}", flush=True)
             if outcome.fault:
                 self.lines.append(Line("models", error=outcome.fault))
-        for group in plan.processes(self._chosen, tiny=self._tiny):
-            self._group(group)
+        groups = plan.processes(self._chosen, tiny=self._tiny)
+        if self._tiny:  # nobody reads the numbers, so they may disturb each other
+            with ThreadPoolExecutor() as at_once:
+                list(at_once.map(self._group, groups))
+        else:
+            for group in groups:
+                self._group(group)
 
     def _group(self, group: Sequence[plan.Measurement]) -> None:
         fitting = [measurement for measurement in group if self._tiny or self._fits(measurement, group)]
@@ -97,7 +100,8 @@ class Run:
         if self._end is not None:
             limit = max(1.0, min(limit, self._end - time.monotonic()))
         names = [measurement.name for measurement in fitting]
-        outcome = processes.run(["measurements", self._scale, str(self._models), *names], limit, self._log)
+        models = self._models / names[0] if self._tiny else self._models
+        outcome = processes.run(["measurements", self._scale, str(models), *names], limit, self._log)
         self.lines += outcome.lines
         if outcome.fault:
             self.lines.append(Line(" + ".join(names), error=outcome.fault[:300]))

@@ -1,5 +1,6 @@
 """Seconds of a step and memory of the device. Imports torch when called."""
 
+import os
 import statistics
 import threading
 import time
@@ -65,9 +66,8 @@ class DeviceMemory:
         self._thread = threading.Thread(target=self._watch, daemon=True, name="device-memory")
 
     def __enter__(self) -> "DeviceMemory":
-        import torch
-
-        if torch.cuda.is_available():
+        # A client's process sees no device, and need not load torch to find that out.
+        if os.environ.get("CUDA_VISIBLE_DEVICES") != "" and device() == "cuda":
             self._thread.start()
         return self
 

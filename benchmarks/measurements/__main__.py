@@ -38,6 +38,10 @@ def run_plain(scale: Scale, models: Path, measurements: Sequence[Measurement]) -
 def main(arguments: Sequence[str]) -> None:
     scale, models, names = SCALES[arguments[0]], Path(arguments[1]), arguments[2:]
     chosen = [measurement for measurement in MEASUREMENTS if measurement.name in names]
+    if kinds := {kind for measurement in chosen for kind in measurement.models}:
+        from measurements.models import write_missing
+
+        write_missing(scale, models, kinds)
     for host, group in itertools.groupby(chosen, key=lambda measurement: measurement.host):
         members = list(group)
         if host is None:

@@ -6,7 +6,7 @@ from harness import timing, workloads
 from harness.lines import Line
 from harness.scale import Scale
 
-from measurements.training import make_trainer, parameters_of, rate_line, text_datum, train_step, work
+from measurements.training import collect, make_trainer, parameters_of, rate_line, text_datum, train_step, work
 
 
 def bare(scale: Scale, models: Path) -> None:
@@ -22,6 +22,7 @@ def bare(scale: Scale, models: Path) -> None:
         note = f"{scale.adapters} runs of {length} tokens, one after the other"
         Line(name, tokens / seconds, "tokens/s", seconds, timing.peak_gib(), note).emit()
         del loop
+        collect()
 
 
 def ours(scale: Scale, models: Path) -> None:

@@ -1,12 +1,13 @@
 """A backend with real engines in this process, reachable in process and over HTTP at the same time."""
 
 import asyncio
+import contextlib
 import os
+import subprocess
 import sys
 import tempfile
 import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,47 @@ from typing import Any
 from harness.lines import failed
 from harness.scale import Scale
 
-from measurements.ways import InProcess
+from measurements.ways import DONE, InProcess
+
+
+class Client:
+    """A process of `measurements.sdk_process`; it starts when this is made, and is ended by `close`."""
+
+    def __init__(self, scale: Scale) -> None:
+        self._process = subprocess.Popen(
+            (sys.executable, "-m", "measurements.sdk_process", scale.name),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+        )
+
+    async def measure(self, order: str) -> None:
+        """Send `order` and pass on what it prints until it is done; RuntimeError with what went wrong there."""
+        try:
+            fault = await asyncio.to_thread(self._measure, order)
+        except asyncio.CancelledError:
+            self._process.kill()  # what it would print later is nobody's any more
+            raise
+        if fault:
+            raise RuntimeError(f"the SDK's process: {fault}")
+
+    def _measure(self, order: str) -> str:
+        process = self._process
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdin.write(f"{order}\n")
+        process.stdin.flush()
+        for line in process.stdout:
+            if line.startswith(DONE):
+                return line[len(DONE) :].strip()
+            print(line, end="", flush=True)
+        return f"ended with status {process.wait()}"
+
+    def close(self) -> None:
+        """End the process."""
+        self._process.kill()
+        self._process.wait()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -27,18 +68,11 @@ class Host:
     url: str
     model: str
     way: InProcess
+    client: Client
 
     async def in_sdk_process(self, measurement: str) -> None:
-        """Measure the same with the SDK in a process of its own, which prints its lines itself."""
-        command = (sys.executable, "-m", "measurements.sdk_process", self.url, self.model, self.scale.name, measurement)
-        process = await asyncio.create_subprocess_exec(*command, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""})
-        try:
-            status = await process.wait()
-        except BaseException:
-            process.kill()
-            raise
-        if status:
-            raise RuntimeError(f"the SDK's process ended with status {status}")
+        """Measure the same with the SDK in a process of its own."""
+        await self.client.measure(f"{self.url} {self.model} {measurement}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +92,10 @@ def run_hosted(scale: Scale, models: Path, kind: str, measurements: Sequence[Hos
         async with hosted(scale, models / kind, f"bench/{kind}") as host:
             for measurement in measurements:
                 try:
-                    await asyncio.wait_for(measurement.measure(host), measurement.limit)
+                    async with asyncio.timeout(measurement.limit):
+                        await measurement.measure(host)
+                except TimeoutError:
+                    failed(measurement.name, TimeoutError(f"not done after {measurement.limit:.0f} s")).emit()
                 except Exception as error:
                     traceback.print_exc()
                     failed(measurement.name, error).emit()
@@ -73,7 +110,7 @@ def run_hosted(scale: Scale, models: Path, kind: str, measurements: Sequence[Hos
             failed(measurement.name, error).emit()
 
 
-@asynccontextmanager
+@contextlib.asynccontextmanager
 async def hosted(scale: Scale, folder: Path, model: str) -> AsyncIterator[Host]:
     """The backend, started, with its HTTP side on a free port."""
     import uvicorn
@@ -81,11 +118,11 @@ async def hosted(scale: Scale, folder: Path, model: str) -> AsyncIterator[Host]:
     from tinker_local.backend.http.app import create_app
     from tinker_local.backend.http.server import bind, url_of
 
-    with tempfile.TemporaryDirectory() as data_dir:
+    with tempfile.TemporaryDirectory() as data_dir, contextlib.closing(Client(scale)) as client:
         options = BackendOptions(
             data_dir=Path(data_dir),
             max_rank=scale.rank,
-            kv_cache_bytes=scale.kv_cache_bytes,
+            kv_cache_bytes=scale.kv_cache_bytes if folder.name == "text" else scale.kv_cache_bytes // 8,
             micro_batch_tokens=scale.micro_batch_tokens,
         )
         async with InProcessBackend([ModelSource(model, str(folder))], options) as backend:
@@ -96,7 +133,7 @@ async def hosted(scale: Scale, folder: Path, model: str) -> AsyncIterator[Host]:
             serving = asyncio.create_task(server.serve(sockets=[listening]))
             way = InProcess(backend, await backend.create_session(), model)
             try:
-                yield Host(scale, folder, backend, url_of(listening), model, way)
+                yield Host(scale, folder, backend, url_of(listening), model, way, client)
             finally:
                 server.should_exit = True
                 backend.stop_waiting()

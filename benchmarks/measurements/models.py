@@ -1,18 +1,28 @@
 """Writes the random models of a run: `python -m measurements.models SCALE FOLDER KIND…` (text, vl)."""
 
+import shutil
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
-from harness.scale import SCALES
+from harness.scale import SCALES, Scale
 from random_model import write_random_model
 
 
-def main() -> None:
-    scale, folder, kinds = SCALES[sys.argv[1]], Path(sys.argv[2]), sys.argv[3:]
-    for kind in kinds:
-        write_random_model(folder / kind, scale.text, scale.vision if kind == "vl" else None)
-        (folder / kind / "complete").touch()
+def write_missing(scale: Scale, folder: Path, kinds: Iterable[str]) -> None:
+    """Those of `kinds` that are not in `folder` yet, each in a folder of its name."""
+    for kind in sorted(kinds):
+        out = folder / kind
+        if (out / COMPLETE).exists():
+            continue
+        shutil.rmtree(out, ignore_errors=True)
+        write_random_model(out, scale.text, scale.vision if kind == "vl" else None)
+        (out / COMPLETE).touch()
+
+
+COMPLETE = "complete"
+"""A file that says that a model was written to its end."""
 
 
 if __name__ == "__main__":
-    main()
+    write_missing(SCALES[sys.argv[1]], Path(sys.argv[2]), sys.argv[3:])

@@ -46,8 +46,7 @@ def make_trainer(scale: Scale, folder: Path, **options: Any) -> Any:
     """Our trainer of the model in `folder`, on the device, in the baselines' types."""
     from tinker_local.backend.training.worker import HFTrainer
 
-    timing.forget_peak()
-    return HFTrainer(str(folder), name="bench", micro_batch_tokens=scale.micro_batch_tokens, **options)
+    return HFTrainer(str(folder), name="bench", **{"micro_batch_tokens": scale.micro_batch_tokens, **options})
 
 
 def parameters_of(folder: Path) -> int:
@@ -132,22 +131,22 @@ def ours_recompute(scale: Scale, models: Path) -> None:
 
     folder = models / "text"
     data = workloads.ragged_sequences(scale)
-    options: dict[str, Any] = {}
+    options: dict[str, Any] = {"micro_batch_tokens": scale.recompute_micro_batch_tokens}
     if "activation_memory_bytes" in inspect.signature(HFTrainer).parameters:
         options["activation_memory_bytes"] = 0
     trainer = make_trainer(scale, folder, **options)
     trainer.create_adapter("no_head", LoraConfig(rank=scale.rank, train_unembed=False))
     works = [work("no_head", [text_datum(sequence) for sequence in data])]
     seconds = timing.median_seconds(lambda: train_step(trainer, works), scale)
-    note = "float32 masters, every layer recomputed" if options else "float32 masters, recomputes as it always does"
+    chosen = "activation_memory_bytes" in options
+    note = f"float32 masters, {'every layer recomputed' if chosen else 'recomputes as it always does'}"
     rate_line("text.ours_recompute", sum(map(len, data)), seconds, parameters_of(folder), note).emit()
 
 
-def free(trainer: Any) -> None:
-    """Close a trainer and give its memory back."""
+def collect() -> None:
+    """Give the memory of what nobody holds any more back to the device."""
     import torch
 
-    trainer.close()
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

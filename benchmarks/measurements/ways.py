@@ -20,6 +20,8 @@ from tinker_local.types import (
 from tinker_local.types.sdk import to_sdk
 
 ADAM = AdamParams(learning_rate=1e-5)
+DONE = "sdk measurement done"
+"""What the SDK's process prints when it has measured."""
 
 
 class Way(Protocol):
@@ -123,7 +125,7 @@ class Sdk:
         await update
 
     async def sampler(self, run: Any) -> Any:
-        return await run.save_weights_and_get_sampling_client_async()
+        return await run.save_weights_and_get_sampling_client()
 
     async def sample(self, sampler: Any, prompt: Sequence[int], max_tokens: int) -> int:
         params = to_sdk(SamplingParams(max_tokens=max_tokens, stop=()))
