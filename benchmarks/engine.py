@@ -19,7 +19,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TextIO
 
-from harness import machine, plan, processes, report
+from harness import machine, plan, processes, ratios, report
 from harness.lines import Line
 
 MODEL_BYTES = 36 * 2**30
@@ -150,8 +150,12 @@ def main() -> int:
             run.everything()
         show(options, run, began)
         print(f"what the measurements said besides: {log.name}")
-    errors = [line for line in run.lines if line.error]
-    return 1 if errors and options.tiny else 0
+    if not options.tiny:
+        return 0
+    unknown = ratios.unknown(run.lines) if len(options.chosen) == len(plan.MEASUREMENTS) else []
+    if unknown:
+        print(f"ratios name lines that no measurement printed: {', '.join(dict.fromkeys(unknown))}")
+    return 1 if unknown or any(line.error for line in run.lines) else 0
 
 
 if __name__ == "__main__":

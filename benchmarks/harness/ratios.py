@@ -97,3 +97,9 @@ def _result(ratio: Ratio, by_name: Mapping[str, Line]) -> Result | None:
     if ratio.target is not None:
         met = value >= ratio.target if ratio.sense == "at least" else value <= ratio.target
     return Result(ratio, value, line, base, met)
+
+
+def unknown(lines: Sequence[Line], ratios: Sequence[Ratio] = RATIOS) -> list[str]:
+    """Names in `ratios` that no line has, not even one that failed or was skipped: somebody renamed one of them."""
+    printed = {line.name for line in lines}
+    return [name for ratio in ratios for name in (ratio.of, *ratio.over) if name not in printed]
