@@ -394,17 +394,16 @@ MUTATIONS = (
     Mutation(
         "logprobs-after-the-cut",
         "backend/sampling/vllm_draw.py",
-        "generators), logprobs_bv",
-        "generators), kept_bv.log_softmax(dim=-1, dtype=torch.float32)",
+        "generators), Probabilities(p_bv)",
+        "generators), Probabilities(kept_bv / kept_bv.sum(-1, keepdim=True))",
         (SAMPLED + "test_each_setting_alone_agrees_with_hf",),
     ),
     Mutation(
         "logprobs-without-temperature",
         "backend/sampling/vllm_draw.py",
-        "        runner.sampler.topk_topp_sampler = draw\n"
-        "        # What the module returns counts as the processed logprobs.\n"
-        '        runner.sampler.logprobs_mode = "processed_logprobs"\n',
-        '        runner.sampler.logprobs_mode = "raw_logprobs"\n',
+        '        sampler.logprobs_mode = "processed_logprobs"\n',
+        '        sampler.logprobs_mode = "processed_logprobs"\n'
+        "        sampler.apply_temperature = lambda logits, *_: logits\n",
         (SAMPLED + "test_each_setting_alone_agrees_with_hf",),
     ),
     Mutation(

@@ -91,7 +91,6 @@ def _first_params(params: SamplingParams, budget: int, vocab_size: int) -> Any:
         # The token that completes a stop string, or is a stop token, belongs to the sample.
         include_stop_str_in_output=True,
         logprobs=0,  # of the sampled token alone
-        flat_logprobs=True,
         output_kind=RequestOutputKind.FINAL_ONLY,
         # Nobody else holds this object, so vLLM copies it shallowly, and does not look at the temperature again.
         skip_clone=True,
@@ -134,11 +133,12 @@ def _sequence(completion: Any) -> SampledSequence:
     return SampledSequence(
         stop_reason=completion.finish_reason,
         tokens=np.asarray(completion.token_ids, np.int32),
-        logprobs=np.asarray(completion.logprobs.logprobs, np.float32),
+        logprobs=np.asarray(completion.logprobs, np.float32),
     )
 
 
 def _prompt_logprobs(output: Any, length: int) -> npt.NDArray[np.float32]:
     values = np.full(length, np.nan, np.float32)
-    values[1:] = output.prompt_logprobs.logprobs
+    if length > 1:
+        values[1:] = output.prompt_logprobs
     return values

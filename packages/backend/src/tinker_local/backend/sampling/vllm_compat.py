@@ -144,12 +144,14 @@ def model_arguments(model: str, dtype: DType | None) -> dict[str, Any]:
 
 
 def build_engine(options: EngineOptions) -> Any:
-    """A started `LLMEngine` that is stepped in this process, with the fixes of `vllm_lora_fixes` and the draw of
-    `vllm_draw` in place. Takes seconds to minutes; the process's state is as before."""
+    """A started `LLMEngine` that is stepped in this process, with the fixes of `vllm_lora_fixes`, the draw of
+    `vllm_draw` and the logprobs of `vllm_logprobs` in place. Takes seconds to minutes; the process's state is as
+    before."""
     prepare_environment()
     with process_state_kept():
         from tinker_local.backend.sampling import vllm_lora_fixes
         from tinker_local.backend.sampling.vllm_draw import FullVocabularyDraw
+        from tinker_local.backend.sampling.vllm_logprobs import collect_logprobs
         from vllm.engine.arg_utils import EngineArgs
         from vllm.usage.usage_lib import UsageContext
         from vllm.v1.engine.llm_engine import LLMEngine
@@ -165,6 +167,7 @@ def build_engine(options: EngineOptions) -> Any:
             finalizer.detach()
         vllm_lora_fixes.fix_prompt_logprobs(runner)
         FullVocabularyDraw.install(runner)
+        collect_logprobs(engine)
     return engine
 
 

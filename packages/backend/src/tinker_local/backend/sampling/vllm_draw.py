@@ -1,6 +1,6 @@
 """Draws the next tokens, and gives their logprobs over the whole vocabulary.
 
-Shape suffixes: b requests of a step, v vocabulary.
+Shape suffixes: b requests of a step, n positions of a prompt, v vocabulary.
 """
 
 import types
@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from tinker_local.backend.sampling.vllm_logprobs import Logits, Probabilities, gather_logprobs
 from torch import nn
 
 
@@ -16,8 +17,8 @@ class FullVocabularyDraw(nn.Module):
 
     vLLM offers two kinds of logprobs, and neither is log softmax(logits / T): `raw_logprobs` ignore T, and
     `processed_logprobs` renormalise over what top-k and top-p keep. Here they are taken after the temperature and
-    before the cut. (Greedy rows have been divided by 1; a step of greedy rows alone does not come here, vLLM takes
-    their log softmax itself.)
+    before the cut, from the probabilities that the draw needs anyway: one softmax a step. (Greedy rows have been
+    divided by 1; a step of greedy rows alone does not come here.)
 
     Unseeded requests draw from a generator of their own, seeded by the operating system, so that a program that seeds
     torch's global generator does not make samples repeat, and sampling does not disturb that program's random numbers.
@@ -34,11 +35,18 @@ class FullVocabularyDraw(nn.Module):
     def install(cls, runner: Any) -> None:
         """Make `runner` (a V1 model runner) sample with it."""
         draw = cls(runner.device)
-        runner.sampler.topk_topp_sampler = draw
-        # What the module returns counts as the processed logprobs.
-        runner.sampler.logprobs_mode = "processed_logprobs"
+        draw.install_in(runner.sampler)
         if runner.device.type == "cpu":
             draw._rewind_instead_of(runner)
+
+    def install_in(self, sampler: Any) -> None:
+        """Make vLLM's `Sampler` draw with it. Its logprobs are then `vllm_logprobs`'s: of chosen tokens alone."""
+        sampler.topk_topp_sampler = self
+        # What the module returns counts as the processed logprobs; it need not be a tensor.
+        sampler.logprobs_mode = "processed_logprobs"
+        # For prompts, and for steps of greedy rows alone.
+        sampler.compute_logprobs = Logits
+        sampler.gather_logprobs = gather_logprobs
 
     def forward(
         self,
@@ -46,18 +54,20 @@ class FullVocabularyDraw(nn.Module):
         generators: dict[int, torch.Generator],
         top_k_b: torch.Tensor | None,
         top_p_b: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Token ids int64 [B] and log softmax float32 [B, V]; `generators` by row, for requests with a seed."""
-        from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
-
-        logprobs_bv = logits_bv.log_softmax(dim=-1, dtype=torch.float32)
-        # Cuts in place: the logits are not needed any more.
-        kept_bv = apply_top_k_top_p(logits_bv, top_k_b, top_p_b)
-        return self._exponential_race(kept_bv, generators), logprobs_bv
-
-    def _exponential_race(self, logits_bv: torch.Tensor, generators: dict[int, torch.Generator]) -> torch.Tensor:
-        """argmax p / e with e ~ Exp(1) has the distribution p, without a synchronisation with the host."""
+    ) -> tuple[torch.Tensor, Probabilities]:
+        """Token ids int64 [B] and what their logprobs are taken from; `generators` by row, for requests with a seed."""
         p_bv = logits_bv.softmax(dim=-1, dtype=torch.float32)
+        kept_bv = p_bv
+        if top_k_b is not None or top_p_b is not None:
+            from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
+
+            # Cuts in place: the logits are not needed any more.
+            cut_bv = apply_top_k_top_p(logits_bv, top_k_b, top_p_b)
+            kept_bv = p_bv.masked_fill(cut_bv == -torch.inf, 0.0)
+        return self._exponential_race(kept_bv, generators), Probabilities(p_bv)
+
+    def _exponential_race(self, p_bv: torch.Tensor, generators: dict[int, torch.Generator]) -> torch.Tensor:
+        """argmax p / e with e ~ Exp(1) has the distribution p / sum(p), without a synchronisation with the host."""
         noise_bv = torch.empty_like(p_bv)
         if self._rewinds:
             self._states = {row: generator.get_state() for row, generator in generators.items()}
@@ -65,7 +75,7 @@ class FullVocabularyDraw(nn.Module):
             noise_bv.exponential_(generator=self._unseeded)
         for row, generator in generators.items():
             noise_bv[row].exponential_(generator=generator)
-        return p_bv.div_(noise_bv).argmax(dim=-1)
+        return torch.div(p_bv, noise_bv, out=noise_bv).argmax(dim=-1)
 
     def _rewind_instead_of(self, runner: Any) -> None:
         """Undo the draws of requests whose prompt is not all in yet.
