@@ -61,7 +61,7 @@ def attend(
     """`query` [T, N, D]; `key`, `value` [T, M, D], rows may be apart -> output [T, N, D], and what `attend_backward`
     needs beside it. T is the sum of the segments' lengths."""
     if compat_torch.flash_attention_works(query):
-        return compat_torch.flash_attention(query, key, value, segments.bounds, segments.longest, scaling)
+        return compat_torch.flash_attention(query, key, value, segments.bounds, segments.longest, scaling, causal=True)
     outputs = [_run_attention(query, key, value, run, scaling) for run in segments.runs]
     return (outputs[0] if len(outputs) == 1 else torch.cat(outputs)), None
 

@@ -13,15 +13,22 @@ def flash_attention_works(query: torch.Tensor) -> bool:
 
 
 def flash_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bounds: torch.Tensor, longest: int, scaling: float
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    bounds: torch.Tensor,
+    longest: int,
+    scaling: float,
+    *,
+    causal: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Causal attention of each segment with itself. `query` [T, N, D], `key` and `value` [T, M, D], `bounds` int32
+    """Attention of each segment with itself. `query` [T, N, D], `key` and `value` [T, M, D], `bounds` int32
     [segments + 1]; returns the output [T, N, D] and the log of the softmax's sums [N, T].
 
     The operators themselves, because `torch.nn.attention.varlen` of 2.11 refuses fewer key-value heads; they do not.
     """
     output, logsumexp, _, _, _ = torch.ops.aten._flash_attention_forward(
-        query, key, value, bounds, bounds, longest, longest, 0.0, True, False, scale=scaling
+        query, key, value, bounds, bounds, longest, longest, 0.0, causal, False, scale=scaling
     )
     return output, logsumexp
 
@@ -37,7 +44,7 @@ def flash_attention_backward(
     longest: int,
     scaling: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients by query, key and value of `flash_attention`."""
+    """Gradients by query, key and value of a causal `flash_attention`."""
     no_dropout = torch.zeros(2, dtype=torch.uint64, device=query.device)
     by_query, by_key, by_value = torch.ops.aten._flash_attention_backward(
         grad, query, key, value, output, logsumexp, bounds, bounds, longest, longest, 0.0, True,

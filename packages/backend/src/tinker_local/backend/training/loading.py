@@ -9,6 +9,7 @@ from tinker_local.backend.training import attention
 from tinker_local.backend.training.decoder.weights import DecoderWeights, take_weights
 from tinker_local.backend.training.families import family_of
 from tinker_local.backend.training.families.interface import Family
+from tinker_local.backend.training.vision_attention import use_packed_attention
 from tinker_local.types import UnsupportedError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
@@ -43,6 +44,8 @@ def load_model(path: str, dtype: str | None, device: str | None) -> LoadedModel:
     chosen = DTYPES[dtype or ("bfloat16" if place.type == "cuda" else "float32")]
     model = getattr(transformers, family.auto_class).from_pretrained(path, dtype=chosen, attn_implementation="sdpa")
     model = model.to(place).eval().requires_grad_(False)
+    if family.encode_images is not None:
+        use_packed_attention(model.model.visual)
     decoder = take_weights(model.get_submodule(family.decoder_path), path)
     return LoadedModel(
         model, decoder, family, model.lm_head.out_features, text_config.max_position_embeddings, chosen, place

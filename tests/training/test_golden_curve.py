@@ -1,0 +1,64 @@
+"""The losses of a short training run equal stored ones: whatever changes in how a step is computed, what it computes
+stays.
+
+The stored numbers were computed in float64 by this same run. Nothing rewrites them: who changes them changes what
+training means, and says why.
+"""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from tinker_local.backend.training.interface import TrainWork
+from tinker_local.backend.training.loss_specs import check_config
+from tinker_local.backend.training.worker import HFTrainer
+from tinker_local.types import AdamParams, LoraConfig
+
+STORED = Path(__file__).with_name("golden_curve.json")
+STEPS = 12
+
+
+@pytest.fixture
+def golden_model(tmp_path, model_path):
+    """The tiny Qwen3-VL with weights that depend on their names alone, not on the order in which they are drawn."""
+    model = transformers.AutoModelForImageTextToText.from_pretrained(model_path("qwen3_vl"), dtype=torch.float32)
+    for name, parameter in sorted(model.named_parameters()):
+        if parameter.ndim > 1:
+            rng = np.random.default_rng(list(name.encode()))
+            drawn = rng.standard_normal(parameter.shape) * 0.25
+            parameter.data.copy_(torch.from_numpy(drawn.astype(np.float32)))
+    model.save_pretrained(tmp_path / "golden")
+    return tmp_path / "golden"
+
+
+def curve(trainer, make):
+    """Losses of two adapters of different ranks and losses, trained side by side on text and images."""
+    trainer.create_adapter("a", LoraConfig(rank=8, seed=1))
+    trainer.create_adapter("b", LoraConfig(rank=4, seed=2, train_mlp=False))
+    data = [make.datum(17), make.datum(30, [(3, (4, 6)), (12, (4, 4))]), make.datum(9, [(0, (2, 4))])]
+    policy = [make.datum(n, loss_fn="importance_sampling") for n in (12, 25)]
+    for datum in policy:
+        datum.loss_inputs["logprobs"][:] = -5
+    adam = AdamParams(learning_rate=1e-3, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.01, grad_clip_norm=1.0)
+    losses = []
+    for _ in range(STEPS):
+        works = [
+            TrainWork("a", data, "cross_entropy", check_config("cross_entropy", {})),
+            TrainWork("b", policy, "importance_sampling", check_config("importance_sampling", {})),
+        ]
+        results = trainer.forward_backward(works)
+        losses.append([result.metrics["loss:sum"] for result in results])
+        for name in "ab":
+            trainer.optim_step(name, adam)
+    return np.array(losses)
+
+
+def test_the_loss_curve_equals_the_stored_one(golden_model, make):
+    trainer = HFTrainer(str(golden_model), name="golden", dtype="float32", device="cpu")
+    losses = curve(trainer, make)
+    stored = np.array(json.loads(STORED.read_text()))
+    assert abs(stored[-1, 0] - stored[0, 0]) > 1, "a curve that does not move proves nothing"
+    np.testing.assert_allclose(losses, stored, rtol=1e-5)
