@@ -1,5 +1,6 @@
 """One process of a run: `python -m measurements SCALE MODELS NAME…` prints the lines of the measurements named."""
 
+import contextlib
 import functools
 import importlib
 import itertools
@@ -8,13 +9,16 @@ import sys
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from harness.lines import failed
 from harness.plan import MEASUREMENTS, Measurement
 from harness.scale import SCALES, Scale
 
-TINY_LIMIT = 40.0
+if TYPE_CHECKING:
+    from measurements.hosting import Client
+
+TINY_LIMIT = 120.0
 """Seconds of a tiny measurement on a host."""
 
 
@@ -35,6 +39,15 @@ def run_plain(scale: Scale, models: Path, measurements: Sequence[Measurement]) -
             failed(measurement.name, error).emit()
 
 
+def run_on_host(scale: Scale, folder: Path, client: "Client", measurements: Sequence[Measurement]) -> None:
+    """One after the other on one backend."""
+    from measurements.hosting import Hosted, run_hosted
+
+    tiny = scale.name == "tiny"
+    hosted = [Hosted(m.name, function(m), TINY_LIMIT if tiny else m.seconds) for m in measurements]
+    run_hosted(scale, folder, client, hosted)
+
+
 def main(arguments: Sequence[str]) -> None:
     scale, models, names = SCALES[arguments[0]], Path(arguments[1]), arguments[2:]
     chosen = [measurement for measurement in MEASUREMENTS if measurement.name in names]
@@ -42,15 +55,17 @@ def main(arguments: Sequence[str]) -> None:
         from measurements.models import write_missing
 
         write_missing(scale, models, kinds)
-    for host, group in itertools.groupby(chosen, key=lambda measurement: measurement.host):
-        members = list(group)
-        if host is None:
-            run_plain(scale, models, members)
-        else:
-            from measurements.hosting import Hosted, run_hosted
+    with contextlib.ExitStack() as closing:
+        client = None
+        if any(measurement.host for measurement in chosen):
+            from measurements.hosting import Client
 
-            hosted = [Hosted(m.name, function(m), TINY_LIMIT if scale.name == "tiny" else m.seconds) for m in members]
-            run_hosted(scale, models, host, hosted)
+            client = closing.enter_context(contextlib.closing(Client(scale)))
+        for host, group in itertools.groupby(chosen, key=lambda measurement: measurement.host):
+            if client is None or host is None:
+                run_plain(scale, models, list(group))
+            else:
+                run_on_host(scale, models / host, client, list(group))
     sys.stdout.flush()
     # Threads of vLLM and its allocator may keep or crash a process that ends; all that it had to say is said.
     os._exit(0)

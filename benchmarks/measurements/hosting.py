@@ -84,12 +84,13 @@ class Hosted:
     limit: float
 
 
-def run_hosted(scale: Scale, models: Path, kind: str, measurements: Sequence[Hosted]) -> None:
-    """Start one backend for all `measurements`; each that fails or takes too long prints an error as a line."""
+def run_hosted(scale: Scale, folder: Path, client: Client, measurements: Sequence[Hosted]) -> None:
+    """Start one backend of the model in `folder` for all `measurements`; each that fails or takes too long prints an
+    error as a line."""
     from tinker_local.backend.http.server import allow_many_connections, event_loop
 
     async def run() -> None:
-        async with hosted(scale, models / kind, f"bench/{kind}") as host:
+        async with hosted(scale, folder, client) as host:
             for measurement in measurements:
                 try:
                     async with asyncio.timeout(measurement.limit):
@@ -111,14 +112,15 @@ def run_hosted(scale: Scale, models: Path, kind: str, measurements: Sequence[Hos
 
 
 @contextlib.asynccontextmanager
-async def hosted(scale: Scale, folder: Path, model: str) -> AsyncIterator[Host]:
+async def hosted(scale: Scale, folder: Path, client: Client) -> AsyncIterator[Host]:
     """The backend, started, with its HTTP side on a free port."""
     import uvicorn
     from tinker_local.backend import BackendOptions, InProcessBackend, ModelSource
     from tinker_local.backend.http.app import create_app
     from tinker_local.backend.http.server import bind, url_of
 
-    with tempfile.TemporaryDirectory() as data_dir, contextlib.closing(Client(scale)) as client:
+    model = f"bench/{folder.name}"
+    with tempfile.TemporaryDirectory() as data_dir:
         options = BackendOptions(
             data_dir=Path(data_dir),
             max_rank=scale.rank,

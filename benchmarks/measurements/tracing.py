@@ -22,9 +22,9 @@ KINDS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("attention", ("flash", "fmha", "attention", "sdpa")),
     (
         "matrix products",
-        ("gemm", "gemv", "cutlass", "nvjet", "cublas", "aten::mm", "addmm", "bmm", "grouped_mm", "mkl"),
+        ("gemm", "gemv", "cutlass", "nvjet", "cublas", "aten::mm", "addmm", "bmm", "grouped_mm", "splitk", "mkl"),
     ),
-    ("copies", ("memcpy", "memset", "copy_")),
+    ("copies and casts", ("memcpy", "memset", "copy_")),
 )
 """The first kind one of whose words is in an event's name, lower case; what no kind claims is `elementwise`."""
 OTHER = "elementwise and others"

@@ -135,7 +135,7 @@ def test_a_trace_splits_time_by_kind_and_counts_overlap_once() -> None:
         ],
         on_gpu=True,
     )
-    expected = {"attention": 0.2, "matrix products": 0.4, "copies": 0.1, OTHER: 0.1, IDLE: 0.2}
+    expected = {"attention": 0.2, "matrix products": 0.4, "copies and casts": 0.1, OTHER: 0.1, IDLE: 0.2}
     assert shares(events) == pytest.approx(expected)
     assert longest(events, 1) == [("nvjet_hsh_gemm", 40.0)]
 
