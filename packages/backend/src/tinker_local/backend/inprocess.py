@@ -4,6 +4,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
@@ -110,8 +111,9 @@ class InProcessBackend:
         folders = VersionFolders(options.data_dir)
         self._closing.callback(folders.close)
         self._closing.push_async_callback(self._close_models)
-        for path, names in self._sources.items():
-            await self._load_model(path, names)
+        for place, (path, names) in enumerate(self._sources.items()):
+            share = options.gpu_memory_utilization / (len(self._sources) - place)  # of what those before it have left
+            await self._load_model(path, names, replace(options, gpu_memory_utilization=share))
         self.operations = Operations(options.result_retention)
         self.sessions = Sessions(self.store, options.session_timeout, self._end_session)
         self.training = TrainingRuns(options, self.store, self.models, self.sessions, self.operations)
@@ -123,12 +125,12 @@ class InProcessBackend:
         self._closing.push_async_callback(_cancel, housekeeping)
         self.ready = True
 
-    async def _load_model(self, path: str, names: list[str]) -> None:
+    async def _load_model(self, path: str, names: list[str], options: BackendOptions) -> None:
         if (load := self._load) is None:
             from tinker_local.backend.loading import load_real
 
             load = load_real
-        engines, seconds = await in_daemon_thread(load_engines, load, path, names, self.options, self._progress)
+        engines, seconds = await in_daemon_thread(load_engines, load, path, names, options, self._progress)
         scheduler = TrainScheduler(
             engines.trainer, batch_tokens=self.options.batch_tokens, quantum=max(2, self.options.micro_batch_tokens)
         )

@@ -2,18 +2,24 @@
 
 import functools
 import json
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tinker_local.backend.base_models import Engines
+from tinker_local.backend.gpu_plan import GpuPlan, model_sizes, plan_gpu
 from tinker_local.backend.options import BackendOptions, DType, ModelSource, TrainerPlace
 
 if TYPE_CHECKING:
     from tinker_local.backend.sampling.engine_thread import EngineThread
+    from tinker_local.backend.sampling.vllm_compat import EngineOptions
     from tinker_local.backend.training.interface import Trainer
     from tinker_local.backend.training.process.messages import TrainerFactory
+
+log = logging.getLogger(__name__)
 
 TOLERANCE: dict[DType, float] = {"float32": 1e-3, "bfloat16": 0.3}
 """Mean difference (nats) of a probe's logprobs between trainer and sampler above which an adapter was not served.
@@ -67,14 +73,25 @@ def load_real(source: ModelSource, options: BackendOptions) -> Engines:
     from transformers import AutoConfig
 
     dtype = options.dtype or vllm_compat.default_dtype()
+    config = AutoConfig.from_pretrained(source.path)
     engine = vllm_compat.EngineOptions(
         source.path,
         dtype=dtype,
         max_context_length=options.max_context_length,
         kv_cache_bytes=options.kv_cache_bytes,
-        gpu_memory_utilization=options.gpu_memory_utilization,
         max_rank=options.max_rank,
     )
+    activation_bytes = None
+    if not vllm_compat.runs_on_cpu() and options.kv_cache_bytes is None:
+        plan = plan_for(config, engine, options)
+        log.info(
+            "%s: %.1f GiB of KV cache, %.1f of activations",
+            source.name,
+            plan.kv_cache / 2**30,
+            plan.activations / 2**30,
+        )
+        engine = replace(engine, kv_cache_bytes=plan.kv_cache)
+        activation_bytes = plan.activations
     make_trainer = functools.partial(
         HFTrainer,
         source.path,
@@ -83,13 +100,43 @@ def load_real(source: ModelSource, options: BackendOptions) -> Engines:
         max_context_length=options.max_context_length,
         micro_batch_tokens=options.micro_batch_tokens,
         max_rank=options.max_rank,
+        activation_memory_bytes=activation_bytes,
     )
     with starting(trainer_place(options), make_trainer) as make:
         sampler = VLLMSampler(engine, engine_thread())
         trainer: Trainer = make()
     renderer = VLLMRenderer(source.path, dtype=dtype, max_pixels=options.max_image_pixels)
-    arch = AutoConfig.from_pretrained(source.path).model_type
-    return Engines(renderer, trainer, sampler, arch=arch, tolerance=TOLERANCE[dtype])
+    return Engines(renderer, trainer, sampler, arch=config.model_type, tolerance=TOLERANCE[dtype])
+
+
+def plan_for(config: Any, engine: "EngineOptions", options: BackendOptions) -> GpuPlan:
+    """The plan for a model of `config` on the current GPU as free as it is now."""
+    import torch
+    from tinker_local.backend.training.worker import CUDA_LOGITS
+    from transformers import AutoModel
+
+    with torch.device("meta"):
+        text = AutoModel.from_config(config)
+    parameters = sum(parameter.numel() for parameter in text.parameters())
+    text_config = config.get_text_config()
+    if not config.tie_word_embeddings:
+        parameters += text_config.vocab_size * text_config.hidden_size
+    itemsize = 2 if (engine.dtype or options.dtype) == "bfloat16" else 4
+    free, _ = torch.cuda.mem_get_info()
+    return plan_gpu(
+        model_sizes(text_config.to_dict(), parameters, itemsize),
+        free=int(options.gpu_memory_utilization * free),
+        context=min(
+            options.max_context_length or text_config.max_position_embeddings, text_config.max_position_embeddings
+        ),
+        micro_batch_tokens=options.micro_batch_tokens,
+        max_rank=options.max_rank,
+        adapter_slots=engine.adapters_per_step,
+        max_sequences=engine.max_sequences,
+        batched_tokens=engine.max_batched_tokens,
+        image_cache=engine.image_cache_bytes if hasattr(config, "vision_config") else 0,
+        logits=CUDA_LOGITS * itemsize,
+    )
 
 
 def load_fake(source: ModelSource, options: BackendOptions) -> Engines:

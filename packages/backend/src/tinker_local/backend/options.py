@@ -40,7 +40,8 @@ class BackendOptions:
     where it shares the GIL with nobody; None: "process" on CUDA, "inline" on CPU and for fakes.
     `max_context_length` None: the model's own. `micro_batch_tokens`: most positions in one forward of the trainer;
     `batch_tokens`: in one round of the scheduler.
-    `kv_cache_bytes` None: 256 MiB on CPU; on CUDA vLLM takes `gpu_memory_utilization` of the card.
+    `kv_cache_bytes` None: 256 MiB on CPU; on CUDA by `gpu_plan.py`, which divides `gpu_memory_utilization` of what is
+    free on the card between trainer and vLLM.
     """
 
     data_dir: Path = field(default_factory=default_data_dir)
@@ -60,7 +61,7 @@ class BackendOptions:
     max_queued_bytes: int = 4 * 2**30
     max_queued_bytes_per_session: int = 2**30
     kv_cache_bytes: int | None = None
-    gpu_memory_utilization: float = 0.4
+    gpu_memory_utilization: float = 0.95
     session_timeout: float = 300.0
     result_retention: float = 900.0
     hole_patience: float = 360.0

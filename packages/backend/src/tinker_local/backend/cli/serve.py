@@ -123,14 +123,14 @@ def read_keys(path: Path) -> list[str]:
     "--kv-cache",
     type=click.FloatRange(min=0, min_open=True),
     metavar="GIB",
-    help="vLLM's KV cache. Default: 0.25 on CPU; on GPU, what --gpu-memory-utilization leaves.",
+    help="vLLM's KV cache. Default: 0.25 on CPU; on GPU, what is left beside the trainer.",
 )
 @click.option(
     "--gpu-memory-utilization",
-    default=0.4,
+    default=0.95,
     show_default=True,
-    type=click.FloatRange(0.05, 0.95),
-    help="Share of the GPU that vLLM takes.",
+    type=click.FloatRange(0.05, 1.0),
+    help="Share of the GPU's free memory that trainer and vLLM take together.",
 )
 @click.option(
     "--session-timeout",

@@ -192,6 +192,8 @@ def _engine_arguments(options: EngineOptions) -> dict[str, Any]:
         arguments["compilation_config"] = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
     if options.kv_cache_bytes is not None or on_cpu:
         arguments["kv_cache_memory_bytes"] = options.kv_cache_bytes or 256 * _MIB
+        # Not used for the cache then, but vLLM refuses to start where less than this share of the card is free.
+        arguments["gpu_memory_utilization"] = 0.05
     else:
         arguments["gpu_memory_utilization"] = options.gpu_memory_utilization
     return arguments

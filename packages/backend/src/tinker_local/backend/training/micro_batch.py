@@ -65,8 +65,9 @@ class Computed:
 
 
 class MicroBatchRunner:
-    """Runs micro-batches on `loaded`. `float_dtype`: of logprobs, losses and adapters. `activation_bytes`: what
-    activations may take, None for what is free on the device (on the CPU everything is kept)."""
+    """Runs micro-batches on `loaded`. `float_dtype`: of logprobs, losses and adapters. `activation_bytes`: the
+    most that activations may take, on a GPU never more than what is free; None for all of that (on the CPU everything
+    is kept)."""
 
     def __init__(
         self,
@@ -149,13 +150,12 @@ class MicroBatchRunner:
     def _plan(self, packed: Packed, batch: LoraBatch) -> list[Keep]:
         """What each layer keeps. The head's logits come and go before the backward and after the forward."""
         weights, dtype = self._loaded.decoder, self._loaded.dtype
-        budget = self.activation_bytes
+        budget, free = self.activation_bytes, free_bytes(self._loaded.device)
+        if free is not None:
+            free = int(_PLANNED_SHARE * free) - self._head.chunk_elements * dtype.itemsize
+            budget = free if budget is None else min(budget, free)
         if budget is None:
-            free = free_bytes(self._loaded.device)
-            if free is None:
-                return [Keep.ALL] * len(weights.layers)
-            logits = self._head.chunk_elements * dtype.itemsize
-            budget = int(_PLANNED_SHARE * free) - logits
+            return [Keep.ALL] * len(weights.layers)
         return plan(weights, len(packed.token_ids), batch.columns, dtype.itemsize, budget)
 
     def _loss_inputs(self, packed: Packed, works: Mapping[int, TrainWork]) -> dict[int, dict[str, torch.Tensor]]:

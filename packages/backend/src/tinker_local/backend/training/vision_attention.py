@@ -37,7 +37,9 @@ def packed_attention(
     rows = [tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value)]
     if compat_torch.flash_attention_works(query):
         bounds = cu_seq_lens_q.to(torch.int32)
-        output, _ = compat_torch.flash_attention(*rows, bounds, int(max_length_q), scaling, causal=False)
+        output, _ = compat_torch.flash_attention(
+            rows[0], rows[1], rows[2], bounds, int(max_length_q), scaling, causal=False
+        )
         return output.unsqueeze(0), None
     lengths = (cu_seq_lens_q[1:] - cu_seq_lens_q[:-1]).tolist()
     outputs, start = [], 0

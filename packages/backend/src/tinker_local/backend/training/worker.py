@@ -30,6 +30,9 @@ from tinker_local.types import AdamParams, ApiError, InternalError, InvalidReque
 
 log = logging.getLogger(__name__)
 
+CUDA_LOGITS = 2**28
+"""Most logits that exist at a time on a GPU: enough rows for its matrix products to be at their fastest."""
+
 _NOT_FLAT = 1e-6
 """A first gradient of exactly zero is a fault of ours if some derivative by a logprob was larger than this."""
 
@@ -71,7 +74,7 @@ class HFTrainer:
         self.micro_batch_tokens = micro_batch_tokens
         self._loaded = loaded
         self._float = torch.float64 if loaded.dtype == torch.float64 else torch.float32
-        chunk = logit_chunk_elements or (2**28 if loaded.device.type == "cuda" else 2**26)
+        chunk = logit_chunk_elements or (CUDA_LOGITS if loaded.device.type == "cuda" else 2**26)
         self._runner = MicroBatchRunner(loaded, chunk, image_cache_bytes, self._float, activation_memory_bytes)
         self._adapters: dict[str, Adapter] = {}
 

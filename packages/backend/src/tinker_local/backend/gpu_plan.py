@@ -1,0 +1,126 @@
+"""How a trainer and a vLLM engine share one GPU: by a plan made before either is loaded, so that neither finds the
+other's memory in its way. Knows numbers alone; imports neither torch nor vLLM.
+
+Both hold the model's weights. Of what is left the trainer gets what a full micro-batch takes without computing anything
+again, but at most half of it; the KV cache gets the rest, but no more than its sequences can fill.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+_GIB = 2**30
+_RUNTIME = 3 * _GIB
+"""CUDA contexts of two processes, libraries' workspaces, CUDA graphs, what allocators cannot use."""
+_LEAST_KV_SEQUENCES = 1
+_COUNTED_ADAPTERS = 4
+"""Adapters in training that are given room beside activations; more take from the activations, which are then computed
+again."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSizes:
+    """A model in numbers. `parameters` in all; those of the language model's layers by `hidden`, `intermediate`,
+    `layers`, `q_width` and `kv_width` (heads times head size); `vocabulary`; `itemsize` bytes of a number."""
+
+    parameters: int
+    hidden: int
+    intermediate: int
+    layers: int
+    q_width: int
+    kv_width: int
+    vocabulary: int
+    itemsize: int
+
+    @property
+    def weight_bytes(self) -> int:
+        return self.parameters * self.itemsize
+
+    @property
+    def kv_bytes(self) -> int:
+        """Of one position in the KV cache."""
+        return 2 * self.kv_width * self.layers * self.itemsize
+
+    def adapter_parameters(self, rank: int) -> int:
+        """Of an adapter on all projections and the LM head."""
+        widths = 6 * self.hidden + 2 * self.q_width + 2 * self.kv_width + 3 * self.intermediate
+        return rank * (self.layers * widths + self.hidden + self.vocabulary)
+
+    def activation_bytes(self) -> int:
+        """Of one position in one layer of the trainer, everything kept (`training/decoder/recomputation.py`)."""
+        return self.itemsize * (2 * self.hidden + 2 * self.q_width + 2 * self.kv_width + 2 * self.intermediate)
+
+
+@dataclass(frozen=True, slots=True)
+class GpuPlan:
+    """Bytes: `kv_cache` for vLLM; `activations` is the most that the trainer's may take (weights, adapters and logits
+    apart)."""
+
+    kv_cache: int
+    activations: int
+
+
+def model_sizes(config: Mapping[str, Any], parameters: int, itemsize: int) -> ModelSizes:
+    """Sizes from the fields of a text config as transformers has them."""
+    head = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    return ModelSizes(
+        parameters=parameters,
+        hidden=config["hidden_size"],
+        intermediate=config["intermediate_size"],
+        layers=config["num_hidden_layers"],
+        q_width=config["num_attention_heads"] * head,
+        kv_width=config["num_key_value_heads"] * head,
+        vocabulary=config["vocab_size"],
+        itemsize=itemsize,
+    )
+
+
+def plan_gpu(
+    sizes: ModelSizes,
+    *,
+    free: int,
+    context: int,
+    micro_batch_tokens: int,
+    max_rank: int,
+    adapter_slots: int,
+    max_sequences: int,
+    batched_tokens: int,
+    image_cache: int,
+    logits: int,
+) -> GpuPlan:
+    """Divide `free` bytes of a GPU. `context`: the longest sequence, in positions; `adapter_slots` of `max_rank`:
+    vLLM's; `max_sequences`, `batched_tokens`: in one step of vLLM; `image_cache`, `logits`: bytes of image features and
+    of logits that exist at a time, in both engines each.
+
+    Raises ValueError with the numbers if one sequence in the KV cache and one in the trainer do not fit.
+    """
+    slots = adapter_slots * sizes.adapter_parameters(max_rank) * sizes.itemsize
+    step = batched_tokens * (4 * sizes.intermediate + 8 * sizes.hidden) * sizes.itemsize
+    sampler = sizes.weight_bytes + slots + step + 3 * max_sequences * sizes.vocabulary * 4 + logits + image_cache
+    # Weights, gradient and two moments in float32, and A, B and their gradients beside one another for a micro-batch.
+    adapter = sizes.adapter_parameters(min(max_rank, 32))
+    adapters = _COUNTED_ADAPTERS * adapter * 4 * 4 + adapter * (2 * sizes.itemsize + 4 * 2)
+    trainer = sizes.weight_bytes + adapters + 2 * logits + image_cache
+    left = free - _RUNTIME - sampler - trainer
+
+    longest = min(context, micro_batch_tokens)
+    per_layer = sizes.activation_bytes()
+    inputs = longest * sizes.hidden * sizes.itemsize * (sizes.layers + 1)
+    least = inputs + 4 * longest * per_layer
+    most = micro_batch_tokens * per_layer * (sizes.layers + 4)
+    least_kv = _LEAST_KV_SEQUENCES * context * sizes.kv_bytes
+    if left < least + least_kv:
+        raise ValueError(
+            f"{_gib(free)} of GPU memory are free, and two copies of the weights ({_gib(sizes.weight_bytes)} each), "
+            f"adapters, buffers, a KV cache for one sequence of {context} positions ({_gib(least_kv)}) and the "
+            f"activations of {longest} ({_gib(least)}) take {_gib(free - left + least + least_kv)}; "
+            "a smaller max_context_length, micro_batch_tokens or max_rank needs less"
+        )
+    activations = max(least, min(most, left // 2))
+    filled = max_sequences * context * sizes.kv_bytes
+    kv_cache = min(left - activations, max(filled, least_kv))
+    return GpuPlan(kv_cache, left - kv_cache)
+
+
+def _gib(number: int) -> str:
+    return f"{number / _GIB:.1f} GiB"

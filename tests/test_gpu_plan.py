@@ -1,0 +1,81 @@
+"""How trainer and sampler divide a GPU, in numbers alone."""
+
+import dataclasses
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tinker_local.backend.gpu_plan import ModelSizes, plan_gpu
+
+GIB = 2**30
+EIGHT = ModelSizes(
+    parameters=8_190_000_000,
+    hidden=4096,
+    intermediate=12288,
+    layers=36,
+    q_width=4096,
+    kv_width=1024,
+    vocabulary=151936,
+    itemsize=2,
+)
+THIRTY_TWO = dataclasses.replace(
+    EIGHT, parameters=32_800_000_000, hidden=5120, intermediate=25600, layers=64, q_width=8192
+)
+HALF = dataclasses.replace(EIGHT, parameters=600_000_000, hidden=1024, intermediate=3072, layers=28, q_width=2048)
+
+
+def plan(sizes, free_gib, **changes):
+    settings = {
+        "context": 40960,
+        "micro_batch_tokens": 8192,
+        "max_rank": 128,
+        "adapter_slots": 4,
+        "max_sequences": 256,
+        "batched_tokens": 2048,
+        "image_cache": 0,
+        "logits": 2**29,
+    }
+    return plan_gpu(sizes, free=int(free_gib * GIB), **{**settings, **changes})
+
+
+def test_on_a_large_card_the_trainer_computes_nothing_again_and_the_cache_gets_the_rest():
+    found = plan(EIGHT, 134)
+    everything_kept = 8192 * EIGHT.activation_bytes() * EIGHT.layers
+    assert found.activations > everything_kept
+    assert found.kv_cache > 40 * GIB
+    assert 2 * EIGHT.weight_bytes + found.kv_cache + found.activations < 134 * GIB
+
+
+def test_a_model_whose_weights_fill_most_of_the_card_is_served_still():
+    """A fixed share of the card for vLLM would not even hold its copy of the weights."""
+    found = plan(THIRTY_TWO, 176, context=8192, max_rank=32)
+    assert found.kv_cache >= 8192 * THIRTY_TWO.kv_bytes
+    assert found.activations > 0
+
+
+def test_the_cache_takes_no_more_than_its_sequences_can_fill():
+    found = plan(HALF, 134, context=1024)
+    assert found.kv_cache == 256 * 1024 * HALF.kv_bytes
+    assert found.activations > 60 * GIB
+
+
+def test_what_cannot_fit_is_refused_with_the_numbers():
+    with pytest.raises(ValueError, match=re.escape("44.0 GiB of GPU memory are free")) as refusal:
+        plan(EIGHT, 44)
+    assert "15.3 GiB each" in str(refusal.value)
+    assert "40960 positions (5.6 GiB)" in str(refusal.value)
+    assert "max_context_length" in str(refusal.value)
+    plan(EIGHT, 44, context=2048, max_rank=8)
+
+
+@given(st.floats(20, 300), st.integers(512, 65536), st.integers(64, 32768), st.sampled_from([8, 64, 256]))
+def test_parts_never_exceed_what_is_free(free, context, tokens, rank):
+    for sizes in (HALF, EIGHT, THIRTY_TWO):
+        try:
+            found = plan(sizes, free, context=context, micro_batch_tokens=tokens, max_rank=rank)
+        except ValueError:
+            continue
+        assert found.kv_cache >= context * sizes.kv_bytes
+        assert found.activations > 0
+        assert found.kv_cache + found.activations + 2 * sizes.weight_bytes < free * GIB
