@@ -116,7 +116,7 @@ def plan_gpu(
             f"activations of {longest} ({_gib(least)}) take {_gib(free - left + least + least_kv)}; "
             "a smaller max_context_length, micro_batch_tokens or max_rank needs less"
         )
-    activations = max(least, min(most, left // 2))
+    activations = min(max(least, min(most, left // 2)), left - least_kv)
     filled = max_sequences * context * sizes.kv_bytes
     kv_cache = min(left - activations, max(filled, least_kv))
     return GpuPlan(kv_cache, left - kv_cache)
