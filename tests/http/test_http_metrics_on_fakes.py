@@ -28,6 +28,7 @@ COUNTERS = {
     "sampled_tokens_total": {""},
     "trained_tokens_total": {""},
     "optimizer_steps_total": {""},
+    "submits_refused_total": {""},
     "operations_failed_total": {"user", "server", "unknown"},
 }
 GAUGES = {

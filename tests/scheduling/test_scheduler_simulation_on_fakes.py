@@ -89,7 +89,7 @@ def check_no_starvation(world: World) -> None:
 
 
 @pytest.mark.parametrize("bounds", [UNBOUNDED, TIGHT], ids=["unbounded", "tight"])
-@pytest.mark.parametrize("seeds", [range(at, at + 20) for at in range(0, 80, 20)], ids=str)
+@pytest.mark.parametrize("seeds", [range(at, at + 10) for at in range(0, 40, 10)], ids=str)
 def test_random_traffic_keeps_order_budget_and_starves_nobody_on_fakes(seeds: range, bounds: Bounds) -> None:
     refused = 0
     for seed in seeds:
@@ -241,3 +241,41 @@ def test_model_whose_data_is_long_in_preparation_holds_nobody_up_on_fakes() -> N
     gaps = [after - before for before, after in itertools.pairwise(times["other"])]
     assert max(gaps) < 0.2
     assert 5.0 <= times["slow"][0] < 5.2
+
+
+def closed_loop(clients: int, away: float, seconds: float = 20.0) -> World:
+    """Clients that send a gradient, then a step, then the next gradient, each `away` seconds (more or less) after the
+    result of the one before; calls of 50 ms."""
+    rng = random.Random(7)
+
+    async def client(world: World, model: Model) -> None:
+        while world.loop.time() < seconds:
+            for kind, positions in (("forward_backward", 64), ("optim_step", 0)):
+                await asyncio.sleep(away * (0.5 + rng.random()))
+                sent = await world.send(model, *model.ids(1), kind, positions)  # type: ignore[arg-type]
+                assert sent is not None
+                await outcome(sent.operation)
+
+    async def main(loop: VirtualLoop) -> World:
+        world = World(loop, seconds_per_call=0.05)
+        await world.finish(*(client(world, world.open(f"s{at}")) for at in range(clients)))
+        return world
+
+    return run(main)
+
+
+def test_clients_that_wait_for_their_results_run_together_on_fakes() -> None:
+    """Whoever is back first does not run alone: half of them would always run while the other half waits."""
+    world = closed_loop(8, away=0.004)
+    sizes = [len(batch) for batch in world.batches]
+    assert sum(sizes) / len(sizes) > 7.5
+
+
+def test_clients_that_stay_away_are_not_waited_for_on_fakes() -> None:
+    """What they are waited for in vain is little: their results come as fast as the trainer can."""
+    world = closed_loop(1, away=0.2)
+    assert len(world.batches) > 0.97 * 20 / (0.05 + 0.0064 + 0.005 + 2 * 0.2)
+    mixed = closed_loop(2, away=0.06)
+    sizes = [len(batch) for batch in mixed.batches]
+    seconds = sum(0.05 + 0.0064 * size for size in sizes) + 0.005 * sum(sizes)
+    assert seconds <= 20.5

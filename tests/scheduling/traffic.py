@@ -11,7 +11,7 @@ from tinker_local.backend.scheduling.admission import Bounds, Load
 from tinker_local.backend.scheduling.fairness import gradient_cost
 from tinker_local.backend.scheduling.model_queue import COPY_COST, GradientCommand, ModelQueue, StepCommand
 from tinker_local.backend.scheduling.operations import Operation, OperationKind
-from tinker_local.backend.scheduling.train_scheduler import TrainScheduler
+from tinker_local.backend.scheduling.train_scheduler import LONGEST_WAIT, TrainScheduler
 from tinker_local.backend.training.interface import TrainResult, TrainWork
 from tinker_local.types import ApiError, InvalidRequestError, TooManyRequestsError
 from virtual_time import VirtualLoop
@@ -78,6 +78,7 @@ class World:
         self.batches: list[list[Sent]] = []
         self.refused = 0
         self.spent = 0
+        self._idle_since: float | None = None
         loop.before_jump = self._nothing_that_could_run_waits
 
     # Models and commands ---------------------------------------------------------------------------------------------
@@ -168,15 +169,23 @@ class World:
         self.ran.append(sent)
 
     def _nothing_that_could_run_waits(self) -> None:
-        """Before time passes: the trainer works, or nobody has anything that could run (work conservation)."""
+        """Before time passes: the trainer works, or nobody has anything that could run (work conservation), but for the
+        moment that a call may wait for company."""
+        now, waits = self.loop.time(), False
         for model in self.models:
-            head = model.queue.commands.head(self.loop.time()) if model.queue.runs else None
+            head = model.queue.commands.head(now) if model.queue.runs else None
             if head is None or (isinstance(head, GradientCommand) and not head.ready):
                 continue
-            assert self.loop.busy, f"{head.operation.request_id} could run, and the trainer is idle"
+            waits = True
             sent = model.sent[int(head.operation.request_id.rpartition(":")[2])]
             if sent.ready_after is None:
                 sent.ready_after = self.spent
+        if self.loop.busy or not waits:
+            self._idle_since = None
+        else:
+            self._idle_since = now if self._idle_since is None else self._idle_since
+            assert now - self._idle_since < 2 * LONGEST_WAIT, "somebody could run, and the trainer is idle"
+            assert self.batches, "nobody can be expected back"
 
 
 async def outcome(operation: Operation[Any]) -> ApiError | None:

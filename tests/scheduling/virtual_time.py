@@ -45,7 +45,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
             return
         if seconds is None:
             raise RuntimeError(f"at {self.clock}: everybody waits, and nothing is left to happen")
-        self.clock += seconds
+        self.clock += seconds + 1e-9  # and not a rounding error before what is due
 
     def run_in_executor(self, executor: Any, func: Callable[..., Any], *args: Any) -> asyncio.Future[Any]:  # type: ignore[override]
         future = self.create_future()

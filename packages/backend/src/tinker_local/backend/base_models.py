@@ -65,6 +65,7 @@ class BaseModel:
             sampled_tokens=counts.sampled_tokens,
             trained_tokens=scheduler.trained_tokens,
             optimizer_steps=counts.optimizer_steps,
+            submits_refused=counts.submits_refused,
             failures=dict(counts.failures),
             samples_running=counts.samples_running,
             samples_waiting=counts.samples_accepted - counts.samples_running,

@@ -13,7 +13,8 @@ class Counts:
 
     `samples`: sequences given out. `prompt_tokens`: positions of their prompts, once per request. `sampled_tokens`: of
     these sequences. `samples_accepted`: requests that have not ended; of these, `samples_running` are in the sampler.
-    `failures`: operations that ended with an error, by its category.
+    `submits_refused`: training requests for which there was no room. `failures`: operations that ended with an error,
+    by its category.
     """
 
     samples: int = 0
@@ -22,6 +23,7 @@ class Counts:
     samples_accepted: int = 0
     samples_running: int = 0
     optimizer_steps: int = 0
+    submits_refused: int = 0
     failures: Counter[Category] = field(default_factory=Counter)
 
 
@@ -37,6 +39,8 @@ class ModelMetrics:
         image positions included), their own tokens.
     trained_tokens: positions of the data of every `forward_backward` that succeeded (`forward` is none).
     optimizer_steps: steps taken.
+    submits_refused: how often a training request was not taken, because as much was queued as may be; each is sent
+        again, and counts again if it is refused again.
     failures: operations that ended with an error, by the category that the client saw; a cancelled one is the user's.
         What was refused at submission never became an operation.
 
@@ -56,6 +60,7 @@ class ModelMetrics:
     sampled_tokens: int
     trained_tokens: int
     optimizer_steps: int
+    submits_refused: int
     failures: Mapping[Category, int]
     samples_running: int
     samples_waiting: int

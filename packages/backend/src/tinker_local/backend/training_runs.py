@@ -36,6 +36,7 @@ from tinker_local.types import (
     OptimStepOutput,
     OptimStepRequest,
     SaveWeightsRequest,
+    TooManyRequestsError,
     UnsupportedError,
 )
 
@@ -313,7 +314,7 @@ class TrainingRuns:
             return await loop.run_in_executor(self._preparing, prepare_work, base, model_id, decode)
 
         command = GradientCommand(operation, prepare, size)
-        if (reason := self._bounds.too_large(model.queue, size)) is not None:
+        if (reason := self._bounds.too_large(model.queue, seq_id, size)) is not None:
             command = GradientCommand(operation, partial(_fail, InvalidRequestError(f"data: {reason}")))
         base.scheduler.submit(model.queue, seq_id, command)
         return operation
@@ -455,7 +456,7 @@ class TrainingRuns:
             return operation, None
         accepted = model.queue.commands.accepts(seq_id)
         if accepted:
-            self._bounds.check(model.queue, [live.queue for live in self._live.values()], seq_id, size)
+            self._check_bounds(model, seq_id, size)
         operation.failures = model.base.counts.failures
         self._operations.add(operation)
         if not accepted:
@@ -467,6 +468,14 @@ class TrainingRuns:
             return operation, None
         self._touch(model)
         return None, model
+
+    def _check_bounds(self, model: TrainedModel, seq_id: int, size: int) -> None:
+        """TooManyRequestsError if as much is queued as may be."""
+        try:
+            self._bounds.check(model.queue, [live.queue for live in self._live.values()], seq_id, size)
+        except TooManyRequestsError:
+            model.base.counts.submits_refused += 1
+            raise
 
     def _touch(self, model: TrainedModel) -> None:
         """Note the time of the last request; on disk at most once a minute."""

@@ -10,8 +10,8 @@ Knows nothing of asyncio, HTTP or clocks. The rules:
    taken) is always taken, and one client's queue never keeps another's model from running.
 3. No submit is refused for longer than `PATIENCE`. The SDK gives up after five minutes of refusals, and its training
    client does not survive that; a queue of long works may be full for longer.
-4. What a model needs to go on but can never fit (a single forward_backward beyond the bound of all together) is no
-   matter of waiting: it fails, in its place.
+4. What can never fit (a single forward_backward of more bytes than the bound of all together) is no matter of
+   waiting: it fails, in its place.
 """
 
 from collections.abc import Callable, Iterable
@@ -82,17 +82,14 @@ class Bounds:
             queue.commands.refuse(seq_id, now)
             raise TooManyRequestsError(reason, retry_after=retry_after(waited))
 
-    def too_large(self, queue: Queued, size: int) -> str | None:
+    def too_large(self, queue: Queued, seq_id: int, size: int) -> str | None:
         """Why a gradient of `size` bytes could never run behind what its model waits with already; None if it can."""
-        load = queue.load
-        if queue.commands.can_run(queue.now()):
+        waiting = 0 if seq_id == queue.commands.next_seq_id or queue.commands.can_run(queue.now()) else queue.load.size
+        if waiting + size <= self.all.size:
             return None
-        if load.commands + 1 <= self.all.commands and load.size + size <= self.all.size:
-            return None
+        behind = f" behind {waiting} bytes of the model that cannot run yet" if waiting else ""
         return (
-            f"{load.commands} requests of {load.size} bytes are queued for the model, none of which can run yet, and "
-            f"with this one of {size} bytes they would exceed the most that the server queues, {self.all.commands} "
-            f"requests of {self.all.size} bytes; send fewer datums in one forward_backward"
+            f"{size} bytes{behind} exceed the {self.all.size} bytes that the server queues; send fewer datums at once"
         )
 
     def _exceeded(self, size: int, session: Load, everything: Load) -> str | None:

@@ -32,6 +32,7 @@ class GradientCommand:
     size: bytes of the request that are held until it has run.
     prepared: what becomes of `prepare`, once it has begun.
     positions: of the data, image positions included; 0 until they are known.
+    ready_at: when it was prepared.
     """
 
     operation: Operation[ForwardBackwardOutput]
@@ -39,6 +40,7 @@ class GradientCommand:
     size: int = 0
     prepared: asyncio.Task[TrainWork] | None = None
     positions: int = 0
+    ready_at: float = 0.0
 
     @property
     def ready(self) -> bool:
@@ -94,6 +96,8 @@ class ModelQueue:
     ----------
     now: the event loop's clock.
     released: its adapter is there, so that its commands may run.
+    ended_at, absence: when its last command ended, and how long after the end of one its last gradient was ready:
+        seconds.
     ready, ahead: gradients that are prepared and have not been taken, and their positions.
     """
 
@@ -103,6 +107,8 @@ class ModelQueue:
     now: Callable[[], float]
     released: bool = False
     closed: bool = False
+    ended_at: float = 0.0
+    absence: float = 0.0
     ready: int = 0
     ahead: int = 0
     _bytes: int = 0
@@ -159,10 +165,10 @@ class ModelQueue:
         assert command is not None
         self.commands.pop(self.now())
         self._bytes -= command.size
-        if isinstance(command, GradientCommand):
-            if command.positions:
-                self.ready -= 1
-                self.ahead -= command.positions
+        if isinstance(command, GradientCommand) and command.positions:
+            self.absence = max(0.0, command.ready_at - self.ended_at)
+            self.ready -= 1
+            self.ahead -= command.positions
         return Taken(self, command)
 
     def fail(self, command: GradientCommand, error: ApiError) -> None:
@@ -189,7 +195,7 @@ class ModelQueue:
 
         async def prepare() -> TrainWork:
             work = await make()
-            command.positions = positions(work.data)
+            command.positions, command.ready_at = positions(work.data), self.now()
             self.ready += 1
             self.ahead += command.positions
             return work

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from tinker_local.backend.scheduling.command_log import HOLE_PATIENCE, CommandLog
-from tinker_local.backend.scheduling.fairness import FairQueue
+from tinker_local.backend.scheduling.fairness import FairQueue, gradient_of
 from tinker_local.backend.scheduling.model_queue import (
     Command,
     GradientCommand,
@@ -23,6 +23,11 @@ from tinker_local.types import ApiError, ForwardBackwardOutput, TensorData
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
+WAIT_SHARE, LONGEST_WAIT = 0.25, 0.02
+"""How long models that are expected back are waited for: as a part of the last call's time, and in seconds. (Eight
+clients of 64 tokens a step that send a step when they have the gradient's result, and calls of 50 ms: 8 instead of 4
+share a call, and make 40 % more steps.)"""
+
 
 class TrainScheduler:
     """Runs the commands of all models of one trainer, in a thread that only this trainer uses.
@@ -31,6 +36,11 @@ class TrainScheduler:
     takes gradients from the heads of all models, up to `batch_tokens` positions, and runs them in one call. Whose
     turn it is says `fairness`, with a quantum of `quantum` positions (what one forward pass of the trainer takes, so
     that a turn is work enough for the device). It sleeps on an event: nothing polls.
+
+    Before a call it waits a moment for models of the call before: their clients have just got their results, and those
+    who send the next gradient at once would else run in turn with the others instead of together. It waits after the
+    result of a gradient, and again after that of a step, `WAIT_SHARE` of the time of that call and `LONGEST_WAIT` at
+    most, and only for models that were back as soon last time.
 
     `trained_tokens`: positions of the forward/backwards that succeeded so far. `commands_running`: in the trainer now.
     """
@@ -47,6 +57,10 @@ class TrainScheduler:
         self._wake = asyncio.Event()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="trainer")
         self._timer: asyncio.TimerHandle | None = None
+        self._last: list[ModelQueue] = []
+        self._patience = 0.0
+        self._wait_limit = 0.0
+        self._wait_until: float | None = None
         self._deliveries: set[asyncio.Task[None]] = set()
         self._task = asyncio.create_task(self._run(), name="train-scheduler")
 
@@ -121,23 +135,26 @@ class TrainScheduler:
                 log.exception("the scheduler met an error that no operation caught")
                 self._wake.set()  # there may be more to run
                 await asyncio.sleep(0.01)
-            self._arm_hole_timer()
+            self._arm_timer()
 
     async def _round(self) -> bool:
         """Run what can run now; whether there was anything."""
         ran = False
         while (taken := self._queues.take_step()) is not None:
             ran = True
-            await self._run_step(taken.command)
+            await self._run_step(taken.queue, taken.command)
+        if self._waits_for_company():
+            return ran
         batch = self._queues.take_batch(self._batch_tokens)
         self._prepare()  # there is room now, and a bridged hole may have made another command the first in order
         if batch:
             await self._run_gradients(batch)
         return ran or bool(batch) or self._queues.steps_wait()
 
-    async def _run_step(self, command: Command) -> None:
+    async def _run_step(self, queue: ModelQueue, command: Command) -> None:
         assert isinstance(command, StepCommand)
         self.commands_running = 1
+        began = self._loop.time()
         try:
             await command.run()
         except Exception as error:
@@ -146,12 +163,15 @@ class TrainScheduler:
             command.operation.fail(as_api_error(error))
         finally:
             self.commands_running = 0
+            queue.ended_at = self._loop.time()
+            self._wait_limit += queue.ended_at - began  # nobody was kept waiting by it
 
     async def _run_gradients(self, taken: Sequence[Taken]) -> None:
         batch = [(queue, command) for queue, command in taken if isinstance(command, GradientCommand)]
         works = [command.work for _, command in batch]
         results: Sequence[TrainResult | ApiError]
         self.commands_running = len(batch)
+        began = self._loop.time()
         try:
             results = await self.call(self._trainer.forward_backward, works)
             if len(results) != len(works):
@@ -161,6 +181,7 @@ class TrainScheduler:
             results = [as_api_error(error)] * len(works)
         finally:
             self.commands_running = 0
+        self._note_end(batch, began)
         for (queue, command), result in zip(batch, results, strict=True):
             if isinstance(result, ApiError):
                 queue.fail(command, result)
@@ -170,6 +191,22 @@ class TrainScheduler:
                 self._deliveries.add(task)
                 task.add_done_callback(self._deliveries.discard)
 
+    def _note_end(self, batch: Sequence[tuple[ModelQueue, GradientCommand]], began: float) -> None:
+        now = self._loop.time()
+        self._last = [queue for queue, _ in batch]
+        self._patience = min(LONGEST_WAIT, WAIT_SHARE * (now - began))
+        self._wait_limit = now + 2 * self._patience
+        for queue in self._last:
+            queue.ended_at = now
+
+    def _waits_for_company(self) -> bool:
+        """Whether a model of the last call is expected back right now; if so, the timer wakes us when it is not."""
+        expected = [q for q in self._last if q.runs and q.absence <= self._patience and gradient_of(q) is None]
+        latest = max((queue.ended_at for queue in expected), default=0.0) + self._patience
+        until = min(latest, self._wait_limit)
+        self._wait_until = until if expected and self._loop.time() < until else None
+        return self._wait_until is not None
+
     async def _deliver(self, queue: ModelQueue, command: GradientCommand, result: TrainResult) -> None:
         """Turn a result into public types in a thread (a thousand datums take a while); the trainer goes on."""
         try:
@@ -178,12 +215,14 @@ class TrainScheduler:
             log.exception("%s failed", command.operation.request_id)
             queue.fail(command, as_api_error(error))
 
-    def _arm_hole_timer(self) -> None:
-        """Wake up when the patience with a missing chunk ends."""
+    def _arm_timer(self) -> None:
+        """Wake up when the patience with a missing chunk ends, or that with a model that is expected."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
         deadlines = [d for queue in self._open if queue.runs and (d := queue.commands.deadline()) is not None]
+        if self._wait_until is not None:
+            deadlines.append(self._wait_until)
         if deadlines:
             self._timer = self._loop.call_at(min(deadlines), self._wake.set)
 

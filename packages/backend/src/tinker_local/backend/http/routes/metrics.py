@@ -79,6 +79,12 @@ EXPORTED = (
     ),
     Exported(
         CounterMetricFamily,
+        "tinker_local_submits_refused",
+        "Training requests answered with 429 because as much is queued as may be; each is sent again.",
+        lambda m: {"": m.submits_refused},
+    ),
+    Exported(
+        CounterMetricFamily,
         "tinker_local_operations_failed",
         "Operations that ended with an error, by the category that the client saw; cancelled ones are the user's.",
         lambda m: {category: m.failures.get(category, 0) for category in get_args(Category)},
