@@ -137,6 +137,7 @@ class SamplerVersions:
             await self._sampling.remove_nameless(model.base, name)
             raise
         operation.succeed({"sampling_session_id": session_id})
+        self._folders.write(name)
 
     @staticmethod
     async def _load_and_verify(base: BaseModel, version: AdapterVersion, expected: Expected) -> None:

@@ -8,7 +8,7 @@ import tempfile
 import threading
 import uuid
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 SHARED_MEMORY = Path("/dev/shm")
 MEMORY_BYTES = 4 * 2**30
 UNWRITTEN = 4
-"""How many versions may wait to be written; their tensors are in memory meanwhile."""
+"""How many versions may be without a folder; their tensors are in memory meanwhile."""
 
 
 @dataclass(slots=True)
@@ -34,20 +34,23 @@ class _Version:
     unwritten: AdapterState | None
     """What the folder will hold; None once it is there."""
     folder: Path | None = None
+    writing: Future[None] | None = None
     removed: bool = False
+    takes_room: bool = True
 
 
 class VersionFolders:
     """Folders in PEFT's layout under names that are never used again; all are gone when the process is.
 
-    A version exists as soon as it is published: whoever needs it has its tensors in memory, while a thread of this
-    object writes the folder behind. Should that fail, the tensors stay in memory.
+    A version exists as soon as it is published: whoever needs it has its tensors in memory. A thread of this object
+    writes the folder when it is told to, best when nobody waits for the version any more, for it takes the memory's
+    bandwidth. Should that fail, the tensors stay in memory.
 
     The newest lie in `shared_memory` (a RAM file system; None or a missing one: on disk) as long as they fit into
     `memory_bytes` and into half of what is free there; older ones move to `data_dir/ephemeral`. A version's path stays
     the same when it moves, and whoever reads through it sees the same content at any time. The caller holds the lock
     of `data_dir` (`SqlStore`). Methods may be called from several threads; all but `path` and `unwritten` may block,
-    `publish` only while `UNWRITTEN` versions wait for the disk.
+    `publish` only while `UNWRITTEN` versions have no folder yet.
     """
 
     def __init__(
@@ -65,15 +68,23 @@ class VersionFolders:
         self._changing = threading.Lock()  # held while folders are written, moved and deleted
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="versions")
         self._room = threading.BoundedSemaphore(UNWRITTEN)
+        self._counting = threading.Lock()
 
     def publish(self, name: str, state: AdapterState) -> Path:
-        """Make `state` the version `name`; its path, where a folder will be. ValueError if the name is in use."""
+        """Make `state` the version `name`; its path, where `write` will make a folder. ValueError if the name is in
+        use."""
         version = _Version(self._disk / f"{uuid.uuid4().hex}.link", adapter_bytes(state), state)
         if self._versions.setdefault(name, version) is not version:
             raise ValueError(f"version {name!r} exists")
         self._room.acquire()
-        self._writer.submit(self._write, name, version).add_done_callback(lambda _: self._room.release())
         return version.link
+
+    def write(self, name: str) -> None:
+        """Write the folder of a version that was published, in the background; unknown names are ignored."""
+        version = self._versions.get(name)
+        if version is not None:
+            version.writing = self._writer.submit(self._write, name, version)
+            version.writing.add_done_callback(lambda _: self._leave_room(version))
 
     def path(self, name: str) -> Path:
         """The path of `name`; it never changes. NotFoundError if there is no such version."""
@@ -84,7 +95,7 @@ class VersionFolders:
         return self._version(name).unwritten
 
     def flush(self) -> None:
-        """Wait until the folders of all versions published so far are written."""
+        """Wait until every folder is there that `write` was called for."""
         self._writer.submit(lambda: None).result()
 
     def remove(self, name: str) -> None:
@@ -92,6 +103,8 @@ class VersionFolders:
         version = self._versions.pop(name, None)
         if version is not None:
             version.removed = True
+            if version.writing is None:
+                self._leave_room(version)
             with self._changing:
                 if version.folder is not None:
                     version.link.unlink()
@@ -120,6 +133,12 @@ class VersionFolders:
         if version is None:
             raise NotFoundError(f"the sampler version {name!r} does not exist any more")
         return version
+
+    def _leave_room(self, version: _Version) -> None:
+        with self._counting:
+            if version.takes_room:
+                version.takes_room = False
+                self._room.release()
 
     def _write(self, name: str, version: _Version) -> None:
         """Write the folder of a version; on the writer's thread."""
