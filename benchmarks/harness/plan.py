@@ -3,16 +3,20 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+TRAINER = "trainer"
+"""The host that is no backend: a trainer of the text model."""
+
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
     """One measurement.
 
-    `run`: "module:function" under `measurements`, called with (scale, folder of models, **arguments), or with a host
-    (`measurements.hosting`) if `host` names the model that one serves. Measurements of one host follow one another in
-    one process; every other has its own, so that memory is really free between them. `models`: which random models
-    must be on disk. `seconds`: its time limit, start of the process included. `usual`: seconds that it usually takes,
-    by which a budget decides whether it still fits.
+    `run`: "module:function" under `measurements`, called with (scale, folder of models, **arguments); with a shared
+    trainer besides if `host` is "trainer"; with a backend alone (`measurements.hosting.Host`) if `host` names the model
+    that one serves. Measurements of one host follow one another in one process, since it takes long to load; every
+    other has its own, so that memory is really free between them. `models`: which random models must be on disk.
+    `seconds`: its time limit, start of the process included. `usual`: seconds that it usually takes, by which a budget
+    decides whether it still fits.
     """
 
     name: str
@@ -29,25 +33,25 @@ def _text_baseline(variant: str, seconds: int, usual: int) -> Measurement:
 
 
 MEASUREMENTS = (
-    _text_baseline("padded_recompute", 150, 50),
-    _text_baseline("packed", 100, 45),
-    _text_baseline("packed_bf16", 100, 35),
-    _text_baseline("packed_bf16_liger", 100, 35),
-    _text_baseline("packed_bf16_recompute", 100, 40),
-    _text_baseline("packed_bf16_recompute_liger", 100, 40),
-    Measurement("text.ours", "training:ours", 240, 110, models=("text",)),
-    Measurement("text.ours_recompute", "training:ours_recompute", 120, 50, models=("text",)),
-    Measurement("adapters.bare", "adapters:bare", 120, 40),
-    Measurement("adapters.ours", "adapters:ours", 180, 80, models=("text",)),
-    Measurement("images.packed_bf16", "images:baseline", 120, 45, models=("vl",)),
-    Measurement("images.ours", "images:ours", 150, 60, models=("vl",)),
-    Measurement("sampling.alone", "sampling:alone", 240, 110, models=("text",)),
-    Measurement("steps.text", "steps:text", 240, 70, models=("text",), host="text"),
-    Measurement("sampling.ours", "sampling:ours", 240, 100, models=("text",), host="text"),
+    _text_baseline("padded_recompute", 150, 45),
+    _text_baseline("packed", 100, 35),
+    _text_baseline("packed_bf16", 100, 25),
+    _text_baseline("packed_bf16_liger", 100, 25),
+    _text_baseline("packed_bf16_recompute", 100, 30),
+    _text_baseline("packed_bf16_recompute_liger", 100, 30),
+    Measurement("text.ours_recompute", "training:ours_recompute", 120, 45, models=("text",)),
+    Measurement("text.ours", "training:ours", 240, 95, models=("text",), host=TRAINER),
+    Measurement("adapters.ours", "adapters:ours", 150, 40, models=("text",), host=TRAINER),
+    Measurement("trace", "tracing:measure", 120, 25, models=("text",), host=TRAINER),
+    Measurement("adapters.bare", "adapters:bare", 120, 30),
+    Measurement("images.packed_bf16", "images:baseline", 120, 30, models=("vl",)),
+    Measurement("images.ours", "images:ours", 150, 45, models=("vl",)),
+    Measurement("sampling.alone", "sampling:alone", 240, 95, models=("text",)),
+    Measurement("steps.text", "steps:text", 240, 80, models=("text",), host="text"),
+    Measurement("sampling.ours", "sampling:ours", 240, 90, models=("text",), host="text"),
     Measurement("handover", "handovers:measure", 120, 25, models=("text",), host="text"),
-    Measurement("overlap", "overlap:measure", 150, 50, models=("text",), host="text"),
-    Measurement("steps.images", "steps:images", 300, 110, models=("vl",), host="vl"),
-    Measurement("trace", "tracing:measure", 120, 45, models=("text",)),
+    Measurement("overlap", "overlap:measure", 150, 25, models=("text",), host="text"),
+    Measurement("steps.images", "steps:images", 300, 90, models=("vl",), host="vl"),
 )
 
 
@@ -69,7 +73,7 @@ def processes(measurements: Sequence[Measurement], *, tiny: bool) -> list[list[M
     Tiny ones share two, one without vLLM and one with it: importing takes longer than measuring there.
     """
     if tiny:
-        with_vllm = [m for m in measurements if m.host or m.name == "sampling.alone"]
+        with_vllm = [m for m in measurements if m.host in ("text", "vl") or m.name == "sampling.alone"]
         without = [m for m in measurements if m not in with_vllm]
         return [part for part in (without, with_vllm) if part]
     groups: list[list[Measurement]] = []

@@ -62,8 +62,13 @@ def run(arguments: Sequence[str], limit: float, log: TextIO) -> Outcome:
         expired.set()
         _end(process)
 
+    def end_children() -> None:
+        process.wait()  # a child left behind would hold the pipe open, and the loop below would wait for it
+        _end(process)
+
     timer = threading.Timer(limit, expire)
     timer.start()
+    threading.Thread(target=end_children, daemon=True).start()
     lines: list[Line] = []
     last = ""
     try:

@@ -25,10 +25,12 @@ def synchronize() -> None:
         torch.cuda.synchronize()
 
 
-def median_seconds(step: Callable[[], object], scale: Scale, *, repeats: int | None = None) -> float:
+def median_seconds(
+    step: Callable[[], object], scale: Scale, *, warmup: int | None = None, repeats: int | None = None
+) -> float:
     """Median seconds of `step` after a warm-up. Both stop early once they have taken `scale.patience` seconds, which
     at least one run of each precedes. Forgets the peak of memory before the timed runs."""
-    for number, limit in enumerate((scale.warmup, repeats or scale.repeats)):
+    for number, limit in enumerate((warmup or scale.warmup, repeats or scale.repeats)):
         found: list[float] = []
         while len(found) < limit and sum(found) < scale.patience:
             synchronize()

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from harness.lines import failed
-from harness.plan import MEASUREMENTS, Measurement
+from harness.plan import MEASUREMENTS, TRAINER, Measurement
 from harness.scale import SCALES, Scale
 
 if TYPE_CHECKING:
@@ -29,17 +29,34 @@ def function(measurement: Measurement) -> Any:
     return functools.partial(found, **dict(measurement.arguments))
 
 
-def run_plain(scale: Scale, models: Path, measurements: Sequence[Measurement]) -> None:
+def run_plain(scale: Scale, models: Path, measurements: Sequence[Measurement], **shared: Any) -> None:
     """One after the other; what fails prints its error as a line, and the others go on."""
     for measurement in measurements:
         try:
-            function(measurement)(scale, models)
+            function(measurement)(scale, models, **shared)
         except Exception as error:
             traceback.print_exc()
             failed(measurement.name, error).emit()
 
 
-def run_on_host(scale: Scale, folder: Path, client: "Client", measurements: Sequence[Measurement]) -> None:
+def run_on_trainer(scale: Scale, models: Path, measurements: Sequence[Measurement]) -> None:
+    """One after the other on one trainer of the text model; if it cannot be made, all of them fail."""
+    from measurements.training import collect, make_trainer
+
+    try:
+        trainer = make_trainer(scale, models / "text")
+    except Exception as error:
+        traceback.print_exc()
+        for measurement in measurements:
+            failed(measurement.name, error).emit()
+        return
+    run_plain(scale, models, measurements, trainer=trainer)
+    trainer.close()
+    del trainer
+    collect()
+
+
+def run_on_backend(scale: Scale, folder: Path, client: "Client", measurements: Sequence[Measurement]) -> None:
     """One after the other on one backend."""
     from measurements.hosting import Hosted, run_hosted
 
@@ -57,15 +74,17 @@ def main(arguments: Sequence[str]) -> None:
         write_missing(scale, models, kinds)
     with contextlib.ExitStack() as closing:
         client = None
-        if any(measurement.host for measurement in chosen):
+        if any(measurement.host not in (None, TRAINER) for measurement in chosen):
             from measurements.hosting import Client
 
             client = closing.enter_context(contextlib.closing(Client(scale)))
         for host, group in itertools.groupby(chosen, key=lambda measurement: measurement.host):
-            if client is None or host is None:
+            if host == TRAINER:
+                run_on_trainer(scale, models, list(group))
+            elif client is None or host is None:
                 run_plain(scale, models, list(group))
             else:
-                run_on_host(scale, models / host, client, list(group))
+                run_on_backend(scale, models / host, client, list(group))
     sys.stdout.flush()
     # Threads of vLLM and its allocator may keep or crash a process that ends; all that it had to say is said.
     os._exit(0)

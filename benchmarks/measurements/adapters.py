@@ -1,12 +1,13 @@
 """Many adapters in one pass: against one adapter, against PEFT one after the other, against ourselves."""
 
 from pathlib import Path
+from typing import Any
 
 from harness import timing, workloads
 from harness.lines import Line
 from harness.scale import Scale
 
-from measurements.training import collect, make_trainer, parameters_of, rate_line, text_datum, train_step, work
+from measurements.training import collect, parameters_of, rate_line, text_datum, train_step, work
 
 
 def bare(scale: Scale, models: Path) -> None:
@@ -16,7 +17,7 @@ def bare(scale: Scale, models: Path) -> None:
     length = scale.small_runs[0]
     for kind, bf16 in (("float32", False), ("bf16", True)):
         loop = AdaptersLoop(scale, length, bf16_adapters=bf16)
-        seconds = timing.median_seconds(loop.step, scale)
+        seconds = timing.median_seconds(loop.step, scale, warmup=1)
         name = f"adapters.bare_{kind}"
         tokens = scale.adapters * length
         note = f"{scale.adapters} runs of {length} tokens, one after the other"
@@ -25,13 +26,11 @@ def bare(scale: Scale, models: Path) -> None:
         collect()
 
 
-def ours(scale: Scale, models: Path) -> None:
+def ours(scale: Scale, models: Path, trainer: Any) -> None:
     """Co-batched adapters at a full step's tokens and at small runs' tokens, and small runs in calls of their own."""
     from tinker_local.types import LoraConfig
 
-    folder = models / "text"
-    parameters = parameters_of(folder)
-    trainer = make_trainer(scale, folder)
+    parameters = parameters_of(models / "text")
     names = [f"run_{index}" for index in range(scale.adapters)]
     for name in names:
         trainer.create_adapter(name, LoraConfig(rank=scale.rank, train_unembed=False))
@@ -55,3 +54,5 @@ def ours(scale: Scale, models: Path) -> None:
         for way, seconds in (("together", together), ("apart", apart)):
             note = f"{scale.adapters} runs of {length} tokens"
             rate_line(f"adapters.{kind}_{way}", scale.adapters * length, seconds, parameters, note).emit()
+    for name in names:
+        trainer.remove_adapter(name)

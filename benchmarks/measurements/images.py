@@ -67,7 +67,7 @@ def baseline(scale: Scale, models: Path, *, recompute: bool = False) -> None:
         for datum in examples(scale, folder)
     ]
     loop = ImageLoop(scale, folder, data, recompute=recompute)
-    seconds = timing.median_seconds(loop.step, scale)
+    seconds = timing.median_seconds(loop.step, scale, warmup=1)
     name = "images.packed_bf16_recompute" if recompute else "images.packed_bf16"
     Line(name, len(data) / seconds, "images/s", seconds, timing.peak_gib(), _positions(data)).emit()
 

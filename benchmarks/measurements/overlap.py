@@ -12,7 +12,7 @@ from measurements.steps import text_data
 
 
 async def measure(host: Host) -> None:
-    """Prints `overlap.sampling_alone`, `…training_alone`, `…sampling_together`, `…training_together`. Half the
+    """Prints `overlap.sampling_alone`, `…training_alone`, `…sampling_together`, `…training_together`. A quarter of the
     requests of the sampling measurement, and steps as of the HTTP measurement, sent one after the other."""
     scale, way = host.scale, host.way
     sampled_run, trained_run = await way.create(scale.rank), await way.create(scale.rank)
@@ -23,7 +23,7 @@ async def measure(host: Host) -> None:
         return await at_once(
             scale,
             lambda prompt, count: way.sample(sampler, prompt, count),
-            max(1, scale.requests // 2),
+            max(1, scale.requests // 4),
             max(1, scale.output_tokens // 2),
         )
 

@@ -44,7 +44,7 @@ async def images_step(way: Way, scale: Scale) -> None:
     def batch(step: int) -> list[object]:
         return [image_datum(scale, first + scale.images * step + index) for index in range(scale.images)]
 
-    repeats = 2 + scale.repeats
+    repeats = 1 + scale.repeats
     seconds, peak = await median_step(way, scale, batch, repeats)
     note = f"{scale.images} new images of {scale.image_side} x {scale.image_side}"
     Line(f"steps.images_{way.name}", scale.images / seconds, "images/s", seconds, peak, note).emit()

@@ -13,7 +13,7 @@ from harness import workloads
 from harness.lines import Line
 from harness.scale import Scale
 
-from measurements.training import make_trainer, text_datum, train_step, work
+from measurements.training import text_datum, train_step, work
 
 TRACE_FOLDER = "TINKER_LOCAL_BENCH_TRACES"
 """Environment variable: where the chrome trace is kept; unset, it is deleted."""
@@ -40,14 +40,13 @@ class Event:
     duration: float
 
 
-def measure(scale: Scale, models: Path) -> None:
+def measure(scale: Scale, models: Path, trainer: Any) -> None:
     """One step as `text.ours` has it, after a warm-up: prints the share of each kind and the kernels that take most."""
     import torch
     from tinker_local.types import LoraConfig
 
-    trainer = make_trainer(scale, models / "text")
-    trainer.create_adapter("no_head", LoraConfig(rank=scale.rank, train_unembed=False))
-    works = [work("no_head", [text_datum(sequence) for sequence in workloads.ragged_sequences(scale)])]
+    trainer.create_adapter("traced", LoraConfig(rank=scale.rank, train_unembed=False))
+    works = [work("traced", [text_datum(sequence) for sequence in workloads.ragged_sequences(scale)])]
     for _ in range(scale.warmup):
         train_step(trainer, works)
     on_gpu = torch.cuda.is_available()

@@ -38,7 +38,7 @@ def baseline(scale: Scale, models: Path, variant: str) -> None:
         return
     data = workloads.ragged_sequences(scale)
     loop = TextLoop(scale, chosen, data)
-    seconds = timing.median_seconds(loop.step, scale)
+    seconds = timing.median_seconds(loop.step, scale, warmup=1)
     rate_line(name, sum(map(len, data)), seconds, loop.parameters).emit()
 
 
@@ -88,13 +88,11 @@ def train_step(trainer: Any, works: Sequence[Any]) -> None:
         trainer.optim_step(adapter, AdamParams(learning_rate=1e-5))
 
 
-def ours(scale: Scale, models: Path) -> None:
-    """Our trainer as it comes: without and with the LM head trained, another loss, one long sequence."""
+def ours(scale: Scale, models: Path, trainer: Any) -> None:
+    """Our trainer as it comes, `trainer`: without and with the LM head trained, another loss, one long sequence."""
     from tinker_local.types import LoraConfig
 
-    folder = models / "text"
-    parameters = parameters_of(folder)
-    trainer = make_trainer(scale, folder)
+    parameters = parameters_of(models / "text")
     trainer.create_adapter("no_head", LoraConfig(rank=scale.rank, train_unembed=False))
     data = workloads.ragged_sequences(scale)
     tokens = sum(map(len, data))
@@ -112,6 +110,8 @@ def ours(scale: Scale, models: Path) -> None:
         except Exception as error:
             failed(name, error).emit()
     _long_sequence(scale, trainer, parameters)
+    trainer.remove_adapter("no_head")
+    trainer.remove_adapter("with_head")
 
 
 def _long_sequence(scale: Scale, trainer: Any, parameters: int) -> None:

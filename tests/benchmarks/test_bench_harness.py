@@ -102,6 +102,21 @@ def test_a_measurement_that_takes_too_long_is_ended_with_its_children_and_keeps_
     assert outcome.seconds < 30  # the child holds the pipe open for a minute
 
 
+def test_a_child_that_a_measurement_leaves_behind_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from harness import processes
+
+    child = "import time; time.sleep(60)"
+    (tmp_path / "leaving_measurement.py").write_text(
+        f"import os, subprocess, sys\nsubprocess.Popen([sys.executable, '-c', {child!r}])\nos._exit(0)\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    outcome = processes.run(["leaving_measurement"], 40, io.StringIO())
+    assert outcome.fault == ""
+    assert outcome.seconds < 30
+
+
 def test_results_are_appended_never_overwritten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from harness import report
     from harness.lines import Line
