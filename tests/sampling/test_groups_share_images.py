@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -41,3 +42,25 @@ async def test_sixteen_samples_of_one_prompt_encode_its_image_once(
     assert len(outputs[0].sequences) == 16
     assert vl.renderer.images_processed - before == 1
     assert encoded == [patches]
+
+
+@pytest.mark.parametrize("with_adapter", [False, True])
+async def test_a_group_with_prompt_logprobs_encodes_its_images_once(
+    vl: Any, encoded: list[int], noise: Callable[..., Any], tmp_path: Path, with_adapter: bool
+) -> None:
+    """A prompt that is scored does not read the prefix cache, so its images are needed again: from memory. So in a
+    request of its own, whether it comes before, beside or after the group, and for another version."""
+    seed = 90 + with_adapter
+    images = [noise(128, 96, seed), noise(64, 64, seed)]
+    version = vl.adapter(tmp_path / "v1", r"(q|k|v|o)_proj$", 4).version if with_adapter else None
+    prompt = vl.prompt([5, 6], images[0], [7, 8], images[1], list(range(20, 40)))
+    params = SamplingParams(max_tokens=2, stop=())
+    group = SampleWork(prompt, version, params, num_samples=16, prompt_logprobs=True)
+    score = SampleWork(prompt, version, SamplingParams(max_tokens=1), prompt_logprobs=True)
+    alone = await vl.sampler.sample(score)
+    outputs = await asyncio.gather(vl.sampler.sample(group), vl.sampler.sample(score))
+    await vl.sampler.sample(SampleWork(prompt, None, SamplingParams(max_tokens=1), prompt_logprobs=True))
+    assert len(outputs[0].sequences) == 16
+    assert sum(encoded) == sum(int(np.prod(placed.image.grid_thw)) for placed in prompt.images)
+    for output in outputs:
+        vl.same(output.prompt_logprobs[1:], alone.prompt_logprobs[1:])

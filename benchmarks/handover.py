@@ -1,0 +1,163 @@
+"""A nameless save and the first token sampled from it, stage by stage.
+
+    python benchmarks/handover.py [--layers 12] [--rank 128] [--hidden 1024] [--saves 10]
+
+In process, on a random Qwen3 that is made here: with 36 layers and the other defaults an adapter has the matrices (504)
+and numbers (87 million) of one of rank 32 for an 8B model, on a model that is small. On a GPU the engines compute in
+bfloat16, else in float32. Prints every stage in milliseconds (the least too: on a machine that others use it says more)
+and what it is part of; stages of different threads overlap, and `between two steps` is what samples of others wait for.
+"""
+
+import argparse
+import asyncio
+import functools
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from tinker_local.backend import BackendOptions, InProcessBackend, ModelSource
+from tinker_local.backend.sampling import vllm_adapters, vllm_compat
+from tinker_local.backend.storage import versions
+from tinker_local.backend.tiny_models import make_tiny_text_model
+from tinker_local.backend.tiny_models.shapes import TextShape
+from tinker_local.types import (
+    CreateModelRequest,
+    LoraConfig,
+    ModelInput,
+    SampleRequest,
+    SamplingParams,
+    SaveWeightsForSamplerRequest,
+)
+
+MODEL = "random/model"
+PROMPT = ModelInput.from_ints(list(range(30, 46)))
+
+
+class Stages:
+    """Milliseconds of each stage, in the order in which the stages were named."""
+
+    def __init__(self) -> None:
+        self.times: dict[str, list[float]] = {}
+        self.parts: dict[str, str] = {}
+
+    def watch(self, owner: Any, name: str, stage: str, part_of: str) -> None:
+        """Time every call of a function or method."""
+        times = self.times.setdefault(stage, [])
+        self.parts[stage] = part_of
+        original: Callable[..., Any] = getattr(owner, name)
+
+        async def awaited(*args: Any, **kwargs: Any) -> Any:
+            start = time.perf_counter()
+            try:
+                return await original(*args, **kwargs)
+            finally:
+                times.append(1e3 * (time.perf_counter() - start))
+
+        def called(*args: Any, **kwargs: Any) -> Any:
+            start = time.perf_counter()
+            try:
+                return original(*args, **kwargs)
+            finally:
+                times.append(1e3 * (time.perf_counter() - start))
+
+        timed = awaited if asyncio.iscoroutinefunction(original) else called
+        setattr(owner, name, functools.wraps(original)(timed))
+
+    def forget(self) -> None:
+        """Begin anew."""
+        for times in self.times.values():
+            times.clear()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--layers", type=int, default=12)
+    parser.add_argument("--hidden", type=int, default=1024)
+    parser.add_argument("--rank", type=int, default=128)
+    parser.add_argument("--saves", type=int, default=10)
+    parser.add_argument("--model", type=Path, help="a folder to use or make; default: a temporary one")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = options.model or Path(scratch) / "model"
+        if not folder.exists():
+            make_tiny_text_model(folder, shape=shape(options.layers, options.hidden))
+        asyncio.run(measure(folder, Path(scratch) / "data", options.rank, options.saves))
+
+
+def shape(layers: int, hidden: int) -> TextShape:
+    """Qwen3-8B's proportions: grouped queries, an MLP three times as wide."""
+    return TextShape(
+        hidden_size=hidden,
+        intermediate_size=3 * hidden,
+        num_layers=layers,
+        num_heads=hidden // 64,
+        num_kv_heads=hidden // 256,
+        head_dim=64,
+        weight_scale=1.0,
+    )
+
+
+async def measure(folder: Path, data_dir: Path, rank: int, saves: int) -> None:
+    """Print the table."""
+    options = BackendOptions(data_dir=data_dir, max_rank=rank, max_context_length=256)
+    stages = Stages()
+    async with InProcessBackend([ModelSource(MODEL, str(folder))], options) as backend:
+        watch(stages, backend)
+        session = await backend.create_session()
+        created = await backend.create_model(
+            CreateModelRequest(
+                session_id=session, model_seq_id=0, base_model=MODEL, lora_config=LoraConfig(rank=rank, seed=0)
+            )
+        )
+        model_id = (await created)["model_id"]
+        state = backend.models.get(MODEL).engines.trainer.capture(model_id, optimizer=False)
+        numbers = sum(tensor.size for tensor in state.tensors.values())
+        saved, sampled = [], []
+        for number in range(saves + 2):
+            if number == 2:  # the first ones make memory and compile
+                stages.forget()
+            start = time.perf_counter()
+            saving = await backend.save_weights_for_sampler(
+                SaveWeightsForSamplerRequest(model_id=model_id, seq_id=number + 1, sampling_session_seq_id=number)
+            )
+            sampler = (await saving)["sampling_session_id"]
+            saved.append(1e3 * (time.perf_counter() - start))
+            params = SamplingParams(max_tokens=1)
+            asked = SampleRequest(sampling_session_id=sampler, seq_id=0, prompt=PROMPT, sampling_params=params)
+            await (await backend.sample(asked))
+            sampled.append(1e3 * (time.perf_counter() - start))
+            await asyncio.sleep(1.5)  # what is done behind ends
+    title = f"{len(state.tensors)} matrices, {numbers / 1e6:.1f} million numbers, medians of {saves} saves"
+    table = Table("stage", "part of", "median ms", "least ms", title=title)
+    for stage, times in (stages.times | {"save": saved[2:], "save and first token": sampled[2:]}).items():
+        found = (f"{statistics.median(times):.1f}", f"{min(times):.1f}") if times else ("-", "-")
+        table.add_row(stage, stages.parts.get(stage, ""), *found)
+    Console(width=110).print(table)
+
+
+def watch(stages: Stages, backend: InProcessBackend) -> None:
+    """Every stage of the way, in its order."""
+    engines = backend.models.get(MODEL).engines
+    sampler: Any = engines.sampler
+    vllm = sampler._engine.live()
+    stages.watch(engines.trainer, "capture", "capture", "trainer's thread")
+    stages.watch(engines.trainer, "logprobs", "probe, trainer", "trainer's thread")
+    stages.watch(sampler._adapters, "_make", "make ready", "a thread, beside the trainer's probe")
+    stages.watch(vllm_adapters, "read_adapter", "check names and shapes", "make ready")
+    stages.watch(sampler._adapters, "_copy", "copy and convert", "make ready")
+    stages.watch(vllm_compat, "build_lora_model", "vLLM's objects, scaling", "make ready")
+    stages.watch(vllm_adapters, "check_adapter_taken", "all taken, all finite", "make ready")
+    stages.watch(vllm, "add_lora", "register and fill a slot", "between two steps")
+    stages.watch(sampler, "load_version", "load", "save")
+    stages.watch(sampler, "sample", "a request of one token (probe, sample)", "save, sample")
+    stages.watch(backend.store, "add_sampling_session", "record the session", "save")
+    stages.watch(versions, "write_adapter", "write the folder", "behind")
+
+
+if __name__ == "__main__":
+    main()
