@@ -57,6 +57,11 @@ class OddTrainer(FakeTrainer):
 
         raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
 
+    def do_break_cuda(self, _: str) -> None:
+        import torch
+
+        torch.zeros(1, device="cuda")[torch.tensor([10**6], device="cuda")].cpu()
+
     def do_log(self, text: str) -> None:
         logging.getLogger("tinker_local.backend.training.worker").warning(text)
 

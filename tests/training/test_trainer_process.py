@@ -7,10 +7,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from tinker_local.backend.training.interface import Trainer, TrainWork
 from tinker_local.backend.training.process import ProcessTrainer, TrainerProcess
 from tinker_local.backend.training.worker import HFTrainer
-from tinker_local.types import AdamParams, ApiError, InvalidRequestError, LoraConfig, UnsupportedError
+from tinker_local.types import AdamParams, ApiError, InternalError, InvalidRequestError, LoraConfig, UnsupportedError
 
 Start = Callable[[str], ProcessTrainer]
 
@@ -95,3 +96,18 @@ def test_a_model_that_is_not_trained_here_is_the_same_error_in_a_process(tmp_pat
     with pytest.raises(UnsupportedError) as apart:
         ProcessTrainer(TrainerProcess(partial(HFTrainer, str(tmp_path), name="gpt")))
     assert str(apart.value) == str(inline.value)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_fault_on_the_device_ends_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    import process_trainers
+
+    trainer = ProcessTrainer(TrainerProcess(process_trainers.odd))
+    with pytest.raises(InternalError, match="CUDA error"):
+        trainer.discard_gradients("break_cuda")
+    with pytest.raises(InternalError, match="exit code 70"):
+        trainer.remove_adapter("a")
+    trainer.close()
+    assert torch.zeros(1, device="cuda").item() == 0

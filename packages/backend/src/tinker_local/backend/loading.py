@@ -40,9 +40,9 @@ def engine_thread() -> "EngineThread":
 def starting(place: TrainerPlace, factory: "TrainerFactory") -> "Iterator[TrainerFactory]":
     """What makes the trainer of `factory` at its place, to be called within.
 
-    A process starts and imports at once, but allocates nothing on the device before the call: vLLM sizes its KV cache
-    by the free memory that it sees change, and would take the trainer's weights for its own. So the sampler is built
-    first, while the process starts. It is closed again if anything in between fails.
+    A process starts and imports at once, but allocates nothing on the device before the call. So the sampler is built
+    first, while the process starts: vLLM refuses to start on less free memory than it asks for, takes what changes
+    meanwhile for its own, and the trainer then sees what is really left. It is closed again if anything between fails.
     """
     if place == "inline":
         yield factory

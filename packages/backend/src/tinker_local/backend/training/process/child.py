@@ -10,6 +10,7 @@ import socket
 import sys
 import threading
 import traceback
+from contextlib import suppress
 from typing import Any
 
 from tinker_local.backend.rendering.interface import RenderedImage
@@ -45,19 +46,18 @@ _SIZED_RANKS = tuple(2**power for power in range(10))
 def main(descriptor: int) -> None:
     """Serve the socket `descriptor` until its other end closes it or says `CLOSE`."""
     # Ctrl-C and a service manager's SIGTERM reach all processes; the one that started this one ends it in order, after
-    # the calls that it still needs.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    # the calls that it still needs. (SIG_IGN would be inherited by processes that libraries start here.)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: None)
     os.dup2(2, 1)  # what libraries print is not the server's output
     faulthandler.enable()
     channel = Channel(socket.socket(fileno=descriptor), os.getppid())
     threading.Thread(target=_end_with, args=(channel,), daemon=True, name="parent").start()
     start: Start = channel.receive()  # imports what the factory needs
     logging.basicConfig(level=start.log_level, handlers=[_Forwarding(channel)])
-    try:
+    with suppress(EOFError, BrokenPipeError, ConnectionResetError):
         _Server(channel, start.factory).run()
-    except (EOFError, BrokenPipeError, ConnectionResetError):
-        os._exit(0)
+    os._exit(0)  # all is closed; the interpreter's own end takes seconds once torch is in it
 
 
 def _end_with(channel: Channel) -> None:
