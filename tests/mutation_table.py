@@ -11,7 +11,9 @@ from pathlib import Path
 ADAMW = "tests/training/test_adamw.py::"
 ADAPTERS = "tests/sampling/test_adapters.py::"
 ADAPTER_STATE = "tests/training/test_adapter_state.py::"
+ADMISSION = "tests/scheduling/test_admission.py::"
 AGREEMENT = "tests/e2e/test_agreement.py::"
+BACK_PRESSURE = "tests/http/test_http_back_pressure_on_fakes.py::"
 BAD_INPUT = "tests/http/test_http_bad_input_on_fakes.py::"
 CODEC = "tests/types/test_types_codec.py::"
 COMMAND_LOG = "tests/scheduling/test_command_log.py::"
@@ -34,6 +36,7 @@ SAMPLED = "tests/sampling/test_sampled_logprobs.py::"
 SEEDS = "tests/sampling/test_seeds.py::"
 SESSIONS = "tests/http/test_http_sessions_on_fakes.py::"
 SETTINGS = "tests/http/test_http_settings_arrive_on_fakes.py::"
+SIMULATION = "tests/scheduling/test_scheduler_simulation_on_fakes.py::"
 STORE = "tests/storage/test_storage_checkpoints.py::"
 VALUES = "tests/types/test_types_values.py::"
 VERSIONS = "tests/storage/test_storage_versions.py::"
@@ -831,15 +834,15 @@ MUTATIONS = (
     ),
     Mutation(
         "one-request-per-call",
-        "backend/scheduling/train_scheduler.py",
-        "                budget -= positions(work[1].data)\n",
-        "                budget = 0\n",
+        "backend/scheduling/fairness.py",
+        "                    if batch and offer.positions > left:\n",
+        "                    if batch:\n",
         (ORDER + "test_models_share_a_call_of_the_trainer_and_stay_apart_on_fakes",),
     ),
     Mutation(
         "step-after-a-failed-gradient",
-        "backend/scheduling/train_scheduler.py",
-        '            queue.commands.spoil(f"{command.operation.request_id} failed: {error}")\n',
+        "backend/scheduling/model_queue.py",
+        '            self.commands.spoil(f"{command.operation.request_id} failed: {error}")\n',
         "            pass\n",
         (ORDER + "test_failed_gradient_fails_the_next_step_alone_on_fakes",),
     ),
@@ -849,6 +852,100 @@ MUTATIONS = (
         "                await scheduler.call(trainer.discard_gradients, model.model_id)\n",
         "",
         (ORDER + "test_failed_gradient_fails_the_next_step_alone_on_fakes",),
+    ),
+    # Fairness and bounds --------------------------------------------------------------------------------------------
+    Mutation(
+        "budget-of-a-call-not-kept",
+        "backend/scheduling/fairness.py",
+        "                    left -= offer.positions\n",
+        "",
+        (SIMULATION + "test_random_traffic_keeps_order_budget_and_starves_nobody_on_fakes",),
+    ),
+    Mutation(
+        "share-of-a-model-not-of-a-session",
+        "backend/scheduling/fairness.py",
+        "                session.begin_turn(self._quantum)\n",
+        "                session.begin_turn(self._quantum * len(session.models))\n",
+        (SIMULATION + "test_sessions_get_the_same_however_many_models_they_have_on_fakes",),
+    ),
+    Mutation(
+        "waiting-saves-up",
+        "backend/scheduling/fairness.py",
+        "            self.deficit = 0\n",
+        "",
+        ("tests/scheduling/test_fairness.py::test_who_has_nothing_to_take_saves_nothing_up",),
+    ),
+    Mutation(
+        "steps-are-free",
+        "backend/scheduling/fairness.py",
+        "                session.debt += offer.cost\n",
+        "",
+        (SIMULATION + "test_one_session_with_many_saves_keeps_nobody_waiting_on_fakes",),
+    ),
+    Mutation(
+        "longest-batch-whoever-waits",
+        "backend/scheduling/fairness.py",
+        "                return []\n",
+        "                pass\n",
+        (SIMULATION + "test_step_behind_a_gradient_waits_for_one_turn_of_the_others_on_fakes",),
+    ),
+    Mutation(
+        "nobody-expected-back",
+        "backend/scheduling/train_scheduler.py",
+        "        if self._waits_for_company():\n",
+        "        if False:\n",
+        (SIMULATION + "test_clients_that_wait_for_their_results_run_together_on_fakes",),
+    ),
+    Mutation(
+        "everybody-expected-back",
+        "backend/scheduling/train_scheduler.py",
+        "q.runs and q.absence <= self._patience and",
+        "q.runs and",
+        (SIMULATION + "test_clients_that_stay_away_are_not_waited_for_on_fakes",),
+    ),
+    Mutation(
+        "unready-model-holds-others-up",
+        "backend/scheduling/train_scheduler.py",
+        "        until = min(latest, self._wait_limit)\n",
+        "        until = latest + 1e9\n",
+        (SIMULATION + "test_random_traffic_keeps_order_budget_and_starves_nobody_on_fakes",),
+    ),
+    Mutation(
+        "queue-without-end",
+        "backend/scheduling/admission.py",
+        "        if reason is not None and waited < PATIENCE:\n",
+        "        if False:\n",
+        (
+            ADMISSION + "test_session_is_refused_beyond_its_own_bounds_and_others_are_not",
+            BACK_PRESSURE + "test_refused_submit_is_told_when_to_come_again_on_fakes",
+        ),
+    ),
+    Mutation(
+        "refused-until-the-sdk-gives-up",
+        "backend/scheduling/admission.py",
+        "        if reason is not None and waited < PATIENCE:\n",
+        "        if reason is not None:\n",
+        (ADMISSION + "test_nobody_is_refused_for_as_long_as_the_sdk_tries",),
+    ),
+    Mutation(
+        "bound-locks-a-model",
+        "backend/scheduling/admission.py",
+        "        if not queue.commands.can_run(now):\n            return\n",
+        "",
+        (
+            ADMISSION + "test_model_that_cannot_run_without_it_is_never_refused",
+            BACK_PRESSURE + "test_full_server_takes_from_each_model_what_it_needs_to_go_on_on_fakes",
+        ),
+    ),
+    Mutation(
+        "refused-id-is-a-hole",
+        "backend/scheduling/admission.py",
+        "            queue.commands.refuse(seq_id, now)\n",
+        "",
+        (
+            ADMISSION + "test_refused_id_is_no_hole_for_a_step_to_bridge",
+            BACK_PRESSURE + "test_refused_submit_can_be_sent_again_and_leaves_no_hole_on_fakes",
+        ),
     ),
     # Time -----------------------------------------------------------------------------------------------------------
     Mutation(
@@ -1649,6 +1746,25 @@ MISTAKES = (
     Promise("images", "A fresh event loop per call", ("event-loop-per-call",)),
     Promise("operation", "Polling", ("results-polled-for", "scheduler-polls")),
     Promise("operation", "Chunks run in order of arrival", ("order-of-arrival",)),
+    Promise(
+        "operation",
+        "Who sends most has the trainer; small runs wait for long ones and never share a call",
+        (
+            "budget-of-a-call-not-kept",
+            "share-of-a-model-not-of-a-session",
+            "waiting-saves-up",
+            "steps-are-free",
+            "longest-batch-whoever-waits",
+            "nobody-expected-back",
+            "everybody-expected-back",
+            "unready-model-holds-others-up",
+        ),
+    ),
+    Promise(
+        "operation",
+        "Queues without an end, or one at which the SDK's training client hangs",
+        ("queue-without-end", "refused-until-the-sdk-gives-up", "bound-locks-a-model", "refused-id-is-a-hole"),
+    ),
     Promise("operation", "409 for a duplicate name", ("409", "existing-name-is-refused-at-the-submit")),
     Promise("operation", "5xx for a failed operation", ("failed-operation-is-500", "lost-model-is-500")),
     Promise(
