@@ -773,7 +773,7 @@ MUTATIONS = (
     Mutation(
         "order-of-arrival",
         "backend/scheduling/command_log.py",
-        "            if first > self._bridge_to and not overdue:\n",
+        "            if not self._bridged(now) and not overdue:\n",
         "            if False:\n",
         (
             COMMAND_LOG + "test_first_chunk_last_as_the_sdk_sends_them",
