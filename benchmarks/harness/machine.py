@@ -24,11 +24,13 @@ def gpu() -> str:
 
 
 def commit() -> str:
-    """The checkout's commit, and whether it was changed; where there is no git, what GIT_COMMIT says."""
+    """What GIT_COMMIT says (for an exported tree), else the checkout's commit and whether it was changed."""
+    if "GIT_COMMIT" in os.environ:
+        return os.environ["GIT_COMMIT"]
     folder = str(Path(__file__).parent)
     head = _output("git", "-C", folder, "rev-parse", "--short=12", "HEAD")
     if not head:
-        return os.environ.get("GIT_COMMIT", "unknown")
+        return "unknown"
     return f"{head}, changed" if _output("git", "-C", folder, "status", "--porcelain", "-uno") else head
 
 

@@ -16,7 +16,7 @@ from tinker_local.backend.training import lora
 from tinker_local.backend.training.decoder.decoder import DECODER_GROUPS, Decoder
 from tinker_local.backend.training.decoder.kernels import kernels_for
 from tinker_local.backend.training.decoder.lora_batch import LoraBatch
-from tinker_local.backend.training.decoder.recomputation import Keep, free_bytes, plan
+from tinker_local.backend.training.decoder.recomputation import Keep, everything, free_bytes, plan
 from tinker_local.backend.training.embedding import decoder_inputs
 from tinker_local.backend.training.families.interface import ImageFeatures
 from tinker_local.backend.training.image_features import ImageFeatureCache
@@ -66,8 +66,8 @@ class Computed:
 
 class MicroBatchRunner:
     """Runs micro-batches on `loaded`. `float_dtype`: of logprobs, losses and adapters. `activation_bytes`: the
-    most that activations may take, on a GPU never more than what is free; None for all of that (on the CPU everything
-    is kept)."""
+    most that activations may take, on a GPU never more than what is free; None: what a row of `usual_tokens` takes with
+    everything kept (on the CPU everything is kept of any)."""
 
     def __init__(
         self,
@@ -76,9 +76,11 @@ class MicroBatchRunner:
         image_cache_bytes: int,
         float_dtype: torch.dtype,
         activation_bytes: int | None,
+        usual_tokens: int,
     ) -> None:
         self.targets = lora.find_targets(loaded.model, loaded.family.decoder_path)
         self.activation_bytes = activation_bytes
+        self._usual_tokens = usual_tokens
         self._loaded = loaded
         self._float = float_dtype
         self._images = ImageFeatureCache(partial(_encode_images, loaded), image_cache_bytes)
@@ -153,7 +155,8 @@ class MicroBatchRunner:
         budget, free = self.activation_bytes, free_bytes(self._loaded.device)
         if free is not None:
             free = int(_PLANNED_SHARE * free) - self._head.chunk_elements * dtype.itemsize
-            budget = free if budget is None else min(budget, free)
+            usual = everything(weights, self._usual_tokens, batch.columns, dtype.itemsize)
+            budget = min(free, usual if budget is None else budget)
         if budget is None:
             return [Keep.ALL] * len(weights.layers)
         return plan(weights, len(packed.token_ids), batch.columns, dtype.itemsize, budget)

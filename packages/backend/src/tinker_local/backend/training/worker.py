@@ -43,9 +43,10 @@ class HFTrainer:
     `dtype`: of weights and activations, "float32", "bfloat16" or "float64" (default: bfloat16 on CUDA, else float32);
     adapters, gradients and moments are float32 (float64 with float64). `max_context_length` may only shorten the
     model's own. `micro_batch_tokens`: most positions in one forward; halved for good when memory runs out.
-    `activation_memory_bytes`: what activations may take; layers that do not fit are computed again in the backward
-    (None: what is free on the device; on the CPU, everything is kept). `logit_chunk_elements`: most logits that exist
-    at a time (None: 2^28 on CUDA, 2^26 elsewhere). `image_cache_bytes`: of image features kept on the device.
+    `activation_memory_bytes`: what activations may take; layers that do not fit are computed again in the backward.
+    None: on CUDA what a full micro-batch takes, so that a longer sequence takes no more; on the CPU everything is kept.
+    `logit_chunk_elements`: most logits that exist at a time (None: 2^28 on CUDA, 2^26 elsewhere). `image_cache_bytes`:
+    of image features kept on the device.
 
     The logprob reported for a target outside the vocabulary (allowed where its coefficient is 0) is that of token 0.
     An `optim_step` without a gradient since the last one takes a zero gradient: moments fade, decay applies, the
@@ -75,7 +76,9 @@ class HFTrainer:
         self._loaded = loaded
         self._float = torch.float64 if loaded.dtype == torch.float64 else torch.float32
         chunk = logit_chunk_elements or (CUDA_LOGITS if loaded.device.type == "cuda" else 2**26)
-        self._runner = MicroBatchRunner(loaded, chunk, image_cache_bytes, self._float, activation_memory_bytes)
+        self._runner = MicroBatchRunner(
+            loaded, chunk, image_cache_bytes, self._float, activation_memory_bytes, micro_batch_tokens
+        )
         self._adapters: dict[str, Adapter] = {}
 
     @property
