@@ -40,6 +40,8 @@ SIMULATION = "tests/scheduling/test_scheduler_simulation_on_fakes.py::"
 STORE = "tests/storage/test_storage_checkpoints.py::"
 VALUES = "tests/types/test_types_values.py::"
 VERSIONS = "tests/storage/test_storage_versions.py::"
+SIDE_BY_SIDE = "tests/training/test_adapters_side_by_side.py::"
+GOLDEN = "tests/training/test_golden_curve.py::test_the_loss_curve_equals_the_stored_one"
 WORKS = "tests/training/test_trainer_works.py::"
 
 CHATS = "tests/rl/test_rl_chat_templates.py::"
@@ -175,8 +177,8 @@ MUTATIONS = (
     Mutation(
         "first-loss-for-all",
         "backend/training/micro_batch.py",
-        "            work = works[at]\n",
-        "            work = next(iter(works.values()))\n",
+        "works[at].loss_fn, logprobs[first:stop], chosen,",
+        "next(iter(works.values())).loss_fn, logprobs[first:stop], chosen,",
         (SEVERAL_LOSSES,),
     ),
     Mutation(
@@ -362,18 +364,18 @@ MUTATIONS = (
         (PEFT + "test_files_have_the_names_of_transformers_modules[qwen2_5_vl]",),
     ),
     Mutation(
-        "reentrant-recomputation",
-        "backend/training/loading.py",
-        "use_reentrant=False",
-        "use_reentrant=True",
+        "recomputed-without-adapters",
+        "backend/training/decoder/layer.py",
+        "kept.h_down = self._down.down(self._context.kernels.swiglu(_there(kept.gate_up)))",
+        "kept.h_down = 0 * self._down.down(self._context.kernels.swiglu(_there(kept.gate_up)))",
         (PACKING + "test_layers_computed_again_give_the_same_gradients",),
     ),
     # Trainer: packing and failures ----------------------------------------------------------------------------------
     Mutation(
         "one-segment-for-all",
-        "backend/training/micro_batch.py",
-        "Segments(packed.lengths, self._loaded.device)",
-        "Segments((sum(packed.lengths),), self._loaded.device)",
+        "backend/training/embedding.py",
+        "Segments(packed.lengths, device)",
+        "Segments((sum(packed.lengths),), device)",
         (PACKING + "test_changing_one_datum_leaves_the_others_logprobs_unchanged",),
     ),
     Mutation(
@@ -384,9 +386,58 @@ MUTATIONS = (
         (WORKS + "test_a_loss_that_is_not_finite_fails_its_request_and_leaves_no_gradient",),
     ),
     Mutation(
+        "columns-of-other-adapters-count",
+        "backend/training/decoder/lora_batch.py",
+        "h if self.others is None else",
+        "h if True else",
+        (SIDE_BY_SIDE + "test_ranks_and_flags_of_all_kinds_in_one_micro_batch_equal_each_alone",),
+    ),
+    Mutation(
+        "other-adapters-multiplied-by-zero",
+        "backend/training/decoder/lora_batch.py",
+        "h.masked_fill_(self.others[:, None], 0)",
+        "h.mul_(~self.others[:, None])",
+        (SIDE_BY_SIDE + "test_weights_that_broke_leave_the_others_in_their_products_alone",),
+    ),
+    Mutation(
+        "broken-weights-are-multiplied",
+        "backend/training/lora.py",
+        "self._computable = bool(largest < torch.finfo(torch.bfloat16).max)",
+        "self._computable = True",
+        (SIDE_BY_SIDE + "test_weights_that_broke_leave_the_others_in_their_products_alone",),
+    ),
+    Mutation(
+        "ranks-without-bound",
+        "backend/training/packing.py",
+        "columns + wider > MAX_COLUMNS",
+        "columns + wider > 10**9",
+        (SIDE_BY_SIDE + "test_a_micro_batch_has_no_more_ranks_than_its_bound",),
+    ),
+    Mutation(
+        "scale-forgotten-in-the-gradient",
+        "backend/training/decoder/lora_batch.py",
+        "columns.start : columns.stop], alpha=adapter.scale)",
+        "columns.start : columns.stop])",
+        (PEFT + "test_values_and_gradients_equal_peft[qwen3-attention-float32-1e-05]",),
+    ),
+    Mutation(
+        "residual-without-gradient",
+        "backend/training/decoder/kernels.py",
+        "return residual + _norm_backward(",
+        "return 0 * residual + _norm_backward(",
+        (PEFT + "test_values_and_gradients_equal_peft[qwen3-attention-float32-1e-05]", GOLDEN),
+    ),
+    Mutation(
+        "same-target-twice-counts-once",
+        "backend/training/lm_head.py",
+        "of_target = _sums(derivative, chunk.same, len(chunk.same))[chunk.same]",
+        "of_target = derivative",
+        (WORKS + "test_candidates_add_up_like_separate_data",),
+    ),
+    Mutation(
         "memory-error-not-caught",
         "backend/training/worker.py",
-        "except torch.OutOfMemoryError:\n            return False",
+        "except torch.OutOfMemoryError:\n            return None",
         "except torch.OutOfMemoryError:\n            raise",
         (
             WORKS + "test_running_out_of_memory_halves_the_budget_and_tries_again",
@@ -485,8 +536,8 @@ MUTATIONS = (
     Mutation(
         "prompt-logprobs-one-short",
         "backend/sampling/engine_inputs.py",
-        "    values = np.full(length, np.nan, np.float32)\n    values[1:] = output.prompt_logprobs.logprobs\n",
-        "    values = np.asarray(output.prompt_logprobs.logprobs, np.float32)\n",
+        "        values[1:] = output.prompt_logprobs\n",
+        "        values[:-1] = output.prompt_logprobs\n",
         (PROMPT_LOGPROBS + "test_text_agrees_with_hf[text]",),
     ),
     Mutation(
@@ -687,9 +738,9 @@ MUTATIONS = (
     Mutation(
         "pad-ids-found-by-the-trainer",
         "backend/training/embedding.py",
-        "image_rows = torch.from_numpy(packed.image_rows).to(device)",
-        "image_rows = torch.from_numpy("
-        "np.flatnonzero(packed.token_ids == loaded.model.config.image_token_id)[: len(packed.image_rows)]).to(device)",
+        "image_rows = to_device(packed.image_rows, device)",
+        "image_rows = to_device("
+        "np.flatnonzero(packed.token_ids == loaded.model.config.image_token_id)[: len(packed.image_rows)], device)",
         (OFFSETS + "test_a_pad_id_that_came_as_text_is_text",),
     ),
     Mutation(
@@ -716,8 +767,8 @@ MUTATIONS = (
     Mutation(
         "no-rows-of-pixels",
         "backend/training/embedding.py",
-        "    if packed.images:\n",
-        "    if packed.images is not None:\n",
+        "    if not packed.images:\n",
+        "    if packed.images is None:\n",
         (PACKING + "test_packed_equals_one_by_one[qwen3_vl]",),
     ),
     Mutation(
@@ -1426,6 +1477,7 @@ PROMISES = (
         (
             "targets-rebuilt",
             "candidates-in-column-order",
+            "same-target-twice-counts-once",
             "sparse-cells-out-of-place",
             "negative-weights-dropped",
             "zero-times-infinity",
@@ -1455,6 +1507,7 @@ PROMISES = (
             "seed-of-lora-ignored",
             "lora-settings-dropped-on-the-way",
             "b-not-0-at-the-start",
+            "scale-forgotten-in-the-gradient",
         ),
     ),
     Promise(
@@ -1547,6 +1600,8 @@ PROMISES = (
             "bridged-id-stays-open",
             "bridged-hole-forgotten",
             "one-request-per-call",
+            "columns-of-other-adapters-count",
+            "ranks-without-bound",
         ),
     ),
     Promise(
@@ -1558,6 +1613,8 @@ PROMISES = (
             "one-failure-fails-the-batch",
             "memory-error-not-caught",
             "not-a-number-passes",
+            "other-adapters-multiplied-by-zero",
+            "broken-weights-are-multiplied",
         ),
         (ORDER + "test_bad_datum_fails_its_own_request_and_nobody_elses_on_fakes",),
     ),
@@ -1673,7 +1730,7 @@ MISTAKES = (
     Promise(
         "loss",
         "Zero adapter gradients under recomputation",
-        ("reentrant-recomputation",),
+        ("recomputed-without-adapters", "residual-without-gradient"),
         (WORKS + "test_a_gradient_lost_inside_the_model_is_an_error_of_the_server",),
     ),
     Promise("loss", "Two loss modules drift apart", ("fake-losses-drift",)),

@@ -101,11 +101,25 @@ class Adapter:
         self.weights = weights
         self.gradient: torch.Tensor | None = None
         self.gradient_seen = False
+        self._computable: bool | None = None
         self.adam: AdamState = new_adam_state(weights)
         self._stacks = {
             (projection, factor): [spec for spec in specs if (spec.projection, spec.factor) == (projection, factor)]
             for projection, factor in dict.fromkeys((spec.projection, spec.factor) for spec in specs)
         }
+
+    @property
+    def computable(self) -> bool:
+        """Whether all weights are finite, scaled and in any dtype of activations. Others must not be multiplied by ones
+        that are not: zero times infinity is no number."""
+        if self._computable is None:
+            largest = self.weights.abs().amax() * max(1.0, self.scale)
+            self._computable = bool(largest < torch.finfo(torch.bfloat16).max)
+        return self._computable
+
+    def changed(self) -> None:
+        """To be said when the weights have changed."""
+        self._computable = None
 
     def stack(self, flat: torch.Tensor, projection: str, factor: str) -> torch.Tensor | None:
         """The matrices of one projection in all layers as a view of a vector of this layout: A [L, r, in] or

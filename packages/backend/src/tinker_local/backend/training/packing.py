@@ -48,7 +48,7 @@ def split(items: Sequence[Item], budget: int, ranks: Mapping[str | None, int]) -
     free, columns, adapters = 0, 0, set[str | None]()
     for item in items:
         wider = 0 if item.adapter_id in adapters else ranks[item.adapter_id]
-        if not batches or item.length > free or (adapters and columns + wider > MAX_COLUMNS):
+        if not batches or item.length > free or (columns and wider and columns + wider > MAX_COLUMNS):
             batches.append([])
             free, columns, adapters = budget, 0, set()
             wider = ranks[item.adapter_id]

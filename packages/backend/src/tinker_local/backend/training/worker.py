@@ -135,6 +135,7 @@ class HFTrainer:
         if not math.isfinite(norm):
             raise InvalidRequestError(f"optim_step: the norm of the accumulated gradient is {norm}; it was discarded")
         adamw_step(adapter.weights, gradient, adapter.adam, params, norm)
+        adapter.changed()
         return {"grad_norm": norm}
 
     def close(self) -> None:
@@ -264,7 +265,10 @@ class HFTrainer:
 
     def _checked(self, work: TrainWork) -> TrainWork:
         """`work` with complete settings; raises ApiError if it cannot run (nobody else's must fail with it)."""
-        self._adapter(work.adapter_id)
+        if not self._adapter(work.adapter_id).computable:
+            raise InvalidRequestError(
+                f"model {work.adapter_id}: its weights are not finite any more; load a checkpoint, take smaller steps"
+            )
         config = check_config(work.loss_fn, work.loss_config)
         for i, datum in enumerate(work.data):
             self._check_input(datum.input, f"data[{i}].model_input")

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from tinker_local.backend.training import compat_torch
 from tinker_local.backend.training.lora import LM_HEAD, Adapter, AdapterSlice
+from tinker_local.backend.training.transfer import to_device
 
 GROUPS = {
     "qkv": ("q_proj", "k_proj", "v_proj"),
@@ -43,14 +44,14 @@ class Columns:
 class LowRank:
     """A group of projections in one layer (or the LM head).
 
-    `a` [p R, in] for p projections; `b` their matrices, [out, R] each, scaled by alpha / r; `mask` [T, R], 1 where the
-    token's adapter has the column, or None where one adapter has all tokens. `grad_a`, `grad_b`: where their gradients
-    go, of the same shapes (of the scaled b).
+    `a` [p R, in] for p projections; `b` their matrices, [out, R] each, scaled by alpha / r; `others` bool [T, R], True
+    where the column is not of the token's adapter, or None where one adapter has all tokens. `grad_a`, `grad_b`: where
+    their gradients go, of the same shapes (of the scaled b).
     """
 
     a: torch.Tensor
     b: tuple[torch.Tensor, ...]
-    mask: torch.Tensor | None
+    others: torch.Tensor | None
     grad_a: torch.Tensor | None = None
     grad_b: tuple[torch.Tensor, ...] = ()
 
@@ -78,11 +79,12 @@ class LowRank:
 
     def rows(self, index: torch.Tensor) -> "LowRank":
         """The same for the tokens of `index` alone."""
-        mask = None if self.mask is None else self.mask[index]
-        return LowRank(self.a, self.b, mask, self.grad_a, self.grad_b)
+        others = None if self.others is None else self.others[index]
+        return LowRank(self.a, self.b, others, self.grad_a, self.grad_b)
 
     def _masked(self, h: torch.Tensor) -> torch.Tensor:
-        return h if self.mask is None else h.mul_(self.mask[:, None])
+        # Filled, not multiplied: what other adapters make of a token may be infinite.
+        return h if self.others is None else h.masked_fill_(self.others[:, None], 0)
 
 
 class LoraBatch:
@@ -98,7 +100,7 @@ class LoraBatch:
         self._columns = _columns(slices)
         self._width = -(-(self._columns[-1].stop if self._columns else 0) // _COLUMNS) * _COLUMNS
         self._dtype, self._grad_dtype = dtype, grad_dtype
-        self._mask = self._make_mask(slices) if self._columns else None
+        self._others = self._make_others(slices) if self._columns else None
         self._a: dict[str, torch.Tensor] = {}
         self._b: dict[str, torch.Tensor] = {}
         for group, projections in GROUPS.items():
@@ -114,7 +116,7 @@ class LoraBatch:
         return LowRank(
             self._a[name][layer],
             tuple(self._b[projection][layer] for projection in GROUPS[name]),
-            self._mask,
+            self._others,
             None if grad_a is None else grad_a[layer],
             tuple(self._grad_b[p][layer] for p in GROUPS[name]) if grad_a is not None else (),
         )
@@ -174,16 +176,16 @@ class LoraBatch:
                 return a.shape[0], a.shape[2], b.shape[1]
         return None
 
-    def _make_mask(self, slices: Sequence[AdapterSlice]) -> torch.Tensor | None:
+    def _make_others(self, slices: Sequence[AdapterSlice]) -> torch.Tensor | None:
         if len(slices) == 1:
             return None
-        mask = np.zeros((slices[-1].stop, self._width), np.float32)
+        others = np.ones((slices[-1].stop, self._width), np.bool_)
         places = {id(c.adapter): c for c in self._columns}
         for part in slices:
             if part.adapter is not None:
                 columns = places[id(part.adapter)]
-                mask[part.start : part.stop, columns.start : columns.stop] = 1
-        return torch.from_numpy(mask).to(self._columns[0].adapter.weights.device, self._dtype)
+                others[part.start : part.stop, columns.start : columns.stop] = False
+        return to_device(others, self._columns[0].adapter.weights.device)
 
     def _like(self, matrices: torch.Tensor) -> torch.Tensor:
         return torch.zeros_like(matrices, dtype=self._grad_dtype)

@@ -1,0 +1,127 @@
+"""Adapters of all kinds share matrix products: each gets what it gets alone, and what they cost is bounded."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from tinker_local.backend.training import packing
+from tinker_local.backend.training.interface import TrainResult, TrainWork
+from tinker_local.backend.training.loading import load_model
+from tinker_local.backend.training.packing import items_of, split
+
+KINDS = {
+    "a": {"rank": 4},
+    "b": {"rank": 1, "seed": 2},
+    "c": {"rank": 8, "seed": 3, "train_unembed": False},
+    "d": {"rank": 3, "seed": 4, "train_mlp": False, "train_unembed": False},
+    "e": {"rank": 16, "seed": 5, "train_attn": False},
+    "f": {"rank": 2, "seed": 6, "train_attn": False, "train_mlp": False},
+}
+
+
+@pytest.fixture
+def many(trainer, add_adapter):
+    """A trainer with an adapter of each of `KINDS`."""
+    ours = trainer("qwen3_vl")
+    for name, config in KINDS.items():
+        add_adapter(ours, name, **config)
+    return ours
+
+
+def works_of(make):
+    data = {name: [make.datum(5 + 3 * i), make.datum(20, [(2, (4, 4))])] for i, name in enumerate(KINDS)}
+    return [TrainWork(name, parts, "cross_entropy") for name, parts in data.items()]
+
+
+def test_ranks_and_flags_of_all_kinds_in_one_micro_batch_equal_each_alone(many, make, gradients, assert_close):
+    works = works_of(make)
+    together = many.forward_backward(works)
+    seen = {name: gradients(many, name) for name in KINDS}
+    for work, result in zip(works, together, strict=True):
+        many.discard_gradients(work.adapter_id)
+        (alone,) = many.forward_backward([work])
+        assert result.metrics["loss:sum"] == pytest.approx(alone.metrics["loss:sum"], rel=1e-6)
+        assert_close(seen[work.adapter_id], gradients(many, work.adapter_id), 1e-6)
+
+
+@pytest.mark.parametrize("broken", [float("nan"), float("-inf"), 3e38, 1e25])
+def test_weights_that_broke_leave_the_others_in_their_products_alone(broken, many, make, gradients, assert_close):
+    works = works_of(make)
+    many.forward_backward(works)
+    expected = {name: gradients(many, name) for name in KINDS}
+    for name in KINDS:
+        many.discard_gradients(name)
+    many._adapters["c"].weights[::7] = broken
+    many._adapters["c"].changed()
+    results = many.forward_backward(works)
+    for name, result in zip(KINDS, results, strict=True):
+        assert isinstance(result, TrainResult) == (name != "c"), name
+        if name != "c":
+            assert_close(gradients(many, name), expected[name], 1e-6)
+    assert many._adapters["c"].gradient is None
+
+
+def test_the_base_model_beside_adapters_gets_nothing_of_them(many, make):
+    """Rows of no adapter: `logprobs` of the base, before and after the adapters have trained."""
+    rendered = make.input(17)
+    before = many.logprobs(None, rendered)
+    many.forward_backward(works_of(make))
+    np.testing.assert_array_equal(many.logprobs(None, rendered), before)
+    assert np.abs(many.logprobs("a", rendered) - before).max() > 1e-3
+
+
+def test_a_micro_batch_has_no_more_ranks_than_its_bound(make, monkeypatch):
+    """Each token is multiplied by all ranks of its micro-batch."""
+    monkeypatch.setattr(packing, "MAX_COLUMNS", 20)
+    ranks = {name: config["rank"] for name, config in KINDS.items()} | {"huge": 64}
+    works = [*works_of(make), TrainWork("huge", [make.datum(3), make.datum(3)], "cross_entropy")]
+    items = items_of(list(enumerate(works)))
+    batches = split(items, 10**6, ranks)
+    assert [item for batch in batches for item in batch] == items
+    for batch in batches:
+        adapters = {item.adapter_id for item in batch}
+        assert sum(ranks[name] for name in adapters) <= 20 or adapters == {"huge"}
+    assert len(batches) == 3, "as many as fit go together"
+
+
+def test_joined_weights_are_the_models_own(model_path):
+    """Joining projections costs no memory: the modules' weights are views of the joined ones."""
+    loaded = load_model(str(model_path("qwen3")), "float32", "cpu")
+    layer, weights = loaded.model.model.layers[0], loaded.decoder.layers[0]
+    for joined, modules in (
+        (weights.qkv, (layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj)),
+        (weights.gate_up, (layer.mlp.gate_proj, layer.mlp.up_proj)),
+    ):
+        assert torch.equal(joined, torch.cat([module.weight for module in modules]))
+        assert modules[0].weight.data_ptr() == joined.data_ptr()
+        assert modules[1].weight.data_ptr() == joined[len(modules[0].weight) :].data_ptr()
+
+
+def test_a_decoder_of_another_kind_is_refused_by_name(model_path, tmp_path):
+    import json
+    import shutil
+
+    from tinker_local.types import UnsupportedError
+
+    folder = tmp_path / "gelu"
+    shutil.copytree(model_path("qwen3"), folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "hidden_act": "gelu"}))
+    with pytest.raises(UnsupportedError, match="hidden_act 'gelu'"):
+        load_model(str(folder), "float32", "cpu")
+
+
+def test_scores_beyond_the_rank_bound_train_in_turn(many, make, gradients, assert_close, monkeypatch):
+    """The bound changes how micro-batches are cut, and nothing else."""
+    works = [replace(work, data=work.data[:1]) for work in works_of(make)]
+    seen = []
+    for bound in (packing.MAX_COLUMNS, 5):
+        monkeypatch.setattr(packing, "MAX_COLUMNS", bound)
+        for name in KINDS:
+            many.discard_gradients(name)
+        results = many.forward_backward(works)
+        seen.append(({name: gradients(many, name) for name in KINDS}, [r.metrics["loss:sum"] for r in results]))
+    np.testing.assert_allclose(seen[0][1], seen[1][1], rtol=1e-6)
+    for name in KINDS:
+        assert_close(seen[0][0][name], seen[1][0][name], 1e-6)
