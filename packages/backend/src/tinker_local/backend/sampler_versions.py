@@ -15,7 +15,7 @@ from tinker_local.backend.scheduling.operations import Operation
 from tinker_local.backend.storage.interface import CheckpointRecord, Store
 from tinker_local.backend.storage.names import check_checkpoint_name
 from tinker_local.backend.storage.versions import VersionFolders
-from tinker_local.backend.training.interface import AdapterState
+from tinker_local.backend.training.interface import AdapterDType, AdapterState
 from tinker_local.backend.training_runs import TrainedModel, TrainingRuns, check_ttl, checkpoint_record
 from tinker_local.backend.user_metadata import check_user_metadata
 from tinker_local.types import (
@@ -56,13 +56,15 @@ class SamplerVersions:
         async def run(model: TrainedModel, operation: Operation[dict[str, Any]]) -> None:
             self._check(request)
             scheduler, trainer = model.base.scheduler, model.base.engines.trainer
+            # What is kept for good keeps all digits; what is only sampled from, those that the sampler reads.
+            dtype: AdapterDType = "float32" if request.path is not None else model.base.engines.sampler.adapter_dtype
             probe = probe_prompt(trainer.vocab_size)
             loop = asyncio.get_running_loop()
             captured: asyncio.Future[AdapterState] = loop.create_future()
 
             def capture() -> npt.NDArray[np.float32]:
                 """Both in one go, so that the trainer's thread is waited for once; the state goes its way at once."""
-                state = trainer.capture(model.model_id, optimizer=False)
+                state = trainer.capture(model.model_id, optimizer=False, dtype=dtype)
                 loop.call_soon_threadsafe(captured.set_result, state)
                 return trainer.logprobs(model.model_id, probe)
 

@@ -11,6 +11,7 @@ float64; weights are kept at values that float32 holds, so that a saved adapter 
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -116,7 +117,7 @@ class FakeModel:
             logits += (LORA_ALPHA / rank) * (features.gather(matrices.a.T) @ matrices.b.T)
         return logits
 
-    def read_adapter(self, tensors: Mapping[str, npt.NDArray[np.float32]], rank: int) -> dict[str, LoraMatrices]:
+    def read_adapter(self, tensors: Mapping[str, npt.NDArray[Any]], rank: int) -> dict[str, LoraMatrices]:
         """The adapter in `tensors` (PEFT names); InvalidRequestError if a name or a shape does not fit."""
         found: dict[str, dict[str, npt.NDArray[np.float32]]] = {}
         for name, tensor in tensors.items():

@@ -24,7 +24,7 @@ from tinker_local.backend.fakes.model import (
     log_softmax,
 )
 from tinker_local.backend.sampling.interface import AdapterVersion, SampleWork
-from tinker_local.backend.training.interface import LORA_ALPHA
+from tinker_local.backend.training.interface import LORA_ALPHA, AdapterDType
 from tinker_local.types import (
     InternalError,
     InvalidRequestError,
@@ -59,6 +59,7 @@ class FakeSampler:
         self._closed = threading.Event()
         self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="fake-sampler")
         self.max_context_length = model.max_context_length
+        self.adapter_dtype: AdapterDType = "float32"
 
     @property
     def images_encoded(self) -> int:

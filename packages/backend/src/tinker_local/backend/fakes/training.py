@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
+from tinker_local.backend.adapter_tensors import bfloat16_bits
 from tinker_local.backend.fakes.encoding import FakeTower
 from tinker_local.backend.fakes.losses import coefficient_name, loss_terms, settings
 from tinker_local.backend.fakes.model import (
@@ -18,7 +19,14 @@ from tinker_local.backend.fakes.model import (
     tensor_name,
 )
 from tinker_local.backend.rendering.interface import RenderedInput
-from tinker_local.backend.training.interface import LORA_ALPHA, AdapterState, TrainDatum, TrainResult, TrainWork
+from tinker_local.backend.training.interface import (
+    LORA_ALPHA,
+    AdapterDType,
+    AdapterState,
+    TrainDatum,
+    TrainResult,
+    TrainWork,
+)
 from tinker_local.types import AdamParams, ApiError, InvalidRequestError, LoraConfig, NotFoundError
 
 Gradients = dict[str, Float64Array]
@@ -199,14 +207,17 @@ class FakeTrainer:
         adapter.gradients = {}
         return {"grad_norm": norm}
 
-    def capture(self, adapter_id: str, *, optimizer: bool) -> AdapterState:
+    def capture(self, adapter_id: str, *, optimizer: bool, dtype: AdapterDType = "float32") -> AdapterState:
         """A copy under PEFT's names."""
         adapter = self._adapter(adapter_id)
         return AdapterState(
             base_model=self._model.name,
             lora_config=adapter.config,
             target_modules=[module.rsplit(".", 1)[-1] for module in adapter.weights],
-            tensors={name: tensor.astype(np.float32) for name, tensor in adapter.tensors().items()},
+            tensors={
+                name: tensor.astype(np.float32) if dtype == "float32" else bfloat16_bits(tensor.astype(np.float32))
+                for name, tensor in adapter.tensors().items()
+            },
             optimizer={n: m.astype(np.float32) for n, m in adapter.moments.items()} if optimizer else None,
             step=adapter.step if optimizer else 0,
         )

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tinker_local.backend.adapter_tensors import as_torch
 from tinker_local.backend.sampling.interface import AdapterVersion
 from tinker_local.types import InvalidRequestError, NotFoundError
 
@@ -37,7 +38,7 @@ def read_adapter(version: AdapterVersion, max_rank: int) -> HostAdapter:
     tensors: Mapping[str, torch.Tensor]
     if state is not None:
         config = state.peft_config()
-        tensors = {name: torch.as_tensor(array) for name, array in state.tensors.items()}
+        tensors = {name: as_torch(array) for name, array in state.tensors.items()}
     else:
         for name in (CONFIG_FILE, WEIGHTS_FILE):
             if not (version.path / name).is_file():

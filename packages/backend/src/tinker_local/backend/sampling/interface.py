@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Protocol
 
 from tinker_local.backend.rendering.interface import RenderedInput
-from tinker_local.backend.training.interface import AdapterState
+from tinker_local.backend.training.interface import AdapterDType, AdapterState
 from tinker_local.types import SampleOutput, SamplingParams
 
 
@@ -47,6 +47,9 @@ class Sampler(Protocol):
     """
 
     max_context_length: int
+
+    adapter_dtype: AdapterDType
+    """What adapters are rounded to here; there is no use in handing over more digits."""
 
     @property
     def images_encoded(self) -> int:

@@ -35,6 +35,7 @@ class VLLMSampler:
         self._engine: Engine = thread.add_engine(options.model, build, self._release).result()
         config = thread.call(self._engine, lambda engine: engine.model_config).result()
         self.max_context_length: int = config.max_model_len
+        self.adapter_dtype = options.dtype or vllm_compat.default_dtype()
         self._vocab_size: int = config.get_vocab_size()
         self.startup_seconds = time.monotonic() - started
 

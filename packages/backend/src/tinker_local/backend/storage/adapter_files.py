@@ -1,6 +1,6 @@
 """An adapter as files: PEFT's layout, which PEFT and vLLM load, and the optimizer's moments beside it.
 
-adapter_model.safetensors   float32 tensors by PEFT's names
+adapter_model.safetensors   tensors by PEFT's names: float32, or bfloat16 if they were captured so
 adapter_config.json         PEFT's configuration
 optimizer.safetensors       `exp_avg.NAME` and `exp_avg_sq.NAME`; the count of updates is in its metadata
 """
@@ -12,8 +12,10 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import safetensors.torch
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
+from tinker_local.backend.adapter_tensors import as_torch
 from tinker_local.backend.training.interface import AdapterState
 from tinker_local.types import LoraConfig
 
@@ -53,6 +55,10 @@ def adapter_bytes(state: AdapterState) -> int:
     return sum(tensor.nbytes for tensors in (state.tensors, state.optimizer or {}) for tensor in tensors.values())
 
 
-def _save(path: Path, tensors: Mapping[str, npt.NDArray[np.float32]], metadata: Mapping[str, Any]) -> None:
+def _save(path: Path, tensors: Mapping[str, npt.NDArray[Any]], metadata: Mapping[str, Any]) -> None:
     # safetensors writes the memory of an array in whatever order it lies, without an error: C order it must be.
-    save_file({name: np.ascontiguousarray(t, np.float32) for name, t in tensors.items()}, path, metadata=metadata)
+    if any(array.dtype == np.uint16 for array in tensors.values()):
+        ordered = {name: as_torch(np.ascontiguousarray(array)) for name, array in tensors.items()}
+        safetensors.torch.save_file(ordered, path, metadata=metadata)
+    else:
+        save_file({name: np.ascontiguousarray(t, np.float32) for name, t in tensors.items()}, path, metadata=metadata)

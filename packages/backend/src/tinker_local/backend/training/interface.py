@@ -2,12 +2,14 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
 from tinker_local.backend.rendering.interface import RenderedInput
 from tinker_local.types import AdamParams, ApiError, LoraConfig
+
+AdapterDType = Literal["float32", "bfloat16"]
 
 LORA_ALPHA = 32
 """LoRA scale is alpha / rank with this alpha, as on the hosted service."""
@@ -48,13 +50,14 @@ class TrainResult:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AdapterState:
-    """A host copy of an adapter: `tensors` by PEFT name (float32), `optimizer` moments by the same names behind
-    `exp_avg.` and `exp_avg_sq.` with `step` their count of updates, None and 0 if not captured."""
+    """A host copy of an adapter: `tensors` by PEFT name, float32 or the bits of bfloat16 in uint16 (numpy has no such
+    type); `optimizer` moments (float32) by the same names behind `exp_avg.` and `exp_avg_sq.` with `step` their count
+    of updates, None and 0 if not captured."""
 
     base_model: str
     lora_config: LoraConfig
     target_modules: Sequence[str]
-    tensors: Mapping[str, npt.NDArray[np.float32]]
+    tensors: Mapping[str, npt.NDArray[np.float32] | npt.NDArray[np.uint16]]
     optimizer: Mapping[str, npt.NDArray[np.float32]] | None = None
     step: int = 0
 
@@ -118,8 +121,8 @@ class Trainer(Protocol):
     def optim_step(self, adapter_id: str, params: AdamParams) -> dict[str, float]:
         """One AdamW update with the gradients added up, which are cleared; returns metrics (`grad_norm`)."""
 
-    def capture(self, adapter_id: str, *, optimizer: bool) -> AdapterState:
-        """A host copy of the adapter as it is now, which later steps do not change."""
+    def capture(self, adapter_id: str, *, optimizer: bool, dtype: AdapterDType = "float32") -> AdapterState:
+        """A host copy of the adapter as it is now, which later steps do not change; its weights rounded to `dtype`."""
 
     def logprobs(self, adapter_id: str | None, input: RenderedInput) -> npt.NDArray[np.float32]:
         """log p(token[i+1] | tokens[..i]) for i in [0, N-1), float32 [N-1]; None is the base model."""

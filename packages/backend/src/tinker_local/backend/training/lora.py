@@ -10,12 +10,14 @@ import math
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from tinker_local.backend.training.adamw import AdamState, new_adam_state
-from tinker_local.backend.training.interface import LORA_ALPHA, AdapterState
+from tinker_local.backend.training.interface import LORA_ALPHA, AdapterDType, AdapterState
+from tinker_local.backend.training.transfer import to_host
 from tinker_local.types import InvalidRequestError, LoraConfig
 
 LM_HEAD = "lm_head"
@@ -145,7 +147,7 @@ def initial_weights(specs: Sequence[TensorSpec], seed: int | None) -> torch.Tens
     return weights
 
 
-def flatten(specs: Sequence[TensorSpec], tensors: Mapping[str, npt.NDArray[np.float32]], what: str) -> torch.Tensor:
+def flatten(specs: Sequence[TensorSpec], tensors: Mapping[str, npt.NDArray[Any]], what: str) -> torch.Tensor:
     """`tensors` by PEFT name as one vector, float32 [n] on the host; InvalidRequestError if names or shapes differ."""
     wanted = {spec.name for spec in specs}
     if tensors.keys() != wanted:
@@ -165,9 +167,13 @@ def flatten(specs: Sequence[TensorSpec], tensors: Mapping[str, npt.NDArray[np.fl
     return flat
 
 
-def unflatten(specs: Sequence[TensorSpec], flat: torch.Tensor) -> dict[str, npt.NDArray[np.float32]]:
-    """A host copy of the vector as matrices by PEFT name, float32."""
-    host = flat.detach().to("cpu", torch.float32, copy=True)
+def unflatten(
+    specs: Sequence[TensorSpec], flat: torch.Tensor, dtype: AdapterDType = "float32"
+) -> dict[str, npt.NDArray[Any]]:
+    """A host copy of the vector as matrices by PEFT name: float32, or the bits of bfloat16 in uint16."""
+    host = to_host(flat.detach(), torch.float32 if dtype == "float32" else torch.bfloat16)
+    if dtype == "bfloat16":
+        host = host.view(torch.uint16)
     return {spec.name: spec.view(host).numpy() for spec in specs}
 
 
@@ -177,8 +183,10 @@ def without_prefix(moments: Mapping[str, npt.NDArray[np.float32]], prefix: str) 
     return {name.removeprefix(start): array for name, array in moments.items() if name.startswith(start)}
 
 
-def capture(adapter: Adapter, base_model: str, target_modules: Sequence[str], *, optimizer: bool) -> AdapterState:
-    """`adapter` as it is now."""
+def capture(
+    adapter: Adapter, base_model: str, target_modules: Sequence[str], *, optimizer: bool, dtype: AdapterDType
+) -> AdapterState:
+    """`adapter` as it is now, its weights in `dtype`."""
     flats = zip(MOMENTS, (adapter.adam.exp_avg, adapter.adam.exp_avg_sq), strict=True)
     moments = {
         f"{prefix}.{name}": array
@@ -190,7 +198,7 @@ def capture(adapter: Adapter, base_model: str, target_modules: Sequence[str], *,
         base_model=base_model,
         lora_config=adapter.config,
         target_modules=target_modules,
-        tensors=unflatten(adapter.specs, adapter.weights),
+        tensors=unflatten(adapter.specs, adapter.weights, dtype),
         optimizer=moments if optimizer else None,
         step=adapter.adam.step if optimizer else 0,
     )

@@ -1,4 +1,8 @@
-"""Arrays from the host to the model's device without making the host wait for what the device is still doing."""
+"""Arrays between the host and the model's device.
+
+Only memory that is page-locked is copied at full speed and without the host waiting; locking is slow, but torch keeps
+such memory for the next time.
+"""
 
 from typing import Any
 
@@ -8,11 +12,21 @@ import torch
 
 
 def to_device(array: npt.NDArray[Any], device: torch.device, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """A copy on `device` (on the CPU the same memory). It is queued behind the device's work; only memory that is
-    page-locked can be copied so, and torch keeps such memory for the next time."""
+    """A copy on `device` (on the CPU the same memory), queued behind the device's work: the host goes on at once."""
     tensor = torch.from_numpy(np.ascontiguousarray(array))
     if dtype is not None:
         tensor = tensor.to(dtype)
     if device.type != "cuda":
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)
+
+
+def to_host(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A copy in host memory that nobody else has, rounded on the device; waits for the device's work so far."""
+    if tensor.device.type != "cuda":
+        return tensor.to("cpu", dtype, copy=True)
+    rounded = tensor.to(dtype)
+    copy = torch.empty(rounded.shape, dtype=dtype, pin_memory=True)
+    copy.copy_(rounded, non_blocking=True)
+    torch.cuda.current_stream(tensor.device).synchronize()
+    return copy

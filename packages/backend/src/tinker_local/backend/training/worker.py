@@ -19,7 +19,7 @@ import torch
 from tinker_local.backend.rendering.interface import RenderedInput
 from tinker_local.backend.training import lora
 from tinker_local.backend.training.adamw import adamw_step, gradient_norm
-from tinker_local.backend.training.interface import AdapterState, TrainDatum, TrainResult, TrainWork
+from tinker_local.backend.training.interface import AdapterDType, AdapterState, TrainDatum, TrainResult, TrainWork
 from tinker_local.backend.training.loading import load_model
 from tinker_local.backend.training.lora import Adapter, TensorSpec
 from tinker_local.backend.training.loss_specs import check_config, check_train_datum
@@ -115,12 +115,12 @@ class HFTrainer:
         """Free the adapter; unknown ids are ignored."""
         self._adapters.pop(adapter_id, None)
 
-    def capture(self, adapter_id: str, *, optimizer: bool) -> AdapterState:
+    def capture(self, adapter_id: str, *, optimizer: bool, dtype: AdapterDType = "float32") -> AdapterState:
         """A host copy as it is now; a gradient not yet stepped is not part of it."""
         adapter = self._adapter(adapter_id)
         paths = list(dict.fromkeys(spec.path for spec in adapter.specs))
         modules = lora.target_modules(self._loaded.model, paths)
-        return lora.capture(adapter, self.name, modules, optimizer=optimizer)
+        return lora.capture(adapter, self.name, modules, optimizer=optimizer, dtype=dtype)
 
     def discard_gradients(self, adapter_id: str) -> None:
         """Forget the gradients added up since the last step."""

@@ -6,7 +6,7 @@ from typing import cast
 import numpy as np
 import numpy.typing as npt
 from tinker_local.backend.rendering.interface import RenderedInput
-from tinker_local.backend.training.interface import AdapterState, TrainResult, TrainWork
+from tinker_local.backend.training.interface import AdapterDType, AdapterState, TrainResult, TrainWork
 from tinker_local.backend.training.process.process import TrainerProcess
 from tinker_local.types import AdamParams, ApiError, LoraConfig
 
@@ -59,9 +59,9 @@ class ProcessTrainer:
     def optim_step(self, adapter_id: str, params: AdamParams) -> dict[str, float]:
         return cast(dict[str, float], self._process.call("optim_step", adapter_id, params))
 
-    def capture(self, adapter_id: str, *, optimizer: bool) -> AdapterState:
+    def capture(self, adapter_id: str, *, optimizer: bool, dtype: AdapterDType = "float32") -> AdapterState:
         """Its arrays lie in memory that the other process filled and gave away; the last of them frees it."""
-        return cast(AdapterState, self._process.call("capture", adapter_id, optimizer=optimizer))
+        return cast(AdapterState, self._process.call("capture", adapter_id, optimizer=optimizer, dtype=dtype))
 
     def logprobs(self, adapter_id: str | None, input: RenderedInput) -> npt.NDArray[np.float32]:
         return cast(npt.NDArray[np.float32], self._process.call("logprobs", adapter_id, input))

@@ -1,0 +1,44 @@
+"""What a sampler in bfloat16 is handed: half the bytes, the same weights rounded to the nearest, never what is kept."""
+
+import numpy as np
+import pytest
+import torch
+from tinker_local.backend.adapter_tensors import as_torch, bfloat16_bits
+from tinker_local.backend.storage.adapter_files import WEIGHTS, adapter_bytes, write_adapter
+
+
+@pytest.fixture
+def captured(trainer, add_adapter):
+    ours = trainer("qwen3")
+    add_adapter(ours, "a", rank=5)
+    return {dtype: ours.capture("a", optimizer=False, dtype=dtype) for dtype in ("float32", "bfloat16")}
+
+
+def test_bfloat16_is_the_weights_rounded_to_the_nearest_in_half_the_bytes(captured):
+    exact, short = captured["float32"].tensors, captured["bfloat16"].tensors
+    assert exact.keys() == short.keys()
+    for name, array in short.items():
+        assert array.shape == exact[name].shape
+        assert torch.equal(as_torch(array), torch.from_numpy(exact[name]).to(torch.bfloat16)), name
+    assert adapter_bytes(captured["bfloat16"]) * 2 == adapter_bytes(captured["float32"])
+
+
+def test_a_folder_of_bfloat16_is_read_by_safetensors_as_it_was(captured, tmp_path):
+    from safetensors.torch import load_file
+
+    write_adapter(tmp_path, captured["bfloat16"])
+    tensors = load_file(tmp_path / WEIGHTS)
+    for name, array in captured["bfloat16"].tensors.items():
+        assert tensors[name].dtype == torch.bfloat16
+        assert torch.equal(tensors[name], as_torch(array))
+
+
+def test_bits_without_torch_are_those_of_torch():
+    """To the nearest, to even between two, with the smallest and largest numbers that there are."""
+    rng = np.random.default_rng(0)
+    drawn = rng.integers(0, 2**32, 100_000, dtype=np.uint32).view(np.float32)
+    halfway = (np.arange(2**16, dtype=np.uint32) << np.uint32(16) | np.uint32(0x8000)).view(np.float32)
+    values = np.concatenate([drawn, halfway, np.float32([0, -0.0, 1e-45])])
+    values = values[np.isfinite(values)]
+    expected = torch.from_numpy(values).to(torch.bfloat16).view(torch.uint16).numpy()
+    np.testing.assert_array_equal(bfloat16_bits(values), expected)
