@@ -1,9 +1,12 @@
 """AdamW is torch.optim.AdamW with the settings of each step, and clips the norm of all tensors together."""
 
+import itertools
+
 import pytest
 import torch
 from tinker_local.backend.training.adamw import adamw_step, gradient_norm, new_adam_state
 from tinker_local.types import AdamParams, InvalidRequestError
+from torch.utils._python_dispatch import TorchDispatchMode
 
 STEPS = [
     AdamParams(learning_rate=1e-2),
@@ -73,3 +76,42 @@ def test_a_learning_rate_that_overflows_is_refused_and_changes_nothing(params):
     assert state.step == 0
     assert not state.exp_avg.any()
     assert torch.equal(weights, torch.ones(4))
+
+
+@pytest.mark.parametrize("clip", [0.0, 0.1])
+def test_memory_that_runs_out_leaves_the_step_undone(clip, monkeypatch):
+    """Whichever of its allocations fails."""
+    params = AdamParams(learning_rate=1e-2, weight_decay=0.1, grad_clip_norm=clip)
+    for allowed in itertools.count():
+        weights, gradient = torch.ones(5), torch.full((5,), 2.0)
+        state = new_adam_state(weights)
+        with AllocationsUpTo(allowed) as allocations:
+            try:
+                adamw_step(weights, gradient, state, params, 4.0)
+            except torch.OutOfMemoryError:
+                assert allocations.failed
+        if not allocations.failed:
+            assert state.step == 1
+            assert allowed > (clip > 0), "this test sees no allocation"
+            return
+        assert state.step == 0
+        for tensor, before in ((weights, 1.0), (gradient, 2.0), (state.exp_avg, 0.0), (state.exp_avg_sq, 0.0)):
+            assert torch.equal(tensor, torch.full((5,), before))
+
+
+class AllocationsUpTo(TorchDispatchMode):
+    """Operators whose result is new memory fail from the one after `allowed` on, before they do anything."""
+
+    def __init__(self, allowed: int) -> None:
+        super().__init__()
+        self.left = allowed
+        self.failed = False
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        in_place = func._schema.name.endswith("_") or any(a.is_out for a in func._schema.arguments)
+        if not in_place:
+            if not self.left:
+                self.failed = True
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            self.left -= 1
+        return func(*args, **(kwargs or {}))

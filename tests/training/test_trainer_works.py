@@ -324,9 +324,51 @@ def test_weights_that_broke_fail_their_requests_and_nobody_elses(ours, make, gra
 def test_a_gradient_lost_inside_the_model_is_an_error_of_the_server(ours, make, monkeypatch):
     """As autograd loses it where layers are computed again in the reentrant way: zeros, and no error from torch."""
     monkeypatch.setattr(LoraBatch, "add_gradients", lambda self, adapter, flat, groups: None)
-    (result,) = ours.forward_backward([make.work("a", [9])])
+    work = make.work("a", [9])
+    (result,) = ours.forward_backward([replace(work, data=[scaled(work.data[0], "weights", 0.0)])])
+    assert isinstance(result, TrainResult), "nothing pulls"
+    work.data[0].loss_inputs["weights"][:] = 1
+    (result,) = ours.forward_backward([work])
     assert isinstance(result, InternalError)
     assert "zero" in str(result)
+
+
+def test_a_first_gradient_that_cancels_to_zero_is_no_fault(ours, make, gradients):
+    """The same candidate twice with opposite weights; and the check is made once there is something to see."""
+    datum = make.datum(9, candidates=2)
+    work = TrainWork("a", [datum], "cross_entropy")
+    datum.target_tokens[:, 1] = datum.target_tokens[:, 0]
+    datum.loss_inputs["weights"][:] = (1, -1)
+    run(ours, work)
+    assert not any(array.any() for array in gradients(ours, "a").values())
+    assert not ours._adapters["a"].gradient_seen
+    run(ours, make.work("a", [9]))
+    assert ours._adapters["a"].gradient_seen
+
+
+def test_a_first_gradient_of_a_target_that_is_certain_is_no_fault(trainer, make, add_adapter):
+    """An adapter that has learnt its data by heart, loaded anew: log p = 0, and no float32 is near enough to it."""
+    ours = trainer("qwen3")
+    ours._loaded.model.lm_head.weight.mul_(1000)
+    add_adapter(ours, "a")
+    datum = make.datum(1)
+    all_ids = replace(datum, target_tokens=np.arange(120)[None], loss_inputs={"weights": np.ones((1, 120), np.float32)})
+    (found,) = run(ours, TrainWork("a", [all_ids], "cross_entropy", backward=False))
+    datum.target_tokens[0] = found.outputs[0]["logprobs"].argmax()
+    datum.loss_inputs["weights"][:] = 1
+    (result,) = run(ours, TrainWork("a", [datum], "cross_entropy"))
+    assert result.outputs[0]["logprobs"] == 0
+
+
+def test_a_loaded_adapter_whose_a_is_zero_has_learnt_nothing_wrong(ours, make):
+    """Then B's gradient is zero, and A's is not."""
+    adapter = ours._adapters["a"]
+    for spec in adapter.specs:
+        if spec.factor == "A":
+            spec.view(adapter.weights).zero_()
+    work = make.work("a", [9])
+    work.data[0].loss_inputs["weights"][:] = 1
+    run(ours, work)
 
 
 # Memory
@@ -362,6 +404,16 @@ def test_running_out_of_memory_halves_the_budget_and_tries_again(ours, make, gra
         assert result.metrics["loss:sum"] == pytest.approx(wanted.metrics["loss:sum"], rel=1e-6)
     for name in "ab":
         assert_close(gradients(ours, name), expected_gradients[name], 1e-6)
+
+
+def test_batches_that_wait_are_cut_to_the_halved_budget_too(ours, make, monkeypatch):
+    """In their old size each would run out of memory in turn, and halve the budget once more."""
+    ours.micro_batch_tokens = 40
+    tried = out_of_memory_above(ours, monkeypatch, 25)
+    run(ours, make.work("a", [20] * 8), make.work("b", [9, 5]))
+    assert ours.micro_batch_tokens == 20
+    assert tried[0] == 40
+    assert max(tried[1:]) <= 20
 
 
 def test_memory_that_runs_out_in_the_backward_leaves_nothing_half_done(

@@ -36,7 +36,7 @@ def adamw_step(
     w <- w (1 - lr wd), then m <- b1 m + (1 - b1) g, v <- b2 v + (1 - b2) g^2 and
     w <- w - lr m / (1 - b1^t) / (sqrt(v / (1 - b2^t)) + eps), t counted from 1. Moments from steps with other
     settings go on as they are. `gradient` is not changed. Raises InvalidRequestError, with nothing changed, for a
-    learning rate that no float holds.
+    learning rate that no float holds; without memory, too, nothing is changed.
     """
     step = state.step + 1
     size = params.learning_rate / (1 - params.beta1**step)
@@ -47,9 +47,10 @@ def adamw_step(
         )
     if 0 < params.grad_clip_norm < norm:
         gradient = gradient * (params.grad_clip_norm / norm)
+    denominator = torch.empty_like(weights)  # the last memory that is asked for: if it lacks, nothing has changed
     state.step = step
     weights.mul_(decay)
     state.exp_avg.lerp_(gradient, 1 - params.beta1)
     state.exp_avg_sq.mul_(params.beta2).addcmul_(gradient, gradient, value=1 - params.beta2)
-    denominator = (state.exp_avg_sq.sqrt() / math.sqrt(1 - params.beta2**step)).add_(params.eps)
+    torch.sqrt(state.exp_avg_sq, out=denominator).div_(math.sqrt(1 - params.beta2**step)).add_(params.eps)
     weights.addcdiv_(state.exp_avg, denominator, value=-size)

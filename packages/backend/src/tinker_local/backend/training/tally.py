@@ -25,25 +25,24 @@ class WorkTally:
 
 
 class Tally:
-    """`works` by place in the call. `gradients` [n] by adapter, the sum over all works of this pass. `steepest`: the
-    largest absolute derivative of a loss by a logprob, by adapter."""
+    """`works` by place in the call. `gradients` [n] by adapter, the sum over all works of this pass. `pulls`: the
+    lowest and the highest derivative of a loss by a target's own logit, by adapter (0 where nothing was found)."""
 
     def __init__(self, works: Mapping[int, TrainWork]) -> None:
         self.works = {at: WorkTally([{}] * len(work.data)) for at, work in works.items()}
         self.gradients: dict[str, torch.Tensor] = {}
-        self.steepest: dict[str, float] = {}
+        self.pulls: dict[str, tuple[float, float]] = {}
         self._requests = works
 
     def add(self, computed: Computed) -> None:
         """Take in the results of one micro-batch."""
         packed = computed.packed
         for at, error in computed.errors.items():
-            self.works[at].error = error
+            self.works[at].error = self.works[at].error or error
         for at, span in spans(packed):
             self.works[at].loss += float(computed.losses[span].sum(dtype=torch.float64))
-            adapter_id = self._requests[at].adapter_id
-            steepest = float(computed.derivative[span].abs().max())
-            self.steepest[adapter_id] = max(self.steepest.get(adapter_id, 0.0), steepest)
+            if at not in computed.errors:
+                self._add_pull(self._requests[at].adapter_id, computed.derivative[span], computed.logprobs[span])
         for place, item in enumerate(packed.items):
             span = packed.targets_of(place)
             output = _output(item, self._requests[item.work].loss_fn, computed.logprobs[span], computed.losses[span])
@@ -60,6 +59,12 @@ class Tally:
                 sums.append((adapter, self.gradients[adapter_id]))
         for adapter, total in sums:
             found.batch.add_gradients(adapter, total, found.groups)
+
+    def _add_pull(self, adapter_id: str, derivative: torch.Tensor, logprobs: torch.Tensor) -> None:
+        """By the target's logit it is g (1 - p): a target that is certain pulls nothing, however large its weight."""
+        pull = derivative * -torch.expm1(logprobs)
+        down, up = self.pulls.get(adapter_id, (0.0, 0.0))
+        self.pulls[adapter_id] = min(down, float(pull.min())), max(up, float(pull.max()))
 
     def result(self, at: int) -> TrainResult | ApiError:
         """The answer to the work at place `at`."""

@@ -7,6 +7,7 @@ a failure leaves nothing behind.
 Runs inline in whichever single thread calls it. Uses no global random generator and sets no global state of torch.
 """
 
+import itertools
 import logging
 import math
 from collections import deque
@@ -34,7 +35,7 @@ CUDA_LOGITS = 2**28
 """Most logits that exist at a time on a GPU: enough rows for its matrix products to be at their fastest."""
 
 _NOT_FLAT = 1e-6
-"""A first gradient of exactly zero is a fault of ours if some derivative by a logprob was larger than this."""
+"""A first gradient of exactly zero is a fault of ours if some derivative by a target's logit was larger than this."""
 
 
 class HFTrainer:
@@ -196,11 +197,11 @@ class HFTrainer:
         gradient = tally.gradients.get(adapter_id)
         if gradient is not None and not torch.isfinite(gradient).all():
             return InvalidRequestError("the gradient is not finite; nothing of this request was added to it")
-        adapter = self._adapter(adapter_id)
-        if adapter.gradient_seen or tally.steepest.get(adapter_id, 0.0) <= _NOT_FLAT:
+        # Targets pulled up and others pushed down may cancel: the same completion with advantages of 1 and -1.
+        down, up = tally.pulls.get(adapter_id, (0.0, 0.0))
+        if self._adapter(adapter_id).gradient_seen or down < 0 < up or max(-down, up) <= _NOT_FLAT:
             return None
-        factors = [spec for spec in adapter.specs if spec.factor == "B"]
-        if gradient is None or not any(spec.view(gradient).any() for spec in factors):
+        if gradient is None or not gradient.any():
             return InternalError("the adapter's gradient is zero although the loss is not flat")
         return None
 
@@ -209,7 +210,7 @@ class HFTrainer:
         if gradient is None:
             return
         adapter = self._adapter(adapter_id)
-        adapter.gradient_seen = True
+        adapter.gradient_seen = adapter.gradient_seen or bool(gradient.any())
         adapter.gradient = gradient if adapter.gradient is None else adapter.gradient.add_(gradient)
 
     def _pass(self, works: Mapping[int, TrainWork], *, gradient: bool) -> Tally:
@@ -222,7 +223,7 @@ class HFTrainer:
             items = batches.popleft()
             started = self._start(items, works, tally, gradient=gradient)
             if started is None:
-                batches.extendleft(reversed(self._smaller(items, tally)))
+                batches = deque(self._smaller(items, batches, tally))
             else:
                 pending.append(started)
         for started in pending:  # by now the device has all its work
@@ -247,8 +248,9 @@ class HFTrainer:
             return None
         return started
 
-    def _smaller(self, items: Sequence[Item], tally: Tally) -> list[list[Item]]:
-        """What to try after `items` did not fit in memory."""
+    def _smaller(self, items: Sequence[Item], waiting: Sequence[list[Item]], tally: Tally) -> Sequence[list[Item]]:
+        """What to try after `items` did not fit in memory, and what was `waiting` behind them: cut anew as well, as in
+        their old size they would run out of memory one after the other, and each would halve the budget once more."""
         if self._loaded.device.type == "cuda":
             torch.cuda.empty_cache()
         if len(items) == 1:
@@ -256,10 +258,10 @@ class HFTrainer:
             tally.works[item.work].error = InternalError(
                 f"data[{item.index}]: {item.length} positions do not fit in the trainer's memory"
             )
-            return []
+            return waiting
         self.micro_batch_tokens = min(self.micro_batch_tokens, sum(item.length for item in items)) // 2
         log.warning("out of memory: micro-batches have at most %d positions from now on", self.micro_batch_tokens)
-        return self._split(items)
+        return self._split([*items, *itertools.chain.from_iterable(waiting)])
 
     # Checks and look-ups --------------------------------------------------------------------------------------------
 
