@@ -42,3 +42,18 @@ def test_bits_without_torch_are_those_of_torch():
     values = values[np.isfinite(values)]
     expected = torch.from_numpy(values).to(torch.bfloat16).view(torch.uint16).numpy()
     np.testing.assert_array_equal(bfloat16_bits(values), expected)
+
+
+def test_a_captured_adapter_is_one_vector_whose_parts_are_the_matrices(captured):
+    """One copy, one message and one check for hundreds of matrices; also behind a pickle."""
+    import pickle
+
+    for state in captured.values():
+        tensors = state.tensors
+        assert len(tensors) == len(list(tensors)) == len(dict(tensors))
+        assert sum(array.size for array in tensors.values()) == tensors.flat.size
+        for array in tensors.values():
+            assert np.shares_memory(array, tensors.flat)
+        again = pickle.loads(pickle.dumps(tensors))
+        for name in tensors:
+            np.testing.assert_array_equal(again[name], tensors[name])

@@ -1,5 +1,10 @@
-"""The arrays of an `AdapterState` in float32 or bfloat16; numpy has no bfloat16, so its bits travel as uint16."""
+"""The matrices of an adapter in host memory: in one vector, and in float32 or bfloat16.
 
+numpy has no bfloat16, so its bits travel as uint16.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -7,6 +12,26 @@ import numpy.typing as npt
 
 if TYPE_CHECKING:
     import torch
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FlatTensors(Mapping[str, npt.NDArray[Any]]):
+    """Matrices that lie one behind the other in the vector `flat`; reading one makes a view. `places`: where each name
+    begins, and its shape. Hundreds of matrices are so copied, sent and checked as one."""
+
+    flat: npt.NDArray[Any]
+    places: Mapping[str, tuple[int, tuple[int, int]]]
+
+    def __getitem__(self, name: str) -> npt.NDArray[Any]:
+        start, (rows, columns) = self.places[name]
+        view: npt.NDArray[Any] = self.flat[start : start + rows * columns].reshape(rows, columns)
+        return view
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.places)
+
+    def __len__(self) -> int:
+        return len(self.places)
 
 
 def as_torch(array: npt.NDArray[Any]) -> "torch.Tensor":

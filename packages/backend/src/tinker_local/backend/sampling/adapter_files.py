@@ -4,13 +4,14 @@ vLLM ignores tensors that match no module of its own without a word, and would t
 """
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from tinker_local.backend.adapter_tensors import as_torch
+from tinker_local.backend.adapter_tensors import FlatTensors, as_torch
 from tinker_local.backend.sampling.interface import AdapterVersion
 from tinker_local.types import InvalidRequestError, NotFoundError
 
@@ -20,11 +21,13 @@ CONFIG_FILE = "adapter_config.json"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HostAdapter:
-    """An adapter in host memory: PEFT's `config`, and matrices A [rank, in] and B [out, rank] by PEFT's names."""
+    """An adapter in host memory: PEFT's `config`, and matrices A [rank, in] and B [out, rank] by PEFT's names, which
+    must not be written to. `flat`: a vector of which all of them are views, one behind the other, if there is one."""
 
     rank: int
     config: Mapping[str, Any]
     tensors: Mapping[str, torch.Tensor]
+    flat: torch.Tensor | None = None
 
 
 def read_adapter(version: AdapterVersion, max_rank: int) -> HostAdapter:
@@ -36,9 +39,13 @@ def read_adapter(version: AdapterVersion, max_rank: int) -> HostAdapter:
     state = version.unwritten()
     config: Any
     tensors: Mapping[str, torch.Tensor]
+    flat = None
     if state is not None:
         config = state.peft_config()
-        tensors = {name: as_torch(array) for name, array in state.tensors.items()}
+        if isinstance(state.tensors, FlatTensors):
+            flat, tensors = _views(state.tensors)
+        else:
+            tensors = {name: as_torch(array) for name, array in state.tensors.items()}
     else:
         for name in (CONFIG_FILE, WEIGHTS_FILE):
             if not (version.path / name).is_file():
@@ -49,7 +56,13 @@ def read_adapter(version: AdapterVersion, max_rank: int) -> HostAdapter:
     if rank > max_rank:
         raise InvalidRequestError(f"{where}: rank {rank}, but the sampler serves ranks up to {max_rank}")
     _check_pairs(tensors, rank, where)
-    return HostAdapter(rank, config, tensors)
+    return HostAdapter(rank, config, tensors, flat)
+
+
+def _views(tensors: FlatTensors) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    flat = as_torch(tensors.flat)
+    places = tensors.places.items()
+    return flat, {name: flat[start : start + math.prod(shape)].view(shape) for name, (start, shape) in places}
 
 
 def _config(file: Path, where: str) -> Any:

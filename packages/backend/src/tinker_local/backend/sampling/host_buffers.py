@@ -4,7 +4,7 @@ import threading
 
 import torch
 
-DELAY_SECONDS = 1.0
+DELAY_SECONDS = 0.3
 """How long after an adapter the memory of the next one is made: its first samples come first."""
 
 

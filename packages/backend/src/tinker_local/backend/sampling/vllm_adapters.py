@@ -129,6 +129,13 @@ class VLLMAdapters:
     def _copy(self, adapter: HostAdapter, dtype: torch.dtype) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """The adapter in the engine's dtype, in one vector and as views of it: vLLM scales B where it lies."""
         numbers = self._buffers.take(sum(tensor.numel() for tensor in adapter.tensors.values()), dtype)
+        if adapter.flat is not None:
+            numbers.copy_(adapter.flat)
+            first = adapter.flat.storage_offset()
+            return numbers, {
+                name: numbers[tensor.storage_offset() - first :][: tensor.numel()].view(tensor.shape)
+                for name, tensor in adapter.tensors.items()
+            }
         parts = numbers.split([tensor.numel() for tensor in adapter.tensors.values()])
         tensors = {}
         for (name, tensor), part in zip(adapter.tensors.items(), parts, strict=True):

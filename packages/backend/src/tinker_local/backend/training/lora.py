@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+from tinker_local.backend.adapter_tensors import FlatTensors
 from tinker_local.backend.training.adamw import AdamState, new_adam_state
 from tinker_local.backend.training.interface import LORA_ALPHA, AdapterDType, AdapterState
 from tinker_local.backend.training.transfer import to_host
@@ -167,14 +168,12 @@ def flatten(specs: Sequence[TensorSpec], tensors: Mapping[str, npt.NDArray[Any]]
     return flat
 
 
-def unflatten(
-    specs: Sequence[TensorSpec], flat: torch.Tensor, dtype: AdapterDType = "float32"
-) -> dict[str, npt.NDArray[Any]]:
+def unflatten(specs: Sequence[TensorSpec], flat: torch.Tensor, dtype: AdapterDType = "float32") -> FlatTensors:
     """A host copy of the vector as matrices by PEFT name: float32, or the bits of bfloat16 in uint16."""
     host = to_host(flat.detach(), torch.float32 if dtype == "float32" else torch.bfloat16)
     if dtype == "bfloat16":
         host = host.view(torch.uint16)
-    return {spec.name: spec.view(host).numpy() for spec in specs}
+    return FlatTensors(host.numpy(), {spec.name: (spec.start, spec.shape) for spec in specs})
 
 
 def without_prefix(moments: Mapping[str, npt.NDArray[np.float32]], prefix: str) -> dict[str, npt.NDArray[np.float32]]:

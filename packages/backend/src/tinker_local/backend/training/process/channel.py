@@ -9,12 +9,14 @@ A block that is kept and used again would save the kernel's clearing of pages, b
 none of them without a copy.
 """
 
+import functools
 import mmap
 import os
 import select
 import socket
 import struct
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -29,6 +31,9 @@ MAPPED_BYTES = 2**20
 
 JOINED_BYTES = 2**22
 """The smallest message whose arrays are written one by one, not gathered for one write."""
+
+PIECE_BYTES = 2**23
+"""The most that one thread writes at a time."""
 
 _SIZE = struct.Struct("<Q")
 _RECORD = struct.Struct("<?Q")
@@ -119,8 +124,19 @@ def _write_apart(file: int, encoded: Encoded, first: int) -> None:
     """Write arrays from where they are: no page faults here, and the GIL is free meanwhile."""
     os.ftruncate(file, first + encoded.offsets[-1])
     _write(file, memoryview(_SIZE.pack(len(encoded.head)) + encoded.head), 0)
-    for array, at in zip(encoded.arrays, encoded.offsets, strict=False):
-        _write(file, np.ascontiguousarray(array).reshape(-1).view(np.uint8).data, first + at)
+    pieces = [
+        (data[start : start + PIECE_BYTES], first + at + start)
+        for array, at in zip(encoded.arrays, encoded.offsets, strict=False)
+        for data in [np.ascontiguousarray(array).reshape(-1).view(np.uint8).data]
+        for start in range(0, len(data), PIECE_BYTES)
+    ]
+    list(_writers().map(lambda piece: _write(file, *piece), pieces))
+
+
+@functools.cache
+def _writers() -> ThreadPoolExecutor:
+    """Threads that write: one alone is slower than the memory, for the kernel clears every page first."""
+    return ThreadPoolExecutor(min(8, os.cpu_count() or 1), thread_name_prefix="tinker-local-channel")
 
 
 def _write(file: int, data: memoryview, at: int) -> None:
