@@ -12,7 +12,7 @@ import httpx
 import pytest
 from tinker_local.backend import BackendOptions, InProcessBackend, ModelSource
 from tinker_local.backend.base_models import Engines
-from tinker_local.backend.fakes import FakeModel, FakeRenderer, FakeSampler, FakeTrainer
+from tinker_local.backend.fakes import FakeMemory, FakeModel, FakeRenderer, FakeSampler, FakeTrainer
 from tinker_local.backend.http.app import create_app
 from tinker_local.backend.scheduling.model_queue import GradientCommand
 from tinker_local.types import Datum, ForwardBackwardRequest, ModelInput
@@ -42,8 +42,8 @@ def datum(tokens: Sequence[int], **inputs: Any) -> Datum:
 class WatchedTrainer(FakeTrainer):
     """Keeps a list of what it did; `hold` (an event that is set) can be cleared to make gradients wait."""
 
-    def __init__(self, model: FakeModel) -> None:
-        super().__init__(model)
+    def __init__(self, model: FakeModel, memory: FakeMemory | None = None) -> None:
+        super().__init__(model, memory)
         self.calls: list[tuple[str, Any]] = []
         self.hold = threading.Event()
         self.hold.set()
@@ -70,18 +70,23 @@ class WatchedTrainer(FakeTrainer):
 
 
 class WatchedSampler(FakeSampler):
-    """`hold` as of the trainer; `running`: samples that have begun and not ended."""
+    """`hold` as of the trainer; `running`: samples that have begun and not ended; `wakes`: how often it was woken."""
 
-    def __init__(self, model: FakeModel) -> None:
-        super().__init__(model)
+    def __init__(self, model: FakeModel, memory: FakeMemory | None = None) -> None:
+        super().__init__(model, memory)
         self.hold = threading.Event()
         self.hold.set()
         self.begun = 0
         self.running = 0
+        self.wakes = 0
 
     @property
     def versions(self) -> set[str]:
         return set(self._versions)
+
+    async def wake(self) -> None:
+        self.wakes += 1
+        await super().wake()
 
     async def sample(self, work: Any) -> Any:
         self.begun += 1
@@ -264,14 +269,23 @@ class Api:
 StartApi = Callable[..., Awaitable[Api]]
 
 
-async def open_api(models: Sequence[str] = (BASE,), api_keys: Sequence[str] | None = None, **options: Any) -> Api:
-    """An app on fakes; `options` are fields of `BackendOptions`."""
+async def open_api(
+    models: Sequence[str] = (BASE,),
+    api_keys: Sequence[str] | None = None,
+    memory: FakeMemory | None = None,
+    **options: Any,
+) -> Api:
+    """An app on fakes; `options` are fields of `BackendOptions`. `memory` is shared by trainer and sampler."""
     engines: dict[str, Engines] = {}
 
     def load(source: ModelSource, options: BackendOptions) -> Engines:
         model = FakeModel(source.name)
         engines[source.name] = Engines(
-            FakeRenderer(model), WatchedTrainer(model), WatchedSampler(model), arch="fake", tolerance=1e-4
+            FakeRenderer(model),
+            WatchedTrainer(model, memory),
+            WatchedSampler(model, memory if options.sampler_sleeps else None),
+            arch="fake",
+            tolerance=1e-4,
         )
         return engines[source.name]
 
@@ -292,7 +306,7 @@ async def close_api(api: Api) -> None:
 
 @pytest.fixture
 async def start_api(tmp_path: Path) -> AsyncIterator[StartApi]:
-    """Start an app on fakes: `start_api(models=(...), api_keys=None, **BackendOptions fields)`."""
+    """Start an app on fakes: `start_api(models=(...), api_keys=None, memory=None, **BackendOptions fields)`."""
     started: list[Api] = []
 
     async def start(**options: Any) -> Api:

@@ -29,6 +29,7 @@ COUNTERS = {
     "trained_tokens_total": {""},
     "optimizer_steps_total": {""},
     "submits_refused_total": {""},
+    "sampler_sleeps_total": {""},
     "operations_failed_total": {"user", "server", "unknown"},
 }
 GAUGES = {
@@ -36,6 +37,7 @@ GAUGES = {
     "requests_waiting": {"sampler", "trainer"},
     "adapters": {""},
     "sampler_versions": {""},
+    "sampler_asleep": {""},
 }
 
 

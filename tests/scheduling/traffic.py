@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
+from tinker_local.backend.lending import Lending
 from tinker_local.backend.scheduling.admission import Bounds, Load
 from tinker_local.backend.scheduling.fairness import gradient_cost
 from tinker_local.backend.scheduling.model_queue import COPY_COST, GradientCommand, ModelQueue, StepCommand
@@ -72,7 +73,7 @@ class World:
         self.loop, self.bounds, self.batch_tokens, self.quantum = loop, bounds, batch_tokens, quantum
         self._prepare_seconds = prepare_seconds
         self._per_position, self._per_call = seconds_per_position, seconds_per_call
-        self.scheduler = TrainScheduler(self, batch_tokens=batch_tokens, quantum=quantum)  # type: ignore[arg-type]
+        self.scheduler = TrainScheduler(Lending(self), batch_tokens=batch_tokens, quantum=quantum)  # type: ignore[arg-type]
         self.models: list[Model] = []
         self.ran: list[Sent] = []
         self.batches: list[list[Sent]] = []

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from tinker_local.backend.fakes import FakeModel, FakeTrainer
+from tinker_local.backend.fakes import FakeMemory, FakeModel, FakeTrainer
 from tinker_local.backend.rendering.interface import RenderedInput
 from tinker_local.backend.training.interface import AdapterState
 from tinker_local.types import LoraConfig, UnsupportedError
@@ -18,6 +18,11 @@ from tinker_local.types import LoraConfig, UnsupportedError
 
 def fake() -> FakeTrainer:
     return FakeTrainer(FakeModel("fake/bigram"))
+
+
+def short_of_memory() -> FakeTrainer:
+    """40 positions fit."""
+    return FakeTrainer(FakeModel("fake/bigram"), FakeMemory(100, 60))
 
 
 class StubbornError(Exception):

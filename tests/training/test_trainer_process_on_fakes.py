@@ -21,7 +21,7 @@ import pytest
 from tinker_local.backend import BackendOptions, InProcessBackend, ModelSource
 from tinker_local.backend.loading import load_fake, trainer_place
 from tinker_local.backend.rendering.interface import ImagePlacement, RenderedImage, RenderedInput
-from tinker_local.backend.training.interface import TrainDatum, Trainer, TrainWork
+from tinker_local.backend.training.interface import TrainDatum, Trainer, TrainResult, TrainWork
 from tinker_local.backend.training.process import ProcessTrainer, TrainerProcess, process
 from tinker_local.backend.training.process.channel import Channel
 from tinker_local.backend.training.process.messages import KeepImage
@@ -33,6 +33,7 @@ from tinker_local.types import (
     InvalidRequestError,
     LoraConfig,
     ModelInput,
+    NotEnoughMemoryError,
     NotFoundError,
     OptimStepRequest,
     SampleRequest,
@@ -178,6 +179,17 @@ def test_every_method_gives_the_same_inline_and_in_a_process_on_fakes(start: Mak
     inline = everything(trainers.fake())
     assert_same(everything(start(trainers.fake)), inline)
     assert any(isinstance(value, NotFoundError) for value in inline)
+
+
+def test_what_lacks_memory_is_known_as_such_across_processes_on_fakes(start: Make, trainers: ModuleType) -> None:
+    trainer = start(trainers.short_of_memory)
+    trainer.create_adapter("a", LoraConfig(rank=1))
+    data = [TrainDatum(RenderedInput(np.zeros(n, np.int32)), np.zeros(n, np.int64), {}) for n in (40, 41)]
+    fits, lacks = trainer.forward_backward([TrainWork("a", [datum], "cross_entropy") for datum in data])
+    assert isinstance(fits, TrainResult)
+    assert isinstance(lacks, NotEnoughMemoryError)
+    assert str(lacks) == "data[0]: 41 positions do not fit in the trainer's memory"
+    trainer.release_memory()
 
 
 # What is sent --------------------------------------------------------------------------------------------------------

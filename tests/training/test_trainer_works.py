@@ -8,7 +8,7 @@ import torch
 from tinker_local.backend.training.decoder.lora_batch import LoraBatch
 from tinker_local.backend.training.interface import TrainResult, TrainWork
 from tinker_local.backend.training.loss_specs import LOSS_SPECS
-from tinker_local.types import AdamParams, InternalError, InvalidRequestError, NotFoundError
+from tinker_local.types import AdamParams, InternalError, InvalidRequestError, NotEnoughMemoryError, NotFoundError
 
 
 def scaled(datum, name, factor):
@@ -284,6 +284,21 @@ def test_a_loss_that_is_not_finite_fails_its_request_and_leaves_no_gradient(ours
         assert_close(gradients(ours, name), expected[name], 1e-6)
 
 
+def test_a_failed_request_costs_those_that_ran_beside_it_one_more_pass_in_all(ours, make, monkeypatch):
+    """Not one each: a client could slow the others down to one request at a time."""
+    passes, original = [], ours._runner.run
+
+    def counted(packed, *args, **options):
+        passes.append(packed)
+        return original(packed, *args, **options)
+
+    monkeypatch.setattr(ours._runner, "run", counted)
+    works = [make.work("a", [6, 5]) for _ in range(5)]
+    results = ours.forward_backward([*works[:3], infinite_ratio(make, "a"), *works[3:], infinite_ratio(make, "a")])
+    assert [at for at, result in enumerate(results) if not isinstance(result, TrainResult)] == [3, 6]
+    assert len(passes) == 2
+
+
 def test_a_failure_in_a_late_micro_batch_takes_the_earlier_ones_back(trainer, add_adapter, make, gradients):
     ours = trainer("qwen3", micro_batch_tokens=8)
     add_adapter(ours, "a")
@@ -445,7 +460,7 @@ def test_a_datum_that_does_not_fit_alone_fails_its_request_only(ours, make, grad
         ours.discard_gradients(name)
     out_of_memory_above(ours, monkeypatch, 30)
     failed, fine, also_fine = ours.forward_backward([make.work("a", [7, 50]), good, other])
-    assert isinstance(failed, InternalError)
+    assert isinstance(failed, NotEnoughMemoryError)
     assert "data[1]: 50 positions" in str(failed)
     assert isinstance(fine, TrainResult)
     assert isinstance(also_fine, TrainResult)

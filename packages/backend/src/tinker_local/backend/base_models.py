@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from tinker_local.backend.lending import Lending
 from tinker_local.backend.metrics import Counts, ModelMetrics
 from tinker_local.backend.options import BackendOptions, ModelSource
 from tinker_local.backend.rendering.interface import Renderer
@@ -46,6 +47,7 @@ class BaseModel:
     tokenizer_id: str
     engines: Engines
     scheduler: TrainScheduler
+    lending: Lending
     load_seconds: float
     counts: Counts = field(default_factory=Counts)
 
@@ -73,6 +75,8 @@ class BaseModel:
             commands_waiting=scheduler.commands_waiting,
             adapters=scheduler.adapters,
             sampler_versions=engines.sampler.versions_loaded,
+            sampler_sleeps=self.lending.sleeps,
+            sampler_asleep=self.lending.asleep,
         )
 
     async def close(self) -> None:

@@ -19,6 +19,7 @@ from tinker_local.backend.base_models import (
     tokenizer_id,
 )
 from tinker_local.backend.daemon_thread import in_daemon_thread
+from tinker_local.backend.lending import Lending, LentSampler
 from tinker_local.backend.metrics import ModelMetrics
 from tinker_local.backend.options import BackendOptions, ModelSource
 from tinker_local.backend.sampler_versions import SamplerVersions
@@ -113,7 +114,9 @@ class InProcessBackend:
         self._closing.push_async_callback(self._close_models)
         for place, (path, names) in enumerate(self._sources.items()):
             share = options.gpu_memory_utilization / (len(self._sources) - place)  # of what those before it have left
-            await self._load_model(path, names, replace(options, gpu_memory_utilization=share))
+            sleeps = options.sampler_sleeps and len(self._sources) == 1
+            part = replace(options, gpu_memory_utilization=share, sampler_sleeps=sleeps)
+            await self._load_model(path, names, part)
         self.operations = Operations(options.result_retention)
         self.sessions = Sessions(self.store, options.session_timeout, self._end_session)
         self.training = TrainingRuns(options, self.store, self.models, self.sessions, self.operations)
@@ -131,11 +134,13 @@ class InProcessBackend:
 
             load = load_real
         engines, seconds = await in_daemon_thread(load_engines, load, path, names, options, self._progress)
+        lending = Lending(engines.trainer, engines.sampler)
         scheduler = TrainScheduler(
-            engines.trainer, batch_tokens=self.options.batch_tokens, quantum=max(2, self.options.micro_batch_tokens)
+            lending, batch_tokens=self.options.batch_tokens, quantum=max(2, self.options.micro_batch_tokens)
         )
+        engines = replace(engines, sampler=LentSampler(engines.sampler, lending))
         ident = tokenizer_id(path, self.options.data_dir)
-        self.models.add(BaseModel(tuple(names), path, ident, engines, scheduler, seconds))
+        self.models.add(BaseModel(tuple(names), path, ident, engines, scheduler, lending, seconds))
 
     async def _close_models(self) -> None:
         for model in self.models.distinct():

@@ -80,6 +80,7 @@ def load_real(source: ModelSource, options: BackendOptions) -> Engines:
         max_context_length=options.max_context_length,
         kv_cache_bytes=options.kv_cache_bytes,
         max_rank=options.max_rank,
+        sleeps=options.sampler_sleeps,
     )
     activation_bytes = None
     if not vllm_compat.runs_on_cpu() and options.kv_cache_bytes is None:

@@ -41,6 +41,7 @@ class ModelMetrics:
     optimizer_steps: steps taken.
     submits_refused: how often a training request was not taken, because as much was queued as may be; each is sent
         again, and counts again if it is refused again.
+    sampler_sleeps: how often the sampler gave its memory to the trainer, for requests that did not fit otherwise.
     failures: operations that ended with an error, by the category that the client saw; a cancelled one is the user's.
         What was refused at submission never became an operation.
 
@@ -50,6 +51,7 @@ class ModelMetrics:
     commands_running, commands_waiting: training commands in the trainer, and queued for it.
     adapters: adapters that are being trained.
     sampler_versions: adapter versions that the sampler has verified and may be sampled from.
+    sampler_asleep: whether the sampler's memory is the trainer's; it wakes when somebody samples.
     """
 
     images_rendered: int
@@ -68,3 +70,5 @@ class ModelMetrics:
     commands_waiting: int
     adapters: int
     sampler_versions: int
+    sampler_sleeps: int
+    sampler_asleep: bool

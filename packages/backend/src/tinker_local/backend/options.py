@@ -42,6 +42,9 @@ class BackendOptions:
     `batch_tokens`: in one round of the scheduler.
     `kv_cache_bytes` None: 256 MiB on CPU; on CUDA by `gpu_plan.py`, which divides `gpu_memory_utilization` of what is
     free on the card between trainer and vLLM.
+    `sampler_sleeps`: vLLM gives its part to the trainer when a request does not fit otherwise, and takes it back when
+    somebody samples; its weights are in host memory meanwhile. It does so only where one base model is served (vLLM
+    can do it for one engine of a process).
     """
 
     data_dir: Path = field(default_factory=default_data_dir)
@@ -62,6 +65,7 @@ class BackendOptions:
     max_queued_bytes_per_session: int = 2**30
     kv_cache_bytes: int | None = None
     gpu_memory_utilization: float = 0.95
+    sampler_sleeps: bool = True
     session_timeout: float = 300.0
     result_retention: float = 900.0
     hole_patience: float = 360.0

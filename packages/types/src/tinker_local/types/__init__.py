@@ -21,6 +21,7 @@ from tinker_local.types.errors import Category as Category
 from tinker_local.types.errors import GoneError as GoneError
 from tinker_local.types.errors import InternalError as InternalError
 from tinker_local.types.errors import InvalidRequestError as InvalidRequestError
+from tinker_local.types.errors import NotEnoughMemoryError as NotEnoughMemoryError
 from tinker_local.types.errors import NotFoundError as NotFoundError
 from tinker_local.types.errors import TooManyRequestsError as TooManyRequestsError
 from tinker_local.types.errors import UnsupportedError as UnsupportedError

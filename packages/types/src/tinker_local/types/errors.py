@@ -8,6 +8,7 @@
     ├─ GoneError                user    HTTP 410   the session has ended; a sampling promise has expired
     ├─ TooManyRequestsError     user    HTTP 429   back-pressure: send the same again after a while
     └─ InternalError            server  HTTP 500   our fault; on a future it is still HTTP 200
+       └─ NotEnoughMemoryError  server  HTTP 500   a training request does not fit in the trainer's memory
 
 How the SDK 0.38.0 reacts: 400, 401, 403, 404 are raised at once; 409 is never sent, because the SDK takes it for
 "try again" for five minutes; 5xx on a submit is retried for five minutes, on a poll for ever, so permanent failures
@@ -72,3 +73,7 @@ class TooManyRequestsError(ApiError):
 
 class InternalError(ApiError):
     """A failure of the server that the client did not cause."""
+
+
+class NotEnoughMemoryError(InternalError):
+    """The request does not fit in the memory that there is; with more it could succeed."""

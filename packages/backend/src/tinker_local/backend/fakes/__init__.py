@@ -7,6 +7,7 @@ are analytic, its trainer and sampler agree to rounding, and it learns. `tinker-
     renderer, trainer, sampler = FakeRenderer(model), FakeTrainer(model), FakeSampler(model)
 """
 
+from tinker_local.backend.fakes.memory import FakeMemory as FakeMemory
 from tinker_local.backend.fakes.model import EOS_ID as EOS_ID
 from tinker_local.backend.fakes.model import FakeModel as FakeModel
 from tinker_local.backend.fakes.model import decode as decode

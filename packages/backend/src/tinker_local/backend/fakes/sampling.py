@@ -5,14 +5,16 @@ import hashlib
 import json
 import secrets
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 from safetensors.numpy import load_file
 from tinker_local.backend.fakes.encoding import FakeTower
+from tinker_local.backend.fakes.memory import FakeMemory
 from tinker_local.backend.fakes.model import (
     EOS_ID,
     FakeModel,
@@ -49,13 +51,16 @@ class FakeSampler:
     """Keeps `sampling.interface.Sampler` on a `FakeModel`; numpy runs in threads of its own, never on the loop.
 
     EOS (token 0) stops beside the stop strings or ids that are given; `stop=[]` switches EOS off too. A stop string
-    is matched on the sampled text, one character per token.
+    is matched on the sampled text, one character per token. It can sleep if it shares `memory` with a trainer.
     """
 
-    def __init__(self, model: FakeModel) -> None:
+    def __init__(self, model: FakeModel, memory: FakeMemory | None = None) -> None:
         self._model = model
         self._versions: dict[str, _Weights] = {}
         self._tower = FakeTower()
+        self._memory = memory
+        self._in_use = 0
+        self.can_sleep = memory is not None
         self._closed = threading.Event()
         self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="fake-sampler")
         self.max_context_length = model.max_context_length
@@ -71,9 +76,15 @@ class FakeSampler:
         """How many versions are in memory."""
         return len(self._versions)
 
+    @property
+    def asleep(self) -> bool:
+        """Whether it sleeps."""
+        return self._memory is not None and self._memory.asleep
+
     async def load_version(self, version: AdapterVersion) -> None:
         """Read the version's folder; InvalidRequestError if its tensors do not match the model."""
-        await self._weights(version)
+        with self._using():
+            await self._weights(version)
 
     async def remove_version(self, version: AdapterVersion) -> None:
         """Forget `version`; samples that run go on with it."""
@@ -81,13 +92,39 @@ class FakeSampler:
 
     async def sample(self, work: SampleWork) -> SampleOutput:
         """Sample in a thread; cancelling stops that thread at the next token."""
-        weights = await self._weights(work.version)
-        stop_thread = threading.Event()
-        loop = asyncio.get_running_loop()
+        with self._using():
+            weights = await self._weights(work.version)
+            stop_thread = threading.Event()
+            loop = asyncio.get_running_loop()
+            try:
+                return await loop.run_in_executor(self._threads, self._sample, work, weights, stop_thread)
+            finally:
+                stop_thread.set()
+
+    async def sleep(self) -> None:
+        """Give the memory up; InternalError while it is used, as it would be taken from under a sample."""
+        if self._memory is None:
+            raise InternalError("this sampler has no memory to give")
+        if self._in_use:
+            raise InternalError(f"{self._in_use} requests are in flight")
+        await asyncio.sleep(0.01)  # copying the weights takes a while
+        self._memory.asleep = True
+
+    async def wake(self) -> None:
+        """Take the memory again; InternalError if it is not free."""
+        assert self._memory is not None
+        await asyncio.sleep(0.01)
+        self._memory.wake()
+
+    @contextmanager
+    def _using(self) -> Iterator[None]:
+        if self.asleep:
+            raise InternalError("the sampler sleeps")
+        self._in_use += 1
         try:
-            return await loop.run_in_executor(self._threads, self._sample, work, weights, stop_thread)
+            yield
         finally:
-            stop_thread.set()
+            self._in_use -= 1
 
     async def close(self) -> None:
         """Stop the threads; samples that run fail, those that wait are cancelled."""

@@ -9,6 +9,7 @@ import numpy.typing as npt
 from tinker_local.backend.adapter_tensors import bfloat16_bits
 from tinker_local.backend.fakes.encoding import FakeTower
 from tinker_local.backend.fakes.losses import coefficient_name, loss_terms, settings
+from tinker_local.backend.fakes.memory import FakeMemory
 from tinker_local.backend.fakes.model import (
     FakeModel,
     Features,
@@ -57,11 +58,13 @@ class _Adapter:
 class FakeTrainer:
     """Keeps `training.interface.Trainer` on a `FakeModel`.
 
-    A target outside the vocabulary is allowed where its coefficient is 0; its logprob is reported as 0.
+    A target outside the vocabulary is allowed where its coefficient is 0; its logprob is reported as 0. Without
+    `memory` everything fits.
     """
 
-    def __init__(self, model: FakeModel) -> None:
+    def __init__(self, model: FakeModel, memory: FakeMemory | None = None) -> None:
         self._model = model
+        self._memory = memory
         self._adapters: dict[str, _Adapter] = {}
         self._tower = FakeTower()
         self.vocab_size = model.vocab_size
@@ -161,6 +164,8 @@ class FakeTrainer:
                 f"{where}.loss_fn_inputs.target_tokens: id {targets_n_k[wrong][0]} is outside the vocabulary of "
                 f"{self.vocab_size} where {coefficient_name(loss_fn)} is not 0"
             )
+        if self._memory is not None:
+            self._memory.train(datum.input.length, where)
         self._tower.encode(datum.input)
         features = self._model.features(datum.input)
         log_p_n_v = log_softmax(self._model.logits(features, adapter.weights, adapter.config.rank))
@@ -229,6 +234,11 @@ class FakeTrainer:
         self._tower.encode(input)
         log_p = log_softmax(self._model.logits(self._model.features(input), weights, rank))
         return np.take_along_axis(log_p[:-1], input.token_ids[1:, None], axis=1)[:, 0].astype(np.float32)
+
+    def release_memory(self) -> None:
+        """Keep no more than is in use."""
+        if self._memory is not None:
+            self._memory.release()
 
     def close(self) -> None:
         """Free everything."""

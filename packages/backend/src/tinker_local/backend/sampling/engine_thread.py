@@ -9,6 +9,7 @@ import itertools
 import logging
 import queue
 import threading
+import traceback
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -268,6 +269,7 @@ class EngineThread:
         groups = engine.groups()
         guilty = _at_fault(groups, error)
         engine.in_flight.clear()
+        traceback.clear_frames(error.__traceback__)  # they hold the weights, of which there is no room for two
         engine.discard()
         engine.restarts += 1
         try:

@@ -44,12 +44,23 @@ class Sampler(Protocol):
 
     Logprobs of sampled tokens are log softmax(logits / T) over the whole vocabulary, T = 0 gives those of T = 1;
     prompt logprobs are of T = 1, NaN at position 0. Cancelling the task of `sample` frees its slots.
+
+    While it sleeps it takes next to none of the device's memory, and nothing but `wake`, `remove_version` and `close`
+    may be called.
     """
 
     max_context_length: int
 
     adapter_dtype: AdapterDType
     """What adapters are rounded to here; there is no use in handing over more digits."""
+
+    @property
+    def can_sleep(self) -> bool:
+        """Whether `sleep` may be called."""
+
+    @property
+    def asleep(self) -> bool:
+        """Whether it sleeps; it may be read from any thread."""
 
     @property
     def images_encoded(self) -> int:
@@ -68,6 +79,13 @@ class Sampler(Protocol):
 
     async def sample(self, work: SampleWork) -> SampleOutput:
         """Sample `num_samples` sequences in one request; a version that is not loaded is loaded first."""
+
+    async def sleep(self) -> None:
+        """Give the device's memory back until `wake`. Called only while neither `sample` nor `load_version` runs; what
+        the versions are is kept, what was cached of prompts is not. If it fails, the sampler is awake as before."""
+
+    async def wake(self) -> None:
+        """Take the memory again. If it fails, the sampler sleeps on, and `wake` may be called again."""
 
     async def close(self) -> None:
         """Stop the engine."""

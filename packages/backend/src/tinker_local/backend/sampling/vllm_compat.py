@@ -40,6 +40,7 @@ class EngineOptions:
     `max_sequences`: in one step. `max_batched_tokens`: most positions in one step; prompt logprobs take that many rows
     of the whole vocabulary in float32. `image_cache_bytes`: of image features that stay on the device for requests to
     come, if vLLM by itself keeps fewer. `enforce_eager` None: True on CPU, False on CUDA (CUDA graphs for decoding).
+    `sleeps`: let `put_to_sleep` be possible; on CUDA, and for one engine of the process at a time.
     """
 
     model: str
@@ -54,6 +55,7 @@ class EngineOptions:
     max_batched_tokens: int = 2048
     image_cache_bytes: int = 2**30
     enforce_eager: bool | None = None
+    sleeps: bool = False
 
 
 def runs_on_cpu() -> bool:
@@ -186,6 +188,7 @@ def _engine_arguments(options: EngineOptions) -> dict[str, Any]:
         "max_cpu_loras": max(options.cached_adapters, options.adapters_per_step),
         "disable_log_stats": True,
         "use_tqdm_on_load": False,
+        "enable_sleep_mode": options.sleeps and not on_cpu and _sleep_mode_is_free(),
     }
     if not eager:
         # CUDA graphs for decoding, no torch.compile: it would take minutes at the start for a few per cent.
@@ -303,7 +306,7 @@ def release_engine(engine: Any) -> None:
     vLLM's own `shutdown` cannot be used: it destroys the process's distributed groups and workspaces, which are shared
     by all engines (and by a trainer).
     """
-    runner = model_runner(engine)
+    runner, sleeps = model_runner(engine), can_sleep(engine)
     runner.compilation_config.static_forward_context.clear()
     runner.kv_caches.clear()
     runner.model = None
@@ -311,7 +314,105 @@ def release_engine(engine: Any) -> None:
     engine.engine_core.engine_core = None
     gc.unfreeze()  # vLLM froze the heap when the engine was built; what is frozen is never collected
     gc.collect()
+    if sleeps:
+        _free_sleep_pools()
     import torch
 
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
+
+
+# Sleep --------------------------------------------------------------------------------------------------------------
+#
+# vLLM allocates weights (LoRA slots among them) and KV cache through an allocator of its own, one for the process, that
+# can take the memory away behind addresses which stay: CUDA graphs go on being right. Whoever touches what sleeps ends
+# the process's CUDA context.
+
+_kept_alive: list[Any] = []
+"""What frees the memory of engines that were released; something of theirs may be freed later still."""
+
+
+def _sleep_allocator() -> Any:
+    """vLLM's allocator for engines that can sleep."""
+    from vllm.device_allocator import get_mem_allocator_instance
+
+    return get_mem_allocator_instance()
+
+
+def _sleep_mode_is_free() -> bool:
+    """Whether the allocator works here and no engine of the process has it; vLLM would refuse to start a second."""
+    from vllm.device_allocator import cumem
+
+    return bool(cumem.cumem_available) and _sleep_allocator().get_current_usage() == 0
+
+
+def can_sleep(engine: Any) -> bool:
+    """Whether `put_to_sleep` may be called."""
+    return bool(engine.model_config.enable_sleep_mode)
+
+
+def is_asleep(engine: Any) -> bool:
+    """Whether any of the engine's memory is away; vLLM's own `is_sleeping` does not know of failures."""
+    return can_sleep(engine) and any(data.is_asleep for data in _sleep_allocator().pointer_to_data.values())
+
+
+def put_to_sleep(engine: Any) -> None:
+    """Move the weights to host memory and forget the KV cache, the prefix cache and image features. Nothing may be in
+    flight. If it fails (no host memory), the engine is awake as before, unless `is_asleep`."""
+    try:
+        engine.sleep(level=1)
+    except Exception:
+        wake(engine)  # whatever is away already
+        raise
+
+
+def wake(engine: Any) -> None:
+    """Undo `put_to_sleep`. If it fails (no memory on the device), the engine sleeps on; it may be called again."""
+    allocator, executor, was_asleep = _sleep_allocator(), engine.model_executor, is_asleep(engine)
+    # As vLLM notes it after a sleep, also if that failed in the middle; else it would do nothing here.
+    executor.sleeping_tags = {"weights", "kv_cache"}
+    if not isinstance(getattr(type(executor), "is_sleeping", None), property):  # 0.26
+        executor.is_sleeping = True
+    try:
+        with _only(allocator, asleep=True):
+            engine.wake_up()
+    except Exception:
+        with _only(allocator, asleep=False):  # what fitted would be in everybody's way
+            allocator.sleep(offload_tags=("weights",))
+        raise
+    if was_asleep:
+        import torch
+
+        # The cache was all zeros when the engine was built; now there is in it what others left in that memory.
+        with torch.inference_mode():
+            for cache in model_runner(engine).kv_caches:
+                cache.zero_()
+
+
+@contextlib.contextmanager
+def _only(allocator: Any, *, asleep: bool) -> Iterator[None]:
+    """Let the allocator see only what sleeps, or only what is awake: 0.26 would map, or take away, the others again."""
+    if hasattr(allocator, "discard"):  # it came with the version that looks for itself
+        yield
+        return
+    everything = allocator.pointer_to_data
+    allocator.pointer_to_data = {at: data for at, data in everything.items() if data.is_asleep == asleep}
+    try:
+        yield
+    finally:
+        allocator.pointer_to_data = everything
+
+
+def _free_sleep_pools() -> None:
+    """Free what the allocator has for an engine that is released."""
+    allocator = _sleep_allocator()
+    if any(data.is_asleep for data in allocator.pointer_to_data.values()):
+        # It holds no memory of the device, and freeing it would take it away a second time. The addresses stay taken,
+        # and so does the allocator: other engines of this process cannot sleep.
+        for data in allocator.pointer_to_data.values():
+            data.cpu_backup_tensor = None
+        return
+    for pools in allocator.allocator_and_pools.values():
+        # One pair of pool and allocator for each tag in 0.26, a list of them in 0.32.
+        _kept_alive.extend(owner for _, owner in (pools if isinstance(pools, list) else [pools]))
+    allocator.release_pools()

@@ -22,6 +22,7 @@ class VLLMSampler:
     Each sample of a request is a vLLM request of its own (seeds are independent, and only the first computes prompt
     logprobs); the prefix cache lets them share one prefill, whose hits `prompt_cache_hit_tokens` does not count.
 
+    `can_sleep`: asked for by the options, and possible here. `asleep`: the engine thread alone writes it.
     `startup_seconds`: what it took to build the engine, importing vLLM included if it was the first.
     """
 
@@ -31,6 +32,7 @@ class VLLMSampler:
         self._thread = thread
         self._adapters = VLLMAdapters(options.max_rank)
         self._images_encoded = 0  # the engine thread alone writes it
+        self.can_sleep = self.asleep = False
         build = partial(self._build, options)
         self._engine: Engine = thread.add_engine(options.model, build, self._release).result()
         config = thread.call(self._engine, lambda engine: engine.model_config).result()
@@ -44,6 +46,7 @@ class VLLMSampler:
         engine = vllm_compat.build_engine(options)
         vllm_compat.on_images_encoded(engine, self._note_encoded)
         self._adapters.attach(engine)
+        self.can_sleep, self.asleep = vllm_compat.can_sleep(engine), False
         return engine
 
     def _release(self, engine: Any) -> None:
@@ -67,7 +70,11 @@ class VLLMSampler:
         """Hand the adapter to vLLM, verify that all of it was taken, and keep it ready."""
         with _as_api_errors():
             prepared = await self._adapters.prepare(version)
-            load = partial(self._adapters.request, version, prepared=prepared)
+
+            def load(engine: Any) -> None:
+                self._check_awake()
+                self._adapters.request(version, engine, prepared)
+
             await asyncio.wrap_future(self._thread.call(self._engine, load))
 
     async def remove_version(self, version: AdapterVersion) -> None:
@@ -83,11 +90,46 @@ class VLLMSampler:
             prepared = None if work.version is None else await self._adapters.prepare(work.version)
 
             def make(engine: Any) -> EngineRequest:
+                self._check_awake()
                 lora = None if work.version is None else self._adapters.request(work.version, engine, prepared)
                 return EngineRequest(prompt, params, lora)
 
             outputs = await asyncio.wrap_future(self._thread.submit(self._engine, make))
         return sample_output(outputs, work)
+
+    async def sleep(self) -> None:
+        """Weights go to host memory, the KV cache is dropped; a second or a few."""
+        with _as_api_errors():
+            await asyncio.wrap_future(self._thread.call(self._engine, self._fall_asleep))
+
+    async def wake(self) -> None:
+        """Weights come back; the KV cache is empty."""
+        with _as_api_errors():
+            await asyncio.wrap_future(self._thread.call(self._engine, self._wake_up))
+
+    def _fall_asleep(self, engine: Any) -> None:
+        if not self.can_sleep or self.asleep or self._engine.in_flight:
+            raise InternalError(
+                f"the sampling engine cannot sleep now: can_sleep is {self.can_sleep}, asleep {self.asleep}, "
+                f"and {len(self._engine.in_flight)} sequences are in flight"
+            )
+        try:
+            vllm_compat.put_to_sleep(engine)
+        finally:
+            self.asleep = vllm_compat.is_asleep(engine)
+
+    def _wake_up(self, engine: Any) -> None:
+        if not self.asleep:  # built anew, say
+            return
+        try:
+            vllm_compat.wake(engine)
+        finally:
+            self.asleep = vllm_compat.is_asleep(engine)
+
+    def _check_awake(self) -> None:
+        """InternalError rather than an access to memory that is not there, which would end the process's work."""
+        if self.asleep:
+            raise InternalError("the sampling engine sleeps")
 
     async def close(self) -> None:
         """Fail what runs and release the engine; other engines of the thread go on."""

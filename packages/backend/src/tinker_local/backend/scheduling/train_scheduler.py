@@ -3,9 +3,9 @@
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
+from tinker_local.backend.lending import Lending
 from tinker_local.backend.scheduling.command_log import HOLE_PATIENCE, CommandLog
 from tinker_local.backend.scheduling.fairness import FairQueue, gradient_of
 from tinker_local.backend.scheduling.model_queue import (
@@ -17,7 +17,7 @@ from tinker_local.backend.scheduling.model_queue import (
 )
 from tinker_local.backend.scheduling.operations import as_api_error
 from tinker_local.backend.scheduling.preparations import Preparations
-from tinker_local.backend.training.interface import Trainer, TrainResult, TrainWork
+from tinker_local.backend.training.interface import TrainResult, TrainWork
 from tinker_local.types import ApiError, ForwardBackwardOutput, TensorData
 
 log = logging.getLogger(__name__)
@@ -30,7 +30,7 @@ share a call, and make 40 % more steps.)"""
 
 
 class TrainScheduler:
-    """Runs the commands of all models of one trainer, in a thread that only this trainer uses.
+    """Runs the commands of all models of one trainer, by the turns of `lending`.
 
     A round first runs, one after the other, the commands at the heads of all models that are not gradients; then it
     takes gradients from the heads of all models, up to `batch_tokens` positions, and runs them in one call. Whose
@@ -45,8 +45,8 @@ class TrainScheduler:
     `trained_tokens`: positions of the forward/backwards that succeeded so far. `commands_running`: in the trainer now.
     """
 
-    def __init__(self, trainer: Trainer, *, batch_tokens: int, quantum: int) -> None:
-        self._trainer = trainer
+    def __init__(self, lending: Lending, *, batch_tokens: int, quantum: int) -> None:
+        self._lending = lending
         self._batch_tokens = batch_tokens
         self.trained_tokens = 0
         self.commands_running = 0
@@ -55,7 +55,6 @@ class TrainScheduler:
         self._preparations = Preparations(batch_tokens)
         self._loop = asyncio.get_running_loop()
         self._wake = asyncio.Event()
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="trainer")
         self._timer: asyncio.TimerHandle | None = None
         self._last: list[ModelQueue] = []
         self._patience = 0.0
@@ -76,7 +75,7 @@ class TrainScheduler:
 
     async def call(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         """Run a trainer's method in the trainer's thread."""
-        return await self._loop.run_in_executor(self._thread, lambda: function(*args, **kwargs))
+        return await self._lending.call(function, *args, **kwargs)
 
     def open(self, model_id: str, session_id: str, hole_patience: float = HOLE_PATIENCE) -> ModelQueue:
         """A queue for a new model; what is submitted to it waits until `release`."""
@@ -120,7 +119,7 @@ class TrainScheduler:
         await asyncio.gather(self._task, return_exceptions=True)
         if self._timer is not None:
             self._timer.cancel()
-        await asyncio.to_thread(self._thread.shutdown, wait=True)
+        await self._lending.close()
 
     # One round ------------------------------------------------------------------------------------------------------
 
@@ -173,7 +172,7 @@ class TrainScheduler:
         self.commands_running = len(batch)
         began = self._loop.time()
         try:
-            results = await self.call(self._trainer.forward_backward, works)
+            results = await self._lending.forward_backward(works)
             if len(results) != len(works):
                 raise RuntimeError(f"the trainer gave {len(results)} results for {len(works)} requests")
         except Exception as error:

@@ -112,7 +112,8 @@ class Trainer(Protocol):
     def forward_backward(self, work: Sequence[TrainWork]) -> list[TrainResult | ApiError]:
         """Losses of several requests, of any adapters, in shared micro-batches; gradients are added up per adapter.
 
-        One result per request, in order; a request that fails gets its error and adds nothing to any gradient.
+        One result per request, in order; a request that fails gets its error and adds nothing to any gradient. It is a
+        NotEnoughMemoryError if the request could succeed with more memory.
         """
 
     def discard_gradients(self, adapter_id: str) -> None:
@@ -126,6 +127,9 @@ class Trainer(Protocol):
 
     def logprobs(self, adapter_id: str | None, input: RenderedInput) -> npt.NDArray[np.float32]:
         """log p(token[i+1] | tokens[..i]) for i in [0, N-1), float32 [N-1]; None is the base model."""
+
+    def release_memory(self) -> None:
+        """Give back what is allocated on the device for nothing but speed, to whoever else uses the device."""
 
     def close(self) -> None:
         """Free everything."""

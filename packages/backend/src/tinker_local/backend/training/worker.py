@@ -27,7 +27,15 @@ from tinker_local.backend.training.loss_specs import check_config, check_train_d
 from tinker_local.backend.training.micro_batch import MicroBatchRunner, Pending
 from tinker_local.backend.training.packing import Item, items_of, pack, split
 from tinker_local.backend.training.tally import Tally
-from tinker_local.types import AdamParams, ApiError, InternalError, InvalidRequestError, LoraConfig, NotFoundError
+from tinker_local.types import (
+    AdamParams,
+    ApiError,
+    InternalError,
+    InvalidRequestError,
+    LoraConfig,
+    NotEnoughMemoryError,
+    NotFoundError,
+)
 
 log = logging.getLogger(__name__)
 
@@ -139,6 +147,11 @@ class HFTrainer:
         adapter.changed()
         return {"grad_norm": norm}
 
+    def release_memory(self) -> None:
+        """Give back what torch's allocator holds unused."""
+        if self._loaded.device.type == "cuda":
+            torch.cuda.empty_cache()
+
     def close(self) -> None:
         """Free everything."""
         self._adapters.clear()
@@ -174,22 +187,25 @@ class HFTrainer:
         """Run `works` and add the gradients of those that succeed to their adapters.
 
         A failure spoils the sum of its adapter's gradients in this pass, and what is not a number may have spread to
-        adapters that shared matrix products with it. Spoiled sums are dropped, and their other works run again, one at
-        a time, so that the culprit is found and nothing of it remains.
+        adapters that shared matrix products with it. Spoiled sums are dropped, and their other works run again without
+        those that failed; one at a time if none did, so that the culprit is found. Nothing of it remains.
         """
         tally = self._pass(works, gradient=True)
         results = {at: tally.result(at) for at in works}
+        failed = {at for at in works if tally.works[at].error is not None}
+        again: dict[int, TrainWork] = {}
         for adapter_id in dict.fromkeys(work.adapter_id for work in works.values()):
             members = {at: work for at, work in works.items() if work.adapter_id == adapter_id}
-            failed = {at for at in members if tally.works[at].error is not None}
             fault = self._gradient_fault(adapter_id, tally)
-            if not failed and fault is None:
+            if fault is None and failed.isdisjoint(members):
                 self._add_gradient(adapter_id, tally)
-            elif len(works) > 1:
-                for at in sorted(members.keys() - failed):
-                    results |= self._train({at: members[at]})
-            elif fault is not None and not failed:
-                results |= dict.fromkeys(members, fault)
+            elif fault is not None and len(works) == 1 and not failed:
+                results |= dict.fromkeys(works, fault)
+            else:
+                again |= {at: work for at, work in members.items() if at not in failed}
+        del tally  # and with it the spoiled sums
+        for part in [again] if failed else [{at: work} for at, work in sorted(again.items())]:
+            results |= self._train(part)
         return results
 
     def _gradient_fault(self, adapter_id: str, tally: Tally) -> ApiError | None:
@@ -251,11 +267,10 @@ class HFTrainer:
     def _smaller(self, items: Sequence[Item], waiting: Sequence[list[Item]], tally: Tally) -> Sequence[list[Item]]:
         """What to try after `items` did not fit in memory, and what was `waiting` behind them: cut anew as well, as in
         their old size they would run out of memory one after the other, and each would halve the budget once more."""
-        if self._loaded.device.type == "cuda":
-            torch.cuda.empty_cache()
+        self.release_memory()
         if len(items) == 1:
             (item,) = items
-            tally.works[item.work].error = InternalError(
+            tally.works[item.work].error = NotEnoughMemoryError(
                 f"data[{item.index}]: {item.length} positions do not fit in the trainer's memory"
             )
             return waiting

@@ -116,6 +116,18 @@ EXPORTED = (
         "Adapter versions that the sampler has verified and may be sampled from.",
         lambda m: {"": m.sampler_versions},
     ),
+    Exported(
+        CounterMetricFamily,
+        "tinker_local_sampler_sleeps",
+        "How often the sampler gave its memory to the trainer, for requests that did not fit otherwise.",
+        lambda m: {"": m.sampler_sleeps},
+    ),
+    Exported(
+        GaugeMetricFamily,
+        "tinker_local_sampler_asleep",
+        "1 while the sampler's memory is the trainer's; it wakes when somebody samples.",
+        lambda m: {"": int(m.sampler_asleep)},
+    ),
 )
 
 

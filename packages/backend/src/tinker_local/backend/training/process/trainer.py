@@ -66,6 +66,9 @@ class ProcessTrainer:
     def logprobs(self, adapter_id: str | None, input: RenderedInput) -> npt.NDArray[np.float32]:
         return cast(npt.NDArray[np.float32], self._process.call("logprobs", adapter_id, input))
 
+    def release_memory(self) -> None:
+        self._process.call("release_memory")
+
     def close(self) -> None:
         """End the process, within seconds."""
         self._process.close()
