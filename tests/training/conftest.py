@@ -1,6 +1,7 @@
 """Tiny random models of every family, and data for them. Nothing here needs a tokenizer or a processor."""
 
 import copy
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,6 +16,8 @@ from tinker_local.backend.training.interface import AdapterState, TrainDatum, Tr
 from tinker_local.backend.training.loss_specs import LOSS_SPECS, check_config
 from tinker_local.backend.training.worker import HFTrainer
 from tinker_local.types import LoraConfig
+
+sys.path.insert(0, str(Path(__file__).parent))  # for `kernel_cases`
 
 VOCAB = 120
 IMAGE_PAD = 111

@@ -229,8 +229,10 @@ def _logsumexp(logits, result, width, block: tl.constexpr):  # type: ignore[no-u
         inside = start + at < width
         values = tl.load(logits + row * width + start + at, mask=inside, other=float("-inf")).to(tl.float32)
         higher = tl.maximum(largest, values)
-        # Lanes beyond the width have seen nothing but -inf, whose difference with itself is no number.
-        total = tl.where(higher == float("-inf"), 0.0, total * tl.exp(largest - higher) + tl.exp(values - higher))
+        # In a lane that has seen nothing but -inf (beyond the width, too) its difference with itself is no number. Not
+        # told by `higher`: the larger of -inf and NaN is -inf, and what is no number must stay in the sum.
+        nothing = (largest == float("-inf")) & (values == float("-inf"))
+        total = tl.where(nothing, total, total * tl.exp(largest - higher) + tl.exp(values - higher))
         largest = higher
     most = tl.max(largest, 0)
     tl.store(result + row, most + tl.log(tl.sum(total * tl.exp(largest - most), 0)))

@@ -1,0 +1,111 @@
+"""The Triton kernels against plain torch, for whoever can run them: a GPU, or Triton's interpreter on a CPU.
+
+The interpreter is chosen by an environment variable before Triton is imported, so for a process as a whole: run as a
+program this file runs all cases on the CPU.
+"""
+
+import torch
+from tinker_local.backend.training.decoder.kernels import TorchKernels
+
+SHAPES = [
+    (5, 48, 3, 16),
+    (7, 1000, 28, 64),
+    (1, 72, 1, 72),  # one row, one head, a head that is no power of two
+    (3, 2, 5, 2),
+    (2, 1, 1, 8),
+    (4, 4097, 6, 40),  # one number beyond a span
+]
+"""Rows, width, heads and head size."""
+
+ROWS = {
+    "finite": [1.0, -2.0, 3.0, 0.5],
+    "minus infinity": [float("-inf"), 1.0, float("-inf"), 2.0],
+    "no number first": [float("nan"), 1.0, 2.0, 3.0],
+    "no number later": [1.0, 2.0, float("nan"), 3.0],
+    "infinity": [1.0, float("inf"), 2.0, 3.0],
+    "both infinities": [float("-inf"), float("inf"), 1.0, 2.0],
+    "nothing but minus infinity": [float("-inf")] * 4,
+    "nothing but no number": [float("nan")] * 4,
+}
+
+
+def check_kernels(
+    device: str, rows: int, width: int, heads: int, size: int, *, has_norm: bool, relative: float = 5e-3
+) -> None:
+    """In bfloat16 against float32 of the same numbers: within a rounding or two of the output."""
+    from tinker_local.backend.training.decoder.triton_kernels import TritonKernels
+
+    generator = torch.Generator(device).manual_seed(rows)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator, device=device).to(torch.bfloat16)
+
+    x, grad, residual, weight = draw(rows, width), draw(rows, width), draw(rows, width), draw(width)
+    heads_x, heads_grad, norm = draw(rows, heads * size + 8), draw(rows, heads, size), draw(size) if has_norm else None
+    cos, sin, gate_up = draw(rows, size), draw(rows, size), draw(rows, 2 * width)
+    logits, scale = draw(rows, width) * 5, torch.randn(rows, generator=generator, device=device)
+    off = rows - 1
+    scale[off] = 0
+    logits[off, 0] = float("nan")
+    seen = []
+    for kernels, cast in ((TritonKernels(), lambda t: t.clone()), (TorchKernels(), lambda t: t.float())):
+        inner = cast(heads_x)[:, : heads * size].unflatten(1, (heads, size))
+        out = torch.zeros(rows, heads + 1, size, device=device, dtype=inner.dtype)
+        optional = None if norm is None else cast(norm)
+        kernels.norm_rope_backward(cast(heads_grad), inner, optional, 1e-6, cast(cos), cast(sin), out[:, :heads])
+        logsumexp = kernels.logsumexp(cast(logits))
+        by_gate_up, value = kernels.swiglu_backward(cast(grad), cast(gate_up))
+        assert logsumexp[off].isnan()
+        seen.append(
+            {
+                "rms_norm": kernels.rms_norm(cast(x), cast(weight), 1e-6),
+                "rms_norm_backward": kernels.rms_norm_backward(cast(grad), cast(x), cast(weight), 1e-6, cast(residual)),
+                "norm_rope": kernels.norm_rope(inner, optional, 1e-6, cast(cos), cast(sin)),
+                "norm_rope_backward": out,
+                "swiglu": kernels.swiglu(cast(gate_up)),
+                "by_gate_up": by_gate_up,
+                "swiglu again": value,
+                "logsumexp": logsumexp[:off],
+                "scaled_softmax": kernels.scaled_softmax(cast(logits), logsumexp, scale),
+            }
+        )
+    assert not seen[0]["scaled_softmax"][off].any()
+    assert not seen[0]["norm_rope_backward"][:, heads].any(), "written beside its rows"
+    for name, ours in seen[0].items():
+        torch.testing.assert_close(ours.float(), seen[1][name], atol=2e-2, rtol=2e-2, msg=lambda m, n=name: f"{n}: {m}")
+        assert float((ours.float() - seen[1][name]).norm()) <= relative * float(seen[1][name].norm()), name
+
+
+def check_logsumexp(device: str, row: str, width: int) -> None:
+    """A row that is not finite gives a sum that is not finite, wherever in it the culprit stands: a logprob must not
+    come out of the numbers that are left."""
+    from tinker_local.backend.training.decoder.triton_kernels import TritonKernels
+
+    logits = torch.zeros(3, width, device=device).to(torch.bfloat16)
+    at = width - 4 if row.endswith("later") else 0
+    logits[1, at : at + 4] = torch.tensor(ROWS[row])
+    ours, expected = (kernels.logsumexp(logits.clone()) for kernels in (TritonKernels(), TorchKernels()))
+    torch.testing.assert_close(ours[::2], expected[::2])
+    if expected[1].isfinite():
+        torch.testing.assert_close(ours[1], expected[1])
+    else:
+        assert not ours[1].isfinite()
+
+
+def interpret_as_a_gpu() -> None:
+    """Of a number and NaN the larger is the number on a GPU, and NaN in the interpreter."""
+    import numpy as np
+    from triton.runtime.interpreter import InterpreterBuilder
+
+    InterpreterBuilder.create_maxnumf = lambda self, lhs, rhs: self.binary_op(lhs, rhs, np.fmax)
+
+
+if __name__ == "__main__":
+    interpret_as_a_gpu()
+    for shape in SHAPES:
+        for with_norm in (True, False):
+            # The interpreter cuts numbers to 16 bits instead of rounding them.
+            check_kernels("cpu", *shape, has_norm=with_norm, relative=1.2e-2)
+    for name in ROWS:
+        for row_width in (4, 5000):
+            check_logsumexp("cpu", name, row_width)
