@@ -452,6 +452,21 @@ def test_memory_that_runs_out_in_the_backward_leaves_nothing_half_done(
     assert_close(gradients(ours, "a"), expected, 1e-6)
 
 
+def test_memory_that_runs_out_after_the_last_micro_batch_leaves_nothing_half_done(ours, make, monkeypatch):
+    """The first adapter has its gradient by then, if it was added before the others were looked at."""
+    original = ours._gradient_fault
+
+    def look(adapter_id, tally):
+        if adapter_id == "b":
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return original(adapter_id, tally)
+
+    monkeypatch.setattr(ours, "_gradient_fault", look)
+    with pytest.raises(torch.OutOfMemoryError):
+        ours.forward_backward([make.work("a", [9]), make.work("b", [5])])
+    assert ours._adapters["a"].gradient is None
+
+
 def test_a_datum_that_does_not_fit_alone_fails_its_request_only(ours, make, gradients, assert_close, monkeypatch):
     good, other = make.work("a", [9, 4]), make.work("b", [5])
     run(ours, good, other)

@@ -193,10 +193,12 @@ class HFTrainer:
         tally = self._pass(works, gradient=True)
         results = {at: tally.result(at) for at in works}
         failed = {at for at in works if tally.works[at].error is not None}
+        # Looking takes memory, adding does not: if it lacks, nothing has been added yet.
+        adapter_ids = dict.fromkeys(work.adapter_id for work in works.values())
+        faults = {adapter_id: self._gradient_fault(adapter_id, tally) for adapter_id in adapter_ids}
         again: dict[int, TrainWork] = {}
-        for adapter_id in dict.fromkeys(work.adapter_id for work in works.values()):
+        for adapter_id, fault in faults.items():
             members = {at: work for at, work in works.items() if work.adapter_id == adapter_id}
-            fault = self._gradient_fault(adapter_id, tally)
             if fault is None and failed.isdisjoint(members):
                 self._add_gradient(adapter_id, tally)
             elif fault is not None and len(works) == 1 and not failed:

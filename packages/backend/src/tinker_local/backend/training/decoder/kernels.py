@@ -13,7 +13,8 @@ import torch
 
 
 class Kernels(Protocol):
-    """Rows of activations in one dtype. Nothing is kept between calls; inputs are not changed unless it says so."""
+    """Rows of activations in one dtype, contiguous unless it says that rows may be apart (each row is whole then, too).
+    Nothing is kept between calls; inputs are not changed unless it says so."""
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
         """x / rms(x) * weight, [T, H] (arXiv 1910.07467)."""
