@@ -2,7 +2,7 @@
 
 import asyncio
 import threading
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -211,6 +211,20 @@ def real_in_process(
     driver = InProcessDriver(InProcessBackend(sources, options))
     yield driver
     driver.close()
+
+
+@pytest.fixture
+def start_in_process() -> Iterator[Callable[[InProcessBackend], InProcessDriver]]:
+    """Start a backend that ends with the test."""
+    started: list[InProcessDriver] = []
+
+    def start(backend: InProcessBackend) -> InProcessDriver:
+        started.append(InProcessDriver(backend))
+        return started[-1]
+
+    yield start
+    for driver in started:
+        driver.close()
 
 
 @pytest.fixture(scope="session")

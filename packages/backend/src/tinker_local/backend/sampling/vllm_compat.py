@@ -343,7 +343,14 @@ def _sleep_mode_is_free() -> bool:
     """Whether the allocator works here and no engine of the process has it; vLLM would refuse to start a second."""
     from vllm.device_allocator import cumem
 
-    return bool(cumem.cumem_available) and _sleep_allocator().get_current_usage() == 0
+    if not cumem.cumem_available:
+        return False
+    if _sleep_allocator().get_current_usage():  # of an engine whose release did not find all of it unused
+        import torch
+
+        gc.collect()
+        torch.cuda.empty_cache()
+    return bool(_sleep_allocator().get_current_usage() == 0)
 
 
 def can_sleep(engine: Any) -> bool:
@@ -378,7 +385,7 @@ def wake(engine: Any) -> None:
             engine.wake_up()
     except Exception:
         with _only(allocator, asleep=False):  # what fitted would be in everybody's way
-            allocator.sleep(offload_tags=("weights",))
+            allocator.sleep(offload_tags=("weights", "runtime", "cudagraph"))  # 0.26 has the first of them alone
         raise
     if was_asleep:
         import torch
