@@ -12,7 +12,8 @@ import numpy as np
 import numpy.typing as npt
 from tinker_local.backend.fakes import FakeMemory, FakeModel, FakeTrainer
 from tinker_local.backend.rendering.interface import RenderedInput
-from tinker_local.backend.training.interface import AdapterState
+from tinker_local.backend.training.interface import AdapterDType, AdapterState
+from tinker_local.backend.training.process.child import NO_MEMORY
 from tinker_local.types import LoraConfig, UnsupportedError
 
 
@@ -62,6 +63,13 @@ class OddTrainer(FakeTrainer):
 
         raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
 
+    def do_lack_locked_memory(self, _: str) -> None:
+        import torch
+
+        error: Any = torch.AcceleratorError("CUDA error: out of memory")
+        error.error_code = NO_MEMORY
+        raise error
+
     def do_break_cuda(self, _: str) -> None:
         import torch
 
@@ -73,7 +81,7 @@ class OddTrainer(FakeTrainer):
     def do_print(self, text: str) -> None:
         print(text, flush=True)
 
-    def capture(self, adapter_id: str, *, optimizer: bool) -> AdapterState:
+    def capture(self, adapter_id: str, *, optimizer: bool, dtype: AdapterDType = "float32") -> AdapterState:
         """`adapter_id` is the number of float32 values, in a large and in small tensors, one of them empty."""
         values = np.arange(int(adapter_id), dtype=np.float32)
         tensors = {"all": values, "odd": values[1::2], "three": values[:3], "none": values[:0], "square": np.eye(3).T}

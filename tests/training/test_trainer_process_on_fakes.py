@@ -354,6 +354,15 @@ def test_an_error_of_the_device_ends_the_process_on_fakes(start: Make) -> None:
     assert gone(pid_of(trainer))
 
 
+def test_lack_of_the_hosts_locked_memory_is_no_fault_of_the_device_on_fakes(start: Make) -> None:
+    """CUDA tells it in the way of errors after which the device must not be trusted, and models would be lost."""
+    trainer = start()
+    with pytest.raises(InternalError, match="out of memory"):
+        trainer.discard_gradients("lack_locked_memory")
+    trainer.remove_adapter("a")
+    assert not gone(pid_of(trainer))
+
+
 def test_what_the_factory_raises_is_raised_on_fakes(trainers: ModuleType) -> None:
     with pytest.raises(UnsupportedError, match="model_type 'gpt': not supported"):
         ProcessTrainer(TrainerProcess(trainers.no_such_model))

@@ -38,6 +38,10 @@ LOAD, CLOSE = "load", "close"
 DEVICE_LOST = 70
 """Exit code after an error of the device; any later result could be wrong."""
 
+NO_MEMORY = 2
+"""cudaErrorMemoryAllocation, which leaves the device as it was. As an AcceleratorError it comes from page-locked memory
+of the host; lack of the device's own is an OutOfMemoryError."""
+
 _LOG_CHARACTERS = 16_000
 _HOST_THREADS = 4
 _SIZED_RANKS = tuple(2**power for power in range(10))
@@ -179,7 +183,7 @@ def device_is_lost(error: Exception) -> bool:
     torch: Any = sys.modules.get("torch")
     if torch is None:
         return False
-    if isinstance(error, torch.AcceleratorError):
+    if isinstance(error, torch.AcceleratorError) and getattr(error, "error_code", None) != NO_MEMORY:
         return True
     if not torch.cuda.is_initialized():
         return False
