@@ -242,17 +242,25 @@ async def test_a_waking_that_fails_fails_the_samples_that_waited_and_the_next_tr
     model = await api.model()
     sampler = await api.base_sampler()
     await train(api, model, 1, NEEDS_ALL)
+    tries = []
 
     async def no_memory() -> None:
-        await asyncio.sleep(0.02)
+        tries.append(None)
         raise InternalError("no memory")
 
     monkeypatch.setattr(api.sampler, "wake", no_memory)
-    for request_id in await samples(api, sampler, range(3)):
+    api.trainer.hold.clear()
+    gradient = await api.gradient(model, 2, [datum(FITS)])
+    await api.until(lambda: api.trainer.entered)
+    waiting = await samples(api, sampler, range(3))
+    await asyncio.sleep(0.05)
+    api.trainer.hold.set()
+    await api.result(gradient)
+    for request_id in waiting:
         assert await api.failure(request_id) == "server: the sampler could not be woken: no memory"
+    assert len(tries) == 1
     assert sleeps(api) == (1, True)
     monkeypatch.undo()
-    await train(api, model, 2, FITS)
     await api.result(await api.sample(sampler, 3))
     assert sleeps(api) == (1, False)
 

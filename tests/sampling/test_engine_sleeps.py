@@ -13,7 +13,7 @@ from tinker_local.backend.sampling.interface import SampleWork
 from tinker_local.backend.sampling.vllm_sampler import VLLMSampler
 from tinker_local.types import InternalError, SamplingParams
 
-PROMPT = list(range(20, 60))
+PROMPT = [20 + 7 * at % 60 for at in range(300)]  # longer than a block of the KV cache
 ALL = r"(q|k|v|o|gate|up|down)_proj$"
 
 pytestmark = pytest.mark.skipif(not vllm_compat.runs_on_cpu(), reason="on CUDA the memory is really taken away")
