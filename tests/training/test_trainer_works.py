@@ -9,6 +9,7 @@ from tinker_local.backend.training.decoder.lora_batch import LoraBatch
 from tinker_local.backend.training.interface import TrainResult, TrainWork
 from tinker_local.backend.training.loss_specs import LOSS_SPECS
 from tinker_local.types import AdamParams, InternalError, InvalidRequestError, NotEnoughMemoryError, NotFoundError
+from torch.utils._python_dispatch import TorchDispatchMode
 
 
 def scaled(datum, name, factor):
@@ -465,6 +466,67 @@ def test_memory_that_runs_out_after_the_last_micro_batch_leaves_nothing_half_don
     with pytest.raises(torch.OutOfMemoryError):
         ours.forward_backward([make.work("a", [9]), make.work("b", [5])])
     assert ours._adapters["a"].gradient is None
+
+
+class OneAllocationFails(TorchDispatchMode):
+    """The operator number `at` of those whose result is new memory raises as CUDA does, before it does anything."""
+
+    def __init__(self, at: int) -> None:
+        super().__init__()
+        self.at = at
+        self.sizes: list[int] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        in_place = func._schema.name.endswith("_") or any(argument.is_out for argument in func._schema.arguments)
+        if in_place or func.is_view:
+            return func(*args, **(kwargs or {}))
+        if len(self.sizes) == self.at:
+            self.sizes.append(0)
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        result = func(*args, **(kwargs or {}))
+        self.sizes.append(result.numel() if isinstance(result, torch.Tensor) else 0)
+        return result
+
+
+def test_memory_that_runs_out_anywhere_leaves_nothing_half_done(trainer, add_adapter, make):
+    """Whichever allocation fails: a request has all of its gradient in its adapter or none of it."""
+    ours = trainer("qwen3_vl", dtype="float64", image_cache_bytes=0)
+    add_adapter(ours, "a")
+    add_adapter(ours, "b", rank=2, seed=2)
+    works = [
+        TrainWork("a", [make.datum(7), make.datum(9, [(2, (4, 4))])], "cross_entropy"),
+        make.work("b", [6, 4], "ppo"),
+        make.work("a", [3, 4, 5], "importance_sampling"),
+    ]
+    alone = []
+    for work in works:
+        run(ours, work)
+        alone.append(ours._adapters[work.adapter_id].gradient)
+        ours.discard_gradients(work.adapter_id)
+
+    def attempt(at):
+        ours.micro_batch_tokens = 13  # one micro-batch has both adapters, some have one datum
+        with OneAllocationFails(at) as memory:
+            try:
+                results = ours.forward_backward(works)
+            except torch.OutOfMemoryError:
+                results = [None] * len(works)
+        for adapter_id, adapter in ours._adapters.items():
+            ran = [
+                w.adapter_id == adapter_id and isinstance(r, TrainResult) for w, r in zip(works, results, strict=True)
+            ]
+            expected = sum(gradient for gradient, there in zip(alone, ran, strict=True) if there)
+            found = torch.zeros_like(adapter.weights) if adapter.gradient is None else adapter.gradient
+            torch.testing.assert_close(found, expected + torch.zeros_like(found), msg=f"allocation {at}, {adapter_id}")
+            ours.discard_gradients(adapter_id)
+        return memory.sizes, [isinstance(result, TrainResult) for result in results]
+
+    sizes, _ = attempt(-1)
+    whole = {adapter.weights.numel() for adapter in ours._adapters.values()}  # gradients of an adapter, not of a layer
+    places = {at for at, size in enumerate(sizes) if size in whole} | set(range(0, len(sizes), len(sizes) // 20))
+    outcomes = [attempt(at)[1] for at in sorted(places)]
+    assert [True] * 3 in outcomes, "tried again in smaller micro-batches"
+    assert any(True in outcome and False in outcome for outcome in outcomes), "a datum alone fails its request only"
 
 
 def test_a_datum_that_does_not_fit_alone_fails_its_request_only(ours, make, gradients, assert_close, monkeypatch):
