@@ -381,8 +381,8 @@ MUTATIONS = (
     Mutation(
         "one-failure-fails-the-batch",
         "backend/training/worker.py",
-        "for at in sorted(members.keys() - failed):",
-        "for at in ():",
+        "for part in [again] if failed else",
+        "for part in [] if failed else",
         (WORKS + "test_a_loss_that_is_not_finite_fails_its_request_and_leaves_no_gradient",),
     ),
     Mutation(

@@ -215,20 +215,19 @@ class HFTrainer:
         gradient = tally.gradients.get(adapter_id)
         if gradient is not None and not torch.isfinite(gradient).all():
             return InvalidRequestError("the gradient is not finite; nothing of this request was added to it")
+        adapter = self._adapter(adapter_id)
+        adapter.gradient_seen = adapter.gradient_seen or (gradient is not None and bool(gradient.any()))
         # Targets pulled up and others pushed down may cancel: the same completion with advantages of 1 and -1.
         down, up = tally.pulls.get(adapter_id, (0.0, 0.0))
-        if self._adapter(adapter_id).gradient_seen or down < 0 < up or max(-down, up) <= _NOT_FLAT:
+        if adapter.gradient_seen or down < 0 < up or max(-down, up) <= _NOT_FLAT:
             return None
-        if gradient is None or not gradient.any():
-            return InternalError("the adapter's gradient is zero although the loss is not flat")
-        return None
+        return InternalError("the adapter's gradient is zero although the loss is not flat")
 
     def _add_gradient(self, adapter_id: str, tally: Tally) -> None:
         gradient = tally.gradients.get(adapter_id)
         if gradient is None:
             return
         adapter = self._adapter(adapter_id)
-        adapter.gradient_seen = adapter.gradient_seen or bool(gradient.any())
         adapter.gradient = gradient if adapter.gradient is None else adapter.gradient.add_(gradient)
 
     def _pass(self, works: Mapping[int, TrainWork], *, gradient: bool) -> Tally:
