@@ -23,6 +23,7 @@ ENGINE_THREAD = "tests/sampling/test_engine_thread.py::"
 FORMULAS = "tests/training/test_loss_formulas.py::"
 FUTURES = "tests/http/test_http_futures_on_fakes.py::"
 INPUT_CHECKS = "tests/training/test_loss_input_checks.py::"
+LENDING = "tests/http/test_http_lending_on_fakes.py::"
 LIMITS = "tests/sampling/test_limits.py::"
 OFFSETS = "tests/training/test_images_at_offsets.py::"
 ORDER = "tests/http/test_http_order_on_fakes.py::"
@@ -1340,6 +1341,49 @@ MUTATIONS = (
             BAD_INPUT + "test_name_that_is_none_fails_in_its_place_on_fakes",
         ),
     ),
+    # Memory that trainer and sampler share --------------------------------------------------------------------------
+    Mutation(
+        "sleeps-when-all-fits",
+        "backend/lending.py",
+        "if isinstance(result, NotEnoughMemoryError)",
+        "if True",
+        (LENDING + "test_training_that_fits_never_puts_the_sampler_to_sleep_and_never_wakes_it_on_fakes",),
+    ),
+    Mutation(
+        "memory-taken-from-under-samples",
+        "backend/lending.py",
+        "            await self._unused.wait()\n",
+        "",
+        (LENDING + "test_the_trainer_waits_for_samples_in_flight_and_later_ones_for_it_on_fakes",),
+    ),
+    Mutation(
+        "samples-are-not-held-back",
+        "backend/lending.py",
+        "while self._wanted or self.asleep",
+        "while self.asleep",
+        (LENDING + "test_the_trainer_waits_for_samples_in_flight_and_later_ones_for_it_on_fakes",),
+    ),
+    Mutation(
+        "neighbours-run-again",
+        "backend/lending.py",
+        "self._again([works[at] for at in short], list(short.values()))",
+        "self._again([work for work in works], [*short.values()] * len(works)); short = dict(enumerate(works))",
+        (LENDING + "test_neighbours_of_a_request_that_does_not_fit_run_once_on_fakes",),
+    ),
+    Mutation(
+        "wakes-beside-the-trainers-cache",
+        "backend/lending.py",
+        "                await self._in_thread(self._trainer.release_memory)\n",
+        "                pass\n",
+        (LENDING + "test_the_next_sample_wakes_the_sampler_on_fakes",),
+    ),
+    Mutation(
+        "removing-a-version-wakes",
+        "backend/lending.py",
+        "        await self._sampler.remove_version(version)\n",
+        "        async with self._lending.awake():\n            await self._sampler.remove_version(version)\n",
+        (LENDING + "test_the_end_of_a_session_wakes_nobody_on_fakes",),
+    ),
     # Vision RL ------------------------------------------------------------------------------------------------------
     Mutation(
         "replies-encoded-again",
@@ -1873,6 +1917,19 @@ MISTAKES = (
         "A dead engine stays dead",
         ("dead-engine-stays-dead", "culprit-takes-all-with-it"),
         (ENGINE_THREAD + "test_an_exception_in_a_step_fails_what_was_in_flight_and_the_engine_comes_back",),
+    ),
+    Promise(
+        "operation",
+        "The sampler keeps memory that training lacks; or sleeps, or wakes, when nobody needs it",
+        (
+            "sleeps-when-all-fits",
+            "memory-taken-from-under-samples",
+            "samples-are-not-held-back",
+            "neighbours-run-again",
+            "wakes-beside-the-trainers-cache",
+            "removing-a-version-wakes",
+        ),
+        (LENDING + "test_many_samples_at_once_wake_the_sampler_once_on_fakes",),
     ),
     Promise("operation", "Healthy before anything works", ("healthy-before-it-is", "ready-before-it-is")),
 )
