@@ -21,6 +21,8 @@ pytestmark = pytest.mark.skipif(not vllm_compat.runs_on_cpu(), reason="on CUDA t
 
 @dataclasses.dataclass
 class Allocation:
+    tag: str
+    handle: tuple[int, int]
     is_asleep: bool = False
 
 
@@ -29,7 +31,8 @@ class PretendedAllocator:
     0.26, which must not be shown what is away already when it sleeps, or what is there when it wakes."""
 
     def __init__(self, careful: bool) -> None:
-        self.pointer_to_data = {at: Allocation() for at in range(4)}
+        tags = ("weights", "weights", "kv_cache", "kv_cache")
+        self.pointer_to_data = {at: Allocation(tag, (0, 100 + at)) for at, tag in enumerate(tags)}
         self.fails_at: int | None = None
         if careful:
             self.discard = None
@@ -56,7 +59,7 @@ class PretendedAllocator:
 
 
 @pytest.fixture(params=["0.26", "0.32"])
-def allocator(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> PretendedAllocator:
+def allocator(request: pytest.FixtureRequest, text: Any, monkeypatch: pytest.MonkeyPatch) -> PretendedAllocator:
     from vllm.v1.worker.cpu_worker import CPUWorker
 
     pretended = PretendedAllocator(careful=request.param == "0.32")
@@ -64,7 +67,15 @@ def allocator(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(vllm_compat, "can_sleep", lambda engine: True)
     monkeypatch.setattr(CPUWorker, "sleep", lambda worker, level: pretended.sleep())
     monkeypatch.setattr(CPUWorker, "wake_up", lambda worker, tags=None: pretended.wake_up())
+    monkeypatch.setattr(vllm_compat, "_fill_with_zeros", lambda pointer, size: zeros(text, pointer, size))
     return pretended
+
+
+def zeros(text: Any, pointer: int, size: int) -> None:
+    """The third and fourth allocation are the KV cache's, one for each layer."""
+    assert size == 100 + pointer
+    assert pointer >= 2, "weights"
+    vllm_compat.model_runner(text.sampler._engine.live()).kv_caches[pointer - 2].zero_()
 
 
 @pytest.fixture

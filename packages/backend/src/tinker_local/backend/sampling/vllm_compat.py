@@ -328,6 +328,10 @@ def release_engine(engine: Any) -> None:
 # can take the memory away behind addresses which stay: CUDA graphs go on being right. Whoever touches what sleeps ends
 # the process's CUDA context.
 
+_BACKED_UP = ("weights", "runtime", "cudagraph")
+"""What is copied to host memory for a sleep, by the allocator's tags (0.26 has the first alone). The rest, KV cache and
+buffers of steps, is forgotten."""
+
 _kept_alive: list[Any] = []
 """What frees the memory of engines that were released; something of theirs may be freed later still."""
 
@@ -375,7 +379,8 @@ def put_to_sleep(engine: Any) -> None:
 
 def wake(engine: Any) -> None:
     """Undo `put_to_sleep`. If it fails (no memory on the device), the engine sleeps on; it may be called again."""
-    allocator, executor, was_asleep = _sleep_allocator(), engine.model_executor, is_asleep(engine)
+    allocator, executor = _sleep_allocator(), engine.model_executor
+    asleep = {pointer: data for pointer, data in allocator.pointer_to_data.items() if data.is_asleep}
     # As vLLM notes it after a sleep, also if that failed in the middle; else it would do nothing here.
     executor.sleeping_tags = {"weights", "kv_cache"}
     if not isinstance(getattr(type(executor), "is_sleeping", None), property):  # 0.26
@@ -385,15 +390,21 @@ def wake(engine: Any) -> None:
             engine.wake_up()
     except Exception:
         with _only(allocator, asleep=False):  # what fitted would be in everybody's way
-            allocator.sleep(offload_tags=("weights", "runtime", "cudagraph"))  # 0.26 has the first of them alone
+            allocator.sleep(offload_tags=_BACKED_UP)
         raise
-    if was_asleep:
-        import torch
+    # It was all zeros when the engine was built; now there is in it what others left in that memory.
+    for pointer, data in asleep.items():
+        if data.tag not in _BACKED_UP:
+            _fill_with_zeros(pointer, data.handle[1])
 
-        # The cache was all zeros when the engine was built; now there is in it what others left in that memory.
-        with torch.inference_mode():
-            for cache in model_runner(engine).kv_caches:
-                cache.zero_()
+
+def _fill_with_zeros(pointer: int, num_bytes: int) -> None:
+    """On the device, and wait for it."""
+    import torch
+    from vllm.device_allocator import cumem
+
+    cumem.libcudart.cudaMemset(pointer, 0, num_bytes)
+    torch.cuda.synchronize()
 
 
 @contextlib.contextmanager
