@@ -638,16 +638,16 @@ MUTATIONS = (
     ),
     Mutation(
         "captured-weights-shared",
-        "backend/training/lora.py",
-        'host = flat.detach().to("cpu", torch.float32, copy=True)',
-        "host = flat.detach()",
+        "backend/training/transfer.py",
+        'tensor.to("cpu", dtype, copy=True)',
+        'tensor.to("cpu", dtype)',
         (ADAPTER_STATE + "test_later_steps_do_not_change_what_was_captured",),
     ),
     Mutation(
         "saving-replaces-the-adapter",
         "backend/sampler_versions.py",
-        "state = trainer.capture(model.model_id, optimizer=False)\n",
-        "state = trainer.capture(model.model_id, optimizer=False)\n"
+        "state = trainer.capture(model.model_id, optimizer=False, dtype=dtype)\n",
+        "state = trainer.capture(model.model_id, optimizer=False, dtype=dtype)\n"
         "                trainer.load_adapter(model.model_id, state)\n",
         (
             "tests/e2e/test_saving_leaves_training_alone.py::"

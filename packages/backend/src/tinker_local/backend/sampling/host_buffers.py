@@ -4,8 +4,9 @@ import threading
 
 import torch
 
-DELAY_SECONDS = 0.3
-"""How long after an adapter the memory of the next one is made: its first samples come first."""
+DELAY_SECONDS = 0.5
+"""How long after an adapter the memory of the next one is made: its first samples come first, and locking pages holds
+up whatever else wants something of the GPU."""
 
 
 class HostBuffers:

@@ -6,6 +6,7 @@ import os
 import shutil
 import tempfile
 import threading
+import time
 import uuid
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -22,6 +23,9 @@ log = logging.getLogger(__name__)
 
 SHARED_MEMORY = Path("/dev/shm")
 MEMORY_BYTES = 4 * 2**30
+WRITE_DELAY = 1.0
+"""Seconds from `write` until a folder is written: the version's first samples come first. Nobody waits so long for room
+or for `flush`."""
 UNWRITTEN = 4
 """How many versions may be without a folder; their tensors are in memory meanwhile."""
 
@@ -43,8 +47,8 @@ class VersionFolders:
     """Folders in PEFT's layout under names that are never used again; all are gone when the process is.
 
     A version exists as soon as it is published: whoever needs it has its tensors in memory. A thread of this object
-    writes the folder when it is told to, best when nobody waits for the version any more, for it takes the memory's
-    bandwidth. Should that fail, the tensors stay in memory.
+    writes the folder some time after it is told to, when nobody waits for the version any more, for it takes the
+    memory's bandwidth and the GIL. Should that fail, the tensors stay in memory.
 
     The newest lie in `shared_memory` (a RAM file system; None or a missing one: on disk) as long as they fit into
     `memory_bytes` and into half of what is free there; older ones move to `data_dir/ephemeral`. A version's path stays
@@ -68,6 +72,8 @@ class VersionFolders:
         self._changing = threading.Lock()  # held while folders are written, moved and deleted
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="versions")
         self._room = threading.BoundedSemaphore(UNWRITTEN)
+        self._hurry = threading.Event()
+        self._waiting = 0
         self._counting = threading.Lock()
 
     def publish(self, name: str, state: AdapterState) -> Path:
@@ -76,14 +82,16 @@ class VersionFolders:
         version = _Version(self._disk / f"{uuid.uuid4().hex}.link", adapter_bytes(state), state)
         if self._versions.setdefault(name, version) is not version:
             raise ValueError(f"version {name!r} exists")
-        self._room.acquire()
+        if not self._room.acquire(blocking=False):
+            with self._hurrying():
+                self._room.acquire()
         return version.link
 
     def write(self, name: str) -> None:
         """Write the folder of a version that was published, in the background; unknown names are ignored."""
         version = self._versions.get(name)
         if version is not None:
-            version.writing = self._writer.submit(self._write, name, version)
+            version.writing = self._writer.submit(self._write_later, name, version, time.monotonic() + WRITE_DELAY)
             version.writing.add_done_callback(lambda _: self._leave_room(version))
 
     def path(self, name: str) -> Path:
@@ -96,7 +104,8 @@ class VersionFolders:
 
     def flush(self) -> None:
         """Wait until every folder is there that `write` was called for."""
-        self._writer.submit(lambda: None).result()
+        with self._hurrying():
+            self._writer.submit(lambda: None).result()
 
     def remove(self, name: str) -> None:
         """Delete the version; unknown names are ignored."""
@@ -118,7 +127,8 @@ class VersionFolders:
         """Delete every version; calling it again does nothing."""
         for version in self._versions.values():
             version.removed = True
-        self._writer.shutdown(wait=True, cancel_futures=True)
+        with self._hurrying():
+            self._writer.shutdown(wait=True, cancel_futures=True)
         with self._changing:
             self._versions.clear()
             shutil.rmtree(self._disk, ignore_errors=True)
@@ -139,6 +149,24 @@ class VersionFolders:
             if version.takes_room:
                 version.takes_room = False
                 self._room.release()
+
+    @contextmanager
+    def _hurrying(self) -> Iterator[None]:
+        """Somebody waits for the writer: folders are written at once."""
+        with self._counting:
+            self._waiting += 1
+            self._hurry.set()
+        try:
+            yield
+        finally:
+            with self._counting:
+                self._waiting -= 1
+                if not self._waiting:
+                    self._hurry.clear()
+
+    def _write_later(self, name: str, version: _Version, when: float) -> None:
+        self._hurry.wait(max(0.0, when - time.monotonic()))
+        self._write(name, version)
 
     def _write(self, name: str, version: _Version) -> None:
         """Write the folder of a version; on the writer's thread."""
