@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import safetensors.torch
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 from tinker_local.backend.adapter_tensors import as_torch
@@ -58,7 +57,9 @@ def adapter_bytes(state: AdapterState) -> int:
 def _save(path: Path, tensors: Mapping[str, npt.NDArray[Any]], metadata: Mapping[str, Any]) -> None:
     # safetensors writes the memory of an array in whatever order it lies, without an error: C order it must be.
     if any(array.dtype == np.uint16 for array in tensors.values()):
+        from safetensors.torch import save_file as save_torch  # which loads torch; fakes need none
+
         ordered = {name: as_torch(np.ascontiguousarray(array)) for name, array in tensors.items()}
-        safetensors.torch.save_file(ordered, path, metadata=metadata)
+        save_torch(ordered, path, metadata=metadata)
     else:
         save_file({name: np.ascontiguousarray(t, np.float32) for name, t in tensors.items()}, path, metadata=metadata)
