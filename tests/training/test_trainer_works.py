@@ -1,5 +1,6 @@
 """Several requests in one call: sums, order, co-batching, and failures that stay with their own request."""
 
+import itertools
 from dataclasses import replace
 
 import numpy as np
@@ -424,12 +425,31 @@ def test_running_out_of_memory_halves_the_budget_and_tries_again(ours, make, gra
 
 def test_batches_that_wait_are_cut_to_the_halved_budget_too(ours, make, monkeypatch):
     """In their old size each would run out of memory in turn, and halve the budget once more."""
-    ours.micro_batch_tokens = 40
+    ours._budget.tokens = 40
     tried = out_of_memory_above(ours, monkeypatch, 25)
     run(ours, make.work("a", [20] * 8), make.work("b", [9, 5]))
     assert ours.micro_batch_tokens == 20
     assert tried[0] == 40
     assert max(tried[1:]) <= 20
+
+
+def test_a_budget_that_was_halved_grows_back_when_memory_suffices(ours, make, monkeypatch):
+    """And if it does not suffice yet, it is tried again, but less often each time."""
+    work = make.work("a", [9, 4, 20, 9, 18])
+    monkeypatch.setattr(ours._budget, "_most", 60)
+    ours._budget.tokens = 60
+    with monkeypatch.context() as scarce:
+        tried = out_of_memory_above(ours, scarce, 30)
+        for _ in range(120):
+            run(ours, work)
+        failures = [at for at, length in enumerate(tried) if length > 30]
+        gaps = [later - earlier for earlier, later in itertools.pairwise(failures)]
+        assert len(failures) >= 3
+        assert gaps == sorted(gaps), "ever less often"
+        assert gaps[-1] >= 2 * gaps[0] - 4
+    for _ in range(300):
+        run(ours, work)
+    assert ours.micro_batch_tokens == 60
 
 
 def test_memory_that_runs_out_in_the_backward_leaves_nothing_half_done(
@@ -505,7 +525,7 @@ def test_memory_that_runs_out_anywhere_leaves_nothing_half_done(trainer, add_ada
         ours.discard_gradients(work.adapter_id)
 
     def attempt(at):
-        ours.micro_batch_tokens = 13  # one micro-batch has both adapters, some have one datum
+        ours._budget.tokens = 13  # one micro-batch has both adapters, some have one datum
         with OneAllocationFails(at) as memory:
             try:
                 results = ours.forward_backward(works)

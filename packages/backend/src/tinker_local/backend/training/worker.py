@@ -27,6 +27,7 @@ from tinker_local.backend.training.loss_specs import check_config, check_train_d
 from tinker_local.backend.training.micro_batch import MicroBatchRunner, Pending
 from tinker_local.backend.training.packing import Item, items_of, pack, split
 from tinker_local.backend.training.tally import Tally
+from tinker_local.backend.training.token_budget import TokenBudget
 from tinker_local.types import (
     AdamParams,
     ApiError,
@@ -51,7 +52,7 @@ class HFTrainer:
 
     `dtype`: of weights and activations, "float32", "bfloat16" or "float64" (default: bfloat16 on CUDA, else float32);
     adapters, gradients and moments are float32 (float64 with float64). `max_context_length` may only shorten the
-    model's own. `micro_batch_tokens`: most positions in one forward; halved for good when memory runs out.
+    model's own. `micro_batch_tokens`: most positions in one forward; fewer for a time when memory runs out.
     `activation_memory_bytes`: what activations may take; layers that do not fit are computed again in the backward.
     None: on CUDA what a full micro-batch takes, so that a longer sequence takes no more; on the CPU everything is kept.
     `logit_chunk_elements`: most logits that exist at a time (None: 2^28 on CUDA, 2^26 elsewhere). `image_cache_bytes`:
@@ -81,7 +82,7 @@ class HFTrainer:
         self.vocab_size = loaded.vocab_size
         self.max_context_length = min(max_context_length or loaded.max_positions, loaded.max_positions)
         self.max_rank = max_rank
-        self.micro_batch_tokens = micro_batch_tokens
+        self._budget = TokenBudget(micro_batch_tokens)
         self._loaded = loaded
         self._float = torch.float64 if loaded.dtype == torch.float64 else torch.float32
         chunk = logit_chunk_elements or (CUDA_LOGITS if loaded.device.type == "cuda" else 2**26)
@@ -156,6 +157,11 @@ class HFTrainer:
         """Free everything."""
         self._adapters.clear()
         del self._loaded, self._runner
+
+    @property
+    def micro_batch_tokens(self) -> int:
+        """The most positions that a micro-batch has at the moment."""
+        return self._budget.tokens
 
     # Works ----------------------------------------------------------------------------------------------------------
 
@@ -235,21 +241,25 @@ class HFTrainer:
         that does not fit fails its work."""
         tally = Tally(works)
         pending: list[Pending] = []
+        sufficed = True
         batches = deque(self._split(items_of(list(works.items()))))
         while batches:
             items = batches.popleft()
             started = self._start(items, works, tally, gradient=gradient)
             if started is None:
+                sufficed = False
                 batches = deque(self._smaller(items, batches, tally))
             else:
                 pending.append(started)
+        if pending and sufficed:
+            self._budget.sufficed()
         for started in pending:  # by now the device has all its work
             tally.add(self._runner.finish(started, works))
         return tally
 
     def _split(self, items: Sequence[Item]) -> list[list[Item]]:
         ranks = {item.adapter_id: self._adapter(str(item.adapter_id)).config.rank for item in items}
-        return split(items, self.micro_batch_tokens, ranks)
+        return split(items, self._budget.tokens, ranks)
 
     def _start(
         self, items: Sequence[Item], works: Mapping[int, TrainWork], tally: Tally, *, gradient: bool
@@ -275,8 +285,7 @@ class HFTrainer:
                 f"data[{item.index}]: {item.length} positions do not fit in the trainer's memory"
             )
             return waiting
-        self.micro_batch_tokens = min(self.micro_batch_tokens, sum(item.length for item in items)) // 2
-        log.warning("out of memory: micro-batches have at most %d positions from now on", self.micro_batch_tokens)
+        self._budget.lacked(sum(item.length for item in items))
         return self._split([*items, *itertools.chain.from_iterable(waiting)])
 
     # Checks and look-ups --------------------------------------------------------------------------------------------
