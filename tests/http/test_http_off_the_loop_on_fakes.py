@@ -125,5 +125,5 @@ async def test_nothing_that_takes_long_runs_on_the_event_loop_on_fakes(
         "remove",
     }
     wanted |= {"encode_forward_backward_output", "encode_sample_output", "frame_content_size", "_read", "_sample"}
-    wanted |= set(methods(Trainer)) - {"adapter_bytes", "close"}
+    wanted |= set(methods(Trainer)) - {"adapter_bytes", "close", "release_memory"}  # the last after a sleep alone
     assert threads.seen >= wanted
