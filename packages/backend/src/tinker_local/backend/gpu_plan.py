@@ -12,7 +12,6 @@ from typing import Any
 _GIB = 2**30
 _RUNTIME = 3 * _GIB
 """CUDA contexts of two processes, libraries' workspaces, CUDA graphs, what allocators cannot use."""
-_LEAST_KV_SEQUENCES = 1
 _COUNTED_ADAPTERS = 4
 """Adapters in training that are given room beside activations; more take from the activations, which are then computed
 again."""
@@ -108,7 +107,7 @@ def plan_gpu(
     inputs = longest * sizes.hidden * sizes.itemsize * (sizes.layers + 1)
     least = inputs + 4 * longest * per_layer
     most = micro_batch_tokens * per_layer * (sizes.layers + 4)
-    least_kv = _LEAST_KV_SEQUENCES * context * sizes.kv_bytes
+    least_kv = context * sizes.kv_bytes
     if left < least + least_kv:
         raise ValueError(
             f"{_gib(free)} of GPU memory are free, and two copies of the weights ({_gib(sizes.weight_bytes)} each), "

@@ -3,7 +3,6 @@
 Legend: T tokens, H hidden size, N query heads, M key-value heads, D head size, I intermediate size.
 """
 
-from collections.abc import Sequence
 from enum import Enum
 
 import torch
@@ -72,8 +71,3 @@ def free_bytes(device: torch.device) -> int | None:
     free, _ = torch.cuda.mem_get_info(device)
     unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return int(free + unused)
-
-
-def computed_again(keeps: Sequence[Keep]) -> int:
-    """How many layers compute something again."""
-    return sum(keep is not Keep.ALL for keep in keeps)
