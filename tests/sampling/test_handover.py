@@ -1,6 +1,8 @@
 """A version is served from memory before its folder is there, from its folder afterwards, with the same numbers."""
 
 import asyncio
+import ctypes
+import gc
 import time
 from pathlib import Path
 from typing import Any
@@ -10,7 +12,7 @@ import pytest
 import torch
 from tinker_local.backend.sampling import vllm_adapters
 from tinker_local.backend.sampling.adapter_files import all_finite
-from tinker_local.backend.sampling.host_buffers import HostBuffers
+from tinker_local.backend.sampling.host_memory import new_vector
 from tinker_local.backend.sampling.interface import AdapterVersion
 from tinker_local.backend.training.interface import AdapterState
 from tinker_local.types import InvalidRequestError, LoraConfig
@@ -142,16 +144,58 @@ def test_finite_is_told_exactly(dtype: torch.dtype) -> None:
             assert not all_finite(spoilt)
 
 
-def test_memory_for_the_next_adapter_is_made_ahead_and_given_once() -> None:
-    buffers = HostBuffers(pinned=False, delay_seconds=0.01)
-    first = buffers.take(100, torch.float32)
-    deadline = time.monotonic() + 10
-    while buffers._spare is None and time.monotonic() < deadline:
-        time.sleep(0.01)
-    spare = buffers._spare
-    assert spare is not None
-    assert spare.data_ptr() != first.data_ptr()
-    assert buffers.take(100, torch.float32) is spare
-    assert buffers.take(50, torch.bfloat16).shape == (50,)
-    buffers.close()
-    assert buffers.take(7, torch.float32).shape == (7,)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_vector_has_memory_of_its_own_until_the_last_view_of_it_is_gone(dtype: torch.dtype) -> None:
+    values = torch.arange(10_000).to(dtype)
+    vector = new_vector(10_000, dtype, lambda vector: vector.copy_(values), locked=False)
+    another = new_vector(10_000, dtype, torch.Tensor.zero_, locked=False)
+    view = vector[5_000:].view(50, 100)
+    del vector
+    gc.collect()
+    assert torch.equal(view.flatten(), values[5_000:])
+    assert not another.any()
+    assert new_vector(0, dtype, torch.Tensor.zero_, locked=False).shape == (0,)
+
+
+class Runtime:
+    """What locking needs of CUDA's runtime."""
+
+    def __init__(self, code: int) -> None:
+        self.code = code
+        self.locked: dict[int, int] = {}
+
+    def cudaHostRegister(self, address: int, size: int, flags: int) -> int:  # noqa: N802
+        assert ctypes.string_at(address, size) == bytes(range(256)), "locked before it was written"
+        if not self.code:
+            self.locked[address] = size
+        return self.code
+
+    def cudaHostUnregister(self, address: int) -> None:  # noqa: N802
+        assert ctypes.string_at(address, 4) == bytes(range(4)), "the memory is gone"
+        del self.locked[address]
+
+
+def test_pages_are_locked_once_written_until_they_are_freed_on_a_fake_runtime(monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime = Runtime(0)
+    waits: list[bool] = []
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: waits.append(bool(runtime.locked)))
+    values = torch.arange(256, dtype=torch.uint8)
+    vector = new_vector(256, torch.uint8, lambda vector: vector.copy_(values), locked=True)
+    assert list(runtime.locked.values()) == [256]
+    view = vector[7:]
+    del vector
+    gc.collect()
+    assert runtime.locked
+    assert not waits
+    del view
+    gc.collect()
+    assert not runtime.locked
+    assert waits == [True], "what may still be read is unlocked"
+
+
+def test_pages_that_cannot_be_locked_are_used_as_they_are_on_a_fake_runtime(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: Runtime(801))
+    values = torch.arange(256, dtype=torch.uint8)
+    vector = new_vector(256, torch.uint8, lambda vector: vector.copy_(values), locked=True)
+    assert torch.equal(vector, values)

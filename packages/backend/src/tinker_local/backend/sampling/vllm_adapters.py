@@ -2,12 +2,14 @@
 
 import asyncio
 import itertools
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from tinker_local.backend.sampling import vllm_compat
 from tinker_local.backend.sampling.adapter_files import HostAdapter, check_adapter_taken, read_adapter
-from tinker_local.backend.sampling.host_buffers import HostBuffers
+from tinker_local.backend.sampling.host_memory import new_vector
 from tinker_local.backend.sampling.interface import AdapterVersion
 from tinker_local.types import ApiError, InternalError, InvalidRequestError
 
@@ -29,7 +31,7 @@ class VLLMAdapters:
         self._preparing: dict[str, asyncio.Task[Any]] = {}
         self._handed_over: Any = None  # a LoRAModel, while the engine takes it
         self._worker: Any = None
-        self._buffers = HostBuffers(pinned=not vllm_compat.runs_on_cpu())
+        self._locks_pages = not vllm_compat.runs_on_cpu()
 
     def __len__(self) -> int:
         """How many versions were verified and not forgotten."""
@@ -43,9 +45,6 @@ class VLLMAdapters:
     def detach(self) -> None:
         """The engine is given up."""
         self._worker = None
-
-    def close(self) -> None:
-        self._buffers.close()
 
     # On the event loop ----------------------------------------------------------------------------------------------
 
@@ -128,20 +127,25 @@ class VLLMAdapters:
 
     def _copy(self, adapter: HostAdapter, dtype: torch.dtype) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """The adapter in the engine's dtype, in one vector and as views of it: vLLM scales B where it lies."""
-        numbers = self._buffers.take(sum(tensor.numel() for tensor in adapter.tensors.values()), dtype)
+        count = sum(tensor.numel() for tensor in adapter.tensors.values())
         if adapter.flat is not None:
-            numbers.copy_(adapter.flat)
+            numbers = new_vector(count, dtype, partial(_fill, [adapter.flat]), locked=self._locks_pages)
             first = adapter.flat.storage_offset()
-            return numbers, {
-                name: numbers[tensor.storage_offset() - first :][: tensor.numel()].view(tensor.shape)
-                for name, tensor in adapter.tensors.items()
-            }
-        parts = numbers.split([tensor.numel() for tensor in adapter.tensors.values()])
-        tensors = {}
-        for (name, tensor), part in zip(adapter.tensors.items(), parts, strict=True):
-            tensors[name] = part.view(tensor.shape)
-            tensors[name].copy_(tensor)
-        return numbers, tensors
+            starts = [tensor.storage_offset() - first for tensor in adapter.tensors.values()]
+        else:
+            parts = list(adapter.tensors.values())
+            numbers = new_vector(count, dtype, partial(_fill, parts), locked=self._locks_pages)
+            starts = [0, *itertools.accumulate(tensor.numel() for tensor in parts)][:-1]
+        return numbers, {
+            name: numbers[start:][: tensor.numel()].view(tensor.shape)
+            for start, (name, tensor) in zip(starts, adapter.tensors.items(), strict=True)
+        }
+
+
+def _fill(tensors: Sequence[torch.Tensor], vector: torch.Tensor) -> None:
+    """Write `tensors` one behind the other."""
+    for tensor, part in zip(tensors, vector.split([tensor.numel() for tensor in tensors]), strict=True):
+        part.view(tensor.shape).copy_(tensor)
 
 
 def _refusal(version: AdapterVersion, error: Exception) -> InvalidRequestError:

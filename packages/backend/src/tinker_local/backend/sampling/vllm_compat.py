@@ -220,12 +220,14 @@ def _keep_images(config: Any, num_bytes: int) -> None:
 
 def _graphs_work(options: EngineOptions) -> bool:
     """Whether vLLM can capture graphs: with tied embeddings it makes a dummy adapter for them whose input is as wide as
-    the largest rank, which does not fit a model with a smaller hidden state (0.26)."""
+    the largest rank and whose output as the hidden state, which does not fit a model with a smaller hidden state or a
+    still smaller vocabulary (0.26)."""
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(options.model)
     text = config.get_text_config()
-    return not config.tie_word_embeddings or served_rank(options.max_rank) <= int(text.hidden_size)
+    hidden = int(text.hidden_size)
+    return not config.tie_word_embeddings or served_rank(options.max_rank) <= hidden <= int(text.vocab_size)
 
 
 def served_rank(rank: int) -> int:

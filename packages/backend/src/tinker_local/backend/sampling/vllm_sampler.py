@@ -134,7 +134,6 @@ class VLLMSampler:
     async def close(self) -> None:
         """Fail what runs and release the engine; other engines of the thread go on."""
         await asyncio.wrap_future(self._thread.remove_engine(self._engine))
-        self._adapters.close()
 
 
 @contextlib.contextmanager

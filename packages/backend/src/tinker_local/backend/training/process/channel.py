@@ -1,12 +1,9 @@
 """Messages over a socket between two processes, and their arrays through memory that has no name.
 
-Small messages are records of the socket. A larger one is written once into a fresh `memfd`, whose descriptor goes over
-the socket; the sender closes its own at once, and the receiver maps it and closes its own. From then on the memory
-belongs to the arrays that lie in it and is freed with the last of them. It never had a name, so nothing is left behind
-however a process ends; and it is no file of /dev/shm, which containers keep small.
-
-A block that is kept and used again would save the kernel's clearing of pages, but whoever receives arrays could keep
-none of them without a copy.
+Small messages are records of the socket. A larger one is written once into a `memfd`, whose descriptor goes over the
+socket; the receiver maps it and closes the descriptor. From then on the memory belongs to the arrays that lie in it,
+until the last of them is freed; then it is gone, or the sender's again if it is large (`blocks.py`). It never had a
+name, so nothing is left behind however a process ends; and it is no file of /dev/shm, which containers keep small.
 """
 
 import functools
@@ -21,6 +18,7 @@ from typing import Any
 
 import numpy as np
 from tinker_local.backend.rendering.interface import RenderedImage
+from tinker_local.backend.training.process.blocks import Block, Blocks, received
 from tinker_local.backend.training.process.messages import ALIGNMENT, Encoded, decode, encode
 
 INLINE_BYTES = 2**16
@@ -29,11 +27,11 @@ INLINE_BYTES = 2**16
 MAPPED_BYTES = 2**20
 """The smallest message that is mapped; others are read, as a process may have only so many mappings (65,530)."""
 
-JOINED_BYTES = 2**22
-"""The smallest message whose arrays are written one by one, not gathered for one write."""
+BLOCK_BYTES = 2**22
+"""The smallest message that gets a block, into which its arrays are copied one by one."""
 
 PIECE_BYTES = 2**23
-"""The most that one thread writes at a time."""
+"""The most that one thread copies at a time."""
 
 _SIZE = struct.Struct("<Q")
 _RECORD = struct.Struct("<?Q")
@@ -49,6 +47,7 @@ class Channel:
         self._poll = select.poll()
         self._poll.register(end, select.POLLIN)
         self._poll.register(self._peer, select.POLLIN)
+        self._blocks = Blocks()
 
     def send(self, message: Any) -> None:
         """Send `message`; see `send_encoded`."""
@@ -62,13 +61,21 @@ class Channel:
         if total <= INLINE_BYTES:
             self._socket.send(_RECORD.pack(False, total) + _joined(encoded, first))
             return
+        record = _RECORD.pack(True, total)
+        if total >= BLOCK_BYTES:
+            block = self._blocks.take(total)
+            try:
+                _copy_into(block, encoded, first)
+                socket.send_fds(self._socket, [record], [block.file])
+            except BaseException:
+                block.forget()
+                raise
+            self._blocks.keep(block)
+            return
         memory = os.memfd_create("tinker-local", os.MFD_CLOEXEC)
         try:
-            if total < JOINED_BYTES:  # maybe thousands of small arrays
-                _write(memory, memoryview(_joined(encoded, first)), 0)
-            else:
-                _write_apart(memory, encoded, first)
-            socket.send_fds(self._socket, [_RECORD.pack(True, total)], [memory])
+            _write(memory, memoryview(_joined(encoded, first)))  # maybe thousands of small arrays
+            socket.send_fds(self._socket, [record], [memory])
         finally:
             os.close(memory)
 
@@ -85,13 +92,14 @@ class Channel:
         shared, total = _RECORD.unpack_from(record)
         if not shared:
             memory: bytearray | mmap.mmap = bytearray(memoryview(record)[_RECORD.size :])
+            start = 0
         elif descriptors:
-            memory = _taken(descriptors[0], total)
+            memory, start = _taken(descriptors[0], total)
         else:
             raise OSError(f"a message of {total} bytes came without its memory (flags {flags}): too many open files?")
-        (size,) = _SIZE.unpack_from(memory)
-        head = bytes(memory[_SIZE.size : _SIZE.size + size])
-        return decode(head, memory, _first_array(size), images or {})
+        (size,) = _SIZE.unpack_from(memory, start)
+        head = bytes(memory[start + _SIZE.size : start + _SIZE.size + size])
+        return decode(head, memory, start + _first_array(size), images or {})
 
     def wait_for_end(self) -> None:
         """Block until the other end is closed or its process has ended; takes no message."""
@@ -104,6 +112,7 @@ class Channel:
         """Close this end."""
         self._socket.close()
         self._peer.close()
+        self._blocks.close()
 
 
 def _first_array(head: int) -> int:
@@ -120,38 +129,42 @@ def _joined(encoded: Encoded, first: int) -> bytearray:
     return joined
 
 
-def _write_apart(file: int, encoded: Encoded, first: int) -> None:
-    """Write arrays from where they are: no page faults here, and the GIL is free meanwhile."""
-    os.ftruncate(file, first + encoded.offsets[-1])
-    _write(file, memoryview(_SIZE.pack(len(encoded.head)) + encoded.head), 0)
+def _copy_into(block: Block, encoded: Encoded, first: int) -> None:
+    """Copy a message from where its arrays are, by several threads: one alone is slower than the memory."""
+    start = Block.START
+    _SIZE.pack_into(block.memory, start, len(encoded.head))
+    block.memory[start + _SIZE.size : start + _SIZE.size + len(encoded.head)] = encoded.head
+    whole = np.frombuffer(block.memory, np.uint8)
     pieces = [
-        (data[start : start + PIECE_BYTES], first + at + start)
-        for array, at in zip(encoded.arrays, encoded.offsets, strict=False)
-        for data in [np.ascontiguousarray(array).reshape(-1).view(np.uint8).data]
-        for start in range(0, len(data), PIECE_BYTES)
+        (whole[begin:end], data[begin - at : end - at])
+        for array, offset in zip(encoded.arrays, encoded.offsets, strict=False)
+        for data in [np.ascontiguousarray(array).reshape(-1).view(np.uint8)]
+        for at in [start + first + offset]
+        for begin in range(at, at + len(data), PIECE_BYTES)
+        for end in [min(begin + PIECE_BYTES, at + len(data))]
     ]
-    list(_writers().map(lambda piece: _write(file, *piece), pieces))
+    list(_copiers().map(lambda piece: np.copyto(*piece), pieces))
 
 
 @functools.cache
-def _writers() -> ThreadPoolExecutor:
-    """Threads that write: one alone is slower than the memory, for the kernel clears every page first."""
+def _copiers() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(min(8, os.cpu_count() or 1), thread_name_prefix="tinker-local-channel")
 
 
-def _write(file: int, data: memoryview, at: int) -> None:
+def _write(file: int, data: memoryview) -> None:
     while data:
-        written = os.pwrite(file, data, at)
-        data, at = data[written:], at + written
+        data = data[os.write(file, data) :]
 
 
-def _taken(file: int, total: int) -> bytearray | mmap.mmap:
-    """The memory of a descriptor, which is closed."""
+def _taken(file: int, total: int) -> tuple[bytearray | mmap.mmap, int]:
+    """The memory of a descriptor, which is closed, and where in it the message begins."""
     try:
+        if total >= BLOCK_BYTES:
+            return received(file, total), Block.START
         if total >= MAPPED_BYTES:
-            return mmap.mmap(file, total)
+            return mmap.mmap(file, total), 0
         memory = bytearray(total)
         os.preadv(file, [memory], 0)
-        return memory
+        return memory, 0
     finally:
         os.close(file)
