@@ -20,8 +20,48 @@ os.environ.setdefault("TINKER_API_KEY", "tml-local")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ["NO_PROXY"] = ",".join(filter(None, [os.environ.get("NO_PROXY"), "127.0.0.1", "localhost"]))
 
+TOGETHER = {
+    "tests/e2e": "real_server",
+    "tests/examples": "real_server",
+    "tests/rl/test_rl_cookbook.py": "real_server",
+    "tests/sampling": "tests/sampling",
+}
+"""Tests that one worker runs when several share the suite, because they share what takes long to start."""
+
 TEXT, VISION = "tiny/text", "tiny/vision"
 """Names under which tests serve the two tiny models."""
+
+
+def scope(nodeid: str) -> str:
+    """What one worker runs as a whole: a file, or a group of `TOGETHER`."""
+    file = nodeid.partition("::")[0]
+    return next((group for path, group in TOGETHER.items() if f"{file}/".startswith(f"{path}/")), file)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The tests of the real server come first: they are what the others would have to wait for in the end."""
+    items.sort(key=lambda item: scope(item.nodeid) != "real_server")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """`-n auto`: two for the whole suite, none (pytest's own process) for a part of it, which would pay for what both
+    have to start; nor beside a GPU, whose memory the tests measure."""
+    part = config.args_source is not pytest.Config.ArgsSource.TESTPATHS or config.option.keyword
+    return 0 if part or config.option.markexpr or Path("/dev/nvidia0").exists() else 2
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """By `scope`. Not `--dist=loadgroup`, which pytest-xdist 3.8 forgets under pytest 9.2 (pytest-xdist#1386)."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByScope(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return scope(nodeid)
+
+    config.option.loadscopereorder = False  # our order stays
+    return ByScope(config, log)
 
 
 @pytest.fixture(scope="session")

@@ -256,7 +256,7 @@ def test_uint8_arrays_are_pixels(shape: tuple[int, ...]) -> None:
         (None, "not NoneType"),
         ([1, 2, 3], "not list"),
     ],
-    ids=str,
+    ids=lambda value: value if isinstance(value, str) else type(value).__name__,
 )
 def test_what_is_no_image_is_refused_by_name(image: object, message: str) -> None:
     with pytest.raises(InvalidRequestError, match=f"^image.*{message}"):
