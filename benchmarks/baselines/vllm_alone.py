@@ -64,7 +64,7 @@ class VLLMAlone:
 
         settings: dict[str, Any] = {"enforce_eager": True}
         if on_gpu:
-            settings = {"compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}}
+            settings = {"compilation_config": {"mode": 3, "backend": "eager", "cudagraph_mode": "FULL_AND_PIECEWISE"}}
         self._llm = vllm.LLM(
             str(folder),
             dtype="bfloat16" if on_gpu else "float32",
