@@ -481,6 +481,9 @@ async def main():
     sampler.close()
 
 asyncio.run(main(), debug=True)
+end = time.monotonic() + 10  # a thread that was told to end may need its turn
+while threading.active_count() > 1 and time.monotonic() < end:
+    time.sleep(0.01)
 print("threads", threading.active_count())
 """
 
