@@ -161,7 +161,9 @@ def build_engine(options: EngineOptions) -> Any:
         vllm_lora_fixes.fix_before_engine()
         config = EngineArgs(**_engine_arguments(options)).create_engine_config(UsageContext.ENGINE_CONTEXT)
         _keep_images(config, options.image_cache_bytes)
+        kept_before = _kept_by_dynamo()
         engine = LLMEngine.from_vllm_config(config, disable_log_stats=True)
+        engine.kept_by_dynamo = _kept_by_dynamo() - kept_before
         if can_sleep(engine):
             _keep_rotary_tables_apart()
         runner = model_runner(engine)
@@ -306,6 +308,25 @@ def on_images_encoded(engine: Any, note: Callable[[int], None]) -> None:
     runner.get_model().visual.register_forward_hook(after, with_kwargs=True)
 
 
+def _kept_by_dynamo() -> set[tuple[str, Any]]:
+    """What dynamo keeps for good, and with it the weights of models that were compiled: names in vLLM's modules of what
+    it compiled, and keys of its hooks."""
+    hooks = getattr(sys.modules.get("torch._dynamo.convert_frame"), "_bytecode_hooks", {})
+    return {("", key) for key in hooks} | {
+        (module, name)
+        for module in [name for name in sys.modules if name.startswith("vllm.model_executor.models.")]
+        for name in [name for name in vars(sys.modules[module]) if name.startswith("__compiled_fn_")]
+    }
+
+
+def _let_dynamo_forget(kept: set[tuple[str, Any]]) -> None:
+    for module, key in kept:
+        if module:
+            setattr(sys.modules[module], key, None)  # dynamo may still delete it
+        else:
+            sys.modules["torch._dynamo.convert_frame"]._bytecode_hooks.pop(key, None)
+
+
 def release_engine(engine: Any) -> None:
     """Let go of an engine's memory and leave other engines of the process alone.
 
@@ -318,6 +339,7 @@ def release_engine(engine: Any) -> None:
     runner.model = None
     runner.lora_manager = None
     engine.engine_core.engine_core = None
+    _let_dynamo_forget(engine.kept_by_dynamo)
     gc.unfreeze()  # vLLM froze the heap when the engine was built; what is frozen is never collected
     gc.collect()
     if sleeps:

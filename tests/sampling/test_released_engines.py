@@ -1,0 +1,59 @@
+"""An engine that is let go leaves no weights behind, also where vLLM's compiler has taken the model apart."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = """
+import gc, sys, weakref
+from tinker_local.backend.sampling import vllm_compat
+
+if sys.argv[2] == "compiled":  # as on CUDA, where the platform does not take it back
+    vllm_compat.prepare_environment()
+    from vllm.config import CompilationMode
+    from vllm.platforms.cpu import CpuPlatform
+
+    check = CpuPlatform.check_and_update_config.__func__
+
+    def compile_anyway(platform, config):
+        check(platform, config)
+        compilation = config.compilation_config
+        compilation.mode, compilation.backend = CompilationMode.VLLM_COMPILE, "eager"
+        compilation.ir_enable_torch_wrap, compilation.compile_sizes = False, []
+        for name in ("fuse_norm_quant", "fuse_act_quant"):
+            setattr(compilation.pass_config, name, False)
+
+    CpuPlatform.check_and_update_config = classmethod(compile_anyway)
+
+from vllm import SamplingParams
+
+options = vllm_compat.EngineOptions(
+    sys.argv[1], kv_cache_bytes=2**26, max_context_length=256, max_rank=8, enforce_eager=sys.argv[2] == "eager"
+)
+engine = vllm_compat.build_engine(options)
+engine.add_request("0", {"prompt_token_ids": [5, 6, 7]}, SamplingParams(max_tokens=4))
+while engine.has_unfinished_requests():
+    engine.step()
+print("mode", int(engine.vllm_config.compilation_config.mode))
+weights = [weakref.ref(weight) for weight in vllm_compat.model_runner(engine).model.parameters()]
+vllm_compat.release_engine(engine)
+del engine
+gc.collect()
+print("left", sum(weight() is not None for weight in weights), "of", len(weights))
+"""
+
+
+@pytest.mark.parametrize(("how", "mode"), [("eager", 0), ("compiled", 3)])
+def test_a_released_engine_leaves_no_weights(tiny_models: dict[str, Path], how: str, mode: int) -> None:
+    command = (sys.executable, "-W", "ignore", "-c", SCRIPT, str(tiny_models["tiny/text"]), how)
+    environment = {"TORCH_COMPILE_DISABLE": "0"} if how == "compiled" else {}
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **environment}, timeout=300)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert f"mode {mode}\n" in done.stdout
+    left, of = re.search(r"left (\d+) of (\d+)", done.stdout).groups()  # type: ignore[union-attr]
+    assert int(of) > 10
+    assert int(left) == 0
