@@ -422,7 +422,6 @@ async def test_unknown_base_model_is_refused_with_those_that_are_served_on_fakes
         "tinker://{model}/weights/",
         "tinker:///weights/a",
         "tinker://{model}/secrets/a",
-        "tinker://{model}/external_weights/a",
         "/etc/passwd",
         "file:///etc/passwd",
         "",

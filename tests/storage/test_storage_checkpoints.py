@@ -26,7 +26,7 @@ from store_states import RUN, START, make_record, make_state, same_tensors
 
 @pytest.fixture
 def store(tmp_path: Path) -> Iterator[SqlStore]:
-    opened = SqlStore(tmp_path / "data")
+    opened = SqlStore(tmp_path / "data", clock=lambda: START)
     yield opened
     opened.close()
 
@@ -204,7 +204,7 @@ def test_run_ids_stay_inside_and_apart(store: SqlStore, tmp_path: Path, run: str
         ("tinker://run/weights", "form"),
         ("tinker:///weights/a", "form"),
         ("tinker://run/weights/a/b", "form"),
-        ("tinker://run/external_weights/a", "external_weights.*weights, sampler_weights"),
+        ("tinker://run/full_weights/a", "full_weights.*weights, sampler_weights, external_weights"),
         ("tinker://run/weights/..", "letters"),
     ],
 )
@@ -232,14 +232,77 @@ def test_delete_forgets_the_record_before_the_folder(store: SqlStore, monkeypatc
     assert seen == [None]
 
 
-def test_expired_checkpoints_go_and_others_stay(store: SqlStore) -> None:
-    for name, hours in [("soon", 1), ("later", 2), ("never", None)]:
-        expires = None if hours is None else START + timedelta(hours=hours)
-        store.write_checkpoint(make_record(name, expires_at=expires), make_state(1), overwrite=False)
-    assert store.delete_expired(START + timedelta(minutes=59)) == []
-    assert [record.name for record in store.delete_expired(START + timedelta(hours=1))] == ["soon"]
+def test_expired_checkpoints_are_gone_at_once_and_their_folders_when_told(tmp_path: Path) -> None:
+    clock = [START]
+    store = SqlStore(tmp_path / "data", clock=lambda: clock[0])
+    hours = {"soon": 1, "later": 2, "never": None}
+    records = {
+        name: store.write_checkpoint(
+            make_record(name, expires_at=None if number is None else START + timedelta(hours=number)),
+            make_state(1),
+            overwrite=False,
+        )
+        for name, number in hours.items()
+    }
+    clock[0] += timedelta(minutes=59)
+    assert store.forget_expired() == []
+    assert len(store.list_checkpoints(RUN)) == 3
+    clock[0] += timedelta(minutes=1)
+    # Before anybody sweeps.
+    assert store.get_checkpoint(RUN, "weights", "soon") is None
     assert {record.name for record in store.list_checkpoints(RUN)} == {"later", "never"}
+    assert ({record.name for record in store.list_all_checkpoints(9, 0)[0]}, store.list_all_checkpoints(9, 0)[1]) == (
+        {"later", "never"},
+        2,
+    )
+    for change in (
+        lambda: store.set_expiry(records["soon"], None),
+        lambda: store.set_public(records["soon"], True),
+        lambda: store.forget_checkpoint(records["soon"]),
+    ):
+        with pytest.raises(NotFoundError):
+            change()
+    assert store.forget_expired() == [records["soon"]]
+    assert store.forget_expired() == []
+    # Whoever has it still reads it.
+    assert same_tensors(store.read_checkpoint(records["soon"], optimizer=True), make_state(1))
+    store.remove_folder(records["soon"])
+    with pytest.raises(NotFoundError):
+        store.read_checkpoint(records["soon"], optimizer=True)
     assert len(folders_of(store)) == 2
+    store.close()
+
+
+def test_the_name_of_an_expired_checkpoint_is_free_and_its_folder_is_not_lost(tmp_path: Path) -> None:
+    clock = [START]
+    store = SqlStore(tmp_path / "data", clock=lambda: clock[0])
+    old = store.write_checkpoint(
+        make_record("a", expires_at=START + timedelta(hours=1)), make_state(1), overwrite=False
+    )
+    clock[0] += timedelta(hours=1)
+    new = store.write_checkpoint(make_record("a", created_at=clock[0]), make_state(2), overwrite=False)
+    assert store.list_checkpoints(RUN) == [new]
+    assert folders_of(store) == {store.checkpoint_folder(old), store.checkpoint_folder(new)}
+    assert store.forget_expired() == [old]
+    store.remove_folder(old)
+    assert folders_of(store) == {store.checkpoint_folder(new)}
+    assert same_tensors(store.read_checkpoint(new, optimizer=True), make_state(2))
+    store.close()
+
+
+def test_expiry_and_publication_are_changed_in_the_record_alone(store: SqlStore) -> None:
+    written = store.write_checkpoint(make_record("a"), make_state(1), overwrite=False)
+    until = START + timedelta(days=1, microseconds=7)
+    assert store.set_expiry(written, until) == replace(written, expires_at=until)
+    public = store.set_public(written, True)
+    assert public == replace(written, expires_at=until, public=True)
+    assert store.get_checkpoint(RUN, "weights", "a") == public
+    with pytest.raises(InvalidRequestError, match="public already"):
+        store.set_public(written, True)
+    assert store.set_expiry(written, None) == replace(written, public=True)
+    assert store.set_public(written, False) == written
+    with pytest.raises(InvalidRequestError, match="private already"):
+        store.set_public(written, False)
 
 
 def test_lists_are_newest_first_with_the_count_of_all(store: SqlStore) -> None:

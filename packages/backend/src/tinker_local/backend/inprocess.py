@@ -19,6 +19,7 @@ from tinker_local.backend.base_models import (
     tokenizer_id,
 )
 from tinker_local.backend.daemon_thread import in_daemon_thread
+from tinker_local.backend.external_weights import ExternalWeights
 from tinker_local.backend.lending import Lending, LentSampler
 from tinker_local.backend.metrics import ModelMetrics
 from tinker_local.backend.options import BackendOptions, ModelSource
@@ -48,6 +49,7 @@ from tinker_local.types import (
     OptimStepRequest,
     SampleOutput,
     SampleRequest,
+    SaveWeightsExternalRequest,
     SaveWeightsForSamplerRequest,
     SaveWeightsRequest,
 )
@@ -124,6 +126,7 @@ class InProcessBackend:
         self.sampling = SamplingSessions(options, self.store, folders, self.models, self.sessions, self.operations)
         self._closing.callback(self.sampling.close)
         self.versions = SamplerVersions(self.store, folders, self.training, self.sampling)
+        self.external_weights = ExternalWeights(self.store, self.training, options.data_dir)
         housekeeping = asyncio.create_task(self._keep_house(), name="housekeeping")
         self._closing.push_async_callback(_cancel, housekeeping)
         self.ready = True
@@ -262,6 +265,10 @@ class InProcessBackend:
     async def save_weights_for_sampler(self, request: SaveWeightsForSamplerRequest) -> Operation[dict[str, Any]]:
         """An immutable version to sample from: result `{"path"}` if named, else `{"sampling_session_id"}`."""
         return await self.versions.save(request)
+
+    async def save_weights_external(self, request: SaveWeightsExternalRequest) -> Operation[dict[str, Any]]:
+        """A PEFT folder to be downloaded: result `{"path", "size_bytes"}`; `external_weights.sign` gives its files."""
+        return await self.external_weights.save(request)
 
     async def refuse(self, kind: OperationKind, model_id: str, seq_id: int, error: ApiError) -> Operation[Any]:
         """Let a malformed command fail in its place, so that the model's order goes on."""

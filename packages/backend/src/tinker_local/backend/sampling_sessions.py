@@ -163,7 +163,8 @@ class SamplingSessions:
         run, kind, name = parse_tinker_path(path, "model_path")
         if kind != "sampler_weights":
             raise InvalidRequestError(
-                f"model_path: {path} is training state; sample from what save_weights_for_sampler saved "
+                f"model_path: {path} is {'training state' if kind == 'weights' else 'an export'}; "
+                "sample from what save_weights_for_sampler saved "
                 f"(tinker://{run}/sampler_weights/...)"
             )
         record = await asyncio.to_thread(self._store.get_checkpoint, run, kind, name)

@@ -285,7 +285,8 @@ class TrainingRuns:
         run, kind, name = parse_tinker_path(request.path, "path")
         if kind != "weights":
             raise InvalidRequestError(
-                f"path: {request.path} was saved for sampling; training goes on from tinker://{run}/weights/..."
+                f"path: {request.path} was saved for {'sampling' if kind == 'sampler_weights' else 'download'}; "
+                f"training goes on from tinker://{run}/weights/..."
             )
         record = await asyncio.to_thread(self._store.get_checkpoint, run, kind, name)
         if record is None:

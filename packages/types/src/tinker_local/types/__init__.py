@@ -23,6 +23,7 @@ from tinker_local.types.errors import InternalError as InternalError
 from tinker_local.types.errors import InvalidRequestError as InvalidRequestError
 from tinker_local.types.errors import NotEnoughMemoryError as NotEnoughMemoryError
 from tinker_local.types.errors import NotFoundError as NotFoundError
+from tinker_local.types.errors import PermissionDeniedError as PermissionDeniedError
 from tinker_local.types.errors import TooManyRequestsError as TooManyRequestsError
 from tinker_local.types.errors import UnsupportedError as UnsupportedError
 from tinker_local.types.params import AdamParams as AdamParams
@@ -36,6 +37,7 @@ from tinker_local.types.requests import LoadWeightsRequest as LoadWeightsRequest
 from tinker_local.types.requests import OptimizerConfig as OptimizerConfig
 from tinker_local.types.requests import OptimStepRequest as OptimStepRequest
 from tinker_local.types.requests import SampleRequest as SampleRequest
+from tinker_local.types.requests import SaveWeightsExternalRequest as SaveWeightsExternalRequest
 from tinker_local.types.requests import SaveWeightsForSamplerRequest as SaveWeightsForSamplerRequest
 from tinker_local.types.requests import SaveWeightsRequest as SaveWeightsRequest
 from tinker_local.types.results import ForwardBackwardOutput as ForwardBackwardOutput

@@ -4,6 +4,7 @@
     ├─ InvalidRequestError      user    HTTP 400   a value is wrong: names the field and the numbers
     │  └─ UnsupportedError      user    HTTP 400   a feature that this server does not have; says what to use
     ├─ AuthenticationError      user    HTTP 401   no key, or a wrong one
+    ├─ PermissionDeniedError    user    HTTP 403   a signed URL is forged or expired
     ├─ NotFoundError            user    HTTP 404   no such model, session, checkpoint, route
     ├─ GoneError                user    HTTP 410   the session has ended; a sampling promise has expired
     ├─ TooManyRequestsError     user    HTTP 429   back-pressure: send the same again after a while
@@ -44,6 +45,13 @@ class AuthenticationError(ApiError):
 
     category = "user"
     status = 401
+
+
+class PermissionDeniedError(ApiError):
+    """The URL's signature is wrong, or has expired."""
+
+    category = "user"
+    status = 403
 
 
 class NotFoundError(ApiError):

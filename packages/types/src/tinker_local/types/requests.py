@@ -113,6 +113,17 @@ class SaveWeightsForSamplerRequest(Frozen):
     type: Literal["save_weights_for_sampler"] = "save_weights_for_sampler"
 
 
+class SaveWeightsExternalRequest(Frozen):
+    """A PEFT folder named `path`, to be downloaded. `age_encryption_recipients`: keys to encrypt its files to."""
+
+    model_id: str
+    seq_id: TrainingSeqId
+    path: str
+    ttl_seconds: int | None = None
+    age_encryption_recipients: TupleOf[str] | None = None
+    type: Literal["save_weights_external"] = "save_weights_external"
+
+
 class CreateSamplingSessionRequest(Frozen):
     """A sampling client of `base_model`, or of the saved weights at `model_path` (`tinker://...`)."""
 

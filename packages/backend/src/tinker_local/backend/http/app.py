@@ -7,7 +7,17 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 from tinker_local.backend.http import errors
-from tinker_local.backend.http.routes import checkpoints, client, futures, metrics, refused, runs, sampling, training
+from tinker_local.backend.http.routes import (
+    checkpoints,
+    client,
+    external_weights,
+    futures,
+    metrics,
+    refused,
+    runs,
+    sampling,
+    training,
+)
 from tinker_local.backend.http.routes import sessions as session_routes
 from tinker_local.backend.inprocess import InProcessBackend
 from tinker_local.types import AuthenticationError
@@ -27,7 +37,7 @@ def create_app(backend: InProcessBackend, *, api_keys: Sequence[str] | None = No
     app.add_middleware(RequireReady, backend=backend)
     if api_keys is not None:
         app.add_middleware(RequireKey, keys=api_keys)
-    for module in (client, session_routes, training, sampling, futures, runs, checkpoints, refused):
+    for module in (client, session_routes, training, sampling, futures, runs, checkpoints, external_weights, refused):
         app.include_router(module.router, prefix="/api/v1")
     app.include_router(metrics.router)
     return app
@@ -55,7 +65,7 @@ class RequireKey:
         self._keys = [key.encode() for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] != HEALTH and not self._known(Request(scope)):
+        if scope["type"] == "http" and not _open_to_all(scope["path"]) and not self._known(Request(scope)):
             error = AuthenticationError("X-API-Key: missing or unknown; set TINKER_API_KEY to a key of this server")
             await errors.answer(error)(scope, receive, send)
             return
@@ -65,3 +75,8 @@ class RequireKey:
         given = request.headers.get("x-api-key", "").encode()
         # Every key is compared, so that the time taken tells nothing.
         return sum(hmac.compare_digest(given, key) for key in self._keys) > 0
+
+
+def _open_to_all(path: str) -> bool:
+    """Whether no key is asked for: health, and files whose URL is signed."""
+    return path == HEALTH or path.startswith(external_weights.DOWNLOADS)

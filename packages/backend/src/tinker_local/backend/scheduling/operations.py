@@ -20,6 +20,7 @@ OperationKind = Literal[
     "optim_step",
     "save_weights",
     "save_weights_for_sampler",
+    "save_weights_external",
     "sample",
 ]
 

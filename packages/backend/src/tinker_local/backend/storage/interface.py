@@ -9,7 +9,7 @@ from typing import Any, Literal, Protocol
 from tinker_local.backend.training.interface import AdapterState
 from tinker_local.types import LoraConfig
 
-CheckpointKind = Literal["weights", "sampler_weights"]
+CheckpointKind = Literal["weights", "sampler_weights", "external_weights"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ class CheckpointRecord:
 
     @property
     def checkpoint_id(self) -> str:
-        """`weights/NAME` or `sampler_weights/NAME`."""
+        """`weights/NAME`, `sampler_weights/NAME` or `external_weights/NAME`."""
         return f"{self.kind}/{self.name}"
 
     @property

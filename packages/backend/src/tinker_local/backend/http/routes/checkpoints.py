@@ -10,7 +10,7 @@ from tinker_local.types import Frozen
 
 router = APIRouter(tags=["checkpoints"])
 
-WIRE_TYPE = {"weights": "training", "sampler_weights": "sampler"}
+WIRE_TYPE = {"weights": "training", "sampler_weights": "sampler", "external_weights": "external"}
 
 
 class WeightsInfoBody(Frozen):

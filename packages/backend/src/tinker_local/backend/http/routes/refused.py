@@ -17,11 +17,6 @@ REFUSED: dict[tuple[str, str], str] = {
     ("POST", "/auth/token"): "a local server has no log-in; set TINKER_API_KEY to a key of this server",
     ("GET", "/auth/apikey/me"): "a local server has no accounts; set TINKER_API_KEY to a key of this server",
     ("DELETE", "/auth/apikey/me"): "a local server has no accounts; the operator edits the file of --api-key-file",
-    (
-        "POST",
-        "/save_weights_external",
-    ): f"{_LATER}; save_weights_for_sampler writes a PEFT folder below the data folder",
-    ("GET", f"{_CHECKPOINT}/external_weights_urls"): f"{_LATER}; checkpoints are PEFT folders below the data folder",
     ("POST", "/create_custom_loss"): "uploaded losses are not taken; pass a function to forward_backward_custom",
     ("POST", "/join_sampling_session"): _LATER,
     ("POST", "/retrieve_futures"): f"{_LATER}; poll retrieve_future",

@@ -20,6 +20,7 @@ from tinker_local.types import (
     InvalidRequestError,
     LoadWeightsRequest,
     OptimStepRequest,
+    SaveWeightsExternalRequest,
     SaveWeightsForSamplerRequest,
     SaveWeightsRequest,
 )
@@ -100,6 +101,13 @@ async def load_weights(request: Request, backend: Backend) -> dict[str, Any]:
 async def save_weights_for_sampler(request: Request, backend: Backend) -> dict[str, Any]:
     return await _ordered(
         request, backend, "save_weights_for_sampler", SaveWeightsForSamplerRequest, backend.save_weights_for_sampler
+    )
+
+
+@router.post("/save_weights_external")
+async def save_weights_external(request: Request, backend: Backend) -> dict[str, Any]:
+    return await _ordered(
+        request, backend, "save_weights_external", SaveWeightsExternalRequest, backend.save_weights_external
     )
 
 

@@ -1,0 +1,150 @@
+"""Exports: adapters as PEFT folders to be downloaded, and the signatures that let their files be fetched without a key.
+
+A signature is an HMAC over what may be fetched and until when. Its secret is a file of the data folder, so that URLs
+outlive a restart of the server, and no other server's are taken.
+"""
+
+import asyncio
+import hmac
+import json
+import os
+import secrets
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+from tinker_local.backend.scheduling.operations import Operation
+from tinker_local.backend.sessions import now
+from tinker_local.backend.storage.adapter_files import CONFIG, WEIGHTS
+from tinker_local.backend.storage.durable import fsync_path
+from tinker_local.backend.storage.interface import CheckpointRecord, Store
+from tinker_local.backend.storage.names import check_checkpoint_name, parse_tinker_path
+from tinker_local.backend.training_runs import TrainedModel, TrainingRuns, check_ttl, checkpoint_record
+from tinker_local.types import (
+    InvalidRequestError,
+    NotFoundError,
+    PermissionDeniedError,
+    SaveWeightsExternalRequest,
+    UnsupportedError,
+)
+
+FILES = (CONFIG, WEIGHTS)
+"""What is given away of a checkpoint's folder."""
+
+LIFETIME = timedelta(hours=1)
+"""How long a signature is good for, if its checkpoint lives so long."""
+
+SECRET = "signing.key"
+SECRET_BYTES = 32
+
+
+@dataclass(frozen=True, slots=True)
+class SignedFile:
+    """Leave to fetch one file of one checkpoint until `expires` (seconds since 1970).
+
+    `version`: when the checkpoint was saved (microseconds since 1970), lest a URL of a deleted checkpoint be good for
+    the next of its name.
+    """
+
+    training_run_id: str
+    name: str
+    file: str
+    version: int
+    expires: int
+    signature: str
+
+
+class ExternalWeights:
+    """`save_weights_external`, and who may fetch what it saved."""
+
+    def __init__(self, store: Store, runs: TrainingRuns, data_dir: Path) -> None:
+        self._store = store
+        self._runs = runs
+        self._secret = load_secret(data_dir)
+
+    async def save(self, request: SaveWeightsExternalRequest) -> Operation[dict[str, Any]]:
+        """Queue the copy; the operation ends with `path` and `size_bytes` when the files are on the disk."""
+
+        async def run(model: TrainedModel, operation: Operation[dict[str, Any]]) -> None:
+            name = check_checkpoint_name(request.path, "path")
+            check_ttl(request.ttl_seconds)
+            if request.age_encryption_recipients:
+                raise UnsupportedError(
+                    "age_encryption_recipients: this server does not encrypt; leave it out, and encrypt the files "
+                    "after the download: age -r RECIPIENT -o adapter_model.safetensors.age adapter_model.safetensors"
+                )
+            trainer = model.base.engines.trainer
+            state = await model.base.scheduler.call(trainer.capture, model.model_id, optimizer=False, dtype="float32")
+            record = checkpoint_record(model, "external_weights", name, request.ttl_seconds, None)
+
+            async def write() -> None:
+                written = await asyncio.to_thread(self._store.write_checkpoint, record, state, overwrite=False)
+                operation.succeed({"path": written.tinker_path, "size_bytes": written.size_bytes})
+
+            self._runs.beside(model, operation, write())
+
+        return await self._runs.in_order("save_weights_external", request.model_id, request.seq_id, run)
+
+    async def sign(self, tinker_path: str) -> tuple[list[SignedFile], datetime]:
+        """Every file of an export with a signature, and when these expire: with the export itself, if that is first."""
+        run, kind, name = parse_tinker_path(tinker_path, "tinker_path")
+        if kind != "external_weights":
+            raise InvalidRequestError(
+                f"tinker_path: {tinker_path} is not an export; only what save_weights_external saved "
+                f"(tinker://{run}/external_weights/...) has URLs"
+            )
+        record = await self._record(run, name)
+        until = now() + LIFETIME if record.expires_at is None else min(now() + LIFETIME, record.expires_at)
+        version, expires = _microseconds(record.created_at), int(until.timestamp())
+        signed = [
+            SignedFile(run, name, file, version, expires, self._signature(run, name, file, version, expires))
+            for file in FILES
+        ]
+        return signed, datetime.fromtimestamp(expires, UTC)
+
+    async def open(self, wanted: SignedFile) -> Path:
+        """The file, for who has its signature: PermissionDeniedError if that is wrong or expired, NotFoundError if the
+        export is gone."""
+        right = self._signature(wanted.training_run_id, wanted.name, wanted.file, wanted.version, wanted.expires)
+        if not hmac.compare_digest(wanted.signature.encode("utf-8", "replace"), right.encode()):
+            raise PermissionDeniedError("signature: it is not this server's for this file; ask for the URLs again")
+        if now().timestamp() >= wanted.expires:
+            when = datetime.fromtimestamp(wanted.expires, UTC).isoformat()
+            raise PermissionDeniedError(f"expires: this URL expired at {when}; ask for the URLs again")
+        record = await self._record(wanted.training_run_id, wanted.name)
+        if _microseconds(record.created_at) != wanted.version:
+            raise NotFoundError(f"{record.tinker_path} was deleted and saved again; ask for the URLs again")
+        path = self._store.checkpoint_folder(record) / wanted.file
+        if not await asyncio.to_thread(path.is_file):
+            raise NotFoundError(f"{record.tinker_path} is being deleted")
+        return path
+
+    async def _record(self, run: str, name: str) -> CheckpointRecord:
+        record = await asyncio.to_thread(self._store.get_checkpoint, run, "external_weights", name)
+        if record is None:
+            raise NotFoundError(f"tinker_path: there is no checkpoint tinker://{run}/external_weights/{name}")
+        return record
+
+    def _signature(self, *signed: str | int) -> str:
+        return hmac.digest(self._secret, json.dumps(signed).encode(), "sha256").hex()
+
+
+def load_secret(data_dir: Path) -> bytes:
+    """The secret of `data_dir`, made if there is none; RuntimeError if its file is not one."""
+    path = data_dir / SECRET
+    if not path.exists():
+        unfinished = data_dir / f".{SECRET}.{secrets.token_hex(8)}"
+        with os.fdopen(os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+            file.write(secrets.token_bytes(SECRET_BYTES))
+        fsync_path(unfinished)
+        unfinished.rename(path)
+        fsync_path(data_dir)
+    secret = path.read_bytes()
+    if len(secret) != SECRET_BYTES:
+        raise RuntimeError(f"{path} has {len(secret)} bytes instead of {SECRET_BYTES}; delete it to make a new one")
+    return secret
+
+
+def _microseconds(when: datetime) -> int:
+    return (when - datetime(1970, 1, 1, tzinfo=UTC)) // timedelta(microseconds=1)

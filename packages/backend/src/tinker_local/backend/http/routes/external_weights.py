@@ -1,0 +1,70 @@
+"""Exports: their signed URLs, and the files behind these, which need no key."""
+
+import re
+from typing import Annotated, Any
+from urllib.parse import quote, urlencode
+
+from fastapi import APIRouter, Query, Request
+from fastapi.responses import FileResponse, Response
+from tinker_local.backend.external_weights import SignedFile
+from tinker_local.backend.http.access import Backend
+from tinker_local.types import InvalidRequestError
+
+router = APIRouter(tags=["external weights"])
+
+DOWNLOADS = "/api/v1/external_weights/"
+"""Below this, the signature in the URL takes the place of the key."""
+
+_HOST = re.compile(r"[A-Za-z0-9._-]+(:\d{1,5})?|\[[0-9A-Fa-f:.]+\](:\d{1,5})?")
+_PREFIX = re.compile(r"(/[A-Za-z0-9._~%-]+)*/?")
+
+
+@router.get("/training_runs/{run_id}/checkpoints/{kind}/{name}/external_weights_urls")
+async def external_weights_urls(
+    run_id: str, kind: str, name: str, request: Request, backend: Backend
+) -> dict[str, Any]:
+    """One absolute URL per file, which a GET without credentials fetches until `expires`."""
+    signed, expires = await backend.external_weights.sign(f"tinker://{run_id}/{kind}/{name}")
+    root = public_root(request)
+    return {"urls": {file.file: f"{root}{_path(file)}" for file in signed}, "expires": expires.isoformat()}
+
+
+@router.api_route("/external_weights/{run_id}/{name}/{file}", methods=["GET", "HEAD"])
+async def download(
+    run_id: str,
+    name: str,
+    file: str,
+    backend: Backend,
+    version: int,
+    expires: int,
+    signature: Annotated[str, Query(max_length=200)],
+) -> Response:
+    """The file as a stream; ranges work, so that a download can be resumed."""
+    path = await backend.external_weights.open(SignedFile(run_id, name, file, version, expires, signature))
+    return FileResponse(path, media_type="application/octet-stream", filename=file)
+
+
+def _path(file: SignedFile) -> str:
+    parts = "/".join(quote(part, safe="") for part in (file.training_run_id, file.name, file.file))
+    query = urlencode({"version": file.version, "expires": file.expires, "signature": file.signature})
+    return f"{DOWNLOADS}{parts}?{query}"
+
+
+def public_root(request: Request) -> str:
+    """Where the client reaches this server, without a slash at the end: as it asked (`Host`), or as a proxy says that
+    it was asked (`X-Forwarded-Proto`, `-Host`, `-Prefix`). Whoever forges these gets the forged URL himself."""
+    scheme = _forwarded(request, "proto") or request.url.scheme
+    host = _forwarded(request, "host") or request.base_url.netloc
+    prefix = _forwarded(request, "prefix") or request.scope.get("root_path", "")
+    if scheme not in ("http", "https"):
+        raise InvalidRequestError(f"X-Forwarded-Proto: {scheme!r} is neither http nor https")
+    if not _HOST.fullmatch(host):
+        raise InvalidRequestError(f"Host: {host!r} is no host name or address with or without a port")
+    if not _PREFIX.fullmatch(prefix):
+        raise InvalidRequestError(f"X-Forwarded-Prefix: {prefix!r} is no path")
+    return f"{scheme}://{host}{prefix.rstrip('/')}"
+
+
+def _forwarded(request: Request, what: str) -> str:
+    """The first value of an `X-Forwarded-` header: that of the proxy next to the client."""
+    return request.headers.get(f"x-forwarded-{what}", "").partition(",")[0].strip()

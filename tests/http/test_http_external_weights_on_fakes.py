@@ -1,0 +1,194 @@
+"""Exports: what is saved, whose URLs fetch it, and until when."""
+
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx
+import pytest
+from safetensors.numpy import load
+
+FILES = {"adapter_config.json", "adapter_model.safetensors"}
+
+
+async def export(api: Any, model: str, seq_id: int, name: str, **fields: Any) -> dict[str, Any]:
+    body = {"model_id": model, "seq_id": seq_id, "path": name, "type": "save_weights_external", **fields}
+    found: dict[str, Any] = await api.result(await api.submit("save_weights_external", body))
+    return found
+
+
+async def signed(api: Any, model: str, name: str, **headers: str) -> dict[str, str]:
+    path = f"/api/v1/training_runs/{model}/checkpoints/external_weights/{name}/external_weights_urls"
+    answer = await api.http.get(path, headers=headers)
+    assert answer.status_code == 200, answer.text
+    urls: dict[str, str] = answer.json()["urls"]
+    return urls
+
+
+async def test_export_is_fetched_without_a_key_and_equals_what_was_saved_on_fakes(start_api: Any) -> None:
+    api = await start_api(api_keys=["tml-secret"])
+    api.http.headers["x-api-key"] = "tml-secret"
+    model = await api.model()
+    await api.gradient(model, 1)
+    await api.result(await api.step(model, 2))
+    saved = await export(api, model, 3, "a")
+    assert saved["path"] == f"tinker://{model}/external_weights/a"
+    await api.save(model, 4, "a")
+    urls = await signed(api, model, "a")
+    assert urls.keys() == FILES
+    async with httpx.AsyncClient(transport=api.http._transport) as stranger:
+        assert (await stranger.get("http://test/api/v1/training_runs")).status_code == 401
+        answers = {file: await stranger.get(url) for file, url in urls.items()}
+        assert {answer.status_code for answer in answers.values()} == {200}
+        part = await stranger.get(urls["adapter_model.safetensors"], headers={"Range": "bytes=8-15"})
+        head = await stranger.head(urls["adapter_model.safetensors"])
+    weights = answers["adapter_model.safetensors"].content
+    assert int(answers["adapter_model.safetensors"].headers["content-length"]) == len(weights)
+    assert saved["size_bytes"] == sum(len(answer.content) for answer in answers.values())
+    assert (part.status_code, part.content) == (206, weights[8:16])
+    assert (head.status_code, int(head.headers["content-length"]), head.content) == (200, len(weights), b"")
+    assert answers["adapter_config.json"].json()["r"] == 4
+    trained = api.trainer.capture(model, optimizer=False).tensors
+    found = load(weights)
+    assert found.keys() == trained.keys()
+    assert all((found[name] == trained[name]).all() for name in trained)
+
+
+async def test_exports_are_listed_and_deleted_and_live_as_long_as_they_were_given_on_fakes(api: Any) -> None:
+    model = await api.model()
+    await export(api, model, 1, "a", ttl_seconds=3600)
+    for listing in (f"training_runs/{model}/checkpoints", "checkpoints"):
+        (found,) = (await api.get(listing)).json()["checkpoints"]
+        assert (found["checkpoint_id"], found["checkpoint_type"]) == ("external_weights/a", "external")
+        assert found["tinker_path"] == f"tinker://{model}/external_weights/a"
+        assert found["size_bytes"] > 0
+        assert found["expires_at"]
+    answer = await api.get(f"training_runs/{model}/checkpoints/external_weights/a/external_weights_urls")
+    assert answer.json()["expires"] <= found["expires_at"]  # no URL that outlives what it is of
+    urls = answer.json()["urls"]
+    assert (await api.delete(f"training_runs/{model}/checkpoints/external_weights/a")).status_code == 204
+    assert (await api.get("checkpoints")).json()["checkpoints"] == []
+    assert not list((api.backend.options.data_dir / "checkpoints").rglob("*.safetensors"))
+    for url in urls.values():
+        assert (await api.http.get(url)).status_code == 404
+    await export(api, model, 2, "a")
+    for url in urls.values():  # of the one that was deleted
+        assert (await api.http.get(url)).status_code == 404
+    for url in (await signed(api, model, "a")).values():
+        assert (await api.http.get(url)).status_code == 200
+
+
+async def test_forged_or_expired_url_is_403_on_fakes(api: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    import datetime
+
+    model = await api.model()
+    await export(api, model, 1, "a")
+    await export(api, model, 2, "b")
+    url = (await signed(api, model, "a"))["adapter_config.json"]
+    query = dict(httpx.URL(url).params)
+    forged = [
+        str(httpx.URL(url).copy_merge_params({**query, name: value}))
+        for name, value in (
+            ("signature", "0" * 64),
+            ("signature", ""),
+            ("signature", "ä"),
+            ("expires", str(int(query["expires"]) + 1)),
+            ("expires", str(10**30)),
+            ("version", "0"),
+        )
+    ]
+    forged += [
+        url.replace("adapter_config.json", "adapter_model.safetensors"),
+        url.replace("adapter_config.json", "checkpoint.json"),
+        url.replace("/a/", "/b/"),
+        url.replace("adapter_config.json", "..%2F..%2F..%2Fsigning.key"),
+        url.replace("/a/", "/%2E%2E/"),
+        url.replace("/a/", "/..%2Fb/"),
+    ]
+    for bad in forged:
+        answer = await api.http.get(bad)
+        assert answer.status_code in (403, 404), bad
+        assert answer.status_code == 403 or "%2F" in bad or "%2E" in bad, bad  # those match no route
+        assert answer.json()["detail"]
+    assert (await api.http.get(url.partition("?")[0])).status_code == 400
+    assert (await api.http.get(url)).status_code == 200
+    later = datetime.datetime.now(datetime.UTC) + datetime.timedelta(seconds=3601)
+    monkeypatch.setattr("tinker_local.backend.external_weights.now", lambda: later)
+    answer = await api.http.get(url)
+    assert answer.status_code == 403
+    assert "expired" in answer.json()["detail"]
+
+
+async def test_urls_name_the_server_as_the_client_reached_it_on_fakes(api: Any) -> None:
+    model = await api.model()
+    await export(api, model, 1, "a")
+    proxied = {
+        "X-Forwarded-Proto": "https",
+        "X-Forwarded-Host": "ai.example:8443, inner",
+        "X-Forwarded-Prefix": "/a/b/",
+    }
+    for headers, root in (
+        ({}, "http://test/"),
+        ({"Host": "192.168.1.7:8000"}, "http://192.168.1.7:8000/"),
+        ({"Host": "[::1]:8000"}, "http://[::1]:8000/"),
+        (proxied, "https://ai.example:8443/a/b/"),
+    ):
+        for url in (await signed(api, model, "a", **headers)).values():
+            assert url.startswith(f"{root}api/v1/external_weights/")
+            parts = urlsplit(url)
+            assert (await api.http.get(f"/api/{parts.path.partition('/api/')[2]}?{parts.query}")).status_code == 200
+    path = f"/api/v1/training_runs/{model}/checkpoints/external_weights/a/external_weights_urls"
+    for name, value in (("X-Forwarded-Host", "a b/c"), ("X-Forwarded-Proto", "file"), ("X-Forwarded-Prefix", "//x?y")):
+        answer = await api.http.get(path, headers={name: value})
+        assert answer.status_code == 400
+        assert name.rpartition("-")[2] in answer.json()["detail"]
+
+
+async def test_urls_outlive_a_restart_and_their_secret_is_the_owners_alone_on_fakes(
+    start_api: Any, tmp_path: Path
+) -> None:
+    api = await start_api()
+    model = await api.model()
+    await export(api, model, 1, "a")
+    urls = await signed(api, model, "a")
+    await api.backend.close()
+    again = await start_api()
+    for url in urls.values():
+        assert (await again.http.get(url)).status_code == 200
+    secret = again.backend.options.data_dir / "signing.key"
+    assert secret.stat().st_mode & 0o777 == 0o600
+    assert len(secret.read_bytes()) == 32
+    other = await start_api(data_dir=tmp_path / "other")
+    for url in urls.values():
+        assert (await other.http.get(url)).status_code == 403
+
+
+async def test_what_cannot_be_exported_says_what_to_do_on_fakes(api: Any) -> None:
+    model = await api.model()
+
+    async def failure(seq_id: int, **fields: Any) -> str:
+        body = {"model_id": model, "seq_id": seq_id, "path": "a", **fields}
+        return str(await api.failure(await api.submit("save_weights_external", body)))
+
+    encrypted = await failure(1, age_encryption_recipients=["age1qqqq"])
+    assert encrypted.startswith("user: age_encryption_recipients: ")
+    assert "leave it out" in encrypted
+    assert "ttl_seconds: 3599" in await failure(2, ttl_seconds=3599)
+    assert "path: '../a'" in await failure(3, path="../a")
+    path = (await export(api, model, 4, "a"))["path"]
+    assert "'a' exists already" in await failure(5)
+    # What it is not: training state, a sampler, an export of another kind.
+    session = await api.session()
+    load_body = {"session_id": session, "model_seq_id": 0, "path": path, "optimizer": False}
+    answer = await api.post("load_weights", load_body)
+    assert answer.status_code == 400
+    assert "saved for download" in answer.json()["detail"]
+    sampler = {"session_id": session, "sampling_session_seq_id": 0, "model_path": path}
+    answer = await api.post("create_sampling_session", sampler)
+    assert answer.status_code == 400
+    assert "save_weights_for_sampler" in answer.json()["detail"]
+    await api.named(model, 6, "s")
+    for name, status in (("external_weights/none", 404), ("sampler_weights/s", 400), ("weights/a", 400)):
+        answer = await api.get(f"training_runs/{model}/checkpoints/{name}/external_weights_urls")
+        assert answer.status_code == status
+        assert answer.json()["detail"].startswith("tinker_path: ")
