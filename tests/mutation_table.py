@@ -449,8 +449,8 @@ MUTATIONS = (
     Mutation(
         "logprobs-after-the-cut",
         "backend/sampling/vllm_draw.py",
-        "generators), Probabilities(p_bv)",
-        "generators), Probabilities(kept_bv / kept_bv.sum(-1, keepdim=True))",
+        "generators), Probabilities(p_bv, likeliest)",
+        "generators), Probabilities(kept_bv / kept_bv.sum(-1, keepdim=True), likeliest)",
         (SAMPLED + "test_each_setting_alone_agrees_with_hf",),
     ),
     Mutation(
@@ -536,9 +536,9 @@ MUTATIONS = (
     ),
     Mutation(
         "prompt-logprobs-one-short",
-        "backend/sampling/engine_inputs.py",
-        "        values[1:] = output.prompt_logprobs\n",
-        "        values[:-1] = output.prompt_logprobs\n",
+        "backend/sampling/prompt_scores.py",
+        "np.concatenate([np.full(1, np.nan, np.float32), self.chosen])",
+        "np.concatenate([self.chosen, np.full(1, np.nan, np.float32)])",
         (PROMPT_LOGPROBS + "test_text_agrees_with_hf[text]",),
     ),
     Mutation(

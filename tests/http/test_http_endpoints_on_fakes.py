@@ -311,12 +311,7 @@ async def test_what_is_not_honoured_is_refused_by_name_on_fakes(api: Any) -> Non
     ]
     sampler = await api.base_sampler(session)
     for name, value in [
-        ("topk_prompt_logprobs", 3),
-        ("topk_sample_logprobs", 1),
-        ("prompt_alt_tokens_k", 2),
-        ("prompt_logprobs_last_n", 1),
         ("record_stability_info", True),
-        ("target_prompt_logprobs", {"data": [1], "dtype": "int64", "shape": [1, 1]}),
         ("base_model", "fake/bigram"),
         ("num_samples", 10**6),
     ]:

@@ -129,8 +129,8 @@ def test_bad_arguments_are_raised_at_once_on_fakes(service: Any) -> None:
     sampler = service.create_sampling_client(base_model="fake/bigram")
     with pytest.raises(tinker.RequestFailedError, match="context window"):
         sampler.sample(PROMPT, 1, tinker.SamplingParams(max_tokens=5000)).result(timeout=60)
-    with pytest.raises(tinker.BadRequestError, match="topk_prompt_logprobs"):
-        sampler.sample(PROMPT, 1, tinker.SamplingParams(), topk_prompt_logprobs=3).result(timeout=60)
+    with pytest.raises(tinker.RequestFailedError, match="topk_prompt_logprobs: 3000 is more than"):
+        sampler.sample(PROMPT, 1, tinker.SamplingParams(), topk_prompt_logprobs=3000).result(timeout=60)
     assert time.monotonic() - began < 60
 
 

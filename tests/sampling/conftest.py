@@ -164,6 +164,7 @@ class Served:
 
     def __init__(self, folder: Path, model_class: str, thread: EngineThread, **options: Any) -> None:
         self.folder = folder
+        self.model_class = model_class
         self.tolerance = 1e-4 if runs_on_cpu() else 0.5
         self.hf = HFReference(folder, model_class)
         self.renderer = VLLMRenderer(str(folder))

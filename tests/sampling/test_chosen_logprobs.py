@@ -3,27 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from tinker_local.backend.sampling import vllm_logprobs
 from tinker_local.backend.sampling.vllm_logprobs import Logits, Probabilities, gather_logprobs
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_long_prompts_are_taken_in_parts_and_give_the_same(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    generator = torch.Generator().manual_seed(0)
-    logits = (5 * torch.randn(37, 300, generator=generator)).to(dtype)
-    ids = torch.randint(300, (37,), generator=generator)
-    expected = logits.log_softmax(-1, dtype=torch.float32).gather(1, ids[:, None])[:, 0]
-    parts: list[int] = []
-    whole = torch.Tensor.log_softmax
-
-    def counted(self: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
-        parts.append(len(self))
-        return whole(self, *args, **kwargs)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(torch.Tensor, "log_softmax", counted)
-    monkeypatch.setattr(vllm_logprobs, "CHUNK_NUMBERS", 3000)
-    assert torch.equal(Logits(logits).of(ids), expected)
-    assert parts == [10, 10, 10, 7]
 
 
 def test_logprobs_from_probabilities_are_exact_to_rounding() -> None:

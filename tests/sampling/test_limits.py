@@ -163,7 +163,7 @@ async def test_several_samples_share_one_prefill_and_the_cache_is_counted_once(
     """Whole blocks are shared (128 tokens on CPU)."""
     prompt = vl.prompt(np.random.default_rng(5).integers(0, 300, 250).tolist(), noise(64, 64, 9), list(range(150)))
     work = SampleWork(prompt, None, SamplingParams(max_tokens=2, stop=()), num_samples=4)
-    request = EngineRequest(engine_prompt(prompt), engine_params(work, 4096, 512))
+    request = EngineRequest(engine_prompt(prompt), engine_params(work, 4096, 512, None))
     thread, engine = vl.sampler._thread, vl.sampler._engine
     block = thread.call(engine, lambda vllm: vllm.vllm_config.cache_config.block_size).result(10)
     shared = (prompt.length - 1) // block * block

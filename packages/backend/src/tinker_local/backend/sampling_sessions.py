@@ -31,16 +31,6 @@ from tinker_local.types import (
 
 log = logging.getLogger(__name__)
 
-NOT_YET = {
-    "topk_prompt_logprobs": 0,
-    "topk_sample_logprobs": 0,
-    "target_prompt_logprobs": None,
-    "prompt_alt_tokens_k": 0,
-    "prompt_logprobs_last_n": None,
-    "record_stability_info": False,
-}
-"""Fields of a sample request that are refused unless they have this value."""
-
 
 def version_name(record: CheckpointRecord) -> str:
     """A name for a named checkpoint's weights; a checkpoint saved again under the same name is another version."""
@@ -235,10 +225,11 @@ class SamplingSessions:
         return operation
 
     def _check(self, request: SampleRequest) -> None:
-        for name, off in NOT_YET.items():
-            value = getattr(request, name)
-            if value is not None and value != off:
-                raise UnsupportedError(f"{name}: not supported by this server yet")
+        if request.record_stability_info:
+            raise UnsupportedError(
+                "record_stability_info: this server records none, as it has no loss that reads it "
+                "(stable_reinforce); sample without it"
+            )
         if request.num_samples > self._options.max_num_samples:
             raise InvalidRequestError(
                 f"num_samples: {request.num_samples} is more than this server's {self._options.max_num_samples}"
@@ -279,7 +270,18 @@ class SamplingSessions:
                 f"{prompt.length} + {wanted} > {limit}"
             )
         version = self._version(session) if session.nameless or session.checkpoint else None
-        work = SampleWork(prompt, version, request.sampling_params, request.num_samples, request.prompt_logprobs)
+        work = SampleWork(
+            prompt,
+            version,
+            request.sampling_params,
+            request.num_samples,
+            prompt_logprobs=request.prompt_logprobs,
+            topk_prompt_logprobs=request.topk_prompt_logprobs,
+            topk_sample_logprobs=request.topk_sample_logprobs,
+            target_prompt_logprobs=request.target_prompt_logprobs,
+            prompt_alt_tokens_k=request.prompt_alt_tokens_k,
+            prompt_logprobs_last_n=request.prompt_logprobs_last_n,
+        )
         return await self._sample_counted(session.base, work)
 
     @staticmethod

@@ -26,6 +26,12 @@ from tinker_local.backend.fakes.model import (
     log_softmax,
 )
 from tinker_local.backend.sampling.interface import AdapterVersion, SampleWork
+from tinker_local.backend.sampling.prompt_scores import (
+    PromptQuestions,
+    PromptScores,
+    check_sample_topk,
+    prompt_questions,
+)
 from tinker_local.backend.training.interface import LORA_ALPHA, AdapterDType
 from tinker_local.types import (
     InternalError,
@@ -34,6 +40,7 @@ from tinker_local.types import (
     SampledSequence,
     SampleOutput,
     SamplingParams,
+    TopkLogprobs,
 )
 from tinker_local.types.results import StopReason
 
@@ -162,10 +169,16 @@ class FakeSampler:
         self._tower.encode(prompt)
         features = self._model.features(prompt)
         sequences = [
-            _Sequence(np.random.default_rng(_mixed_seed(params.seed, index)), int(features.tokens[-1]))
+            _Sequence(
+                np.random.default_rng(_mixed_seed(params.seed, index)),
+                int(features.tokens[-1]),
+                work.topk_sample_logprobs,
+            )
             for index in range(work.num_samples)
         ]
         budget = room if params.max_tokens is None else min(params.max_tokens, room)
+        questions = prompt_questions(work, self._model.vocab_size)
+        check_sample_topk(work.topk_sample_logprobs, work.num_samples, budget, self._model.vocab_size)
         for _ in range(budget):
             running = [sequence for sequence in sequences if not sequence.stopped]
             if not running:
@@ -177,15 +190,23 @@ class FakeSampler:
             logits = self._model.logits(Features(tokens, codes), weights.matrices, weights.rank)
             for sequence, row in zip(running, logits, strict=True):
                 sequence.extend(row, params, is_stop)
-        return SampleOutput(
-            sequences=tuple(sequence.result() for sequence in sequences),
-            prompt_logprobs=self._prompt_logprobs(work, weights) if work.prompt_logprobs else None,
-        )
+        asked = {} if questions is None else self._answers(questions, work, weights).fields(questions)
+        return SampleOutput(sequences=tuple(sequence.result() for sequence in sequences), **asked)
 
-    def _prompt_logprobs(self, work: SampleWork, weights: _Weights) -> npt.NDArray[np.float32]:
-        log_p = log_softmax(self._model.logits(self._model.features(work.prompt), weights.matrices, weights.rank))
-        values = np.take_along_axis(log_p[:-1], work.prompt.token_ids[1:, None], axis=1)[:, 0]
-        return np.concatenate([[np.nan], values]).astype(np.float32)
+    def _answers(self, questions: PromptQuestions, work: SampleWork, weights: _Weights) -> PromptScores:
+        log_p = log_softmax(self._model.logits(self._model.features(work.prompt), weights.matrices, weights.rank))[:-1]
+        scores = questions.unanswered()
+        first = questions.chosen_from
+        scores.chosen[first:] = np.take_along_axis(log_p, questions.next_ids[:, None], axis=1)[first:, 0]
+        ids, logprobs = likeliest(log_p, questions.topk)
+        scores.topk_ids[first:], scores.topk_logprobs[first:] = ids[first:], logprobs[first:]
+        if questions.targets is not None:
+            scores.targets[:] = log_p[questions.targets.rows, questions.targets.ids]
+        if questions.draws is not None:
+            for row, uniforms in enumerate(questions.draws.uniforms(0, questions.num_rows)):
+                drawn = _at_temperature(log_p[row], questions.draws.temperature, uniforms)
+                scores.drawn_ids[row], scores.drawn_logprobs[row] = drawn, log_p[row, drawn]
+        return scores
 
 
 @dataclass(slots=True, eq=False)
@@ -193,8 +214,11 @@ class _Sequence:
     rng: np.random.Generator
     last_token: int
     """The token that the next one follows; -1 after an image."""
+    topk: int
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    likeliest: list[tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]] = field(default_factory=list)
+    """Ids and logprobs [1, topk] for each token, if they were asked for."""
     stopped: bool = False
 
     def extend(self, logits_v: Float64Array, params: SamplingParams, is_stop: Callable[[list[int]], bool]) -> None:
@@ -203,14 +227,37 @@ class _Sequence:
         token = choose(log_p, params, self.rng)
         self.tokens.append(token)
         self.logprobs.append(float(log_p[token]))
+        if self.topk:
+            self.likeliest.append(likeliest(log_p[None], self.topk))
         self.last_token = token
         self.stopped = is_stop(self.tokens)
 
     def result(self) -> SampledSequence:
         reason: StopReason = "stop" if self.stopped else "length"
+        topk = None
+        if self.likeliest:
+            ids, logprobs = zip(*self.likeliest, strict=True)
+            topk = TopkLogprobs(token_ids=np.concatenate(ids), logprobs=np.concatenate(logprobs))
         return SampledSequence(
-            stop_reason=reason, tokens=np.array(self.tokens, np.int32), logprobs=np.array(self.logprobs, np.float32)
+            stop_reason=reason,
+            tokens=np.array(self.tokens, np.int32),
+            logprobs=np.array(self.logprobs, np.float32),
+            topk_logprobs=topk,
         )
+
+
+def likeliest(log_p_nv: Float64Array, k: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]:
+    """Ids and logprobs [N, k] of the likeliest tokens, falling."""
+    ids = np.argsort(-log_p_nv, axis=1, kind="stable")[:, :k]
+    return ids.astype(np.int32), np.take_along_axis(log_p_nv, ids, axis=1).astype(np.float32)
+
+
+def _at_temperature(log_p_v: Float64Array, temperature: float, uniforms: npt.NDArray[np.float64]) -> IntArray:
+    """Tokens drawn from softmax(log_p / T), one for each of `uniforms`."""
+    if temperature == 0:
+        return np.full(uniforms.size, log_p_v.argmax())
+    cumulative = np.exp((log_p_v - log_p_v.max()) / temperature).cumsum()
+    return np.asarray(np.searchsorted(cumulative, uniforms * cumulative[-1], side="right"), np.int64)
 
 
 def choose(log_p_v: Float64Array, params: SamplingParams, rng: np.random.Generator) -> int:

@@ -6,11 +6,19 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 from tinker_local.backend.rendering.interface import RenderedInput
 from tinker_local.backend.sampling.interface import SampleWork
+from tinker_local.backend.sampling.prompt_scores import PromptQuestions, check_sample_topk
 from tinker_local.backend.sampling.vllm_compat import SAMPLED_TEMPERATURE_MIN
-from tinker_local.types import InternalError, InvalidRequestError, SampledSequence, SampleOutput, SamplingParams
+from tinker_local.backend.sampling.vllm_prompt_scores import ask
+from tinker_local.types import (
+    InternalError,
+    InvalidRequestError,
+    SampledSequence,
+    SampleOutput,
+    SamplingParams,
+    TopkLogprobs,
+)
 
 
 def engine_prompt(prompt: RenderedInput) -> Any:
@@ -51,22 +59,23 @@ def sample_seed(seed: int, index: int) -> int:
     return int.from_bytes(hashlib.sha256(f"{seed}/{index}".encode()).digest()[:8], "big") >> 1
 
 
-def engine_params(work: SampleWork, limit: int, vocab_size: int) -> tuple[Any, ...]:
-    """vLLM's SamplingParams, one for each sample; prompt logprobs are asked for once, by the first.
+def engine_params(work: SampleWork, limit: int, vocab_size: int, questions: PromptQuestions | None) -> tuple[Any, ...]:
+    """vLLM's SamplingParams, one for each sample; `questions` about the prompt are asked once, by the first.
 
     EOS (the tokenizer's and those of generation_config.json) stops unless `stop` is empty; a list of strings or ids
     stops beside it. Stop strings are matched on the decoded text, special tokens included.
     """
-    params = _first_params(work.params, token_budget(work.prompt.length, work.params.max_tokens, limit), vocab_size)
+    budget = token_budget(work.prompt.length, work.params.max_tokens, limit)
+    check_sample_topk(work.topk_sample_logprobs, work.num_samples, budget, vocab_size)
+    params = _first_params(work.params, budget, vocab_size)
+    params.logprobs = work.topk_sample_logprobs  # and that of the sampled token
     samples = []
     for index in range(work.num_samples):
         sample = copy.copy(params)
         if work.params.seed is not None:
             sample.seed = sample_seed(work.params.seed, index)
-        if work.prompt_logprobs and index == 0:
-            sample.prompt_logprobs = 0
-            # A prefix read from the cache would have no logprobs.
-            sample.skip_reading_prefix_cache = True
+        if questions is not None and index == 0:
+            ask(sample, questions)
         samples.append(sample)
     return tuple(samples)
 
@@ -118,27 +127,26 @@ def _stops(stop: str | tuple[str, ...] | tuple[int, ...] | None, vocab_size: int
     return [item for item in stops if isinstance(item, str)], [item for item in stops if isinstance(item, int)]
 
 
-def sample_output(outputs: Sequence[Any], work: SampleWork) -> SampleOutput:
-    """Our result of vLLM's final outputs, one per sample, the first with the prompt's logprobs if asked for."""
+def sample_output(outputs: Sequence[Any], work: SampleWork, questions: PromptQuestions | None) -> SampleOutput:
+    """Our result of vLLM's final outputs, one per sample, the first with the answers to `questions`."""
+    asked = {} if questions is None else outputs[0].prompt_logprobs.fields(questions)
     return SampleOutput(
-        sequences=tuple(_sequence(output.outputs[0]) for output in outputs),
-        prompt_logprobs=_prompt_logprobs(outputs[0], work.prompt.length) if work.prompt_logprobs else None,
+        sequences=tuple(_sequence(output.outputs[0], work.topk_sample_logprobs) for output in outputs),
         prompt_cache_hit_tokens=outputs[0].num_cached_tokens or 0,
+        **asked,
     )
 
 
-def _sequence(completion: Any) -> SampledSequence:
+def _sequence(completion: Any, topk: int) -> SampledSequence:
     if completion.finish_reason not in ("stop", "length"):
         raise InternalError(f"vLLM ended a sample with {completion.finish_reason!r}")
+    logprobs, likeliest = completion.logprobs, None
+    if topk:
+        logprobs, ids, values = zip(*completion.logprobs, strict=True)  # at least one token is sampled
+        likeliest = TopkLogprobs(token_ids=np.stack(ids), logprobs=np.stack(values))
     return SampledSequence(
         stop_reason=completion.finish_reason,
         tokens=np.asarray(completion.token_ids, np.int32),
-        logprobs=np.asarray(completion.logprobs, np.float32),
+        logprobs=np.asarray(logprobs, np.float32),
+        topk_logprobs=likeliest,
     )
-
-
-def _prompt_logprobs(output: Any, length: int) -> npt.NDArray[np.float32]:
-    values = np.full(length, np.nan, np.float32)
-    if length > 1:
-        values[1:] = output.prompt_logprobs
-    return values

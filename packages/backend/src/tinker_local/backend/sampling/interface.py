@@ -7,7 +7,7 @@ from typing import Protocol
 
 from tinker_local.backend.rendering.interface import RenderedInput
 from tinker_local.backend.training.interface import AdapterDType, AdapterState
-from tinker_local.types import SampleOutput, SamplingParams
+from tinker_local.types import SampleOutput, SamplingParams, TensorData
 
 
 def _written() -> AdapterState | None:
@@ -30,20 +30,32 @@ class AdapterVersion:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SampleWork:
-    """One request. `params.max_tokens` None means up to the context. `version` None is the base model."""
+    """One request. `params.max_tokens` None means up to the context. `version` None is the base model.
+
+    What follows `num_samples` is asked about the prompt (`prompt_scores`), but for `topk_sample_logprobs`, which is
+    how many of the likeliest tokens come with every sampled one. `target_prompt_logprobs` int64 [P - 1, K], -1 for
+    none; `prompt_logprobs_last_n` None: all positions.
+    """
 
     prompt: RenderedInput
     version: AdapterVersion | None
     params: SamplingParams
     num_samples: int = 1
     prompt_logprobs: bool = False
+    topk_prompt_logprobs: int = 0
+    topk_sample_logprobs: int = 0
+    target_prompt_logprobs: TensorData | None = None
+    prompt_alt_tokens_k: int = 0
+    prompt_logprobs_last_n: int | None = None
 
 
 class Sampler(Protocol):
     """Samples from one base model; called on the event loop, never blocks it.
 
-    Logprobs of sampled tokens are log softmax(logits / T) over the whole vocabulary, T = 0 gives those of T = 1;
-    prompt logprobs are of T = 1, NaN at position 0. Cancelling the task of `sample` frees its slots.
+    Logprobs of sampled tokens, and of the likeliest ones beside them, are log softmax(logits / T) over the whole
+    vocabulary, T = 0 gives those of T = 1. Logprobs of prompts are of T = 1, NaN at position 0, whatever T is; tokens
+    at the positions of a prompt are drawn at T, not cut by top-k and top-p, and their logprobs are of T = 1 too.
+    Cancelling the task of `sample` frees its slots.
 
     While it sleeps it takes next to none of the device's memory, and nothing but `wake`, `remove_version` and `close`
     may be called.

@@ -37,10 +37,10 @@ class EngineOptions:
     `gpu_memory_utilization` of the card, weights included. `max_rank`: of LoRA adapters. `adapters_per_step`: how many
     different adapters one step may mix (each has a slot of `max_rank` in the device's memory); requests of more wait
     their turn. `cached_adapters`: how many stay in host memory; others are read again from their folder on use.
-    `max_sequences`: in one step. `max_batched_tokens`: most positions in one step; prompt logprobs take that many rows
-    of the whole vocabulary in float32. `image_cache_bytes`: of image features that stay on the device for requests to
-    come, if vLLM by itself keeps fewer. `enforce_eager` None: True on CPU, False on CUDA (CUDA graphs).
-    `sleeps`: let `put_to_sleep` be possible; on CUDA, and for one engine of the process at a time.
+    `max_sequences`: in one step. `max_batched_tokens`: most positions in one step. `image_cache_bytes`: of image
+    features that stay on the device for requests to come, if vLLM by itself keeps fewer. `enforce_eager` None: True on
+    CPU, False on CUDA (CUDA graphs). `sleeps`: let `put_to_sleep` be possible; on CUDA, and for one engine of the
+    process at a time.
     """
 
     model: str
@@ -147,11 +147,11 @@ def model_arguments(model: str, dtype: DType | None) -> dict[str, Any]:
 
 def build_engine(options: EngineOptions) -> Any:
     """A started `LLMEngine` that is stepped in this process, with the fixes of `vllm_lora_fixes`, the draw of
-    `vllm_draw` and the logprobs of `vllm_logprobs` in place. Takes seconds to minutes; the process's state is as
-    before."""
+    `vllm_draw`, the logprobs of `vllm_logprobs` and the scores of `vllm_prompt_scores` in place. Takes seconds to
+    minutes; the process's state is as before."""
     prepare_environment()
     with process_state_kept():
-        from tinker_local.backend.sampling import vllm_lora_fixes
+        from tinker_local.backend.sampling import vllm_lora_fixes, vllm_prompt_scores
         from tinker_local.backend.sampling.vllm_draw import FullVocabularyDraw
         from tinker_local.backend.sampling.vllm_logprobs import collect_logprobs
         from vllm.engine.arg_utils import EngineArgs
@@ -171,7 +171,7 @@ def build_engine(options: EngineOptions) -> Any:
         finalizer = getattr(engine.engine_core, "_finalizer", None)
         if finalizer is not None:
             finalizer.detach()
-        vllm_lora_fixes.fix_prompt_logprobs(runner)
+        vllm_prompt_scores.answer_questions(runner)
         FullVocabularyDraw.install(runner)
         collect_logprobs(engine)
     return engine
@@ -192,6 +192,8 @@ def _engine_arguments(options: EngineOptions) -> dict[str, Any]:
         "max_cpu_loras": max(options.cached_adapters, options.adapters_per_step),
         "disable_log_stats": True,
         "use_tqdm_on_load": False,
+        # Requests are checked before they reach the engine.
+        "max_logprobs": -1,
         "enable_sleep_mode": options.sleeps and not on_cpu and _sleep_mode_is_free(),
     }
     if not eager:

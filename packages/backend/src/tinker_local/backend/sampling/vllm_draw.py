@@ -1,14 +1,15 @@
 """Draws the next tokens, and gives their logprobs over the whole vocabulary.
 
-Shape suffixes: b requests of a step, n positions of a prompt, v vocabulary.
+Shape suffixes: b requests of a step, v vocabulary.
 """
 
 import types
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 import torch
-from tinker_local.backend.sampling.vllm_logprobs import Logits, Probabilities, gather_logprobs
+from tinker_local.backend.sampling.vllm_logprobs import Likeliest, Logits, Probabilities, gather_logprobs
 from torch import nn
 
 
@@ -24,8 +25,10 @@ class FullVocabularyDraw(nn.Module):
     torch's global generator does not make samples repeat, and sampling does not disturb that program's random numbers.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, widths: Callable[[], Mapping[int, int]] = dict) -> None:
+        """`widths`: how many of the likeliest tokens the requests of the step ask for, by their row."""
         super().__init__()
+        self._widths = widths
         self._unseeded = torch.Generator(device)
         self._unseeded.seed()
         self._rewinds = False
@@ -34,18 +37,25 @@ class FullVocabularyDraw(nn.Module):
     @classmethod
     def install(cls, runner: Any) -> None:
         """Make `runner` (a V1 model runner) sample with it."""
-        draw = cls(runner.device)
+
+        def widths() -> Mapping[int, int]:
+            batch = runner.input_batch
+            if not batch.sampling_metadata.max_num_logprobs:
+                return {}
+            return {batch.req_id_to_index[name]: k for name, k in batch.num_logprobs.items() if k}
+
+        draw = cls(runner.device, widths)
         draw.install_in(runner.sampler)
         if runner.device.type == "cpu":
             draw._rewind_instead_of(runner)
 
     def install_in(self, sampler: Any) -> None:
-        """Make vLLM's `Sampler` draw with it. Its logprobs are then `vllm_logprobs`'s: of chosen tokens alone."""
+        """Make vLLM's `Sampler` draw with it. Its logprobs are then those of `vllm_logprobs`."""
         sampler.topk_topp_sampler = self
         # What the module returns counts as the processed logprobs; it need not be a tensor.
         sampler.logprobs_mode = "processed_logprobs"
-        # For prompts, and for steps of greedy rows alone.
-        sampler.compute_logprobs = Logits
+        # For steps of greedy rows alone.
+        sampler.compute_logprobs = lambda logits_bv: Logits(logits_bv, self._likeliest(logits_bv))
         sampler.gather_logprobs = gather_logprobs
 
     def forward(
@@ -57,14 +67,18 @@ class FullVocabularyDraw(nn.Module):
     ) -> tuple[torch.Tensor, Probabilities]:
         """Token ids int64 [B] and what their logprobs are taken from; `generators` by row, for requests with a seed."""
         p_bv = logits_bv.softmax(dim=-1, dtype=torch.float32)
-        kept_bv = p_bv
+        kept_bv, likeliest = p_bv, self._likeliest(logits_bv)
         if top_k_b is not None or top_p_b is not None:
             from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 
             # Cuts in place: the logits are not needed any more.
             cut_bv = apply_top_k_top_p(logits_bv, top_k_b, top_p_b)
             kept_bv = p_bv.masked_fill(cut_bv == -torch.inf, 0.0)
-        return self._exponential_race(kept_bv, generators), Probabilities(p_bv)
+        return self._exponential_race(kept_bv, generators), Probabilities(p_bv, likeliest)
+
+    def _likeliest(self, logits_bv: torch.Tensor) -> Likeliest | None:
+        widths = self._widths()
+        return Likeliest.of(logits_bv, widths) if widths else None
 
     def _exponential_race(self, p_bv: torch.Tensor, generators: dict[int, torch.Generator]) -> torch.Tensor:
         """argmax p / e with e ~ Exp(1) has the distribution p / sum(p), without a synchronisation with the host."""

@@ -10,9 +10,9 @@
    take an adapter, as Qwen3's does, so adapters with one are refused.
 """
 
+import contextlib
 import importlib
-import types
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -144,35 +144,28 @@ class _OneAdapterHead:
             add_lora(y, x, [lora_a], [lora_b], [y.shape[-1]], [(self._slot, 0, len(x))], scale)
 
 
-def fix_prompt_logprobs(runner: Any) -> None:
-    """Fix 2: take prompt logprobs request by request, the LM head's LoRA set to that request's adapter."""
-    from vllm.lora.layers import LogitsProcessorWithLoRA
+class LMHeads:
+    """Fix 2: a model's LM heads, the LoRA of which can be set to one request's adapter for all rows."""
 
-    heads = [module for module in runner.model.modules() if isinstance(module, LogitsProcessorWithLoRA)]
-    if not heads:
-        return
+    def __init__(self, runner: Any) -> None:
+        from vllm.lora.layers import LogitsProcessorWithLoRA
 
-    def prompt_logprobs(self: Any, hidden_states: torch.Tensor, num_scheduled_tokens: dict[str, int]) -> dict[str, Any]:
-        original = type(self)._get_prompt_logprobs_dict
-        pending: dict[str, int] = self.num_prompt_logprobs
-        slots = self.lora_manager._adapter_manager.lora_index_to_id
-        wrappers = [head.punica_wrapper for head in heads]
-        results: dict[str, Any] = {}
+        self._runner = runner
+        self._heads = [module for module in runner.model.modules() if isinstance(module, LogitsProcessorWithLoRA)]
+
+    @contextlib.contextmanager
+    def of(self, adapter_id: int) -> Iterator[None]:
+        """All rows belong to the adapter `adapter_id` (0: the base model) meanwhile."""
+        if not self._heads:
+            yield
+            return
+        slots = self._runner.lora_manager._adapter_manager.lora_index_to_id
+        one = _OneAdapterHead(slots.index(adapter_id) if adapter_id else None)
+        wrappers = [head.punica_wrapper for head in self._heads]
         try:
-            for request_id in [name for name in pending if name in num_scheduled_tokens]:
-                adapter_id = int(self.input_batch.request_lora_mapping[self.input_batch.req_id_to_index[request_id]])
-                one = _OneAdapterHead(slots.index(adapter_id) if adapter_id else None)
-                for head in heads:
-                    head.punica_wrapper = one
-                # vLLM looks at, and removes from, what is pending.
-                self.num_prompt_logprobs = {request_id: pending[request_id]}
-                results |= original(self, hidden_states, num_scheduled_tokens)
-                if not self.num_prompt_logprobs:
-                    del pending[request_id]
+            for head in self._heads:
+                head.punica_wrapper = one
+            yield
         finally:
-            self.num_prompt_logprobs = pending
-            for head, wrapper in zip(heads, wrappers, strict=True):
+            for head, wrapper in zip(self._heads, wrappers, strict=True):
                 head.punica_wrapper = wrapper
-        return results
-
-    runner._get_prompt_logprobs_dict = types.MethodType(prompt_logprobs, runner)

@@ -11,6 +11,7 @@ from tinker_local.backend.sampling import vllm_compat
 from tinker_local.backend.sampling.engine_inputs import engine_params, engine_prompt, sample_output
 from tinker_local.backend.sampling.engine_thread import Engine, EngineRequest, EngineThread
 from tinker_local.backend.sampling.interface import AdapterVersion, SampleWork
+from tinker_local.backend.sampling.prompt_scores import prompt_questions
 from tinker_local.backend.sampling.vllm_adapters import VLLMAdapters
 from tinker_local.types import ApiError, InternalError, InvalidRequestError, SampleOutput
 
@@ -84,7 +85,8 @@ class VLLMSampler:
 
     async def sample(self, work: SampleWork) -> SampleOutput:
         """Sample; cancelling this aborts the samples in vLLM."""
-        params = engine_params(work, self.max_context_length, self._vocab_size)
+        questions = prompt_questions(work, self._vocab_size)
+        params = engine_params(work, self.max_context_length, self._vocab_size, questions)
         prompt = engine_prompt(work.prompt)
         with _as_api_errors():
             prepared = None if work.version is None else await self._adapters.prepare(work.version)
@@ -95,7 +97,7 @@ class VLLMSampler:
                 return EngineRequest(prompt, params, lora)
 
             outputs = await asyncio.wrap_future(self._thread.submit(self._engine, make))
-        return sample_output(outputs, work)
+        return sample_output(outputs, work, questions)
 
     async def sleep(self) -> None:
         """Weights go to host memory, the KV cache is dropped; a second or a few."""

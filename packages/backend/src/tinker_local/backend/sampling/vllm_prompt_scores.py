@@ -1,0 +1,120 @@
+"""Scores prompts inside vLLM's model runner, in place of its own prompt logprobs.
+
+vLLM knows the logprobs of the prompt's tokens and of one k for all that are likeliest, as a dict for each token. Here
+a request's `PromptQuestions` travel in its `SamplingParams.extra_args`, and what leaves are the arrays that answer
+them. Prompts may come in parts (chunked prefill), and again from their beginning after a preemption.
+
+Shape suffixes: n rows of a part, v vocabulary.
+"""
+
+import types
+from typing import Any
+
+import numpy as np
+import torch
+from tinker_local.backend.sampling.prompt_scores import Draws, PromptQuestions, PromptScores
+from tinker_local.backend.sampling.vllm_lora_fixes import LMHeads
+
+CHUNK_NUMBERS = 2**26
+"""How many float32 numbers a part of a prompt takes at a time, about: 256 MiB. In the model's dtype, its logits for
+the positions of one step may already be as large as the KV cache."""
+
+_QUESTIONS = "tinker_local_prompt_questions"
+
+
+def ask(params: Any, questions: PromptQuestions) -> None:
+    """Let a request with these `SamplingParams` of vLLM answer `questions` in its output's `prompt_logprobs`."""
+    params.prompt_logprobs = 0
+    params.extra_args = {_QUESTIONS: questions}
+    # Rows of a prefix that is read from the cache could not be computed.
+    params.skip_reading_prefix_cache = True
+
+
+def answer_questions(runner: Any) -> None:
+    """Make `runner` (a V1 model runner) answer what was asked by `ask`."""
+    heads = LMHeads(runner)
+
+    def prompt_scores(
+        self: Any, hidden_states: torch.Tensor, num_scheduled_tokens: dict[str, int]
+    ) -> dict[str, PromptScores]:
+        pending: dict[str, int] = self.num_prompt_logprobs
+        finished: dict[str, PromptScores] = {}
+        for request_id in [name for name in pending if name in num_scheduled_tokens]:
+            request = self.requests[request_id]
+            questions: PromptQuestions = request.sampling_params.extra_args[_QUESTIONS]
+            if request.in_progress_prompt_logprobs_cpu is None:
+                request.in_progress_prompt_logprobs_cpu = questions.unanswered()
+            scores: PromptScores = request.in_progress_prompt_logprobs_cpu
+            computed, scheduled = request.num_computed_tokens, num_scheduled_tokens[request_id]
+            row = self.input_batch.req_id_to_index[request_id]
+            offset = int(self.query_start_loc.np[row]) - computed
+            start, stop = max(computed, questions.first_row), min(computed + scheduled, questions.num_rows)
+            if start < stop:
+                with heads.of(int(self.input_batch.request_lora_mapping[row])):
+                    _score(self, hidden_states[offset + start : offset + stop], start, questions, scores)
+            # The step that computes the last position, which has no row, also gives the first token.
+            if computed + scheduled > questions.num_rows:
+                finished[request_id] = scores
+                request.in_progress_prompt_logprobs_cpu = None
+                del pending[request_id]
+        return finished
+
+    runner._get_prompt_logprobs_dict = types.MethodType(prompt_scores, runner)
+
+
+def _score(
+    runner: Any, hidden_states: torch.Tensor, start: int, questions: PromptQuestions, scores: PromptScores
+) -> None:
+    """Answer rows from `start` on, one for each of `hidden_states`, as many at a time as memory shall hold."""
+    for part in hidden_states.split(rows_at_a_time(questions, runner.model_config.get_vocab_size())):
+        answer_rows(runner.model.compute_logits(part), start, questions, scores)
+        start += len(part)
+
+
+def rows_at_a_time(questions: PromptQuestions, vocab_size: int) -> int:
+    """So many that `answer_rows` needs about `CHUNK_NUMBERS` float32 numbers, at least 1."""
+    # The likeliest and the drawn are float32 and int64; a draw has the probabilities in float32 and float64.
+    drawn = 0 if questions.draws is None else 4 * vocab_size + 3 * questions.draws.k
+    return max(1, CHUNK_NUMBERS // (vocab_size + 3 * questions.topk + drawn))
+
+
+def answer_rows(logits_nv: torch.Tensor, start: int, questions: PromptQuestions, scores: PromptScores) -> None:
+    """Write into `scores` what rows [start, start + N) answer; `logits_nv` of any floating dtype."""
+    log_p_nv = logits_nv.log_softmax(dim=-1, dtype=torch.float32)
+    stop = start + len(log_p_nv)
+    first = max(start, questions.chosen_from)
+    if questions.chosen and first < stop:
+        next_ids = _on_device(questions.next_ids[first:stop], log_p_nv)
+        scores.chosen[first:stop] = _gathered(log_p_nv[first - start :], next_ids.unsqueeze(-1))[:, 0]
+    if questions.topk and first < stop:
+        values, ids = log_p_nv[first - start :].topk(questions.topk)
+        scores.topk_ids[first:stop], scores.topk_logprobs[first:stop] = ids.cpu().numpy(), values.cpu().numpy()
+    if questions.targets is not None:
+        cells = questions.targets.within(start, stop)
+        rows = _on_device(questions.targets.rows[cells] - start, log_p_nv)
+        scores.targets[cells] = log_p_nv[rows, _on_device(questions.targets.ids[cells], log_p_nv)].cpu().numpy()
+    if questions.draws is not None:
+        drawn = _draw(log_p_nv, questions.draws, start)
+        scores.drawn_ids[start:stop] = drawn.cpu().numpy()
+        scores.drawn_logprobs[start:stop] = _gathered(log_p_nv, drawn)
+
+
+def _draw(log_p_nv: torch.Tensor, draws: Draws, start: int) -> torch.Tensor:
+    """int64 [N, k], by the inverse of the cumulative distribution."""
+    if draws.temperature == 0:
+        return log_p_nv.argmax(dim=-1, keepdim=True).expand(-1, draws.k)
+    # In float64: the sums of 150,000 float32 numbers would forget the tail.
+    cumulative_nv = (log_p_nv / draws.temperature).softmax(dim=-1).cumsum(dim=-1, dtype=torch.float64)
+    uniforms = torch.from_numpy(draws.uniforms(start, start + len(log_p_nv))).to(log_p_nv.device)
+    # Below the last sum also after rounding: a uniform is at most 1 - 2^-53.
+    drawn = torch.searchsorted(cumulative_nv, uniforms * cumulative_nv[:, -1:], right=True)
+    return drawn.clamp_(max=log_p_nv.shape[-1] - 1)
+
+
+def _gathered(log_p_nv: torch.Tensor, ids: torch.Tensor) -> Any:
+    """The logprobs of `ids` int64 [N, k], on the host."""
+    return log_p_nv.gather(-1, ids).cpu().numpy()
+
+
+def _on_device(ids: Any, like: torch.Tensor) -> torch.Tensor:
+    return torch.from_numpy(np.asarray(ids, np.int64)).to(like.device)
