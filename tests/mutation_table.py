@@ -42,6 +42,7 @@ STORE = "tests/storage/test_storage_checkpoints.py::"
 VALUES = "tests/types/test_types_values.py::"
 VERSIONS = "tests/storage/test_storage_versions.py::"
 SIDE_BY_SIDE = "tests/training/test_adapters_side_by_side.py::"
+AUTOGRAD = "tests/training/test_engine_against_autograd.py::test_values_and_gradients_equal_transformers_with_autograd"
 GOLDEN = "tests/training/test_golden_curve.py::test_the_loss_curve_equals_the_stored_one"
 WORKS = "tests/training/test_trainer_works.py::"
 
@@ -133,8 +134,8 @@ MUTATIONS = (
     Mutation(
         "log-ratio-clamped",
         "backend/training/losses.py",
-        'logprobs - inputs["logprobs"]))\n',
-        '(logprobs - inputs["logprobs"]).clamp(-20, 20)))\n',
+        '_where_active(inputs["advantages"], logprobs - inputs["logprobs"]))\n',
+        '_where_active(inputs["advantages"], (logprobs - inputs["logprobs"]).clamp(-20, 20)))\n',
         (FORMULAS + "test_a_ratio_that_overflows_is_not_clamped[importance_sampling]",),
     ),
     Mutation(
@@ -154,8 +155,8 @@ MUTATIONS = (
     Mutation(
         "not-a-number-passes",
         "backend/training/micro_batch.py",
-        "            if finite.all():\n",
-        "            if True:\n",
+        "            if not finite.all():\n",
+        "            if False:\n",
         (WORKS + "test_a_loss_that_is_not_finite_fails_its_request_and_leaves_no_gradient",),
     ),
     Mutation(
@@ -177,9 +178,9 @@ MUTATIONS = (
     ),
     Mutation(
         "first-loss-for-all",
-        "backend/training/micro_batch.py",
-        "works[at].loss_fn, logprobs[first:stop], chosen,",
-        "next(iter(works.values())).loss_fn, logprobs[first:stop], chosen,",
+        "backend/training/loss_evaluation.py",
+        "part.work.loss_fn, logprobs[own], inputs,",
+        "self._parts[0].work.loss_fn, logprobs[own], inputs,",
         (SEVERAL_LOSSES,),
     ),
     Mutation(
@@ -202,6 +203,27 @@ MUTATIONS = (
         "-np.minimum(free, bound)",
         "-bound",
         (FORMULAS + "test_the_fake_trainer_has_the_same_losses[ppo]",),
+    ),
+    Mutation(
+        "dro-learns-prompts-by-heart",
+        "backend/training/losses.py",
+        "torch.where((advantages != 0) | (sampled != 0), logprobs, 0.0)",
+        "logprobs",
+        (FORMULAS + "test_dro_pulls_to_the_sampler_but_leaves_a_prompt_alone",),
+    ),
+    Mutation(
+        "gspo-ratio-of-a-chunk",
+        "backend/training/lm_head.py",
+        "np.union1d(np.setdiff1d(targets.rows, active_rows), targets.rows[targets.early])",
+        "np.setdiff1d(targets.rows, active_rows)",
+        (AUTOGRAD,),
+    ),
+    Mutation(
+        "gspo-ratio-of-several-data",
+        "backend/training/loss_evaluation.py",
+        "np.repeat(np.arange(len(data)), [datum.target_tokens.size for datum in data])",
+        "np.zeros(sum(datum.target_tokens.size for datum in data), np.int64)",
+        (AUTOGRAD,),
     ),
     # Targets and weights --------------------------------------------------------------------------------------------
     Mutation(
@@ -243,7 +265,7 @@ MUTATIONS = (
     Mutation(
         "switched-off-targets-refused",
         "backend/training/loss_specs.py",
-        "(targets >= vocab_size)) & (coefficient != 0)",
+        "(targets >= vocab_size)) & _any_of(inputs, spec.readers)",
         "(targets >= vocab_size))",
         (
             INPUT_CHECKS + "test_targets_outside_the_vocabulary_are_refused_only_where_they_count",
@@ -1745,6 +1767,12 @@ PROMISES = (
 MISTAKES = (
     Promise("loss", "Mean in place of a sum", ("mean-gradient", "mean-loss", "normalised-by-weights")),
     Promise("loss", "An unknown loss trains cross-entropy", ("unknown-loss-is-cross-entropy",)),
+    Promise(
+        "loss",
+        "A sequence's ratio is that of a part of it or of several",
+        ("gspo-ratio-of-a-chunk", "gspo-ratio-of-several-data"),
+    ),
+    Promise("loss", "A penalty on prompts teaches them by heart", ("dro-learns-prompts-by-heart",)),
     Promise(
         "loss",
         "Importance sampling that is clipped, log-ratios clamped",

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 from tinker_local.backend.fakes import FakeModel, FakeTrainer, encode
-from tinker_local.backend.fakes.losses import loss_terms, settings
+from tinker_local.backend.fakes.losses import input_names, loss_terms, settings
 from tinker_local.backend.fakes.model import IMAGE_CODES
 from tinker_local.backend.rendering.interface import ImagePlacement, RenderedImage, RenderedInput
 from tinker_local.backend.training.interface import LORA_ALPHA, TrainDatum, TrainResult, TrainWork
@@ -12,7 +12,7 @@ from tinker_local.types import AdamParams, InvalidRequestError, LoraConfig, NotF
 
 VOCAB = 24
 MODEL = FakeModel(vocab_size=VOCAB, seed=3)
-LOSSES = ["cross_entropy", "importance_sampling", "ppo", "cispo"]
+LOSSES = ["cross_entropy", "importance_sampling", "ppo", "cispo", "dro", "gspo"]
 IMAGE = RenderedImage("ab" * 32, 3, np.zeros((3, 3), np.float32), (1, 1, 3))
 
 
@@ -29,8 +29,9 @@ def random_datum(seed: int, loss_fn: str = "cross_entropy", length: int = 12, co
     tokens = rng.integers(0, VOCAB, length).astype(np.int32)
     tokens[5:8] = MODEL.image_pad_id
     shape = (length,) if columns is None else (length, columns)
-    names = ["weights"] if loss_fn == "cross_entropy" else ["logprobs", "advantages"]
-    inputs = {name: rng.normal(size=shape).astype(np.float32) for name in names}
+    inputs = {name: rng.normal(size=shape).astype(np.float32) for name in input_names(loss_fn)}
+    if "sequence_ratio_mask" in inputs:
+        inputs["sequence_ratio_mask"] = (inputs["sequence_ratio_mask"] > -0.5).astype(np.float32)
     if "logprobs" in inputs:
         inputs["logprobs"] -= 3
     images = (ImagePlacement(5, IMAGE),) if seed % 2 else ()
@@ -73,10 +74,14 @@ def autograd(trainer: FakeTrainer, datum: TrainDatum, loss_fn: str) -> tuple[flo
         loss = -(given["weights"] * logprobs).sum()
     else:
         ratio, advantages = torch.exp(logprobs - given["logprobs"]), given["advantages"]
+        marked = given.get("sequence_ratio_mask", torch.ones(length)) != 0
+        of_sequence = ratio[marked].log().mean().exp().detach() * torch.exp(logprobs - logprobs.detach())
         loss = {
             "importance_sampling": -(ratio * advantages).sum(),
             "ppo": -torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages).sum(),
             "cispo": -(ratio.clamp(0.0, 4.0).detach() * logprobs * advantages).sum(),
+            "dro": -(logprobs * advantages - 0.025 * (logprobs - given["logprobs"]) ** 2).sum(),
+            "gspo": -torch.minimum(of_sequence * advantages, of_sequence.clamp(0.9997, 1.0004) * advantages).sum(),
         }[loss_fn]
     loss.backward()
     return loss.item(), logprobs.detach().numpy(), {name: tensor.grad.numpy() for name, tensor in tensors.items()}
@@ -121,13 +126,17 @@ def test_fake_loss_is_a_sum_over_requests(loss_fn: str) -> None:
 @pytest.mark.parametrize("loss_fn", LOSSES)
 def test_fake_coefficient_zero_adds_exactly_nothing(loss_fn: str) -> None:
     datum = random_datum(4, loss_fn)
-    names = {"cross_entropy": "weights"}
-    coefficient = names.get(loss_fn, "advantages")
-    datum.loss_inputs[coefficient][3:6] = 0
+    switches = {
+        "cross_entropy": ("weights",),
+        "dro": ("advantages", "logprobs"),
+        "gspo": ("advantages", "sequence_ratio_mask"),
+    }
+    for name in switches.get(loss_fn, ("advantages",)):
+        datum.loss_inputs[name][3:6] = 0
     trainer, wild = trainer_with_adapter(), trainer_with_adapter()
     run(trainer, [datum], loss_fn)
     datum.target_tokens[3:6] = [10**6, -100, 2**40]
-    if loss_fn != "cross_entropy":
+    if loss_fn in ("importance_sampling", "ppo", "cispo"):
         datum.loss_inputs["logprobs"][3:6] = -1e30
     result = run(wild, [datum], loss_fn)
     assert all(np.array_equal(gradients(wild)[name], value) for name, value in gradients(trainer).items())
@@ -267,7 +276,7 @@ def test_fake_model_learns_a_sentence() -> None:
 @pytest.mark.parametrize("loss_fn", LOSSES)
 def test_fake_loss_selects_before_it_multiplies(loss_fn: str) -> None:
     """A probability of 0 at a position that is switched off: 0 · -inf would be NaN."""
-    inputs = {name: np.array([0.0, 1.0], np.float32) for name in ("weights", "logprobs", "advantages")}
+    inputs = {name: np.array([0.0, 1.0], np.float32) for name in ("weights", *input_names("gspo"))}
     terms = loss_terms(loss_fn, np.array([-np.inf, -1.0]), inputs, settings(loss_fn, {}))
     assert terms.values[0] == 0
     assert terms.derivative[0] == 0

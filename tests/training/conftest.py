@@ -142,6 +142,8 @@ class Maker:
             name: self.rng.standard_normal(shape).astype(np.float32) - (4 if name == "logprobs" else 0)
             for name in LOSS_SPECS[loss_fn].inputs
         }
+        if loss_fn == "gspo":
+            values["sequence_ratio_mask"] = (self.rng.random(shape) < 0.8).astype(np.float32)
         return TrainDatum(self.input(length, images), self.rng.integers(0, VOCAB, shape), values)
 
     def work(

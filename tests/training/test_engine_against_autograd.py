@@ -267,14 +267,22 @@ def positions(input: RenderedInput, placements: Sequence[ImagePlacement]) -> tor
 
 
 def loss_terms(loss_fn: str, logprobs: torch.Tensor, inputs: dict[str, torch.Tensor], config: Any) -> torch.Tensor:
-    """The formulas of the documentation, by autograd and without any care for extremes."""
+    """The formulas of the documentation for one datum, by autograd and without any care for extremes."""
     if loss_fn == "cross_entropy":
         return -inputs["weights"] * logprobs
-    ratio, advantages = torch.exp(logprobs - inputs["logprobs"]), inputs["advantages"]
+    log_ratio, advantages = logprobs - inputs["logprobs"], inputs["advantages"]
+    if loss_fn == "dro":
+        penalty = torch.where((advantages == 0) & (inputs["logprobs"] == 0), 0, config["beta"] / 2 * log_ratio**2)
+        return penalty - logprobs * advantages
+    ratio = torch.exp(log_ratio)
+    if loss_fn == "gspo":
+        marked = inputs["sequence_ratio_mask"] != 0
+        of_sequence = torch.exp(log_ratio[marked].mean()) if marked.any() else torch.ones((), dtype=ratio.dtype)
+        ratio = of_sequence.detach() * torch.exp(logprobs - logprobs.detach())
     if loss_fn == "importance_sampling":
         return -ratio * advantages
     clipped = ratio.clamp(config["clip_low_threshold"], config["clip_high_threshold"])
-    if loss_fn == "ppo":
+    if loss_fn in ("ppo", "gspo"):
         return -torch.minimum(ratio * advantages, clipped * advantages)
     return -clipped.detach() * logprobs * advantages
 
@@ -323,8 +331,8 @@ def some_input(rng: np.random.Generator, images: Sequence[RenderedImage]) -> Ren
 
 
 def some_datum(rng: np.random.Generator, loss_fn: str, vocabulary: int, images: Sequence[RenderedImage]) -> TrainDatum:
-    """Coefficients of either sign, a third of them 0; there targets may be outside the vocabulary. Candidates repeat
-    ids, and some repeat them with weights that cancel."""
+    """Coefficients of either sign, many of them 0; where that switches a position off its target may be outside the
+    vocabulary. Candidates repeat ids, and some repeat them with weights that cancel."""
     rendered = some_input(rng, images)
     n, candidates = rendered.length, int(rng.integers(1, 5))
     many = LOSS_SPECS[loss_fn].candidates and rng.random() < 0.5
@@ -333,8 +341,11 @@ def some_datum(rng: np.random.Generator, loss_fn: str, vocabulary: int, images: 
     values = {name: rng.standard_normal(shape).astype(np.float32) for name in LOSS_SPECS[loss_fn].inputs}
     if "logprobs" in values:
         values["logprobs"] -= 4
-    coefficient = values[LOSS_SPECS[loss_fn].coefficient]
-    coefficient[rng.random(shape) < 1 / 3] = 0
+    if loss_fn == "gspo":
+        values["sequence_ratio_mask"] = (rng.random(shape) < rng.choice([0.1, 0.7])).astype(np.float32)
+    coefficient = values[LOSS_SPECS[loss_fn].switches[0]]
+    for name in LOSS_SPECS[loss_fn].switches:
+        values[name][rng.random(shape) < 2 / 3 / len(LOSS_SPECS[loss_fn].switches)] = 0
     if many and candidates > 1:
         rows = rng.random(n) < 0.5
         targets[rows, 1] = targets[rows, 0]
@@ -343,7 +354,8 @@ def some_datum(rng: np.random.Generator, loss_fn: str, vocabulary: int, images: 
         coefficient[opposite, 1] = -coefficient[opposite, 0]
     if rng.random() < 0.1:
         coefficient[:] = 0
-    targets = np.where((coefficient == 0) & (rng.random(shape) < 0.3), rng.choice([-1, vocabulary, 10**9]), targets)
+    unread = np.all([values[name] == 0 for name in LOSS_SPECS[loss_fn].readers], axis=0)
+    targets = np.where(unread & (rng.random(shape) < 0.3), rng.choice([-1, vocabulary, 10**9]), targets)
     return TrainDatum(rendered, targets, values)
 
 
@@ -358,6 +370,8 @@ def some_works(rng: np.random.Generator, adapters: Sequence[str], vocabulary: in
             shown = [some_image(rng) if rng.random() < 0.5 else images[rng.integers(2)] for _ in range(rng.integers(3))]
             data.append(some_datum(rng, loss_fn, vocabulary, shown if sees else ()))
         config = check_config(loss_fn, {})
+        if loss_fn == "gspo" and rng.random() < 0.7:
+            config = {"clip_low_threshold": 0.1, "clip_high_threshold": 10.0}
         works.append(TrainWork(str(adapter_id), data, loss_fn, config, backward=bool(rng.random() < 0.85)))
     rng.shuffle(works)  # type: ignore[arg-type]
     return works

@@ -7,12 +7,25 @@ import pytest
 import torch
 from tinker_local.backend.fakes.losses import loss_terms
 from tinker_local.backend.training.loss_specs import LOSS_SPECS, check_config
-from tinker_local.backend.training.losses import LOSSES, loss_and_derivative
+from tinker_local.backend.training.losses import LOSSES, loss_and_derivative, with_shared
 
 
-def reference(loss_fn: str, logprobs: np.ndarray, inputs: dict[str, np.ndarray], config: dict[str, float]) -> float:
-    """The sum over positions, written from the formulas in float64, position by position. sg() is not expressed."""
+def reference(
+    loss_fn: str,
+    logprobs: np.ndarray,
+    inputs: dict[str, np.ndarray],
+    config: dict[str, float],
+    fixed: np.ndarray | None = None,
+) -> float:
+    """The sum over the positions of one datum, written from the formulas in float64, position by position.
+
+    Inside sg() the logprobs are `fixed`: those at which a derivative is taken.
+    """
+    fixed = logprobs if fixed is None else fixed
     total = 0.0
+    if loss_fn == "gspo":
+        marked = [t for t in range(len(logprobs)) if inputs["sequence_ratio_mask"][t]]
+        of_sequence = np.exp(sum(fixed[t] - inputs["logprobs"][t] for t in marked) / len(marked))
     for t in range(len(logprobs)):
         if loss_fn == "cross_entropy":
             total -= inputs["weights"][t] * logprobs[t]
@@ -22,12 +35,25 @@ def reference(loss_fn: str, logprobs: np.ndarray, inputs: dict[str, np.ndarray],
         if loss_fn == "importance_sampling":
             total -= ratio * advantage
             continue
+        if loss_fn == "dro":
+            total -= logprobs[t] * advantage - 0.5 * config["beta"] * (logprobs[t] - inputs["logprobs"][t]) ** 2
+            continue
+        if loss_fn == "gspo":
+            ratio = of_sequence * np.exp(logprobs[t]) / np.exp(fixed[t])
+        elif loss_fn == "cispo":
+            ratio = np.exp(fixed[t] - inputs["logprobs"][t])
         clipped = min(max(ratio, config["clip_low_threshold"]), config["clip_high_threshold"])
-        if loss_fn == "ppo":
-            total -= min(ratio * advantage, clipped * advantage)
-        else:
+        if loss_fn == "cispo":
             total -= clipped * logprobs[t] * advantage
+        else:
+            total -= min(ratio * advantage, clipped * advantage)
     return total
+
+
+def settings_of(loss_fn: str) -> list[dict[str, float]]:
+    """The defaults, and for `gspo` thresholds between which the ratios of random data are."""
+    wide = [{"clip_low_threshold": 0.5, "clip_high_threshold": 2.0}] if loss_fn == "gspo" else []
+    return [check_config(loss_fn, given) for given in ({}, *wide)]
 
 
 def random_inputs(loss_fn: str, n: int, rng: np.random.Generator) -> tuple[np.ndarray, dict[str, np.ndarray]]:
@@ -35,12 +61,24 @@ def random_inputs(loss_fn: str, n: int, rng: np.random.Generator) -> tuple[np.nd
     inputs = {name: rng.standard_normal(n) for name in LOSS_SPECS[loss_fn].inputs}
     if "logprobs" in inputs:
         inputs["logprobs"] = logprobs + rng.normal(0, 0.5, n)
+    if "sequence_ratio_mask" in inputs:
+        inputs["sequence_ratio_mask"] = (rng.random(n) < 0.7).astype(float)
     return logprobs, inputs
 
 
-def run(loss_fn: str, logprobs: Any, inputs: dict[str, Any], config: dict[str, float], dtype: torch.dtype) -> Any:
+def run(
+    loss_fn: str,
+    logprobs: Any,
+    inputs: dict[str, Any],
+    config: dict[str, float],
+    dtype: torch.dtype,
+    lengths: tuple[int, ...] = (),
+) -> Any:
+    """Values and derivative; of one datum, or of several of these `lengths`."""
     tensors = {name: torch.tensor(np.asarray(value), dtype=dtype) for name, value in inputs.items()}
-    values, derivative = loss_and_derivative(loss_fn, torch.tensor(np.asarray(logprobs), dtype=dtype), tensors, config)
+    own = torch.tensor(np.asarray(logprobs), dtype=dtype)
+    datum_of = torch.repeat_interleave(torch.tensor(lengths or (len(own),)))
+    values, derivative = loss_and_derivative(loss_fn, own, with_shared(loss_fn, own, tensors, datum_of), config)
     return values.numpy(), derivative.numpy()
 
 
@@ -51,24 +89,25 @@ def test_every_known_loss_has_a_formula():
 @pytest.mark.parametrize("loss_fn", LOSSES)
 def test_values_equal_a_numpy_reference(loss_fn):
     rng = np.random.default_rng(1)
-    config = check_config(loss_fn, {})
-    logprobs, inputs = random_inputs(loss_fn, 200, rng)
-    values, _ = run(loss_fn, logprobs, inputs, config, torch.float64)
-    assert values.sum() == pytest.approx(reference(loss_fn, logprobs, inputs, config), rel=1e-12)
+    for config in settings_of(loss_fn):
+        logprobs, inputs = random_inputs(loss_fn, 200, rng)
+        values, _ = run(loss_fn, logprobs, inputs, config, torch.float64)
+        assert values.sum() == pytest.approx(reference(loss_fn, logprobs, inputs, config), rel=1e-12)
 
 
-@pytest.mark.parametrize("loss_fn", ["cross_entropy", "importance_sampling", "ppo"])
+@pytest.mark.parametrize("loss_fn", LOSSES)
 def test_derivatives_equal_finite_differences(loss_fn):
     rng = np.random.default_rng(2)
-    config = check_config(loss_fn, {})
-    logprobs, inputs = random_inputs(loss_fn, 50, rng)
-    _, derivative = run(loss_fn, logprobs, inputs, config, torch.float64)
-    for t in range(len(logprobs)):
-        step = np.zeros_like(logprobs)
-        step[t] = 1e-6
-        above = reference(loss_fn, logprobs + step, inputs, config)
-        below = reference(loss_fn, logprobs - step, inputs, config)
-        assert derivative[t] == pytest.approx((above - below) / 2e-6, rel=1e-4, abs=1e-6)
+    for config in settings_of(loss_fn):
+        logprobs, inputs = random_inputs(loss_fn, 50, rng)
+        _, derivative = run(loss_fn, logprobs, inputs, config, torch.float64)
+        assert derivative.any()
+        for t in range(len(logprobs)):
+            step = np.zeros_like(logprobs)
+            step[t] = 1e-6
+            above = reference(loss_fn, logprobs + step, inputs, config, fixed=logprobs)
+            below = reference(loss_fn, logprobs - step, inputs, config, fixed=logprobs)
+            assert derivative[t] == pytest.approx((above - below) / 2e-6, rel=1e-4, abs=1e-6)
 
 
 def test_cispo_derivative_takes_the_clipped_ratio_for_a_constant():
@@ -106,6 +145,62 @@ def test_a_ratio_that_overflows_is_not_clamped(loss_fn):
     assert np.isinf(values[0])
 
 
+@pytest.mark.parametrize("advantage", [0.0, 2.0])
+def test_dro_pulls_to_the_sampler_but_leaves_a_prompt_alone(advantage):
+    """Sampled tokens are penalised whatever their advantage; advantage and logprob both 0 is what a prompt has."""
+    config = {"beta": 0.4}
+    inputs = {"logprobs": [-2.0, 0.0], "advantages": [advantage, 0.0]}
+    values, derivative = run("dro", [-3.0, -5.0], inputs, config, torch.float64)
+    assert values.tolist() == pytest.approx([3 * advantage + 0.2, 0.0])
+    assert derivative.tolist() == pytest.approx([-advantage - 0.4, 0.0])
+
+
+def test_gspo_has_one_ratio_for_each_datum():
+    """The mean over its own marked positions; an advantage outside of them counts with it."""
+    inputs = {
+        "logprobs": [0.0, -1.0, -1.0, -2.0, -2.0],
+        "advantages": [1.0, 1.0, -2.0, 1.0, 3.0],
+        "sequence_ratio_mask": [0.0, 1.0, 1.0, 1.0, 0.0],
+    }
+    logprobs = [-4.0, -1.1, -1.3, -2.5, -7.0]
+    config = {"clip_low_threshold": 0.7, "clip_high_threshold": 2.0}
+    values, derivative = run("gspo", logprobs, inputs, config, torch.float64, lengths=(3, 2))
+    first, second = np.exp(-0.2), np.exp(-0.5)
+    assert values.tolist() == pytest.approx([-first, -first, 2 * first, -second, -3 * second])
+    assert derivative.tolist() == pytest.approx(values.tolist())
+
+
+def test_gspo_keeps_or_drops_the_whole_sequence():
+    inputs = {"logprobs": [-1.0] * 4, "advantages": [1.0, -1.0] * 2, "sequence_ratio_mask": [1.0] * 4}
+    logprobs = [-0.5, -0.9, -2.0, -3.0]
+    values, derivative = run("gspo", logprobs, inputs, check_config("gspo", {}), torch.float64, lengths=(2, 2))
+    above, below = np.exp(0.3), np.exp(-1.5)
+    assert values.tolist() == pytest.approx([-1.0004, above, -below, 0.9997])
+    assert derivative.tolist() == pytest.approx([0.0, above, -below, 0.0])
+
+
+def test_gspo_survives_a_datum_without_a_marked_position():
+    inputs = {
+        "logprobs": [-1.0] * 4,
+        "advantages": [0.0, 0.0, 1.0, 1.0],
+        "sequence_ratio_mask": [0.0, 0.0, 1.0, 1.0],
+    }
+    values, derivative = run("gspo", [-1.0] * 4, inputs, check_config("gspo", {}), torch.float32, lengths=(2, 2))
+    assert values.tolist() == derivative.tolist() == [0.0, 0.0, -1.0, -1.0]
+
+
+def test_the_ratio_of_a_long_sequence_is_exact_in_float32():
+    """Sums of 100 000 float32 numbers would be off by more than the default thresholds are from 1."""
+    rng = np.random.default_rng(6)
+    logprobs = -rng.uniform(0, 20, 100_000).astype(np.float32)
+    sampled = (logprobs - rng.normal(3.5e-4, 3, 100_000)).astype(np.float32)
+    inputs = {"logprobs": sampled, "advantages": np.ones(100_000), "sequence_ratio_mask": np.ones(100_000)}
+    config = {"clip_low_threshold": 0.0, "clip_high_threshold": 10.0}
+    values, _ = run("gspo", logprobs, inputs, config, torch.float32)
+    exact = np.exp((logprobs.astype(np.float64) - sampled).mean())
+    assert values[0] == pytest.approx(-exact, rel=1e-6)
+
+
 @pytest.mark.parametrize("loss_fn", LOSSES)
 @pytest.mark.parametrize("hostile", [-np.inf, -1e30, -200.0, 200.0, 1e30])
 def test_a_position_with_coefficient_zero_adds_exactly_nothing(loss_fn, hostile):
@@ -121,10 +216,9 @@ def test_a_position_with_coefficient_zero_adds_exactly_nothing(loss_fn, hostile)
         full[~off] = array
         return full
 
+    zero = (*LOSS_SPECS[loss_fn].switches, LOSS_SPECS[loss_fn].shares)
     hostile_inputs = {
-        name: spread(
-            array, 0.0 if name == LOSS_SPECS[loss_fn].coefficient else -hostile if np.isfinite(hostile) else 0.0
-        )
+        name: spread(array, 0.0 if name in zero else -hostile if np.isfinite(hostile) else 0.0)
         for name, array in inputs.items()
     }
     values, derivative = run(loss_fn, spread(logprobs, hostile), hostile_inputs, config, torch.float32)
@@ -139,7 +233,8 @@ def test_the_fake_trainer_has_the_same_losses(loss_fn):
     rng = np.random.default_rng(5)
     config = check_config(loss_fn, {})
     logprobs, inputs = random_inputs(loss_fn, 100, rng)
-    inputs[LOSS_SPECS[loss_fn].coefficient][::7] = 0
+    for name in LOSS_SPECS[loss_fn].switches:
+        inputs[name][::7] = 0
     inputs = {name: array.astype(np.float32) for name, array in inputs.items()}
     values, derivative = run(loss_fn, logprobs, inputs, config, torch.float64)
     fake = loss_terms(loss_fn, logprobs, inputs, config)

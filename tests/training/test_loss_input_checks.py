@@ -101,7 +101,8 @@ def test_targets_outside_the_vocabulary_are_refused_only_where_they_count(loss_f
     spec = LOSS_SPECS[loss_fn]
     inputs = {name: ONES.copy() for name in spec.inputs}
     refusal("target_tokens", token, "position 1", VOCAB, loss_fn=loss_fn, target_tokens=targets, **inputs)
-    inputs[spec.coefficient][1] = 0
+    for name in spec.readers:
+        inputs[name][1] = 0
     assert check(loss_fn, target_tokens=targets, **inputs).target_tokens[1] == token
 
 
@@ -139,9 +140,40 @@ def test_an_unknown_loss_is_refused_with_the_known_ones():
         check_config("cross-entropy", {})
 
 
+@pytest.mark.parametrize("loss_fn", ["ppo", "cispo", "gspo"])
+@pytest.mark.parametrize("name", ["clip_low_threshold", "clip_high_threshold"])
+def test_thresholds_as_tensors_are_refused_with_what_to_do(loss_fn, name):
+    inputs = dict.fromkeys(LOSS_SPECS[loss_fn].inputs, ONES)
+    refusal(
+        f"data[3].loss_fn_inputs.{name}",
+        "loss_fn_config",
+        loss_fn=loss_fn,
+        target_tokens=TARGETS,
+        **inputs,
+        **{name: ONES},
+    )
+
+
+def test_the_mask_of_the_sequence_ratio_is_checked():
+    """Needed, finite, of the targets' length, and not empty where an advantage counts."""
+    policy = {"loss_fn": "gspo", "target_tokens": TARGETS, "logprobs": -ONES}
+    field = "data[3].loss_fn_inputs.sequence_ratio_mask"
+    refusal(field, "missing", advantages=ONES, **policy)
+    refusal(field, [3], [4], advantages=ONES, sequence_ratio_mask=ONES[1:], **policy)
+    refusal(field, "nan", "position 0", advantages=ONES, sequence_ratio_mask=ONES * np.nan, **policy)
+    refusal(field, "0 at all 4 positions", "advantages", advantages=ONES, sequence_ratio_mask=0 * ONES, **policy)
+    policy.pop("loss_fn")
+    assert (
+        not check("gspo", advantages=0 * ONES, sequence_ratio_mask=0 * ONES, **policy).loss_inputs["advantages"].any()
+    )
+    refusal("sequence_ratio_mask", "unknown to ppo", loss_fn="ppo", advantages=ONES, sequence_ratio_mask=ONES, **policy)
+
+
 def test_settings_are_completed_by_the_documented_defaults():
     assert check_config("ppo", {}) == {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}
     assert check_config("cispo", {}) == {"clip_low_threshold": 0.0, "clip_high_threshold": 4.0}
+    assert check_config("dro", {}) == {"beta": 0.05}
+    assert check_config("gspo", {}) == {"clip_low_threshold": 0.9997, "clip_high_threshold": 1.0004}
     assert check_config("ppo", {"clip_high_threshold": 2}) == {"clip_low_threshold": 0.8, "clip_high_threshold": 2.0}
 
 
@@ -155,6 +187,10 @@ def test_settings_are_completed_by_the_documented_defaults():
         ("cispo", {"clip_high_threshold": float("inf")}),
         ("ppo", {"clip_low_threshold": -0.1}),
         ("ppo", {"clip_low_threshold": 1.5}),
+        ("gspo", {"clip_low_threshold": 1.5}),
+        ("gspo", {"epsilon": 3e-4}),
+        ("dro", {"beta": -0.05}),
+        ("dro", {"kl_coeff": 0.01}),
     ],
 )
 def test_settings_that_make_no_sense_are_refused_by_name(loss_fn, config):

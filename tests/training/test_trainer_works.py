@@ -52,9 +52,12 @@ def gradient_of(ours, gradients):
 
 @pytest.mark.parametrize("loss_fn", LOSS_SPECS)
 def test_ten_times_the_coefficient_is_ten_times_loss_and_gradient(loss_fn, ours, make, gradient_of, assert_close):
+    """And for `dro` of its penalty, too."""
     work = make.work("a", [9, 4, 20], loss_fn)
-    name = LOSS_SPECS[loss_fn].coefficient
-    bigger = replace(work, data=[scaled(datum, name, 10) for datum in work.data])
+    config = {name: value * (10 if name == "beta" else 1) for name, value in work.loss_config.items()}
+    bigger = replace(
+        work, data=[scaled(datum, LOSS_SPECS[loss_fn].switches[0], 10) for datum in work.data], loss_config=config
+    )
     once, ten = run(ours, work, bigger)
     assert ten.metrics["loss:sum"] == pytest.approx(10 * once.metrics["loss:sum"], rel=1e-5)
     assert_close(gradient_of([bigger]), {k: 10 * v for k, v in gradient_of([work]).items()}, 1e-6)
@@ -132,11 +135,13 @@ def test_positions_with_coefficient_zero_add_nothing_whatever_their_target(
 ):
     datum = make.datum(20, loss_fn=loss_fn)
     spec = LOSS_SPECS[loss_fn]
-    datum.loss_inputs[spec.coefficient][::2] = 0
+    for name in spec.readers:
+        datum.loss_inputs[name][::2] = 0
     hostile_targets = datum.target_tokens.copy()
     hostile_targets[::2] = [-7, 10**9] * 5
     hostile = replace(datum, target_tokens=hostile_targets)
-    config = {"clip_low_threshold": 0.1, "clip_high_threshold": 9.0} if spec.config else {}
+    config = {"clip_low_threshold": 0.1, "clip_high_threshold": 9.0}
+    config = {name: value for name, value in config.items() if name in spec.config}
     works = [TrainWork("a", [d], loss_fn, config) for d in (datum, hostile)]
     plain, strange = run(ours, *works)
     assert strange.metrics["loss:sum"] == plain.metrics["loss:sum"]
@@ -166,6 +171,8 @@ def test_results_come_in_request_order_with_several_losses_in_one_call(ours, mak
             ("b", [7], "cispo"),
             ("a", [9, 3], "importance_sampling"),
             ("c", [12, 1], "cross_entropy"),
+            ("b", [8, 6], "gspo"),
+            ("c", [5, 11], "dro"),
         ]
     ]
     together = run(ours, *works)
@@ -240,7 +247,7 @@ def test_data_put_together_wrongly_fails_its_own_request(ours, make):
     datum = make.datum(5)
     wrong = {
         "loss_fn: unknown loss": TrainWork("a", [datum], "mse"),
-        "nearest": TrainWork("a", [datum], "dro"),
+        "nearest": TrainWork("a", [datum], "stable_reinforce"),
         "loss_fn_config.epsilon": TrainWork("a", [datum], "cross_entropy", {"epsilon": 1}),
         "takes logprobs, advantages": TrainWork("a", [datum], "ppo"),
         "data[0].loss_fn_inputs: cross_entropy takes weights of shape [5], not nothing": TrainWork(

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 from tinker_local.backend.adapter_tensors import bfloat16_bits
 from tinker_local.backend.fakes.encoding import FakeTower
-from tinker_local.backend.fakes.losses import coefficient_name, loss_terms, settings
+from tinker_local.backend.fakes.losses import active_positions, input_names, loss_terms, settings
 from tinker_local.backend.fakes.memory import FakeMemory
 from tinker_local.backend.fakes.model import (
     FakeModel,
@@ -58,7 +58,7 @@ class _Adapter:
 class FakeTrainer:
     """Keeps `training.interface.Trainer` on a `FakeModel`.
 
-    A target outside the vocabulary is allowed where its coefficient is 0; its logprob is reported as 0. Without
+    A target outside the vocabulary is allowed where it is switched off; its logprob is reported as 0. Without
     `memory` everything fits.
     """
 
@@ -157,12 +157,12 @@ class FakeTrainer:
         inputs = _checked_inputs(datum, loss_fn, where, self.max_context_length)
         targets_n_k = datum.target_tokens.reshape(datum.input.length, -1)
         known = (targets_n_k >= 0) & (targets_n_k < self.vocab_size)
-        coefficient = inputs[coefficient_name(loss_fn)]
-        wrong = ~known & (coefficient.reshape(targets_n_k.shape) != 0)
+        counts = active_positions(loss_fn, inputs) | (inputs.get("sequence_ratio_mask", np.zeros(1)) != 0)
+        wrong = ~known & counts.reshape(targets_n_k.shape)
         if wrong.any():
             raise InvalidRequestError(
                 f"{where}.loss_fn_inputs.target_tokens: id {targets_n_k[wrong][0]} is outside the vocabulary of "
-                f"{self.vocab_size} where {coefficient_name(loss_fn)} is not 0"
+                f"{self.vocab_size} where it is not switched off"
             )
         if self._memory is not None:
             self._memory.train(datum.input.length, where)
@@ -274,7 +274,7 @@ def _checked_inputs(datum: TrainDatum, loss_fn: str, where: str, max_length: int
     inputs = dict(datum.loss_inputs)
     if loss_fn == "cross_entropy":
         inputs.setdefault("weights", np.ones(shape, np.float32))
-    for name in ("weights",) if loss_fn == "cross_entropy" else ("logprobs", "advantages"):
+    for name in input_names(loss_fn):
         if name not in inputs:
             raise InvalidRequestError(f"{where}.loss_fn_inputs.{name}: missing, {loss_fn} needs it")
         if inputs[name].shape != shape:

@@ -4,7 +4,8 @@ Legend: T rows of hidden states, H their size, M targets (rows times candidates)
 
 A chunk's logits live once: a loss is a function of each target's own logprob, so its derivative is known as soon as the
 chunk's logprobs are, and the gradient by the logits, g (onehot - softmax), takes the logits' place. Rows whose targets
-all have the coefficient 0 get logprobs and no gradient.
+are all switched off get logprobs and no gradient. Where a loss depends on other targets' logprobs too, through a
+constant, these are computed before and the chunk's logits once more.
 """
 
 from collections.abc import Callable, Iterator
@@ -20,18 +21,19 @@ from tinker_local.backend.training.transfer import to_device
 Int64Array = npt.NDArray[np.int64]
 
 Derive = Callable[[Int64Array, torch.Tensor], torch.Tensor]
-"""From the places [m] of some targets and their logprobs [m] to the derivative of the loss by them, [m]; 0 for those
-that are not finite."""
+"""From the places [m] of some targets and the logprobs [M] of all, as far as they are known (at these places, and all
+early ones), to the derivative of the loss by those at the places, [m]; 0 for those that are not finite."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Targets:
-    """What is predicted from where. `rows` [M] ascending, `ids` [M]; `active` bool [M]: with a coefficient that is
-    not 0. On the host."""
+    """What is predicted from where. `rows` [M] ascending, `ids` [M]; `active` bool [M]: not switched off; `early` bool
+    [M]: the derivative of others depends on their logprobs. On the host."""
 
     rows: Int64Array
     ids: Int64Array
     active: npt.NDArray[np.bool_]
+    early: npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -71,9 +73,10 @@ class LmHead:
         logprobs = torch.empty(len(targets.rows), dtype=self.dtype, device=hidden.device)
         by_hidden = torch.zeros_like(hidden)
         active_rows = np.unique(targets.rows[targets.active])
-        self._forward(hidden, targets, np.setdiff1d(targets.rows, active_rows), low_rank, logprobs)
+        before = np.union1d(np.setdiff1d(targets.rows, active_rows), targets.rows[targets.early])
+        self._forward(hidden, targets, before, low_rank, logprobs)
         for chunk in self._chunks(active_rows, targets, hidden.device):
-            logprobs[chunk.places] = self._gradient(chunk, hidden, low_rank, derive, by_hidden)
+            self._gradient(chunk, hidden, low_rank, derive, logprobs, by_hidden)
         return logprobs, by_hidden
 
     def _forward(
@@ -90,13 +93,16 @@ class LmHead:
         hidden: torch.Tensor,
         low_rank: LowRank | None,
         derive: Derive,
+        all_logprobs: torch.Tensor,
         by_hidden: torch.Tensor,
-    ) -> torch.Tensor:
+    ) -> None:
+        """The chunk's part of the logprobs and of the gradient by the hidden states."""
         x = hidden[chunk.rows]
         logits, h, part = self._logits(x, chunk, low_rank)
         logsumexp = self.kernels.logsumexp(logits)
         logprobs = self._chosen(logits, chunk, logsumexp)
-        derivative = derive(chunk.host_places, logprobs)
+        all_logprobs[chunk.places] = logprobs
+        derivative = derive(chunk.host_places, all_logprobs)
 
         # d loss / d logits: each target adds g (onehot(id) - softmax). At the targets the sum is made before it is
         # rounded: g - g p would vanish for a p near 1.
@@ -114,7 +120,6 @@ class LmHead:
             by_x.addmm_(by_h.flatten(1), part.a)
             _add(low_rank, part)
         by_hidden[chunk.rows] = by_x
-        return logprobs
 
     def _logits(
         self, x: torch.Tensor, chunk: _Chunk, low_rank: LowRank | None

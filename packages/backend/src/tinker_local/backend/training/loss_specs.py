@@ -25,33 +25,58 @@ Int64Array = npt.NDArray[np.int64]
 class LossSpec:
     """What one loss reads.
 
-    `inputs`: names of the float32 tensors beside `target_tokens`. `coefficient`: the one that switches a position off
-    where it is 0. `optional`: the value that an absent input has everywhere. `config`: settings and their defaults.
-    `candidates`: whether targets may be [N, K].
+    `inputs`: names of the float32 tensors beside `target_tokens`. `switches`: those that switch a position off where
+    all of them are 0. `optional`: the value that an absent input has everywhere. `config`: settings and their defaults.
+    `candidates`: whether targets may be [N, K]. `shares`: the input that marks, by not being 0, the positions whose
+    logprobs all positions of their datum depend on.
     """
 
     inputs: tuple[str, ...]
-    coefficient: str
+    switches: tuple[str, ...]
     optional: Mapping[str, float] = field(default_factory=dict)
     config: Mapping[str, float] = field(default_factory=dict)
     candidates: bool = False
+    shares: str | None = None
+
+    def active(self, inputs: Mapping[str, Float32Array]) -> npt.NDArray[np.bool_]:
+        """Where a position takes part, bool of the inputs' shape."""
+        return _any_of(inputs, self.switches)
+
+    @property
+    def readers(self) -> tuple[str, ...]:
+        """The inputs of which one is not 0 wherever the loss depends on the target's logprob."""
+        return self.switches if self.shares is None else (*self.switches, self.shares)
+
+
+def _any_of(inputs: Mapping[str, Float32Array], names: Sequence[str]) -> npt.NDArray[np.bool_]:
+    """Where one of the inputs of these names is not 0."""
+    found = np.zeros(inputs[names[0]].shape, np.bool_)
+    for name in names:
+        found |= inputs[name] != 0
+    return found
 
 
 LOSS_SPECS: Mapping[str, LossSpec] = {
-    "cross_entropy": LossSpec(("weights",), "weights", optional={"weights": 1.0}, candidates=True),
-    "importance_sampling": LossSpec(("logprobs", "advantages"), "advantages"),
+    "cross_entropy": LossSpec(("weights",), ("weights",), optional={"weights": 1.0}, candidates=True),
+    "importance_sampling": LossSpec(("logprobs", "advantages"), ("advantages",)),
     "ppo": LossSpec(
-        ("logprobs", "advantages"), "advantages", config={"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}
+        ("logprobs", "advantages"), ("advantages",), config={"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}
     ),
     "cispo": LossSpec(
-        ("logprobs", "advantages"), "advantages", config={"clip_low_threshold": 0.0, "clip_high_threshold": 4.0}
+        ("logprobs", "advantages"), ("advantages",), config={"clip_low_threshold": 0.0, "clip_high_threshold": 4.0}
+    ),
+    "dro": LossSpec(("logprobs", "advantages"), ("advantages", "logprobs"), config={"beta": 0.05}),
+    "gspo": LossSpec(
+        ("logprobs", "advantages", "sequence_ratio_mask"),
+        ("advantages",),
+        config={"clip_low_threshold": 1 - 3e-4, "clip_high_threshold": 1 + 4e-4},
+        shares="sequence_ratio_mask",
     ),
 }
-"""Inputs and settings as on the hosted service; thresholds bound the ratio exp(l - q) itself, they are no epsilons."""
+"""Inputs and settings as on the hosted service, and where it does not publish them (`dro`'s beta, `gspo`'s thresholds)
+as in docs/losses.md; thresholds bound the ratio exp(l - q) itself, they are no epsilons."""
 
 NEAREST: Mapping[str, str] = {
-    "dro": "importance_sampling",
-    "gspo": "ppo",
     "stable_reinforce": "importance_sampling",
     "custom": "cross_entropy",
 }
@@ -74,7 +99,7 @@ def loss_spec(loss_fn: str) -> LossSpec:
 def check_config(loss_fn: str, given: Mapping[str, float | str]) -> dict[str, float]:
     """The complete settings of `loss_fn`: `given` over the defaults.
 
-    Raises for unknown keys, text or non-finite values, and thresholds that are negative or out of order.
+    Raises for unknown keys, text, negative or non-finite values, and thresholds that are out of order.
     """
     defaults = loss_spec(loss_fn).config
     for key, value in given.items():
@@ -85,7 +110,7 @@ def check_config(loss_fn: str, given: Mapping[str, float | str]) -> dict[str, fl
         if isinstance(value, (str, bool)) or not math.isfinite(value):
             raise InvalidRequestError(f"{where}: must be a finite number, not {value!r}")
         if value < 0:
-            raise InvalidRequestError(f"{where}: bounds the probability ratio, must not be negative, not {value}")
+            raise InvalidRequestError(f"{where}: must not be negative, not {value}")
     config = {**defaults, **{key: float(value) for key, value in given.items()}}
     low, high = config.get("clip_low_threshold", 0.0), config.get("clip_high_threshold", math.inf)
     if low > high:
@@ -97,7 +122,7 @@ def make_train_datum(datum: Datum, rendered: RenderedInput, loss_fn: str, vocab_
     """`datum` as the trainer takes it: dense arrays of one shape, names and numbers checked.
 
     `rendered` is its model input of N positions. `where` prefixes messages (`data[3]`). Absent weights are ones; a
-    target outside [0, vocab_size) is refused only where its coefficient is not 0. Provenance is checked and dropped.
+    target outside [0, vocab_size) is refused only where its logprob counts. Provenance is checked and dropped.
     """
     spec = loss_spec(loss_fn)
     _check_names(datum, loss_fn, spec, where)
@@ -105,7 +130,8 @@ def make_train_datum(datum: Datum, rendered: RenderedInput, loss_fn: str, vocab_
         raise InvalidRequestError(f"{where}.model_input: is empty, at least one position is needed")
     targets = _targets(datum.loss_fn_inputs[TARGETS], spec, rendered.length, loss_fn, where)
     inputs = {name: _loss_input(datum, name, targets, spec, where) for name in spec.inputs}
-    _check_vocabulary(targets, inputs[spec.coefficient], vocab_size, spec.coefficient, where)
+    _check_vocabulary(targets, spec, inputs, vocab_size, where)
+    _check_shares(spec, inputs, where)
     _check_provenance(datum, rendered.length, targets, where)
     return TrainDatum(rendered, targets, inputs)
 
@@ -129,6 +155,11 @@ def check_train_datum(datum: TrainDatum, loss_fn: str, where: str) -> None:
 def _check_names(datum: Datum, loss_fn: str, spec: LossSpec, where: str) -> None:
     known = (TARGETS, *spec.inputs)
     for name in datum.loss_fn_inputs:
+        if name in spec.config:
+            raise InvalidRequestError(
+                f"{where}.loss_fn_inputs.{name}: is one number for all positions on this server, not a tensor; "
+                f"send it in loss_fn_config"
+            )
         if name not in known:
             raise InvalidRequestError(
                 f"{where}.loss_fn_inputs.{name}: unknown to {loss_fn}, which takes {', '.join(known)}"
@@ -174,14 +205,24 @@ def _loss_input(datum: Datum, name: str, targets: Int64Array, spec: LossSpec, wh
 
 
 def _check_vocabulary(
-    targets: Int64Array, coefficient: Float32Array, vocab_size: int, coefficient_name: str, where: str
+    targets: Int64Array, spec: LossSpec, inputs: Mapping[str, Float32Array], vocab_size: int, where: str
 ) -> None:
-    outside = ((targets < 0) | (targets >= vocab_size)) & (coefficient != 0)
+    outside = ((targets < 0) | (targets >= vocab_size)) & _any_of(inputs, spec.readers)
     if outside.any():
         at = tuple(int(i) for i in np.argwhere(outside)[0])
+        verb = "is" if len(spec.readers) == 1 else "are"
         raise InvalidRequestError(
             f"{where}.loss_fn_inputs.{TARGETS}: token {targets[at]} at position {_index(at)} is outside the vocabulary "
-            f"of {vocab_size} (allowed only where {coefficient_name} is 0)"
+            f"of {vocab_size} (allowed only where {' and '.join(spec.readers)} {verb} 0)"
+        )
+
+
+def _check_shares(spec: LossSpec, inputs: Mapping[str, Float32Array], where: str) -> None:
+    """There is no mean over no positions; a datum whose advantages are all 0 needs none."""
+    if spec.shares is not None and spec.active(inputs).any() and not inputs[spec.shares].any():
+        raise InvalidRequestError(
+            f"{where}.loss_fn_inputs.{spec.shares}: is 0 at all {inputs[spec.shares].size} positions, but "
+            f"{' and '.join(spec.switches)} are not; mark the sampled tokens with 1"
         )
 
 

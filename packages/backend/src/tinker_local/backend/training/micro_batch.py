@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from tinker_local.backend.rendering.interface import RenderedImage
 from tinker_local.backend.training import lora
@@ -24,13 +23,10 @@ from tinker_local.backend.training.interface import TrainWork
 from tinker_local.backend.training.lm_head import LmHead, Targets
 from tinker_local.backend.training.loading import LoadedModel
 from tinker_local.backend.training.lora import Adapter, AdapterSlice
+from tinker_local.backend.training.loss_evaluation import LossEvaluation
 from tinker_local.backend.training.loss_specs import LOSS_SPECS
-from tinker_local.backend.training.losses import loss_and_derivative
-from tinker_local.backend.training.packing import Packed
-from tinker_local.backend.training.transfer import to_device
+from tinker_local.backend.training.packing import Packed, spans
 from tinker_local.types import ApiError, InvalidRequestError
-
-Int64Array = npt.NDArray[np.int64]
 
 _PLANNED_SHARE = 0.9
 """Of the free memory; the rest is what allocations of many sizes leave unusable."""
@@ -38,10 +34,11 @@ _PLANNED_SHARE = 0.9
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pending:
-    """A micro-batch whose results the device may still be computing. `logprobs` [M]."""
+    """A micro-batch whose results the device may still be computing. `numbers` [3, M]: logprobs of the targets, losses
+    and their derivative by the logprobs."""
 
     packed: Packed
-    logprobs: torch.Tensor
+    numbers: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -109,33 +106,33 @@ class MicroBatchRunner:
         del inputs
 
         # 2. Logprobs of the targets, and the gradient by the hidden states of the losses of all works.
+        losses = LossEvaluation(packed, works, self._float, self._loaded.device)
         if not gradient:
-            return Pending(packed, self._head.logprobs(done.hidden, targets, batch.group("head"))), None
-        derive = partial(self._derivative, packed, works, self._loss_inputs(packed, works))
-        logprobs, by_hidden = self._head.logprobs_and_gradient(done.hidden, targets, batch.group("head"), derive)
+            logprobs = self._head.logprobs(done.hidden, targets, batch.group("head"))
+            losses.derive(np.arange(len(targets.rows)), logprobs)
+            return Pending(packed, losses.numbers(logprobs)), None
+        logprobs, by_hidden = self._head.logprobs_and_gradient(done.hidden, targets, batch.group("head"), losses.derive)
 
         # 3. Back through the decoder.
         if through_decoder:
             self._decoder.backward(done, by_hidden)
         groups = ("head", *DECODER_GROUPS) if through_decoder else ("head",)
-        return Pending(packed, logprobs), Gradients(batch, tuple(group for group in groups if batch.trains(group)))
+        return Pending(packed, losses.numbers(logprobs)), Gradients(
+            batch, tuple(group for group in groups if batch.trains(group))
+        )
 
-    def finish(self, pending: Pending, works: Mapping[int, TrainWork]) -> Computed:
-        """Wait for the logprobs and look at them: a work that is not finite drops out."""
+    @staticmethod
+    def finish(pending: Pending) -> Computed:
+        """Wait for the numbers and look at them: a work that is not finite drops out."""
         packed = pending.packed
-        logprobs = pending.logprobs.cpu()
-        losses, derivative = torch.zeros_like(logprobs), torch.zeros_like(logprobs)
+        numbers = pending.numbers.cpu()
+        logprobs, losses, derivative = numbers
         errors: dict[int, ApiError] = {}
         for at, span in spans(packed):
-            inputs = _inputs_of(packed, at, self._float)
-            losses[span], by_logprob = loss_and_derivative(
-                works[at].loss_fn, logprobs[span], inputs, works[at].loss_config
-            )
-            finite = _finite(logprobs[span], losses[span], by_logprob)
-            if finite.all():
-                derivative[span] = by_logprob
-            else:
+            finite = torch.isfinite(numbers[:, span]).all(0)
+            if not finite.all():
                 errors[at] = _not_finite(packed, span.start + int((~finite).nonzero()[0]), logprobs, losses)
+                derivative[span] = 0
         return Computed(packed, logprobs, losses, derivative, errors)
 
     @torch.no_grad()
@@ -143,7 +140,8 @@ class MicroBatchRunner:
         """Logprobs of the targets [M] alone, on the host."""
         batch = self._lora_batch(packed, adapters, gradient=False)
         done = self._decoder.forward(decoder_inputs(self._loaded, self._images, packed), batch, None)
-        targets = Targets(packed.target_rows, packed.target_ids, np.zeros(len(packed.target_rows), np.bool_))
+        nowhere = np.zeros(len(packed.target_rows), np.bool_)
+        targets = Targets(packed.target_rows, packed.target_ids, active=nowhere, early=nowhere)
         return self._head.logprobs(done.hidden, targets, batch.group("head")).cpu()
 
     def _lora_batch(self, packed: Packed, adapters: Mapping[str, Adapter], *, gradient: bool) -> LoraBatch:
@@ -161,80 +159,22 @@ class MicroBatchRunner:
             return [Keep.ALL] * len(weights.layers)
         return plan(weights, len(packed.token_ids), batch.columns, dtype.itemsize, budget)
 
-    def _loss_inputs(self, packed: Packed, works: Mapping[int, TrainWork]) -> dict[int, dict[str, torch.Tensor]]:
-        """The loss inputs of each work on the device."""
-        return {
-            at: {
-                name: to_device(values.numpy(), self._loaded.device)
-                for name, values in _inputs_of(packed, at, self._float).items()
-            }
-            for at, _ in spans(packed)
-        }
-
-    def _derivative(
-        self,
-        packed: Packed,
-        works: Mapping[int, TrainWork],
-        inputs: Mapping[int, Mapping[str, torch.Tensor]],
-        places: Int64Array,
-        logprobs: torch.Tensor,
-    ) -> torch.Tensor:
-        """`lm_head.Derive` for the losses of `works`."""
-        derivative = torch.zeros_like(logprobs)
-        for at, span in spans(packed):
-            first, stop = (int(i) for i in np.searchsorted(places, (span.start, span.stop)))
-            if first == stop:
-                continue
-            own = to_device(places[first:stop] - span.start, logprobs.device)
-            chosen = {name: values[own] for name, values in inputs[at].items()}
-            losses, by_logprob = loss_and_derivative(
-                works[at].loss_fn, logprobs[first:stop], chosen, works[at].loss_config
-            )
-            finite = _finite(logprobs[first:stop], losses, by_logprob)
-            derivative[first:stop] = torch.where(finite, by_logprob, 0.0)
-        return derivative
-
 
 def _encode_images(loaded: LoadedModel, images: Sequence[RenderedImage]) -> ImageFeatures:
     assert loaded.family.encode_images is not None, "images for a text model are refused before they are packed"
     return loaded.family.encode_images(loaded.model, images)
 
 
-def spans(packed: Packed) -> list[tuple[int, slice]]:
-    """The works of a micro-batch, each with where its targets are (its items are neighbours)."""
-    found = []
-    for at, group in itertools.groupby(range(len(packed.items)), key=lambda place: packed.items[place].work):
-        places = list(group)
-        found.append((at, slice(packed.targets_of(places[0]).start, packed.targets_of(places[-1]).stop)))
-    return found
-
-
 def _targets(packed: Packed, works: Mapping[int, TrainWork]) -> Targets:
-    active = [
-        packed.items[place]
-        .datum.loss_inputs[LOSS_SPECS[works[packed.items[place].work].loss_fn].coefficient]
-        .reshape(-1)
-        != 0
-        for place in range(len(packed.items))
-    ]
-    return Targets(packed.target_rows, packed.target_ids, np.concatenate(active))
-
-
-def _inputs_of(packed: Packed, work: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """The loss inputs of one work's data, flat, one behind the other, on the host."""
-    data = [item.datum for item in packed.items if item.work == work]
-    return {
-        name: torch.from_numpy(np.concatenate([datum.loss_inputs[name].reshape(-1) for datum in data])).to(dtype)
-        for name in data[0].loss_inputs
-    }
-
-
-def _finite(*tensors: torch.Tensor) -> torch.Tensor:
-    """Where all of them are finite."""
-    result = torch.isfinite(tensors[0])
-    for tensor in tensors[1:]:
-        result = result & torch.isfinite(tensor)
-    return result
+    active, early = [], []
+    for item in packed.items:
+        spec, inputs = LOSS_SPECS[works[item.work].loss_fn], item.datum.loss_inputs
+        taking_part = spec.active(inputs).reshape(-1)
+        active.append(taking_part)
+        early.append(
+            np.zeros_like(taking_part) if spec.shares is None else taking_part.any() & (inputs[spec.shares] != 0)
+        )
+    return Targets(packed.target_rows, packed.target_ids, np.concatenate(active), np.concatenate(early))
 
 
 def _slices(packed: Packed, adapters: Mapping[str, Adapter]) -> list[AdapterSlice]:

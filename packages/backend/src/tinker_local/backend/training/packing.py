@@ -3,6 +3,7 @@
 Legend: T positions of a micro-batch, M targets (positions times candidates), V image positions.
 """
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -109,6 +110,15 @@ def pack(items: Sequence[Item], vocab_size: int) -> Packed:
         image_rows=image_rows,
         feature_rows=feature_rows,
     )
+
+
+def spans(packed: Packed) -> list[tuple[int, slice]]:
+    """The works of a micro-batch, each with where its targets are (its items are neighbours)."""
+    found = []
+    for at, group in itertools.groupby(range(len(packed.items)), key=lambda place: packed.items[place].work):
+        places = list(group)
+        found.append((at, slice(packed.targets_of(places[0]).start, packed.targets_of(places[-1]).stop)))
+    return found
 
 
 def _place_images(items: Sequence[Item], starts: Int64Array) -> tuple[list[RenderedImage], Int64Array, Int64Array]:

@@ -254,7 +254,7 @@ class HFTrainer:
         if pending and sufficed:
             self._budget.sufficed()
         for started in pending:  # by now the device has all its work
-            tally.add(self._runner.finish(started, works))
+            tally.add(self._runner.finish(started))
         return tally
 
     def _split(self, items: Sequence[Item]) -> list[list[Item]]:
