@@ -5,49 +5,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from loss_reference import reference
 from tinker_local.backend.fakes.losses import loss_terms
 from tinker_local.backend.training.loss_specs import LOSS_SPECS, check_config
 from tinker_local.backend.training.losses import LOSSES, loss_and_derivative, with_shared
-
-
-def reference(
-    loss_fn: str,
-    logprobs: np.ndarray,
-    inputs: dict[str, np.ndarray],
-    config: dict[str, float],
-    fixed: np.ndarray | None = None,
-) -> float:
-    """The sum over the positions of one datum, written from the formulas in float64, position by position.
-
-    Inside sg() the logprobs are `fixed`: those at which a derivative is taken.
-    """
-    fixed = logprobs if fixed is None else fixed
-    total = 0.0
-    if loss_fn == "gspo":
-        marked = [t for t in range(len(logprobs)) if inputs["sequence_ratio_mask"][t]]
-        of_sequence = np.exp(sum(fixed[t] - inputs["logprobs"][t] for t in marked) / len(marked))
-    for t in range(len(logprobs)):
-        if loss_fn == "cross_entropy":
-            total -= inputs["weights"][t] * logprobs[t]
-            continue
-        advantage = inputs["advantages"][t]
-        ratio = np.exp(logprobs[t] - inputs["logprobs"][t])
-        if loss_fn == "importance_sampling":
-            total -= ratio * advantage
-            continue
-        if loss_fn == "dro":
-            total -= logprobs[t] * advantage - 0.5 * config["beta"] * (logprobs[t] - inputs["logprobs"][t]) ** 2
-            continue
-        if loss_fn == "gspo":
-            ratio = of_sequence * np.exp(logprobs[t]) / np.exp(fixed[t])
-        elif loss_fn == "cispo":
-            ratio = np.exp(fixed[t] - inputs["logprobs"][t])
-        clipped = min(max(ratio, config["clip_low_threshold"]), config["clip_high_threshold"])
-        if loss_fn == "cispo":
-            total -= clipped * logprobs[t] * advantage
-        else:
-            total -= min(ratio * advantage, clipped * advantage)
-    return total
 
 
 def settings_of(loss_fn: str) -> list[dict[str, float]]:

@@ -1,0 +1,95 @@
+"""transformers' own forward with autograd, and adapters as hooks on its modules, as PEFT computes them."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+from tinker_local.backend.rendering.interface import ImagePlacement, RenderedInput
+from tinker_local.backend.training.worker import HFTrainer
+
+
+def norms_in_float64(model: Any, within: str = "") -> None:
+    """Let transformers' RMS norms of float64 be computed in float64."""
+
+    def norm(module: Any, args: tuple[torch.Tensor], output: torch.Tensor) -> torch.Tensor:
+        (x,) = args
+        return module.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + module.variance_epsilon))
+
+    for path, module in model.named_modules():
+        if type(module).__name__.endswith("RMSNorm") and within in path:
+            module.register_forward_hook(norm)
+
+
+class Hooked:
+    """The adapters of `ours` as leaves, put on the modules of `theirs` one adapter at a time."""
+
+    def __init__(self, ours: HFTrainer, theirs: Any) -> None:
+        self._theirs = theirs
+        self.leaves: dict[str, dict[str, torch.Tensor]] = {}
+        self._scale: dict[str, float] = {}
+        for adapter_id, adapter in ours._adapters.items():
+            self.leaves[adapter_id] = {s.name: s.view(adapter.weights).clone().requires_grad_() for s in adapter.specs}
+            self._scale[adapter_id] = 32 / adapter.config.rank
+
+    @contextmanager
+    def on(self, adapter_id: str | None) -> Iterator[None]:
+        leaves = {} if adapter_id is None else self.leaves[adapter_id]
+        handles = []
+        for path, module in self._theirs.named_modules():
+            name = f"base_model.model.{path}.lora_A.weight"
+            if name in leaves:
+                a, b = leaves[name], leaves[name.replace("lora_A", "lora_B")]
+                handles.append(module.register_forward_hook(self._low_rank(a, b, self._scale[str(adapter_id)])))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def logprobs(self, adapter_id: str | None, input: RenderedInput) -> torch.Tensor:
+        """log softmax of all logits, [N, vocabulary]."""
+        token_ids = torch.from_numpy(input.token_ids.astype(np.int64))[None]
+        arguments = {}
+        if input.images:
+            placements = sorted(input.images, key=lambda placement: placement.offset)
+            is_image = torch.zeros_like(token_ids, dtype=torch.int32)
+            for placement in placements:
+                is_image[0, placement.offset : placement.offset + placement.image.num_tokens] = 1
+            arguments = {
+                "pixel_values": torch.from_numpy(np.concatenate([p.image.pixel_values for p in placements])),
+                "image_grid_thw": torch.tensor([p.image.grid_thw for p in placements]),
+                "mm_token_type_ids": is_image,
+            }
+            if any(first.offset + first.image.num_tokens == second.offset for first, second in pairwise(placements)):
+                arguments["position_ids"] = positions(input, placements)  # transformers takes neighbours for one image
+        with self.on(adapter_id):
+            return self._theirs(input_ids=token_ids, use_cache=False, **arguments).logits[0].log_softmax(-1)
+
+    def gradients(self, adapter_id: str) -> dict[str, torch.Tensor]:
+        return {n: torch.zeros_like(v) if v.grad is None else v.grad for n, v in self.leaves[adapter_id].items()}
+
+    @staticmethod
+    def _low_rank(a: torch.Tensor, b: torch.Tensor, scale: float) -> Callable[..., torch.Tensor]:
+        def add(module: Any, args: tuple[torch.Tensor], output: torch.Tensor) -> torch.Tensor:
+            return output + args[0] @ a.T @ b.T * scale
+
+        return add
+
+
+def positions(input: RenderedInput, placements: Sequence[ImagePlacement]) -> torch.Tensor:
+    """Rotary positions for time, height and width, token by token, [3, 1, N]."""
+    found: list[tuple[int, int, int]] = []
+    images = {placement.offset: placement.image for placement in placements}
+    following = 0
+    while len(found) < input.length:
+        if (image := images.get(len(found))) is None:
+            found.append((following,) * 3)
+            following += 1
+        else:
+            rows, columns = image.grid_thw[1] // 2, image.grid_thw[2] // 2
+            found += [(following, following + row, following + c) for row in range(rows) for c in range(columns)]
+            following += max(rows, columns)
+    return torch.tensor(found).T[:, None]

@@ -1,0 +1,43 @@
+"""The losses in NumPy, written from the documentation's formulas position by position."""
+
+import numpy as np
+
+
+def reference(
+    loss_fn: str,
+    logprobs: np.ndarray,
+    inputs: dict[str, np.ndarray],
+    config: dict[str, float],
+    fixed: np.ndarray | None = None,
+) -> float:
+    """The sum over the positions of one datum, written from the formulas in float64, position by position.
+
+    Inside sg() the logprobs are `fixed`: those at which a derivative is taken.
+    """
+    fixed = logprobs if fixed is None else fixed
+    total = 0.0
+    if loss_fn == "gspo":
+        marked = [t for t in range(len(logprobs)) if inputs["sequence_ratio_mask"][t]]
+        of_sequence = np.exp(sum(fixed[t] - inputs["logprobs"][t] for t in marked) / len(marked))
+    for t in range(len(logprobs)):
+        if loss_fn == "cross_entropy":
+            total -= inputs["weights"][t] * logprobs[t]
+            continue
+        advantage = inputs["advantages"][t]
+        ratio = np.exp(logprobs[t] - inputs["logprobs"][t])
+        if loss_fn == "importance_sampling":
+            total -= ratio * advantage
+            continue
+        if loss_fn == "dro":
+            total -= logprobs[t] * advantage - 0.5 * config["beta"] * (logprobs[t] - inputs["logprobs"][t]) ** 2
+            continue
+        if loss_fn == "gspo":
+            ratio = of_sequence * np.exp(logprobs[t]) / np.exp(fixed[t])
+        elif loss_fn == "cispo":
+            ratio = np.exp(fixed[t] - inputs["logprobs"][t])
+        clipped = min(max(ratio, config["clip_low_threshold"]), config["clip_high_threshold"])
+        if loss_fn == "cispo":
+            total -= clipped * logprobs[t] * advantage
+        else:
+            total -= min(ratio * advantage, clipped * advantage)
+    return total
