@@ -1,6 +1,7 @@
 """What a request asks about its prompt: each answer is what HF's distribution in float32 says."""
 
 import asyncio
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from tinker_local.backend.sampling.interface import SampleWork
+from tinker_local.backend.sampling.vllm_sampler import VLLMSampler
 from tinker_local.types import InvalidRequestError, SampleOutput, SamplingParams, TensorData
 
 TEXT = list(range(20, 60))
@@ -211,7 +213,226 @@ async def test_a_prompt_of_one_token_has_empty_answers(text: Any) -> None:
     assert output.topk_prompt_logprobs.logprobs.tolist() == [[EMPTY[1]] * 2]
 
 
-REFUSED = {
+# The last n -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("last_n", [1, 7, 16, 39])
+async def test_last_n_leaves_out_what_is_before(text: Any, last_n: int) -> None:
+    prompt = text.prompt(TEXT)
+    expected, first = log_p(text, prompt), 39 - last_n
+    ids = targets((39, 2))
+    output = await ask(
+        text,
+        prompt,
+        prompt_logprobs=True,
+        topk_prompt_logprobs=3,
+        prompt_logprobs_last_n=last_n,
+        target_prompt_logprobs=TensorData.from_numpy(ids),
+        prompt_alt_tokens_k=2,
+    )
+    assert output.prompt_logprobs is not None
+    assert np.isnan(output.prompt_logprobs[: first + 1]).all()
+    text.same(output.prompt_logprobs[first + 1 :], text.hf.prompt_logprobs(prompt)[first:])
+    same_topk(text, output.topk_prompt_logprobs, expected, first)
+    # What else is asked is not restricted.
+    assert output.target_prompt_logprobs is not None
+    scored = expected.gather(1, torch.from_numpy(ids).clamp(min=0)).numpy()
+    text.same(output.target_prompt_logprobs.to_numpy(), np.where(ids == -1, 0.0, scored))
+    same_drawn(text, output, expected)
+
+
+@pytest.mark.parametrize("with_adapter", [False, True])
+async def test_last_n_reads_the_prefix_from_the_cache(
+    vl: Any, tmp_path: Path, noise: Callable[..., Any], with_adapter: bool
+) -> None:
+    """All whole blocks before the first row that is asked for; also what comes before the first id that is named."""
+    thread, engine = vl.sampler._thread, vl.sampler._engine
+    block = thread.call(engine, lambda vllm: vllm.vllm_config.cache_config.block_size).result(10)
+    adapter = vl.adapter(tmp_path / "v1", EVERYTHING, 4) if with_adapter else None
+    version = adapter and adapter.version
+    ids = np.random.default_rng(5 + with_adapter).integers(0, 300, 5 * block).tolist()
+    prompt = vl.prompt(ids[:30], noise(70, 70, 40), ids[30:])
+    await ask(vl, prompt, version)
+    expected = log_p(vl, prompt, adapter)
+    rows = len(expected)
+    chosen = expected.gather(1, torch.from_numpy(prompt.token_ids[1:].astype(np.int64))[:, None])[:, 0].numpy()
+    for first_row in (rows - 1, 4 * block, 2 * block + 1, 2 * block, 2 * block - 1, block // 2, 0):
+        output = await ask(
+            vl, prompt, version, prompt_logprobs=True, prompt_logprobs_last_n=rows - first_row, topk_prompt_logprobs=2
+        )
+        assert output.prompt_cache_hit_tokens == first_row // block * block
+        assert output.prompt_logprobs is not None
+        vl.same(output.prompt_logprobs[first_row + 1 :], chosen[first_row:])
+        same_topk(vl, output.topk_prompt_logprobs, expected, first_row)
+    named = np.full((rows, 1), -1)
+    named[3 * block + 5 :] = 7
+    output = await ask(vl, prompt, version, target_prompt_logprobs=TensorData.from_numpy(named))
+    assert output.prompt_cache_hit_tokens == 3 * block
+    assert output.target_prompt_logprobs is not None
+    scored = output.target_prompt_logprobs.to_numpy()[:, 0]
+    assert not scored[: 3 * block + 5].any()
+    vl.same(scored[3 * block + 5 :], expected[3 * block + 5 :, 7].numpy())
+
+
+# Drawn alternatives ---------------------------------------------------------------------------------------------------
+
+
+def same_drawn(served: Any, output: SampleOutput, expected: torch.Tensor) -> np.ndarray:
+    """The drawn tokens [P - 1, k], whose logprobs are the model's at temperature 1."""
+    assert output.prompt_alt_tokens is not None
+    drawn, logprobs = output.prompt_alt_tokens.tokens, output.prompt_alt_tokens.logprobs
+    assert (drawn.dtype, logprobs.dtype) == ("int64", "float32")
+    assert drawn.shape == logprobs.shape
+    tokens: np.ndarray = drawn.to_numpy()
+    served.same(logprobs.to_numpy(), expected.gather(1, torch.from_numpy(tokens.copy())).numpy())
+    return tokens
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.3, 1.0, 2.0])
+async def test_alternatives_are_drawn_at_the_temperature_with_the_models_logprobs(
+    case: Any, temperature: float
+) -> None:
+    """Neither top-k nor top-p cuts them; 4000 draws at every position have the distribution's frequencies."""
+    served, prompt, adapter = case
+    expected = log_p(served, prompt, adapter)
+    params = SamplingParams(max_tokens=1, temperature=temperature, top_k=2, top_p=0.5, seed=4)
+    output = await ask(
+        served, prompt, None if adapter is None else adapter.version, params=params, prompt_alt_tokens_k=4000
+    )
+    drawn = same_drawn(served, output, expected)
+    assert drawn.shape == (prompt.length - 1, 4000)
+    if temperature == 0:
+        assert (drawn == expected.argmax(-1).numpy()[:, None]).all()
+        return
+    p = (expected / temperature).softmax(-1).double().numpy()
+    counts = np.stack([np.bincount(row, minlength=p.shape[1]) for row in drawn])
+    often = 4000 * p > 20
+    deviation = (counts - 4000 * p) / np.sqrt(4000 * p * (1 - p) + 1e-9)
+    assert np.abs(deviation[often]).max() < 5.5
+    # What is rare is drawn as often as it should be, too.
+    rare = (4000 * p * ~often).sum()
+    assert abs(counts[~often].sum() - rare) < 5.5 * rare**0.5 + 1
+    # Positions, and draws at one position, are independent: pairs agree as often as chance has it.
+    agree = (drawn[:, 0::2] == drawn[:, 1::2]).mean(axis=1)
+    chance = (p**2).sum(axis=1)
+    assert (np.abs(agree - chance) < 5.5 * np.sqrt(chance * (1 - chance) / 2000) + 1e-3).all()
+    agree = (drawn[:-1] == drawn[1:]).mean(axis=1)
+    chance = (p[:-1] * p[1:]).sum(axis=1)
+    assert (np.abs(agree - chance) < 5.5 * np.sqrt(chance * (1 - chance) / 4000) + 1e-3).all()
+
+
+async def test_alternatives_repeat_with_their_seed_whatever_runs_beside_them(text: Any) -> None:
+    prompt = text.prompt(TEXT)
+
+    async def draw(seed: int | None, others: int = 0) -> list[list[int]]:
+        params = SamplingParams(max_tokens=2, seed=seed, stop=())
+        output, *_ = await asyncio.gather(
+            ask(text, prompt, params=params, prompt_alt_tokens_k=20, num_samples=3),
+            *(ask(text, prompt, prompt_logprobs=True) for _ in range(others)),
+        )
+        assert output.prompt_alt_tokens is not None
+        tokens: list[list[int]] = output.prompt_alt_tokens.tokens.to_numpy().tolist()
+        return tokens
+
+    first = await draw(7)
+    assert await draw(7, 5) == first
+    assert await draw(8) != first
+    assert await draw(None) != await draw(None)
+
+
+async def test_alternatives_of_a_long_prompt_do_not_depend_on_its_parts(
+    vl: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompt = vl.prompt(np.random.default_rng(1).integers(0, 300, 2500).tolist())
+    params = SamplingParams(max_tokens=1, seed=2)
+    expected = log_p(vl, prompt)
+    whole = same_drawn(vl, await ask(vl, prompt, params=params, prompt_alt_tokens_k=3), expected)
+    monkeypatch.setattr("tinker_local.backend.sampling.vllm_prompt_scores.CHUNK_NUMBERS", 80_000)
+    parts = same_drawn(vl, await ask(vl, prompt, params=params, prompt_alt_tokens_k=3), expected)
+    # A product of matrices rounds otherwise with other rows beside it; a draw at an edge may fall on its other side.
+    assert (whole != parts).mean() < 1e-3
+
+
+# Preemption -----------------------------------------------------------------------------------------------------------
+
+
+def kv_bytes(served: Any) -> int:
+    """Of the KV cache, for one position."""
+    config = served.hf.model.config
+    return int(2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * 4)
+
+
+async def test_a_prompt_that_is_preempted_in_its_middle_is_answered_rightly(text: Any) -> None:
+    """The KV cache has no room for all; whoever came last starts again from its beginning."""
+    options = dataclasses.replace(
+        text.options,
+        kv_cache_bytes=640 * kv_bytes(text),
+        max_context_length=400,
+        max_batched_tokens=32,
+        max_sequences=8,
+    )
+    thread = text.sampler._thread
+    small = VLLMSampler(options, thread)
+    halfway: list[int] = []
+
+    def watch(engine: Any) -> None:
+        scheduler = engine.engine_core.engine_core.scheduler
+        preempt = scheduler._preempt_request
+
+        def noted(request: Any, *args: Any, **kwargs: Any) -> Any:
+            if 0 < request.num_computed_tokens < request.num_prompt_tokens:
+                halfway.append(request.num_computed_tokens)
+            return preempt(request, *args, **kwargs)
+
+        scheduler._preempt_request = noted
+
+    await asyncio.wrap_future(thread.call(small._engine, watch))
+    try:
+        prompts = [text.prompt([(7 * i * i + start) % 300 for i in range(250)]) for start in range(6)]
+        wanted = [targets((249, 2), seed) for seed in range(6)]
+        outputs = await asyncio.gather(
+            *(
+                small.sample(
+                    SampleWork(
+                        prompt,
+                        None,
+                        SamplingParams(max_tokens=100, stop=(), seed=5),
+                        prompt_logprobs=True,
+                        topk_prompt_logprobs=3,
+                        target_prompt_logprobs=TensorData.from_numpy(ids),
+                        prompt_alt_tokens_k=2,
+                    )
+                )
+                for prompt, ids in zip(prompts, wanted, strict=True)
+            )
+        )
+    finally:
+        await small.close()
+    assert halfway
+    for prompt, ids, output in zip(prompts, wanted, outputs, strict=True):
+        expected = log_p(text, prompt)
+        assert output.prompt_logprobs is not None
+        assert output.target_prompt_logprobs is not None
+        text.same(output.prompt_logprobs[1:], text.hf.prompt_logprobs(prompt))
+        same_topk(text, output.topk_prompt_logprobs, expected)
+        scored = expected.gather(1, torch.from_numpy(ids).clamp(min=0)).numpy()
+        text.same(output.target_prompt_logprobs.to_numpy(), np.where(ids == -1, 0.0, scored))
+        same_drawn(text, output, expected)
+        (sequence,) = output.sequences
+        text.same(sequence.logprobs, text.hf.logprobs(prompt, sequence.tokens))
+
+
+# Refused --------------------------------------------------------------------------------------------------------------
+
+REFUSED: dict[str, dict[str, Any]] = {
+    r"prompt_logprobs_last_n: 5 needs prompt_logprobs": {"prompt_logprobs_last_n": 5, "topk_prompt_logprobs": 1},
+    r"prompt_logprobs_last_n: 40 is not between 1 and 39 \(the prompt has 40 tokens": {
+        "prompt_logprobs_last_n": 40,
+        "prompt_logprobs": True,
+    },
+    r"prompt_alt_tokens_k: 40 prompt tokens times 1000000 are 40000000, this server's limit is 33554432": {
+        "prompt_alt_tokens_k": 10**6
+    },
     "topk_prompt_logprobs: 600 is more than the vocabulary's": {"topk_prompt_logprobs": 600},
     "topk_sample_logprobs: 600 is more than the vocabulary's": {"topk_sample_logprobs": 600},
     r"topk_sample_logprobs: num_samples 1000 times up to 900 tokens times 100 are 90000000 logprobs": {

@@ -172,6 +172,7 @@ def build_engine(options: EngineOptions) -> Any:
         if finalizer is not None:
             finalizer.detach()
         vllm_prompt_scores.answer_questions(runner)
+        vllm_prompt_scores.read_cached_prefixes(engine)
         FullVocabularyDraw.install(runner)
         collect_logprobs(engine)
     return engine

@@ -26,8 +26,30 @@ def ask(params: Any, questions: PromptQuestions) -> None:
     """Let a request with these `SamplingParams` of vLLM answer `questions` in its output's `prompt_logprobs`."""
     params.prompt_logprobs = 0
     params.extra_args = {_QUESTIONS: questions}
-    # Rows of a prefix that is read from the cache could not be computed.
-    params.skip_reading_prefix_cache = True
+    params.skip_reading_prefix_cache = questions.first_row == 0
+
+
+class _UntilFirstRow:
+    """A request as the prefix cache shall see it: rows from `first_row` on are computed, whatever is cached."""
+
+    def __init__(self, request: Any, first_row: int) -> None:
+        self._request = request
+        self.num_tokens = first_row + 1  # the last token is always computed
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._request, name)
+
+
+def read_cached_prefixes(engine: Any) -> None:
+    """Let requests with questions read from the prefix cache what lies before the first row they ask about."""
+    manager = engine.engine_core.engine_core.scheduler.kv_cache_manager
+    original = manager.get_computed_blocks
+
+    def get_computed_blocks(request: Any) -> Any:
+        questions = (request.sampling_params.extra_args or {}).get(_QUESTIONS)
+        return original(request if questions is None else _UntilFirstRow(request, questions.first_row))
+
+    manager.get_computed_blocks = get_computed_blocks
 
 
 def answer_questions(runner: Any) -> None:
