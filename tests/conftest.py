@@ -21,6 +21,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ["NO_PROXY"] = ",".join(filter(None, [os.environ.get("NO_PROXY"), "127.0.0.1", "localhost"]))
 
 TOGETHER = {
+    "tests/compatibility": "real_server",
     "tests/e2e": "real_server",
     "tests/examples": "real_server",
     "tests/rl/test_rl_cookbook.py": "real_server",
@@ -81,6 +82,7 @@ class Server:
 
     process: subprocess.Popen[str]
     data_dir: Path
+    images: Path | None = None
     lines: list[str] = field(default_factory=list)
     url: str = ""
 
@@ -148,9 +150,12 @@ def fake_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 @pytest.fixture(scope="session")
 def real_server(tmp_path_factory: pytest.TempPathFactory, tiny_models: dict[str, Path]) -> Iterator[Server]:
-    """A server of both tiny models on real vLLM and HF."""
-    arguments = [part for name, path in tiny_models.items() for part in ("--model", f"{name}={path}")]
+    """A server of both tiny models on real vLLM and HF; prompts may name images of `images`."""
+    images = tmp_path_factory.mktemp("images")
+    arguments = ["--image-folder", str(images)]
+    arguments += [part for name, path in tiny_models.items() for part in ("--model", f"{name}={path}")]
     server = start_server(tmp_path_factory.mktemp("real"), "--kv-cache", "0.25", "--max-rank", "32", *arguments)
+    server.images = images
     yield server
     server.stop()
 

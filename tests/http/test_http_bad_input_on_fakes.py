@@ -362,7 +362,7 @@ async def test_bad_sample_is_refused_at_once_on_fakes(api: Any, fields: dict[str
                     "chunks": [{"type": "image_asset_pointer", "location": "file:///etc/passwd", "format": "png"}]
                 }
             },
-            ("prompt.chunks[0]", "image_asset_pointer"),
+            ("prompt.chunks[0].location", "--image-folder"),
             id="image pointer",
         ),
     ],

@@ -40,6 +40,7 @@ class BackendOptions:
     where it shares the GIL with nobody; None: "process" on CUDA, "inline" on CPU and for fakes.
     `max_context_length` None: the model's own. `micro_batch_tokens`: most positions in one forward of the trainer;
     `batch_tokens`: in one round of the scheduler.
+    `image_folder`, `image_hosts`: where images may come from that a prompt names by path or URL (`ImageAssets`).
     `kv_cache_bytes` None: 256 MiB on CPU; on CUDA by `gpu_plan.py`, which divides `gpu_memory_utilization` of what is
     free on the card between trainer and vLLM.
     `sampler_sleeps`: vLLM gives its part to the trainer when a request does not fit otherwise, and takes it back when
@@ -57,6 +58,8 @@ class BackendOptions:
     micro_batch_tokens: int = 8192
     batch_tokens: int = 65536
     max_image_pixels: int = 64 * 2**20
+    image_folder: Path | None = None
+    image_hosts: tuple[str, ...] = ()
     max_num_samples: int = 1024
     max_queued_samples: int = 20000
     max_queued_requests: int = 8192

@@ -90,6 +90,18 @@ def read_keys(path: Path) -> list[str]:
     help="Positions in one forward pass of the trainer.",
 )
 @click.option(
+    "--image-folder",
+    type=click.Path(path_type=Path, exists=True, file_okay=False),
+    help="Prompts may name images below this folder (`ImageAssetPointerChunk`). Default: none.",
+)
+@click.option(
+    "--image-host",
+    "image_hosts",
+    multiple=True,
+    metavar="HOST[:PORT]",
+    help="Prompts may name images on this public host by http(s). Repeat for more hosts. Default: none.",
+)
+@click.option(
     "--max-queued-requests",
     default=8192,
     show_default=True,
@@ -154,6 +166,8 @@ def serve(
     dtype: DType | None,
     trainer: TrainerPlace | None,
     micro_batch_tokens: int,
+    image_folder: Path | None,
+    image_hosts: tuple[str, ...],
     max_queued_requests: int,
     max_queued_requests_per_session: int,
     max_queued_memory: float,
@@ -188,6 +202,8 @@ def serve(
         max_adapter_bytes=None if max_adapter_memory is None else int(max_adapter_memory * 2**30),
         max_context_length=max_context_length,
         micro_batch_tokens=micro_batch_tokens,
+        image_folder=image_folder,
+        image_hosts=image_hosts,
         max_queued_requests=max_queued_requests,
         max_queued_requests_per_session=max_queued_requests_per_session,
         max_queued_bytes=int(max_queued_memory * 2**30),

@@ -84,7 +84,7 @@ class VLLMRenderer:
         """The image and the id that stands for its positions."""
         if isinstance(chunk, ImageAssetPointerChunk):
             raise UnsupportedError(
-                f"{where}: image_asset_pointer is not supported, this server fetches nothing; send the image's bytes"
+                f"{where}: image_asset_pointer is for prompts of samples alone; send the image's bytes"
             )
         if self._images is None or self.tokens is None:
             raise InvalidRequestError(f"{where}: an image, but this base model reads text only")

@@ -1,0 +1,232 @@
+"""Images by path or URL come from where the operator allows it, and from nowhere else."""
+
+import http.server
+import io
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from PIL import Image
+from tinker_local.backend.rendering import image_assets
+from tinker_local.backend.rendering.image_assets import ImageAssets
+from tinker_local.types import (
+    EncodedTextChunk,
+    ImageAssetPointerChunk,
+    ImageChunk,
+    InvalidRequestError,
+    ModelInput,
+    UnsupportedError,
+)
+
+
+def png(color: str = "red") -> bytes:
+    buffer = io.BytesIO()
+    Image.new("RGB", (8, 8), color).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+def named(location: str, kind: Any = "png") -> ModelInput:
+    return ModelInput(chunks=(EncodedTextChunk(tokens=[1, 2]), ImageAssetPointerChunk(location=location, format=kind)))
+
+
+def bytes_of(assets: ImageAssets, location: str) -> bytes:
+    chunk = assets.resolved(named(location), "prompt").chunks[1]
+    assert isinstance(chunk, ImageChunk)
+    return chunk.data
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "images" / "deep").mkdir(parents=True)
+    (tmp_path / "images" / "red.png").write_bytes(png("red"))
+    (tmp_path / "images" / "deep" / "a b.png").write_bytes(png("blue"))
+    (tmp_path / "secret.png").write_bytes(png("black"))
+    return tmp_path / "images"
+
+
+def test_without_permission_nothing_is_read_and_the_message_says_what_to_do(folder: Path) -> None:
+    with pytest.raises(UnsupportedError, match=r"prompt\.chunks\[1\]\.location: .*--image-folder"):
+        ImageAssets().resolved(named(str(folder / "red.png")), "prompt")
+
+
+def test_files_of_the_folder_are_read_by_every_kind_of_path(folder: Path) -> None:
+    assets = ImageAssets(folder)
+    for location in ("red.png", str(folder / "red.png"), f"file://{folder}/red.png", "deep/../red.png"):
+        assert bytes_of(assets, location) == png("red")
+    assert bytes_of(assets, f"file://{folder}/deep/a%20b.png") == png("blue")
+    assert bytes_of(assets, "deep/a b.png") == png("blue")
+
+
+def test_what_is_not_below_the_folder_is_refused_whatever_leads_there(folder: Path) -> None:
+    (folder / "link.png").symlink_to(folder.parent / "secret.png")
+    (folder / "up").symlink_to(folder.parent)
+    os.mkfifo(folder / "pipe.png")
+    assets = ImageAssets(folder)
+    locations = (
+        "../secret.png",
+        str(folder.parent / "secret.png"),
+        f"file://{folder.parent}/secret.png",
+        "link.png",
+        "up/secret.png",
+        "pipe.png",
+        "deep",
+        "missing.png",
+        "red.png\0",
+        "/dev/zero",
+        "/proc/self/environ",
+    )
+    for location in locations:
+        with pytest.raises(InvalidRequestError, match="is no file below the folder of images"):
+            bytes_of(assets, location)
+    with pytest.raises(InvalidRequestError, match="names no host"):
+        bytes_of(assets, "file://elsewhere/red.png")
+
+
+def test_a_file_that_is_too_large_or_another_format_is_refused_with_the_numbers(folder: Path) -> None:
+    with pytest.raises(InvalidRequestError, match=rf"red\.png has {len(png())} bytes or more, the limit is 10"):
+        bytes_of(ImageAssets(folder, max_bytes=10), "red.png")
+    with pytest.raises(InvalidRequestError, match="says 'jpeg', but data is a png file"):
+        ImageAssets(folder).resolved(named("red.png", "jpeg"), "prompt")
+    (folder / "text.png").write_text("no image")
+    with pytest.raises(InvalidRequestError, match="neither a PNG nor a JPEG"):
+        bytes_of(ImageAssets(folder), "text.png")
+
+
+# URLs ---------------------------------------------------------------------------------------------------------------
+
+
+class Site:
+    """A web site on this machine that is asked as if it had a public address. `hosts`: the names it was asked by."""
+
+    def __init__(self) -> None:
+        self.pages: dict[str, Callable[[Any], None]] = {}
+        self.hosts: list[str] = []
+        site = self
+
+        class Handler(http.server.BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                site.hosts.append(self.headers["Host"])
+                site.pages[self.path](self)
+
+            def log_message(self, *_: Any) -> None:
+                pass
+
+        self.server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.port = self.server.server_address[1]
+        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+
+    def page(self, path: str, body: bytes = b"", status: int = 200, **headers: str) -> None:
+        def answer(handler: Any) -> None:
+            handler.send_response(status)
+            for name, value in headers.items():
+                handler.send_header(name, value)
+            handler.end_headers()
+            handler.wfile.write(body)
+
+        self.pages[path] = answer
+
+
+@pytest.fixture
+def site(monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
+    site = Site()
+    public = "93.184.216.34"
+
+    class Redirected(httpx.HTTPTransport):
+        def handle_request(self, request: httpx.Request) -> httpx.Response:
+            assert request.url.host == public, "another address was asked than was looked at"
+            request.url = request.url.copy_with(host="127.0.0.1")
+            return super().handle_request(request)
+
+    class Client(httpx.Client):
+        def __init__(self, **kwargs: Any) -> None:
+            super().__init__(transport=Redirected(), **kwargs)
+
+    monkeypatch.setattr(image_assets.httpx, "Client", Client)
+    yield site
+    site.server.shutdown()
+
+
+def assets_of(site: Site, **options: Any) -> ImageAssets:
+    return ImageAssets(hosts=["pictures.example"], addresses=lambda host, port: ["93.184.216.34"], **options)
+
+
+def url(site: Site, path: str, host: str = "pictures.example") -> str:
+    return f"http://{host}:{site.port}{path}"
+
+
+def test_an_allowed_host_is_asked_by_its_name_at_the_address_that_was_looked_at(site: Site) -> None:
+    site.page("/red.png", png())
+    assert bytes_of(assets_of(site), url(site, "/red.png")) == png()
+    assert site.hosts == [f"pictures.example:{site.port}"]
+
+
+@pytest.mark.parametrize(
+    "location", ["http://other.example/a.png", "http://pictures.example.evil/a", "ftp://pictures.example/a", "data:,x"]
+)
+def test_other_hosts_and_schemes_are_not_asked(site: Site, location: str) -> None:
+    with pytest.raises(InvalidRequestError, match=r"location: the (host|scheme)"):
+        bytes_of(assets_of(site), location)
+    assert site.hosts == []
+
+
+@pytest.mark.parametrize(
+    "address", ["127.0.0.1", "10.0.0.3", "169.254.169.254", "::1", "fd00::1", "0.0.0.0", "::ffff:127.0.0.1"]
+)
+def test_an_allowed_name_with_a_private_address_is_not_asked(site: Site, address: str) -> None:
+    assets = ImageAssets(hosts=["pictures.example"], addresses=lambda host, port: ["93.184.216.34", address])
+    with pytest.raises(InvalidRequestError, match="private address"):
+        bytes_of(assets, url(site, "/red.png"))
+    assert site.hosts == []
+
+
+def test_a_port_may_be_part_of_the_permission(site: Site) -> None:
+    site.page("/red.png", png())
+    exact = ImageAssets(hosts=[f"pictures.example:{site.port}"], addresses=lambda host, port: ["93.184.216.34"])
+    assert bytes_of(exact, url(site, "/red.png")) == png()
+    with pytest.raises(InvalidRequestError, match="not one that this server asks"):
+        bytes_of(exact, "http://pictures.example:1/red.png")
+
+
+def test_redirects_are_followed_on_the_same_host_alone_and_not_for_ever(site: Site) -> None:
+    site.page("/red.png", png())
+    site.page("/here", status=302, Location="/red.png")
+    site.page("/away", status=302, Location="http://169.254.169.254/latest/meta-data")
+    site.page("/round", status=302, Location="/round")
+    assert bytes_of(assets_of(site), url(site, "/here")) == png()
+    with pytest.raises(InvalidRequestError, match="redirects to another host"):
+        bytes_of(assets_of(site), url(site, "/away"))
+    with pytest.raises(InvalidRequestError, match="redirects more than 3 times"):
+        bytes_of(assets_of(site), url(site, "/round"))
+
+
+def test_size_and_time_are_bounded_whatever_the_host_says(site: Site) -> None:
+    site.page("/large", png() + bytes(10**6))
+    with pytest.raises(InvalidRequestError, match="the limit is 1000"):
+        bytes_of(assets_of(site, max_bytes=1000), url(site, "/large"))
+
+    def drip(handler: Any) -> None:
+        handler.send_response(200)
+        handler.end_headers()
+        for _ in range(100):
+            handler.wfile.write(b"x")
+            handler.wfile.flush()
+            time.sleep(0.05)
+
+    site.pages["/slow"] = drip
+    started = time.monotonic()
+    with pytest.raises(InvalidRequestError, match=r"within 0\.3 seconds"):
+        bytes_of(assets_of(site, seconds=0.3), url(site, "/slow"))
+    assert time.monotonic() - started < 3
+
+
+def test_what_the_host_refuses_is_said(site: Site) -> None:
+    site.page("/gone", status=404)
+    with pytest.raises(InvalidRequestError, match="answers 404"):
+        bytes_of(assets_of(site), url(site, "/gone"))
+    with pytest.raises(InvalidRequestError, match="name or password"):
+        bytes_of(assets_of(site), f"http://me:word@pictures.example:{site.port}/red.png")
