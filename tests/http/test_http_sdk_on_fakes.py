@@ -120,9 +120,8 @@ def test_bad_arguments_are_raised_at_once_on_fakes(service: Any) -> None:
     with pytest.raises(tinker.BadRequestError, match="base_model"):
         service.create_sampling_client(base_model="nobody/nothing").result()
     client = service.create_lora_training_client(base_model="fake/bigram", rank=2)
-    for loss_fn in ("gspo", "dro", "stable_reinforce"):
-        with pytest.raises(tinker.RequestFailedError, match=loss_fn):
-            client.forward_backward([datum([5, 9])], loss_fn).result(timeout=60)
+    with pytest.raises(tinker.RequestFailedError, match="stable_reinforce"):
+        client.forward_backward([datum([5, 9])], "stable_reinforce").result(timeout=60)
     client.save_state("name").result()
     with pytest.raises(tinker.RequestFailedError, match="exists already"):
         client.save_state("name").result(timeout=60)  # no 409, which would be repeated for five minutes
@@ -217,13 +216,6 @@ def test_metadata_and_listings_round_trip_on_fakes(server: Any, service: Any) ->
     assert path not in [c.tinker_path for c in rest.list_user_checkpoints().result().checkpoints]
     with pytest.raises(tinker.NotFoundError):
         rest.delete_checkpoint_from_tinker_path(path).result()
-    for call in (
-        lambda: rest.publish_checkpoint_from_tinker_path(path),
-        lambda: rest.set_checkpoint_ttl_from_tinker_path(path, 7200),
-        lambda: rest.list_sessions(),
-    ):
-        with pytest.raises(tinker.BadRequestError, match="not supported"):
-            call().result()
 
 
 def test_command_line_of_the_sdk_works_on_fakes(

@@ -36,10 +36,13 @@ def test_sessions_come_back_equal_and_end_once(store: SqlStore) -> None:
     for record in (plain, full):
         store.add_session(record)
         assert store.get_session(record.session_id) == record
-    store.end_session("s2", "finished", START + timedelta(seconds=1))
-    store.end_session("s2", "heartbeats lost", START + timedelta(seconds=2))
-    ended = replace(full, ended_at=START + timedelta(seconds=1), end_reason="finished")
+    store.end_session("s2", "errored", "ValueError: bad: luck", START + timedelta(seconds=1))
+    store.end_session("s2", "heartbeats_lost", None, START + timedelta(seconds=2))
+    ended = replace(
+        full, ended_at=START + timedelta(seconds=1), end_reason="errored", end_detail="ValueError: bad: luck"
+    )
     assert store.get_session("s2") == ended
+    assert (ended.why_ended, plain.why_ended) == ("errored: ValueError: bad: luck", None)
     assert store.get_session("s1") == plain
     assert store.get_session("s3") is None
 
@@ -83,7 +86,7 @@ def test_touching_a_run_is_seen_at_once_writes_nothing_and_survives_a_restart(tm
 
 def test_a_touched_run_reaches_the_disk_in_time(store: SqlStore, monkeypatch: pytest.MonkeyPatch) -> None:
     store.add_training_run(run_record("r"))
-    monkeypatch.setattr("tinker_local.backend.storage.store.TOUCH_SECONDS", 0.0)
+    monkeypatch.setattr("tinker_local.backend.storage.records.TOUCH_SECONDS", 0.0)
     store.touch_training_run("r", START + timedelta(hours=1))
     with store._engine.connect() as connection:
         on_disk = connection.execute(sa.select(tables.training_runs.c.last_request_at)).scalar()

@@ -5,6 +5,7 @@ import logging
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
+from datetime import datetime
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
@@ -18,6 +19,9 @@ from tinker_local.backend.base_models import (
     load_engines,
     tokenizer_id,
 )
+from tinker_local.backend.checkpoint_uses import CheckpointUses
+from tinker_local.backend.checkpoints import Checkpoints
+from tinker_local.backend.copies import Copies
 from tinker_local.backend.daemon_thread import in_daemon_thread
 from tinker_local.backend.external_weights import ExternalWeights
 from tinker_local.backend.lending import Lending, LentSampler
@@ -27,12 +31,13 @@ from tinker_local.backend.sampler_versions import SamplerVersions
 from tinker_local.backend.sampling_sessions import SamplingSessions
 from tinker_local.backend.scheduling.operations import Operation, OperationKind, Operations
 from tinker_local.backend.scheduling.train_scheduler import TrainScheduler
-from tinker_local.backend.sessions import EndReason, Sessions, now
-from tinker_local.backend.storage.interface import CheckpointRecord, Store, TrainingRunRecord
-from tinker_local.backend.storage.names import parse_tinker_path
+from tinker_local.backend.session_search import FoundSession, search_sessions
+from tinker_local.backend.sessions import Sessions, now
+from tinker_local.backend.storage.interface import CheckpointRecord, EndReason, SessionRecord, Store, TrainingRunRecord
 from tinker_local.backend.training_runs import TrainedModel, TrainingRuns
 from tinker_local.types import (
     ApiError,
+    CopyWeightsRequest,
     CreateModelRequest,
     CreateSamplingSessionRequest,
     CreateSessionRequest,
@@ -52,6 +57,8 @@ from tinker_local.types import (
     SaveWeightsExternalRequest,
     SaveWeightsForSamplerRequest,
     SaveWeightsRequest,
+    SessionCursor,
+    SessionSearchRequest,
 )
 
 if TYPE_CHECKING:
@@ -83,12 +90,14 @@ class InProcessBackend:
         *,
         load: EngineLoader | None = None,
         progress: Progress = log.info,
+        clock: Callable[[], datetime] = now,
     ) -> None:
         if not models:
             raise ValueError("at least one model is needed")
         self._sources = by_path(models)
         self._load = load
         self._progress = progress
+        self._clock = clock
         self.options = options or BackendOptions()
         self.models = BaseModels()
         self.ready = False
@@ -109,7 +118,7 @@ class InProcessBackend:
         from tinker_local.backend.storage.versions import VersionFolders
 
         options = self.options
-        self.store: Store = SqlStore(options.data_dir)
+        self.store: Store = SqlStore(options.data_dir, clock=self._clock)
         self._closing.callback(self.store.close)
         folders = VersionFolders(options.data_dir)
         self._closing.callback(folders.close)
@@ -121,10 +130,17 @@ class InProcessBackend:
             await self._load_model(path, names, part)
         self.operations = Operations(options.result_retention)
         self.sessions = Sessions(self.store, options.session_timeout, self._end_session)
-        self.training = TrainingRuns(options, self.store, self.models, self.sessions, self.operations)
+        uses = CheckpointUses()
+        self.training = TrainingRuns(options, self.store, self.models, self.sessions, self.operations, uses)
         self._closing.callback(self.training.close)
-        self.sampling = SamplingSessions(options, self.store, folders, self.models, self.sessions, self.operations)
+        self.sampling = SamplingSessions(
+            options, self.store, folders, self.models, self.sessions, self.operations, uses, self._clock
+        )
         self._closing.callback(self.sampling.close)
+        self.checkpoints = Checkpoints(self.store, self.sampling, uses, self._clock)
+        self._closing.push_async_callback(self.checkpoints.close)
+        self.copies = Copies(self.store, self.checkpoints, self.sessions, self.training, self._clock)
+        await self.checkpoints.sweep()
         self.versions = SamplerVersions(self.store, folders, self.training, self.sampling)
         self.external_weights = ExternalWeights(self.store, self.training, options.data_dir)
         housekeeping = asyncio.create_task(self._keep_house(), name="housekeeping")
@@ -188,8 +204,7 @@ class InProcessBackend:
             try:
                 await self.sessions.end_silent()
                 self.operations.forget_old()
-                for record in await asyncio.to_thread(self.store.delete_expired, now()):
-                    self.sampling.checkpoint_deleted(record)
+                await self.checkpoints.sweep()
             except Exception:
                 log.exception("housekeeping failed; it goes on")
 
@@ -213,6 +228,20 @@ class InProcessBackend:
     async def finish_session(self, session_id: str, reason: EndReason = "success", detail: str | None = None) -> None:
         """End a session and free its models and nameless samplers; `detail` is kept with the reason."""
         await self.sessions.end(session_id, reason, detail)
+
+    async def list_sessions(self, limit: int, offset: int) -> list[str]:
+        """Ids, newest first."""
+        records, _ = await asyncio.to_thread(self.store.list_sessions, limit, offset)
+        return [record.session_id for record in records]
+
+    async def get_session(self, session_id: str) -> tuple[SessionRecord, list[str], list[str]]:
+        """A session, and the ids of its training runs and samplers."""
+        record = await self.sessions.record(session_id)
+        return record, *(await asyncio.to_thread(self.store.session_members, session_id))
+
+    async def search_sessions(self, request: SessionSearchRequest) -> tuple[list[FoundSession], SessionCursor | None]:
+        """A page of the sessions that fit, newest first, and where the next page begins."""
+        return await search_sessions(self.store, self.sessions, request)
 
     # Training -------------------------------------------------------------------------------------------------------
 
@@ -306,7 +335,7 @@ class InProcessBackend:
         session_id = paths.session_of(owner)
         session = await asyncio.to_thread(self.store.get_session, session_id)
         if session is not None and not self.sessions.is_live(session_id):
-            why = f"its session has ended ({session.end_reason})" if session.end_reason else "the server was restarted"
+            why = f"its session has ended ({session.why_ended})" if session.why_ended else "the server was restarted"
             raise InternalError(f"request_id: {request_id} is lost or never was: {why}")
         raise NotFoundError(f"request_id: there is no request {request_id!r}")
 
@@ -342,17 +371,27 @@ class InProcessBackend:
 
     async def get_checkpoint(self, tinker_path: str) -> CheckpointRecord:
         """The checkpoint behind a tinker path."""
-        run, kind, name = parse_tinker_path(tinker_path, "tinker_path")
-        record = await asyncio.to_thread(self.store.get_checkpoint, run, kind, name)
-        if record is None:
-            raise NotFoundError(f"tinker_path: there is no checkpoint {tinker_path}")
-        return record
+        return await self.checkpoints.get(tinker_path)
 
     async def delete_checkpoint(self, tinker_path: str) -> None:
         """Delete a checkpoint, on disk too; its sampling sessions end."""
-        record = await self.get_checkpoint(tinker_path)
-        await asyncio.to_thread(self.store.delete_checkpoint, record)
-        self.sampling.checkpoint_deleted(record)
+        await self.checkpoints.delete(tinker_path)
+
+    async def publish_checkpoint(self, tinker_path: str) -> None:
+        """Mark a checkpoint as public; a local server has one owner, who reads it either way."""
+        await self.checkpoints.set_public(tinker_path, True)
+
+    async def unpublish_checkpoint(self, tinker_path: str) -> None:
+        """Mark a checkpoint as private again."""
+        await self.checkpoints.set_public(tinker_path, False)
+
+    async def set_checkpoint_ttl(self, tinker_path: str, ttl_seconds: int | None) -> None:
+        """Let a checkpoint expire `ttl_seconds` from now, or never."""
+        await self.checkpoints.set_ttl(tinker_path, ttl_seconds)
+
+    async def copy_weights(self, request: CopyWeightsRequest, idempotency_key: str | None = None) -> str:
+        """The tinker path of a copy; the same key, or the same run, is the same copy."""
+        return await self.copies.copy(request, idempotency_key)
 
     def metrics(self) -> dict[str, ModelMetrics]:
         """What was counted since the start, by the first name of each copy of weights; empty unless `ready`."""

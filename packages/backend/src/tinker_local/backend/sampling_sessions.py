@@ -2,13 +2,16 @@
 
 import asyncio
 import logging
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from datetime import datetime
 from functools import partial
 from typing import Any
 
 from tinker_local.backend import paths
 from tinker_local.backend.base_models import BaseModel, BaseModels
+from tinker_local.backend.checkpoint_uses import CheckpointUses, version_of
 from tinker_local.backend.options import BackendOptions
 from tinker_local.backend.sampling.interface import AdapterVersion, SampleWork
 from tinker_local.backend.scheduling.operations import Operation, Operations, as_api_error
@@ -59,6 +62,8 @@ class SamplingSessions:
         models: BaseModels,
         sessions: Sessions,
         operations: Operations,
+        uses: CheckpointUses,
+        clock: Callable[[], datetime] = now,
     ) -> None:
         self._options = options
         self._store = store
@@ -66,10 +71,11 @@ class SamplingSessions:
         self._base_models = models
         self._sessions = sessions
         self._operations = operations
+        self._uses = uses
+        self._clock = clock
         self._open: dict[str, SamplingSession] = {}
         self._rendering = ThreadPoolExecutor(2, thread_name_prefix="render")
         self._queued = 0
-        self._removals: set[asyncio.Task[None]] = set()
 
     # Sessions -------------------------------------------------------------------------------------------------------
 
@@ -133,13 +139,14 @@ class SamplingSessions:
         """An open session, or one of a named version from before a restart."""
         session = self._open.get(sampling_session_id)
         if session is not None:
+            self._check_in_time(session.checkpoint)
             return session
         record = await asyncio.to_thread(self._store.get_sampling_session, sampling_session_id)
         if record is None:
             raise NotFoundError(f"sampling_session_id: there is no sampling session {sampling_session_id!r}")
         owner = await asyncio.to_thread(self._store.get_session, record.session_id)
-        if owner is not None and owner.end_reason is not None:
-            raise GoneError(f"sampling_session_id: its session has ended ({owner.end_reason})")
+        if owner is not None and owner.why_ended is not None:
+            raise GoneError(f"sampling_session_id: its session has ended ({owner.why_ended})")
         if record.nameless:
             raise InternalError(
                 f"the sampler {sampling_session_id} was of a nameless save, and the server was restarted since; "
@@ -179,16 +186,29 @@ class SamplingSessions:
         finally:
             await asyncio.to_thread(self._folders.remove, name)
 
+    def _check_in_time(self, checkpoint: CheckpointRecord | None) -> None:
+        if checkpoint is not None and checkpoint.expires_at is not None and checkpoint.expires_at <= self._clock():
+            raise NotFoundError(f"model_path: {checkpoint.tinker_path} expired at {checkpoint.expires_at.isoformat()}")
+
+    def checkpoint_changed(self, record: CheckpointRecord) -> None:
+        """Let the sessions of a checkpoint know its new expiry."""
+        for session in self._of_checkpoint(record):
+            session.checkpoint = record
+
     def checkpoint_deleted(self, record: CheckpointRecord) -> None:
-        """Take a deleted checkpoint's weights from its sampler; its sessions answer that it is gone."""
-        for session_id in [i for i, s in self._open.items() if s.checkpoint == record]:
-            del self._open[session_id]
+        """Let the sessions of a checkpoint answer that it is gone; what they have accepted goes on."""
+        for session in self._of_checkpoint(record):
+            del self._open[session.record.sampling_session_id]
+
+    def _of_checkpoint(self, record: CheckpointRecord) -> list[SamplingSession]:
+        version = version_of(record)
+        return [s for s in self._open.values() if s.checkpoint is not None and version_of(s.checkpoint) == version]
+
+    async def unload(self, record: CheckpointRecord) -> None:
+        """Take a checkpoint's weights from its sampler; waits for samples of it that run."""
         if record.kind == "sampler_weights" and record.base_model in self._base_models.names():
             version = AdapterVersion(version_name(record), self._store.checkpoint_folder(record))
-            sampler = self._base_models.get(record.base_model).engines.sampler
-            removal = asyncio.create_task(sampler.remove_version(version))  # may wait for samples that run
-            self._removals.add(removal)
-            removal.add_done_callback(self._removals.discard)
+            await self._base_models.get(record.base_model).engines.sampler.remove_version(version)
 
     def close(self) -> None:
         self._rendering.shutdown(wait=False, cancel_futures=True)
@@ -219,6 +239,8 @@ class SamplingSessions:
         self._queued += 1
         session.base.counts.samples_accepted += 1
         session.running.add(operation)
+        if session.checkpoint is not None:
+            self._uses.take(session.checkpoint)
         task = asyncio.create_task(self._run(session, request, operation))
         task.add_done_callback(lambda _: self._ended(session, operation))  # it may be cancelled before it begins
         operation.run_as(task)
@@ -254,6 +276,8 @@ class SamplingSessions:
         """A sample ended, whichever way; whoever gets its result finds it counted out."""
         if operation in session.running:
             session.running.discard(operation)
+            if session.checkpoint is not None:
+                self._uses.leave(session.checkpoint)
             session.base.counts.samples_accepted -= 1
             self._queued -= 1
 

@@ -9,13 +9,14 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Literal
 
-from tinker_local.backend.storage.interface import SessionRecord, Store
+from tinker_local.backend.ownership import check_project
+from tinker_local.backend.storage.interface import EndReason, SessionRecord, Store
 from tinker_local.backend.user_metadata import check_user_metadata
-from tinker_local.types import CreateSessionRequest, GoneError, NotFoundError, UnsupportedError
+from tinker_local.types import CreateSessionRequest, GoneError, NotFoundError
 
 log = logging.getLogger(__name__)
 
-EndReason = Literal["success", "errored", "interrupted", "heartbeats_lost"]
+StatusType = Literal["active", "cancelled", "client_finished"]
 
 LONGEST_DETAIL = 500
 """Characters of a `finish`'s detail that are kept with the session."""
@@ -26,6 +27,29 @@ def now() -> datetime:
     return datetime.now(UTC)
 
 
+@dataclass(frozen=True, slots=True)
+class SessionEnd:
+    """Why a session ended."""
+
+    reason: EndReason
+    detail: str | None = None
+
+    def __str__(self) -> str:
+        return f"{self.reason}: {self.detail}" if self.detail else self.reason
+
+
+@dataclass(frozen=True, slots=True)
+class SessionStatus:
+    """What became of a session: it runs; it was cancelled, because its heartbeats stopped; or its client ended it.
+
+    No request, model or sampler makes a session fail here: what fails is told by its own future.
+    """
+
+    type: StatusType
+    reason: EndReason | None = None
+    detail: str | None = None
+
+
 @dataclass(slots=True, eq=False)
 class Session:
     """`heartbeats`: whether it ends when they stop. `ended`: why it is being ended."""
@@ -33,7 +57,7 @@ class Session:
     session_id: str
     heartbeats: bool
     last_heartbeat: float = field(default_factory=time.monotonic)
-    ended: str | None = None
+    ended: SessionEnd | None = None
 
 
 class Sessions:
@@ -47,8 +71,7 @@ class Sessions:
 
     async def create(self, request: CreateSessionRequest, *, heartbeats: bool) -> str:
         """A new session's id."""
-        if request.project_id is not None:
-            raise UnsupportedError("project_id: a local server has no projects; leave it out (unset TINKER_PROJECT_ID)")
+        check_project(request.project_id, "project_id")
         check_user_metadata(request.user_metadata)
         session = Session(f"s-{secrets.token_hex(8)}", heartbeats)
         record = SessionRecord(
@@ -68,14 +91,32 @@ class Sessions:
         if session is not None and session.ended is None:
             return session
         if session is not None:
-            why = session.ended
+            why = str(session.ended)
         else:
-            record = await asyncio.to_thread(self._store.get_session, session_id)
-            if record is None:
-                raise NotFoundError(f"session_id: there is no session {session_id!r}")
-            why = record.end_reason
-        why = why or "the server was restarted"
+            why = (await self.record(session_id)).why_ended or "the server was restarted"
         raise GoneError(f"session_id: the session {session_id!r} has ended ({why}); make a new ServiceClient")
+
+    async def record(self, session_id: str) -> SessionRecord:
+        """What is recorded of a session, live or not; NotFoundError if there never was one."""
+        record = await asyncio.to_thread(self._store.get_session, session_id)
+        if record is None:
+            raise NotFoundError(f"session_id: there is no session {session_id!r}")
+        return record
+
+    def status(self, record: SessionRecord) -> SessionStatus | None:
+        """What became of a recorded session; None if it was lost when the server stopped, and nobody ended it since."""
+        session = self._live.get(record.session_id)
+        if session is not None and session.ended is None:
+            return SessionStatus("active")
+        if session is not None and session.ended is not None:
+            reason, detail = session.ended.reason, session.ended.detail
+        elif record.end_reason is not None:
+            reason, detail = record.end_reason, record.end_detail
+        else:
+            return None
+        if reason == "heartbeats_lost":
+            return SessionStatus("cancelled", reason, f"{reason}: {detail}" if detail else reason)
+        return SessionStatus("client_finished", reason, detail)
 
     def is_live(self, session_id: str) -> bool:
         """Whether the session was made by this process and has not ended."""
@@ -90,15 +131,14 @@ class Sessions:
         """End a session and free what it holds; the first reason wins."""
         session = self._live.get(session_id)
         if session is None:
-            if await asyncio.to_thread(self._store.get_session, session_id) is None:
-                raise NotFoundError(f"session_id: there is no session {session_id!r}")
+            await self.record(session_id)
         elif session.ended is not None:
             return
-        why = f"{reason}: {detail[:LONGEST_DETAIL]}" if detail else reason
+        end = SessionEnd(reason, detail[:LONGEST_DETAIL] if detail else None)
         if session is not None:
-            session.ended = why
+            session.ended = end
         # First the record, so that whoever asks while things are freed is told why.
-        await asyncio.to_thread(self._store.end_session, session_id, why, now())
+        await asyncio.to_thread(self._store.end_session, session_id, end.reason, end.detail, now())
         if session is not None:
             try:
                 await self._on_end(session_id)
@@ -111,7 +151,8 @@ class Sessions:
         silent = [s for s in self._live.values() if s.heartbeats and s.ended is None and s.last_heartbeat < limit]
         for session in silent:
             log.warning("session %s: no heartbeat for %.0f s, ended", session.session_id, self._timeout)
-        await asyncio.gather(*(self.end(session.session_id, "heartbeats_lost") for session in silent))
+        detail = f"none for {self._timeout:g} s"
+        await asyncio.gather(*(self.end(session.session_id, "heartbeats_lost", detail) for session in silent))
 
     def __len__(self) -> int:
         return len(self._live)

@@ -11,7 +11,10 @@ from typing import Any
 
 from tinker_local.backend import paths
 from tinker_local.backend.base_models import BaseModel, BaseModels
+from tinker_local.backend.checkpoint_uses import CheckpointUses
+from tinker_local.backend.optimizers import check_optimizer, step_params
 from tinker_local.backend.options import BackendOptions
+from tinker_local.backend.ownership import check_no_token
 from tinker_local.backend.preparation import prepare_work
 from tinker_local.backend.scheduling.admission import Bounds, Load
 from tinker_local.backend.scheduling.model_queue import GradientCommand, ModelQueue, StepCommand
@@ -70,14 +73,22 @@ class TrainingRuns:
     """Creates, runs and ends models."""
 
     def __init__(
-        self, options: BackendOptions, store: Store, models: BaseModels, sessions: Sessions, operations: Operations
+        self,
+        options: BackendOptions,
+        store: Store,
+        models: BaseModels,
+        sessions: Sessions,
+        operations: Operations,
+        uses: CheckpointUses,
     ) -> None:
         self._options = options
         self._store = store
         self._base_models = models
         self._sessions = sessions
         self._operations = operations
+        self._uses = uses
         self._live: dict[str, TrainedModel] = {}
+        self._copies: set[str] = set()
         self._preparing = ThreadPoolExecutor(2, thread_name_prefix="prepare")
         self._bounds = Bounds(
             all=Load(options.max_queued_requests, options.max_queued_bytes),
@@ -145,6 +156,8 @@ class TrainingRuns:
     ) -> TrainedModel:
         if model_id in self._live:
             raise InvalidRequestError(f"model_seq_id: {model_id} is alive; give the new model another number")
+        if model_id in self._copies:
+            raise InvalidRequestError(f"model_seq_id: {model_id} is a copy; give the new model another number")
         size = self._check_limits(base, config)
         when = now()
         record = TrainingRunRecord(model_id, session_id, base_name, config, when, when)
@@ -217,6 +230,17 @@ class TrainingRuns:
             await self._free(model, f"the session {session_id} has ended")
 
         await asyncio.gather(*(end(m) for m in list(self._live.values()) if m.record.session_id == session_id))
+        self._copies = {run for run in self._copies if paths.session_of(run) != session_id}
+
+    def reserve(self, training_run_id: str) -> None:
+        """Keep the id of a live session's run for a copy; InvalidRequestError if a model or a copy has it."""
+        if training_run_id in self._live or training_run_id in self._copies:
+            raise InvalidRequestError(f"model_seq_id: {training_run_id} exists; give the copy another number")
+        self._copies.add(training_run_id)
+
+    def release(self, training_run_id: str) -> None:
+        """Give up what `reserve` kept."""
+        self._copies.discard(training_run_id)
 
     async def finish_saves(self) -> None:
         """Wait for the checkpoints that are being written."""
@@ -249,9 +273,14 @@ class TrainingRuns:
         record = await asyncio.to_thread(self._store.get_training_run, model_id)
         if record is None:
             return NotFoundError(f"model_id: there is no model {model_id!r}")
+        if record.copied_from is not None:
+            return InvalidRequestError(
+                f"model_id: {model_id} is a copy of {record.copied_from}, which cannot be trained on; "
+                "begin a new model with create_training_client_from_state"
+            )
         session = await asyncio.to_thread(self._store.get_session, record.session_id)
-        if session is not None and session.end_reason is not None:
-            why = f"its session has ended ({session.end_reason})"
+        if session is not None and session.why_ended is not None:
+            why = f"its session has ended ({session.why_ended})"
         else:
             why = "the server was restarted"
         return InternalError(f"model {model_id} is gone: {why}. {await self._advice(model_id)}")
@@ -276,12 +305,12 @@ class TrainingRuns:
 
     async def _read(self, base: BaseModel, record: CheckpointRecord, request: LoadWeightsRequest) -> AdapterState:
         """What the trainer of `base` loads; a trainer knows its model by the first of its names."""
-        state = await asyncio.to_thread(self._store.read_checkpoint, record, optimizer=request.optimizer)
+        with self._uses.using(record):
+            state = await asyncio.to_thread(self._store.read_checkpoint, record, optimizer=request.optimizer)
         return replace(state, base_model=base.names[0])
 
     async def _checkpoint(self, request: LoadWeightsRequest) -> CheckpointRecord:
-        if request.weights_access_token is not None:
-            raise UnsupportedError("weights_access_token: a local server has one owner, so no token is needed")
+        check_no_token(request.weights_access_token)
         run, kind, name = parse_tinker_path(request.path, "path")
         if kind != "weights":
             raise InvalidRequestError(
@@ -325,16 +354,13 @@ class TrainingRuns:
 
         async def run(model: TrainedModel, operation: Operation[OptimStepOutput]) -> None:
             trainer, scheduler = model.base.engines.trainer, model.base.scheduler
-            if request.optimizer_params is not None:
-                raise UnsupportedError("optimizer_params: this server has AdamW alone; send adam_params")
-            if request.adam_params is None:
-                raise InvalidRequestError("adam_params: missing; every step says how it is to be taken")
+            params = step_params(request)
             if (reason := model.queue.commands.take_spoiled()) is not None:
                 await scheduler.call(trainer.discard_gradients, model.model_id)
                 raise InvalidRequestError(
                     f"the optimizer step was not taken and the gradient was discarded, because {reason}"
                 )
-            metrics = await scheduler.call(trainer.optim_step, model.model_id, request.adam_params)
+            metrics = await scheduler.call(trainer.optim_step, model.model_id, params)
             model.base.counts.optimizer_steps += 1
             operation.succeed(OptimStepOutput(metrics=metrics))
 
@@ -503,14 +529,6 @@ def repeated(known: Operation[Any], kind: OperationKind) -> Operation[Any]:
     if known.kind != kind:
         raise InvalidRequestError(f"seq_id: {known.request_id} is a {known.kind} already, it cannot be a {kind}")
     return known
-
-
-def check_optimizer(config: OptimizerConfig) -> None:
-    """UnsupportedError for anything but AdamW."""
-    if config.type != "adamw":
-        raise UnsupportedError(f"optimizer_config.type: {config.type!r} is not supported; this server has 'adamw'")
-    if config.version is not None:
-        raise UnsupportedError(f"optimizer_config.version: {config.version} is not supported; 'adamw' has no versions")
 
 
 def check_ttl(seconds: int | None) -> None:

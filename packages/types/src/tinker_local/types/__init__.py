@@ -29,6 +29,7 @@ from tinker_local.types.errors import UnsupportedError as UnsupportedError
 from tinker_local.types.params import AdamParams as AdamParams
 from tinker_local.types.params import LoraConfig as LoraConfig
 from tinker_local.types.params import SamplingParams as SamplingParams
+from tinker_local.types.requests import CopyWeightsRequest as CopyWeightsRequest
 from tinker_local.types.requests import CreateModelRequest as CreateModelRequest
 from tinker_local.types.requests import CreateSamplingSessionRequest as CreateSamplingSessionRequest
 from tinker_local.types.requests import CreateSessionRequest as CreateSessionRequest
@@ -46,5 +47,11 @@ from tinker_local.types.results import PromptAltTokens as PromptAltTokens
 from tinker_local.types.results import SampledSequence as SampledSequence
 from tinker_local.types.results import SampleOutput as SampleOutput
 from tinker_local.types.results import TopkLogprobs as TopkLogprobs
+from tinker_local.types.session_search import ClientFinishedQuery as ClientFinishedQuery
+from tinker_local.types.session_search import FinishType as FinishType
+from tinker_local.types.session_search import SessionCursor as SessionCursor
+from tinker_local.types.session_search import SessionSearchRequest as SessionSearchRequest
+from tinker_local.types.session_search import StatusQuery as StatusQuery
+from tinker_local.types.session_search import UserQuery as UserQuery
 from tinker_local.types.tensors import TensorData as TensorData
 from tinker_local.types.tensors import TensorDtype as TensorDtype

@@ -100,6 +100,18 @@ class LoadWeightsRequest(Frozen):
     type: Literal["load_weights"] = "load_weights"
 
 
+class CopyWeightsRequest(Frozen):
+    """A checkpoint as the only one of a new run: in a new session (`destination_project_id`), or in a live one
+    (`session_id`, `model_seq_id`)."""
+
+    source_path: str
+    destination_project_id: str | None = None
+    session_id: str | None = None
+    model_seq_id: SlotId | None = None
+    ttl_seconds: int | None = None
+    weights_access_token: str | None = None
+
+
 class SaveWeightsForSamplerRequest(Frozen):
     """Named (`path`) or nameless (`sampling_session_seq_id`)."""
 

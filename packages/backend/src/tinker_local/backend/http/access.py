@@ -1,9 +1,10 @@
 """What several routes need: the backend, parameters, the answer to a submit."""
 
-from typing import Annotated, Any, cast
+from typing import Annotated, Any, Literal, cast
 
-from fastapi import Depends, Query, Request
+from fastapi import Depends, Header, Query, Request
 from tinker_local.backend.inprocess import InProcessBackend
+from tinker_local.backend.ownership import check_no_token
 from tinker_local.backend.scheduling.operations import Operation
 
 
@@ -15,6 +16,15 @@ Backend = Annotated[InProcessBackend, Depends(_backend)]
 
 Offset = Annotated[int, Query(ge=0, le=2**63 - 1)]
 """Where a page begins; a database counts in 64 bits."""
+
+
+AccessScope = Literal["owned", "accessible"]
+"""A local server has one owner, so both mean everything."""
+
+
+def no_weights_token(x_tinker_weights_access_token: Annotated[str | None, Header()] = None) -> None:
+    """UnsupportedError for a token that would open somebody else's weights, on any request."""
+    check_no_token(x_tinker_weights_access_token, "X-Tinker-Weights-Access-Token")
 
 
 def promise(operation: Operation[Any]) -> dict[str, object]:

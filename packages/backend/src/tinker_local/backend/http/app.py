@@ -3,10 +3,11 @@
 import hmac
 from collections.abc import Sequence
 
-from fastapi import FastAPI, Request
+from fastapi import Depends, FastAPI, Request
 from fastapi.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 from tinker_local.backend.http import errors
+from tinker_local.backend.http.access import no_weights_token
 from tinker_local.backend.http.routes import (
     checkpoints,
     client,
@@ -38,7 +39,7 @@ def create_app(backend: InProcessBackend, *, api_keys: Sequence[str] | None = No
     if api_keys is not None:
         app.add_middleware(RequireKey, keys=api_keys)
     for module in (client, session_routes, training, sampling, futures, runs, checkpoints, external_weights, refused):
-        app.include_router(module.router, prefix="/api/v1")
+        app.include_router(module.router, prefix="/api/v1", dependencies=[Depends(no_weights_token)])
     app.include_router(metrics.router)
     return app
 

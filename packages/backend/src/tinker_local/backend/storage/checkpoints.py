@@ -11,12 +11,12 @@ import logging
 import re
 import shutil
 import uuid
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
-from tinker_local.backend.storage.adapter_files import write_adapter
+from tinker_local.backend.storage.adapter_files import WEIGHTS, write_adapter
 from tinker_local.backend.storage.durable import fsync_path, make_durable_folder
 from tinker_local.backend.storage.interface import CheckpointRecord
 from tinker_local.backend.storage.names import check_checkpoint_name, safe_segment
@@ -48,13 +48,33 @@ class CheckpointFolders:
         Returns the record with its size, whether it has an optimizer, and a `created_at` that is later by some
         microseconds if another write took the same one.
         """
+
+        def fill(folder: Path) -> None:
+            write_adapter(folder, state)
+
+        return self._make(replace(record, has_optimizer=state.optimizer is not None), fill)
+
+    def link(self, record: CheckpointRecord, source: CheckpointRecord) -> CheckpointRecord:
+        """`write` with the content of `source`, whose files are shared on the disk if the file system can.
+
+        Files of checkpoints are never changed once they are written, so that neither side sees the other's end.
+        """
+
+        def fill(folder: Path) -> None:
+            for file in self.path(source).iterdir():
+                if file.name != METADATA:
+                    _link(file, folder / file.name)
+
+        return self._make(record, fill)
+
+    def _make(self, record: CheckpointRecord, fill: Callable[[Path], None]) -> CheckpointRecord:
         parent = self.path(record).parent
         make_durable_folder(parent)
         unfinished = parent / f".unfinished-{uuid.uuid4().hex}"
         unfinished.mkdir()
         try:
-            write_adapter(unfinished, state)
-            record = replace(record, has_optimizer=state.optimizer is not None, size_bytes=_size(unfinished))
+            fill(unfinished)
+            record = replace(record, size_bytes=_size(unfinished))
             (unfinished / METADATA).write_text(json.dumps(_describe(record), indent=2))
             for file in unfinished.iterdir():
                 fsync_path(file)
@@ -99,6 +119,21 @@ class CheckpointFolders:
                 folder.rmdir()
 
 
+def refuse_halves(root: Path, new_database: bool, records: Sequence[CheckpointRecord]) -> None:
+    """RuntimeError if checkpoints have lost their database or a database its checkpoints: recovery would delete."""
+    folders = [folder for folder in root.glob("*/*/*") if (folder / WEIGHTS).exists()]
+    if new_database and folders:
+        raise RuntimeError(
+            f"{root} holds {len(folders)} checkpoints, but there was no database for them; "
+            "put the database back, or move the checkpoints away"
+        )
+    if records and not root.exists():
+        raise RuntimeError(
+            f"the database knows {len(records)} checkpoints, but {root} does not exist; "
+            "put it back, or make it an empty folder to forget them"
+        )
+
+
 def _describe(record: CheckpointRecord) -> dict[str, object]:
     """What a person finds in the folder; the server reads the database only."""
     times: dict[str, datetime | None] = {"created_at": record.created_at, "expires_at": record.expires_at}
@@ -109,6 +144,16 @@ def _describe(record: CheckpointRecord) -> dict[str, object]:
         "user_metadata": dict(record.user_metadata),
         **{name: time and time.isoformat() for name, time in times.items()},
     }
+
+
+def _link(file: Path, target: Path) -> None:
+    """The same file under another name; a copy of it where the file system has no hard links, or no more of them."""
+    try:
+        target.hardlink_to(file)
+    except OSError as error:
+        if error.errno not in (errno.EPERM, errno.EMLINK, errno.EOPNOTSUPP, errno.ENOSYS):
+            raise
+        shutil.copyfile(file, target)
 
 
 def _size(folder: Path) -> int:

@@ -4,10 +4,14 @@ from typing import Any
 
 import sqlalchemy as sa
 from tinker_local.backend.storage import tables
+from tinker_local.backend.storage.migrations import migrate
 
 
 def open_database(url: str | sa.URL) -> tuple[sa.Engine, bool]:
-    """The engine, and whether the database was new; RuntimeError if its tables are of another version."""
+    """The engine, and whether the database was new.
+
+    An older database is brought to this version; RuntimeError if it is of a newer one.
+    """
     # Every thread that asks gets a connection at once, however many there are.
     engine = sa.create_engine(url, pool_size=8, max_overflow=-1)
     if engine.dialect.name == "sqlite":
@@ -18,10 +22,13 @@ def open_database(url: str | sa.URL) -> tuple[sa.Engine, bool]:
         version = connection.execute(sa.select(tables.schema.c.version)).scalar()
         if version is None:
             connection.execute(sa.insert(tables.schema).values(version=tables.SCHEMA_VERSION))
-        elif version != tables.SCHEMA_VERSION:
+        elif version > tables.SCHEMA_VERSION:
             raise RuntimeError(
-                f"the database {engine.url} has schema version {version}, this server knows {tables.SCHEMA_VERSION}"
+                f"the database {engine.url} has schema version {version}, this server knows {tables.SCHEMA_VERSION}; "
+                "start the newer server that wrote it"
             )
+    if version is not None and version < tables.SCHEMA_VERSION:
+        migrate(engine, version)
     return engine, is_new
 
 

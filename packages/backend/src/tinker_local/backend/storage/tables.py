@@ -3,11 +3,12 @@
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
-from sqlalchemy import JSON, BigInteger, Boolean, Column, Integer, MetaData, String, Table, TypeDecorator
+from sqlalchemy import JSON, BigInteger, Boolean, Column, Integer, MetaData, String, Table, TypeDecorator, false
 from sqlalchemy import UniqueConstraint as Unique
 
 EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
+"""A change of it needs a step in `migrations.py`, so that older data folders open."""
 
 
 class UtcTime(TypeDecorator[datetime]):
@@ -43,6 +44,7 @@ sessions = Table(
     Column("display_name", String),
     Column("ended_at", UtcTime),
     Column("end_reason", String),
+    Column("end_detail", String),
 )
 
 training_runs = Table(
@@ -56,6 +58,7 @@ training_runs = Table(
     Column("created_at", UtcTime, nullable=False, index=True),
     Column("last_request_at", UtcTime, nullable=False),
     Column("user_metadata", JSON, nullable=False),
+    Column("copied_from", String),
 )
 
 sampling_sessions = Table(
@@ -84,5 +87,15 @@ checkpoints = Table(
     Column("has_optimizer", Boolean, nullable=False),
     Column("expires_at", UtcTime, index=True),
     Column("user_metadata", JSON, nullable=False),
+    Column("public", Boolean, nullable=False, server_default=false()),
     Unique("training_run_id", "kind", "name"),
+)
+
+copies = Table(
+    "copies",
+    metadata,
+    Column("number", Integer, primary_key=True),
+    Column("key", String, nullable=False, unique=True),
+    Column("request", JSON, nullable=False),
+    Column("tinker_path", String, nullable=False),
 )

@@ -1,12 +1,12 @@
-"""Checkpoints: listing, deleting, and what a path holds."""
+"""Checkpoints: listing, publishing, expiry, deleting, copying, and what a path holds."""
 
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Query, Request, Response
+from fastapi import APIRouter, Header, Query, Request, Response
 from tinker_local.backend.http.access import Backend, Offset
-from tinker_local.backend.http.bodies import parse
+from tinker_local.backend.http.bodies import discard_body, parse
 from tinker_local.backend.storage.interface import CheckpointRecord
-from tinker_local.types import Frozen
+from tinker_local.types import CopyWeightsRequest, Frozen
 
 router = APIRouter(tags=["checkpoints"])
 
@@ -15,6 +15,12 @@ WIRE_TYPE = {"weights": "training", "sampler_weights": "sampler", "external_weig
 
 class WeightsInfoBody(Frozen):
     tinker_path: str
+
+
+class TtlBody(Frozen):
+    """`ttl_seconds` has to be there: null takes the expiry away."""
+
+    ttl_seconds: int | None
 
 
 @router.get("/training_runs/{run_id}/checkpoints")
@@ -40,6 +46,36 @@ async def delete_checkpoint(run_id: str, kind: str, name: str, backend: Backend)
     return Response(status_code=204)
 
 
+@router.post("/training_runs/{run_id}/checkpoints/{kind}/{name}/publish", status_code=204)
+async def publish_checkpoint(run_id: str, kind: str, name: str, request: Request, backend: Backend) -> Response:
+    """400 and not 409 if it is public already: the SDK repeats what a 409 answers for five minutes."""
+    await discard_body(request)
+    await backend.publish_checkpoint(f"tinker://{run_id}/{kind}/{name}")
+    return Response(status_code=204)
+
+
+@router.delete("/training_runs/{run_id}/checkpoints/{kind}/{name}/publish", status_code=204)
+async def unpublish_checkpoint(run_id: str, kind: str, name: str, request: Request, backend: Backend) -> Response:
+    """400 and not 409 if it is private already."""
+    await discard_body(request)
+    await backend.unpublish_checkpoint(f"tinker://{run_id}/{kind}/{name}")
+    return Response(status_code=204)
+
+
+@router.put("/training_runs/{run_id}/checkpoints/{kind}/{name}/ttl", status_code=204)
+async def set_checkpoint_ttl(run_id: str, kind: str, name: str, request: Request, backend: Backend) -> Response:
+    body = await parse(request, TtlBody)
+    await backend.set_checkpoint_ttl(f"tinker://{run_id}/{kind}/{name}", body.ttl_seconds)
+    return Response(status_code=204)
+
+
+@router.post("/copy_weights")
+async def copy_weights(
+    request: Request, backend: Backend, x_idempotency_key: Annotated[str | None, Header()] = None
+) -> dict[str, Any]:
+    return {"tinker_path": await backend.copy_weights(await parse(request, CopyWeightsRequest), x_idempotency_key)}
+
+
 @router.post("/weights_info")
 async def weights_info(request: Request, backend: Backend) -> dict[str, Any]:
     record = await backend.get_checkpoint((await parse(request, WeightsInfoBody)).tinker_path)
@@ -63,7 +99,7 @@ def checkpoint_json(record: CheckpointRecord) -> dict[str, Any]:
         "time": record.created_at.isoformat(),
         "tinker_path": record.tinker_path,
         "size_bytes": record.size_bytes,
-        "public": False,
+        "public": record.public,
         "user_metadata": dict(record.user_metadata),
     }
     if record.expires_at is not None:

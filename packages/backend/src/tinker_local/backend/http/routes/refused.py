@@ -9,9 +9,7 @@ from tinker_local.types import UnsupportedError
 
 router = APIRouter(tags=["refused"])
 
-_CHECKPOINT = "/training_runs/{run_id}/checkpoints/{kind}/{name}"
 _LATER = "this server does not have it yet"
-_ONE_OWNER = "a local server has one owner, to whom everything belongs"
 
 REFUSED: dict[tuple[str, str], str] = {
     ("POST", "/auth/token"): "a local server has no log-in; set TINKER_API_KEY to a key of this server",
@@ -20,15 +18,12 @@ REFUSED: dict[tuple[str, str], str] = {
     ("POST", "/create_custom_loss"): "uploaded losses are not taken; pass a function to forward_backward_custom",
     ("POST", "/join_sampling_session"): _LATER,
     ("POST", "/retrieve_futures"): f"{_LATER}; poll retrieve_future",
-    ("POST", f"{_CHECKPOINT}/publish"): _ONE_OWNER,
-    ("DELETE", f"{_CHECKPOINT}/publish"): _ONE_OWNER,
-    ("PUT", f"{_CHECKPOINT}/ttl"): f"{_LATER}; give ttl_seconds when saving, or delete the checkpoint",
-    ("POST", "/copy_weights"): f"{_ONE_OWNER}, so that every run can load every checkpoint",
-    ("GET", "/sessions"): _LATER,
-    ("GET", "/sessions/{session_id}"): _LATER,
-    ("PUT", "/sessions/{session_id}/project"): "a local server has no projects",
-    ("GET", "/sessions/{session_id}/trace_export"): _LATER,
-    ("POST", "/sessions/search"): _LATER,
+    ("PUT", "/sessions/{session_id}/project"): (
+        "a local server has one project, to which every session belongs; unset TINKER_PROJECT_ID"
+    ),
+    ("GET", "/sessions/{session_id}/trace_export"): (
+        "this server records no spans of requests; GET /metrics has its counters and times, and its log what failed"
+    ),
     ("GET", "/audit"): "a local server has no audit log; see its own log",
     ("GET", "/billing/usage/events"): "a local server bills nobody",
     ("GET", "/billing/usage/checkpoints/current"): "a local server bills nobody; list_user_checkpoints gives the sizes",

@@ -1,19 +1,15 @@
 """Training runs as they are recorded."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Query
-from tinker_local.backend.http.access import Backend, Offset
+from tinker_local.backend.http.access import AccessScope, Backend, Offset
 from tinker_local.backend.http.routes.checkpoints import checkpoint_json
 from tinker_local.backend.inprocess import InProcessBackend
+from tinker_local.backend.ownership import OWNER, check_project
 from tinker_local.backend.storage.interface import TrainingRunRecord
-from tinker_local.types import UnsupportedError
 
 router = APIRouter(tags=["training runs"])
-
-OWNER = "tml:organization_user:local"
-
-AccessScope = Literal["owned", "accessible"]
 
 
 @router.get("/training_runs")
@@ -24,9 +20,8 @@ async def list_training_runs(
     access_scope: AccessScope = "owned",
     project_id: str | None = None,
 ) -> dict[str, Any]:
-    """Newest first. A local server has one owner, so every `access_scope` means all."""
-    if project_id is not None:
-        raise UnsupportedError("project_id: a local server has no projects; leave it out")
+    """Newest first."""
+    check_project(project_id, "project_id")
     records, total = await backend.list_training_runs(limit, offset)
     return {
         "training_runs": [await run_json(backend, record) for record in records],

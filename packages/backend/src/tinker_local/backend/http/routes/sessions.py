@@ -1,11 +1,14 @@
-"""Sessions: create, heartbeat, finish."""
+"""Sessions: create, heartbeat, finish, list and search."""
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Request, Response
-from tinker_local.backend.http.access import Backend
+from fastapi import APIRouter, Query, Request, Response
+from tinker_local.backend.http.access import AccessScope, Backend, Offset
 from tinker_local.backend.http.bodies import parse
-from tinker_local.types import CreateSessionRequest, Frozen
+from tinker_local.backend.ownership import OWNER, PROJECT
+from tinker_local.backend.session_search import FoundSession
+from tinker_local.backend.sessions import SessionStatus
+from tinker_local.types import CreateSessionRequest, FinishType, Frozen, SessionSearchRequest
 
 router = APIRouter(tags=["sessions"])
 
@@ -16,7 +19,7 @@ class HeartbeatBody(Frozen):
 
 
 class FinishReason(Frozen):
-    type: Literal["success", "errored", "interrupted"]
+    type: FinishType
 
 
 class FinishBody(Frozen):
@@ -41,3 +44,61 @@ async def finish(session_id: str, request: Request, backend: Backend) -> Respons
     body = await parse(request, FinishBody)
     await backend.finish_session(session_id, body.reason.type, body.detail)
     return Response(status_code=204)
+
+
+@router.get("/sessions")
+async def list_sessions(
+    backend: Backend,
+    limit: Annotated[int, Query(ge=1, le=1000)] = 20,
+    offset: Offset = 0,
+    access_scope: AccessScope = "owned",
+) -> dict[str, Any]:
+    """Newest first."""
+    return {"sessions": await backend.list_sessions(limit, offset)}
+
+
+@router.get("/sessions/{session_id}")
+async def get_session(session_id: str, backend: Backend, access_scope: AccessScope = "owned") -> dict[str, Any]:
+    record, run_ids, sampler_ids = await backend.get_session(session_id)
+    return {
+        "training_run_ids": run_ids,
+        "sampler_ids": sampler_ids,
+        "user_metadata": dict(record.user_metadata),
+        "display_name": record.display_name,
+    }
+
+
+@router.post("/sessions/search")
+async def search_sessions(request: Request, backend: Backend) -> dict[str, Any]:
+    """Newest first."""
+    found, cursor = await backend.search_sessions(await parse(request, SessionSearchRequest))
+    return {
+        "sessions": [summary_json(session) for session in found],
+        "next_cursor": None if cursor is None else cursor.model_dump(mode="json"),
+    }
+
+
+def summary_json(found: FoundSession) -> dict[str, Any]:
+    """A session on the wire."""
+    return {
+        "session_id": found.record.session_id,
+        "created_at": found.record.created_at.isoformat(),
+        "owner": OWNER,
+        "project_id": PROJECT,
+        "status": None if found.status is None else status_json(found.status),
+        "checkpoints_count": found.checkpoints_count,
+        "checkpoint_storage_bytes": found.checkpoint_storage_bytes,
+        "display_name": found.record.display_name,
+        "user_metadata": dict(found.record.user_metadata),
+    }
+
+
+def status_json(status: SessionStatus) -> dict[str, Any]:
+    """What became of a session on the wire."""
+    match status.type:
+        case "active":
+            return {"type": "active"}
+        case "cancelled":
+            return {"type": "cancelled", "detail": status.detail}
+        case "client_finished":
+            return {"type": "client_finished", "reason": {"type": status.reason}, "detail": status.detail}

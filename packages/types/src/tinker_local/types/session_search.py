@@ -1,0 +1,63 @@
+"""What a search for sessions asks for."""
+
+from typing import Annotated, Literal
+
+from pydantic import AwareDatetime, Field
+from tinker_local.types.base import Frozen, TupleOf
+
+FinishType = Literal["success", "errored", "interrupted"]
+"""What a client reports when it ends its session."""
+
+
+class StatusQuery(Frozen):
+    """Sessions that run, were cancelled, or were failed by something in them."""
+
+    type: Literal["active", "cancelled", "failed"]
+
+
+class ClientFinishedQuery(Frozen):
+    """Sessions whose client ended them for one of `reasons`; None: for any."""
+
+    type: Literal["client_finished"]
+    reasons: Annotated[TupleOf[FinishType], Field(min_length=1)] | None = None
+
+
+class OwnerQuery(Frozen):
+    """The caller's own sessions, or all that the caller may see."""
+
+    type: Literal["own", "accessible"] = "own"
+
+
+class UserQuery(Frozen):
+    """Sessions of these owners."""
+
+    type: Literal["user"]
+    owner_urns: Annotated[TupleOf[str], Field(min_length=1, max_length=10)]
+
+
+class SessionCursor(Frozen):
+    """The last session of the page before."""
+
+    last_created_at: AwareDatetime
+    last_session_id: str
+
+
+class SessionSearchRequest(Frozen):
+    """Every filter that is given must hold, but of `session_id` and `display_name` one is enough.
+
+    `display_name`: words, each of them somewhere in the name, in any case. `user_metadata`: exact pairs.
+    """
+
+    session_id: str | None = None
+    project_ids: Annotated[TupleOf[str], Field(min_length=1)] | None = None
+    user_metadata: dict[str, str] = Field(default_factory=dict)
+    display_name: Annotated[str, Field(min_length=1)] | None = None
+    owner: Annotated[OwnerQuery | UserQuery, Field(discriminator="type")] = OwnerQuery()
+    statuses: (
+        Annotated[
+            TupleOf[Annotated[StatusQuery | ClientFinishedQuery, Field(discriminator="type")]], Field(min_length=1)
+        ]
+        | None
+    ) = None
+    limit: Annotated[int, Field(ge=1, le=200)] = 50
+    cursor: SessionCursor | None = None
