@@ -325,8 +325,8 @@ MUTATIONS = (
     Mutation(
         "only-the-learning-rate-used",
         "backend/training_runs.py",
-        "model.model_id, request.adam_params)",
-        "model.model_id, type(request.adam_params)(learning_rate=request.adam_params.learning_rate))",
+        "model.model_id, params)",
+        "model.model_id, type(params)(learning_rate=params.learning_rate))",
         (SETTINGS + "test_every_setting_of_each_optimizer_step_arrives_on_fakes",),
     ),
     Mutation(

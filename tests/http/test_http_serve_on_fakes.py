@@ -124,6 +124,18 @@ def test_what_cannot_work_is_refused_before_anything_is_loaded_on_fakes(
     assert not (tmp_path / "data").exists()
 
 
+def test_norms_of_modules_are_asked_for_on_the_command_line_on_fakes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[bool] = []
+    monkeypatch.setattr(
+        "tinker_local.backend.cli.serve._serve", lambda *given: told.append(given[2].module_gradient_norms)
+    )
+    for flags in ([], ["--module-gradient-norms"]):
+        assert CliRunner().invoke(main, [*FAKE, *flags, "--data-dir", str(tmp_path)]).exit_code == 0
+    assert told == [False, True]
+
+
 def test_port_in_use_is_refused_before_anything_is_loaded_on_fakes(tmp_path: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

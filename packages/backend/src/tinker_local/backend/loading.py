@@ -102,6 +102,7 @@ def load_real(source: ModelSource, options: BackendOptions) -> Engines:
         micro_batch_tokens=options.micro_batch_tokens,
         max_rank=options.max_rank,
         activation_memory_bytes=activation_bytes,
+        module_gradient_norms=options.module_gradient_norms,
     )
     with starting(trainer_place(options), make_trainer) as make:
         sampler = VLLMSampler(engine, engine_thread())
@@ -145,7 +146,8 @@ def load_fake(source: ModelSource, options: BackendOptions) -> Engines:
     from tinker_local.backend.fakes import FakeModel, FakeRenderer, FakeSampler, FakeTrainer
 
     model = FakeModel(source.name)
-    with starting(options.trainer or "inline", functools.partial(FakeTrainer, model)) as make:
+    make_trainer = functools.partial(FakeTrainer, model, module_gradient_norms=options.module_gradient_norms)
+    with starting(options.trainer or "inline", make_trainer) as make:
         trainer = make()
     return Engines(FakeRenderer(model), trainer, FakeSampler(model), arch="fake", tolerance=1e-4)
 

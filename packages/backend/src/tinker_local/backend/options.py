@@ -46,6 +46,7 @@ class BackendOptions:
     `sampler_sleeps`: vLLM gives its part to the trainer when a request does not fit otherwise, and takes it back when
     somebody samples; its weights are in host memory meanwhile. It does so only where one base model is served (vLLM
     can do it for one engine of a process).
+    `module_gradient_norms`: the metrics of an optimizer step hold the norm of each module's gradient, too.
     """
 
     data_dir: Path = field(default_factory=default_data_dir)
@@ -69,6 +70,7 @@ class BackendOptions:
     kv_cache_bytes: int | None = None
     gpu_memory_utilization: float = 0.95
     sampler_sleeps: bool = True
+    module_gradient_norms: bool = False
     session_timeout: float = 300.0
     result_retention: float = 900.0
     hole_patience: float = 360.0

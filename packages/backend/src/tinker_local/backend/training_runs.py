@@ -12,6 +12,7 @@ from typing import Any
 from tinker_local.backend import paths
 from tinker_local.backend.base_models import BaseModel, BaseModels
 from tinker_local.backend.checkpoint_uses import CheckpointUses
+from tinker_local.backend.optimizers import check_optimizer, step_params
 from tinker_local.backend.options import BackendOptions
 from tinker_local.backend.ownership import check_no_token
 from tinker_local.backend.preparation import prepare_work
@@ -353,16 +354,13 @@ class TrainingRuns:
 
         async def run(model: TrainedModel, operation: Operation[OptimStepOutput]) -> None:
             trainer, scheduler = model.base.engines.trainer, model.base.scheduler
-            if request.optimizer_params is not None:
-                raise UnsupportedError("optimizer_params: this server has AdamW alone; send adam_params")
-            if request.adam_params is None:
-                raise InvalidRequestError("adam_params: missing; every step says how it is to be taken")
+            params = step_params(request)
             if (reason := model.queue.commands.take_spoiled()) is not None:
                 await scheduler.call(trainer.discard_gradients, model.model_id)
                 raise InvalidRequestError(
                     f"the optimizer step was not taken and the gradient was discarded, because {reason}"
                 )
-            metrics = await scheduler.call(trainer.optim_step, model.model_id, request.adam_params)
+            metrics = await scheduler.call(trainer.optim_step, model.model_id, params)
             model.base.counts.optimizer_steps += 1
             operation.succeed(OptimStepOutput(metrics=metrics))
 
@@ -531,14 +529,6 @@ def repeated(known: Operation[Any], kind: OperationKind) -> Operation[Any]:
     if known.kind != kind:
         raise InvalidRequestError(f"seq_id: {known.request_id} is a {known.kind} already, it cannot be a {kind}")
     return known
-
-
-def check_optimizer(config: OptimizerConfig) -> None:
-    """UnsupportedError for anything but AdamW."""
-    if config.type != "adamw":
-        raise UnsupportedError(f"optimizer_config.type: {config.type!r} is not supported; this server has 'adamw'")
-    if config.version is not None:
-        raise UnsupportedError(f"optimizer_config.version: {config.version} is not supported; 'adamw' has no versions")
 
 
 def check_ttl(seconds: int | None) -> None:

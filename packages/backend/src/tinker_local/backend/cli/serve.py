@@ -151,6 +151,11 @@ def read_keys(path: Path) -> list[str]:
     type=click.FloatRange(1),
     help="Seconds without a heartbeat after which a session ends.",
 )
+@click.option(
+    "--module-gradient-norms",
+    is_flag=True,
+    help="Optimizer steps also report the norm of each module's gradient (`grad_norm/NAME`), before clipping.",
+)
 @click.option("--fake", is_flag=True, help="Serve a numpy stand-in instead of the models: for trying the protocol.")
 @click.option("-v", "--verbose", is_flag=True, help="Log more.")
 def serve(
@@ -175,6 +180,7 @@ def serve(
     kv_cache: float | None,
     gpu_memory_utilization: float,
     session_timeout: float,
+    module_gradient_norms: bool,
     fake: bool,
     verbose: bool,
 ) -> None:
@@ -211,6 +217,7 @@ def serve(
         kv_cache_bytes=None if kv_cache is None else int(kv_cache * 2**30),
         gpu_memory_utilization=gpu_memory_utilization,
         session_timeout=session_timeout,
+        module_gradient_norms=module_gradient_norms,
     )
     _check_models(models, fake)
     _serve(console, models, options, host, port, keys, fake)

@@ -62,9 +62,12 @@ class FakeTrainer:
     `memory` everything fits.
     """
 
-    def __init__(self, model: FakeModel, memory: FakeMemory | None = None) -> None:
+    def __init__(
+        self, model: FakeModel, memory: FakeMemory | None = None, *, module_gradient_norms: bool = False
+    ) -> None:
         self._model = model
         self._memory = memory
+        self._module_gradient_norms = module_gradient_norms
         self._adapters: dict[str, _Adapter] = {}
         self._tower = FakeTower()
         self.vocab_size = model.vocab_size
@@ -210,7 +213,11 @@ class FakeTrainer:
             decayed = tensor * (1 - params.learning_rate * params.weight_decay)
             tensor[:] = _round(decayed - params.learning_rate * update)
         adapter.gradients = {}
-        return {"grad_norm": norm}
+        metrics = {"grad_norm": norm}
+        for name, gradient in gradients.items() if self._module_gradient_norms else ():
+            key = f"grad_norm/{parse_tensor_name(name)[0]}"
+            metrics[key] = math.hypot(metrics.get(key, 0.0), float(np.sqrt((gradient**2).sum())))
+        return metrics
 
     def capture(self, adapter_id: str, *, optimizer: bool, dtype: AdapterDType = "float32") -> AdapterState:
         """A copy under PEFT's names."""

@@ -120,7 +120,8 @@ class Trainer(Protocol):
         """Forget the gradients added up since the last step."""
 
     def optim_step(self, adapter_id: str, params: AdamParams) -> dict[str, float]:
-        """One AdamW update with the gradients added up, which are cleared; returns metrics (`grad_norm`)."""
+        """One AdamW update with the gradients added up, which are cleared; returns metrics: `grad_norm`, the
+        gradient's norm before clipping, and from a trainer that was told so `grad_norm/MODULE` of each module."""
 
     def capture(self, adapter_id: str, *, optimizer: bool, dtype: AdapterDType = "float32") -> AdapterState:
         """A host copy of the adapter as it is now, which later steps do not change; its weights rounded to `dtype`."""

@@ -176,6 +176,15 @@ def unflatten(specs: Sequence[TensorSpec], flat: torch.Tensor, dtype: AdapterDTy
     return FlatTensors(host.numpy(), {spec.name: (spec.start, spec.shape) for spec in specs})
 
 
+def module_norms(specs: Sequence[TensorSpec], gradient: torch.Tensor) -> dict[str, float]:
+    """Euclidean norm of the gradient of each module, A and B together, by its path; added up in float64."""
+    norms = torch.stack([torch.linalg.vector_norm(spec.view(gradient), dtype=torch.float64) for spec in specs]).tolist()
+    result: dict[str, float] = {}
+    for spec, norm in zip(specs, norms, strict=True):
+        result[spec.path] = math.hypot(result.get(spec.path, 0.0), norm)
+    return result
+
+
 def without_prefix(moments: Mapping[str, npt.NDArray[np.float32]], prefix: str) -> dict[str, npt.NDArray[np.float32]]:
     """Of an `AdapterState`'s moments those behind `prefix`, by the names of their tensors."""
     start = f"{prefix}."

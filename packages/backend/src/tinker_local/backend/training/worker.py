@@ -56,7 +56,7 @@ class HFTrainer:
     `activation_memory_bytes`: what activations may take; layers that do not fit are computed again in the backward.
     None: on CUDA what a full micro-batch takes, so that a longer sequence takes no more; on the CPU everything is kept.
     `logit_chunk_elements`: most logits that exist at a time (None: 2^28 on CUDA, 2^26 elsewhere). `image_cache_bytes`:
-    of image features kept on the device.
+    of image features kept on the device. `module_gradient_norms`: whether `optim_step` reports each module's, too.
 
     The logprob reported for a target outside the vocabulary (allowed where its coefficient is 0) is that of token 0.
     An `optim_step` without a gradient since the last one takes a zero gradient: moments fade, decay applies, the
@@ -76,6 +76,7 @@ class HFTrainer:
         activation_memory_bytes: int | None = None,
         logit_chunk_elements: int | None = None,
         image_cache_bytes: int = 2**28,
+        module_gradient_norms: bool = False,
     ) -> None:
         loaded = load_model(model_path, dtype, device)
         self.name = name
@@ -89,6 +90,7 @@ class HFTrainer:
         self._runner = MicroBatchRunner(
             loaded, chunk, image_cache_bytes, self._float, activation_memory_bytes, micro_batch_tokens
         )
+        self._module_gradient_norms = module_gradient_norms
         self._adapters: dict[str, Adapter] = {}
 
     @property
@@ -137,16 +139,17 @@ class HFTrainer:
         self._adapter(adapter_id).gradient = None
 
     def optim_step(self, adapter_id: str, params: AdamParams) -> dict[str, float]:
-        """One AdamW update; returns `grad_norm`, the norm before clipping."""
+        """One AdamW update; returns `grad_norm`, the norm before clipping, and if asked for `grad_norm/MODULE`."""
         adapter = self._adapter(adapter_id)
         gradient = torch.zeros_like(adapter.weights) if adapter.gradient is None else adapter.gradient
         adapter.gradient = None
         norm = gradient_norm(gradient)
         if not math.isfinite(norm):
             raise InvalidRequestError(f"optim_step: the norm of the accumulated gradient is {norm}; it was discarded")
+        of_modules = lora.module_norms(adapter.specs, gradient) if self._module_gradient_norms else {}
         adamw_step(adapter.weights, gradient, adapter.adam, params, norm)
         adapter.changed()
-        return {"grad_norm": norm}
+        return {"grad_norm": norm, **{f"grad_norm/{path}": value for path, value in of_modules.items()}}
 
     def release_memory(self) -> None:
         """Give back what torch's allocator holds unused."""

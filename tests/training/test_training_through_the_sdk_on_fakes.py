@@ -1,4 +1,4 @@
-"""Losses as users of the official SDK meet them, on a real trainer in float64; renderer and sampler are fakes.
+"""Losses and steps as users of the SDK meet them, on a real trainer in float64; renderer and sampler are fakes.
 
 Gradients against transformers' own forward with autograd on the whole loss. The wire holds float32.
 """
@@ -209,3 +209,41 @@ def test_chunks_combine_as_the_sdk_combines_them_to_what_one_request_gives_on_fa
         for name in one:
             np.testing.assert_allclose(one[name].to_numpy(), other[name].to_numpy(), rtol=1e-6)
     torch.testing.assert_close(trainer._adapters[client.model_id].gradient, of_whole, rtol=1e-9, atol=1e-12)
+
+
+def test_steps_are_those_of_torch_with_every_setting_on_fakes(service, trainer):
+    client = service.create_lora_training_client(base_model=BASE, rank=4, seed=5)
+    adapter = trainer._adapters[client.model_id]
+    theirs = adapter.weights.clone().requires_grad_()
+    optimizer = torch.optim.AdamW([theirs])
+    steps = [
+        tinker.AdamParams(),
+        tinker.AdamParams(learning_rate=3e-3, beta1=0.8, beta2=0.99, eps=1e-8, weight_decay=0.1),
+        tinker.AdamParams(learning_rate=1e-2, eps=1e-3, grad_clip_norm=0.5),
+        tinker.AdamParams(learning_rate=1e-3, beta1=0.0, weight_decay=0.3, grad_clip_norm=1e6),
+    ]
+    for seed, params in enumerate(steps * 2):
+        client.forward_backward([random_datum(seed)], "cross_entropy").result()
+        theirs.grad = adapter.gradient.clone()
+        norm = float(theirs.grad.norm())
+        if params.grad_clip_norm:
+            torch.nn.utils.clip_grad_norm_([theirs], params.grad_clip_norm)
+        group = {"lr": params.learning_rate, "betas": (params.beta1, params.beta2)}
+        optimizer.param_groups[0].update(group, eps=params.eps, weight_decay=params.weight_decay)
+        optimizer.step()
+        assert client.optim_step(params).result().metrics == {"grad_norm": pytest.approx(norm, rel=1e-9)}
+        # torch adds 1e-6 to the norm that it divides by.
+        torch.testing.assert_close(adapter.weights, theirs.detach(), rtol=1e-5, atol=1e-7)
+
+
+def test_dimuon_is_refused_with_what_to_do_on_fakes(service):
+    with pytest.raises(tinker.BadRequestError, match=r"optimizer_config\.type: 'dimuon'.*leave it out"):
+        service.create_lora_training_client(base_model=BASE, rank=4, optimizer=tinker.DimuonOptimizerConfig()).result()
+    client = service.create_lora_training_client(base_model=BASE, rank=4)
+    path = client.save_state("start").result().path
+    with pytest.raises(tinker.BadRequestError, match=r"optimizer_config\.type: 'dimuon'"):
+        service.create_training_client_from_state(path, optimizer=tinker.DimuonOptimizerConfig()).result()
+    with pytest.raises(tinker.RequestFailedError, match=r"optimizer_params\.type: 'dimuon'.*'adamw'.*adam_params"):
+        client.optim_step(tinker.DimuonParams(learning_rate=0.1)).result()
+    client.forward_backward([random_datum(1)], "cross_entropy").result()
+    assert client.optim_step(tinker.AdamParams()).result().metrics["grad_norm"] > 0
