@@ -170,6 +170,7 @@ class InProcessBackend:
         if self.ready:
             for operation in self.operations.unfinished():
                 operation.stop_waiting()
+            self.sampling.stop_waiting()
 
     async def close(self) -> None:
         """Stop everything. Checkpoints that are being written are finished; other operations end with an error."""
@@ -343,10 +344,7 @@ class InProcessBackend:
 
     async def get_sampler(self, sampling_session_id: str) -> dict[str, Any]:
         """`sampler_id`, `base_model` and, for a named checkpoint, `model_path`."""
-        try:
-            record = (await self.sampling.get(sampling_session_id)).record
-        except InternalError as error:
-            raise GoneError(str(error)) from None  # for ever lost is no 5xx: the SDK would ask for five minutes
+        record = await self.sampling.record(sampling_session_id)
         found = {"sampler_id": sampling_session_id, "base_model": record.base_model}
         return found if record.model_path is None else {**found, "model_path": record.model_path}
 

@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -13,7 +13,10 @@ from tinker_local.backend import paths
 from tinker_local.backend.base_models import BaseModel, BaseModels
 from tinker_local.backend.checkpoint_uses import CheckpointUses, version_of
 from tinker_local.backend.options import BackendOptions
+from tinker_local.backend.rendering.image_assets import ImageAssets, names_images
 from tinker_local.backend.sampling.interface import AdapterVersion, SampleWork
+from tinker_local.backend.sampling_clients import SamplingClients, client_of
+from tinker_local.backend.scheduling.completions import Completion
 from tinker_local.backend.scheduling.operations import Operation, Operations, as_api_error
 from tinker_local.backend.sessions import Sessions, now
 from tinker_local.backend.storage.interface import CheckpointRecord, SamplingSessionRecord, Store
@@ -46,6 +49,7 @@ class SamplingSession:
 
     record: SamplingSessionRecord
     base: BaseModel
+    clients: SamplingClients
     nameless: str | None = None
     checkpoint: CheckpointRecord | None = None
     running: set[Operation[SampleOutput]] = field(default_factory=set)
@@ -75,6 +79,8 @@ class SamplingSessions:
         self._clock = clock
         self._open: dict[str, SamplingSession] = {}
         self._rendering = ThreadPoolExecutor(2, thread_name_prefix="render")
+        self._images = ImageAssets(options.image_folder, options.image_hosts)
+        self._fetching = ThreadPoolExecutor(8, thread_name_prefix="fetch")  # a slow host is in nobody else's way
         self._queued = 0
 
     # Sessions -------------------------------------------------------------------------------------------------------
@@ -99,7 +105,7 @@ class SamplingSessions:
         if session_id in self._open:
             return self._same(session_id, request)
         record = SamplingSessionRecord(session_id, request.session_id, name, request.model_path, False, now())
-        await self._add(SamplingSession(record, base, checkpoint=checkpoint))
+        await self._add(SamplingSession(record, base, self._clients(), checkpoint=checkpoint))
         return session_id
 
     def _same(self, session_id: str, request: CreateSamplingSessionRequest) -> str:
@@ -122,7 +128,7 @@ class SamplingSessions:
         if sampling_id in self._open:
             raise InvalidRequestError(f"sampling_session_seq_id: {sampling_seq_id} is taken in session {session_id}")
         record = SamplingSessionRecord(sampling_id, session_id, base_name, None, True, now())
-        await self._add(SamplingSession(record, base, nameless=version))
+        await self._add(SamplingSession(record, base, self._clients(), nameless=version))
         return sampling_id
 
     async def _add(self, session: SamplingSession) -> None:
@@ -153,8 +159,40 @@ class SamplingSessions:
                 "save again, or use save_weights_for_sampler(name), which survives"
             )
         checkpoint = None if record.model_path is None else await self._checkpoint(record.model_path)
-        session = SamplingSession(record, self._base_models.get(record.base_model), checkpoint=checkpoint)
+        base = self._base_models.get(record.base_model)
+        session = SamplingSession(record, base, self._clients(reopened=True), checkpoint=checkpoint)
         return self._open.setdefault(sampling_session_id, session)
+
+    def _clients(self, *, reopened: bool = False) -> SamplingClients:
+        return SamplingClients(self._options.result_retention, reopened=reopened)
+
+    async def join(self, sampling_session_id: str) -> int:
+        """A number for a copy of the session's client, whose samples begin at so many `CLIENT_BLOCK`s."""
+        return (await self._for_good(sampling_session_id)).clients.join()
+
+    async def completions(self, sampling_session_id: str, client: int, cursor: int, timeout: float) -> list[Completion]:
+        """Which of a client's samples ended after `cursor`; waits `timeout` seconds at most for the first of them."""
+        session = await self._for_good(sampling_session_id)
+        return await session.clients.completions(client, cursor).after(cursor, timeout)
+
+    def retrieved(self, sampling_session_id: str, client: int, request_ids: Iterable[str]) -> None:
+        """A client has these results and asks for them no more; ids of anybody else are left alone."""
+        for request_id in request_ids:
+            owner, _, seq_id = request_id.rpartition(":")
+            known = owner == sampling_session_id and self._operations.get(request_id) is not None
+            if known and client_of(int(seq_id)) == client:
+                self._operations.forget(request_id)
+
+    async def record(self, sampling_session_id: str) -> SamplingSessionRecord:
+        """What an open session is of."""
+        return (await self._for_good(sampling_session_id)).record
+
+    async def _for_good(self, sampling_session_id: str) -> SamplingSession:
+        """`get`, for calls that the SDK would repeat without end after a 5xx: what is lost is GoneError."""
+        try:
+            return await self.get(sampling_session_id)
+        except InternalError as error:
+            raise GoneError(str(error)) from None
 
     async def _checkpoint(self, path: str) -> CheckpointRecord:
         run, kind, name = parse_tinker_path(path, "model_path")
@@ -210,8 +248,14 @@ class SamplingSessions:
             version = AdapterVersion(version_name(record), self._store.checkpoint_folder(record))
             await self._base_models.get(record.base_model).engines.sampler.remove_version(version)
 
+    def stop_waiting(self) -> None:
+        """Let everybody go who waits for a sample to end."""
+        for session in self._open.values():
+            session.clients.stop_waiting()
+
     def close(self) -> None:
         self._rendering.shutdown(wait=False, cancel_futures=True)
+        self._fetching.shutdown(wait=False, cancel_futures=True)
 
     # Samples --------------------------------------------------------------------------------------------------------
 
@@ -236,6 +280,7 @@ class SamplingSessions:
             raise TooManyRequestsError(f"{self._queued} samples are queued, which is the most this server takes")
         operation.failures = session.base.counts.failures
         self._operations.add(operation)
+        session.clients.watch(request.seq_id, operation)
         self._queued += 1
         session.base.counts.samples_accepted += 1
         session.running.add(operation)
@@ -282,9 +327,10 @@ class SamplingSessions:
             self._queued -= 1
 
     async def _sample(self, session: SamplingSession, request: SampleRequest) -> SampleOutput:
-        prompt = await asyncio.get_running_loop().run_in_executor(
-            self._rendering, session.base.engines.renderer.render, request.prompt, "prompt"
-        )
+        loop, given = asyncio.get_running_loop(), request.prompt
+        if names_images(given):
+            given = await loop.run_in_executor(self._fetching, self._images.resolved, given, "prompt")
+        prompt = await loop.run_in_executor(self._rendering, session.base.engines.renderer.render, given, "prompt")
         if not prompt.length:
             raise InvalidRequestError("prompt: at least one token is needed")
         wanted, limit = request.sampling_params.max_tokens or 1, session.base.engines.sampler.max_context_length

@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import suppress
 from typing import Any, Generic, Literal, TypeVar
 
@@ -52,6 +52,15 @@ class Operation(Generic[T]):
     @property
     def done(self) -> bool:
         return self._future.done()
+
+    @property
+    def failed(self) -> bool:
+        """Whether it ended with an error."""
+        return self._future.done() and self._future.exception() is not None
+
+    def when_done(self, note: Callable[["Operation[T]"], None]) -> None:
+        """Call `note` on the event loop when the operation has ended, or soon if it has."""
+        self._future.add_done_callback(lambda _: note(self))
 
     def succeed(self, result: T) -> None:
         """Set the result; a no-op on an operation that is done."""
@@ -111,6 +120,12 @@ class Operations:
 
     def get(self, request_id: str) -> Operation[Any] | None:
         return self._by_id.get(request_id)
+
+    def forget(self, request_id: str) -> None:
+        """Drop the result of an operation that is done; others, and unknown ones, stay as they are."""
+        operation = self._by_id.get(request_id)
+        if operation is not None and operation.done:
+            del self._by_id[request_id]
 
     def unfinished(self) -> list[Operation[Any]]:
         return [operation for operation in self._by_id.values() if not operation.done]

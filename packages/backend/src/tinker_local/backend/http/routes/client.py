@@ -9,12 +9,21 @@ from tinker_local.backend.http.bodies import discard_body
 
 router = APIRouter(tags=["client"])
 
+SAMPLE_USE_RETRIEVE_FUTURES = False
+"""Whether the SDK waits for the samples of one client with one poll. Not."""
+
 
 @router.post("/client/config")
 async def client_config(request: Request) -> dict[str, Any]:
     """Flags for the SDK; what is not named keeps the SDK's default."""
     await discard_body(request)
-    return {"pjwt_auth_enabled": False, "proto_compress_fwdbwd": False, "parallel_fwdbwd_chunks": True}
+    return {
+        "pjwt_auth_enabled": False,
+        "proto_compress_fwdbwd": False,
+        "parallel_fwdbwd_chunks": True,
+        "sample_join_sampling_session": True,
+        "sample_use_retrieve_futures": SAMPLE_USE_RETRIEVE_FUTURES,
+    }
 
 
 @router.post("/client/dynamic_config")

@@ -4,15 +4,17 @@ import asyncio
 import logging
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
+from pydantic import Field
 from tinker_local.backend.http.access import Backend
 from tinker_local.backend.http.bodies import parse
 from tinker_local.backend.http.errors import message
 from tinker_local.backend.scheduling.operations import as_api_error
 from tinker_local.types import ApiError, ForwardBackwardOutput, Frozen, InternalError, OptimStepOutput, SampleOutput
+from tinker_local.types.base import TupleOf
 from tinker_local.types.codec import encode_forward_backward_output, encode_sample_output
 
 log = logging.getLogger(__name__)
@@ -21,12 +23,32 @@ router = APIRouter(tags=["futures"])
 LONG_POLL_SECONDS = 30.0
 """How long a poll is held; the SDK gives up at 45."""
 
+MAX_RETRIEVED_BYTES = 16 * 2**20
+"""Of a call that tells which results were retrieved: a hundred thousand ids and more."""
+
 PROTOBUF = "application/x-protobuf"
 
 
 class RetrieveBody(Frozen):
     request_id: str
     allow_metadata_only: bool = False
+
+
+class SamplingClientTarget(Frozen):
+    """One client of a sampling session: the original is 0, a copy is what its `seq_id`s begin with."""
+
+    sampling_session_id: str
+    cloned_sampler_id: Annotated[int, Field(ge=0)] = 0
+    type: Literal["sampling_session"] = "sampling_session"
+
+
+class RetrieveManyBody(Frozen):
+    """`prev_cursor`: that of the last answer, 0 at first. `timeout` seconds None: a long poll."""
+
+    target: SamplingClientTarget
+    prev_cursor: Annotated[int, Field(ge=0)] = 0
+    timeout: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
+    retrieved_request_ids: TupleOf[str] = ()
 
 
 class CancelBody(Frozen):
@@ -51,6 +73,23 @@ async def retrieve_future(request: Request, backend: Backend) -> Response:
     except Exception as error:  # a 5xx would be polled again for ever
         log.exception("the result of %s cannot be sent", body.request_id)
         return failure(as_api_error(error))
+
+
+@router.post("/retrieve_futures")
+async def retrieve_futures(request: Request, backend: Backend) -> dict[str, Any]:
+    """Which samples of one client ended since its last call; their results are got from `retrieve_future`."""
+    body = await parse(request, RetrieveManyBody, MAX_RETRIEVED_BYTES)
+    sampling_session_id, client = body.target.sampling_session_id, body.target.cloned_sampler_id
+    backend.sampling.retrieved(sampling_session_id, client, body.retrieved_request_ids)
+    timeout = LONG_POLL_SECONDS if body.timeout is None else min(body.timeout, LONG_POLL_SECONDS)
+    ended = await backend.sampling.completions(sampling_session_id, client, body.prev_cursor, timeout)
+    return {
+        "completions": [
+            {"state": "failed" if completion.failed else "finished", "request_id": completion.request_id}
+            for completion in ended
+        ],
+        "cursor": ended[-1].cursor if ended else body.prev_cursor,
+    }
 
 
 @router.post("/cancel_future", status_code=204)

@@ -9,15 +9,11 @@ from tinker_local.types import UnsupportedError
 
 router = APIRouter(tags=["refused"])
 
-_LATER = "this server does not have it yet"
-
 REFUSED: dict[tuple[str, str], str] = {
     ("POST", "/auth/token"): "a local server has no log-in; set TINKER_API_KEY to a key of this server",
     ("GET", "/auth/apikey/me"): "a local server has no accounts; set TINKER_API_KEY to a key of this server",
     ("DELETE", "/auth/apikey/me"): "a local server has no accounts; the operator edits the file of --api-key-file",
     ("POST", "/create_custom_loss"): "uploaded losses are not taken; pass a function to forward_backward_custom",
-    ("POST", "/join_sampling_session"): _LATER,
-    ("POST", "/retrieve_futures"): f"{_LATER}; poll retrieve_future",
     ("PUT", "/sessions/{session_id}/project"): (
         "a local server has one project, to which every session belongs; unset TINKER_PROJECT_ID"
     ),

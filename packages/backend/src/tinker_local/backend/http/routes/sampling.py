@@ -1,19 +1,31 @@
 """Sampling sessions and samples."""
 
-from typing import Any
+from typing import Any, Literal
 
 from fastapi import APIRouter, Request
 from tinker_local.backend.http.access import Backend, promise
 from tinker_local.backend.http.bodies import MAX_SAMPLE_BYTES, parse
-from tinker_local.types import CreateSamplingSessionRequest, SampleRequest
+from tinker_local.types import CreateSamplingSessionRequest, Frozen, SampleRequest
 
 router = APIRouter(tags=["sampling"])
+
+
+class JoinBody(Frozen):
+    sampling_session_id: str
+    type: Literal["join_sampling_session"] = "join_sampling_session"
 
 
 @router.post("/create_sampling_session")
 async def create_sampling_session(request: Request, backend: Backend) -> dict[str, Any]:
     body = await parse(request, CreateSamplingSessionRequest)
     return {"sampling_session_id": await backend.create_sampling_session(body), "type": "create_sampling_session"}
+
+
+@router.post("/join_sampling_session")
+async def join_sampling_session(request: Request, backend: Backend) -> dict[str, Any]:
+    """A number for a copy of a sampling client (one that was pickled, say), lest two give the same ids."""
+    body = await parse(request, JoinBody)
+    return {"client_counter": await backend.sampling.join(body.sampling_session_id), "type": "join_sampling_session"}
 
 
 @router.post("/asample")

@@ -1,0 +1,210 @@
+"""Many samples of one client by one poll, and clients that are copied."""
+
+import asyncio
+import multiprocessing
+import pickle
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import tinker
+from tinker_local.backend import BackendOptions, InProcessBackend, ModelSource
+from tinker_local.backend.http.routes import client as client_routes
+from tinker_local.backend.http.server import LoopbackServer
+from tinker_local.backend.loading import load_fake
+
+BLOCK = 10**9
+PROMPT = tinker.ModelInput.from_ints([5, 9, 20])
+
+
+def body(sampler: str, cursor: int = 0, client: int = 0, **fields: Any) -> dict[str, Any]:
+    target = {"type": "sampling_session", "sampling_session_id": sampler, "cloned_sampler_id": client}
+    return {"target": target, "prev_cursor": cursor, "retrieved_request_ids": [], **fields}
+
+
+async def test_poll_tells_what_ended_since_the_cursor_on_fakes(api: Any) -> None:
+    sampler = await api.base_sampler()
+    api.sampler.hold.clear()
+    first = await api.sample(sampler, 0)
+    poll = asyncio.create_task(api.ok("retrieve_futures", body(sampler)))
+    await asyncio.sleep(0.05)
+    assert not poll.done()
+    assert await api.ok("retrieve_futures", body(sampler, timeout=0.0)) == {"completions": [], "cursor": 0}
+    api.sampler.hold.set()
+    answer = await asyncio.wait_for(poll, 5)
+    assert answer["completions"] == [{"state": "finished", "request_id": first}]
+    # Until the cursor is sent back, the answer may have been lost.
+    assert await api.ok("retrieve_futures", body(sampler, timeout=0.0)) == answer
+    bad = await api.sample(sampler, 1, sampling_params={"max_tokens": 100_000})
+    await api.result(await api.sample(sampler, 2))
+    await api.failure(bad)
+    later = await api.ok("retrieve_futures", body(sampler, answer["cursor"]))
+    assert {(c["state"], c["request_id"]) for c in later["completions"]} <= {
+        ("failed", bad),
+        ("finished", f"{sampler}:2"),
+    }
+    everything = await api.ok("retrieve_futures", body(sampler, answer["cursor"], timeout=0.0))
+    assert len(everything["completions"]) == 2
+    assert everything["cursor"] > answer["cursor"]
+    done = await api.ok("retrieve_futures", body(sampler, everything["cursor"], timeout=0.0))
+    assert done == {"completions": [], "cursor": everything["cursor"]}
+
+
+async def test_clients_of_one_session_hear_of_their_own_samples_on_fakes(api: Any) -> None:
+    sampler = await api.base_sampler()
+    join = {"sampling_session_id": sampler, "type": "join_sampling_session"}
+    counters = [(await api.ok("join_sampling_session", join))["client_counter"] for _ in range(5)]
+    assert len(set(counters)) == 5
+    assert min(counters) >= 1
+    for client in (0, counters[1], counters[4]):
+        request = await api.sample(sampler, client * BLOCK + 7)
+        answer = await api.ok("retrieve_futures", body(sampler, client=client))
+        assert [c["request_id"] for c in answer["completions"]] == [request]
+    other = await api.base_sampler(number=0)
+    assert other != sampler
+    assert (await api.post("join_sampling_session", {"sampling_session_id": "nobody"})).status_code == 404
+
+
+async def test_number_that_a_copy_drew_by_itself_is_given_to_nobody_on_fakes(api: Any) -> None:
+    sampler = await api.base_sampler()
+    await api.result(await api.sample(sampler, 1 * BLOCK))
+    found = await api.ok("join_sampling_session", {"sampling_session_id": sampler})
+    assert found["client_counter"] == 2
+
+
+async def test_cancelled_sample_is_told_as_failed_on_fakes(api: Any) -> None:
+    sampler = await api.base_sampler()
+    api.sampler.hold.clear()
+    request = await api.sample(sampler, 0)
+    poll = asyncio.create_task(api.ok("retrieve_futures", body(sampler)))
+    await api.post("cancel_future", {"request_id": request})
+    assert (await asyncio.wait_for(poll, 5))["completions"] == [{"state": "failed", "request_id": request}]
+
+
+async def test_retrieved_results_are_dropped_and_nobody_elses_on_fakes(api: Any) -> None:
+    sampler, other = await api.base_sampler(), await api.base_sampler()
+    model = await api.model()
+    ids = [await api.sample(sampler, seq_id) for seq_id in (0, 1, BLOCK)] + [await api.sample(other, 0)]
+    for request in ids:
+        await api.result(request)
+    api.sampler.hold.clear()
+    running = await api.sample(sampler, 2)
+    theirs = [*ids, running, f"{model}:create", f"{sampler}:{'9' * 5000}", f"{sampler}:x", "", "nobody:1"]
+    await api.ok("retrieve_futures", body(sampler, timeout=0, retrieved_request_ids=[i for i in theirs if i != ids[1]]))
+    known = [api.backend.operations.get(request) is not None for request in [*ids, running, f"{model}:create"]]
+    assert known == [False, True, True, True, True, True]
+
+
+async def test_what_nobody_asks_for_is_not_kept_longer_than_the_results_on_fakes(start_api: Any) -> None:
+    api = await start_api(result_retention=0.2)
+    sampler = await api.base_sampler()
+    for seq_id in range(20):
+        await api.result(await api.sample(sampler, seq_id))
+    await asyncio.sleep(0.3)
+    await api.result(await api.sample(sampler, 20))
+    await asyncio.sleep(0)
+    assert len(api.backend.sampling._open[sampler].clients._logs[0]) == 1
+
+
+async def test_samples_lost_in_a_restart_are_told_and_not_waited_for_on_fakes(start_api: Any) -> None:
+    """A 5xx, like a poll that is held, would be waited for without end."""
+    api = await start_api()
+    session = await api.session()
+    sampler = await api.base_sampler(session)
+    nameless = await api.nameless(await api.model(session), 1, 1)
+    for owner in (sampler, nameless):
+        await api.result(await api.sample(owner, 0))
+    before = (await api.ok("join_sampling_session", {"sampling_session_id": sampler}))["client_counter"]
+    cursor = (await api.ok("retrieve_futures", body(sampler)))["cursor"]
+    await api.backend.close()
+    again = await start_api()
+    for path, sent in (
+        ("retrieve_futures", body(sampler, cursor)),
+        ("retrieve_futures", body(sampler)),
+        ("retrieve_futures", body(nameless)),
+        ("join_sampling_session", {"sampling_session_id": nameless}),
+    ):
+        answer = await again.post(path, sent)
+        assert answer.status_code == 410, answer.text
+        assert "restarted" in answer.json()["detail"]
+    joined = (await again.ok("join_sampling_session", {"sampling_session_id": sampler}))["client_counter"]
+    assert joined > before + 2**30  # far from all that were given before
+    await again.result(await again.sample(sampler, joined * BLOCK + 10**6))
+
+
+async def test_polls_end_with_the_server_and_with_the_session_on_fakes(api: Any) -> None:
+    session = await api.session()
+    samplers = [await api.base_sampler(session, number) for number in range(2)]
+    api.sampler.hold.clear()
+    for sampler in samplers:
+        await api.sample(sampler, 0)
+    ended, stopped = (asyncio.create_task(api.post("retrieve_futures", body(sampler))) for sampler in samplers)
+    await asyncio.sleep(0.05)
+    api.backend.stop_waiting()
+    assert (await asyncio.wait_for(stopped, 5)).json() == {"completions": [], "cursor": 0}
+    await api.post(f"sessions/{session}/finish", {})
+    await asyncio.wait_for(ended, 5)
+    assert (await api.post("retrieve_futures", body(samplers[0]))).status_code == 410
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"prev_cursor": -1},
+        {"timeout": -1},
+        {"timeout": "x"},
+        {"target": {"type": "model", "sampling_session_id": "x"}},
+        {"retrieved_request_ids": "x"},
+        {"more": 1},
+    ],
+)
+async def test_poll_that_makes_no_sense_is_refused_on_fakes(api: Any, fields: dict[str, Any]) -> None:
+    answer = await api.post("retrieve_futures", {**body(await api.base_sampler()), **fields})
+    assert answer.status_code == 400
+    assert next(iter(fields)) in answer.json()["detail"]
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["a poll each", "one poll"])
+def service(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tinker.ServiceClient]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(client_routes, "SAMPLE_USE_RETRIEVE_FUTURES", request.param)
+        options = BackendOptions(data_dir=tmp_path_factory.mktemp("data"))
+        server = LoopbackServer(InProcessBackend([ModelSource("fake/bigram", "fake/bigram")], options, load=load_fake))
+        with tinker.ServiceClient(base_url=server.url, api_key=server.api_key) as client:
+            yield client
+        server.close()
+
+
+def sample_elsewhere(pickled: bytes, count: int) -> list[str]:
+    """In another process: the ids of what a copy of a sampling client samples."""
+    sampler = pickle.loads(pickled)
+    params = tinker.SamplingParams(max_tokens=2, stop=[])
+    futures = [sampler.sample(PROMPT, 1, params) for _ in range(count)]
+    return [str(sequence.sequence_id) for future in futures for sequence in future.result(timeout=60).sequences]
+
+
+def test_copies_of_a_sampling_client_give_no_id_twice_on_fakes(service: Any) -> None:
+    sampler = service.create_sampling_client(base_model="fake/bigram").result()
+    pickled = pickle.dumps(sampler)
+    with multiprocessing.get_context("spawn").Pool(2) as pool:
+        copies = [pool.apply_async(sample_elsewhere, (pickled, 5)) for _ in range(2)]
+        here = [pickle.loads(pickled), sampler]
+        futures = [one.sample(PROMPT, 1, tinker.SamplingParams(max_tokens=2)) for one in here for _ in range(5)]
+        ids = [str(sequence.sequence_id) for future in futures for sequence in future.result(timeout=60).sequences]
+        for copy in copies:
+            ids += copy.get(timeout=120)
+    assert len(set(ids)) == len(ids) == 20
+    clients = {int(sequence_id.split(":")[-2]) // BLOCK for sequence_id in ids}
+    assert clients == {0, 1, 2, 3}
+
+
+def test_hundreds_of_samples_at_once_are_all_answered_either_way_on_fakes(
+    service: Any,
+) -> None:
+    sampler = service.create_sampling_client(base_model="fake/bigram").result()
+    params = tinker.SamplingParams(max_tokens=1, stop=[])
+    futures = [sampler.sample(PROMPT, 1, params) for _ in range(300)]
+    bad = sampler.sample(PROMPT, 1, tinker.SamplingParams(max_tokens=10**6))
+    assert all(len(future.result(timeout=60).sequences[0].tokens) == 1 for future in futures)
+    with pytest.raises(tinker.RequestFailedError, match="context window"):
+        bad.result(timeout=60)
