@@ -5,6 +5,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from tinker_local.backend.base_models import Engines
 from tinker_local.backend.fakes import FakeMemory, FakeModel, FakeRenderer, FakeSampler, FakeTrainer
 from tinker_local.backend.http.app import create_app
 from tinker_local.backend.scheduling.model_queue import GradientCommand
+from tinker_local.backend.sessions import now
 from tinker_local.types import Datum, ForwardBackwardRequest, ModelInput
 from tinker_local.types.codec import (
     decode_forward_backward_output,
@@ -104,7 +106,7 @@ class WatchedSampler(FakeSampler):
 
 @dataclass
 class Api:
-    """One app and its backend. `post`, `get` and `delete` take paths below /api/v1."""
+    """One app and its backend. `post`, `get`, `put` and `delete` take paths below /api/v1."""
 
     backend: InProcessBackend
     http: httpx.AsyncClient
@@ -125,6 +127,9 @@ class Api:
 
     async def get(self, path: str, **params: Any) -> httpx.Response:
         return await self.http.get(f"/api/v1/{path}", params=params)
+
+    async def put(self, path: str, body: Any) -> httpx.Response:
+        return await self.http.put(f"/api/v1/{path}", json=body)
 
     async def delete(self, path: str) -> httpx.Response:
         # As the SDK: a JSON content type over an empty body.
@@ -273,9 +278,11 @@ async def open_api(
     models: Sequence[str] = (BASE,),
     api_keys: Sequence[str] | None = None,
     memory: FakeMemory | None = None,
+    clock: Callable[[], datetime] = now,
     **options: Any,
 ) -> Api:
-    """An app on fakes; `options` are fields of `BackendOptions`. `memory` is shared by trainer and sampler."""
+    """An app on fakes; `options` are fields of `BackendOptions`. `memory` is shared by trainer and sampler; by `clock`
+    checkpoints expire."""
     engines: dict[str, Engines] = {}
 
     def load(source: ModelSource, options: BackendOptions) -> Engines:
@@ -289,7 +296,8 @@ async def open_api(
         )
         return engines[source.name]
 
-    backend = InProcessBackend([ModelSource.parse(name) for name in models], BackendOptions(**options), load=load)
+    sources = [ModelSource.parse(name) for name in models]
+    backend = InProcessBackend(sources, BackendOptions(**options), load=load, clock=clock)
     await backend.start()
     transport = httpx.ASGITransport(create_app(backend, api_keys=api_keys), raise_app_exceptions=False)
     http = httpx.AsyncClient(transport=transport, base_url="http://test", trust_env=False)
@@ -306,7 +314,10 @@ async def close_api(api: Api) -> None:
 
 @pytest.fixture
 async def start_api(tmp_path: Path) -> AsyncIterator[StartApi]:
-    """Start an app on fakes: `start_api(models=(...), api_keys=None, memory=None, **BackendOptions fields)`."""
+    """Start an app on fakes: `start_api(models=(...), api_keys=None, memory=None, clock=now, **options)`.
+
+    The options are fields of `BackendOptions`.
+    """
     started: list[Api] = []
 
     async def start(**options: Any) -> Api:

@@ -1,8 +1,9 @@
 """What a search for sessions asks for."""
 
+from datetime import datetime
 from typing import Annotated, Literal
 
-from pydantic import AwareDatetime, Field
+from pydantic import AwareDatetime, BeforeValidator, Field
 from tinker_local.types.base import Frozen, TupleOf
 
 FinishType = Literal["success", "errored", "interrupted"]
@@ -35,10 +36,18 @@ class UserQuery(Frozen):
     owner_urns: Annotated[TupleOf[str], Field(min_length=1, max_length=10)]
 
 
+def _moment(value: object) -> object:
+    """A time out of its text; what is none is left for the strict type to refuse."""
+    try:
+        return datetime.fromisoformat(value) if isinstance(value, str) else value
+    except ValueError:
+        return value
+
+
 class SessionCursor(Frozen):
     """The last session of the page before."""
 
-    last_created_at: AwareDatetime
+    last_created_at: Annotated[AwareDatetime, BeforeValidator(_moment)]
     last_session_id: str
 
 

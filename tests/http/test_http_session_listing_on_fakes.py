@@ -1,0 +1,224 @@
+"""Sessions are listed, opened and searched; what became of each is told as it is."""
+
+from datetime import datetime
+from typing import Any
+
+import pytest
+import tinker.types as sdk
+
+PROJECT_ADVICE = "unset TINKER_PROJECT_ID"
+
+
+async def new_session(api: Any, **fields: Any) -> str:
+    return str((await api.ok("create_session", {"tags": [], **fields}))["session_id"])
+
+
+async def search(api: Any, **fields: Any) -> list[sdk.SessionSummary]:
+    found = sdk.SessionSearchResponse.model_validate(await api.ok("sessions/search", fields))
+    assert found.next_cursor is None
+    return found.sessions
+
+
+async def found_ids(api: Any, **fields: Any) -> list[str]:
+    return [session.session_id for session in await search(api, **fields)]
+
+
+async def test_sessions_are_listed_newest_first_in_pages_on_fakes(api: Any) -> None:
+    made = [await new_session(api) for _ in range(25)][::-1]
+    first = sdk.ListSessionsResponse.model_validate((await api.get("sessions")).json())
+    assert first.sessions == made[:20]
+    assert (await api.get("sessions", limit=3, offset=21)).json()["sessions"] == made[21:24]
+    assert (await api.get("sessions", limit=100, offset=25)).json()["sessions"] == []
+    for scope in ("owned", "accessible"):
+        assert (await api.get("sessions", limit=100, access_scope=scope)).json()["sessions"] == made
+
+
+@pytest.mark.parametrize("path", ["sessions", "sessions/{session}", "training_runs", "training_runs/{model}"])
+async def test_unknown_access_scope_is_refused_with_the_known_ones_on_fakes(api: Any, path: str) -> None:
+    session = await api.session()
+    model = await api.model(session)
+    url = path.format(session=session, model=model)
+    answers = [(await api.get(url, access_scope=scope)).json() for scope in ("owned", "accessible")]
+    assert answers[0] == answers[1]
+    refused = await api.get(url, access_scope="everybody")
+    assert refused.status_code == 400
+    for word in ("access_scope", "owned", "accessible"):
+        assert word in refused.json()["detail"]
+
+
+async def test_a_session_tells_its_runs_samplers_name_and_metadata_on_fakes(api: Any) -> None:
+    session = await new_session(api, user_metadata={"recipe": "x", "é": "ß"}, display_name="mine")
+    runs = [await api.model(session, number) for number in (1, 0)]
+    samplers = [await api.nameless(runs[0], 1, 4), await api.base_sampler(session, 2)]
+    other = await api.session()
+    await api.model(other)
+    found = sdk.GetSessionResponse.model_validate((await api.get(f"sessions/{session}")).json())
+    assert found.training_run_ids == runs
+    assert found.sampler_ids == samplers
+    assert (found.user_metadata, found.display_name) == ({"recipe": "x", "é": "ß"}, "mine")
+    await api.post(f"sessions/{session}/finish", {})
+    assert sdk.GetSessionResponse.model_validate((await api.get(f"sessions/{session}")).json()) == found
+    assert (await api.get(f"sessions/{other}")).json()["display_name"] == other
+    missing = await api.get("sessions/s-none")
+    assert missing.status_code == 404
+    assert "s-none" in missing.json()["detail"]
+
+
+async def test_search_finds_by_id_name_and_metadata_on_fakes(api: Any) -> None:
+    first = await new_session(api, display_name="Big VISION run", user_metadata={"a": "1", "b": "2"})
+    second = await new_session(api, display_name="small vision test", user_metadata={"a": "1"})
+    third = await new_session(api, display_name="text", user_metadata={'k"e.y$': "v"})
+    assert await found_ids(api) == [third, second, first]
+    assert await found_ids(api, display_name="vision") == [second, first]
+    assert await found_ids(api, display_name="RUN big") == [first]
+    assert await found_ids(api, display_name="vision 100%") == []
+    assert await found_ids(api, session_id=third) == [third]
+    assert await found_ids(api, session_id="s-none") == []
+    assert await found_ids(api, session_id=third, display_name="big") == [third, first]  # either one
+    assert await found_ids(api, user_metadata={"a": "1"}) == [second, first]
+    assert await found_ids(api, user_metadata={"a": "1", "b": "2"}) == [first]
+    assert await found_ids(api, user_metadata={"a": "2"}) == []
+    assert await found_ids(api, user_metadata={'k"e.y$': "v"}) == [third]
+    assert await found_ids(api, user_metadata={"a": "1"}, display_name="small") == [second]
+    summary = (await search(api, session_id=first))[0]
+    assert (summary.display_name, summary.user_metadata) == ("Big VISION run", {"a": "1", "b": "2"})
+    assert summary.created_at.tzinfo is not None
+
+
+async def test_search_finds_by_owner_and_project_on_fakes(api: Any) -> None:
+    session = await api.session()
+    (summary,) = await search(api)
+    run = (await api.get(f"training_runs/{await api.model(session)}")).json()
+    assert summary.owner == run["model_owner"]
+    for owner in (
+        {"type": "own"},
+        {"type": "accessible"},
+        {"type": "user", "owner_urns": ["tml:organization_user:x", summary.owner]},
+    ):
+        assert await found_ids(api, owner=owner) == [session]
+    assert await found_ids(api, owner={"type": "user", "owner_urns": ["tml:organization_user:x"]}) == []
+    assert await found_ids(api, project_ids=[summary.project_id]) == [session]
+    refused = await api.post("sessions/search", {"project_ids": [summary.project_id, "proj-1"]})
+    assert refused.status_code == 400
+    assert "proj-1" in refused.json()["detail"]
+    assert PROJECT_ADVICE in refused.json()["detail"]
+
+
+async def test_search_tells_what_became_of_each_session_on_fakes(start_api: Any) -> None:
+    api = await start_api(session_timeout=0.4)
+    running = await api.backend.create_session()
+    lost = await api.session()
+    ended = {}
+    for reason, detail in (("success", None), ("errored", "ValueError: bad luck"), ("interrupted", "")):
+        ended[reason] = await api.backend.create_session()
+        body = {"reason": {"type": reason}, "detail": detail}
+        assert (await api.post(f"sessions/{ended[reason]}/finish", body)).status_code == 204
+    # The first reason wins; the second finish is ignored.
+    assert (await api.post(f"sessions/{ended['errored']}/finish", {})).status_code == 204
+    await api.until(lambda: not api.backend.sessions.is_live(lost))
+    statuses = {session.session_id: session.status for session in await search(api)}
+    assert statuses[running].type == "active"
+    assert (statuses[lost].type, statuses[lost].detail) == ("cancelled", "heartbeats_lost: none for 0.4 s")
+    for reason, session in ended.items():
+        assert (statuses[session].type, statuses[session].reason.type) == ("client_finished", reason)
+    assert statuses[ended["errored"]].detail == "ValueError: bad luck"
+    assert statuses[ended["success"]].detail is None
+
+    async def having(*queries: Any) -> set[str]:
+        return set(await found_ids(api, statuses=list(queries)))
+
+    assert await having({"type": "active"}) == {running}
+    assert await having({"type": "cancelled"}) == {lost}
+    assert await having({"type": "failed"}) == set()
+    assert await having({"type": "client_finished"}) == set(ended.values())
+    wanted = {"type": "client_finished", "reasons": ["errored", "interrupted"]}
+    assert await having(wanted, {"type": "active"}) == {running, ended["errored"], ended["interrupted"]}
+
+
+async def test_a_session_that_a_restart_lost_has_no_status_until_it_is_finished_on_fakes(
+    start_api: Any, tmp_path: Any
+) -> None:
+    first = await start_api()
+    session = await first.session()
+    await first.http.aclose()
+    await first.backend.close()
+    api = await start_api()
+    (summary,) = await search(api)
+    assert (summary.session_id, summary.status) == (session, None)
+    for kind in ("active", "cancelled", "failed", "client_finished"):
+        assert await found_ids(api, statuses=[{"type": kind}]) == []
+    await api.post(f"sessions/{session}/finish", {"reason": {"type": "interrupted"}})
+    (summary,) = await search(api)
+    assert summary.status.reason.type == "interrupted"
+
+
+async def test_search_counts_the_checkpoints_of_each_session_on_fakes(api: Any) -> None:
+    full, empty = await api.session(), await api.session()
+    models = [await api.model(full, number) for number in (0, 1)]
+    await api.save(models[0], 1, "a")
+    await api.named(models[1], 1, "b")
+    sizes = [c["size_bytes"] for c in (await api.get("checkpoints")).json()["checkpoints"]]
+    found = {s.session_id: (s.checkpoints_count, s.checkpoint_storage_bytes) for s in await search(api)}
+    assert found == {full: (2, sum(sizes)), empty: (0, 0)}
+
+
+async def test_search_pages_by_its_cursor_through_everything_once_on_fakes(
+    api: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tinker_local.backend.session_search.BATCH", 4)
+    made = [await new_session(api, display_name=f"n{index % 3}") for index in range(13)]
+    wanted = [session for index, session in enumerate(made) if index % 3 == 0][::-1]
+    for limit in (1, 2, 5, 200):
+        found, cursor, pages = [], None, 0
+        while True:
+            body = {"display_name": "n0", "limit": limit, "cursor": cursor}
+            page = await api.ok("sessions/search", body)
+            found += [session["session_id"] for session in page["sessions"]]
+            cursor, pages = page["next_cursor"], pages + 1
+            if cursor is None:
+                break
+            assert len(page["sessions"]) == limit
+            assert datetime.fromisoformat(cursor["last_created_at"]).tzinfo is not None
+        assert (found, pages) == (wanted, -(-5 // limit))
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ({"limit": 0}, ("limit",)),
+        ({"limit": 201}, ("limit", "200")),
+        ({"statuses": []}, ("statuses",)),
+        ({"statuses": [{"type": "asleep"}]}, ("statuses",)),
+        ({"statuses": [{"type": "client_finished", "reasons": ["bored"]}]}, ("reasons",)),
+        ({"statuses": [{"type": "active", "reasons": ["success"]}]}, ("reasons",)),
+        ({"display_name": ""}, ("display_name",)),
+        ({"owner": {"type": "user", "owner_urns": []}}, ("owner_urns",)),
+        ({"owner": {"type": "user", "owner_urns": ["x"] * 11}}, ("owner_urns", "10")),
+        ({"owner": {"type": "team"}}, ("owner",)),
+        ({"user_metadata": {"a": 1}}, ("user_metadata",)),
+        ({"cursor": {"last_created_at": "2026-01-01T00:00:00", "last_session_id": "s"}}, ("last_created_at",)),
+        ({"name": "x"}, ("name",)),
+    ],
+)
+async def test_search_that_is_malformed_is_refused_by_field_on_fakes(
+    api: Any, body: dict[str, Any], words: tuple[str, ...]
+) -> None:
+    answer = await api.post("sessions/search", body)
+    assert answer.status_code == 400
+    for word in words:
+        assert word in answer.json()["detail"]
+
+
+async def test_another_project_is_refused_everywhere_with_what_to_do_on_fakes(api: Any) -> None:
+    session = await new_session(api, project_id="local")  # the one that there is
+    path = await api.save(await api.model(session), 1, "a")
+    answers = [
+        await api.post("create_session", {"project_id": "proj-1"}),
+        await api.get("training_runs", project_id="proj-1"),
+        await api.post("copy_weights", {"source_path": path, "destination_project_id": "proj-1"}),
+        await api.put(f"sessions/{session}/project", {"project_id": "proj-1"}),
+    ]
+    for answer in answers:
+        assert answer.status_code == 400
+        assert PROJECT_ADVICE in answer.json()["detail"]
+    assert len((await api.get("training_runs", project_id="local")).json()["training_runs"]) == 1
