@@ -4,6 +4,7 @@ import contextlib
 import io
 import json
 import re
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from tinker_local.backend.tiny_models import make_tiny_text_model, make_tiny_vl_
 from tinker_local.types import EncodedTextChunk, ImageChunk, ModelInput, SamplingParams
 
 ALPHA = 32
+sys.path.insert(0, str(Path(__file__).parent))  # for `sampling_answers`
 
 
 differences: list[float] = []
@@ -257,3 +259,15 @@ def served(request: pytest.FixtureRequest) -> Served:
     """Each of the models in turn."""
     result: Served = request.getfixturevalue(request.param)
     return result
+
+
+@pytest.fixture(params=["base", "adapter"])
+def case(request: pytest.FixtureRequest, served: Any, tmp_path: Path, noise: Callable[..., Any]) -> Any:
+    """(served, prompt, adapter or None), text for text models, images and text for the others."""
+    from sampling_answers import EVERYTHING, TEXT
+
+    adapter = served.adapter(tmp_path / "v1", EVERYTHING, 4) if request.param == "adapter" else None
+    parts: list[Any] = (
+        [TEXT] if served.model_class.endswith("CausalLM") else [[7, 8], noise(70, 70), [9], noise(33, 120, 2), TEXT]
+    )
+    return served, served.prompt(*parts), adapter
