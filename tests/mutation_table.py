@@ -43,6 +43,7 @@ VALUES = "tests/types/test_types_values.py::"
 VERSIONS = "tests/storage/test_storage_versions.py::"
 SIDE_BY_SIDE = "tests/training/test_adapters_side_by_side.py::"
 AUTOGRAD = "tests/training/test_engine_against_autograd.py::test_values_and_gradients_equal_transformers_with_autograd"
+THROUGH_THE_SDK = "tests/training/test_training_through_the_sdk_on_fakes.py::"
 GOLDEN = "tests/training/test_golden_curve.py::test_the_loss_curve_equals_the_stored_one"
 WORKS = "tests/training/test_trainer_works.py::"
 
@@ -321,6 +322,13 @@ MUTATIONS = (
         "    if (params.grad_clip_norm or 1.0) < norm:\n"
         "        gradient = gradient * ((params.grad_clip_norm or 1.0) / norm)\n",
         (ADAMW + "test_equals_torch_over_steps_with_changing_settings",),
+    ),
+    Mutation(
+        "another-optimizer-is-adamw",
+        "backend/optimizers.py",
+        "    if config.type != ADAMW:\n",
+        "    if False:\n",
+        (THROUGH_THE_SDK + "test_dimuon_is_refused_with_what_to_do_on_fakes",),
     ),
     Mutation(
         "only-the-learning-rate-used",
@@ -1561,6 +1569,7 @@ PROMISES = (
             "clip-norm-ignored",
             "clip-norm-0-is-1",
             "only-the-learning-rate-used",
+            "another-optimizer-is-adamw",
         ),
     ),
     Promise(
