@@ -71,6 +71,17 @@ BODIES: dict[str, dict[str, Any]] = {
     "retrieve_future": {"request_id": "{model}:create", "allow_metadata_only": True},
     "cancel_future": {"request_id": "{model}:create"},
     "weights_info": {"tinker_path": "{saved}"},
+    "sessions/search": {
+        "session_id": "{session}",
+        "project_ids": ["local"],
+        "user_metadata": {"a": "b"},
+        "display_name": "d",
+        "owner": {"type": "user", "owner_urns": ["tml:organization_user:local"]},
+        "statuses": [{"type": "active"}, {"type": "client_finished", "reasons": ["success"]}],
+        "limit": 2,
+        "cursor": {"last_created_at": "2026-01-01T00:00:00+00:00", "last_session_id": "{session}"},
+    },
+    "copy_weights": {"source_path": "{saved}", "session_id": "{session}", "model_seq_id": 79, "ttl_seconds": 3600},
     "telemetry": {"events": [], "session_id": "{session}"},
 }
 
@@ -269,7 +280,8 @@ def test_no_protobuf_content_gets_a_5xx_on_fakes(fuzzed: Any) -> None:
     run(api.result(run(api.gradient(model, seq_id + 1))))
 
 
-PATHS = ["sessions/{}/finish", "samplers/{}", "training_runs/{}", "training_runs/{}/checkpoints"]
+PATHS = ["sessions/{}", "sessions/{}/finish", "samplers/{}", "training_runs/{}", "training_runs/{}/checkpoints"]
+CHECKPOINT = "training_runs/{}/checkpoints/weights/{}"
 
 
 def test_no_path_or_parameter_gets_a_5xx_on_fakes(fuzzed: Any) -> None:
@@ -279,7 +291,7 @@ def test_no_path_or_parameter_gets_a_5xx_on_fakes(fuzzed: Any) -> None:
     )
 
     @BOUNDED
-    @given(st.sampled_from([*PATHS, "training_runs/{}/checkpoints/weights/{}"]), segments, st.booleans(), JSON)
+    @given(st.sampled_from([*PATHS, CHECKPOINT, f"{CHECKPOINT}/publish", f"{CHECKPOINT}/ttl"]), segments, st.booleans(), JSON)
     def fuzz(path: str, segment: str, raw: bool, parameter: Any) -> None:
         text = segment.encode("utf-8", "replace").decode() if raw else quote(segment, safe="", errors="replace")
         url = path.replace("{}", text or "x")
