@@ -160,6 +160,7 @@ def test_the_ratio_of_a_long_sequence_is_exact_in_float32():
     values, _ = run("gspo", logprobs, inputs, config, torch.float32)
     exact = np.exp((logprobs.astype(np.float64) - sampled).mean())
     assert values[0] == pytest.approx(-exact, rel=1e-6)
+    assert (values == values[0]).all()
 
 
 @pytest.mark.parametrize("loss_fn", LOSSES)

@@ -60,7 +60,7 @@ def gspo(logprobs: torch.Tensor, inputs: Tensors, config: Mapping[str, float]) -
     logarithm is `inputs["sequence_log_ratio"]`, and the gradient of the position's own l."""
     advantages = inputs["advantages"]
     own = _where_active(advantages, logprobs)
-    return _clipped_surrogate(inputs["sequence_log_ratio"] + own - own.detach(), advantages, config)
+    return _clipped_surrogate(inputs["sequence_log_ratio"] + (own - own.detach()), advantages, config)
 
 
 LOSSES: Mapping[str, Loss] = {
