@@ -10,6 +10,7 @@ from pathlib import Path
 
 ADAMW = "tests/training/test_adamw.py::"
 ADAPTERS = "tests/sampling/test_adapters.py::"
+ALTERNATIVES = "tests/sampling/test_alternative_tokens.py::"
 ADAPTER_STATE = "tests/training/test_adapter_state.py::"
 ADMISSION = "tests/scheduling/test_admission.py::"
 AGREEMENT = "tests/e2e/test_agreement.py::"
@@ -24,15 +25,19 @@ FORMULAS = "tests/training/test_loss_formulas.py::"
 FUTURES = "tests/http/test_http_futures_on_fakes.py::"
 INPUT_CHECKS = "tests/training/test_loss_input_checks.py::"
 LENDING = "tests/http/test_http_lending_on_fakes.py::"
+LAST_N = "tests/sampling/test_prompt_last_n.py::"
 LIMITS = "tests/sampling/test_limits.py::"
 OFFSETS = "tests/training/test_images_at_offsets.py::"
 ORDER = "tests/http/test_http_order_on_fakes.py::"
 PACKING = "tests/training/test_packing_isolation.py::"
 PEFT = "tests/training/test_lora_equals_peft.py::"
+PROMPT_SCORES = "tests/sampling/test_prompt_scores.py::"
 PROMPT_LOGPROBS = "tests/sampling/test_prompt_logprobs.py::"
+CHECKPOINT_LIFE = "tests/http/test_http_checkpoint_life_on_fakes.py::"
 RECORDS = "tests/storage/test_storage_records.py::"
 RENDERER = "tests/rendering/test_renderer.py::"
 RESTART = "tests/http/test_http_restart_on_fakes.py::"
+SAMPLED_TOPK = "tests/sampling/test_sampled_topk.py::"
 SAMPLED = "tests/sampling/test_sampled_logprobs.py::"
 SEEDS = "tests/sampling/test_seeds.py::"
 SESSIONS = "tests/http/test_http_sessions_on_fakes.py::"
@@ -570,6 +575,48 @@ MUTATIONS = (
         "np.concatenate([np.full(1, np.nan, np.float32), self.chosen])",
         "np.concatenate([self.chosen, np.full(1, np.nan, np.float32)])",
         (PROMPT_LOGPROBS + "test_text_agrees_with_hf[text]",),
+    ),
+    Mutation(
+        "prompts-scored-without-their-lm-head",
+        "backend/sampling/vllm_prompt_scores.py",
+        "with heads.of(int(self.input_batch.request_lora_mapping[row])):",
+        "with heads.of(0):",
+        (PROMPT_SCORES + "test_everything_at_once_agrees_with_hf[adapter-text]",),
+    ),
+    Mutation(
+        "scored-rows-read-from-the-cache",
+        "backend/sampling/vllm_prompt_scores.py",
+        "self.num_tokens = first_row + 1  #",
+        "self.num_tokens = request.num_tokens  #",
+        (LAST_N + "test_last_n_reads_the_prefix_from_the_cache",),
+    ),
+    Mutation(
+        "alternatives-at-temperature-1",
+        "backend/sampling/vllm_prompt_scores.py",
+        "(log_p_nv / draws.temperature).softmax(dim=-1)",
+        "log_p_nv.softmax(dim=-1)",
+        (ALTERNATIVES + "test_alternatives_are_drawn_at_the_temperature_with_the_models_logprobs[base-text-2.0]",),
+    ),
+    Mutation(
+        "alternatives-depend-on-the-parts-of-a-prompt",
+        "backend/sampling/vllm_prompt_scores.py",
+        "draws.uniforms(start, start + len(log_p_nv))",
+        "draws.uniforms(0, len(log_p_nv))",
+        (ALTERNATIVES + "test_alternatives_of_a_long_prompt_do_not_depend_on_its_parts",),
+    ),
+    Mutation(
+        "topk-of-the-wrong-requests",
+        "backend/sampling/vllm_logprobs.py",
+        "logits_bv[list(widths)]",
+        "logits_bv[: len(widths)]",
+        (SAMPLED_TOPK + "test_sampled_topk_of_requests_that_share_steps_agree_with_hf",),
+    ),
+    Mutation(
+        "sparse-targets-read-as-dense",
+        "backend/sampling/prompt_scores.py",
+        'np.searchsorted(request.sparse_crow_indices, cells, side="right") - 1',
+        "cells // shape[1]",
+        (PROMPT_SCORES + "test_sparse_targets_are_answered_sparsely_and_only_where_they_name_an_id",),
     ),
     Mutation(
         "nan-of-the-first-token-becomes-0",
@@ -1245,6 +1292,48 @@ MUTATIONS = (
         (ENDPOINTS + "test_models_and_checkpoints_are_answered_as_the_sdk_reads_them_on_fakes",),
     ),
     Mutation(
+        "expired-checkpoint-found",
+        "backend/storage/store.py",
+        "        return expires_at.is_(None) | (expires_at > self._clock())\n",
+        "        return sa.true()\n",
+        (CHECKPOINT_LIFE + "test_an_expired_path_is_404_at_once_before_anybody_sweeps_on_fakes",),
+    ),
+    Mutation(
+        "expired-folder-stays",
+        "backend/storage/store.py",
+        "            expired = self._checkpoints(tables.checkpoints.c.expires_at <= self._clock())\n",
+        "            expired: list[CheckpointRecord] = []\n",
+        (CHECKPOINT_LIFE + "test_expired_checkpoints_leave_the_disk_and_the_engine_by_themselves_on_fakes",),
+    ),
+    Mutation(
+        "folder-deleted-under-its-users",
+        "backend/checkpoints.py",
+        "            await self._uses.unused(record)\n",
+        "",
+        (CHECKPOINT_LIFE + "test_a_checkpoint_that_is_being_loaded_stays_until_it_is_read_on_fakes",),
+    ),
+    Mutation(
+        "one-key-two-copies",
+        "backend/copies.py",
+        '            keys.append(f"key {idempotency_key}")\n',
+        "            pass\n",
+        (CHECKPOINT_LIFE + "test_one_idempotency_key_is_one_copy_on_fakes",),
+    ),
+    Mutation(
+        "last-reason-of-a-session-wins",
+        "backend/storage/records.py",
+        " & table.c.ended_at.is_(None)\n",
+        "\n",
+        (RECORDS + "test_sessions_come_back_equal_and_end_once",),
+    ),
+    Mutation(
+        "old-data-folder-as-it-is",
+        "backend/storage/database.py",
+        "        migrate(engine, version)\n",
+        "        pass\n",
+        ("tests/storage/test_storage_migration.py::test_a_folder_of_version_1_opens_with_everything_in_it",),
+    ),
+    Mutation(
         "metadata-dropped",
         "backend/training_runs.py",
         "        user_metadata=user_metadata or {},\n",
@@ -1848,6 +1937,19 @@ MISTAKES = (
     ),
     Promise(
         "sampling",
+        "Top-k, target ids, the last n and drawn alternatives ignored, or wrong with adapters, images and long prompts",
+        (
+            "prompts-scored-without-their-lm-head",
+            "scored-rows-read-from-the-cache",
+            "alternatives-at-temperature-1",
+            "alternatives-depend-on-the-parts-of-a-prompt",
+            "topk-of-the-wrong-requests",
+            "sparse-targets-read-as-dense",
+        ),
+        (PROMPT_SCORES + "test_a_prompt_that_is_preempted_in_its_middle_is_answered_rightly",),
+    ),
+    Promise(
+        "sampling",
         "Batches run to completion, one task at a time",
         ("one-batch-after-the-other", "one-sample-at-a-time"),
     ),
@@ -1927,6 +2029,12 @@ MISTAKES = (
         "TTL, metadata and LoRA flags dropped, a wrong base model accepted",
         (
             "ttl-dropped",
+            "expired-checkpoint-found",
+            "expired-folder-stays",
+            "folder-deleted-under-its-users",
+            "one-key-two-copies",
+            "last-reason-of-a-session-wins",
+            "old-data-folder-as-it-is",
             "metadata-dropped",
             "lora-settings-dropped-on-the-way",
             "checkpoint-of-another-base-accepted",
