@@ -27,6 +27,7 @@ from tinker_local.backend.external_weights import ExternalWeights
 from tinker_local.backend.lending import Lending, LentSampler
 from tinker_local.backend.metrics import ModelMetrics
 from tinker_local.backend.options import BackendOptions, ModelSource
+from tinker_local.backend.queue_states import QueueState
 from tinker_local.backend.sampler_versions import SamplerVersions
 from tinker_local.backend.sampling_sessions import SamplingSessions
 from tinker_local.backend.scheduling.operations import Operation, OperationKind, Operations
@@ -319,6 +320,10 @@ class InProcessBackend:
         operation = self.operations.get(request_id)
         if operation is not None and operation.kind == "sample":
             operation.cancel(GoneError("the request was cancelled"))
+
+    def queue_state(self, operation: Operation[Any]) -> QueueState:
+        """What an operation that is not done waits for: for others of the same device, or for nobody."""
+        return (self.sampling if operation.kind == "sample" else self.training).state_of(operation)
 
     async def operation(self, request_id: str) -> Operation[Any]:
         """The operation behind a request id; if this process does not know it, why it is lost."""

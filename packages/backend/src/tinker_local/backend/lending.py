@@ -51,6 +51,11 @@ class Lending:
         """Whether the sampler sleeps now."""
         return self._sampler is not None and self._sampler.asleep
 
+    @property
+    def lent(self) -> bool:
+        """Whether samples wait for the trainer to give memory back."""
+        return self._wanted or self.asleep
+
     async def close(self) -> None:
         """Stop what wakes the sampler, and wait for the trainer's last call."""
         self._closed = True
@@ -188,6 +193,11 @@ class LentSampler:
     def versions_loaded(self) -> int:
         """How many versions were loaded and not removed."""
         return self._sampler.versions_loaded
+
+    @property
+    def sequences_waiting(self) -> int:
+        """How many sequences in flight have no place on the device yet."""
+        return self._sampler.sequences_waiting
 
     async def load_version(self, version: AdapterVersion) -> None:
         async with self._lending.awake():

@@ -13,6 +13,7 @@ from tinker_local.backend import paths
 from tinker_local.backend.base_models import BaseModel, BaseModels
 from tinker_local.backend.checkpoint_uses import CheckpointUses, version_of
 from tinker_local.backend.options import BackendOptions
+from tinker_local.backend.queue_states import ACTIVE, QueueState, SamplerQueue, lent_state
 from tinker_local.backend.rendering.image_assets import ImageAssets, names_images
 from tinker_local.backend.sampling.interface import AdapterVersion, SampleWork
 from tinker_local.backend.sampling_clients import SamplingClients, client_of
@@ -82,6 +83,7 @@ class SamplingSessions:
         self._images = ImageAssets(options.image_folder, options.image_hosts)
         self._fetching = ThreadPoolExecutor(8, thread_name_prefix="fetch")  # a slow host is in nobody else's way
         self._queued = 0
+        self._in_samplers: dict[BaseModel, SamplerQueue] = {}
 
     # Sessions -------------------------------------------------------------------------------------------------------
 
@@ -304,7 +306,7 @@ class SamplingSessions:
 
     async def _run(self, session: SamplingSession, request: SampleRequest, operation: Operation[Any]) -> None:
         try:
-            output = await self._sample(session, request)
+            output = await self._sample(session, request, operation)
             sequences = tuple(
                 sequence.model_copy(update={"sequence_id": sequence_id})
                 for sequence, sequence_id in zip(output.sequences, operation.sequence_ids, strict=True)
@@ -317,6 +319,19 @@ class SamplingSessions:
             self._ended(session, operation)
             operation.fail(as_api_error(error))
 
+    def state_of(self, operation: Operation[SampleOutput]) -> QueueState:
+        """What a sample that is not done waits for."""
+        session = self._open.get(paths.owner_of(operation.request_id))
+        if session is None:
+            return ACTIVE
+        base = session.base
+        queue = self._in_samplers.get(base)
+        if queue is None or operation not in queue:
+            return ACTIVE
+        if base.lending.lent:
+            return lent_state(session.record.session_id, [model.session_id for model in base.scheduler.running])
+        return queue.state(operation, base.engines.sampler.sequences_waiting)
+
     def _ended(self, session: SamplingSession, operation: Operation[SampleOutput]) -> None:
         """A sample ended, whichever way; whoever gets its result finds it counted out."""
         if operation in session.running:
@@ -326,7 +341,9 @@ class SamplingSessions:
             session.base.counts.samples_accepted -= 1
             self._queued -= 1
 
-    async def _sample(self, session: SamplingSession, request: SampleRequest) -> SampleOutput:
+    async def _sample(
+        self, session: SamplingSession, request: SampleRequest, operation: Operation[Any]
+    ) -> SampleOutput:
         loop, given = asyncio.get_running_loop(), request.prompt
         if names_images(given):
             given = await loop.run_in_executor(self._fetching, self._images.resolved, given, "prompt")
@@ -352,7 +369,12 @@ class SamplingSessions:
             prompt_alt_tokens_k=request.prompt_alt_tokens_k,
             prompt_logprobs_last_n=request.prompt_logprobs_last_n,
         )
-        return await self._sample_counted(session.base, work)
+        queue = self._in_samplers.setdefault(session.base, SamplerQueue())
+        queue.enter(operation, session.record.session_id, request.num_samples)
+        try:
+            return await self._sample_counted(session.base, work)
+        finally:
+            queue.leave(operation)
 
     @staticmethod
     async def _sample_counted(base: BaseModel, work: SampleWork) -> SampleOutput:

@@ -16,6 +16,7 @@ from tinker_local.backend.optimizers import check_optimizer, step_params
 from tinker_local.backend.options import BackendOptions
 from tinker_local.backend.ownership import check_no_token
 from tinker_local.backend.preparation import prepare_work
+from tinker_local.backend.queue_states import ACTIVE, QueueState
 from tinker_local.backend.scheduling.admission import Bounds, Load
 from tinker_local.backend.scheduling.model_queue import GradientCommand, ModelQueue, StepCommand
 from tinker_local.backend.scheduling.operations import Operation, OperationKind, Operations, as_api_error
@@ -253,6 +254,11 @@ class TrainingRuns:
 
     def live(self, model_id: str) -> TrainedModel | None:
         return self._live.get(model_id)
+
+    def state_of(self, operation: Operation[Any]) -> QueueState:
+        """What an operation that is not done waits for."""
+        model = self._live.get(paths.owner_of(operation.request_id))
+        return ACTIVE if model is None else model.base.scheduler.state_of(model.queue, operation)
 
     def count(self) -> int:
         return len(self._live)

@@ -67,6 +67,7 @@ class FakeSampler:
         self._tower = FakeTower()
         self._memory = memory
         self._in_use = 0
+        self._waiting: dict[threading.Event, int] = {}  # sequences of what no thread has begun
         self.can_sleep = memory is not None
         self._closed = threading.Event()
         self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="fake-sampler")
@@ -82,6 +83,11 @@ class FakeSampler:
     def versions_loaded(self) -> int:
         """How many versions are in memory."""
         return len(self._versions)
+
+    @property
+    def sequences_waiting(self) -> int:
+        """How many sequences wait for one of its threads."""
+        return sum(list(self._waiting.values()))
 
     @property
     def asleep(self) -> bool:
@@ -103,9 +109,11 @@ class FakeSampler:
             weights = await self._weights(work.version)
             stop_thread = threading.Event()
             loop = asyncio.get_running_loop()
+            self._waiting[stop_thread] = work.num_samples
             try:
-                return await loop.run_in_executor(self._threads, self._sample, work, weights, stop_thread)
+                return await loop.run_in_executor(self._threads, self._begin, work, weights, stop_thread)
             finally:
+                self._waiting.pop(stop_thread, None)
                 stop_thread.set()
 
     async def sleep(self) -> None:
@@ -157,6 +165,10 @@ class FakeSampler:
             raise InvalidRequestError(f"lora_alpha: {config['lora_alpha']} in {version.name}, expected {LORA_ALPHA}")
         tensors = load_file(version.path / "adapter_model.safetensors")
         return _Weights(self._model.read_adapter(tensors, config["r"]), config["r"])
+
+    def _begin(self, work: SampleWork, weights: _Weights, cancelled: threading.Event) -> SampleOutput:
+        self._waiting.pop(cancelled, None)
+        return self._sample(work, weights, cancelled)
 
     def _sample(self, work: SampleWork, weights: _Weights, cancelled: threading.Event) -> SampleOutput:
         prompt, params = work.prompt, work.params

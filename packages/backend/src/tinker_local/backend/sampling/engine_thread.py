@@ -76,6 +76,11 @@ class Engine:
             self._engine = self._build()
         return self._engine
 
+    @property
+    def built(self) -> Any:
+        """The vLLM engine, or None if it is not there; other threads may look at it."""
+        return self._engine
+
     def abort(self, request_ids: list[str]) -> None:
         """Drop sequences that have not finished."""
         if request_ids and self._engine is not None:

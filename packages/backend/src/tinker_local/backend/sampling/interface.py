@@ -82,6 +82,10 @@ class Sampler(Protocol):
     def versions_loaded(self) -> int:
         """How many versions were loaded and not removed; it may be read from any thread."""
 
+    @property
+    def sequences_waiting(self) -> int:
+        """How many sequences of `sample`s in flight have no place on the device yet; it may be read from any thread."""
+
     async def load_version(self, version: AdapterVersion) -> None:
         """Make `version` ready, from memory if its folder is not written yet, and verify that its tensors matched
         modules; raises InvalidRequestError if it cannot be served. Loading one that is loaded does nothing."""

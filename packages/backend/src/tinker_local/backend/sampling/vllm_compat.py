@@ -252,6 +252,12 @@ def model_runner(engine: Any) -> Any:
     return engine.model_executor.driver_worker.model_runner
 
 
+def sequences_running(engine: Any) -> int:
+    """How many sequences the scheduler of `engine` (None: there is none) has a place for; any thread may ask."""
+    core = None if engine is None else engine.engine_core.engine_core
+    return 0 if core is None else len(core.scheduler.running)
+
+
 def lora_worker(engine: Any) -> Any:
     """What loads an engine's adapters: `lora_config`, and `_adapter_manager`, which holds them and their `modules`."""
     return model_runner(engine).lora_manager

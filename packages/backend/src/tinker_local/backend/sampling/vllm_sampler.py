@@ -67,6 +67,11 @@ class VLLMSampler:
         """How many versions were verified and not removed, in memory or read again from their folder on use."""
         return len(self._adapters)
 
+    @property
+    def sequences_waiting(self) -> int:
+        """How many sequences in flight vLLM has not begun, or has put off."""
+        return max(0, len(self._engine.in_flight) - vllm_compat.sequences_running(self._engine.built))
+
     async def load_version(self, version: AdapterVersion) -> None:
         """Hand the adapter to vLLM, verify that all of it was taken, and keep it ready."""
         with _as_api_errors():

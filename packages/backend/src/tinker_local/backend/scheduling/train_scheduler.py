@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from tinker_local.backend.lending import Lending
+from tinker_local.backend.queue_states import ACTIVE, QueueState, training_state
 from tinker_local.backend.scheduling.command_log import HOLE_PATIENCE, CommandLog
 from tinker_local.backend.scheduling.fairness import FairQueue, gradient_of
 from tinker_local.backend.scheduling.model_queue import (
@@ -15,7 +16,7 @@ from tinker_local.backend.scheduling.model_queue import (
     StepCommand,
     Taken,
 )
-from tinker_local.backend.scheduling.operations import as_api_error
+from tinker_local.backend.scheduling.operations import Operation, as_api_error
 from tinker_local.backend.scheduling.preparations import Preparations
 from tinker_local.backend.training.interface import TrainResult, TrainWork
 from tinker_local.types import ApiError, ForwardBackwardOutput, TensorData
@@ -42,14 +43,15 @@ class TrainScheduler:
     result of a gradient, and again after that of a step, `WAIT_SHARE` of the time of that call and `LONGEST_WAIT` at
     most, and only for models that were back as soon last time.
 
-    `trained_tokens`: positions of the forward/backwards that succeeded so far. `commands_running`: in the trainer now.
+    `trained_tokens`: positions of the forward/backwards that succeeded so far. `running`: the models whose
+    commands are in the trainer now, one for each.
     """
 
     def __init__(self, lending: Lending, *, batch_tokens: int, quantum: int) -> None:
         self._lending = lending
         self._batch_tokens = batch_tokens
         self.trained_tokens = 0
-        self.commands_running = 0
+        self.running: tuple[ModelQueue, ...] = ()
         self._queues: FairQueue[Taken] = FairQueue(quantum)
         self._open: set[ModelQueue] = set()
         self._preparations = Preparations(batch_tokens)
@@ -62,6 +64,18 @@ class TrainScheduler:
         self._wait_until: float | None = None
         self._deliveries: set[asyncio.Task[None]] = set()
         self._task = asyncio.create_task(self._run(), name="train-scheduler")
+
+    @property
+    def commands_running(self) -> int:
+        """Commands in the trainer now."""
+        return len(self.running)
+
+    def state_of(self, queue: ModelQueue, operation: Operation[Any]) -> QueueState:
+        """What an operation of `queue`'s model waits for; one that has had its turn, and writes, say, for nobody."""
+        if queue.released and all(command.operation is not operation for command in queue.commands.pending()):
+            return ACTIVE
+        running = [other.session_id for other in self.running]
+        return training_state(queue.session_id, running, [(q.session_id, len(q.commands)) for q in self._open])
 
     @property
     def commands_waiting(self) -> int:
@@ -152,7 +166,7 @@ class TrainScheduler:
 
     async def _run_step(self, queue: ModelQueue, command: Command) -> None:
         assert isinstance(command, StepCommand)
-        self.commands_running = 1
+        self.running = (queue,)
         began = self._loop.time()
         try:
             await command.run()
@@ -161,7 +175,7 @@ class TrainScheduler:
                 log.exception("%s failed", command.operation.request_id)
             command.operation.fail(as_api_error(error))
         finally:
-            self.commands_running = 0
+            self.running = ()
             queue.ended_at = self._loop.time()
             self._wait_limit += queue.ended_at - began  # nobody was kept waiting by it
 
@@ -169,7 +183,7 @@ class TrainScheduler:
         batch = [(queue, command) for queue, command in taken if isinstance(command, GradientCommand)]
         works = [command.work for _, command in batch]
         results: Sequence[TrainResult | ApiError]
-        self.commands_running = len(batch)
+        self.running = tuple(queue for queue, _ in batch)
         began = self._loop.time()
         try:
             results = await self._lending.forward_backward(works)
@@ -179,7 +193,7 @@ class TrainScheduler:
             log.exception("a batch of %d requests failed", len(works))
             results = [as_api_error(error)] * len(works)
         finally:
-            self.commands_running = 0
+            self.running = ()
         self._note_end(batch, began)
         for (queue, command), result in zip(batch, results, strict=True):
             if isinstance(result, ApiError):

@@ -64,7 +64,10 @@ async def retrieve_future(request: Request, backend: Backend) -> Response:
     except InternalError as error:
         return failure(error)
     if not await operation.wait(LONG_POLL_SECONDS):
-        waiting = {"type": "try_again", "request_id": body.request_id, "queue_state": "active"}
+        state = backend.queue_state(operation)
+        waiting = {"type": "try_again", "request_id": body.request_id, "queue_state": state.state}
+        if state.reason is not None:
+            waiting["queue_state_reason"] = state.reason
         return JSONResponse(waiting, 408)
     try:
         return await encode(await operation)
