@@ -291,7 +291,12 @@ def test_no_path_or_parameter_gets_a_5xx_on_fakes(fuzzed: Any) -> None:
     )
 
     @BOUNDED
-    @given(st.sampled_from([*PATHS, CHECKPOINT, f"{CHECKPOINT}/publish", f"{CHECKPOINT}/ttl"]), segments, st.booleans(), JSON)
+    @given(
+        st.sampled_from([*PATHS, CHECKPOINT, f"{CHECKPOINT}/publish", f"{CHECKPOINT}/ttl"]),
+        segments,
+        st.booleans(),
+        JSON,
+    )
     def fuzz(path: str, segment: str, raw: bool, parameter: Any) -> None:
         text = segment.encode("utf-8", "replace").decode() if raw else quote(segment, safe="", errors="replace")
         url = path.replace("{}", text or "x")
