@@ -1,0 +1,80 @@
+"""What is downloaded is what was trained: the SDK's own command, against a server as users start it."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tinker
+import torch
+
+TEXT = "tiny/text"
+TOKENS = [21, 34, 55, 89, 17, 40, 63, 28]
+
+
+@pytest.fixture(scope="module")
+def trained(real_server: Any) -> tuple[str, str, np.ndarray]:
+    """Tinker paths of a training checkpoint and of an export of the same weights, and their logprobs of `TOKENS`."""
+    service = tinker.ServiceClient(base_url=real_server.url, api_key="tml-local")
+    client = service.create_lora_training_client(base_model=TEXT, rank=4, seed=1).result()
+    datum = tinker.Datum(
+        model_input=tinker.ModelInput.from_ints(TOKENS[:-1]),
+        loss_fn_inputs={"target_tokens": np.array(TOKENS[1:])},  # type: ignore[dict-item]
+    )
+    before = client.forward([datum], "cross_entropy").result().loss_fn_outputs[0]["logprobs"].to_numpy()
+    for _ in range(3):
+        client.forward_backward([datum], "cross_entropy").result()
+        client.optim_step(tinker.AdamParams(learning_rate=0.02)).result()
+    state = client.save_state("trained").result().path
+    export = client.save_weights_external("export", ttl_seconds=7200).result().path
+    after = client.forward([datum], "cross_entropy").result().loss_fn_outputs[0]["logprobs"].to_numpy()
+    assert np.abs(after - before).max() > 0.5
+    return state, export, after
+
+
+@pytest.mark.parametrize("which", ["weights", "external_weights"])
+def test_checkpoint_downloaded_by_the_command_is_what_peft_loads_and_was_trained(
+    real_server: Any, trained: Any, tiny_models: dict[str, Path], tmp_path: Path, which: str
+) -> None:
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    path = trained[0] if which == "weights" else trained[1]
+    rest = tinker.RestClient(base_url=real_server.url, api_key="tml-local")
+    before = {c.tinker_path for c in rest.list_user_checkpoints(limit=1000).result().checkpoints}
+    done = subprocess.run(
+        [sys.executable, "-m", "tinker.cli", "-f", "json", "checkpoint", "download", path, "--output", str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        stdin=subprocess.DEVNULL,
+        env={**os.environ, "TINKER_BASE_URL": real_server.url, "TINKER_API_KEY": "tml-local", "HOME": str(tmp_path)},
+    )
+    assert done.returncode == 0, (done.stdout, done.stderr)
+    assert "Warning" not in done.stderr
+    (folder,) = [config.parent for config in tmp_path.rglob("adapter_config.json")]
+    assert {file.name for file in folder.iterdir()} == {"adapter_config.json", "adapter_model.safetensors"}
+    assert json.loads((folder / "adapter_config.json").read_text())["r"] == 4
+    assert {c.tinker_path for c in rest.list_user_checkpoints(limit=1000).result().checkpoints} == before
+    base = AutoModelForCausalLM.from_pretrained(tiny_models[TEXT], dtype=torch.float32)
+    model = PeftModel.from_pretrained(base, str(folder)).eval()
+    with torch.no_grad():
+        logits = model(torch.tensor([TOKENS[:-1]])).logits[0]
+    logprobs = logits.log_softmax(-1)[torch.arange(len(TOKENS) - 1), torch.tensor(TOKENS[1:])].numpy()
+    np.testing.assert_allclose(logprobs, trained[2], atol=1e-4)
+
+
+def test_urls_of_an_export_are_of_the_server_and_listed_with_its_kind(real_server: Any, trained: Any) -> None:
+    rest = tinker.RestClient(base_url=real_server.url, api_key="tml-local")
+    found = rest.get_external_weights_urls(trained[1]).result()
+    assert found.urls.keys() == {"adapter_config.json", "adapter_model.safetensors"}
+    assert all(url.startswith(f"{real_server.url}/api/v1/") for url in found.urls.values())
+    listed = rest.list_checkpoints(trained[1].split("/")[2]).result().checkpoints
+    assert {c.checkpoint_type for c in listed if c.tinker_path == trained[1]} == {"external"}
+    for path in (trained[0], trained[1].replace("export", "none")):
+        with pytest.raises((tinker.NotFoundError, ValueError)):
+            rest.get_external_weights_urls(path).result()
