@@ -84,6 +84,22 @@ def test_alternative_tokens_on_fakes(sampler: Any) -> None:
     assert len(set(tokens[0].tolist())) > 5
 
 
+def test_prompt_of_one_token_has_no_alternatives_on_fakes(sampler: Any) -> None:
+    params = tinker.SamplingParams(max_tokens=1)
+    output = sampler.sample(tinker.ModelInput.from_ints([5]), 1, params, prompt_alt_tokens_k=3).result(timeout=60)
+    assert output.prompt_alt_tokens.tokens.to_torch().shape == (0, 3)
+
+
+def test_what_cannot_be_answered_is_refused_with_the_numbers_on_fakes(sampler: Any) -> None:
+    for options, message in (
+        ({"prompt_alt_tokens_k": 10**7}, "prompt_alt_tokens_k: 6 prompt tokens times 10000000 are 60000000"),
+        ({"include_prompt_logprobs": True, "prompt_logprobs_last_n": 6}, "6 is not between 1 and 5"),
+        ({"target_prompt_logprobs": tinker.TensorData.from_torch(torch.zeros(6, 1, dtype=torch.int64))}, r"\[6, 1\]"),
+    ):
+        with pytest.raises(tinker.RequestFailedError, match=message):
+            sample(sampler, **options)
+
+
 def test_all_off_gives_none_of_it_on_fakes(sampler: Any) -> None:
     output = sample(sampler)
     assert output.prompt_logprobs is None

@@ -130,7 +130,9 @@ async def test_sparse_targets_are_answered_sparsely_and_only_where_they_name_an_
 
 
 async def test_a_prompt_of_one_token_has_empty_answers(text: Any) -> None:
-    output = await ask(text, text.prompt([5]), prompt_logprobs=True, topk_prompt_logprobs=2)
+    output = await ask(text, text.prompt([5]), prompt_logprobs=True, topk_prompt_logprobs=2, prompt_alt_tokens_k=3)
+    assert output.prompt_alt_tokens is not None
+    assert output.prompt_alt_tokens.tokens.shape == output.prompt_alt_tokens.logprobs.shape == (0, 3)
     assert output.topk_prompt_logprobs is not None
     assert output.topk_prompt_logprobs.token_ids.tolist() == [[0, 0]]
     assert output.topk_prompt_logprobs.logprobs.tolist() == [[EMPTY[1]] * 2]

@@ -64,7 +64,7 @@ class Draws:
 
     def uniforms(self, start: int, stop: int) -> npt.NDArray[np.float64]:
         """[stop - start, k] in [0, 1), those of rows [start, stop)."""
-        blocks = range(start // _BLOCK, -(-stop // _BLOCK))
+        blocks = range(start // _BLOCK, max(-(-stop // _BLOCK), start // _BLOCK + 1))  # one for no rows, too
         numbers = [
             np.random.Generator(np.random.Philox(key=self.key, counter=[0, 0, 0, block])).random((_BLOCK, self.k))
             for block in blocks
