@@ -174,7 +174,10 @@ async def test_sessions_through_the_rest_client_on_fakes(service: Any, rest: Res
     assert isinstance(summary.status, types.SessionActive)
     service.close("errored", "ValueError: bad luck")
     wanted = types.ClientFinishedSessionStatusQuery(reasons=["errored"])
-    summary = (await search(session_id=session, statuses=[wanted]))[0]
+    until = time.monotonic() + 30
+    while not (ended := await search(session_id=session, statuses=[wanted])):
+        assert time.monotonic() < until
+    summary = ended[0]
     assert isinstance(summary.status, types.ClientSessionFinished)
     assert isinstance(summary.status.reason, types.ClientSessionFinishErrored)
     assert summary.status.detail == "ValueError: bad luck"

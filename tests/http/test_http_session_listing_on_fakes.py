@@ -1,5 +1,7 @@
 """Sessions are listed, opened and searched; what became of each is told as it is."""
 
+import asyncio
+import threading
 from datetime import datetime
 from typing import Any
 
@@ -133,6 +135,27 @@ async def test_search_tells_what_became_of_each_session_on_fakes(start_api: Any)
     assert await having({"type": "client_finished"}) == set(ended.values())
     wanted = {"type": "client_finished", "reasons": ["errored", "interrupted"]}
     assert await having(wanted, {"type": "active"}) == {running, ended["errored"], ended["interrupted"]}
+
+
+async def test_a_session_that_ends_during_a_search_has_a_status_in_it_on_fakes(
+    api: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session = await api.session()
+    original, reading, go_on = api.backend.store.sessions_before, threading.Event(), threading.Event()
+
+    def slow(*args: Any) -> Any:
+        found = original(*args)
+        reading.set()
+        assert go_on.wait(30)
+        return found
+
+    monkeypatch.setattr(api.backend.store, "sessions_before", slow)
+    searching = asyncio.create_task(search(api))
+    await api.until(reading.is_set)
+    assert (await api.post(f"sessions/{session}/finish", {})).status_code == 204
+    go_on.set()
+    (summary,) = await searching
+    assert summary.status.type == "active"  # as it was when the search began
 
 
 async def test_a_session_that_a_restart_lost_has_no_status_until_it_is_finished_on_fakes(

@@ -33,21 +33,22 @@ async def search_sessions(
         return [], None
     cursor = request.cursor
     before = None if cursor is None else (cursor.last_created_at, cursor.last_session_id)
-    found: list[SessionRecord] = []
+    found: list[tuple[SessionRecord, SessionStatus | None]] = []
     while len(found) <= request.limit:
+        live = sessions.live_statuses()
         batch = await asyncio.to_thread(store.sessions_before, before, BATCH)
-        found += [record for record in batch if fits(record, sessions.status(record), request)]
+        told = [(record, live.get(record.session_id) or sessions.status(record)) for record in batch]
+        found += [(record, status) for record, status in told if fits(record, status, request)]
         if len(batch) < BATCH:
             break
         before = (batch[-1].created_at, batch[-1].session_id)
     page = found[: request.limit]
-    storage = await asyncio.to_thread(store.session_storage, [record.session_id for record in page])
-    summaries = [
-        FoundSession(record, sessions.status(record), *storage.get(record.session_id, (0, 0))) for record in page
-    ]
+    storage = await asyncio.to_thread(store.session_storage, [record.session_id for record, _ in page])
+    summaries = [FoundSession(record, status, *storage.get(record.session_id, (0, 0))) for record, status in page]
     if len(found) == len(page):
         return summaries, None
-    return summaries, SessionCursor(last_created_at=page[-1].created_at, last_session_id=page[-1].session_id)
+    last = page[-1][0]
+    return summaries, SessionCursor(last_created_at=last.created_at, last_session_id=last.session_id)
 
 
 def fits(record: SessionRecord, status: SessionStatus | None, request: SessionSearchRequest) -> bool:

@@ -106,17 +106,14 @@ class Sessions:
     def status(self, record: SessionRecord) -> SessionStatus | None:
         """What became of a recorded session; None if it was lost when the server stopped, and nobody ended it since."""
         session = self._live.get(record.session_id)
-        if session is not None and session.ended is None:
-            return SessionStatus("active")
-        if session is not None and session.ended is not None:
-            reason, detail = session.ended.reason, session.ended.detail
-        elif record.end_reason is not None:
-            reason, detail = record.end_reason, record.end_detail
-        else:
-            return None
-        if reason == "heartbeats_lost":
-            return SessionStatus("cancelled", reason, f"{reason}: {detail}" if detail else reason)
-        return SessionStatus("client_finished", reason, detail)
+        if session is not None:
+            return _status(session.ended)
+        return None if record.end_reason is None else _status(SessionEnd(record.end_reason, record.end_detail))
+
+    def live_statuses(self) -> dict[str, SessionStatus]:
+        """What is becoming of the sessions that are here. Whoever takes this before reading records misses none that
+        ends meanwhile."""
+        return {session_id: _status(session.ended) for session_id, session in self._live.items()}
 
     def is_live(self, session_id: str) -> bool:
         """Whether the session was made by this process and has not ended."""
@@ -156,3 +153,11 @@ class Sessions:
 
     def __len__(self) -> int:
         return len(self._live)
+
+
+def _status(end: SessionEnd | None) -> SessionStatus:
+    if end is None:
+        return SessionStatus("active")
+    if end.reason == "heartbeats_lost":
+        return SessionStatus("cancelled", end.reason, str(end))
+    return SessionStatus("client_finished", end.reason, end.detail)
