@@ -21,6 +21,7 @@ COMMAND_LOG = "tests/scheduling/test_command_log.py::"
 DECODING = "tests/rendering/test_decoding.py::"
 ENDPOINTS = "tests/http/test_http_endpoints_on_fakes.py::"
 ENGINE_THREAD = "tests/sampling/test_engine_thread.py::"
+EXTERNAL = "tests/http/test_http_external_weights_on_fakes.py::"
 FORMULAS = "tests/training/test_loss_formulas.py::"
 FUTURES = "tests/http/test_http_futures_on_fakes.py::"
 INPUT_CHECKS = "tests/training/test_loss_input_checks.py::"
@@ -34,9 +35,11 @@ PEFT = "tests/training/test_lora_equals_peft.py::"
 PROMPT_SCORES = "tests/sampling/test_prompt_scores.py::"
 PROMPT_LOGPROBS = "tests/sampling/test_prompt_logprobs.py::"
 CHECKPOINT_LIFE = "tests/http/test_http_checkpoint_life_on_fakes.py::"
+QUEUE_STATES = "tests/http/test_http_queue_states_on_fakes.py::"
 RECORDS = "tests/storage/test_storage_records.py::"
 RENDERER = "tests/rendering/test_renderer.py::"
 RESTART = "tests/http/test_http_restart_on_fakes.py::"
+SAMPLING_CLIENTS = "tests/http/test_http_sampling_clients_on_fakes.py::"
 SAMPLED_TOPK = "tests/sampling/test_sampled_topk.py::"
 SAMPLED = "tests/sampling/test_sampled_logprobs.py::"
 SEEDS = "tests/sampling/test_seeds.py::"
@@ -636,9 +639,9 @@ MUTATIONS = (
     Mutation(
         "one-sample-at-a-time",
         "backend/sampling_sessions.py",
-        "            output = await self._sample(session, request)\n",
+        "            output = await self._sample(session, request, operation)\n",
         '            async with self.__dict__.setdefault("_one", asyncio.Lock()):\n'
-        "                output = await self._sample(session, request)\n",
+        "                output = await self._sample(session, request, operation)\n",
         (FUTURES + "test_cancelling_frees_the_slot_on_fakes",),
     ),
     Mutation(
@@ -763,9 +766,9 @@ MUTATIONS = (
     Mutation(
         "expected-tokens-for-training-only",
         "backend/sampling_sessions.py",
-        'render, request.prompt, "prompt"',
-        "render, type(request.prompt)(chunks=tuple(chunk.model_copy(update={'expected_tokens': None}) "
-        "if chunk.type == 'image' else chunk for chunk in request.prompt.chunks)), \"prompt\"",
+        'render, given, "prompt"',
+        "render, type(given)(chunks=tuple(chunk.model_copy(update={'expected_tokens': None}) "
+        "if chunk.type == 'image' else chunk for chunk in given.chunks)), \"prompt\"",
         (BAD_INPUT + "test_bad_image_fails_its_own_request_on_fakes",),
     ),
     Mutation(
@@ -1129,9 +1132,8 @@ MUTATIONS = (
     Mutation(
         "images-rendered-on-the-loop",
         "backend/sampling_sessions.py",
-        "        prompt = await asyncio.get_running_loop().run_in_executor(\n"
-        '            self._rendering, session.base.engines.renderer.render, request.prompt, "prompt"\n        )\n',
-        '        prompt = session.base.engines.renderer.render(request.prompt, "prompt")\n',
+        'prompt = await loop.run_in_executor(self._rendering, session.base.engines.renderer.render, given, "prompt")\n',
+        'prompt = session.base.engines.renderer.render(given, "prompt")\n',
         (OFF_THE_LOOP,),
     ),
     Mutation(
@@ -1266,8 +1268,8 @@ MUTATIONS = (
     Mutation(
         "unsupported-fields-ignored",
         "backend/sampling_sessions.py",
-        "            if value is not None and value != off:\n",
-        "            if False:\n",
+        "        if request.record_stability_info:\n",
+        "        if False:\n",
         (ENDPOINTS + "test_what_is_not_honoured_is_refused_by_name_on_fakes",),
     ),
     Mutation(
@@ -1397,6 +1399,48 @@ MUTATIONS = (
         "if not is_loopback(host) and api_key_file is None:",
         "if False:",
         (ACCESS + "test_address_that_others_reach_needs_a_key_file_on_fakes[192.0.2.1]",),
+    ),
+    Mutation(
+        "download-read-whole",
+        "backend/http/routes/external_weights.py",
+        'return FileResponse(path, media_type="application/octet-stream", filename=file)',
+        'return Response(path.read_bytes(), media_type="application/octet-stream")',
+        (EXTERNAL + "test_file_is_streamed_and_never_whole_in_memory_on_fakes",),
+    ),
+    Mutation(
+        "forged-url-accepted",
+        "backend/external_weights.py",
+        '        if not hmac.compare_digest(wanted.signature.encode("utf-8", "replace"), right.encode()):\n',
+        "        if len(wanted.signature) > len(right):\n",
+        (EXTERNAL + "test_forged_or_expired_url_is_403_on_fakes",),
+    ),
+    Mutation(
+        "expired-url-accepted",
+        "backend/external_weights.py",
+        "        if now().timestamp() >= wanted.expires:\n",
+        "        if wanted.expires < 0:\n",
+        (EXTERNAL + "test_forged_or_expired_url_is_403_on_fakes",),
+    ),
+    Mutation(
+        "copies-share-ids",
+        "backend/sampling_clients.py",
+        "        self._joined += 1\n        while",
+        "        self._joined = 1\n        while",
+        (SAMPLING_CLIENTS + "test_clients_of_one_session_hear_of_their_own_samples_on_fakes",),
+    ),
+    Mutation(
+        "completions-seen-once",
+        "backend/scheduling/completions.py",
+        "        return [completion for completion in self._unseen if completion.cursor > cursor]\n",
+        "        return [self._unseen.popleft() for _ in range(len(self._unseen))]\n",
+        (SAMPLING_CLIENTS + "test_poll_tells_what_ended_since_the_cursor_on_fakes",),
+    ),
+    Mutation(
+        "queue-state-always-active",
+        "backend/scheduling/train_scheduler.py",
+        "        running = [other.session_id for other in self.running]\n",
+        "        running: list[str] = []\n",
+        (QUEUE_STATES + "test_training_that_waits_for_others_is_told_for_whom_on_fakes",),
     ),
     Mutation(
         "keys-not-checked",
@@ -2054,8 +2098,14 @@ MISTAKES = (
     ),
     Promise(
         "operation",
-        "Checkpoints read whole for a download",
-        note="There is no download yet; its endpoint is refused by name.",
+        "Checkpoints read whole for a download, or given to whom they are not for",
+        ("download-read-whole", "forged-url-accepted", "expired-url-accepted"),
+        ("tests/e2e/test_download.py::test_checkpoint_downloaded_by_the_command_is_what_peft_loads_and_was_trained",),
+    ),
+    Promise(
+        "operation",
+        "Copies of a sampling client get each other's results; queue states are made up",
+        ("copies-share-ids", "completions-seen-once", "queue-state-always-active"),
     ),
     Promise(
         "operation",

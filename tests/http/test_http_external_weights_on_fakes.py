@@ -54,6 +54,37 @@ async def test_export_is_fetched_without_a_key_and_equals_what_was_saved_on_fake
     assert all((found[name] == trained[name]).all() for name in trained)
 
 
+async def test_file_is_streamed_and_never_whole_in_memory_on_fakes(api: Any) -> None:
+    model = await api.model()
+    await export(api, model, 1, "a")
+    url = httpx.URL((await signed(api, model, "a"))["adapter_model.safetensors"])
+    (weights,) = (api.backend.options.data_dir / "checkpoints").rglob("adapter_model.safetensors")
+    size = 64 * 2**20
+    with weights.open("r+b") as file:
+        file.truncate(size)
+    scope = {
+        "type": "http",
+        "asgi": {"spec_version": "2.4"},
+        "method": "GET",
+        "path": url.path,
+        "query_string": url.query,
+        "headers": [(b"host", b"test")],
+        "scheme": "http",
+        "server": ("test", 80),
+    }
+    parts = []
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": b"", "more_body": False}
+
+    async def send(message: dict[str, Any]) -> None:
+        parts.append(len(message.get("body", b"")))
+
+    await api.http._transport.app(scope, receive, send)
+    assert sum(parts) == size
+    assert max(parts) <= 2**20
+
+
 async def test_exports_are_listed_and_deleted_and_live_as_long_as_they_were_given_on_fakes(api: Any) -> None:
     model = await api.model()
     await export(api, model, 1, "a", ttl_seconds=3600)

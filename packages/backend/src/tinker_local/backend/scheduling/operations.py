@@ -125,7 +125,7 @@ class Operations:
         """Drop the result of an operation that is done; others, and unknown ones, stay as they are."""
         operation = self._by_id.get(request_id)
         if operation is not None and operation.done:
-            del self._by_id[request_id]
+            self._by_id.pop(request_id)
 
     def unfinished(self) -> list[Operation[Any]]:
         return [operation for operation in self._by_id.values() if not operation.done]
