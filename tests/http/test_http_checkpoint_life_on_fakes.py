@@ -268,6 +268,32 @@ async def test_a_longer_ttl_reaches_the_samplers_that_are_open_on_fakes(start_ap
     assert (await api.post("asample", api.sample_body(sampler, 1))).status_code == 404
 
 
+async def test_an_overwritten_checkpoint_is_private_and_has_the_new_expiry_on_fakes(api: Any) -> None:
+    model = await api.model()
+    path = await saved(api, model, 1, "weights", ttl_seconds=3600, user_metadata={"k": "v"})
+    await api.post(url(path, "publish"))
+    assert await saved(api, model, 2, "weights", overwrite=True) == path
+    found = await listed(api, path)
+    assert (found.public, found.expires_at, found.user_metadata) == (False, None, {})
+
+
+async def test_a_server_that_stops_while_a_deleted_checkpoint_is_sampled_from_leaves_no_folder_on_fakes(
+    start_api: Any,
+) -> None:
+    api = await start_api()
+    path = await saved(api, await api.model(), 1, "sampler_weights")
+    sampler = await sampler_of(api, path)
+    api.sampler.hold.clear()
+    await api.sample(sampler, 0)
+    await api.until(lambda: api.sampler.running == 1)
+    assert (await api.delete(url(path))).status_code == 204
+    assert len(on_disk(api)) == 1
+    await api.http.aclose()
+    await api.backend.close()
+    again = await start_api()
+    assert not on_disk(again)
+
+
 async def copied(api: Any, path: str, key: str | None = None, **fields: Any) -> str:
     body = {"source_path": path, **({} if "session_id" in fields else {"destination_project_id": "local"}), **fields}
     answer = await api.post("copy_weights", body, headers={} if key is None else {"X-Idempotency-Key": key})

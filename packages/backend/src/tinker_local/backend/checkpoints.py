@@ -15,7 +15,7 @@ from tinker_local.types import NotFoundError
 log = logging.getLogger(__name__)
 
 DELETION_SECONDS = 2.0
-"""How long an answer waits for a folder that nobody uses to be gone from the disk."""
+"""How long an answer, or the end of the server, waits for a folder that nobody uses to be gone from the disk."""
 
 
 class Checkpoints:
@@ -82,7 +82,9 @@ class Checkpoints:
         return task
 
     async def close(self) -> None:
-        """Stop waiting; folders that are left are deleted when the next server starts."""
+        """Finish deletions that wait for nobody; folders that are left are deleted when the next server starts."""
+        if self._removals:
+            await asyncio.wait(self._removals, timeout=DELETION_SECONDS)
         for task in self._removals:
             task.cancel()
         await asyncio.gather(*self._removals, return_exceptions=True)
