@@ -9,6 +9,8 @@ from tinker_local.types import UnsupportedError
 
 router = APIRouter(tags=["refused"])
 
+_CHECKPOINT = "/training_runs/{run_id}/checkpoints/{kind}/{name}"
+
 REFUSED: dict[tuple[str, str], str] = {
     ("POST", "/auth/token"): "a local server has no log-in; set TINKER_API_KEY to a key of this server",
     ("GET", "/auth/apikey/me"): "a local server has no accounts; set TINKER_API_KEY to a key of this server",
@@ -19,6 +21,9 @@ REFUSED: dict[tuple[str, str], str] = {
     ),
     ("GET", "/sessions/{session_id}/trace_export"): (
         "this server records no spans of requests; GET /metrics has its counters and times, and its log what failed"
+    ),
+    ("GET", f"{_CHECKPOINT}/archive"): (
+        "SDKs before 0.38 download archives; that of 0.38 takes the files of save_weights_external, so update tinker"
     ),
     ("GET", "/audit"): "a local server has no audit log; see its own log",
     ("GET", "/billing/usage/events"): "a local server bills nobody",
