@@ -224,7 +224,7 @@ async def test_unknown_route_and_method_are_answered_in_json_with_their_name_on_
     for method, path, status in [
         ("GET", "/api/v1/nothing", 404),
         ("POST", "/", 404),
-        ("POST", "/api/v1/unload_model", 404),
+        ("POST", "/api/v1/forward", 404),
         ("GET", "/api/v1/training_runs/a/b/c", 404),
         ("GET", "/api/v1/asample", 405),
         ("PUT", "/api/v1/healthz", 405),
@@ -233,7 +233,7 @@ async def test_unknown_route_and_method_are_answered_in_json_with_their_name_on_
         assert answer.status_code == status
         assert answer.json()["detail"]
         assert int(answer.headers["content-length"]) == len(answer.content)
-    assert "POST /api/v1/unload_model" in (await api.post("unload_model", {})).json()["detail"]
+    assert "POST /api/v1/forward" in (await api.post("forward", {})).json()["detail"]
 
 
 async def test_every_client_error_has_a_body_and_its_length_on_fakes(api: Any) -> None:

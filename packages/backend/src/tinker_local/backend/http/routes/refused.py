@@ -15,6 +15,7 @@ REFUSED: dict[tuple[str, str], str] = {
     ("POST", "/auth/token"): "a local server has no log-in; set TINKER_API_KEY to a key of this server",
     ("GET", "/auth/apikey/me"): "a local server has no accounts; set TINKER_API_KEY to a key of this server",
     ("DELETE", "/auth/apikey/me"): "a local server has no accounts; the operator edits the file of --api-key-file",
+    ("POST", "/unload_model"): "a model lives as long as its session; ServiceClient.close() ends both",
     ("POST", "/create_custom_loss"): "uploaded losses are not taken; pass a function to forward_backward_custom",
     ("PUT", "/sessions/{session_id}/project"): (
         "a local server has one project, to which every session belongs; unset TINKER_PROJECT_ID"
