@@ -164,6 +164,35 @@ async def test_poll_that_makes_no_sense_is_refused_on_fakes(api: Any, fields: di
     assert next(iter(fields)) in answer.json()["detail"]
 
 
+async def test_end_of_what_was_accepted_is_told_after_its_checkpoint_was_deleted_on_fakes(api: Any) -> None:
+    model = await api.model()
+    path = await api.named(model, 1, "a")
+    asked = {"session_id": await api.session(), "sampling_session_seq_id": 0, "model_path": path}
+    sampler = (await api.ok("create_sampling_session", asked))["sampling_session_id"]
+    api.sampler.hold.clear()
+    request_id = await api.sample(sampler, 0)
+    await api.until(lambda: api.sampler.running)
+    assert (await api.delete(f"training_runs/{model}/checkpoints/sampler_weights/a")).status_code == 204
+    api.sampler.hold.set()
+    await api.result(request_id)
+    told = await api.ok("retrieve_futures", body(sampler))
+    assert told["completions"] == [{"state": "finished", "request_id": request_id}]
+    # Nothing more is taken, not even when there is another checkpoint of that name.
+    await api.named(model, 2, "a")
+    for path, more in (("asample", api.sample_body(sampler, 1)), ("create_sampling_session", asked)):
+        assert (await api.post(path, more)).status_code == 404
+
+
+@pytest.mark.parametrize("count", [10**12, 2**70])
+async def test_samples_without_number_are_refused_before_anything_is_made_of_them_on_fakes(
+    api: Any, count: int
+) -> None:
+    sampler = await api.base_sampler()
+    async with asyncio.timeout(5):
+        answer = await api.post("asample", api.sample_body(sampler, 0, num_samples=count))
+    assert (answer.status_code, str(count) in answer.text) == (400, True)
+
+
 @pytest.fixture(scope="module", params=[False, True], ids=["a poll each", "one poll"])
 def service(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tinker.ServiceClient]:
     with pytest.MonkeyPatch.context() as patch:

@@ -175,7 +175,9 @@ def test_other_hosts_and_schemes_are_not_asked(site: Site, location: str) -> Non
 
 
 @pytest.mark.parametrize(
-    "address", ["127.0.0.1", "10.0.0.3", "169.254.169.254", "::1", "fd00::1", "0.0.0.0", "::ffff:127.0.0.1"]
+    "address",
+    "127.0.0.1 10.0.0.3 169.254.169.254 0.0.0.0 224.0.0.1 ::1 fd00::1 ff02::1 "
+    "::ffff:127.0.0.1 ::127.0.0.1 64:ff9b::a9fe:a9fe 2002:7f00:1::".split(),
 )
 def test_an_allowed_name_with_a_private_address_is_not_asked(site: Site, address: str) -> None:
     assets = ImageAssets(hosts=["pictures.example"], addresses=lambda host, port: ["93.184.216.34", address])
@@ -230,3 +232,38 @@ def test_what_the_host_refuses_is_said(site: Site) -> None:
         bytes_of(assets_of(site), url(site, "/gone"))
     with pytest.raises(InvalidRequestError, match="name or password"):
         bytes_of(assets_of(site), f"http://me:word@pictures.example:{site.port}/red.png")
+
+
+@pytest.mark.parametrize("location", ["http://[", "file://[x", "//[", "http://\u2100/"])
+def test_what_is_no_url_is_the_clients_fault(folder: Path, location: str) -> None:
+    with pytest.raises(InvalidRequestError, match=r"prompt\.chunks\[1\]\.location: "):
+        ImageAssets(folder, ["pictures.example"]).resolved(named(location), "prompt")
+
+
+def test_a_redirect_to_nowhere_is_the_clients_fault(site: Site) -> None:
+    site.page("/nowhere", status=302)
+    site.page("/broken", status=302, Location="http://[")
+    with pytest.raises(InvalidRequestError, match="answers 302"):
+        bytes_of(assets_of(site), url(site, "/nowhere"))
+    with pytest.raises(InvalidRequestError, match=r"location: .*/broken"):
+        bytes_of(assets_of(site), url(site, "/broken"))
+
+
+def test_size_and_time_of_all_images_of_a_prompt_are_bounded(folder: Path, site: Site) -> None:
+    size = len(png())
+    many = ModelInput(chunks=tuple(ImageAssetPointerChunk(location="red.png", format="png") for _ in range(5)))
+    assert len(ImageAssets(folder, max_prompt_bytes=5 * size).resolved(many, "prompt").chunks) == 5
+    with pytest.raises(InvalidRequestError, match=rf"chunks\[3\].*have {4 * size} bytes.* is {4 * size - 1}"):
+        ImageAssets(folder, max_prompt_bytes=4 * size - 1).resolved(many, "prompt")
+
+    def slow(handler: Any) -> None:
+        time.sleep(0.2)
+        handler.send_response(200)
+        handler.end_headers()
+        handler.wfile.write(png())
+
+    site.pages["/slow"] = slow
+    chunk = ImageAssetPointerChunk(location=url(site, "/slow"), format="png")
+    with pytest.raises(InvalidRequestError, match=r"within 0\.5 seconds|Timeout"):
+        assets_of(site, seconds=0.5).resolved(ModelInput(chunks=(chunk,) * 10), "prompt")
+    assert len(site.hosts) <= 4

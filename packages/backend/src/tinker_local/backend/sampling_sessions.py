@@ -46,13 +46,15 @@ def version_name(record: CheckpointRecord) -> str:
 
 @dataclass(slots=True, eq=False)
 class SamplingSession:
-    """`nameless`: the name of a version that lives as long as the session; `checkpoint`: a named one."""
+    """`nameless`: the name of a version that lives as long as the session; `checkpoint`: a named one, `deleted` or not.
+    Without its checkpoint a session takes nothing more; what it has accepted goes on, and its end is told."""
 
     record: SamplingSessionRecord
     base: BaseModel
     clients: SamplingClients
     nameless: str | None = None
     checkpoint: CheckpointRecord | None = None
+    deleted: bool = False
     running: set[Operation[SampleOutput]] = field(default_factory=set)
 
 
@@ -112,6 +114,7 @@ class SamplingSessions:
 
     def _same(self, session_id: str, request: CreateSamplingSessionRequest) -> str:
         """`session_id`, which is open, if it is what `request` asks for."""
+        self._check_there(self._open[session_id])
         record = self._open[session_id].record
         same_base = request.base_model in (None, record.base_model)
         if record.nameless or record.model_path != request.model_path or not same_base:
@@ -147,7 +150,7 @@ class SamplingSessions:
         """An open session, or one of a named version from before a restart."""
         session = self._open.get(sampling_session_id)
         if session is not None:
-            self._check_in_time(session.checkpoint)
+            self._check_there(session)
             return session
         record = await asyncio.to_thread(self._store.get_sampling_session, sampling_session_id)
         if record is None:
@@ -174,7 +177,7 @@ class SamplingSessions:
 
     async def completions(self, sampling_session_id: str, client: int, cursor: int, timeout: float) -> list[Completion]:
         """Which of a client's samples ended after `cursor`; waits `timeout` seconds at most for the first of them."""
-        session = await self._for_good(sampling_session_id)
+        session = self._open.get(sampling_session_id) or await self._for_good(sampling_session_id)
         return await session.clients.completions(client, cursor).after(cursor, timeout)
 
     def retrieved(self, sampling_session_id: str, client: int, request_ids: Iterable[str]) -> None:
@@ -226,9 +229,12 @@ class SamplingSessions:
         finally:
             await asyncio.to_thread(self._folders.remove, name)
 
-    def _check_in_time(self, checkpoint: CheckpointRecord | None) -> None:
+    def _check_there(self, session: SamplingSession) -> None:
+        checkpoint = session.checkpoint
         if checkpoint is not None and checkpoint.expires_at is not None and checkpoint.expires_at <= self._clock():
             raise NotFoundError(f"model_path: {checkpoint.tinker_path} expired at {checkpoint.expires_at.isoformat()}")
+        if checkpoint is not None and session.deleted:
+            raise NotFoundError(f"model_path: there is no checkpoint {checkpoint.tinker_path} any more")
 
     def checkpoint_changed(self, record: CheckpointRecord) -> None:
         """Let the sessions of a checkpoint know its new expiry."""
@@ -238,7 +244,7 @@ class SamplingSessions:
     def checkpoint_deleted(self, record: CheckpointRecord) -> None:
         """Let the sessions of a checkpoint answer that it is gone; what they have accepted goes on."""
         for session in self._of_checkpoint(record):
-            del self._open[session.record.sampling_session_id]
+            session.deleted = True
 
     def _of_checkpoint(self, record: CheckpointRecord) -> list[SamplingSession]:
         version = version_of(record)
@@ -266,6 +272,7 @@ class SamplingSessions:
         request_id = paths.request_id(request.sampling_session_id, request.seq_id)
         if (known := self._operations.get(request_id)) is not None:
             return known
+        self._check(request)  # before anything is made for each of `num_samples`
         sequence_ids = tuple(f"{request_id}:{index}" for index in range(request.num_samples))
         operation: Operation[SampleOutput] = Operation(request_id, "sample", sequence_ids)
         try:
@@ -277,7 +284,6 @@ class SamplingSessions:
             return operation
         if (known := self._operations.get(request_id)) is not None:
             return known
-        self._check(request)
         if self._queued >= self._options.max_queued_samples:
             raise TooManyRequestsError(f"{self._queued} samples are queued, which is the most this server takes")
         operation.failures = session.base.counts.failures

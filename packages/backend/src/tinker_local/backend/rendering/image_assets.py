@@ -25,8 +25,13 @@ from tinker_local.types import (
 )
 
 MAX_BYTES = 32 * 2**20
+MAX_PROMPT_BYTES = 128 * 2**20
+"""Of all images that one prompt names: as much as the body of a request may hold."""
+
 SECONDS = 20.0
 MAX_REDIRECTS = 3
+
+_IPV4_AT_THE_END = [ipaddress.IPv6Network(text) for text in ("::/96", "::ffff:0:0/96", "64:ff9b::/96")]
 
 Addresses = Callable[[str, int], Iterable[str]]
 
@@ -38,8 +43,8 @@ def addresses_of(host: str, port: int) -> list[str]:
 
 class ImageAssets:
     """`folder`: of the files that may be named, by a path relative to it, an absolute one, or a `file:` URL. `hosts`:
-    `name` or `name:port` of the hosts that may be asked by http(s). Images have at most `max_bytes`, and are there
-    within `seconds`. Blocks; any thread may call it."""
+    `name` or `name:port` of the hosts that may be asked by http(s). Images have at most `max_bytes`, those of one
+    prompt `max_prompt_bytes`, and they all are there within `seconds`. Blocks; any thread may call it."""
 
     def __init__(
         self,
@@ -47,43 +52,56 @@ class ImageAssets:
         hosts: Sequence[str] = (),
         *,
         max_bytes: int = MAX_BYTES,
+        max_prompt_bytes: int = MAX_PROMPT_BYTES,
         seconds: float = SECONDS,
         addresses: Addresses = addresses_of,
     ) -> None:
         self._folder = None if folder is None else folder.resolve(strict=True)
         self._hosts = frozenset(host.lower() for host in hosts)
         self._max_bytes = max_bytes
+        self._max_prompt_bytes = max_prompt_bytes
         self._seconds = seconds
         self._addresses = addresses
 
     def resolved(self, model_input: ModelInput, where: str) -> ModelInput:
         """`model_input` with the bytes of every image that it names. Raises UnsupportedError if nothing may be named,
         InvalidRequestError for what may not or cannot be had."""
-        return ModelInput(
-            chunks=tuple(
-                self._image(chunk, f"{where}.chunks[{index}]") if isinstance(chunk, ImageAssetPointerChunk) else chunk
-                for index, chunk in enumerate(model_input.chunks)
-            )
-        )
+        end, size = time.monotonic() + self._seconds, 0
+        chunks = list(model_input.chunks)
+        for index, chunk in enumerate(chunks):
+            if isinstance(chunk, ImageAssetPointerChunk):
+                chunks[index] = image = self._image(chunk, f"{where}.chunks[{index}]", end)
+                size += len(image.data)
+                if size > self._max_prompt_bytes:
+                    raise InvalidRequestError(
+                        f"{where}.chunks[{index}].location: the images up to this one have {size} bytes, "
+                        f"the limit for those that a prompt names is {self._max_prompt_bytes}"
+                    )
+        return ModelInput(chunks=tuple(chunks))
 
-    def _image(self, chunk: ImageAssetPointerChunk, where: str) -> ImageChunk:
+    def _image(self, chunk: ImageAssetPointerChunk, where: str, end: float) -> ImageChunk:
         field = f"{where}.location"
         if self._folder is None and not self._hosts:
             raise UnsupportedError(
                 f"{field}: this server reads no images by name; send the image's bytes, or start it with "
                 "--image-folder or --image-host"
             )
-        scheme = urlsplit(chunk.location).scheme.lower()
-        if scheme in ("http", "https"):
-            data = self._fetched(chunk.location, field)
-        elif scheme in ("", "file"):
-            data = self._read(chunk.location, field)
-        else:
-            raise InvalidRequestError(f"{field}: the scheme {scheme!r} is not one of http, https, file")
+        try:
+            data = self._data(chunk.location, field, end)
+        except ValueError as error:  # of the parsers of URLs and addresses
+            raise InvalidRequestError(f"{field}: {chunk.location}: {error}") from None
         try:
             return ImageChunk(data=data, format=chunk.format, expected_tokens=chunk.expected_tokens)
         except ValidationError as error:
             raise InvalidRequestError(f"{where}: {chunk.location}: {error.errors()[0]['msg']}") from None
+
+    def _data(self, location: str, field: str, end: float) -> bytes:
+        scheme = urlsplit(location).scheme.lower()
+        if scheme in ("http", "https"):
+            return self._fetched(location, field, end)
+        if scheme in ("", "file"):
+            return self._read(location, field)
+        raise InvalidRequestError(f"{field}: the scheme {scheme!r} is not one of http, https, file")
 
     # Files ----------------------------------------------------------------------------------------------------------
 
@@ -117,10 +135,11 @@ class ImageAssets:
 
     # Hosts ----------------------------------------------------------------------------------------------------------
 
-    def _fetched(self, location: str, field: str) -> bytes:
-        end = time.monotonic() + self._seconds
+    def _fetched(self, location: str, field: str, end: float) -> bytes:
         asked = location
         for _ in range(1 + MAX_REDIRECTS):
+            if time.monotonic() > end:
+                raise self._too_slow(field, location)
             url, address = self._checked(asked, location, field)
             try:
                 answer = self._get(url, address, location, field, end)
@@ -149,7 +168,7 @@ class ImageAssets:
             found = list(self._addresses(url.host, port))
         except OSError as error:
             raise InvalidRequestError(f"{field}: {location}: {error}") from None
-        public = [address for address in found if ipaddress.ip_address(address).is_global]
+        public = [address for address in found if _is_public(address)]
         if len(public) != len(found) or not public:
             raise InvalidRequestError(f"{field}: {location} leads to a private address, which is not asked")
         return url, public[0]
@@ -164,7 +183,7 @@ class ImageAssets:
                 "GET", url.copy_with(host=address), headers=head, extensions={"sni_hostname": url.host}
             ) as answer,
         ):
-            if answer.is_redirect:
+            if answer.has_redirect_location:
                 return answer.headers["location"]
             if answer.status_code != 200:
                 raise InvalidRequestError(f"{field}: {location} answers {answer.status_code}")
@@ -174,11 +193,25 @@ class ImageAssets:
                 if len(data) > self._max_bytes:
                     raise self._too_large(field, location, len(data))
                 if time.monotonic() > end:
-                    raise InvalidRequestError(f"{field}: {location} was not there within {self._seconds:g} seconds")
+                    raise self._too_slow(field, location)
             return bytes(data)
+
+    def _too_slow(self, field: str, location: str) -> InvalidRequestError:
+        return InvalidRequestError(f"{field}: {location} was not there within {self._seconds:g} seconds")
 
     def _too_large(self, field: str, location: str, size: int) -> InvalidRequestError:
         return InvalidRequestError(f"{field}: {location} has {size} bytes or more, the limit is {self._max_bytes}")
+
+
+def _is_public(text: str) -> bool:
+    """Whether an address is one host's in the public network; of one that stands for an IPv4 address, that one."""
+    address = ipaddress.ip_address(text)
+    if isinstance(address, ipaddress.IPv6Address):
+        if any(address in network for network in _IPV4_AT_THE_END):
+            address = ipaddress.IPv4Address(int(address) & 0xFFFFFFFF)
+        elif address.sixtofour is not None:
+            address = address.sixtofour
+    return address.is_global and not address.is_multicast
 
 
 def names_images(model_input: ModelInput) -> bool:
