@@ -176,8 +176,20 @@ def test_other_hosts_and_schemes_are_not_asked(site: Site, location: str) -> Non
 
 @pytest.mark.parametrize(
     "address",
-    "127.0.0.1 10.0.0.3 169.254.169.254 0.0.0.0 224.0.0.1 ::1 fd00::1 ff02::1 "
-    "::ffff:127.0.0.1 ::127.0.0.1 64:ff9b::a9fe:a9fe 2002:7f00:1::".split(),
+    [
+        "127.0.0.1",
+        "10.0.0.3",
+        "169.254.169.254",
+        "0.0.0.0",
+        "224.0.0.1",
+        "::1",
+        "fd00::1",
+        "ff02::1",
+        "::ffff:127.0.0.1",
+        "::127.0.0.1",
+        "64:ff9b::a9fe:a9fe",
+        "2002:7f00:1::",
+    ],
 )
 def test_an_allowed_name_with_a_private_address_is_not_asked(site: Site, address: str) -> None:
     assets = ImageAssets(hosts=["pictures.example"], addresses=lambda host, port: ["93.184.216.34", address])
