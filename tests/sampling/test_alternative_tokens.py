@@ -5,7 +5,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from sampling_answers import (
     TEXT,
     ask,
@@ -13,7 +12,6 @@ from sampling_answers import (
     same_drawn,
 )
 from tinker_local.backend.sampling import vllm_prompt_scores
-from tinker_local.backend.sampling.prompt_scores import Draws
 from tinker_local.backend.sampling.vllm_compat import runs_on_cpu
 from tinker_local.types import SamplingParams
 
@@ -98,10 +96,3 @@ async def test_alternatives_of_a_long_prompt_do_not_depend_on_its_parts(
     monkeypatch.setattr(vllm_prompt_scores, "CHUNK_NUMBERS", 80_000)
     parts = same_drawn(vl, await ask(vl, prompt, params=params, prompt_alt_tokens_k=3), expected)
     assert different(whole, parts) <= roundings()
-
-
-@pytest.mark.parametrize("temperature", [1e-30, 1e-38, 1e-40, 1e-46, 5e-324])
-def test_the_lowest_temperatures_draw_the_likeliest(temperature: float) -> None:
-    log_p = torch.tensor([[-3.0, -0.1, -4.0, -5.0]]).log_softmax(dim=-1)
-    drawn = vllm_prompt_scores._draw(log_p, Draws(3, temperature, key=1), 0)
-    assert drawn.tolist() == [[1, 1, 1]]

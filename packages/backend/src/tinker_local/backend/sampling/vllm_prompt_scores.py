@@ -19,9 +19,6 @@ CHUNK_NUMBERS = 2**26
 """How many float32 numbers a part of a prompt takes at a time, about: 256 MiB. In the model's dtype, its logits for
 the positions of one step may already be as large as the KV cache."""
 
-SMALLEST_TEMPERATURE = 1e-30
-"""Drawing at a lower one is drawing at this one: float32 knows no inverse of a much smaller number."""
-
 _QUESTIONS = "tinker_local_prompt_questions"
 
 
@@ -129,10 +126,7 @@ def _draw(log_p_nv: torch.Tensor, draws: Draws, start: int) -> torch.Tensor:
     if draws.temperature == 0:
         return log_p_nv.argmax(dim=-1, keepdim=True).expand(-1, draws.k)
     # In float64: the sums of 150,000 float32 numbers would forget the tail.
-    # The maximum goes first, so that no temperature, however small, overflows.
-    temperature = max(draws.temperature, SMALLEST_TEMPERATURE)
-    scaled_nv = (log_p_nv - log_p_nv.amax(dim=-1, keepdim=True)).div_(temperature)
-    cumulative_nv = scaled_nv.softmax(dim=-1).cumsum(dim=-1, dtype=torch.float64)
+    cumulative_nv = (log_p_nv / draws.temperature).softmax(dim=-1).cumsum(dim=-1, dtype=torch.float64)
     uniforms = torch.from_numpy(draws.uniforms(start, start + len(log_p_nv))).to(log_p_nv.device)
     # Below the last sum also after rounding: a uniform is at most 1 - 2^-53.
     drawn = torch.searchsorted(cumulative_nv, uniforms * cumulative_nv[:, -1:], right=True)
