@@ -302,8 +302,8 @@ class SamplingSessions:
     def _check(self, request: SampleRequest) -> None:
         if request.record_stability_info:
             raise UnsupportedError(
-                "record_stability_info: this server records none, as it has no loss that reads it "
-                "(stable_reinforce); sample without it"
+                "record_stability_info: only stable_reinforce reads it, a loss that this server does not have; leave "
+                "it out and train with another, as with loss_fn=importance_sampling of a recipe"
             )
         if request.num_samples > self._options.max_num_samples:
             raise InvalidRequestError(
