@@ -42,6 +42,8 @@ def shape(value: Any, name: str = "") -> Shape:
     if isinstance(value, Message):
         return {field.name: _field(field, part) for field, part in sorted(value.ListFields(), key=lambda f: f[0].name)}
     if isinstance(value, dict):
+        if name == "user_metadata":  # which run had any when it was asked for is chance
+            return {"*": _all(value.values()) or "text"}
         if name in MAPS:
             return {"*": _all(value.values())} if value else {}
         return {key: shape(part, key) for key, part in sorted(value.items())}
