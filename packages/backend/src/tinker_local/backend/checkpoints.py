@@ -8,9 +8,9 @@ from datetime import datetime, timedelta
 from tinker_local.backend.checkpoint_uses import CheckpointUses
 from tinker_local.backend.sampling_sessions import SamplingSessions
 from tinker_local.backend.storage.interface import CheckpointRecord, Store
+from tinker_local.backend.storage.lookup import existing_checkpoint
 from tinker_local.backend.storage.names import parse_tinker_path
 from tinker_local.backend.training_runs import check_ttl
-from tinker_local.types import NotFoundError
 
 log = logging.getLogger(__name__)
 
@@ -34,10 +34,7 @@ class Checkpoints:
     async def get(self, tinker_path: str, field: str = "tinker_path") -> CheckpointRecord:
         """The checkpoint behind a tinker path."""
         run, kind, name = parse_tinker_path(tinker_path, field)
-        record = await asyncio.to_thread(self._store.get_checkpoint, run, kind, name)
-        if record is None:
-            raise NotFoundError(f"{field}: there is no checkpoint {tinker_path}")
-        return record
+        return await existing_checkpoint(self._store, run, kind, name, field)
 
     async def set_public(self, tinker_path: str, public: bool) -> None:
         """Publish or unpublish; InvalidRequestError if it is so already."""

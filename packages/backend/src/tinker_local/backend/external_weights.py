@@ -19,6 +19,7 @@ from tinker_local.backend.sessions import now
 from tinker_local.backend.storage.adapter_files import CONFIG, WEIGHTS
 from tinker_local.backend.storage.durable import fsync_path
 from tinker_local.backend.storage.interface import CheckpointRecord, Store
+from tinker_local.backend.storage.lookup import existing_checkpoint
 from tinker_local.backend.storage.names import check_checkpoint_name, parse_tinker_path
 from tinker_local.backend.training_runs import TrainedModel, TrainingRuns, check_ttl, checkpoint_record
 from tinker_local.types import (
@@ -121,10 +122,7 @@ class ExternalWeights:
         return path
 
     async def _record(self, run: str, name: str) -> CheckpointRecord:
-        record = await asyncio.to_thread(self._store.get_checkpoint, run, "external_weights", name)
-        if record is None:
-            raise NotFoundError(f"tinker_path: there is no checkpoint tinker://{run}/external_weights/{name}")
-        return record
+        return await existing_checkpoint(self._store, run, "external_weights", name, "tinker_path")
 
     def _signature(self, *signed: str | int) -> str:
         return hmac.digest(self._secret, json.dumps(signed).encode(), "sha256").hex()

@@ -21,6 +21,7 @@ from tinker_local.backend.scheduling.completions import Completion
 from tinker_local.backend.scheduling.operations import Operation, Operations, as_api_error
 from tinker_local.backend.sessions import Sessions, now
 from tinker_local.backend.storage.interface import CheckpointRecord, SamplingSessionRecord, Store
+from tinker_local.backend.storage.lookup import existing_checkpoint
 from tinker_local.backend.storage.names import parse_tinker_path
 from tinker_local.backend.storage.versions import VersionFolders
 from tinker_local.types import (
@@ -207,10 +208,7 @@ class SamplingSessions:
                 "sample from what save_weights_for_sampler saved "
                 f"(tinker://{run}/sampler_weights/...)"
             )
-        record = await asyncio.to_thread(self._store.get_checkpoint, run, kind, name)
-        if record is None:
-            raise NotFoundError(f"model_path: there is no checkpoint {path}")
-        return record
+        return await existing_checkpoint(self._store, run, kind, name, "model_path")
 
     async def end_session(self, session_id: str) -> None:
         """Cancel what runs in a session's samplers and free their nameless versions."""

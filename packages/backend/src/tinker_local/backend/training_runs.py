@@ -22,6 +22,7 @@ from tinker_local.backend.scheduling.model_queue import GradientCommand, ModelQu
 from tinker_local.backend.scheduling.operations import Operation, OperationKind, Operations, as_api_error
 from tinker_local.backend.sessions import Sessions, now
 from tinker_local.backend.storage.interface import CheckpointRecord, Store, TrainingRunRecord
+from tinker_local.backend.storage.lookup import existing_checkpoint
 from tinker_local.backend.storage.names import check_checkpoint_name, parse_tinker_path
 from tinker_local.backend.training.interface import AdapterState, TrainWork
 from tinker_local.backend.user_metadata import check_user_metadata
@@ -323,9 +324,7 @@ class TrainingRuns:
                 f"path: {request.path} was saved for {'sampling' if kind == 'sampler_weights' else 'download'}; "
                 f"training goes on from tinker://{run}/weights/..."
             )
-        record = await asyncio.to_thread(self._store.get_checkpoint, run, kind, name)
-        if record is None:
-            raise NotFoundError(f"path: there is no checkpoint {request.path}")
+        record = await existing_checkpoint(self._store, run, kind, name, "path")
         if request.optimizer and not record.has_optimizer:
             raise InvalidRequestError(f"path: {request.path} holds no optimizer state")
         return record
