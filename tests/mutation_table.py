@@ -333,14 +333,14 @@ MUTATIONS = (
     ),
     Mutation(
         "another-optimizer-is-adamw",
-        "backend/optimizers.py",
+        "backend/training/optimizers.py",
         "    if config.type != ADAMW:\n",
         "    if False:\n",
         (THROUGH_THE_SDK + "test_dimuon_is_refused_with_what_to_do_on_fakes",),
     ),
     Mutation(
         "only-the-learning-rate-used",
-        "backend/training_runs.py",
+        "backend/resources/training_runs.py",
         "model.model_id, params)",
         "model.model_id, type(params)(learning_rate=params.learning_rate))",
         (SETTINGS + "test_every_setting_of_each_optimizer_step_arrives_on_fakes",),
@@ -383,7 +383,7 @@ MUTATIONS = (
     ),
     Mutation(
         "lora-settings-dropped-on-the-way",
-        "backend/training_runs.py",
+        "backend/resources/training_runs.py",
         "create_adapter, model_id, request.lora_config)",
         "create_adapter, model_id, LoraConfig(rank=request.lora_config.rank))",
         (SETTINGS + "test_rank_seed_and_flags_of_lora_arrive_and_are_kept_on_fakes",),
@@ -638,7 +638,7 @@ MUTATIONS = (
     ),
     Mutation(
         "one-sample-at-a-time",
-        "backend/sampling_sessions.py",
+        "backend/resources/sampling_sessions.py",
         "            output = await self._sample(session, request, operation)\n",
         '            async with self.__dict__.setdefault("_one", asyncio.Lock()):\n'
         "                output = await self._sample(session, request, operation)\n",
@@ -682,7 +682,7 @@ MUTATIONS = (
     ),
     Mutation(
         "effect-not-verified",
-        "backend/sampler_versions.py",
+        "backend/resources/sampler_versions.py",
         "        if not difference <= base.engines.tolerance:\n",
         "        if False:\n",
         (FUTURES + "test_version_that_the_sampler_does_not_serve_is_an_error_and_leaves_nothing_on_fakes",),
@@ -704,7 +704,7 @@ MUTATIONS = (
     # Versions -------------------------------------------------------------------------------------------------------
     Mutation(
         "old-samplers-get-new-weights",
-        "backend/sampling_sessions.py",
+        "backend/resources/sampling_sessions.py",
         "return self.nameless_version(session.nameless)",
         "return self.nameless_version(list(self._folders._versions)[-1])",
         (FUTURES + "test_samplers_keep_the_weights_of_their_save_on_fakes",),
@@ -725,7 +725,7 @@ MUTATIONS = (
     ),
     Mutation(
         "saving-replaces-the-adapter",
-        "backend/sampler_versions.py",
+        "backend/resources/sampler_versions.py",
         "state = trainer.capture(model.model_id, optimizer=False, dtype=dtype)\n",
         "state = trainer.capture(model.model_id, optimizer=False, dtype=dtype)\n"
         "                trainer.load_adapter(model.model_id, state)\n",
@@ -743,7 +743,7 @@ MUTATIONS = (
     ),
     Mutation(
         "versions-outlive-their-session",
-        "backend/sampling_sessions.py",
+        "backend/resources/sampling_sessions.py",
         "for s in ending if s.nameless is not None))",
         "for s in ending if s.nameless is not None and s.base is None))",
         (SESSIONS + "test_finish_frees_adapters_and_nameless_versions_and_nobody_elses_on_fakes",),
@@ -765,7 +765,7 @@ MUTATIONS = (
     ),
     Mutation(
         "expected-tokens-for-training-only",
-        "backend/sampling_sessions.py",
+        "backend/resources/sampling_sessions.py",
         'render, given, "prompt"',
         "render, type(given)(chunks=tuple(chunk.model_copy(update={'expected_tokens': None}) "
         "if chunk.type == 'image' else chunk for chunk in given.chunks)), \"prompt\"",
@@ -914,7 +914,7 @@ MUTATIONS = (
     ),
     Mutation(
         "duplicates-run-twice",
-        "backend/training_runs.py",
+        "backend/resources/training_runs.py",
         "        if (known := self._operations.get(operation.request_id)) is not None:\n"
         "            return repeated(known, operation.kind), None\n        model =",
         "        model =",
@@ -980,7 +980,7 @@ MUTATIONS = (
     ),
     Mutation(
         "partial-gradient-kept",
-        "backend/training_runs.py",
+        "backend/resources/training_runs.py",
         "                await scheduler.call(trainer.discard_gradients, model.model_id)\n",
         "",
         (ORDER + "test_failed_gradient_fails_the_next_step_alone_on_fakes",),
@@ -1103,7 +1103,7 @@ MUTATIONS = (
     ),
     Mutation(
         "event-loop-per-call",
-        "backend/preparation.py",
+        "backend/resources/preparation.py",
         "    request = decode()\n",
         "    import asyncio\n\n    request = asyncio.run(asyncio.to_thread(decode))\n",
         ("tests/workspace/test_source_rules.py::test_event_loops_are_made_where_a_server_begins_and_nowhere_else",),
@@ -1131,14 +1131,14 @@ MUTATIONS = (
     ),
     Mutation(
         "images-rendered-on-the-loop",
-        "backend/sampling_sessions.py",
+        "backend/resources/sampling_sessions.py",
         'prompt = await loop.run_in_executor(self._rendering, session.base.engines.renderer.render, given, "prompt")\n',
         'prompt = session.base.engines.renderer.render(given, "prompt")\n',
         (OFF_THE_LOOP,),
     ),
     Mutation(
         "disk-on-the-loop",
-        "backend/sampler_versions.py",
+        "backend/resources/sampler_versions.py",
         "await asyncio.to_thread(self._folders.publish, name, state)",
         "self._folders.publish(name, state)",
         (OFF_THE_LOOP,),
@@ -1169,7 +1169,7 @@ MUTATIONS = (
     ),
     Mutation(
         "acknowledged-before-it-is-written",
-        "backend/training_runs.py",
+        "backend/resources/training_runs.py",
         "            self.beside(model, operation, write())\n",
         '            operation.succeed({"path": record.tinker_path})\n'
         "            self.beside(model, operation, write())\n",
@@ -1177,21 +1177,21 @@ MUTATIONS = (
     ),
     Mutation(
         "optimizer-not-saved",
-        "backend/training_runs.py",
+        "backend/resources/training_runs.py",
         "capture, model.model_id, optimizer=True)",
         "capture, model.model_id, optimizer=False)",
         (RESTART + "test_named_checkpoints_survive_kill_9_with_optimizer_state_on_fakes",),
     ),
     Mutation(
         "last-checkpoint-not-named",
-        "backend/training_runs.py",
+        "backend/resources/training_runs.py",
         'saved = [c for c in checkpoints if c.kind == "weights"]',
         "saved: list[CheckpointRecord] = []",
         (RESTART + "test_named_checkpoints_survive_kill_9_with_optimizer_state_on_fakes",),
     ),
     Mutation(
         "lost-samplers-of-named-versions",
-        "backend/sampling_sessions.py",
+        "backend/resources/sampling_sessions.py",
         "        if record.nameless:\n",
         "        if True:\n",
         (RESTART + "test_named_checkpoints_survive_kill_9_with_optimizer_state_on_fakes",),
@@ -1212,7 +1212,7 @@ MUTATIONS = (
     ),
     Mutation(
         "lost-session-is-404",
-        "backend/sessions.py",
+        "backend/resources/sessions.py",
         'raise GoneError(f"session_id: the session',
         'raise NotFoundError(f"session_id: the session',
         (RESTART + "test_what_was_lost_in_a_restart_says_so_on_fakes",),
@@ -1234,7 +1234,7 @@ MUTATIONS = (
     ),
     Mutation(
         "existing-name-is-refused-at-the-submit",
-        "backend/training_runs.py",
+        "backend/resources/training_runs.py",
         "        live = model\n",
         "        live = model\n"
         '        if kind == "save_weights" and self._store.list_checkpoints(model_id):\n'
@@ -1243,7 +1243,7 @@ MUTATIONS = (
     ),
     Mutation(
         "lost-model-is-500",
-        "backend/training_runs.py",
+        "backend/resources/training_runs.py",
         "raise GoneError(str(lost)) if isinstance(lost, InternalError) else lost",
         "raise lost",
         (RESTART + "test_what_was_lost_in_a_restart_says_so_on_fakes",),
@@ -1267,28 +1267,28 @@ MUTATIONS = (
     ),
     Mutation(
         "unsupported-fields-ignored",
-        "backend/sampling_sessions.py",
+        "backend/resources/sampling_sessions.py",
         "        if request.record_stability_info:\n",
         "        if False:\n",
         (ENDPOINTS + "test_what_is_not_honoured_is_refused_by_name_on_fakes",),
     ),
     Mutation(
         "checkpoint-of-another-base-accepted",
-        "backend/training_runs.py",
+        "backend/resources/training_runs.py",
         "        if record.base_model not in base.names:\n",
         "        if False:\n",
         (ORDER + "test_checkpoint_of_another_base_is_refused_on_fakes",),
     ),
     Mutation(
         "unserved-base-model-accepted",
-        "backend/base_models.py",
+        "backend/models/base_models.py",
         "        if name not in self._by_name:\n",
         "        name = name if name in self._by_name else next(iter(self._by_name))\n        if False:\n",
         (BAD_INPUT + "test_unknown_base_model_is_refused_with_those_that_are_served_on_fakes",),
     ),
     Mutation(
         "ttl-dropped",
-        "backend/training_runs.py",
+        "backend/resources/training_runs.py",
         "expires_at=None if ttl_seconds is None else when + timedelta(seconds=ttl_seconds)",
         "expires_at=None",
         (ENDPOINTS + "test_models_and_checkpoints_are_answered_as_the_sdk_reads_them_on_fakes",),
@@ -1309,14 +1309,14 @@ MUTATIONS = (
     ),
     Mutation(
         "folder-deleted-under-its-users",
-        "backend/checkpoints.py",
+        "backend/resources/checkpoints.py",
         "            await self._uses.unused(record)\n",
         "",
         (CHECKPOINT_LIFE + "test_a_checkpoint_that_is_being_loaded_stays_until_it_is_read_on_fakes",),
     ),
     Mutation(
         "one-key-two-copies",
-        "backend/copies.py",
+        "backend/resources/copies.py",
         '            keys.append(f"key {idempotency_key}")\n',
         "            pass\n",
         (CHECKPOINT_LIFE + "test_one_idempotency_key_is_one_copy_on_fakes",),
@@ -1337,7 +1337,7 @@ MUTATIONS = (
     ),
     Mutation(
         "metadata-dropped",
-        "backend/training_runs.py",
+        "backend/resources/training_runs.py",
         "        user_metadata=user_metadata or {},\n",
         "        user_metadata={},\n",
         (FUTURES + "test_name_that_exists_fails_the_save_and_no_409_on_fakes",),
@@ -1409,21 +1409,21 @@ MUTATIONS = (
     ),
     Mutation(
         "forged-url-accepted",
-        "backend/external_weights.py",
+        "backend/resources/external_weights.py",
         '        if not hmac.compare_digest(wanted.signature.encode("utf-8", "replace"), right.encode()):\n',
         "        if len(wanted.signature) > len(right):\n",
         (EXTERNAL + "test_forged_or_expired_url_is_403_on_fakes",),
     ),
     Mutation(
         "expired-url-accepted",
-        "backend/external_weights.py",
+        "backend/resources/external_weights.py",
         "        if now().timestamp() >= wanted.expires:\n",
         "        if wanted.expires < 0:\n",
         (EXTERNAL + "test_forged_or_expired_url_is_403_on_fakes",),
     ),
     Mutation(
         "copies-share-ids",
-        "backend/sampling_clients.py",
+        "backend/resources/sampling_clients.py",
         "        self._joined += 1\n        while",
         "        self._joined = 1\n        while",
         (SAMPLING_CLIENTS + "test_clients_of_one_session_hear_of_their_own_samples_on_fakes",),
@@ -1479,7 +1479,7 @@ MUTATIONS = (
     ),
     Mutation(
         "bound-of-tensors-raised",
-        "backend/preparation.py",
+        "backend/resources/preparation.py",
         "MAX_CELLS = 2**26",
         "MAX_CELLS = 2**28",
         (BAD_INPUT + "test_sparse_tensor_that_would_be_huge_is_refused_before_it_is_dense_on_fakes",),
@@ -1507,42 +1507,42 @@ MUTATIONS = (
     # Memory that trainer and sampler share --------------------------------------------------------------------------
     Mutation(
         "sleeps-when-all-fits",
-        "backend/lending.py",
+        "backend/models/lending.py",
         "if isinstance(result, NotEnoughMemoryError)",
         "if True",
         (LENDING + "test_training_that_fits_never_puts_the_sampler_to_sleep_and_never_wakes_it_on_fakes",),
     ),
     Mutation(
         "memory-taken-from-under-samples",
-        "backend/lending.py",
+        "backend/models/lending.py",
         "            await self._unused.wait()\n",
         "",
         (LENDING + "test_the_trainer_waits_for_samples_in_flight_and_later_ones_for_it_on_fakes",),
     ),
     Mutation(
         "samples-are-not-held-back",
-        "backend/lending.py",
+        "backend/models/lending.py",
         "while self._wanted or self.asleep",
         "while self.asleep",
         (LENDING + "test_the_trainer_waits_for_samples_in_flight_and_later_ones_for_it_on_fakes",),
     ),
     Mutation(
         "neighbours-run-again",
-        "backend/lending.py",
+        "backend/models/lending.py",
         "self._again([works[at] for at in short], list(short.values()))",
         "self._again([work for work in works], [*short.values()] * len(works)); short = dict(enumerate(works))",
         (LENDING + "test_neighbours_of_a_request_that_does_not_fit_run_once_on_fakes",),
     ),
     Mutation(
         "wakes-beside-the-trainers-cache",
-        "backend/lending.py",
+        "backend/models/lending.py",
         "                await self._in_thread(self._trainer.release_memory)\n",
         "                pass\n",
         (LENDING + "test_the_next_sample_wakes_the_sampler_on_fakes",),
     ),
     Mutation(
         "removing-a-version-wakes",
-        "backend/lending.py",
+        "backend/models/lending.py",
         "        await self._sampler.remove_version(version)\n",
         "        async with self._lending.awake():\n            await self._sampler.remove_version(version)\n",
         (LENDING + "test_the_end_of_a_session_wakes_nobody_on_fakes",),

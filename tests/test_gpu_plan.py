@@ -6,7 +6,7 @@ import re
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tinker_local.backend.gpu_plan import ModelSizes, plan_gpu
+from tinker_local.backend.models.gpu_plan import ModelSizes, plan_gpu
 
 GIB = 2**30
 EIGHT = ModelSizes(

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import tinker.types as sdk
 from tinker.types.try_again_response import TryAgainResponse
-from tinker_local.backend.base_models import tokenizer_id
 from tinker_local.backend.http.routes.refused import REFUSED
+from tinker_local.backend.models.base_models import tokenizer_id
 
 
 async def test_start_up_is_answered_as_the_sdk_reads_it_on_fakes(api: Any) -> None:

@@ -144,7 +144,7 @@ async def test_forged_or_expired_url_is_403_on_fakes(api: Any, monkeypatch: pyte
     assert (await api.http.get(url.partition("?")[0])).status_code == 400
     assert (await api.http.get(url)).status_code == 200
     later = datetime.datetime.now(datetime.UTC) + datetime.timedelta(seconds=3601)
-    monkeypatch.setattr("tinker_local.backend.external_weights.now", lambda: later)
+    monkeypatch.setattr("tinker_local.backend.resources.external_weights.now", lambda: later)
     answer = await api.http.get(url)
     assert answer.status_code == 403
     assert "expired" in answer.json()["detail"]

@@ -8,10 +8,10 @@ import pytest
 import tinker
 import torch
 from tinker_local.backend import BackendOptions, InProcessBackend, ModelSource
-from tinker_local.backend.base_models import Engines
 from tinker_local.backend.fakes import FakeModel, FakeRenderer, FakeSampler, FakeTrainer
 from tinker_local.backend.fakes.model import log_softmax
 from tinker_local.backend.http.server import LoopbackServer
+from tinker_local.backend.models.base_models import Engines
 
 MODEL = FakeModel("fake/bigram")
 TOKENS = [5, 9, 20, 33, 7, 120]

@@ -4,13 +4,13 @@ import threading
 from typing import Any
 
 import pytest
-from tinker_local.backend.queue_states import ACTIVE, sample_states, training_state
+from tinker_local.backend.scheduling.queue_states import ACTIVE, sample_states, training_state
 
 
 @pytest.fixture(autouse=True)
 def _short_polls(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tinker_local.backend.http.routes.futures.LONG_POLL_SECONDS", 0.05)
-    monkeypatch.setattr("tinker_local.backend.queue_states.COUNT_SECONDS", 0.0)
+    monkeypatch.setattr("tinker_local.backend.scheduling.queue_states.COUNT_SECONDS", 0.0)
 
 
 async def state(api: Any, request: str) -> tuple[str, str | None]:

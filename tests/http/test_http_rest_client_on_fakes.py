@@ -18,9 +18,9 @@ import pytest
 import tinker
 from tinker import types
 from tinker_local.backend import BackendOptions, InProcessBackend, ModelSource
-from tinker_local.backend.base_models import Engines
 from tinker_local.backend.fakes import FakeModel, FakeRenderer, FakeSampler, FakeTrainer
 from tinker_local.backend.http.server import LoopbackServer
+from tinker_local.backend.models.base_models import Engines
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ import tinker
 from tinker_local.backend import BackendOptions, InProcessBackend, ModelSource
 from tinker_local.backend.http.routes import client as client_routes
 from tinker_local.backend.http.server import LoopbackServer
-from tinker_local.backend.loading import load_fake
+from tinker_local.backend.models.loading import load_fake
 
 BLOCK = 10**9
 PROMPT = tinker.ModelInput.from_ints([5, 9, 20])

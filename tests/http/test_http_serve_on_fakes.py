@@ -23,7 +23,7 @@ FAKE = ["serve", "--fake", "--model", "fake/bigram"]
 
 SLOW = """
 import sys, time
-from tinker_local.backend import loading
+from tinker_local.backend.models import loading
 fast = loading.load_fake
 def slow(source, options):
     time.sleep({seconds})

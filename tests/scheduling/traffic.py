@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
-from tinker_local.backend.lending import Lending
+from tinker_local.backend.models.lending import Lending
 from tinker_local.backend.scheduling.admission import Bounds, Load
 from tinker_local.backend.scheduling.fairness import gradient_cost
 from tinker_local.backend.scheduling.model_queue import COPY_COST, GradientCommand, ModelQueue, StepCommand

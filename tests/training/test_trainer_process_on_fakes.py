@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tinker_local.backend import BackendOptions, InProcessBackend, ModelSource
-from tinker_local.backend.loading import load_fake, trainer_place
+from tinker_local.backend.models.loading import load_fake, trainer_place
 from tinker_local.backend.rendering.interface import ImagePlacement, RenderedImage, RenderedInput
 from tinker_local.backend.training.interface import TrainDatum, Trainer, TrainResult, TrainWork
 from tinker_local.backend.training.process import ProcessTrainer, TrainerProcess, process

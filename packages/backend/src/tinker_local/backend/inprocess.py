@@ -9,8 +9,8 @@ from datetime import datetime
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-from tinker_local.backend import paths
-from tinker_local.backend.base_models import (
+from tinker_local.backend.daemon_thread import in_daemon_thread
+from tinker_local.backend.models.base_models import (
     BaseModel,
     BaseModels,
     EngineLoader,
@@ -19,23 +19,23 @@ from tinker_local.backend.base_models import (
     load_engines,
     tokenizer_id,
 )
-from tinker_local.backend.checkpoint_uses import CheckpointUses
-from tinker_local.backend.checkpoints import Checkpoints
-from tinker_local.backend.copies import Copies
-from tinker_local.backend.daemon_thread import in_daemon_thread
-from tinker_local.backend.external_weights import ExternalWeights
-from tinker_local.backend.lending import Lending, LentSampler
-from tinker_local.backend.metrics import ModelMetrics
+from tinker_local.backend.models.lending import Lending, LentSampler
+from tinker_local.backend.models.metrics import ModelMetrics
 from tinker_local.backend.options import BackendOptions, ModelSource
-from tinker_local.backend.queue_states import QueueState
-from tinker_local.backend.sampler_versions import SamplerVersions
-from tinker_local.backend.sampling_sessions import SamplingSessions
+from tinker_local.backend.resources import paths
+from tinker_local.backend.resources.checkpoint_uses import CheckpointUses
+from tinker_local.backend.resources.checkpoints import Checkpoints
+from tinker_local.backend.resources.copies import Copies
+from tinker_local.backend.resources.external_weights import ExternalWeights
+from tinker_local.backend.resources.sampler_versions import SamplerVersions
+from tinker_local.backend.resources.sampling_sessions import SamplingSessions
+from tinker_local.backend.resources.session_search import FoundSession, search_sessions
+from tinker_local.backend.resources.sessions import Sessions, now
+from tinker_local.backend.resources.training_runs import TrainedModel, TrainingRuns
 from tinker_local.backend.scheduling.operations import Operation, OperationKind, Operations
+from tinker_local.backend.scheduling.queue_states import QueueState
 from tinker_local.backend.scheduling.train_scheduler import TrainScheduler
-from tinker_local.backend.session_search import FoundSession, search_sessions
-from tinker_local.backend.sessions import Sessions, now
 from tinker_local.backend.storage.interface import CheckpointRecord, EndReason, SessionRecord, Store, TrainingRunRecord
-from tinker_local.backend.training_runs import TrainedModel, TrainingRuns
 from tinker_local.types import (
     ApiError,
     CopyWeightsRequest,
@@ -150,7 +150,7 @@ class InProcessBackend:
 
     async def _load_model(self, path: str, names: list[str], options: BackendOptions) -> None:
         if (load := self._load) is None:
-            from tinker_local.backend.loading import load_real
+            from tinker_local.backend.models.loading import load_real
 
             load = load_real
         engines, seconds = await in_daemon_thread(load_engines, load, path, names, options, self._progress)

@@ -227,8 +227,8 @@ def _check_models(models: list[ModelSource], fake: bool) -> None:
     """Refuse what cannot work before anything is loaded."""
     from importlib.util import find_spec
 
-    from tinker_local.backend.base_models import by_path
-    from tinker_local.backend.loading import check_source
+    from tinker_local.backend.models.base_models import by_path
+    from tinker_local.backend.models.loading import check_source
 
     try:
         by_path(models)
@@ -252,7 +252,7 @@ def _serve(
 ) -> None:
     from tinker_local.backend.http.server import allow_many_connections, bind, event_loop, run, url_of
     from tinker_local.backend.inprocess import InProcessBackend
-    from tinker_local.backend.loading import load_fake
+    from tinker_local.backend.models.loading import load_fake
 
     allow_many_connections()
     try:

@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal, cast
 
 from fastapi import Depends, Header, Query, Request
 from tinker_local.backend.inprocess import InProcessBackend
-from tinker_local.backend.ownership import check_no_token
+from tinker_local.backend.resources.ownership import check_no_token
 from tinker_local.backend.scheduling.operations import Operation
 
 

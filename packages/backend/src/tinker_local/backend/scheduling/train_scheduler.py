@@ -5,8 +5,7 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-from tinker_local.backend.lending import Lending
-from tinker_local.backend.queue_states import ACTIVE, QueueState, training_state
+from tinker_local.backend.models.lending import Lending
 from tinker_local.backend.scheduling.command_log import HOLE_PATIENCE, CommandLog
 from tinker_local.backend.scheduling.fairness import FairQueue, gradient_of
 from tinker_local.backend.scheduling.model_queue import (
@@ -18,6 +17,7 @@ from tinker_local.backend.scheduling.model_queue import (
 )
 from tinker_local.backend.scheduling.operations import Operation, as_api_error
 from tinker_local.backend.scheduling.preparations import Preparations
+from tinker_local.backend.scheduling.queue_states import ACTIVE, QueueState, training_state
 from tinker_local.backend.training.interface import TrainResult, TrainWork
 from tinker_local.types import ApiError, ForwardBackwardOutput, TensorData
 

@@ -6,8 +6,8 @@ from urllib.parse import quote, urlencode
 
 from fastapi import APIRouter, Query, Request
 from fastapi.responses import FileResponse, Response
-from tinker_local.backend.external_weights import SignedFile
 from tinker_local.backend.http.access import Backend
+from tinker_local.backend.resources.external_weights import SignedFile
 from tinker_local.types import InvalidRequestError
 
 router = APIRouter(tags=["external weights"])

@@ -14,7 +14,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_l
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 from tinker_local.backend.inprocess import InProcessBackend
-from tinker_local.backend.metrics import ModelMetrics
+from tinker_local.backend.models.metrics import ModelMetrics
 from tinker_local.types.errors import Category
 
 router = APIRouter(tags=["metrics"])

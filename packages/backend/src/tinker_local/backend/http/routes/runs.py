@@ -6,7 +6,7 @@ from fastapi import APIRouter, Query
 from tinker_local.backend.http.access import AccessScope, Backend, Offset
 from tinker_local.backend.http.routes.checkpoints import checkpoint_json
 from tinker_local.backend.inprocess import InProcessBackend
-from tinker_local.backend.ownership import OWNER, check_project
+from tinker_local.backend.resources.ownership import OWNER, check_project
 from tinker_local.backend.storage.interface import TrainingRunRecord
 
 router = APIRouter(tags=["training runs"])

@@ -5,9 +5,9 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Query, Request, Response
 from tinker_local.backend.http.access import AccessScope, Backend, Offset
 from tinker_local.backend.http.bodies import parse
-from tinker_local.backend.ownership import OWNER, PROJECT
-from tinker_local.backend.session_search import FoundSession
-from tinker_local.backend.sessions import SessionStatus
+from tinker_local.backend.resources.ownership import OWNER, PROJECT
+from tinker_local.backend.resources.session_search import FoundSession
+from tinker_local.backend.resources.sessions import SessionStatus
 from tinker_local.types import CreateSessionRequest, FinishType, Frozen, SessionSearchRequest
 
 router = APIRouter(tags=["sessions"])

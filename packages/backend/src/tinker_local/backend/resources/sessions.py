@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Literal
 
-from tinker_local.backend.ownership import check_project
+from tinker_local.backend.resources.ownership import check_project
+from tinker_local.backend.resources.user_metadata import check_user_metadata
 from tinker_local.backend.storage.interface import EndReason, SessionRecord, Store
-from tinker_local.backend.user_metadata import check_user_metadata
 from tinker_local.types import CreateSessionRequest, GoneError, NotFoundError
 
 log = logging.getLogger(__name__)

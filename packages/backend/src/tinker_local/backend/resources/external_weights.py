@@ -14,14 +14,14 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
+from tinker_local.backend.resources.sessions import now
+from tinker_local.backend.resources.training_runs import TrainedModel, TrainingRuns, check_ttl, checkpoint_record
 from tinker_local.backend.scheduling.operations import Operation
-from tinker_local.backend.sessions import now
 from tinker_local.backend.storage.adapter_files import CONFIG, WEIGHTS
 from tinker_local.backend.storage.durable import fsync_path
 from tinker_local.backend.storage.interface import CheckpointRecord, Store
 from tinker_local.backend.storage.lookup import existing_checkpoint
 from tinker_local.backend.storage.names import check_checkpoint_name, parse_tinker_path
-from tinker_local.backend.training_runs import TrainedModel, TrainingRuns, check_ttl, checkpoint_record
 from tinker_local.types import (
     InvalidRequestError,
     NotFoundError,

@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tinker_local.backend.lending import Lending
-from tinker_local.backend.metrics import Counts, ModelMetrics
+from tinker_local.backend.models.lending import Lending
+from tinker_local.backend.models.metrics import Counts, ModelMetrics
 from tinker_local.backend.options import BackendOptions, ModelSource
 from tinker_local.backend.rendering.interface import Renderer
 from tinker_local.backend.sampling.interface import Sampler

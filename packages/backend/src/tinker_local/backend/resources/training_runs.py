@@ -9,23 +9,23 @@ from datetime import timedelta
 from functools import partial
 from typing import Any
 
-from tinker_local.backend import paths
-from tinker_local.backend.base_models import BaseModel, BaseModels
-from tinker_local.backend.checkpoint_uses import CheckpointUses
-from tinker_local.backend.optimizers import check_optimizer, step_params
+from tinker_local.backend.models.base_models import BaseModel, BaseModels
 from tinker_local.backend.options import BackendOptions
-from tinker_local.backend.ownership import check_no_token
-from tinker_local.backend.preparation import prepare_work
-from tinker_local.backend.queue_states import ACTIVE, QueueState
+from tinker_local.backend.resources import paths
+from tinker_local.backend.resources.checkpoint_uses import CheckpointUses
+from tinker_local.backend.resources.ownership import check_no_token
+from tinker_local.backend.resources.preparation import prepare_work
+from tinker_local.backend.resources.sessions import Sessions, now
+from tinker_local.backend.resources.user_metadata import check_user_metadata
 from tinker_local.backend.scheduling.admission import Bounds, Load
 from tinker_local.backend.scheduling.model_queue import GradientCommand, ModelQueue, StepCommand
 from tinker_local.backend.scheduling.operations import Operation, OperationKind, Operations, as_api_error
-from tinker_local.backend.sessions import Sessions, now
+from tinker_local.backend.scheduling.queue_states import ACTIVE, QueueState
 from tinker_local.backend.storage.interface import CheckpointRecord, Store, TrainingRunRecord
 from tinker_local.backend.storage.lookup import existing_checkpoint
 from tinker_local.backend.storage.names import check_checkpoint_name, parse_tinker_path
 from tinker_local.backend.training.interface import AdapterState, TrainWork
-from tinker_local.backend.user_metadata import check_user_metadata
+from tinker_local.backend.training.optimizers import check_optimizer, step_params
 from tinker_local.types import (
     ApiError,
     CreateModelRequest,

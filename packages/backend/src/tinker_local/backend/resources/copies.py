@@ -6,12 +6,12 @@ from collections.abc import Callable
 from datetime import datetime, timedelta
 from typing import Any
 
-from tinker_local.backend import paths
-from tinker_local.backend.checkpoints import Checkpoints
-from tinker_local.backend.ownership import check_no_token, check_project
-from tinker_local.backend.sessions import Sessions
+from tinker_local.backend.resources import paths
+from tinker_local.backend.resources.checkpoints import Checkpoints
+from tinker_local.backend.resources.ownership import check_no_token, check_project
+from tinker_local.backend.resources.sessions import Sessions
+from tinker_local.backend.resources.training_runs import TrainingRuns, check_ttl
 from tinker_local.backend.storage.interface import CopyRecord, SessionRecord, Store, TrainingRunRecord
-from tinker_local.backend.training_runs import TrainingRuns, check_ttl
 from tinker_local.types import CopyWeightsRequest, InvalidRequestError
 
 LONGEST_KEY = 255

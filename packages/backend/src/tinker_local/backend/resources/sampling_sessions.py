@@ -9,17 +9,17 @@ from datetime import datetime
 from functools import partial
 from typing import Any
 
-from tinker_local.backend import paths
-from tinker_local.backend.base_models import BaseModel, BaseModels
-from tinker_local.backend.checkpoint_uses import CheckpointUses, version_of
+from tinker_local.backend.models.base_models import BaseModel, BaseModels
 from tinker_local.backend.options import BackendOptions
-from tinker_local.backend.queue_states import ACTIVE, QueueState, SamplerQueue, lent_state
 from tinker_local.backend.rendering.image_assets import ImageAssets, names_images
+from tinker_local.backend.resources import paths
+from tinker_local.backend.resources.checkpoint_uses import CheckpointUses, version_of
+from tinker_local.backend.resources.sampling_clients import SamplingClients, client_of
+from tinker_local.backend.resources.sessions import Sessions, now
 from tinker_local.backend.sampling.interface import AdapterVersion, SampleWork
-from tinker_local.backend.sampling_clients import SamplingClients, client_of
 from tinker_local.backend.scheduling.completions import Completion
 from tinker_local.backend.scheduling.operations import Operation, Operations, as_api_error
-from tinker_local.backend.sessions import Sessions, now
+from tinker_local.backend.scheduling.queue_states import ACTIVE, QueueState, SamplerQueue, lent_state
 from tinker_local.backend.storage.interface import CheckpointRecord, SamplingSessionRecord, Store
 from tinker_local.backend.storage.lookup import existing_checkpoint
 from tinker_local.backend.storage.names import parse_tinker_path

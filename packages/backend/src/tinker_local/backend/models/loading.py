@@ -9,8 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tinker_local.backend.base_models import Engines
-from tinker_local.backend.gpu_plan import GpuPlan, model_sizes, plan_gpu
+from tinker_local.backend.models.base_models import Engines
+from tinker_local.backend.models.gpu_plan import GpuPlan, model_sizes, plan_gpu
 from tinker_local.backend.options import BackendOptions, DType, ModelSource, TrainerPlace
 
 if TYPE_CHECKING:

@@ -5,12 +5,12 @@ import logging
 from collections.abc import Callable
 from datetime import datetime, timedelta
 
-from tinker_local.backend.checkpoint_uses import CheckpointUses
-from tinker_local.backend.sampling_sessions import SamplingSessions
+from tinker_local.backend.resources.checkpoint_uses import CheckpointUses
+from tinker_local.backend.resources.sampling_sessions import SamplingSessions
+from tinker_local.backend.resources.training_runs import check_ttl
 from tinker_local.backend.storage.interface import CheckpointRecord, Store
 from tinker_local.backend.storage.lookup import existing_checkpoint
 from tinker_local.backend.storage.names import parse_tinker_path
-from tinker_local.backend.training_runs import check_ttl
 
 log = logging.getLogger(__name__)
 

@@ -7,17 +7,17 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from tinker_local.backend.base_models import BaseModel
+from tinker_local.backend.models.base_models import BaseModel
 from tinker_local.backend.rendering.interface import RenderedInput
+from tinker_local.backend.resources.sampling_sessions import SamplingSessions, version_name
+from tinker_local.backend.resources.training_runs import TrainedModel, TrainingRuns, check_ttl, checkpoint_record
+from tinker_local.backend.resources.user_metadata import check_user_metadata
 from tinker_local.backend.sampling.interface import AdapterVersion, SampleWork
-from tinker_local.backend.sampling_sessions import SamplingSessions, version_name
 from tinker_local.backend.scheduling.operations import Operation
 from tinker_local.backend.storage.interface import CheckpointRecord, Store
 from tinker_local.backend.storage.names import check_checkpoint_name
 from tinker_local.backend.storage.versions import VersionFolders
 from tinker_local.backend.training.interface import AdapterDType, AdapterState
-from tinker_local.backend.training_runs import TrainedModel, TrainingRuns, check_ttl, checkpoint_record
-from tinker_local.backend.user_metadata import check_user_metadata
 from tinker_local.types import (
     InternalError,
     InvalidRequestError,

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 
-from tinker_local.backend.base_models import BaseModel
+from tinker_local.backend.models.base_models import BaseModel
 from tinker_local.backend.training.interface import TrainDatum, TrainWork
 from tinker_local.backend.training.loss_specs import check_config, make_train_datum
 from tinker_local.types import Datum, ForwardBackwardRequest, InvalidRequestError
