@@ -234,6 +234,10 @@ class FakeTrainer:
             step=adapter.step if optimizer else 0,
         )
 
+    def export(self, adapter_id: str) -> AdapterState:
+        """The modules of the fake have the names that exports give: `model.` and an untied `lm_head`."""
+        return self.capture(adapter_id, optimizer=False)
+
     def logprobs(self, adapter_id: str | None, input: RenderedInput) -> npt.NDArray[np.float32]:
         """log p(token[i+1] | token[i]), float32 [N-1]."""
         adapter = None if adapter_id is None else self._adapter(adapter_id)

@@ -50,9 +50,9 @@ class TrainResult:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AdapterState:
-    """A host copy of an adapter: `tensors` by PEFT name, float32 or the bits of bfloat16 in uint16 (numpy has no such
-    type); `optimizer` moments (float32) by the same names behind `exp_avg.` and `exp_avg_sq.` with `step` their count
-    of updates, None and 0 if not captured."""
+    """A host copy of an adapter: `tensors` by PEFT name (those of `Trainer.export` apart), float32 or the bits of
+    bfloat16 in uint16 (numpy has no such type); `optimizer` moments (float32) by the same names behind `exp_avg.` and
+    `exp_avg_sq.` with `step` their count of updates, None and 0 if not captured."""
 
     base_model: str
     lora_config: LoraConfig
@@ -125,6 +125,10 @@ class Trainer(Protocol):
 
     def capture(self, adapter_id: str, *, optimizer: bool, dtype: AdapterDType = "float32") -> AdapterState:
         """A host copy of the adapter as it is now, which later steps do not change; its weights rounded to `dtype`."""
+
+    def export(self, adapter_id: str) -> AdapterState:
+        """A host copy of the weights as they are now, float32, for programs that read the hosted service's exports: its
+        tensors have the names that the service gives (`Family.hosted_path`), so that no trainer loads it."""
 
     def logprobs(self, adapter_id: str | None, input: RenderedInput) -> npt.NDArray[np.float32]:
         """log p(token[i+1] | tokens[..i]) for i in [0, N-1), float32 [N-1]; None is the base model."""

@@ -28,6 +28,11 @@ class LoadedModel:
     dtype: torch.dtype
     device: torch.device
 
+    @property
+    def tied_head(self) -> bool:
+        """Whether the LM head's matrix is the embedding's."""
+        return self.model.lm_head.weight is self.model.get_input_embeddings().weight
+
 
 def load_model(path: str, dtype: str | None, device: str | None) -> LoadedModel:
     """Load the model at `path` (a folder or hub name) by the class that its config names.

@@ -9,7 +9,7 @@ together for a micro-batch is told in `decoder/lora_batch.py`.
 import math
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,7 @@ import numpy.typing as npt
 import torch
 from tinker_local.backend.adapter_tensors import FlatTensors
 from tinker_local.backend.training.adamw import AdamState, new_adam_state
+from tinker_local.backend.training.families.interface import Family
 from tinker_local.backend.training.interface import LORA_ALPHA, AdapterDType, AdapterState
 from tinker_local.backend.training.transfer import to_host
 from tinker_local.types import InvalidRequestError, LoraConfig
@@ -70,6 +71,11 @@ class TensorSpec:
         return flat[self.start : self.stop].view(self.shape)
 
 
+def tensor_name(path: str, factor: str) -> str:
+    """The name in PEFT's files of one factor, A or B, of the module at `path`."""
+    return f"base_model.model.{path}.lora_{factor}.weight"
+
+
 def layout(targets: Mapping[str, torch.nn.Linear], config: LoraConfig) -> tuple[TensorSpec, ...]:
     """The matrices of an adapter, A [r, in] and B [out, r] of each target, in the order of their places: by
     projection, then A before B, then by layer."""
@@ -84,8 +90,7 @@ def layout(targets: Mapping[str, torch.nn.Linear], config: LoraConfig) -> tuple[
             for layer, path in enumerate(paths):
                 module = targets[path]
                 shape = (config.rank, module.in_features) if factor == "A" else (module.out_features, config.rank)
-                name = f"base_model.model.{path}.lora_{factor}.weight"
-                spec = TensorSpec(name, path, projection, layer, factor, shape, start)
+                spec = TensorSpec(tensor_name(path, factor), path, projection, layer, factor, shape, start)
                 specs.append(spec)
                 start = spec.stop
     return tuple(specs)
@@ -209,6 +214,26 @@ def capture(
         tensors=unflatten(adapter.specs, adapter.weights, dtype),
         optimizer=moments if optimizer else None,
         step=adapter.adam.step if optimizer else 0,
+    )
+
+
+def export(
+    adapter: Adapter, base_model: str, target_modules: Sequence[str], family: Family, *, tied_head: bool
+) -> AdapterState:
+    """The weights of `adapter` as they are now, float32, by the names of the hosted service's exports.
+
+    `target_modules` as PEFT has them: paths lose what comes before the decoder's layers, so that as ends of paths they
+    fit the names here and the model's own.
+    """
+    specs = [
+        replace(spec, name=tensor_name(family.hosted_path(spec.path, tied_head=tied_head), spec.factor))
+        for spec in adapter.specs
+    ]
+    return AdapterState(
+        base_model=base_model,
+        lora_config=adapter.config,
+        target_modules=[module.removeprefix(f"{family.decoder_path}.") for module in target_modules],
+        tensors=unflatten(specs, adapter.weights),
     )
 
 

@@ -130,9 +130,17 @@ class HFTrainer:
     def capture(self, adapter_id: str, *, optimizer: bool, dtype: AdapterDType = "float32") -> AdapterState:
         """A host copy as it is now; a gradient not yet stepped is not part of it."""
         adapter = self._adapter(adapter_id)
+        return lora.capture(adapter, self.name, self._target_modules(adapter), optimizer=optimizer, dtype=dtype)
+
+    def export(self, adapter_id: str) -> AdapterState:
+        """A host copy as it is now, by the names of the hosted service's exports."""
+        adapter, loaded = self._adapter(adapter_id), self._loaded
+        modules = self._target_modules(adapter)
+        return lora.export(adapter, self.name, modules, loaded.family, tied_head=loaded.tied_head)
+
+    def _target_modules(self, adapter: Adapter) -> tuple[str, ...]:
         paths = list(dict.fromkeys(spec.path for spec in adapter.specs))
-        modules = lora.target_modules(self._loaded.model, paths)
-        return lora.capture(adapter, self.name, modules, optimizer=optimizer, dtype=dtype)
+        return lora.target_modules(self._loaded.model, paths)
 
     def discard_gradients(self, adapter_id: str) -> None:
         """Forget the gradients added up since the last step."""

@@ -13,6 +13,11 @@ if TYPE_CHECKING:
 
 Positions = npt.NDArray[np.int64]
 
+HOSTED_DECODER = "model"
+HOSTED_TIED_HEAD = "model.unembed_tokens"
+"""Modules of exported adapters as the hosted service names them, whatever the family, and as the cookbook's exporters
+read them: an untied LM head has its own name there, a tied one must not be taken for a tensor `lm_head`."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ImageFeatures:
@@ -36,3 +41,13 @@ class Family:
     decoder_path: str
     position_ids: Callable[[Any, RenderedInput], Positions]
     encode_images: Callable[[Any, Sequence[RenderedImage]], ImageFeatures] | None = None
+
+    def hosted_path(self, path: str, *, tied_head: bool) -> str:
+        """What exports call the adapted module at `path`, which is one of the decoder's or the LM head.
+
+        `tied_head`: whether the head's matrix is the embedding's. An untied head keeps its name, which PEFT and vLLM
+        know, too.
+        """
+        if path.startswith(f"{self.decoder_path}."):
+            return HOSTED_DECODER + path.removeprefix(self.decoder_path)
+        return HOSTED_TIED_HEAD if tied_head else path

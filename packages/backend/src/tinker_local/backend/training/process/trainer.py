@@ -63,6 +63,10 @@ class ProcessTrainer:
         """Its arrays lie in memory that the other process filled and gave away; the last of them frees it."""
         return cast(AdapterState, self._process.call("capture", adapter_id, optimizer=optimizer, dtype=dtype))
 
+    def export(self, adapter_id: str) -> AdapterState:
+        """As `capture`'s, its arrays lie in memory that the other process gave away."""
+        return cast(AdapterState, self._process.call("export", adapter_id))
+
     def logprobs(self, adapter_id: str | None, input: RenderedInput) -> npt.NDArray[np.float32]:
         return cast(npt.NDArray[np.float32], self._process.call("logprobs", adapter_id, input))
 
