@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from tinker_local.backend.storage import SqlStore
+from tinker_local.backend.storage.durable import fsync_path
 from tinker_local.backend.storage.interface import (
     CheckpointRecord,
     CopyRecord,
@@ -65,17 +66,39 @@ def test_a_copy_has_the_same_content_kind_and_name_and_its_own_end(store: SqlSto
     assert same_tensors(store.read_checkpoint(made, optimizer=kind == "weights"), state)
 
 
-def test_a_copy_on_a_file_system_without_hard_links_has_its_own_bytes(
-    store: SqlStore, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("code", ["EPERM", "EMLINK", "EXDEV", "EOPNOTSUPP", "ENOSYS"])
+def test_a_copy_where_hard_links_are_refused_has_its_own_bytes_and_they_are_on_the_disk(
+    store: SqlStore, monkeypatch: pytest.MonkeyPatch, code: str
 ) -> None:
     def refuse(self: Path, target: Path) -> None:
-        raise OSError(errno.EPERM, "no links here")
+        raise OSError(getattr(errno, code), "no links here")
 
-    monkeypatch.setattr(Path, "hardlink_to", refuse)
+    def noted(path: Path) -> None:
+        on_disk.add(path.name)
+        fsync_path(path)
+
+    on_disk: set[str] = set()
     source = store.write_checkpoint(make_record("a"), make_state(1), overwrite=False)
+    monkeypatch.setattr(Path, "hardlink_to", refuse)
+    monkeypatch.setattr("tinker_local.backend.storage.checkpoints.fsync_path", noted)
     made = copy(store, source)
+    assert on_disk >= {file.name for file in store.checkpoint_folder(made).iterdir()} > {"optimizer.safetensors"}
     store.delete_checkpoint(source)
     assert same_tensors(store.read_checkpoint(made, optimizer=True), make_state(1))
+
+
+def test_a_copy_that_the_disk_has_no_room_for_leaves_nothing(
+    store: SqlStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(self: Path, target: Path) -> None:
+        raise OSError(errno.ENOSPC, "no room")
+
+    source = store.write_checkpoint(make_record("a"), make_state(1), overwrite=False)
+    monkeypatch.setattr(Path, "hardlink_to", full)
+    with pytest.raises(OSError, match="no room"):
+        copy(store, source)
+    assert [folder.name[:2] for folder in (tmp_path / "checkpoints").glob("*/*/*")] == ["a@"]
+    assert store.get_training_run("copy0:train:0") is None
 
 
 def test_a_copy_that_fails_leaves_nothing(store: SqlStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

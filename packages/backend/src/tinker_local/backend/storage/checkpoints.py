@@ -147,11 +147,11 @@ def _describe(record: CheckpointRecord) -> dict[str, object]:
 
 
 def _link(file: Path, target: Path) -> None:
-    """The same file under another name; a copy of it where the file system has no hard links, or no more of them."""
+    """The same file under another name; a copy of it where the file system makes none, or no more, or not here."""
     try:
         target.hardlink_to(file)
     except OSError as error:
-        if error.errno not in (errno.EPERM, errno.EMLINK, errno.EOPNOTSUPP, errno.ENOSYS):
+        if error.errno not in (errno.EPERM, errno.EMLINK, errno.EXDEV, errno.EOPNOTSUPP, errno.ENOSYS):
             raise
         shutil.copyfile(file, target)
 
