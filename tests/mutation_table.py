@@ -1403,8 +1403,8 @@ MUTATIONS = (
     Mutation(
         "download-read-whole",
         "backend/http/routes/external_weights.py",
-        'return FileResponse(path, media_type="application/octet-stream", filename=file)',
-        'return Response(path.read_bytes(), media_type="application/octet-stream")',
+        'FileResponse(path, media_type="application/octet-stream", filename=self._wanted.file)',
+        'Response(path.read_bytes(), media_type="application/octet-stream")',
         (EXTERNAL + "test_file_is_streamed_and_never_whole_in_memory_on_fakes",),
     ),
     Mutation(
@@ -1417,9 +1417,16 @@ MUTATIONS = (
     Mutation(
         "expired-url-accepted",
         "backend/resources/external_weights.py",
-        "        if now().timestamp() >= wanted.expires:\n",
+        "        if self._clock().timestamp() >= wanted.expires:\n",
         "        if wanted.expires < 0:\n",
         (EXTERNAL + "test_forged_or_expired_url_is_403_on_fakes",),
+    ),
+    Mutation(
+        "export-deleted-under-a-download",
+        "backend/resources/external_weights.py",
+        "        with self._uses.using(record):\n",
+        "        if record:\n",
+        (EXTERNAL + "test_download_goes_on_to_its_end_if_the_export_is_deleted_on_fakes[headers0]",),
     ),
     Mutation(
         "copies-share-ids",

@@ -1,5 +1,8 @@
 """Exports: what is saved, whose URLs fetch it, and until when."""
 
+import asyncio
+from collections.abc import Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -7,6 +10,7 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 from safetensors.numpy import load
+from tinker_local.backend.resources.sessions import now
 
 FILES = {"adapter_config.json", "adapter_model.safetensors"}
 
@@ -23,6 +27,25 @@ async def signed(api: Any, model: str, name: str, **headers: str) -> dict[str, s
     assert answer.status_code == 200, answer.text
     urls: dict[str, str] = answer.json()["urls"]
     return urls
+
+
+async def fetch(api: Any, url: httpx.URL, send: Any, headers: Sequence[tuple[bytes, bytes]] = ()) -> None:
+    """GET `url`, with `send` for each part of the answer at the moment that it is sent."""
+    scope = {
+        "type": "http",
+        "asgi": {"spec_version": "2.4"},
+        "method": "GET",
+        "path": url.path,
+        "query_string": url.query,
+        "headers": [(b"host", b"test"), *headers],
+        "scheme": "http",
+        "server": ("test", 80),
+    }
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": b"", "more_body": False}
+
+    await api.http._transport.app(scope, receive, send)
 
 
 async def test_export_is_fetched_without_a_key_and_equals_what_was_saved_on_fakes(start_api: Any) -> None:
@@ -62,27 +85,60 @@ async def test_file_is_streamed_and_never_whole_in_memory_on_fakes(api: Any) -> 
     size = 64 * 2**20
     with weights.open("r+b") as file:
         file.truncate(size)
-    scope = {
-        "type": "http",
-        "asgi": {"spec_version": "2.4"},
-        "method": "GET",
-        "path": url.path,
-        "query_string": url.query,
-        "headers": [(b"host", b"test")],
-        "scheme": "http",
-        "server": ("test", 80),
-    }
     parts = []
-
-    async def receive() -> dict[str, Any]:
-        return {"type": "http.request", "body": b"", "more_body": False}
 
     async def send(message: dict[str, Any]) -> None:
         parts.append(len(message.get("body", b"")))
 
-    await api.http._transport.app(scope, receive, send)
+    await fetch(api, url, send)
     assert sum(parts) == size
     assert max(parts) <= 2**20
+
+
+async def test_export_that_is_deleted_while_a_download_begins_is_404_on_fakes(api: Any) -> None:
+    model = await api.model()
+    await export(api, model, 1, "a")
+    url = (await signed(api, model, "a"))["adapter_model.safetensors"]
+    looked_up, loop = api.backend.store.get_checkpoint, asyncio.get_running_loop()
+
+    def deleted_at_once(*name: Any) -> Any:
+        """The record, which is deleted, with its folder, before whoever asked can do anything with it."""
+        record = looked_up(*name)
+        api.backend.store.get_checkpoint = looked_up
+        deletion = api.backend.delete_checkpoint(record.tinker_path)
+        asyncio.run_coroutine_threadsafe(deletion, loop).result(10)
+        return record
+
+    api.backend.store.get_checkpoint = deleted_at_once
+    answer = await api.http.get(url)
+    assert answer.status_code == 404
+    assert "tinker_path: there is no checkpoint" in answer.json()["detail"]
+    assert api.backend.store.get_checkpoint == looked_up
+
+
+@pytest.mark.parametrize("headers", [[], [(b"range", b"bytes=8-")]])
+async def test_download_goes_on_to_its_end_if_the_export_is_deleted_on_fakes(
+    api: Any, headers: list[tuple[bytes, bytes]]
+) -> None:
+    model = await api.model()
+    await export(api, model, 1, "a")
+    url = httpx.URL((await signed(api, model, "a"))["adapter_model.safetensors"])
+    folder = api.backend.options.data_dir / "checkpoints"
+    (weights,) = folder.rglob("adapter_model.safetensors")
+    whole = weights.read_bytes()
+    sent: list[dict[str, Any]] = []
+
+    async def send(message: dict[str, Any]) -> None:
+        if not sent:  # the file is not open yet
+            path = f"training_runs/{model}/checkpoints/external_weights/a"
+            assert (await api.delete(path)).status_code == 204
+            assert (await api.http.get(url)).status_code == 404
+        sent.append(message)
+
+    await fetch(api, url, send, headers)
+    received = b"".join(message.get("body", b"") for message in sent)
+    assert received == (whole[8:] if headers else whole)
+    await api.until(lambda: not list(folder.rglob("adapter_model.safetensors")))
 
 
 async def test_exports_are_listed_and_deleted_and_live_as_long_as_they_were_given_on_fakes(api: Any) -> None:
@@ -109,9 +165,9 @@ async def test_exports_are_listed_and_deleted_and_live_as_long_as_they_were_give
         assert (await api.http.get(url)).status_code == 200
 
 
-async def test_forged_or_expired_url_is_403_on_fakes(api: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    import datetime
-
+async def test_forged_or_expired_url_is_403_on_fakes(start_api: Any) -> None:
+    late = timedelta()
+    api = await start_api(clock=lambda: now() + late)
     model = await api.model()
     await export(api, model, 1, "a")
     await export(api, model, 2, "b")
@@ -143,8 +199,7 @@ async def test_forged_or_expired_url_is_403_on_fakes(api: Any, monkeypatch: pyte
         assert answer.json()["detail"]
     assert (await api.http.get(url.partition("?")[0])).status_code == 400
     assert (await api.http.get(url)).status_code == 200
-    later = datetime.datetime.now(datetime.UTC) + datetime.timedelta(seconds=3601)
-    monkeypatch.setattr("tinker_local.backend.resources.external_weights.now", lambda: later)
+    late = timedelta(seconds=3601)
     answer = await api.http.get(url)
     assert answer.status_code == 403
     assert "expired" in answer.json()["detail"]
@@ -207,7 +262,11 @@ async def test_what_cannot_be_exported_says_what_to_do_on_fakes(api: Any) -> Non
     assert "ttl_seconds: 3599" in await failure(2, ttl_seconds=3599)
     assert "path: '../a'" in await failure(3, path="../a")
     path = (await export(api, model, 4, "a"))["path"]
-    assert "'a' exists already" in await failure(5)
+    repeated = await failure(5)
+    assert "'a' exists already" in repeated
+    assert repeated.endswith(
+        f"choose another name, or delete it first: RestClient.delete_checkpoint_from_tinker_path({path!r})"
+    )
     # What it is not: training state, a sampler, an export of another kind.
     session = await api.session()
     load_body = {"session_id": session, "model_seq_id": 0, "path": path, "optimizer": False}

@@ -143,7 +143,7 @@ class InProcessBackend:
         self.copies = Copies(self.store, self.checkpoints, self.sessions, self.training, self._clock)
         await self.checkpoints.sweep()
         self.versions = SamplerVersions(self.store, folders, self.training, self.sampling)
-        self.external_weights = ExternalWeights(self.store, self.training, options.data_dir)
+        self.external_weights = ExternalWeights(self.store, self.training, uses, options.data_dir, self._clock)
         housekeeping = asyncio.create_task(self._keep_house(), name="housekeeping")
         self._closing.push_async_callback(_cancel, housekeeping)
         self.ready = True

@@ -9,12 +9,14 @@ import hmac
 import json
 import os
 import secrets
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
-from tinker_local.backend.resources.sessions import now
+from tinker_local.backend.resources.checkpoint_uses import CheckpointUses
 from tinker_local.backend.resources.training_runs import TrainedModel, TrainingRuns, check_ttl, checkpoint_record
 from tinker_local.backend.scheduling.operations import Operation
 from tinker_local.backend.storage.adapter_files import CONFIG, WEIGHTS
@@ -59,9 +61,13 @@ class SignedFile:
 class ExternalWeights:
     """`save_weights_external`, and who may fetch what it saved."""
 
-    def __init__(self, store: Store, runs: TrainingRuns, data_dir: Path) -> None:
+    def __init__(
+        self, store: Store, runs: TrainingRuns, uses: CheckpointUses, data_dir: Path, clock: Callable[[], datetime]
+    ) -> None:
         self._store = store
         self._runs = runs
+        self._uses = uses
+        self._clock = clock
         self._secret = load_secret(data_dir)
 
     async def save(self, request: SaveWeightsExternalRequest) -> Operation[dict[str, Any]]:
@@ -96,7 +102,9 @@ class ExternalWeights:
                 f"(tinker://{run}/external_weights/...) has URLs"
             )
         record = await self._record(run, name)
-        until = now() + LIFETIME if record.expires_at is None else min(now() + LIFETIME, record.expires_at)
+        until = self._clock() + LIFETIME
+        if record.expires_at is not None:
+            until = min(until, record.expires_at)
         version, expires = _microseconds(record.created_at), int(until.timestamp())
         signed = [
             SignedFile(run, name, file, version, expires, self._signature(run, name, file, version, expires))
@@ -104,22 +112,27 @@ class ExternalWeights:
         ]
         return signed, datetime.fromtimestamp(expires, UTC)
 
-    async def open(self, wanted: SignedFile) -> Path:
+    @asynccontextmanager
+    async def opened(self, wanted: SignedFile) -> AsyncIterator[Path]:
         """The file, for who has its signature: PermissionDeniedError if that is wrong or expired, NotFoundError if the
-        export is gone."""
+        export is gone. One that is deleted from then on keeps its files until the last download of them ends."""
         right = self._signature(wanted.training_run_id, wanted.name, wanted.file, wanted.version, wanted.expires)
         if not hmac.compare_digest(wanted.signature.encode("utf-8", "replace"), right.encode()):
             raise PermissionDeniedError("signature: it is not this server's for this file; ask for the URLs again")
-        if now().timestamp() >= wanted.expires:
+        if self._clock().timestamp() >= wanted.expires:
             when = datetime.fromtimestamp(wanted.expires, UTC).isoformat()
             raise PermissionDeniedError(f"expires: this URL expired at {when}; ask for the URLs again")
+        record = await self._signed(wanted)
+        with self._uses.using(record):
+            # Once more: a deletion that forgot the record before now waits for nobody, a later one waits for this use.
+            record = await self._signed(wanted)
+            yield self._store.checkpoint_folder(record) / wanted.file
+
+    async def _signed(self, wanted: SignedFile) -> CheckpointRecord:
         record = await self._record(wanted.training_run_id, wanted.name)
         if _microseconds(record.created_at) != wanted.version:
             raise NotFoundError(f"{record.tinker_path} was deleted and saved again; ask for the URLs again")
-        path = self._store.checkpoint_folder(record) / wanted.file
-        if not await asyncio.to_thread(path.is_file):
-            raise NotFoundError(f"{record.tinker_path} is being deleted")
-        return path
+        return record
 
     async def _record(self, run: str, name: str) -> CheckpointRecord:
         return await existing_checkpoint(self._store, run, "external_weights", name, "tinker_path")

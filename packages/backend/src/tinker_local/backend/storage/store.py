@@ -296,7 +296,13 @@ def _is(record: CheckpointRecord) -> sa.ColumnElement[bool]:
 
 def _refuse_existing(record: CheckpointRecord | None) -> None:
     if record is not None:
+        # Of the SDK's calls only `save_state` overwrites.
+        instead = (
+            "save with overwrite=True"
+            if record.kind == "weights"
+            else f"delete it first: RestClient.delete_checkpoint_from_tinker_path({record.tinker_path!r})"
+        )
         raise InvalidRequestError(
             f"name: checkpoint {record.name!r} exists already in {record.kind} of {record.training_run_id}; "
-            "choose another name, or save with overwrite"
+            f"choose another name, or {instead}"
         )

@@ -6,8 +6,9 @@ from urllib.parse import quote, urlencode
 
 from fastapi import APIRouter, Query, Request
 from fastapi.responses import FileResponse, Response
+from starlette.types import Receive, Scope, Send
 from tinker_local.backend.http.access import Backend
-from tinker_local.backend.resources.external_weights import SignedFile
+from tinker_local.backend.resources.external_weights import ExternalWeights, SignedFile
 from tinker_local.types import InvalidRequestError
 
 router = APIRouter(tags=["external weights"])
@@ -40,8 +41,21 @@ async def download(
     signature: Annotated[str, Query(max_length=200)],
 ) -> Response:
     """The file as a stream; ranges work, so that a download can be resumed."""
-    path = await backend.external_weights.open(SignedFile(run_id, name, file, version, expires, signature))
-    return FileResponse(path, media_type="application/octet-stream", filename=file)
+    return Download(backend.external_weights, SignedFile(run_id, name, file, version, expires, signature))
+
+
+class Download(Response):
+    """A file of an export, which stays on the disk until it was sent, whoever deletes the export meanwhile."""
+
+    def __init__(self, exports: ExternalWeights, wanted: SignedFile) -> None:
+        super().__init__()
+        self._exports = exports
+        self._wanted = wanted
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with self._exports.opened(self._wanted) as path:
+            file = FileResponse(path, media_type="application/octet-stream", filename=self._wanted.file)
+            await file(scope, receive, send)
 
 
 def _path(file: SignedFile) -> str:
