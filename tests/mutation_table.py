@@ -340,7 +340,7 @@ MUTATIONS = (
     ),
     Mutation(
         "only-the-learning-rate-used",
-        "backend/resources/training_runs.py",
+        "backend/resources/training_commands.py",
         "model.model_id, params)",
         "model.model_id, type(params)(learning_rate=params.learning_rate))",
         (SETTINGS + "test_every_setting_of_each_optimizer_step_arrives_on_fakes",),
@@ -914,9 +914,9 @@ MUTATIONS = (
     ),
     Mutation(
         "duplicates-run-twice",
-        "backend/resources/training_runs.py",
-        "        if (known := self._operations.get(operation.request_id)) is not None:\n"
-        "            return repeated(known, operation.kind), None\n        model =",
+        "backend/resources/training_commands.py",
+        "        if (known := self._operations.repeated(operation.request_id, operation.kind)) is not None:\n"
+        "            return known\n        model =",
         "        model =",
         (ORDER + "test_same_seq_id_again_is_the_same_request_and_runs_once_on_fakes",),
     ),
@@ -980,7 +980,7 @@ MUTATIONS = (
     ),
     Mutation(
         "partial-gradient-kept",
-        "backend/resources/training_runs.py",
+        "backend/resources/training_commands.py",
         "                await scheduler.call(trainer.discard_gradients, model.model_id)\n",
         "",
         (ORDER + "test_failed_gradient_fails_the_next_step_alone_on_fakes",),
@@ -1169,22 +1169,21 @@ MUTATIONS = (
     ),
     Mutation(
         "acknowledged-before-it-is-written",
-        "backend/resources/training_runs.py",
-        "            self.beside(model, operation, write())\n",
-        '            operation.succeed({"path": record.tinker_path})\n'
-        "            self.beside(model, operation, write())\n",
+        "backend/resources/training_commands.py",
+        "            model.beside(operation, write())\n",
+        '            operation.succeed({"path": record.tinker_path})\n            model.beside(operation, write())\n',
         (DURABLE_SAVES + "test_named_save_is_acknowledged_only_when_it_is_on_the_disk_on_fakes[save_weights]",),
     ),
     Mutation(
         "optimizer-not-saved",
-        "backend/resources/training_runs.py",
+        "backend/resources/training_commands.py",
         "capture, model.model_id, optimizer=True)",
         "capture, model.model_id, optimizer=False)",
         (RESTART + "test_named_checkpoints_survive_kill_9_with_optimizer_state_on_fakes",),
     ),
     Mutation(
         "last-checkpoint-not-named",
-        "backend/resources/training_runs.py",
+        "backend/resources/lost.py",
         'saved = [c for c in checkpoints if c.kind == "weights"]',
         "saved: list[CheckpointRecord] = []",
         (RESTART + "test_named_checkpoints_survive_kill_9_with_optimizer_state_on_fakes",),
@@ -1234,9 +1233,9 @@ MUTATIONS = (
     ),
     Mutation(
         "existing-name-is-refused-at-the-submit",
-        "backend/resources/training_runs.py",
-        "        live = model\n",
-        "        live = model\n"
+        "backend/resources/training_commands.py",
+        "        model = await self._place(operation, model_id, seq_id)\n",
+        "        model = await self._place(operation, model_id, seq_id)\n"
         '        if kind == "save_weights" and self._store.list_checkpoints(model_id):\n'
         '            raise TooManyRequestsError("a checkpoint of this name exists")\n',
         (FUTURES + "test_name_that_exists_fails_the_save_and_no_409_on_fakes",),
@@ -1274,9 +1273,9 @@ MUTATIONS = (
     ),
     Mutation(
         "checkpoint-of-another-base-accepted",
-        "backend/resources/training_runs.py",
-        "        if record.base_model not in base.names:\n",
-        "        if False:\n",
+        "backend/resources/load_weights.py",
+        "    if record.base_model not in base.names:\n",
+        "    if False:\n",
         (ORDER + "test_checkpoint_of_another_base_is_refused_on_fakes",),
     ),
     Mutation(
@@ -1288,8 +1287,8 @@ MUTATIONS = (
     ),
     Mutation(
         "ttl-dropped",
-        "backend/resources/training_runs.py",
-        "expires_at=None if ttl_seconds is None else when + timedelta(seconds=ttl_seconds)",
+        "backend/resources/trained_model.py",
+        "expires_at=expiry(when, ttl_seconds)",
         "expires_at=None",
         (ENDPOINTS + "test_models_and_checkpoints_are_answered_as_the_sdk_reads_them_on_fakes",),
     ),
@@ -1337,9 +1336,9 @@ MUTATIONS = (
     ),
     Mutation(
         "metadata-dropped",
-        "backend/resources/training_runs.py",
-        "        user_metadata=user_metadata or {},\n",
-        "        user_metadata={},\n",
+        "backend/resources/trained_model.py",
+        "            user_metadata=user_metadata or {},\n",
+        "            user_metadata={},\n",
         (FUTURES + "test_name_that_exists_fails_the_save_and_no_409_on_fakes",),
     ),
     Mutation(

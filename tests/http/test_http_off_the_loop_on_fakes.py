@@ -57,7 +57,7 @@ async def test_nothing_that_takes_long_runs_on_the_event_loop_on_fakes(
 ) -> None:
     from tinker_local.backend.http.routes import futures
     from tinker_local.backend.http.routes import training as route
-    from tinker_local.backend.resources import training_runs
+    from tinker_local.backend.resources import training_commands
     from tinker_local.backend.scheduling import train_scheduler
     from tinker_local.backend.training.interface import Trainer
 
@@ -68,7 +68,7 @@ async def test_nothing_that_takes_long_runs_on_the_event_loop_on_fakes(
     for owner, name in [
         (zstandard, "frame_content_size"),
         (route, "parse_forward_backward_envelope"),
-        (training_runs, "prepare_work"),
+        (training_commands, "prepare_work"),
         (train_scheduler, "to_output"),
         (futures, "encode_forward_backward_output"),
         (futures, "encode_sample_output"),

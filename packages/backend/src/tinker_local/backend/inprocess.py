@@ -27,11 +27,16 @@ from tinker_local.backend.resources.checkpoint_uses import CheckpointUses
 from tinker_local.backend.resources.checkpoints import Checkpoints
 from tinker_local.backend.resources.copies import Copies
 from tinker_local.backend.resources.external_weights import ExternalWeights
+from tinker_local.backend.resources.load_weights import LoadWeights
+from tinker_local.backend.resources.lost import lost_model, why_lost
+from tinker_local.backend.resources.preparation import bytes_of
 from tinker_local.backend.resources.sampler_versions import SamplerVersions
 from tinker_local.backend.resources.sampling_sessions import SamplingSessions
 from tinker_local.backend.resources.session_search import FoundSession, search_sessions
 from tinker_local.backend.resources.sessions import Sessions, now
-from tinker_local.backend.resources.training_runs import TrainedModel, TrainingRuns
+from tinker_local.backend.resources.trained_model import TrainedModel
+from tinker_local.backend.resources.training_commands import TrainingCommands
+from tinker_local.backend.resources.training_runs import TrainingRuns
 from tinker_local.backend.scheduling.operations import Operation, OperationKind, Operations
 from tinker_local.backend.scheduling.queue_states import QueueState
 from tinker_local.backend.scheduling.train_scheduler import TrainScheduler
@@ -42,13 +47,10 @@ from tinker_local.types import (
     CreateModelRequest,
     CreateSamplingSessionRequest,
     CreateSessionRequest,
-    EncodedTextChunk,
     ForwardBackwardOutput,
     ForwardBackwardRequest,
     GoneError,
-    ImageChunk,
     InternalError,
-    InvalidRequestError,
     LoadWeightsRequest,
     NotFoundError,
     OptimStepOutput,
@@ -132,8 +134,10 @@ class InProcessBackend:
         self.operations = Operations(options.result_retention)
         self.sessions = Sessions(self.store, options.session_timeout, self._end_session)
         uses = CheckpointUses()
-        self.training = TrainingRuns(options, self.store, self.models, self.sessions, self.operations, uses)
-        self._closing.callback(self.training.close)
+        self.training = TrainingRuns(options, self.store, self.models, self.sessions, self.operations)
+        self.commands = TrainingCommands(options, self.store, self.training, self.operations)
+        self._closing.callback(self.commands.close)
+        self.loads = LoadWeights(self.store, self.models, self.sessions, self.training, self.commands, uses)
         self.sampling = SamplingSessions(
             options, self.store, folders, self.models, self.sessions, self.operations, uses, self._clock
         )
@@ -142,8 +146,8 @@ class InProcessBackend:
         self._closing.push_async_callback(self.checkpoints.close)
         self.copies = Copies(self.store, self.checkpoints, self.sessions, self.training, self._clock)
         await self.checkpoints.sweep()
-        self.versions = SamplerVersions(self.store, folders, self.training, self.sampling)
-        self.external_weights = ExternalWeights(self.store, self.training, uses, options.data_dir, self._clock)
+        self.versions = SamplerVersions(self.store, folders, self.commands, self.sampling)
+        self.external_weights = ExternalWeights(self.store, self.commands, uses, options.data_dir, self._clock)
         housekeeping = asyncio.create_task(self._keep_house(), name="housekeeping")
         self._closing.push_async_callback(_cancel, housekeeping)
         self.ready = True
@@ -273,25 +277,21 @@ class InProcessBackend:
         self, model_id: str, seq_id: int, *, forward_only: bool, size: int, decode: Callable[[], ForwardBackwardRequest]
     ) -> Operation[ForwardBackwardOutput]:
         """`forward_backward` of a request of `size` bytes that `decode` unpacks in a worker thread."""
-        return await self.training.forward_backward(
+        return await self.commands.forward_backward(
             model_id, seq_id, forward_only=forward_only, size=size, decode=decode
         )
 
     async def optim_step(self, request: OptimStepRequest) -> Operation[OptimStepOutput]:
         """One AdamW update with the gradients added up, which are cleared."""
-        return await self.training.optim_step(request)
+        return await self.commands.optim_step(request)
 
     async def save_weights(self, request: SaveWeightsRequest) -> Operation[dict[str, Any]]:
         """A durable checkpoint of weights and optimizer: result `{"path"}`."""
-        return await self.training.save_weights(request)
+        return await self.commands.save_weights(request)
 
     async def load_weights(self, request: LoadWeightsRequest) -> Operation[dict[str, Any]]:
         """A checkpoint into a new model (`session_id`, `model_seq_id`) or an existing one (`model_id`, `seq_id`)."""
-        new = request.session_id is not None and request.model_seq_id is not None
-        old = request.model_id is not None and request.seq_id is not None
-        if new == old:
-            raise InvalidRequestError("load_weights: give session_id and model_seq_id, or model_id and seq_id")
-        return await (self.training.create_from_checkpoint(request) if new else self.training.load_into(request))
+        return await self.loads.load(request)
 
     async def save_weights_for_sampler(self, request: SaveWeightsForSamplerRequest) -> Operation[dict[str, Any]]:
         """An immutable version to sample from: result `{"path"}` if named, else `{"sampling_session_id"}`."""
@@ -303,7 +303,7 @@ class InProcessBackend:
 
     async def refuse(self, kind: OperationKind, model_id: str, seq_id: int, error: ApiError) -> Operation[Any]:
         """Let a malformed command fail in its place, so that the model's order goes on."""
-        return await self.training.refuse(kind, model_id, seq_id, error)
+        return await self.commands.refuse(kind, model_id, seq_id, error)
 
     # Sampling -------------------------------------------------------------------------------------------------------
 
@@ -334,15 +334,14 @@ class InProcessBackend:
         if await asyncio.to_thread(self.store.get_training_run, owner) is not None:
             if self.training.live(owner) is not None:
                 raise InternalError(f"request_id: {request_id} is unknown here, or its result was kept too long ago")
-            raise await self.training.lost(owner)
+            raise await lost_model(self.store, owner)
         if await asyncio.to_thread(self.store.get_sampling_session, owner) is not None:
             await self.sampling.get(owner)
             raise GoneError(f"request_id: the result of {request_id} is gone; sample again")
         session_id = paths.session_of(owner)
         session = await asyncio.to_thread(self.store.get_session, session_id)
         if session is not None and not self.sessions.is_live(session_id):
-            why = f"its session has ended ({session.why_ended})" if session.why_ended else "the server was restarted"
-            raise InternalError(f"request_id: {request_id} is lost or never was: {why}")
+            raise InternalError(f"request_id: {request_id} is lost or never was: {why_lost(session)}")
         raise NotFoundError(f"request_id: there is no request {request_id!r}")
 
     # What is stored -------------------------------------------------------------------------------------------------
@@ -411,21 +410,6 @@ class InProcessBackend:
             }
             for name in self.models.names()
         ]
-
-
-def bytes_of(request: ForwardBackwardRequest) -> int:
-    """Of the tokens, images and tensors of a request, as they are held."""
-    size = 0
-    for datum in request.data:
-        for chunk in datum.model_input.chunks:
-            if isinstance(chunk, EncodedTextChunk):
-                size += chunk.tokens.nbytes
-            elif isinstance(chunk, ImageChunk):
-                size += len(chunk.data)
-        for tensor in datum.loss_fn_inputs.values():
-            arrays = (tensor.data, tensor.sparse_crow_indices, tensor.sparse_col_indices)
-            size += sum(array.nbytes for array in arrays if array is not None)
-    return size
 
 
 async def _cancel(task: asyncio.Task[None]) -> None:

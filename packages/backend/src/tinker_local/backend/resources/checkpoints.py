@@ -3,11 +3,11 @@
 import asyncio
 import logging
 from collections.abc import Callable
-from datetime import datetime, timedelta
+from datetime import datetime
 
 from tinker_local.backend.resources.checkpoint_uses import CheckpointUses
 from tinker_local.backend.resources.sampling_sessions import SamplingSessions
-from tinker_local.backend.resources.training_runs import check_ttl
+from tinker_local.backend.resources.ttl import check_ttl, expiry
 from tinker_local.backend.storage.interface import CheckpointRecord, Store
 from tinker_local.backend.storage.lookup import existing_checkpoint
 from tinker_local.backend.storage.names import parse_tinker_path
@@ -45,7 +45,7 @@ class Checkpoints:
         """Let a checkpoint end `ttl_seconds` from now, or never."""
         check_ttl(ttl_seconds)
         record = await self.get(tinker_path)
-        expires_at = None if ttl_seconds is None else self._clock() + timedelta(seconds=ttl_seconds)
+        expires_at = expiry(self._clock(), ttl_seconds)
         self._sampling.checkpoint_changed(await asyncio.to_thread(self._store.set_expiry, record, expires_at))
 
     async def delete(self, tinker_path: str) -> None:

@@ -3,14 +3,15 @@
 import asyncio
 import secrets
 from collections.abc import Callable
-from datetime import datetime, timedelta
+from datetime import datetime
 from typing import Any
 
 from tinker_local.backend.resources import paths
 from tinker_local.backend.resources.checkpoints import Checkpoints
 from tinker_local.backend.resources.ownership import check_no_token, check_project
 from tinker_local.backend.resources.sessions import Sessions
-from tinker_local.backend.resources.training_runs import TrainingRuns, check_ttl
+from tinker_local.backend.resources.training_runs import TrainingRuns
+from tinker_local.backend.resources.ttl import check_ttl, expiry
 from tinker_local.backend.storage.interface import CopyRecord, SessionRecord, Store, TrainingRunRecord
 from tinker_local.types import CopyWeightsRequest, InvalidRequestError
 
@@ -95,7 +96,7 @@ class Copies:
                 source,
                 run,
                 session=session,
-                expires_at=None if request.ttl_seconds is None else when + timedelta(seconds=request.ttl_seconds),
+                expires_at=expiry(when, request.ttl_seconds),
                 copies=[CopyRecord(key, asked, path) for key in keys],
             )
         except BaseException:

@@ -17,7 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from tinker_local.backend.resources.checkpoint_uses import CheckpointUses
-from tinker_local.backend.resources.training_runs import TrainedModel, TrainingRuns, check_ttl, checkpoint_record
+from tinker_local.backend.resources.trained_model import TrainedModel
+from tinker_local.backend.resources.training_commands import TrainingCommands
+from tinker_local.backend.resources.ttl import check_ttl
 from tinker_local.backend.scheduling.operations import Operation
 from tinker_local.backend.storage.adapter_files import CONFIG, WEIGHTS
 from tinker_local.backend.storage.durable import fsync_path
@@ -62,10 +64,15 @@ class ExternalWeights:
     """`save_weights_external`, and who may fetch what it saved."""
 
     def __init__(
-        self, store: Store, runs: TrainingRuns, uses: CheckpointUses, data_dir: Path, clock: Callable[[], datetime]
+        self,
+        store: Store,
+        commands: TrainingCommands,
+        uses: CheckpointUses,
+        data_dir: Path,
+        clock: Callable[[], datetime],
     ) -> None:
         self._store = store
-        self._runs = runs
+        self._commands = commands
         self._uses = uses
         self._clock = clock
         self._secret = load_secret(data_dir)
@@ -81,17 +88,16 @@ class ExternalWeights:
                     "age_encryption_recipients: this server does not encrypt; leave it out, and encrypt the files "
                     "after the download: age -r RECIPIENT -o adapter_model.safetensors.age adapter_model.safetensors"
                 )
-            trainer = model.base.engines.trainer
-            state = await model.base.scheduler.call(trainer.capture, model.model_id, optimizer=False, dtype="float32")
-            record = checkpoint_record(model, "external_weights", name, request.ttl_seconds, None)
+            state = await model.base.scheduler.call(model.base.engines.trainer.export, model.model_id)
+            record = model.checkpoint("external_weights", name, request.ttl_seconds, None)
 
             async def write() -> None:
                 written = await asyncio.to_thread(self._store.write_checkpoint, record, state, overwrite=False)
                 operation.succeed({"path": written.tinker_path, "size_bytes": written.size_bytes})
 
-            self._runs.beside(model, operation, write())
+            model.beside(operation, write())
 
-        return await self._runs.in_order("save_weights_external", request.model_id, request.seq_id, run)
+        return await self._commands.in_order("save_weights_external", request.model_id, request.seq_id, run)
 
     async def sign(self, tinker_path: str) -> tuple[list[SignedFile], datetime]:
         """Every file of an export with a signature, and when these expire: with the export itself, if that is first."""

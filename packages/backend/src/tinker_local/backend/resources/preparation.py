@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from tinker_local.backend.models.base_models import BaseModel
 from tinker_local.backend.training.interface import TrainDatum, TrainWork
 from tinker_local.backend.training.loss_specs import check_config, make_train_datum
-from tinker_local.types import Datum, ForwardBackwardRequest, InvalidRequestError
+from tinker_local.types import Datum, EncodedTextChunk, ForwardBackwardRequest, ImageChunk, InvalidRequestError
 
 MAX_CELLS = 2**26
 """Of all tensors of one request as they are once they are dense: a few bytes of CSR could ask for any memory."""
@@ -44,3 +44,18 @@ def prepare_datum(base: BaseModel, datum: Datum, loss_fn: str, where: str) -> Tr
             f"{where}.model_input: {rendered.length} positions exceed the context length of {base.max_context_length}"
         )
     return make_train_datum(datum, rendered, loss_fn, base.engines.trainer.vocab_size, where)
+
+
+def bytes_of(request: ForwardBackwardRequest) -> int:
+    """Of the tokens, images and tensors of a request, as they are held."""
+    size = 0
+    for datum in request.data:
+        for chunk in datum.model_input.chunks:
+            if isinstance(chunk, EncodedTextChunk):
+                size += chunk.tokens.nbytes
+            elif isinstance(chunk, ImageChunk):
+                size += len(chunk.data)
+        for tensor in datum.loss_fn_inputs.values():
+            arrays = (tensor.data, tensor.sparse_crow_indices, tensor.sparse_col_indices)
+            size += sum(array.nbytes for array in arrays if array is not None)
+    return size

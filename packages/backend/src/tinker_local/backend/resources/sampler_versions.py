@@ -10,7 +10,9 @@ import numpy.typing as npt
 from tinker_local.backend.models.base_models import BaseModel
 from tinker_local.backend.rendering.interface import RenderedInput
 from tinker_local.backend.resources.sampling_sessions import SamplingSessions, version_name
-from tinker_local.backend.resources.training_runs import TrainedModel, TrainingRuns, check_ttl, checkpoint_record
+from tinker_local.backend.resources.trained_model import TrainedModel
+from tinker_local.backend.resources.training_commands import TrainingCommands
+from tinker_local.backend.resources.ttl import check_ttl
 from tinker_local.backend.resources.user_metadata import check_user_metadata
 from tinker_local.backend.sampling.interface import AdapterVersion, SampleWork
 from tinker_local.backend.scheduling.operations import Operation
@@ -43,10 +45,12 @@ def probe_prompt(vocab_size: int) -> RenderedInput:
 class SamplerVersions:
     """`save_weights_for_sampler`, named and nameless."""
 
-    def __init__(self, store: Store, folders: VersionFolders, runs: TrainingRuns, sampling: SamplingSessions) -> None:
+    def __init__(
+        self, store: Store, folders: VersionFolders, commands: TrainingCommands, sampling: SamplingSessions
+    ) -> None:
         self._store = store
         self._folders = folders
-        self._runs = runs
+        self._commands = commands
         self._sampling = sampling
         self._count = 0
 
@@ -76,14 +80,12 @@ class SamplerVersions:
             if request.path is None:
                 publish = self._publish_nameless(model, operation, request, state, expected)
             else:
-                record = checkpoint_record(
-                    model, "sampler_weights", request.path, request.ttl_seconds, request.user_metadata
-                )
+                record = model.checkpoint("sampler_weights", request.path, request.ttl_seconds, request.user_metadata)
                 publish = self._publish_named(model, operation, record, state, expected)
-            self._runs.beside(model, operation, publish)
+            model.beside(operation, publish)
             await asyncio.wait((expected,))  # the model goes on when the trainer is done with this
 
-        return await self._runs.in_order("save_weights_for_sampler", request.model_id, request.seq_id, run)
+        return await self._commands.in_order("save_weights_for_sampler", request.model_id, request.seq_id, run)
 
     @staticmethod
     def _check(request: SaveWeightsForSamplerRequest) -> None:

@@ -1,14 +1,17 @@
 """Operations in flight: what was submitted, and the results that clients may still ask for."""
 
 import asyncio
+import logging
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Generator
 from contextlib import suppress
 from typing import Any, Generic, Literal, TypeVar
 
-from tinker_local.types import ApiError, InternalError
+from tinker_local.types import ApiError, InternalError, InvalidRequestError
 from tinker_local.types.errors import Category
+
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -79,6 +82,12 @@ class Operation(Generic[T]):
                 self.failures[error.category] += 1
             self._wake.set()
 
+    def fail_from(self, error: Exception) -> None:
+        """`fail` with what a client may see of `error`; one that was not made for clients is logged."""
+        if not isinstance(error, ApiError):
+            log.error("%s failed", self.request_id, exc_info=error)
+        self.fail(as_api_error(error))
+
     def run_as(self, task: asyncio.Task[None]) -> None:
         """Tie the operation to the task that works on it, so that `cancel` can stop it."""
         self._task = task
@@ -120,6 +129,13 @@ class Operations:
 
     def get(self, request_id: str) -> Operation[Any] | None:
         return self._by_id.get(request_id)
+
+    def repeated(self, request_id: str, kind: OperationKind) -> Operation[Any] | None:
+        """What a client asks for again, if it does; InvalidRequestError if its id is an operation of another kind."""
+        known = self._by_id.get(request_id)
+        if known is not None and known.kind != kind:
+            raise InvalidRequestError(f"seq_id: {request_id} is a {known.kind} already, it cannot be a {kind}")
+        return known
 
     def forget(self, request_id: str) -> None:
         """Drop the result of an operation that is done; others, and unknown ones, stay as they are."""

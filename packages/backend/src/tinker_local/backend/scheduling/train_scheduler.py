@@ -171,9 +171,7 @@ class TrainScheduler:
         try:
             await command.run()
         except Exception as error:
-            if not isinstance(error, ApiError):
-                log.exception("%s failed", command.operation.request_id)
-            command.operation.fail(as_api_error(error))
+            command.operation.fail_from(error)
         finally:
             self.running = ()
             queue.ended_at = self._loop.time()

@@ -1,0 +1,158 @@
+"""`load_weights`: a checkpoint into a new model, or into an existing one as its first command."""
+
+import asyncio
+from dataclasses import replace
+from typing import Any
+
+from tinker_local.backend.models.base_models import BaseModel, BaseModels
+from tinker_local.backend.resources import paths
+from tinker_local.backend.resources.checkpoint_uses import CheckpointUses
+from tinker_local.backend.resources.ownership import check_no_token
+from tinker_local.backend.resources.sessions import Sessions
+from tinker_local.backend.resources.trained_model import TrainedModel
+from tinker_local.backend.resources.training_commands import TrainingCommands
+from tinker_local.backend.resources.training_runs import TrainingRuns, new_run
+from tinker_local.backend.resources.user_metadata import check_user_metadata
+from tinker_local.backend.scheduling.operations import Operation
+from tinker_local.backend.storage.interface import CheckpointRecord, Store
+from tinker_local.backend.storage.lookup import existing_checkpoint
+from tinker_local.backend.storage.names import parse_tinker_path
+from tinker_local.backend.training.interface import AdapterState
+from tinker_local.backend.training.optimizers import check_optimizer
+from tinker_local.types import (
+    GoneError,
+    InvalidRequestError,
+    LoadWeightsRequest,
+    LoraConfig,
+    OptimizerConfig,
+    UnsupportedError,
+)
+
+
+class LoadWeights:
+    """Reads checkpoints, with or without their optimizer state, into models."""
+
+    def __init__(
+        self,
+        store: Store,
+        models: BaseModels,
+        sessions: Sessions,
+        runs: TrainingRuns,
+        commands: TrainingCommands,
+        uses: CheckpointUses,
+    ) -> None:
+        self._store = store
+        self._base_models = models
+        self._sessions = sessions
+        self._runs = runs
+        self._commands = commands
+        self._uses = uses
+
+    async def load(self, request: LoadWeightsRequest) -> Operation[dict[str, Any]]:
+        """Into a new model (`session_id`, `model_seq_id`) or an existing one (`model_id`, `seq_id`); the operation
+        ends with `path` and `model_id`."""
+        new = request.session_id is not None and request.model_seq_id is not None
+        old = request.model_id is not None and request.seq_id is not None
+        if new == old:
+            raise InvalidRequestError("load_weights: give session_id and model_seq_id, or model_id and seq_id")
+        return await (self._into_new(request) if new else self._into_existing(request))
+
+    async def _into_new(self, request: LoadWeightsRequest) -> Operation[dict[str, Any]]:
+        """A model that begins with a checkpoint's weights (and optimizer state, if asked)."""
+        assert request.session_id is not None
+        assert request.model_seq_id is not None
+        model_id = paths.model_id(request.session_id, request.model_seq_id)
+        if (known := self._runs.creation(model_id, "load_weights")) is not None:
+            return known
+        await self._sessions.require(request.session_id)
+        record = await self._checkpoint(request)
+        name = request.base_model or record.base_model
+        base = self._base_models.get(name)
+        check_base(record, base, name)
+        check_user_metadata(request.user_metadata)
+        if request.optimizer and request.optimizer_config is not None:
+            raise InvalidRequestError("optimizer_config: cannot be chosen when the optimizer state is loaded too")
+        check_optimizer(request.optimizer_config or OptimizerConfig())
+        # While the checkpoint was looked up, the session may have ended, or the same request may have come again.
+        await self._sessions.require(request.session_id)
+        if (known := self._runs.creation(model_id, "load_weights")) is not None:
+            return known
+
+        async def make() -> dict[str, Any]:
+            state = await self._read(base, record, request)
+            await base.scheduler.call(base.engines.trainer.load_adapter, model_id, state)
+            return {"path": request.path, "model_id": model_id}
+
+        run = new_run(model_id, name, record.lora_config, request.user_metadata)
+        return self._runs.begin("load_weights", run, base, make)
+
+    async def _into_existing(self, request: LoadWeightsRequest) -> Operation[dict[str, Any]]:
+        """As the model's first command only, as the hosted service does."""
+        assert request.model_id is not None
+        assert request.seq_id is not None
+
+        async def run(model: TrainedModel, operation: Operation[dict[str, Any]]) -> None:
+            if request.seq_id != 1:
+                raise InvalidRequestError(
+                    f"load_weights: allowed as a model's first request only, this is number {request.seq_id}; "
+                    "use create_training_client_from_state"
+                )
+            if request.optimizer_config is not None:
+                raise UnsupportedError("optimizer_config: the model was created with its optimizer already")
+            if request.base_model is not None or request.user_metadata is not None:
+                raise UnsupportedError("base_model, user_metadata: only when the load creates the model")
+            record = await self._checkpoint(request)
+            check_base(record, model.base, model.record.base_model)
+            have, want = model.record.lora_config, record.lora_config
+            if without_seed(have) != without_seed(want):
+                raise InvalidRequestError(
+                    f"path: {request.path} has rank {want.rank} and trains {trained_parts(want)}; "
+                    f"the model has rank {have.rank} and trains {trained_parts(have)}"
+                )
+            state = await self._read(model.base, record, request)
+            if model.queue.closed:  # and the adapter removed
+                raise GoneError(f"model_id: {model.model_id} ended while the checkpoint was read")
+            await model.base.scheduler.call(model.base.engines.trainer.load_adapter, model.model_id, state)
+            operation.succeed({"path": request.path, "model_id": model.model_id})
+
+        return await self._commands.in_order("load_weights", request.model_id, request.seq_id, run)
+
+    async def _checkpoint(self, request: LoadWeightsRequest) -> CheckpointRecord:
+        """What `request` names; it must be training state, with its optimizer if that is asked for."""
+        check_no_token(request.weights_access_token)
+        run, kind, name = parse_tinker_path(request.path, "path")
+        if kind != "weights":
+            raise InvalidRequestError(
+                f"path: {request.path} was saved for {'sampling' if kind == 'sampler_weights' else 'download'}; "
+                f"training goes on from tinker://{run}/weights/..."
+            )
+        record = await existing_checkpoint(self._store, run, kind, name, "path")
+        if request.optimizer and not record.has_optimizer:
+            raise InvalidRequestError(f"path: {request.path} holds no optimizer state")
+        return record
+
+    async def _read(self, base: BaseModel, record: CheckpointRecord, request: LoadWeightsRequest) -> AdapterState:
+        """What the trainer of `base` loads; a trainer knows its model by the first of its names."""
+        with self._uses.using(record):
+            state = await asyncio.to_thread(self._store.read_checkpoint, record, optimizer=request.optimizer)
+        return replace(state, base_model=base.names[0])
+
+
+def check_base(record: CheckpointRecord, base: BaseModel, name: str) -> None:
+    """InvalidRequestError unless `base` (`name` to the client) is the copy that `record` was trained on."""
+    if record.base_model not in base.names:
+        raise InvalidRequestError(
+            f"base_model: {name!r} does not have the weights of {record.base_model!r}, "
+            f"which {record.tinker_path} is for"
+        )
+
+
+def without_seed(config: LoraConfig) -> LoraConfig:
+    """The seed matters only when an adapter is made."""
+    return config.model_copy(update={"seed": None})
+
+
+def trained_parts(config: LoraConfig) -> str:
+    """In words."""
+    parts = [name for name in ("unembed", "mlp", "attn") if getattr(config, f"train_{name}")]
+    return " and ".join(parts)
