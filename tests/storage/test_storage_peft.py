@@ -1,5 +1,6 @@
 """A checkpoint folder is what PEFT loads, tensor by tensor and in its effect."""
 
+import json
 import sys
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from tinker_local.types import LoraConfig
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 sys.path.insert(0, str(Path(__file__).parent))
-from store_states import make_record
+from store_states import make_record, make_state
 
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
@@ -57,3 +58,13 @@ def test_peft_loads_a_checkpoint_folder(tmp_path: Path, targets: tuple[str, ...]
     assert all(torch.equal(found[name], torch.tensor(tensor)) for name, tensor in tensors.items())
     assert torch.equal(loaded(tokens).logits, expected)
     assert not torch.allclose(plain, expected, atol=1e-3)
+
+
+def test_folder_names_the_base_model_as_the_run_asked_for_it(tmp_path: Path) -> None:
+    store = SqlStore(tmp_path)
+    for kind in ("weights", "sampler_weights", "external_weights"):
+        record = make_record("a", kind=kind, base_model="org/other-name")
+        written = store.write_checkpoint(record, make_state(1, optimizer=False), overwrite=False)
+        config = json.loads((store.checkpoint_folder(written) / "adapter_config.json").read_text())
+        assert config["base_model_name_or_path"] == "org/other-name"
+    store.close()

@@ -80,7 +80,9 @@ MODELS: dict[str, Callable[[], Any]] = {
     "qwen3": lambda: _qwen3(True),
     "qwen3_untied": lambda: _qwen3(False),
     "qwen2_5_vl": lambda: _qwen2_5_vl(False),
+    "qwen2_5_vl_tied": lambda: _qwen2_5_vl(True),
     "qwen3_vl": lambda: _qwen3_vl(True),
+    "qwen3_vl_untied": lambda: _qwen3_vl(False),
 }
 
 

@@ -61,6 +61,7 @@ def run(trainer: Trainer, make: Any, add_adapter: Any, *, images: bool) -> dict[
     trainer.forward_backward([TrainWork("c", data, "cross_entropy")])
     trainer.optim_step("c", AdamParams(learning_rate=0.01, weight_decay=0.1))
     last = trainer.capture("c", optimizer=True)
+    seen |= {f"export {key}": array for key, array in trainer.export("a").tensors.items()}
     for name, captured in (("a", state), ("c", last)):
         assert captured.optimizer is not None
         seen |= {f"{name} {key}": array for key, array in {**captured.tensors, **captured.optimizer}.items()}

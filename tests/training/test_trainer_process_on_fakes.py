@@ -143,6 +143,7 @@ def everything(trainer: Trainer) -> list[Any]:
         do("optim_step", "b", AdamParams())
     state = do("capture", "a", optimizer=True)
     do("capture", "a", optimizer=False)
+    do("export", "a")
     do("load_adapter", "c", state)
     do("optim_step", "c", AdamParams(learning_rate=0.1))
     do("capture", "c", optimizer=True)

@@ -50,7 +50,8 @@ class CheckpointFolders:
         """
 
         def fill(folder: Path) -> None:
-            write_adapter(folder, state)
+            # A trainer knows the first of its model's names alone; the folder says which the run asked for.
+            write_adapter(folder, replace(state, base_model=record.base_model))
 
         return self._make(replace(record, has_optimizer=state.optimizer is not None), fill)
 
