@@ -24,6 +24,7 @@ ENGINE_THREAD = "tests/sampling/test_engine_thread.py::"
 EXTERNAL = "tests/http/test_http_external_weights_on_fakes.py::"
 FORMULAS = "tests/training/test_loss_formulas.py::"
 FUTURES = "tests/http/test_http_futures_on_fakes.py::"
+IMAGE_ASSETS = "tests/rendering/test_image_assets.py::"
 INPUT_CHECKS = "tests/training/test_loss_input_checks.py::"
 LENDING = "tests/http/test_http_lending_on_fakes.py::"
 LAST_N = "tests/sampling/test_prompt_last_n.py::"
@@ -1398,6 +1399,13 @@ MUTATIONS = (
         "if not is_loopback(host) and api_key_file is None:",
         "if False:",
         (ACCESS + "test_address_that_others_reach_needs_a_key_file_on_fakes[192.0.2.1]",),
+    ),
+    Mutation(
+        "image-host-drips-for-ever",
+        "backend/rendering/image_assets.py",
+        "            asyncio.timeout(end - time.monotonic()),\n",
+        "            asyncio.timeout(None),\n",
+        (IMAGE_ASSETS + "test_redirects_that_take_their_time_share_one_end",),
     ),
     Mutation(
         "download-read-whole",

@@ -5,12 +5,15 @@ the metadata service of a cloud). So a path is followed to its real place before
 operator named, its addresses are public ones, and the connection goes to the address that was looked at.
 """
 
+import asyncio
 import ipaddress
 import os
 import socket
 import stat
+import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from urllib.parse import unquote, urljoin, urlsplit
 
@@ -30,6 +33,9 @@ MAX_PROMPT_BYTES = 128 * 2**20
 
 SECONDS = 20.0
 MAX_REDIRECTS = 3
+MAX_LOOK_UPS = 8
+"""Names that are looked up at once. The system's resolver can be given up, but not stopped, and holds a thread until
+it returns; whoever finds no place waits for one, as long as there is time."""
 
 _IPV4_AT_THE_END = [ipaddress.IPv6Network(text) for text in ("::/96", "::ffff:0:0/96", "64:ff9b::/96")]
 
@@ -62,6 +68,7 @@ class ImageAssets:
         self._max_prompt_bytes = max_prompt_bytes
         self._seconds = seconds
         self._addresses = addresses
+        self._look_ups = threading.BoundedSemaphore(MAX_LOOK_UPS)
 
     def resolved(self, model_input: ModelInput, where: str) -> ModelInput:
         """`model_input` with the bytes of every image that it names. Raises UnsupportedError if nothing may be named,
@@ -138,11 +145,11 @@ class ImageAssets:
     def _fetched(self, location: str, field: str, end: float) -> bytes:
         asked = location
         for _ in range(1 + MAX_REDIRECTS):
-            if time.monotonic() > end:
-                raise self._too_slow(field, location)
-            url, address = self._checked(asked, location, field)
+            url, address = self._checked(asked, location, field, end)
             try:
-                answer = self._get(url, address, location, field, end)
+                answer = asyncio.run(self._get(url, address, location, field, end))
+            except TimeoutError:
+                raise self._too_slow(field, location) from None
             except httpx.HTTPError as error:
                 raise InvalidRequestError(f"{field}: {location}: {type(error).__name__}: {error}") from error
             if isinstance(answer, bytes):
@@ -152,7 +159,7 @@ class ImageAssets:
                 raise InvalidRequestError(f"{field}: {location} redirects to another host, which is not followed")
         raise InvalidRequestError(f"{field}: {location} redirects more than {MAX_REDIRECTS} times")
 
-    def _checked(self, asked: str, location: str, field: str) -> tuple[httpx.URL, str]:
+    def _checked(self, asked: str, location: str, field: str, end: float) -> tuple[httpx.URL, str]:
         """The URL, and an address of its host that may be asked."""
         try:
             url = httpx.URL(asked)
@@ -165,7 +172,9 @@ class ImageAssets:
         if url.userinfo:
             raise InvalidRequestError(f"{field}: a URL with a name or password is not asked")
         try:
-            found = list(self._addresses(url.host, port))
+            found = self._looked_up(url.host, port, end)
+        except TimeoutError:
+            raise self._too_slow(field, location, f", as the name {url.host} was still being looked up") from None
         except OSError as error:
             raise InvalidRequestError(f"{field}: {location}: {error}") from None
         public = [address for address in found if _is_public(address)]
@@ -173,12 +182,32 @@ class ImageAssets:
             raise InvalidRequestError(f"{field}: {location} leads to a private address, which is not asked")
         return url, public[0]
 
-    def _get(self, url: httpx.URL, address: str, location: str, field: str, end: float) -> bytes | str:
-        """The body, or where the answer redirects to. It is `address` that is asked, under the name of the host."""
+    def _looked_up(self, host: str, port: int, end: float) -> list[str]:
+        """The addresses of a host; TimeoutError at `end`, OSError if it has none."""
+        outcome: Future[list[str]] = Future()
+
+        def look_up() -> None:
+            try:
+                outcome.set_result(list(self._addresses(host, port)))
+            except BaseException as error:
+                outcome.set_exception(error)
+            finally:
+                self._look_ups.release()
+
+        if not self._look_ups.acquire(timeout=max(0.0, end - time.monotonic())):
+            raise TimeoutError
+        threading.Thread(target=look_up, daemon=True, name="look-up of a host").start()
+        return outcome.result(max(0.0, end - time.monotonic()))
+
+    async def _get(self, url: httpx.URL, address: str, location: str, field: str, end: float) -> bytes | str:
+        """The body, or where the answer redirects to. It is `address` that is asked, under the name of the host.
+
+        TimeoutError at `end`, whatever the host does: a limit for each read would let it send byte after byte.
+        """
         head = {"Host": url.netloc.decode(), "Accept": "image/png, image/jpeg", "Accept-Encoding": "identity"}
-        left = max(0.1, end - time.monotonic())
-        with (
-            httpx.Client(trust_env=False, timeout=left) as client,
+        async with (
+            asyncio.timeout(end - time.monotonic()),
+            httpx.AsyncClient(trust_env=False, timeout=None) as client,
             client.stream(
                 "GET", url.copy_with(host=address), headers=head, extensions={"sni_hostname": url.host}
             ) as answer,
@@ -188,16 +217,14 @@ class ImageAssets:
             if answer.status_code != 200:
                 raise InvalidRequestError(f"{field}: {location} answers {answer.status_code}")
             data = bytearray()
-            for part in answer.iter_raw():
+            async for part in answer.aiter_raw():
                 data += part
                 if len(data) > self._max_bytes:
                     raise self._too_large(field, location, len(data))
-                if time.monotonic() > end:
-                    raise self._too_slow(field, location)
             return bytes(data)
 
-    def _too_slow(self, field: str, location: str) -> InvalidRequestError:
-        return InvalidRequestError(f"{field}: {location} was not there within {self._seconds:g} seconds")
+    def _too_slow(self, field: str, location: str, why: str = "") -> InvalidRequestError:
+        return InvalidRequestError(f"{field}: {location} was not there within {self._seconds:g} seconds{why}")
 
     def _too_large(self, field: str, location: str, size: int) -> InvalidRequestError:
         return InvalidRequestError(f"{field}: {location} has {size} bytes or more, the limit is {self._max_bytes}")
