@@ -639,7 +639,7 @@ MUTATIONS = (
     ),
     Mutation(
         "one-sample-at-a-time",
-        "backend/resources/sampling_sessions.py",
+        "backend/resources/samples.py",
         "            output = await self._sample(session, request, operation)\n",
         '            async with self.__dict__.setdefault("_one", asyncio.Lock()):\n'
         "                output = await self._sample(session, request, operation)\n",
@@ -683,7 +683,7 @@ MUTATIONS = (
     ),
     Mutation(
         "effect-not-verified",
-        "backend/resources/sampler_versions.py",
+        "backend/resources/save_weights_for_sampler.py",
         "        if not difference <= base.engines.tolerance:\n",
         "        if False:\n",
         (FUTURES + "test_version_that_the_sampler_does_not_serve_is_an_error_and_leaves_nothing_on_fakes",),
@@ -705,9 +705,9 @@ MUTATIONS = (
     # Versions -------------------------------------------------------------------------------------------------------
     Mutation(
         "old-samplers-get-new-weights",
-        "backend/resources/sampling_sessions.py",
-        "return self.nameless_version(session.nameless)",
-        "return self.nameless_version(list(self._folders._versions)[-1])",
+        "backend/resources/samples.py",
+        "return self._versions.nameless(session.nameless)",
+        "return self._versions.nameless(list(self._versions._folders._versions)[-1])",
         (FUTURES + "test_samplers_keep_the_weights_of_their_save_on_fakes",),
     ),
     Mutation(
@@ -726,7 +726,7 @@ MUTATIONS = (
     ),
     Mutation(
         "saving-replaces-the-adapter",
-        "backend/resources/sampler_versions.py",
+        "backend/resources/save_weights_for_sampler.py",
         "state = trainer.capture(model.model_id, optimizer=False, dtype=dtype)\n",
         "state = trainer.capture(model.model_id, optimizer=False, dtype=dtype)\n"
         "                trainer.load_adapter(model.model_id, state)\n",
@@ -745,8 +745,8 @@ MUTATIONS = (
     Mutation(
         "versions-outlive-their-session",
         "backend/resources/sampling_sessions.py",
-        "for s in ending if s.nameless is not None))",
-        "for s in ending if s.nameless is not None and s.base is None))",
+        "for s in ending if s.nameless is not None)\n",
+        "for s in ending if s.nameless is not None and s.base is None)\n",
         (SESSIONS + "test_finish_frees_adapters_and_nameless_versions_and_nobody_elses_on_fakes",),
     ),
     # Images ---------------------------------------------------------------------------------------------------------
@@ -766,7 +766,7 @@ MUTATIONS = (
     ),
     Mutation(
         "expected-tokens-for-training-only",
-        "backend/resources/sampling_sessions.py",
+        "backend/resources/samples.py",
         'render, given, "prompt"',
         "render, type(given)(chunks=tuple(chunk.model_copy(update={'expected_tokens': None}) "
         "if chunk.type == 'image' else chunk for chunk in given.chunks)), \"prompt\"",
@@ -1132,14 +1132,14 @@ MUTATIONS = (
     ),
     Mutation(
         "images-rendered-on-the-loop",
-        "backend/resources/sampling_sessions.py",
-        'prompt = await loop.run_in_executor(self._rendering, session.base.engines.renderer.render, given, "prompt")\n',
-        'prompt = session.base.engines.renderer.render(given, "prompt")\n',
+        "backend/resources/samples.py",
+        'prompt = await loop.run_in_executor(self._rendering, base.engines.renderer.render, given, "prompt")\n',
+        'prompt = base.engines.renderer.render(given, "prompt")\n',
         (OFF_THE_LOOP,),
     ),
     Mutation(
         "disk-on-the-loop",
-        "backend/resources/sampler_versions.py",
+        "backend/resources/save_weights_for_sampler.py",
         "await asyncio.to_thread(self._folders.publish, name, state)",
         "self._folders.publish(name, state)",
         (OFF_THE_LOOP,),
@@ -1267,7 +1267,7 @@ MUTATIONS = (
     ),
     Mutation(
         "unsupported-fields-ignored",
-        "backend/resources/sampling_sessions.py",
+        "backend/resources/samples.py",
         "        if request.record_stability_info:\n",
         "        if False:\n",
         (ENDPOINTS + "test_what_is_not_honoured_is_refused_by_name_on_fakes",),

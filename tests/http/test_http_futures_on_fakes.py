@@ -145,10 +145,10 @@ async def test_cancelling_frees_the_slot_on_fakes(api: Any) -> None:
     for poll in polls[:3]:
         assert (await poll).json()["category"] == "user"
     await api.until(lambda: api.sampler.running == 1)
-    await api.until(lambda: api.backend.sampling._queued == 1)
+    await api.until(lambda: api.backend.samples._queued == 1)
     api.sampler.hold.set()
     assert (await polls[3]).headers["content-type"] == "application/x-protobuf"
-    await api.until(lambda: api.backend.sampling._queued == 0)
+    await api.until(lambda: api.backend.samples._queued == 0)
 
 
 async def test_cancelling_before_the_work_began_frees_the_slot_too_on_fakes(api: Any) -> None:
@@ -159,7 +159,7 @@ async def test_cancelling_before_the_work_began_frees_the_slot_too_on_fakes(api:
     operation = await api.backend.sample(request)
     await api.backend.cancel(operation.request_id)  # its task has not had a turn yet
     await asyncio.sleep(0.05)
-    await api.until(lambda: api.backend.sampling._queued == 0)
+    await api.until(lambda: api.backend.samples._queued == 0)
     assert not api.backend.sampling._open[sampler].running
 
 
@@ -197,7 +197,7 @@ async def test_five_hundred_samples_at_once_are_all_answered_on_fakes(api: Any) 
     outputs = await asyncio.gather(*(one(seq_id) for seq_id in range(512)))
     assert len(outputs) == 512
     assert len(api.backend.operations) >= 512
-    await api.until(lambda: api.backend.sampling._queued == 0)
+    await api.until(lambda: api.backend.samples._queued == 0)
 
 
 async def test_samplers_keep_the_weights_of_their_save_on_fakes(api: Any) -> None:

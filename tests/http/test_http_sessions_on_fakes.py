@@ -12,7 +12,7 @@ import pytest
 
 def version_folders(api: Any) -> list[Path]:
     """Folders of nameless versions, in memory or on disk, once they are written."""
-    api.backend.sampling._folders.flush()
+    api.backend.folders.flush()
     return list((api.backend.options.data_dir / "ephemeral").glob("*.link"))
 
 

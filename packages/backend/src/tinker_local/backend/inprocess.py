@@ -22,16 +22,17 @@ from tinker_local.backend.models.base_models import (
 from tinker_local.backend.models.lending import Lending, LentSampler
 from tinker_local.backend.models.metrics import ModelMetrics
 from tinker_local.backend.options import BackendOptions, ModelSource
-from tinker_local.backend.resources import paths
 from tinker_local.backend.resources.checkpoint_uses import CheckpointUses
 from tinker_local.backend.resources.checkpoints import Checkpoints
 from tinker_local.backend.resources.copies import Copies
 from tinker_local.backend.resources.external_weights import ExternalWeights
+from tinker_local.backend.resources.futures import Futures
 from tinker_local.backend.resources.load_weights import LoadWeights
-from tinker_local.backend.resources.lost import lost_model, why_lost
 from tinker_local.backend.resources.preparation import bytes_of
 from tinker_local.backend.resources.sampler_versions import SamplerVersions
+from tinker_local.backend.resources.samples import Samples
 from tinker_local.backend.resources.sampling_sessions import SamplingSessions
+from tinker_local.backend.resources.save_weights_for_sampler import SaveWeightsForSampler
 from tinker_local.backend.resources.session_search import FoundSession, search_sessions
 from tinker_local.backend.resources.sessions import Sessions, now
 from tinker_local.backend.resources.trained_model import TrainedModel
@@ -49,7 +50,6 @@ from tinker_local.types import (
     CreateSessionRequest,
     ForwardBackwardOutput,
     ForwardBackwardRequest,
-    GoneError,
     InternalError,
     LoadWeightsRequest,
     NotFoundError,
@@ -123,8 +123,8 @@ class InProcessBackend:
         options = self.options
         self.store: Store = SqlStore(options.data_dir, clock=self._clock)
         self._closing.callback(self.store.close)
-        folders = VersionFolders(options.data_dir)
-        self._closing.callback(folders.close)
+        self.folders = VersionFolders(options.data_dir)
+        self._closing.callback(self.folders.close)
         self._closing.push_async_callback(self._close_models)
         for place, (path, names) in enumerate(self._sources.items()):
             share = options.gpu_memory_utilization / (len(self._sources) - place)  # of what those before it have left
@@ -138,15 +138,18 @@ class InProcessBackend:
         self.commands = TrainingCommands(options, self.store, self.training, self.operations)
         self._closing.callback(self.commands.close)
         self.loads = LoadWeights(self.store, self.models, self.sessions, self.training, self.commands, uses)
+        versions = SamplerVersions(self.store, self.folders, self.models)
         self.sampling = SamplingSessions(
-            options, self.store, folders, self.models, self.sessions, self.operations, uses, self._clock
+            options, self.store, versions, self.models, self.sessions, self.operations, self._clock
         )
-        self._closing.callback(self.sampling.close)
-        self.checkpoints = Checkpoints(self.store, self.sampling, uses, self._clock)
+        self.samples = Samples(options, self.sampling, versions, self.operations, uses)
+        self._closing.callback(self.samples.close)
+        self.saves_for_sampler = SaveWeightsForSampler(self.store, self.folders, versions, self.commands, self.sampling)
+        self.futures = Futures(self.store, self.sessions, self.training, self.sampling, self.samples, self.operations)
+        self.checkpoints = Checkpoints(self.store, versions, self.sampling, uses, self._clock)
         self._closing.push_async_callback(self.checkpoints.close)
         self.copies = Copies(self.store, self.checkpoints, self.sessions, self.training, self._clock)
         await self.checkpoints.sweep()
-        self.versions = SamplerVersions(self.store, folders, self.commands, self.sampling)
         self.external_weights = ExternalWeights(self.store, self.commands, uses, options.data_dir, self._clock)
         housekeeping = asyncio.create_task(self._keep_house(), name="housekeeping")
         self._closing.push_async_callback(_cancel, housekeeping)
@@ -295,7 +298,7 @@ class InProcessBackend:
 
     async def save_weights_for_sampler(self, request: SaveWeightsForSamplerRequest) -> Operation[dict[str, Any]]:
         """An immutable version to sample from: result `{"path"}` if named, else `{"sampling_session_id"}`."""
-        return await self.versions.save(request)
+        return await self.saves_for_sampler.save(request)
 
     async def save_weights_external(self, request: SaveWeightsExternalRequest) -> Operation[dict[str, Any]]:
         """A PEFT folder to be downloaded: result `{"path", "size_bytes"}`; `external_weights.sign` gives its files."""
@@ -313,36 +316,19 @@ class InProcessBackend:
 
     async def sample(self, request: SampleRequest) -> Operation[SampleOutput]:
         """Sample sequences, and score the prompt if asked."""
-        return await self.sampling.sample(request)
+        return await self.samples.sample(request)
 
     async def cancel(self, request_id: str) -> None:
         """Stop a sample and free what it holds; unknown ids and finished operations are left alone."""
-        operation = self.operations.get(request_id)
-        if operation is not None and operation.kind == "sample":
-            operation.cancel(GoneError("the request was cancelled"))
+        self.futures.cancel(request_id)
 
     def queue_state(self, operation: Operation[Any]) -> QueueState:
         """What an operation that is not done waits for: for others of the same device, or for nobody."""
-        return (self.sampling if operation.kind == "sample" else self.training).state_of(operation)
+        return self.futures.queue_state(operation)
 
     async def operation(self, request_id: str) -> Operation[Any]:
         """The operation behind a request id; if this process does not know it, why it is lost."""
-        operation = self.operations.get(request_id)
-        if operation is not None:
-            return operation
-        owner = paths.owner_of(request_id)
-        if await asyncio.to_thread(self.store.get_training_run, owner) is not None:
-            if self.training.live(owner) is not None:
-                raise InternalError(f"request_id: {request_id} is unknown here, or its result was kept too long ago")
-            raise await lost_model(self.store, owner)
-        if await asyncio.to_thread(self.store.get_sampling_session, owner) is not None:
-            await self.sampling.get(owner)
-            raise GoneError(f"request_id: the result of {request_id} is gone; sample again")
-        session_id = paths.session_of(owner)
-        session = await asyncio.to_thread(self.store.get_session, session_id)
-        if session is not None and not self.sessions.is_live(session_id):
-            raise InternalError(f"request_id: {request_id} is lost or never was: {why_lost(session)}")
-        raise NotFoundError(f"request_id: there is no request {request_id!r}")
+        return await self.futures.operation(request_id)
 
     # What is stored -------------------------------------------------------------------------------------------------
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from datetime import datetime
 
 from tinker_local.backend.resources.checkpoint_uses import CheckpointUses
+from tinker_local.backend.resources.sampler_versions import SamplerVersions
 from tinker_local.backend.resources.sampling_sessions import SamplingSessions
 from tinker_local.backend.resources.ttl import check_ttl, expiry
 from tinker_local.backend.storage.interface import CheckpointRecord, Store
@@ -23,9 +24,15 @@ class Checkpoints:
     have begun with it go on to their end, and its folder is deleted after the last of them."""
 
     def __init__(
-        self, store: Store, sampling: SamplingSessions, uses: CheckpointUses, clock: Callable[[], datetime]
+        self,
+        store: Store,
+        versions: SamplerVersions,
+        sampling: SamplingSessions,
+        uses: CheckpointUses,
+        clock: Callable[[], datetime],
     ) -> None:
         self._store = store
+        self._versions = versions
         self._sampling = sampling
         self._uses = uses
         self._clock = clock
@@ -68,7 +75,7 @@ class Checkpoints:
         async def remove() -> None:
             await self._uses.unused(record)
             try:
-                await self._sampling.unload(record)
+                await self._versions.unload(record)
             except Exception:
                 log.exception("the sampler did not let %s go", record.tinker_path)
             await asyncio.to_thread(self._store.remove_folder, record)

@@ -1,48 +1,30 @@
 """Sampling sessions: sampling clients, each on a base model or on one immutable version of an adapter."""
 
 import asyncio
-import logging
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import datetime
-from functools import partial
-from typing import Any
 
 from tinker_local.backend.models.base_models import BaseModel, BaseModels
 from tinker_local.backend.options import BackendOptions
-from tinker_local.backend.rendering.image_assets import ImageAssets, names_images
 from tinker_local.backend.resources import paths
-from tinker_local.backend.resources.checkpoint_uses import CheckpointUses, version_of
+from tinker_local.backend.resources.checkpoint_uses import version_of
+from tinker_local.backend.resources.sampler_versions import SamplerVersions
 from tinker_local.backend.resources.sampling_clients import SamplingClients, client_of
 from tinker_local.backend.resources.sessions import Sessions, now
-from tinker_local.backend.sampling.interface import AdapterVersion, SampleWork
 from tinker_local.backend.scheduling.completions import Completion
-from tinker_local.backend.scheduling.operations import Operation, Operations, as_api_error
-from tinker_local.backend.scheduling.queue_states import ACTIVE, QueueState, SamplerQueue, lent_state
+from tinker_local.backend.scheduling.operations import Operation, Operations
 from tinker_local.backend.storage.interface import CheckpointRecord, SamplingSessionRecord, Store
 from tinker_local.backend.storage.lookup import existing_checkpoint
 from tinker_local.backend.storage.names import parse_tinker_path
-from tinker_local.backend.storage.versions import VersionFolders
 from tinker_local.types import (
-    ApiError,
     CreateSamplingSessionRequest,
     GoneError,
     InternalError,
     InvalidRequestError,
     NotFoundError,
     SampleOutput,
-    SampleRequest,
-    TooManyRequestsError,
-    UnsupportedError,
 )
-
-log = logging.getLogger(__name__)
-
-
-def version_name(record: CheckpointRecord) -> str:
-    """A name for a named checkpoint's weights; a checkpoint saved again under the same name is another version."""
-    return f"{record.tinker_path}@{record.created_at.isoformat()}"
 
 
 @dataclass(slots=True, eq=False)
@@ -60,35 +42,26 @@ class SamplingSession:
 
 
 class SamplingSessions:
-    """Creates sampling sessions and runs samples on them."""
+    """Creates, finds and ends sampling sessions."""
 
     def __init__(
         self,
         options: BackendOptions,
         store: Store,
-        folders: VersionFolders,
+        versions: SamplerVersions,
         models: BaseModels,
         sessions: Sessions,
         operations: Operations,
-        uses: CheckpointUses,
-        clock: Callable[[], datetime] = now,
+        clock: Callable[[], datetime],
     ) -> None:
         self._options = options
         self._store = store
-        self._folders = folders
+        self._versions = versions
         self._base_models = models
         self._sessions = sessions
         self._operations = operations
-        self._uses = uses
         self._clock = clock
         self._open: dict[str, SamplingSession] = {}
-        self._rendering = ThreadPoolExecutor(2, thread_name_prefix="render")
-        self._images = ImageAssets(options.image_folder, options.image_hosts)
-        self._fetching = ThreadPoolExecutor(8, thread_name_prefix="fetch")  # a slow host is in nobody else's way
-        self._queued = 0
-        self._in_samplers: dict[BaseModel, SamplerQueue] = {}
-
-    # Sessions -------------------------------------------------------------------------------------------------------
 
     async def create(self, request: CreateSamplingSessionRequest) -> str:
         """A sampling session's id; the same request again gives the same one."""
@@ -146,6 +119,10 @@ class SamplingSessions:
         except Exception:
             self._open.pop(sampling_id, None)
             raise
+
+    def opened(self, sampling_session_id: str) -> SamplingSession | None:
+        """The session, if it is open here."""
+        return self._open.get(sampling_session_id)
 
     async def get(self, sampling_session_id: str) -> SamplingSession:
         """An open session, or one of a named version from before a restart."""
@@ -217,15 +194,9 @@ class SamplingSessions:
             del self._open[session.record.sampling_session_id]
             for operation in list(session.running):
                 operation.cancel(GoneError(f"the session {session_id} has ended"))
-        await asyncio.gather(*(self.remove_nameless(s.base, s.nameless) for s in ending if s.nameless is not None))
-
-    async def remove_nameless(self, base: BaseModel, name: str) -> None:
-        """Take a nameless version from its sampler, and delete it."""
-        try:
-            version = self.nameless_version(name)
-            await base.engines.sampler.remove_version(version)
-        finally:
-            await asyncio.to_thread(self._folders.remove, name)
+        await asyncio.gather(
+            *(self._versions.remove_nameless(s.base, s.nameless) for s in ending if s.nameless is not None)
+        )
 
     def _check_there(self, session: SamplingSession) -> None:
         checkpoint = session.checkpoint
@@ -248,157 +219,7 @@ class SamplingSessions:
         version = version_of(record)
         return [s for s in self._open.values() if s.checkpoint is not None and version_of(s.checkpoint) == version]
 
-    async def unload(self, record: CheckpointRecord) -> None:
-        """Take a checkpoint's weights from its sampler; waits for samples of it that run."""
-        if record.kind == "sampler_weights" and record.base_model in self._base_models.names():
-            version = AdapterVersion(version_name(record), self._store.checkpoint_folder(record))
-            await self._base_models.get(record.base_model).engines.sampler.remove_version(version)
-
     def stop_waiting(self) -> None:
         """Let everybody go who waits for a sample to end."""
         for session in self._open.values():
             session.clients.stop_waiting()
-
-    def close(self) -> None:
-        self._rendering.shutdown(wait=False, cancel_futures=True)
-        self._fetching.shutdown(wait=False, cancel_futures=True)
-
-    # Samples --------------------------------------------------------------------------------------------------------
-
-    async def sample(self, request: SampleRequest) -> Operation[SampleOutput]:
-        """Queue a sample; the same (sampling session, seq_id) again is the same operation."""
-        request_id = paths.request_id(request.sampling_session_id, request.seq_id)
-        if (known := self._operations.get(request_id)) is not None:
-            return known
-        self._check(request)  # before anything is made for each of `num_samples`
-        sequence_ids = tuple(f"{request_id}:{index}" for index in range(request.num_samples))
-        operation: Operation[SampleOutput] = Operation(request_id, "sample", sequence_ids)
-        try:
-            session = await self.get(request.sampling_session_id)
-        except InternalError as error:
-            # Lost for ever: told through the future, because the SDK would submit again after a 5xx.
-            self._operations.add(operation)
-            operation.fail(error)
-            return operation
-        if (known := self._operations.get(request_id)) is not None:
-            return known
-        if self._queued >= self._options.max_queued_samples:
-            raise TooManyRequestsError(f"{self._queued} samples are queued, which is the most this server takes")
-        operation.failures = session.base.counts.failures
-        self._operations.add(operation)
-        session.clients.watch(request.seq_id, operation)
-        self._queued += 1
-        session.base.counts.samples_accepted += 1
-        session.running.add(operation)
-        if session.checkpoint is not None:
-            self._uses.take(session.checkpoint)
-        task = asyncio.create_task(self._run(session, request, operation))
-        task.add_done_callback(lambda _: self._ended(session, operation))  # it may be cancelled before it begins
-        operation.run_as(task)
-        return operation
-
-    def _check(self, request: SampleRequest) -> None:
-        if request.record_stability_info:
-            raise UnsupportedError(
-                "record_stability_info: only stable_reinforce reads it, a loss that this server does not have; leave "
-                "it out and train with another, as with loss_fn=importance_sampling of a recipe"
-            )
-        if request.num_samples > self._options.max_num_samples:
-            raise InvalidRequestError(
-                f"num_samples: {request.num_samples} is more than this server's {self._options.max_num_samples}"
-            )
-
-    async def _run(self, session: SamplingSession, request: SampleRequest, operation: Operation[Any]) -> None:
-        try:
-            output = await self._sample(session, request, operation)
-            sequences = tuple(
-                sequence.model_copy(update={"sequence_id": sequence_id})
-                for sequence, sequence_id in zip(output.sequences, operation.sequence_ids, strict=True)
-            )
-            self._ended(session, operation)
-            operation.succeed(output.model_copy(update={"sequences": sequences}))
-        except Exception as error:
-            if not isinstance(error, ApiError):
-                log.exception("%s failed", operation.request_id)
-            self._ended(session, operation)
-            operation.fail(as_api_error(error))
-
-    def state_of(self, operation: Operation[SampleOutput]) -> QueueState:
-        """What a sample that is not done waits for."""
-        session = self._open.get(paths.owner_of(operation.request_id))
-        if session is None:
-            return ACTIVE
-        base = session.base
-        queue = self._in_samplers.get(base)
-        if queue is None or operation not in queue:
-            return ACTIVE
-        if base.lending.lent:
-            return lent_state(session.record.session_id, [model.session_id for model in base.scheduler.running])
-        return queue.state(operation, base.engines.sampler.sequences_waiting)
-
-    def _ended(self, session: SamplingSession, operation: Operation[SampleOutput]) -> None:
-        """A sample ended, whichever way; whoever gets its result finds it counted out."""
-        if operation in session.running:
-            session.running.discard(operation)
-            if session.checkpoint is not None:
-                self._uses.leave(session.checkpoint)
-            session.base.counts.samples_accepted -= 1
-            self._queued -= 1
-
-    async def _sample(
-        self, session: SamplingSession, request: SampleRequest, operation: Operation[Any]
-    ) -> SampleOutput:
-        loop, given = asyncio.get_running_loop(), request.prompt
-        if names_images(given):
-            given = await loop.run_in_executor(self._fetching, self._images.resolved, given, "prompt")
-        prompt = await loop.run_in_executor(self._rendering, session.base.engines.renderer.render, given, "prompt")
-        if not prompt.length:
-            raise InvalidRequestError("prompt: at least one token is needed")
-        wanted, limit = request.sampling_params.max_tokens or 1, session.base.engines.sampler.max_context_length
-        if prompt.length + wanted > limit:
-            raise InvalidRequestError(
-                "Prompt length plus max_tokens exceeds the model's context window: "
-                f"{prompt.length} + {wanted} > {limit}"
-            )
-        version = self._version(session) if session.nameless or session.checkpoint else None
-        work = SampleWork(
-            prompt,
-            version,
-            request.sampling_params,
-            request.num_samples,
-            prompt_logprobs=request.prompt_logprobs,
-            topk_prompt_logprobs=request.topk_prompt_logprobs,
-            topk_sample_logprobs=request.topk_sample_logprobs,
-            target_prompt_logprobs=request.target_prompt_logprobs,
-            prompt_alt_tokens_k=request.prompt_alt_tokens_k,
-            prompt_logprobs_last_n=request.prompt_logprobs_last_n,
-        )
-        queue = self._in_samplers.setdefault(session.base, SamplerQueue())
-        queue.enter(operation, session.record.session_id, request.num_samples)
-        try:
-            return await self._sample_counted(session.base, work)
-        finally:
-            queue.leave(operation)
-
-    @staticmethod
-    async def _sample_counted(base: BaseModel, work: SampleWork) -> SampleOutput:
-        counts = base.counts
-        counts.samples_running += 1
-        try:
-            output = await base.engines.sampler.sample(work)
-        finally:
-            counts.samples_running -= 1
-        counts.samples += len(output.sequences)
-        counts.prompt_tokens += work.prompt.length
-        counts.sampled_tokens += sum(sequence.tokens.size for sequence in output.sequences)
-        return output
-
-    def nameless_version(self, name: str) -> AdapterVersion:
-        """What the sampler serves under `name`; NotFoundError if there is no such version."""
-        return AdapterVersion(name, self._folders.path(name), partial(self._folders.unwritten, name))
-
-    def _version(self, session: SamplingSession) -> AdapterVersion:
-        if session.nameless is not None:
-            return self.nameless_version(session.nameless)
-        assert session.checkpoint is not None
-        return AdapterVersion(version_name(session.checkpoint), self._store.checkpoint_folder(session.checkpoint))

@@ -1,0 +1,64 @@
+"""Futures: the operation behind a request id, what it waits for, or why it is not here."""
+
+import asyncio
+from typing import Any
+
+from tinker_local.backend.resources import paths
+from tinker_local.backend.resources.lost import lost_model, why_lost
+from tinker_local.backend.resources.samples import Samples
+from tinker_local.backend.resources.sampling_sessions import SamplingSessions
+from tinker_local.backend.resources.sessions import Sessions
+from tinker_local.backend.resources.training_runs import TrainingRuns
+from tinker_local.backend.scheduling.operations import Operation, Operations
+from tinker_local.backend.scheduling.queue_states import QueueState
+from tinker_local.backend.storage.interface import Store
+from tinker_local.types import GoneError, InternalError, NotFoundError
+
+
+class Futures:
+    """Looks operations up, of models and of sampling sessions alike."""
+
+    def __init__(
+        self,
+        store: Store,
+        sessions: Sessions,
+        training: TrainingRuns,
+        sampling: SamplingSessions,
+        samples: Samples,
+        operations: Operations,
+    ) -> None:
+        self._store = store
+        self._sessions = sessions
+        self._training = training
+        self._sampling = sampling
+        self._samples = samples
+        self._operations = operations
+
+    async def operation(self, request_id: str) -> Operation[Any]:
+        """The operation behind a request id; if this process does not know it, why it is lost."""
+        operation = self._operations.get(request_id)
+        if operation is not None:
+            return operation
+        owner = paths.owner_of(request_id)
+        if await asyncio.to_thread(self._store.get_training_run, owner) is not None:
+            if self._training.live(owner) is not None:
+                raise InternalError(f"request_id: {request_id} is unknown here, or its result was kept too long ago")
+            raise await lost_model(self._store, owner)
+        if await asyncio.to_thread(self._store.get_sampling_session, owner) is not None:
+            await self._sampling.get(owner)
+            raise GoneError(f"request_id: the result of {request_id} is gone; sample again")
+        session_id = paths.session_of(owner)
+        session = await asyncio.to_thread(self._store.get_session, session_id)
+        if session is not None and not self._sessions.is_live(session_id):
+            raise InternalError(f"request_id: {request_id} is lost or never was: {why_lost(session)}")
+        raise NotFoundError(f"request_id: there is no request {request_id!r}")
+
+    def queue_state(self, operation: Operation[Any]) -> QueueState:
+        """What an operation that is not done waits for: for others of the same device, or for nobody."""
+        return (self._samples if operation.kind == "sample" else self._training).state_of(operation)
+
+    def cancel(self, request_id: str) -> None:
+        """Stop a sample and free what it holds; unknown ids and finished operations are left alone."""
+        operation = self._operations.get(request_id)
+        if operation is not None and operation.kind == "sample":
+            operation.cancel(GoneError("the request was cancelled"))

@@ -1,0 +1,167 @@
+"""`save_weights_for_sampler`: a version captured in the model's order, published, loaded and verified beside it."""
+
+import asyncio
+import logging
+from collections.abc import Awaitable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from tinker_local.backend.models.base_models import BaseModel
+from tinker_local.backend.rendering.interface import RenderedInput
+from tinker_local.backend.resources.sampler_versions import SamplerVersions
+from tinker_local.backend.resources.sampling_sessions import SamplingSessions
+from tinker_local.backend.resources.trained_model import TrainedModel
+from tinker_local.backend.resources.training_commands import TrainingCommands
+from tinker_local.backend.resources.ttl import check_ttl
+from tinker_local.backend.resources.user_metadata import check_user_metadata
+from tinker_local.backend.sampling.interface import AdapterVersion, SampleWork
+from tinker_local.backend.scheduling.operations import Operation
+from tinker_local.backend.storage.interface import CheckpointRecord, Store
+from tinker_local.backend.storage.names import check_checkpoint_name
+from tinker_local.backend.storage.versions import VersionFolders
+from tinker_local.backend.training.interface import AdapterDType, AdapterState
+from tinker_local.types import (
+    InternalError,
+    InvalidRequestError,
+    SamplingParams,
+    SaveWeightsForSamplerRequest,
+    UnsupportedError,
+)
+
+log = logging.getLogger(__name__)
+
+PROBE_LENGTH = 16
+
+Expected = Awaitable[npt.NDArray[np.float32]]
+"""The trainer's logprobs of the probe, which it may still be computing."""
+
+
+def probe_prompt(vocab_size: int) -> RenderedInput:
+    """A fixed text of `PROBE_LENGTH` tokens spread over the vocabulary, on which trainer and sampler must agree."""
+    ids = (np.arange(PROBE_LENGTH, dtype=np.int64) * 7919 + 11) % vocab_size
+    return RenderedInput(ids.astype(np.int32))
+
+
+class SaveWeightsForSampler:
+    """Makes sampler versions, named and nameless, and lets none be sampled from that the sampler does not serve."""
+
+    def __init__(
+        self,
+        store: Store,
+        folders: VersionFolders,
+        versions: SamplerVersions,
+        commands: TrainingCommands,
+        sampling: SamplingSessions,
+    ) -> None:
+        self._store = store
+        self._folders = folders
+        self._versions = versions
+        self._commands = commands
+        self._sampling = sampling
+        self._count = 0
+
+    async def save(self, request: SaveWeightsForSamplerRequest) -> Operation[dict[str, Any]]:
+        """Queue the capture; the operation ends when the version is durable (if named), loaded and verified."""
+
+        async def run(model: TrainedModel, operation: Operation[dict[str, Any]]) -> None:
+            self._check(request)
+            scheduler, trainer = model.base.scheduler, model.base.engines.trainer
+            # What is kept for good keeps all digits; what is only sampled from, those that the sampler reads.
+            dtype: AdapterDType = "float32" if request.path is not None else model.base.engines.sampler.adapter_dtype
+            probe = probe_prompt(trainer.vocab_size)
+            loop = asyncio.get_running_loop()
+            captured: asyncio.Future[AdapterState] = loop.create_future()
+
+            def capture() -> npt.NDArray[np.float32]:
+                """Both in one go, so that the trainer's thread is waited for once; the state goes its way at once."""
+                state = trainer.capture(model.model_id, optimizer=False, dtype=dtype)
+                loop.call_soon_threadsafe(captured.set_result, state)
+                return trainer.logprobs(model.model_id, probe)
+
+            expected = asyncio.ensure_future(scheduler.call(capture))
+            await asyncio.wait((captured, expected), return_when=asyncio.FIRST_COMPLETED)
+            if not captured.done():
+                await expected  # raises
+            state = captured.result()
+            if request.path is None:
+                publish = self._publish_nameless(model, operation, request, state, expected)
+            else:
+                record = model.checkpoint("sampler_weights", request.path, request.ttl_seconds, request.user_metadata)
+                publish = self._publish_named(model, operation, record, state, expected)
+            model.beside(operation, publish)
+            await asyncio.wait((expected,))  # the model goes on when the trainer is done with this
+
+        return await self._commands.in_order("save_weights_for_sampler", request.model_id, request.seq_id, run)
+
+    @staticmethod
+    def _check(request: SaveWeightsForSamplerRequest) -> None:
+        if request.kind != "snapshot":
+            raise UnsupportedError(
+                f"kind: {request.kind!r} is not supported; use 'snapshot', which keeps the weights of this moment"
+            )
+        if (request.path is None) == (request.sampling_session_seq_id is None):
+            raise InvalidRequestError("path: give either path or sampling_session_seq_id")
+        if request.path is not None:
+            check_checkpoint_name(request.path, "path")
+            check_user_metadata(request.user_metadata)
+        elif request.ttl_seconds is not None or request.user_metadata is not None:
+            raise UnsupportedError("ttl_seconds, user_metadata: only for a named save")
+        check_ttl(request.ttl_seconds)
+
+    async def _publish_named(
+        self,
+        model: TrainedModel,
+        operation: Operation[dict[str, Any]],
+        record: CheckpointRecord,
+        state: AdapterState,
+        expected: Expected,
+    ) -> None:
+        written = await asyncio.to_thread(self._store.write_checkpoint, record, state, overwrite=False)
+        version = self._versions.named(written)
+        try:
+            await self._load_and_verify(model.base, version, expected)
+        except Exception:
+            await model.base.engines.sampler.remove_version(version)
+            await asyncio.to_thread(self._store.delete_checkpoint, written)
+            raise
+        operation.succeed({"path": written.tinker_path})
+
+    async def _publish_nameless(
+        self,
+        model: TrainedModel,
+        operation: Operation[dict[str, Any]],
+        request: SaveWeightsForSamplerRequest,
+        state: AdapterState,
+        expected: Expected,
+    ) -> None:
+        self._count += 1
+        name = f"{model.model_id}/{request.seq_id}#{self._count}"
+        await asyncio.to_thread(self._folders.publish, name, state)
+        try:
+            await self._load_and_verify(model.base, self._versions.nameless(name), expected)
+            assert request.sampling_session_seq_id is not None
+            session_id = await self._sampling.open_nameless(
+                model.record.session_id, request.sampling_session_seq_id, model.record.base_model, model.base, name
+            )
+        except Exception:
+            await self._versions.remove_nameless(model.base, name)
+            raise
+        operation.succeed({"sampling_session_id": session_id})
+        self._folders.write(name)
+
+    @staticmethod
+    async def _load_and_verify(base: BaseModel, version: AdapterVersion, expected: Expected) -> None:
+        """Load a version and see that the sampler gives what the trainer gave: engines ignore unknown keys silently."""
+        sampler = base.engines.sampler
+        await sampler.load_version(version)
+        probe = probe_prompt(base.engines.trainer.vocab_size)
+        work = SampleWork(probe, version, SamplingParams(max_tokens=1, temperature=0.0), prompt_logprobs=True)
+        output = await sampler.sample(work)
+        assert output.prompt_logprobs is not None
+        difference = float(np.mean(np.abs(output.prompt_logprobs[1:] - await expected)))
+        if not difference <= base.engines.tolerance:
+            raise InternalError(
+                f"the sampler does not serve the weights that were saved: its logprobs of a probe differ from the "
+                f"trainer's by {difference:.3g} on average (at most {base.engines.tolerance:.3g} is normal)"
+            )
