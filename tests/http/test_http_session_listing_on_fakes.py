@@ -35,7 +35,17 @@ async def test_sessions_are_listed_newest_first_in_pages_on_fakes(api: Any) -> N
         assert (await api.get("sessions", limit=100, access_scope=scope)).json()["sessions"] == made
 
 
-@pytest.mark.parametrize("path", ["sessions", "sessions/{session}", "training_runs", "training_runs/{model}"])
+@pytest.mark.parametrize(
+    "path",
+    [
+        "sessions",
+        "sessions/{session}",
+        "training_runs",
+        "training_runs/{model}",
+        "checkpoints",
+        "training_runs/{model}/checkpoints",
+    ],
+)
 async def test_unknown_access_scope_is_refused_with_the_known_ones_on_fakes(api: Any, path: str) -> None:
     session = await api.session()
     model = await api.model(session)
@@ -44,8 +54,13 @@ async def test_unknown_access_scope_is_refused_with_the_known_ones_on_fakes(api:
     assert answers[0] == answers[1]
     refused = await api.get(url, access_scope="everybody")
     assert refused.status_code == 400
-    for word in ("access_scope", "owned", "accessible"):
+    for word in ("access_scope", "owned", "accessible", "everybody"):
         assert word in refused.json()["detail"]
+    assert (await api.get(url, project_id="local")).json() == answers[0]
+    refused = await api.get(url, project_id="p7")
+    assert refused.status_code == 400
+    assert "project_id" in refused.json()["detail"]
+    assert "p7" in refused.json()["detail"]
 
 
 async def test_a_session_tells_its_runs_samplers_name_and_metadata_on_fakes(api: Any) -> None:

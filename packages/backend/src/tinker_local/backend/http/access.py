@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal, cast
 
 from fastapi import Depends, Header, Query, Request
 from tinker_local.backend.inprocess import InProcessBackend
-from tinker_local.backend.resources.ownership import check_no_token
+from tinker_local.backend.resources.ownership import check_no_token, check_project
 from tinker_local.backend.scheduling.operations import Operation
 
 
@@ -18,8 +18,9 @@ Offset = Annotated[int, Query(ge=0, le=2**63 - 1)]
 """Where a page begins; a database counts in 64 bits."""
 
 
-AccessScope = Literal["owned", "accessible"]
-"""A local server has one owner, so both mean everything."""
+def one_owner(access_scope: Literal["owned", "accessible"] = "owned", project_id: str | None = None) -> None:
+    """Refuses every scope and project that is none. There is one owner and one project, so the others mean all."""
+    check_project(project_id, "project_id")
 
 
 def no_weights_token(x_tinker_weights_access_token: Annotated[str | None, Header()] = None) -> None:

@@ -5,13 +5,15 @@ Answers carry a Content-Length: the SDK takes a 400 without one for a broken con
 
 import logging
 import math
+from collections.abc import Mapping
+from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
-from tinker_local.types import ApiError, TooManyRequestsError
+from tinker_local.types import ApiError, InvalidRequestError, TooManyRequestsError
 
 log = logging.getLogger(__name__)
 
@@ -36,6 +38,12 @@ def answer(error: ApiError) -> JSONResponse:
     return JSONResponse({"detail": text, "error": text, "category": error.category}, error.status, headers)
 
 
+def _reason(item: Mapping[str, Any]) -> str:
+    """What is wrong with one parameter: its name and what was given for it."""
+    field, reason = item["loc"][-1], item["msg"]
+    return f"{field}: {reason}" if item["type"] == "missing" else f"{field}: {reason}, not {item['input']!r}"
+
+
 def install(app: FastAPI) -> None:
     """Let every error of `app` become JSON with a `detail`."""
 
@@ -52,8 +60,7 @@ def install(app: FastAPI) -> None:
 
     @app.exception_handler(RequestValidationError)
     async def _bad_parameter(request: Request, error: RequestValidationError) -> Response:
-        reasons = "; ".join(f"{item['loc'][-1]}: {item['msg']}" for item in error.errors())
-        return JSONResponse({"detail": reasons}, 400)
+        return answer(InvalidRequestError("; ".join(_reason(item) for item in error.errors())))
 
     @app.exception_handler(ClientDisconnect)
     async def _nobody_listens(request: Request, error: ClientDisconnect) -> Response:

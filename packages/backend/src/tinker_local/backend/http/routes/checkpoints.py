@@ -2,13 +2,13 @@
 
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Header, Query, Request, Response
-from tinker_local.backend.http.access import Backend, Offset
+from fastapi import APIRouter, Depends, Header, Query, Request, Response
+from tinker_local.backend.http.access import Backend, Offset, one_owner
 from tinker_local.backend.http.bodies import discard_body, parse
 from tinker_local.backend.storage.interface import CheckpointRecord
 from tinker_local.types import CopyWeightsRequest, Frozen
 
-router = APIRouter(tags=["checkpoints"])
+router = APIRouter(tags=["checkpoints"], dependencies=[Depends(one_owner)])
 
 WIRE_TYPE = {"weights": "training", "sampler_weights": "sampler", "external_weights": "external"}
 

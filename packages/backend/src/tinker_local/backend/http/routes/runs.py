@@ -2,26 +2,21 @@
 
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Query
-from tinker_local.backend.http.access import AccessScope, Backend, Offset
+from fastapi import APIRouter, Depends, Query
+from tinker_local.backend.http.access import Backend, Offset, one_owner
 from tinker_local.backend.http.routes.checkpoints import checkpoint_json
 from tinker_local.backend.inprocess import InProcessBackend
-from tinker_local.backend.resources.ownership import OWNER, check_project
+from tinker_local.backend.resources.ownership import OWNER
 from tinker_local.backend.storage.interface import TrainingRunRecord
 
-router = APIRouter(tags=["training runs"])
+router = APIRouter(tags=["training runs"], dependencies=[Depends(one_owner)])
 
 
 @router.get("/training_runs")
 async def list_training_runs(
-    backend: Backend,
-    limit: Annotated[int, Query(ge=1, le=1000)] = 20,
-    offset: Offset = 0,
-    access_scope: AccessScope = "owned",
-    project_id: str | None = None,
+    backend: Backend, limit: Annotated[int, Query(ge=1, le=1000)] = 20, offset: Offset = 0
 ) -> dict[str, Any]:
     """Newest first."""
-    check_project(project_id, "project_id")
     records, total = await backend.list_training_runs(limit, offset)
     return {
         "training_runs": [await run_json(backend, record) for record in records],
@@ -30,7 +25,7 @@ async def list_training_runs(
 
 
 @router.get("/training_runs/{run_id}")
-async def get_training_run(run_id: str, backend: Backend, access_scope: AccessScope = "owned") -> dict[str, Any]:
+async def get_training_run(run_id: str, backend: Backend) -> dict[str, Any]:
     return await run_json(backend, await backend.get_training_run(run_id))
 
 

@@ -2,15 +2,15 @@
 
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Query, Request, Response
-from tinker_local.backend.http.access import AccessScope, Backend, Offset
+from fastapi import APIRouter, Depends, Query, Request, Response
+from tinker_local.backend.http.access import Backend, Offset, one_owner
 from tinker_local.backend.http.bodies import parse
 from tinker_local.backend.resources.ownership import OWNER, PROJECT
 from tinker_local.backend.resources.session_search import FoundSession
 from tinker_local.backend.resources.sessions import SessionStatus
 from tinker_local.types import CreateSessionRequest, FinishType, Frozen, SessionSearchRequest
 
-router = APIRouter(tags=["sessions"])
+router = APIRouter(tags=["sessions"], dependencies=[Depends(one_owner)])
 
 
 class HeartbeatBody(Frozen):
@@ -48,17 +48,14 @@ async def finish(session_id: str, request: Request, backend: Backend) -> Respons
 
 @router.get("/sessions")
 async def list_sessions(
-    backend: Backend,
-    limit: Annotated[int, Query(ge=1, le=1000)] = 20,
-    offset: Offset = 0,
-    access_scope: AccessScope = "owned",
+    backend: Backend, limit: Annotated[int, Query(ge=1, le=1000)] = 20, offset: Offset = 0
 ) -> dict[str, Any]:
     """Newest first."""
     return {"sessions": await backend.list_sessions(limit, offset)}
 
 
 @router.get("/sessions/{session_id}")
-async def get_session(session_id: str, backend: Backend, access_scope: AccessScope = "owned") -> dict[str, Any]:
+async def get_session(session_id: str, backend: Backend) -> dict[str, Any]:
     record, run_ids, sampler_ids = await backend.get_session(session_id)
     return {
         "training_run_ids": run_ids,
