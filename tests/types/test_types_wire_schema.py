@@ -125,6 +125,7 @@ def test_committed_protobuf_code_is_what_the_schema_generates(tmp_path: Path) ->
     generator = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(generator)
     fresh = generator.generate(tmp_path)
-    assert [path.name for path in fresh] == ["tinker_local_wire_pb2.py", "tinker_local_wire_pb2.pyi"]
+    schemas = ("perfetto_trace", "tinker_local_wire")
+    assert [path.name for path in fresh] == [f"{schema}_pb2.{end}" for schema in schemas for end in ("py", "pyi")]
     for path in fresh:
         assert path.read_bytes() == (generator.TARGET / path.name).read_bytes()

@@ -17,6 +17,7 @@ from tinker_local.backend.http.routes import (
     refused,
     runs,
     sampling,
+    session_traces,
     training,
 )
 from tinker_local.backend.http.routes import sessions as session_routes
@@ -38,7 +39,19 @@ def create_app(backend: InProcessBackend, *, api_keys: Sequence[str] | None = No
     app.add_middleware(RequireReady, backend=backend)
     if api_keys is not None:
         app.add_middleware(RequireKey, keys=api_keys)
-    for module in (client, session_routes, training, sampling, futures, runs, checkpoints, external_weights, refused):
+    modules = (
+        client,
+        session_routes,
+        session_traces,
+        training,
+        sampling,
+        futures,
+        runs,
+        checkpoints,
+        external_weights,
+        refused,
+    )
+    for module in modules:
         app.include_router(module.router, prefix="/api/v1", dependencies=[Depends(no_weights_token)])
     app.include_router(metrics.router)
     return app
@@ -80,4 +93,4 @@ class RequireKey:
 
 def _open_to_all(path: str) -> bool:
     """Whether no key is asked for: health, and files whose URL is signed."""
-    return path == HEALTH or path.startswith(external_weights.DOWNLOADS)
+    return path == HEALTH or path.startswith((external_weights.DOWNLOADS, session_traces.DOWNLOADS))

@@ -1,14 +1,6 @@
-"""Exports: adapters as PEFT folders to be downloaded, and the signatures that let their files be fetched without a key.
-
-A signature is an HMAC over what may be fetched and until when. Its secret is a file of the data folder, so that URLs
-outlive a restart of the server, and no other server's are taken.
-"""
+"""Exports: adapters as PEFT folders to be downloaded, by URLs that are signed and need no key."""
 
 import asyncio
-import hmac
-import json
-import os
-import secrets
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -17,19 +9,18 @@ from pathlib import Path
 from typing import Any
 
 from tinker_local.backend.resources.checkpoint_uses import CheckpointUses
+from tinker_local.backend.resources.signatures import LIFETIME, Signatures
 from tinker_local.backend.resources.trained_model import TrainedModel
 from tinker_local.backend.resources.training_commands import TrainingCommands
 from tinker_local.backend.resources.ttl import check_ttl
 from tinker_local.backend.scheduling.operations import Operation
 from tinker_local.backend.storage.adapter_files import CONFIG, WEIGHTS
-from tinker_local.backend.storage.durable import fsync_path
 from tinker_local.backend.storage.interface import CheckpointRecord, Store
 from tinker_local.backend.storage.lookup import existing_checkpoint
 from tinker_local.backend.storage.names import check_checkpoint_name, parse_tinker_path
 from tinker_local.types import (
     InvalidRequestError,
     NotFoundError,
-    PermissionDeniedError,
     SaveWeightsExternalRequest,
     UnsupportedError,
 )
@@ -37,11 +28,8 @@ from tinker_local.types import (
 FILES = (CONFIG, WEIGHTS)
 """What is given away of a checkpoint's folder."""
 
-LIFETIME = timedelta(hours=1)
-"""How long a signature is good for, if its checkpoint lives so long."""
-
-SECRET = "signing.key"
-SECRET_BYTES = 32
+KIND = "external_weights"
+"""What a signature is for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,14 +56,14 @@ class ExternalWeights:
         store: Store,
         commands: TrainingCommands,
         uses: CheckpointUses,
-        data_dir: Path,
+        signatures: Signatures,
         clock: Callable[[], datetime],
     ) -> None:
         self._store = store
         self._commands = commands
         self._uses = uses
         self._clock = clock
-        self._secret = load_secret(data_dir)
+        self._signatures = signatures
 
     async def save(self, request: SaveWeightsExternalRequest) -> Operation[dict[str, Any]]:
         """Queue the copy; the operation ends with `path` and `size_bytes` when the files are on the disk."""
@@ -113,7 +101,9 @@ class ExternalWeights:
             until = min(until, record.expires_at)
         version, expires = _microseconds(record.created_at), int(until.timestamp())
         signed = [
-            SignedFile(run, name, file, version, expires, self._signature(run, name, file, version, expires))
+            SignedFile(
+                run, name, file, version, expires, self._signatures.sign(expires, KIND, run, name, file, version)
+            )
             for file in FILES
         ]
         return signed, datetime.fromtimestamp(expires, UTC)
@@ -122,12 +112,8 @@ class ExternalWeights:
     async def opened(self, wanted: SignedFile) -> AsyncIterator[Path]:
         """The file, for who has its signature: PermissionDeniedError if that is wrong or expired, NotFoundError if the
         export is gone. One that is deleted from then on keeps its files until the last download of them ends."""
-        right = self._signature(wanted.training_run_id, wanted.name, wanted.file, wanted.version, wanted.expires)
-        if not hmac.compare_digest(wanted.signature.encode("utf-8", "replace"), right.encode()):
-            raise PermissionDeniedError("signature: it is not this server's for this file; ask for the URLs again")
-        if self._clock().timestamp() >= wanted.expires:
-            when = datetime.fromtimestamp(wanted.expires, UTC).isoformat()
-            raise PermissionDeniedError(f"expires: this URL expired at {when}; ask for the URLs again")
+        what = (wanted.training_run_id, wanted.name, wanted.file, wanted.version)
+        self._signatures.check(wanted.signature, wanted.expires, KIND, *what)
         record = await self._signed(wanted)
         with self._uses.using(record):
             # Once more: a deletion that forgot the record before now waits for nobody, a later one waits for this use.
@@ -142,25 +128,6 @@ class ExternalWeights:
 
     async def _record(self, run: str, name: str) -> CheckpointRecord:
         return await existing_checkpoint(self._store, run, "external_weights", name, "tinker_path")
-
-    def _signature(self, *signed: str | int) -> str:
-        return hmac.digest(self._secret, json.dumps(signed).encode(), "sha256").hex()
-
-
-def load_secret(data_dir: Path) -> bytes:
-    """The secret of `data_dir`, made if there is none; RuntimeError if its file is not one."""
-    path = data_dir / SECRET
-    if not path.exists():
-        unfinished = data_dir / f".{SECRET}.{secrets.token_hex(8)}"
-        with os.fdopen(os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-            file.write(secrets.token_bytes(SECRET_BYTES))
-        fsync_path(unfinished)
-        unfinished.rename(path)
-        fsync_path(data_dir)
-    secret = path.read_bytes()
-    if len(secret) != SECRET_BYTES:
-        raise RuntimeError(f"{path} has {len(secret)} bytes instead of {SECRET_BYTES}; delete it to make a new one")
-    return secret
 
 
 def _microseconds(when: datetime) -> int:

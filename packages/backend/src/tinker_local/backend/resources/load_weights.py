@@ -79,12 +79,15 @@ class LoadWeights:
             return known
 
         async def make() -> dict[str, Any]:
+            operation.timeline.enter("reading")
             state = await self._read(base, record, request)
+            operation.timeline.enter("running")
             await base.scheduler.call(base.engines.trainer.load_adapter, model_id, state)
             return {"path": request.path, "model_id": model_id}
 
         run = new_run(model_id, name, record.lora_config, request.user_metadata)
-        return self._runs.begin("load_weights", run, base, make)
+        operation = self._runs.begin("load_weights", run, base, make)
+        return operation
 
     async def _into_existing(self, request: LoadWeightsRequest) -> Operation[dict[str, Any]]:
         """As the model's first command only, as the hosted service does."""
@@ -109,7 +112,9 @@ class LoadWeights:
                     f"path: {request.path} has rank {want.rank} and trains {trained_parts(want)}; "
                     f"the model has rank {have.rank} and trains {trained_parts(have)}"
                 )
+            operation.timeline.enter("reading")
             state = await self._read(model.base, record, request)
+            operation.timeline.enter("running")
             if model.queue.closed:  # and the adapter removed
                 raise GoneError(f"model_id: {model.model_id} ended while the checkpoint was read")
             await model.base.scheduler.call(model.base.engines.trainer.load_adapter, model.model_id, state)

@@ -15,6 +15,7 @@ from tinker_local.backend.resources.sampling_sessions import SamplingSession, Sa
 from tinker_local.backend.sampling.interface import AdapterVersion, SampleWork
 from tinker_local.backend.scheduling.operations import Operation, Operations
 from tinker_local.backend.scheduling.queue_states import ACTIVE, QueueState, SamplerQueue, lent_state
+from tinker_local.backend.traces.timelines import Timeline
 from tinker_local.types import (
     InternalError,
     InvalidRequestError,
@@ -116,7 +117,7 @@ class Samples:
         self, session: SamplingSession, request: SampleRequest, operation: Operation[SampleOutput]
     ) -> SampleOutput:
         work = SampleWork(
-            await self._prompt(session.base, request),
+            await self._prompt(session.base, request, operation.timeline),
             self._version(session),
             request.sampling_params,
             request.num_samples,
@@ -130,16 +131,22 @@ class Samples:
         queue = self._in_samplers.setdefault(session.base, SamplerQueue())
         queue.enter(operation, session.record.session_id, request.num_samples)
         try:
-            return await sample_counted(session.base, work)
+            operation.timeline.enter("running")
+            output = await sample_counted(session.base, work)
+            operation.timeline.note(sampled_tokens=sampled_tokens(output))
+            return output
         finally:
             queue.leave(operation)
 
-    async def _prompt(self, base: BaseModel, request: SampleRequest) -> RenderedInput:
+    async def _prompt(self, base: BaseModel, request: SampleRequest, timeline: Timeline) -> RenderedInput:
         """The prompt with its images fetched and rendered; it must fit in the context with what is sampled."""
         loop, given = asyncio.get_running_loop(), request.prompt
         if names_images(given):
-            given = await loop.run_in_executor(self._fetching, self._images.resolved, given, "prompt")
-        prompt = await loop.run_in_executor(self._rendering, base.engines.renderer.render, given, "prompt")
+            resolved = timeline.during("fetching", self._images.resolved)
+            given = await loop.run_in_executor(self._fetching, resolved, given, "prompt")
+        render = timeline.during("preparing", base.engines.renderer.render)
+        prompt = await loop.run_in_executor(self._rendering, render, given, "prompt")
+        timeline.note(num_samples=request.num_samples, prompt_tokens=prompt.length, images=len(prompt.images))
         if not prompt.length:
             raise InvalidRequestError("prompt: at least one token is needed")
         wanted, limit = request.sampling_params.max_tokens or 1, base.engines.sampler.max_context_length
@@ -184,5 +191,10 @@ async def sample_counted(base: BaseModel, work: SampleWork) -> SampleOutput:
         counts.samples_running -= 1
     counts.samples += len(output.sequences)
     counts.prompt_tokens += work.prompt.length
-    counts.sampled_tokens += sum(sequence.tokens.size for sequence in output.sequences)
+    counts.sampled_tokens += sampled_tokens(output)
     return output
+
+
+def sampled_tokens(output: SampleOutput) -> int:
+    """Of all sequences."""
+    return sum(sequence.tokens.size for sequence in output.sequences)

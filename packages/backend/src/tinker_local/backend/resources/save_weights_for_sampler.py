@@ -119,6 +119,7 @@ class SaveWeightsForSampler:
     ) -> None:
         written = await asyncio.to_thread(self._store.write_checkpoint, record, state, overwrite=False)
         version = self._versions.named(written)
+        operation.timeline.enter("loading")
         try:
             await self._load_and_verify(model.base, version, expected)
         except Exception:
@@ -138,6 +139,7 @@ class SaveWeightsForSampler:
         self._count += 1
         name = f"{model.model_id}/{request.seq_id}#{self._count}"
         await asyncio.to_thread(self._folders.publish, name, state)
+        operation.timeline.enter("loading")
         try:
             await self._load_and_verify(model.base, self._versions.nameless(name), expected)
             assert request.sampling_session_seq_id is not None

@@ -62,6 +62,7 @@ class TrainedModel:
         """Do what follows a capture without holding up the model's order."""
 
         async def run() -> None:
+            operation.timeline.enter("writing")
             try:
                 await work
             except Exception as error:

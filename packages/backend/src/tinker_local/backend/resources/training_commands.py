@@ -15,7 +15,7 @@ from tinker_local.backend.resources.training_runs import TrainingRuns
 from tinker_local.backend.resources.ttl import check_ttl
 from tinker_local.backend.resources.user_metadata import check_user_metadata
 from tinker_local.backend.scheduling.admission import Bounds, Load
-from tinker_local.backend.scheduling.model_queue import GradientCommand, StepCommand
+from tinker_local.backend.scheduling.model_queue import GradientCommand, StepCommand, positions
 from tinker_local.backend.scheduling.operations import Operation, OperationKind, Operations
 from tinker_local.backend.storage.interface import Store
 from tinker_local.backend.storage.names import check_checkpoint_name
@@ -61,9 +61,15 @@ class TrainingCommands:
             return model
         base = model.base
 
+        def prepared() -> TrainWork:
+            work = prepare_work(base, model_id, decode)
+            images = sum(len(datum.input.images) for datum in work.data)
+            operation.timeline.note(datums=len(work.data), tokens=positions(work.data), images=images)
+            return work
+
         async def prepare() -> TrainWork:
             loop = asyncio.get_running_loop()
-            return await loop.run_in_executor(self._preparing, prepare_work, base, model_id, decode)
+            return await loop.run_in_executor(self._preparing, operation.timeline.during("preparing", prepared))
 
         command = GradientCommand(operation, prepare, size)
         if (reason := self._bounds.too_large(model.queue, seq_id, size)) is not None:

@@ -88,6 +88,7 @@ class TrainingRuns:
         self._operations.add(operation)
 
         async def run() -> None:
+            operation.timeline.enter("running")
             try:
                 result = await make()
                 await asyncio.to_thread(self._store.add_training_run, model.record)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Generator
 from contextlib import suppress
 from typing import Any, Generic, Literal, TypeVar
 
+from tinker_local.backend.traces.timelines import Timeline
 from tinker_local.types import ApiError, InternalError, InvalidRequestError
 from tinker_local.types.errors import Category
 
@@ -37,6 +38,7 @@ class Operation(Generic[T]):
     kind: which operation it is.
     sequence_ids: of a sample, one per requested sequence.
     failures: where an error is counted, by its category; None as long as no base model is known to be asked for.
+    timeline: when it was in which stage.
     """
 
     def __init__(self, request_id: str, kind: OperationKind, sequence_ids: tuple[str, ...] = ()) -> None:
@@ -45,6 +47,7 @@ class Operation(Generic[T]):
         self.sequence_ids = sequence_ids
         self.finished_at: float | None = None
         self.failures: Counter[Category] | None = None
+        self.timeline = Timeline(request_id, kind)
         self._future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
@@ -69,6 +72,7 @@ class Operation(Generic[T]):
         """Set the result; a no-op on an operation that is done."""
         if not self._future.done():
             self.finished_at = time.monotonic()
+            self.timeline.end()
             self._future.set_result(result)
             self._wake.set()
 
@@ -76,6 +80,7 @@ class Operation(Generic[T]):
         """Set the error; a no-op on an operation that is done."""
         if not self._future.done():
             self.finished_at = time.monotonic()
+            self.timeline.end(error)
             self._future.set_exception(error)
             self._future.exception()  # nobody has to ask
             if self.failures is not None:
@@ -118,14 +123,20 @@ def as_api_error(error: BaseException) -> ApiError:
 
 
 class Operations:
-    """All operations by request id. Results can be read again for `retention` seconds after they were there."""
+    """All operations by request id. Results can be read again for `retention` seconds after they were there.
 
-    def __init__(self, retention: float) -> None:
+    `record` is given the timeline of each that belongs to a session: those of which a base model is known.
+    """
+
+    def __init__(self, retention: float, record: Callable[[Timeline], None] = lambda _: None) -> None:
         self._retention = retention
+        self._record = record
         self._by_id: OrderedDict[str, Operation[Any]] = OrderedDict()
 
     def add(self, operation: Operation[Any]) -> None:
         self._by_id[operation.request_id] = operation
+        if operation.failures is not None:
+            self._record(operation.timeline)
 
     def get(self, request_id: str) -> Operation[Any] | None:
         return self._by_id.get(request_id)

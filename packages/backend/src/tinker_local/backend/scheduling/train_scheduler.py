@@ -167,6 +167,7 @@ class TrainScheduler:
     async def _run_step(self, queue: ModelQueue, command: Command) -> None:
         assert isinstance(command, StepCommand)
         self.running = (queue,)
+        command.operation.timeline.enter("running")
         began = self._loop.time()
         try:
             await command.run()
@@ -182,6 +183,8 @@ class TrainScheduler:
         works = [command.work for _, command in batch]
         results: Sequence[TrainResult | ApiError]
         self.running = tuple(queue for queue, _ in batch)
+        for _, command in batch:
+            command.operation.timeline.enter("running")
         began = self._loop.time()
         try:
             results = await self._lending.forward_backward(works)
@@ -220,6 +223,7 @@ class TrainScheduler:
 
     async def _deliver(self, queue: ModelQueue, command: GradientCommand, result: TrainResult) -> None:
         """Turn a result into public types in a thread (a thousand datums take a while); the trainer goes on."""
+        command.operation.timeline.enter("finishing")
         try:
             command.operation.succeed(await asyncio.to_thread(to_output, result))
         except Exception as error:

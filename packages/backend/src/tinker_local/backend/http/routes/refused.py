@@ -20,9 +20,6 @@ REFUSED: dict[tuple[str, str], str] = {
     ("PUT", "/sessions/{session_id}/project"): (
         "a local server has one project, to which every session belongs; unset TINKER_PROJECT_ID"
     ),
-    ("GET", "/sessions/{session_id}/trace_export"): (
-        "this server records no spans of requests; GET /metrics has its counters and times, and its log what failed"
-    ),
     ("GET", f"{_CHECKPOINT}/archive"): (
         "SDKs before 0.38 download archives; that of 0.38 takes the files of save_weights_external, so update tinker"
     ),

@@ -1,0 +1,205 @@
+"""Session traces: where the time of a session's requests went, as a file for https://ui.perfetto.dev."""
+
+import asyncio
+import shutil
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import BinaryIO, Literal
+
+from tinker_local.backend.resources import paths
+from tinker_local.backend.resources.sessions import Sessions
+from tinker_local.backend.resources.signatures import LIFETIME, Signatures
+from tinker_local.backend.scheduling.operations import as_api_error
+from tinker_local.backend.storage.interface import SessionRecord, Store
+from tinker_local.backend.traces.perfetto import OwnerTrack, SessionTrace, packets
+from tinker_local.backend.traces.recorder import KEPT_SECONDS, SessionTimelines, TraceRecorder
+from tinker_local.backend.traces.timelines import Timeline, clock
+from tinker_local.types import NotFoundError
+from tinker_local.types.wire.perfetto_trace_pb2 import Trace
+
+PATIENCE = 3.0
+"""Seconds that an export is waited for: a client that is told `pending` asks again after five."""
+
+AT_ONCE = 512
+"""Packets that are written at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class SignedTrace:
+    """Leave to fetch a session's trace until `expires` (seconds since 1970)."""
+
+    session_id: str
+    expires: int
+    signature: str
+
+
+@dataclass(frozen=True, slots=True)
+class TraceExport:
+    """How far an export is: `signed` with `ready`, `error` with `failed`."""
+
+    status: Literal["pending", "ready", "failed"]
+    signed: SignedTrace | None = None
+    error: str | None = None
+
+
+@dataclass(slots=True, eq=False)
+class _Build:
+    """A trace that is being built, or is. `recorded`, `ended`: of the operations in it, how many the session had, and
+    whether all had ended. `given`: whether anybody was told of it. `until`: when the last URL of it expires."""
+
+    task: asyncio.Task[None]
+    recorded: int
+    ended: bool
+    given: bool = False
+    until: float = 0.0
+
+
+class SessionTraces:
+    """`trace_export`: built beside everything else, from what `recorder` keeps; and who may fetch it."""
+
+    def __init__(
+        self, recorder: TraceRecorder, store: Store, sessions: Sessions, signatures: Signatures, folder: Path
+    ) -> None:
+        """`folder` holds the files; what is in it is of an earlier process, and deleted."""
+        self._recorder = recorder
+        self._store = store
+        self._sessions = sessions
+        self._signatures = signatures
+        self._folder = folder
+        self._builds: dict[str, _Build] = {}
+        self._one_at_a_time = asyncio.Lock()
+        self._unix_ns = time.time_ns() - clock()
+        self._started = datetime.now(UTC)
+        shutil.rmtree(folder, ignore_errors=True)
+
+    async def export(self, session_id: str) -> TraceExport:
+        """Build the trace, if there is none or more happened since; waits `PATIENCE` seconds at most.
+
+        NotFoundError if there never was such a session.
+        """
+        record = await self._sessions.record(session_id)
+        kept = self._recorder.of(session_id)
+        if kept is None:
+            return TraceExport("failed", error=self._why_nothing(session_id))
+        build = self._builds.get(session_id)
+        if build is None or _stale(build, kept):
+            build = self._builds[session_id] = self._begin(record, kept)
+        await asyncio.wait((build.task,), timeout=PATIENCE)
+        if not build.task.done():
+            return TraceExport("pending")
+        if build.task.cancelled() or (error := build.task.exception()) is not None:
+            self._builds.pop(session_id, None)
+            return TraceExport("failed", error="the server was stopped" if error is None else str(as_api_error(error)))
+        build.given, build.until = True, time.monotonic() + LIFETIME.total_seconds()
+        expires = self._signatures.expiry()
+        return TraceExport("ready", SignedTrace(session_id, expires, self._sign(session_id, expires)))
+
+    async def open(self, wanted: SignedTrace) -> BinaryIO:
+        """The file, for who has its signature: PermissionDeniedError if that is wrong or expired, NotFoundError if the
+        trace is not kept any more."""
+        self._signatures.check(wanted.signature, wanted.expires, "session_trace", wanted.session_id)
+        try:
+            return await asyncio.to_thread(self._path(wanted.session_id).open, "rb")
+        except FileNotFoundError:
+            raise NotFoundError(f"session_id: {self._why_nothing(wanted.session_id)}") from None
+
+    async def forget_old(self) -> None:
+        """Forget sessions that ended long ago, and files that no URL is for any more."""
+        self._recorder.forget_old()
+        now = time.monotonic()
+        for session_id, build in list(self._builds.items()):
+            if self._recorder.of(session_id) is None and build.task.done() and build.until < now:
+                del self._builds[session_id]
+                await asyncio.to_thread(self._path(session_id).unlink, missing_ok=True)
+
+    async def close(self) -> None:
+        """Stop building, and delete the files."""
+        tasks = [build.task for build in self._builds.values()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.to_thread(shutil.rmtree, self._folder, ignore_errors=True)
+
+    def _begin(self, record: SessionRecord, kept: SessionTimelines) -> _Build:
+        timelines = [*kept.training, *kept.samples]
+        ended = all(timeline.ended for timeline in timelines)
+        note = self._note(kept)
+
+        async def build() -> None:
+            async with self._one_at_a_time:  # each takes a thread's whole time
+                await asyncio.to_thread(self._write, record, timelines, note)
+
+        return _Build(asyncio.create_task(build(), name="session-trace"), kept.recorded, ended)
+
+    def _write(self, record: SessionRecord, timelines: Iterable[Timeline], note: str) -> None:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        path = self._path(record.session_id)
+        unfinished = path.with_suffix(".unfinished")
+        trace = self._trace(record, timelines, note)
+        with unfinished.open("wb") as file:
+            part = Trace()
+            for packet in packets(trace):
+                part.packet.append(packet)
+                if len(part.packet) == AT_ONCE:
+                    file.write(part.SerializeToString())
+                    part = Trace()
+            file.write(part.SerializeToString())
+        unfinished.replace(path)  # a download that has begun goes on with the old one
+
+    def _trace(self, record: SessionRecord, timelines: Iterable[Timeline], note: str) -> SessionTrace:
+        owners: dict[str, list[Timeline]] = {}
+        for timeline in timelines:
+            owners.setdefault(paths.owner_of(timeline.request_id), []).append(timeline)
+        training = [self._run_track(owner, of) for owner, of in owners.items() if of[0].kind != "sample"]
+        sampling = [self._sampler_track(owner, of) for owner, of in owners.items() if of[0].kind == "sample"]
+        name = record.session_id
+        if record.display_name != name:
+            name = f"{record.display_name} ({name})"
+        return SessionTrace(f"session {name}", note, note, training, sampling, self._unix_ns)
+
+    def _run_track(self, owner: str, timelines: list[Timeline]) -> OwnerTrack:
+        run = self._store.get_training_run(owner)
+        of = "not created" if run is None else f"{run.base_model}, rank {run.lora_config.rank}"
+        return OwnerTrack(f"training run {_short(owner)}: {of}", owner, timelines)
+
+    def _sampler_track(self, owner: str, timelines: list[Timeline]) -> OwnerTrack:
+        sampler = self._store.get_sampling_session(owner)
+        of = "not created" if sampler is None else sampler.model_path or sampler.base_model
+        if sampler is not None and sampler.nameless:
+            of = f"{of}, weights without a name"
+        return OwnerTrack(f"sampler {_short(owner)}: {of}", owner, timelines)
+
+    def _note(self, kept: SessionTimelines) -> str:
+        complete = f"all {kept.recorded} requests since the server started at {self._started:%Y-%m-%d %H:%M:%S} UTC"
+        if not kept.dropped:
+            return complete
+        return f"the newest {len(kept)} of {complete}; {kept.dropped} older ones were dropped"
+
+    def _why_nothing(self, session_id: str) -> str:
+        return (
+            f"nothing is recorded of the session {session_id}: it has made no request since the server started at "
+            f"{self._started:%Y-%m-%d %H:%M:%S} UTC, or ended more than {KEPT_SECONDS / 3600:.0f} hours ago, or had to "
+            "make room for others. Requests are recorded in memory only; export before the server stops"
+        )
+
+    def _path(self, session_id: str) -> Path:
+        return self._folder / f"{session_id}.pftrace"
+
+    def _sign(self, session_id: str, expires: int) -> str:
+        return self._signatures.sign(expires, "session_trace", session_id)
+
+
+def _stale(build: _Build, kept: SessionTimelines) -> bool:
+    """Whether more is to be told than what was built. What nobody was told of yet is not: else a long build would never
+    be of the present."""
+    if not build.task.done() or not build.given:
+        return False
+    return not build.ended or build.recorded != kept.recorded
+
+
+def _short(owner: str) -> str:
+    """The number within the session."""
+    return owner.rpartition(":")[2]

@@ -1,0 +1,212 @@
+"""A session's timelines as a trace that https://ui.perfetto.dev opens.
+
+Below one track for the session lie counters, and a track for each training run and sampling session. There an operation
+is a slice, with its stages as slices within. Slices of one track must not overlap, so operations that do lie on tracks
+of their own of the same name, which Perfetto shows as one of several lines.
+"""
+
+import heapq
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import count, pairwise
+
+from tinker_local.backend.traces.timelines import Timeline
+from tinker_local.types.wire.perfetto_trace_pb2 import (
+    ClockSnapshot,
+    CounterDescriptor,
+    DebugAnnotation,
+    TracePacket,
+    TrackDescriptor,
+    TrackEvent,
+)
+
+SEQUENCE = 1
+REALTIME, BOOTTIME = 1, 6
+
+Change = tuple[int, float]
+"""A time and by how much something changes then."""
+
+
+@dataclass(frozen=True, slots=True)
+class OwnerTrack:
+    """Operations of one training run or sampling session, in the order in which they came."""
+
+    name: str
+    description: str
+    timelines: Sequence[Timeline]
+
+
+@dataclass(frozen=True, slots=True)
+class SessionTrace:
+    """What a trace shows. `unix_ns`: what is to be added to a timeline's times for nanoseconds since 1970.
+
+    `note`: what is to be known of what is not in it; shown at the first moment of the trace.
+    """
+
+    name: str
+    description: str
+    note: str
+    training: Sequence[OwnerTrack]
+    sampling: Sequence[OwnerTrack]
+    unix_ns: int
+
+
+def packets(trace: SessionTrace) -> Iterator[TracePacket]:
+    """The packets of `trace`. Those of one moment are in the order in which Perfetto has to take them."""
+    owners = [*trace.training, *trace.sampling]
+    begun = min((timeline.stages[0][1] for owner in owners for timeline in owner.timelines), default=0)
+    writer = _Writer(trace.unix_ns)
+    yield writer.clocks(begun)
+    session = yield from writer.track(trace.name, description=trace.description)
+    note = yield from writer.track("about this trace", session)
+    yield writer.event(begun, note, TrackEvent.TYPE_INSTANT, trace.note)
+    for what, tokens, tracks in (
+        ("training", "tokens", trace.training),
+        ("sampling", "sampled_tokens", trace.sampling),
+    ):
+        timelines = [timeline for track in tracks for timeline in track.timelines]
+        if timelines:
+            yield from writer.counter(f"{what}: requests that wait", "requests", session, _in_stage(timelines, False))
+            yield from writer.counter(f"{what}: requests that run", "requests", session, _in_stage(timelines, True))
+            yield from writer.counter(f"{what}: tokens per second", "tokens/s", session, _rates(timelines, tokens))
+    for owner in owners:
+        yield from writer.lanes(owner, session)
+
+
+class _Writer:
+    def __init__(self, unix_ns: int) -> None:
+        self._unix_ns = unix_ns
+        self._ids = count(1)
+
+    def clocks(self, at: int) -> TracePacket:
+        """The trace's clock shows the time since 1970."""
+        when = at + self._unix_ns
+        clocks = [ClockSnapshot.Clock(clock_id=each, timestamp=when) for each in (REALTIME, BOOTTIME)]
+        return TracePacket(
+            timestamp=when, clock_snapshot=ClockSnapshot(clocks=clocks), trusted_packet_sequence_id=SEQUENCE
+        )
+
+    def track(
+        self, name: str, parent: int | None = None, *, description: str | None = None, unit: str | None = None
+    ) -> Generator[TracePacket, None, int]:
+        """The description of a new track; tracks are shown in the order of their making. Returns its id."""
+        uuid = next(self._ids)
+        track = TrackDescriptor(
+            uuid=uuid,
+            name=name,
+            parent_uuid=parent,
+            description=description,
+            counter=None if unit is None else CounterDescriptor(unit_name=unit),
+            child_ordering=TrackDescriptor.EXPLICIT,
+            sibling_order_rank=uuid,
+        )
+        yield TracePacket(track_descriptor=track, trusted_packet_sequence_id=SEQUENCE)
+        return uuid
+
+    def event(
+        self,
+        at: int,
+        track: int,
+        kind: "TrackEvent.Type",
+        name: str | None = None,
+        category: str | None = None,
+        arguments: Iterable[DebugAnnotation] = (),
+        value: float | None = None,
+    ) -> TracePacket:
+        event = TrackEvent(
+            type=kind,
+            track_uuid=track,
+            name=name,
+            categories=() if category is None else (category,),
+            debug_annotations=arguments,
+            double_counter_value=value,
+        )
+        return TracePacket(timestamp=at + self._unix_ns, track_event=event, trusted_packet_sequence_id=SEQUENCE)
+
+    def counter(self, name: str, unit: str, parent: int, changes: Iterable[Change]) -> Iterator[TracePacket]:
+        """What adds up of `changes`."""
+        track = yield from self.track(name, parent, unit=unit)
+        value, last = 0.0, None
+        for at, change in sorted(changes):
+            if last is not None and at != last:
+                yield self.event(last, track, TrackEvent.TYPE_COUNTER, value=round(value, 3))
+            value += change
+            last = at
+        if last is not None:
+            yield self.event(last, track, TrackEvent.TYPE_COUNTER, value=round(value, 3))
+
+    def lanes(self, owner: OwnerTrack, parent: int) -> Iterator[TracePacket]:
+        """Every operation on the first line that is free; one that has not ended keeps its own."""
+        free: list[int] = []  # lines
+        taken: list[tuple[int, int]] = []  # until when, and the line
+        for timeline in sorted(owner.timelines, key=lambda timeline: timeline.stages[0][1]):
+            ended = timeline.ended
+            while taken and taken[0][0] <= timeline.stages[0][1]:
+                heapq.heappush(free, heapq.heappop(taken)[1])
+            if free:
+                line = heapq.heappop(free)
+            else:
+                line = yield from self.track(owner.name, parent, description=owner.description)
+            if ended:
+                heapq.heappush(taken, (ended, line))
+            yield from self.slices(timeline, ended, line)
+
+    def slices(self, timeline: Timeline, ended: int, track: int) -> Iterator[TracePacket]:
+        """An operation and, within, its stages."""
+        begin, end = TrackEvent.TYPE_SLICE_BEGIN, TrackEvent.TYPE_SLICE_END
+        category = "sampling" if timeline.kind == "sample" else "training"
+        yield self.event(timeline.stages[0][1], track, begin, timeline.kind, category, _arguments(timeline, ended))
+        for stage, began, until in stages(timeline, ended):
+            yield self.event(began, track, begin, stage, "stage")
+            if until:
+                yield self.event(until, track, end)
+        if ended:
+            yield self.event(ended, track, end)
+
+
+def stages(timeline: Timeline, ended: int) -> Iterator[tuple[str, int, int]]:
+    """Each stage that took time, its beginning and its end, 0 for one that has not ended."""
+    begun = list(timeline.stages)
+    if ended:  # a thread may go on after a cancellation
+        begun = [(stage, min(at, ended)) for stage, at in begun]
+    for (stage, at), (_, until) in pairwise(begun):
+        if until > at:
+            yield stage, at, until
+    stage, at = begun[-1]
+    if not ended or ended > at:
+        yield stage, at, ended
+
+
+def _arguments(timeline: Timeline, ended: int) -> Iterator[DebugAnnotation]:
+    yield DebugAnnotation(name="request_id", string_value=timeline.request_id)
+    seq_id = timeline.request_id.rpartition(":")[2]
+    if seq_id.isdecimal():  # the creation of a model has none
+        yield DebugAnnotation(name="seq_id", int_value=int(seq_id))
+    yield DebugAnnotation(name="outcome", string_value=timeline.outcome if ended else "not ended")
+    if ended and timeline.error:
+        yield DebugAnnotation(name="error", string_value=timeline.error)
+    for name, value in (timeline.facts or {}).items():
+        yield DebugAnnotation(name=name, int_value=value)
+
+
+def _in_stage(timelines: Iterable[Timeline], running: bool) -> Iterator[Change]:
+    """How many requests run, or wait or are in any other stage but `running`."""
+    for timeline in timelines:
+        for stage, began, until in stages(timeline, timeline.ended):
+            if (stage == "running") == running:
+                yield began, 1.0
+                if until:
+                    yield until, -1.0
+
+
+def _rates(timelines: Iterable[Timeline], tokens: str) -> Iterator[Change]:
+    """Tokens of the requests that run, as if each request's were spread over its time there."""
+    for timeline in timelines:
+        number = (timeline.facts or {}).get(tokens, 0)
+        if not number or timeline.outcome != "ok":
+            continue
+        ran = [(at, until) for stage, at, until in stages(timeline, timeline.ended) if stage == "running"]
+        seconds = sum(until - at for at, until in ran) / 1e9
+        for at, until in ran:
+            yield at, number / seconds
+            yield until, -number / seconds
