@@ -1416,16 +1416,16 @@ MUTATIONS = (
     ),
     Mutation(
         "forged-url-accepted",
-        "backend/resources/external_weights.py",
-        '        if not hmac.compare_digest(wanted.signature.encode("utf-8", "replace"), right.encode()):\n',
-        "        if len(wanted.signature) > len(right):\n",
+        "backend/resources/signatures.py",
+        '        if not hmac.compare_digest(signature.encode("utf-8", "replace"), right.encode()):\n',
+        "        if len(signature) > len(right):\n",
         (EXTERNAL + "test_forged_or_expired_url_is_403_on_fakes",),
     ),
     Mutation(
         "expired-url-accepted",
-        "backend/resources/external_weights.py",
-        "        if self._clock().timestamp() >= wanted.expires:\n",
-        "        if wanted.expires < 0:\n",
+        "backend/resources/signatures.py",
+        "        if self._clock().timestamp() >= expires:\n",
+        "        if expires < 0:\n",
         (EXTERNAL + "test_forged_or_expired_url_is_403_on_fakes",),
     ),
     Mutation(
