@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tinker_local.backend.sampling import vllm_compat
+from tinker_local.backend.sampling import vllm_compat, vllm_sleep
 from tinker_local.backend.sampling.interface import SampleWork
 from tinker_local.backend.sampling.vllm_sampler import VLLMSampler
 from tinker_local.types import InternalError, SamplingParams
@@ -63,11 +63,11 @@ def allocator(request: pytest.FixtureRequest, text: Any, monkeypatch: pytest.Mon
     from vllm.v1.worker.cpu_worker import CPUWorker
 
     pretended = PretendedAllocator(careful=request.param == "0.32")
-    monkeypatch.setattr(vllm_compat, "_sleep_allocator", lambda: pretended)
-    monkeypatch.setattr(vllm_compat, "can_sleep", lambda engine: True)
+    monkeypatch.setattr(vllm_sleep, "_sleep_allocator", lambda: pretended)
+    monkeypatch.setattr(vllm_sleep, "can_sleep", lambda engine: True)
     monkeypatch.setattr(CPUWorker, "sleep", lambda worker, level: pretended.sleep())
     monkeypatch.setattr(CPUWorker, "wake_up", lambda worker, tags=None: pretended.wake_up())
-    monkeypatch.setattr(vllm_compat, "_fill_with_zeros", lambda pointer, size: zeros(text, pointer, size))
+    monkeypatch.setattr(vllm_sleep, "_fill_with_zeros", lambda pointer, size: zeros(text, pointer, size))
     return pretended
 
 

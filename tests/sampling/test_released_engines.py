@@ -10,7 +10,7 @@ import pytest
 
 SCRIPT = """
 import gc, sys, weakref
-from tinker_local.backend.sampling import vllm_compat
+from tinker_local.backend.sampling import vllm_compat, vllm_release
 
 if sys.argv[2] == "compiled":  # as on CUDA, where the platform does not take it back
     vllm_compat.prepare_environment()
@@ -39,10 +39,24 @@ engine.add_request("0", {"prompt_token_ids": [5, 6, 7]}, SamplingParams(max_toke
 while engine.has_unfinished_requests():
     engine.step()
 print("mode", int(engine.vllm_config.compilation_config.mode))
+from vllm.lora.ops.triton_ops import utils as kernels  # used on CUDA alone
+
+import torch
+
+for module in vllm_compat.lora_worker(engine)._adapter_manager.modules.values():
+    stacked = module.lora_a_stacked
+    kernels._get_lora_a_ptr(stacked if isinstance(stacked, tuple) else (stacked,), torch.device("cpu"))
+slots = [weakref.ref(slot) for slot in vllm_release._lora_slots(vllm_compat.lora_worker(engine))]
+of_another = torch.empty(4, 1, 8, 64)
+kernels._get_lora_a_ptr([of_another], torch.device("cpu"))
+print("noted", len(kernels._LORA_A_PTR_DICT))
 weights = [weakref.ref(weight) for weight in vllm_compat.model_runner(engine).model.parameters()]
-vllm_compat.release_engine(engine)
+vllm_release.release_engine(engine)
 del engine
 gc.collect()
+module = stacked = None
+gc.collect()
+print("notes left", len(kernels._LORA_A_PTR_DICT), "slots left", sum(slot() is not None for slot in slots))
 print("left", sum(weight() is not None for weight in weights), "of", len(weights))
 """
 
@@ -54,6 +68,8 @@ def test_a_released_engine_leaves_no_weights(tiny_models: dict[str, Path], how: 
     done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **environment}, timeout=300)
     assert done.returncode == 0, done.stderr[-4000:]
     assert f"mode {mode}\n" in done.stdout
+    assert int(re.search(r"noted (\d+)", done.stdout).group(1)) > 4  # type: ignore[union-attr]
+    assert "notes left 1 slots left 0\n" in done.stdout
     left, of = re.search(r"left (\d+) of (\d+)", done.stdout).groups()  # type: ignore[union-attr]
     assert int(of) > 10
     assert int(left) == 0

@@ -36,22 +36,24 @@ def new_vector(
     vector = torch.from_numpy(memory).view(dtype)
     write(vector)
     if locked:
-        _lock(memory)
+        _lock(memory, pages)
     return vector
 
 
-def _lock(memory: npt.NDArray[np.uint8]) -> None:
-    """Lock the pages until `memory` is freed, which is before they are unmapped."""
+def _lock(memory: npt.NDArray[np.uint8], pages: mmap.mmap) -> None:
+    """Lock `pages` until `memory`, which lies in them, is freed."""
     runtime: Any = torch.cuda.cudart()
     address = memory.ctypes.data
     code = int(runtime.cudaHostRegister(address, memory.nbytes, 0))
     if code:
         log.warning("%d bytes of host memory could not be locked: CUDA error %d", memory.nbytes, code)
     else:
-        weakref.finalize(memory, _unlock, runtime, address).atexit = False
+        # With `pages`, which an array may let go before it says that it ends (numpy 2.5 does).
+        weakref.finalize(memory, _unlock, runtime, address, pages).atexit = False
 
 
-def _unlock(runtime: Any, address: int) -> None:
+def _unlock(runtime: Any, address: int, pages: mmap.mmap) -> None:
+    """Before `pages` are unmapped, which is when this has returned."""
     with contextlib.suppress(RuntimeError):  # of a device that is lost
         torch.cuda.synchronize()  # it may be read still
     runtime.cudaHostUnregister(address)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
-from tinker_local.backend.sampling import vllm_compat
+from tinker_local.backend.sampling import vllm_compat, vllm_release, vllm_sleep
 from tinker_local.backend.sampling.engine_inputs import engine_params, engine_prompt, sample_output
 from tinker_local.backend.sampling.engine_thread import Engine, EngineRequest, EngineThread
 from tinker_local.backend.sampling.interface import AdapterVersion, SampleWork
@@ -47,12 +47,12 @@ class VLLMSampler:
         engine = vllm_compat.build_engine(options)
         vllm_compat.on_images_encoded(engine, self._note_encoded)
         self._adapters.attach(engine)
-        self.can_sleep, self.asleep = vllm_compat.can_sleep(engine), False
+        self.can_sleep, self.asleep = vllm_sleep.can_sleep(engine), False
         return engine
 
     def _release(self, engine: Any) -> None:
         self._adapters.detach()
-        vllm_compat.release_engine(engine)
+        vllm_release.release_engine(engine)
 
     def _note_encoded(self, images: int) -> None:
         self._images_encoded += images
@@ -121,17 +121,17 @@ class VLLMSampler:
                 f"and {len(self._engine.in_flight)} sequences are in flight"
             )
         try:
-            vllm_compat.put_to_sleep(engine)
+            vllm_sleep.put_to_sleep(engine)
         finally:
-            self.asleep = vllm_compat.is_asleep(engine)
+            self.asleep = vllm_sleep.is_asleep(engine)
 
     def _wake_up(self, engine: Any) -> None:
         if not self.asleep:  # built anew, say
             return
         try:
-            vllm_compat.wake(engine)
+            vllm_sleep.wake(engine)
         finally:
-            self.asleep = vllm_compat.is_asleep(engine)
+            self.asleep = vllm_sleep.is_asleep(engine)
 
     def _check_awake(self) -> None:
         """InternalError rather than an access to memory that is not there, which would end the process's work."""
