@@ -4,6 +4,7 @@ import hashlib
 import json
 import struct
 import urllib.request
+from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -201,39 +202,24 @@ def admin(world: World) -> Any:
     return tinker.AdminClient(base_url=world.url, api_key=world.api_key)
 
 
-@refused("RestClient.get_audit_log", saying="no audit log")
-def rest_audit(world: World) -> None:
-    world.call(world.rest, "get_audit_log")
-
-
-@refused("AdminClient.get_audit_log", saying="no audit log")
-def audit(world: World) -> None:
-    world.call(admin(world), "get_audit_log")
-
-
 def hours() -> tuple[datetime, datetime]:
     now = datetime.now(UTC).replace(minute=0, second=0, microsecond=0)
     return now - DAY, now
 
 
-@refused("RestClient.get_billing_usage", saying="bills nobody")
-def rest_billing(world: World) -> None:
-    world.call(world.rest, "get_billing_usage", *hours())
+def refused_by_both(method: str, *args: Any, saying: str) -> None:
+    """What an administrator asks is refused to him as to everybody: a check for either client."""
+    clients: dict[str, Callable[[World], Any]] = {"RestClient": lambda world: world.rest, "AdminClient": admin}
+    for name, client in clients.items():
+
+        @refused(f"{name}.{method}", saying=saying)
+        def ask(world: World, client: Callable[[World], Any] = client) -> None:
+            world.call(client(world), method, *args)
 
 
-@refused("AdminClient.get_billing_usage", saying="bills nobody")
-def billing(world: World) -> None:
-    world.call(admin(world), "get_billing_usage", *hours())
-
-
-@refused("RestClient.get_current_checkpoint_storage_usage", saying="bills nobody")
-def rest_storage(world: World) -> None:
-    world.call(world.rest, "get_current_checkpoint_storage_usage")
-
-
-@refused("AdminClient.get_current_checkpoint_storage_usage", saying="bills nobody")
-def storage(world: World) -> None:
-    world.call(admin(world), "get_current_checkpoint_storage_usage")
+refused_by_both("get_audit_log", saying="no audit log")
+refused_by_both("get_billing_usage", *hours(), saying="bills nobody")
+refused_by_both("get_current_checkpoint_storage_usage", saying="bills nobody")
 
 
 @works("tinker.auth.get_tinker_token", "tinker.auth.tinker_has_credentials", by="the key of the environment; local")
