@@ -115,6 +115,11 @@ async def test_models_and_checkpoints_are_answered_as_the_sdk_reads_them_on_fake
         assert not checkpoint.public
     sampler = next(c for c in listed.checkpoints if c.checkpoint_type == "sampler")
     assert sampler.expires_at - sampler.time == timedelta(seconds=3600)
+    for path in (f"training_runs/{model}/checkpoints", "checkpoints"):  # which SDKs from 0.39 on read
+        told = (await api.get(path)).json()["checkpoints"]
+        assert [checkpoint["base_model"] for checkpoint in told] == ["fake/bigram", "fake/bigram"]
+    told = (await api.get(f"training_runs/{model}")).json()
+    assert told["last_checkpoint"]["base_model"] == told["last_sampler_checkpoint"]["base_model"] == "fake/bigram"
     everything = sdk.CheckpointsListResponse.model_validate((await api.get("checkpoints", limit=100)).json())
     assert [c.checkpoint_id for c in everything.checkpoints] == ["sampler_weights/0001", "weights/0001"]
     assert everything.cursor.total_count == 2

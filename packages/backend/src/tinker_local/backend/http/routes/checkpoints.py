@@ -92,12 +92,13 @@ async def weights_info(request: Request, backend: Backend) -> dict[str, Any]:
 
 
 def checkpoint_json(record: CheckpointRecord) -> dict[str, Any]:
-    """A checkpoint on the wire."""
+    """A checkpoint on the wire. `base_model` is for SDKs from 0.39 on; older ones ignore it."""
     found: dict[str, Any] = {
         "checkpoint_id": record.checkpoint_id,
         "checkpoint_type": WIRE_TYPE[record.kind],
         "time": record.created_at.isoformat(),
         "tinker_path": record.tinker_path,
+        "base_model": record.base_model,
         "size_bytes": record.size_bytes,
         "public": record.public,
         "user_metadata": dict(record.user_metadata),
