@@ -34,7 +34,9 @@ from tinker_local.backend.resources.samples import Samples
 from tinker_local.backend.resources.sampling_sessions import SamplingSessions
 from tinker_local.backend.resources.save_weights_for_sampler import SaveWeightsForSampler
 from tinker_local.backend.resources.session_search import FoundSession, search_sessions
+from tinker_local.backend.resources.session_traces import SessionTraces
 from tinker_local.backend.resources.sessions import Sessions, now
+from tinker_local.backend.resources.signatures import Signatures
 from tinker_local.backend.resources.trained_model import TrainedModel
 from tinker_local.backend.resources.training_commands import TrainingCommands
 from tinker_local.backend.resources.training_runs import TrainingRuns
@@ -42,6 +44,7 @@ from tinker_local.backend.scheduling.operations import Operation, OperationKind,
 from tinker_local.backend.scheduling.queue_states import QueueState
 from tinker_local.backend.scheduling.train_scheduler import TrainScheduler
 from tinker_local.backend.storage.interface import CheckpointRecord, EndReason, SessionRecord, Store, TrainingRunRecord
+from tinker_local.backend.traces.recorder import TraceRecorder
 from tinker_local.types import (
     ApiError,
     CopyWeightsRequest,
@@ -131,8 +134,9 @@ class InProcessBackend:
             sleeps = options.sampler_sleeps and len(self._sources) == 1
             part = replace(options, gpu_memory_utilization=share, sampler_sleeps=sleeps)
             await self._load_model(path, names, part)
-        self.operations = Operations(options.result_retention)
         self.sessions = Sessions(self.store, options.session_timeout, self._end_session)
+        recorder = TraceRecorder(self.sessions.is_live)
+        self.operations = Operations(options.result_retention, recorder.record)
         uses = CheckpointUses()
         self.training = TrainingRuns(options, self.store, self.models, self.sessions, self.operations)
         self.commands = TrainingCommands(options, self.store, self.training, self.operations)
@@ -150,7 +154,10 @@ class InProcessBackend:
         self._closing.push_async_callback(self.checkpoints.close)
         self.copies = Copies(self.store, self.checkpoints, self.sessions, self.training, self._clock)
         await self.checkpoints.sweep()
-        self.external_weights = ExternalWeights(self.store, self.commands, uses, options.data_dir, self._clock)
+        signatures = Signatures(options.data_dir, self._clock)
+        self.external_weights = ExternalWeights(self.store, self.commands, uses, signatures, self._clock)
+        self.traces = SessionTraces(recorder, self.store, self.sessions, signatures, options.data_dir / "traces")
+        self._closing.push_async_callback(self.traces.close)
         housekeeping = asyncio.create_task(self._keep_house(), name="housekeeping")
         self._closing.push_async_callback(_cancel, housekeeping)
         self.ready = True
@@ -206,7 +213,7 @@ class InProcessBackend:
         return LoopbackServer(self, host, port)
 
     async def _keep_house(self) -> None:
-        """End silent sessions, forget old results, delete expired checkpoints."""
+        """End silent sessions, forget old results and traces, delete expired checkpoints."""
         pause = max(0.05, min(5.0, self.options.session_timeout / 4))
         while True:
             await asyncio.sleep(pause)
@@ -214,6 +221,7 @@ class InProcessBackend:
                 await self.sessions.end_silent()
                 self.operations.forget_old()
                 await self.checkpoints.sweep()
+                await self.traces.forget_old()
             except Exception:
                 log.exception("housekeeping failed; it goes on")
 
