@@ -394,11 +394,37 @@ async def test_one_idempotency_key_is_one_copy_on_fakes(start_api: Any) -> None:
         headers={"X-Idempotency-Key": "x" * 256},
     )
     assert long.status_code == 400
-    # Even when the copy is gone, and after a restart.
-    await api.delete(url(first))
+    # Even when the source is gone, and after a restart.
+    await api.delete(url(path))
     await api.http.aclose()
     await api.backend.close()
     assert await copied(await start_api(), path, "k", ttl_seconds=3600) == first
+
+
+@pytest.mark.parametrize("end", ["deleted", "expired"])
+async def test_a_copy_that_is_gone_is_neither_promised_nor_made_again_under_its_key_on_fakes(
+    start_api: Any, end: str
+) -> None:
+    clock = Clock()
+    api = await start_api(clock=clock)
+    session = await api.session()
+    path = await api.save(await api.model(session), 1, "a")
+    asked: list[tuple[dict[str, Any], dict[str, str], str, str]] = [
+        ({"destination_project_id": "local"}, {"X-Idempotency-Key": "k"}, "X-Idempotency-Key", "k"),
+        ({"session_id": session, "model_seq_id": 7}, {}, "model_seq_id", f"{session}:train:7"),
+    ]
+    for where, headers, field, name in asked:
+        body = {"source_path": path, "ttl_seconds": 3600, **where}
+        copy = (await api.post("copy_weights", body, headers=headers)).json()["tinker_path"]
+        if end == "deleted":
+            await api.delete(url(copy))
+        else:
+            clock.ahead += timedelta(seconds=3601)
+        answer = await api.post("copy_weights", body, headers=headers)
+        assert answer.status_code == 410
+        for word in (f"{field}: ", repr(name), copy, "give another"):
+            assert word in answer.json()["detail"]
+    assert await copied(api, path, "another key") != copy
 
 
 async def test_a_copy_into_a_session_takes_the_place_of_a_model_on_fakes(api: Any) -> None:

@@ -62,7 +62,7 @@ class NotFoundError(ApiError):
 
 
 class GoneError(ApiError):
-    """The session has ended, or the promise has expired."""
+    """The session has ended, the promise has expired, or what was made for the request is deleted since."""
 
     category = "user"
     status = 410

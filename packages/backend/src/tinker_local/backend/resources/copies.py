@@ -13,7 +13,7 @@ from tinker_local.backend.resources.sessions import Sessions
 from tinker_local.backend.resources.training_runs import TrainingRuns
 from tinker_local.backend.resources.ttl import check_ttl, expiry
 from tinker_local.backend.storage.interface import CopyRecord, SessionRecord, Store, TrainingRunRecord
-from tinker_local.types import CopyWeightsRequest, InvalidRequestError
+from tinker_local.types import CopyWeightsRequest, GoneError, InvalidRequestError, NotFoundError
 
 LONGEST_KEY = 255
 """Characters of an idempotency key."""
@@ -38,7 +38,8 @@ class Copies:
         self._one_at_a_time = asyncio.Lock()
 
     async def copy(self, request: CopyWeightsRequest, idempotency_key: str | None = None) -> str:
-        """The copy's tinker path. The same request under the same key, or for the same run, is the same copy."""
+        """The copy's tinker path. The same request under the same key, or for the same run, is the same copy; GoneError
+        if that was deleted."""
         check_no_token(request.weights_access_token)
         check_project(request.destination_project_id, "destination_project_id")
         check_ttl(request.ttl_seconds)
@@ -61,17 +62,25 @@ class Copies:
             for key in keys:
                 known = await asyncio.to_thread(self._store.find_copy, key)
                 if known is not None:
-                    return self._same(known, asked)
+                    return await self._made(known, asked)
             return await self._make(request, keys, asked)
 
-    @staticmethod
-    def _same(known: CopyRecord, asked: dict[str, Any]) -> str:
+    async def _made(self, known: CopyRecord, asked: dict[str, Any]) -> str:
+        """The path of a copy that was asked for before. GoneError if it is there no more: a new copy is not what a
+        request that is merely sent again means, and a path that leads nowhere would fail later, somewhere else."""
+        kind, _, name = known.key.partition(" ")
+        field = "X-Idempotency-Key" if kind == "key" else "model_seq_id"
         if known.request != asked:
-            kind, _, name = known.key.partition(" ")
-            field = "X-Idempotency-Key" if kind == "key" else "model_seq_id"
             raise InvalidRequestError(
                 f"{field}: {name!r} stands for another copy already ({known.tinker_path}); give this one another"
             )
+        try:
+            await self._checkpoints.get(known.tinker_path)
+        except NotFoundError:
+            raise GoneError(
+                f"{field}: the copy of {name!r} was made and is gone ({known.tinker_path} was deleted or has expired); "
+                "give another for a new copy"
+            ) from None
         return known.tinker_path
 
     async def _make(self, request: CopyWeightsRequest, keys: list[str], asked: dict[str, Any]) -> str:
