@@ -4,22 +4,12 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import replace
 from datetime import datetime
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-from tinker_local.backend.daemon_thread import in_daemon_thread
-from tinker_local.backend.models.base_models import (
-    BaseModel,
-    BaseModels,
-    EngineLoader,
-    Progress,
-    by_path,
-    load_engines,
-    tokenizer_id,
-)
-from tinker_local.backend.models.lending import Lending, LentSampler
+from tinker_local.backend.models.base_models import BaseModels, EngineLoader, Progress, by_path
+from tinker_local.backend.models.loading import load_base_models
 from tinker_local.backend.models.metrics import ModelMetrics
 from tinker_local.backend.options import BackendOptions, ModelSource
 from tinker_local.backend.resources.checkpoint_uses import CheckpointUses
@@ -42,7 +32,6 @@ from tinker_local.backend.resources.training_commands import TrainingCommands
 from tinker_local.backend.resources.training_runs import TrainingRuns
 from tinker_local.backend.scheduling.operations import Operation, OperationKind, Operations
 from tinker_local.backend.scheduling.queue_states import QueueState
-from tinker_local.backend.scheduling.train_scheduler import TrainScheduler
 from tinker_local.backend.storage.interface import CheckpointRecord, EndReason, SessionRecord, Store, TrainingRunRecord
 from tinker_local.backend.traces.recorder import TraceRecorder
 from tinker_local.types import (
@@ -128,12 +117,8 @@ class InProcessBackend:
         self._closing.callback(self.store.close)
         self.folders = VersionFolders(options.data_dir)
         self._closing.callback(self.folders.close)
-        self._closing.push_async_callback(self._close_models)
-        for place, (path, names) in enumerate(self._sources.items()):
-            share = options.gpu_memory_utilization / (len(self._sources) - place)  # of what those before it have left
-            sleeps = options.sampler_sleeps and len(self._sources) == 1
-            part = replace(options, gpu_memory_utilization=share, sampler_sleeps=sleeps)
-            await self._load_model(path, names, part)
+        self._closing.push_async_callback(self.models.close)
+        await load_base_models(self.models, self._sources, options, self._load, self._progress)
         self.sessions = Sessions(self.store, options.session_timeout, self._end_session)
         recorder = TraceRecorder(self.sessions.is_live)
         self.operations = Operations(options.result_retention, recorder.record)
@@ -161,24 +146,6 @@ class InProcessBackend:
         housekeeping = asyncio.create_task(self._keep_house(), name="housekeeping")
         self._closing.push_async_callback(_cancel, housekeeping)
         self.ready = True
-
-    async def _load_model(self, path: str, names: list[str], options: BackendOptions) -> None:
-        if (load := self._load) is None:
-            from tinker_local.backend.models.loading import load_real
-
-            load = load_real
-        engines, seconds = await in_daemon_thread(load_engines, load, path, names, options, self._progress)
-        lending = Lending(engines.trainer, engines.sampler)
-        scheduler = TrainScheduler(
-            lending, batch_tokens=self.options.batch_tokens, quantum=max(2, self.options.micro_batch_tokens)
-        )
-        engines = replace(engines, sampler=LentSampler(engines.sampler, lending))
-        ident = tokenizer_id(path, self.options.data_dir)
-        self.models.add(BaseModel(tuple(names), path, ident, engines, scheduler, lending, seconds))
-
-    async def _close_models(self) -> None:
-        for model in self.models.distinct():
-            await model.close()
 
     def stop_waiting(self) -> None:
         """Let all long polls return, finished or not: the server is about to stop."""

@@ -2,8 +2,6 @@
 
 import asyncio
 import hashlib
-import logging
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,8 +14,6 @@ from tinker_local.backend.sampling.interface import Sampler
 from tinker_local.backend.scheduling.train_scheduler import TrainScheduler
 from tinker_local.backend.training.interface import Trainer
 from tinker_local.types import InvalidRequestError
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -110,6 +106,11 @@ class BaseModels:
         """Every loaded copy once."""
         return list({id(model): model for model in self._by_name.values()}.values())
 
+    async def close(self) -> None:
+        """Stop everything that works on them."""
+        for model in self.distinct():
+            await model.close()
+
 
 def by_path(sources: Sequence[ModelSource]) -> dict[str, list[str]]:
     """Names of each copy of weights, in order; ValueError if one name stands for two."""
@@ -141,23 +142,3 @@ def tokenizer_id(path: str, data_dir: Path) -> str:
     if not link.is_symlink():
         link.symlink_to(absolute)
     return str(link)
-
-
-def load_engines(
-    loader: EngineLoader, path: str, names: Sequence[str], options: BackendOptions, progress: Progress
-) -> tuple[Engines, float]:
-    """Load one copy, telling `progress`; returns the engines and the seconds it took."""
-    progress(f"loading {', '.join(names)} from {path}")
-    start = time.monotonic()
-    engines = loader(ModelSource(names[0], path), options)
-    seconds = time.monotonic() - start
-    progress(f"{names[0]}: trainer and sampler are up in {seconds:.1f} s, {resident_mib():.0f} MiB resident in all")
-    return engines, seconds
-
-
-def resident_mib() -> float:
-    """Resident memory of this process in MiB (Linux)."""
-    import os
-
-    with Path("/proc/self/statm").open() as statm:
-        return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20

@@ -1,17 +1,29 @@
-"""What serves a base model: the real engines (vLLM and HF transformers), or the fakes."""
+"""Loading base models: what serves each, the real engines (vLLM and HF transformers) or the fakes."""
 
 import functools
 import json
 import logging
-from collections.abc import Iterator
+import os
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tinker_local.backend.models.base_models import Engines
+from tinker_local.backend.daemon_thread import in_daemon_thread
+from tinker_local.backend.models.base_models import (
+    BaseModel,
+    BaseModels,
+    EngineLoader,
+    Engines,
+    Progress,
+    tokenizer_id,
+)
 from tinker_local.backend.models.gpu_plan import GpuPlan, model_sizes, plan_gpu
+from tinker_local.backend.models.lending import Lending, LentSampler
 from tinker_local.backend.options import BackendOptions, DType, ModelSource, TrainerPlace
+from tinker_local.backend.scheduling.train_scheduler import TrainScheduler
 
 if TYPE_CHECKING:
     from tinker_local.backend.sampling.engine_thread import EngineThread
@@ -26,6 +38,49 @@ TOLERANCE: dict[DType, float] = {"float32": 1e-3, "bfloat16": 0.3}
 
 In float32 they agree to 1e-5. bfloat16 keeps 8 bits, and differences of 0.05 to 0.2 are rounding.
 """
+
+
+async def load_base_models(
+    models: BaseModels,
+    sources: Mapping[str, Sequence[str]],
+    options: BackendOptions,
+    load: EngineLoader | None,
+    progress: Progress,
+) -> None:
+    """Load the weights of each path one after the other, under all their names, and add them to `models`.
+
+    `load`: what makes the engines of one (None: the real ones). Should one fail, those before it are in `models`.
+    """
+    for place, (path, names) in enumerate(sources.items()):
+        share = options.gpu_memory_utilization / (len(sources) - place)  # of what those before it have left
+        sleeps = options.sampler_sleeps and len(sources) == 1
+        part = replace(options, gpu_memory_utilization=share, sampler_sleeps=sleeps)
+        engines, seconds = await in_daemon_thread(load_engines, load or load_real, path, names, part, progress)
+        lending = Lending(engines.trainer, engines.sampler)
+        scheduler = TrainScheduler(
+            lending, batch_tokens=options.batch_tokens, quantum=max(2, options.micro_batch_tokens)
+        )
+        engines = replace(engines, sampler=LentSampler(engines.sampler, lending))
+        ident = tokenizer_id(path, options.data_dir)
+        models.add(BaseModel(tuple(names), path, ident, engines, scheduler, lending, seconds))
+
+
+def load_engines(
+    loader: EngineLoader, path: str, names: Sequence[str], options: BackendOptions, progress: Progress
+) -> tuple[Engines, float]:
+    """Load one copy, telling `progress`; returns the engines and the seconds it took."""
+    progress(f"loading {', '.join(names)} from {path}")
+    start = time.monotonic()
+    engines = loader(ModelSource(names[0], path), options)
+    seconds = time.monotonic() - start
+    progress(f"{names[0]}: trainer and sampler are up in {seconds:.1f} s, {resident_mib():.0f} MiB resident in all")
+    return engines, seconds
+
+
+def resident_mib() -> float:
+    """Resident memory of this process in MiB (Linux)."""
+    with Path("/proc/self/statm").open() as statm:
+        return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
 
 
 @functools.cache
