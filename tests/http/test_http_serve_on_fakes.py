@@ -238,17 +238,24 @@ def version_folders(pid: int) -> list[Path]:
 
 
 def test_help_and_import_load_nothing_heavy() -> None:
-    """Neither torch nor vLLM nor transformers, for `--help` or for who imports the package."""
+    """Neither torch nor vLLM nor transformers, for `--help` or for who imports `InProcessBackend`; for `--help`, which
+    is to be there at once, nothing of the server either."""
     helps = [[], ["serve"], ["tiny-model"]]
     program = (
         f"from tinker_local.backend.cli.main import main; [main([*a, '--help'], standalone_mode=0) for a in {helps}]"
     )
-    commands = [[sys.executable, "-X", "importtime", "-c", code] for code in (program, "import tinker_local.backend")]
-    for command in commands:
+    heavy = {"torch", "vllm", "transformers"}
+    server = {"numpy", "pydantic", "sqlalchemy", "fastapi", "httpx", "rich"}
+    for code, unwanted in (
+        (program, heavy | server),
+        ("from tinker_local.backend import InProcessBackend", heavy),
+        ("import tinker_local.backend.inprocess", heavy),
+    ):
+        command = [sys.executable, "-X", "importtime", "-c", code]
         outcome = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
         imported = {line.rpartition("|")[2].strip().partition(".")[0] for line in outcome.stderr.splitlines()}
         assert "tinker_local" in imported
-        assert not imported & {"torch", "vllm", "transformers"}, command
+        assert not imported & unwanted, code
 
 
 def test_fake_server_loads_no_torch_on_fakes(fake_server: Any) -> None:

@@ -1,5 +1,20 @@
-"""Everything behind the API. `InProcessBackend` is the way in; nothing heavy loads until it starts."""
+"""Everything behind the API. `InProcessBackend` is the way in; nothing heavy loads until it starts.
 
-from tinker_local.backend.inprocess import InProcessBackend as InProcessBackend
+It is imported when it is first asked for: the command, which lies below, answers `--help` without numpy or SQLAlchemy.
+"""
+
+from typing import TYPE_CHECKING
+
 from tinker_local.backend.options import BackendOptions as BackendOptions
 from tinker_local.backend.options import ModelSource as ModelSource
+
+if TYPE_CHECKING:
+    from tinker_local.backend.inprocess import InProcessBackend as InProcessBackend
+else:
+
+    def __getattr__(name: str) -> object:
+        if name != "InProcessBackend":
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        from tinker_local.backend.inprocess import InProcessBackend
+
+        return InProcessBackend
