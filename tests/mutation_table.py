@@ -1133,8 +1133,8 @@ MUTATIONS = (
     Mutation(
         "images-rendered-on-the-loop",
         "backend/resources/samples.py",
-        'prompt = await loop.run_in_executor(self._rendering, base.engines.renderer.render, given, "prompt")\n',
-        'prompt = base.engines.renderer.render(given, "prompt")\n',
+        'prompt = await loop.run_in_executor(self._rendering, render, given, "prompt")\n',
+        'prompt = render(given, "prompt")\n',
         (OFF_THE_LOOP,),
     ),
     Mutation(
@@ -1913,6 +1913,7 @@ PROMISES = (
             "any-number-of-pixels",
             "bound-of-tensors-raised",
             "image-pointers-fetched",
+            "image-host-drips-for-ever",
             "paths-leave-their-folder",
             "pickle",
             "adapters-read-as-pickles",
@@ -2113,7 +2114,7 @@ MISTAKES = (
     Promise(
         "operation",
         "Checkpoints read whole for a download, or given to whom they are not for",
-        ("download-read-whole", "forged-url-accepted", "expired-url-accepted"),
+        ("download-read-whole", "export-deleted-under-a-download", "forged-url-accepted", "expired-url-accepted"),
         ("tests/e2e/test_download.py::test_checkpoint_downloaded_by_the_command_is_what_peft_loads_and_was_trained",),
     ),
     Promise(
