@@ -14,15 +14,22 @@ import torch
 
 pytestmark = pytest.mark.skipif(not hasattr(tinker, "RestClient"), reason="this SDK downloads archives, which are gone")
 
-TEXT = "tiny/text"
+TEXT, VISION = "tiny/text", "tiny/vision"
+KEY_MAPPING = {
+    TEXT: {r"^model\.unembed_tokens": "lm_head"},
+    VISION: {r"^model\.(?=layers\.)": "model.language_model.", r"^model\.unembed_tokens": "lm_head"},
+}
+"""What PEFT has to be told of a tied head and of vision-language models (docs/futures-and-exports.md)."""
 TOKENS = [21, 34, 55, 89, 17, 40, 63, 28]
 
 
-@pytest.fixture(scope="module")
-def trained(real_server: Any) -> tuple[str, str, np.ndarray]:
-    """Tinker paths of a training checkpoint and of an export of the same weights, and their logprobs of `TOKENS`."""
+@pytest.fixture(scope="module", params=[TEXT, VISION])
+def trained(request: pytest.FixtureRequest, real_server: Any) -> tuple[str, str, np.ndarray, str]:
+    """Tinker paths of a training checkpoint and of an export of the same weights, their logprobs of `TOKENS`, and the
+    base model."""
+    base_model: str = request.param
     service = tinker.ServiceClient(base_url=real_server.url, api_key="tml-local")
-    client = service.create_lora_training_client(base_model=TEXT, rank=4, seed=1)
+    client = service.create_lora_training_client(base_model=base_model, rank=4, seed=1)
     datum = tinker.Datum(
         model_input=tinker.ModelInput.from_ints(TOKENS[:-1]),
         loss_fn_inputs={"target_tokens": np.array(TOKENS[1:])},  # type: ignore[dict-item]
@@ -35,7 +42,7 @@ def trained(real_server: Any) -> tuple[str, str, np.ndarray]:
     export = client.save_weights_external("export", ttl_seconds=7200).result().path
     after = client.forward([datum], "cross_entropy").result().loss_fn_outputs[0]["logprobs"].to_numpy()
     assert np.abs(after - before).max() > 0.5
-    return state, export, after
+    return state, export, after, base_model
 
 
 @pytest.mark.parametrize("which", ["weights", "external_weights"])
@@ -43,8 +50,9 @@ def test_checkpoint_downloaded_by_the_command_is_what_peft_loads_and_was_trained
     real_server: Any, trained: Any, tiny_models: dict[str, Path], tmp_path: Path, which: str
 ) -> None:
     from peft import PeftModel
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
+    name = trained[3]
     path = trained[0] if which == "weights" else trained[1]
     rest = tinker.RestClient(base_url=real_server.url, api_key="tml-local")
     before = {c.tinker_path for c in rest.list_user_checkpoints(limit=1000).result().checkpoints}
@@ -60,12 +68,14 @@ def test_checkpoint_downloaded_by_the_command_is_what_peft_loads_and_was_trained
     assert "Warning" not in done.stderr
     (folder,) = [config.parent for config in tmp_path.rglob("adapter_config.json")]
     assert {file.name for file in folder.iterdir()} == {"adapter_config.json", "adapter_model.safetensors"}
-    assert json.loads((folder / "adapter_config.json").read_text())["r"] == 4
+    config = json.loads((folder / "adapter_config.json").read_text())
+    assert (config["r"], config["lora_alpha"], config["base_model_name_or_path"]) == (4, 32, name)
     assert {c.tinker_path for c in rest.list_user_checkpoints(limit=1000).result().checkpoints} == before
-    base = AutoModelForCausalLM.from_pretrained(tiny_models[TEXT], dtype=torch.float32)
-    model = PeftModel.from_pretrained(base, str(folder)).eval()
+    auto = AutoModelForCausalLM if name == TEXT else AutoModelForImageTextToText
+    base = auto.from_pretrained(tiny_models[name], dtype=torch.float32)
+    model = PeftModel.from_pretrained(base, str(folder), key_mapping=KEY_MAPPING[name]).eval()
     with torch.no_grad():
-        logits = model(torch.tensor([TOKENS[:-1]])).logits[0]
+        logits = model(input_ids=torch.tensor([TOKENS[:-1]])).logits[0]
     logprobs = logits.log_softmax(-1)[torch.arange(len(TOKENS) - 1), torch.tensor(TOKENS[1:])].numpy()
     np.testing.assert_allclose(logprobs, trained[2], atol=1e-4)
 
