@@ -661,7 +661,7 @@ MUTATIONS = (
     ),
     Mutation(
         "culprit-takes-all-with-it",
-        "backend/sampling/engine_thread.py",
+        "backend/sampling/engine.py",
         "    return named or groups\n",
         "    return groups\n",
         (ENGINE_THREAD + "test_with_a_fake_engine_a_named_culprit_fails_alone_and_the_others_run_again",),

@@ -96,6 +96,8 @@ async def test_nothing_that_takes_long_runs_on_the_event_loop_on_fakes(
     nameless = await api.nameless(model, 5, 0)
     await api.gradient(model, 7)  # 6 is missing: the step discards
     await api.failure(await api.step(model, 8))
+    body = {"model_id": model, "seq_id": 9, "path": "a"}
+    await api.result(await api.submit("save_weights_external", body))
 
     chunks = [{"type": "image", "format": "png", "data": base64.b64encode(png()).decode()}]
     large = [{"type": "encoded_text", "tokens": [100] * 12_000}]

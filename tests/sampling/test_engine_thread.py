@@ -12,7 +12,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tinker_local.backend.sampling.engine_thread import EngineRequest, EngineThread
+from tinker_local.backend.sampling.engine import EngineRequest
+from tinker_local.backend.sampling.engine_thread import EngineThread
 from tinker_local.backend.sampling.interface import SampleWork
 from tinker_local.backend.sampling.vllm_sampler import VLLMSampler
 from tinker_local.types import InternalError, SamplingParams

@@ -12,9 +12,10 @@ import threading
 import traceback
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from tinker_local.backend.sampling.engine import Engine, MakeRequest, SequenceGroup, at_fault
 from tinker_local.types import InternalError
 
 log = logging.getLogger(__name__)
@@ -22,83 +23,6 @@ T = TypeVar("T")
 
 _one_engine_at_a_time = threading.Lock()
 """Held while any engine of the process works, should there be two threads."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class EngineRequest:
-    """Sequences of one prompt under one adapter: `prompt` as vLLM's renderer gives it, one `params` per sequence."""
-
-    prompt: Any
-    params: tuple[Any, ...]
-    lora: Any = None
-
-
-MakeRequest = Callable[[Any], EngineRequest]
-"""Makes the request on the engine's thread (and loads its adapter there); called again after a restart."""
-
-
-@dataclass(slots=True, eq=False)
-class _Group:
-    """A request in flight; `ids` of its sequences, in order."""
-
-    make: MakeRequest
-    future: Future[list[Any]]
-    lora_name: str | None = None
-    ids: list[str] = field(default_factory=list)
-    outputs: dict[str, Any] = field(default_factory=dict)
-    survived_restart: bool = False
-
-
-class Engine:
-    """An engine that an `EngineThread` steps; only that thread calls its methods.
-
-    `restarts`: how often it was built again after an exception in a step. `in_flight`: request ids and their groups.
-    """
-
-    def __init__(self, name: str, build: Callable[[], Any], release: Callable[[Any], None]) -> None:
-        self.name = name
-        self.restarts = 0
-        self._build = build
-        self._release = release
-        self._engine: Any = None
-        self.in_flight: dict[str, _Group] = {}
-        self._closed = False
-
-    def groups(self) -> list[_Group]:
-        """Requests in flight, oldest first."""
-        return list(dict.fromkeys(self.in_flight.values()))
-
-    def live(self) -> Any:
-        """The vLLM engine; built first if it is not there (a restart failed). InternalError after `close`."""
-        if self._closed:
-            raise InternalError("the sampling engine was stopped")
-        if self._engine is None:
-            self._engine = self._build()
-        return self._engine
-
-    @property
-    def built(self) -> Any:
-        """The vLLM engine, or None if it is not there; other threads may look at it."""
-        return self._engine
-
-    def abort(self, request_ids: list[str]) -> None:
-        """Drop sequences that have not finished."""
-        if request_ids and self._engine is not None:
-            self._engine.abort_request(request_ids)
-
-    def discard(self) -> None:
-        """Let go of the vLLM engine; `live` builds another."""
-        engine, self._engine = self._engine, None
-        if engine is not None:
-            self._release(engine)
-
-    def close(self) -> None:
-        """Fail what is in flight and let go of the engine for good."""
-        self._closed = True
-        for group in self.groups():
-            _fail(group, InternalError("the sampling engine was stopped"))
-        self.in_flight.clear()
-        self.discard()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -150,7 +74,7 @@ class EngineThread:
 
         It fails with what `make` or vLLM's checks raise, and with InternalError if the engine failed meanwhile.
         """
-        group = _Group(make, Future())
+        group = SequenceGroup(make, Future())
         self._put(_Command(lambda: self._admit(engine, group), group.future))
         group.future.add_done_callback(lambda future: self._put_abort(engine, group) if future.cancelled() else None)
         return group.future
@@ -206,7 +130,7 @@ class EngineThread:
         if command.future is not None and command.future.set_running_or_notify_cancel():
             command.future.set_exception(InternalError("the engine thread has stopped"))
 
-    def _put_abort(self, engine: Engine, group: _Group) -> None:
+    def _put_abort(self, engine: Engine, group: SequenceGroup) -> None:
         self._put(_Command(lambda: self._abort(engine, group)))
 
     # What follows runs on the thread.
@@ -234,7 +158,7 @@ class EngineThread:
             with _one_engine_at_a_time:
                 command.run()
 
-    def _admit(self, engine: Engine, group: _Group) -> None:
+    def _admit(self, engine: Engine, group: SequenceGroup) -> None:
         if group.future.cancelled():
             return
         try:
@@ -248,9 +172,9 @@ class EngineThread:
                 engine.in_flight[request_id] = group
         except Exception as error:  # the request's own fault; the engine is as before
             self._abort(engine, group)
-            _fail(group, error)
+            group.fail(error)
 
-    def _abort(self, engine: Engine, group: _Group) -> None:
+    def _abort(self, engine: Engine, group: SequenceGroup) -> None:
         engine.abort([request_id for request_id in group.ids if engine.in_flight.pop(request_id, None)])
 
     def _step(self, engine: Engine) -> None:
@@ -272,7 +196,7 @@ class EngineThread:
         """Build the engine anew. If the request at fault is known, the others run again from their beginning (once:
         with their seed they give the same); else all fail."""
         groups = engine.groups()
-        guilty = _at_fault(groups, error)
+        guilty = at_fault(groups, error)
         engine.in_flight.clear()
         traceback.clear_frames(error.__traceback__)  # they hold the weights, of which there is no room for two
         engine.discard()
@@ -286,7 +210,7 @@ class EngineThread:
             if group in guilty or group.survived_restart:
                 failed = InternalError(f"the sampling engine failed ({type(error).__name__}: {error}); try again")
                 failed.__cause__ = error
-                _fail(group, failed)
+                group.fail(failed)
             else:
                 group.survived_restart = True
                 group.ids, group.outputs = [], {}
@@ -307,17 +231,3 @@ class EngineThread:
             future = None if command is None else command.future
             if future is not None and not future.done() and future.set_running_or_notify_cancel():
                 future.set_exception(InternalError("the engine thread has stopped"))
-
-
-def _fail(group: _Group, error: Exception) -> None:
-    if group.future.set_running_or_notify_cancel():
-        group.future.set_exception(error)
-
-
-def _at_fault(groups: list[_Group], error: Exception) -> list[_Group]:
-    """The requests that `error` is about: the only one in flight, or those whose adapter it names; else all."""
-    if len(groups) == 1:
-        return groups
-    words = str(error).split()
-    named = [group for group in groups if group.lora_name in words]
-    return named or groups
