@@ -476,7 +476,7 @@ MUTATIONS = (
     ),
     Mutation(
         "memory-error-not-caught",
-        "backend/training/worker.py",
+        "backend/training/passes.py",
         "except torch.OutOfMemoryError:\n            return None",
         "except torch.OutOfMemoryError:\n            raise",
         (

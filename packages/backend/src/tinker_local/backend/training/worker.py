@@ -1,16 +1,13 @@
 """`HFTrainer`: many LoRA adapters on one Hugging Face model, in one process.
 
-A call of `forward_backward` goes: refuse what cannot run, fill micro-batches over all works and adapters, run each
-(`micro_batch.py`). Gradients of a call are collected apart and added to the adapters only for works that succeeded, so
-a failure leaves nothing behind.
+A call of `forward_backward` goes: refuse what cannot run, fill micro-batches over all works and adapters
+(`passes.py`), run each (`micro_batch.py`). Gradients of a call are collected apart and added to the adapters only for
+works that succeeded, so a failure leaves nothing behind.
 
 Runs inline in whichever single thread calls it. Uses no global random generator and sets no global state of torch.
 """
 
-import itertools
-import logging
 import math
-from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -24,8 +21,9 @@ from tinker_local.backend.training.interface import AdapterDType, AdapterState, 
 from tinker_local.backend.training.loading import load_model
 from tinker_local.backend.training.lora import Adapter, TensorSpec
 from tinker_local.backend.training.loss_specs import check_config, check_train_datum
-from tinker_local.backend.training.micro_batch import MicroBatchRunner, Pending
-from tinker_local.backend.training.packing import Item, items_of, pack, split
+from tinker_local.backend.training.micro_batch import MicroBatchRunner
+from tinker_local.backend.training.packing import Item, pack
+from tinker_local.backend.training.passes import Passes, release_unused_memory
 from tinker_local.backend.training.tally import Tally
 from tinker_local.backend.training.token_budget import TokenBudget
 from tinker_local.types import (
@@ -34,11 +32,8 @@ from tinker_local.types import (
     InternalError,
     InvalidRequestError,
     LoraConfig,
-    NotEnoughMemoryError,
     NotFoundError,
 )
-
-log = logging.getLogger(__name__)
 
 CUDA_LOGITS = 2**28
 """Most logits that exist at a time on a GPU: enough rows for its matrix products to be at their fastest."""
@@ -92,6 +87,7 @@ class HFTrainer:
         )
         self._module_gradient_norms = module_gradient_norms
         self._adapters: dict[str, Adapter] = {}
+        self._passes = Passes(self._runner, self._adapters, self._budget, self.vocab_size, loaded.device)
 
     @property
     def images_encoded(self) -> int:
@@ -161,13 +157,12 @@ class HFTrainer:
 
     def release_memory(self) -> None:
         """Give back what torch's allocator holds unused."""
-        if self._loaded.device.type == "cuda":
-            torch.cuda.empty_cache()
+        release_unused_memory(self._loaded.device)
 
     def close(self) -> None:
         """Free everything."""
         self._adapters.clear()
-        del self._loaded, self._runner
+        del self._loaded, self._runner, self._passes
 
     @property
     def micro_batch_tokens(self) -> int:
@@ -186,7 +181,7 @@ class HFTrainer:
                 (backward if item.backward else forward)[at] = self._checked(item)
             except ApiError as refusal:
                 results[at] = refusal
-        tally = self._pass(forward, gradient=False)
+        tally = self._passes.run(forward, gradient=False)
         results |= {at: tally.result(at) for at in forward}
         results |= self._train(backward)
         return [results[at] for at in range(len(work))]
@@ -207,7 +202,7 @@ class HFTrainer:
         adapters that shared matrix products with it. Spoiled sums are dropped, and their other works run again without
         those that failed; one at a time if none did, so that the culprit is found. Nothing of it remains.
         """
-        tally = self._pass(works, gradient=True)
+        tally = self._passes.run(works, gradient=True)
         results = {at: tally.result(at) for at in works}
         failed = {at for at in works if tally.works[at].error is not None}
         # Looking takes memory, adding does not: if it lacks, nothing has been added yet.
@@ -246,58 +241,6 @@ class HFTrainer:
             return
         adapter = self._adapter(adapter_id)
         adapter.gradient = gradient if adapter.gradient is None else adapter.gradient.add_(gradient)
-
-    def _pass(self, works: Mapping[int, TrainWork], *, gradient: bool) -> Tally:
-        """All micro-batches of `works`. When memory runs out, a micro-batch is halved and tried again; a single datum
-        that does not fit fails its work."""
-        tally = Tally(works)
-        pending: list[Pending] = []
-        sufficed = True
-        batches = deque(self._split(items_of(list(works.items()))))
-        while batches:
-            items = batches.popleft()
-            started = self._start(items, works, tally, gradient=gradient)
-            if started is None:
-                sufficed = False
-                batches = deque(self._smaller(items, batches, tally))
-            else:
-                pending.append(started)
-        if pending and sufficed:
-            self._budget.sufficed()
-        for started in pending:  # by now the device has all its work
-            tally.add(self._runner.finish(started))
-        return tally
-
-    def _split(self, items: Sequence[Item]) -> list[list[Item]]:
-        ranks = {item.adapter_id: self._adapter(str(item.adapter_id)).config.rank for item in items}
-        return split(items, self._budget.tokens, ranks)
-
-    def _start(
-        self, items: Sequence[Item], works: Mapping[int, TrainWork], tally: Tally, *, gradient: bool
-    ) -> Pending | None:
-        """Start one micro-batch, its gradients into `tally`; None, with `tally` unchanged, if memory lacked."""
-        packed = pack(items, self.vocab_size)
-        try:
-            started: Pending
-            started, gradients = self._runner.run(packed, self._adapters, works, gradient=gradient)
-            if gradients is not None:
-                tally.add_gradients(gradients, self._adapters)
-        except torch.OutOfMemoryError:
-            return None
-        return started
-
-    def _smaller(self, items: Sequence[Item], waiting: Sequence[list[Item]], tally: Tally) -> Sequence[list[Item]]:
-        """What to try after `items` did not fit in memory, and what was `waiting` behind them: cut anew as well, as in
-        their old size they would run out of memory one after the other, and each would halve the budget once more."""
-        self.release_memory()
-        if len(items) == 1:
-            (item,) = items
-            tally.works[item.work].error = NotEnoughMemoryError(
-                f"data[{item.index}]: {item.length} positions do not fit in the trainer's memory"
-            )
-            return waiting
-        self._budget.lacked(sum(item.length for item in items))
-        return self._split([*items, *itertools.chain.from_iterable(waiting)])
 
     # Checks and look-ups --------------------------------------------------------------------------------------------
 
