@@ -9,7 +9,7 @@ import pytest
 import tinker
 from tinker.lib.credentials import JsonCredentialStore, ManualKey, default_credentials_path
 
-from tests.compatibility.checks_rest import checkpoint, run_and_path
+from tests.compatibility.checks_rest import check_trace, checkpoint, run_and_path
 from tests.compatibility.report import refused, works
 from tests.compatibility.world import World
 
@@ -121,9 +121,14 @@ def auth_whoami(world: World) -> None:
     world.command("auth", "whoami")
 
 
-@refused("tinker session export-trace", saying="not supported")
+@works("tinker session export-trace", by="the file has a slice for every request made")
 def export_trace(world: World) -> None:
-    world.command("session", "export-trace", world.service.holder.get_session_id(), output="table")
+    run_id = world.training().get_info().model_id
+    session = world.service.holder.get_session_id()
+    with TemporaryDirectory() as folder:
+        file = Path(folder, f"{session}.pftrace")
+        world.command("session", "export-trace", session, "--output", str(file), output="table")
+        check_trace(file.read_bytes(), run_id)
 
 
 @refused("tinker billing usage", saying="bills nobody")

@@ -13,6 +13,7 @@ import tinker
 
 from tests.compatibility.report import refused, works
 from tests.compatibility.world import World, same
+from tests.traces.trace_reading import read_trace
 
 DAY = timedelta(days=1)
 
@@ -193,9 +194,25 @@ def project(world: World) -> None:
     world.call(world.rest, "assign_session_project", world.service.holder.get_session_id(), "p1")
 
 
-@refused("RestClient.export_session_trace", saying="not supported")
+@works("RestClient.export_session_trace", by="a slice with its time in the trainer for every request made")
 def trace(world: World) -> None:
-    world.call(world.rest, "export_session_trace", world.service.holder.get_session_id())
+    run_id = world.training().get_info().model_id
+    url = world.call(world.rest, "export_session_trace", world.service.holder.get_session_id())
+    with urllib.request.urlopen(url, timeout=60) as answer:
+        check_trace(answer.read(), run_id)
+
+
+def check_trace(content: bytes, run_id: str) -> None:
+    """`content` tells of a run of two steps."""
+    found = [each for each in read_trace(content).operations if each.arguments["request_id"].startswith(f"{run_id}:")]
+    assert [(each.arguments["request_id"].rpartition(":")[2], each.name) for each in found] == [
+        ("create", "create_model"),
+        ("1", "forward_backward"),
+        ("2", "optim_step"),
+        ("3", "forward_backward"),
+        ("4", "optim_step"),
+    ]
+    assert all(each.end and "running" in each.stages and each.arguments["outcome"] == "ok" for each in found)
 
 
 def admin(world: World) -> Any:

@@ -3,6 +3,7 @@
 Every value that comes back is compared with what was done, or with what another call says.
 """
 
+import asyncio
 import json
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import tinker
 from tinker import types
@@ -21,6 +23,8 @@ from tinker_local.backend import BackendOptions, InProcessBackend, ModelSource
 from tinker_local.backend.fakes import FakeModel, FakeRenderer, FakeSampler, FakeTrainer
 from tinker_local.backend.http.server import LoopbackServer
 from tinker_local.backend.models.base_models import Engines
+
+from tests.traces.trace_reading import read_trace
 
 
 @pytest.fixture(scope="module")
@@ -186,9 +190,8 @@ async def test_sessions_through_the_rest_client_on_fakes(service: Any, rest: Res
     if first.next_cursor is not None:
         second = await rest.client.search_sessions(types.SessionSearchRequest(limit=1, cursor=first.next_cursor))
         assert second.sessions[0].session_id != session
-    for call, *arguments in (("assign_session_project", session, "proj-1"), ("export_session_trace", session)):
-        with pytest.raises(tinker.BadRequestError, match=r"is not supported: .*(TINKER_PROJECT_ID|GET /metrics)"):
-            await rest(call, *arguments)
+    with pytest.raises(tinker.BadRequestError, match=r"is not supported: .*TINKER_PROJECT_ID"):
+        await rest("assign_session_project", session, "proj-1")
 
 
 async def test_copies_through_the_sdk_on_fakes(server: Any, service: Any, rest: Rest) -> None:
@@ -287,6 +290,28 @@ def test_commands_on_checkpoints_and_runs_on_fakes(service: Any, server: Any, co
     assert rest.list_checkpoints(run_id).result().checkpoints == []
 
 
-def test_trace_of_a_session_is_refused_by_the_command_with_what_to_do_on_fakes(service: Any, command: Command) -> None:
+async def test_trace_of_a_session_through_the_sdk_on_fakes(service: Any, rest: Rest) -> None:
     session = service.holder.get_session_id()
-    assert "GET /metrics" in command("session", "export-trace", session, fails=True)
+    with pytest.raises(RuntimeError, match="it has made no request since the server started"):
+        await rest("export_session_trace", session)
+    _, run_id = trained(service)
+    url = await rest("export_session_trace", session)
+    answer = await asyncio.to_thread(httpx.get, url)
+    assert answer.status_code == 200
+    assert read_trace(answer.content).of(f"{run_id}:create").name == "create_model"
+    with pytest.raises(tinker.NotFoundError, match="s-nobody"):
+        await rest("export_session_trace", "s-nobody")
+
+
+def test_command_writes_the_trace_of_a_session_on_fakes(
+    service: Any, command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    _, run_id = trained(service)
+    session = service.holder.get_session_id()
+    written = command("session", "export-trace", session)
+    content = (tmp_path / f"{session}.pftrace").read_bytes()
+    assert written["file_size_bytes"] == len(content)
+    assert read_trace(content).of(f"{run_id}:create").name == "create_model"
+    url = command("session", "export-trace", session, "--url-only")["url"]
+    assert httpx.get(url).content == content

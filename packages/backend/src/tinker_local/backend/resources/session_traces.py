@@ -181,8 +181,8 @@ class SessionTraces:
     def _why_nothing(self, session_id: str) -> str:
         return (
             f"nothing is recorded of the session {session_id}: it has made no request since the server started at "
-            f"{self._started:%Y-%m-%d %H:%M:%S} UTC, or ended more than {KEPT_SECONDS / 3600:.0f} hours ago, or had to "
-            "make room for others. Requests are recorded in memory only; export before the server stops"
+            f"{self._started:%Y-%m-%d %H:%M:%S} UTC, or has ended and made the last {KEPT_SECONDS / 3600:.0f} hours ago, "
+            "or made room for others. Requests are recorded in memory only; export before the server stops"
         )
 
     def _path(self, session_id: str) -> Path:

@@ -15,7 +15,7 @@ MOST_IN_ALL = 65536
 """Of all sessions; a timeline takes less than a kilobyte."""
 
 KEPT_SECONDS = 86400.0
-"""How long the timelines of a session that has ended are kept after its last operation began."""
+"""How long the timelines of a session that has ended are kept, from when its last operation began."""
 
 
 @dataclass(slots=True, eq=False)
