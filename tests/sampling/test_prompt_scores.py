@@ -147,7 +147,7 @@ def kv_bytes(served: Any) -> int:
 
 
 async def test_a_prompt_that_is_preempted_in_its_middle_is_answered_rightly(text: Any) -> None:
-    """The KV cache has no room for all; whoever came last starts again from its beginning."""
+    """Whatever takes its place in the KV cache: it starts again from its beginning."""
     options = dataclasses.replace(
         text.options,
         kv_cache_bytes=640 * kv_bytes(text),
@@ -160,15 +160,24 @@ async def test_a_prompt_that_is_preempted_in_its_middle_is_answered_rightly(text
     halfway: list[int] = []
 
     def watch(engine: Any) -> None:
+        """Preempt all that runs whenever another prompt is in its middle; how vLLM comes to it differs by version."""
         scheduler = engine.engine_core.engine_core.scheduler
-        preempt = scheduler._preempt_request
+        schedule = scheduler.schedule
+        seen: set[str] = set()
 
-        def noted(request: Any, *args: Any, **kwargs: Any) -> Any:
-            if 0 < request.num_computed_tokens < request.num_prompt_tokens:
-                halfway.append(request.num_computed_tokens)
-            return preempt(request, *args, **kwargs)
+        def interrupted(*args: Any, **kwargs: Any) -> Any:
+            middles = {
+                request.request_id: request.num_computed_tokens
+                for request in scheduler.running
+                if 0 < request.num_computed_tokens < request.num_prompt_tokens and request.request_id not in seen
+            }
+            if middles:
+                seen.update(middles)
+                halfway.extend(middles.values())
+                scheduler.reset_prefix_cache(reset_running_requests=True)
+            return schedule(*args, **kwargs)
 
-        scheduler._preempt_request = noted
+        scheduler.schedule = interrupted
 
     await asyncio.wrap_future(thread.call(small._engine, watch))
     try:
@@ -192,7 +201,7 @@ async def test_a_prompt_that_is_preempted_in_its_middle_is_answered_rightly(text
         )
     finally:
         await small.close()
-    assert halfway
+    assert len(halfway) >= len(prompts)
     for prompt, ids, output in zip(prompts, wanted, outputs, strict=True):
         expected = log_p(text, prompt)
         assert output.prompt_logprobs is not None
