@@ -179,10 +179,11 @@ class SessionTraces:
         return f"the newest {len(kept)} of {complete}; {kept.dropped} older ones were dropped"
 
     def _why_nothing(self, session_id: str) -> str:
+        hours = f"{KEPT_SECONDS / 3600:.0f} hours"
         return (
             f"nothing is recorded of the session {session_id}: it has made no request since the server started at "
-            f"{self._started:%Y-%m-%d %H:%M:%S} UTC, or has ended and made the last {KEPT_SECONDS / 3600:.0f} hours ago, "
-            "or made room for others. Requests are recorded in memory only; export before the server stops"
+            f"{self._started:%Y-%m-%d %H:%M:%S} UTC, or has ended and made the last {hours} ago, or made room for "
+            "others. Requests are recorded in memory only; export before the server stops"
         )
 
     def _path(self, session_id: str) -> Path:
