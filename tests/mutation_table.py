@@ -21,6 +21,7 @@ COMMAND_LOG = "tests/scheduling/test_command_log.py::"
 DECODING = "tests/rendering/test_decoding.py::"
 ENDPOINTS = "tests/http/test_http_endpoints_on_fakes.py::"
 ENGINE_THREAD = "tests/sampling/test_engine_thread.py::"
+EXPORT_NAMES = "tests/training/test_export_names.py::"
 EXTERNAL = "tests/http/test_http_external_weights_on_fakes.py::"
 FORMULAS = "tests/training/test_loss_formulas.py::"
 FUTURES = "tests/http/test_http_futures_on_fakes.py::"
@@ -1415,6 +1416,41 @@ MUTATIONS = (
         (EXTERNAL + "test_file_is_streamed_and_never_whole_in_memory_on_fakes",),
     ),
     Mutation(
+        "exports-with-paths-of-transformers",
+        "backend/training/families/interface.py",
+        "            return HOSTED_DECODER + path.removeprefix(self.decoder_path)\n",
+        "            return path\n",
+        (EXPORT_NAMES + "test_merged_export_of_an_untied_model_is_what_was_trained[qwen3_vl_untied]",),
+    ),
+    Mutation(
+        "tied-head-as-a-tensor-of-its-own",
+        "backend/training/families/interface.py",
+        "return HOSTED_TIED_HEAD if tied_head else path",
+        "return path",
+        (EXPORT_NAMES + "test_merged_export_of_a_tied_model_differs_by_its_input_embedding_alone[qwen3]",),
+    ),
+    Mutation(
+        "untied-head-named-as-a-tied-one",
+        "backend/training/families/interface.py",
+        "return HOSTED_TIED_HEAD if tied_head else path",
+        "return HOSTED_TIED_HEAD",
+        (EXPORT_NAMES + "test_export_is_loaded_by_peft_as_documented[qwen3_untied]",),
+    ),
+    Mutation(
+        "export-is-a-checkpoint",
+        "backend/resources/external_weights.py",
+        "call(model.base.engines.trainer.export, model.model_id)",
+        "call(model.base.engines.trainer.capture, model.model_id, optimizer=False)",
+        ("tests/e2e/test_download.py::test_checkpoint_downloaded_by_the_command_is_what_peft_loads_and_was_trained",),
+    ),
+    Mutation(
+        "folder-names-the-first-of-a-models-names",
+        "backend/storage/checkpoints.py",
+        "write_adapter(folder, replace(state, base_model=record.base_model))",
+        "write_adapter(folder, state)",
+        ("tests/storage/test_storage_peft.py::test_folder_names_the_base_model_as_the_run_asked_for_it",),
+    ),
+    Mutation(
         "forged-url-accepted",
         "backend/resources/signatures.py",
         '        if not hmac.compare_digest(signature.encode("utf-8", "replace"), right.encode()):\n',
@@ -2116,6 +2152,17 @@ MISTAKES = (
         "Checkpoints read whole for a download, or given to whom they are not for",
         ("download-read-whole", "export-deleted-under-a-download", "forged-url-accepted", "expired-url-accepted"),
         ("tests/e2e/test_download.py::test_checkpoint_downloaded_by_the_command_is_what_peft_loads_and_was_trained",),
+    ),
+    Promise(
+        "operation",
+        "Exports that the cookbook's exporters fail on, or merge into nothing",
+        (
+            "exports-with-paths-of-transformers",
+            "tied-head-as-a-tensor-of-its-own",
+            "untied-head-named-as-a-tied-one",
+            "export-is-a-checkpoint",
+            "folder-names-the-first-of-a-models-names",
+        ),
     ),
     Promise(
         "operation",

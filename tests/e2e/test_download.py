@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import tinker
 import torch
+from safetensors.numpy import load_file
 
 pytestmark = pytest.mark.skipif(not hasattr(tinker, "RestClient"), reason="this SDK downloads archives, which are gone")
 
@@ -70,6 +71,9 @@ def test_checkpoint_downloaded_by_the_command_is_what_peft_loads_and_was_trained
     assert {file.name for file in folder.iterdir()} == {"adapter_config.json", "adapter_model.safetensors"}
     config = json.loads((folder / "adapter_config.json").read_text())
     assert (config["r"], config["lora_alpha"], config["base_model_name_or_path"]) == (4, 32, name)
+    names = load_file(folder / "adapter_model.safetensors").keys()
+    assert "base_model.model.model.unembed_tokens.lora_B.weight" in names  # both models tie their heads
+    assert "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight" in names
     assert {c.tinker_path for c in rest.list_user_checkpoints(limit=1000).result().checkpoints} == before
     auto = AutoModelForCausalLM if name == TEXT else AutoModelForImageTextToText
     base = auto.from_pretrained(tiny_models[name], dtype=torch.float32)
