@@ -300,7 +300,7 @@ async def open_api(
     backend = InProcessBackend(sources, BackendOptions(**options), load=load, clock=clock)
     await backend.start()
     transport = httpx.ASGITransport(create_app(backend, api_keys=api_keys), raise_app_exceptions=False)
-    http = httpx.AsyncClient(transport=transport, base_url="http://test", trust_env=False)
+    http = httpx.AsyncClient(transport=transport, base_url="http://localhost", trust_env=False)
     return Api(backend, http, engines)
 
 

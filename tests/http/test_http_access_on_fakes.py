@@ -83,6 +83,57 @@ async def test_without_keys_any_key_is_let_in_on_fakes(api: Any) -> None:
     assert (await api.post("create_session", {}, headers={"X-API-Key": "tml-whatever"})).status_code == 200
 
 
+@pytest.mark.parametrize(
+    "host", ["localhost", "LOCALHOST:8000", "127.0.0.1", "127.0.0.1:8000", "127.8.9.1:1", "[::1]", "[::1]:8000"]
+)
+async def test_without_keys_this_machine_is_asked_by_its_own_names_on_fakes(api: Any, host: str) -> None:
+    assert (await api.post("create_session", {}, headers={"Host": host})).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "host",
+    [
+        "rebound.example",
+        "rebound.example:8000",
+        "localhost.rebound.example",
+        "127.0.0.1.rebound.example:8000",
+        "me@127.0.0.1",
+        "127.0.0.1:8000@rebound.example",
+        "192.168.1.7:8000",
+        "[fe80::1]:8000",
+        "localhost:80:80",
+        "",
+    ],
+)
+async def test_without_keys_a_page_whose_name_was_made_to_lead_here_is_refused_on_fakes(api: Any, host: str) -> None:
+    for method, path in (("POST", "/api/v1/create_session"), ("GET", "/api/v1/training_runs"), ("GET", "/metrics")):
+        answer = await api.http.request(method, path, headers={"Host": host})
+        assert answer.status_code == 403
+        for word in (f"Host: {host!r}", "--api-key-file", "TINKER_API_KEY"):
+            assert word in answer.json()["detail"]
+    assert (await api.get("sessions")).json()["sessions"] == []
+
+
+async def test_without_keys_web_pages_of_other_sites_are_refused_on_fakes(api: Any) -> None:
+    # What a browser sends without asking first.
+    for kind in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x"):
+        for origin in ("https://evil.example", "http://localhost.evil.example:8000", "null", "file://", "http://[", ""):
+            headers = {"Content-Type": kind, "Origin": origin}
+            answer = await api.http.post("/api/v1/create_session", content=b"{}", headers=headers)
+            assert answer.status_code == 403
+            assert f"Origin: {origin!r}" in answer.json()["detail"]
+    assert (await api.get("sessions")).json()["sessions"] == []
+    for origin in ("http://localhost:3000", "http://127.0.0.1:8000", "http://[::1]:8000"):
+        assert (await api.post("create_session", {}, headers={"Origin": origin})).status_code == 200
+
+
+async def test_with_keys_the_server_has_any_name_on_fakes(start_api: Any) -> None:
+    api = await start_api(api_keys=[KEY])
+    headers = {"X-API-Key": KEY, "Host": "ai.example:8443", "Origin": "https://ai.example"}
+    assert (await api.post("create_session", {}, headers=headers)).status_code == 200
+    assert (await api.get("healthz")).status_code == 200
+
+
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.1", "example.org", ""])
 def test_address_that_others_reach_needs_a_key_file_on_fakes(refused: Any, host: str) -> None:
     assert "--api-key-file" in refused("--host", host)

@@ -37,9 +37,9 @@ async def fetch(api: Any, url: httpx.URL, send: Any, headers: Sequence[tuple[byt
         "method": "GET",
         "path": url.path,
         "query_string": url.query,
-        "headers": [(b"host", b"test"), *headers],
+        "headers": [(b"host", b"localhost"), *headers],
         "scheme": "http",
-        "server": ("test", 80),
+        "server": ("localhost", 80),
     }
 
     async def receive() -> dict[str, Any]:
@@ -60,7 +60,7 @@ async def test_export_is_fetched_without_a_key_and_equals_what_was_saved_on_fake
     urls = await signed(api, model, "a")
     assert urls.keys() == FILES
     async with httpx.AsyncClient(transport=api.http._transport) as stranger:
-        assert (await stranger.get("http://test/api/v1/training_runs")).status_code == 401
+        assert (await stranger.get("http://localhost/api/v1/training_runs")).status_code == 401
         answers = {file: await stranger.get(url) for file, url in urls.items()}
         assert {answer.status_code for answer in answers.values()} == {200}
         part = await stranger.get(urls["adapter_model.safetensors"], headers={"Range": "bytes=8-15"})
@@ -205,7 +205,9 @@ async def test_forged_or_expired_url_is_403_on_fakes(start_api: Any) -> None:
     assert "expired" in answer.json()["detail"]
 
 
-async def test_urls_name_the_server_as_the_client_reached_it_on_fakes(api: Any) -> None:
+async def test_urls_name_the_server_as_the_client_reached_it_on_fakes(start_api: Any) -> None:
+    api = await start_api(api_keys=["tml-secret"])
+    api.http.headers["x-api-key"] = "tml-secret"
     model = await api.model()
     await export(api, model, 1, "a")
     proxied = {
@@ -214,7 +216,7 @@ async def test_urls_name_the_server_as_the_client_reached_it_on_fakes(api: Any) 
         "X-Forwarded-Prefix": "/a/b/",
     }
     for headers, root in (
-        ({}, "http://test/"),
+        ({}, "http://localhost/"),
         ({"Host": "192.168.1.7:8000"}, "http://192.168.1.7:8000/"),
         ({"Host": "[::1]:8000"}, "http://[::1]:8000/"),
         (proxied, "https://ai.example:8443/a/b/"),

@@ -48,7 +48,7 @@ class AuthenticationError(ApiError):
 
 
 class PermissionDeniedError(ApiError):
-    """The URL's signature is wrong, or has expired."""
+    """The URL's signature is wrong or has expired, or a server without keys was asked from outside its machine."""
 
     category = "user"
     status = 403

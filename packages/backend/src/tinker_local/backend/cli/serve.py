@@ -1,6 +1,5 @@
 """`tinker-local serve`: checks what it was told, loads the models, serves until Ctrl-C."""
 
-import ipaddress
 import logging
 import os
 import sys
@@ -19,14 +18,6 @@ def _sources(context: click.Context, parameter: click.Parameter, values: tuple[s
         return [ModelSource.parse(value) for value in values]
     except ValueError as error:
         raise click.BadParameter(str(error)) from None
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches an address."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def read_keys(path: Path) -> list[str]:
@@ -191,6 +182,7 @@ def serve(
         TINKER_BASE_URL=http://127.0.0.1:8000 TINKER_API_KEY=tml-local python program.py
     """
     from rich.console import Console
+    from tinker_local.backend.http.loopback import is_loopback
 
     console = Console(highlight=False, soft_wrap=True)
     logging.basicConfig(

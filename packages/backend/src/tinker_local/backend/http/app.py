@@ -8,6 +8,7 @@ from fastapi.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 from tinker_local.backend.http import errors
 from tinker_local.backend.http.access import no_weights_token
+from tinker_local.backend.http.loopback import RequireOwnMachine
 from tinker_local.backend.http.routes import (
     checkpoints,
     client,
@@ -30,14 +31,17 @@ HEALTH = "/api/v1/healthz"
 def create_app(backend: InProcessBackend, *, api_keys: Sequence[str] | None = None) -> FastAPI:
     """The app over `backend`, which somebody else starts and closes, on the same event loop.
 
-    `api_keys`: the keys that are let in; None lets every key in (for a server that only this machine reaches).
+    `api_keys`: the keys that are let in; None lets every key in, from programs of this machine (the server has to
+    listen to no other).
     """
     app = FastAPI(title="tinker-local", version="0.1.0", redirect_slashes=False)
     app.state.backend = backend
     app.state.metrics = metrics.registry_of(backend)
     errors.install(app)
     app.add_middleware(RequireReady, backend=backend)
-    if api_keys is not None:
+    if api_keys is None:
+        app.add_middleware(RequireOwnMachine)
+    else:
         app.add_middleware(RequireKey, keys=api_keys)
     modules = (
         client,
