@@ -66,8 +66,9 @@ def packets(trace: SessionTrace) -> Iterator[TracePacket]:
     ):
         timelines = [timeline for track in tracks for timeline in track.timelines]
         if timelines:
-            yield from writer.counter(f"{what}: requests that wait", "requests", session, _in_stage(timelines, False))
-            yield from writer.counter(f"{what}: requests that run", "requests", session, _in_stage(timelines, True))
+            for doing, stage in (("wait", "waiting"), ("run", "running")):
+                changes = _in_stage(timelines, stage)
+                yield from writer.counter(f"{what}: requests that {doing}", "requests", session, changes)
             yield from writer.counter(f"{what}: tokens per second", "tokens/s", session, _rates(timelines, tokens))
     for owner in owners:
         yield from writer.lanes(owner, session)
@@ -189,11 +190,11 @@ def _arguments(timeline: Timeline, ended: int) -> Iterator[DebugAnnotation]:
         yield DebugAnnotation(name=name, int_value=value)
 
 
-def _in_stage(timelines: Iterable[Timeline], running: bool) -> Iterator[Change]:
-    """How many requests run, or wait or are in any other stage but `running`."""
+def _in_stage(timelines: Iterable[Timeline], counted: str) -> Iterator[Change]:
+    """How many requests are in a stage."""
     for timeline in timelines:
         for stage, began, until in stages(timeline, timeline.ended):
-            if (stage == "running") == running:
+            if stage == counted:
                 yield began, 1.0
                 if until:
                     yield until, -1.0
