@@ -46,6 +46,7 @@ SAMPLED_TOPK = "tests/sampling/test_sampled_topk.py::"
 SAMPLED = "tests/sampling/test_sampled_logprobs.py::"
 SEEDS = "tests/sampling/test_seeds.py::"
 SESSIONS = "tests/http/test_http_sessions_on_fakes.py::"
+SESSION_TRACE = "tests/http/test_http_session_trace_on_fakes.py::"
 SETTINGS = "tests/http/test_http_settings_arrive_on_fakes.py::"
 SIMULATION = "tests/scheduling/test_scheduler_simulation_on_fakes.py::"
 STORE = "tests/storage/test_storage_checkpoints.py::"
@@ -1479,6 +1480,47 @@ MUTATIONS = (
         (EXTERNAL + "test_forged_or_expired_url_is_403_on_fakes",),
     ),
     Mutation(
+        "trace-without-the-time-of-preparation",
+        "backend/traces/timelines.py",
+        "            self.enter(stage)\n",
+        '            self.enter("waiting")\n',
+        (SESSION_TRACE + "test_time_is_where_it_was_spent_on_fakes",),
+    ),
+    Mutation(
+        "traces-grow-without-bound",
+        "backend/traces/recorder.py",
+        "            if self._total > MOST_IN_ALL:\n",
+        "            if self._total < 0:\n",
+        (
+            "tests/traces/test_trace_recorder.py::"
+            "test_all_sessions_together_keep_no_more_than_the_bound_and_ended_ones_go_first",
+        ),
+    ),
+    Mutation(
+        "trace-with-slices-that-overlap",
+        "backend/traces/perfetto.py",
+        "            while taken and taken[0][0] <= timeline.stages[0][1]:\n",
+        "            while taken:\n",
+        (
+            "tests/traces/test_trace_perfetto.py::"
+            "test_operations_that_overlap_lie_on_lines_of_their_own_and_lines_are_used_again",
+        ),
+    ),
+    Mutation(
+        "trace-for-whoever-asks",
+        "backend/resources/session_traces.py",
+        '        self._signatures.check(wanted.signature, wanted.expires, "session_trace", wanted.session_id)\n',
+        "",
+        (SESSION_TRACE + "test_url_needs_no_key_and_a_forged_or_expired_one_is_403_on_fakes",),
+    ),
+    Mutation(
+        "traces-of-sessions-that-never-were",
+        "backend/scheduling/operations.py",
+        "        if operation.failures is not None:\n            self._record",
+        "        if True:\n            self._record",
+        (SESSION_TRACE + "test_requests_of_unknown_models_are_recorded_for_nobody_on_fakes",),
+    ),
+    Mutation(
         "export-deleted-under-a-download",
         "backend/resources/external_weights.py",
         "        with self._uses.using(record):\n",
@@ -2168,6 +2210,18 @@ MISTAKES = (
         "Checkpoints read whole for a download, or given to whom they are not for",
         ("download-read-whole", "export-deleted-under-a-download", "forged-url-accepted", "expired-url-accepted"),
         ("tests/e2e/test_download.py::test_checkpoint_downloaded_by_the_command_is_what_peft_loads_and_was_trained",),
+    ),
+    Promise(
+        "operation",
+        "No trace of where a session's time went, or one that leaks, grows, or that Perfetto cannot show",
+        (
+            "trace-without-the-time-of-preparation",
+            "trace-with-slices-that-overlap",
+            "traces-grow-without-bound",
+            "traces-of-sessions-that-never-were",
+            "trace-for-whoever-asks",
+        ),
+        (SESSION_TRACE + "test_each_request_of_a_session_has_a_slice_with_its_stages_on_fakes",),
     ),
     Promise(
         "operation",
