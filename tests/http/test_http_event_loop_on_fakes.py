@@ -116,7 +116,7 @@ def test_thousand_idle_polls_on_connections_of_their_own_on_fakes(serve: Any) ->
 
     waiting = gradient(2)  # 1 is not there yet
     body = json.dumps({"request_id": waiting}).encode()
-    head = f"POST /api/v1/retrieve_future HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+    head = f"POST /api/v1/retrieve_future HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n".encode()
     host, port = url.removeprefix("http://").split(":")
     connections = []
     try:

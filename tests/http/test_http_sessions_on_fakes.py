@@ -322,8 +322,8 @@ async def test_client_that_vanishes_in_the_middle_hurts_nobody_on_fakes(serve: A
         body = {"session_id": session, "model_seq_id": 0, "base_model": "fake/bigram"}
         request = (await http.post("/api/v1/create_model", json=body)).json()["request_id"]
         for text in (
-            f"POST /api/v1/forward_backward HTTP/1.1\r\nHost: x\r\nContent-Length: 1000000\r\n\r\n{'x' * 1000}",
-            "POST /api/v1/optim_step HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nabc",
+            f"POST /api/v1/forward_backward HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000000\r\n\r\n{'x' * 1000}",
+            "POST /api/v1/optim_step HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nabc",
             "GET /api/v1/healthz HTTP/1.1\r\nHo",
             "nonsense\r\n\r\n",
         ):
