@@ -1421,7 +1421,7 @@ MUTATIONS = (
         "backend/rendering/image_assets.py",
         "            asyncio.timeout(end - time.monotonic()),\n",
         "            asyncio.timeout(None),\n",
-        (IMAGE_ASSETS + "test_redirects_that_take_their_time_share_one_end",),
+        (IMAGE_ASSETS + "test_a_host_that_drips_is_given_up_in_time_wherever_it_drips[]",),
     ),
     Mutation(
         "download-read-whole",

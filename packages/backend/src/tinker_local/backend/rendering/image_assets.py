@@ -9,16 +9,16 @@ import asyncio
 import ipaddress
 import os
 import socket
+import ssl
 import stat
-import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future
 from pathlib import Path
 from urllib.parse import unquote, urljoin, urlsplit
 
 import httpx
 from pydantic import ValidationError
+from tinker_local.backend.daemon_thread import in_daemon_thread
 from tinker_local.types import (
     ImageAssetPointerChunk,
     ImageChunk,
@@ -50,7 +50,8 @@ def addresses_of(host: str, port: int) -> list[str]:
 class ImageAssets:
     """`folder`: of the files that may be named, by a path relative to it, an absolute one, or a `file:` URL. `hosts`:
     `name` or `name:port` of the hosts that may be asked by http(s). Images have at most `max_bytes`, those of one
-    prompt `max_prompt_bytes`, and they all are there within `seconds`. Blocks; any thread may call it."""
+    prompt `max_prompt_bytes`, and they all are there within `seconds`. Belongs to one event loop, on which only the
+    network is waited for: files, and the bytes of images, are looked at in threads."""
 
     def __init__(
         self,
@@ -68,16 +69,18 @@ class ImageAssets:
         self._max_prompt_bytes = max_prompt_bytes
         self._seconds = seconds
         self._addresses = addresses
-        self._look_ups = threading.BoundedSemaphore(MAX_LOOK_UPS)
+        self._look_ups = asyncio.Semaphore(MAX_LOOK_UPS)
+        self._looking_up: set[asyncio.Task[list[str]]] = set()
+        self._tls: ssl.SSLContext | None = None
 
-    def resolved(self, model_input: ModelInput, where: str) -> ModelInput:
+    async def resolved(self, model_input: ModelInput, where: str) -> ModelInput:
         """`model_input` with the bytes of every image that it names. Raises UnsupportedError if nothing may be named,
         InvalidRequestError for what may not or cannot be had."""
         end, size = time.monotonic() + self._seconds, 0
         chunks = list(model_input.chunks)
         for index, chunk in enumerate(chunks):
             if isinstance(chunk, ImageAssetPointerChunk):
-                chunks[index] = image = self._image(chunk, f"{where}.chunks[{index}]", end)
+                chunks[index] = image = await self._image(chunk, f"{where}.chunks[{index}]", end)
                 size += len(image.data)
                 if size > self._max_prompt_bytes:
                     raise InvalidRequestError(
@@ -86,7 +89,7 @@ class ImageAssets:
                     )
         return ModelInput(chunks=tuple(chunks))
 
-    def _image(self, chunk: ImageAssetPointerChunk, where: str, end: float) -> ImageChunk:
+    async def _image(self, chunk: ImageAssetPointerChunk, where: str, end: float) -> ImageChunk:
         field = f"{where}.location"
         if self._folder is None and not self._hosts:
             raise UnsupportedError(
@@ -94,20 +97,17 @@ class ImageAssets:
                 "--image-folder or --image-host"
             )
         try:
-            data = self._data(chunk.location, field, end)
+            data = await self._data(chunk.location, field, end)
         except ValueError as error:  # of the parsers of URLs and addresses
             raise InvalidRequestError(f"{field}: {chunk.location}: {error}") from None
-        try:
-            return ImageChunk(data=data, format=chunk.format, expected_tokens=chunk.expected_tokens)
-        except ValidationError as error:
-            raise InvalidRequestError(f"{where}: {chunk.location}: {error.errors()[0]['msg']}") from None
+        return await asyncio.to_thread(_as_sent, chunk, data, where)
 
-    def _data(self, location: str, field: str, end: float) -> bytes:
+    async def _data(self, location: str, field: str, end: float) -> bytes:
         scheme = urlsplit(location).scheme.lower()
         if scheme in ("http", "https"):
-            return self._fetched(location, field, end)
+            return await self._fetched(location, field, end)
         if scheme in ("", "file"):
-            return self._read(location, field)
+            return await asyncio.to_thread(self._read, location, field)
         raise InvalidRequestError(f"{field}: the scheme {scheme!r} is not one of http, https, file")
 
     # Files ----------------------------------------------------------------------------------------------------------
@@ -142,12 +142,12 @@ class ImageAssets:
 
     # Hosts ----------------------------------------------------------------------------------------------------------
 
-    def _fetched(self, location: str, field: str, end: float) -> bytes:
+    async def _fetched(self, location: str, field: str, end: float) -> bytes:
         asked = location
         for _ in range(1 + MAX_REDIRECTS):
-            url, address = self._checked(asked, location, field, end)
+            url, address = await self._checked(asked, location, field, end)
             try:
-                answer = asyncio.run(self._get(url, address, location, field, end))
+                answer = await self._get(url, address, location, field, end)
             except TimeoutError:
                 raise self._too_slow(field, location) from None
             except httpx.HTTPError as error:
@@ -159,7 +159,7 @@ class ImageAssets:
                 raise InvalidRequestError(f"{field}: {location} redirects to another host, which is not followed")
         raise InvalidRequestError(f"{field}: {location} redirects more than {MAX_REDIRECTS} times")
 
-    def _checked(self, asked: str, location: str, field: str, end: float) -> tuple[httpx.URL, str]:
+    async def _checked(self, asked: str, location: str, field: str, end: float) -> tuple[httpx.URL, str]:
         """The URL, and an address of its host that may be asked."""
         try:
             url = httpx.URL(asked)
@@ -172,7 +172,7 @@ class ImageAssets:
         if url.userinfo:
             raise InvalidRequestError(f"{field}: a URL with a name or password is not asked")
         try:
-            found = self._looked_up(url.host, port, end)
+            found = await self._looked_up(url.host, port, end)
         except TimeoutError:
             raise self._too_slow(field, location, f", as the name {url.host} was still being looked up") from None
         except OSError as error:
@@ -182,22 +182,24 @@ class ImageAssets:
             raise InvalidRequestError(f"{field}: {location} leads to a private address, which is not asked")
         return url, public[0]
 
-    def _looked_up(self, host: str, port: int, end: float) -> list[str]:
+    async def _looked_up(self, host: str, port: int, end: float) -> list[str]:
         """The addresses of a host; TimeoutError at `end`, OSError if it has none."""
-        outcome: Future[list[str]] = Future()
 
-        def look_up() -> None:
-            try:
-                outcome.set_result(list(self._addresses(host, port)))
-            except BaseException as error:
-                outcome.set_exception(error)
-            finally:
-                self._look_ups.release()
+        def look_up() -> list[str]:
+            return list(self._addresses(host, port))
 
-        if not self._look_ups.acquire(timeout=max(0.0, end - time.monotonic())):
-            raise TimeoutError
-        threading.Thread(target=look_up, daemon=True, name="look-up of a host").start()
-        return outcome.result(max(0.0, end - time.monotonic()))
+        async with asyncio.timeout(end - time.monotonic()):
+            await self._look_ups.acquire()
+            task = asyncio.create_task(in_daemon_thread(look_up))
+            self._looking_up.add(task)
+            task.add_done_callback(self._look_up_ended)
+            return await asyncio.shield(task)  # its thread goes on, and its place is taken, when nobody waits any more
+
+    def _look_up_ended(self, task: asyncio.Task[list[str]]) -> None:
+        self._looking_up.discard(task)
+        self._look_ups.release()
+        if not task.cancelled():
+            task.exception()  # told to who waits; if nobody does, it matters to nobody
 
     async def _get(self, url: httpx.URL, address: str, location: str, field: str, end: float) -> bytes | str:
         """The body, or where the answer redirects to. It is `address` that is asked, under the name of the host.
@@ -205,9 +207,11 @@ class ImageAssets:
         TimeoutError at `end`, whatever the host does: a limit for each read would let it send byte after byte.
         """
         head = {"Host": url.netloc.decode(), "Accept": "image/png, image/jpeg", "Accept-Encoding": "identity"}
+        if self._tls is None:
+            self._tls = await asyncio.to_thread(httpx.create_ssl_context, trust_env=False)
         async with (
             asyncio.timeout(end - time.monotonic()),
-            httpx.AsyncClient(trust_env=False, timeout=None) as client,
+            httpx.AsyncClient(trust_env=False, timeout=None, verify=self._tls) as client,
             client.stream(
                 "GET", url.copy_with(host=address), headers=head, extensions={"sni_hostname": url.host}
             ) as answer,
@@ -228,6 +232,14 @@ class ImageAssets:
 
     def _too_large(self, field: str, location: str, size: int) -> InvalidRequestError:
         return InvalidRequestError(f"{field}: {location} has {size} bytes or more, the limit is {self._max_bytes}")
+
+
+def _as_sent(chunk: ImageAssetPointerChunk, data: bytes, where: str) -> ImageChunk:
+    """The chunk that would have been sent with `data`."""
+    try:
+        return ImageChunk(data=data, format=chunk.format, expected_tokens=chunk.expected_tokens)
+    except ValidationError as error:
+        raise InvalidRequestError(f"{where}: {chunk.location}: {error.errors()[0]['msg']}") from None
 
 
 def _is_public(text: str) -> bool:

@@ -25,6 +25,9 @@ from tinker_local.types import (
     UnsupportedError,
 )
 
+MAX_FETCHING = 8
+"""Prompts whose images are fetched at once; each may hold 128 MiB of them."""
+
 
 class Samples:
     """Takes samples, renders their prompts in threads, and hands them to the sampler of their session's base model."""
@@ -44,7 +47,7 @@ class Samples:
         self._uses = uses
         self._rendering = ThreadPoolExecutor(2, thread_name_prefix="render")
         self._images = ImageAssets(options.image_folder, options.image_hosts)
-        self._fetching = ThreadPoolExecutor(8, thread_name_prefix="fetch")  # a slow host is in nobody else's way
+        self._fetching = asyncio.Semaphore(MAX_FETCHING)
         self._queued = 0
         self._in_samplers: dict[BaseModel, SamplerQueue] = {}
 
@@ -142,8 +145,12 @@ class Samples:
         """The prompt with its images fetched and rendered; it must fit in the context with what is sampled."""
         loop, given = asyncio.get_running_loop(), request.prompt
         if names_images(given):
-            resolved = timeline.during("fetching", self._images.resolved)
-            given = await loop.run_in_executor(self._fetching, resolved, given, "prompt")
+            async with self._fetching:
+                timeline.enter("fetching")
+                try:
+                    given = await self._images.resolved(given, "prompt")
+                finally:
+                    timeline.enter("waiting")
         render = timeline.during("preparing", base.engines.renderer.render)
         prompt = await loop.run_in_executor(self._rendering, render, given, "prompt")
         timeline.note(num_samples=request.num_samples, prompt_tokens=prompt.length, images=len(prompt.images))
@@ -178,7 +185,6 @@ class Samples:
 
     def close(self) -> None:
         self._rendering.shutdown(wait=False, cancel_futures=True)
-        self._fetching.shutdown(wait=False, cancel_futures=True)
 
 
 async def sample_counted(base: BaseModel, work: SampleWork) -> SampleOutput:
