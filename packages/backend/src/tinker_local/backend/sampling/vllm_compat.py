@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
+from tinker_local.backend.sampling.kept_by_dynamo import kept_by_dynamo
 from tinker_local.backend.sampling.vllm_sleep import can_sleep, keep_rotary_tables_apart, sleep_mode_is_free
 
 DType = Literal["float32", "bfloat16"]
@@ -154,7 +155,6 @@ def build_engine(options: EngineOptions) -> Any:
         from tinker_local.backend.sampling import vllm_lora_fixes, vllm_prompt_scores
         from tinker_local.backend.sampling.vllm_draw import FullVocabularyDraw
         from tinker_local.backend.sampling.vllm_logprobs import collect_logprobs
-        from tinker_local.backend.sampling.vllm_release import kept_by_dynamo
         from vllm.engine.arg_utils import EngineArgs
         from vllm.usage.usage_lib import UsageContext
         from vllm.v1.engine.llm_engine import LLMEngine

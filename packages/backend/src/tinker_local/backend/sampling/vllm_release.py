@@ -5,27 +5,9 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
+from tinker_local.backend.sampling.kept_by_dynamo import let_dynamo_forget
 from tinker_local.backend.sampling.vllm_compat import lora_worker, model_runner
 from tinker_local.backend.sampling.vllm_sleep import can_sleep, free_sleep_pools
-
-
-def kept_by_dynamo() -> set[tuple[str, Any]]:
-    """What dynamo keeps for good, and with it the weights of models that were compiled: names in vLLM's modules of what
-    it compiled, and keys of its hooks."""
-    hooks = getattr(sys.modules.get("torch._dynamo.convert_frame"), "_bytecode_hooks", {})
-    return {("", key) for key in hooks} | {
-        (module, name)
-        for module in [name for name in sys.modules if name.startswith("vllm.model_executor.models.")]
-        for name in [name for name in vars(sys.modules[module]) if name.startswith("__compiled_fn_")]
-    }
-
-
-def _let_dynamo_forget(kept: set[tuple[str, Any]]) -> None:
-    for module, key in kept:
-        if module:
-            setattr(sys.modules[module], key, None)  # dynamo may still delete it
-        else:
-            sys.modules["torch._dynamo.convert_frame"]._bytecode_hooks.pop(key, None)
 
 
 def _forget_lora_pointers(worker: Any) -> None:
@@ -65,7 +47,7 @@ def release_engine(engine: Any) -> None:
     runner.model = None
     runner.lora_manager = None
     engine.engine_core.engine_core = None
-    _let_dynamo_forget(engine.kept_by_dynamo)
+    let_dynamo_forget(engine.kept_by_dynamo)
     gc.unfreeze()  # vLLM froze the heap when the engine was built; what is frozen is never collected
     gc.collect()
     if sleeps:
