@@ -182,12 +182,15 @@ def serve(
         TINKER_BASE_URL=http://127.0.0.1:8000 TINKER_API_KEY=tml-local python program.py
     """
     from rich.console import Console
+    from tinker_local.backend.cli.start_up_noise import silence
     from tinker_local.backend.http.loopback import is_loopback
 
     console = Console(highlight=False, soft_wrap=True)
     logging.basicConfig(
         level=logging.INFO if verbose else logging.WARNING, format="%(levelname)s %(name)s: %(message)s"
     )
+    if not verbose:
+        silence()
     if not is_loopback(host) and api_key_file is None:
         raise click.UsageError(f"--host {host} is reached by other machines; give --api-key-file")
     keys = None if api_key_file is None else read_keys(api_key_file)
