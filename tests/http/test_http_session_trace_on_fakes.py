@@ -122,6 +122,21 @@ async def test_time_is_where_it_was_spent_on_fakes(api: Any, monkeypatch: pytest
     assert rates == [pytest.approx(sampled.arguments["sampled_tokens"] / seconds(sampled, "running"), abs=1e-3), 0.0]
 
 
+async def test_sample_waits_until_the_sampler_has_a_place_for_it_on_fakes(api: Any) -> None:
+    session = await api.session()
+    sampler = await api.base_sampler(session)
+    api.sampler.hold.clear()
+    samples = [await api.sample(sampler, seq_id) for seq_id in range(3)]  # it has two threads
+    await api.until(lambda: api.sampler.running == 3)
+    await asyncio.sleep(0.3)
+    trace = await trace_of(api, session)
+    assert [trace.of(sample).stages[-1] for sample in samples] == ["running", "running", "waiting"]
+    api.sampler.hold.set()
+    for sample in samples:
+        await api.result(sample)
+    assert seconds((await trace_of(api, session)).of(samples[2]), "waiting") >= 0.3
+
+
 async def test_failed_and_cancelled_requests_say_why_on_fakes(api: Any, make_datum: Any) -> None:
     session = await api.session()
     model, sampler = await api.model(session), await api.base_sampler(session)

@@ -23,3 +23,23 @@ async def test_sequences_beyond_those_that_run_are_counted_as_waiting(text: Any)
     assert len((await task).sequences) == limit + 7
     assert max(seen) >= 7
     assert text.sampler.sequences_waiting == 0
+
+
+async def test_a_request_begins_when_its_first_sequence_has_a_place_and_is_told_once(text: Any) -> None:
+    limit = await asyncio.wrap_future(
+        text.sampler._thread.call(text.sampler._engine, lambda e: e.vllm_config.scheduler_config.max_num_seqs)
+    )
+    in_flight, told = text.sampler._engine.in_flight, []
+
+    def work(name: str, num_samples: int, max_tokens: int) -> SampleWork:
+        def begun() -> None:
+            told.append((name, len(in_flight)))
+
+        params = SamplingParams(max_tokens=max_tokens, stop=())
+        return SampleWork(text.prompt(PROMPT), None, params, num_samples=num_samples, begun=begun)
+
+    full = asyncio.create_task(text.sampler.sample(work("full", limit, 30)))
+    await asyncio.sleep(0)  # it is in the engine's queue
+    await asyncio.gather(full, text.sampler.sample(work("late", 2, 2)))
+    assert [name for name, _ in told] == ["full", "late"]
+    assert told[1][1] <= limit  # sequences of the first had ended

@@ -168,6 +168,7 @@ class FakeSampler:
 
     def _begin(self, work: SampleWork, weights: _Weights, cancelled: threading.Event) -> SampleOutput:
         self._waiting.pop(cancelled, None)
+        work.begun()
         return self._sample(work, weights, cancelled)
 
     def _sample(self, work: SampleWork, weights: _Weights, cancelled: threading.Event) -> SampleOutput:

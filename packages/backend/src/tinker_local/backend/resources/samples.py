@@ -2,6 +2,7 @@
 
 import asyncio
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 from tinker_local.backend.models.base_models import BaseModel
@@ -130,11 +131,11 @@ class Samples:
             target_prompt_logprobs=request.target_prompt_logprobs,
             prompt_alt_tokens_k=request.prompt_alt_tokens_k,
             prompt_logprobs_last_n=request.prompt_logprobs_last_n,
+            begun=partial(operation.timeline.enter, "running"),
         )
         queue = self._in_samplers.setdefault(session.base, SamplerQueue())
         queue.enter(operation, session.record.session_id, request.num_samples)
         try:
-            operation.timeline.enter("running")
             output = await sample_counted(session.base, work)
             operation.timeline.note(sampled_tokens=sampled_tokens(output))
             return output

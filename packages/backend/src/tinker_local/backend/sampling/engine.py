@@ -26,14 +26,22 @@ MakeRequest = Callable[[Any], EngineRequest]
 
 @dataclass(slots=True, eq=False)
 class SequenceGroup:
-    """The sequences of one request in an engine; `ids` of them, in order."""
+    """The sequences of one request in an engine; `ids` of them, in order. `on_begin`: as `SampleWork.begun`."""
 
     make: MakeRequest
     future: Future[list[Any]]
+    on_begin: Callable[[], None]
+    begun: bool = False
     lora_name: str | None = None
     ids: list[str] = field(default_factory=list)
     outputs: dict[str, Any] = field(default_factory=dict)
     survived_restart: bool = False
+
+    def begin(self) -> None:
+        """One of the sequences has a place on the device."""
+        if not self.begun:
+            self.begun = True
+            self.on_begin()
 
     def fail(self, error: Exception) -> None:
         """Tell who waits for it, if anybody still does."""

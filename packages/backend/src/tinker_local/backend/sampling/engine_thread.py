@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from tinker_local.backend.sampling.engine import Engine, MakeRequest, SequenceGroup, at_fault
+from tinker_local.backend.sampling.interface import nobody_asks
 from tinker_local.types import InternalError
 
 log = logging.getLogger(__name__)
@@ -69,12 +70,15 @@ class EngineThread:
         """Run `fn(vLLM engine)` between two steps."""
         return self._call(lambda: fn(engine.live()))
 
-    def submit(self, engine: Engine, make: MakeRequest) -> Future[list[Any]]:
-        """Run a request; the future gives vLLM's final `RequestOutput` of each sequence, in order.
+    def submit(
+        self, engine: Engine, make: MakeRequest, on_begin: Callable[[], None] = nobody_asks
+    ) -> Future[list[Any]]:
+        """Run a request; the future gives vLLM's final `RequestOutput` of each sequence, in order. `on_begin` is called
+        on the thread, for an engine that tells when a sequence begins.
 
         It fails with what `make` or vLLM's checks raise, and with InternalError if the engine failed meanwhile.
         """
-        group = SequenceGroup(make, Future())
+        group = SequenceGroup(make, Future(), on_begin)
         self._put(_Command(lambda: self._admit(engine, group), group.future))
         group.future.add_done_callback(lambda future: self._put_abort(engine, group) if future.cancelled() else None)
         return group.future

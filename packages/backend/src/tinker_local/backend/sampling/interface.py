@@ -14,6 +14,10 @@ def _written() -> AdapterState | None:
     return None
 
 
+def nobody_asks() -> None:
+    """For `SampleWork.begun`."""
+
+
 @dataclass(frozen=True, slots=True)
 class AdapterVersion:
     """One immutable version of an adapter: a folder in PEFT's layout that is never written again.
@@ -34,7 +38,8 @@ class SampleWork:
 
     What follows `num_samples` is asked about the prompt (`prompt_scores`), but for `topk_sample_logprobs`, which is
     how many of the likeliest tokens come with every sampled one. `target_prompt_logprobs` int64 [P - 1, K], -1 for
-    none; `prompt_logprobs_last_n` None: all positions.
+    none; `prompt_logprobs_last_n` None: all positions. `begun` is called once, from any thread, when the first of the
+    sequences has a place on the device.
     """
 
     prompt: RenderedInput
@@ -47,6 +52,7 @@ class SampleWork:
     target_prompt_logprobs: TensorData | None = None
     prompt_alt_tokens_k: int = 0
     prompt_logprobs_last_n: int | None = None
+    begun: Callable[[], None] = nobody_asks
 
 
 class Sampler(Protocol):

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
-from tinker_local.backend.sampling import vllm_compat, vllm_release, vllm_sleep
+from tinker_local.backend.sampling import vllm_begun, vllm_compat, vllm_release, vllm_sleep
 from tinker_local.backend.sampling.engine import Engine, EngineRequest
 from tinker_local.backend.sampling.engine_inputs import engine_params, engine_prompt, sample_output
 from tinker_local.backend.sampling.engine_thread import EngineThread
@@ -47,6 +47,7 @@ class VLLMSampler:
         """An engine whose images are counted; called again after a failure, and the count goes on."""
         engine = vllm_compat.build_engine(options)
         vllm_compat.on_images_encoded(engine, self._note_encoded)
+        vllm_begun.on_sequences_begun(engine, self._note_begun)
         self._adapters.attach(engine)
         self.can_sleep, self.asleep = vllm_sleep.can_sleep(engine), False
         return engine
@@ -57,6 +58,11 @@ class VLLMSampler:
 
     def _note_encoded(self, images: int) -> None:
         self._images_encoded += images
+
+    def _note_begun(self, request_id: str) -> None:
+        group = self._engine.in_flight.get(request_id)
+        if group is not None:
+            group.begin()
 
     @property
     def images_encoded(self) -> int:
@@ -102,7 +108,7 @@ class VLLMSampler:
                 lora = None if work.version is None else self._adapters.request(work.version, engine, prepared)
                 return EngineRequest(prompt, params, lora)
 
-            outputs = await asyncio.wrap_future(self._thread.submit(self._engine, make))
+            outputs = await asyncio.wrap_future(self._thread.submit(self._engine, make, work.begun))
         return sample_output(outputs, work, questions)
 
     async def sleep(self) -> None:

@@ -11,9 +11,10 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 Stage = Literal["waiting", "fetching", "preparing", "running", "finishing", "reading", "writing", "loading"]
-"""`waiting`: for others, or for a thread. `fetching`: images that a prompt names. `preparing`: decoding, rendering and
-checking. `running`: in the trainer or the sampler, whose own queue is a part of it. `finishing`: results become public
-types. `reading`, `writing`: a checkpoint. `loading`: a version into the sampler, and seeing that it is right."""
+"""`waiting`: for others, for a thread, or for a place on the device. `fetching`: images that a prompt names.
+`preparing`: decoding, rendering and checking. `running`: in the trainer, or in the sampler from when a first sequence
+has its place there. `finishing`: results become public types. `reading`, `writing`: a checkpoint. `loading`: a version
+into the sampler, and seeing that it is right."""
 
 LONGEST_ERROR = 500
 """Characters of an error that are kept."""
