@@ -320,6 +320,7 @@ async def test_each_request_of_a_queue_has_its_own_loss_and_settings_on_fakes(ap
     policy = [make_datum(tokens, logprobs=q, advantages=advantages)]
     api.trainer.hold.clear()
     blocker = await api.gradient(other, 1)
+    await api.until(lambda: api.trainer.entered)  # alone
     config = {"clip_low_threshold": 0.9, "clip_high_threshold": 1.1}
     requests = {
         "cross_entropy": await api.gradient(model, 1, [make_datum(tokens)]),
