@@ -1289,6 +1289,13 @@ MUTATIONS = (
         (BAD_INPUT + "test_unknown_base_model_is_refused_with_those_that_are_served_on_fakes",),
     ),
     Mutation(
+        "prompt-over-the-context-fails-as-a-sample",
+        "backend/resources/samples.py",
+        "        _check_context(request, session.base.engines.sampler.max_context_length)\n",
+        "",
+        (BAD_INPUT + "test_a_picture_counts_towards_the_context_by_what_it_says_or_when_rendered_on_fakes",),
+    ),
+    Mutation(
         "ttl-dropped",
         "backend/resources/trained_model.py",
         "expires_at=expiry(when, ttl_seconds)",
@@ -1850,6 +1857,7 @@ PROMISES = (
             "unknown-loss-is-cross-entropy",
             "checkpoint-of-another-base-accepted",
             "unserved-base-model-accepted",
+            "prompt-over-the-context-fails-as-a-sample",
         ),
         (
             SETTINGS + "test_every_setting_of_a_sample_arrives_on_fakes",

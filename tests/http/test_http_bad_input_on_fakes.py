@@ -1,6 +1,7 @@
 """Bad input: each answered by an error that names the field, the server healthy after, nobody else hurt."""
 
 import asyncio
+import base64
 import io
 import json
 import struct
@@ -324,6 +325,17 @@ BAD_SAMPLES: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
         {"prompt": {"chunks": [{"type": "image", "format": "png", "data": "§§"}]}},
         ("prompt.chunks[0].data", "base64"),
     ),
+    ("empty prompt", {"prompt": {"chunks": []}}, ("prompt", "at least one token")),
+    (
+        "prompt over the context",
+        {"prompt": {"chunks": [{"type": "encoded_text", "tokens": [5] * 5000}]}},
+        ("Prompt length plus max_tokens", "5000 prompt tokens", "4096"),
+    ),
+    (
+        "max_tokens over the context",
+        {"sampling_params": {"max_tokens": 4095}},
+        ("Prompt length plus max_tokens exceeds the model's context window: 2 prompt tokens + 4095 max_tokens > 4096",),
+    ),
 ]
 
 
@@ -337,24 +349,33 @@ async def test_bad_sample_is_refused_at_once_on_fakes(api: Any, fields: dict[str
     await api.result(await api.sample(sampler, 0))
 
 
+@pytest.mark.parametrize(("says", "at_once"), [(5000, True), (None, False)])
+async def test_a_picture_counts_towards_the_context_by_what_it_says_or_when_rendered_on_fakes(
+    api: Any, says: int | None, at_once: bool
+) -> None:
+    picture = {
+        "type": "image",
+        "format": "png",
+        "data": base64.b64encode(png(64, 40)).decode(),
+        "expected_tokens": says,
+    }
+    sampler = await api.base_sampler()
+    body = {**api.sample_body(sampler, 0), "prompt": {"chunks": [picture]}, "sampling_params": {"max_tokens": 4093}}
+    answer = await api.post("asample", body)
+    if at_once:
+        assert answer.status_code == 400
+        assert "5000 prompt tokens + 4093 max_tokens > 4096" in answer.json()["detail"]
+    else:
+        assert "4 prompt tokens + 4093 max_tokens > 4096" in await api.failure(answer.json()["request_id"])
+
+
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        pytest.param({"prompt": {"chunks": []}}, ("prompt",), id="empty prompt"),
         pytest.param(
             {"prompt": {"chunks": [{"type": "encoded_text", "tokens": [5, 512]}]}},
             ("prompt.chunks[0].tokens[1]", "512"),
             id="token out of the vocabulary",
-        ),
-        pytest.param(
-            {"prompt": {"chunks": [{"type": "encoded_text", "tokens": [5] * 5000}]}},
-            ("Prompt length plus max_tokens", "5000", "4096"),
-            id="prompt over the context",
-        ),
-        pytest.param(
-            {"sampling_params": {"max_tokens": 4095}},
-            ("Prompt length plus max_tokens exceeds the model's context window: 2 + 4095 > 4096",),
-            id="max_tokens over the context",
         ),
         pytest.param(
             {

@@ -35,7 +35,7 @@ async def test_poll_tells_what_ended_since_the_cursor_on_fakes(api: Any) -> None
     assert answer["completions"] == [{"state": "finished", "request_id": first}]
     # Until the cursor is sent back, the answer may have been lost.
     assert await api.ok("retrieve_futures", body(sampler, timeout=0.0)) == answer
-    bad = await api.sample(sampler, 1, sampling_params={"max_tokens": 100_000})
+    bad = await api.sample(sampler, 1, [100_000])
     await api.result(await api.sample(sampler, 2))
     await api.failure(bad)
     later = await api.ok("retrieve_futures", body(sampler, answer["cursor"]))
@@ -235,5 +235,5 @@ def test_hundreds_of_samples_at_once_are_all_answered_either_way_on_fakes(
     futures = [sampler.sample(PROMPT, 1, params) for _ in range(300)]
     bad = sampler.sample(PROMPT, 1, tinker.SamplingParams(max_tokens=10**6))
     assert all(len(future.result(timeout=60).sequences[0].tokens) == 1 for future in futures)
-    with pytest.raises(tinker.RequestFailedError, match="context window"):
+    with pytest.raises(tinker.BadRequestError, match="context window"):
         bad.result(timeout=60)

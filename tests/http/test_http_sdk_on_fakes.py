@@ -126,7 +126,7 @@ def test_bad_arguments_are_raised_at_once_on_fakes(service: Any) -> None:
     with pytest.raises(tinker.RequestFailedError, match="exists already"):
         client.save_state("name").result(timeout=60)  # no 409, which would be repeated for five minutes
     sampler = service.create_sampling_client(base_model="fake/bigram")
-    with pytest.raises(tinker.RequestFailedError, match="context window"):
+    with pytest.raises(tinker.BadRequestError, match="context window"):
         sampler.sample(PROMPT, 1, tinker.SamplingParams(max_tokens=5000)).result(timeout=60)
     with pytest.raises(tinker.RequestFailedError, match="topk_prompt_logprobs: 3000 is more than"):
         sampler.sample(PROMPT, 1, tinker.SamplingParams(), topk_prompt_logprobs=3000).result(timeout=60)

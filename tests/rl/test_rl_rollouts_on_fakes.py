@@ -227,7 +227,7 @@ async def test_replies_get_what_is_left_of_the_context_and_an_episode_that_fills
 
 
 async def test_the_services_refusal_of_a_full_context_ends_the_episode(sampler) -> None:
-    refusal = "Prompt length plus max_tokens exceeds the model's context window: 90 + 16 > 100"
+    refusal = "Prompt length plus max_tokens exceeds the model's context window: 90 prompt tokens + 16 max_tokens > 100"
     sampler.script = lambda request: tinker.TinkerError(refusal) if request.prompt.length > 84 else "ok"
     rollouts = await rl.rollout([rl.Group(lambda: Countdown(99), 3)], sampler, make_chat(), PARAMS)
     assert {trajectory.end for trajectory in rollouts.trajectories} == {"context"}

@@ -39,9 +39,9 @@ async def test_prompt_and_max_tokens_may_fill_the_context_but_not_exceed_it(text
     prompt = [i % 300 for i in range(1000)]
     assert (await sample(text, prompt, max_tokens=24, stop=())).tokens.size == 24
     for length, params, numbers in (
-        (1000, {"max_tokens": 25}, r"1000 \+ 25 > 1024"),
-        (1024, {}, r"1024 \+ 1 > 1024"),
-        (2000, {"max_tokens": 1}, r"2000 \+ 1 > 1024"),
+        (1000, {"max_tokens": 25}, r"1000 prompt tokens \+ 25 max_tokens > 1024"),
+        (1024, {}, r"1024 prompt tokens \+ 1 max_tokens > 1024"),
+        (2000, {"max_tokens": 1}, r"2000 prompt tokens \+ 1 max_tokens > 1024"),
     ):
         message = "Prompt length plus max_tokens exceeds the model's context window: " + numbers
         with pytest.raises(InvalidRequestError, match=message):

@@ -13,6 +13,7 @@ from tinker_local.backend.resources import paths
 from tinker_local.backend.resources.checkpoint_uses import CheckpointUses
 from tinker_local.backend.resources.sampler_versions import SamplerVersions
 from tinker_local.backend.resources.sampling_sessions import SamplingSession, SamplingSessions
+from tinker_local.backend.sampling.engine_inputs import token_budget
 from tinker_local.backend.sampling.interface import AdapterVersion, SampleWork
 from tinker_local.backend.scheduling.operations import Operation, Operations
 from tinker_local.backend.scheduling.queue_states import ACTIVE, QueueState, SamplerQueue, lent_state
@@ -69,6 +70,7 @@ class Samples:
             return operation
         if (known := self._operations.get(request_id)) is not None:
             return known
+        _check_context(request, session.base.engines.sampler.max_context_length)
         if self._queued >= self._options.max_queued_samples:
             raise TooManyRequestsError(f"{self._queued} samples are queued, which is the most this server takes")
         operation.failures = session.base.counts.failures
@@ -155,14 +157,7 @@ class Samples:
         render = timeline.during("preparing", base.engines.renderer.render)
         prompt = await loop.run_in_executor(self._rendering, render, given, "prompt")
         timeline.note(num_samples=request.num_samples, prompt_tokens=prompt.length, images=len(prompt.images))
-        if not prompt.length:
-            raise InvalidRequestError("prompt: at least one token is needed")
-        wanted, limit = request.sampling_params.max_tokens or 1, base.engines.sampler.max_context_length
-        if prompt.length + wanted > limit:
-            raise InvalidRequestError(
-                "Prompt length plus max_tokens exceeds the model's context window: "
-                f"{prompt.length} + {wanted} > {limit}"
-            )
+        token_budget(prompt.length, request.sampling_params.max_tokens, base.engines.sampler.max_context_length)
         return prompt
 
     def _version(self, session: SamplingSession) -> AdapterVersion | None:
@@ -186,6 +181,17 @@ class Samples:
 
     def close(self) -> None:
         self._rendering.shutdown(wait=False, cancel_futures=True)
+
+
+def _check_context(request: SampleRequest, limit: int) -> None:
+    """Refuse at once, as the hosted service does, what can be seen not to fit: clients that shorten a conversation
+    and try again tell this from a failed sample by its status. A prompt with an image that does not say its tokens is
+    checked when it is rendered."""
+    try:
+        length = request.prompt.length
+    except ValueError:
+        return
+    token_budget(length, request.sampling_params.max_tokens, limit)
 
 
 async def sample_counted(base: BaseModel, work: SampleWork) -> SampleOutput:

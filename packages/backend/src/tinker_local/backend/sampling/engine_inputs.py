@@ -44,11 +44,12 @@ def engine_prompt(prompt: RenderedInput) -> Any:
 def token_budget(prompt_length: int, max_tokens: int | None, limit: int) -> int:
     """How many tokens may be sampled; InvalidRequestError if the prompt and they exceed the context `limit`."""
     if prompt_length < 1:
-        raise InvalidRequestError("prompt: has no tokens")
+        raise InvalidRequestError("prompt: there are no chunks; at least one token is needed")
     wanted = max(limit - prompt_length, 1) if max_tokens is None else max_tokens
     if prompt_length + wanted > limit:
         raise InvalidRequestError(
-            f"Prompt length plus max_tokens exceeds the model's context window: {prompt_length} + {wanted} > {limit}"
+            "Prompt length plus max_tokens exceeds the model's context window: "
+            f"{prompt_length} prompt tokens + {wanted} max_tokens > {limit}"
         )
     return wanted
 
