@@ -146,15 +146,19 @@ def test_address_that_others_reach_needs_a_key_file_on_fakes(refused: Any, host:
         ("# a comment\n\n", "holds no key"),
         ("sk-not-of-this-kind\n", "key 1"),
         (f"{KEY}\ntml-short\n", "key 2"),
+        ("tml-clé-of-letters-that-no-header-holds\n", "key 1"),
+        (f"{KEY} {KEY}\n", "key 1"),
+        (b"tml-\xff\xfe-not-a-text\n", "is no text"),
     ],
 )
 def test_key_file_that_is_none_is_refused_and_not_quoted_on_fakes(
-    refused: Any, tmp_path: Path, content: str, words: str
+    refused: Any, tmp_path: Path, content: str | bytes, words: str
 ) -> None:
-    (tmp_path / "keys").write_text(content)
+    data = content if isinstance(content, bytes) else content.encode()
+    (tmp_path / "keys").write_bytes(data)
     said = refused("--api-key-file", str(tmp_path / "keys"))
     assert words in said
-    for line in content.split():
+    for line in data.decode(errors="ignore").split():
         assert len(line) < 5 or line not in said
 
 

@@ -103,6 +103,9 @@ def test_what_cannot_work_is_refused_before_anything_is_loaded_on_fakes(
     (tmp_path / "empty").mkdir()
     (tmp_path / "odd").mkdir()
     (tmp_path / "odd" / "config.json").write_text(json.dumps({"model_type": "oracle"}))
+    for name, content in (("cut", b'{"model_type": '), ("list", b"[1]"), ("bytes", b"\xff\xfe")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_bytes(content)
     data = ["--data-dir", str(tmp_path / "data")]
     cases = [
         (["serve"], "--model"),
@@ -111,11 +114,19 @@ def test_what_cannot_work_is_refused_before_anything_is_loaded_on_fakes(
         (["serve", "--model", f"m={tmp_path}/nothing"], "there is no folder"),
         (["serve", "--model", f"m={tmp_path}/empty"], "no config.json"),
         (["serve", "--model", f"m={tmp_path}/odd"], "oracle"),
+        (["serve", "--model", f"m={tmp_path}/cut"], f"{tmp_path}/cut/config.json"),
+        (["serve", "--model", f"m={tmp_path}/list"], f"{tmp_path}/list/config.json"),
+        (["serve", "--model", f"m={tmp_path}/bytes"], f"{tmp_path}/bytes/config.json"),
         (["serve", "--fake", "--model", "m=a", "--model", "m=b"], "given twice"),
         ([*FAKE, "--port", "70000"], "--port"),
         ([*FAKE, "--max-rank", "0"], "--max-rank"),
         ([*FAKE, "--max-adapters", "0"], "--max-adapters"),
         ([*FAKE, "--api-key-file", str(tmp_path / "none")], "--api-key-file"),
+        ([*FAKE, "--image-host", "https://pictures.example"], "--image-host"),
+        ([*FAKE, "--image-host", "pictures.example/a"], "--image-host"),
+        ([*FAKE, "--image-host", "*.pictures.example"], "--image-host"),
+        ([*FAKE, "--image-host", "pictures.example:http"], "--image-host"),
+        ([*FAKE, "--image-host", ""], "--image-host"),
     ]
     for arguments, words in cases:
         outcome = CliRunner().invoke(main, [*arguments, *data])
@@ -235,6 +246,15 @@ def version_folders(pid: int) -> list[Path]:
         if lock.is_file() and lock.read_text().strip() == str(pid):
             found.append(folder)
     return found
+
+
+def test_tiny_model_that_cannot_be_written_is_told_in_a_line(tmp_path: Path) -> None:
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "taken" / "a.txt").touch()
+    for out in (tmp_path / "taken", Path("/proc/nowhere")):
+        outcome = CliRunner().invoke(main, ["tiny-model", "--kind", "text", "--out", str(out)])
+        assert outcome.exit_code == 2, outcome.output
+        assert f"--out: {out}" in outcome.output or f"'{out}'" in outcome.output
 
 
 def test_help_and_import_load_nothing_heavy() -> None:

@@ -1,5 +1,7 @@
 """What a backend is told when it starts."""
 
+import ipaddress
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -14,6 +16,18 @@ def default_data_dir() -> Path:
 
     root = os.environ.get("XDG_DATA_HOME")
     return (Path(root) if root else Path.home() / ".local" / "share") / "tinker-local"
+
+
+_IMAGE_HOST = re.compile(r"[^\s/\\@?#*:\[\]]+(:\d{1,5})?")
+
+
+def check_image_host(text: str) -> None:
+    """ValueError unless a URL can match it: `HOST` or `HOST:PORT`, or an IPv6 address without brackets."""
+    try:
+        ipaddress.IPv6Address(text)
+    except ValueError:
+        if not _IMAGE_HOST.fullmatch(text):
+            raise ValueError(f"a host of images is HOST or HOST:PORT, not {text!r}") from None
 
 
 @dataclass(frozen=True, slots=True)

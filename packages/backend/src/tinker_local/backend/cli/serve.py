@@ -2,12 +2,20 @@
 
 import logging
 import os
+import re
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
-from tinker_local.backend.options import BackendOptions, DType, ModelSource, TrainerPlace, default_data_dir
+from tinker_local.backend.options import (
+    BackendOptions,
+    DType,
+    ModelSource,
+    TrainerPlace,
+    check_image_host,
+    default_data_dir,
+)
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -20,15 +28,29 @@ def _sources(context: click.Context, parameter: click.Parameter, values: tuple[s
         raise click.BadParameter(str(error)) from None
 
 
+def _image_hosts(context: click.Context, parameter: click.Parameter, values: tuple[str, ...]) -> tuple[str, ...]:
+    try:
+        for value in values:
+            check_image_host(value)
+    except ValueError as error:
+        raise click.BadParameter(str(error)) from None
+    return values
+
+
 def read_keys(path: Path) -> list[str]:
-    """API keys, one per line; the SDK accepts only keys that begin with `tml-`."""
-    keys = [line.strip() for line in path.read_text().splitlines() if line.strip() and not line.startswith("#")]
+    """API keys, one per line; the SDK accepts only keys that begin with `tml-`, and a header holds no other letters."""
+    try:
+        lines = path.read_text("utf-8").splitlines()
+    except UnicodeDecodeError:
+        raise click.BadParameter(f"{path} is no text", param_hint="--api-key-file") from None
+    keys = [line.strip() for line in lines if line.strip() and not line.startswith("#")]
     if not keys:
         raise click.BadParameter(f"{path} holds no key", param_hint="--api-key-file")
     for number, key in enumerate(keys, 1):
-        if not key.startswith("tml-") or len(key) < 12:
+        if not re.fullmatch(r"tml-[!-~]{8,}", key):
             raise click.BadParameter(
-                f"key {number} of {path} must begin with 'tml-' and have at least 12 characters",
+                f"key {number} of {path} must begin with 'tml-' and have at least 12 characters, all of ASCII and none "
+                "a space (a comment has a line of its own)",
                 param_hint="--api-key-file",
             )
     return keys
@@ -89,6 +111,7 @@ def read_keys(path: Path) -> list[str]:
     "--image-host",
     "image_hosts",
     multiple=True,
+    callback=_image_hosts,
     metavar="HOST[:PORT]",
     help="Prompts may name images on this public host by http(s). Repeat for more hosts. Default: none.",
 )

@@ -16,12 +16,15 @@ def tiny_model(kind: str, out: Path, preset: str, seed: int) -> None:
 
     if (out / "config.json").exists():
         raise click.UsageError(f"--out: {out} holds a model already")
-    if kind == "text":
-        if preset != "tiny":
-            raise click.UsageError("--preset demo: only for --kind vl")
-        make_tiny_text_model(out, seed=seed)
-    elif preset == "demo":
-        make_demo_vl_model(out, seed=seed)
-    else:
-        make_tiny_vl_model(out, seed=seed)
+    if kind == "text" and preset != "tiny":
+        raise click.UsageError("--preset demo: only for --kind vl")
+    try:
+        if kind == "text":
+            make_tiny_text_model(out, seed=seed)
+        elif preset == "demo":
+            make_demo_vl_model(out, seed=seed)
+        else:
+            make_tiny_vl_model(out, seed=seed)
+    except OSError as error:
+        raise click.UsageError(f"--out: {error}") from error
     click.echo(f"wrote {out}")

@@ -218,7 +218,13 @@ def check_source(source: ModelSource) -> None:
         raise ValueError(f"--model {source.name}: {folder} holds no config.json")
     from tinker_local.backend.training.families import FAMILY_NAMES
 
-    model_type = json.loads((folder / "config.json").read_text()).get("model_type")
+    try:
+        config = json.loads((folder / "config.json").read_bytes())
+    except ValueError as error:
+        raise ValueError(f"--model {source.name}: {folder / 'config.json'}: {error}") from None
+    if not isinstance(config, dict):
+        raise ValueError(f"--model {source.name}: {folder / 'config.json'} holds no JSON object")
+    model_type = config.get("model_type")
     if model_type not in FAMILY_NAMES:
         raise ValueError(
             f"--model {source.name}: model_type {model_type!r} is not supported; "

@@ -19,6 +19,7 @@ from urllib.parse import unquote, urljoin, urlsplit
 import httpx
 from pydantic import ValidationError
 from tinker_local.backend.daemon_thread import in_daemon_thread
+from tinker_local.backend.options import check_image_host
 from tinker_local.types import (
     ImageAssetPointerChunk,
     ImageChunk,
@@ -64,6 +65,8 @@ class ImageAssets:
         addresses: Addresses = addresses_of,
     ) -> None:
         self._folder = None if folder is None else folder.resolve(strict=True)
+        for host in hosts:
+            check_image_host(host)
         self._hosts = frozenset(host.lower() for host in hosts)
         self._max_bytes = max_bytes
         self._max_prompt_bytes = max_prompt_bytes
