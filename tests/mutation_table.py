@@ -570,7 +570,7 @@ MUTATIONS = (
     ),
     Mutation(
         "16-tokens-by-default",
-        "backend/sampling/engine_inputs.py",
+        "backend/sampling/token_budget.py",
         "wanted = max(limit - prompt_length, 1) if max_tokens is None else max_tokens",
         "wanted = 16 if max_tokens is None else max_tokens",
         (LIMITS + "test_without_max_tokens_the_sample_goes_up_to_the_context",),

@@ -13,8 +13,8 @@ from tinker_local.backend.resources import paths
 from tinker_local.backend.resources.checkpoint_uses import CheckpointUses
 from tinker_local.backend.resources.sampler_versions import SamplerVersions
 from tinker_local.backend.resources.sampling_sessions import SamplingSession, SamplingSessions
-from tinker_local.backend.sampling.engine_inputs import token_budget
 from tinker_local.backend.sampling.interface import AdapterVersion, SampleWork
+from tinker_local.backend.sampling.token_budget import token_budget
 from tinker_local.backend.scheduling.operations import Operation, Operations
 from tinker_local.backend.scheduling.queue_states import ACTIVE, QueueState, SamplerQueue, lent_state
 from tinker_local.backend.traces.timelines import Timeline

@@ -9,6 +9,7 @@ import numpy as np
 from tinker_local.backend.rendering.interface import RenderedInput
 from tinker_local.backend.sampling.interface import SampleWork
 from tinker_local.backend.sampling.prompt_scores import PromptQuestions, check_sample_topk
+from tinker_local.backend.sampling.token_budget import token_budget
 from tinker_local.backend.sampling.vllm_compat import SAMPLED_TEMPERATURE_MIN
 from tinker_local.backend.sampling.vllm_prompt_scores import ask
 from tinker_local.types import (
@@ -39,19 +40,6 @@ def engine_prompt(prompt: RenderedInput) -> Any:
             "image": [PlaceholderRange(offset=p.offset, length=p.image.num_tokens) for p in prompt.images]
         },
     )
-
-
-def token_budget(prompt_length: int, max_tokens: int | None, limit: int) -> int:
-    """How many tokens may be sampled; InvalidRequestError if the prompt and they exceed the context `limit`."""
-    if prompt_length < 1:
-        raise InvalidRequestError("prompt: there are no chunks; at least one token is needed")
-    wanted = max(limit - prompt_length, 1) if max_tokens is None else max_tokens
-    if prompt_length + wanted > limit:
-        raise InvalidRequestError(
-            "Prompt length plus max_tokens exceeds the model's context window: "
-            f"{prompt_length} prompt tokens + {wanted} max_tokens > {limit}"
-        )
-    return wanted
 
 
 def sample_seed(seed: int, index: int) -> int:
