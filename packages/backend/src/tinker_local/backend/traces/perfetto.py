@@ -203,10 +203,10 @@ def _in_stage(timelines: Iterable[Timeline], counted: str) -> Iterator[Change]:
 def _rates(timelines: Iterable[Timeline], tokens: str) -> Iterator[Change]:
     """Tokens of the requests that run, as if each request's were spread over its time there."""
     for timeline in timelines:
-        number = (timeline.facts or {}).get(tokens, 0)
-        if not number or timeline.outcome != "ok":
+        number, ended = (timeline.facts or {}).get(tokens, 0), timeline.ended
+        if not number or not ended or timeline.outcome != "ok":
             continue
-        ran = [(at, until) for stage, at, until in stages(timeline, timeline.ended) if stage == "running"]
+        ran = [(at, until) for stage, at, until in stages(timeline, ended) if stage == "running"]
         seconds = sum(until - at for at, until in ran) / 1e9
         for at, until in ran:
             yield at, number / seconds

@@ -12,7 +12,7 @@ MOST_TRAINING, MOST_SAMPLES = 8192, 16384
 """Operations of one session that are kept, the newest of each sort: samples, which are many, push out no training."""
 
 MOST_IN_ALL = 65536
-"""Of all sessions; a timeline takes less than a kilobyte."""
+"""Of all sessions; a timeline takes about a kilobyte, that of an error up to three."""
 
 KEPT_SECONDS = 86400.0
 """How long the timelines of a session that has ended are kept, from when its last operation began."""
@@ -84,15 +84,21 @@ class TraceRecorder:
                 self._forget(session_id)
 
     def _drop_some(self) -> None:
-        ended = next((session_id for session_id in self._sessions if not self._is_live(session_id)), None)
-        if ended is not None:
-            self._forget(ended)
+        """Make room for so many at once that looking at all sessions is rare."""
+        enough = MOST_IN_ALL - MOST_IN_ALL // 64
+        for session_id in [each for each in self._sessions if not self._is_live(each)]:
+            self._forget(session_id)
+            if self._total <= enough:
+                return
+        if self._total <= MOST_IN_ALL:
             return
-        longest = max(self._sessions.values(), key=len)
-        for kept in (longest.training, longest.samples):
-            for _ in range(len(kept) // 8 + 1 if kept else 0):  # so many at once that this is rare
-                kept.popleft()
-                self._total -= 1
+        for session in sorted(self._sessions.values(), key=len, reverse=True):
+            for kept in (session.training, session.samples):
+                for _ in range(len(kept) // 8 + 1 if kept else 0):
+                    kept.popleft()
+                    self._total -= 1
+            if self._total <= enough:
+                return
 
     def _forget(self, session_id: str) -> None:
         self._total -= len(self._sessions.pop(session_id))

@@ -64,7 +64,7 @@ class Timeline:
 
     def end(self, error: ApiError | None = None) -> None:
         """It has ended; of an error only its text is kept, not what it holds."""
-        self.ended = clock()
         self.outcome = "ok" if error is None else error.category
         if error is not None:
-            self.error = str(error)[:LONGEST_ERROR]
+            self.error = str(error)[:LONGEST_ERROR].encode("utf-8", "replace").decode("utf-8")
+        self.ended = clock()  # last, as a trace may be written meanwhile
