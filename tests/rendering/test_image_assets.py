@@ -99,6 +99,21 @@ async def test_a_file_that_is_too_large_or_another_format_is_refused_with_the_nu
         await bytes_of(ImageAssets(folder), "text.png")
 
 
+async def test_a_folder_that_hangs_holds_up_nobody_who_reads_no_images(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answer = threading.Event()
+    monkeypatch.setattr(ImageAssets, "_read", lambda *_: answer.wait(60) and png())
+    assets = ImageAssets(folder)
+    reading = [asyncio.create_task(bytes_of(assets, "red.png")) for _ in range(64)]
+    await asyncio.sleep(0)
+    try:
+        assert await asyncio.wait_for(asyncio.to_thread(answer.is_set), 10) is False
+    finally:
+        answer.set()
+    assert set(await asyncio.gather(*reading)) == {png()}
+
+
 # URLs ---------------------------------------------------------------------------------------------------------------
 
 

@@ -110,7 +110,8 @@ class ImageAssets:
         if scheme in ("http", "https"):
             return await self._fetched(location, field, end)
         if scheme in ("", "file"):
-            return await asyncio.to_thread(self._read, location, field)
+            # The folder may be of another machine that is gone: the threads that all share must not wait for it.
+            return await in_daemon_thread(self._read, location, field)
         raise InvalidRequestError(f"{field}: the scheme {scheme!r} is not one of http, https, file")
 
     # Files ----------------------------------------------------------------------------------------------------------
