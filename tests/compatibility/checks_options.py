@@ -95,6 +95,19 @@ def age(world: World) -> None:
     world.training().save_weights_external(world.name(), age_encryption_recipients=["age1" + "q" * 58]).result()
 
 
+@works(
+    "ServiceClient.create_training_client_from_state(weights_access_token=…)",
+    by="a key of the server is one, and the weights are those saved; anything else is refused",
+)
+def access_token(world: World) -> None:
+    client = world.training()
+    path = client.save_state(world.name()).result().path
+    load = world.service.create_training_client_from_state
+    same(world.learner(load(path, weights_access_token=world.api_key)), world.learner(client))
+    with pytest.raises(tinker.PermissionDeniedError, match="not a key of this server"):
+        load(path, weights_access_token="tml-of-nobody")
+
+
 def scored(world: World, **options: Any) -> tuple[Any, Any]:
     """A sample of one token with `options`, and the prompt's logprobs."""
     sampler = world.training().save_weights_and_get_sampling_client().result()

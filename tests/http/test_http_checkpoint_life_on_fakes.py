@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import tinker.types as sdk
+from tinker_local.types import CopyWeightsRequest, UnsupportedError
 
 YEAR = 365 * 86400
 KINDS = ["weights", "sampler_weights", "external_weights"]
@@ -458,19 +459,41 @@ async def test_a_copy_into_a_session_takes_the_place_of_a_model_on_fakes(api: An
     assert await copied(api, path)  # checkpoints outlive their session
 
 
-async def test_an_access_token_is_refused_by_name_and_not_ignored_on_fakes(api: Any) -> None:
+async def test_an_access_token_is_a_key_of_the_server_on_fakes(start_api: Any) -> None:
+    api = await start_api(api_keys=["tml-one", "tml-two"])
+    api.http.headers["x-api-key"] = "tml-one"
     session = await api.session()
     path = await api.save(await api.model(session), 1, "a")
     load = {"session_id": session, "model_seq_id": 1, "path": path, "optimizer": True}
     copying = {"source_path": path, "destination_project_id": "local"}
     for name, body in (("load_weights", load), ("copy_weights", copying)):
-        inside = await api.post(name, {**body, "weights_access_token": "t"})
-        header = await api.post(name, body, headers={"X-Tinker-Weights-Access-Token": "t"})
-        for answer, field in ((inside, "weights_access_token"), (header, "X-Tinker-Weights-Access-Token")):
-            assert answer.status_code == 400
-            assert field in answer.json()["detail"]
-            assert "leave it out" in answer.json()["detail"]
+        for wrong in ("tml-three", "", "tml-onetml-two"):
+            inside = await api.post(name, {**body, "weights_access_token": wrong})
+            header = await api.post(name, body, headers={"X-Tinker-Weights-Access-Token": wrong})
+            for answer, field in ((inside, "weights_access_token"), (header, "X-Tinker-Weights-Access-Token")):
+                assert answer.status_code == 403
+                assert answer.json()["detail"].startswith(f"{field}: it is not a key of this server")
     assert len((await api.get("training_runs")).json()["training_runs"]) == 1
+    headers = {"X-Tinker-Weights-Access-Token": "tml-two"}
+    copy = (await api.post("copy_weights", copying, headers=headers)).json()["tinker_path"]
+    assert copy.endswith("/weights/a")
+    promised = await api.ok("load_weights", {**load, "path": copy, "weights_access_token": "tml-two"})
+    assert (await api.result(promised["request_id"]))["path"] == copy
+
+
+async def test_a_wrong_access_token_fails_in_its_place_in_the_models_order_on_fakes(start_api: Any) -> None:
+    api = await start_api(api_keys=["tml-one"])
+    api.http.headers["x-api-key"] = "tml-one"
+    path = await api.save(await api.model(), 1, "a")
+    model = await api.model()
+    load = {"model_id": model, "seq_id": 1, "path": path, "optimizer": True, "weights_access_token": "tml-three"}
+    failed = await api.failure((await api.ok("load_weights", load))["request_id"])
+    assert failed.startswith("user: weights_access_token: it is not a key of this server")
+    assert await api.result(await api.gradient(model, 2))
+    with pytest.raises(UnsupportedError, match="this process reads every checkpoint without one"):
+        await api.backend.copy_weights(
+            CopyWeightsRequest(source_path=path, destination_project_id="local", weights_access_token="tml-one")
+        )
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -218,9 +218,12 @@ async def test_copies_through_the_sdk_on_fakes(server: Any, service: Any, rest: 
     assert path.endswith("/weights/a")
     with pytest.raises(tinker.BadRequestError, match=r"one project, 'local', and not 'proj-1'"):
         await rest("copy_weights", source, "proj-1")
-    with pytest.raises(tinker.BadRequestError, match="X-Tinker-Weights-Access-Token"):
+    opened = await rest("copy_weights", source, "local", weights_access_token=server.api_key)
+    assert opened.endswith("/weights/a")
+    assert service.create_training_client_from_state(opened, weights_access_token=server.api_key)
+    with pytest.raises(tinker.PermissionDeniedError, match="X-Tinker-Weights-Access-Token"):
         await rest("copy_weights", source, "local", weights_access_token="t")
-    with pytest.raises(tinker.BadRequestError, match="weights_access_token"):
+    with pytest.raises(tinker.PermissionDeniedError, match="weights_access_token"):
         service.create_training_client_from_state(copy, weights_access_token="t").result()
 
 

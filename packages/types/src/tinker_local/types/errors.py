@@ -48,7 +48,8 @@ class AuthenticationError(ApiError):
 
 
 class PermissionDeniedError(ApiError):
-    """The URL's signature is wrong or has expired, or a server without keys was asked from outside its machine."""
+    """The URL's signature is wrong or has expired, an access token is no key of this server, or a server without keys
+    was asked from outside its machine."""
 
     category = "user"
     status = 403

@@ -3,8 +3,9 @@
 from typing import Annotated, Any, Literal, cast
 
 from fastapi import Depends, Header, Query, Request
+from tinker_local.backend.http.keys import Keys
 from tinker_local.backend.inprocess import InProcessBackend
-from tinker_local.backend.resources.ownership import check_no_token, check_project
+from tinker_local.backend.resources.ownership import check_project
 from tinker_local.backend.scheduling.operations import Operation
 
 
@@ -23,9 +24,18 @@ def one_owner(access_scope: Literal["owned", "accessible"] = "owned", project_id
     check_project(project_id, "project_id")
 
 
-def no_weights_token(x_tinker_weights_access_token: Annotated[str | None, Header()] = None) -> None:
-    """UnsupportedError for a token that would open somebody else's weights, on any request."""
-    check_no_token(x_tinker_weights_access_token, "X-Tinker-Weights-Access-Token")
+def _keys(request: Request) -> Keys:
+    return cast(Keys, request.app.state.keys)
+
+
+ServerKeys = Annotated[Keys, Depends(_keys)]
+
+
+def known_weights_token(
+    keys: ServerKeys, x_tinker_weights_access_token: Annotated[str | None, Header()] = None
+) -> None:
+    """Refuses, on any request, a token that is no key of this server."""
+    keys.check_token(x_tinker_weights_access_token, "X-Tinker-Weights-Access-Token")
 
 
 def promise(operation: Operation[Any]) -> dict[str, object]:

@@ -1,13 +1,14 @@
 """The HTTP app: it translates between the wire and `InProcessBackend`, and does nothing else."""
 
-import hmac
 from collections.abc import Sequence
 
-from fastapi import Depends, FastAPI, Request
+from fastapi import Depends, FastAPI
 from fastapi.responses import JSONResponse
+from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 from tinker_local.backend.http import errors
-from tinker_local.backend.http.access import no_weights_token
+from tinker_local.backend.http.access import known_weights_token
+from tinker_local.backend.http.keys import Keys
 from tinker_local.backend.http.loopback import RequireOwnMachine
 from tinker_local.backend.http.routes import (
     checkpoints,
@@ -36,13 +37,14 @@ def create_app(backend: InProcessBackend, *, api_keys: Sequence[str] | None = No
     """
     app = FastAPI(title="tinker-local", version="0.1.0", redirect_slashes=False)
     app.state.backend = backend
+    app.state.keys = keys = Keys(api_keys)
     app.state.metrics = metrics.registry_of(backend)
     errors.install(app)
     app.add_middleware(RequireReady, backend=backend)
     if api_keys is None:
         app.add_middleware(RequireOwnMachine)
     else:
-        app.add_middleware(RequireKey, keys=api_keys)
+        app.add_middleware(RequireKey, keys=keys)
     modules = (
         client,
         session_routes,
@@ -56,7 +58,7 @@ def create_app(backend: InProcessBackend, *, api_keys: Sequence[str] | None = No
         refused,
     )
     for module in modules:
-        app.include_router(module.router, prefix="/api/v1", dependencies=[Depends(no_weights_token)])
+        app.include_router(module.router, prefix="/api/v1", dependencies=[Depends(known_weights_token)])
     app.include_router(metrics.router)
     return app
 
@@ -78,21 +80,19 @@ class RequireReady:
 class RequireKey:
     """A request without a known `X-API-Key` is answered 401 before its body is read."""
 
-    def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
+    def __init__(self, app: ASGIApp, keys: Keys) -> None:
         self._app = app
-        self._keys = [key.encode() for key in keys]
+        self._keys = keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and not _open_to_all(scope["path"]) and not self._known(Request(scope)):
+        if scope["type"] == "http" and not _open_to_all(scope["path"]) and not self._known(Headers(scope=scope)):
             error = AuthenticationError("X-API-Key: missing or unknown; set TINKER_API_KEY to a key of this server")
             await errors.answer(error)(scope, receive, send)
             return
         await self._app(scope, receive, send)
 
-    def _known(self, request: Request) -> bool:
-        given = request.headers.get("x-api-key", "").encode()
-        # Every key is compared, so that the time taken tells nothing.
-        return sum(hmac.compare_digest(given, key) for key in self._keys) > 0
+    def _known(self, headers: Headers) -> bool:
+        return self._keys.known(headers.get("x-api-key", ""))
 
 
 def _open_to_all(path: str) -> bool:

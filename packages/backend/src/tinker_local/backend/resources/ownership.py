@@ -17,9 +17,8 @@ def check_project(project_id: str | None, field: str) -> None:
         )
 
 
-def check_no_token(token: str | None, field: str = "weights_access_token") -> None:
-    """UnsupportedError for a token: there is nobody else whose weights it could open."""
+def check_no_token(token: str | None) -> None:
+    """UnsupportedError for a token: in this process there are no keys, and it opens nothing that is not open. (The HTTP
+    app takes keys of the server for tokens.)"""
     if token is not None:
-        raise UnsupportedError(
-            f"{field}: a local server has one owner, who reads everything without a token; leave it out"
-        )
+        raise UnsupportedError("weights_access_token: this process reads every checkpoint without one; leave it out")

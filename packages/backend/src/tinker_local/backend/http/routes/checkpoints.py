@@ -3,7 +3,7 @@
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Header, Query, Request, Response
-from tinker_local.backend.http.access import Backend, Offset, one_owner
+from tinker_local.backend.http.access import Backend, Offset, ServerKeys, one_owner
 from tinker_local.backend.http.bodies import discard_body, parse
 from tinker_local.backend.storage.interface import CheckpointRecord
 from tinker_local.types import CopyWeightsRequest, Frozen
@@ -71,9 +71,10 @@ async def set_checkpoint_ttl(run_id: str, kind: str, name: str, request: Request
 
 @router.post("/copy_weights")
 async def copy_weights(
-    request: Request, backend: Backend, x_idempotency_key: Annotated[str | None, Header()] = None
+    request: Request, backend: Backend, keys: ServerKeys, x_idempotency_key: Annotated[str | None, Header()] = None
 ) -> dict[str, Any]:
-    return {"tinker_path": await backend.copy_weights(await parse(request, CopyWeightsRequest), x_idempotency_key)}
+    asked = keys.opened(await parse(request, CopyWeightsRequest))
+    return {"tinker_path": await backend.copy_weights(asked, x_idempotency_key)}
 
 
 @router.post("/weights_info")

@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeVar
 
 from fastapi import APIRouter, Request
 from pydantic import BaseModel, ConfigDict, ValidationError
-from tinker_local.backend.http.access import Backend, promise
+from tinker_local.backend.http.access import Backend, ServerKeys, promise
 from tinker_local.backend.http.bodies import MAX_GRADIENT_BYTES, parse, parse_json, read_body, unpack
 from tinker_local.backend.inprocess import InProcessBackend
 from tinker_local.backend.scheduling.operations import Operation, OperationKind
@@ -20,6 +20,7 @@ from tinker_local.types import (
     InvalidRequestError,
     LoadWeightsRequest,
     OptimStepRequest,
+    PermissionDeniedError,
     SaveWeightsExternalRequest,
     SaveWeightsForSamplerRequest,
     SaveWeightsRequest,
@@ -93,8 +94,11 @@ async def save_weights(request: Request, backend: Backend) -> dict[str, Any]:
 
 
 @router.post("/load_weights")
-async def load_weights(request: Request, backend: Backend) -> dict[str, Any]:
-    return await _ordered(request, backend, "load_weights", LoadWeightsRequest, backend.load_weights)
+async def load_weights(request: Request, backend: Backend, keys: ServerKeys) -> dict[str, Any]:
+    async def submit(asked: LoadWeightsRequest) -> Operation[Any]:
+        return await backend.load_weights(keys.opened(asked))
+
+    return await _ordered(request, backend, "load_weights", LoadWeightsRequest, submit)
 
 
 @router.post("/save_weights_for_sampler")
@@ -121,7 +125,7 @@ async def _ordered(
     body = await read_body(request)
     try:
         return promise(await submit(await parse_json(body, model)))
-    except InvalidRequestError as error:
+    except (InvalidRequestError, PermissionDeniedError) as error:
         try:
             place = Place.model_validate_json(body)
         except ValidationError:
