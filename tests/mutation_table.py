@@ -1431,6 +1431,13 @@ MUTATIONS = (
         (IMAGE_ASSETS + "test_a_host_that_drips_is_given_up_in_time_wherever_it_drips[]",),
     ),
     Mutation(
+        "image-folder-takes-everybodys-threads",
+        "backend/rendering/image_assets.py",
+        "in_daemon_thread(self._read, location, field)",
+        "asyncio.to_thread(self._read, location, field)",
+        (IMAGE_ASSETS + "test_a_folder_that_hangs_holds_up_nobody_who_reads_no_images",),
+    ),
+    Mutation(
         "download-read-whole",
         "backend/http/routes/external_weights.py",
         'FileResponse(path, media_type="application/octet-stream", filename=self._wanted.file)',
@@ -1501,6 +1508,16 @@ MUTATIONS = (
         (
             "tests/traces/test_trace_recorder.py::"
             "test_all_sessions_together_keep_no_more_than_the_bound_and_ended_ones_go_first",
+        ),
+    ),
+    Mutation(
+        "traces-of-live-sessions-grow",
+        "backend/traces/recorder.py",
+        "        if self._total <= MOST_IN_ALL:\n            return\n",
+        "        if self._total:\n            return\n",
+        (
+            "tests/traces/test_trace_recorder.py::"
+            "test_sessions_that_made_room_while_they_lived_take_nobodys_turn_when_they_ended",
         ),
     ),
     Mutation(
@@ -2016,6 +2033,7 @@ PROMISES = (
             "bound-of-tensors-raised",
             "image-pointers-fetched",
             "image-host-drips-for-ever",
+            "image-folder-takes-everybodys-threads",
             "paths-leave-their-folder",
             "pickle",
             "adapters-read-as-pickles",
@@ -2226,6 +2244,7 @@ MISTAKES = (
             "trace-without-the-time-of-preparation",
             "trace-with-slices-that-overlap",
             "traces-grow-without-bound",
+            "traces-of-live-sessions-grow",
             "traces-of-sessions-that-never-were",
             "trace-for-whoever-asks",
         ),
