@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from datetime import timedelta
+from datetime import datetime, timedelta
 from itertools import pairwise
 from typing import Any
 
@@ -181,6 +181,20 @@ async def test_trace_is_built_again_only_if_something_happened_on_fakes(api: Any
     await url_of(api, session)
     assert file.stat().st_ino != inode
     assert len(read_trace((await api.http.get(first)).content).operations) == 2  # the URL is of the session
+
+
+async def test_trace_of_a_session_that_made_room_and_goes_on_is_of_what_it_did_since_on_fakes(api: Any) -> None:
+    session = await api.session()
+    sampler = await api.base_sampler(session)
+    await api.result(await api.sample(sampler, 1))
+    assert "all 1 requests since" in (await trace_of(api, session)).notes[0]
+    api.backend.traces._recorder._forget(session)  # as if all sessions together had too many
+    began = now()
+    await api.result(await api.sample(sampler, 2))
+    trace = await trace_of(api, session)
+    assert [each.arguments["seq_id"] for each in trace.operations] == [2]
+    told = trace.notes[0].partition(" since ")[2].partition(" UTC")[0]
+    assert datetime.fromisoformat(f"{told}+00:00") >= began.replace(microsecond=0)
 
 
 async def test_url_needs_no_key_and_a_forged_or_expired_one_is_403_on_fakes(start_api: Any) -> None:

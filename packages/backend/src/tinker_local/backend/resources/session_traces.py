@@ -47,11 +47,14 @@ class TraceExport:
 
 @dataclass(slots=True, eq=False)
 class _Build:
-    """A trace that is being built, or is. `recorded`, `ended`: of the operations in it, how many the session had, and
-    whether all had ended. `given`: whether anybody was told of it. `until`: when the last URL of it expires."""
+    """A trace that is being built, or is.
+
+    `recorded`, `ended`: of the operations in it, since when and how many the session had, and whether all had ended.
+    `given`: whether anybody was told of it. `until`: when the last URL of it expires.
+    """
 
     task: asyncio.Task[None]
-    recorded: int
+    recorded: tuple[datetime, int]
     ended: bool
     given: bool = False
     until: float = 0.0
@@ -132,7 +135,7 @@ class SessionTraces:
             async with self._one_at_a_time:  # each takes a thread's whole time
                 await asyncio.to_thread(self._write, record, timelines, note)
 
-        return _Build(asyncio.create_task(build(), name="session-trace"), kept.recorded, ended)
+        return _Build(asyncio.create_task(build(), name="session-trace"), (kept.since, kept.recorded), ended)
 
     def _write(self, record: SessionRecord, timelines: Iterable[Timeline], note: str) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
@@ -173,7 +176,10 @@ class SessionTraces:
         return OwnerTrack(f"sampler {_short(owner)}: {of}", owner, timelines)
 
     def _note(self, kept: SessionTimelines) -> str:
-        complete = f"all {kept.recorded} requests since the server started at {self._started:%Y-%m-%d %H:%M:%S} UTC"
+        complete = (
+            f"all {kept.recorded} requests since {kept.since:%Y-%m-%d %H:%M:%S} UTC "
+            f"(the server started at {self._started:%Y-%m-%d %H:%M:%S} UTC)"
+        )
         if not kept.dropped:
             return complete
         return f"the newest {len(kept)} of {complete}; {kept.dropped} older ones were dropped"
@@ -198,7 +204,7 @@ def _stale(build: _Build, kept: SessionTimelines) -> bool:
     be of the present."""
     if not build.task.done() or not build.given:
         return False
-    return not build.ended or build.recorded != kept.recorded
+    return not build.ended or build.recorded != (kept.since, kept.recorded)
 
 
 def _short(owner: str) -> str:

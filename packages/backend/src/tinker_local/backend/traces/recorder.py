@@ -4,6 +4,7 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 
 from tinker_local.backend.resources import paths
 from tinker_local.backend.traces.timelines import Timeline
@@ -22,11 +23,13 @@ KEPT_SECONDS = 86400.0
 class SessionTimelines:
     """The newest operations of one session, in the order in which they came.
 
-    `recorded`: how many there ever were. `last`: monotonic seconds of the last.
+    `since`: when the first came, or the first after the session had to make room. `recorded`: how many there were since
+    then. `last`: monotonic seconds of the last.
     """
 
     training: deque[Timeline] = field(default_factory=deque)
     samples: deque[Timeline] = field(default_factory=deque)
+    since: datetime = field(default_factory=lambda: datetime.now(UTC))
     recorded: int = 0
     last: float = 0.0
 
