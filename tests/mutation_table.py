@@ -1574,9 +1574,9 @@ MUTATIONS = (
     ),
     Mutation(
         "keys-not-checked",
-        "backend/http/app.py",
-        "hmac.compare_digest(given, key) for key in self._keys) > 0",
-        "hmac.compare_digest(given, key) for key in self._keys) >= 0",
+        "backend/http/keys.py",
+        "hmac.compare_digest(given.encode(), key) for key in self._keys) > 0",
+        "hmac.compare_digest(given.encode(), key) for key in self._keys) >= 0",
         (ACCESS + "test_request_without_a_key_is_401_before_its_body_is_read_on_fakes",),
     ),
     Mutation(
