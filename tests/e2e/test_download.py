@@ -22,6 +22,8 @@ KEY_MAPPING = {
 }
 """What PEFT has to be told of a tied head and of vision-language models (docs/futures-and-exports.md)."""
 TOKENS = [21, 34, 55, 89, 17, 40, 63, 28]
+TOLERANCE = 0.1 if torch.cuda.is_available() else 1e-4
+"""Nats; on CUDA the trainer computes in bfloat16, and PEFT here in float32."""
 
 
 @pytest.fixture(scope="module", params=[TEXT, VISION])
@@ -81,7 +83,7 @@ def test_checkpoint_downloaded_by_the_command_is_what_peft_loads_and_was_trained
     with torch.no_grad():
         logits = model(input_ids=torch.tensor([TOKENS[:-1]])).logits[0]
     logprobs = logits.log_softmax(-1)[torch.arange(len(TOKENS) - 1), torch.tensor(TOKENS[1:])].numpy()
-    np.testing.assert_allclose(logprobs, trained[2], atol=1e-4)
+    np.testing.assert_allclose(logprobs, trained[2], atol=TOLERANCE, rtol=0)
 
 
 def test_urls_of_an_export_are_of_the_server_and_listed_with_its_kind(real_server: Any, trained: Any) -> None:

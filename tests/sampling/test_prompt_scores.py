@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -160,21 +161,20 @@ async def test_a_prompt_that_is_preempted_in_its_middle_is_answered_rightly(text
     halfway: list[int] = []
 
     def watch(engine: Any) -> None:
-        """Preempt all that runs whenever another prompt is in its middle; how vLLM comes to it differs by version."""
+        """Preempt each prompt once in its middle, as the scheduler does it; what makes it do so differs by version."""
         scheduler = engine.engine_core.engine_core.scheduler
         schedule = scheduler.schedule
         seen: set[str] = set()
 
         def interrupted(*args: Any, **kwargs: Any) -> Any:
-            middles = {
-                request.request_id: request.num_computed_tokens
-                for request in scheduler.running
-                if 0 < request.num_computed_tokens < request.num_prompt_tokens and request.request_id not in seen
-            }
-            if middles:
-                seen.update(middles)
-                halfway.extend(middles.values())
-                scheduler.reset_prefix_cache(reset_running_requests=True)
+            for request in list(scheduler.running):
+                if 0 < request.num_computed_tokens < request.num_prompt_tokens and request.request_id not in seen:
+                    seen.add(request.request_id)
+                    halfway.append(request.num_computed_tokens)
+                    scheduler.running.remove(request)
+                    scheduler._preempt_request(request, time.monotonic())
+                    # It may be taken up again at once, as one that was not in the last step.
+                    scheduler.prev_step_scheduled_req_ids.discard(request.request_id)
             return schedule(*args, **kwargs)
 
         scheduler.schedule = interrupted
