@@ -1431,6 +1431,13 @@ MUTATIONS = (
         (IMAGE_ASSETS + "test_a_host_that_drips_is_given_up_in_time_wherever_it_drips[]",),
     ),
     Mutation(
+        "dead-hosts-hold-up-files",
+        "backend/rendering/image_assets.py",
+        "return host if host in self._look_ups else FOLDER",
+        "return FOLDER",
+        (IMAGE_ASSETS + "test_a_host_that_does_not_answer_holds_up_nobody_who_reads_elsewhere",),
+    ),
+    Mutation(
         "image-folder-takes-everybodys-threads",
         "backend/rendering/image_assets.py",
         "in_daemon_thread(self._read, location, field)",
@@ -2033,6 +2040,7 @@ PROMISES = (
             "bound-of-tensors-raised",
             "image-pointers-fetched",
             "image-host-drips-for-ever",
+            "dead-hosts-hold-up-files",
             "image-folder-takes-everybodys-threads",
             "paths-leave-their-folder",
             "pickle",

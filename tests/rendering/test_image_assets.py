@@ -300,6 +300,40 @@ async def test_look_ups_of_names_end_in_time_and_hold_no_more_threads_than_they_
     assert not assets._looking_up
 
 
+async def test_a_host_that_does_not_answer_holds_up_nobody_who_reads_elsewhere(folder: Path, site: Site) -> None:
+    site.page("/red.png", png())
+    answer = threading.Event()
+
+    def addresses(host: str, port: int) -> list[str]:
+        if host == "dead.example":
+            assert answer.wait(60)
+        return ["93.184.216.34"]
+
+    hosts = ["dead.example", "pictures.example", "2001:db8::1"]
+    assets = ImageAssets(folder, hosts, addresses=addresses, seconds=30)
+
+    async def read(*locations: str) -> list[bytes]:
+        chunks = tuple(chunk for location in locations for chunk in named(location).chunks)
+        async with assets.turn(ModelInput(chunks=chunks)):
+            found = await assets.resolved(ModelInput(chunks=chunks), "prompt")
+        return [chunk.data for chunk in found.chunks if isinstance(chunk, ImageChunk)]
+
+    dead = url(site, "/red.png", "Dead.Example")
+    stuck = [asyncio.create_task(read(dead)) for _ in range(3 * image_assets.MAX_PROMPTS)]
+    stuck += [
+        asyncio.create_task(read(dead, url(site, "/red.png"), "red.png")) for _ in range(2 * image_assets.MAX_PROMPTS)
+    ]
+    try:
+        for _ in range(2 * image_assets.MAX_PROMPTS):
+            assert await asyncio.wait_for(read(url(site, "/red.png"), "red.png"), 10) == [png(), png()]
+        assert len(assets._looking_up) == image_assets.MAX_LOOK_UPS
+        with pytest.raises(InvalidRequestError, match="the host of"):
+            await asyncio.wait_for(read("http://[2001:db8::2]/red.png"), 10)
+    finally:
+        answer.set()
+    assert {data for task in stuck for data in await task} == {png()}
+
+
 async def test_a_name_without_an_address_is_said(site: Site) -> None:
     def unknown(host: str, port: int) -> list[str]:
         raise OSError("no such name")

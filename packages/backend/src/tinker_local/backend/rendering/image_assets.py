@@ -6,6 +6,7 @@ operator named, its addresses are public ones, and the connection goes to the ad
 """
 
 import asyncio
+import contextlib
 import ipaddress
 import os
 import socket
@@ -13,6 +14,7 @@ import ssl
 import stat
 import time
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from urllib.parse import unquote, urljoin, urlsplit
 
@@ -20,6 +22,7 @@ import httpx
 from pydantic import ValidationError
 from tinker_local.backend.daemon_thread import in_daemon_thread
 from tinker_local.backend.options import check_image_host
+from tinker_local.backend.rendering.turns import Turns
 from tinker_local.types import (
     ImageAssetPointerChunk,
     ImageChunk,
@@ -34,9 +37,12 @@ MAX_PROMPT_BYTES = 128 * 2**20
 
 SECONDS = 20.0
 MAX_REDIRECTS = 3
+MAX_PROMPTS = 8
+"""Prompts that read from one host, or from the folder, at once; each may hold `MAX_PROMPT_BYTES`."""
+
 MAX_LOOK_UPS = 8
-"""Names that are looked up at once. The system's resolver can be given up, but not stopped, and holds a thread until
-it returns; whoever finds no place waits for one, as long as there is time."""
+"""Of one host's name, at once. The system's resolver can be given up, but not stopped, and holds a thread until it
+returns; whoever finds no place waits for one, as long as there is time."""
 
 _IPV4_AT_THE_END = [ipaddress.IPv6Network(text) for text in ("::/96", "::ffff:0:0/96", "64:ff9b::/96")]
 
@@ -46,6 +52,10 @@ Addresses = Callable[[str, int], Iterable[str]]
 def addresses_of(host: str, port: int) -> list[str]:
     """The IP addresses of a host by the system's resolver; OSError if it has none."""
     return [str(found[4][0]) for found in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)]
+
+
+FOLDER = ""
+"""The place of files, beside the names of hosts; also of what is refused before anything is read."""
 
 
 class ImageAssets:
@@ -72,9 +82,24 @@ class ImageAssets:
         self._max_prompt_bytes = max_prompt_bytes
         self._seconds = seconds
         self._addresses = addresses
-        self._look_ups = asyncio.Semaphore(MAX_LOOK_UPS)
+        # More than one colon is an IPv6 address, which has no port here.
+        names = {host.partition(":")[0] if host.count(":") == 1 else host for host in self._hosts}
+        self._look_ups = {name: asyncio.Semaphore(MAX_LOOK_UPS) for name in names}
+        self._turns = Turns(MAX_PROMPTS)
         self._looking_up: set[asyncio.Task[list[str]]] = set()
         self._tls: ssl.SSLContext | None = None
+
+    def turn(self, model_input: ModelInput) -> contextlib.AbstractAsyncContextManager[None]:
+        """Wait until at most `MAX_PROMPTS` prompts, this one included, read from any place that it names."""
+        named = [chunk.location for chunk in model_input.chunks if isinstance(chunk, ImageAssetPointerChunk)]
+        return self._turns.at(frozenset(map(self._place_of, named)))
+
+    def _place_of(self, location: str) -> str:
+        try:
+            host = urlsplit(location).hostname or FOLDER
+        except ValueError:
+            return FOLDER
+        return host if host in self._look_ups else FOLDER
 
     async def resolved(self, model_input: ModelInput, where: str) -> ModelInput:
         """`model_input` with the bytes of every image that it names. Raises UnsupportedError if nothing may be named,
@@ -192,16 +217,17 @@ class ImageAssets:
         def look_up() -> list[str]:
             return list(self._addresses(host, port))
 
+        look_ups = self._look_ups[host.lower()]
         async with asyncio.timeout(end - time.monotonic()):
-            await self._look_ups.acquire()
+            await look_ups.acquire()
             task = asyncio.create_task(in_daemon_thread(look_up))
             self._looking_up.add(task)
-            task.add_done_callback(self._look_up_ended)
+            task.add_done_callback(partial(self._look_up_ended, look_ups))
             return await asyncio.shield(task)  # its thread goes on, and its place is taken, when nobody waits any more
 
-    def _look_up_ended(self, task: asyncio.Task[list[str]]) -> None:
+    def _look_up_ended(self, look_ups: asyncio.Semaphore, task: asyncio.Task[list[str]]) -> None:
         self._looking_up.discard(task)
-        self._look_ups.release()
+        look_ups.release()
         if not task.cancelled():
             task.exception()  # told to who waits; if nobody does, it matters to nobody
 

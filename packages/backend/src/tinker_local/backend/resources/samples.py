@@ -27,9 +27,6 @@ from tinker_local.types import (
     UnsupportedError,
 )
 
-MAX_FETCHING = 8
-"""Prompts whose images are fetched at once; each may hold 128 MiB of them."""
-
 
 class Samples:
     """Takes samples, renders their prompts in threads, and hands them to the sampler of their session's base model."""
@@ -49,7 +46,6 @@ class Samples:
         self._uses = uses
         self._rendering = ThreadPoolExecutor(2, thread_name_prefix="render")
         self._images = ImageAssets(options.image_folder, options.image_hosts)
-        self._fetching = asyncio.Semaphore(MAX_FETCHING)
         self._queued = 0
         self._in_samplers: dict[BaseModel, SamplerQueue] = {}
 
@@ -148,7 +144,7 @@ class Samples:
         """The prompt with its images fetched and rendered; it must fit in the context with what is sampled."""
         loop, given = asyncio.get_running_loop(), request.prompt
         if names_images(given):
-            async with self._fetching:
+            async with self._images.turn(given):
                 timeline.enter("fetching")
                 try:
                     given = await self._images.resolved(given, "prompt")
