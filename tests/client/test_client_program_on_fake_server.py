@@ -4,6 +4,7 @@ import base64
 
 import numpy as np
 import tinker_local.client as local
+from tinker.lib import internal_client_holder
 
 PROGRAM = """
 import {module} as tinker
@@ -27,7 +28,9 @@ except tinker.TinkerError:
 
 def run(module: str, fake_server, monkeypatch) -> tuple[list[int], list[tuple[str, dict]]]:
     monkeypatch.setenv("TINKER_BASE_URL", fake_server.url)
-    monkeypatch.setenv("TINKER_API_KEY", f"tml-{module}")  # RestClients share connections by URL and key
+    monkeypatch.setenv("TINKER_API_KEY", f"tml-{module}")
+    # For good, RestClient() means the server that the environment named when the process first asked for one.
+    monkeypatch.setattr(internal_client_holder.sessionless_holder_cache, "_holders", {})
     names: dict = {}
     fake_server.requests.clear()
     exec(PROGRAM.format(module=module), names)
