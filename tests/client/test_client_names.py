@@ -14,7 +14,9 @@ LOCAL_DEFAULTS = {"ServiceClient", "RestClient", "AdminClient"}
 def public_names() -> list[str]:
     listed = {*tinker.__all__, "APIResponse", "AsyncAPIResponse", "resources", "types", "lib", "proto"}
     # Modules, besides, are there as soon as anybody has imported them.
-    found = {name for name, value in vars(tinker).items() if not (name.startswith("_") or inspect.ismodule(value))}
+    found = {
+        name for name, value in list(vars(tinker).items()) if not (name.startswith("_") or inspect.ismodule(value))
+    }
     return sorted(listed | found)
 
 
