@@ -9,7 +9,7 @@ from tinker_local.backend.resources.ownership import check_project
 from tinker_local.backend.scheduling.operations import Operation
 
 
-def _backend(request: Request) -> InProcessBackend:
+async def _backend(request: Request) -> InProcessBackend:
     return cast(InProcessBackend, request.app.state.backend)
 
 
@@ -19,19 +19,19 @@ Offset = Annotated[int, Query(ge=0, le=2**63 - 1)]
 """Where a page begins; a database counts in 64 bits."""
 
 
-def one_owner(access_scope: Literal["owned", "accessible"] = "owned", project_id: str | None = None) -> None:
+async def one_owner(access_scope: Literal["owned", "accessible"] = "owned", project_id: str | None = None) -> None:
     """Refuses every scope and project that is none. There is one owner and one project, so the others mean all."""
     check_project(project_id, "project_id")
 
 
-def _keys(request: Request) -> Keys:
+async def _keys(request: Request) -> Keys:
     return cast(Keys, request.app.state.keys)
 
 
 ServerKeys = Annotated[Keys, Depends(_keys)]
 
 
-def known_weights_token(
+async def known_weights_token(
     keys: ServerKeys, x_tinker_weights_access_token: Annotated[str | None, Header()] = None
 ) -> None:
     """Refuses, on any request, a token that is no key of this server."""
