@@ -678,7 +678,7 @@ MUTATIONS = (
     ),
     Mutation(
         "trainers-positions",
-        "backend/training/families/qwen3.py",
+        "backend/families/qwen3.py",
         "np.arange(input.length, dtype=np.int64)[None]",
         "2 * np.arange(input.length, dtype=np.int64)[None]",
         (AGREES,),
@@ -836,7 +836,7 @@ MUTATIONS = (
     ),
     Mutation(
         "positions-after-an-image",
-        "backend/training/families/qwen_vision.py",
+        "backend/families/qwen_vision.py",
         "next_position += max(rows, columns)",
         "next_position += rows * columns",
         (OFFSETS + "test_positions_equal_those_of_transformers",),
@@ -1453,21 +1453,21 @@ MUTATIONS = (
     ),
     Mutation(
         "exports-with-paths-of-transformers",
-        "backend/training/families/interface.py",
+        "backend/families/interface.py",
         "            return HOSTED_DECODER + path.removeprefix(self.decoder_path)\n",
         "            return path\n",
         (EXPORT_NAMES + "test_merged_export_of_an_untied_model_is_what_was_trained[qwen3_vl_untied]",),
     ),
     Mutation(
         "tied-head-as-a-tensor-of-its-own",
-        "backend/training/families/interface.py",
+        "backend/families/interface.py",
         "return HOSTED_TIED_HEAD if tied_head else path",
         "return path",
         (EXPORT_NAMES + "test_merged_export_of_a_tied_model_differs_by_its_input_embedding_alone[qwen3]",),
     ),
     Mutation(
         "untied-head-named-as-a-tied-one",
-        "backend/training/families/interface.py",
+        "backend/families/interface.py",
         "return HOSTED_TIED_HEAD if tied_head else path",
         "return HOSTED_TIED_HEAD",
         (EXPORT_NAMES + "test_export_is_loaded_by_peft_as_documented[qwen3_untied]",),

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from tinker_local.backend.families import FAMILIES
 from tinker_local.backend.rendering.interface import RenderedInput
-from tinker_local.backend.training.families import FAMILIES
 from tinker_local.backend.training.interface import TrainDatum, TrainWork
 from tinker_local.types import InvalidRequestError
 

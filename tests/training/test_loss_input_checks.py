@@ -200,7 +200,7 @@ def test_settings_that_make_no_sense_are_refused_by_name(loss_fn, config):
 
 def test_checks_and_families_load_without_torch():
     code = (
-        "import sys, tinker_local.backend.training.loss_specs, tinker_local.backend.training.families\n"
+        "import sys, tinker_local.backend.training.loss_specs, tinker_local.backend.families\n"
         "assert not {'torch', 'transformers', 'vllm'} & sys.modules.keys()"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -216,7 +216,7 @@ def check_source(source: ModelSource) -> None:
         return  # a hub name
     if not (folder / "config.json").is_file():
         raise ValueError(f"--model {source.name}: {folder} holds no config.json")
-    from tinker_local.backend.training.families import FAMILY_NAMES
+    from tinker_local.backend.families import FAMILY_NAMES
 
     try:
         config = json.loads((folder / "config.json").read_bytes())

@@ -4,8 +4,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
 import torch
+from tinker_local.backend.families.interface import ImageFeatures
 from tinker_local.backend.rendering.interface import RenderedImage
-from tinker_local.backend.training.families.interface import ImageFeatures
 
 
 class ImageFeatureCache:

@@ -5,10 +5,10 @@ from typing import Any
 
 import torch
 import transformers
+from tinker_local.backend.families import family_of
+from tinker_local.backend.families.interface import Family
 from tinker_local.backend.training import attention
 from tinker_local.backend.training.decoder.weights import DecoderWeights, take_weights
-from tinker_local.backend.training.families import family_of
-from tinker_local.backend.training.families.interface import Family
 from tinker_local.backend.training.vision_attention import use_packed_attention
 from tinker_local.types import UnsupportedError
 

@@ -16,8 +16,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from tinker_local.backend.adapter_tensors import FlatTensors
+from tinker_local.backend.families.interface import Family
 from tinker_local.backend.training.adamw import AdamState, new_adam_state
-from tinker_local.backend.training.families.interface import Family
 from tinker_local.backend.training.interface import LORA_ALPHA, AdapterDType, AdapterState
 from tinker_local.backend.training.transfer import to_host
 from tinker_local.types import InvalidRequestError, LoraConfig

@@ -10,6 +10,7 @@ from functools import partial
 
 import numpy as np
 import torch
+from tinker_local.backend.families.interface import ImageFeatures
 from tinker_local.backend.rendering.interface import RenderedImage
 from tinker_local.backend.training import lora
 from tinker_local.backend.training.decoder.decoder import DECODER_GROUPS, Decoder
@@ -17,7 +18,6 @@ from tinker_local.backend.training.decoder.kernels import kernels_for
 from tinker_local.backend.training.decoder.lora_batch import LoraBatch
 from tinker_local.backend.training.decoder.recomputation import Keep, everything, free_bytes, plan
 from tinker_local.backend.training.embedding import decoder_inputs
-from tinker_local.backend.training.families.interface import ImageFeatures
 from tinker_local.backend.training.image_features import ImageFeatureCache
 from tinker_local.backend.training.interface import TrainWork
 from tinker_local.backend.training.lm_head import LmHead, Targets

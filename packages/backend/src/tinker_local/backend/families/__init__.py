@@ -2,8 +2,8 @@
 
 from collections.abc import Mapping
 
-from tinker_local.backend.training.families import qwen2_5_vl, qwen3, qwen3_vl
-from tinker_local.backend.training.families.interface import Family
+from tinker_local.backend.families import qwen2_5_vl, qwen3, qwen3_vl
+from tinker_local.backend.families.interface import Family
 from tinker_local.types import UnsupportedError
 
 FAMILIES: Mapping[str, Family] = {

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from tinker_local.backend.families.interface import ImageFeatures, Positions
 from tinker_local.backend.rendering.interface import RenderedImage, RenderedInput
-from tinker_local.backend.training.families.interface import ImageFeatures, Positions
 
 
 def mrope_position_ids(config: Any, input: RenderedInput) -> Positions:

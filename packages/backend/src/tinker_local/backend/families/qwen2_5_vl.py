@@ -1,7 +1,7 @@
 """Qwen2.5-VL: image features take the place of token embeddings."""
 
-from tinker_local.backend.training.families.interface import Family
-from tinker_local.backend.training.families.qwen_vision import encode_images, mrope_position_ids
+from tinker_local.backend.families.interface import Family
+from tinker_local.backend.families.qwen_vision import encode_images, mrope_position_ids
 
 FAMILY = Family(
     auto_class="AutoModelForImageTextToText",

@@ -1,8 +1,8 @@
 """Qwen3-VL: as Qwen2.5-VL, and DeepStack adds features of earlier vision layers behind the first decoder layers
 (arXiv 2406.04334)."""
 
-from tinker_local.backend.training.families.interface import Family
-from tinker_local.backend.training.families.qwen_vision import encode_images, mrope_position_ids
+from tinker_local.backend.families.interface import Family
+from tinker_local.backend.families.qwen_vision import encode_images, mrope_position_ids
 
 FAMILY = Family(
     auto_class="AutoModelForImageTextToText",

@@ -3,8 +3,8 @@
 from typing import Any
 
 import numpy as np
+from tinker_local.backend.families.interface import Family, Positions
 from tinker_local.backend.rendering.interface import RenderedInput
-from tinker_local.backend.training.families.interface import Family, Positions
 
 
 def _position_ids(config: Any, input: RenderedInput) -> Positions:
