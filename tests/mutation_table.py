@@ -343,7 +343,7 @@ MUTATIONS = (
     ),
     Mutation(
         "only-the-learning-rate-used",
-        "backend/resources/training_commands.py",
+        "backend/control/training_commands.py",
         "model.model_id, params)",
         "model.model_id, type(params)(learning_rate=params.learning_rate))",
         (SETTINGS + "test_every_setting_of_each_optimizer_step_arrives_on_fakes",),
@@ -386,7 +386,7 @@ MUTATIONS = (
     ),
     Mutation(
         "lora-settings-dropped-on-the-way",
-        "backend/resources/training_runs.py",
+        "backend/control/training_runs.py",
         "create_adapter, model_id, request.lora_config)",
         "create_adapter, model_id, LoraConfig(rank=request.lora_config.rank))",
         (SETTINGS + "test_rank_seed_and_flags_of_lora_arrive_and_are_kept_on_fakes",),
@@ -641,7 +641,7 @@ MUTATIONS = (
     ),
     Mutation(
         "one-sample-at-a-time",
-        "backend/resources/samples.py",
+        "backend/control/samples.py",
         "            output = await self._sample(session, request, operation)\n",
         '            async with self.__dict__.setdefault("_one", asyncio.Lock()):\n'
         "                output = await self._sample(session, request, operation)\n",
@@ -685,7 +685,7 @@ MUTATIONS = (
     ),
     Mutation(
         "effect-not-verified",
-        "backend/resources/save_weights_for_sampler.py",
+        "backend/control/save_weights_for_sampler.py",
         "        if not difference <= base.engines.tolerance:\n",
         "        if False:\n",
         (FUTURES + "test_version_that_the_sampler_does_not_serve_is_an_error_and_leaves_nothing_on_fakes",),
@@ -707,7 +707,7 @@ MUTATIONS = (
     # Versions -------------------------------------------------------------------------------------------------------
     Mutation(
         "old-samplers-get-new-weights",
-        "backend/resources/samples.py",
+        "backend/control/samples.py",
         "return self._versions.nameless(session.nameless)",
         "return self._versions.nameless(list(self._versions._folders._versions)[-1])",
         (FUTURES + "test_samplers_keep_the_weights_of_their_save_on_fakes",),
@@ -728,7 +728,7 @@ MUTATIONS = (
     ),
     Mutation(
         "saving-replaces-the-adapter",
-        "backend/resources/save_weights_for_sampler.py",
+        "backend/control/save_weights_for_sampler.py",
         "state = trainer.capture(model.model_id, optimizer=False, dtype=dtype)\n",
         "state = trainer.capture(model.model_id, optimizer=False, dtype=dtype)\n"
         "                trainer.load_adapter(model.model_id, state)\n",
@@ -746,7 +746,7 @@ MUTATIONS = (
     ),
     Mutation(
         "versions-outlive-their-session",
-        "backend/resources/sampling_sessions.py",
+        "backend/control/sampling_sessions.py",
         "for s in ending if s.nameless is not None)\n",
         "for s in ending if s.nameless is not None and s.base is None)\n",
         (SESSIONS + "test_finish_frees_adapters_and_nameless_versions_and_nobody_elses_on_fakes",),
@@ -768,7 +768,7 @@ MUTATIONS = (
     ),
     Mutation(
         "expected-tokens-for-training-only",
-        "backend/resources/samples.py",
+        "backend/control/samples.py",
         'render, given, "prompt"',
         "render, type(given)(chunks=tuple(chunk.model_copy(update={'expected_tokens': None}) "
         "if chunk.type == 'image' else chunk for chunk in given.chunks)), \"prompt\"",
@@ -917,7 +917,7 @@ MUTATIONS = (
     ),
     Mutation(
         "duplicates-run-twice",
-        "backend/resources/training_commands.py",
+        "backend/control/training_commands.py",
         "        if (known := self._operations.repeated(operation.request_id, operation.kind)) is not None:\n"
         "            return known\n        model =",
         "        model =",
@@ -983,7 +983,7 @@ MUTATIONS = (
     ),
     Mutation(
         "partial-gradient-kept",
-        "backend/resources/training_commands.py",
+        "backend/control/training_commands.py",
         "                await scheduler.call(trainer.discard_gradients, model.model_id)\n",
         "",
         (ORDER + "test_failed_gradient_fails_the_next_step_alone_on_fakes",),
@@ -1106,7 +1106,7 @@ MUTATIONS = (
     ),
     Mutation(
         "event-loop-per-call",
-        "backend/resources/preparation.py",
+        "backend/control/preparation.py",
         "    request = decode()\n",
         "    import asyncio\n\n    request = asyncio.run(asyncio.to_thread(decode))\n",
         ("tests/workspace/test_source_rules.py::test_event_loops_are_made_where_a_server_begins_and_nowhere_else",),
@@ -1134,14 +1134,14 @@ MUTATIONS = (
     ),
     Mutation(
         "images-rendered-on-the-loop",
-        "backend/resources/samples.py",
+        "backend/control/samples.py",
         'prompt = await loop.run_in_executor(self._rendering, render, given, "prompt")\n',
         'prompt = render(given, "prompt")\n',
         (OFF_THE_LOOP,),
     ),
     Mutation(
         "disk-on-the-loop",
-        "backend/resources/save_weights_for_sampler.py",
+        "backend/control/save_weights_for_sampler.py",
         "await asyncio.to_thread(self._folders.publish, name, state)",
         "self._folders.publish(name, state)",
         (OFF_THE_LOOP,),
@@ -1172,28 +1172,28 @@ MUTATIONS = (
     ),
     Mutation(
         "acknowledged-before-it-is-written",
-        "backend/resources/training_commands.py",
+        "backend/control/training_commands.py",
         "            model.beside(operation, write())\n",
         '            operation.succeed({"path": record.tinker_path})\n            model.beside(operation, write())\n',
         (DURABLE_SAVES + "test_named_save_is_acknowledged_only_when_it_is_on_the_disk_on_fakes[save_weights]",),
     ),
     Mutation(
         "optimizer-not-saved",
-        "backend/resources/training_commands.py",
+        "backend/control/training_commands.py",
         "capture, model.model_id, optimizer=True)",
         "capture, model.model_id, optimizer=False)",
         (RESTART + "test_named_checkpoints_survive_kill_9_with_optimizer_state_on_fakes",),
     ),
     Mutation(
         "last-checkpoint-not-named",
-        "backend/resources/lost.py",
+        "backend/control/lost.py",
         'saved = [c for c in checkpoints if c.kind == "weights"]',
         "saved: list[CheckpointRecord] = []",
         (RESTART + "test_named_checkpoints_survive_kill_9_with_optimizer_state_on_fakes",),
     ),
     Mutation(
         "lost-samplers-of-named-versions",
-        "backend/resources/sampling_sessions.py",
+        "backend/control/sampling_sessions.py",
         "        if record.nameless:\n",
         "        if True:\n",
         (RESTART + "test_named_checkpoints_survive_kill_9_with_optimizer_state_on_fakes",),
@@ -1214,7 +1214,7 @@ MUTATIONS = (
     ),
     Mutation(
         "lost-session-is-404",
-        "backend/resources/sessions.py",
+        "backend/control/sessions.py",
         'raise GoneError(f"session_id: the session',
         'raise NotFoundError(f"session_id: the session',
         (RESTART + "test_what_was_lost_in_a_restart_says_so_on_fakes",),
@@ -1236,7 +1236,7 @@ MUTATIONS = (
     ),
     Mutation(
         "existing-name-is-refused-at-the-submit",
-        "backend/resources/training_commands.py",
+        "backend/control/training_commands.py",
         "        model = await self._place(operation, model_id, seq_id)\n",
         "        model = await self._place(operation, model_id, seq_id)\n"
         '        if kind == "save_weights" and self._store.list_checkpoints(model_id):\n'
@@ -1245,7 +1245,7 @@ MUTATIONS = (
     ),
     Mutation(
         "lost-model-is-500",
-        "backend/resources/training_runs.py",
+        "backend/control/training_runs.py",
         "raise GoneError(str(lost)) if isinstance(lost, InternalError) else lost",
         "raise lost",
         (RESTART + "test_what_was_lost_in_a_restart_says_so_on_fakes",),
@@ -1269,14 +1269,14 @@ MUTATIONS = (
     ),
     Mutation(
         "unsupported-fields-ignored",
-        "backend/resources/samples.py",
+        "backend/control/samples.py",
         "        if request.record_stability_info:\n",
         "        if False:\n",
         (ENDPOINTS + "test_what_is_not_honoured_is_refused_by_name_on_fakes",),
     ),
     Mutation(
         "checkpoint-of-another-base-accepted",
-        "backend/resources/load_weights.py",
+        "backend/control/load_weights.py",
         "    if record.base_model not in base.names:\n",
         "    if False:\n",
         (ORDER + "test_checkpoint_of_another_base_is_refused_on_fakes",),
@@ -1290,14 +1290,14 @@ MUTATIONS = (
     ),
     Mutation(
         "prompt-over-the-context-fails-as-a-sample",
-        "backend/resources/samples.py",
+        "backend/control/samples.py",
         "        _check_context(request, session.base.engines.sampler.max_context_length)\n",
         "",
         (BAD_INPUT + "test_a_picture_counts_towards_the_context_by_what_it_says_or_when_rendered_on_fakes",),
     ),
     Mutation(
         "ttl-dropped",
-        "backend/resources/trained_model.py",
+        "backend/control/trained_model.py",
         "expires_at=expiry(when, ttl_seconds)",
         "expires_at=None",
         (ENDPOINTS + "test_models_and_checkpoints_are_answered_as_the_sdk_reads_them_on_fakes",),
@@ -1318,14 +1318,14 @@ MUTATIONS = (
     ),
     Mutation(
         "folder-deleted-under-its-users",
-        "backend/resources/checkpoints.py",
+        "backend/control/checkpoints.py",
         "            await self._uses.unused(record)\n",
         "",
         (CHECKPOINT_LIFE + "test_a_checkpoint_that_is_being_loaded_stays_until_it_is_read_on_fakes",),
     ),
     Mutation(
         "one-key-two-copies",
-        "backend/resources/copies.py",
+        "backend/control/copies.py",
         '            keys.append(f"key {idempotency_key}")\n',
         "            pass\n",
         (CHECKPOINT_LIFE + "test_one_idempotency_key_is_one_copy_on_fakes",),
@@ -1346,7 +1346,7 @@ MUTATIONS = (
     ),
     Mutation(
         "metadata-dropped",
-        "backend/resources/trained_model.py",
+        "backend/control/trained_model.py",
         "            user_metadata=user_metadata or {},\n",
         "            user_metadata={},\n",
         (FUTURES + "test_name_that_exists_fails_the_save_and_no_409_on_fakes",),
@@ -1474,7 +1474,7 @@ MUTATIONS = (
     ),
     Mutation(
         "export-is-a-checkpoint",
-        "backend/resources/external_weights.py",
+        "backend/control/external_weights.py",
         "call(model.base.engines.trainer.export, model.model_id)",
         "call(model.base.engines.trainer.capture, model.model_id, optimizer=False)",
         ("tests/e2e/test_download.py::test_checkpoint_downloaded_by_the_command_is_what_peft_loads_and_was_trained",),
@@ -1488,14 +1488,14 @@ MUTATIONS = (
     ),
     Mutation(
         "forged-url-accepted",
-        "backend/resources/signatures.py",
+        "backend/control/signatures.py",
         '        if not hmac.compare_digest(signature.encode("utf-8", "replace"), right.encode()):\n',
         "        if len(signature) > len(right):\n",
         (EXTERNAL + "test_forged_or_expired_url_is_403_on_fakes",),
     ),
     Mutation(
         "expired-url-accepted",
-        "backend/resources/signatures.py",
+        "backend/control/signatures.py",
         "        if self._clock().timestamp() >= expires:\n",
         "        if expires < 0:\n",
         (EXTERNAL + "test_forged_or_expired_url_is_403_on_fakes",),
@@ -1539,7 +1539,7 @@ MUTATIONS = (
     ),
     Mutation(
         "trace-for-whoever-asks",
-        "backend/resources/session_traces.py",
+        "backend/control/session_traces.py",
         '        self._signatures.check(wanted.signature, wanted.expires, "session_trace", wanted.session_id)\n',
         "",
         (SESSION_TRACE + "test_url_needs_no_key_and_a_forged_or_expired_one_is_403_on_fakes",),
@@ -1553,14 +1553,14 @@ MUTATIONS = (
     ),
     Mutation(
         "export-deleted-under-a-download",
-        "backend/resources/external_weights.py",
+        "backend/control/external_weights.py",
         "        with self._uses.using(record):\n",
         "        if record:\n",
         (EXTERNAL + "test_download_goes_on_to_its_end_if_the_export_is_deleted_on_fakes[headers0]",),
     ),
     Mutation(
         "copies-share-ids",
-        "backend/resources/sampling_clients.py",
+        "backend/control/sampling_clients.py",
         "        self._joined += 1\n        while",
         "        self._joined = 1\n        while",
         (SAMPLING_CLIENTS + "test_clients_of_one_session_hear_of_their_own_samples_on_fakes",),
@@ -1616,7 +1616,7 @@ MUTATIONS = (
     ),
     Mutation(
         "bound-of-tensors-raised",
-        "backend/resources/preparation.py",
+        "backend/control/preparation.py",
         "MAX_CELLS = 2**26",
         "MAX_CELLS = 2**28",
         (BAD_INPUT + "test_sparse_tensor_that_would_be_huge_is_refused_before_it_is_dense_on_fakes",),

@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 from safetensors.numpy import load
-from tinker_local.backend.resources.sessions import now
+from tinker_local.backend.control.sessions import now
 
 FILES = {"adapter_config.json", "adapter_model.safetensors"}
 

@@ -277,7 +277,7 @@ async def test_checkpoint_deleted_without_a_sampler_leaves_the_engine_too_on_fak
 
 
 async def test_expired_checkpoint_is_gone_on_fakes(start_api: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tinker_local.backend.resources.ttl.MIN_TTL", 1)
+    monkeypatch.setattr("tinker_local.backend.control.ttl.MIN_TTL", 1)
     api = await start_api(session_timeout=0.4)
     session = await api.backend.create_session()
     model = await api.model(session)

@@ -269,7 +269,7 @@ def test_help_and_import_load_nothing_heavy() -> None:
     for code, unwanted in (
         (program, heavy | server),
         ("from tinker_local.backend import InProcessBackend", heavy),
-        ("import tinker_local.backend.inprocess", heavy),
+        ("import tinker_local.backend.backend", heavy),
     ):
         command = [sys.executable, "-X", "importtime", "-c", code]
         outcome = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)

@@ -203,7 +203,7 @@ async def test_search_counts_the_checkpoints_of_each_session_on_fakes(api: Any) 
 async def test_search_pages_by_its_cursor_through_everything_once_on_fakes(
     api: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tinker_local.backend.resources.session_search.BATCH", 4)
+    monkeypatch.setattr("tinker_local.backend.control.session_search.BATCH", 4)
     made = [await new_session(api, display_name=f"n{index % 3}") for index in range(13)]
     wanted = [session for index, session in enumerate(made) if index % 3 == 0][::-1]
     for limit in (1, 2, 5, 200):

@@ -8,8 +8,8 @@ from typing import Any
 
 import httpx
 import pytest
-from tinker_local.backend.resources import session_traces
-from tinker_local.backend.resources.sessions import now
+from tinker_local.backend.control import session_traces
+from tinker_local.backend.control.sessions import now
 
 from tests.traces.trace_reading import ReadTrace, Slice, read_trace
 

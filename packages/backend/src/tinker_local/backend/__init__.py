@@ -9,12 +9,12 @@ from tinker_local.backend.options import BackendOptions as BackendOptions
 from tinker_local.backend.options import ModelSource as ModelSource
 
 if TYPE_CHECKING:
-    from tinker_local.backend.inprocess import InProcessBackend as InProcessBackend
+    from tinker_local.backend.backend import InProcessBackend as InProcessBackend
 else:
 
     def __getattr__(name: str) -> object:
         if name != "InProcessBackend":
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        from tinker_local.backend.inprocess import InProcessBackend
+        from tinker_local.backend.backend import InProcessBackend
 
         return InProcessBackend

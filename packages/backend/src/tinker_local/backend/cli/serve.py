@@ -268,8 +268,8 @@ def _serve(
     keys: list[str] | None,
     fake: bool,
 ) -> None:
+    from tinker_local.backend.backend import InProcessBackend
     from tinker_local.backend.http.server import allow_many_connections, bind, event_loop, run, url_of
-    from tinker_local.backend.inprocess import InProcessBackend
     from tinker_local.backend.models.loading import load_fake
 
     allow_many_connections()

@@ -3,9 +3,9 @@
 from typing import Annotated, Any, Literal, cast
 
 from fastapi import Depends, Header, Query, Request
+from tinker_local.backend.backend import InProcessBackend
+from tinker_local.backend.control.ownership import check_project
 from tinker_local.backend.http.keys import Keys
-from tinker_local.backend.inprocess import InProcessBackend
-from tinker_local.backend.resources.ownership import check_project
 from tinker_local.backend.scheduling.operations import Operation
 
 

@@ -6,6 +6,7 @@ from fastapi import Depends, FastAPI
 from fastapi.responses import JSONResponse
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
+from tinker_local.backend.backend import InProcessBackend
 from tinker_local.backend.http import errors
 from tinker_local.backend.http.access import known_weights_token
 from tinker_local.backend.http.keys import Keys
@@ -23,7 +24,6 @@ from tinker_local.backend.http.routes import (
     training,
 )
 from tinker_local.backend.http.routes import sessions as session_routes
-from tinker_local.backend.inprocess import InProcessBackend
 from tinker_local.types import AuthenticationError
 
 HEALTH = "/api/v1/healthz"

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator, Sequence
 
 import uvicorn
 import uvloop
+from tinker_local.backend.backend import InProcessBackend
 from tinker_local.backend.http.app import create_app
-from tinker_local.backend.inprocess import InProcessBackend
 
 
 def bind(host: str, port: int) -> socket.socket:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 
-from tinker_local.backend.resources import paths
+from tinker_local.backend.control import paths
 from tinker_local.backend.traces.timelines import Timeline
 
 MOST_TRAINING, MOST_SAMPLES = 8192, 16384

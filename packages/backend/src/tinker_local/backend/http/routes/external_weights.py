@@ -7,8 +7,8 @@ from urllib.parse import quote, urlencode
 from fastapi import APIRouter, Query, Request
 from fastapi.responses import FileResponse, Response
 from starlette.types import Receive, Scope, Send
+from tinker_local.backend.control.external_weights import ExternalWeights, SignedFile
 from tinker_local.backend.http.access import Backend
-from tinker_local.backend.resources.external_weights import ExternalWeights, SignedFile
 from tinker_local.types import InvalidRequestError
 
 router = APIRouter(tags=["external weights"])

@@ -3,10 +3,10 @@
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Query
+from tinker_local.backend.backend import InProcessBackend
+from tinker_local.backend.control.ownership import OWNER
 from tinker_local.backend.http.access import Backend, Offset, one_owner
 from tinker_local.backend.http.routes.checkpoints import checkpoint_json
-from tinker_local.backend.inprocess import InProcessBackend
-from tinker_local.backend.resources.ownership import OWNER
 from tinker_local.backend.storage.interface import TrainingRunRecord
 
 router = APIRouter(tags=["training runs"], dependencies=[Depends(one_owner)])

@@ -8,9 +8,9 @@ from urllib.parse import quote, urlencode
 
 from fastapi import APIRouter, Query, Request
 from fastapi.responses import Response, StreamingResponse
+from tinker_local.backend.control.session_traces import SignedTrace
 from tinker_local.backend.http.access import Backend
 from tinker_local.backend.http.routes.external_weights import public_root
-from tinker_local.backend.resources.session_traces import SignedTrace
 
 router = APIRouter(tags=["session traces"])
 

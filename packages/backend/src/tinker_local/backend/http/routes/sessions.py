@@ -3,11 +3,11 @@
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Depends, Query, Request, Response
+from tinker_local.backend.control.ownership import OWNER, PROJECT
+from tinker_local.backend.control.session_search import FoundSession
+from tinker_local.backend.control.sessions import SessionStatus
 from tinker_local.backend.http.access import Backend, Offset, one_owner
 from tinker_local.backend.http.bodies import parse
-from tinker_local.backend.resources.ownership import OWNER, PROJECT
-from tinker_local.backend.resources.session_search import FoundSession
-from tinker_local.backend.resources.sessions import SessionStatus
 from tinker_local.types import CreateSessionRequest, FinishType, Frozen, SessionSearchRequest
 
 router = APIRouter(tags=["sessions"], dependencies=[Depends(one_owner)])

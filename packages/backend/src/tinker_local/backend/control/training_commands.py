@@ -6,14 +6,14 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
+from tinker_local.backend.control import paths
+from tinker_local.backend.control.lost import lost_model
+from tinker_local.backend.control.preparation import prepare_work
+from tinker_local.backend.control.trained_model import TrainedModel
+from tinker_local.backend.control.training_runs import TrainingRuns
+from tinker_local.backend.control.ttl import check_ttl
+from tinker_local.backend.control.user_metadata import check_user_metadata
 from tinker_local.backend.options import BackendOptions
-from tinker_local.backend.resources import paths
-from tinker_local.backend.resources.lost import lost_model
-from tinker_local.backend.resources.preparation import prepare_work
-from tinker_local.backend.resources.trained_model import TrainedModel
-from tinker_local.backend.resources.training_runs import TrainingRuns
-from tinker_local.backend.resources.ttl import check_ttl
-from tinker_local.backend.resources.user_metadata import check_user_metadata
 from tinker_local.backend.scheduling.admission import Bounds, Load
 from tinker_local.backend.scheduling.model_queue import GradientCommand, StepCommand, positions
 from tinker_local.backend.scheduling.operations import Operation, OperationKind, Operations

@@ -4,15 +4,15 @@ import asyncio
 from dataclasses import replace
 from typing import Any
 
+from tinker_local.backend.control import paths
+from tinker_local.backend.control.checkpoint_uses import CheckpointUses
+from tinker_local.backend.control.ownership import check_no_token
+from tinker_local.backend.control.sessions import Sessions
+from tinker_local.backend.control.trained_model import TrainedModel
+from tinker_local.backend.control.training_commands import TrainingCommands
+from tinker_local.backend.control.training_runs import TrainingRuns, new_run
+from tinker_local.backend.control.user_metadata import check_user_metadata
 from tinker_local.backend.models.base_models import BaseModel, BaseModels
-from tinker_local.backend.resources import paths
-from tinker_local.backend.resources.checkpoint_uses import CheckpointUses
-from tinker_local.backend.resources.ownership import check_no_token
-from tinker_local.backend.resources.sessions import Sessions
-from tinker_local.backend.resources.trained_model import TrainedModel
-from tinker_local.backend.resources.training_commands import TrainingCommands
-from tinker_local.backend.resources.training_runs import TrainingRuns, new_run
-from tinker_local.backend.resources.user_metadata import check_user_metadata
 from tinker_local.backend.scheduling.operations import Operation
 from tinker_local.backend.storage.interface import CheckpointRecord, Store
 from tinker_local.backend.storage.lookup import existing_checkpoint

@@ -6,12 +6,12 @@ from collections.abc import Callable
 from datetime import datetime
 from typing import Any
 
-from tinker_local.backend.resources import paths
-from tinker_local.backend.resources.checkpoints import Checkpoints
-from tinker_local.backend.resources.ownership import check_no_token, check_project
-from tinker_local.backend.resources.sessions import Sessions
-from tinker_local.backend.resources.training_runs import TrainingRuns
-from tinker_local.backend.resources.ttl import check_ttl, expiry
+from tinker_local.backend.control import paths
+from tinker_local.backend.control.checkpoints import Checkpoints
+from tinker_local.backend.control.ownership import check_no_token, check_project
+from tinker_local.backend.control.sessions import Sessions
+from tinker_local.backend.control.training_runs import TrainingRuns
+from tinker_local.backend.control.ttl import check_ttl, expiry
 from tinker_local.backend.storage.interface import CopyRecord, SessionRecord, Store, TrainingRunRecord
 from tinker_local.types import CopyWeightsRequest, GoneError, InvalidRequestError, NotFoundError
 

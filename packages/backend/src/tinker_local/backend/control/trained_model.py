@@ -5,9 +5,9 @@ from collections.abc import Awaitable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from tinker_local.backend.control.sessions import now
+from tinker_local.backend.control.ttl import expiry
 from tinker_local.backend.models.base_models import BaseModel
-from tinker_local.backend.resources.sessions import now
-from tinker_local.backend.resources.ttl import expiry
 from tinker_local.backend.scheduling.model_queue import ModelQueue
 from tinker_local.backend.scheduling.operations import Operation
 from tinker_local.backend.storage.interface import CheckpointKind, CheckpointRecord, TrainingRunRecord

@@ -6,13 +6,13 @@ from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
+from tinker_local.backend.control import paths
+from tinker_local.backend.control.lost import lost_model
+from tinker_local.backend.control.sessions import Sessions, now
+from tinker_local.backend.control.trained_model import TrainedModel, finish_saves
+from tinker_local.backend.control.user_metadata import check_user_metadata
 from tinker_local.backend.models.base_models import BaseModel, BaseModels
 from tinker_local.backend.options import BackendOptions
-from tinker_local.backend.resources import paths
-from tinker_local.backend.resources.lost import lost_model
-from tinker_local.backend.resources.sessions import Sessions, now
-from tinker_local.backend.resources.trained_model import TrainedModel, finish_saves
-from tinker_local.backend.resources.user_metadata import check_user_metadata
 from tinker_local.backend.scheduling.operations import Operation, OperationKind, Operations
 from tinker_local.backend.scheduling.queue_states import ACTIVE, QueueState
 from tinker_local.backend.storage.interface import Store, TrainingRunRecord

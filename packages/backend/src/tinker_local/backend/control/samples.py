@@ -5,14 +5,14 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
+from tinker_local.backend.control import paths
+from tinker_local.backend.control.checkpoint_uses import CheckpointUses
+from tinker_local.backend.control.sampler_versions import SamplerVersions
+from tinker_local.backend.control.sampling_sessions import SamplingSession, SamplingSessions
 from tinker_local.backend.models.base_models import BaseModel
 from tinker_local.backend.options import BackendOptions
 from tinker_local.backend.rendering.image_assets import ImageAssets, names_images
 from tinker_local.backend.rendering.interface import RenderedInput
-from tinker_local.backend.resources import paths
-from tinker_local.backend.resources.checkpoint_uses import CheckpointUses
-from tinker_local.backend.resources.sampler_versions import SamplerVersions
-from tinker_local.backend.resources.sampling_sessions import SamplingSession, SamplingSessions
 from tinker_local.backend.sampling.interface import AdapterVersion, SampleWork
 from tinker_local.backend.sampling.token_budget import token_budget
 from tinker_local.backend.scheduling.operations import Operation, Operations

@@ -5,13 +5,13 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from datetime import datetime
 
+from tinker_local.backend.control import paths
+from tinker_local.backend.control.checkpoint_uses import version_of
+from tinker_local.backend.control.sampler_versions import SamplerVersions
+from tinker_local.backend.control.sampling_clients import SamplingClients, client_of
+from tinker_local.backend.control.sessions import Sessions, now
 from tinker_local.backend.models.base_models import BaseModel, BaseModels
 from tinker_local.backend.options import BackendOptions
-from tinker_local.backend.resources import paths
-from tinker_local.backend.resources.checkpoint_uses import version_of
-from tinker_local.backend.resources.sampler_versions import SamplerVersions
-from tinker_local.backend.resources.sampling_clients import SamplingClients, client_of
-from tinker_local.backend.resources.sessions import Sessions, now
 from tinker_local.backend.scheduling.completions import Completion
 from tinker_local.backend.scheduling.operations import Operation, Operations
 from tinker_local.backend.storage.interface import CheckpointRecord, SamplingSessionRecord, Store

@@ -4,8 +4,8 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tinker_local.backend.resources.ownership import OWNER, check_project
-from tinker_local.backend.resources.sessions import Sessions, SessionStatus
+from tinker_local.backend.control.ownership import OWNER, check_project
+from tinker_local.backend.control.sessions import Sessions, SessionStatus
 from tinker_local.backend.storage.interface import SessionRecord, Store
 from tinker_local.types import ClientFinishedQuery, SessionCursor, SessionSearchRequest, StatusQuery, UserQuery
 

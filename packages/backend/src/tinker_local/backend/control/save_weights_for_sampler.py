@@ -7,14 +7,14 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from tinker_local.backend.control.sampler_versions import SamplerVersions
+from tinker_local.backend.control.sampling_sessions import SamplingSessions
+from tinker_local.backend.control.trained_model import TrainedModel
+from tinker_local.backend.control.training_commands import TrainingCommands
+from tinker_local.backend.control.ttl import check_ttl
+from tinker_local.backend.control.user_metadata import check_user_metadata
 from tinker_local.backend.models.base_models import BaseModel
 from tinker_local.backend.rendering.interface import RenderedInput
-from tinker_local.backend.resources.sampler_versions import SamplerVersions
-from tinker_local.backend.resources.sampling_sessions import SamplingSessions
-from tinker_local.backend.resources.trained_model import TrainedModel
-from tinker_local.backend.resources.training_commands import TrainingCommands
-from tinker_local.backend.resources.ttl import check_ttl
-from tinker_local.backend.resources.user_metadata import check_user_metadata
 from tinker_local.backend.sampling.interface import AdapterVersion, SampleWork
 from tinker_local.backend.scheduling.operations import Operation
 from tinker_local.backend.storage.interface import CheckpointRecord, Store

@@ -9,9 +9,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import BinaryIO, Literal
 
-from tinker_local.backend.resources import paths
-from tinker_local.backend.resources.sessions import Sessions
-from tinker_local.backend.resources.signatures import LIFETIME, Signatures
+from tinker_local.backend.control import paths
+from tinker_local.backend.control.sessions import Sessions
+from tinker_local.backend.control.signatures import LIFETIME, Signatures
 from tinker_local.backend.scheduling.operations import as_api_error
 from tinker_local.backend.storage.interface import SessionRecord, Store
 from tinker_local.backend.traces.perfetto import OwnerTrack, SessionTrace, packets

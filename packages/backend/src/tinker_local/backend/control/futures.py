@@ -3,12 +3,12 @@
 import asyncio
 from typing import Any
 
-from tinker_local.backend.resources import paths
-from tinker_local.backend.resources.lost import lost_model, why_lost
-from tinker_local.backend.resources.samples import Samples
-from tinker_local.backend.resources.sampling_sessions import SamplingSessions
-from tinker_local.backend.resources.sessions import Sessions
-from tinker_local.backend.resources.training_runs import TrainingRuns
+from tinker_local.backend.control import paths
+from tinker_local.backend.control.lost import lost_model, why_lost
+from tinker_local.backend.control.samples import Samples
+from tinker_local.backend.control.sampling_sessions import SamplingSessions
+from tinker_local.backend.control.sessions import Sessions
+from tinker_local.backend.control.training_runs import TrainingRuns
 from tinker_local.backend.scheduling.operations import Operation, Operations
 from tinker_local.backend.scheduling.queue_states import QueueState
 from tinker_local.backend.storage.interface import Store

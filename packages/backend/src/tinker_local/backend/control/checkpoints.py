@@ -5,10 +5,10 @@ import logging
 from collections.abc import Callable
 from datetime import datetime
 
-from tinker_local.backend.resources.checkpoint_uses import CheckpointUses
-from tinker_local.backend.resources.sampler_versions import SamplerVersions
-from tinker_local.backend.resources.sampling_sessions import SamplingSessions
-from tinker_local.backend.resources.ttl import check_ttl, expiry
+from tinker_local.backend.control.checkpoint_uses import CheckpointUses
+from tinker_local.backend.control.sampler_versions import SamplerVersions
+from tinker_local.backend.control.sampling_sessions import SamplingSessions
+from tinker_local.backend.control.ttl import check_ttl, expiry
 from tinker_local.backend.storage.interface import CheckpointRecord, Store
 from tinker_local.backend.storage.lookup import existing_checkpoint
 from tinker_local.backend.storage.names import parse_tinker_path

@@ -8,11 +8,11 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
-from tinker_local.backend.resources.checkpoint_uses import CheckpointUses
-from tinker_local.backend.resources.signatures import LIFETIME, Signatures
-from tinker_local.backend.resources.trained_model import TrainedModel
-from tinker_local.backend.resources.training_commands import TrainingCommands
-from tinker_local.backend.resources.ttl import check_ttl
+from tinker_local.backend.control.checkpoint_uses import CheckpointUses
+from tinker_local.backend.control.signatures import LIFETIME, Signatures
+from tinker_local.backend.control.trained_model import TrainedModel
+from tinker_local.backend.control.training_commands import TrainingCommands
+from tinker_local.backend.control.ttl import check_ttl
 from tinker_local.backend.scheduling.operations import Operation
 from tinker_local.backend.storage.adapter_files import CONFIG, WEIGHTS
 from tinker_local.backend.storage.interface import CheckpointRecord, Store

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Literal
 
-from tinker_local.backend.resources.ownership import check_project
-from tinker_local.backend.resources.user_metadata import check_user_metadata
+from tinker_local.backend.control.ownership import check_project
+from tinker_local.backend.control.user_metadata import check_user_metadata
 from tinker_local.backend.storage.interface import EndReason, SessionRecord, Store
 from tinker_local.types import CreateSessionRequest, GoneError, NotFoundError
 

@@ -8,28 +8,28 @@ from datetime import datetime
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
+from tinker_local.backend.control.checkpoint_uses import CheckpointUses
+from tinker_local.backend.control.checkpoints import Checkpoints
+from tinker_local.backend.control.copies import Copies
+from tinker_local.backend.control.external_weights import ExternalWeights
+from tinker_local.backend.control.futures import Futures
+from tinker_local.backend.control.load_weights import LoadWeights
+from tinker_local.backend.control.preparation import bytes_of
+from tinker_local.backend.control.sampler_versions import SamplerVersions
+from tinker_local.backend.control.samples import Samples
+from tinker_local.backend.control.sampling_sessions import SamplingSessions
+from tinker_local.backend.control.save_weights_for_sampler import SaveWeightsForSampler
+from tinker_local.backend.control.session_search import FoundSession, search_sessions
+from tinker_local.backend.control.session_traces import SessionTraces
+from tinker_local.backend.control.sessions import Sessions, now
+from tinker_local.backend.control.signatures import Signatures
+from tinker_local.backend.control.trained_model import TrainedModel
+from tinker_local.backend.control.training_commands import TrainingCommands
+from tinker_local.backend.control.training_runs import TrainingRuns
 from tinker_local.backend.models.base_models import BaseModels, EngineLoader, Progress, by_path
 from tinker_local.backend.models.loading import load_base_models
 from tinker_local.backend.models.metrics import ModelMetrics
 from tinker_local.backend.options import BackendOptions, ModelSource
-from tinker_local.backend.resources.checkpoint_uses import CheckpointUses
-from tinker_local.backend.resources.checkpoints import Checkpoints
-from tinker_local.backend.resources.copies import Copies
-from tinker_local.backend.resources.external_weights import ExternalWeights
-from tinker_local.backend.resources.futures import Futures
-from tinker_local.backend.resources.load_weights import LoadWeights
-from tinker_local.backend.resources.preparation import bytes_of
-from tinker_local.backend.resources.sampler_versions import SamplerVersions
-from tinker_local.backend.resources.samples import Samples
-from tinker_local.backend.resources.sampling_sessions import SamplingSessions
-from tinker_local.backend.resources.save_weights_for_sampler import SaveWeightsForSampler
-from tinker_local.backend.resources.session_search import FoundSession, search_sessions
-from tinker_local.backend.resources.session_traces import SessionTraces
-from tinker_local.backend.resources.sessions import Sessions, now
-from tinker_local.backend.resources.signatures import Signatures
-from tinker_local.backend.resources.trained_model import TrainedModel
-from tinker_local.backend.resources.training_commands import TrainingCommands
-from tinker_local.backend.resources.training_runs import TrainingRuns
 from tinker_local.backend.scheduling.operations import Operation, OperationKind, Operations
 from tinker_local.backend.scheduling.queue_states import QueueState
 from tinker_local.backend.storage.interface import CheckpointRecord, EndReason, SessionRecord, Store, TrainingRunRecord
