@@ -142,7 +142,7 @@ async def in_process(backend: InProcessBackend) -> list[Row]:
 
 def bare(path: Path) -> list[Row]:
     """vLLM's engine as a program would step it by itself."""
-    from tinker_local.backend.sampling import vllm_compat
+    from tinker_local.backend.vllm_engine import vllm_compat
 
     engine = vllm_compat.build_engine(vllm_compat.EngineOptions(str(path), max_rank=128))
     from vllm import SamplingParams as VLLMParams

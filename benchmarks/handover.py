@@ -21,10 +21,10 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 from tinker_local.backend import BackendOptions, InProcessBackend, ModelSource
-from tinker_local.backend.sampling import vllm_adapters, vllm_compat
 from tinker_local.backend.storage import versions
 from tinker_local.backend.tiny_models import make_tiny_text_model
 from tinker_local.backend.tiny_models.shapes import TextShape
+from tinker_local.backend.vllm_engine import vllm_adapters, vllm_compat
 from tinker_local.types import (
     CreateModelRequest,
     LoraConfig,

@@ -3,7 +3,7 @@
 from typing import Any
 
 import numpy as np
-from tinker_local.backend.sampling.engine_inputs import engine_prompt
+from tinker_local.backend.vllm_engine.engine_inputs import engine_prompt
 from tinker_local.types import EncodedTextChunk, ModelInput
 
 

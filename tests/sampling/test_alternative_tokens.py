@@ -11,8 +11,8 @@ from sampling_answers import (
     log_p,
     same_drawn,
 )
-from tinker_local.backend.sampling import vllm_prompt_scores
-from tinker_local.backend.sampling.vllm_compat import runs_on_cpu
+from tinker_local.backend.vllm_engine import vllm_prompt_scores
+from tinker_local.backend.vllm_engine.vllm_compat import runs_on_cpu
 from tinker_local.types import SamplingParams
 
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tinker_local.backend.sampling import vllm_compat, vllm_sleep
 from tinker_local.backend.sampling.interface import SampleWork
-from tinker_local.backend.sampling.vllm_sampler import VLLMSampler
+from tinker_local.backend.vllm_engine import vllm_compat, vllm_sleep
+from tinker_local.backend.vllm_engine.vllm_sampler import VLLMSampler
 from tinker_local.types import InternalError, SamplingParams
 
 PROMPT = [20 + 7 * at % 60 for at in range(300)]  # longer than a block of the KV cache

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from tinker_local.backend.sampling.interface import SampleWork
-from tinker_local.backend.sampling.vllm_sampler import VLLMSampler
+from tinker_local.backend.vllm_engine.vllm_sampler import VLLMSampler
 from tinker_local.types import InternalError, SamplingParams
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]

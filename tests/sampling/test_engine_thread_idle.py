@@ -2,7 +2,7 @@
 
 import time
 
-from tinker_local.backend.sampling.engine_thread import EngineThread
+from tinker_local.backend.vllm_engine.engine_thread import EngineThread
 
 
 def test_an_idle_engine_thread_takes_no_processor_time() -> None:

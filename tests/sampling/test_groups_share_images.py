@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tinker_local.backend.sampling import vllm_compat
 from tinker_local.backend.sampling.interface import SampleWork
+from tinker_local.backend.vllm_engine import vllm_compat
 from tinker_local.types import SamplingParams
 
 

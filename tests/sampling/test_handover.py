@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tinker_local.backend.sampling import vllm_adapters
-from tinker_local.backend.sampling.adapter_files import all_finite
-from tinker_local.backend.sampling.host_memory import new_vector
 from tinker_local.backend.sampling.interface import AdapterVersion
 from tinker_local.backend.training.interface import AdapterState
+from tinker_local.backend.vllm_engine import vllm_adapters
+from tinker_local.backend.vllm_engine.adapter_files import all_finite
+from tinker_local.backend.vllm_engine.host_memory import new_vector
 from tinker_local.types import InvalidRequestError, LoraConfig
 
 ALL = r"(q|k|v|o|gate|up|down)_proj$|^lm_head$"

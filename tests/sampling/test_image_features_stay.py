@@ -21,8 +21,8 @@ async def test_requests_of_more_images_than_a_step_holds_encode_each_once(vl: An
 
 async def test_start_of_an_engine_counts_no_image(vl: Any, text: Any, noise: Callable[..., Any]) -> None:
     """Its profiling runs do; and a text model has no tower."""
-    from tinker_local.backend.sampling.engine_thread import EngineThread
-    from tinker_local.backend.sampling.vllm_sampler import VLLMSampler
+    from tinker_local.backend.vllm_engine.engine_thread import EngineThread
+    from tinker_local.backend.vllm_engine.vllm_sampler import VLLMSampler
 
     assert text.sampler.images_encoded == 0
     thread = EngineThread()

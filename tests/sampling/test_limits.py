@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 from tinker_local.backend.rendering.interface import RenderedInput
-from tinker_local.backend.sampling.engine import EngineRequest
-from tinker_local.backend.sampling.engine_inputs import engine_params, engine_prompt
 from tinker_local.backend.sampling.interface import SampleWork
-from tinker_local.backend.sampling.vllm_sampler import VLLMSampler
+from tinker_local.backend.vllm_engine.engine import EngineRequest
+from tinker_local.backend.vllm_engine.engine_inputs import engine_params, engine_prompt
+from tinker_local.backend.vllm_engine.vllm_sampler import VLLMSampler
 from tinker_local.types import InvalidRequestError, SampledSequence, SamplingParams
 
 PROMPT = list(range(30, 45))

@@ -22,10 +22,10 @@ from sampling_answers import (
     sparse,
     targets,
 )
-from tinker_local.backend.sampling import vllm_prompt_scores
 from tinker_local.backend.sampling.interface import SampleWork
-from tinker_local.backend.sampling.vllm_compat import runs_on_cpu
-from tinker_local.backend.sampling.vllm_sampler import VLLMSampler
+from tinker_local.backend.vllm_engine import vllm_prompt_scores
+from tinker_local.backend.vllm_engine.vllm_compat import runs_on_cpu
+from tinker_local.backend.vllm_engine.vllm_sampler import VLLMSampler
 from tinker_local.types import InvalidRequestError, SamplingParams, TensorData
 
 

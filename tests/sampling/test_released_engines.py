@@ -10,7 +10,7 @@ import pytest
 
 SCRIPT = """
 import gc, sys, weakref
-from tinker_local.backend.sampling import vllm_compat, vllm_release
+from tinker_local.backend.vllm_engine import vllm_compat, vllm_release
 
 if sys.argv[2] == "compiled":  # as on CUDA, where the platform does not take it back
     vllm_compat.prepare_environment()

@@ -1,4 +1,5 @@
-"""What no line of the packages may do: read a pickle, or make an event loop on the way of a request."""
+"""What no line of the packages may do: read a pickle, make an event loop on the way of a request, or import vLLM
+outside its folder."""
 
 import ast
 from collections.abc import Iterator
@@ -18,6 +19,10 @@ BEGINNINGS = {"backend/cli/serve.py", "backend/http/server.py"}
 """Where a process or a thread of the server begins."""
 
 
+VLLM_FOLDER = "backend/vllm_engine/"
+"""The only code that imports vLLM."""
+
+
 def sources() -> Iterator[tuple[str, ast.Module]]:
     """Each module of the packages, by its path below the namespace."""
     for path in sorted(ROOT.glob("packages/*/src/tinker_local/**/*.py")):
@@ -33,6 +38,20 @@ def imported(tree: ast.Module) -> set[str]:
         elif isinstance(node, ast.ImportFrom):
             found.add((node.module or "").partition(".")[0])
     return found
+
+
+def named(tree: ast.Module) -> set[str]:
+    """The first names of modules that `import_module("...")` is called with."""
+    return {
+        node.args[0].value.partition(".")[0]
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Name | ast.Attribute)
+        and (node.func.id if isinstance(node.func, ast.Name) else node.func.attr) in ("import_module", "__import__")
+        and node.args
+        and isinstance(node.args[0], ast.Constant)
+        and isinstance(node.args[0].value, str)
+    }
 
 
 def dotted(tree: ast.Module) -> set[str]:
@@ -51,3 +70,10 @@ def test_nothing_reads_or_writes_pickles() -> None:
 
 def test_event_loops_are_made_where_a_server_begins_and_nowhere_else() -> None:
     assert {path for path, tree in sources() if dotted(tree) & EVENT_LOOPS} <= BEGINNINGS
+
+
+def test_only_the_folder_for_it_imports_vllm() -> None:
+    """Imports inside functions and of modules by name included."""
+    found = {path for path, tree in sources() if "vllm" in imported(tree) | named(tree)}
+    assert found, "the rule finds no import at all"
+    assert {path for path in found if not path.startswith(VLLM_FOLDER)} == set()

@@ -26,10 +26,10 @@ from tinker_local.backend.options import BackendOptions, DType, ModelSource, Tra
 from tinker_local.backend.scheduling.train_scheduler import TrainScheduler
 
 if TYPE_CHECKING:
-    from tinker_local.backend.sampling.engine_thread import EngineThread
-    from tinker_local.backend.sampling.vllm_compat import EngineOptions
     from tinker_local.backend.training.interface import Trainer
     from tinker_local.backend.training.process.messages import TrainerFactory
+    from tinker_local.backend.vllm_engine.engine_thread import EngineThread
+    from tinker_local.backend.vllm_engine.vllm_compat import EngineOptions
 
 log = logging.getLogger(__name__)
 
@@ -86,7 +86,7 @@ def resident_mib() -> float:
 @functools.cache
 def engine_thread() -> "EngineThread":
     """The one thread of this process that steps vLLM engines: vLLM keeps what it works on in a global."""
-    from tinker_local.backend.sampling.engine_thread import EngineThread
+    from tinker_local.backend.vllm_engine.engine_thread import EngineThread
 
     return EngineThread()
 
@@ -122,9 +122,9 @@ def trainer_place(options: BackendOptions) -> TrainerPlace:
 def load_real(source: ModelSource, options: BackendOptions) -> Engines:
     """vLLM for sampling, HF transformers for training, on one copy of the weights each."""
     from tinker_local.backend.rendering.renderer import VLLMRenderer
-    from tinker_local.backend.sampling import vllm_compat
-    from tinker_local.backend.sampling.vllm_sampler import VLLMSampler
     from tinker_local.backend.training.worker import HFTrainer
+    from tinker_local.backend.vllm_engine import vllm_compat
+    from tinker_local.backend.vllm_engine.vllm_sampler import VLLMSampler
     from transformers import AutoConfig
 
     dtype = options.dtype or vllm_compat.default_dtype()

@@ -4,13 +4,13 @@ import hashlib
 
 import numpy as np
 import numpy.typing as npt
+from tinker_local.backend.options import DType
 from tinker_local.backend.rendering.decoding import MAX_PIXELS, ImageError, decode_image, image_size
 from tinker_local.backend.rendering.hf_images import HFImages
 from tinker_local.backend.rendering.image_cache import ImageCache, SizedImage
 from tinker_local.backend.rendering.interface import ImagePlacement, RenderedImage, RenderedInput
 from tinker_local.backend.rendering.vision_tokens import VisionTokens, vision_tokens
-from tinker_local.backend.rendering.vllm_images import VLLMImages
-from tinker_local.backend.sampling.vllm_compat import DType
+from tinker_local.backend.vllm_engine.vllm_images import VLLMImages
 from tinker_local.types import (
     EncodedTextChunk,
     ImageAssetPointerChunk,

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from tinker_local.backend.sampling.vllm_logprobs import Likeliest, Logits, Probabilities, gather_logprobs
+from tinker_local.backend.vllm_engine.vllm_logprobs import Likeliest, Logits, Probabilities, gather_logprobs
 from torch import nn
 
 

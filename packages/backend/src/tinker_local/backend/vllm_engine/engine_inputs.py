@@ -10,8 +10,8 @@ from tinker_local.backend.rendering.interface import RenderedInput
 from tinker_local.backend.sampling.interface import SampleWork
 from tinker_local.backend.sampling.prompt_scores import PromptQuestions, check_sample_topk
 from tinker_local.backend.sampling.token_budget import token_budget
-from tinker_local.backend.sampling.vllm_compat import SAMPLED_TEMPERATURE_MIN
-from tinker_local.backend.sampling.vllm_prompt_scores import ask
+from tinker_local.backend.vllm_engine.vllm_compat import SAMPLED_TEMPERATURE_MIN
+from tinker_local.backend.vllm_engine.vllm_prompt_scores import ask
 from tinker_local.types import (
     InternalError,
     InvalidRequestError,

@@ -3,9 +3,10 @@
 import threading
 from typing import TYPE_CHECKING, Any
 
+from tinker_local.backend.options import DType
 from tinker_local.backend.rendering.decoding import ImageError
 from tinker_local.backend.rendering.vision_tokens import VisionTokens
-from tinker_local.backend.sampling import vllm_compat
+from tinker_local.backend.vllm_engine import vllm_compat
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -18,7 +19,7 @@ class VLLMImages:
     for images. Its processor is not made for threads, so one image at a time.
     """
 
-    def __init__(self, model: str, dtype: vllm_compat.DType | None, tokens: VisionTokens) -> None:
+    def __init__(self, model: str, dtype: DType | None, tokens: VisionTokens) -> None:
         vllm_compat.prepare_environment()
         with vllm_compat.process_state_kept():
             from vllm.config import VllmConfig

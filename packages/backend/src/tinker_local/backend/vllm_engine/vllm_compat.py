@@ -13,13 +13,12 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
-from tinker_local.backend.sampling.kept_by_dynamo import kept_by_dynamo
-from tinker_local.backend.sampling.vllm_sleep import can_sleep, keep_rotary_tables_apart, sleep_mode_is_free
-
-DType = Literal["float32", "bfloat16"]
+from tinker_local.backend.options import DType
+from tinker_local.backend.vllm_engine.kept_by_dynamo import kept_by_dynamo
+from tinker_local.backend.vllm_engine.vllm_sleep import can_sleep, keep_rotary_tables_apart, sleep_mode_is_free
 
 SAMPLED_TEMPERATURE_MIN = 1e-5
 """vLLM samples greedily below this temperature (`_SAMPLING_EPS` of its sampler, the same in 0.26 and 0.32)."""
@@ -152,9 +151,9 @@ def build_engine(options: EngineOptions) -> Any:
     minutes; the process's state is as before."""
     prepare_environment()
     with process_state_kept():
-        from tinker_local.backend.sampling import vllm_lora_fixes, vllm_prompt_scores
-        from tinker_local.backend.sampling.vllm_draw import FullVocabularyDraw
-        from tinker_local.backend.sampling.vllm_logprobs import collect_logprobs
+        from tinker_local.backend.vllm_engine import vllm_lora_fixes, vllm_prompt_scores
+        from tinker_local.backend.vllm_engine.vllm_draw import FullVocabularyDraw
+        from tinker_local.backend.vllm_engine.vllm_logprobs import collect_logprobs
         from vllm.engine.arg_utils import EngineArgs
         from vllm.usage.usage_lib import UsageContext
         from vllm.v1.engine.llm_engine import LLMEngine

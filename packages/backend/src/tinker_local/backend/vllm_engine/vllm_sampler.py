@@ -7,13 +7,13 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
-from tinker_local.backend.sampling import vllm_begun, vllm_compat, vllm_release, vllm_sleep
-from tinker_local.backend.sampling.engine import Engine, EngineRequest
-from tinker_local.backend.sampling.engine_inputs import engine_params, engine_prompt, sample_output
-from tinker_local.backend.sampling.engine_thread import EngineThread
 from tinker_local.backend.sampling.interface import AdapterVersion, SampleWork
 from tinker_local.backend.sampling.prompt_scores import prompt_questions
-from tinker_local.backend.sampling.vllm_adapters import VLLMAdapters
+from tinker_local.backend.vllm_engine import vllm_begun, vllm_compat, vllm_release, vllm_sleep
+from tinker_local.backend.vllm_engine.engine import Engine, EngineRequest
+from tinker_local.backend.vllm_engine.engine_inputs import engine_params, engine_prompt, sample_output
+from tinker_local.backend.vllm_engine.engine_thread import EngineThread
+from tinker_local.backend.vllm_engine.vllm_adapters import VLLMAdapters
 from tinker_local.types import ApiError, InternalError, InvalidRequestError, SampleOutput
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 from tinker_local.backend.sampling.prompt_scores import Draws, PromptQuestions, PromptScores
-from tinker_local.backend.sampling.vllm_lora_fixes import LMHeads
+from tinker_local.backend.vllm_engine.vllm_lora_fixes import LMHeads
 
 CHUNK_NUMBERS = 2**26
 """How many float32 numbers a part of a prompt takes at a time, about: 256 MiB. In the model's dtype, its logits for

@@ -5,9 +5,9 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-from tinker_local.backend.sampling.kept_by_dynamo import let_dynamo_forget
-from tinker_local.backend.sampling.vllm_compat import lora_worker, model_runner
-from tinker_local.backend.sampling.vllm_sleep import can_sleep, free_sleep_pools
+from tinker_local.backend.vllm_engine.kept_by_dynamo import let_dynamo_forget
+from tinker_local.backend.vllm_engine.vllm_compat import lora_worker, model_runner
+from tinker_local.backend.vllm_engine.vllm_sleep import can_sleep, free_sleep_pools
 
 
 def _forget_lora_pointers(worker: Any) -> None:

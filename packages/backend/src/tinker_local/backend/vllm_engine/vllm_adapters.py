@@ -7,10 +7,10 @@ from functools import partial
 from typing import Any
 
 import torch
-from tinker_local.backend.sampling import vllm_compat
-from tinker_local.backend.sampling.adapter_files import HostAdapter, check_adapter_taken, read_adapter
-from tinker_local.backend.sampling.host_memory import new_vector
 from tinker_local.backend.sampling.interface import AdapterVersion
+from tinker_local.backend.vllm_engine import vllm_compat
+from tinker_local.backend.vllm_engine.adapter_files import HostAdapter, check_adapter_taken, read_adapter
+from tinker_local.backend.vllm_engine.host_memory import new_vector
 from tinker_local.types import ApiError, InternalError, InvalidRequestError
 
 

@@ -15,8 +15,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from tinker_local.backend.sampling.engine import Engine, MakeRequest, SequenceGroup, at_fault
 from tinker_local.backend.sampling.interface import nobody_asks
+from tinker_local.backend.vllm_engine.engine import Engine, MakeRequest, SequenceGroup, at_fault
 from tinker_local.types import InternalError
 
 log = logging.getLogger(__name__)

@@ -1,0 +1,1 @@
+"""Sampling with vLLM: the only folder that imports it."""
