@@ -1332,7 +1332,7 @@ MUTATIONS = (
     ),
     Mutation(
         "last-reason-of-a-session-wins",
-        "backend/storage/records.py",
+        "backend/storage/store.py",
         " & table.c.ended_at.is_(None)\n",
         "\n",
         (RECORDS + "test_sessions_come_back_equal_and_end_once",),
@@ -1340,7 +1340,7 @@ MUTATIONS = (
     Mutation(
         "old-data-folder-as-it-is",
         "backend/storage/database.py",
-        "        migrate(engine, version)\n",
+        "        _migrate(engine, version)\n",
         "        pass\n",
         ("tests/storage/test_storage_migration.py::test_a_folder_of_version_1_opens_with_everything_in_it",),
     ),

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import zstandard
 from tinker_local.backend.http import bodies
-from tinker_local.backend.storage.records import SqlRecords
-from tinker_local.backend.storage.store import SqlStore
+from tinker_local.backend.storage.store import Store
 from tinker_local.types import Datum, EncodedTextChunk, ForwardBackwardRequest, ImageChunk, ModelInput
 from tinker_local.types.codec import encode_forward_backward_request
 
@@ -62,7 +61,7 @@ async def test_nothing_that_takes_long_runs_on_the_event_loop_on_fakes(
     from tinker_local.backend.training.interface import Trainer
 
     threads = Threads(monkeypatch)
-    of_the_store = {*methods(SqlStore), *methods(SqlRecords)} - COMPUTED - {"close"}
+    of_the_store = set(methods(Store)) - COMPUTED - {"close"}
     for name in of_the_store:
         threads.watch(api.backend.store, name)
     for owner, name in [

@@ -3,7 +3,7 @@
 from datetime import UTC, datetime
 
 import numpy as np
-from tinker_local.backend.storage.interface import CheckpointKind, CheckpointRecord
+from tinker_local.backend.storage.records import CheckpointKind, CheckpointRecord
 from tinker_local.backend.training.interface import AdapterState
 from tinker_local.types import LoraConfig
 

@@ -1,4 +1,4 @@
-"""Checkpoints of `SqlStore`: content, names, overwriting, deletion, expiry, threads, restart."""
+"""Checkpoints of `Store`: content, names, overwriting, deletion, expiry, threads, restart."""
 
 import json
 import logging
@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
-from tinker_local.backend.storage import FolderInUseError, SqlStore, parse_tinker_path
+from tinker_local.backend.storage import FolderInUseError, Store, parse_tinker_path
 from tinker_local.backend.storage.checkpoints import CheckpointFolders
 from tinker_local.types import InvalidRequestError, LoraConfig, NotFoundError
 
@@ -25,18 +25,18 @@ from store_states import RUN, START, make_record, make_state, same_tensors
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> Iterator[SqlStore]:
-    opened = SqlStore(tmp_path / "data", clock=lambda: START)
+def store(tmp_path: Path) -> Iterator[Store]:
+    opened = Store(tmp_path / "data", clock=lambda: START)
     yield opened
     opened.close()
 
 
-def folders_of(store: SqlStore, run: str = RUN) -> set[Path]:
+def folders_of(store: Store, run: str = RUN) -> set[Path]:
     root = store.checkpoint_folder(make_record("x", run=run)).parents[2]
     return set(root.glob("*/*/*"))
 
 
-def test_checkpoint_is_read_back_bit_for_bit(store: SqlStore) -> None:
+def test_checkpoint_is_read_back_bit_for_bit(store: Store) -> None:
     state = make_state(5)
     expires = START + timedelta(hours=1)
     given = make_record("final", user_metadata={"note": "é", "n": [1, None]}, expires_at=expires)
@@ -56,7 +56,7 @@ def test_checkpoint_is_read_back_bit_for_bit(store: SqlStore) -> None:
 FILES = ("adapter_model.safetensors", "adapter_config.json", "optimizer.safetensors")
 
 
-def test_checkpoint_folder_holds_safetensors_and_json_alone(store: SqlStore) -> None:
+def test_checkpoint_folder_holds_safetensors_and_json_alone(store: Store) -> None:
     state = make_state(5)
     folder = store.checkpoint_folder(store.write_checkpoint(make_record("final"), state, overwrite=False))
     assert {file.name for file in folder.iterdir()} == {*FILES, "checkpoint.json"}
@@ -66,7 +66,7 @@ def test_checkpoint_folder_holds_safetensors_and_json_alone(store: SqlStore) -> 
     assert json.loads((folder / "checkpoint.json").read_text())["tinker_path"] == f"tinker://{RUN}/weights/final"
 
 
-def test_tensors_in_any_memory_layout_are_written_right(store: SqlStore) -> None:
+def test_tensors_in_any_memory_layout_are_written_right(store: Store) -> None:
     """safetensors writes the memory of a transposed or strided array as it lies, without an error."""
     state = make_state(1, optimizer=False)
     wide = np.arange(8 * 6, dtype=np.float32).reshape(8, 6)
@@ -75,7 +75,7 @@ def test_tensors_in_any_memory_layout_are_written_right(store: SqlStore) -> None
     assert all(np.array_equal(read.tensors[name], tensor) for name, tensor in odd.tensors.items())
 
 
-def test_checkpoint_without_optimizer_says_so(store: SqlStore) -> None:
+def test_checkpoint_without_optimizer_says_so(store: Store) -> None:
     written = store.write_checkpoint(
         make_record("s", kind="sampler_weights"), make_state(1, optimizer=False), overwrite=False
     )
@@ -85,7 +85,7 @@ def test_checkpoint_without_optimizer_says_so(store: SqlStore) -> None:
         store.read_checkpoint(written, optimizer=True)
 
 
-def test_an_existing_name_is_refused_and_kept_unless_overwrite(store: SqlStore) -> None:
+def test_an_existing_name_is_refused_and_kept_unless_overwrite(store: Store) -> None:
     store.write_checkpoint(make_record("a"), make_state(1), overwrite=False)
     with pytest.raises(InvalidRequestError, match=r"'a' exists already in weights"):
         store.write_checkpoint(make_record("a"), make_state(2), overwrite=False)
@@ -95,7 +95,7 @@ def test_an_existing_name_is_refused_and_kept_unless_overwrite(store: SqlStore) 
     assert len(folders_of(store)) == 3
 
 
-def test_overwrite_replaces_weights_and_the_whole_record(store: SqlStore) -> None:
+def test_overwrite_replaces_weights_and_the_whole_record(store: Store) -> None:
     expires = START + timedelta(hours=1)
     old = store.write_checkpoint(
         make_record("a", user_metadata={"k": 1}, expires_at=expires), make_state(1), overwrite=True
@@ -110,7 +110,7 @@ def test_overwrite_replaces_weights_and_the_whole_record(store: SqlStore) -> Non
 
 
 def test_overwrite_keeps_the_old_one_whole_until_the_new_one_is_recorded(
-    store: SqlStore, monkeypatch: pytest.MonkeyPatch
+    store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store.write_checkpoint(make_record("a"), make_state(1), overwrite=False)
     seen = []
@@ -125,7 +125,7 @@ def test_overwrite_keeps_the_old_one_whole_until_the_new_one_is_recorded(
     assert seen == [True]
 
 
-def test_a_write_that_fails_leaves_nothing(store: SqlStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_write_that_fails_leaves_nothing(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(_path):
         raise OSError(28, "No space left on device")
 
@@ -137,7 +137,7 @@ def test_a_write_that_fails_leaves_nothing(store: SqlStore, monkeypatch: pytest.
     assert same_tensors(store.read_checkpoint(make_record("a"), optimizer=True), make_state(1))
 
 
-def test_everything_is_on_the_disk_before_the_record(store: SqlStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_everything_is_on_the_disk_before_the_record(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     events: list[str] = []
     fsync, commit = os.fsync, store._commit
 
@@ -162,7 +162,7 @@ def test_everything_is_on_the_disk_before_the_record(store: SqlStore, monkeypatc
     assert {str(folder.parents[1]), str(folder.parents[2])} <= set(synced)
 
 
-def test_sqlite_waits_for_the_disk(store: SqlStore) -> None:
+def test_sqlite_waits_for_the_disk(store: Store) -> None:
     with store._engine.connect() as connection:
         pragmas = [connection.exec_driver_sql(f"PRAGMA {name}").scalar() for name in ("journal_mode", "synchronous")]
     assert pragmas == ["wal", 2]
@@ -172,7 +172,7 @@ def test_sqlite_waits_for_the_disk(store: SqlStore) -> None:
     "name",
     ["..", ".", "", ".hidden", "a/b", "../a", "/a", "a\\b", "a b", "a\n", "a\0", "é", "a" * 129, "%2e%2e", "a:b"],
 )
-def test_a_name_that_is_no_plain_segment_is_refused(store: SqlStore, tmp_path: Path, name: str) -> None:
+def test_a_name_that_is_no_plain_segment_is_refused(store: Store, tmp_path: Path, name: str) -> None:
     before = sorted(tmp_path.rglob("*"))
     with pytest.raises(InvalidRequestError, match=r"name: .*letters"):
         store.write_checkpoint(make_record(name), make_state(1), overwrite=True)
@@ -182,14 +182,14 @@ def test_a_name_that_is_no_plain_segment_is_refused(store: SqlStore, tmp_path: P
 
 
 @pytest.mark.parametrize("name", ["000060", "final", "a.b-c_D", "-x", "a..b", "a" * 128])
-def test_plain_names_work(store: SqlStore, name: str) -> None:
+def test_plain_names_work(store: Store, name: str) -> None:
     written = store.write_checkpoint(make_record(name), make_state(1), overwrite=False)
     assert parse_tinker_path(written.tinker_path) == (RUN, "weights", name)
     assert same_tensors(store.read_checkpoint(written, optimizer=True), make_state(1))
 
 
 @pytest.mark.parametrize("run", ["..", ".", "a/b", "../../x", "a:b", "a%3Ab", "a\0b", "ü"])
-def test_run_ids_stay_inside_and_apart(store: SqlStore, tmp_path: Path, run: str) -> None:
+def test_run_ids_stay_inside_and_apart(store: Store, tmp_path: Path, run: str) -> None:
     root = tmp_path / "data" / "checkpoints"
     folder = store.checkpoint_folder(store.write_checkpoint(make_record("a", run=run), make_state(1), overwrite=False))
     assert folder.resolve().relative_to(root.resolve()).parts[1:2] == ("weights",)
@@ -213,7 +213,7 @@ def test_tinker_path_errors_name_the_field(path: str, message: str) -> None:
         parse_tinker_path(path, "model_path")
 
 
-def test_delete_removes_record_and_folder(store: SqlStore) -> None:
+def test_delete_removes_record_and_folder(store: Store) -> None:
     written = store.write_checkpoint(make_record("a"), make_state(1), overwrite=False)
     store.delete_checkpoint(written)
     assert store.get_checkpoint(RUN, "weights", "a") is None
@@ -224,7 +224,7 @@ def test_delete_removes_record_and_folder(store: SqlStore) -> None:
     store.write_checkpoint(make_record("a"), make_state(2), overwrite=False)
 
 
-def test_delete_forgets_the_record_before_the_folder(store: SqlStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_delete_forgets_the_record_before_the_folder(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     written = store.write_checkpoint(make_record("a"), make_state(1), overwrite=False)
     seen = []
     monkeypatch.setattr(store._folders, "remove", lambda record: seen.append(store.get_checkpoint(RUN, "weights", "a")))
@@ -234,7 +234,7 @@ def test_delete_forgets_the_record_before_the_folder(store: SqlStore, monkeypatc
 
 def test_expired_checkpoints_are_gone_at_once_and_their_folders_when_told(tmp_path: Path) -> None:
     clock = [START]
-    store = SqlStore(tmp_path / "data", clock=lambda: clock[0])
+    store = Store(tmp_path / "data", clock=lambda: clock[0])
     hours = {"soon": 1, "later": 2, "never": None}
     records = {
         name: store.write_checkpoint(
@@ -275,7 +275,7 @@ def test_expired_checkpoints_are_gone_at_once_and_their_folders_when_told(tmp_pa
 
 def test_the_name_of_an_expired_checkpoint_is_free_and_its_folder_is_not_lost(tmp_path: Path) -> None:
     clock = [START]
-    store = SqlStore(tmp_path / "data", clock=lambda: clock[0])
+    store = Store(tmp_path / "data", clock=lambda: clock[0])
     old = store.write_checkpoint(
         make_record("a", expires_at=START + timedelta(hours=1)), make_state(1), overwrite=False
     )
@@ -290,7 +290,7 @@ def test_the_name_of_an_expired_checkpoint_is_free_and_its_folder_is_not_lost(tm
     store.close()
 
 
-def test_expiry_and_publication_are_changed_in_the_record_alone(store: SqlStore) -> None:
+def test_expiry_and_publication_are_changed_in_the_record_alone(store: Store) -> None:
     written = store.write_checkpoint(make_record("a"), make_state(1), overwrite=False)
     until = START + timedelta(days=1, microseconds=7)
     assert store.set_expiry(written, until) == replace(written, expires_at=until)
@@ -305,7 +305,7 @@ def test_expiry_and_publication_are_changed_in_the_record_alone(store: SqlStore)
         store.set_public(written, False)
 
 
-def test_lists_are_newest_first_with_the_count_of_all(store: SqlStore) -> None:
+def test_lists_are_newest_first_with_the_count_of_all(store: Store) -> None:
     # Written out of order; two have the same time, of which the later write is newer.
     for index, minutes in enumerate([3, 1, 2, 2]):
         record = make_record(f"c{index}", run=f"run{index % 2}:train:0", created_at=START + timedelta(minutes=minutes))
@@ -317,20 +317,20 @@ def test_lists_are_newest_first_with_the_count_of_all(store: SqlStore) -> None:
 
 
 def test_checkpoints_are_there_after_a_restart(tmp_path: Path) -> None:
-    first = SqlStore(tmp_path)
+    first = Store(tmp_path)
     written = first.write_checkpoint(make_record("a"), make_state(1), overwrite=False)
     first.close()
     first.close()
     with pytest.raises(RuntimeError, match="closed"):
         first.delete_checkpoint(written)
-    second = SqlStore(tmp_path)
+    second = Store(tmp_path)
     assert second.list_checkpoints(RUN) == [written]
     assert same_tensors(second.read_checkpoint(written, optimizer=True), make_state(1))
     second.close()
 
 
 def test_start_removes_leftovers_and_only_them(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    store = SqlStore(tmp_path)
+    store = Store(tmp_path)
     kept, lost = (store.write_checkpoint(make_record(n), make_state(1), overwrite=False) for n in ("kept", "lost"))
     parent = store.checkpoint_folder(kept).parent
     store.close()
@@ -340,7 +340,7 @@ def test_start_removes_leftovers_and_only_them(tmp_path: Path, caplog: pytest.Lo
     shutil.copytree(store.checkpoint_folder(kept), parent / "my backup")
     (parent.parent.parent / "empty-run" / "weights").mkdir(parents=True)
     with caplog.at_level(logging.WARNING):
-        store = SqlStore(tmp_path)
+        store = Store(tmp_path)
     assert f"tinker://{RUN}/weights/lost is dropped" in caplog.text
     assert "my backup" in caplog.text
     assert store.list_checkpoints(RUN) == [kept]
@@ -350,52 +350,52 @@ def test_start_removes_leftovers_and_only_them(tmp_path: Path, caplog: pytest.Lo
 
 
 def test_a_lost_database_or_lost_checkpoints_delete_nothing(tmp_path: Path) -> None:
-    store = SqlStore(tmp_path)
+    store = Store(tmp_path)
     written = store.write_checkpoint(make_record("a"), make_state(1), overwrite=False)
     store.close()
     (tmp_path / "metadata.sqlite3").rename(tmp_path / "away")
     with pytest.raises(RuntimeError, match="1 checkpoints, but there was no database"):
-        SqlStore(tmp_path)
+        Store(tmp_path)
     (tmp_path / "away").replace(tmp_path / "metadata.sqlite3")
     (tmp_path / "checkpoints").rename(tmp_path / "elsewhere")
     with pytest.raises(RuntimeError, match=r"knows 1 checkpoints, but .*checkpoints does not exist"):
-        SqlStore(tmp_path)
+        Store(tmp_path)
     (tmp_path / "elsewhere").rename(tmp_path / "checkpoints")
-    store = SqlStore(tmp_path)
+    store = Store(tmp_path)
     assert same_tensors(store.read_checkpoint(written, optimizer=True), make_state(1))
     store.close()
 
 
 def test_a_database_of_another_version_is_refused(tmp_path: Path) -> None:
-    SqlStore(tmp_path).close()
+    Store(tmp_path).close()
     with sqlite3.connect(tmp_path / "metadata.sqlite3") as connection:
         connection.execute("UPDATE schema SET version = 99")
     with pytest.raises(RuntimeError, match="schema version 99"):
-        SqlStore(tmp_path)
+        Store(tmp_path)
 
 
 def test_a_second_server_on_the_folder_is_refused_with_the_holder(tmp_path: Path) -> None:
-    store = SqlStore(tmp_path)
+    store = Store(tmp_path)
     with pytest.raises(FolderInUseError, match=rf"{tmp_path} is in use .*process {os.getpid()}\)"):
-        SqlStore(tmp_path)
-    code = "import sys; from pathlib import Path; from tinker_local.backend.storage import SqlStore\n"
-    code += "SqlStore(Path(sys.argv[1]))"
+        Store(tmp_path)
+    code = "import sys; from pathlib import Path; from tinker_local.backend.storage import Store\n"
+    code += "Store(Path(sys.argv[1]))"
     done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=False)
     assert done.returncode != 0
     assert f"process {os.getpid()}" in done.stderr
     store.close()
-    SqlStore(tmp_path).close()
+    Store(tmp_path).close()
 
 
 def test_programs_started_by_the_server_do_not_keep_its_lock(tmp_path: Path) -> None:
-    store = SqlStore(tmp_path)
+    store = Store(tmp_path)
     with subprocess.Popen(["sleep", "30"], close_fds=False) as child:
         store.close()
-        SqlStore(tmp_path).close()
+        Store(tmp_path).close()
         child.kill()
 
 
-def test_many_threads_write_read_overwrite_and_delete(store: SqlStore) -> None:
+def test_many_threads_write_read_overwrite_and_delete(store: Store) -> None:
     errors: list[BaseException] = []
     barrier = threading.Barrier(8)
 
@@ -424,7 +424,7 @@ def test_many_threads_write_read_overwrite_and_delete(store: SqlStore) -> None:
     assert len(folders_of(store)) == 9
 
 
-def test_of_two_threads_one_gets_the_name(store: SqlStore) -> None:
+def test_of_two_threads_one_gets_the_name(store: Store) -> None:
     outcomes: list[object] = []
     barrier = threading.Barrier(6)
 

@@ -6,14 +6,14 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import sqlalchemy as sa
-from tinker_local.backend.storage import SqlStore
-from tinker_local.backend.storage.interface import SessionRecord
+from tinker_local.backend.storage import Store
+from tinker_local.backend.storage.records import SessionRecord
 
 THREADS = 100
 
 
 def test_a_hundred_threads_read_at_the_same_time(tmp_path: Path) -> None:
-    store = SqlStore(tmp_path)
+    store = Store(tmp_path)
     store.add_session(SessionRecord("s", datetime(2026, 5, 1, tzinfo=UTC)))
     together = threading.Barrier(THREADS)
     # Each holds its connection until all have one.

@@ -8,9 +8,9 @@ from datetime import datetime, timedelta
 from pathlib import Path
 
 import pytest
-from tinker_local.backend.storage import SqlStore
-from tinker_local.backend.storage.durable import fsync_path
-from tinker_local.backend.storage.interface import (
+from tinker_local.backend.storage import Store
+from tinker_local.backend.storage.data_folder import fsync_path
+from tinker_local.backend.storage.records import (
     CheckpointRecord,
     CopyRecord,
     SamplingSessionRecord,
@@ -26,8 +26,8 @@ LATER = START + timedelta(hours=3)
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> Iterator[SqlStore]:
-    opened = SqlStore(tmp_path, clock=lambda: START)
+def store(tmp_path: Path) -> Iterator[Store]:
+    opened = Store(tmp_path, clock=lambda: START)
     yield opened
     opened.close()
 
@@ -36,7 +36,7 @@ def run_of(run: str, session: str = "s", when: datetime = START, source: str | N
     return TrainingRunRecord(run, session, "org/base", LoraConfig(rank=4, train_mlp=False), when, when, {}, source)
 
 
-def copy(store: SqlStore, source: CheckpointRecord, number: int = 0) -> CheckpointRecord:
+def copy(store: Store, source: CheckpointRecord, number: int = 0) -> CheckpointRecord:
     session = f"copy{number}"
     run = run_of(f"{session}:train:0", session, LATER, source.tinker_path)
     path = f"tinker://{run.training_run_id}/{source.kind}/{source.name}"
@@ -45,7 +45,7 @@ def copy(store: SqlStore, source: CheckpointRecord, number: int = 0) -> Checkpoi
 
 
 @pytest.mark.parametrize("kind", ["weights", "sampler_weights"])
-def test_a_copy_has_the_same_content_kind_and_name_and_its_own_end(store: SqlStore, kind: str) -> None:
+def test_a_copy_has_the_same_content_kind_and_name_and_its_own_end(store: Store, kind: str) -> None:
     given = make_record("a", kind=kind, expires_at=START + timedelta(hours=1), user_metadata={"k": "v"})
     state = make_state(1, optimizer=kind == "weights")
     source = store.set_public(store.write_checkpoint(given, state, overwrite=False), True)
@@ -68,7 +68,7 @@ def test_a_copy_has_the_same_content_kind_and_name_and_its_own_end(store: SqlSto
 
 @pytest.mark.parametrize("code", ["EPERM", "EMLINK", "EXDEV", "EOPNOTSUPP", "ENOSYS"])
 def test_a_copy_where_hard_links_are_refused_has_its_own_bytes_and_they_are_on_the_disk(
-    store: SqlStore, monkeypatch: pytest.MonkeyPatch, code: str
+    store: Store, monkeypatch: pytest.MonkeyPatch, code: str
 ) -> None:
     def refuse(self: Path, target: Path) -> None:
         raise OSError(getattr(errno, code), "no links here")
@@ -88,7 +88,7 @@ def test_a_copy_where_hard_links_are_refused_has_its_own_bytes_and_they_are_on_t
 
 
 def test_a_copy_that_the_disk_has_no_room_for_leaves_nothing(
-    store: SqlStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(self: Path, target: Path) -> None:
         raise OSError(errno.ENOSPC, "no room")
@@ -101,7 +101,7 @@ def test_a_copy_that_the_disk_has_no_room_for_leaves_nothing(
     assert store.get_training_run("copy0:train:0") is None
 
 
-def test_a_copy_that_fails_leaves_nothing(store: SqlStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_copy_that_fails_leaves_nothing(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = store.write_checkpoint(make_record("a"), make_state(1), overwrite=False)
     copy(store, source)
     with pytest.raises(Exception, match="UNIQUE"):
@@ -114,7 +114,7 @@ def test_a_copy_that_fails_leaves_nothing(store: SqlStore, tmp_path: Path, monke
     assert store.get_training_run("copy1:train:0") is None
 
 
-def test_what_belongs_to_a_session_is_listed_and_counted(store: SqlStore) -> None:
+def test_what_belongs_to_a_session_is_listed_and_counted(store: Store) -> None:
     for number in range(2):
         store.add_training_run(run_of(f"s:train:{number}"))
         store.add_sampling_session(SamplingSessionRecord(f"s:sample:{number}", "s", "org/base", None, True, START))
@@ -133,7 +133,7 @@ def test_what_belongs_to_a_session_is_listed_and_counted(store: SqlStore) -> Non
     assert store.session_storage(["s", "other", "none"]) == {"s": (2, sizes[0] + sizes[1]), "other": (1, sizes[3])}
 
 
-def test_sessions_are_paged_by_time_and_id(store: SqlStore) -> None:
+def test_sessions_are_paged_by_time_and_id(store: Store) -> None:
     times = {"a": 1, "b": 2, "d": 2, "c": 2, "e": 3}
     for name, minutes in times.items():
         store.add_session(SessionRecord(name, START + timedelta(minutes=minutes)))

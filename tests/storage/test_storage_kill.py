@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from tinker_local.backend.storage import SqlStore
+from tinker_local.backend.storage import Store
 
 sys.path.insert(0, str(Path(__file__).parent))
 from store_states import make_state, same_tensors
@@ -43,7 +43,7 @@ def run_and_kill(tmp_path: Path) -> Iterator[Callable[[int, float], list[Said]]]
         forker.stdin.close()
 
 
-def check(store: SqlStore, allowed: dict[str, set[int]]) -> None:
+def check(store: Store, allowed: dict[str, set[int]]) -> None:
     """Every checkpoint is one of its allowed states, whole; one that may not be absent is there."""
     records = {record.name: record for record in store.list_checkpoints("5f1c9d5e-0000:train:0")}
     for name, seeds in allowed.items():
@@ -73,7 +73,7 @@ def test_acknowledged_checkpoints_survive_kill_minus_nine(
                 allowed[name] = {seed}
                 acknowledged += 1
         interrupted += sum(len(seeds) > 1 for seeds in allowed.values())
-        store = SqlStore(tmp_path)
+        store = Store(tmp_path)
         check(store, allowed)
         store.close()
     print(f"{acknowledged} acknowledged, {interrupted} interrupted by {KILLS} kills")
@@ -89,15 +89,15 @@ import os, sys
 sys.path.insert(0, {str(WRITER.parent)!r})
 from pathlib import Path
 from store_states import make_record, make_state
-from tinker_local.backend.storage import SqlStore, checkpoints
-store = SqlStore(Path({str(tmp_path)!r}))
+from tinker_local.backend.storage import Store, checkpoints
+store = Store(Path({str(tmp_path)!r}))
 store.write_checkpoint(make_record("a"), make_state(1), overwrite=False)
-owner = {{"write_adapter": checkpoints, "_put_in_place": checkpoints.CheckpointFolders}}.get({moment!r}, SqlStore)
+owner = {{"write_adapter": checkpoints, "_put_in_place": checkpoints.CheckpointFolders}}.get({moment!r}, Store)
 setattr(owner, {moment!r}, lambda *a, **k: os._exit(9))
 store.write_checkpoint(make_record("a"), make_state(2), overwrite=True)
 """
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 9
-    store = SqlStore(tmp_path)
+    store = Store(tmp_path)
     (record,) = store.list_checkpoints("5f1c9d5e-0000:train:0")
     state = store.read_checkpoint(record, optimizer=True)
     assert same_tensors(state, make_state(2 if moment == "remove_folder" else 1))

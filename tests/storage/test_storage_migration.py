@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 import sqlalchemy as sa
-from tinker_local.backend.storage import SqlStore, tables
-from tinker_local.backend.storage.interface import SamplingSessionRecord, SessionRecord, TrainingRunRecord
+from tinker_local.backend.storage import Store, tables
+from tinker_local.backend.storage.records import SamplingSessionRecord, SessionRecord, TrainingRunRecord
 from tinker_local.types import LoraConfig
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -56,7 +56,7 @@ CONFIG = LoraConfig(rank=4, train_mlp=False)
 def old_folder(tmp_path: Path) -> Path:
     """A data folder of version 1 with sessions, a run, a sampling session and a checkpoint."""
     new, old = tmp_path / "new", tmp_path / "old"
-    store = SqlStore(new)
+    store = Store(new)
     written = store.write_checkpoint(make_record("kept"), make_state(1), overwrite=False)
     store.close()
     old.mkdir()
@@ -81,7 +81,7 @@ def old_folder(tmp_path: Path) -> Path:
 
 
 def check(folder: Path) -> None:
-    store = SqlStore(folder)
+    store = Store(folder)
     base = SessionRecord("live", START, {"a": "b"}, ("t",), "live")
     ended = START + timedelta(microseconds=5)
     assert store.get_session("live") == base
@@ -104,7 +104,7 @@ def check(folder: Path) -> None:
 
 def test_a_folder_of_version_1_opens_with_everything_in_it(old_folder: Path) -> None:
     check(old_folder)
-    store = SqlStore(old_folder)  # and again
+    store = Store(old_folder)  # and again
     assert store.list_checkpoints(RUN)[0].public
     store.close()
 
@@ -114,15 +114,15 @@ def test_a_migration_that_was_killed_is_brought_to_its_end(old_folder: Path, ste
     code = f"""
 import os, sys
 from pathlib import Path
-from tinker_local.backend.storage import SqlStore, migrations
-add, steps = migrations._add_column, []
+from tinker_local.backend.storage import Store, database
+add, steps = database._add_column, []
 def killed(*arguments):
     add(*arguments)
     steps.append(1)
     if len(steps) == {step}:
         os._exit(9)
-migrations._add_column = killed
-SqlStore(Path({str(old_folder)!r}))
+database._add_column = killed
+Store(Path({str(old_folder)!r}))
 """
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     assert subprocess.run([sys.executable, "-c", code], check=False, env=environment).returncode == 9
@@ -130,7 +130,7 @@ SqlStore(Path({str(old_folder)!r}))
 
 
 def test_the_tables_of_an_old_folder_are_those_of_a_new_one(old_folder: Path, tmp_path: Path) -> None:
-    SqlStore(old_folder).close()
+    Store(old_folder).close()
     columns = []
     for folder in (old_folder, tmp_path / "new"):
         inspector = sa.inspect(sa.create_engine(f"sqlite:///{folder / 'metadata.sqlite3'}"))

@@ -8,7 +8,7 @@ import pytest
 import torch
 from peft import LoraConfig as PeftConfig
 from peft import PeftModel, get_peft_model, get_peft_model_state_dict
-from tinker_local.backend.storage import SqlStore
+from tinker_local.backend.storage import Store
 from tinker_local.backend.training.interface import LORA_ALPHA, AdapterState
 from tinker_local.types import LoraConfig
 from transformers import Qwen3Config, Qwen3ForCausalLM
@@ -48,7 +48,7 @@ def test_peft_loads_a_checkpoint_folder(tmp_path: Path, targets: tuple[str, ...]
     state = AdapterState("tiny", LoraConfig(rank=4), targets, tensors)
     expected = model(tokens).logits
 
-    store = SqlStore(tmp_path)
+    store = Store(tmp_path)
     written = store.write_checkpoint(make_record("a", kind="sampler_weights"), state, overwrite=False)
     base = tiny_qwen3()
     plain = base(tokens).logits
@@ -61,7 +61,7 @@ def test_peft_loads_a_checkpoint_folder(tmp_path: Path, targets: tuple[str, ...]
 
 
 def test_folder_names_the_base_model_as_the_run_asked_for_it(tmp_path: Path) -> None:
-    store = SqlStore(tmp_path)
+    store = Store(tmp_path)
     for kind in ("weights", "sampler_weights", "external_weights"):
         record = make_record("a", kind=kind, base_model="org/other-name")
         written = store.write_checkpoint(record, make_state(1, optimizer=False), overwrite=False)

@@ -1,4 +1,4 @@
-"""Sessions, training runs and sampling sessions of `SqlStore`."""
+"""Sessions, training runs and sampling sessions of `Store`."""
 
 import sys
 import threading
@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 import sqlalchemy as sa
-from tinker_local.backend.storage import SqlStore, tables
-from tinker_local.backend.storage.interface import SamplingSessionRecord, SessionRecord, TrainingRunRecord
+from tinker_local.backend.storage import Store, tables
+from tinker_local.backend.storage.records import SamplingSessionRecord, SessionRecord, TrainingRunRecord
 from tinker_local.types import LoraConfig
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -18,8 +18,8 @@ from store_states import START
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> Iterator[SqlStore]:
-    opened = SqlStore(tmp_path)
+def store(tmp_path: Path) -> Iterator[Store]:
+    opened = Store(tmp_path)
     yield opened
     opened.close()
 
@@ -30,7 +30,7 @@ def run_record(run: str, minutes: int = 0) -> TrainingRunRecord:
     return TrainingRunRecord(run, "s", "org/base", config, created, created, {"note": "x"})
 
 
-def test_sessions_come_back_equal_and_end_once(store: SqlStore) -> None:
+def test_sessions_come_back_equal_and_end_once(store: Store) -> None:
     plain = SessionRecord("s1", START)
     full = SessionRecord("s2", START, {"a": {"b": 1}}, ("t1", "t2"), "name")
     for record in (plain, full):
@@ -47,7 +47,7 @@ def test_sessions_come_back_equal_and_end_once(store: SqlStore) -> None:
     assert store.get_session("s3") is None
 
 
-def test_training_runs_come_back_equal_newest_first(store: SqlStore) -> None:
+def test_training_runs_come_back_equal_newest_first(store: Store) -> None:
     records = [run_record(f"r{minutes}", minutes) for minutes in (2, 1, 3)]
     for record in records:
         store.add_training_run(record)
@@ -59,7 +59,7 @@ def test_training_runs_come_back_equal_newest_first(store: SqlStore) -> None:
 
 
 def test_touching_a_run_is_seen_at_once_writes_nothing_and_survives_a_restart(tmp_path: Path) -> None:
-    store = SqlStore(tmp_path)
+    store = Store(tmp_path)
     store.add_training_run(run_record("r"))
     statements: list[str] = []
     sa.event.listen(
@@ -73,7 +73,7 @@ def test_touching_a_run_is_seen_at_once_writes_nothing_and_survives_a_restart(tm
     assert store.get_training_run("r").last_request_at == when
     assert store.list_training_runs(1, 0)[0][0].last_request_at == when
     store.close()
-    store = SqlStore(tmp_path)
+    store = Store(tmp_path)
     assert store.get_training_run("r").last_request_at == when
     # The next change of anything carries it to the disk.
     store.touch_training_run("r", when + timedelta(seconds=1))
@@ -84,16 +84,16 @@ def test_touching_a_run_is_seen_at_once_writes_nothing_and_survives_a_restart(tm
     store.close()
 
 
-def test_a_touched_run_reaches_the_disk_in_time(store: SqlStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_touched_run_reaches_the_disk_in_time(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     store.add_training_run(run_record("r"))
-    monkeypatch.setattr("tinker_local.backend.storage.records.TOUCH_SECONDS", 0.0)
+    monkeypatch.setattr("tinker_local.backend.storage.store.TOUCH_SECONDS", 0.0)
     store.touch_training_run("r", START + timedelta(hours=1))
     with store._engine.connect() as connection:
         on_disk = connection.execute(sa.select(tables.training_runs.c.last_request_at)).scalar()
     assert on_disk == START + timedelta(hours=1)
 
 
-def test_sampling_sessions_come_back_equal(store: SqlStore) -> None:
+def test_sampling_sessions_come_back_equal(store: Store) -> None:
     for record in [
         SamplingSessionRecord("a", "s", "org/base", None, False, START),
         SamplingSessionRecord("b", "s", "org/base", "tinker://r/sampler_weights/x", False, START),
@@ -104,7 +104,7 @@ def test_sampling_sessions_come_back_equal(store: SqlStore) -> None:
     assert store.get_sampling_session("d") is None
 
 
-def test_times_keep_the_moment_in_any_zone(store: SqlStore) -> None:
+def test_times_keep_the_moment_in_any_zone(store: Store) -> None:
     moment = datetime(2026, 5, 1, 12, 0, 0, 123457, tzinfo=timezone(timedelta(hours=5, minutes=30)))
     store.add_session(SessionRecord("s", moment))
     assert store.get_session("s").created_at == moment
@@ -112,7 +112,7 @@ def test_times_keep_the_moment_in_any_zone(store: SqlStore) -> None:
         store.add_session(SessionRecord("t", datetime(2026, 5, 1)))
 
 
-def test_hundreds_of_threads_at_once(store: SqlStore) -> None:
+def test_hundreds_of_threads_at_once(store: Store) -> None:
     errors: list[BaseException] = []
 
     def work(number: int) -> None:
@@ -130,7 +130,7 @@ def test_hundreds_of_threads_at_once(store: SqlStore) -> None:
     assert errors == []
 
 
-def test_nothing_of_a_request_body_is_kept(store: SqlStore) -> None:
+def test_nothing_of_a_request_body_is_kept(store: Store) -> None:
     """The database holds metadata only: no column can hold tensors or bytes."""
     kinds = {type(column.type) for table in tables.metadata.tables.values() for column in table.columns}
     assert not kinds & {sa.LargeBinary, sa.Text, sa.PickleType}

@@ -12,10 +12,10 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent))
 
 from store_states import make_record, make_state
-from tinker_local.backend.storage import SqlStore
+from tinker_local.backend.storage import Store
 
 
-def write_for_ever(store: SqlStore, thread: int, seed: int) -> None:
+def write_for_ever(store: Store, thread: int, seed: int) -> None:
     while True:
         for index in range(3):
             record = make_record(f"t{thread}-{index}")
@@ -29,7 +29,7 @@ def write_for_ever(store: SqlStore, thread: int, seed: int) -> None:
 
 
 def run_writer(data_dir: Path, seed: int) -> None:
-    store = SqlStore(data_dir)
+    store = Store(data_dir)
     say("ready", os.getpid())
     threads = [threading.Thread(target=write_for_ever, args=(store, n, seed + n * 500)) for n in range(2)]
     for thread in threads:

@@ -32,7 +32,9 @@ from tinker_local.backend.models.metrics import ModelMetrics
 from tinker_local.backend.options import BackendOptions, ModelSource
 from tinker_local.backend.scheduling.operations import Operation, OperationKind, Operations
 from tinker_local.backend.scheduling.queue_states import QueueState
-from tinker_local.backend.storage.interface import CheckpointRecord, EndReason, SessionRecord, Store, TrainingRunRecord
+from tinker_local.backend.storage.records import CheckpointRecord, EndReason, SessionRecord, TrainingRunRecord
+from tinker_local.backend.storage.store import Store
+from tinker_local.backend.storage.versions import VersionFolders
 from tinker_local.backend.traces.recorder import TraceRecorder
 from tinker_local.types import (
     ApiError,
@@ -109,11 +111,8 @@ class InProcessBackend:
             raise
 
     async def _start(self) -> None:
-        from tinker_local.backend.storage import SqlStore
-        from tinker_local.backend.storage.versions import VersionFolders
-
         options = self.options
-        self.store: Store = SqlStore(options.data_dir, clock=self._clock)
+        self.store = Store(options.data_dir, clock=self._clock)
         self._closing.callback(self.store.close)
         self.folders = VersionFolders(options.data_dir)
         self._closing.callback(self.folders.close)

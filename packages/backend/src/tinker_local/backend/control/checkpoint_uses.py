@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import datetime
 
-from tinker_local.backend.storage.interface import CheckpointRecord
+from tinker_local.backend.storage.records import CheckpointRecord
 
 Version = tuple[str, datetime]
 

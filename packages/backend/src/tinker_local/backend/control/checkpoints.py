@@ -9,9 +9,9 @@ from tinker_local.backend.control.checkpoint_uses import CheckpointUses
 from tinker_local.backend.control.sampler_versions import SamplerVersions
 from tinker_local.backend.control.sampling_sessions import SamplingSessions
 from tinker_local.backend.control.ttl import check_ttl, expiry
-from tinker_local.backend.storage.interface import CheckpointRecord, Store
-from tinker_local.backend.storage.lookup import existing_checkpoint
 from tinker_local.backend.storage.names import parse_tinker_path
+from tinker_local.backend.storage.records import CheckpointRecord
+from tinker_local.backend.storage.store import Store
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ class Checkpoints:
     async def get(self, tinker_path: str, field: str = "tinker_path") -> CheckpointRecord:
         """The checkpoint behind a tinker path."""
         run, kind, name = parse_tinker_path(tinker_path, field)
-        return await existing_checkpoint(self._store, run, kind, name, field)
+        return await asyncio.to_thread(self._store.existing_checkpoint, run, kind, name, field)
 
     async def set_public(self, tinker_path: str, public: bool) -> None:
         """Publish or unpublish; InvalidRequestError if it is so already."""

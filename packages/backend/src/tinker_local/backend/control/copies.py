@@ -12,7 +12,8 @@ from tinker_local.backend.control.ownership import check_no_token, check_project
 from tinker_local.backend.control.sessions import Sessions
 from tinker_local.backend.control.training_runs import TrainingRuns
 from tinker_local.backend.control.ttl import check_ttl, expiry
-from tinker_local.backend.storage.interface import CopyRecord, SessionRecord, Store, TrainingRunRecord
+from tinker_local.backend.storage.records import CopyRecord, SessionRecord, TrainingRunRecord
+from tinker_local.backend.storage.store import Store
 from tinker_local.types import CopyWeightsRequest, GoneError, InvalidRequestError, NotFoundError
 
 LONGEST_KEY = 255

@@ -15,9 +15,9 @@ from tinker_local.backend.control.training_commands import TrainingCommands
 from tinker_local.backend.control.ttl import check_ttl
 from tinker_local.backend.scheduling.operations import Operation
 from tinker_local.backend.storage.adapter_files import CONFIG, WEIGHTS
-from tinker_local.backend.storage.interface import CheckpointRecord, Store
-from tinker_local.backend.storage.lookup import existing_checkpoint
 from tinker_local.backend.storage.names import check_checkpoint_name, parse_tinker_path
+from tinker_local.backend.storage.records import CheckpointRecord
+from tinker_local.backend.storage.store import Store
 from tinker_local.types import (
     InvalidRequestError,
     NotFoundError,
@@ -127,7 +127,7 @@ class ExternalWeights:
         return record
 
     async def _record(self, run: str, name: str) -> CheckpointRecord:
-        return await existing_checkpoint(self._store, run, "external_weights", name, "tinker_path")
+        return await asyncio.to_thread(self._store.existing_checkpoint, run, "external_weights", name, "tinker_path")
 
 
 def _microseconds(when: datetime) -> int:

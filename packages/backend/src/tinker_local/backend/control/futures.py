@@ -11,7 +11,7 @@ from tinker_local.backend.control.sessions import Sessions
 from tinker_local.backend.control.training_runs import TrainingRuns
 from tinker_local.backend.scheduling.operations import Operation, Operations
 from tinker_local.backend.scheduling.queue_states import QueueState
-from tinker_local.backend.storage.interface import Store
+from tinker_local.backend.storage.store import Store
 from tinker_local.types import GoneError, InternalError, NotFoundError
 
 

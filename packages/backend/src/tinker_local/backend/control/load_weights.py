@@ -14,9 +14,9 @@ from tinker_local.backend.control.training_runs import TrainingRuns, new_run
 from tinker_local.backend.control.user_metadata import check_user_metadata
 from tinker_local.backend.models.base_models import BaseModel, BaseModels
 from tinker_local.backend.scheduling.operations import Operation
-from tinker_local.backend.storage.interface import CheckpointRecord, Store
-from tinker_local.backend.storage.lookup import existing_checkpoint
 from tinker_local.backend.storage.names import parse_tinker_path
+from tinker_local.backend.storage.records import CheckpointRecord
+from tinker_local.backend.storage.store import Store
 from tinker_local.backend.training.interface import AdapterState
 from tinker_local.backend.training.optimizers import check_optimizer
 from tinker_local.types import (
@@ -131,7 +131,7 @@ class LoadWeights:
                 f"path: {request.path} was saved for {'sampling' if kind == 'sampler_weights' else 'download'}; "
                 f"training goes on from tinker://{run}/weights/..."
             )
-        record = await existing_checkpoint(self._store, run, kind, name, "path")
+        record = await asyncio.to_thread(self._store.existing_checkpoint, run, kind, name, "path")
         if request.optimizer and not record.has_optimizer:
             raise InvalidRequestError(f"path: {request.path} holds no optimizer state")
         return record

@@ -2,7 +2,8 @@
 
 import asyncio
 
-from tinker_local.backend.storage.interface import SessionRecord, Store
+from tinker_local.backend.storage.records import SessionRecord
+from tinker_local.backend.storage.store import Store
 from tinker_local.types import ApiError, InternalError, InvalidRequestError, NotFoundError
 
 

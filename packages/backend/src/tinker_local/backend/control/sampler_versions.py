@@ -8,7 +8,8 @@ from functools import partial
 
 from tinker_local.backend.models.base_models import BaseModel, BaseModels
 from tinker_local.backend.sampling.interface import AdapterVersion
-from tinker_local.backend.storage.interface import CheckpointRecord, Store
+from tinker_local.backend.storage.records import CheckpointRecord
+from tinker_local.backend.storage.store import Store
 from tinker_local.backend.storage.versions import VersionFolders
 
 

@@ -14,9 +14,9 @@ from tinker_local.backend.models.base_models import BaseModel, BaseModels
 from tinker_local.backend.options import BackendOptions
 from tinker_local.backend.scheduling.completions import Completion
 from tinker_local.backend.scheduling.operations import Operation, Operations
-from tinker_local.backend.storage.interface import CheckpointRecord, SamplingSessionRecord, Store
-from tinker_local.backend.storage.lookup import existing_checkpoint
 from tinker_local.backend.storage.names import parse_tinker_path
+from tinker_local.backend.storage.records import CheckpointRecord, SamplingSessionRecord
+from tinker_local.backend.storage.store import Store
 from tinker_local.types import (
     CreateSamplingSessionRequest,
     GoneError,
@@ -185,7 +185,7 @@ class SamplingSessions:
                 "sample from what save_weights_for_sampler saved "
                 f"(tinker://{run}/sampler_weights/...)"
             )
-        return await existing_checkpoint(self._store, run, kind, name, "model_path")
+        return await asyncio.to_thread(self._store.existing_checkpoint, run, kind, name, "model_path")
 
     async def end_session(self, session_id: str) -> None:
         """Cancel what runs in a session's samplers and free their nameless versions."""

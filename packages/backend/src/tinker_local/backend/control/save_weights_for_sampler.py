@@ -17,8 +17,9 @@ from tinker_local.backend.models.base_models import BaseModel
 from tinker_local.backend.rendering.interface import RenderedInput
 from tinker_local.backend.sampling.interface import AdapterVersion, SampleWork
 from tinker_local.backend.scheduling.operations import Operation
-from tinker_local.backend.storage.interface import CheckpointRecord, Store
 from tinker_local.backend.storage.names import check_checkpoint_name
+from tinker_local.backend.storage.records import CheckpointRecord
+from tinker_local.backend.storage.store import Store
 from tinker_local.backend.storage.versions import VersionFolders
 from tinker_local.backend.training.interface import AdapterDType, AdapterState
 from tinker_local.types import (

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from tinker_local.backend.control.ownership import OWNER, check_project
 from tinker_local.backend.control.sessions import Sessions, SessionStatus
-from tinker_local.backend.storage.interface import SessionRecord, Store
+from tinker_local.backend.storage.records import SessionRecord
+from tinker_local.backend.storage.store import Store
 from tinker_local.types import ClientFinishedQuery, SessionCursor, SessionSearchRequest, StatusQuery, UserQuery
 
 BATCH = 500

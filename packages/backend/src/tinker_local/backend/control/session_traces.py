@@ -13,7 +13,8 @@ from tinker_local.backend.control import paths
 from tinker_local.backend.control.sessions import Sessions
 from tinker_local.backend.control.signatures import LIFETIME, Signatures
 from tinker_local.backend.scheduling.operations import as_api_error
-from tinker_local.backend.storage.interface import SessionRecord, Store
+from tinker_local.backend.storage.records import SessionRecord
+from tinker_local.backend.storage.store import Store
 from tinker_local.backend.traces.perfetto import OwnerTrack, SessionTrace, packets
 from tinker_local.backend.traces.recorder import KEPT_SECONDS, SessionTimelines, TraceRecorder
 from tinker_local.backend.traces.timelines import Timeline, clock

@@ -11,7 +11,8 @@ from typing import Literal
 
 from tinker_local.backend.control.ownership import check_project
 from tinker_local.backend.control.user_metadata import check_user_metadata
-from tinker_local.backend.storage.interface import EndReason, SessionRecord, Store
+from tinker_local.backend.storage.records import EndReason, SessionRecord
+from tinker_local.backend.storage.store import Store
 from tinker_local.types import CreateSessionRequest, GoneError, NotFoundError
 
 log = logging.getLogger(__name__)

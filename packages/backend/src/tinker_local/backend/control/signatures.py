@@ -12,7 +12,7 @@ from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
-from tinker_local.backend.storage.durable import fsync_path
+from tinker_local.backend.storage.data_folder import fsync_path
 from tinker_local.types import PermissionDeniedError
 
 LIFETIME = timedelta(hours=1)

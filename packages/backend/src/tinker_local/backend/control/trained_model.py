@@ -10,7 +10,7 @@ from tinker_local.backend.control.ttl import expiry
 from tinker_local.backend.models.base_models import BaseModel
 from tinker_local.backend.scheduling.model_queue import ModelQueue
 from tinker_local.backend.scheduling.operations import Operation
-from tinker_local.backend.storage.interface import CheckpointKind, CheckpointRecord, TrainingRunRecord
+from tinker_local.backend.storage.records import CheckpointKind, CheckpointRecord, TrainingRunRecord
 
 FINISH_SECONDS = 60.0
 """How long the end of a session or server waits for saves in flight: longer than any disk that works."""

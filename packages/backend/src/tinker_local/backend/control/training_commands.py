@@ -17,8 +17,8 @@ from tinker_local.backend.options import BackendOptions
 from tinker_local.backend.scheduling.admission import Bounds, Load
 from tinker_local.backend.scheduling.model_queue import GradientCommand, StepCommand, positions
 from tinker_local.backend.scheduling.operations import Operation, OperationKind, Operations
-from tinker_local.backend.storage.interface import Store
 from tinker_local.backend.storage.names import check_checkpoint_name
+from tinker_local.backend.storage.store import Store
 from tinker_local.backend.training.interface import TrainWork
 from tinker_local.backend.training.optimizers import step_params
 from tinker_local.types import (

@@ -15,7 +15,8 @@ from tinker_local.backend.models.base_models import BaseModel, BaseModels
 from tinker_local.backend.options import BackendOptions
 from tinker_local.backend.scheduling.operations import Operation, OperationKind, Operations
 from tinker_local.backend.scheduling.queue_states import ACTIVE, QueueState
-from tinker_local.backend.storage.interface import Store, TrainingRunRecord
+from tinker_local.backend.storage.records import TrainingRunRecord
+from tinker_local.backend.storage.store import Store
 from tinker_local.backend.training.optimizers import check_optimizer
 from tinker_local.types import (
     CreateModelRequest,

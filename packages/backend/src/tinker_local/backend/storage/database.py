@@ -1,10 +1,12 @@
-"""Opens the database of the metadata."""
+"""Opens the metadata database, and brings one that an older server wrote to today's tables."""
 
+import logging
 from typing import Any
 
 import sqlalchemy as sa
 from tinker_local.backend.storage import tables
-from tinker_local.backend.storage.migrations import migrate
+
+log = logging.getLogger(__name__)
 
 
 def open_database(url: str | sa.URL) -> tuple[sa.Engine, bool]:
@@ -28,7 +30,7 @@ def open_database(url: str | sa.URL) -> tuple[sa.Engine, bool]:
                 "start the newer server that wrote it"
             )
     if version is not None and version < tables.SCHEMA_VERSION:
-        migrate(engine, version)
+        _migrate(engine, version)
     return engine, is_new
 
 
@@ -36,3 +38,37 @@ def _set_pragmas(connection: Any, _record: Any) -> None:
     """FULL: a commit waits for the disk, so that what was acknowledged survives a power cut too."""
     for pragma in ("journal_mode = WAL", "synchronous = FULL", "busy_timeout = 10000"):
         connection.execute(f"PRAGMA {pragma}")
+
+
+def _migrate(engine: sa.Engine, version: int) -> None:
+    """From `version` to `tables.SCHEMA_VERSION`; RuntimeError if there is no way."""
+    if version < 1:
+        raise RuntimeError(f"the database {engine.url} has schema version {version}, which no server ever wrote")
+    log.info("the database %s goes from schema version %d to %d", engine.url, version, tables.SCHEMA_VERSION)
+    if version == 1:
+        _from_1_to_2(engine)
+
+
+def _from_1_to_2(engine: sa.Engine) -> None:
+    """Public checkpoints, copies, and the reason of a session's end apart from its detail."""
+    _add_column(engine, "sessions", "end_detail VARCHAR")
+    _add_column(engine, "training_runs", "copied_from VARCHAR")
+    _add_column(engine, "checkpoints", "public BOOLEAN DEFAULT false NOT NULL")
+    sessions = tables.sessions
+    with engine.begin() as connection:
+        ended = sa.select(sessions.c.number, sessions.c.end_reason).where(sessions.c.end_reason.is_not(None))
+        for number, text in connection.execute(ended).all():
+            reason, _, detail = text.partition(": ")
+            connection.execute(
+                sa.update(sessions)
+                .where(sessions.c.number == number)
+                .values(end_reason=reason, end_detail=detail or None)
+            )
+        connection.execute(sa.update(tables.schema).values(version=2))
+
+
+def _add_column(engine: sa.Engine, table: str, definition: str) -> None:
+    name = definition.split()[0]
+    if name not in {column["name"] for column in sa.inspect(engine).get_columns(table)}:
+        with engine.begin() as connection:
+            connection.execute(sa.text(f"ALTER TABLE {table} ADD COLUMN {definition}"))

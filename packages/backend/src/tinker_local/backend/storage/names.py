@@ -4,7 +4,7 @@ import re
 from typing import get_args
 from urllib.parse import quote
 
-from tinker_local.backend.storage.interface import CheckpointKind
+from tinker_local.backend.storage.records import CheckpointKind
 from tinker_local.types import InvalidRequestError
 
 MAX_NAME_LENGTH = 128

@@ -1,13 +1,14 @@
-"""`SqlStore`: the store on SQLAlchemy and checkpoint folders.
+"""`Store`: everything durable. Metadata is in a database (SQLAlchemy), adapters are in checkpoint folders.
 
-A checkpoint exists if, and only if, it has a record; the record is committed after its folder is complete and on the
-disk, and deleted before its folder is. What a kill leaves in between is removed when the next server starts.
+A checkpoint exists if and only if it has a record. The record is committed after the checkpoint's folder is complete
+and on disk, and deleted before the folder is. The next start removes whatever a kill leaves in between.
 """
 
 import logging
 import threading
-from collections.abc import Callable, Collection, Sequence
-from contextlib import ExitStack
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -17,18 +18,18 @@ import sqlalchemy as sa
 from tinker_local.backend.storage import tables
 from tinker_local.backend.storage.adapter_files import WEIGHTS, read_adapter
 from tinker_local.backend.storage.checkpoints import CheckpointFolders, refuse_halves
+from tinker_local.backend.storage.data_folder import FolderLock, make_durable_folder
 from tinker_local.backend.storage.database import open_database
-from tinker_local.backend.storage.durable import make_durable_folder
-from tinker_local.backend.storage.interface import (
+from tinker_local.backend.storage.names import check_checkpoint_name
+from tinker_local.backend.storage.records import (
     CheckpointKind,
     CheckpointRecord,
     CopyRecord,
+    EndReason,
+    SamplingSessionRecord,
     SessionRecord,
     TrainingRunRecord,
 )
-from tinker_local.backend.storage.lock import FolderLock
-from tinker_local.backend.storage.names import check_checkpoint_name
-from tinker_local.backend.storage.records import SqlRecords, session_values, training_run_values
 from tinker_local.backend.training.interface import AdapterState
 from tinker_local.types import InvalidRequestError, LoraConfig, NotFoundError
 
@@ -36,15 +37,19 @@ log = logging.getLogger(__name__)
 
 DATABASE = "metadata.sqlite3"
 CHECKPOINTS = "checkpoints"
+TOUCH_SECONDS = 30.0
+"""How far a run's `last_request_at` on disk may lag behind."""
 
 
-class SqlStore(SqlRecords):
-    """Keeps `storage.interface.Store` in `data_dir`, which it locks (FolderInUseError if another process has it).
+class Store:
+    """The durable state in `data_dir`, which it locks (FolderInUseError if another process holds the lock).
 
-    `url`: any SQLAlchemy URL for the metadata; by default SQLite in `data_dir`. Checkpoints are always folders of
-    `data_dir`. `clock`: the time by which checkpoints expire. Methods may be called from several threads; each is
-    durable when it returns, but for `touch_training_run`, which is written with the next change or after
-    `TOUCH_SECONDS`.
+    Every method blocks on the disk and may be called from any thread. Its changes are durable when it returns, except
+    those of `touch_training_run`, which are written with the next change or after `TOUCH_SECONDS`. An expired
+    checkpoint counts as gone: only `forget_expired` returns it.
+
+    `url`: an SQLAlchemy URL for the metadata; None: SQLite in `data_dir`. Checkpoints are always folders in
+    `data_dir`. `clock` decides when checkpoints expire.
     """
 
     def __init__(
@@ -53,16 +58,20 @@ class SqlStore(SqlRecords):
         data_dir = data_dir.absolute()
         make_durable_folder(data_dir, mode=0o700)
         self._clock = clock
-        # Expired, with a folder still, and their name taken by a new one before `forget_expired` came by.
+        self._closed = False
+        self._writing = threading.RLock()
+        self._touched: dict[str, datetime] = {}
+        self._touches_written = time.monotonic()
+        # Expired checkpoints whose name a new one took before `forget_expired` ran; their folders still exist.
         self._replaced_expired: list[CheckpointRecord] = []
-        # Held while a checkpoint is read and while one is removed, so that nobody reads a folder that vanishes.
+        # Held while a checkpoint is read and while one is removed, so that no folder vanishes while it is read.
         self._folder_access = threading.Lock()
         with ExitStack() as opened:
             lock = FolderLock(data_dir)
             opened.callback(lock.release)
             engine, is_new = open_database(url or sa.URL.create("sqlite", database=str(data_dir / DATABASE)))
             opened.callback(engine.dispose)
-            super().__init__(engine)
+            self._engine = engine
             refuse_halves(data_dir / CHECKPOINTS, is_new, self._checkpoints(sa.true()))
             self._folders = CheckpointFolders(data_dir / CHECKPOINTS)
             self._recover()
@@ -81,16 +90,143 @@ class SqlStore(SqlRecords):
         self._folders.sweep(present)
 
     def close(self) -> None:
-        """Write what is pending and let the folder go; calling it again does nothing."""
-        if not self._closed:
-            self._write_touches()
+        """Write what is pending and release the folder; a second call does nothing."""
+        if self._touched and not self._closed:
+            with self._transaction():
+                pass
         self._closed = True
         self._opened.close()
 
-    # Writing
+    @contextmanager
+    def _transaction(self) -> Iterator[sa.Connection]:
+        """One writer at a time: SQLite has one write lock, and waiting for it in Python is fair and never times out."""
+        if self._closed:
+            raise RuntimeError("the store is closed")
+        with self._writing, self._engine.begin() as connection:
+            touched = dict(self._touched)
+            for run_id, when in touched.items():
+                row = tables.training_runs.c.training_run_id == run_id
+                connection.execute(sa.update(tables.training_runs).where(row).values(last_request_at=when))
+            yield connection
+            self._touches_written = time.monotonic()
+            for run_id, when in touched.items():
+                if self._touched[run_id] == when:
+                    del self._touched[run_id]
+
+    def _insert(self, table: sa.Table, values: Mapping[str, Any]) -> None:
+        with self._transaction() as connection:
+            connection.execute(sa.insert(table).values(values))
+
+    def _rows(self, query: sa.Select[Any]) -> list[dict[str, Any]]:
+        with self._engine.connect() as connection:
+            return [_without_number(row) for row in connection.execute(query).mappings()]
+
+    def _page(
+        self, table: sa.Table, limit: int, offset: int, condition: sa.ColumnElement[bool] | None = None
+    ) -> tuple[list[dict[str, Any]], int]:
+        counted = sa.true() if condition is None else condition
+        newest_first = sa.select(table).where(counted).order_by(table.c.created_at.desc(), table.c.number.desc())
+        with self._engine.connect() as connection:
+            total = connection.execute(sa.select(sa.func.count()).select_from(table).where(counted)).scalar_one()
+            rows = connection.execute(newest_first.limit(limit).offset(offset)).mappings()
+            return [_without_number(row) for row in rows], total
+
+    # Sessions
+
+    def add_session(self, record: SessionRecord) -> None:
+        """Record a new session."""
+        self._insert(tables.sessions, _session_values(record))
+
+    def end_session(self, session_id: str, reason: EndReason, detail: str | None, when: datetime) -> None:
+        """Record the end of a session; the first end counts."""
+        table = tables.sessions
+        open_session = (table.c.session_id == session_id) & table.c.ended_at.is_(None)
+        values = {"ended_at": when, "end_reason": reason, "end_detail": detail}
+        with self._transaction() as connection:
+            connection.execute(sa.update(table).where(open_session).values(values))
+
+    def get_session(self, session_id: str) -> SessionRecord | None:
+        """The session, or None."""
+        rows = self._rows(sa.select(tables.sessions).where(tables.sessions.c.session_id == session_id))
+        return _session(rows[0]) if rows else None
+
+    def list_sessions(self, limit: int, offset: int) -> tuple[list[SessionRecord], int]:
+        """Newest first, and the count of all."""
+        rows, total = self._page(tables.sessions, limit, offset)
+        return [_session(row) for row in rows], total
+
+    def sessions_before(self, before: tuple[datetime, str] | None, limit: int) -> list[SessionRecord]:
+        """Newest first, equal times by falling id; from behind the session of that time and id on."""
+        table = tables.sessions
+        query = sa.select(table).order_by(table.c.created_at.desc(), table.c.session_id.desc()).limit(limit)
+        if before is not None:
+            when, session_id = before
+            query = query.where(
+                (table.c.created_at < when) | ((table.c.created_at == when) & (table.c.session_id < session_id))
+            )
+        return [_session(row) for row in self._rows(query)]
+
+    def session_members(self, session_id: str) -> tuple[list[str], list[str]]:
+        """The ids of a session's training runs and of its sampling sessions, the oldest first."""
+        runs, samplers = tables.training_runs, tables.sampling_sessions
+        found = []
+        with self._engine.connect() as connection:
+            for table, column in ((runs, runs.c.training_run_id), (samplers, samplers.c.sampling_session_id)):
+                query = sa.select(column).where(table.c.session_id == session_id).order_by(table.c.number)
+                found.append(list(connection.execute(query).scalars()))
+        return found[0], found[1]
+
+    # Training runs
+
+    def add_training_run(self, record: TrainingRunRecord) -> None:
+        """Record a new training run."""
+        self._insert(tables.training_runs, _training_run_values(record))
+
+    def touch_training_run(self, training_run_id: str, when: datetime) -> None:
+        """Note the time of a request; in memory, as this happens with every request."""
+        with self._writing:
+            self._touched[training_run_id] = when
+            if time.monotonic() - self._touches_written > TOUCH_SECONDS:
+                with self._transaction():
+                    pass
+
+    def get_training_run(self, training_run_id: str) -> TrainingRunRecord | None:
+        """The training run, or None."""
+        table = tables.training_runs
+        rows = self._rows(sa.select(table).where(table.c.training_run_id == training_run_id))
+        return self._training_run(rows[0]) if rows else None
+
+    def list_training_runs(self, limit: int, offset: int) -> tuple[list[TrainingRunRecord], int]:
+        """Newest first, and the count of all."""
+        rows, total = self._page(tables.training_runs, limit, offset)
+        return [self._training_run(row) for row in rows], total
+
+    def _training_run(self, row: dict[str, Any]) -> TrainingRunRecord:
+        touched = self._touched.get(row["training_run_id"], row["last_request_at"])
+        config = LoraConfig.model_validate(row["lora_config"])
+        return TrainingRunRecord(**{**row, "last_request_at": touched, "lora_config": config})
+
+    # Sampling sessions
+
+    def add_sampling_session(self, record: SamplingSessionRecord) -> None:
+        """Record a new sampling session."""
+        values = {name: getattr(record, name) for name in SamplingSessionRecord.__slots__}
+        self._insert(tables.sampling_sessions, values)
+
+    def get_sampling_session(self, sampling_session_id: str) -> SamplingSessionRecord | None:
+        """The sampling session, or None."""
+        table = tables.sampling_sessions
+        rows = self._rows(sa.select(table).where(table.c.sampling_session_id == sampling_session_id))
+        return SamplingSessionRecord(**rows[0]) if rows else None
+
+    # Checkpoints: writing
 
     def write_checkpoint(self, record: CheckpointRecord, state: AdapterState, *, overwrite: bool) -> CheckpointRecord:
-        """Write and record a checkpoint; when this returns it survives `kill -9` and a power cut."""
+        """Write and record a checkpoint; when this returns it survives `kill -9` and a power cut.
+
+        Returns the record with its size. InvalidRequestError if the name exists and `overwrite` is false; with
+        `overwrite`, the old checkpoint stays whole until the new one is in place.
+        """
         check_checkpoint_name(record.name)
         if not overwrite:  # before megabytes are written; it counts again when the record is committed
             _refuse_existing(self.get_checkpoint(record.training_run_id, record.kind, record.name))
@@ -145,7 +281,10 @@ class SqlStore(SqlRecords):
         expires_at: datetime | None,
         copies: Sequence[CopyRecord],
     ) -> CheckpointRecord:
-        """`source` as a checkpoint of the new `run`, sharing its files on the disk."""
+        """`source` as a checkpoint of the new `run` (of the new `session`, if given), sharing its files on disk.
+
+        `copies` are recorded in the same transaction; `find_copy` finds them by their key.
+        """
         with self._folder_access:  # nobody removes the source meanwhile
             current = self._require(source)
             record = replace(
@@ -159,8 +298,8 @@ class SqlStore(SqlRecords):
         try:
             with self._transaction() as connection:
                 if session is not None:
-                    connection.execute(sa.insert(tables.sessions).values(session_values(session)))
-                connection.execute(sa.insert(tables.training_runs).values(training_run_values(run)))
+                    connection.execute(sa.insert(tables.sessions).values(_session_values(session)))
+                connection.execute(sa.insert(tables.training_runs).values(_training_run_values(run)))
                 connection.execute(sa.insert(tables.checkpoints).values(_values(written)))
                 for copy in copies:
                     values = {"key": copy.key, "request": dict(copy.request), "tinker_path": copy.tinker_path}
@@ -170,12 +309,19 @@ class SqlStore(SqlRecords):
             raise
         return written
 
-    # Reading
+    # Checkpoints: reading
 
     def get_checkpoint(self, training_run_id: str, kind: CheckpointKind, name: str) -> CheckpointRecord | None:
         """The checkpoint, or None."""
         found = self._checkpoints(_named(training_run_id, kind, name) & self._in_time())
         return found[0] if found else None
+
+    def existing_checkpoint(self, run: str, kind: CheckpointKind, name: str, field: str) -> CheckpointRecord:
+        """The checkpoint; NotFoundError naming `field` if there is none."""
+        record = self.get_checkpoint(run, kind, name)
+        if record is None:
+            raise NotFoundError(f"{field}: there is no checkpoint tinker://{run}/{kind}/{name}")
+        return record
 
     def list_checkpoints(self, training_run_id: str) -> list[CheckpointRecord]:
         """The checkpoints of one run, newest first."""
@@ -221,10 +367,13 @@ class SqlStore(SqlRecords):
                 )
             return read_adapter(folder, current.base_model, current.lora_config, optimizer=optimizer)
 
-    # Deleting
+    # Checkpoints: deleting
 
     def forget_checkpoint(self, record: CheckpointRecord) -> CheckpointRecord:
-        """Delete the record of the checkpoint of that name, which is returned; NotFoundError if there is none."""
+        """Delete the record alone and return it; NotFoundError if there is none.
+
+        The checkpoint cannot be found any more, but whoever holds its record can still read its folder.
+        """
         with self._writing:
             current = self._require(record)
             self._forget(current)
@@ -274,6 +423,24 @@ class SqlStore(SqlRecords):
     def _forget(self, record: CheckpointRecord) -> None:
         with self._transaction() as connection:
             connection.execute(sa.delete(tables.checkpoints).where(_is(record)))
+
+
+def _without_number(row: Mapping[Any, Any]) -> dict[str, Any]:
+    return {name: value for name, value in row.items() if name != "number"}
+
+
+def _session(row: dict[str, Any]) -> SessionRecord:
+    return SessionRecord(**{**row, "tags": tuple(row["tags"])})
+
+
+def _session_values(record: SessionRecord) -> dict[str, Any]:
+    values = {name: getattr(record, name) for name in SessionRecord.__slots__}
+    return values | {"user_metadata": dict(record.user_metadata), "tags": list(record.tags)}
+
+
+def _training_run_values(record: TrainingRunRecord) -> dict[str, Any]:
+    values = {name: getattr(record, name) for name in TrainingRunRecord.__slots__}
+    return values | {"user_metadata": dict(record.user_metadata), "lora_config": record.lora_config.model_dump()}
 
 
 def _checkpoint(row: dict[str, Any]) -> CheckpointRecord:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tinker_local.backend.storage.adapter_files import adapter_bytes, write_adapter
-from tinker_local.backend.storage.lock import FolderInUseError, FolderLock
+from tinker_local.backend.storage.data_folder import FolderInUseError, FolderLock
 from tinker_local.backend.training.interface import AdapterState
 from tinker_local.types import NotFoundError
 
@@ -53,7 +53,7 @@ class VersionFolders:
     The newest lie in `shared_memory` (a RAM file system; None or a missing one: on disk) as long as they fit into
     `memory_bytes` and into half of what is free there; older ones move to `data_dir/ephemeral`. A version's path stays
     the same when it moves, and whoever reads through it sees the same content at any time. The caller holds the lock
-    of `data_dir` (`SqlStore`). Methods may be called from several threads; all but `path` and `unwritten` may block,
+    of `data_dir` (`Store`). Methods may be called from several threads; all but `path` and `unwritten` may block,
     `publish` only while `UNWRITTEN` versions have no folder yet.
     """
 

@@ -5,7 +5,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Depends, Header, Query, Request, Response
 from tinker_local.backend.http.access import Backend, Offset, ServerKeys, one_owner
 from tinker_local.backend.http.bodies import discard_body, parse
-from tinker_local.backend.storage.interface import CheckpointRecord
+from tinker_local.backend.storage.records import CheckpointRecord
 from tinker_local.types import CopyWeightsRequest, Frozen
 
 router = APIRouter(tags=["checkpoints"], dependencies=[Depends(one_owner)])

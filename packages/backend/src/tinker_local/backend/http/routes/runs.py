@@ -7,7 +7,7 @@ from tinker_local.backend.backend import InProcessBackend
 from tinker_local.backend.control.ownership import OWNER
 from tinker_local.backend.http.access import Backend, Offset, one_owner
 from tinker_local.backend.http.routes.checkpoints import checkpoint_json
-from tinker_local.backend.storage.interface import TrainingRunRecord
+from tinker_local.backend.storage.records import TrainingRunRecord
 
 router = APIRouter(tags=["training runs"], dependencies=[Depends(one_owner)])
 
