@@ -143,7 +143,7 @@ async def measure(folder: Path, data_dir: Path, rank: int, saves: int) -> None:
 def watch(stages: Stages, backend: InProcessBackend) -> None:
     """Every stage of the way, in its order."""
     engines = backend.models.get(MODEL).engines
-    sampler: Any = engines.sampler._sampler  # inside of what lends its memory
+    sampler: Any = engines.sampler._sampler  # inside WakingSampler
     vllm = sampler._engine.live()
     stages.watch(engines.trainer, "capture", "capture", "trainer's thread")
     stages.watch(engines.trainer, "logprobs", "probe, trainer", "trainer's thread")

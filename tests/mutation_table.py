@@ -27,7 +27,7 @@ FORMULAS = "tests/training/test_loss_formulas.py::"
 FUTURES = "tests/http/test_http_futures_on_fakes.py::"
 IMAGE_ASSETS = "tests/rendering/test_image_assets.py::"
 INPUT_CHECKS = "tests/training/test_loss_input_checks.py::"
-LENDING = "tests/http/test_http_lending_on_fakes.py::"
+MEMORY_SHARING = "tests/http/test_http_memory_sharing_on_fakes.py::"
 LAST_N = "tests/sampling/test_prompt_last_n.py::"
 LIMITS = "tests/sampling/test_limits.py::"
 OFFSETS = "tests/training/test_images_at_offsets.py::"
@@ -1283,7 +1283,7 @@ MUTATIONS = (
     ),
     Mutation(
         "unserved-base-model-accepted",
-        "backend/models/base_models.py",
+        "backend/models/served_models.py",
         "        if name not in self._by_name:\n",
         "        name = name if name in self._by_name else next(iter(self._by_name))\n        if False:\n",
         (BAD_INPUT + "test_unknown_base_model_is_refused_with_those_that_are_served_on_fakes",),
@@ -1644,45 +1644,45 @@ MUTATIONS = (
     # Memory that trainer and sampler share --------------------------------------------------------------------------
     Mutation(
         "sleeps-when-all-fits",
-        "backend/models/lending.py",
+        "backend/scheduling/memory_sharing.py",
         "if isinstance(result, NotEnoughMemoryError)",
         "if True",
-        (LENDING + "test_training_that_fits_never_puts_the_sampler_to_sleep_and_never_wakes_it_on_fakes",),
+        (MEMORY_SHARING + "test_training_that_fits_never_puts_the_sampler_to_sleep_and_never_wakes_it_on_fakes",),
     ),
     Mutation(
         "memory-taken-from-under-samples",
-        "backend/models/lending.py",
+        "backend/scheduling/memory_sharing.py",
         "            await self._unused.wait()\n",
         "",
-        (LENDING + "test_the_trainer_waits_for_samples_in_flight_and_later_ones_for_it_on_fakes",),
+        (MEMORY_SHARING + "test_the_trainer_waits_for_samples_in_flight_and_later_ones_for_it_on_fakes",),
     ),
     Mutation(
         "samples-are-not-held-back",
-        "backend/models/lending.py",
+        "backend/scheduling/memory_sharing.py",
         "while self._wanted or self.asleep",
         "while self.asleep",
-        (LENDING + "test_the_trainer_waits_for_samples_in_flight_and_later_ones_for_it_on_fakes",),
+        (MEMORY_SHARING + "test_the_trainer_waits_for_samples_in_flight_and_later_ones_for_it_on_fakes",),
     ),
     Mutation(
         "neighbours-run-again",
-        "backend/models/lending.py",
+        "backend/scheduling/memory_sharing.py",
         "self._again([works[at] for at in short], list(short.values()))",
         "self._again([work for work in works], [*short.values()] * len(works)); short = dict(enumerate(works))",
-        (LENDING + "test_neighbours_of_a_request_that_does_not_fit_run_once_on_fakes",),
+        (MEMORY_SHARING + "test_neighbours_of_a_request_that_does_not_fit_run_once_on_fakes",),
     ),
     Mutation(
         "wakes-beside-the-trainers-cache",
-        "backend/models/lending.py",
+        "backend/scheduling/memory_sharing.py",
         "                await self._in_thread(self._trainer.release_memory)\n",
         "                pass\n",
-        (LENDING + "test_the_next_sample_wakes_the_sampler_on_fakes",),
+        (MEMORY_SHARING + "test_the_next_sample_wakes_the_sampler_on_fakes",),
     ),
     Mutation(
         "removing-a-version-wakes",
-        "backend/models/lending.py",
+        "backend/scheduling/memory_sharing.py",
         "        await self._sampler.remove_version(version)\n",
-        "        async with self._lending.awake():\n            await self._sampler.remove_version(version)\n",
-        (LENDING + "test_the_end_of_a_session_wakes_nobody_on_fakes",),
+        "        async with self._memory_sharing.awake():\n            await self._sampler.remove_version(version)\n",
+        (MEMORY_SHARING + "test_the_end_of_a_session_wakes_nobody_on_fakes",),
     ),
     # Vision RL ------------------------------------------------------------------------------------------------------
     Mutation(
@@ -2291,7 +2291,7 @@ MISTAKES = (
             "wakes-beside-the-trainers-cache",
             "removing-a-version-wakes",
         ),
-        (LENDING + "test_many_samples_at_once_wake_the_sampler_once_on_fakes",),
+        (MEMORY_SHARING + "test_many_samples_at_once_wake_the_sampler_once_on_fakes",),
     ),
     Promise("operation", "Healthy before anything works", ("healthy-before-it-is", "ready-before-it-is")),
 )

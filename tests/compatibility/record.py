@@ -11,7 +11,7 @@ import httpx
 import tinker_local.backend.http.server as http_server
 from tinker_local.backend import BackendOptions, InProcessBackend, ModelSource
 from tinker_local.backend.fakes import FakeModel, FakeRenderer, FakeSampler, FakeTrainer
-from tinker_local.backend.models.base_models import Engines
+from tinker_local.backend.models.served_models import Engines
 
 from tests.compatibility.recording import Recorder, written
 from tests.compatibility.report import run_all

@@ -9,7 +9,7 @@ import pytest
 import tinker.types as sdk
 from tinker.types.try_again_response import TryAgainResponse
 from tinker_local.backend.http.routes.refused import REFUSED
-from tinker_local.backend.models.base_models import tokenizer_id
+from tinker_local.backend.models.served_models import tokenizer_id
 
 
 async def test_start_up_is_answered_as_the_sdk_reads_it_on_fakes(api: Any) -> None:

@@ -11,7 +11,7 @@ from tinker_local.backend import BackendOptions, InProcessBackend, ModelSource
 from tinker_local.backend.fakes import FakeModel, FakeRenderer, FakeSampler, FakeTrainer
 from tinker_local.backend.fakes.model import log_softmax
 from tinker_local.backend.http.server import LoopbackServer
-from tinker_local.backend.models.base_models import Engines
+from tinker_local.backend.models.served_models import Engines
 
 MODEL = FakeModel("fake/bigram")
 TOKENS = [5, 9, 20, 33, 7, 120]

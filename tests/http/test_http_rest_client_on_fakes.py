@@ -22,7 +22,7 @@ from tinker import types
 from tinker_local.backend import BackendOptions, InProcessBackend, ModelSource
 from tinker_local.backend.fakes import FakeModel, FakeRenderer, FakeSampler, FakeTrainer
 from tinker_local.backend.http.server import LoopbackServer
-from tinker_local.backend.models.base_models import Engines
+from tinker_local.backend.models.served_models import Engines
 
 from tests.traces.trace_reading import read_trace
 

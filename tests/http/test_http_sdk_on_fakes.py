@@ -15,7 +15,7 @@ import tinker
 from tinker_local.backend import BackendOptions, InProcessBackend, ModelSource
 from tinker_local.backend.fakes import FakeModel, FakeRenderer, FakeSampler, FakeTrainer
 from tinker_local.backend.http.server import LoopbackServer
-from tinker_local.backend.models.base_models import Engines
+from tinker_local.backend.models.served_models import Engines
 
 ADAM = tinker.AdamParams(learning_rate=0.05)
 PROMPT = tinker.ModelInput.from_ints([5, 9, 20])

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
-from tinker_local.backend.models.lending import Lending
 from tinker_local.backend.scheduling.admission import Bounds, Load
 from tinker_local.backend.scheduling.fairness import gradient_cost
+from tinker_local.backend.scheduling.memory_sharing import MemorySharing
 from tinker_local.backend.scheduling.model_queue import COPY_COST, GradientCommand, ModelQueue, StepCommand
 from tinker_local.backend.scheduling.operations import Operation, OperationKind
 from tinker_local.backend.scheduling.train_scheduler import LONGEST_WAIT, TrainScheduler
@@ -73,7 +73,7 @@ class World:
         self.loop, self.bounds, self.batch_tokens, self.quantum = loop, bounds, batch_tokens, quantum
         self._prepare_seconds = prepare_seconds
         self._per_position, self._per_call = seconds_per_position, seconds_per_call
-        self.scheduler = TrainScheduler(Lending(self), batch_tokens=batch_tokens, quantum=quantum)  # type: ignore[arg-type]
+        self.scheduler = TrainScheduler(MemorySharing(self), batch_tokens=batch_tokens, quantum=quantum)  # type: ignore[arg-type]
         self.models: list[Model] = []
         self.ran: list[Sent] = []
         self.batches: list[list[Sent]] = []

@@ -17,7 +17,7 @@ from tinker.lib.chunked_fwdbwd_helpers import combine_fwd_bwd_output_results
 from tinker_local.backend import BackendOptions, InProcessBackend, ModelSource
 from tinker_local.backend.fakes import FakeModel, FakeRenderer, FakeSampler
 from tinker_local.backend.http.server import LoopbackServer
-from tinker_local.backend.models.base_models import Engines
+from tinker_local.backend.models.served_models import Engines
 from tinker_local.backend.rendering.interface import RenderedInput
 from tinker_local.backend.training.loss_specs import LOSS_SPECS, check_config
 from tinker_local.backend.training.worker import HFTrainer

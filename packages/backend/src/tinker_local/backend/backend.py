@@ -26,9 +26,9 @@ from tinker_local.backend.control.signatures import Signatures
 from tinker_local.backend.control.trained_model import TrainedModel
 from tinker_local.backend.control.training_commands import TrainingCommands
 from tinker_local.backend.control.training_runs import TrainingRuns
-from tinker_local.backend.models.base_models import BaseModels, EngineLoader, Progress, by_path
 from tinker_local.backend.models.loading import load_base_models
 from tinker_local.backend.models.metrics import ModelMetrics
+from tinker_local.backend.models.served_models import EngineLoader, Progress, ServedModels, by_path
 from tinker_local.backend.options import BackendOptions, ModelSource
 from tinker_local.backend.scheduling.operations import Operation, OperationKind, Operations
 from tinker_local.backend.scheduling.queue_states import QueueState
@@ -96,7 +96,7 @@ class InProcessBackend:
         self._progress = progress
         self._clock = clock
         self.options = options or BackendOptions()
-        self.models = BaseModels()
+        self.models = ServedModels()
         self.ready = False
         self._closing = AsyncExitStack()
 

@@ -245,8 +245,8 @@ def _check_models(models: list[ModelSource], fake: bool) -> None:
     """Refuse what cannot work before anything is loaded."""
     from importlib.util import find_spec
 
-    from tinker_local.backend.models.base_models import by_path
     from tinker_local.backend.models.loading import check_source
+    from tinker_local.backend.models.served_models import by_path
 
     try:
         by_path(models)

@@ -12,7 +12,7 @@ from tinker_local.backend.control.trained_model import TrainedModel
 from tinker_local.backend.control.training_commands import TrainingCommands
 from tinker_local.backend.control.training_runs import TrainingRuns, new_run
 from tinker_local.backend.control.user_metadata import check_user_metadata
-from tinker_local.backend.models.base_models import BaseModel, BaseModels
+from tinker_local.backend.models.served_models import ServedModel, ServedModels
 from tinker_local.backend.scheduling.operations import Operation
 from tinker_local.backend.storage.names import parse_tinker_path
 from tinker_local.backend.storage.records import CheckpointRecord
@@ -35,7 +35,7 @@ class LoadWeights:
     def __init__(
         self,
         store: Store,
-        models: BaseModels,
+        models: ServedModels,
         sessions: Sessions,
         runs: TrainingRuns,
         commands: TrainingCommands,
@@ -136,14 +136,14 @@ class LoadWeights:
             raise InvalidRequestError(f"path: {request.path} holds no optimizer state")
         return record
 
-    async def _read(self, base: BaseModel, record: CheckpointRecord, request: LoadWeightsRequest) -> AdapterState:
+    async def _read(self, base: ServedModel, record: CheckpointRecord, request: LoadWeightsRequest) -> AdapterState:
         """What the trainer of `base` loads; a trainer knows its model by the first of its names."""
         with self._uses.using(record):
             state = await asyncio.to_thread(self._store.read_checkpoint, record, optimizer=request.optimizer)
         return replace(state, base_model=base.names[0])
 
 
-def check_base(record: CheckpointRecord, base: BaseModel, name: str) -> None:
+def check_base(record: CheckpointRecord, base: ServedModel, name: str) -> None:
     """InvalidRequestError unless `base` (`name` to the client) is the copy that `record` was trained on."""
     if record.base_model not in base.names:
         raise InvalidRequestError(

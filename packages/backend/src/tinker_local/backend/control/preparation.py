@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 
-from tinker_local.backend.models.base_models import BaseModel
+from tinker_local.backend.models.served_models import ServedModel
 from tinker_local.backend.training.interface import TrainDatum, TrainWork
 from tinker_local.backend.training.loss_specs import check_config, make_train_datum
 from tinker_local.types import Datum, EncodedTextChunk, ForwardBackwardRequest, ImageChunk, InvalidRequestError
@@ -12,7 +12,7 @@ MAX_CELLS = 2**26
 """Of all tensors of one request as they are once they are dense: a few bytes of CSR could ask for any memory."""
 
 
-def prepare_work(base: BaseModel, model_id: str, decode: Callable[[], ForwardBackwardRequest]) -> TrainWork:
+def prepare_work(base: ServedModel, model_id: str, decode: Callable[[], ForwardBackwardRequest]) -> TrainWork:
     """Decode, render and check one request; InvalidRequestError names the datum and the field."""
     request = decode()
     if not request.data:
@@ -36,7 +36,7 @@ def check_cells(data: Sequence[Datum]) -> None:
                 )
 
 
-def prepare_datum(base: BaseModel, datum: Datum, loss_fn: str, where: str) -> TrainDatum:
+def prepare_datum(base: ServedModel, datum: Datum, loss_fn: str, where: str) -> TrainDatum:
     """One datum rendered and checked."""
     rendered = base.engines.renderer.render(datum.model_input, f"{where}.model_input")
     if rendered.length > base.max_context_length:

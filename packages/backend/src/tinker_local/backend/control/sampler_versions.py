@@ -6,7 +6,7 @@ A named version is a checkpoint of kind `sampler_weights`. A nameless one lives 
 import asyncio
 from functools import partial
 
-from tinker_local.backend.models.base_models import BaseModel, BaseModels
+from tinker_local.backend.models.served_models import ServedModel, ServedModels
 from tinker_local.backend.sampling.interface import AdapterVersion
 from tinker_local.backend.storage.records import CheckpointRecord
 from tinker_local.backend.storage.store import Store
@@ -16,7 +16,7 @@ from tinker_local.backend.storage.versions import VersionFolders
 class SamplerVersions:
     """Where the weights of each version lie, and how they are taken from the sampler again."""
 
-    def __init__(self, store: Store, folders: VersionFolders, models: BaseModels) -> None:
+    def __init__(self, store: Store, folders: VersionFolders, models: ServedModels) -> None:
         self._store = store
         self._folders = folders
         self._base_models = models
@@ -35,7 +35,7 @@ class SamplerVersions:
         if record.kind == "sampler_weights" and record.base_model in self._base_models.names():
             await self._base_models.get(record.base_model).engines.sampler.remove_version(self.named(record))
 
-    async def remove_nameless(self, base: BaseModel, name: str) -> None:
+    async def remove_nameless(self, base: ServedModel, name: str) -> None:
         """Take a nameless version from its sampler, and delete it."""
         try:
             await base.engines.sampler.remove_version(self.nameless(name))

@@ -9,14 +9,14 @@ from tinker_local.backend.control import paths
 from tinker_local.backend.control.checkpoint_uses import CheckpointUses
 from tinker_local.backend.control.sampler_versions import SamplerVersions
 from tinker_local.backend.control.sampling_sessions import SamplingSession, SamplingSessions
-from tinker_local.backend.models.base_models import BaseModel
+from tinker_local.backend.models.served_models import ServedModel
 from tinker_local.backend.options import BackendOptions
 from tinker_local.backend.rendering.image_assets import ImageAssets, names_images
 from tinker_local.backend.rendering.interface import RenderedInput
 from tinker_local.backend.sampling.interface import AdapterVersion, SampleWork
 from tinker_local.backend.sampling.token_budget import token_budget
 from tinker_local.backend.scheduling.operations import Operation, Operations
-from tinker_local.backend.scheduling.queue_states import ACTIVE, QueueState, SamplerQueue, lent_state
+from tinker_local.backend.scheduling.queue_states import ACTIVE, QueueState, SamplerQueue, memory_state
 from tinker_local.backend.traces.timelines import Timeline
 from tinker_local.types import (
     InternalError,
@@ -47,7 +47,7 @@ class Samples:
         self._rendering = ThreadPoolExecutor(2, thread_name_prefix="render")
         self._images = ImageAssets(options.image_folder, options.image_hosts)
         self._queued = 0
-        self._in_samplers: dict[BaseModel, SamplerQueue] = {}
+        self._in_samplers: dict[ServedModel, SamplerQueue] = {}
 
     async def sample(self, request: SampleRequest) -> Operation[SampleOutput]:
         """Queue a sample; the same (sampling session, seq_id) again is the same operation."""
@@ -140,7 +140,7 @@ class Samples:
         finally:
             queue.leave(operation)
 
-    async def _prompt(self, base: BaseModel, request: SampleRequest, timeline: Timeline) -> RenderedInput:
+    async def _prompt(self, base: ServedModel, request: SampleRequest, timeline: Timeline) -> RenderedInput:
         """The prompt with its images fetched and rendered; it must fit in the context with what is sampled."""
         loop, given = asyncio.get_running_loop(), request.prompt
         if names_images(given):
@@ -171,8 +171,8 @@ class Samples:
         queue = self._in_samplers.get(base)
         if queue is None or operation not in queue:
             return ACTIVE
-        if base.lending.lent:
-            return lent_state(session.record.session_id, [model.session_id for model in base.scheduler.running])
+        if base.memory_sharing.trainer_has_memory:
+            return memory_state(session.record.session_id, [model.session_id for model in base.scheduler.running])
         return queue.state(operation, base.engines.sampler.sequences_waiting)
 
     def close(self) -> None:
@@ -190,7 +190,7 @@ def _check_context(request: SampleRequest, limit: int) -> None:
     token_budget(length, request.sampling_params.max_tokens, limit)
 
 
-async def sample_counted(base: BaseModel, work: SampleWork) -> SampleOutput:
+async def sample_counted(base: ServedModel, work: SampleWork) -> SampleOutput:
     """Let the sampler work, and count what it does."""
     counts = base.counts
     counts.samples_running += 1

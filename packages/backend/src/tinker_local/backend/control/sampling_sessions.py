@@ -10,7 +10,7 @@ from tinker_local.backend.control.checkpoint_uses import version_of
 from tinker_local.backend.control.sampler_versions import SamplerVersions
 from tinker_local.backend.control.sampling_clients import SamplingClients, client_of
 from tinker_local.backend.control.sessions import Sessions, now
-from tinker_local.backend.models.base_models import BaseModel, BaseModels
+from tinker_local.backend.models.served_models import ServedModel, ServedModels
 from tinker_local.backend.options import BackendOptions
 from tinker_local.backend.scheduling.completions import Completion
 from tinker_local.backend.scheduling.operations import Operation, Operations
@@ -33,7 +33,7 @@ class SamplingSession:
     Without its checkpoint a session takes nothing more; what it has accepted goes on, and its end is told."""
 
     record: SamplingSessionRecord
-    base: BaseModel
+    base: ServedModel
     clients: SamplingClients
     nameless: str | None = None
     checkpoint: CheckpointRecord | None = None
@@ -49,7 +49,7 @@ class SamplingSessions:
         options: BackendOptions,
         store: Store,
         versions: SamplerVersions,
-        models: BaseModels,
+        models: ServedModels,
         sessions: Sessions,
         operations: Operations,
         clock: Callable[[], datetime],
@@ -99,7 +99,7 @@ class SamplingSessions:
         return session_id
 
     async def open_nameless(
-        self, session_id: str, sampling_seq_id: int, base_name: str, base: BaseModel, version: str
+        self, session_id: str, sampling_seq_id: int, base_name: str, base: ServedModel, version: str
     ) -> str:
         """A sampling session of a nameless version, which it owns from now on."""
         sampling_id = paths.sampling_session_id(session_id, sampling_seq_id)

@@ -13,7 +13,7 @@ from tinker_local.backend.control.trained_model import TrainedModel
 from tinker_local.backend.control.training_commands import TrainingCommands
 from tinker_local.backend.control.ttl import check_ttl
 from tinker_local.backend.control.user_metadata import check_user_metadata
-from tinker_local.backend.models.base_models import BaseModel
+from tinker_local.backend.models.served_models import ServedModel
 from tinker_local.backend.rendering.interface import RenderedInput
 from tinker_local.backend.sampling.interface import AdapterVersion, SampleWork
 from tinker_local.backend.scheduling.operations import Operation
@@ -154,7 +154,7 @@ class SaveWeightsForSampler:
         self._folders.write(name)
 
     @staticmethod
-    async def _load_and_verify(base: BaseModel, version: AdapterVersion, expected: Expected) -> None:
+    async def _load_and_verify(base: ServedModel, version: AdapterVersion, expected: Expected) -> None:
         """Load a version and see that the sampler gives what the trainer gave: engines ignore unknown keys silently."""
         sampler = base.engines.sampler
         await sampler.load_version(version)

@@ -7,7 +7,7 @@ from typing import Any
 
 from tinker_local.backend.control.sessions import now
 from tinker_local.backend.control.ttl import expiry
-from tinker_local.backend.models.base_models import BaseModel
+from tinker_local.backend.models.served_models import ServedModel
 from tinker_local.backend.scheduling.model_queue import ModelQueue
 from tinker_local.backend.scheduling.operations import Operation
 from tinker_local.backend.storage.records import CheckpointKind, CheckpointRecord, TrainingRunRecord
@@ -29,7 +29,7 @@ class TrainedModel:
     """
 
     record: TrainingRunRecord
-    base: BaseModel
+    base: ServedModel
     queue: ModelQueue
     creation: Operation[dict[str, Any]]
     adapter_bytes: int

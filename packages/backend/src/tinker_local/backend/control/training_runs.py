@@ -11,7 +11,7 @@ from tinker_local.backend.control.lost import lost_model
 from tinker_local.backend.control.sessions import Sessions, now
 from tinker_local.backend.control.trained_model import TrainedModel, finish_saves
 from tinker_local.backend.control.user_metadata import check_user_metadata
-from tinker_local.backend.models.base_models import BaseModel, BaseModels
+from tinker_local.backend.models.served_models import ServedModel, ServedModels
 from tinker_local.backend.options import BackendOptions
 from tinker_local.backend.scheduling.operations import Operation, OperationKind, Operations
 from tinker_local.backend.scheduling.queue_states import ACTIVE, QueueState
@@ -32,7 +32,7 @@ class TrainingRuns:
     """Creates and ends models, and finds the live ones."""
 
     def __init__(
-        self, options: BackendOptions, store: Store, models: BaseModels, sessions: Sessions, operations: Operations
+        self, options: BackendOptions, store: Store, models: ServedModels, sessions: Sessions, operations: Operations
     ) -> None:
         self._options = options
         self._store = store
@@ -69,7 +69,7 @@ class TrainingRuns:
         self,
         kind: OperationKind,
         record: TrainingRunRecord,
-        base: BaseModel,
+        base: ServedModel,
         make: Callable[[], Awaitable[dict[str, Any]]],
     ) -> Operation[dict[str, Any]]:
         """A new model, if there is room; the operation ends with what `make` gives, which makes its adapter.
@@ -103,7 +103,7 @@ class TrainingRuns:
         operation.run_as(asyncio.create_task(run()))
         return operation
 
-    def _check_limits(self, base: BaseModel, config: LoraConfig) -> int:
+    def _check_limits(self, base: ServedModel, config: LoraConfig) -> int:
         """The bytes of an adapter and its optimizer; InvalidRequestError if the server has no room for them."""
         options = self._options
         if not 1 <= config.rank <= options.max_rank:

@@ -12,17 +12,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tinker_local.backend.daemon_thread import in_daemon_thread
-from tinker_local.backend.models.base_models import (
-    BaseModel,
-    BaseModels,
+from tinker_local.backend.models.gpu_plan import GpuPlan, model_sizes, plan_gpu
+from tinker_local.backend.models.served_models import (
     EngineLoader,
     Engines,
     Progress,
+    ServedModel,
+    ServedModels,
     tokenizer_id,
 )
-from tinker_local.backend.models.gpu_plan import GpuPlan, model_sizes, plan_gpu
-from tinker_local.backend.models.lending import Lending, LentSampler
 from tinker_local.backend.options import BackendOptions, DType, ModelSource, TrainerPlace
+from tinker_local.backend.scheduling.memory_sharing import MemorySharing, WakingSampler
 from tinker_local.backend.scheduling.train_scheduler import TrainScheduler
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ In float32 they agree to 1e-5. bfloat16 keeps 8 bits, and differences of 0.05 to
 
 
 async def load_base_models(
-    models: BaseModels,
+    models: ServedModels,
     sources: Mapping[str, Sequence[str]],
     options: BackendOptions,
     load: EngineLoader | None,
@@ -56,13 +56,13 @@ async def load_base_models(
         sleeps = options.sampler_sleeps and len(sources) == 1
         part = replace(options, gpu_memory_utilization=share, sampler_sleeps=sleeps)
         engines, seconds = await in_daemon_thread(load_engines, load or load_real, path, names, part, progress)
-        lending = Lending(engines.trainer, engines.sampler)
+        memory_sharing = MemorySharing(engines.trainer, engines.sampler)
         scheduler = TrainScheduler(
-            lending, batch_tokens=options.batch_tokens, quantum=max(2, options.micro_batch_tokens)
+            memory_sharing, batch_tokens=options.batch_tokens, quantum=max(2, options.micro_batch_tokens)
         )
-        engines = replace(engines, sampler=LentSampler(engines.sampler, lending))
+        engines = replace(engines, sampler=WakingSampler(engines.sampler, memory_sharing))
         ident = tokenizer_id(path, options.data_dir)
-        models.add(BaseModel(tuple(names), path, ident, engines, scheduler, lending, seconds))
+        models.add(ServedModel(tuple(names), path, ident, engines, scheduler, memory_sharing, seconds))
 
 
 def load_engines(

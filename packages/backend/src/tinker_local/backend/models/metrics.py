@@ -51,7 +51,7 @@ class ModelMetrics:
     commands_running, commands_waiting: training commands in the trainer, and queued for it.
     adapters: adapters that are being trained.
     sampler_versions: adapter versions that the sampler has verified and may be sampled from.
-    sampler_asleep: whether the sampler's memory is the trainer's; it wakes when somebody samples.
+    sampler_asleep: whether the sampler is asleep so that the trainer can use its memory; the next sample wakes it.
     """
 
     images_rendered: int

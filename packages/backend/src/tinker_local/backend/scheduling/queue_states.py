@@ -85,12 +85,10 @@ class SamplerQueue:
         return self._states[sample]
 
 
-def lent_state(session_id: str, running: Collection[str]) -> QueueState:
-    """Of a sample that waits until the trainer gives the sampler's memory back."""
+def memory_state(session_id: str, running: Collection[str]) -> QueueState:
+    """State of a sample that waits while the trainer uses the sampler's memory."""
     others = [session for session in running if session != session_id]
-    return (
-        _paused("the sampler's memory is lent to the trainer for", len(others), len(set(others))) if others else ACTIVE
-    )
+    return _paused("the trainer is using the sampler's memory for", len(others), len(set(others))) if others else ACTIVE
 
 
 def _paused(why: str, requests: int, sessions: int) -> QueueState:

@@ -5,9 +5,9 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-from tinker_local.backend.models.lending import Lending
 from tinker_local.backend.scheduling.command_log import HOLE_PATIENCE, CommandLog
 from tinker_local.backend.scheduling.fairness import FairQueue, gradient_of
+from tinker_local.backend.scheduling.memory_sharing import MemorySharing
 from tinker_local.backend.scheduling.model_queue import (
     Command,
     GradientCommand,
@@ -31,7 +31,7 @@ share a call, and make 40 % more steps.)"""
 
 
 class TrainScheduler:
-    """Runs the commands of all models of one trainer, by the turns of `lending`.
+    """Runs the commands of all models of one trainer, by the turns of `memory_sharing`.
 
     A round first runs, one after the other, the commands at the heads of all models that are not gradients; then it
     takes gradients from the heads of all models, up to `batch_tokens` positions, and runs them in one call. Whose
@@ -47,8 +47,8 @@ class TrainScheduler:
     commands are in the trainer now, one for each.
     """
 
-    def __init__(self, lending: Lending, *, batch_tokens: int, quantum: int) -> None:
-        self._lending = lending
+    def __init__(self, memory_sharing: MemorySharing, *, batch_tokens: int, quantum: int) -> None:
+        self._memory_sharing = memory_sharing
         self._batch_tokens = batch_tokens
         self.trained_tokens = 0
         self.running: tuple[ModelQueue, ...] = ()
@@ -89,7 +89,7 @@ class TrainScheduler:
 
     async def call(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         """Run a trainer's method in the trainer's thread."""
-        return await self._lending.call(function, *args, **kwargs)
+        return await self._memory_sharing.call(function, *args, **kwargs)
 
     def open(self, model_id: str, session_id: str, hole_patience: float = HOLE_PATIENCE) -> ModelQueue:
         """A queue for a new model; what is submitted to it waits until `release`."""
@@ -133,7 +133,7 @@ class TrainScheduler:
         await asyncio.gather(self._task, return_exceptions=True)
         if self._timer is not None:
             self._timer.cancel()
-        await self._lending.close()
+        await self._memory_sharing.close()
 
     # One round ------------------------------------------------------------------------------------------------------
 
@@ -187,7 +187,7 @@ class TrainScheduler:
             command.operation.timeline.enter("running")
         began = self._loop.time()
         try:
-            results = await self._lending.forward_backward(works)
+            results = await self._memory_sharing.forward_backward(works)
             if len(results) != len(works):
                 raise RuntimeError(f"the trainer gave {len(results)} results for {len(works)} requests")
         except Exception as error:

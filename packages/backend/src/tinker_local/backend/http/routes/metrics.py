@@ -125,7 +125,7 @@ EXPORTED = (
     Exported(
         GaugeMetricFamily,
         "tinker_local_sampler_asleep",
-        "1 while the sampler's memory is the trainer's; it wakes when somebody samples.",
+        "1 while the sampler is asleep so that the trainer can use its memory.",
         lambda m: {"": int(m.sampler_asleep)},
     ),
 )

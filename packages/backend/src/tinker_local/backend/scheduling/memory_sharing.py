@@ -1,8 +1,8 @@
-"""Turn-taking between a trainer and a sampler whose memory is on one device.
+"""How a trainer and a sampler share the memory of one device.
 
-Each has its part of it by a plan (`gpu_plan.py`). When a training request does not fit into the trainer's part, the
-sampler lends its own: it sleeps as soon as nothing is in flight, and the request runs once more. It wakes when somebody
-samples, after the trainer has given back what it does not need.
+`gpu_plan.py` gives each its part. When a training request does not fit into the trainer's part, the sampler goes to
+sleep as soon as it has nothing in flight, and the request runs once more with the sampler's memory. The next sample
+wakes the sampler, after the trainer has released its unused memory.
 """
 
 import asyncio
@@ -21,13 +21,12 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-class Lending:
-    """Who has the memory that `trainer` and `sampler` share; all calls of the trainer go through it.
+class MemorySharing:
+    """Runs every call of `trainer`, and puts `sampler` to sleep and wakes it.
 
-    A call of the trainer is a turn, and so is the sampler's waking; turns are taken in the order in which they were
-    asked for. So who samples waits for one call of the trainer at most. Within its turn the trainer may wait for the
-    samples in flight to end, if it needs the sampler's memory; those that come then wait for the turn to end. Without
-    a sampler, or with one that cannot sleep, nothing is lent.
+    Trainer calls and wake-ups take turns in the order of their requests. A sample therefore waits for at most one
+    trainer call. When a trainer call needs the sampler's memory, it waits for the samples in flight; later samples wait
+    until the call ends. Without a sampler, or with one that cannot sleep, the trainer only has its own memory.
 
     `sleeps`: how often the sampler was put to sleep.
     """
@@ -48,16 +47,16 @@ class Lending:
 
     @property
     def asleep(self) -> bool:
-        """Whether the sampler sleeps now."""
+        """Whether the sampler is asleep."""
         return self._sampler is not None and self._sampler.asleep
 
     @property
-    def lent(self) -> bool:
-        """Whether samples wait for the trainer to give memory back."""
+    def trainer_has_memory(self) -> bool:
+        """Whether new samples wait until the trainer is done with the sampler's memory."""
         return self._wanted or self.asleep
 
     async def close(self) -> None:
-        """Stop what wakes the sampler, and wait for the trainer's last call."""
+        """Cancel a wake-up and wait for the last trainer call."""
         self._closed = True
         if self._waking is not None:
             self._waking.cancel()
@@ -67,12 +66,12 @@ class Lending:
     # The trainer's side ---------------------------------------------------------------------------------------------
 
     async def call(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-        """Run a trainer's method in the trainer's thread."""
+        """Run a method of the trainer in the trainer's thread."""
         async with self._turn:
             return await self._in_thread(function, *args, **kwargs)
 
     async def forward_backward(self, works: Sequence[TrainWork]) -> list[TrainResult | ApiError]:
-        """`Trainer.forward_backward`, with those that lacked memory run once more if the sampler can lend its own."""
+        """`Trainer.forward_backward`; what ran out of memory runs once more if the sampler can sleep."""
         async with self._turn:
             results = list(await self._in_thread(self._trainer.forward_backward, works))
             short = {at: result for at, result in enumerate(results) if isinstance(result, NotEnoughMemoryError)}
@@ -85,10 +84,11 @@ class Lending:
     async def _again(
         self, works: Sequence[TrainWork], errors: Sequence[NotEnoughMemoryError]
     ) -> Sequence[TrainResult | ApiError]:
-        """What `works`, which failed with `errors`, give with the sampler's memory. Raises nothing, as others of their
-        call have succeeded. The turn is ours."""
+        """Run `works`, which failed with `errors`, again with the sampler's memory.
+
+        Returns errors instead of raising them: other requests of the same call have succeeded. Called within a turn."""
         try:
-            if not await self._borrow():
+            if not await self._put_sampler_to_sleep():
                 return errors
         except Exception as error:
             log.exception("the sampler could not be put to sleep")
@@ -102,8 +102,8 @@ class Lending:
             return [as_api_error(error)] * len(works)
         return results
 
-    async def _borrow(self) -> bool:
-        """Put the sampler to sleep; false if there is nothing to be had. The turn is ours."""
+    async def _put_sampler_to_sleep(self) -> bool:
+        """Whether the sampler went to sleep: False if it cannot, or already is asleep. Called within a turn."""
         sampler = self._sampler
         if sampler is None or not sampler.can_sleep or sampler.asleep:
             return False
@@ -123,7 +123,7 @@ class Lending:
 
     @asynccontextmanager
     async def awake(self) -> AsyncIterator[None]:
-        """The sampler is awake within, and stays so."""
+        """Keep the sampler awake within this context."""
         while self._wanted or self.asleep:
             await self._woken()
         self._users += 1
@@ -136,14 +136,14 @@ class Lending:
                 self._unused.set()
 
     async def _woken(self) -> None:
-        """Wait until the sampler is awake or may be used; all who wait wait for one waking."""
+        """Wake the sampler; concurrent callers share one wake-up."""
         if self._closed:
             raise InternalError("the sampler was stopped")
         waking = self._waking
         if waking is None:
             waking = self._waking = asyncio.create_task(self._wake(), name="wake-sampler")
             waking.add_done_callback(self._waking_ended)
-        await asyncio.wait((waking,))  # a cancelled waiter cancels nobody else
+        await asyncio.wait((waking,))  # cancelling one waiter must not cancel the wake-up
         if waking.cancelled():
             raise InternalError("the sampler was stopped")
         if (error := waking.exception()) is not None:
@@ -160,28 +160,28 @@ class Lending:
                 return
             try:
                 await self._in_thread(self._trainer.release_memory)
-            except Exception:  # its process has ended, say: it is in nobody's way
-                log.exception("the trainer gave nothing back")
+            except Exception:  # its process may have ended, and then holds no memory
+                log.exception("the trainer could not release memory")
             await self._sampler.wake()
 
 
-class LentSampler:
-    """Keeps `Sampler` on one whose memory is lent to a trainer at times: wakes it before it is used."""
+class WakingSampler:
+    """Implements `Sampler` on one that may be asleep: wakes it before each use."""
 
-    def __init__(self, sampler: Sampler, lending: Lending) -> None:
+    def __init__(self, sampler: Sampler, memory_sharing: MemorySharing) -> None:
         self._sampler = sampler
-        self._lending = lending
+        self._memory_sharing = memory_sharing
         self.max_context_length = sampler.max_context_length
         self.adapter_dtype = sampler.adapter_dtype
 
     @property
     def can_sleep(self) -> bool:
-        """Whether it can lend its memory."""
+        """Whether it can sleep."""
         return self._sampler.can_sleep
 
     @property
     def asleep(self) -> bool:
-        """Whether it sleeps now."""
+        """Whether it is asleep."""
         return self._sampler.asleep
 
     @property
@@ -200,15 +200,15 @@ class LentSampler:
         return self._sampler.sequences_waiting
 
     async def load_version(self, version: AdapterVersion) -> None:
-        async with self._lending.awake():
+        async with self._memory_sharing.awake():
             await self._sampler.load_version(version)
 
     async def remove_version(self, version: AdapterVersion) -> None:
-        """Nobody is woken for it."""
+        """Needs no wake-up."""
         await self._sampler.remove_version(version)
 
     async def sample(self, work: SampleWork) -> SampleOutput:
-        async with self._lending.awake():
+        async with self._memory_sharing.awake():
             return await self._sampler.sample(work)
 
     async def sleep(self) -> None:
@@ -222,7 +222,7 @@ class LentSampler:
 
 
 async def _to_its_end(work: Coroutine[Any, Any, None]) -> None:
-    """Await `work`; if cancelled meanwhile, when it has ended, so that nobody finds it half done."""
+    """Await `work` to its end even if cancelled, so that no caller sees it half done."""
     task = asyncio.ensure_future(work)
     try:
         await asyncio.shield(task)

@@ -6,11 +6,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tinker_local.backend.models.lending import Lending
 from tinker_local.backend.models.metrics import Counts, ModelMetrics
 from tinker_local.backend.options import BackendOptions, ModelSource
 from tinker_local.backend.rendering.interface import Renderer
 from tinker_local.backend.sampling.interface import Sampler
+from tinker_local.backend.scheduling.memory_sharing import MemorySharing
 from tinker_local.backend.scheduling.train_scheduler import TrainScheduler
 from tinker_local.backend.training.interface import Trainer
 from tinker_local.types import InvalidRequestError
@@ -35,7 +35,7 @@ Progress = Callable[[str], None]
 
 
 @dataclass(slots=True, eq=False)
-class BaseModel:
+class ServedModel:
     """One copy of a base model's weights and everything that works on it."""
 
     names: tuple[str, ...]
@@ -43,7 +43,7 @@ class BaseModel:
     tokenizer_id: str
     engines: Engines
     scheduler: TrainScheduler
-    lending: Lending
+    memory_sharing: MemorySharing
     load_seconds: float
     counts: Counts = field(default_factory=Counts)
 
@@ -71,8 +71,8 @@ class BaseModel:
             commands_waiting=scheduler.commands_waiting,
             adapters=scheduler.adapters,
             sampler_versions=engines.sampler.versions_loaded,
-            sampler_sleeps=self.lending.sleeps,
-            sampler_asleep=self.lending.asleep,
+            sampler_sleeps=self.memory_sharing.sleeps,
+            sampler_asleep=self.memory_sharing.asleep,
         )
 
     async def close(self) -> None:
@@ -82,17 +82,17 @@ class BaseModel:
         await asyncio.to_thread(self.engines.trainer.close)
 
 
-class BaseModels:
+class ServedModels:
     """The base models of a server, by every name they have."""
 
     def __init__(self) -> None:
-        self._by_name: dict[str, BaseModel] = {}
+        self._by_name: dict[str, ServedModel] = {}
 
-    def add(self, model: BaseModel) -> None:
+    def add(self, model: ServedModel) -> None:
         for name in model.names:
             self._by_name[name] = model
 
-    def get(self, name: str) -> BaseModel:
+    def get(self, name: str) -> ServedModel:
         """The model served under `name`; InvalidRequestError with the names that are served."""
         if name not in self._by_name:
             served = ", ".join(sorted(self._by_name)) or "none"
@@ -102,7 +102,7 @@ class BaseModels:
     def names(self) -> list[str]:
         return list(self._by_name)
 
-    def distinct(self) -> list[BaseModel]:
+    def distinct(self) -> list[ServedModel]:
         """Every loaded copy once."""
         return list({id(model): model for model in self._by_name.values()}.values())
 
