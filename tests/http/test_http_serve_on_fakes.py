@@ -17,6 +17,7 @@ import httpx
 import pytest
 from click.testing import CliRunner
 from tinker_local.backend.cli.main import main
+from tinker_local.backend.options import BackendOptions
 
 MAIN = [sys.executable, "-m", "tinker_local.backend.cli.main"]
 FAKE = ["serve", "--fake", "--model", "fake/bigram"]
@@ -135,16 +136,47 @@ def test_what_cannot_work_is_refused_before_anything_is_loaded_on_fakes(
     assert not (tmp_path / "data").exists()
 
 
-def test_norms_of_modules_are_asked_for_on_the_command_line_on_fakes(
+def test_options_of_the_command_are_those_of_a_backend_with_its_defaults_on_fakes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told: list[bool] = []
-    monkeypatch.setattr(
-        "tinker_local.backend.cli.serve._serve", lambda *given: told.append(given[2].module_gradient_norms)
-    )
-    for flags in ([], ["--module-gradient-norms"]):
-        assert CliRunner().invoke(main, [*FAKE, *flags, "--data-dir", str(tmp_path)]).exit_code == 0
-    assert told == [False, True]
+    told: list[BackendOptions] = []
+    monkeypatch.setattr("tinker_local.backend.cli.serve._serve", lambda *given: told.append(given[2]))
+    given = {
+        "--dtype": ("bfloat16", {"dtype": "bfloat16"}),
+        "--trainer": ("process", {"trainer": "process"}),
+        "--max-adapters": ("3", {"max_adapters": 3}),
+        "--max-rank": ("512", {"max_rank": 512}),
+        "--max-adapter-memory": ("0.5", {"max_adapter_bytes": 2**29}),
+        "--max-context-length": ("16", {"max_context_length": 16}),
+        "--micro-batch-tokens": ("7", {"micro_batch_tokens": 7}),
+        "--image-folder": (str(tmp_path), {"image_folder": tmp_path}),
+        "--image-host": ("pictures.example", {"image_hosts": ("pictures.example", "::1")}),
+        "--max-queued-requests": ("5", {"max_queued_requests": 5}),
+        "--max-queued-requests-per-session": ("4", {"max_queued_requests_per_session": 4}),
+        "--max-queued-memory": ("2", {"max_queued_bytes": 2**31}),
+        "--max-queued-memory-per-session": ("0.25", {"max_queued_bytes_per_session": 2**28}),
+        "--kv-cache": ("1.5", {"kv_cache_bytes": 3 * 2**29}),
+        "--gpu-memory-utilization": ("0.5", {"gpu_memory_utilization": 0.5}),
+        "--session-timeout": ("60", {"session_timeout": 60.0}),
+    }
+    data = ["--data-dir", str(tmp_path)]
+    flags = [word for flag, (value, _) in given.items() for word in (flag, value)]
+    for arguments in ([], [*flags, "--image-host", "::1", "--module-gradient-norms"]):
+        outcome = CliRunner().invoke(main, [*FAKE, *data, *arguments])
+        assert outcome.exit_code == 0, outcome.output
+    wanted: dict[str, Any] = {name: value for _, fields in given.values() for name, value in fields.items()}
+    assert told == [
+        BackendOptions(data_dir=tmp_path),
+        BackendOptions(data_dir=tmp_path, module_gradient_norms=True, **wanted),
+    ]
+
+
+def test_data_folder_is_that_of_the_environment_on_fakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[BackendOptions] = []
+    monkeypatch.setattr("tinker_local.backend.cli.serve._serve", lambda *given: told.append(given[2]))
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
+    assert CliRunner().invoke(main, FAKE).exit_code == 0
+    assert told == [BackendOptions(data_dir=tmp_path / "tinker-local")]
 
 
 def test_port_in_use_is_refused_before_anything_is_loaded_on_fakes(tmp_path: Path) -> None:

@@ -1,38 +1,41 @@
-"""What a backend is told when it starts."""
+"""Every option of a backend, with its default, its unit and its help text.
+
+`BackendOptions` is the only place: `tinker-local serve` makes its command-line options from these fields.
+"""
 
 import ipaddress
+import os
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Any, Literal
 
 DType = Literal["float32", "bfloat16"]
 TrainerPlace = Literal["inline", "process"]
 
+_IMAGE_HOST = re.compile(r"[^\s/\\@?#*:\[\]]+(:\d{1,5})?")
+
 
 def default_data_dir() -> Path:
-    """Where checkpoints go unless told otherwise: `$XDG_DATA_HOME/tinker-local` or `~/.local/share/tinker-local`."""
-    import os
-
+    """`$XDG_DATA_HOME/tinker-local`, or `~/.local/share/tinker-local` if that variable is not set."""
     root = os.environ.get("XDG_DATA_HOME")
     return (Path(root) if root else Path.home() / ".local" / "share") / "tinker-local"
 
 
-_IMAGE_HOST = re.compile(r"[^\s/\\@?#*:\[\]]+(:\d{1,5})?")
-
-
-def check_image_host(text: str) -> None:
-    """ValueError unless a URL can match it: `HOST` or `HOST:PORT`, or an IPv6 address without brackets."""
+def check_image_host(text: str) -> str:
+    """`text`; ValueError unless it is `HOST`, `HOST:PORT` or an IPv6 address without brackets."""
     try:
         ipaddress.IPv6Address(text)
     except ValueError:
         if not _IMAGE_HOST.fullmatch(text):
             raise ValueError(f"a host of images is HOST or HOST:PORT, not {text!r}") from None
+    return text
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSource:
-    """A base model: the name that clients use, and a local folder or hub name that holds its weights."""
+    """A base model: the name that clients use, and the local folder or hub name that holds its weights."""
 
     name: str
     path: str
@@ -47,44 +50,126 @@ class ModelSource:
 
 
 @dataclass(frozen=True, slots=True)
-class BackendOptions:
-    """Limits and places. Times in seconds, lengths in positions (tokens, image positions included), sizes in bytes.
+class CommandOption:
+    """How a field of `BackendOptions` appears on the command line, beside its default.
 
-    `dtype` None: float32 on CPU, bfloat16 on CUDA. `trainer`: in a thread of this process, or in a process of its own,
-    where it shares the GIL with nobody; None: "process" on CUDA, "inline" on CPU and for fakes.
-    `max_context_length` None: the model's own. `micro_batch_tokens`: most positions in one forward of the trainer;
-    `batch_tokens`: in one round of the scheduler.
-    `image_folder`, `image_hosts`: where images may come from that a prompt names by path or URL (`ImageAssets`).
-    `kv_cache_bytes` None: 256 MiB on CPU; on CUDA by `gpu_plan.py`, which divides `gpu_memory_utilization` of what is
-    free on the card between trainer and vLLM.
-    `sampler_sleeps`: vLLM gives its part to the trainer when a request does not fit otherwise, and takes it back when
-    somebody samples; its weights are in host memory meanwhile. It does so only where one base model is served (vLLM
-    can do it for one engine of a process).
-    `module_gradient_norms`: the metrics of an optimizer step hold the norm of each module's gradient, too.
+    Attributes
+    ----------
+    flag: the option's name; None: the field's name with dashes.
+    least, most: inclusive bounds of a number.
+    gib: the command line takes GiB, the field holds bytes.
+    shown_default: what `--help` shows as the default, where the value itself differs from machine to machine.
+    metavar: what `--help` shows as the value.
+    must_exist: the folder has to exist.
+    parse: makes one value of an option that may be repeated; ValueError if it is bad.
     """
 
-    data_dir: Path = field(default_factory=default_data_dir)
-    dtype: DType | None = None
-    trainer: TrainerPlace | None = None
-    max_adapters: int = 64
-    max_rank: int = 128
-    max_adapter_bytes: int | None = None
-    max_context_length: int | None = None
-    micro_batch_tokens: int = 8192
+    help: str
+    flag: str | None = None
+    least: float | None = None
+    most: float | None = None
+    gib: bool = False
+    shown_default: str | None = None
+    metavar: str | None = None
+    must_exist: bool = False
+    parse: Callable[[str], Any] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class BackendOptions:
+    """Limits and places. Times are in seconds, lengths in positions (tokens and image positions), sizes in bytes."""
+
+    data_dir: Annotated[
+        Path, CommandOption("Folder for checkpoints and metadata.", shown_default="~/.local/share/tinker-local")
+    ] = field(default_factory=default_data_dir)
+    dtype: Annotated[
+        DType | None, CommandOption("Element type of the base model. Default: float32 on CPU, bfloat16 on GPU.")
+    ] = None
+    trainer: Annotated[
+        TrainerPlace | None,
+        CommandOption(
+            "Train in the server's process, or in a process of its own, which does not share the GIL. "
+            "Default: process on GPU, inline on CPU and with --fake."
+        ),
+    ] = None
+    max_adapters: Annotated[int, CommandOption("Maximum number of training runs in memory.", least=1)] = 64
+    max_rank: Annotated[int, CommandOption("Maximum LoRA rank.", least=1, most=512)] = 128
+    max_adapter_bytes: Annotated[
+        int | None,
+        CommandOption(
+            "Maximum memory for all adapters, with their gradients and optimizer state. Default: no limit.",
+            flag="--max-adapter-memory",
+            gib=True,
+        ),
+    ] = None
+    max_context_length: Annotated[
+        int | None, CommandOption("Limit the context length of the models. Default: the model's own.", least=16)
+    ] = None
+    micro_batch_tokens: Annotated[
+        int, CommandOption("Maximum positions in one forward pass of the trainer.", least=1)
+    ] = 8192
+    image_folder: Annotated[
+        Path | None,
+        CommandOption(
+            "Prompts may name images in this folder (`ImageAssetPointerChunk`). Default: none.", must_exist=True
+        ),
+    ] = None
+    image_hosts: Annotated[
+        tuple[str, ...],
+        CommandOption(
+            "Prompts may name images on this public host, by http or https. Repeat for more hosts. Default: none.",
+            flag="--image-host",
+            metavar="HOST[:PORT]",
+            parse=check_image_host,
+        ),
+    ] = ()
+    max_queued_requests: Annotated[
+        int, CommandOption("Maximum number of queued training requests. Above it, clients have to slow down.", least=1)
+    ] = 8192
+    max_queued_requests_per_session: Annotated[int, CommandOption("The same, for one session.", least=1)] = 2048
+    max_queued_bytes: Annotated[
+        int,
+        CommandOption(
+            "Maximum size of all queued training requests. Above it, clients have to slow down.",
+            flag="--max-queued-memory",
+            gib=True,
+        ),
+    ] = 4 * 2**30
+    max_queued_bytes_per_session: Annotated[
+        int, CommandOption("The same, for one session.", flag="--max-queued-memory-per-session", gib=True)
+    ] = 2**30
+    kv_cache_bytes: Annotated[
+        int | None,
+        CommandOption(
+            "Size of vLLM's KV cache. Default: 0.25 on CPU; on GPU, what the trainer leaves free.",
+            flag="--kv-cache",
+            gib=True,
+        ),
+    ] = None
+    gpu_memory_utilization: Annotated[
+        float, CommandOption("Share of the GPU's free memory for trainer and vLLM together.", least=0.05, most=1.0)
+    ] = 0.95
+    session_timeout: Annotated[
+        float, CommandOption("Seconds without a heartbeat after which a session ends.", least=1)
+    ] = 300.0
+    module_gradient_norms: Annotated[
+        bool,
+        CommandOption(
+            "Optimizer steps also report the norm of each module's gradient before clipping (`grad_norm/NAME`)."
+        ),
+    ] = False
+
+    # Not on the command line:
     batch_tokens: int = 65536
+    """Maximum positions in one round of the training scheduler."""
     max_image_pixels: int = 64 * 2**20
-    image_folder: Path | None = None
-    image_hosts: tuple[str, ...] = ()
     max_num_samples: int = 1024
+    """Maximum `num_samples` of one sampling request."""
     max_queued_samples: int = 20000
-    max_queued_requests: int = 8192
-    max_queued_requests_per_session: int = 2048
-    max_queued_bytes: int = 4 * 2**30
-    max_queued_bytes_per_session: int = 2**30
-    kv_cache_bytes: int | None = None
-    gpu_memory_utilization: float = 0.95
     sampler_sleeps: bool = True
-    module_gradient_norms: bool = False
-    session_timeout: float = 300.0
+    """vLLM gives its GPU memory to the trainer when a training request would not fit otherwise. Its weights move to
+    host memory until the next sample. Only with a single base model: vLLM can put one engine of a process to sleep."""
     result_retention: float = 900.0
+    """Seconds for which the result of a request can be read."""
     hole_patience: float = 360.0
+    """Seconds to wait for a missing `seq_id` before it is skipped."""

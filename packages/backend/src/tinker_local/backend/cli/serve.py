@@ -1,40 +1,19 @@
-"""`tinker-local serve`: checks what it was told, loads the models, serves until Ctrl-C."""
+"""`tinker-local serve`: checks its options, loads the models and serves until Ctrl-C."""
 
 import logging
 import os
 import re
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
-from tinker_local.backend.options import (
-    BackendOptions,
-    DType,
-    ModelSource,
-    TrainerPlace,
-    check_image_host,
-    default_data_dir,
-)
+from tinker_local.backend.cli.backend_options import backend_options, each_value
+from tinker_local.backend.options import BackendOptions, ModelSource
 
 if TYPE_CHECKING:
     from rich.console import Console
-
-
-def _sources(context: click.Context, parameter: click.Parameter, values: tuple[str, ...]) -> list[ModelSource]:
-    try:
-        return [ModelSource.parse(value) for value in values]
-    except ValueError as error:
-        raise click.BadParameter(str(error)) from None
-
-
-def _image_hosts(context: click.Context, parameter: click.Parameter, values: tuple[str, ...]) -> tuple[str, ...]:
-    try:
-        for value in values:
-            check_image_host(value)
-    except ValueError as error:
-        raise click.BadParameter(str(error)) from None
-    return values
 
 
 def read_keys(path: Path) -> list[str]:
@@ -62,141 +41,28 @@ def read_keys(path: Path) -> list[str]:
     "models",
     multiple=True,
     required=True,
-    callback=_sources,
+    callback=each_value(ModelSource.parse),
     metavar="NAME[=PATH]",
     help="A base model: a hub name, or a name for a local folder. Repeat for more models or more names.",
 )
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
 @click.option("--port", default=8000, show_default=True, type=click.IntRange(0, 65535), help="0 takes a free one.")
 @click.option(
-    "--data-dir",
-    type=click.Path(path_type=Path, file_okay=False),
-    default=default_data_dir,
-    show_default="~/.local/share/tinker-local",
-    help="Where checkpoints are kept.",
-)
-@click.option(
     "--api-key-file",
     type=click.Path(path_type=Path, exists=True, dir_okay=False),
     help="File of API keys, one per line. Needed for any address that other machines reach.",
 )
-@click.option("--max-adapters", default=64, show_default=True, type=click.IntRange(1), help="Most models at once.")
-@click.option("--max-rank", default=128, show_default=True, type=click.IntRange(1, 512), help="Largest LoRA rank.")
-@click.option(
-    "--max-adapter-memory",
-    type=click.FloatRange(min=0, min_open=True),
-    metavar="GIB",
-    help="Most memory of all adapters with gradients and optimizer state.",
-)
-@click.option("--max-context-length", type=click.IntRange(16), help="Cut the context length of the models.")
-@click.option("--dtype", type=click.Choice(["float32", "bfloat16"]), help="Default: float32 on CPU, bfloat16 on GPU.")
-@click.option(
-    "--trainer",
-    type=click.Choice(["inline", "process"]),
-    help="Train in the server's process or in one of its own. Default: process on GPU, inline on CPU.",
-)
-@click.option(
-    "--micro-batch-tokens",
-    default=8192,
-    show_default=True,
-    type=click.IntRange(1),
-    help="Positions in one forward pass of the trainer.",
-)
-@click.option(
-    "--image-folder",
-    type=click.Path(path_type=Path, exists=True, file_okay=False),
-    help="Prompts may name images below this folder (`ImageAssetPointerChunk`). Default: none.",
-)
-@click.option(
-    "--image-host",
-    "image_hosts",
-    multiple=True,
-    callback=_image_hosts,
-    metavar="HOST[:PORT]",
-    help="Prompts may name images on this public host by http(s). Repeat for more hosts. Default: none.",
-)
-@click.option(
-    "--max-queued-requests",
-    default=8192,
-    show_default=True,
-    type=click.IntRange(1),
-    help="Training requests that wait to be run; beyond it clients are slowed down.",
-)
-@click.option(
-    "--max-queued-requests-per-session",
-    default=2048,
-    show_default=True,
-    type=click.IntRange(1),
-    help="The same of one session.",
-)
-@click.option(
-    "--max-queued-memory",
-    default=4.0,
-    show_default=True,
-    type=click.FloatRange(min=0, min_open=True),
-    metavar="GIB",
-    help="Bodies of training requests that wait to be run; beyond it clients are slowed down.",
-)
-@click.option(
-    "--max-queued-memory-per-session",
-    default=1.0,
-    show_default=True,
-    type=click.FloatRange(min=0, min_open=True),
-    metavar="GIB",
-    help="The same of one session.",
-)
-@click.option(
-    "--kv-cache",
-    type=click.FloatRange(min=0, min_open=True),
-    metavar="GIB",
-    help="vLLM's KV cache. Default: 0.25 on CPU; on GPU, what is left beside the trainer.",
-)
-@click.option(
-    "--gpu-memory-utilization",
-    default=0.95,
-    show_default=True,
-    type=click.FloatRange(0.05, 1.0),
-    help="Share of the GPU's free memory that trainer and vLLM take together.",
-)
-@click.option(
-    "--session-timeout",
-    default=300.0,
-    show_default=True,
-    type=click.FloatRange(1),
-    help="Seconds without a heartbeat after which a session ends.",
-)
-@click.option(
-    "--module-gradient-norms",
-    is_flag=True,
-    help="Optimizer steps also report the norm of each module's gradient (`grad_norm/NAME`), before clipping.",
-)
+@backend_options
 @click.option("--fake", is_flag=True, help="Serve a numpy stand-in instead of the models: for trying the protocol.")
 @click.option("-v", "--verbose", is_flag=True, help="Log more.")
 def serve(
-    models: list[ModelSource],
+    models: tuple[ModelSource, ...],
     host: str,
     port: int,
-    data_dir: Path,
     api_key_file: Path | None,
-    max_adapters: int,
-    max_rank: int,
-    max_adapter_memory: float | None,
-    max_context_length: int | None,
-    dtype: DType | None,
-    trainer: TrainerPlace | None,
-    micro_batch_tokens: int,
-    image_folder: Path | None,
-    image_hosts: tuple[str, ...],
-    max_queued_requests: int,
-    max_queued_requests_per_session: int,
-    max_queued_memory: float,
-    max_queued_memory_per_session: float,
-    kv_cache: float | None,
-    gpu_memory_utilization: float,
-    session_timeout: float,
-    module_gradient_norms: bool,
     fake: bool,
     verbose: bool,
+    **options: Any,
 ) -> None:
     """Serve the Tinker API over HTTP.
 
@@ -217,31 +83,11 @@ def serve(
     if not is_loopback(host) and api_key_file is None:
         raise click.UsageError(f"--host {host} is reached by other machines; give --api-key-file")
     keys = None if api_key_file is None else read_keys(api_key_file)
-    options = BackendOptions(
-        data_dir=data_dir,
-        dtype=dtype,
-        trainer=trainer,
-        max_adapters=max_adapters,
-        max_rank=max_rank,
-        max_adapter_bytes=None if max_adapter_memory is None else int(max_adapter_memory * 2**30),
-        max_context_length=max_context_length,
-        micro_batch_tokens=micro_batch_tokens,
-        image_folder=image_folder,
-        image_hosts=image_hosts,
-        max_queued_requests=max_queued_requests,
-        max_queued_requests_per_session=max_queued_requests_per_session,
-        max_queued_bytes=int(max_queued_memory * 2**30),
-        max_queued_bytes_per_session=int(max_queued_memory_per_session * 2**30),
-        kv_cache_bytes=None if kv_cache is None else int(kv_cache * 2**30),
-        gpu_memory_utilization=gpu_memory_utilization,
-        session_timeout=session_timeout,
-        module_gradient_norms=module_gradient_norms,
-    )
     _check_models(models, fake)
-    _serve(console, models, options, host, port, keys, fake)
+    _serve(console, models, BackendOptions(**options), host, port, keys, fake)
 
 
-def _check_models(models: list[ModelSource], fake: bool) -> None:
+def _check_models(models: Sequence[ModelSource], fake: bool) -> None:
     """Refuse what cannot work before anything is loaded."""
     from importlib.util import find_spec
 
@@ -261,7 +107,7 @@ def _check_models(models: list[ModelSource], fake: bool) -> None:
 
 def _serve(
     console: "Console",
-    models: list[ModelSource],
+    models: Sequence[ModelSource],
     options: BackendOptions,
     host: str,
     port: int,

@@ -1,0 +1,60 @@
+"""Makes the options of `tinker-local serve` from the fields of `BackendOptions`."""
+
+from collections.abc import Callable
+from dataclasses import Field, fields
+from pathlib import Path
+from types import NoneType
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+
+import click
+from tinker_local.backend.options import BackendOptions, CommandOption
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+
+def backend_options(command: Command) -> Command:
+    """Decorate `command` with them; it gets their values by the names of the fields."""
+    hints = get_type_hints(BackendOptions, include_extras=True)
+    for each in reversed(fields(BackendOptions)):
+        if get_origin(hint := hints[each.name]) is Annotated:
+            command = _click_option(each, *get_args(hint))(command)
+    return command
+
+
+def each_value(parse: Callable[[str], Any]) -> Callable[[click.Context, click.Parameter, tuple[str, ...]], Any]:
+    """The callback of an option that may be repeated: a tuple of what `parse` makes of each value."""
+
+    def callback(_context: click.Context, _parameter: click.Parameter, values: tuple[str, ...]) -> tuple[Any, ...]:
+        try:
+            return tuple(parse(value) for value in values)
+        except ValueError as error:
+            raise click.BadParameter(str(error)) from None
+
+    return callback
+
+
+def _click_option(each: "Field[Any]", hint: Any, option: CommandOption) -> Callable[[Command], Command]:
+    kind = next(arm for arm in get_args(hint) if arm is not NoneType) if NoneType in get_args(hint) else hint
+    settings: dict[str, Any] = {"help": option.help, "metavar": option.metavar}
+    if option.parse is not None:
+        settings |= {"multiple": True, "callback": each_value(option.parse)}
+    elif option.gib:
+        default = None if each.default is None else each.default / 2**30  # type: ignore[operator]
+        settings |= {"type": click.FloatRange(0, min_open=True), "metavar": "GIB", "callback": _bytes}
+        settings |= {"default": default, "show_default": True}
+    elif kind is bool:
+        settings["is_flag"] = True
+    elif kind is Path:
+        settings["type"] = click.Path(path_type=Path, exists=option.must_exist, file_okay=False)
+        if option.shown_default:
+            settings |= {"default": each.default_factory, "show_default": option.shown_default}
+    elif get_origin(kind) is Literal:
+        settings |= {"type": click.Choice(get_args(kind)), "default": each.default}
+    else:
+        number: Any = click.IntRange if kind is int else click.FloatRange
+        settings |= {"type": number(option.least, option.most), "default": each.default, "show_default": True}
+    return click.option(option.flag or f"--{each.name.replace('_', '-')}", each.name, **settings)
+
+
+def _bytes(_context: click.Context, _parameter: click.Parameter, gib: float | None) -> int | None:
+    return None if gib is None else int(gib * 2**30)
