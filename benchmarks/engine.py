@@ -1,6 +1,6 @@
 """Training and sampling against what a user would run instead, as ratios within one run.
 
-    python benchmarks/engine.py --out benchmarks/results     # a GPU with 80 GiB or more, 15 minutes
+    python benchmarks/engine.py --out benchmarks/results     # a GPU with 140 GiB, 25 minutes
     python benchmarks/engine.py --tiny                       # the same code on a CPU, about a minute
     python benchmarks/engine.py --only text,adapters         # a part; --list names the parts
 
@@ -83,7 +83,7 @@ class Run:
             if outcome.fault:
                 self.lines.append(Line("models", error=outcome.fault))
         groups = plan.processes(self._chosen, tiny=self._tiny)
-        if self._tiny:  # nobody reads the numbers, so they may disturb each other
+        if self._tiny:  # the numbers do not count, so measurements may disturb each other
             with ThreadPoolExecutor() as at_once:
                 list(at_once.map(self._group, groups))
         else:

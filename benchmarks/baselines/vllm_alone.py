@@ -1,8 +1,10 @@
-"""vLLM by itself: its `LLM` class on dummy weights, with a LoRA adapter of random values."""
+"""vLLM as its users run it: its `LLM` class with vLLM's own defaults, and a LoRA adapter of random values."""
 
+import importlib.util
 import json
 import os
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,59 +50,55 @@ def write_random_adapter(out: Path, shape: TextShape, rank: int) -> Path:
 
 
 class VLLMAlone:
-    """An engine with `scale.kv_cache_bytes` of KV cache. Call before anything else imports vLLM."""
+    """vLLM's `LLM` on the model in `folder`, with the KV cache that our server gets in the same run.
+
+    On a GPU every other setting is vLLM's default: an engine process, compiled code, CUDA graphs, sequences and tokens
+    per step. On a CPU, where only the code is tried, nothing is compiled and the engine runs in this process.
+    Create it before anything else imports vLLM.
+    """
 
     def __init__(self, scale: Scale, folder: Path, adapter: Path) -> None:
-        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-        os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-        os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-        os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
-        on_gpu = device() == "cuda"
-        if not on_gpu:
+        os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+        settings: dict[str, Any] = {}
+        if device() == "cuda":
+            # A forked process could not use the GPU once this one has, which measures memory.
+            os.environ.setdefault("VLLM_WORKER_MULTIPROCESSING_METHOD", "spawn")
+            if importlib.util.find_spec("flashinfer") is None:  # vLLM does not start without it otherwise
+                os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
+        else:
+            os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
             os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
+            settings = {"enforce_eager": True, "dtype": "float32"}
         import vllm
         from vllm.lora.request import LoRARequest
 
-        settings: dict[str, Any] = {"enforce_eager": True}
-        if on_gpu:
-            settings = {"compilation_config": {"mode": 3, "backend": "eager", "cudagraph_mode": "FULL_AND_PIECEWISE"}}
         self._llm = vllm.LLM(
             str(folder),
-            dtype="bfloat16" if on_gpu else "float32",
-            load_format="dummy",
-            max_model_len=min(4096, scale.text.positions),
-            max_num_seqs=256,
             kv_cache_memory_bytes=scale.kv_cache_bytes,
             enable_lora=True,
             max_lora_rank=scale.rank,
-            max_loras=2,
-            enable_prefix_caching=False,
             **settings,
         )
         self._lora = LoRARequest("adapter", 1, str(adapter))
         self._params = vllm.SamplingParams
-        self._scale = scale
 
-    def output_tokens_per_second(self, *, lora: bool, logprobs: bool, seed: int) -> float:
-        """Of `scale.requests` requests that begin together."""
-        scale = self._scale
-        rng = np.random.default_rng(seed)
-        prompts = [
-            {"prompt_token_ids": rng.integers(0, scale.text.vocab, scale.prompt_tokens).tolist()}
-            for _ in range(scale.requests)
-        ]
-        params = self._params(
-            max_tokens=scale.output_tokens, ignore_eos=True, temperature=1.0, logprobs=0 if logprobs else None
+    def settings(self) -> str:
+        """What vLLM chose by itself, in words."""
+        config = self._llm.llm_engine.vllm_config
+        scheduler, compilation = config.scheduler_config, config.compilation_config
+        graphs = getattr(compilation.cudagraph_mode, "name", compilation.cudagraph_mode)
+        return (
+            f"vLLM's defaults: max_num_seqs {scheduler.max_num_seqs}, "
+            f"max_num_batched_tokens {scheduler.max_num_batched_tokens}, compilation mode {int(compilation.mode)} "
+            f"({compilation.backend or 'default'}), CUDA graphs {graphs}"
         )
-        request = self._lora if lora else None
+
+    def output_tokens_per_second(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> float:
+        """Of requests that begin together, with the adapter and the logprob of each sampled token."""
+        params = self._params(max_tokens=max_tokens, ignore_eos=True, temperature=1.0, logprobs=0, detokenize=False)
+        inputs = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
         start = time.perf_counter()
-        outputs = self._llm.generate(prompts, params, use_tqdm=False, lora_request=request)
+        outputs = self._llm.generate(inputs, params, use_tqdm=False, lora_request=self._lora)
         seconds = time.perf_counter() - start
         return sum(len(output.outputs[0].token_ids) for output in outputs) / seconds
-
-    def warm_up(self) -> None:
-        """One short round with the adapter."""
-        params = self._params(max_tokens=8, ignore_eos=True, logprobs=0)
-        prompts = [{"prompt_token_ids": [1, 2, 3, 4]} for _ in range(min(64, self._scale.requests))]
-        self._llm.generate(prompts, params, use_tqdm=False, lora_request=self._lora)

@@ -37,7 +37,13 @@ def parse(text: str) -> Line | None:
     return Line(**{field.name: found[field.name] for field in fields(Line) if field.name in found})
 
 
+class Unavailable(Exception):
+    """What a measurement needs is not there; the message says what."""
+
+
 def failed(name: str, error: BaseException) -> Line:
     """`name` without a value."""
+    if isinstance(error, Unavailable):
+        return Line(name, skipped=str(error))
     text = f"{type(error).__name__}: {error}".replace("\n", " ")
     return Line(name, error=text[:300])

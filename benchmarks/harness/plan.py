@@ -4,19 +4,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 TRAINER = "trainer"
-"""The host that is no backend: a trainer of the text model."""
+AUTOGRAD_TRAINER = "autograd trainer"
+TRAINERS = (TRAINER, AUTOGRAD_TRAINER)
+"""Hosts that are no backend: trainers of the text model."""
 
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
     """One measurement.
 
-    `run`: "module:function" under `measurements`, called with (scale, folder of models, **arguments); with a shared
-    trainer besides if `host` is "trainer"; with a backend alone (`measurements.hosting.Host`) if `host` names the model
-    that one serves. Measurements of one host follow one another in one process, since it takes long to load; every
-    other has its own, so that memory is really free between them. `models`: which random models must be on disk.
-    `seconds`: its time limit, start of the process included. `usual`: seconds that it usually takes, by which a budget
-    decides whether it still fits.
+    `run`: "module:function" under `measurements`, called with (scale, folder of models, **arguments); with `trainer=`
+    besides if `host` is one of `TRAINERS`; with a backend alone (`measurements.hosting.Host`) if `host` names the model
+    that it serves. Neighbours of one host share a process, since it takes long to load; every other measurement has a
+    process of its own, so that memory is really free between them. `models`: the random models that must be on disk.
+    `seconds`: its time limit, start of the process included. `usual`: the seconds that it takes on an H200, by which a
+    budget decides whether it still fits.
     """
 
     name: str
@@ -33,26 +35,30 @@ def _text_baseline(variant: str, seconds: int, usual: int) -> Measurement:
 
 
 MEASUREMENTS = (
-    _text_baseline("padded_recompute", 150, 45),
-    _text_baseline("packed", 100, 35),
     _text_baseline("packed_bf16", 100, 25),
-    _text_baseline("packed_bf16_liger", 100, 25),
     _text_baseline("packed_bf16_recompute", 100, 30),
+    _text_baseline("packed_bf16_liger", 100, 25),
     _text_baseline("packed_bf16_recompute_liger", 100, 30),
-    Measurement("text.ours_recompute", "training:ours_recompute", 120, 45, models=("text",)),
     Measurement("text.ours", "training:ours", 240, 95, models=("text",), host=TRAINER),
     Measurement("adapters.ours", "adapters:ours", 150, 40, models=("text",), host=TRAINER),
     Measurement("trace", "tracing:measure", 120, 25, models=("text",), host=TRAINER),
+    Measurement("text.ours_recompute", "training:ours_recompute", 120, 45, models=("text",)),
+    Measurement("text.autograd", "training:autograd", 150, 50, models=("text",), host=AUTOGRAD_TRAINER),
+    Measurement("adapters.autograd", "adapters:autograd", 150, 40, models=("text",), host=AUTOGRAD_TRAINER),
+    Measurement("text.autograd_recompute", "training:autograd_recompute", 150, 50, models=("text",)),
     Measurement("adapters.bare", "adapters:bare", 120, 30),
+    _text_baseline("padded_recompute", 150, 45),
+    _text_baseline("packed", 100, 35),
     Measurement("images.packed_bf16", "images:baseline", 120, 30, models=("vl",)),
     Measurement("images.ours", "images:ours", 150, 45, models=("vl",)),
-    Measurement("sampling.alone", "sampling:alone", 240, 95, models=("text",)),
-    Measurement("steps.text", "steps:text", 240, 80, models=("text",), host="text"),
-    Measurement("sampling.ours", "sampling:ours", 240, 90, models=("text",), host="text"),
+    Measurement("images.api", "steps:images", 300, 110, models=("vl",), host="vl"),
+    Measurement("sampling.alone", "sampling:alone", 300, 180, models=("text",)),
+    Measurement("sampling.ours", "sampling:ours", 340, 270, models=("text",), host="text"),
+    Measurement("steps.text", "steps:text", 240, 40, models=("text",), host="text"),
     Measurement("handover", "handovers:measure", 120, 25, models=("text",), host="text"),
     Measurement("overlap", "overlap:measure", 150, 25, models=("text",), host="text"),
-    Measurement("steps.images", "steps:images", 300, 90, models=("vl",), host="vl"),
 )
+"""What is most wanted comes first: a budget drops the end."""
 
 
 def selected(names: Sequence[str]) -> list[Measurement]:
@@ -70,12 +76,13 @@ def selected(names: Sequence[str]) -> list[Measurement]:
 def processes(measurements: Sequence[Measurement], *, tiny: bool) -> list[list[Measurement]]:
     """Measurements by the process that they run in, in order.
 
-    Tiny ones share two, one without vLLM and one with it: importing takes longer than measuring there.
+    Tiny ones share two, those on a backend and all others, because imports take longer than measurements there. vLLM
+    alone is among the others: a backend changes vLLM's settings for its whole process.
     """
     if tiny:
-        with_vllm = [m for m in measurements if m.host in ("text", "vl") or m.name == "sampling.alone"]
-        without = [m for m in measurements if m not in with_vllm]
-        return [part for part in (without, with_vllm) if part]
+        on_backend = [m for m in measurements if m.host not in (None, *TRAINERS)]
+        others = [m for m in measurements if m not in on_backend]
+        return [part for part in (others, on_backend) if part]
     groups: list[list[Measurement]] = []
     for measurement in measurements:
         if measurement.host and groups and groups[-1][-1].host == measurement.host:

@@ -1,8 +1,8 @@
-"""A run's tables: every line, and the ratios."""
+"""A run's tables, every line and the ratios, and its files."""
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -65,6 +65,20 @@ def ratio_table(lines: Sequence[Line], *, judged: bool) -> "Table":
             "" if base is None else _number(base.peak_gib, 3),
         )
     return shown
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """A run that `keep` wrote. `head`: its machine, versions and commit."""
+
+    head: list[str]
+    lines: list[Line]
+
+
+def read(path: Path) -> Kept:
+    """What `keep` wrote to `path`, a file of JSON lines."""
+    first, *others = map(json.loads, path.read_text().splitlines())
+    return Kept(first["machine"], [Line(**record) for record in others])
 
 
 def keep(folder: Path, text: str, lines: Sequence[Line], head: Sequence[str]) -> Path:

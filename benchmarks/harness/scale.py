@@ -34,6 +34,8 @@ class VisionShape:
 class Scale:
     """Shapes of the models and amounts of work. Lengths in tokens.
 
+    `kv_cache_bytes` holds all `requests` to their end, so that no engine has to preempt one.
+
     `sequences` of about `median_length` tokens, clipped to `shortest` and `longest`, are one step of text training.
     `small_runs`: tokens a step of one of several small clients. `patience`: seconds after which a timing stops
     repeating.
@@ -94,7 +96,7 @@ FULL = Scale(
     requests=512,
     prompt_tokens=256,
     output_tokens=512,
-    kv_cache_bytes=28 * 2**30,
+    kv_cache_bytes=56 * 2**30,
     handovers=10,
     warmup=2,
     repeats=3,

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from harness.lines import failed
-from harness.plan import MEASUREMENTS, TRAINER, Measurement
+from harness.lines import Unavailable, failed
+from harness.plan import AUTOGRAD_TRAINER, MEASUREMENTS, TRAINERS, Measurement
 from harness.scale import SCALES, Scale
 
 if TYPE_CHECKING:
@@ -34,19 +34,22 @@ def run_plain(scale: Scale, models: Path, measurements: Sequence[Measurement], *
     for measurement in measurements:
         try:
             function(measurement)(scale, models, **shared)
+        except Unavailable as error:
+            failed(measurement.name, error).emit()
         except Exception as error:
             traceback.print_exc()
             failed(measurement.name, error).emit()
 
 
-def run_on_trainer(scale: Scale, models: Path, measurements: Sequence[Measurement]) -> None:
+def run_on_trainer(scale: Scale, models: Path, host: str, measurements: Sequence[Measurement]) -> None:
     """One after the other on one trainer of the text model; if it cannot be made, all of them fail."""
-    from measurements.training import collect, make_trainer
+    from measurements.training import AUTOGRAD, collect, make_trainer
 
     try:
-        trainer = make_trainer(scale, models / "text")
+        trainer = make_trainer(scale, models / "text", **(AUTOGRAD if host == AUTOGRAD_TRAINER else {}))
     except Exception as error:
-        traceback.print_exc()
+        if not isinstance(error, Unavailable):
+            traceback.print_exc()
         for measurement in measurements:
             failed(measurement.name, error).emit()
         return
@@ -74,13 +77,13 @@ def main(arguments: Sequence[str]) -> None:
         write_missing(scale, models, kinds)
     with contextlib.ExitStack() as closing:
         client = None
-        if any(measurement.host not in (None, TRAINER) for measurement in chosen):
+        if any(measurement.host not in (None, *TRAINERS) for measurement in chosen):
             from measurements.hosting import Client
 
             client = closing.enter_context(contextlib.closing(Client(scale)))
         for host, group in itertools.groupby(chosen, key=lambda measurement: measurement.host):
-            if host == TRAINER:
-                run_on_trainer(scale, models, list(group))
+            if host in TRAINERS:
+                run_on_trainer(scale, models, host, list(group))
             elif client is None or host is None:
                 run_plain(scale, models, list(group))
             else:

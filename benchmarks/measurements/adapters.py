@@ -1,5 +1,7 @@
 """Many adapters in one pass: against one adapter, against PEFT one after the other, against ourselves."""
 
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,21 +28,45 @@ def bare(scale: Scale, models: Path) -> None:
         collect()
 
 
+def autograd(scale: Scale, models: Path, trainer: Any) -> None:
+    """Prints `adapters.autograd_one` and `adapters.autograd_co_batched`."""
+    with _adapters(scale, trainer) as names:
+        _one_and_all(scale, models, trainer, names, "adapters.autograd_")
+
+
 def ours(scale: Scale, models: Path, trainer: Any) -> None:
-    """Co-batched adapters at a full step's tokens and at small runs' tokens, and small runs in calls of their own."""
+    """Prints `adapters.one` and `.co_batched`, and small runs together in one call and apart in one call each."""
+    with _adapters(scale, trainer) as names:
+        _one_and_all(scale, models, trainer, names, "adapters.")
+        _small_runs(scale, models, trainer, names)
+
+
+@contextlib.contextmanager
+def _adapters(scale: Scale, trainer: Any) -> Iterator[list[str]]:
     from tinker_local.types import LoraConfig
 
-    parameters = parameters_of(models / "text")
     names = [f"run_{index}" for index in range(scale.adapters)]
     for name in names:
         trainer.create_adapter(name, LoraConfig(rank=scale.rank, train_unembed=False))
+    yield names
+    for name in names:
+        trainer.remove_adapter(name)
+
+
+def _one_and_all(scale: Scale, models: Path, trainer: Any, names: list[str], prefix: str) -> None:
+    """The same tokens in one step, under one adapter and spread over all."""
+    parameters = parameters_of(models / "text")
     data = [text_datum(sequence) for sequence in workloads.ragged_sequences(scale)]
     tokens = sum(datum.input.length for datum in data)
-    for line, owners in (("adapters.one", names[:1]), ("adapters.co_batched", names)):
+    for line, owners in (("one", names[:1]), ("co_batched", names)):
         works = [work(name, data[index :: len(owners)]) for index, name in enumerate(owners)]
         seconds = timing.median_seconds(lambda works=works: train_step(trainer, works), scale)
         note = f"{len(owners)} adapter{'s' * (len(owners) > 1)}, {tokens} tokens in all"
-        rate_line(line, tokens, seconds, parameters, note).emit()
+        rate_line(f"{prefix}{line}", tokens, seconds, parameters, note).emit()
+
+
+def _small_runs(scale: Scale, models: Path, trainer: Any, names: list[str]) -> None:
+    parameters = parameters_of(models / "text")
     for kind, length in zip(("small", "smallest"), scale.small_runs, strict=True):
         sequences = workloads.sequences(scale, [length] * scale.adapters)
         works = [work(name, [text_datum(sequence)]) for name, sequence in zip(names, sequences, strict=True)]
@@ -54,5 +80,3 @@ def ours(scale: Scale, models: Path, trainer: Any) -> None:
         for way, seconds in (("together", together), ("apart", apart)):
             note = f"{scale.adapters} runs of {length} tokens"
             rate_line(f"adapters.{kind}_{way}", scale.adapters * length, seconds, parameters, note).emit()
-    for name in names:
-        trainer.remove_adapter(name)

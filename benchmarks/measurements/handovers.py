@@ -1,4 +1,4 @@
-"""From a nameless save to the first sampled token."""
+"""From a save of ephemeral weights to the first sampled token."""
 
 import asyncio
 import contextlib
@@ -12,7 +12,7 @@ from harness.timing import DeviceMemory
 
 from measurements.hosting import Host
 from measurements.steps import text_data
-from measurements.ways import Way
+from measurements.ways import Way, step
 
 
 async def measure(host: Host) -> None:
@@ -34,7 +34,7 @@ async def _measure(way: Way, scale: Scale, name: str, note: str) -> None:
     found = []
     with DeviceMemory() as memory:
         for _ in range(1 + scale.handovers):
-            await way.step(run, way.prepared(data))  # type: ignore[arg-type]
+            await step(way, run, way.prepared(data))  # type: ignore[arg-type]
             start = time.perf_counter()
             await way.sample(await way.sampler(run), [1, 2, 3, 4], 1)
             found.append(1e3 * (time.perf_counter() - start))
@@ -51,7 +51,7 @@ async def _another_trains(host: Host) -> AsyncIterator[None]:
 
     async def train() -> None:
         while True:
-            await host.way.step(run, data)
+            await step(host.way, run, data)
 
     training = asyncio.create_task(train())
     try:

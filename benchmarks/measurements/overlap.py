@@ -9,6 +9,7 @@ from harness.timing import DeviceMemory
 from measurements.hosting import Host
 from measurements.sampling import at_once
 from measurements.steps import text_data
+from measurements.ways import step
 
 
 async def measure(host: Host) -> None:
@@ -30,7 +31,7 @@ async def measure(host: Host) -> None:
     async def training(until: asyncio.Future[float] | None, steps: int) -> float:
         done, start = 0, time.perf_counter()
         while done < steps or (until is not None and not until.done()):
-            await way.step(trained_run, data)
+            await step(way, trained_run, data)
             done += 1
         return scale.step_tokens * done / (time.perf_counter() - start)
 

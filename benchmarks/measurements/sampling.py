@@ -1,10 +1,14 @@
-"""Output tokens per second of many requests that begin together: vLLM alone, our sampler, in process, over HTTP."""
+"""Output tokens per second of many requests that begin together: vLLM alone, our sampler, in process, over HTTP.
+
+All of them send the same number of requests with new random prompts each time, after a short warm-up round.
+"""
 
 import asyncio
 import itertools
+import statistics
 import tempfile
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -15,27 +19,43 @@ from harness.timing import DeviceMemory
 from measurements.hosting import Host
 from measurements.ways import Way
 
+WARM_UP_REQUESTS = 64
+WARM_UP_TOKENS = 8
+
 _seeds = itertools.count(1000)
 
 
 def alone(scale: Scale, models: Path) -> None:
-    """vLLM by itself: base without logprobs, then LoRA with logprobs, which is what the others are compared with."""
+    """Prints `sampling.alone`: vLLM as its users run it."""
     from baselines.vllm_alone import VLLMAlone, write_random_adapter
 
     with tempfile.TemporaryDirectory() as folder:
         adapter = write_random_adapter(Path(folder) / "adapter", scale.text, scale.rank)
+        engine = VLLMAlone(scale, models / "text", adapter)
         with DeviceMemory() as memory:
-            engine = VLLMAlone(scale, models / "text", adapter)
-            engine.warm_up()
-            for name, lora in (("sampling.alone_base", False), ("sampling.alone", True)):
-                rate = engine.output_tokens_per_second(lora=lora, logprobs=lora, seed=next(_seeds))
-                note = f"LoRA of rank {scale.rank}, logprobs" if lora else "base, no logprobs"
-                Line(name, rate, "tokens/s", peak_gib=memory.peak_gib, note=f"{note}, {requests(scale)}").emit()
+            engine.output_tokens_per_second(prompts(scale, min(WARM_UP_REQUESTS, scale.requests)), WARM_UP_TOKENS)
+            found = [
+                engine.output_tokens_per_second(prompts(scale, scale.requests), scale.output_tokens)
+                for _ in range(scale.repeats)
+            ]
+        rate_line("sampling.alone", scale, found, memory.peak_gib, engine.settings()).emit()
 
 
-def requests(scale: Scale) -> str:
-    """In words."""
-    return f"{scale.requests} requests of {scale.prompt_tokens} in, {scale.output_tokens} out"
+def prompts(scale: Scale, count: int) -> list[list[int]]:
+    """Random tokens that no call got before."""
+    rng = np.random.default_rng(next(_seeds))
+    return [rng.integers(0, scale.text.vocab, scale.prompt_tokens).tolist() for _ in range(count)]
+
+
+def rate_line(name: str, scale: Scale, found: Sequence[float], peak_gib: float | None, settings: str = "") -> Line:
+    """The median of the rates `found`, and in its note how far apart they are."""
+    note = (
+        f"LoRA of rank {scale.rank}, logprobs, {scale.requests} requests of {scale.prompt_tokens} in, "
+        f"{scale.output_tokens} out; {min(found):,.0f} to {max(found):,.0f} in {len(found)} rounds"
+    )
+    if settings:
+        note = f"{note}; {settings}"
+    return Line(name, statistics.median(found), "tokens/s", peak_gib=peak_gib, note=note)
 
 
 async def ours(host: Host) -> None:
@@ -77,18 +97,16 @@ async def many_at_once(way: Way, scale: Scale) -> None:
 
 async def _measure(name: str, scale: Scale, sample: Callable[[list[int], int], Awaitable[int]]) -> None:
     with DeviceMemory() as memory:
-        await at_once(scale, sample, min(64, scale.requests), 8)
-        rate = await at_once(scale, sample, scale.requests, scale.output_tokens)
-    note = f"LoRA of rank {scale.rank}, logprobs, {requests(scale)}"
-    Line(name, rate, "tokens/s", peak_gib=memory.peak_gib, note=note).emit()
+        await at_once(scale, sample, min(WARM_UP_REQUESTS, scale.requests), WARM_UP_TOKENS)
+        found = [await at_once(scale, sample, scale.requests, scale.output_tokens) for _ in range(scale.repeats)]
+    rate_line(name, scale, found, memory.peak_gib).emit()
 
 
 async def at_once(
     scale: Scale, sample: Callable[[list[int], int], Awaitable[int]], count: int, output_tokens: int
 ) -> float:
     """Output tokens per second of `count` requests with prompts of their own."""
-    rng = np.random.default_rng(next(_seeds))
-    prompts = [rng.integers(0, scale.text.vocab, scale.prompt_tokens).tolist() for _ in range(count)]
+    asked = prompts(scale, count)
     start = time.perf_counter()
-    counts = await asyncio.gather(*[sample(prompt, output_tokens) for prompt in prompts])
+    counts = await asyncio.gather(*[sample(prompt, output_tokens) for prompt in asked])
     return sum(counts) / (time.perf_counter() - start)

@@ -15,7 +15,7 @@ from measurements.ways import DONE, Sdk
 
 MEASUREMENTS = {
     "steps.text": steps.text_step,
-    "steps.images": steps.images_step,
+    "images.api": steps.images_step,
     "sampling": sampling.many_at_once,
     "handover": handovers.idle,
 }

@@ -1,8 +1,8 @@
-"""What a training step costs through HTTP and the SDK beside the same step in process."""
+"""Training steps through the API: in process, and with the SDK over HTTP."""
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
 import numpy as np
 from harness import workloads
@@ -11,7 +11,7 @@ from harness.scale import Scale
 from harness.timing import DeviceMemory
 
 from measurements.hosting import Host
-from measurements.ways import Way
+from measurements.ways import Way, results, step
 
 IMAGE_SIDE_PER_TOKEN = 32
 """Pixels: patches of 16, merged 2 x 2."""
@@ -26,28 +26,32 @@ async def text(host: Host) -> None:
 async def images(host: Host) -> None:
     """A step with images in its body, new ones each time, both ways."""
     await images_step(host.way, host.scale)
-    await host.in_sdk_process("steps.images")
+    await host.in_sdk_process("images.api")
 
 
 async def text_step(way: Way, scale: Scale) -> None:
     """Prints `steps.text_…`."""
     repeats = 2 + 3 * scale.repeats
-    seconds, peak = await median_step(way, scale, lambda step: text_data(scale, seed=100 + step), repeats)
+    seconds, peak = await median_step(way, scale, lambda number: text_data(scale, seed=100 + number), repeats)
     rate = scale.step_tokens / seconds
     Line(f"steps.text_{way.name}", rate, "tokens/s", seconds, peak, f"{scale.step_tokens} tokens").emit()
 
 
 async def images_step(way: Way, scale: Scale) -> None:
-    """Prints `steps.images_…`."""
+    """Prints `images.in_process` or `images.sdk`, and the same with `_ahead`: each step is sent before the result of
+    the one before it is there, as the SDK advises, so that its images are decoded while the trainer works."""
     first = 0 if way.name == "in_process" else 10**6  # images that the other way has not left in a cache
 
-    def batch(step: int) -> list[object]:
-        return [image_datum(scale, first + scale.images * step + index) for index in range(scale.images)]
+    def batch(number: int) -> list[object]:
+        return [image_datum(scale, first + scale.images * number + index) for index in range(scale.images)]
 
     repeats = 1 + scale.repeats
     seconds, peak = await median_step(way, scale, batch, repeats)
     note = f"{scale.images} new images of {scale.image_side} x {scale.image_side}"
-    Line(f"steps.images_{way.name}", scale.images / seconds, "images/s", seconds, peak, note).emit()
+    Line(f"images.{way.name}", scale.images / seconds, "images/s", seconds, peak, note).emit()
+    seconds, peak = await seconds_ahead(way, scale, lambda number: batch(1000 + number), repeats)
+    note = f"{note}, each step sent before the last one's result"
+    Line(f"images.{way.name}_ahead", scale.images / seconds, "images/s", seconds, peak, note).emit()
 
 
 async def median_step(
@@ -60,9 +64,29 @@ async def median_step(
         for number in range(scale.warmup + repeats):
             data = way.prepared(batch(number))  # type: ignore[arg-type]
             start = time.perf_counter()
-            await way.step(run, data)
+            await step(way, run, data)
             found.append(time.perf_counter() - start)
     return statistics.median(found[scale.warmup :]), memory.peak_gib
+
+
+async def seconds_ahead(
+    way: Way, scale: Scale, batch: Callable[[int], Sequence[object]], repeats: int
+) -> tuple[float, float | None]:
+    """Seconds per step, with two steps under way at any time, and peak memory of the device."""
+    run = await way.create(scale.rank)
+    batches = [way.prepared(batch(number)) for number in range(scale.warmup + repeats)]  # type: ignore[arg-type]
+    for data in batches[: scale.warmup]:
+        await step(way, run, data)
+    with DeviceMemory() as memory:
+        start = time.perf_counter()
+        before: Sequence[Awaitable[object]] = ()
+        for data in batches[scale.warmup :]:
+            sent = await way.send(run, data)
+            await results(before)
+            before = sent
+        await results(before)
+        seconds = time.perf_counter() - start
+    return seconds / repeats, memory.peak_gib
 
 
 def text_data(scale: Scale, seed: int) -> list[object]:

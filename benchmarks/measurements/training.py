@@ -3,13 +3,13 @@
 import gc
 import importlib.util
 import inspect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from harness import timing, workloads
-from harness.lines import Line, failed
+from harness.lines import Line, Unavailable, failed
 from harness.scale import Scale
 
 PEAK_FLOPS = 790e12
@@ -42,10 +42,18 @@ def baseline(scale: Scale, models: Path, variant: str) -> None:
     rate_line(name, sum(map(len, data)), seconds, loop.parameters).emit()
 
 
+AUTOGRAD = {"decoder": "autograd"}
+"""Options of a trainer that differentiates transformers' own modules."""
+
+
 def make_trainer(scale: Scale, folder: Path, **options: Any) -> Any:
-    """Our trainer of the model in `folder`, on the device, in the baselines' types."""
+    """Our trainer of the model in `folder`, on the device, in the baselines' types. Raises `Unavailable` for an option
+    that this checkout does not have yet."""
     from tinker_local.backend.training.worker import HFTrainer
 
+    for name in options:
+        if name not in inspect.signature(HFTrainer).parameters:
+            raise Unavailable(f"HFTrainer has no argument {name!r} in this checkout")
     return HFTrainer(str(folder), name="bench", **{"micro_batch_tokens": scale.micro_batch_tokens, **options})
 
 
@@ -114,6 +122,43 @@ def ours(scale: Scale, models: Path, trainer: Any) -> None:
     trainer.remove_adapter("with_head")
 
 
+def autograd(scale: Scale, models: Path, trainer: Any) -> None:
+    """Prints `text.autograd`: the autograd decoder with as much memory as it wants."""
+    _one_adapter("text.autograd", scale, models, trainer)
+
+
+def autograd_recompute(scale: Scale, models: Path) -> None:
+    """Prints `text.autograd_recompute`: the autograd decoder that recomputes every layer."""
+    _recompute("text.autograd_recompute", scale, models, AUTOGRAD)
+
+
+def ours_recompute(scale: Scale, models: Path) -> None:
+    """Prints `text.ours_recompute`: our trainer that recomputes every layer."""
+    _recompute("text.ours_recompute", scale, models, {})
+
+
+def _recompute(name: str, scale: Scale, models: Path, options: Mapping[str, Any]) -> None:
+    trainer = make_trainer(
+        scale,
+        models / "text",
+        micro_batch_tokens=scale.recompute_micro_batch_tokens,
+        activation_memory_bytes=0,
+        **options,
+    )
+    _one_adapter(name, scale, models, trainer, ", every layer recomputed")
+
+
+def _one_adapter(name: str, scale: Scale, models: Path, trainer: Any, note: str = "") -> None:
+    from tinker_local.types import LoraConfig
+
+    trainer.create_adapter("no_head", LoraConfig(rank=scale.rank, train_unembed=False))
+    data = workloads.ragged_sequences(scale)
+    works = [work("no_head", [text_datum(sequence) for sequence in data])]
+    seconds = timing.median_seconds(lambda: train_step(trainer, works), scale)
+    rate_line(name, sum(map(len, data)), seconds, parameters_of(models / "text"), f"float32 masters{note}").emit()
+    trainer.remove_adapter("no_head")
+
+
 def _long_sequence(scale: Scale, trainer: Any, parameters: int) -> None:
     (tokens,) = workloads.sequences(scale, [scale.long_sequence])
     works = [work("no_head", [text_datum(tokens)])]
@@ -122,25 +167,6 @@ def _long_sequence(scale: Scale, trainer: Any, parameters: int) -> None:
         rate_line("text.ours_long_sequence", len(tokens), seconds, parameters, f"one of {len(tokens)} tokens").emit()
     except Exception as error:
         failed("text.ours_long_sequence", error).emit()
-
-
-def ours_recompute(scale: Scale, models: Path) -> None:
-    """Our trainer without memory for activations, against the loops that recompute."""
-    from tinker_local.backend.training.worker import HFTrainer
-    from tinker_local.types import LoraConfig
-
-    folder = models / "text"
-    data = workloads.ragged_sequences(scale)
-    options: dict[str, Any] = {"micro_batch_tokens": scale.recompute_micro_batch_tokens}
-    if "activation_memory_bytes" in inspect.signature(HFTrainer).parameters:
-        options["activation_memory_bytes"] = 0
-    trainer = make_trainer(scale, folder, **options)
-    trainer.create_adapter("no_head", LoraConfig(rank=scale.rank, train_unembed=False))
-    works = [work("no_head", [text_datum(sequence) for sequence in data])]
-    seconds = timing.median_seconds(lambda: train_step(trainer, works), scale)
-    chosen = "activation_memory_bytes" in options
-    note = f"float32 masters, {'every layer recomputed' if chosen else 'recomputes as it always does'}"
-    rate_line("text.ours_recompute", sum(map(len, data)), seconds, parameters_of(folder), note).emit()
 
 
 def collect() -> None:

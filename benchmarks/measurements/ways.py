@@ -1,7 +1,7 @@
-"""Two ways to one backend with the same methods: in process, and the official SDK over HTTP."""
+"""Two clients of one backend with the same methods: in process, and the official SDK over HTTP."""
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -25,7 +25,7 @@ DONE = "sdk measurement done"
 
 
 class Way(Protocol):
-    """`name` ends the names of lines. Runs and samplers are handles that only the way itself reads."""
+    """A client. `name` ends the names of lines; runs and samplers are handles that only the client itself reads."""
 
     name: str
 
@@ -33,16 +33,27 @@ class Way(Protocol):
         """A fresh adapter without the LM head."""
 
     def prepared(self, data: Sequence[Datum]) -> Any:
-        """`data` as this way's user holds it; what a step sends is made from it within the step."""
+        """`data` as this client's user holds it; requests are made from it when they are sent."""
 
-    async def step(self, run: Any, data: Any) -> None:
-        """Gradient and update, sent one behind the other, both awaited."""
+    async def send(self, run: Any, data: Any) -> Sequence[Awaitable[object]]:
+        """Send `forward_backward` and `optim_step` together; returns the results to wait for."""
 
     async def sampler(self, run: Any) -> Any:
-        """A nameless save."""
+        """Save an ephemeral version of the weights and open a sampler of it."""
 
     async def sample(self, sampler: Any, prompt: Sequence[int], max_tokens: int) -> int:
         """Sample exactly `max_tokens`; returns how many came, each with its logprob."""
+
+
+async def step(way: Way, run: Any, data: Any) -> None:
+    """One optimizer step, from sending it to its results."""
+    await results(await way.send(run, data))
+
+
+async def results(sent: Sequence[Awaitable[object]]) -> None:
+    """Wait for what `send` returned."""
+    for result in sent:
+        await result
 
 
 class InProcess:
@@ -73,14 +84,13 @@ class InProcess:
     def prepared(self, data: Sequence[Datum]) -> tuple[Datum, ...]:
         return tuple(data)
 
-    async def step(self, run: str, data: tuple[Datum, ...]) -> None:
+    async def send(self, run: str, data: tuple[Datum, ...]) -> Sequence[Awaitable[object]]:
         request = ForwardBackwardRequest(model_id=run, seq_id=self._seq_id(run, 1), data=data, loss_fn="cross_entropy")
         gradient = await self._backend.forward_backward(request)
         update = await self._backend.optim_step(
             OptimStepRequest(model_id=run, seq_id=self._seq_id(run, 1), adam_params=ADAM)
         )
-        await gradient
-        await update
+        return gradient, update
 
     async def sampler(self, run: str) -> str:
         request = SaveWeightsForSamplerRequest(
@@ -118,11 +128,10 @@ class Sdk:
     def prepared(self, data: Sequence[Datum]) -> list[Any]:
         return [to_sdk(datum) for datum in data]
 
-    async def step(self, run: Any, data: list[Any]) -> None:
+    async def send(self, run: Any, data: list[Any]) -> Sequence[Awaitable[object]]:
         gradient = run.forward_backward(data, "cross_entropy")
         update = run.optim_step(to_sdk(ADAM))
-        await gradient
-        await update
+        return gradient, update
 
     async def sampler(self, run: Any) -> Any:
         return await run.save_weights_and_get_sampling_client()

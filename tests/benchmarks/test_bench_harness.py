@@ -1,4 +1,4 @@
-"""What the benchmarks' numbers rest on, without a model. The measurements themselves run in `make bench-tiny`."""
+"""The benchmarks' harness, without a model. The measurements themselves run in `make bench-tiny`."""
 
 import io
 from pathlib import Path
@@ -16,7 +16,7 @@ def test_a_full_step_of_text_has_the_tokens_that_baselines_are_known_for() -> No
     assert all(64 <= length <= 2048 for length in lengths)
 
 
-def test_a_line_survives_printing_and_talk_is_no_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_line_survives_printing_and_other_output_is_not_a_line(capsys: pytest.CaptureFixture[str]) -> None:
     from harness.lines import Line, parse
 
     line = Line("text.ours", 12.5, "tokens/s", 3.0, None, "a note")
@@ -50,7 +50,30 @@ def test_a_limit_is_met_from_below_and_memory_counts_where_it_is_asked_for() -> 
     assert [(result.value, result.met) for result in results(lines, ratios)] == [(301.0, False), (79.0, True)]
 
 
-def test_a_ratio_whose_lines_nobody_printed_is_told() -> None:
+def test_memory_is_compared_with_that_of_the_fastest_baseline() -> None:
+    from harness.lines import Line
+    from harness.ratios import Ratio, results
+
+    ratio = Ratio("GiB", "ours", ("slow", "fast"), 1, "at most", "peak_gib")
+    lines = [Line("ours", 5.0, peak_gib=30.0), Line("slow", 1.0, peak_gib=90.0), Line("fast", 2.0, peak_gib=20.0)]
+    (result,) = results(lines, [ratio])
+    assert result.value == 1.5
+    assert result.met is False
+    assert results([lines[0], Line("fast", 2.0)], [ratio]) == []  # a CPU, where no memory is measured
+
+
+def test_a_measurement_that_this_checkout_cannot_do_is_skipped_with_all_its_lines() -> None:
+    from harness.lines import Line, Unavailable, failed
+    from harness.ratios import Ratio, unknown
+
+    line = failed("adapters.autograd", Unavailable("no such argument"))
+    assert line == Line("adapters.autograd", skipped="no such argument")
+    ratio = Ratio("eight / one", "adapters.autograd_co_batched", ("adapters.autograd_one",))
+    assert unknown([line], [ratio]) == []
+    assert unknown([failed("adapters.autograd", ValueError())], [ratio]) != []
+
+
+def test_a_ratio_of_lines_that_no_measurement_prints_is_reported() -> None:
     from harness.lines import Line
     from harness.ratios import Ratio, unknown
 
@@ -64,15 +87,16 @@ def test_a_selection_knows_groups_and_refuses_what_is_not_there() -> None:
     from harness.plan import selected
 
     assert {measurement.name for measurement in selected(["adapters", "trace"])} == {
+        "adapters.autograd",
         "adapters.bare",
         "adapters.ours",
         "trace",
     }
-    with pytest.raises(ValueError, match=r"--only txt: no such measurement; there are adapters, adapters\.bare"):
+    with pytest.raises(ValueError, match=r"--only txt: no such measurement; there are adapters, adapters\.autograd"):
         selected(["txt"])
 
 
-def test_measurements_of_one_host_share_its_process_and_others_have_their_own() -> None:
+def test_measurements_of_one_host_share_a_process_and_others_have_their_own() -> None:
     from harness.plan import MEASUREMENTS, processes
 
     groups = processes(MEASUREMENTS, tiny=False)
@@ -102,7 +126,7 @@ def test_a_measurement_that_takes_too_long_is_ended_with_its_children_and_keeps_
     assert outcome.seconds < 30  # the child holds the pipe open for a minute
 
 
-def test_a_child_that_a_measurement_leaves_behind_is_not_waited_for(
+def test_a_run_does_not_wait_for_a_child_that_a_measurement_leaves_behind(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from harness import processes
@@ -132,6 +156,50 @@ def test_results_are_appended_never_overwritten(tmp_path: Path, monkeypatch: pyt
     with pytest.raises(FileExistsError):
         report.keep(tmp_path, "other", [], ["machine"])
     assert path.read_text() == "table"
+
+
+def test_the_tables_of_the_readme_keep_what_is_slower_than_its_baseline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import readme_table
+    from harness import report
+    from harness.lines import Line
+
+    samples = [Line("sampling.sdk", 8000.0, "tokens/s"), Line("sampling.alone", 10_000.0, "tokens/s")]
+    path = report.keep(tmp_path, "table", samples, ["a machine", "commit abc"]).with_suffix(".jsonl")
+    monkeypatch.setattr("sys.argv", ["readme_table.py", str(path)])
+    readme_table.main()
+    printed = capsys.readouterr().out
+    assert "SDK over HTTP | 8,000 tokens/s | 10,000 tokens/s, vLLM alone | 0.80 |" in printed
+    assert "| **tinker-local** | not measured |" in printed
+    assert "a machine; commit abc" in printed
+
+
+def test_the_tables_of_the_readme_are_not_made_from_different_commits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import readme_table
+    from harness import report
+
+    paths = [
+        report.keep(tmp_path / commit, "", [], ["a machine", f"commit {commit}"]).with_suffix(".jsonl")
+        for commit in ("abc", "def")
+    ]
+    monkeypatch.setattr("sys.argv", ["readme_table.py", *map(str, paths)])
+    with pytest.raises(SystemExit, match="different commits or machines"):
+        readme_table.main()
+
+
+def test_every_row_of_the_readme_names_a_line_that_has_a_measurement() -> None:
+    from harness.plan import MEASUREMENTS
+    from harness.ratios import RATIOS
+    from readme_table import COMPARED, TRAINING, WAITS
+
+    named = {name for ratio in RATIOS for name in (ratio.of, *ratio.over)} | {m.name for m in MEASUREMENTS}
+    rows = {name for _, name in (*TRAINING, *WAITS)} | {
+        name for _, ours, _, others in COMPARED for name in (ours, *others)
+    }
+    assert rows <= named
 
 
 def test_a_trace_splits_time_by_kind_and_counts_overlap_once() -> None:
