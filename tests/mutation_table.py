@@ -1120,14 +1120,14 @@ MUTATIONS = (
     ),
     Mutation(
         "bodies-parsed-on-the-loop",
-        "backend/http/routes/training.py",
+        "backend/http/training_routes.py",
         "await asyncio.to_thread(envelope)",
         "envelope()",
         (OFF_THE_LOOP,),
     ),
     Mutation(
         "results-encoded-on-the-loop",
-        "backend/http/routes/futures.py",
+        "backend/http/future_routes.py",
         "await asyncio.to_thread(encode_sample_output, result)",
         "encode_sample_output(result)",
         (OFF_THE_LOOP,),
@@ -1222,7 +1222,7 @@ MUTATIONS = (
     # Errors ---------------------------------------------------------------------------------------------------------
     Mutation(
         "failed-operation-is-500",
-        "backend/http/routes/futures.py",
+        "backend/http/future_routes.py",
         'return JSONResponse({"error": message(error), "category": error.category})',
         'return JSONResponse({"error": message(error), "category": error.category}, error.status)',
         (ENDPOINTS + "test_failed_operation_is_200_with_error_and_category_on_fakes",),
@@ -1375,14 +1375,14 @@ MUTATIONS = (
     ),
     Mutation(
         "ready-before-it-is",
-        "backend/http/app.py",
+        "backend/http/access.py",
         'if scope["type"] == "http" and not self._backend.ready and scope["path"] != HEALTH:',
         "if False:",
         (STARTED + "test_ready_is_said_when_it_is_and_health_is_503_before_on_fakes",),
     ),
     Mutation(
         "healthy-before-it-is",
-        "backend/http/routes/client.py",
+        "backend/http/client_routes.py",
         "    if backend.ready:\n",
         "    if True:\n",
         (STARTED + "test_ready_is_said_when_it_is_and_health_is_503_before_on_fakes",),
@@ -1411,14 +1411,14 @@ MUTATIONS = (
     ),
     Mutation(
         "rebound-names-let-in",
-        "backend/http/loopback.py",
+        "backend/http/access.py",
         "    if not _names_loopback(host):\n",
         "    if not host:\n",
         (ACCESS + "test_without_keys_a_page_whose_name_was_made_to_lead_here_is_refused_on_fakes",),
     ),
     Mutation(
         "web-pages-let-in",
-        "backend/http/loopback.py",
+        "backend/http/access.py",
         '    if origin is not None and not _names_loopback(origin.partition("://")[2]):\n',
         "    if origin is None and not host:\n",
         (ACCESS + "test_without_keys_web_pages_of_other_sites_are_refused_on_fakes",),
@@ -1446,7 +1446,7 @@ MUTATIONS = (
     ),
     Mutation(
         "download-read-whole",
-        "backend/http/routes/external_weights.py",
+        "backend/http/download_routes.py",
         'FileResponse(path, media_type="application/octet-stream", filename=self._wanted.file)',
         'Response(path.read_bytes(), media_type="application/octet-stream")',
         (EXTERNAL + "test_file_is_streamed_and_never_whole_in_memory_on_fakes",),
@@ -1581,14 +1581,14 @@ MUTATIONS = (
     ),
     Mutation(
         "keys-not-checked",
-        "backend/http/keys.py",
+        "backend/http/access.py",
         "hmac.compare_digest(given.encode(), key) for key in self._keys) > 0",
         "hmac.compare_digest(given.encode(), key) for key in self._keys) >= 0",
         (ACCESS + "test_request_without_a_key_is_401_before_its_body_is_read_on_fakes",),
     ),
     Mutation(
         "keys-in-the-log",
-        "backend/http/routes/client.py",
+        "backend/http/client_routes.py",
         'in clear text."""\n    await discard_body(request)\n',
         'in clear text."""\n    __import__("logging").warning((await request.body()).decode())\n',
         (ACCESS + "test_keys_reach_no_log_and_no_disk_on_fakes",),

@@ -11,7 +11,7 @@ import pytest
 async def test_named_save_is_acknowledged_only_when_it_is_on_the_disk_on_fakes(
     api: Any, monkeypatch: pytest.MonkeyPatch, path: str
 ) -> None:
-    monkeypatch.setattr("tinker_local.backend.http.routes.futures.LONG_POLL_SECONDS", 0.2)
+    monkeypatch.setattr("tinker_local.backend.http.future_routes.LONG_POLL_SECONDS", 0.2)
     written, go_on = threading.Event(), threading.Event()
     original = api.backend.store.write_checkpoint
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import tinker.types as sdk
 from tinker.types.try_again_response import TryAgainResponse
-from tinker_local.backend.http.routes.refused import REFUSED
+from tinker_local.backend.http.client_routes import REFUSED
 from tinker_local.backend.models.served_models import tokenizer_id
 
 
@@ -184,7 +184,7 @@ async def test_times_on_the_wire_have_a_zone_on_fakes(api: Any) -> None:
 
 
 async def test_not_yet_is_408_with_the_queue_state_on_fakes(api: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tinker_local.backend.http.routes.futures.LONG_POLL_SECONDS", 0.05)
+    monkeypatch.setattr("tinker_local.backend.http.future_routes.LONG_POLL_SECONDS", 0.05)
     model = await api.model()
     api.trainer.hold.clear()
     request = await api.gradient(model, 1)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from tinker_local.types import NotFoundError
 
-FUTURES = "tinker_local.backend.http.routes.futures"
+FUTURES = "tinker_local.backend.http.future_routes"
 
 
 async def test_result_wakes_the_poll_within_milliseconds_on_fakes(api: Any) -> None:
@@ -45,7 +45,7 @@ async def test_idle_polls_are_held_and_end_with_408_on_fakes(api: Any, monkeypat
 
 
 def test_long_polls_end_before_the_sdk_gives_up() -> None:
-    from tinker_local.backend.http.routes.futures import LONG_POLL_SECONDS
+    from tinker_local.backend.http.future_routes import LONG_POLL_SECONDS
 
     assert 15 <= LONG_POLL_SECONDS <= 40
 

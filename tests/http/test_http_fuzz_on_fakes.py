@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tinker_local.backend.http.app import create_app
-from tinker_local.backend.http.routes.refused import REFUSED
+from tinker_local.backend.http.client_routes import REFUSED
 from tinker_local.backend.training.loss_specs import LOSS_SPECS
 from tinker_local.types import Datum, ForwardBackwardRequest, ModelInput
 from tinker_local.types.codec import encode_forward_backward_request
@@ -129,7 +129,7 @@ def fuzzed(api_in_loop: Any) -> Any:
         }
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("tinker_local.backend.http.routes.futures.LONG_POLL_SECONDS", 0.02)
+        patch.setattr("tinker_local.backend.http.future_routes.LONG_POLL_SECONDS", 0.02)
         yield api, run, run(prepare())
 
 

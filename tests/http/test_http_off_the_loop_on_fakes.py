@@ -55,8 +55,8 @@ async def test_nothing_that_takes_long_runs_on_the_event_loop_on_fakes(
     api: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from tinker_local.backend.control import training_commands
-    from tinker_local.backend.http.routes import futures
-    from tinker_local.backend.http.routes import training as route
+    from tinker_local.backend.http import future_routes as futures
+    from tinker_local.backend.http import training_routes as route
     from tinker_local.backend.scheduling import train_scheduler
     from tinker_local.backend.training.interface import Trainer
 

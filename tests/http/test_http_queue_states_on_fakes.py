@@ -9,7 +9,7 @@ from tinker_local.backend.scheduling.queue_states import ACTIVE, sample_states, 
 
 @pytest.fixture(autouse=True)
 def _short_polls(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tinker_local.backend.http.routes.futures.LONG_POLL_SECONDS", 0.05)
+    monkeypatch.setattr("tinker_local.backend.http.future_routes.LONG_POLL_SECONDS", 0.05)
     monkeypatch.setattr("tinker_local.backend.scheduling.queue_states.COUNT_SECONDS", 0.0)
 
 

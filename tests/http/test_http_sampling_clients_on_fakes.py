@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import tinker
 from tinker_local.backend import BackendOptions, InProcessBackend, ModelSource
-from tinker_local.backend.http.routes import client as client_routes
+from tinker_local.backend.http import client_routes
 from tinker_local.backend.http.server import LoopbackServer
 from tinker_local.backend.models.loading import load_fake
 

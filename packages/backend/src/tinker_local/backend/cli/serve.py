@@ -72,7 +72,7 @@ def serve(
     """
     from rich.console import Console
     from tinker_local.backend.cli.start_up_noise import silence
-    from tinker_local.backend.http.loopback import is_loopback
+    from tinker_local.backend.http.access import is_loopback
 
     console = Console(highlight=False, soft_wrap=True)
     logging.basicConfig(

@@ -12,7 +12,7 @@ from pydantic import Field
 from tinker_local.backend.http.access import Backend
 from tinker_local.backend.http.bodies import parse
 from tinker_local.backend.http.errors import message
-from tinker_local.backend.scheduling.operations import as_api_error
+from tinker_local.backend.scheduling.operations import Operation, as_api_error
 from tinker_local.types import ApiError, ForwardBackwardOutput, Frozen, InternalError, OptimStepOutput, SampleOutput
 from tinker_local.types.base import TupleOf
 from tinker_local.types.codec import encode_forward_backward_output, encode_sample_output
@@ -53,6 +53,14 @@ class RetrieveManyBody(Frozen):
 
 class CancelBody(Frozen):
     request_id: str
+
+
+def promise(operation: Operation[Any]) -> dict[str, object]:
+    """The answer to a submitted operation."""
+    found: dict[str, object] = {"request_id": operation.request_id}
+    if operation.kind == "sample":
+        found["sample_sequence_ids"] = list(operation.sequence_ids)
+    return found
 
 
 @router.post("/retrieve_future")

@@ -1,20 +1,24 @@
-"""Exports: their signed URLs, and the files behind these, which need no key."""
+"""Files to download: exports and session traces. Their URLs are signed and need no key."""
 
+import asyncio
+import os
 import re
-from typing import Annotated, Any
+from collections.abc import AsyncIterator
+from typing import Annotated, Any, BinaryIO
 from urllib.parse import quote, urlencode
 
 from fastapi import APIRouter, Query, Request
-from fastapi.responses import FileResponse, Response
+from fastapi.responses import FileResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 from tinker_local.backend.control.external_weights import ExternalWeights, SignedFile
-from tinker_local.backend.http.access import Backend
+from tinker_local.backend.control.session_traces import SignedTrace
+from tinker_local.backend.http.access import EXPORT_FILES, TRACE_FILES, Backend
 from tinker_local.types import InvalidRequestError
 
-router = APIRouter(tags=["external weights"])
+router = APIRouter(tags=["downloads"])
 
-DOWNLOADS = "/api/v1/external_weights/"
-"""Below this, the signature in the URL takes the place of the key."""
+PART = 2**18
+"""Bytes of a trace that are read and sent at once."""
 
 _HOST = re.compile(r"[A-Za-z0-9._-]+(:\d{1,5})?|\[[0-9A-Fa-f:.]+\](:\d{1,5})?")
 _PREFIX = re.compile(r"(/[A-Za-z0-9._~%-]+)*/?")
@@ -31,7 +35,7 @@ async def external_weights_urls(
 
 
 @router.api_route("/external_weights/{run_id}/{name}/{file}", methods=["GET", "HEAD"])
-async def download(
+async def download_export(
     run_id: str,
     name: str,
     file: str,
@@ -61,7 +65,7 @@ class Download(Response):
 def _path(file: SignedFile) -> str:
     parts = "/".join(quote(part, safe="") for part in (file.training_run_id, file.name, file.file))
     query = urlencode({"version": file.version, "expires": file.expires, "signature": file.signature})
-    return f"{DOWNLOADS}{parts}?{query}"
+    return f"{EXPORT_FILES}{parts}?{query}"
 
 
 def public_root(request: Request) -> str:
@@ -82,3 +86,33 @@ def public_root(request: Request) -> str:
 def _forwarded(request: Request, what: str) -> str:
     """The first value of an `X-Forwarded-` header: that of the proxy next to the client."""
     return request.headers.get(f"x-forwarded-{what}", "").partition(",")[0].strip()
+
+
+@router.get("/sessions/{session_id}/trace_export")
+async def trace_export(session_id: str, request: Request, backend: Backend) -> dict[str, Any]:
+    """How far the trace is; with `ready`, the absolute URL that a GET without credentials fetches."""
+    root = public_root(request)
+    export = await backend.traces.export(session_id)
+    if export.signed is None:
+        return {"status": export.status, "url": None, "error": export.error}
+    query = urlencode({"expires": export.signed.expires, "signature": export.signed.signature})
+    return {"status": export.status, "url": f"{root}{TRACE_FILES}{quote(session_id, safe='')}?{query}", "error": None}
+
+
+@router.get("/session_traces/{session_id}")
+async def download_trace(
+    session_id: str, backend: Backend, expires: int, signature: Annotated[str, Query(max_length=200)]
+) -> Response:
+    """The file as a stream, as it was when this began."""
+    file = await backend.traces.open(SignedTrace(session_id, expires, signature))
+    headers = {
+        "Content-Length": str(os.fstat(file.fileno()).st_size),
+        "Content-Disposition": f'attachment; filename="{session_id}.pftrace"',
+    }
+    return StreamingResponse(_parts(file), media_type="application/octet-stream", headers=headers)
+
+
+async def _parts(file: BinaryIO) -> AsyncIterator[bytes]:
+    with file:
+        while part := await asyncio.to_thread(file.read, PART):
+            yield part

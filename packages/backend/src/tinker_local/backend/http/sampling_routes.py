@@ -3,8 +3,9 @@
 from typing import Any, Literal
 
 from fastapi import APIRouter, Request
-from tinker_local.backend.http.access import Backend, promise
+from tinker_local.backend.http.access import Backend
 from tinker_local.backend.http.bodies import MAX_SAMPLE_BYTES, parse
+from tinker_local.backend.http.future_routes import promise
 from tinker_local.types import CreateSamplingSessionRequest, Frozen, SampleRequest
 
 router = APIRouter(tags=["sampling"])

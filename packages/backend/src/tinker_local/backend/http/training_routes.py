@@ -11,8 +11,9 @@ from typing import Any, Literal, TypeVar
 from fastapi import APIRouter, Request
 from pydantic import BaseModel, ConfigDict, ValidationError
 from tinker_local.backend.backend import InProcessBackend
-from tinker_local.backend.http.access import Backend, ServerKeys, promise
+from tinker_local.backend.http.access import Backend, ServerKeys
 from tinker_local.backend.http.bodies import MAX_GRADIENT_BYTES, parse, parse_json, read_body, unpack
+from tinker_local.backend.http.future_routes import promise
 from tinker_local.backend.scheduling.operations import Operation, OperationKind
 from tinker_local.types import (
     CreateModelRequest,

@@ -1,14 +1,16 @@
-"""Checkpoints: listing, publishing, expiry, deleting, copying, and what a path holds."""
+"""Training runs as recorded; checkpoints: listing, publishing, expiry, deleting, copying, and what a path holds."""
 
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Header, Query, Request, Response
+from tinker_local.backend.backend import InProcessBackend
+from tinker_local.backend.control.ownership import OWNER
 from tinker_local.backend.http.access import Backend, Offset, ServerKeys, one_owner
 from tinker_local.backend.http.bodies import discard_body, parse
-from tinker_local.backend.storage.records import CheckpointRecord
+from tinker_local.backend.storage.records import CheckpointRecord, TrainingRunRecord
 from tinker_local.types import CopyWeightsRequest, Frozen
 
-router = APIRouter(tags=["checkpoints"], dependencies=[Depends(one_owner)])
+router = APIRouter(tags=["training runs and checkpoints"], dependencies=[Depends(one_owner)])
 
 WIRE_TYPE = {"weights": "training", "sampler_weights": "sampler", "external_weights": "external"}
 
@@ -18,7 +20,7 @@ class WeightsInfoBody(Frozen):
 
 
 class TtlBody(Frozen):
-    """`ttl_seconds` has to be there: null takes the expiry away."""
+    """`ttl_seconds` is required: null removes the expiry."""
 
     ttl_seconds: int | None
 
@@ -106,4 +108,41 @@ def checkpoint_json(record: CheckpointRecord) -> dict[str, Any]:
     }
     if record.expires_at is not None:
         found["expires_at"] = record.expires_at.isoformat()
+    return found
+
+
+@router.get("/training_runs")
+async def list_training_runs(
+    backend: Backend, limit: Annotated[int, Query(ge=1, le=1000)] = 20, offset: Offset = 0
+) -> dict[str, Any]:
+    """Newest first."""
+    records, total = await backend.list_training_runs(limit, offset)
+    return {
+        "training_runs": [await run_json(backend, record) for record in records],
+        "cursor": {"offset": offset, "limit": limit, "total_count": total},
+    }
+
+
+@router.get("/training_runs/{run_id}")
+async def get_training_run(run_id: str, backend: Backend) -> dict[str, Any]:
+    return await run_json(backend, await backend.get_training_run(run_id))
+
+
+async def run_json(backend: InProcessBackend, record: TrainingRunRecord) -> dict[str, Any]:
+    """A training run on the wire, with its last checkpoints."""
+    found: dict[str, Any] = {
+        "training_run_id": record.training_run_id,
+        "base_model": record.base_model,
+        "model_owner": OWNER,
+        "is_lora": True,
+        "lora_rank": record.lora_config.rank,
+        "corrupted": False,
+        "last_request_time": record.last_request_at.isoformat(),
+        "user_metadata": dict(record.user_metadata),
+    }
+    checkpoints = sorted(await backend.list_checkpoints(record.training_run_id), key=lambda c: c.created_at)
+    for kind, field in (("weights", "last_checkpoint"), ("sampler_weights", "last_sampler_checkpoint")):
+        last = [c for c in checkpoints if c.kind == kind][-1:]
+        if last:
+            found[field] = checkpoint_json(last[0])
     return found

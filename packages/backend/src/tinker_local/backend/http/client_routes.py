@@ -1,0 +1,96 @@
+"""What a client asks before it has a session: flags, health, capabilities, telemetry.
+
+Also the endpoints that this server lacks: each is refused by name, with what to do instead.
+"""
+
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from fastapi import APIRouter, Request, Response
+from fastapi.responses import JSONResponse
+from tinker_local.backend.http.access import Backend
+from tinker_local.backend.http.bodies import discard_body
+from tinker_local.backend.http.errors import answer
+from tinker_local.types import UnsupportedError
+
+router = APIRouter(tags=["client"])
+
+SAMPLE_USE_RETRIEVE_FUTURES = False
+"""Whether the SDK waits for all samples of one client with one poll. It is no faster here: 512 samples of one token
+take 2.4 s either way, 2 s of that the client's CPU and 1 s the server's, over as many connections, as each result is
+fetched by itself anyway. And with it the SDK gives up for good when the server was restarted (else it samples again),
+and never tells its user what it waits for."""
+
+
+_CHECKPOINT = "/training_runs/{run_id}/checkpoints/{kind}/{name}"
+
+REFUSED: dict[tuple[str, str], str] = {
+    ("POST", "/auth/token"): "a local server has no log-in; set TINKER_API_KEY to a key of this server",
+    ("GET", "/auth/apikey/me"): "a local server has no accounts; set TINKER_API_KEY to a key of this server",
+    ("DELETE", "/auth/apikey/me"): "a local server has no accounts; the operator edits the file of --api-key-file",
+    ("POST", "/unload_model"): "a model lives as long as its session; ServiceClient.close() ends both",
+    ("POST", "/create_custom_loss"): "uploaded losses are not taken; pass a function to forward_backward_custom",
+    ("PUT", "/sessions/{session_id}/project"): (
+        "a local server has one project, to which every session belongs; unset TINKER_PROJECT_ID"
+    ),
+    ("GET", f"{_CHECKPOINT}/archive"): (
+        "SDKs before 0.38 download archives; that of 0.38 takes the files of save_weights_external, so update tinker"
+    ),
+    ("GET", "/audit"): "a local server has no audit log; see its own log",
+    ("GET", "/billing/usage/events"): "a local server bills nobody",
+    ("GET", "/billing/usage/checkpoints/current"): "a local server bills nobody; list_user_checkpoints gives the sizes",
+}
+
+
+@router.post("/client/config")
+async def client_config(request: Request) -> dict[str, Any]:
+    """Flags for the SDK; what is not named keeps the SDK's default."""
+    await discard_body(request)
+    return {
+        "pjwt_auth_enabled": False,
+        "proto_compress_fwdbwd": False,
+        "parallel_fwdbwd_chunks": True,
+        "sample_join_sampling_session": True,
+        "sample_use_retrieve_futures": SAMPLE_USE_RETRIEVE_FUTURES,
+    }
+
+
+@router.post("/client/dynamic_config")
+async def client_dynamic_config(request: Request) -> dict[str, Any]:
+    """Ask the SDK to cancel abandoned samples, which frees their slots."""
+    await discard_body(request)
+    return {"sample_cancel_enabled": True}
+
+
+@router.get("/healthz")
+async def healthz(backend: Backend) -> JSONResponse:
+    """200 when training and sampling work, 503 before."""
+    if backend.ready:
+        return JSONResponse({"status": "ok"})
+    return JSONResponse({"status": "loading"}, 503)
+
+
+@router.get("/get_server_capabilities")
+async def get_server_capabilities(backend: Backend) -> dict[str, Any]:
+    """The models served."""
+    return {"supported_models": backend.capabilities()}
+
+
+@router.post("/telemetry")
+async def telemetry(request: Request) -> dict[str, str]:
+    """Accept and discard: events can hold the API key in clear text."""
+    await discard_body(request)
+    return {"status": "accepted"}
+
+
+def _refuse(method: str, path: str, reason: str) -> Callable[[Request], Awaitable[Response]]:
+    async def refuse(request: Request) -> Response:
+        await discard_body(request)
+        return answer(UnsupportedError(f"{method} /api/v1{path} is not supported: {reason}"))
+
+    return refuse
+
+
+for (_method, _path), _reason in REFUSED.items():
+    _name = f"refuse_{_method.lower()}_{_path.strip('/').replace('/', '_').replace('{', '').replace('}', '')}"
+    router.add_api_route(_path, _refuse(_method, _path, _reason), methods=[_method], name=_name, status_code=400)
