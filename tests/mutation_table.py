@@ -294,16 +294,16 @@ MUTATIONS = (
     # Optimizer ------------------------------------------------------------------------------------------------------
     Mutation(
         "betas-ignored",
-        "backend/training/adamw.py",
-        "gradient, 1 - params.beta1)",
-        "gradient, 1 - 0.9)",
+        "backend/training/optimizers/adamw.py",
+        "gradient, 1 - settings.beta1,",
+        "gradient, 1 - 0.9,",
         (ADAMW + "test_equals_torch_over_steps_with_changing_settings",),
     ),
     Mutation(
         "eps-ignored",
-        "backend/training/adamw.py",
-        ".add_(params.eps)",
-        ".add_(1e-8)",
+        "backend/training/optimizers/adamw.py",
+        "denominator += settings.eps",
+        "denominator += 1e-8",
         (
             ADAMW + "test_equals_torch_over_steps_with_changing_settings",
             ADAMW + "test_every_setting_of_a_step_matters",
@@ -311,15 +311,15 @@ MUTATIONS = (
     ),
     Mutation(
         "weight-decay-coupled",
-        "backend/training/adamw.py",
-        "    weights.mul_(decay)\n",
-        "    gradient = gradient + params.weight_decay * weights\n",
+        "backend/training/optimizers/adamw.py",
+        "    weights *= decay\n",
+        "    gradient = gradient + settings.weight_decay * weights\n",
         (ADAMW + "test_equals_torch_over_steps_with_changing_settings",),
     ),
     Mutation(
         "clip-norm-ignored",
-        "backend/training/adamw.py",
-        "if 0 < params.grad_clip_norm < norm:",
+        "backend/training/optimizers/adamw.py",
+        "if 0 < settings.grad_clip_norm < norm:",
         "if False:",
         (
             ADAMW + "test_equals_torch_over_steps_with_changing_settings",
@@ -328,17 +328,17 @@ MUTATIONS = (
     ),
     Mutation(
         "clip-norm-0-is-1",
-        "backend/training/adamw.py",
-        "    if 0 < params.grad_clip_norm < norm:\n        gradient = gradient * (params.grad_clip_norm / norm)\n",
-        "    if (params.grad_clip_norm or 1.0) < norm:\n"
-        "        gradient = gradient * ((params.grad_clip_norm or 1.0) / norm)\n",
+        "backend/training/optimizers/adamw.py",
+        "    if 0 < settings.grad_clip_norm < norm:\n        gradient = gradient * (settings.grad_clip_norm / norm)\n",
+        "    if (settings.grad_clip_norm or 1.0) < norm:\n"
+        "        gradient = gradient * ((settings.grad_clip_norm or 1.0) / norm)\n",
         (ADAMW + "test_equals_torch_over_steps_with_changing_settings",),
     ),
     Mutation(
         "another-optimizer-is-adamw",
-        "backend/training/optimizers.py",
-        "    if config.type != ADAMW:\n",
-        "    if False:\n",
+        "backend/training/optimizers/__init__.py",
+        "    if config.type not in OPTIMIZERS:\n",
+        "    if config.type not in OPTIMIZERS:\n        return ADAMW\n    if False:\n",
         (THROUGH_THE_SDK + "test_dimuon_is_refused_with_what_to_do_on_fakes",),
     ),
     Mutation(
@@ -387,8 +387,8 @@ MUTATIONS = (
     Mutation(
         "lora-settings-dropped-on-the-way",
         "backend/control/training_runs.py",
-        "create_adapter, model_id, request.lora_config)",
-        "create_adapter, model_id, LoraConfig(rank=request.lora_config.rank))",
+        "call(create, model_id, request.lora_config,",
+        "call(create, model_id, LoraConfig(rank=request.lora_config.rank),",
         (SETTINGS + "test_rank_seed_and_flags_of_lora_arrive_and_are_kept_on_fakes",),
     ),
     Mutation(
@@ -1201,7 +1201,7 @@ MUTATIONS = (
     Mutation(
         "pickle",
         "backend/storage/adapter_files.py",
-        '        _save(folder / OPTIMIZER, state.optimizer, {"format": "pt", "step": str(state.step)})\n',
+        "        _save(folder / OPTIMIZER, state.optimizer, metadata)\n",
         "        __import__('pickle').dump(dict(state.optimizer), (folder / 'optimizer.pt').open('wb'))\n",
         (STORE + "test_checkpoint_folder_holds_safetensors_and_json_alone",),
     ),

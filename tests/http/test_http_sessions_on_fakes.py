@@ -166,8 +166,8 @@ async def test_failed_creation_leaves_nothing_and_may_be_repeated_elsewhere_on_f
     session = await api.session()
     original = api.trainer.create_adapter
 
-    def no_memory(adapter_id: str, config: Any) -> None:
-        original(adapter_id, config)
+    def no_memory(adapter_id: str, config: Any, optimizer: str) -> None:
+        original(adapter_id, config, optimizer)
         raise MemoryError("none left")
 
     monkeypatch.setattr(api.trainer, "create_adapter", no_memory)

@@ -47,9 +47,9 @@ async def test_rank_seed_and_flags_of_lora_arrive_and_are_kept_on_fakes(
     made: list[LoraConfig] = []
     original = api.trainer.create_adapter
 
-    def note(adapter_id: str, lora_config: LoraConfig) -> None:
+    def note(adapter_id: str, lora_config: LoraConfig, optimizer: str) -> None:
         made.append(lora_config)
-        original(adapter_id, lora_config)
+        original(adapter_id, lora_config, optimizer)
 
     monkeypatch.setattr(api.trainer, "create_adapter", note)
     session = await api.session()

@@ -4,9 +4,12 @@ import itertools
 
 import pytest
 import torch
-from tinker_local.backend.training.adamw import adamw_step, gradient_norm, new_adam_state
+from tinker_local.backend.training.lora import gradient_norm
+from tinker_local.backend.training.optimizers import OPTIMIZERS
 from tinker_local.types import AdamParams, InvalidRequestError
 from torch.utils._python_dispatch import TorchDispatchMode
+
+ADAMW = OPTIMIZERS["adamw"]
 
 STEPS = [
     AdamParams(learning_rate=1e-2),
@@ -22,7 +25,7 @@ def test_equals_torch_over_steps_with_changing_settings():
     weights = torch.randn(300, generator=generator, dtype=torch.float64)
     theirs = weights.clone().requires_grad_()
     optimizer = torch.optim.AdamW([theirs])
-    state = new_adam_state(weights)
+    state = ADAMW.new_state(torch, weights)
     for params in STEPS * 3:
         gradient = torch.randn(300, generator=generator, dtype=torch.float64)
         norm = gradient_norm(gradient)
@@ -37,7 +40,7 @@ def test_equals_torch_over_steps_with_changing_settings():
         )
         optimizer.step()
         before = gradient.clone()
-        adamw_step(weights, gradient, state, params, norm)
+        ADAMW.update(torch, weights, gradient, state, params, norm)
         assert torch.equal(gradient, before)
         torch.testing.assert_close(weights, theirs.detach(), rtol=1e-12, atol=1e-12)
 
@@ -56,10 +59,10 @@ def test_equals_torch_over_steps_with_changing_settings():
 def test_every_setting_of_a_step_matters(changed):
     results = []
     for params in (AdamParams(learning_rate=1e-2), AdamParams(**{"learning_rate": 1e-2, **changed})):
-        weights, state = torch.ones(4), new_adam_state(torch.ones(4))
+        weights, state = torch.ones(4), ADAMW.new_state(torch, torch.ones(4))
         for scale in (1.0, 3.0):
             gradient = torch.tensor([1.0, -2.0, 0.5, 4.0]) * scale
-            adamw_step(weights, gradient, state, params, gradient_norm(gradient))
+            ADAMW.update(torch, weights, gradient, state, params, gradient_norm(gradient))
         results.append(weights)
     assert not torch.equal(*results)
 
@@ -70,11 +73,11 @@ def test_the_norm_of_large_finite_gradients_is_finite():
 
 @pytest.mark.parametrize("params", [{"learning_rate": 1e38}, {"learning_rate": 1e30, "weight_decay": 1e30}])
 def test_a_learning_rate_that_overflows_is_refused_and_changes_nothing(params):
-    weights, state = torch.ones(4), new_adam_state(torch.ones(4))
+    weights, state = torch.ones(4), ADAMW.new_state(torch, torch.ones(4))
     with pytest.raises(InvalidRequestError, match="learning_rate"):
-        adamw_step(weights, torch.ones(4), state, AdamParams(**params), 2.0)
+        ADAMW.update(torch, weights, torch.ones(4), state, AdamParams(**params), 2.0)
     assert state.step == 0
-    assert not state.exp_avg.any()
+    assert not state.tensors["exp_avg"].any()
     assert torch.equal(weights, torch.ones(4))
 
 
@@ -84,10 +87,10 @@ def test_memory_that_runs_out_leaves_the_step_undone(clip, monkeypatch):
     params = AdamParams(learning_rate=1e-2, weight_decay=0.1, grad_clip_norm=clip)
     for allowed in itertools.count():
         weights, gradient = torch.ones(5), torch.full((5,), 2.0)
-        state = new_adam_state(weights)
+        state = ADAMW.new_state(torch, weights)
         with AllocationsUpTo(allowed) as allocations:
             try:
-                adamw_step(weights, gradient, state, params, 4.0)
+                ADAMW.update(torch, weights, gradient, state, params, 4.0)
             except torch.OutOfMemoryError:
                 assert allocations.failed
         if not allocations.failed:
@@ -95,7 +98,7 @@ def test_memory_that_runs_out_leaves_the_step_undone(clip, monkeypatch):
             assert allowed > (clip > 0), "this test sees no allocation"
             return
         assert state.step == 0
-        for tensor, before in ((weights, 1.0), (gradient, 2.0), (state.exp_avg, 0.0), (state.exp_avg_sq, 0.0)):
+        for tensor, before in ((weights, 1.0), (gradient, 2.0), *((moment, 0.0) for moment in state.tensors.values())):
             assert torch.equal(tensor, torch.full((5,), before))
 
 

@@ -43,6 +43,10 @@ class Checkpoints:
         run, kind, name = parse_tinker_path(tinker_path, field)
         return await asyncio.to_thread(self._store.existing_checkpoint, run, kind, name, field)
 
+    async def optimizer_of(self, record: CheckpointRecord) -> str:
+        """The type of the optimizer that a checkpoint was trained by."""
+        return await asyncio.to_thread(self._store.checkpoint_optimizer, record)
+
     async def set_public(self, tinker_path: str, public: bool) -> None:
         """Publish or unpublish; InvalidRequestError if it is so already."""
         record = await self.get(tinker_path)

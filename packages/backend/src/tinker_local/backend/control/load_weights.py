@@ -18,7 +18,8 @@ from tinker_local.backend.storage.names import parse_tinker_path
 from tinker_local.backend.storage.records import CheckpointRecord
 from tinker_local.backend.storage.store import Store
 from tinker_local.backend.training.interface import AdapterState
-from tinker_local.backend.training.optimizers import check_optimizer
+from tinker_local.backend.training.optimizers import OPTIMIZERS, optimizer_of
+from tinker_local.backend.training.optimizers.optimizer import Optimizer
 from tinker_local.types import (
     GoneError,
     InvalidRequestError,
@@ -72,7 +73,9 @@ class LoadWeights:
         check_user_metadata(request.user_metadata)
         if request.optimizer and request.optimizer_config is not None:
             raise InvalidRequestError("optimizer_config: cannot be chosen when the optimizer state is loaded too")
-        check_optimizer(request.optimizer_config or OptimizerConfig())
+        optimizer = optimizer_of(request.optimizer_config or OptimizerConfig())
+        if request.optimizer:
+            optimizer = await self._optimizer(record)
         # While the checkpoint was looked up, the session may have ended, or the same request may have come again.
         await self._sessions.require(request.session_id)
         if (known := self._runs.creation(model_id, "load_weights")) is not None:
@@ -80,13 +83,13 @@ class LoadWeights:
 
         async def make() -> dict[str, Any]:
             operation.timeline.enter("reading")
-            state = await self._read(base, record, request)
+            state = await self._read(base, record, request, optimizer)
             operation.timeline.enter("running")
             await base.scheduler.call(base.engines.trainer.load_adapter, model_id, state)
             return {"path": request.path, "model_id": model_id}
 
         run = new_run(model_id, name, record.lora_config, request.user_metadata)
-        operation = self._runs.begin("load_weights", run, base, make)
+        operation = self._runs.begin("load_weights", run, base, optimizer, make)
         return operation
 
     async def _into_existing(self, request: LoadWeightsRequest) -> Operation[dict[str, Any]]:
@@ -112,8 +115,12 @@ class LoadWeights:
                     f"path: {request.path} has rank {want.rank} and trains {trained_parts(want)}; "
                     f"the model has rank {have.rank} and trains {trained_parts(have)}"
                 )
+            if request.optimizer and (its := await self._optimizer(record)) is not model.optimizer:
+                raise InvalidRequestError(
+                    f"path: {request.path} has optimizer state of {its.name!r}; the model has {model.optimizer.name!r}"
+                )
             operation.timeline.enter("reading")
-            state = await self._read(model.base, record, request)
+            state = await self._read(model.base, record, request, model.optimizer)
             operation.timeline.enter("running")
             if model.queue.closed:  # and the adapter removed
                 raise GoneError(f"model_id: {model.model_id} ended while the checkpoint was read")
@@ -136,11 +143,21 @@ class LoadWeights:
             raise InvalidRequestError(f"path: {request.path} holds no optimizer state")
         return record
 
-    async def _read(self, base: ServedModel, record: CheckpointRecord, request: LoadWeightsRequest) -> AdapterState:
+    async def _optimizer(self, record: CheckpointRecord) -> Optimizer:
+        """The optimizer whose state a checkpoint holds."""
+        with self._uses.using(record):
+            found = await asyncio.to_thread(self._store.checkpoint_optimizer, record)
+        if found not in OPTIMIZERS:
+            raise UnsupportedError(f"path: {record.tinker_path} has state of an unknown optimizer, {found!r}")
+        return OPTIMIZERS[found]
+
+    async def _read(
+        self, base: ServedModel, record: CheckpointRecord, request: LoadWeightsRequest, optimizer: Optimizer
+    ) -> AdapterState:
         """What the trainer of `base` loads; a trainer knows its model by the first of its names."""
         with self._uses.using(record):
             state = await asyncio.to_thread(self._store.read_checkpoint, record, optimizer=request.optimizer)
-        return replace(state, base_model=base.names[0])
+        return replace(state, base_model=base.names[0], optimizer_type=optimizer.name)
 
 
 def check_base(record: CheckpointRecord, base: ServedModel, name: str) -> None:

@@ -11,6 +11,7 @@ from tinker_local.backend.models.served_models import ServedModel
 from tinker_local.backend.scheduling.model_queue import ModelQueue
 from tinker_local.backend.scheduling.operations import Operation
 from tinker_local.backend.storage.records import CheckpointKind, CheckpointRecord, TrainingRunRecord
+from tinker_local.backend.training.optimizers.optimizer import Optimizer
 
 FINISH_SECONDS = 60.0
 """How long the end of a session or server waits for saves in flight: longer than any disk that works."""
@@ -33,6 +34,7 @@ class TrainedModel:
     queue: ModelQueue
     creation: Operation[dict[str, Any]]
     adapter_bytes: int
+    optimizer: Optimizer
     ready: bool = False
     captures: set[asyncio.Task[None]] = field(default_factory=set)
 

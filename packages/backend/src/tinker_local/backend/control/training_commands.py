@@ -20,7 +20,7 @@ from tinker_local.backend.scheduling.operations import Operation, OperationKind,
 from tinker_local.backend.storage.names import check_checkpoint_name
 from tinker_local.backend.storage.store import Store
 from tinker_local.backend.training.interface import TrainWork
-from tinker_local.backend.training.optimizers import step_params
+from tinker_local.backend.training.optimizers import step_settings
 from tinker_local.types import (
     ApiError,
     ForwardBackwardOutput,
@@ -82,7 +82,7 @@ class TrainingCommands:
 
         async def run(model: TrainedModel, operation: Operation[OptimStepOutput]) -> None:
             trainer, scheduler = model.base.engines.trainer, model.base.scheduler
-            params = step_params(request)
+            params = step_settings(request, model.optimizer)
             if (reason := model.queue.commands.take_spoiled()) is not None:
                 await scheduler.call(trainer.discard_gradients, model.model_id)
                 raise InvalidRequestError(

@@ -17,7 +17,8 @@ from tinker_local.backend.scheduling.operations import Operation, OperationKind,
 from tinker_local.backend.scheduling.queue_states import ACTIVE, QueueState
 from tinker_local.backend.storage.records import TrainingRunRecord
 from tinker_local.backend.storage.store import Store
-from tinker_local.backend.training.optimizers import check_optimizer
+from tinker_local.backend.training.optimizers import optimizer_of
+from tinker_local.backend.training.optimizers.optimizer import Optimizer
 from tinker_local.types import (
     CreateModelRequest,
     GoneError,
@@ -50,16 +51,17 @@ class TrainingRuns:
         if (known := self.creation(model_id, "create_model")) is not None:
             return known
         base = self._base_models.get(request.base_model)
-        check_optimizer(request.optimizer_config)
+        optimizer = optimizer_of(request.optimizer_config)
         check_user_metadata(request.user_metadata)
         await self._sessions.require(request.session_id)
 
         async def make() -> dict[str, Any]:
-            await base.scheduler.call(base.engines.trainer.create_adapter, model_id, request.lora_config)
+            create = base.engines.trainer.create_adapter
+            await base.scheduler.call(create, model_id, request.lora_config, optimizer.name)
             return {"model_id": model_id}
 
         record = new_run(model_id, request.base_model, request.lora_config, request.user_metadata)
-        return self.begin("create_model", record, base, make)
+        return self.begin("create_model", record, base, optimizer, make)
 
     def creation(self, model_id: str, kind: OperationKind) -> Operation[dict[str, Any]] | None:
         """The operation that made or makes a model, if it was asked for; InvalidRequestError if it is no `kind`."""
@@ -70,6 +72,7 @@ class TrainingRuns:
         kind: OperationKind,
         record: TrainingRunRecord,
         base: ServedModel,
+        optimizer: Optimizer,
         make: Callable[[], Awaitable[dict[str, Any]]],
     ) -> Operation[dict[str, Any]]:
         """A new model, if there is room; the operation ends with what `make` gives, which makes its adapter.
@@ -81,11 +84,11 @@ class TrainingRuns:
             raise InvalidRequestError(f"model_seq_id: {model_id} is alive; give the new model another number")
         if model_id in self._copies:
             raise InvalidRequestError(f"model_seq_id: {model_id} is a copy; give the new model another number")
-        size = self._check_limits(base, record.lora_config)
+        size = self._check_limits(base, record.lora_config, optimizer)
         queue = base.scheduler.open(model_id, record.session_id, self._options.hole_patience)
         operation: Operation[dict[str, Any]] = Operation(paths.request_id(model_id, "create"), kind)
         operation.failures = base.counts.failures
-        model = self._live[model_id] = TrainedModel(record, base, queue, operation, size)
+        model = self._live[model_id] = TrainedModel(record, base, queue, operation, size, optimizer)
         self._operations.add(operation)
 
         async def run() -> None:
@@ -103,7 +106,7 @@ class TrainingRuns:
         operation.run_as(asyncio.create_task(run()))
         return operation
 
-    def _check_limits(self, base: ServedModel, config: LoraConfig) -> int:
+    def _check_limits(self, base: ServedModel, config: LoraConfig, optimizer: Optimizer) -> int:
         """The bytes of an adapter and its optimizer; InvalidRequestError if the server has no room for them."""
         options = self._options
         if not 1 <= config.rank <= options.max_rank:
@@ -119,7 +122,7 @@ class TrainingRuns:
                 f"create_model: {len(self._live)} adapters are alive and this server holds at most "
                 f"{options.max_adapters}; finish a session or raise --max-adapters"
             )
-        size = base.engines.trainer.adapter_bytes(config)
+        size = base.engines.trainer.adapter_bytes(config, optimizer.name)
         used = sum(model.adapter_bytes for model in self._live.values())
         if options.max_adapter_bytes is not None and used + size > options.max_adapter_bytes:
             raise InvalidRequestError(

@@ -2,11 +2,11 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 from tinker_local.backend.adapter_tensors import bfloat16_bits
+from tinker_local.backend.fakes import numpy_as_torch
 from tinker_local.backend.fakes.encoding import FakeTower
 from tinker_local.backend.fakes.losses import active_positions, input_names, loss_terms, settings
 from tinker_local.backend.fakes.memory import FakeMemory
@@ -28,7 +28,10 @@ from tinker_local.backend.training.interface import (
     TrainResult,
     TrainWork,
 )
-from tinker_local.types import AdamParams, ApiError, InvalidRequestError, LoraConfig, NotFoundError
+from tinker_local.backend.training.optimizers import OPTIMIZERS
+from tinker_local.backend.training.optimizers.optimizer import Optimizer
+from tinker_local.types import ApiError, InvalidRequestError, LoraConfig, NotFoundError
+from tinker_local.types.base import Frozen
 
 Gradients = dict[str, Float64Array]
 
@@ -38,21 +41,41 @@ def _round(array: Float64Array) -> Float64Array:
     return array.astype(np.float32).astype(np.float64)
 
 
-@dataclass(slots=True, eq=False)
 class _Adapter:
-    config: LoraConfig
-    weights: dict[str, LoraMatrices]
-    moments: dict[str, Float64Array] = field(default_factory=dict)
-    """By `exp_avg.` and `exp_avg_sq.` before the tensor's name."""
-    step: int = 0
-    gradients: Gradients = field(default_factory=dict)
+    """Its matrices are views of one flat vector, which the optimizer steps; so are those of its state tensors."""
 
-    def tensors(self) -> dict[str, Float64Array]:
-        named = {}
-        for module, matrices in self.weights.items():
-            named[tensor_name(module, "A")] = matrices.a
-            named[tensor_name(module, "B")] = matrices.b
-        return named
+    def __init__(self, config: LoraConfig, weights: Mapping[str, LoraMatrices], optimizer: Optimizer) -> None:
+        self.config = config
+        self.optimizer = optimizer
+        self._shapes = {
+            tensor_name(module, factor): array.shape
+            for module, matrices in weights.items()
+            for factor, array in (("A", matrices.a), ("B", matrices.b))
+        }
+        self.flat = np.concatenate(
+            [array.ravel() for matrices in weights.values() for array in (matrices.a, matrices.b)]
+        )
+        self.state = optimizer.new_state(numpy_as_torch, self.flat)
+        self.gradients: Gradients = {}
+        tensors = self.tensors()
+        self.weights = {
+            module: LoraMatrices(tensors[tensor_name(module, "A")], tensors[tensor_name(module, "B")])
+            for module in weights
+        }
+
+    def tensors(self, flat: Float64Array | None = None) -> dict[str, Float64Array]:
+        """The matrices in `flat` (default: the weights), by PEFT's names."""
+        sizes = [math.prod(shape) for shape in self._shapes.values()]
+        parts = np.split(self.flat if flat is None else flat, np.cumsum(sizes)[:-1])
+        return {name: part.reshape(shape) for part, (name, shape) in zip(parts, self._shapes.items(), strict=True)}
+
+    def state_tensors(self) -> dict[str, Float64Array]:
+        """The optimizer's state, as `AdapterState.optimizer` names it."""
+        return {
+            f"{state}.{name}": tensor
+            for state, flat in self.state.tensors.items()
+            for name, tensor in self.tensors(flat).items()
+        }
 
 
 class FakeTrainer:
@@ -78,12 +101,12 @@ class FakeTrainer:
         """How many images a vision tower would have encoded."""
         return self._tower.images_encoded
 
-    def adapter_bytes(self, config: LoraConfig) -> int:
-        """float64 weights, gradients and two moments."""
+    def adapter_bytes(self, config: LoraConfig, optimizer: str = "adamw") -> int:
+        """float64 weights, gradients and optimizer state."""
         per_module = config.rank * (self._model.num_features + self._model.vocab_size)
-        return len(self._model.modules(config)) * per_module * 8 * 4
+        return len(self._model.modules(config)) * per_module * OPTIMIZERS[optimizer].bytes_per_parameter(8)
 
-    def create_adapter(self, adapter_id: str, config: LoraConfig) -> None:
+    def create_adapter(self, adapter_id: str, config: LoraConfig, optimizer: str = "adamw") -> None:
         """A is uniform in [-1, 1) (features are one-hot), B is 0."""
         if adapter_id in self._adapters:
             raise ValueError(f"adapter {adapter_id} exists")
@@ -99,7 +122,7 @@ class FakeTrainer:
             )
             for module in self._model.modules(config)
         }
-        self._adapters[adapter_id] = _new_adapter(config, weights)
+        self._adapters[adapter_id] = _Adapter(config, weights, OPTIMIZERS[optimizer])
 
     def load_adapter(self, adapter_id: str, state: AdapterState) -> None:
         """Create or replace; pending gradients of a replaced adapter are forgotten."""
@@ -108,12 +131,14 @@ class FakeTrainer:
         weights = self._model.read_adapter(state.tensors, state.lora_config.rank)
         if set(weights) != set(self._model.modules(state.lora_config)):
             raise InvalidRequestError(f"the adapter has {sorted(weights)}, its lora_config asks for others")
-        adapter = _new_adapter(state.lora_config, weights)
+        adapter = _Adapter(state.lora_config, weights, OPTIMIZERS[state.optimizer_type])
         if state.optimizer is not None:
-            if state.optimizer.keys() != adapter.moments.keys():
-                raise InvalidRequestError("the optimizer's moments do not have the names of the adapter's tensors")
-            adapter.moments = {name: moment.astype(np.float64) for name, moment in state.optimizer.items()}
-            adapter.step = state.step
+            own = adapter.state_tensors()
+            if state.optimizer.keys() != own.keys():
+                raise InvalidRequestError("the optimizer's state does not have the names of the adapter's tensors")
+            for name, tensor in own.items():
+                tensor[...] = state.optimizer[name]
+            adapter.state.step = state.step
         self._adapters[adapter_id] = adapter
 
     def remove_adapter(self, adapter_id: str) -> None:
@@ -193,25 +218,18 @@ class FakeTrainer:
         """Forget the gradients added up since the last step."""
         self._adapter(adapter_id).gradients = {}
 
-    def optim_step(self, adapter_id: str, params: AdamParams) -> dict[str, float]:
-        """AdamW as torch.optim.AdamW; without gradients they count as 0."""
+    def optim_step(self, adapter_id: str, params: Frozen) -> dict[str, float]:
+        """One step of the adapter's optimizer in float64; then weights and state become what float32 holds."""
         adapter = self._adapter(adapter_id)
-        tensors = adapter.tensors()
-        gradients = {name: adapter.gradients.get(name, np.zeros_like(tensors[name])) for name in tensors}
-        norm = math.sqrt(sum(float((gradient**2).sum()) for gradient in gradients.values()))
-        clip = min(1.0, params.grad_clip_norm / norm) if params.grad_clip_norm > 0 and norm > 0 else 1.0
-        adapter.step += 1
-        for name, tensor in tensors.items():
-            gradient = gradients[name] * clip
-            m = params.beta1 * adapter.moments["exp_avg." + name] + (1 - params.beta1) * gradient
-            v = params.beta2 * adapter.moments["exp_avg_sq." + name] + (1 - params.beta2) * gradient**2
-            adapter.moments["exp_avg." + name] = _round(m)
-            adapter.moments["exp_avg_sq." + name] = _round(v)
-            m_hat = m / (1 - params.beta1**adapter.step)
-            v_hat = v / (1 - params.beta2**adapter.step)
-            update = m_hat / (np.sqrt(v_hat) + params.eps) if params.eps else _divide_or_zero(m_hat, np.sqrt(v_hat))
-            decayed = tensor * (1 - params.learning_rate * params.weight_decay)
-            tensor[:] = _round(decayed - params.learning_rate * update)
+        gradients = {
+            name: adapter.gradients.get(name, np.zeros_like(tensor)) for name, tensor in adapter.tensors().items()
+        }
+        flat = np.concatenate([gradient.ravel() for gradient in gradients.values()])
+        norm = math.sqrt(float((flat**2).sum()))
+        with np.errstate(all="ignore"):
+            adapter.optimizer.update(numpy_as_torch, adapter.flat, flat, adapter.state, params, norm)
+        for array in (adapter.flat, *adapter.state.tensors.values()):
+            array[...] = _round(array)
         adapter.gradients = {}
         metrics = {"grad_norm": norm}
         for name, gradient in gradients.items() if self._module_gradient_norms else ():
@@ -230,8 +248,9 @@ class FakeTrainer:
                 name: tensor.astype(np.float32) if dtype == "float32" else bfloat16_bits(tensor.astype(np.float32))
                 for name, tensor in adapter.tensors().items()
             },
-            optimizer={n: m.astype(np.float32) for n, m in adapter.moments.items()} if optimizer else None,
-            step=adapter.step if optimizer else 0,
+            optimizer={n: t.astype(np.float32) for n, t in adapter.state_tensors().items()} if optimizer else None,
+            step=adapter.state.step if optimizer else 0,
+            optimizer_type=adapter.optimizer.name,
         )
 
     def export(self, adapter_id: str) -> AdapterState:
@@ -259,18 +278,6 @@ class FakeTrainer:
         if adapter_id not in self._adapters:
             raise NotFoundError(f"model {adapter_id} is not in the trainer")
         return self._adapters[adapter_id]
-
-
-def _new_adapter(config: LoraConfig, weights: dict[str, LoraMatrices]) -> _Adapter:
-    adapter = _Adapter(config, weights)
-    for name, tensor in adapter.tensors().items():
-        adapter.moments["exp_avg." + name] = np.zeros_like(tensor)
-        adapter.moments["exp_avg_sq." + name] = np.zeros_like(tensor)
-    return adapter
-
-
-def _divide_or_zero(numerator: Float64Array, denominator: Float64Array) -> Float64Array:
-    return np.divide(numerator, denominator, out=np.zeros_like(numerator), where=denominator != 0)
 
 
 def _checked_inputs(datum: TrainDatum, loss_fn: str, where: str, max_length: int) -> dict[str, npt.NDArray[np.float32]]:

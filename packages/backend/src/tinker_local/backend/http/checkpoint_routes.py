@@ -90,7 +90,7 @@ async def weights_info(request: Request, backend: Backend) -> dict[str, Any]:
         "train_unembed": config.train_unembed,
         "train_mlp": config.train_mlp,
         "train_attn": config.train_attn,
-        "optimizer_config": {"type": "adamw"},
+        "optimizer_config": {"type": await backend.checkpoints.optimizer_of(record)},
     }
 
 

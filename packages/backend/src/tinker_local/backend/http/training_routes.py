@@ -59,7 +59,7 @@ async def get_info(request: Request, backend: Backend) -> dict[str, Any]:
     return {
         "model_id": model.model_id,
         "model_data": {"arch": model.base.engines.arch, "model_name": name, "tokenizer_id": model.base.tokenizer_id},
-        "optimizer_config": {"type": "adamw"},
+        "optimizer_config": {"type": model.optimizer.name},
         "is_lora": True,
         "lora_rank": model.record.lora_config.rank,
         "model_name": name,

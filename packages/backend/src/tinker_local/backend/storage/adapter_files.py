@@ -1,8 +1,9 @@
-"""An adapter as files: PEFT's layout, which PEFT and vLLM load, and the optimizer's moments beside it.
+"""An adapter as files: PEFT's layout, which PEFT and vLLM load, and the optimizer's state beside it.
 
 adapter_model.safetensors   tensors by PEFT's names: float32, or bfloat16 if they were captured so
 adapter_config.json         PEFT's configuration
-optimizer.safetensors       `exp_avg.NAME` and `exp_avg_sq.NAME`; the count of updates is in its metadata
+optimizer.safetensors       the optimizer's state tensors as `STATE.NAME` (AdamW: `exp_avg.NAME`, `exp_avg_sq.NAME`);
+                            its metadata has the count of updates and the optimizer's type (adamw if it has none)
 """
 
 import json
@@ -28,25 +29,32 @@ def write_adapter(folder: Path, state: AdapterState) -> None:
     _save(folder / WEIGHTS, state.tensors, {"format": "pt"})
     (folder / CONFIG).write_text(json.dumps(state.peft_config(), indent=2))
     if state.optimizer is not None:
-        _save(folder / OPTIMIZER, state.optimizer, {"format": "pt", "step": str(state.step)})
+        metadata = {"format": "pt", "step": str(state.step), "optimizer": state.optimizer_type}
+        _save(folder / OPTIMIZER, state.optimizer, metadata)
 
 
 def read_adapter(folder: Path, base_model: str, lora_config: LoraConfig, *, optimizer: bool) -> AdapterState:
-    """What `write_adapter` wrote; with `optimizer`, the moments too (FileNotFoundError if there are none)."""
+    """What `write_adapter` wrote; with `optimizer`, the optimizer's state too (FileNotFoundError if there is none)."""
     config = json.loads((folder / CONFIG).read_text())
-    moments, step = None, 0
-    if optimizer:
-        with safe_open(folder / OPTIMIZER, framework="numpy") as file:
-            step = int(file.metadata()["step"])
-        moments = load_file(folder / OPTIMIZER)
     return AdapterState(
         base_model=base_model,
         lora_config=lora_config,
         target_modules=tuple(config["target_modules"]),
         tensors=load_file(folder / WEIGHTS),
-        optimizer=moments,
-        step=step,
+        optimizer=load_file(folder / OPTIMIZER) if optimizer else None,
+        step=int(_optimizer_metadata(folder)["step"]) if optimizer else 0,
+        optimizer_type=optimizer_type(folder),
     )
+
+
+def optimizer_type(folder: Path) -> str:
+    """The type of the optimizer that the adapter was trained by; files without it are of AdamW."""
+    return _optimizer_metadata(folder).get("optimizer", "adamw") if (folder / OPTIMIZER).exists() else "adamw"
+
+
+def _optimizer_metadata(folder: Path) -> dict[str, str]:
+    with safe_open(folder / OPTIMIZER, framework="numpy") as file:
+        return dict(file.metadata())
 
 
 def adapter_bytes(state: AdapterState) -> int:

@@ -16,7 +16,7 @@ from typing import Any
 
 import sqlalchemy as sa
 from tinker_local.backend.storage import tables
-from tinker_local.backend.storage.adapter_files import WEIGHTS, read_adapter
+from tinker_local.backend.storage.adapter_files import WEIGHTS, optimizer_type, read_adapter
 from tinker_local.backend.storage.checkpoints import CheckpointFolders, refuse_halves
 from tinker_local.backend.storage.data_folder import FolderLock, make_durable_folder
 from tinker_local.backend.storage.database import open_database
@@ -366,6 +366,11 @@ class Store:
                     f"checkpoint {record.tinker_path} was saved without optimizer state; load its weights alone"
                 )
             return read_adapter(folder, current.base_model, current.lora_config, optimizer=optimizer)
+
+    def checkpoint_optimizer(self, record: CheckpointRecord) -> str:
+        """The type of the optimizer whose state a checkpoint holds, from its file's header."""
+        with self._folder_access:
+            return optimizer_type(self._folders.path(self._current(record) or record))
 
     # Checkpoints: deleting
 

@@ -7,7 +7,8 @@ from typing import Any, Literal, Protocol
 import numpy as np
 import numpy.typing as npt
 from tinker_local.backend.rendering.interface import RenderedInput
-from tinker_local.types import AdamParams, ApiError, LoraConfig
+from tinker_local.types import ApiError, LoraConfig
+from tinker_local.types.base import Frozen
 
 AdapterDType = Literal["float32", "bfloat16"]
 
@@ -51,8 +52,8 @@ class TrainResult:
 @dataclass(frozen=True, slots=True, eq=False)
 class AdapterState:
     """A host copy of an adapter: `tensors` by PEFT name (those of `Trainer.export` apart), float32 or the bits of
-    bfloat16 in uint16 (numpy has no such type); `optimizer` moments (float32) by the same names behind `exp_avg.` and
-    `exp_avg_sq.` with `step` their count of updates, None and 0 if not captured."""
+    bfloat16 in uint16 (numpy has no such type); `optimizer`: state tensors (float32) of the optimizer of
+    `optimizer_type`, named `STATE.TENSOR`, with `step` their count of updates, None and 0 if not captured."""
 
     base_model: str
     lora_config: LoraConfig
@@ -60,6 +61,7 @@ class AdapterState:
     tensors: Mapping[str, npt.NDArray[np.float32] | npt.NDArray[np.uint16]]
     optimizer: Mapping[str, npt.NDArray[np.float32]] | None = None
     step: int = 0
+    optimizer_type: str = "adamw"
 
     def peft_config(self) -> dict[str, Any]:
         """The content of PEFT's `adapter_config.json`."""
@@ -94,14 +96,14 @@ class Trainer(Protocol):
     def images_encoded(self) -> int:
         """How many images went through the vision tower so far; it may be read from any thread."""
 
-    def adapter_bytes(self, config: LoraConfig) -> int:
+    def adapter_bytes(self, config: LoraConfig, optimizer: str = "adamw") -> int:
         """Bytes of weights, gradients and optimizer state that an adapter takes; asked from any thread at any time."""
 
-    def create_adapter(self, adapter_id: str, config: LoraConfig) -> None:
-        """A new adapter that changes nothing yet (B = 0)."""
+    def create_adapter(self, adapter_id: str, config: LoraConfig, optimizer: str = "adamw") -> None:
+        """A new adapter that changes nothing yet (B = 0), trained by the optimizer of this type."""
 
     def load_adapter(self, adapter_id: str, state: AdapterState) -> None:
-        """Create or replace an adapter by `state`; without optimizer moments in it the optimizer starts anew.
+        """Create or replace an adapter by `state`; without optimizer state in it the optimizer starts anew.
 
         Raises InvalidRequestError if the tensors do not fit the base model.
         """
@@ -119,9 +121,10 @@ class Trainer(Protocol):
     def discard_gradients(self, adapter_id: str) -> None:
         """Forget the gradients added up since the last step."""
 
-    def optim_step(self, adapter_id: str, params: AdamParams) -> dict[str, float]:
-        """One AdamW update with the gradients added up, which are cleared; returns metrics: `grad_norm`, the
-        gradient's norm before clipping, and from a trainer that was told so `grad_norm/MODULE` of each module."""
+    def optim_step(self, adapter_id: str, params: Frozen) -> dict[str, float]:
+        """One update by the adapter's optimizer with the gradients added up, which are cleared. `params`: its
+        `settings`. Returns metrics: `grad_norm`, the gradient's norm before clipping, and `grad_norm/MODULE` of each
+        module from a trainer that was told to report them."""
 
     def capture(self, adapter_id: str, *, optimizer: bool, dtype: AdapterDType = "float32") -> AdapterState:
         """A host copy of the adapter as it is now, which later steps do not change; its weights rounded to `dtype`."""

@@ -17,13 +17,13 @@ import numpy.typing as npt
 import torch
 from tinker_local.backend.adapter_tensors import FlatTensors
 from tinker_local.backend.families.interface import Family
-from tinker_local.backend.training.adamw import AdamState, new_adam_state
 from tinker_local.backend.training.interface import LORA_ALPHA, AdapterDType, AdapterState
+from tinker_local.backend.training.optimizers.adamw import ADAMW
+from tinker_local.backend.training.optimizers.optimizer import Optimizer, OptimizerState
 from tinker_local.backend.training.transfer import to_host
 from tinker_local.types import InvalidRequestError, LoraConfig
 
 LM_HEAD = "lm_head"
-MOMENTS = ("exp_avg", "exp_avg_sq")
 _ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 _MLP = ("gate_proj", "up_proj", "down_proj")
 
@@ -97,12 +97,19 @@ def layout(targets: Mapping[str, torch.nn.Linear], config: LoraConfig) -> tuple[
 
 
 class Adapter:
-    """One model's adapter: weights, the gradient added up since the last step, and the optimizer's moments.
+    """One model's adapter: weights, the gradient added up since the last step, and the optimizer with its state.
 
     `weights` [n] in float32 (float64 if the trainer computes in float64). `gradient` [n], or None for zero.
     """
 
-    def __init__(self, config: LoraConfig, specs: tuple[TensorSpec, ...], weights: torch.Tensor) -> None:
+    def __init__(
+        self,
+        config: LoraConfig,
+        specs: tuple[TensorSpec, ...],
+        weights: torch.Tensor,
+        optimizer: Optimizer = ADAMW,
+        state: OptimizerState | None = None,
+    ) -> None:
         self.config = config
         self.specs = specs
         self.scale = LORA_ALPHA / config.rank
@@ -110,7 +117,8 @@ class Adapter:
         self.gradient: torch.Tensor | None = None
         self.gradient_seen = False
         self._computable: bool | None = None
-        self.adam: AdamState = new_adam_state(weights)
+        self.optimizer = optimizer
+        self.optimizer_state = state or optimizer.new_state(torch, weights)
         self._stacks = {
             (projection, factor): [spec for spec in specs if (spec.projection, spec.factor) == (projection, factor)]
             for projection, factor in dict.fromkeys((spec.projection, spec.factor) for spec in specs)
@@ -181,6 +189,11 @@ def unflatten(specs: Sequence[TensorSpec], flat: torch.Tensor, dtype: AdapterDTy
     return FlatTensors(host.numpy(), {spec.name: (spec.start, spec.shape) for spec in specs})
 
 
+def gradient_norm(gradient: torch.Tensor) -> float:
+    """Euclidean norm, added up in float64 so that large finite gradients have a finite norm."""
+    return float(torch.linalg.vector_norm(gradient, dtype=torch.float64))
+
+
 def module_norms(specs: Sequence[TensorSpec], gradient: torch.Tensor) -> dict[str, float]:
     """Euclidean norm of the gradient of each module, A and B together, by its path; added up in float64."""
     norms = torch.stack([torch.linalg.vector_norm(spec.view(gradient), dtype=torch.float64) for spec in specs]).tolist()
@@ -190,20 +203,19 @@ def module_norms(specs: Sequence[TensorSpec], gradient: torch.Tensor) -> dict[st
     return result
 
 
-def without_prefix(moments: Mapping[str, npt.NDArray[np.float32]], prefix: str) -> dict[str, npt.NDArray[np.float32]]:
-    """Of an `AdapterState`'s moments those behind `prefix`, by the names of their tensors."""
+def without_prefix(tensors: Mapping[str, npt.NDArray[np.float32]], prefix: str) -> dict[str, npt.NDArray[np.float32]]:
+    """Of an `AdapterState`'s optimizer tensors those behind `prefix`, by the names of the adapter's tensors."""
     start = f"{prefix}."
-    return {name.removeprefix(start): array for name, array in moments.items() if name.startswith(start)}
+    return {name.removeprefix(start): array for name, array in tensors.items() if name.startswith(start)}
 
 
 def capture(
     adapter: Adapter, base_model: str, target_modules: Sequence[str], *, optimizer: bool, dtype: AdapterDType
 ) -> AdapterState:
     """`adapter` as it is now, its weights in `dtype`."""
-    flats = zip(MOMENTS, (adapter.adam.exp_avg, adapter.adam.exp_avg_sq), strict=True)
-    moments = {
+    state = {
         f"{prefix}.{name}": array
-        for prefix, flat in flats
+        for prefix, flat in adapter.optimizer_state.tensors.items()
         if optimizer
         for name, array in unflatten(adapter.specs, flat).items()
     }
@@ -212,8 +224,9 @@ def capture(
         lora_config=adapter.config,
         target_modules=target_modules,
         tensors=unflatten(adapter.specs, adapter.weights, dtype),
-        optimizer=moments if optimizer else None,
-        step=adapter.adam.step if optimizer else 0,
+        optimizer=state if optimizer else None,
+        step=adapter.optimizer_state.step if optimizer else 0,
+        optimizer_type=adapter.optimizer.name,
     )
 
 

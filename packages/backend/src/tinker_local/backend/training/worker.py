@@ -16,24 +16,19 @@ import numpy.typing as npt
 import torch
 from tinker_local.backend.rendering.interface import RenderedInput
 from tinker_local.backend.training import lora
-from tinker_local.backend.training.adamw import adamw_step, gradient_norm
 from tinker_local.backend.training.interface import AdapterDType, AdapterState, TrainDatum, TrainResult, TrainWork
 from tinker_local.backend.training.loading import load_model
 from tinker_local.backend.training.lora import Adapter, TensorSpec
 from tinker_local.backend.training.loss_specs import check_config, check_train_datum
 from tinker_local.backend.training.micro_batch import MicroBatchRunner
+from tinker_local.backend.training.optimizers import OPTIMIZERS
+from tinker_local.backend.training.optimizers.optimizer import OptimizerState
 from tinker_local.backend.training.packing import Item, pack
 from tinker_local.backend.training.passes import Passes, release_unused_memory
 from tinker_local.backend.training.tally import Tally
 from tinker_local.backend.training.token_budget import TokenBudget
-from tinker_local.types import (
-    AdamParams,
-    ApiError,
-    InternalError,
-    InvalidRequestError,
-    LoraConfig,
-    NotFoundError,
-)
+from tinker_local.types import ApiError, InternalError, InvalidRequestError, LoraConfig, NotFoundError
+from tinker_local.types.base import Frozen
 
 CUDA_LOGITS = 2**28
 """Most logits that exist at a time on a GPU: enough rows for its matrix products to be at their fastest."""
@@ -46,16 +41,16 @@ class HFTrainer:
     """Keeps `training.interface.Trainer` on the model at `model_path`, under the name `name`.
 
     `dtype`: of weights and activations, "float32", "bfloat16" or "float64" (default: bfloat16 on CUDA, else float32);
-    adapters, gradients and moments are float32 (float64 with float64). `max_context_length` may only shorten the
-    model's own. `micro_batch_tokens`: most positions in one forward; fewer for a time when memory runs out.
+    adapters, gradients and optimizer states are float32 (float64 with float64). `max_context_length` may only shorten
+    the model's own. `micro_batch_tokens`: most positions in one forward; fewer for a time when memory runs out.
     `activation_memory_bytes`: what activations may take; layers that do not fit are computed again in the backward.
     None: on CUDA what a full micro-batch takes, so that a longer sequence takes no more; on the CPU everything is kept.
     `logit_chunk_elements`: most logits that exist at a time (None: 2^28 on CUDA, 2^26 elsewhere). `image_cache_bytes`:
     of image features kept on the device. `module_gradient_norms`: whether `optim_step` reports each module's, too.
 
     The logprob reported for a target outside the vocabulary (allowed where its coefficient is 0) is that of token 0.
-    An `optim_step` without a gradient since the last one takes a zero gradient: moments fade, decay applies, the
-    step counts.
+    An `optim_step` without a gradient since the last one takes a zero gradient: AdamW's moments fade, decay applies,
+    the step counts.
     """
 
     def __init__(
@@ -96,28 +91,31 @@ class HFTrainer:
 
     # Adapters -------------------------------------------------------------------------------------------------------
 
-    def adapter_bytes(self, config: LoraConfig) -> int:
-        """Weights, gradient and two moments."""
-        return 4 * self._layout(config)[-1].stop * int(self._float.itemsize)
+    def adapter_bytes(self, config: LoraConfig, optimizer: str = "adamw") -> int:
+        """Weights, gradient and optimizer state."""
+        return self._layout(config)[-1].stop * OPTIMIZERS[optimizer].bytes_per_parameter(int(self._float.itemsize))
 
-    def create_adapter(self, adapter_id: str, config: LoraConfig) -> None:
+    def create_adapter(self, adapter_id: str, config: LoraConfig, optimizer: str = "adamw") -> None:
         """A new adapter that changes nothing yet; InvalidRequestError for a rank or flags that cannot be."""
         if adapter_id in self._adapters:
             raise ValueError(f"adapter {adapter_id} exists")
         specs = self._layout(config)
-        self._adapters[adapter_id] = Adapter(config, specs, self._place(lora.initial_weights(specs, config.seed)))
+        weights = self._place(lora.initial_weights(specs, config.seed))
+        self._adapters[adapter_id] = Adapter(config, specs, weights, OPTIMIZERS[optimizer])
 
     def load_adapter(self, adapter_id: str, state: AdapterState) -> None:
         """Create or replace; the gradient added up so far is forgotten."""
         specs = self._layout(state.lora_config)
-        adapter = Adapter(state.lora_config, specs, self._place(lora.flatten(specs, state.tensors, "weights")))
+        weights = self._place(lora.flatten(specs, state.tensors, "weights"))
+        optimizer = OPTIMIZERS[state.optimizer_type]
+        optimizer_state = None
         if state.optimizer is not None:
-            adapter.adam.exp_avg, adapter.adam.exp_avg_sq = (
-                self._place(lora.flatten(specs, lora.without_prefix(state.optimizer, prefix), f"optimizer.{prefix}"))
-                for prefix in lora.MOMENTS
-            )
-            adapter.adam.step = state.step
-        self._adapters[adapter_id] = adapter
+            flats = {
+                name: self._place(lora.flatten(specs, lora.without_prefix(state.optimizer, name), f"optimizer.{name}"))
+                for name in optimizer.state_names
+            }
+            optimizer_state = OptimizerState(flats, state.step)
+        self._adapters[adapter_id] = Adapter(state.lora_config, specs, weights, optimizer, optimizer_state)
 
     def remove_adapter(self, adapter_id: str) -> None:
         """Free the adapter; unknown ids are ignored."""
@@ -142,16 +140,17 @@ class HFTrainer:
         """Forget the gradients added up since the last step."""
         self._adapter(adapter_id).gradient = None
 
-    def optim_step(self, adapter_id: str, params: AdamParams) -> dict[str, float]:
-        """One AdamW update; returns `grad_norm`, the norm before clipping, and if asked for `grad_norm/MODULE`."""
+    def optim_step(self, adapter_id: str, params: Frozen) -> dict[str, float]:
+        """One update by the adapter's optimizer; returns `grad_norm`, the norm before clipping, and if asked for
+        `grad_norm/MODULE`."""
         adapter = self._adapter(adapter_id)
         gradient = torch.zeros_like(adapter.weights) if adapter.gradient is None else adapter.gradient
         adapter.gradient = None
-        norm = gradient_norm(gradient)
+        norm = lora.gradient_norm(gradient)
         if not math.isfinite(norm):
             raise InvalidRequestError(f"optim_step: the norm of the accumulated gradient is {norm}; it was discarded")
         of_modules = lora.module_norms(adapter.specs, gradient) if self._module_gradient_norms else {}
-        adamw_step(adapter.weights, gradient, adapter.adam, params, norm)
+        adapter.optimizer.update(torch, adapter.weights, gradient, adapter.optimizer_state, params, norm)
         adapter.changed()
         return {"grad_norm": norm, **{f"grad_norm/{path}": value for path, value in of_modules.items()}}
 

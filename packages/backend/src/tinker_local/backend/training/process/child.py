@@ -15,6 +15,7 @@ from typing import Any
 
 from tinker_local.backend.rendering.interface import RenderedImage
 from tinker_local.backend.training.interface import Trainer
+from tinker_local.backend.training.optimizers import OPTIMIZERS
 from tinker_local.backend.training.process.channel import Channel
 from tinker_local.backend.training.process.messages import (
     Answer,
@@ -159,20 +160,20 @@ class _Server:
         gc.collect()
         gc.freeze()
         switch = (False, True)
-        sizes = {flags: adapter_sizes(trainer, *flags) for flags in itertools.product(switch, switch, switch)}
+        sizes = {key: adapter_sizes(trainer, *key) for key in itertools.product(OPTIMIZERS, switch, switch, switch)}
         return Loaded(trainer.vocab_size, trainer.max_context_length, sizes)
 
     def _encoded(self) -> int:
         return 0 if self._trainer is None else self._trainer.images_encoded
 
 
-def adapter_sizes(trainer: Trainer, unembed: bool, mlp: bool, attn: bool) -> dict[int, int]:
+def adapter_sizes(trainer: Trainer, optimizer: str, unembed: bool, mlp: bool, attn: bool) -> dict[int, int]:
     """Bytes of an adapter at ranks of 2^i, as far as the trainer takes them."""
     sizes = {}
     for rank in _SIZED_RANKS:
         config = LoraConfig(rank=rank, train_unembed=unembed, train_mlp=mlp, train_attn=attn)
         try:
-            sizes[rank] = trainer.adapter_bytes(config)
+            sizes[rank] = trainer.adapter_bytes(config, optimizer)
         except ApiError:
             break
     return sizes

@@ -71,11 +71,12 @@ class ForgetImages:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Loaded:
-    """The trainer is there. `adapter_bytes`: by (unembed, mlp, attn), what an adapter takes at some ranks."""
+    """The trainer is there. `adapter_bytes`: by (optimizer, unembed, mlp, attn), what an adapter takes at some
+    ranks."""
 
     vocab_size: int
     max_context_length: int
-    adapter_bytes: Mapping[tuple[bool, bool, bool], Mapping[int, int]]
+    adapter_bytes: Mapping[tuple[str, bool, bool, bool], Mapping[int, int]]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -8,7 +8,8 @@ import numpy.typing as npt
 from tinker_local.backend.rendering.interface import RenderedInput
 from tinker_local.backend.training.interface import AdapterDType, AdapterState, TrainResult, TrainWork
 from tinker_local.backend.training.process.process import TrainerProcess
-from tinker_local.types import AdamParams, ApiError, LoraConfig
+from tinker_local.types import ApiError, LoraConfig
+from tinker_local.types.base import Frozen
 
 
 class ProcessTrainer:
@@ -30,19 +31,19 @@ class ProcessTrainer:
         """How many images went through the vision tower until the last call ended."""
         return self._process.images_encoded
 
-    def adapter_bytes(self, config: LoraConfig) -> int:
+    def adapter_bytes(self, config: LoraConfig, optimizer: str = "adamw") -> int:
         """What the trainer said when it was loaded (a running call is not waited for), between two ranks in
         proportion: an adapter's matrices are [rank, in] and [out, rank]."""
-        sizes = self._adapter_bytes[config.train_unembed, config.train_mlp, config.train_attn]
+        sizes = self._adapter_bytes[optimizer, config.train_unembed, config.train_mlp, config.train_attn]
         if not sizes:  # nothing would be trained: the trainer says what is wrong
-            return cast(int, self._process.call("adapter_bytes", config))
+            return cast(int, self._process.call("adapter_bytes", config, optimizer))
         largest = max(sizes)
         if config.rank > largest:
             return sizes[largest] * config.rank // largest
         return round(float(np.interp(config.rank, list(sizes), list(sizes.values()))))
 
-    def create_adapter(self, adapter_id: str, config: LoraConfig) -> None:
-        self._process.call("create_adapter", adapter_id, config)
+    def create_adapter(self, adapter_id: str, config: LoraConfig, optimizer: str = "adamw") -> None:
+        self._process.call("create_adapter", adapter_id, config, optimizer)
 
     def load_adapter(self, adapter_id: str, state: AdapterState) -> None:
         self._process.call("load_adapter", adapter_id, state)
@@ -56,7 +57,7 @@ class ProcessTrainer:
     def discard_gradients(self, adapter_id: str) -> None:
         self._process.call("discard_gradients", adapter_id)
 
-    def optim_step(self, adapter_id: str, params: AdamParams) -> dict[str, float]:
+    def optim_step(self, adapter_id: str, params: Frozen) -> dict[str, float]:
         return cast(dict[str, float], self._process.call("optim_step", adapter_id, params))
 
     def capture(self, adapter_id: str, *, optimizer: bool, dtype: AdapterDType = "float32") -> AdapterState:

@@ -1,0 +1,39 @@
+"""AdamW: decoupled weight decay, with the settings of each step (arXiv 1711.05101, algorithm 2)."""
+
+import math
+from typing import Any
+
+from tinker_local.backend.training.optimizers.optimizer import Array, Optimizer, OptimizerState
+from tinker_local.types import AdamParams, InvalidRequestError
+
+
+def update(xp: Any, weights: Array, gradient: Array, state: OptimizerState, settings: AdamParams, norm: float) -> None:
+    """One update as torch.optim.AdamW computes it.
+
+    Clip g to the norm `grad_clip_norm` (0: off), decay w <- w (1 - lr wd), then m <- b1 m + (1 - b1) g,
+    v <- b2 v + (1 - b2) g^2 and w <- w - lr m / (1 - b1^t) / (sqrt(v / (1 - b2^t)) + eps), t counted from 1. Moments
+    m and v carry over unchanged when the settings change.
+    """
+    step = state.step + 1
+    size = settings.learning_rate / (1 - settings.beta1**step)
+    decay = 1 - settings.learning_rate * settings.weight_decay
+    if max(size, abs(decay)) > xp.finfo(weights.dtype).max:
+        raise InvalidRequestError(
+            f"adam_params: learning_rate {settings.learning_rate} with weight_decay {settings.weight_decay} overflows"
+        )
+    if 0 < settings.grad_clip_norm < norm:
+        gradient = gradient * (settings.grad_clip_norm / norm)
+    denominator = xp.empty_like(weights)  # the last allocation: if memory runs out, nothing has changed
+    m, v = state.tensors["exp_avg"], state.tensors["exp_avg_sq"]
+    state.step = step
+    weights *= decay
+    xp.lerp(m, gradient, 1 - settings.beta1, out=m)
+    v *= settings.beta2
+    xp.addcmul(v, gradient, gradient, value=1 - settings.beta2, out=v)
+    xp.sqrt(v, out=denominator)
+    denominator /= math.sqrt(1 - settings.beta2**step)
+    denominator += settings.eps
+    xp.addcdiv(weights, m, denominator, value=-size, out=weights)
+
+
+ADAMW = Optimizer("adamw", state_names=("exp_avg", "exp_avg_sq"), settings=AdamParams, update=update)
