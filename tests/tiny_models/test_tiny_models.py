@@ -11,11 +11,12 @@ from PIL import Image
 from tinker_local.backend.tiny_models import (
     COLOUR_WORDS,
     DIGIT_WORDS,
+    TEXT_FAMILIES,
     TextShape,
     make_tiny_text_model,
     make_tiny_vl_model,
 )
-from tinker_local.backend.tiny_models.tokenizer import ADDED_TOKENS, VOCAB_SIZE
+from tinker_local.backend.tiny_models.marks import QWEN, VOCAB_SIZE
 
 VISION_FAMILIES = ("qwen3_vl", "qwen2_5_vl")
 QUESTION = [
@@ -34,6 +35,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "text_untied": make_tiny_text_model(root / "text_untied", tie_word_embeddings=False),
         "qwen3_vl": make_tiny_vl_model(root / "qwen3_vl"),
         "qwen2_5_vl": make_tiny_vl_model(root / "qwen2_5_vl", family="qwen2_5_vl"),
+        **{name: make_tiny_text_model(root / name, family=name) for name in TEXT_FAMILIES if name != "qwen3"},
     }
 
 
@@ -106,7 +108,7 @@ def test_every_token_id_decodes_and_text_survives_a_round_trip(folders: dict[str
 
 def test_added_tokens_are_single_ids_and_only_special_ones_are_skipped(folders: dict[str, Path]) -> None:
     tokenizer = load_tokenizer(folders["text"])
-    for name, special in ADDED_TOKENS:
+    for name, special in QWEN.added:
         token_ids = tokenizer.encode(name)
         assert len(token_ids) == 1
         assert tokenizer.decode(token_ids, skip_special_tokens=True) == ("" if special else name)
@@ -177,3 +179,62 @@ def test_vision_model_and_processors_load_and_the_image_matters(folders: dict[st
         with torch.no_grad():
             logits.append(model(**inputs).logits[0, -1])
     assert (logits[0] - logits[1]).abs().max() > 0.1
+
+
+CHATS = {
+    "llama": "<|begin_of_text|><|start_header_id|>system<|end_header_id|>\n\nBe brief.<|eot_id|>"
+    "<|start_header_id|>user<|end_header_id|>\n\nHi<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n",
+    "mistral": "<s>[INST] Be brief.\n\nHi[/INST]",
+    "gemma2": "<bos><start_of_turn>user\nBe brief.\n\nHi<end_of_turn>\n<start_of_turn>model\n",
+}
+
+
+@pytest.mark.parametrize("name", CHATS)
+def test_chat_template_has_the_familys_format_and_its_marks_are_single_tokens(
+    folders: dict[str, Path], name: str
+) -> None:
+    tokenizer = load_tokenizer(folders[name])
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
+    text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    assert text == CHATS[name]
+    token_ids = tokenizer.encode(text, add_special_tokens=False)
+    assert token_ids == tokenizer.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
+    assert tokenizer.encode("Hi") == [tokenizer.bos_token_id, *tokenizer.encode("Hi", add_special_tokens=False)]
+    assert len(tokenizer) == VOCAB_SIZE
+
+
+PLAIN_ROPE = {"rope_type": "default", "rope_theta": 5e5}
+TWO_PLAIN_ROPES = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    "full_attention": {"rope_type": "default", "rope_theta": 1e6},
+}
+
+
+@pytest.mark.parametrize(
+    ("family", "setting", "value"),
+    [
+        ("llama", "rope_parameters", PLAIN_ROPE),
+        ("mistral", "sliding_window", None),
+        ("gemma2", "sliding_window", 4096),
+        ("gemma2", "attn_logit_softcapping", None),
+        ("gemma2", "final_logit_softcapping", None),
+        ("gemma2", "query_pre_attn_scalar", 32),
+        ("gemma3_text", "sliding_window", 4096),
+        ("gemma3_text", "rope_parameters", TWO_PLAIN_ROPES),
+    ],
+)
+def test_what_is_special_about_a_family_matters_within_40_tokens(
+    folders: dict[str, Path], family: str, setting: str, value: Any
+) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    prompt = torch.arange(5, 45)[None]
+    logprobs = []
+    for changed in (False, True):
+        config = AutoConfig.from_pretrained(folders[family])
+        if changed:
+            setattr(config, setting, value)
+        model = AutoModelForCausalLM.from_pretrained(folders[family], config=config, attn_implementation="eager")
+        with torch.no_grad():
+            logprobs.append(model(prompt).logits[0].log_softmax(-1))
+    assert (logprobs[0] - logprobs[1]).abs().max() > 0.1

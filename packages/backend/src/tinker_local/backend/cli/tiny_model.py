@@ -1,30 +1,41 @@
 """`tinker-local tiny-model`: a model of random weights, made in seconds, for trying things out."""
 
 from pathlib import Path
+from typing import Any
 
 import click
 
+TEXT_KINDS = ("qwen3", "qwen2", "llama", "mistral", "gemma2", "gemma3_text")
+VISION_KINDS = ("qwen3_vl", "qwen2_5_vl")
+ALIASES = {"text": "qwen3", "vl": "qwen3_vl"}
+
 
 @click.command("tiny-model")
-@click.option("--kind", type=click.Choice(["text", "vl"]), required=True, help="Text alone, or vision and language.")
+@click.option(
+    "--kind",
+    type=click.Choice([*ALIASES, *TEXT_KINDS, *VISION_KINDS]),
+    required=True,
+    help="Its family; `text` is qwen3, `vl` is qwen3_vl.",
+)
 @click.option("--out", type=click.Path(path_type=Path, file_okay=False), required=True, help="Folder to write.")
 @click.option("--preset", type=click.Choice(["tiny", "demo"]), default="tiny", show_default=True, help="Its size.")
 @click.option("--seed", default=0, show_default=True, help="Of its random weights.")
 def tiny_model(kind: str, out: Path, preset: str, seed: int) -> None:
-    """Write a tiny Qwen3 or Qwen3-VL with random weights, tokenizer and processor: no network needed."""
+    """Write a tiny model with random weights, tokenizer and processor: no network needed."""
     from tinker_local.backend.tiny_models import make_demo_vl_model, make_tiny_text_model, make_tiny_vl_model
 
+    family: Any = ALIASES.get(kind, kind)
     if (out / "config.json").exists():
-        raise click.UsageError(f"--out: {out} holds a model already")
-    if kind == "text" and preset != "tiny":
+        raise click.UsageError(f"--out: {out} already holds a model")
+    if preset == "demo" and family != "qwen3_vl":
         raise click.UsageError("--preset demo: only for --kind vl")
     try:
-        if kind == "text":
-            make_tiny_text_model(out, seed=seed)
-        elif preset == "demo":
+        if preset == "demo":
             make_demo_vl_model(out, seed=seed)
+        elif family in VISION_KINDS:
+            make_tiny_vl_model(out, seed=seed, family=family)
         else:
-            make_tiny_vl_model(out, seed=seed)
+            make_tiny_text_model(out, seed=seed, family=family)
     except OSError as error:
         raise click.UsageError(f"--out: {error}") from error
     click.echo(f"wrote {out}")

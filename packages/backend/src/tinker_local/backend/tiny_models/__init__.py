@@ -3,11 +3,13 @@
 from tinker_local.backend.tiny_models.demo import make_demo_vl_model
 from tinker_local.backend.tiny_models.models import make_tiny_text_model, make_tiny_vl_model
 from tinker_local.backend.tiny_models.shapes import TextShape, VisionShape
+from tinker_local.backend.tiny_models.text_families import TEXT_FAMILIES
 from tinker_local.backend.tiny_models.tokenizer import COLOUR_WORDS, DIGIT_WORDS
 
 __all__ = [
     "COLOUR_WORDS",
     "DIGIT_WORDS",
+    "TEXT_FAMILIES",
     "TextShape",
     "VisionShape",
     "make_demo_vl_model",

@@ -1,12 +1,12 @@
 """Writes checkpoints of random weights that transformers and vLLM load like any other: no network, a few seconds.
 
-Knows the config classes of the families; torch and transformers are imported when a model is made, not before.
+torch and transformers are imported when a model is made, not before.
 """
 
 from pathlib import Path
 from typing import Any, Literal
 
-from tinker_local.backend.tiny_models.chat_template import CHAT_TEMPLATE
+from tinker_local.backend.tiny_models.marks import IMAGE_PAD, QWEN, VIDEO_PAD, VISION_END, VISION_START
 from tinker_local.backend.tiny_models.processors import (
     QWEN2_5_VL,
     QWEN3_VL,
@@ -15,41 +15,42 @@ from tinker_local.backend.tiny_models.processors import (
     write_processors,
 )
 from tinker_local.backend.tiny_models.shapes import TextShape, VisionShape
-from tinker_local.backend.tiny_models.tokenizer import (
-    ADDED_TOKEN_IDS,
-    END_OF_TEXT,
-    IM_END,
-    IMAGE_PAD,
-    VIDEO_PAD,
-    VISION_END,
-    VISION_START,
-    VOCAB_SIZE,
-    write_tokenizer,
-)
+from tinker_local.backend.tiny_models.text_families import TEXT_FAMILIES, TextFamilyName, text_settings
+from tinker_local.backend.tiny_models.tokenizer import write_tokenizer
 from tinker_local.backend.tiny_models.weights import write_weights
 
 _ROPE_THETA = 1e6
 
 
 def make_tiny_text_model(
-    out: Path, *, seed: int = 0, tie_word_embeddings: bool = True, shape: TextShape | None = None
+    out: Path,
+    *,
+    seed: int = 0,
+    family: TextFamilyName = "qwen3",
+    tie_word_embeddings: bool | None = None,
+    shape: TextShape | None = None,
 ) -> Path:
-    """Write a Qwen3 language model of random float32 weights into the folder `out` and return it.
+    """Write a language model of random float32 weights into the folder `out` and return it.
 
-    The same arguments give the same bytes. Raises FileExistsError if `out` exists and is not an empty folder.
+    `tie_word_embeddings` None: as the family's small models do. The same arguments give the same bytes. Raises
+    FileExistsError if `out` exists and is not an empty folder, and ValueError for a shape that the family cannot have.
     """
-    from transformers import Qwen3Config, Qwen3ForCausalLM
+    import transformers
 
-    shape = shape or TextShape()
-    config = Qwen3Config(
-        **_text_settings(shape),
-        head_dim=shape.head_dim,
-        rope_parameters={"rope_type": "default", "rope_theta": _ROPE_THETA},
-        tie_word_embeddings=tie_word_embeddings,
+    kind = TEXT_FAMILIES[family]
+    # Qwen2 has no head size of its own: attention is as wide as the hidden state.
+    shape = shape or (TextShape(hidden_size=128) if family == "qwen2" else TextShape())
+    if family == "qwen2":
+        _check_attention_width("Qwen2.5", shape)
+    model_class = getattr(transformers, kind.model_class)
+    config = model_class.config_class(
+        **text_settings(shape, kind.marks),
+        **kind.settings(shape),
+        tie_word_embeddings=kind.tied if tie_word_embeddings is None else tie_word_embeddings,
     )
     _claim_folder(out)
-    write_tokenizer(out, CHAT_TEMPLATE, shape.max_position_embeddings)
-    write_weights(_instantiate(Qwen3ForCausalLM, config), out, seed, text_scale=shape.weight_scale)
+    write_tokenizer(out, kind.marks, shape.max_position_embeddings)
+    write_weights(_instantiate(model_class, config), out, seed, kind.marks, text_scale=shape.weight_scale)
     return out
 
 
@@ -76,8 +77,8 @@ def make_tiny_vl_model(
         text, settings = text or TextShape(hidden_size=128), QWEN2_5_VL
         model = _qwen2_5_vl(text, vision, settings, tie_word_embeddings)
     _claim_folder(out)
-    write_tokenizer(out, CHAT_TEMPLATE, text.max_position_embeddings)
-    write_weights(model, out, seed, text_scale=text.weight_scale, vision_scale=vision.weight_scale)
+    write_tokenizer(out, QWEN, text.max_position_embeddings)
+    write_weights(model, out, seed, QWEN, text_scale=text.weight_scale, vision_scale=vision.weight_scale)
     write_processors(out, settings, vision)
     return out
 
@@ -88,29 +89,18 @@ def _claim_folder(out: Path) -> None:
     out.mkdir(parents=True, exist_ok=True)
 
 
+def _check_attention_width(family: str, shape: TextShape) -> None:
+    attention_width = shape.num_heads * shape.head_dim
+    if shape.hidden_size != attention_width:
+        raise ValueError(f"{family} needs hidden_size = num_heads x head_dim: {shape.hidden_size} != {attention_width}")
+
+
 def _instantiate(model_class: Any, config: Any) -> Any:
     """A model on the CPU; the caller's random state stays as it was."""
     import torch
 
     with torch.random.fork_rng(devices=[]):
         return model_class(config)
-
-
-def _text_settings(shape: TextShape) -> dict[str, Any]:
-    return {
-        "vocab_size": VOCAB_SIZE,
-        "hidden_size": shape.hidden_size,
-        "intermediate_size": shape.intermediate_size,
-        "num_hidden_layers": shape.num_layers,
-        "num_attention_heads": shape.num_heads,
-        "num_key_value_heads": shape.num_kv_heads,
-        "max_position_embeddings": shape.max_position_embeddings,
-        "rms_norm_eps": 1e-6,
-        "bos_token_id": None,
-        "eos_token_id": ADDED_TOKEN_IDS[IM_END],
-        "pad_token_id": ADDED_TOKEN_IDS[END_OF_TEXT],
-        "dtype": "float32",
-    }
 
 
 def _vision_settings(text: TextShape, vision: VisionShape, settings: ProcessorSettings) -> dict[str, Any]:
@@ -128,10 +118,10 @@ def _vision_settings(text: TextShape, vision: VisionShape, settings: ProcessorSe
 
 def _image_token_ids() -> dict[str, int]:
     return {
-        "image_token_id": ADDED_TOKEN_IDS[IMAGE_PAD],
-        "video_token_id": ADDED_TOKEN_IDS[VIDEO_PAD],
-        "vision_start_token_id": ADDED_TOKEN_IDS[VISION_START],
-        "vision_end_token_id": ADDED_TOKEN_IDS[VISION_END],
+        "image_token_id": QWEN.token_id(IMAGE_PAD),
+        "video_token_id": QWEN.token_id(VIDEO_PAD),
+        "vision_start_token_id": QWEN.token_id(VISION_START),
+        "vision_end_token_id": QWEN.token_id(VISION_END),
     }
 
 
@@ -150,7 +140,7 @@ def _qwen3_vl(text: TextShape, vision: VisionShape, settings: ProcessorSettings,
 
     config = Qwen3VLConfig(
         text_config={
-            **_text_settings(text),
+            **text_settings(text, QWEN),
             "head_dim": text.head_dim,
             "rope_parameters": {**_rope_parameters(text.head_dim), "mrope_interleaved": True},
         },
@@ -169,13 +159,9 @@ def _qwen3_vl(text: TextShape, vision: VisionShape, settings: ProcessorSettings,
 def _qwen2_5_vl(text: TextShape, vision: VisionShape, settings: ProcessorSettings, tie_word_embeddings: bool) -> Any:
     from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
-    attention_width = text.num_heads * text.head_dim
-    if text.hidden_size != attention_width:
-        raise ValueError(
-            f"Qwen2.5-VL needs hidden_size = num_heads x head_dim: {text.hidden_size} != {attention_width}"
-        )
+    _check_attention_width("Qwen2.5-VL", text)
     config = Qwen2_5_VLConfig(
-        text_config={**_text_settings(text), "rope_parameters": _rope_parameters(text.head_dim)},
+        text_config={**text_settings(text, QWEN), "rope_parameters": _rope_parameters(text.head_dim)},
         vision_config={
             **_vision_settings(text, vision, settings),
             # Windows of 4 x 4 patches in every layer but the last, so that both kinds of attention are there.

@@ -1,52 +1,10 @@
-"""A small byte-level BPE tokenizer that behaves like Qwen's: same text split, same added tokens, far fewer merges."""
+"""A small byte-level BPE tokenizer: Qwen's text split, a family's added tokens, far fewer merges."""
 
 import json
 from pathlib import Path
 from typing import Any
 
-VOCAB_SIZE = 512
-"""Token ids in all: 256 bytes, the merges, then the added tokens. Each id below it decodes to something."""
-
-END_OF_TEXT = "<|endoftext|>"
-IM_END = "<|im_end|>"
-VISION_START = "<|vision_start|>"
-VISION_END = "<|vision_end|>"
-IMAGE_PAD = "<|image_pad|>"
-VIDEO_PAD = "<|video_pad|>"
-
-# Name and whether the token is special, in the order of Qwen3's ids. Ordinary ones survive `skip_special_tokens`.
-ADDED_TOKENS: tuple[tuple[str, bool], ...] = (
-    (END_OF_TEXT, True),
-    ("<|im_start|>", True),
-    (IM_END, True),
-    ("<|object_ref_start|>", True),
-    ("<|object_ref_end|>", True),
-    ("<|box_start|>", True),
-    ("<|box_end|>", True),
-    ("<|quad_start|>", True),
-    ("<|quad_end|>", True),
-    (VISION_START, True),
-    (VISION_END, True),
-    ("<|vision_pad|>", True),
-    (IMAGE_PAD, True),
-    (VIDEO_PAD, True),
-    ("<tool_call>", False),
-    ("</tool_call>", False),
-    ("<|fim_prefix|>", False),
-    ("<|fim_middle|>", False),
-    ("<|fim_suffix|>", False),
-    ("<|fim_pad|>", False),
-    ("<|repo_name|>", False),
-    ("<|file_sep|>", False),
-    ("<tool_response>", False),
-    ("</tool_response>", False),
-    ("<think>", False),
-    ("</think>", False),
-)
-
-ADDED_TOKEN_IDS: dict[str, int] = {
-    name: VOCAB_SIZE - len(ADDED_TOKENS) + index for index, (name, _) in enumerate(ADDED_TOKENS)
-}
+from tinker_local.backend.tiny_models.marks import NUM_ADDED, VOCAB_SIZE, Marks
 
 # How Qwen2 and Qwen3 split text before BPE: contractions, words with their leading space, single digits, punctuation
 # with its line breaks, white space.
@@ -85,7 +43,7 @@ def _corpus() -> list[str]:
 
 
 def _train_bpe() -> Any:
-    """A `tokenizers.Tokenizer` of `VOCAB_SIZE - len(ADDED_TOKENS)` ids, without the added tokens."""
+    """A `tokenizers.Tokenizer` of `VOCAB_SIZE - NUM_ADDED` ids, without the added tokens."""
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
@@ -98,7 +56,7 @@ def _train_bpe() -> Any:
     )
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCAB_SIZE - len(ADDED_TOKENS),
+        vocab_size=VOCAB_SIZE - NUM_ADDED,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
@@ -106,31 +64,36 @@ def _train_bpe() -> Any:
     return tokenizer
 
 
-def write_tokenizer(out: Path, chat_template: str, max_length: int) -> None:
-    """Write the tokenizer files of a Qwen checkpoint into `out`.
+def write_tokenizer(out: Path, marks: Marks, max_length: int) -> None:
+    """Write the tokenizer files of a checkpoint into `out`.
 
     `max_length`: tokens, the `model_max_length` that `AutoTokenizer` reports.
     """
-    from tokenizers import AddedToken
+    from tokenizers import AddedToken, processors
 
     tokenizer = _train_bpe()
-    tokenizer.add_tokens([AddedToken(name, special=special, normalized=False) for name, special in ADDED_TOKENS])
-    if any(tokenizer.token_to_id(name) != token_id for name, token_id in ADDED_TOKEN_IDS.items()):
+    tokenizer.add_tokens([AddedToken(name, special=special, normalized=False) for name, special in marks.added])
+    if any(tokenizer.token_to_id(name) != marks.token_id(name) for name, _ in marks.added):
         raise ValueError(f"the corpus gives {tokenizer.get_vocab_size()} token ids instead of {VOCAB_SIZE}")
+    if marks.bos is not None:
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=f"{marks.bos} $A", special_tokens=[(marks.bos, marks.token_id(marks.bos))]
+        )
 
     tokenizer.save(str(out / "tokenizer.json"))
     bpe = json.loads((out / "tokenizer.json").read_text(encoding="utf-8"))["model"]
     write_json(out / "vocab.json", bpe["vocab"])
     merges = "".join(f"{left} {right}\n" for left, right in bpe["merges"])
     (out / "merges.txt").write_text("#version: 0.2\n" + merges, encoding="utf-8")
-    (out / "chat_template.jinja").write_text(chat_template, encoding="utf-8")
+    (out / "chat_template.jinja").write_text(marks.chat_template, encoding="utf-8")
+    named = (marks.bos, marks.stops[0], marks.pad)
     write_json(
         out / "tokenizer_config.json",
         {
-            "tokenizer_class": "Qwen2Tokenizer",
+            "tokenizer_class": marks.tokenizer_class,
             "add_prefix_space": False,
             "added_tokens_decoder": {
-                str(ADDED_TOKEN_IDS[name]): {
+                str(marks.token_id(name)): {
                     "content": name,
                     "special": special,
                     "normalized": False,
@@ -138,14 +101,12 @@ def write_tokenizer(out: Path, chat_template: str, max_length: int) -> None:
                     "rstrip": False,
                     "single_word": False,
                 }
-                for name, special in ADDED_TOKENS
+                for name, special in marks.added
             },
-            "additional_special_tokens": [
-                name for name, special in ADDED_TOKENS if special and name not in (END_OF_TEXT, IM_END)
-            ],
-            "bos_token": None,
-            "eos_token": IM_END,
-            "pad_token": END_OF_TEXT,
+            "additional_special_tokens": [name for name, special in marks.added if special and name not in named],
+            "bos_token": marks.bos,
+            "eos_token": marks.stops[0],
+            "pad_token": marks.pad,
             "unk_token": None,
             "errors": "replace",
             "clean_up_tokenization_spaces": False,

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from tinker_local.backend.tiny_models.tokenizer import ADDED_TOKEN_IDS, END_OF_TEXT, IM_END
+from tinker_local.backend.tiny_models.marks import Marks
 
 _LOGIT_STD = 2.0
 _NORM_JITTER = 0.1
@@ -35,14 +35,20 @@ def random_weight(name: str, shape: tuple[int, ...], seed: int, scale: float) ->
     return np.float32(scale / math.sqrt(fan_in)) * noise
 
 
-def write_weights(model: Any, out: Path, seed: int, *, text_scale: float, vision_scale: float = 1.0) -> None:
+def write_weights(
+    model: Any, out: Path, seed: int, marks: Marks, *, text_scale: float, vision_scale: float = 1.0
+) -> None:
     """Fill the HF model's parameters with random values and write it, with its configs, into `out`."""
     import torch
 
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             scale = vision_scale if "visual" in name else text_scale
-            parameter.copy_(torch.from_numpy(random_weight(name, tuple(parameter.shape), seed, scale)))
-    model.generation_config.eos_token_id = [ADDED_TOKEN_IDS[IM_END], ADDED_TOKEN_IDS[END_OF_TEXT]]
-    model.generation_config.pad_token_id = ADDED_TOKEN_IDS[END_OF_TEXT]
+            value = torch.from_numpy(random_weight(name, tuple(parameter.shape), seed, scale))
+            if name.endswith("norm.weight") and not parameter.any():  # Gemma's norms multiply by 1 + w
+                value -= 1
+            parameter.copy_(value)
+    model.generation_config.bos_token_id = None if marks.bos is None else marks.token_id(marks.bos)
+    model.generation_config.eos_token_id = [marks.token_id(name) for name in marks.stops]
+    model.generation_config.pad_token_id = marks.token_id(marks.pad)
     model.save_pretrained(out)

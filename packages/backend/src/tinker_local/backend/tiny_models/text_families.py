@@ -1,0 +1,112 @@
+"""Configs of the tiny text models: the peculiarities of each family, at sizes where a short prompt meets them."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from tinker_local.backend.tiny_models.marks import GEMMA, LLAMA3, MISTRAL, QWEN, VOCAB_SIZE, Marks
+from tinker_local.backend.tiny_models.shapes import TextShape
+
+TextFamilyName = Literal["qwen3", "qwen2", "llama", "mistral", "gemma2", "gemma3_text"]
+
+SLIDING_WINDOW = 16
+"""Positions that a layer with a sliding window attends to, its own included."""
+
+_ROPE = {"rope_type": "default", "rope_theta": 1e6}
+
+
+@dataclass(frozen=True, slots=True)
+class TextFamily:
+    """`model_class`: of transformers. `settings`: of its config, beyond `text_settings`. `tied`: whether the LM head of
+    its smaller models is the embedding."""
+
+    model_class: str
+    marks: Marks
+    settings: Callable[[TextShape], dict[str, Any]]
+    tied: bool = True
+
+
+def text_settings(shape: TextShape, marks: Marks) -> dict[str, Any]:
+    """What the configs of all families have."""
+    return {
+        "vocab_size": VOCAB_SIZE,
+        "hidden_size": shape.hidden_size,
+        "intermediate_size": shape.intermediate_size,
+        "num_hidden_layers": shape.num_layers,
+        "num_attention_heads": shape.num_heads,
+        "num_key_value_heads": shape.num_kv_heads,
+        "max_position_embeddings": shape.max_position_embeddings,
+        "rms_norm_eps": 1e-6,
+        "bos_token_id": None if marks.bos is None else marks.token_id(marks.bos),
+        "eos_token_id": marks.token_id(marks.stops[0]),
+        "pad_token_id": marks.token_id(marks.pad),
+        "dtype": "float32",
+    }
+
+
+def _qwen3(shape: TextShape) -> dict[str, Any]:
+    return {"head_dim": shape.head_dim, "rope_parameters": _ROPE}
+
+
+def _qwen2(shape: TextShape) -> dict[str, Any]:
+    """q, k and v have biases; attention is as wide as the hidden state."""
+    return {"rope_parameters": _ROPE}
+
+
+def _llama(shape: TextShape) -> dict[str, Any]:
+    """Llama 3's rotary frequencies: those that turn less than once in 64 positions are 8 times slower."""
+    rope = {
+        "rope_type": "llama3",
+        "rope_theta": 5e5,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    }
+    return {"head_dim": shape.head_dim, "rope_parameters": rope}
+
+
+def _mistral(shape: TextShape) -> dict[str, Any]:
+    """Every layer has a sliding window, as in the first models (later ones have none)."""
+    return {"head_dim": shape.head_dim, "rope_parameters": _ROPE, "sliding_window": SLIDING_WINDOW}
+
+
+def _layer_types(shape: TextShape) -> list[str]:
+    return [("sliding_attention", "full_attention")[index % 2] for index in range(shape.num_layers)]
+
+
+def _gemma2(shape: TextShape) -> dict[str, Any]:
+    """Soft caps that bite at the scores and logits of random weights; a score scale that is not the head size's."""
+    return {
+        "head_dim": shape.head_dim,
+        "query_pre_attn_scalar": shape.head_dim + 16,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+        "sliding_window": SLIDING_WINDOW,
+        "layer_types": _layer_types(shape),
+        "attn_logit_softcapping": 3.0,
+        "final_logit_softcapping": 4.0,
+    }
+
+
+def _gemma3(shape: TextShape) -> dict[str, Any]:
+    """Rotary positions of their own for each kind of layer."""
+    return {
+        "head_dim": shape.head_dim,
+        "query_pre_attn_scalar": shape.head_dim + 16,
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
+        },
+        "sliding_window": SLIDING_WINDOW,
+        "layer_types": _layer_types(shape),
+    }
+
+
+TEXT_FAMILIES: dict[TextFamilyName, TextFamily] = {
+    "qwen3": TextFamily("Qwen3ForCausalLM", QWEN, _qwen3),
+    "qwen2": TextFamily("Qwen2ForCausalLM", QWEN, _qwen2),
+    "llama": TextFamily("LlamaForCausalLM", LLAMA3, _llama, tied=False),
+    "mistral": TextFamily("MistralForCausalLM", MISTRAL, _mistral, tied=False),
+    "gemma2": TextFamily("Gemma2ForCausalLM", GEMMA, _gemma2),
+    "gemma3_text": TextFamily("Gemma3ForCausalLM", GEMMA, _gemma3),
+}
