@@ -908,7 +908,7 @@ MUTATIONS = (
     Mutation(
         "order-of-arrival",
         "backend/scheduling/command_log.py",
-        "            if not self._bridged(now) and not overdue:\n",
+        "            if not self._skipped(now) and not overdue:\n",
         "            if False:\n",
         (
             COMMAND_LOG + "test_first_chunk_last_as_the_sdk_sends_them",
@@ -924,47 +924,47 @@ MUTATIONS = (
         (ORDER + "test_same_seq_id_again_is_the_same_request_and_runs_once_on_fakes",),
     ),
     Mutation(
-        "hole-not-bridged-by-a-step",
+        "gap-not-skipped-by-a-step",
         "backend/scheduling/command_log.py",
-        "self._bridge_to = max(self._bridge_to, seq_id)",
+        "self._skip_to = max(self._skip_to, seq_id)",
         "pass",
-        (COMMAND_LOG + "test_hole_is_bridged_at_once_by_an_operation_that_is_not_forward_backward",),
+        (COMMAND_LOG + "test_gap_is_skipped_at_once_by_an_operation_that_is_not_forward_backward",),
     ),
     Mutation(
-        "hole-waited-for-for-ever",
+        "gap-waited-for-for-ever",
         "backend/scheduling/command_log.py",
-        "overdue = self._hole_since is not None and now - self._hole_since >= self._patience",
+        "overdue = self._gap_since is not None and now - self._gap_since >= self._patience",
         "overdue = False",
         (
-            COMMAND_LOG + "test_hole_below_forward_backward_waits_until_patience_ends",
+            COMMAND_LOG + "test_gap_below_forward_backward_waits_until_patience_ends",
             ORDER + "test_missing_chunk_is_waited_for_and_then_given_up_on_fakes",
         ),
     ),
     Mutation(
-        "impatient-with-holes",
+        "impatient-with-gaps",
         "backend/options.py",
-        "hole_patience: float = 360.0",
-        "hole_patience: float = 60.0",
-        ("tests/scheduling/test_hole_patience.py::test_default_patience_outlasts_the_sdks_retries",),
+        "gap_patience: float = 360.0",
+        "gap_patience: float = 60.0",
+        ("tests/scheduling/test_gap_patience.py::test_default_patience_outlasts_the_sdks_retries",),
     ),
     Mutation(
-        "bridged-id-stays-open",
+        "skipped-id-stays-open",
         "backend/scheduling/command_log.py",
         "return seq_id >= self.next_seq_id and seq_id not in self._entries",
         "return seq_id not in self._entries",
         (
-            COMMAND_LOG + "test_bridged_id_is_closed",
-            ORDER + "test_bridged_id_is_closed_and_refused_through_its_future_on_fakes",
+            COMMAND_LOG + "test_skipped_id_is_closed",
+            ORDER + "test_skipped_id_is_closed_and_refused_through_its_future_on_fakes",
         ),
     ),
     Mutation(
-        "bridged-hole-forgotten",
+        "skipped-gap-forgotten",
         "backend/scheduling/command_log.py",
-        '            self.spoil(f"the request with seq_id {missing} never arrived")\n',
+        '            self.poison(f"the request with seq_id {missing} never arrived")\n',
         "",
         (
-            COMMAND_LOG + "test_bridged_hole_spoils_the_gradient_of_the_next_step_and_of_that_alone",
-            ORDER + "test_hole_is_bridged_at_once_by_a_step_which_fails_and_discards_on_fakes",
+            COMMAND_LOG + "test_skipped_gap_poisons_the_gradient_of_the_next_step_and_of_that_alone",
+            ORDER + "test_gap_is_skipped_at_once_by_a_step_which_fails_and_discards_on_fakes",
         ),
     ),
     Mutation(
@@ -977,7 +977,7 @@ MUTATIONS = (
     Mutation(
         "step-after-a-failed-gradient",
         "backend/scheduling/model_queue.py",
-        '            self.commands.spoil(f"{command.operation.request_id} failed: {error}")\n',
+        '            self.commands.poison(f"{command.operation.request_id} failed: {error}")\n',
         "            pass\n",
         (ORDER + "test_failed_gradient_fails_the_next_step_alone_on_fakes",),
     ),
@@ -1047,7 +1047,7 @@ MUTATIONS = (
     ),
     Mutation(
         "queue-without-end",
-        "backend/scheduling/admission.py",
+        "backend/scheduling/command_log.py",
         "        if reason is not None and waited < PATIENCE:\n",
         "        if False:\n",
         (
@@ -1057,14 +1057,14 @@ MUTATIONS = (
     ),
     Mutation(
         "refused-until-the-sdk-gives-up",
-        "backend/scheduling/admission.py",
+        "backend/scheduling/command_log.py",
         "        if reason is not None and waited < PATIENCE:\n",
         "        if reason is not None:\n",
         (ADMISSION + "test_nobody_is_refused_for_as_long_as_the_sdk_tries",),
     ),
     Mutation(
         "bound-locks-a-model",
-        "backend/scheduling/admission.py",
+        "backend/scheduling/command_log.py",
         "        if not queue.commands.can_run(now):\n            return\n",
         "",
         (
@@ -1073,13 +1073,13 @@ MUTATIONS = (
         ),
     ),
     Mutation(
-        "refused-id-is-a-hole",
-        "backend/scheduling/admission.py",
+        "refused-id-is-a-gap",
+        "backend/scheduling/command_log.py",
         "            queue.commands.refuse(seq_id, now)\n",
         "",
         (
-            ADMISSION + "test_refused_id_is_no_hole_for_a_step_to_bridge",
-            BACK_PRESSURE + "test_refused_submit_can_be_sent_again_and_leaves_no_hole_on_fakes",
+            ADMISSION + "test_refused_id_is_no_gap_for_a_step_to_skip",
+            BACK_PRESSURE + "test_refused_submit_can_be_sent_again_and_leaves_no_gap_on_fakes",
         ),
     ),
     # Time -----------------------------------------------------------------------------------------------------------
@@ -1502,7 +1502,7 @@ MUTATIONS = (
     ),
     Mutation(
         "trace-without-the-time-of-preparation",
-        "backend/traces/timelines.py",
+        "backend/scheduling/operations.py",
         "            self.enter(stage)\n",
         '            self.enter("waiting")\n',
         (SESSION_TRACE + "test_time_is_where_it_was_spent_on_fakes",),
@@ -1936,15 +1936,15 @@ PROMISES = (
     ),
     Promise(
         "12",
-        "Each model's order is that of seq_id; duplicates are one; holes are bridged and closed; models share calls",
+        "Each model's order is that of seq_id; duplicates are one; gaps are skipped and closed; models share calls",
         (
             "order-of-arrival",
             "duplicates-run-twice",
-            "hole-not-bridged-by-a-step",
-            "hole-waited-for-for-ever",
-            "impatient-with-holes",
-            "bridged-id-stays-open",
-            "bridged-hole-forgotten",
+            "gap-not-skipped-by-a-step",
+            "gap-waited-for-for-ever",
+            "impatient-with-gaps",
+            "skipped-id-stays-open",
+            "skipped-gap-forgotten",
             "one-request-per-call",
             "columns-of-other-adapters-count",
             "ranks-without-bound",
@@ -2190,7 +2190,7 @@ MISTAKES = (
     Promise(
         "operation",
         "Queues without an end, or one at which the SDK's training client hangs",
-        ("queue-without-end", "refused-until-the-sdk-gives-up", "bound-locks-a-model", "refused-id-is-a-hole"),
+        ("queue-without-end", "refused-until-the-sdk-gives-up", "bound-locks-a-model", "refused-id-is-a-gap"),
     ),
     Promise("operation", "409 for a duplicate name", ("409", "existing-name-is-refused-at-the-submit")),
     Promise("operation", "5xx for a failed operation", ("failed-operation-is-500", "lost-model-is-500")),
@@ -2209,7 +2209,7 @@ MISTAKES = (
     Promise(
         "operation",
         "A missing seq_id stalls the model for ever",
-        ("hole-waited-for-for-ever", "hole-not-bridged-by-a-step"),
+        ("gap-waited-for-for-ever", "gap-not-skipped-by-a-step"),
     ),
     Promise(
         "operation",

@@ -48,7 +48,7 @@ async def test_refused_submit_is_told_when_to_come_again_on_fakes(start_api: Any
     assert api.backend.metrics()["fake/bigram"].submits_refused == 4
 
 
-async def test_refused_submit_can_be_sent_again_and_leaves_no_hole_on_fakes(start_api: Any) -> None:
+async def test_refused_submit_can_be_sent_again_and_leaves_no_gap_on_fakes(start_api: Any) -> None:
     api = await start_api(max_queued_requests_per_session=3)
     model = await api.model()
     refused = await full(api, model)

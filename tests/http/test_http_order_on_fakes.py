@@ -120,7 +120,7 @@ async def loss(api: Any, model: str, seq_id: int) -> float:
     return float((await api.result(await api.gradient(model, seq_id, forward_only=True))).metrics[LOSS])
 
 
-async def test_hole_is_bridged_at_once_by_a_step_which_fails_and_discards_on_fakes(api: Any) -> None:
+async def test_gap_is_skipped_at_once_by_a_step_which_fails_and_discards_on_fakes(api: Any) -> None:
     model = await api.model()
     start = await loss(api, model, 1)
     late = await api.gradient(model, 3)  # 2 never came
@@ -141,7 +141,7 @@ async def test_hole_is_bridged_at_once_by_a_step_which_fails_and_discards_on_fak
     assert await loss(api, model, 9) < start
 
 
-async def test_bridged_id_is_closed_and_refused_through_its_future_on_fakes(api: Any) -> None:
+async def test_skipped_id_is_closed_and_refused_through_its_future_on_fakes(api: Any) -> None:
     model = await api.model()
     await api.failure(await api.step(model, 3))
     answer = await api.gradient_answer(model, 2)
@@ -154,7 +154,7 @@ async def test_bridged_id_is_closed_and_refused_through_its_future_on_fakes(api:
 
 
 @pytest.mark.parametrize("path", ["save_weights", "save_weights_for_sampler", "load_weights"])
-async def test_hole_is_bridged_at_once_by_anything_that_is_no_gradient_on_fakes(api: Any, path: str) -> None:
+async def test_gap_is_skipped_at_once_by_anything_that_is_no_gradient_on_fakes(api: Any, path: str) -> None:
     model = await api.model()
     body = {"model_id": model, "seq_id": 7, "path": "a"}
     request = await api.submit(path, {**body, "optimizer": True} if path == "load_weights" else body)
@@ -163,7 +163,7 @@ async def test_hole_is_bridged_at_once_by_anything_that_is_no_gradient_on_fakes(
 
 
 async def test_missing_chunk_is_waited_for_and_then_given_up_on_fakes(start_api: Any) -> None:
-    api = await start_api(hole_patience=0.4)
+    api = await start_api(gap_patience=0.4)
     model = await api.model()
     began = time.monotonic()
     request = await api.gradient(model, 2)
@@ -182,7 +182,7 @@ async def test_missing_chunk_is_waited_for_and_then_given_up_on_fakes(start_api:
 async def test_waiting_for_a_missing_chunk_is_no_polling_on_fakes(
     start_api: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    api = await start_api(hole_patience=30)
+    api = await start_api(gap_patience=30)
     model = await api.model()
     await api.gradient(model, 2)
     await asyncio.sleep(0.2)
@@ -222,7 +222,7 @@ async def test_failed_gradient_fails_the_next_step_alone_on_fakes(api: Any, make
     assert one == (await api.result(await api.step(twin, 2)))["metrics"]["grad_norm"]
 
 
-async def test_failed_forward_pass_spoils_no_step_on_fakes(api: Any) -> None:
+async def test_failed_forward_pass_poisons_no_step_on_fakes(api: Any) -> None:
     model = await api.model()
     await api.gradient(model, 1)
     await api.failure(await api.gradient(model, 2, loss_fn="nonsense", forward_only=True))

@@ -89,7 +89,7 @@ def test_bad_chunk_fails_its_future_and_leaves_the_client_usable_on_fakes(servic
         client.optim_step(ADAM).result(timeout=60)
 
 
-def test_hole_that_the_sdk_leaves_holds_nothing_up_on_fakes(service: Any) -> None:
+def test_gap_that_the_sdk_leaves_holds_nothing_up_on_fakes(service: Any) -> None:
     """An image pointer cannot be encoded: its seq_id is spent, and never sent."""
     client = service.create_lora_training_client(base_model="fake/bigram", rank=2)
     pointer = tinker.types.ImageAssetPointerChunk(location="a.png", format="png", expected_tokens=1)

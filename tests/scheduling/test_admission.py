@@ -4,8 +4,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-from tinker_local.backend.scheduling.admission import LONGEST_RETRY, PATIENCE, SHORTEST_RETRY, Bounds, Load
-from tinker_local.backend.scheduling.command_log import REFUSED_PATIENCE, CommandLog
+from tinker_local.backend.scheduling.command_log import (
+    LONGEST_RETRY,
+    PATIENCE,
+    REFUSED_PATIENCE,
+    SHORTEST_RETRY,
+    Bounds,
+    CommandLog,
+    Load,
+)
 from tinker_local.types import TooManyRequestsError
 
 SDK_RETRIES_SECONDS = 300
@@ -88,7 +95,7 @@ def test_nobody_is_refused_for_as_long_as_the_sdk_tries() -> None:
     assert refusal(queue, 6) is not None  # each on its own
 
 
-def test_refused_id_is_no_hole_for_a_step_to_bridge() -> None:
+def test_refused_id_is_no_gap_for_a_step_to_skip() -> None:
     queue = Queue().add(1, 2, 3, 4)
     assert refusal(queue, 5) is not None
     log = queue.commands
@@ -99,7 +106,7 @@ def test_refused_id_is_no_hole_for_a_step_to_bridge() -> None:
     assert not log.can_run(0)
     log.add(5, "again", chunk=True, now=1)
     assert [log.head(1), log.pop(1), log.head(1)] == ["again", None, "step"]
-    assert log.take_spoiled() is None
+    assert log.take_poisoned() is None
 
 
 def test_refused_id_that_is_not_sent_again_is_given_up() -> None:
@@ -110,7 +117,7 @@ def test_refused_id_that_is_not_sent_again_is_given_up() -> None:
     assert log.deadline() == 40 + REFUSED_PATIENCE
     assert log.head(40 + REFUSED_PATIENCE - 0.1) is None
     assert log.head(40 + REFUSED_PATIENCE) == "step"
-    assert log.take_spoiled() == "the request with seq_id 1 never arrived"
+    assert log.take_poisoned() == "the request with seq_id 1 never arrived"
     assert not log.accepts(1)
     assert log.refused_since(1) is None
 

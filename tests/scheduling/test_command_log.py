@@ -1,4 +1,4 @@
-"""Order of one model's commands: by seq_id whatever the arrival order, with holes bridged by the rules."""
+"""Order of one model's commands: by seq_id whatever the arrival order, with gaps skipped by the rules."""
 
 import pytest
 from hypothesis import given
@@ -22,7 +22,7 @@ def test_chunks_run_in_seq_id_order_whatever_the_arrival_order(order: list[int])
         log.add(seq_id, f"c{seq_id}", chunk=True, now=0)
         taken += drain(log)
     assert taken == [f"c{i}" for i in range(1, 9)]
-    assert log.take_spoiled() is None
+    assert log.take_poisoned() is None
 
 
 def test_first_chunk_last_as_the_sdk_sends_them() -> None:
@@ -34,7 +34,7 @@ def test_first_chunk_last_as_the_sdk_sends_them() -> None:
     assert drain(log) == ["a", "b", "c"]
 
 
-def test_hole_is_bridged_at_once_by_an_operation_that_is_not_forward_backward() -> None:
+def test_gap_is_skipped_at_once_by_an_operation_that_is_not_forward_backward() -> None:
     log: CommandLog[str] = CommandLog()
     log.add(2, "gradient", chunk=True, now=0)
     assert drain(log) == []
@@ -42,7 +42,7 @@ def test_hole_is_bridged_at_once_by_an_operation_that_is_not_forward_backward() 
     assert drain(log) == ["gradient", "step"]
 
 
-def test_hole_below_forward_backward_waits_until_patience_ends() -> None:
+def test_gap_below_forward_backward_waits_until_patience_ends() -> None:
     log: CommandLog[str] = CommandLog(patience=360)
     log.add(2, "late chunk", chunk=True, now=100)
     assert log.deadline() == 460
@@ -51,7 +51,7 @@ def test_hole_below_forward_backward_waits_until_patience_ends() -> None:
     assert log.deadline() is None
 
 
-def test_bridged_id_is_closed() -> None:
+def test_skipped_id_is_closed() -> None:
     log: CommandLog[str] = CommandLog()
     log.add(5, "step", chunk=False, now=0)
     assert drain(log) == ["step"]
@@ -59,16 +59,16 @@ def test_bridged_id_is_closed() -> None:
     assert log.accepts(6)
 
 
-def test_bridged_hole_spoils_the_gradient_of_the_next_step_and_of_that_alone() -> None:
+def test_skipped_gap_poisons_the_gradient_of_the_next_step_and_of_that_alone() -> None:
     log: CommandLog[str] = CommandLog()
     log.add(1, "gradient", chunk=True, now=0)
     log.add(4, "step", chunk=False, now=0)
     assert drain(log) == ["gradient", "step"]
-    assert log.take_spoiled() == "the request with seq_id 2 to 3 never arrived"
+    assert log.take_poisoned() == "the request with seq_id 2 to 3 never arrived"
     log.add(5, "gradient", chunk=True, now=0)
     log.add(6, "step", chunk=False, now=0)
     assert drain(log) == ["gradient", "step"]
-    assert log.take_spoiled() is None
+    assert log.take_poisoned() is None
 
 
 @pytest.mark.parametrize("seq_id", [1, 2])

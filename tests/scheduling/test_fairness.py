@@ -1,44 +1,51 @@
 """Deficit round robin by itself: whose turn it is, what a batch takes, what is paid for."""
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tinker_local.backend.scheduling.fairness import FairQueue, Offer, gradient_cost
-
-STEP = Offer(10, 0)
+from tinker_local.backend.scheduling.fairness import FairQueue, gradient_cost
 
 
-def gradient(cost: int) -> Offer:
-    return Offer(cost, cost)
+class Command(NamedTuple):
+    cost: int
+    positions: int
+
+
+STEP = Command(10, 0)
+
+
+def gradient(cost: int) -> Command:
+    return Command(cost, cost)
 
 
 @dataclass(eq=False)
 class Model:
     session_id: str
-    offers: list[Offer] = field(default_factory=list)
+    offers: list[Command] = field(default_factory=list)
     ready: bool = True
 
     @property
     def idle(self) -> bool:
         return not self.offers
 
-    def offer(self) -> Offer | None:
+    def offer(self) -> Command | None:
         return self.offers[0] if self.offers and self.ready else None
 
-    def take(self) -> tuple["Model", Offer]:
+    def take(self) -> tuple["Model", Command]:
         return self, self.offers.pop(0)
 
 
-def queue(quantum: int, *models: Model) -> FairQueue[tuple[Model, Offer]]:
-    made: FairQueue[tuple[Model, Offer]] = FairQueue(quantum)
+def queue(quantum: int, *models: Model) -> FairQueue[tuple[Model, Command]]:
+    made: FairQueue[tuple[Model, Command]] = FairQueue(quantum)
     for model in models:
         made.add(model)
     return made
 
 
-def costs(batch: list[tuple[Model, Offer]], model: Model) -> int:
+def costs(batch: list[tuple[Model, Command]], model: Model) -> int:
     return sum(offer.cost for whose, offer in batch if whose is model)
 
 
@@ -84,7 +91,7 @@ def test_unready_model_is_passed_over_and_first_when_it_is_ready() -> None:
 
 
 def test_session_in_debt_pays_before_it_runs_another_step_and_its_gradients_go_on() -> None:
-    saves, gradients = Model("s", [Offer(60, 0)] * 50), Model("s", [gradient(100)] * 5)
+    saves, gradients = Model("s", [Command(60, 0)] * 50), Model("s", [gradient(100)] * 5)
     fair = queue(100, saves, gradients)
     steps = []
     while gradients.offers:
@@ -123,12 +130,12 @@ def test_everything_is_taken_once_in_order_and_in_budget(
 ) -> None:
     """Costs that are multiples of seven are steps."""
     models = [
-        Model(f"s{at}", [Offer(cost, 0) if cost % 7 == 0 else gradient(cost) for cost in commands])
+        Model(f"s{at}", [Command(cost, 0) if cost % 7 == 0 else gradient(cost) for cost in commands])
         for at, session in enumerate(sessions)
         for commands in session
     ]
     wanted = {id(model): list(model.offers) for model in models}
-    taken: dict[int, list[Offer]] = {id(model): [] for model in models}
+    taken: dict[int, list[Command]] = {id(model): [] for model in models}
     fair = queue(quantum, *models)
     while True:
         while (step := fair.take_step()) is not None:

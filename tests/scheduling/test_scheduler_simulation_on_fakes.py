@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
-from tinker_local.backend.scheduling.admission import Bounds, Load
+from tinker_local.backend.scheduling.command_log import Bounds, Load
 from tinker_local.backend.scheduling.model_queue import COPY_COST
 from tinker_local.types import GoneError, InvalidRequestError
 from traffic import UNBOUNDED, Model, Sent, World, lock_step, outcome, pipelined
@@ -35,7 +35,7 @@ def simulate(seed: int, bounds: Bounds) -> World:
         clients = []
         for session in range(rng.randint(1, 5)):
             for _ in range(rng.choice([1, 1, 2, 6])):
-                model = world.open(f"s{session}", hole_patience=rng.choice([0.2, 5.0]))
+                model = world.open(f"s{session}", gap_patience=rng.choice([0.2, 5.0]))
                 client = rng.choice([pipelined, pipelined, lock_step])
                 clients.append(client(world, model, rng, steps=rng.randint(1, 12), largest=rng.choice([50, LARGEST])))
                 if rng.random() < 0.1:

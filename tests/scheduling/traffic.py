@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
-from tinker_local.backend.scheduling.admission import Bounds, Load
+from tinker_local.backend.scheduling.command_log import Bounds, Load
 from tinker_local.backend.scheduling.fairness import gradient_cost
 from tinker_local.backend.scheduling.memory_sharing import MemorySharing
 from tinker_local.backend.scheduling.model_queue import COPY_COST, GradientCommand, ModelQueue, StepCommand
@@ -84,9 +84,9 @@ class World:
 
     # Models and commands ---------------------------------------------------------------------------------------------
 
-    def open(self, session_id: str, *, hole_patience: float = 360.0, released: bool = True) -> Model:
+    def open(self, session_id: str, *, gap_patience: float = 360.0, released: bool = True) -> Model:
         """A model; one that is not `released` waits until everything begins to run, a second after `finish`."""
-        model = Model(self.scheduler.open(f"{session_id}:{len(self.models)}", session_id, hole_patience))
+        model = Model(self.scheduler.open(f"{session_id}:{len(self.models)}", session_id, gap_patience))
         if released:
             self.scheduler.release(model.queue)
         self.models.append(model)
@@ -152,7 +152,7 @@ class World:
             self.loop.took = 0.005
 
         await self.scheduler.call(run)
-        if sent.kind == "optim_step" and (reason := sent.model.queue.commands.take_spoiled()) is not None:
+        if sent.kind == "optim_step" and (reason := sent.model.queue.commands.take_poisoned()) is not None:
             raise InvalidRequestError(reason)
         sent.operation.succeed(None)
 

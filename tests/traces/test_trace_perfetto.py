@@ -1,7 +1,7 @@
 """Timelines as Perfetto's packets."""
 
+from tinker_local.backend.scheduling.operations import Stage, Timeline
 from tinker_local.backend.traces.perfetto import OwnerTrack, SessionTrace, packets
-from tinker_local.backend.traces.timelines import Stage, Timeline
 from tinker_local.types.wire.perfetto_trace_pb2 import Trace
 
 from tests.traces.trace_reading import ReadTrace, read_trace

@@ -3,10 +3,10 @@
 from typing import Any
 
 import pytest
+from tinker_local.backend.scheduling.operations import LONGEST_ERROR, Timeline
 from tinker_local.backend.traces import recorder
 from tinker_local.backend.traces.perfetto import OwnerTrack, SessionTrace, packets
 from tinker_local.backend.traces.recorder import TraceRecorder
-from tinker_local.backend.traces.timelines import LONGEST_ERROR, Timeline
 from tinker_local.types import InternalError
 
 

@@ -171,5 +171,5 @@ class BackendOptions:
     host memory until the next sample. Only with a single base model: vLLM can put one engine of a process to sleep."""
     result_retention: float = 900.0
     """Seconds for which the result of a request can be read."""
-    hole_patience: float = 360.0
+    gap_patience: float = 360.0
     """Seconds to wait for a missing `seq_id` before it is skipped."""

@@ -12,12 +12,11 @@ from typing import BinaryIO, Literal
 from tinker_local.backend.control import paths
 from tinker_local.backend.control.sessions import Sessions
 from tinker_local.backend.control.signatures import LIFETIME, Signatures
-from tinker_local.backend.scheduling.operations import as_api_error
+from tinker_local.backend.scheduling.operations import Timeline, as_api_error, clock
 from tinker_local.backend.storage.records import SessionRecord
 from tinker_local.backend.storage.store import Store
 from tinker_local.backend.traces.perfetto import OwnerTrack, SessionTrace, packets
 from tinker_local.backend.traces.recorder import KEPT_SECONDS, SessionTimelines, TraceRecorder
-from tinker_local.backend.traces.timelines import Timeline, clock
 from tinker_local.types import NotFoundError
 from tinker_local.types.wire.perfetto_trace_pb2 import Trace
 

@@ -14,7 +14,7 @@ from tinker_local.backend.control.training_runs import TrainingRuns
 from tinker_local.backend.control.ttl import check_ttl
 from tinker_local.backend.control.user_metadata import check_user_metadata
 from tinker_local.backend.options import BackendOptions
-from tinker_local.backend.scheduling.admission import Bounds, Load
+from tinker_local.backend.scheduling.command_log import Bounds, Load
 from tinker_local.backend.scheduling.model_queue import GradientCommand, StepCommand, positions
 from tinker_local.backend.scheduling.operations import Operation, OperationKind, Operations
 from tinker_local.backend.storage.names import check_checkpoint_name
@@ -83,7 +83,7 @@ class TrainingCommands:
         async def run(model: TrainedModel, operation: Operation[OptimStepOutput]) -> None:
             trainer, scheduler = model.base.engines.trainer, model.base.scheduler
             params = step_settings(request, model.optimizer)
-            if (reason := model.queue.commands.take_spoiled()) is not None:
+            if (reason := model.queue.commands.take_poisoned()) is not None:
                 await scheduler.call(trainer.discard_gradients, model.model_id)
                 raise InvalidRequestError(
                     f"the optimizer step was not taken and the gradient was discarded, because {reason}"

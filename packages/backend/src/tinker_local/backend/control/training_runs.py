@@ -85,7 +85,7 @@ class TrainingRuns:
         if model_id in self._copies:
             raise InvalidRequestError(f"model_seq_id: {model_id} is a copy; give the new model another number")
         size = self._check_limits(base, record.lora_config, optimizer)
-        queue = base.scheduler.open(model_id, record.session_id, self._options.hole_patience)
+        queue = base.scheduler.open(model_id, record.session_id, self._options.gap_patience)
         operation: Operation[dict[str, Any]] = Operation(paths.request_id(model_id, "create"), kind)
         operation.failures = base.counts.failures
         model = self._live[model_id] = TrainedModel(record, base, queue, operation, size, optimizer)

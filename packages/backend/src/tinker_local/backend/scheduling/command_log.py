@@ -1,24 +1,38 @@
-"""The order of one model's commands: by `seq_id`, whatever order they arrive in.
+"""The commands of one training run: their order, and how many may be queued.
 
-Knows nothing of asyncio, trainers or HTTP: time is passed in, and what to run is taken out. The rules:
+Knows nothing of asyncio, trainers or HTTP: time is passed in, and what to run is taken out. Order (`CommandLog`):
 
 1. Commands run in `seq_id` order, from 1. A `seq_id` that was taken again is the same command (the caller dedupes).
-2. A hole (a `seq_id` that never came) is bridged at once when a command arrives that is not a forward/backward and
-   has a higher id: the SDK sends it only after everything before it was submitted or given up. Chunks of one
-   forward/backward arrive as 2, 3, ..., 1, so a hole below a forward/backward waits, but at most `patience` seconds.
-3. A bridged id is closed: `accepts` is false for it.
-4. A bridged hole, like a failed forward/backward, spoils the gradient: the next optimizer step must fail.
-5. An id that was refused for now (there was no room) is going to be sent again: no higher command bridges it before
+2. A gap (a `seq_id` that never came) is skipped at once when a command arrives that is not a forward/backward and has a
+   higher id: the SDK sends it only after it has submitted or given up everything before. The chunks of one
+   forward/backward arrive as 2, 3, ..., 1, so a gap below a forward/backward waits, but at most `patience` seconds.
+3. A skipped id is closed: `accepts` is false for it.
+4. A skipped gap, like a failed forward/backward, poisons the gradient: the next optimizer step must fail.
+5. An id that was refused for now (there was no room) will be sent again: no higher command skips it before
    `REFUSED_PATIENCE` seconds after its last refusal.
+
+Room (`Bounds`):
+
+1. A submit beyond a bound is refused, and the client sends it again after a while, with the same `seq_id`. (The SDK
+   does: HTTP 429 with Retry-After.) Only its first refusal time is stored, so the queue waits for it like a late chunk.
+2. It is refused only while its training run has something that can run without it. So a bound cannot lock a run: what
+   is needed to continue (the first of several chunks, which the SDK sends last; a lower `seq_id` than one that was
+   taken) is always taken, and the queue of one client never keeps another's run from running.
+3. A submit is not refused for longer than `PATIENCE`. The SDK gives up after five minutes of refusals, and its training
+   client does not survive that; a queue of long requests may be full for longer.
+4. What can never fit (a single forward_backward of more bytes than the bound of all together) fails, in its place.
 """
 
 import math
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+
+from tinker_local.types import TooManyRequestsError
 
 C = TypeVar("C")
 
-HOLE_PATIENCE = 360.0
+GAP_PATIENCE = 360.0
 """Seconds to wait for a missing chunk: the SDK retries a submit for five minutes."""
 
 REFUSED_PATIENCE = 60.0
@@ -28,11 +42,11 @@ MOST_REFUSED = 4096
 """Refused ids that are remembered; a client that is refused sends a few chunks at once and then waits."""
 
 
-@dataclass(slots=True)
-class Entry(Generic[C]):
-    seq_id: int
-    command: C
-    waits_for_holes: bool
+PATIENCE = 120.0
+"""Seconds after its first refusal at which a submit is taken whatever the bounds; well below the SDK's 300."""
+
+SHORTEST_RETRY, LONGEST_RETRY = 0.5, 4.0
+"""Seconds after which a refused submit is to be sent again: half the time that it has been refused for."""
 
 
 @dataclass(slots=True)
@@ -46,14 +60,14 @@ class Refusals:
 class CommandLog(Generic[C]):
     """The commands of one model that have not run yet, in order."""
 
-    def __init__(self, patience: float = HOLE_PATIENCE) -> None:
+    def __init__(self, patience: float = GAP_PATIENCE) -> None:
         self.next_seq_id = 1
-        self._entries: dict[int, Entry[C]] = {}
+        self._entries: dict[int, C] = {}
         self._refused: dict[int, Refusals] = {}
-        self._bridge_to = 1
+        self._skip_to = 1
         self._patience = patience
-        self._hole_since: float | None = None
-        self._spoiled: str | None = None
+        self._gap_since: float | None = None
+        self._poisoned: str | None = None
 
     def __len__(self) -> int:
         """Commands that have not been taken."""
@@ -64,32 +78,32 @@ class CommandLog(Generic[C]):
         return seq_id >= self.next_seq_id and seq_id not in self._entries
 
     def add(self, seq_id: int, command: C, *, chunk: bool, now: float) -> None:
-        """Take a command that `accepts` accepted. `chunk`: a forward/backward, below which holes may still fill."""
-        self._entries[seq_id] = Entry(seq_id, command, chunk)
+        """Take a command that `accepts` accepted. `chunk`: a forward/backward, below which gaps may still fill."""
+        self._entries[seq_id] = command
         self._refused.pop(seq_id, None)
         if not chunk:
-            self._bridge_to = max(self._bridge_to, seq_id)
-        self._look_for_hole(now)
+            self._skip_to = max(self._skip_to, seq_id)
+        self._look_for_gap(now)
 
     def head(self, now: float) -> C | None:
-        """The next command in order, bridging holes that the rules say to bridge; None if there is none yet."""
+        """The next command in order, skipping gaps that the rules say to skip; None if there is none yet."""
         if not self._entries:
             return None
         if self.next_seq_id not in self._entries:
-            overdue = self._hole_since is not None and now - self._hole_since >= self._patience
-            if not self._bridged(now) and not overdue:
+            overdue = self._gap_since is not None and now - self._gap_since >= self._patience
+            if not self._skipped(now) and not overdue:
                 return None
             first = min(self._entries)
             missing = f"{self.next_seq_id}" if first == self.next_seq_id + 1 else f"{self.next_seq_id} to {first - 1}"
-            self.spoil(f"the request with seq_id {missing} never arrived")
+            self.poison(f"the request with seq_id {missing} never arrived")
             self.next_seq_id = first
-            self._hole_since = None
+            self._gap_since = None
             self._refused = {seq_id: times for seq_id, times in self._refused.items() if seq_id >= first}
-        return self._entries[self.next_seq_id].command
+        return self._entries[self.next_seq_id]
 
     def can_run(self, now: float) -> bool:
         """Whether there is a command that waits for no other to arrive."""
-        return bool(self._entries) and (self.next_seq_id in self._entries or self._bridged(now))
+        return bool(self._entries) and (self.next_seq_id in self._entries or self._skipped(now))
 
     def refuse(self, seq_id: int, now: float) -> None:
         """The command is not taken for now, and will be sent again."""
@@ -107,42 +121,127 @@ class CommandLog(Generic[C]):
         """The head has been taken to run."""
         del self._entries[self.next_seq_id]
         self.next_seq_id += 1
-        self._look_for_hole(now)
+        self._look_for_gap(now)
 
     def deadline(self) -> float | None:
-        """When a hole at the front is to be bridged, or None if there is none."""
-        if self._hole_since is None:
+        """When a gap at the front is to be skipped, or None if there is none."""
+        if self._gap_since is None:
             return None
-        deadline = self._hole_since + self._patience
+        deadline = self._gap_since + self._patience
         first = min(self._entries)
-        return min(deadline, self._refused_until(first)) if first <= self._bridge_to else deadline
+        return min(deadline, self._refused_until(first)) if first <= self._skip_to else deadline
 
     def pending(self) -> list[C]:
         """Commands that have not been taken, in order."""
-        return [self._entries[seq_id].command for seq_id in sorted(self._entries)]
+        return [self._entries[seq_id] for seq_id in sorted(self._entries)]
 
-    def spoil(self, reason: str) -> None:
+    def poison(self, reason: str) -> None:
         """The gradient added up since the last step is not what the client thinks: the next step must fail."""
-        self._spoiled = self._spoiled or reason
+        self._poisoned = self._poisoned or reason
 
-    def take_spoiled(self) -> str | None:
-        """Why the gradient is spoiled, if it is; the next window starts clean."""
-        reason, self._spoiled = self._spoiled, None
+    def take_poisoned(self) -> str | None:
+        """Why the gradient is poisoned, if it is; the next window starts clean."""
+        reason, self._poisoned = self._poisoned, None
         return reason
 
-    def _bridged(self, now: float) -> bool:
-        """Whether the hole at the front need not be waited for."""
+    def _skipped(self, now: float) -> bool:
+        """Whether the gap at the front need not be waited for."""
         first = min(self._entries)
-        return first <= self._bridge_to and self._refused_until(first) <= now
+        return first <= self._skip_to and self._refused_until(first) <= now
 
     def _refused_until(self, first: int) -> float:
         """When no refused id below `first` is waited for any longer."""
         last = (times.last for seq_id, times in self._refused.items() if seq_id < first)
         return max((when + REFUSED_PATIENCE for when in last), default=-math.inf)
 
-    def _look_for_hole(self, now: float) -> None:
+    def _look_for_gap(self, now: float) -> None:
         if self._entries and self.next_seq_id not in self._entries:
-            if self._hole_since is None:
-                self._hole_since = now
+            if self._gap_since is None:
+                self._gap_since = now
         else:
-            self._hole_since = None
+            self._gap_since = None
+
+
+# Room -----------------------------------------------------------------------------------------------------------------
+
+
+class Load(NamedTuple):
+    """Commands, and bytes of their requests, that have not been taken to run."""
+
+    commands: int = 0
+    size: int = 0
+
+
+def total(loads: Iterable[Load]) -> Load:
+    """The sum."""
+    commands = size = 0
+    for load in loads:
+        commands += load.commands
+        size += load.size
+    return Load(commands, size)
+
+
+class Queued(Protocol):
+    """A model as the bounds see it."""
+
+    @property
+    def session_id(self) -> str: ...
+
+    @property
+    def commands(self) -> CommandLog[Any]: ...
+
+    @property
+    def load(self) -> Load: ...
+
+    @property
+    def now(self) -> Callable[[], float]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """The most that may be queued for all sessions together, and for one."""
+
+    all: Load
+    session: Load
+
+    def check(self, queue: Queued, queues: Iterable[Queued], seq_id: int, size: int) -> None:
+        """TooManyRequestsError if a command of `size` bytes is not to be taken for now; `queues`: of all models."""
+        now = queue.now()
+        if not queue.commands.can_run(now):
+            return
+        loads = [(other.session_id, other.load) for other in queues]
+        reason = self._exceeded(
+            size, total(load for name, load in loads if name == queue.session_id), total(load for _, load in loads)
+        )
+        since = queue.commands.refused_since(seq_id)
+        waited = 0.0 if since is None else now - since
+        if reason is not None and waited < PATIENCE:
+            queue.commands.refuse(seq_id, now)
+            raise TooManyRequestsError(reason, retry_after=retry_after(waited))
+
+    def too_large(self, queue: Queued, seq_id: int, size: int) -> str | None:
+        """Why a gradient of `size` bytes could never run behind what its model waits with already; None if it can."""
+        waiting = 0 if seq_id == queue.commands.next_seq_id or queue.commands.can_run(queue.now()) else queue.load.size
+        if waiting + size <= self.all.size:
+            return None
+        behind = f" behind {waiting} bytes of the model that cannot run yet" if waiting else ""
+        return (
+            f"{size} bytes{behind} exceed the {self.all.size} bytes that the server queues; send fewer datums at once"
+        )
+
+    def _exceeded(self, size: int, session: Load, everything: Load) -> str | None:
+        """Which bound a command of `size` bytes would exceed, in words; None if none."""
+        for load, bound, whose in ((session, self.session, "this session"), (everything, self.all, "all sessions")):
+            if load.commands + 1 > bound.commands:
+                return f"{load.commands} training requests of {whose} are queued, the most is {bound.commands}"
+            if load.size + size > bound.size:
+                return (
+                    f"training requests of {load.size} bytes of {whose} are queued, with this one of {size} bytes "
+                    f"they would exceed the most, {bound.size} bytes"
+                )
+        return None
+
+
+def retry_after(waited: float) -> float:
+    """Seconds until a submit that has been refused for `waited` seconds is to be sent again."""
+    return min(LONGEST_RETRY, max(SHORTEST_RETRY, waited / 2))

@@ -26,17 +26,21 @@ alone is half of both.
 from collections import OrderedDict
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 
 
-class Offer(NamedTuple):
-    """What a model could run now. `positions` 0: no gradient, it shares no batch. `cost` >= 1."""
+class Cost(Protocol):
+    """A command as fairness sees it: its `cost`, at least 1, and its `positions`, 0 if it is not a gradient and so does
+    not share a batch."""
 
-    cost: int
-    positions: int
+    @property
+    def cost(self) -> int: ...
+
+    @property
+    def positions(self) -> int: ...
 
 
 class Member(Protocol[T_co]):
@@ -50,8 +54,8 @@ class Member(Protocol[T_co]):
     def idle(self) -> bool:
         """Whether nothing at all is queued for it."""
 
-    def offer(self) -> Offer | None:
-        """What could run now; None if nothing can: nothing is queued, or it is not ready."""
+    def offer(self) -> Cost | None:
+        """The command that could run now; None if nothing is queued or it is not ready."""
 
     def take(self) -> T_co:
         """Take what is offered: `offer` is then about what follows it."""
@@ -72,14 +76,14 @@ class _Session(Generic[T]):
     on_turn: bool = False
     models: OrderedDict[int, Member[T]] = field(default_factory=OrderedDict)
 
-    def gradient(self, besides: Collection[int] = ()) -> tuple[Member[T], Offer] | None:
+    def gradient(self, besides: Collection[int] = ()) -> tuple[Member[T], Cost] | None:
         """Of the models with a gradient the one whose turn it is; `besides` those with these `id`s."""
         for key, model in self.models.items():
             if key not in besides and (offer := gradient_of(model)) is not None:
                 return model, offer
         return None
 
-    def step(self) -> tuple[Member[T], Offer] | None:
+    def step(self) -> tuple[Member[T], Cost] | None:
         """A model with something at its head that is no gradient."""
         for model in self.models.values():
             if (offer := model.offer()) is not None and not offer.positions:
@@ -180,7 +184,7 @@ class FairQueue(Generic[T]):
         return [name for name in self._ring if name in turns]
 
 
-def gradient_of(model: Member[T]) -> Offer | None:
+def gradient_of(model: Member[T]) -> Cost | None:
     """What a model has for a batch now."""
     offer = model.offer()
     return offer if offer is not None and offer.positions else None

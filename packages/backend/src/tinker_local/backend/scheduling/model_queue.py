@@ -3,18 +3,21 @@
 import asyncio
 import heapq
 import logging
+from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from tinker_local.backend.scheduling.admission import Load
-from tinker_local.backend.scheduling.command_log import CommandLog
-from tinker_local.backend.scheduling.fairness import Offer, gradient_cost
+from tinker_local.backend.scheduling.command_log import CommandLog, Load
+from tinker_local.backend.scheduling.fairness import gradient_cost
 from tinker_local.backend.scheduling.operations import Operation, as_api_error
 from tinker_local.backend.training.interface import TrainDatum, TrainWork
 from tinker_local.types import ApiError, ForwardBackwardOutput, GoneError
 
 log = logging.getLogger(__name__)
+
+AT_ONCE = 4
+"""Preparations that are under way at once: twice the threads that do them, so that none of those ever waits."""
 
 OPTIM_STEP_COST, COPY_COST = 128, 1024
 """What steps cost, in positions through forward and backward: milliseconds of a GPU that trains some ten thousand
@@ -59,6 +62,11 @@ class GradientCommand:
         assert self.prepared is not None
         return self.prepared.result()
 
+    @property
+    def cost(self) -> int:
+        """In positions through forward and backward; only if `ready` and without `error`."""
+        return gradient_cost(self.positions, backward=self.work.backward)
+
 
 @dataclass(slots=True, eq=False)
 class StepCommand:
@@ -67,6 +75,10 @@ class StepCommand:
     operation: Operation[Any]
     run: Callable[[], Awaitable[None]]
     size: int = 0
+
+    @property
+    def positions(self) -> int:
+        return 0
 
     @property
     def cost(self) -> int:
@@ -145,15 +157,15 @@ class ModelQueue:
     def idle(self) -> bool:
         return len(self.commands) == 0
 
-    def offer(self) -> Offer | None:
+    def offer(self) -> Command | None:
         """The command at the head, if it is ready; what could not be prepared fails here, in its place."""
         while self.runs and (command := self.commands.head(self.now())) is not None:
             if isinstance(command, StepCommand):
-                return Offer(command.cost, 0)
+                return command
             if not command.ready:
                 return None
             if (error := command.error) is None:
-                return Offer(gradient_cost(command.positions, backward=command.work.backward), command.positions)
+                return command
             self.take()
             if not isinstance(error, ApiError):
                 log.error("%s failed", command.operation.request_id, exc_info=error)
@@ -174,7 +186,7 @@ class ModelQueue:
     def fail(self, command: GradientCommand, error: ApiError) -> None:
         """A gradient failed; if it was one that adds up, the next optimizer step must not be taken."""
         if command.operation.kind == "forward_backward":
-            self.commands.spoil(f"{command.operation.request_id} failed: {error}")
+            self.commands.poison(f"{command.operation.request_id} failed: {error}")
         command.operation.fail(error)
 
     # Preparing -------------------------------------------------------------------------------------------------------
@@ -207,3 +219,47 @@ class ModelQueue:
         command.prepared = asyncio.create_task(prepare())
         command.prepared.add_done_callback(done)
         return command.prepared
+
+
+class Preparations:
+    """Starts the preparation of gradients.
+
+    What is prepared (pixels above all) takes more memory than what was sent, and whoever sends much must not keep the
+    threads from others. So sessions take turns, in each its models do, and a model has ready what it could put into
+    one call of `ahead` positions, and one gradient more, so that its session always has something to take.
+    """
+
+    def __init__(self, ahead: int) -> None:
+        self._ahead = ahead
+        self._under_way = 0
+        self._sessions: OrderedDict[str, OrderedDict[int, ModelQueue]] = OrderedDict()
+
+    def add(self, queue: ModelQueue) -> None:
+        self._sessions.setdefault(queue.session_id, OrderedDict())[id(queue)] = queue
+
+    def remove(self, queue: ModelQueue) -> None:
+        """Unknown queues are ignored."""
+        models = self._sessions.get(queue.session_id, OrderedDict())
+        if models.pop(id(queue), None) is not None and not models:
+            del self._sessions[queue.session_id]
+
+    def start(self) -> list[asyncio.Task[TrainWork]]:
+        """Start as many as there is room for; `start` again when one of them is done."""
+        started = []
+        while self._under_way < AT_ONCE and (queue := self._next()) is not None:
+            self._under_way += 1
+            started.append(queue.prepare())
+            started[-1].add_done_callback(self._done)
+        return started
+
+    def _done(self, task: asyncio.Task[TrainWork]) -> None:
+        self._under_way -= 1
+
+    def _next(self) -> ModelQueue | None:
+        for session_id, models in self._sessions.items():
+            for queue in models.values():
+                if queue.next_unprepared(self._ahead):
+                    models.move_to_end(id(queue))
+                    self._sessions.move_to_end(session_id)
+                    return queue
+        return None

@@ -5,18 +5,18 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-from tinker_local.backend.scheduling.command_log import HOLE_PATIENCE, CommandLog
+from tinker_local.backend.scheduling.command_log import GAP_PATIENCE, CommandLog
 from tinker_local.backend.scheduling.fairness import FairQueue, gradient_of
 from tinker_local.backend.scheduling.memory_sharing import MemorySharing
 from tinker_local.backend.scheduling.model_queue import (
     Command,
     GradientCommand,
     ModelQueue,
+    Preparations,
     StepCommand,
     Taken,
 )
 from tinker_local.backend.scheduling.operations import Operation, as_api_error
-from tinker_local.backend.scheduling.preparations import Preparations
 from tinker_local.backend.scheduling.queue_states import ACTIVE, QueueState, training_state
 from tinker_local.backend.training.interface import TrainResult, TrainWork
 from tinker_local.types import ApiError, ForwardBackwardOutput, TensorData
@@ -91,9 +91,9 @@ class TrainScheduler:
         """Run a trainer's method in the trainer's thread."""
         return await self._memory_sharing.call(function, *args, **kwargs)
 
-    def open(self, model_id: str, session_id: str, hole_patience: float = HOLE_PATIENCE) -> ModelQueue:
+    def open(self, model_id: str, session_id: str, gap_patience: float = GAP_PATIENCE) -> ModelQueue:
         """A queue for a new model; what is submitted to it waits until `release`."""
-        queue = ModelQueue(model_id, session_id, CommandLog(hole_patience), self._loop.time)
+        queue = ModelQueue(model_id, session_id, CommandLog(gap_patience), self._loop.time)
         self._open.add(queue)
         self._queues.add(queue)
         self._preparations.add(queue)
@@ -159,7 +159,7 @@ class TrainScheduler:
         if self._waits_for_company():
             return ran
         batch = self._queues.take_batch(self._batch_tokens)
-        self._prepare()  # there is room now, and a bridged hole may have made another command the first in order
+        self._prepare()  # there is room now, and a skipped gap may have made another command the first in order
         if batch:
             await self._run_gradients(batch)
         return ran or bool(batch) or self._queues.steps_wait()

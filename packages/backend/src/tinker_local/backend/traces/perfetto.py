@@ -10,7 +10,7 @@ from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count, pairwise
 
-from tinker_local.backend.traces.timelines import Timeline
+from tinker_local.backend.scheduling.operations import Timeline
 from tinker_local.types.wire.perfetto_trace_pb2 import (
     ClockSnapshot,
     CounterDescriptor,

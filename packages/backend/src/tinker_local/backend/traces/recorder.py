@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 
 from tinker_local.backend.control import paths
-from tinker_local.backend.traces.timelines import Timeline
+from tinker_local.backend.scheduling.operations import Timeline
 
 MOST_TRAINING, MOST_SAMPLES = 8192, 16384
 """Operations of one session that are kept, the newest of each sort: samples, which are many, push out no training."""

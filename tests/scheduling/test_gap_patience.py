@@ -1,13 +1,13 @@
 """Promise 12: a missing chunk is waited for as long as the SDK may still send it, by default 360 seconds."""
 
 from tinker_local.backend.options import BackendOptions
-from tinker_local.backend.scheduling.command_log import HOLE_PATIENCE, CommandLog
+from tinker_local.backend.scheduling.command_log import GAP_PATIENCE, CommandLog
 
 SDK_RETRIES_SECONDS = 300
 
 
 def test_default_patience_outlasts_the_sdks_retries() -> None:
-    assert BackendOptions().hole_patience == HOLE_PATIENCE == 360 > SDK_RETRIES_SECONDS
+    assert BackendOptions().gap_patience == GAP_PATIENCE == 360 > SDK_RETRIES_SECONDS
     log: CommandLog[str] = CommandLog()
     log.add(2, "chunk", chunk=True, now=0)
     assert log.deadline() == 360
