@@ -1,8 +1,8 @@
 """`FakeTower`: what a vision tower would have to do, counted."""
 
 import threading
-from collections import OrderedDict
 
+from cachetools import LRUCache
 from tinker_local.backend.rendering.interface import RenderedInput
 
 KEPT_IMAGES = 1024
@@ -16,7 +16,7 @@ class FakeTower:
 
     def __init__(self) -> None:
         self.images_encoded = 0
-        self._kept: OrderedDict[str, None] = OrderedDict()
+        self._kept: LRUCache[str, None] = LRUCache(KEPT_IMAGES)
         self._lock = threading.Lock()
 
     def encode(self, rendered: RenderedInput) -> None:
@@ -26,6 +26,3 @@ class FakeTower:
                 content_hash = placement.image.content_hash
                 self.images_encoded += content_hash not in self._kept
                 self._kept[content_hash] = None
-                self._kept.move_to_end(content_hash)
-                if len(self._kept) > KEPT_IMAGES:
-                    self._kept.popitem(last=False)

@@ -4,10 +4,10 @@ import hashlib
 import io
 import threading
 import warnings
-from collections import OrderedDict
 
 import numpy as np
 import numpy.typing as npt
+from cachetools import LRUCache
 from tinker_local.backend.fakes.model import FakeModel
 from tinker_local.backend.rendering.interface import ImagePlacement, RenderedImage, RenderedInput
 from tinker_local.types import (
@@ -29,7 +29,7 @@ class FakeRenderer:
 
     def __init__(self, model: FakeModel) -> None:
         self._model = model
-        self._images: OrderedDict[str, RenderedImage] = OrderedDict()
+        self._images: LRUCache[str, RenderedImage] = LRUCache(CACHED_IMAGES)
         self._lock = threading.Lock()
         self.images_processed = 0
 
@@ -68,9 +68,6 @@ class FakeRenderer:
             if image is None:
                 image = self._images[content_hash] = _process(chunk.data, content_hash, where)
                 self.images_processed += 1
-            self._images.move_to_end(content_hash)
-            if len(self._images) > CACHED_IMAGES:
-                self._images.popitem(last=False)
         if chunk.expected_tokens not in (None, image.num_tokens):
             raise InvalidRequestError(
                 f"{where}.expected_tokens: the client counts {chunk.expected_tokens} tokens for this image, "

@@ -1,11 +1,11 @@
 """Processed images by content hash: each processed once, however many threads ask, and kept while there is room."""
 
 import threading
-from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 
+from cachetools import LRUCache
 from tinker_local.backend.rendering.interface import RenderedImage
 
 
@@ -24,10 +24,8 @@ class ImageCache:
     """
 
     def __init__(self, capacity_bytes: int) -> None:
-        self._capacity = capacity_bytes
-        self._kept: OrderedDict[str, SizedImage] = OrderedDict()
+        self._kept: LRUCache[str, SizedImage] = LRUCache(capacity_bytes, getsizeof=lambda sized: sized.num_bytes)
         self._in_work: dict[str, Future[RenderedImage]] = {}
-        self._bytes = 0
         self._lock = threading.Lock()
         self.images_processed = 0
 
@@ -35,7 +33,6 @@ class ImageCache:
         """The image, by `make` if it is new; whoever asks meanwhile waits for it, or for the error of `make`."""
         with self._lock:
             if content_hash in self._kept:
-                self._kept.move_to_end(content_hash)
                 return self._kept[content_hash].image
             waiting = self._in_work.get(content_hash)
             if waiting is None:
@@ -51,16 +48,8 @@ class ImageCache:
             raise
         with self._lock:
             del self._in_work[content_hash]
-            self._keep(content_hash, sized)
+            if sized.num_bytes <= self._kept.maxsize:
+                self._kept[content_hash] = sized
             self.images_processed += 1
         mine.set_result(sized.image)
         return sized.image
-
-    def _keep(self, content_hash: str, sized: SizedImage) -> None:
-        if sized.num_bytes > self._capacity:
-            return
-        self._kept[content_hash] = sized
-        self._bytes += sized.num_bytes
-        while self._bytes > self._capacity:
-            _, dropped = self._kept.popitem(last=False)
-            self._bytes -= dropped.num_bytes

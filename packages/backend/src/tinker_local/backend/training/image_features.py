@@ -1,9 +1,9 @@
 """Features of images, computed once per image while there is room: the vision tower is frozen, so they never change."""
 
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
 import torch
+from cachetools import LRUCache
 from tinker_local.backend.families.interface import ImageFeatures
 from tinker_local.backend.rendering.interface import RenderedImage
 
@@ -17,10 +17,8 @@ class ImageFeatureCache:
 
     def __init__(self, encode: Callable[[Sequence[RenderedImage]], ImageFeatures], max_bytes: int) -> None:
         self._encode = encode
-        self._max_bytes = max_bytes
-        self._bytes = 0
         self.images_encoded = 0
-        self._kept: OrderedDict[str, ImageFeatures] = OrderedDict()
+        self._kept: LRUCache[str, ImageFeatures] = LRUCache(max_bytes, getsizeof=_bytes)
 
     def features(self, images: Sequence[RenderedImage]) -> ImageFeatures:
         """Features of `images` (distinct) in order, all rows one behind the other."""
@@ -31,18 +29,10 @@ class ImageFeatureCache:
             self.images_encoded += len(new)
         parts = [part for part in found.values() if part is not None]
         for content_hash, part in zip(found, parts, strict=True):
-            self._keep(content_hash, part)
+            if _bytes(part) <= self._kept.maxsize:
+                self._kept[content_hash] = part
         levels = zip(*(part.deepstack for part in parts), strict=True)
         return ImageFeatures(torch.cat([part.embeds for part in parts]), tuple(torch.cat(level) for level in levels))
-
-    def _keep(self, content_hash: str, features: ImageFeatures) -> None:
-        if content_hash not in self._kept:
-            self._bytes += _bytes(features)
-        self._kept[content_hash] = features
-        self._kept.move_to_end(content_hash)
-        while self._bytes > self._max_bytes:
-            _, oldest = self._kept.popitem(last=False)
-            self._bytes -= _bytes(oldest)
 
 
 def _apart(features: ImageFeatures, images: Sequence[RenderedImage]) -> dict[str, ImageFeatures]:
