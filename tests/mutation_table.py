@@ -53,6 +53,7 @@ STORE = "tests/storage/test_storage_checkpoints.py::"
 VALUES = "tests/types/test_types_values.py::"
 VERSIONS = "tests/storage/test_storage_versions.py::"
 SIDE_BY_SIDE = "tests/training/test_adapters_side_by_side.py::"
+RULES = "tests/training/test_attention_rules.py::test_each_segment_attends_as_in_transformers_alone"
 AUTOGRAD = "tests/training/test_engine_against_autograd.py::test_values_and_gradients_equal_transformers_with_autograd"
 THROUGH_THE_SDK = "tests/training/test_training_through_the_sdk_on_fakes.py::"
 GOLDEN = "tests/training/test_golden_curve.py::test_the_loss_curve_equals_the_stored_one"
@@ -226,7 +227,7 @@ MUTATIONS = (
     Mutation(
         "gspo-ratio-of-a-chunk",
         "backend/training/lm_head.py",
-        "np.union1d(np.setdiff1d(targets.rows, active_rows), targets.rows[targets.early])",
+        "np.union1d(np.setdiff1d(targets.rows, active_rows), targets.rows[targets.prepass])",
         "np.setdiff1d(targets.rows, active_rows)",
         (AUTOGRAD,),
     ),
@@ -373,8 +374,8 @@ MUTATIONS = (
     Mutation(
         "flags-of-lora-ignored",
         "backend/training/lora.py",
-        "return config.train_attn if name in _ATTENTION else config.train_mlp",
-        "return True",
+        '"attn": config.train_attn',
+        '"attn": True',
         (ADAPTER_STATE + "test_flags_decide_what_trains",),
     ),
     Mutation(
@@ -399,20 +400,34 @@ MUTATIONS = (
         (ADAPTER_STATE + "test_a_new_adapter_is_the_base_model",),
     ),
     Mutation(
-        "vision-tower-trained",
-        "backend/training/lora.py",
-        '(path.startswith(f"{decoder_path}.") and path.rsplit(".", 1)[-1] in projections)',
-        'path.rsplit(".", 1)[-1] in projections',
-        (PEFT + "test_files_have_the_names_of_transformers_modules[qwen2_5_vl]",),
-    ),
-    Mutation(
         "recomputed-without-adapters",
-        "backend/training/decoder/layer.py",
-        "kept.h_down = self._down.down(self._context.kernels.swiglu(_there(kept.gate_up)))",
-        "kept.h_down = 0 * self._down.down(self._context.kernels.swiglu(_there(kept.gate_up)))",
+        "backend/training/decoders/written_out/mlp_block.py",
+        "self.h_down = low_rank.down(self.context.kernels.swiglu(there(self.gate_up)))",
+        "self.h_down = 0 * low_rank.down(self.context.kernels.swiglu(there(self.gate_up)))",
         (PACKING + "test_layers_computed_again_give_the_same_gradients",),
     ),
     # Trainer: packing and failures ----------------------------------------------------------------------------------
+    Mutation(
+        "window-ignored",
+        "backend/training/attention.py",
+        "(distance < 0) | (distance >= rule.window)",
+        "distance < 0",
+        (RULES,),
+    ),
+    Mutation(
+        "soft-cap-without-its-derivative",
+        "backend/training/attention.py",
+        "grad_scores *= 1 - capped * capped",
+        "grad_scores *= 1",
+        (RULES,),
+    ),
+    Mutation(
+        "sinks-without-a-share",
+        "backend/training/attention.py",
+        "torch.cat([scores, sinks], -1).softmax(-1)[..., :-1]",
+        "scores.softmax(-1)",
+        (RULES,),
+    ),
     Mutation(
         "one-segment-for-all",
         "backend/training/embedding.py",
@@ -429,14 +444,14 @@ MUTATIONS = (
     ),
     Mutation(
         "columns-of-other-adapters-count",
-        "backend/training/decoder/lora_batch.py",
+        "backend/training/lora_batch.py",
         "h if self.others is None else",
         "h if True else",
         (SIDE_BY_SIDE + "test_ranks_and_flags_of_all_kinds_in_one_micro_batch_equal_each_alone",),
     ),
     Mutation(
         "other-adapters-multiplied-by-zero",
-        "backend/training/decoder/lora_batch.py",
+        "backend/training/lora_batch.py",
         "h.masked_fill_(self.others[:, None], 0)",
         "h.mul_(~self.others[:, None])",
         (SIDE_BY_SIDE + "test_weights_that_broke_leave_the_others_in_their_products_alone",),
@@ -457,14 +472,14 @@ MUTATIONS = (
     ),
     Mutation(
         "scale-forgotten-in-the-gradient",
-        "backend/training/decoder/lora_batch.py",
+        "backend/training/lora_batch.py",
         "columns.start : columns.stop], alpha=adapter.scale)",
         "columns.start : columns.stop])",
         (PEFT + "test_values_and_gradients_equal_peft[qwen3-attention-float32-1e-05]",),
     ),
     Mutation(
         "residual-without-gradient",
-        "backend/training/decoder/kernels.py",
+        "backend/training/kernels.py",
         "return residual + _norm_backward(",
         "return 0 * residual + _norm_backward(",
         (PEFT + "test_values_and_gradients_equal_peft[qwen3-attention-float32-1e-05]", GOLDEN),

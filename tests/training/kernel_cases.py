@@ -5,7 +5,7 @@ program this file runs all cases on the CPU.
 """
 
 import torch
-from tinker_local.backend.training.decoder.kernels import TorchKernels
+from tinker_local.backend.training.kernels import TorchKernels
 
 SHAPES = [
     (5, 48, 3, 16),
@@ -33,7 +33,7 @@ def check_kernels(
     device: str, rows: int, width: int, heads: int, size: int, *, has_norm: bool, relative: float = 5e-3
 ) -> None:
     """In bfloat16 against float32 of the same numbers: within a rounding or two of the output."""
-    from tinker_local.backend.training.decoder.triton_kernels import TritonKernels
+    from tinker_local.backend.training.triton_kernels import TritonKernels
 
     generator = torch.Generator(device).manual_seed(rows)
 
@@ -79,7 +79,7 @@ def check_kernels(
 def check_logsumexp(device: str, row: str, width: int) -> None:
     """A row that is not finite gives a sum that is not finite, wherever in it the culprit stands: a logprob must not
     come out of the numbers that are left."""
-    from tinker_local.backend.training.decoder.triton_kernels import TritonKernels
+    from tinker_local.backend.training.triton_kernels import TritonKernels
 
     logits = torch.zeros(3, width, device=device).to(torch.bfloat16)
     at = width - 4 if row.endswith("later") else 0

@@ -88,10 +88,10 @@ def test_a_micro_batch_has_no_more_ranks_than_its_bound(make, monkeypatch):
 def test_joined_weights_are_the_models_own(model_path):
     """Joining projections costs no memory: the modules' weights are views of the joined ones."""
     loaded = load_model(str(model_path("qwen3")), "float32", "cpu")
-    layer, weights = loaded.model.model.layers[0], loaded.decoder.layers[0]
+    layer, (attention, mlp) = loaded.model.model.layers[0], loaded.decoder.layers[0]
     for joined, modules in (
-        (weights.qkv, (layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj)),
-        (weights.gate_up, (layer.mlp.gate_proj, layer.mlp.up_proj)),
+        (attention.qkv, (layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj)),
+        (mlp.gate_up, (layer.mlp.gate_proj, layer.mlp.up_proj)),
     ):
         assert torch.equal(joined, torch.cat([module.weight for module in modules]))
         assert modules[0].weight.data_ptr() == joined.data_ptr()
@@ -109,7 +109,7 @@ def test_a_decoder_of_another_kind_is_refused_by_name(model_path, tmp_path):
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "hidden_act": "gelu"}))
     with pytest.raises(UnsupportedError, match="hidden_act 'gelu'"):
-        load_model(str(folder), "float32", "cpu")
+        load_model(str(folder), "float32", "cpu", "written-out")
 
 
 def test_scores_beyond_the_rank_bound_train_in_turn(many, make, gradients, assert_close, monkeypatch):

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from tinker_local.backend.training.decoder.recomputation import Keep
 from tinker_local.backend.training.interface import TrainDatum, TrainWork
+from tinker_local.backend.training.recompute_policy import Keep
 
 FAMILIES = ("qwen3", "qwen2_5_vl", "qwen3_vl")
 
@@ -119,11 +119,11 @@ def test_layers_computed_again_give_the_same_gradients(trainer, make, add_adapte
 
 def record_plans(ours):
     """What each layer keeps, of each micro-batch that follows."""
-    plans, original = [], ours._runner._plan
+    plans, original = [], ours._runner._policy
 
     def record(packed, batch):
         plans.append(original(packed, batch))
         return plans[-1]
 
-    ours._runner._plan = record
+    ours._runner._policy = record
     return plans

@@ -6,8 +6,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from tinker_local.backend.training.decoder.lora_batch import LoraBatch
+from tinker_local.backend.training.decoders.written_out.layers import WrittenOutPass
 from tinker_local.backend.training.interface import TrainResult, TrainWork
+from tinker_local.backend.training.lora_batch import LoraBatch
 from tinker_local.backend.training.loss_specs import LOSS_SPECS
 from tinker_local.types import AdamParams, InternalError, InvalidRequestError, NotEnoughMemoryError, NotFoundError
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -403,11 +404,11 @@ def out_of_memory_above(ours, monkeypatch, positions):
     tried = []
     original = ours._runner._decoder.forward
 
-    def forward(inputs, lora, keeps):
-        tried.append(len(inputs.embeds))
+    def forward(row, lora, policy):
+        tried.append(len(row.embeds))
         if tried[-1] > positions:
             raise torch.OutOfMemoryError("CUDA out of memory")
-        return original(inputs, lora, keeps)
+        return original(row, lora, policy)
 
     monkeypatch.setattr(ours._runner._decoder, "forward", forward)
     return tried
@@ -466,15 +467,16 @@ def test_memory_that_runs_out_in_the_backward_leaves_nothing_half_done(
     run(ours, work)
     expected = gradients(ours, "a")
     ours.discard_gradients("a")
-    original, calls = ours._runner._decoder.backward, []
+    original, calls = WrittenOutPass.backward, []
 
     def backward(done, grad):
         calls.append(len(grad))
-        original(done, grad)
+        embeds_grad = original(done, grad)
         if len(calls) == 1:
             raise torch.OutOfMemoryError("CUDA out of memory")
+        return embeds_grad
 
-    monkeypatch.setattr(ours._runner._decoder, "backward", backward)
+    monkeypatch.setattr(WrittenOutPass, "backward", backward)
     run(ours, work)
     assert len(calls) > 1
     assert_close(gradients(ours, "a"), expected, 1e-6)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from kernel_cases import ROWS, SHAPES, check_kernels, check_logsumexp
-from tinker_local.backend.training.attention import Segments, attend, attend_backward
+from tinker_local.backend.training.attention import AttentionRule, Segments, attend, attend_backward
 from tinker_local.backend.training.interface import TrainResult, TrainWork
 from tinker_local.backend.training.loss_specs import LOSS_SPECS
 from tinker_local.types import AdamParams
@@ -39,10 +39,10 @@ def test_variable_length_attention_equals_float32(kv_heads):
     weights = torch.randn(shapes[0], generator=generator, device="cuda")
     outputs, gradients = [], []
     for qkv in (short, exact):
-        output, logsumexp = attend(*qkv, segments, 0.2)
+        output, logsumexp = attend(*qkv, segments, AttentionRule(0.2))
         assert (logsumexp is not None) == (qkv is short), "float32 has no flash kernel"
         grad = weights.to(output.dtype)
-        gradients.append(attend_backward(grad, *qkv, output, logsumexp, segments, 0.2))
+        gradients.append(attend_backward(grad, *qkv, output, logsumexp, segments, AttentionRule(0.2)))
         outputs.append(output.float())
     torch.testing.assert_close(*outputs, atol=3e-2, rtol=3e-2)
     for ours, expected in zip(*gradients, strict=True):
@@ -64,9 +64,17 @@ def test_logits_that_are_no_numbers_are_not_left_out_of_the_sum(row, width):
 
 @pytest.mark.parametrize("heads", [3, 28])
 @pytest.mark.parametrize("size", [8, 40, 72, 80, 96, 256, 20])
-def test_attention_takes_head_sizes_of_all_kinds(heads, size):
-    """As `Layer` calls it: key and value are parts of one wide row. 20 is no multiple of 8, so no flash kernel."""
+@pytest.mark.parametrize("kind", ["plain", "window", "sinks", "window and sinks", "softcap"])
+def test_attention_takes_head_sizes_and_rules_of_all_kinds(kind, heads, size):
+    """As blocks call it: key and value are parts of one wide row. The flash kernel needs a multiple of 8 and knows no
+    soft cap."""
     lengths = (1, 3, 3, 70)
+    rule = AttentionRule(
+        size**-0.5,
+        window=9 if "window" in kind else None,
+        softcap=2.0 if kind == "softcap" else None,
+        sinks=torch.linspace(-2, 2, heads, device="cuda") if "sinks" in kind else None,
+    )
     generator = torch.Generator("cuda").manual_seed(size)
     qkv = torch.randn(sum(lengths), (heads + 2) * size, generator=generator, device="cuda").to(torch.bfloat16)
     weights = torch.randn(sum(lengths), heads, size, generator=generator, device="cuda")
@@ -75,23 +83,24 @@ def test_attention_takes_head_sizes_of_all_kinds(heads, size):
         parts = joined.split([heads * size, size, size], dim=-1)
         query, key, value = (part.unflatten(-1, (-1, size)) for part in parts)
         segments = Segments(lengths, torch.device("cuda"))
-        output, logsumexp = attend(query.contiguous(), key.contiguous(), value, segments, size**-0.5)
-        assert (logsumexp is not None) == (joined is qkv and size % 8 == 0)
+        output, logsumexp = attend(query.contiguous(), key.contiguous(), value, segments, rule)
+        assert (logsumexp is not None) == (joined is qkv and size % 8 == 0 and kind != "softcap")
         grad = weights.to(output.dtype)
-        by_all = attend_backward(
-            grad, query.contiguous(), key.contiguous(), value, output, logsumexp, segments, size**-0.5
+        gradients = attend_backward(
+            grad, query.contiguous(), key.contiguous(), value, output, logsumexp, segments, rule
         )
-        seen.append([output, *by_all])
+        seen.append([output, *gradients])
     for ours, expected in zip(*seen, strict=True):
         assert float((ours.float() - expected).norm() / expected.norm()) < 0.02
 
 
+@pytest.mark.parametrize("decoder", ["written-out", "autograd"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_bfloat16_on_the_gpu_is_near_float32_on_the_cpu(family, trainer, make, add_adapter, gradients):
+def test_bfloat16_on_the_gpu_is_near_float32_on_the_cpu(family, decoder, trainer, make, add_adapter, gradients):
     data = data_for(family, make)
     seen = []
     for options in ({"dtype": "float32"}, {"dtype": "float32", "device": "cuda"}, {"dtype": None, "device": None}):
-        ours = trainer(family, **options)
+        ours = trainer(family, decoder=decoder, **options)
         add_adapter(ours, "a")
         (result,) = ours.forward_backward([TrainWork("a", data, "cross_entropy")])
         flat = ours._adapters["a"]

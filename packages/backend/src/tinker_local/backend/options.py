@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 
 DType = Literal["float32", "bfloat16"]
 TrainerPlace = Literal["inline", "process"]
+DecoderChoice = Literal["auto", "written-out", "autograd"]
 
 _IMAGE_HOST = re.compile(r"[^\s/\\@?#*:\[\]]+(:\d{1,5})?")
 
@@ -92,6 +93,13 @@ class BackendOptions:
             "Default: process on GPU, inline on CPU and with --fake."
         ),
     ] = None
+    decoder: Annotated[
+        DecoderChoice,
+        CommandOption(
+            "What trains the layers: forward and backward written out here, transformers' own modules with autograd, "
+            "or the first where it knows the layers and the second elsewhere.",
+        ),
+    ] = "auto"
     max_adapters: Annotated[int, CommandOption("Maximum number of training runs in memory.", least=1)] = 64
     max_rank: Annotated[int, CommandOption("Maximum LoRA rank.", least=1, most=512)] = 128
     max_adapter_bytes: Annotated[

@@ -29,18 +29,41 @@ class ImageFeatures:
 
 
 @dataclass(frozen=True, slots=True)
+class LogitRule:
+    """How the LM head's output x becomes logits: `scale` x, and with a `softcap` c: c tanh(scale x / c)."""
+
+    scale: float = 1.0
+    softcap: float | None = None
+
+
+PLAIN_LOGITS = LogitRule()
+
+
+@dataclass(frozen=True, slots=True)
+class LoraNames:
+    """The last names of the Linear modules in the decoder's layers that adapters train, by the field of `LoraConfig`
+    (`train_attn`, `train_mlp`) that asks for them."""
+
+    attn: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj")
+    mlp: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")
+
+
+@dataclass(frozen=True, slots=True)
 class Family:
     """One model family.
 
     `auto_class`: the transformers class that loads it. `decoder_path`: the module that turns `inputs_embeds` into
     hidden states. `position_ids(config, input)`: rotary positions of one rendered input, int64 [rows, N].
     `encode_images(model, images)`: features of images in order, without a gradient; None if the family has no vision.
+    `lora`: what adapters train beside the LM head. `logits(config)`: what follows the LM head, from the text config.
     """
 
     auto_class: str
     decoder_path: str
     position_ids: Callable[[Any, RenderedInput], Positions]
     encode_images: Callable[[Any, Sequence[RenderedImage]], ImageFeatures] | None = None
+    lora: LoraNames = LoraNames()
+    logits: Callable[[Any], LogitRule] = lambda config: PLAIN_LOGITS
 
     def hosted_path(self, path: str, *, tied_head: bool) -> str:
         """What exports call the adapted module at `path`, which is one of the decoder's or the LM head.

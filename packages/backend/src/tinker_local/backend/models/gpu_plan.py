@@ -46,7 +46,7 @@ class ModelSizes:
         return rank * (self.layers * widths + self.hidden + self.vocabulary)
 
     def activation_bytes(self) -> int:
-        """Of one position in one layer of the trainer, everything kept (`training/decoder/recomputation.py`)."""
+        """Of one position in one layer of the trainer, everything kept (`training/decoders/written_out`)."""
         return self.itemsize * (2 * self.hidden + 2 * self.q_width + 2 * self.kv_width + 2 * self.intermediate)
 
 

@@ -158,6 +158,7 @@ def load_real(source: ModelSource, options: BackendOptions) -> Engines:
         max_rank=options.max_rank,
         activation_memory_bytes=activation_bytes,
         module_gradient_norms=options.module_gradient_norms,
+        decoder=options.decoder,
     )
     with starting(trainer_place(options), make_trainer) as make:
         sampler = VLLMSampler(engine, engine_thread())

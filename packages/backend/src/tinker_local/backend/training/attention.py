@@ -1,11 +1,11 @@
 """Causal attention inside segments of one packed row, forward and backward.
 
-A segment is one sequence's contiguous positions; the bounds are given explicitly, nothing is inferred from position ids
-and no mask is ever built. Legend: T positions, N query heads, M key-value heads (N is a multiple of M), D head size.
-"""
+A segment is one sequence's contiguous positions; the bounds are given explicitly, nothing is inferred from position
+ids. Sliding windows, soft caps and sinks are parts of the rule. Legend: T positions, N query heads, M key-value heads
+(N is a multiple of M), D head size, B segments of one length L."""
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -55,15 +55,39 @@ class Segments:
         return max(self.lengths)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class AttentionRule:
+    """How scores become weights: softmax(scaling q k), and in some families more.
+
+    `window`: a position attends to itself and the `window` - 1 positions before it (None: to all before it). `softcap`
+    c: scores become c tanh(score / c) (arXiv 2408.00118). `sinks` [N]: a logit per head that takes its share of the
+    softmax and has no value (arXiv 2309.17453); frozen.
+    """
+
+    scaling: float
+    window: int | None = None
+    softcap: float | None = None
+    sinks: torch.Tensor | None = None
+
+
 def attend(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, segments: Segments, scaling: float
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, segments: Segments, rule: AttentionRule
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """`query` [T, N, D]; `key`, `value` [T, M, D], rows may be apart -> output [T, N, D], and what `attend_backward`
     needs beside it. T is the sum of the segments' lengths."""
-    if compat_torch.flash_attention_works(query):
-        return compat_torch.flash_attention(query, key, value, segments.bounds, segments.longest, scaling, causal=True)
-    outputs = [_run_attention(query, key, value, run, scaling) for run in segments.runs]
-    return (outputs[0] if len(outputs) == 1 else torch.cat(outputs)), None
+    if rule.softcap is None and compat_torch.flash_attention_works(query):
+        output, logsumexp = compat_torch.flash_attention(
+            query, key, value, segments.bounds, segments.longest, rule.scaling, causal=True, window=rule.window
+        )
+        return (output, logsumexp) if rule.sinks is None else _with_sinks(output, logsumexp, rule.sinks)
+    if _is_plain(rule, segments):
+        outputs = [_run_attention(query, key, value, run, rule.scaling) for run in segments.runs]
+        return (outputs[0] if len(outputs) == 1 else torch.cat(outputs)), None
+    output = torch.empty_like(query)
+    for run in segments.runs:
+        for part in _portions(query, key, value, run, rule):
+            part.rows_of(output).copy_(part.weights(rule) @ part.value)
+    return output, None
 
 
 def attend_backward(
@@ -74,18 +98,43 @@ def attend_backward(
     output: torch.Tensor,
     logsumexp: torch.Tensor | None,
     segments: Segments,
-    scaling: float,
+    rule: AttentionRule,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients by query, key and value from that by the output, [T, N, D]; the rest as `attend` was given and gave."""
     if logsumexp is not None:
+        # With sinks output and logsumexp are those of the softmax with the sink in it, from which the kernel makes the
+        # right weights and the right gradients.
         return compat_torch.flash_attention_backward(
-            grad, query, key, value, output, logsumexp, segments.bounds, segments.longest, scaling
+            grad, query, key, value, output, logsumexp, segments.bounds, segments.longest, rule.scaling, rule.window
         )
-    with torch.enable_grad():
-        leaves = [tensor.detach().requires_grad_() for tensor in (query, key, value)]
-        again, _ = attend(leaves[0], leaves[1], leaves[2], segments, scaling)
-        by_query, by_key, by_value = torch.autograd.grad(again, leaves, grad)
-    return by_query, by_key, by_value
+    if _is_plain(rule, segments):
+        with torch.enable_grad():
+            leaves = [tensor.detach().requires_grad_() for tensor in (query, key, value)]
+            again, _ = attend(leaves[0], leaves[1], leaves[2], segments, rule)
+            grad_query, grad_key, grad_value = torch.autograd.grad(again, leaves, grad)
+        return grad_query, grad_key, grad_value
+    grad_query = torch.empty_like(query)
+    grad_key = torch.zeros(key.shape, dtype=_wide(key), device=key.device)
+    grad_value = torch.zeros(value.shape, dtype=_wide(value), device=value.device)
+    for run in segments.runs:
+        for part in _portions(query, key, value, run, rule):
+            part.backward(rule, part.rows_of(grad), part.rows_of(output), grad_query, grad_key, grad_value)
+    return grad_query, grad_key.to(key.dtype), grad_value.to(value.dtype)
+
+
+def _is_plain(rule: AttentionRule, segments: Segments) -> bool:
+    """Whether `rule` is causal softmax attention for segments of these lengths."""
+    within = rule.window is None or rule.window >= segments.longest
+    return within and rule.softcap is None and rule.sinks is None
+
+
+def _with_sinks(
+    output: torch.Tensor, logsumexp: torch.Tensor, sinks: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output [T, N, D] and logsumexp [N, T] of a softmax to which `sinks` [N] are added."""
+    with_sink = torch.logaddexp(logsumexp, sinks.to(logsumexp.dtype)[:, None])
+    share = torch.exp(logsumexp - with_sink).T[..., None]
+    return output * share.to(output.dtype), with_sink
 
 
 def _run_attention(
@@ -102,6 +151,103 @@ def _run_attention(
     return output.transpose(1, 2).flatten(0, 1)
 
 
-def supported_layers(layer_types: Sequence[str]) -> bool:
-    """Whether all layers attend to everything before them."""
-    return all(layer_type == "full_attention" for layer_type in layer_types)
+SCORES = 2**26
+"""Most scores that exist at a time where they are written out."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Portion:
+    """The queries at [start, stop) of each segment of `run`, with the keys from `first` to `stop` that they may attend
+    to. `query` [B, M, N / M, l, D], `key` and `value` [B, M, 1, k, D]."""
+
+    run: Run
+    start: int
+    stop: int
+    first: int
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+
+    def rows_of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The queries' rows of `tensor` [T, N, D], as a view shaped like `query`."""
+        return _grouped(tensor, self.run, self.start, self.stop, self.key.shape[1])
+
+    def weights(self, rule: AttentionRule) -> torch.Tensor:
+        """[B, M, N / M, l, k] in the dtype of the values."""
+        return self._softmax(self._scores(rule), rule).to(self.value.dtype)
+
+    def backward(
+        self,
+        rule: AttentionRule,
+        grad: torch.Tensor,
+        output: torch.Tensor,
+        grad_query: torch.Tensor,
+        grad_key: torch.Tensor,
+        grad_value: torch.Tensor,
+    ) -> None:
+        """Write the gradient by these queries into `grad_query`, add those by their keys and values to the others."""
+        scores = self._scores(rule)
+        weights = self._softmax(scores, rule)
+        to_key = _grouped(grad_key, self.run, self.first, self.stop, self.key.shape[1])
+        to_value = _grouped(grad_value, self.run, self.first, self.stop, self.key.shape[1])
+        wide = weights.dtype
+        to_value += (weights.transpose(-1, -2) @ grad.to(wide)).sum(2, keepdim=True)
+        grad_weights = (grad @ self.value.transpose(-1, -2)).to(wide)
+        # The softmax's gradient, arXiv 2205.14135; a sink has no value, so that its share drops out of the sum.
+        grad_scores = weights * (grad_weights - (grad * output).sum(-1, keepdim=True, dtype=wide))
+        if rule.softcap is not None:
+            capped = torch.where(weights > 0, scores / rule.softcap, 0.0)
+            grad_scores *= 1 - capped * capped
+        grad_scores *= rule.scaling
+        self.rows_of(grad_query).copy_(grad_scores @ self.key.to(wide))
+        to_key += (grad_scores.transpose(-1, -2) @ self.query.to(wide)).sum(2, keepdim=True)
+
+    def _scores(self, rule: AttentionRule) -> torch.Tensor:
+        """Scores in float32 (float64 stays), -inf where a query may not look."""
+        scores = (self.query @ self.key.transpose(-1, -2)).to(_wide(self.query)) * rule.scaling
+        if rule.softcap is not None:
+            scores = rule.softcap * torch.tanh(scores / rule.softcap)
+        distance = (
+            torch.arange(self.start, self.stop, device=scores.device)[:, None]
+            - torch.arange(self.first, self.stop, device=scores.device)[None]
+        )
+        hidden = distance < 0 if rule.window is None else (distance < 0) | (distance >= rule.window)
+        return scores.masked_fill_(hidden, -torch.inf)
+
+    @staticmethod
+    def _softmax(scores: torch.Tensor, rule: AttentionRule) -> torch.Tensor:
+        if rule.sinks is None:
+            return scores.softmax(-1)
+        batch, groups, heads, rows, _ = scores.shape
+        sinks = rule.sinks.to(scores.dtype).view(1, groups, heads, 1, 1).expand(batch, -1, -1, rows, 1)
+        return torch.cat([scores, sinks], -1).softmax(-1)[..., :-1]
+
+
+def _portions(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, run: Run, rule: AttentionRule
+) -> Iterator[_Portion]:
+    """The queries of `run`, so many at a time that their scores stay below `SCORES`."""
+    groups = key.shape[1]
+    size = max(1, SCORES // (run.count * query.shape[1] * run.length))
+    for start in range(0, run.length, size):
+        stop = min(run.length, start + size)
+        first = 0 if rule.window is None else max(0, start - rule.window + 1)
+        yield _Portion(
+            run,
+            start,
+            stop,
+            first,
+            _grouped(query, run, start, stop, groups),
+            _grouped(key, run, first, stop, groups),
+            _grouped(value, run, first, stop, groups),
+        )
+
+
+def _grouped(tensor: torch.Tensor, run: Run, start: int, stop: int, groups: int) -> torch.Tensor:
+    """Positions [start, stop) of each segment of `run`, a view [B, groups, heads / groups, stop - start, D]."""
+    of_run = tensor[run.start : run.stop].unflatten(0, (run.count, run.length))[:, start:stop]
+    return of_run.unflatten(2, (groups, -1)).permute(0, 2, 3, 1, 4)
+
+
+def _wide(tensor: torch.Tensor) -> torch.dtype:
+    return torch.float64 if tensor.dtype == torch.float64 else torch.float32

@@ -21,14 +21,16 @@ def flash_attention(
     scaling: float,
     *,
     causal: bool,
+    window: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of each segment with itself. `query` [T, N, D], `key` and `value` [T, M, D], `bounds` int32
-    [segments + 1]; returns the output [T, N, D] and the log of the softmax's sums [N, T].
+    [segments + 1]; returns the output [T, N, D] and the log of the softmax's sums [N, T]. `window`: how many positions
+    each attends to, itself included.
 
     The operators themselves, because `torch.nn.attention.varlen` of 2.11 refuses fewer key-value heads; they do not.
     """
     output, logsumexp, _, _, _ = torch.ops.aten._flash_attention_forward(
-        query, key, value, bounds, bounds, longest, longest, 0.0, causal, False, scale=scaling
+        query, key, value, bounds, bounds, longest, longest, 0.0, causal, False, scale=scaling, **_window(window)
     )
     return output, logsumexp
 
@@ -43,14 +45,20 @@ def flash_attention_backward(
     bounds: torch.Tensor,
     longest: int,
     scaling: float,
+    window: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients by query, key and value of a causal `flash_attention`."""
     no_dropout = torch.zeros(2, dtype=torch.uint64, device=query.device)
-    by_query, by_key, by_value = torch.ops.aten._flash_attention_backward(
+    grad_query, grad_key, grad_value = torch.ops.aten._flash_attention_backward(
         grad, query, key, value, output, logsumexp, bounds, bounds, longest, longest, 0.0, True,
-        no_dropout, torch.empty(0, device=query.device), scale=scaling,
+        no_dropout, torch.empty(0, device=query.device), scale=scaling, **_window(window),
     )  # fmt: skip
-    return by_query, by_key, by_value
+    return grad_query, grad_key, grad_value
+
+
+def _window(window: int | None) -> dict[str, int]:
+    """The kernel counts how many positions lie before and after a position."""
+    return {} if window is None else {"window_size_left": window - 1, "window_size_right": 0}
 
 
 def mm_into_float32(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:

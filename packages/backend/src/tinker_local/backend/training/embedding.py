@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 from tinker_local.backend.training.attention import Segments
-from tinker_local.backend.training.decoder.decoder import DecoderInputs
+from tinker_local.backend.training.decoder import PackedRow
 from tinker_local.backend.training.image_features import ImageFeatureCache
 from tinker_local.backend.training.loading import LoadedModel
 from tinker_local.backend.training.packing import Packed
@@ -11,7 +11,7 @@ from tinker_local.backend.training.transfer import to_device
 
 
 @torch.no_grad()
-def decoder_inputs(loaded: LoadedModel, images: ImageFeatureCache, packed: Packed) -> DecoderInputs:
+def packed_row(loaded: LoadedModel, images: ImageFeatureCache, packed: Packed) -> PackedRow:
     """One packed row of T positions. An image pad id that is not at an image position is a token like any other:
     nothing looks for it."""
     device, family = loaded.device, loaded.family
@@ -22,10 +22,10 @@ def decoder_inputs(loaded: LoadedModel, images: ImageFeatureCache, packed: Packe
     embeds = loaded.model.get_input_embeddings()(to_device(packed.token_ids, device))
     segments = Segments(packed.lengths, device)
     if not packed.images:
-        return DecoderInputs(embeds, position_ids, segments)
+        return PackedRow(embeds, position_ids, segments)
     features = images.features(packed.images)
     image_rows = to_device(packed.image_rows, device)
     feature_rows = to_device(packed.feature_rows, device)
     embeds.index_copy_(0, image_rows, features.embeds[feature_rows].to(embeds.dtype))
     deepstack = tuple(level[feature_rows] for level in features.deepstack)
-    return DecoderInputs(embeds, position_ids, segments, image_rows, deepstack)
+    return PackedRow(embeds, position_ids, segments, image_rows, deepstack)

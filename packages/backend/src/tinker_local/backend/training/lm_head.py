@@ -2,11 +2,10 @@
 
 Legend: T rows of hidden states, H their size, M targets (rows times candidates), V vocabulary, C rows of a chunk.
 
-A chunk's logits live once: a loss is a function of each target's own logprob, so its derivative is known as soon as the
-chunk's logprobs are, and the gradient by the logits, g (onehot - softmax), takes the logits' place. Rows whose targets
-are all switched off get logprobs and no gradient. Where a loss depends on other targets' logprobs too, through a
-constant, these are computed before and the chunk's logits once more.
-"""
+A chunk's logits exist once: a loss is a function of each target's own logprob, so its derivative is known as soon as
+the chunk's logprobs are, and the gradient by the logits, g (onehot - softmax), takes their place. Rows whose targets
+are all masked get logprobs and no gradient. Where a loss also depends on other targets' logprobs through a constant, a
+prepass computes these, and the chunk's logits are computed once more."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -14,26 +13,27 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 import torch
-from tinker_local.backend.training.decoder.kernels import Kernels
-from tinker_local.backend.training.decoder.lora_batch import LowRank
+from tinker_local.backend.families.interface import PLAIN_LOGITS, LogitRule
+from tinker_local.backend.training.kernels import Kernels
+from tinker_local.backend.training.lora_batch import LowRank
 from tinker_local.backend.training.transfer import to_device
 
 Int64Array = npt.NDArray[np.int64]
 
 Derive = Callable[[Int64Array, torch.Tensor], torch.Tensor]
-"""From the places [m] of some targets and the logprobs [M] of all, as far as they are known (at these places, and all
-early ones), to the derivative of the loss by those at the places, [m]; 0 for those that are not finite."""
+"""From the places [m] of some targets and the logprobs [M] of all, known at these places and for prepass targets, to
+the derivative of the loss by those at the places, [m]; 0 for those that are not finite."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Targets:
-    """What is predicted from where. `rows` [M] ascending, `ids` [M]; `active` bool [M]: not switched off; `early` bool
-    [M]: the derivative of others depends on their logprobs. On the host."""
+    """What is predicted from where. `rows` [M] ascending, `ids` [M]; `active` bool [M]: not masked; `prepass` bool [M]:
+    the derivative of others depends on their logprobs. On the host."""
 
     rows: Int64Array
     ids: Int64Array
     active: npt.NDArray[np.bool_]
-    early: npt.NDArray[np.bool_]
+    prepass: npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -51,13 +51,15 @@ class _Chunk:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LmHead:
-    """The output projection `weight` [V, H]. `chunk_elements` bounds the logits that exist at a time. `dtype`: of
-    logprobs."""
+    """The output projection `weight` [V, H], with `bias` [V] where the family has one, and the family's `rule` for
+    logits. `chunk_elements` bounds the logits that exist at a time. `dtype`: of logprobs."""
 
     weight: torch.Tensor
     kernels: Kernels
     chunk_elements: int
     dtype: torch.dtype
+    bias: torch.Tensor | None = None
+    rule: LogitRule = PLAIN_LOGITS
 
     def logprobs(self, hidden: torch.Tensor, targets: Targets, low_rank: LowRank | None) -> torch.Tensor:
         """log softmax(logits)[id] for each target, [M] on the device. `hidden` [T, H]."""
@@ -71,13 +73,13 @@ class LmHead:
         """Logprobs [M] and the gradient by `hidden` [T, H] of the loss that `derive` differentiates. The gradients of
         `low_rank` are added to what is there."""
         logprobs = torch.empty(len(targets.rows), dtype=self.dtype, device=hidden.device)
-        by_hidden = torch.zeros_like(hidden)
+        grad_hidden = torch.zeros_like(hidden)
         active_rows = np.unique(targets.rows[targets.active])
-        before = np.union1d(np.setdiff1d(targets.rows, active_rows), targets.rows[targets.early])
+        before = np.union1d(np.setdiff1d(targets.rows, active_rows), targets.rows[targets.prepass])
         self._forward(hidden, targets, before, low_rank, logprobs)
         for chunk in self._chunks(active_rows, targets, hidden.device):
-            self._gradient(chunk, hidden, low_rank, derive, logprobs, by_hidden)
-        return logprobs, by_hidden
+            self._gradient(chunk, hidden, low_rank, derive, logprobs, grad_hidden)
+        return logprobs, grad_hidden
 
     def _forward(
         self, hidden: torch.Tensor, targets: Targets, rows: Int64Array, low_rank: LowRank | None, result: torch.Tensor
@@ -94,7 +96,7 @@ class LmHead:
         low_rank: LowRank | None,
         derive: Derive,
         all_logprobs: torch.Tensor,
-        by_hidden: torch.Tensor,
+        grad_hidden: torch.Tensor,
     ) -> None:
         """The chunk's part of the logprobs and of the gradient by the hidden states."""
         x = hidden[chunk.rows]
@@ -107,29 +109,48 @@ class LmHead:
         # d loss / d logits: each target adds g (onehot(id) - softmax). At the targets the sum is made before it is
         # rounded: g - g p would vanish for a p near 1.
         by_row = _sums(derivative, chunk.local_rows, len(x))
-        by_logits = self.kernels.scaled_softmax(logits, logsumexp, -by_row)
+        slope = self._slope(logits)
+        grad_logits = self.kernels.scaled_softmax(logits, logsumexp, -by_row)
         of_row = by_row[chunk.local_rows]
         of_target = _sums(derivative, chunk.same, len(chunk.same))[chunk.same]
         at_targets = of_target - torch.where(of_row != 0, of_row * torch.exp(logprobs), 0.0)
-        by_logits[chunk.local_rows, chunk.ids] = at_targets.to(by_logits.dtype)
+        grad_logits[chunk.local_rows, chunk.ids] = at_targets.to(grad_logits.dtype)
+        if slope is not None:
+            grad_logits *= slope
 
-        by_x = by_logits @ self.weight
+        grad_x = grad_logits @ self.weight
         if part is not None and h is not None and low_rank is not None:
-            by_h = part.up_gradient(h, (by_logits,))
-            part.write_a_gradient(by_h, x)
-            by_x.addmm_(by_h.flatten(1), part.a)
+            grad_h = part.up_gradient(h, (grad_logits,))
+            part.write_a_gradient(grad_h, x)
+            grad_x.addmm_(grad_h.flatten(1), part.a)
             _add(low_rank, part)
-        by_hidden[chunk.rows] = by_x
+        grad_hidden[chunk.rows] = grad_x
 
     def _logits(
         self, x: torch.Tensor, chunk: _Chunk, low_rank: LowRank | None
     ) -> tuple[torch.Tensor, torch.Tensor | None, LowRank | None]:
         """Logits [C, V] of rows `x` [C, H]; the adapters' h, and their part with gradients of its own."""
         if low_rank is None:
-            return x @ self.weight.T, None, None
+            return self._shaped(x @ self.weight.T), None, None
         part = _with_own_gradients(low_rank.rows(chunk.rows))
         h = part.down(x)
-        return (h[:, 0] @ part.b[0].T).addmm_(x, self.weight.T), h, part
+        return self._shaped((h[:, 0] @ part.b[0].T).addmm_(x, self.weight.T)), h, part
+
+    def _shaped(self, logits: torch.Tensor) -> torch.Tensor:
+        """The logits from the projection's output, in place."""
+        if self.bias is not None:
+            logits += self.bias
+        if self.rule.scale != 1:
+            logits *= self.rule.scale
+        if self.rule.softcap is not None:
+            logits.div_(self.rule.softcap).tanh_().mul_(self.rule.softcap)
+        return logits
+
+    def _slope(self, logits: torch.Tensor) -> torch.Tensor | float | None:
+        """The derivative of the logits by the projection's output; None if it is 1 everywhere."""
+        if self.rule.softcap is None:
+            return None if self.rule.scale == 1 else self.rule.scale
+        return (1 - (logits / self.rule.softcap) ** 2).mul_(self.rule.scale)
 
     def _chosen(self, logits: torch.Tensor, chunk: _Chunk, logsumexp: torch.Tensor) -> torch.Tensor:
         return (logits[chunk.local_rows, chunk.ids].to(self.dtype) - logsumexp[chunk.local_rows]).to(self.dtype)

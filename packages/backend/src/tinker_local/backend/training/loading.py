@@ -1,4 +1,4 @@
-"""Loads a base model for training: frozen, with its decoder's weights laid out for the forward and backward here."""
+"""Loads a base model for training: frozen, with a decoder that trains adapters on it."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -6,22 +6,26 @@ from typing import Any
 import torch
 import transformers
 from tinker_local.backend.families import family_of
-from tinker_local.backend.families.interface import Family
-from tinker_local.backend.training import attention
-from tinker_local.backend.training.decoder.weights import DecoderWeights, take_weights
+from tinker_local.backend.families.interface import Family, LogitRule
+from tinker_local.backend.options import DecoderChoice
+from tinker_local.backend.training.decoder import Decoder
+from tinker_local.backend.training.decoders import make_decoder
+from tinker_local.backend.training.kernels import Kernels, kernels_for
+from tinker_local.backend.training.lora import HEAD, Target
 from tinker_local.backend.training.vision_attention import use_packed_attention
-from tinker_local.types import UnsupportedError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LoadedModel:
-    """`model`: transformers' whole model, of which only embeddings and the vision tower run as modules. `decoder`: the
-    weights between embeddings and LM head."""
+    """`model`: transformers' whole model. `decoder`: what runs between its embeddings and its LM head; `kernels`: the
+    operations of both beside matrix products. `logit_rule`: what follows the LM head."""
 
     model: Any
-    decoder: DecoderWeights
+    decoder: Decoder
+    kernels: Kernels
+    logit_rule: LogitRule
     family: Family
     vocab_size: int
     max_positions: int
@@ -33,25 +37,36 @@ class LoadedModel:
         """Whether the LM head's matrix is the embedding's."""
         return self.model.lm_head.weight is self.model.get_input_embeddings().weight
 
+    @property
+    def head_target(self) -> Target:
+        """The LM head as adapters train it."""
+        return Target.of("lm_head", HEAD, 0, self.model.lm_head, "unembed")
 
-def load_model(path: str, dtype: str | None, device: str | None) -> LoadedModel:
+
+def load_model(path: str, dtype: str | None, device: str | None, decoder: DecoderChoice = "auto") -> LoadedModel:
     """Load the model at `path` (a folder or hub name) by the class that its config names.
 
     `device` None: CUDA if there is one. `dtype` None: bfloat16 on CUDA, float32 elsewhere. Raises UnsupportedError for
-    a family or a kind of layer that is not trained here, before any weight is read.
+    a family or an architecture that is not trained here.
     """
     config = transformers.AutoConfig.from_pretrained(path)
     family = family_of(config.model_type, path)
     text_config = config.get_text_config()
-    if not attention.supported_layers(getattr(text_config, "layer_types", None) or ()):
-        raise UnsupportedError(f"{path}: sliding-window attention is not supported for training")
     place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     chosen = DTYPES[dtype or ("bfloat16" if place.type == "cuda" else "float32")]
     model = getattr(transformers, family.auto_class).from_pretrained(path, dtype=chosen, attn_implementation="sdpa")
     model = model.to(place).eval().requires_grad_(False)
     if family.encode_images is not None:
         use_packed_attention(model.model.visual)
-    decoder = take_weights(model.get_submodule(family.decoder_path), path)
+    kernels = kernels_for(place, chosen)
     return LoadedModel(
-        model, decoder, family, model.lm_head.out_features, text_config.max_position_embeddings, chosen, place
+        model=model,
+        decoder=make_decoder(model, family, kernels, decoder, path),
+        kernels=kernels,
+        logit_rule=family.logits(text_config),
+        family=family,
+        vocab_size=model.lm_head.out_features,
+        max_positions=text_config.max_position_embeddings,
+        dtype=chosen,
+        device=place,
     )

@@ -1,16 +1,15 @@
 """LoRA adapters of many models on one frozen base (arXiv 2106.09685): y = W x + (alpha / r) B (A x).
 
-Legend: T tokens of a micro-batch, r rank, n numbers of one adapter, L layers. An adapter keeps all its matrices in one
-flat vector, so that the optimizer, the norm and the gradients are single tensors. In it the matrices of one projection
-lie one behind the other over all layers, so that a projection of all layers is one tensor too. How adapters are put
-together for a micro-batch is told in `decoder/lora_batch.py`.
-"""
+Legend: T tokens of a micro-batch, r rank, n numbers of one adapter, L blocks of one kind. An adapter keeps all its
+matrices in one flat vector, so that the optimizer, the norm and the gradients are single tensors. In it the matrices of
+one projection are contiguous over all blocks, so that a projection of all blocks is one tensor too. `lora_batch.py`
+puts the adapters of a micro-batch together."""
 
 import math
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -23,44 +22,66 @@ from tinker_local.backend.training.optimizers.optimizer import Optimizer, Optimi
 from tinker_local.backend.training.transfer import to_host
 from tinker_local.types import InvalidRequestError, LoraConfig
 
-LM_HEAD = "lm_head"
-_ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
-_MLP = ("gate_proj", "up_proj", "down_proj")
+HEAD = "head"
+"""The LoRA group of the LM head; the other groups are the decoder's."""
+
+Flag = Literal["attn", "mlp", "unembed"]
 
 
-def find_targets(model: torch.nn.Module, decoder_path: str) -> dict[str, torch.nn.Linear]:
-    """The Linear modules that adapters can train, by path in the model, in its order: projections of the decoder and
-    the LM head. Never the embedding, never the vision tower."""
-    projections = (*_ATTENTION, *_MLP)
-    return {
-        path: module
-        for path, module in model.named_modules()
-        if path == LM_HEAD or (path.startswith(f"{decoder_path}.") and path.rsplit(".", 1)[-1] in projections)
-    }
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A frozen matrix that adapters can train, at module `path` of the model.
+
+    `group`: projections that read the same input in one kind of block (`attention.qkv`); `projection`: which of them;
+    `index`: in which of the blocks of that kind, from 0. `flag`: which field `train_...` of `LoraConfig` asks for it.
+    """
+
+    path: str
+    group: str
+    projection: str
+    index: int
+    inputs: int
+    outputs: int
+    flag: Flag
+
+    @classmethod
+    def of(cls, path: str, group: str, index: int, module: torch.nn.Linear, flag: Flag) -> "Target":
+        """The target that is the weight of `module`."""
+        return cls(path, group, path.rsplit(".", 1)[-1], index, module.in_features, module.out_features, flag)
+
+    def is_trained(self, config: LoraConfig) -> bool:
+        """Whether the flags of `config` ask for it."""
+        return {"attn": config.train_attn, "mlp": config.train_mlp, "unembed": config.train_unembed}[self.flag]
 
 
-def is_trained(path: str, config: LoraConfig) -> bool:
-    """Whether the flags of `config` ask for the target at `path`."""
-    name = path.rsplit(".", 1)[-1]
-    if name == LM_HEAD:
-        return config.train_unembed
-    return config.train_attn if name in _ATTENTION else config.train_mlp
+Groups = Mapping[str, Sequence[str]]
+
+
+def groups_of(targets: Sequence[Target]) -> Groups:
+    """The projections of each group, in order."""
+    groups: dict[str, list[str]] = {}
+    for target in targets:
+        projections = groups.setdefault(target.group, [])
+        if target.projection not in projections:
+            projections.append(target.projection)
+    return groups
 
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """One matrix of an adapter: its name in PEFT's files, its target's path, A or B, and its place in the vector.
-
-    `projection`: the last name of the path, `layer`: which of the modules of that name it is, counted from 0.
-    """
+    """One matrix of an adapter: its name in PEFT's files, its target and that one's place in the model, A or B, and its
+    place in the vector."""
 
     name: str
-    path: str
-    projection: str
-    layer: int
+    target: Target
+    order: int
     factor: str
     shape: tuple[int, int]
     start: int
+
+    @property
+    def path(self) -> str:
+        return self.target.path
 
     @property
     def stop(self) -> int:
@@ -76,21 +97,20 @@ def tensor_name(path: str, factor: str) -> str:
     return f"base_model.model.{path}.lora_{factor}.weight"
 
 
-def layout(targets: Mapping[str, torch.nn.Linear], config: LoraConfig) -> tuple[TensorSpec, ...]:
-    """The matrices of an adapter, A [r, in] and B [out, r] of each target, in the order of their places: by
-    projection, then A before B, then by layer."""
-    by_projection: dict[str, list[str]] = {}
-    for path in targets:
-        if is_trained(path, config):
-            by_projection.setdefault(path.rsplit(".", 1)[-1], []).append(path)
+def layout(targets: Sequence[Target], config: LoraConfig) -> tuple[TensorSpec, ...]:
+    """The matrices of an adapter, A [r, in] and B [out, r] of each target, in the order of their places: by group and
+    projection, then A before B, then by block."""
+    stacks: dict[tuple[str, str], list[tuple[int, Target]]] = {}
+    for order, target in enumerate(targets):
+        if target.is_trained(config):
+            stacks.setdefault((target.group, target.projection), []).append((order, target))
     specs: list[TensorSpec] = []
     start = 0
-    for projection, paths in by_projection.items():
+    for stack in stacks.values():
         for factor in "AB":
-            for layer, path in enumerate(paths):
-                module = targets[path]
-                shape = (config.rank, module.in_features) if factor == "A" else (module.out_features, config.rank)
-                spec = TensorSpec(tensor_name(path, factor), path, projection, layer, factor, shape, start)
+            for order, target in stack:
+                shape = (config.rank, target.inputs) if factor == "A" else (target.outputs, config.rank)
+                spec = TensorSpec(tensor_name(target.path, factor), target, order, factor, shape, start)
                 specs.append(spec)
                 start = spec.stop
     return tuple(specs)
@@ -119,28 +139,28 @@ class Adapter:
         self._computable: bool | None = None
         self.optimizer = optimizer
         self.optimizer_state = state or optimizer.new_state(torch, weights)
-        self._stacks = {
-            (projection, factor): [spec for spec in specs if (spec.projection, spec.factor) == (projection, factor)]
-            for projection, factor in dict.fromkeys((spec.projection, spec.factor) for spec in specs)
-        }
+        self._stacks: dict[tuple[str, str, str], list[TensorSpec]] = {}
+        for spec in specs:
+            key = (spec.target.group, spec.target.projection, spec.factor)
+            self._stacks.setdefault(key, []).append(spec)
 
     @property
     def computable(self) -> bool:
-        """Whether all weights are finite, scaled and in any dtype of activations. Others must not be multiplied by ones
-        that are not: zero times infinity is no number."""
+        """Whether all weights are finite, scaled and in any dtype of activations. Non-finite adapters must not share a
+        matmul with others: 0 x inf is NaN."""
         if self._computable is None:
             largest = self.weights.abs().amax() * max(1.0, self.scale)
             self._computable = bool(largest < torch.finfo(torch.bfloat16).max)
         return self._computable
 
     def changed(self) -> None:
-        """To be said when the weights have changed."""
+        """Call after the weights have changed."""
         self._computable = None
 
-    def stack(self, flat: torch.Tensor, projection: str, factor: str) -> torch.Tensor | None:
-        """The matrices of one projection in all layers as a view of a vector of this layout: A [L, r, in] or
-        B [L, out, r]; None if the adapter does not train it."""
-        specs = self._stacks.get((projection, factor))
+    def stack(self, flat: torch.Tensor, group: str, projection: str, factor: str) -> torch.Tensor | None:
+        """The matrices of one projection in all L blocks of its kind as a view of a vector of this layout: A [L, r, in]
+        or B [L, out, r]; None if the adapter does not train it."""
+        specs = self._stacks.get((group, projection, factor))
         if specs is None:
             return None
         return flat[specs[0].start : specs[-1].stop].view(len(specs), *specs[0].shape)
@@ -149,12 +169,12 @@ class Adapter:
 def initial_weights(specs: Sequence[TensorSpec], seed: int | None) -> torch.Tensor:
     """B = 0, A uniform in +-1/sqrt(in) as PEFT draws it (Kaiming with a = sqrt(5)); float32 [n] on the host.
 
-    The same seed gives the same weights on any machine; no global generator is used. Modules draw in the order of
-    their layers, whatever the order of their places.
+    The same seed gives the same weights on any machine; no global generator is used. Targets draw in the order of the
+    model, whatever the order of their places.
     """
     generator = torch.Generator().manual_seed((secrets.randbits(63) if seed is None else seed) % 2**64)
     weights = torch.zeros(specs[-1].stop)
-    for spec in sorted(specs, key=lambda spec: (spec.projection == LM_HEAD, spec.layer)):
+    for spec in sorted(specs, key=lambda spec: spec.order):
         if spec.factor == "A":
             bound = 1 / math.sqrt(spec.shape[1])
             spec.view(weights).uniform_(-bound, bound, generator=generator)

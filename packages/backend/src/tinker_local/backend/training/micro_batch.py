@@ -12,20 +12,17 @@ import numpy as np
 import torch
 from tinker_local.backend.families.interface import ImageFeatures
 from tinker_local.backend.rendering.interface import RenderedImage
-from tinker_local.backend.training import lora
-from tinker_local.backend.training.decoder.decoder import DECODER_GROUPS, Decoder
-from tinker_local.backend.training.decoder.kernels import kernels_for
-from tinker_local.backend.training.decoder.lora_batch import LoraBatch
-from tinker_local.backend.training.decoder.recomputation import Keep, everything, free_bytes, plan
-from tinker_local.backend.training.embedding import decoder_inputs
+from tinker_local.backend.training.embedding import packed_row
 from tinker_local.backend.training.image_features import ImageFeatureCache
 from tinker_local.backend.training.interface import TrainWork
 from tinker_local.backend.training.lm_head import LmHead, Targets
 from tinker_local.backend.training.loading import LoadedModel
-from tinker_local.backend.training.lora import Adapter, AdapterSlice
+from tinker_local.backend.training.lora import HEAD, Adapter, AdapterSlice, groups_of
+from tinker_local.backend.training.lora_batch import LoraBatch
 from tinker_local.backend.training.loss_evaluation import LossEvaluation
 from tinker_local.backend.training.loss_specs import LOSS_SPECS
 from tinker_local.backend.training.packing import Packed, spans
+from tinker_local.backend.training.recompute_policy import RecomputePolicy, free_bytes
 from tinker_local.types import ApiError, InvalidRequestError
 
 _PLANNED_SHARE = 0.9
@@ -43,7 +40,7 @@ class Pending:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Gradients:
-    """What the backward of one micro-batch has given to the adapters of `batch`, of the projections in `groups`."""
+    """What the backward of one micro-batch has given to the adapters of `batch`, for the projections in `groups`."""
 
     batch: LoraBatch
     groups: tuple[str, ...]
@@ -75,15 +72,19 @@ class MicroBatchRunner:
         activation_bytes: int | None,
         usual_tokens: int,
     ) -> None:
-        self.targets = lora.find_targets(loaded.model, loaded.family.decoder_path)
+        self.targets = [*loaded.decoder.targets, loaded.head_target]
         self.activation_bytes = activation_bytes
+        self._groups = groups_of(self.targets)
         self._usual_tokens = usual_tokens
         self._loaded = loaded
         self._float = float_dtype
         self._images = ImageFeatureCache(partial(_encode_images, loaded), image_cache_bytes)
-        kernels = kernels_for(loaded.device, loaded.dtype)
-        self._decoder = Decoder(loaded.decoder, kernels)
-        self._head = LmHead(loaded.model.lm_head.weight.detach(), kernels, logit_chunk_elements, float_dtype)
+        self._decoder = loaded.decoder
+        head = loaded.model.lm_head
+        bias = None if head.bias is None else head.bias.detach()
+        self._head = LmHead(
+            head.weight.detach(), loaded.kernels, logit_chunk_elements, float_dtype, bias, loaded.logit_rule
+        )
 
     @property
     def images_encoded(self) -> int:
@@ -100,26 +101,24 @@ class MicroBatchRunner:
         batch = self._lora_batch(packed, adapters, gradient=gradient)
 
         # 1. Tokens and images to hidden states [T, H].
-        inputs = decoder_inputs(self._loaded, self._images, packed)
-        through_decoder = gradient and batch.trains(*DECODER_GROUPS)
-        done = self._decoder.forward(inputs, batch, self._plan(packed, batch) if through_decoder else None)
-        del inputs
+        row = packed_row(self._loaded, self._images, packed)
+        groups = batch.trained() if gradient else []
+        through_decoder = any(group != HEAD for group in groups)
+        done = self._decoder.forward(row, batch, self._policy(packed, batch) if through_decoder else None)
+        del row
 
         # 2. Logprobs of the targets, and the gradient by the hidden states of the losses of all works.
         losses = LossEvaluation(packed, works, self._float, self._loaded.device)
         if not gradient:
-            logprobs = self._head.logprobs(done.hidden, targets, batch.group("head"))
+            logprobs = self._head.logprobs(done.hidden, targets, batch.group(HEAD))
             losses.derive(np.arange(len(targets.rows)), logprobs)
             return Pending(packed, losses.numbers(logprobs)), None
-        logprobs, by_hidden = self._head.logprobs_and_gradient(done.hidden, targets, batch.group("head"), losses.derive)
+        logprobs, grad_hidden = self._head.logprobs_and_gradient(done.hidden, targets, batch.group(HEAD), losses.derive)
 
         # 3. Back through the decoder.
         if through_decoder:
-            self._decoder.backward(done, by_hidden)
-        groups = ("head", *DECODER_GROUPS) if through_decoder else ("head",)
-        return Pending(packed, losses.numbers(logprobs)), Gradients(
-            batch, tuple(group for group in groups if batch.trains(group))
-        )
+            done.backward(grad_hidden)
+        return Pending(packed, losses.numbers(logprobs)), Gradients(batch, tuple(groups))
 
     @staticmethod
     def finish(pending: Pending) -> Computed:
@@ -139,25 +138,23 @@ class MicroBatchRunner:
     def logprobs(self, packed: Packed, adapters: Mapping[str, Adapter]) -> torch.Tensor:
         """Logprobs of the targets [M] alone, on the host."""
         batch = self._lora_batch(packed, adapters, gradient=False)
-        done = self._decoder.forward(decoder_inputs(self._loaded, self._images, packed), batch, None)
+        done = self._decoder.forward(packed_row(self._loaded, self._images, packed), batch, None)
         nowhere = np.zeros(len(packed.target_rows), np.bool_)
-        targets = Targets(packed.target_rows, packed.target_ids, active=nowhere, early=nowhere)
-        return self._head.logprobs(done.hidden, targets, batch.group("head")).cpu()
+        targets = Targets(packed.target_rows, packed.target_ids, active=nowhere, prepass=nowhere)
+        return self._head.logprobs(done.hidden, targets, batch.group(HEAD)).cpu()
 
     def _lora_batch(self, packed: Packed, adapters: Mapping[str, Adapter], *, gradient: bool) -> LoraBatch:
-        return LoraBatch(_slices(packed, adapters), self._loaded.dtype, self._float, gradient=gradient)
+        slices = _slices(packed, adapters)
+        return LoraBatch(self._groups, slices, self._loaded.dtype, self._float, gradient=gradient)
 
-    def _plan(self, packed: Packed, batch: LoraBatch) -> list[Keep]:
+    def _policy(self, packed: Packed, batch: LoraBatch) -> RecomputePolicy:
         """What each layer keeps. The head's logits come and go before the backward and after the forward."""
-        weights, dtype = self._loaded.decoder, self._loaded.dtype
         budget, free = self.activation_bytes, free_bytes(self._loaded.device)
         if free is not None:
-            free = int(_PLANNED_SHARE * free) - self._head.chunk_elements * dtype.itemsize
-            usual = everything(weights, self._usual_tokens, batch.columns, dtype.itemsize)
+            free = int(_PLANNED_SHARE * free) - self._head.chunk_elements * self._loaded.dtype.itemsize
+            usual = self._decoder.memory(self._usual_tokens, batch.columns).everything
             budget = min(free, usual if budget is None else budget)
-        if budget is None:
-            return [Keep.ALL] * len(weights.layers)
-        return plan(weights, len(packed.token_ids), batch.columns, dtype.itemsize, budget)
+        return self._decoder.memory(len(packed.token_ids), batch.columns).policy(budget)
 
 
 def _encode_images(loaded: LoadedModel, images: Sequence[RenderedImage]) -> ImageFeatures:
@@ -166,15 +163,15 @@ def _encode_images(loaded: LoadedModel, images: Sequence[RenderedImage]) -> Imag
 
 
 def _targets(packed: Packed, works: Mapping[int, TrainWork]) -> Targets:
-    active, early = [], []
+    active, prepass = [], []
     for item in packed.items:
         spec, inputs = LOSS_SPECS[works[item.work].loss_fn], item.datum.loss_inputs
         taking_part = spec.active(inputs).reshape(-1)
         active.append(taking_part)
-        early.append(
+        prepass.append(
             np.zeros_like(taking_part) if spec.shares is None else taking_part.any() & (inputs[spec.shares] != 0)
         )
-    return Targets(packed.target_rows, packed.target_ids, np.concatenate(active), np.concatenate(early))
+    return Targets(packed.target_rows, packed.target_ids, np.concatenate(active), np.concatenate(prepass))
 
 
 def _slices(packed: Packed, adapters: Mapping[str, Adapter]) -> list[AdapterSlice]:

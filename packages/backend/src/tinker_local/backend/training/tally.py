@@ -25,13 +25,14 @@ class WorkTally:
 
 
 class Tally:
-    """`works` by place in the call. `gradients` [n] by adapter, the sum over all works of this pass. `pulls`: the
-    lowest and the highest derivative of a loss by a target's own logit, by adapter (0 where nothing was found)."""
+    """`works` by place in the call. `gradients` [n] by adapter, the sum over all works of this pass.
+    `logit_gradients`: the range of the derivatives of the losses by their targets' own logits, by adapter: the lowest
+    and the highest, 0 where there is none below or above."""
 
     def __init__(self, works: Mapping[int, TrainWork]) -> None:
         self.works = {at: WorkTally([{}] * len(work.data)) for at, work in works.items()}
         self.gradients: dict[str, torch.Tensor] = {}
-        self.pulls: dict[str, tuple[float, float]] = {}
+        self.logit_gradients: dict[str, tuple[float, float]] = {}
         self._requests = works
 
     def add(self, computed: Computed) -> None:
@@ -42,7 +43,9 @@ class Tally:
         for at, span in spans(packed):
             self.works[at].loss += float(computed.losses[span].sum(dtype=torch.float64))
             if at not in computed.errors:
-                self._add_pull(self._requests[at].adapter_id, computed.derivative[span], computed.logprobs[span])
+                self._add_logit_gradients(
+                    self._requests[at].adapter_id, computed.derivative[span], computed.logprobs[span]
+                )
         for place, item in enumerate(packed.items):
             span = packed.targets_of(place)
             output = _output(item, self._requests[item.work].loss_fn, computed.logprobs[span], computed.losses[span])
@@ -60,11 +63,11 @@ class Tally:
         for adapter, total in sums:
             found.batch.add_gradients(adapter, total, found.groups)
 
-    def _add_pull(self, adapter_id: str, derivative: torch.Tensor, logprobs: torch.Tensor) -> None:
-        """By the target's logit it is g (1 - p): a target that is certain pulls nothing, however large its weight."""
-        pull = derivative * -torch.expm1(logprobs)
-        down, up = self.pulls.get(adapter_id, (0.0, 0.0))
-        self.pulls[adapter_id] = min(down, float(pull.min())), max(up, float(pull.max()))
+    def _add_logit_gradients(self, adapter_id: str, derivative: torch.Tensor, logprobs: torch.Tensor) -> None:
+        """By the target's logit it is g (1 - p): 0 for a target that is certain, however large its weight."""
+        found = derivative * -torch.expm1(logprobs)
+        low, high = self.logit_gradients.get(adapter_id, (0.0, 0.0))
+        self.logit_gradients[adapter_id] = min(low, float(found.min())), max(high, float(found.max()))
 
     def result(self, at: int) -> TrainResult | ApiError:
         """The answer to the work at place `at`."""

@@ -14,6 +14,7 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 import torch
+from tinker_local.backend.options import DecoderChoice
 from tinker_local.backend.rendering.interface import RenderedInput
 from tinker_local.backend.training import lora
 from tinker_local.backend.training.interface import AdapterDType, AdapterState, TrainDatum, TrainResult, TrainWork
@@ -47,6 +48,7 @@ class HFTrainer:
     None: on CUDA what a full micro-batch takes, so that a longer sequence takes no more; on the CPU everything is kept.
     `logit_chunk_elements`: most logits that exist at a time (None: 2^28 on CUDA, 2^26 elsewhere). `image_cache_bytes`:
     of image features kept on the device. `module_gradient_norms`: whether `optim_step` reports each module's, too.
+    `decoder`: what runs the layers; "auto" is "written-out" where it knows them, else "autograd".
 
     The logprob reported for a target outside the vocabulary (allowed where its coefficient is 0) is that of token 0.
     An `optim_step` without a gradient since the last one takes a zero gradient: AdamW's moments fade, decay applies,
@@ -67,8 +69,9 @@ class HFTrainer:
         logit_chunk_elements: int | None = None,
         image_cache_bytes: int = 2**28,
         module_gradient_norms: bool = False,
+        decoder: DecoderChoice = "auto",
     ) -> None:
-        loaded = load_model(model_path, dtype, device)
+        loaded = load_model(model_path, dtype, device, decoder)
         self.name = name
         self.vocab_size = loaded.vocab_size
         self.max_context_length = min(max_context_length or loaded.max_positions, loaded.max_positions)
@@ -228,9 +231,9 @@ class HFTrainer:
             return InvalidRequestError("the gradient is not finite; nothing of this request was added to it")
         adapter = self._adapter(adapter_id)
         adapter.gradient_seen = adapter.gradient_seen or (gradient is not None and bool(gradient.any()))
-        # Targets pulled up and others pushed down may cancel: the same completion with advantages of 1 and -1.
-        down, up = tally.pulls.get(adapter_id, (0.0, 0.0))
-        if adapter.gradient_seen or down < 0 < up or max(-down, up) <= _NOT_FLAT:
+        # Gradients of both signs may cancel: the same completion with advantages of 1 and -1.
+        low, high = tally.logit_gradients.get(adapter_id, (0.0, 0.0))
+        if adapter.gradient_seen or low < 0 < high or max(-low, high) <= _NOT_FLAT:
             return None
         return InternalError("the adapter's gradient is zero although the loss is not flat")
 

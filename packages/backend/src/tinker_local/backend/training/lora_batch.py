@@ -1,31 +1,23 @@
 """The adapters of one micro-batch side by side, so that the tokens of all of them share every matrix product.
 
-Legend: T tokens, R columns (ranks of all adapters of the micro-batch, one behind the other, then zeros up to a multiple
-of 16), L layers, in and out: widths of a projection.
+Legend: T tokens, R columns (ranks of all adapters of the micro-batch, concatenated, then zeros up to a multiple of 16),
+L blocks of one kind, in and out: widths of a projection.
 
 For all adapters together A is [R, in] and B [out, R]. A token's row of h = x A^T has R numbers, of which those in the
 columns of its own adapter count; the others are set to zero, and y = W x + B h then adds nothing of other adapters, for
 ranks and numbers of adapters of any kind. The cost of a projection grows by R / in, a few per cent, while its number of
-matrix products stays that of one adapter. Projections that read the same input have their A's below one another.
+matrix products stays that of one adapter. Projections that read the same input (a group, see `lora.Target`) have their
+A's concatenated.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from tinker_local.backend.training import compat_torch
-from tinker_local.backend.training.lora import LM_HEAD, Adapter, AdapterSlice
+from tinker_local.backend.training.lora import Adapter, AdapterSlice, Groups
 from tinker_local.backend.training.transfer import to_device
-
-GROUPS = {
-    "qkv": ("q_proj", "k_proj", "v_proj"),
-    "output": ("o_proj",),
-    "gate_up": ("gate_proj", "up_proj"),
-    "down": ("down_proj",),
-    "head": (LM_HEAD,),
-}
-"""Projections that read the same input, by what they are together."""
 
 _COLUMNS = 16
 """R is a multiple of this: tensor cores take no narrower tile."""
@@ -42,7 +34,7 @@ class Columns:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LowRank:
-    """A group of projections in one layer (or the LM head).
+    """A group of projections in one block (or the LM head).
 
     `a` [p R, in] for p projections; `b` their matrices, [out, R] each, scaled by alpha / r; `others` bool [T, R], True
     where the column is not of the token's adapter, or None where one adapter has all tokens. `grad_a`, `grad_b`: where
@@ -66,16 +58,16 @@ class LowRank:
 
     def up_gradient(self, h: torch.Tensor, grad_outputs: Sequence[torch.Tensor]) -> torch.Tensor:
         """From the gradients by the outputs, [T, out] each, the one by h, [T, p, R]; B's is written."""
-        by_h = torch.empty_like(h)
+        grad_h = torch.empty_like(h)
         for place, (b, grad_output) in enumerate(zip(self.b, grad_outputs, strict=True)):
-            torch.mm(grad_output, b, out=by_h[:, place])
+            torch.mm(grad_output, b, out=grad_h[:, place])
             compat_torch.mm_into_float32(grad_output.T, h[:, place], self.grad_b[place])
-        return self._masked(by_h)
+        return self._masked(grad_h)
 
-    def write_a_gradient(self, by_h: torch.Tensor, x: torch.Tensor) -> None:
+    def write_a_gradient(self, grad_h: torch.Tensor, x: torch.Tensor) -> None:
         """Write A's gradient, from the one by h [T, p, R] and the input [T, in]."""
         assert self.grad_a is not None
-        compat_torch.mm_into_float32(by_h.flatten(1).T, x, self.grad_a)
+        compat_torch.mm_into_float32(grad_h.flatten(1).T, x, self.grad_a)
 
     def rows(self, index: torch.Tensor) -> "LowRank":
         """The same for the tokens of `index` alone."""
@@ -87,55 +79,123 @@ class LowRank:
         return h if self.others is None else h.masked_fill_(self.others[:, None], 0)
 
 
+Parts = Callable[[torch.Tensor], tuple[torch.Tensor, ...]]
+"""Cuts the joined output of a group's projections, [T, ...], into theirs, as views."""
+
+
+def project(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, low_rank: LowRank | None, parts: Parts
+) -> tuple[torch.Tensor | None, torch.Tensor]:
+    """h [T, p, R] and x weight^T + bias + low rank. The low rank comes first: the large product adds onto it as it
+    writes, so nothing passes over the output again."""
+    if low_rank is None:
+        return None, x @ weight.T if bias is None else torch.addmm(bias, x, weight.T)
+    h = low_rank.down(x)
+    output = x.new_empty(len(x), len(weight))
+    low_rank.up(h, parts(output))
+    output.addmm_(x, weight.T)
+    return h, output if bias is None else output.add_(bias)
+
+
+def project_onto(
+    residual: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, low_rank: LowRank | None
+) -> tuple[torch.Tensor | None, torch.Tensor]:
+    """h [T, 1, R] and residual + x weight^T + low rank, for a group of one projection."""
+    if low_rank is None:
+        return None, torch.addmm(residual, x, weight.T)
+    h = low_rank.down(x)
+    return h, torch.addmm(residual, h[:, 0], low_rank.b[0].T).addmm_(x, weight.T)
+
+
+def project_backward(
+    grad: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    low_rank: LowRank | None,
+    h: torch.Tensor | None,
+    parts: Parts,
+) -> torch.Tensor:
+    """The gradient by x from that by the output; the adapters' gradients are written."""
+    if low_rank is None:
+        return grad @ weight
+    assert h is not None, "kept or computed again before the backward"
+    grad_h = low_rank.up_gradient(h, parts(grad))
+    low_rank.write_a_gradient(grad_h, x)
+    return through(grad, weight, low_rank, grad_h)
+
+
+def through(
+    grad: torch.Tensor, weight: torch.Tensor, low_rank: LowRank | None, grad_h: torch.Tensor | None
+) -> torch.Tensor:
+    """grad weight + grad_h A: through a group's projections from their output to their input."""
+    if low_rank is None or grad_h is None:
+        return grad @ weight
+    return (grad_h.flatten(1) @ low_rank.a).addmm_(grad, weight)
+
+
+def whole(output: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """`Parts` of a group of one projection."""
+    return (output,)
+
+
 class LoraBatch:
     """All adapters of a micro-batch whose rows `slices` tell, in `dtype`; gradients are gathered in `grad_dtype`.
+    `groups`: those of the base model's targets.
 
-    A group that no adapter trains is None. Gradients of a layer are there once its backward has run; `gradients`
+    A group that no adapter trains is None. Gradients of a block are there once its backward has run; `add_gradients`
     then gives them to each adapter.
     """
 
     def __init__(
-        self, slices: Sequence[AdapterSlice], dtype: torch.dtype, grad_dtype: torch.dtype, *, gradient: bool
+        self,
+        groups: Groups,
+        slices: Sequence[AdapterSlice],
+        dtype: torch.dtype,
+        grad_dtype: torch.dtype,
+        *,
+        gradient: bool,
     ) -> None:
+        self._groups = groups
         self._columns = _columns(slices)
         self._width = -(-(self._columns[-1].stop if self._columns else 0) // _COLUMNS) * _COLUMNS
         self._dtype, self._grad_dtype = dtype, grad_dtype
         self._others = self._make_others(slices) if self._columns else None
         self._a: dict[str, torch.Tensor] = {}
-        self._b: dict[str, torch.Tensor] = {}
-        for group, projections in GROUPS.items():
-            self._fill(group, projections)
+        self._b: dict[tuple[str, str], torch.Tensor] = {}
+        for group in groups:
+            self._fill(group)
         self._grad_a = {name: self._like(a) for name, a in self._a.items() if gradient}
         self._grad_b = {name: self._like(b) for name, b in self._b.items() if gradient}
 
-    def group(self, name: str, layer: int = 0) -> LowRank | None:
-        """The adapters' matrices for a group of `GROUPS` in one layer."""
+    def group(self, name: str, index: int = 0) -> LowRank | None:
+        """The adapters' matrices for a group in the `index`-th block of its kind."""
         if name not in self._a:
             return None
         grad_a = self._grad_a.get(name)
+        keys = [(name, projection) for projection in self._groups[name]]
         return LowRank(
-            self._a[name][layer],
-            tuple(self._b[projection][layer] for projection in GROUPS[name]),
+            self._a[name][index],
+            tuple(self._b[key][index] for key in keys),
             self._others,
-            None if grad_a is None else grad_a[layer],
-            tuple(self._grad_b[p][layer] for p in GROUPS[name]) if grad_a is not None else (),
+            None if grad_a is None else grad_a[index],
+            tuple(self._grad_b[key][index] for key in keys) if grad_a is not None else (),
         )
 
-    def trains(self, *groups: str) -> bool:
-        """Whether an adapter trains one of `groups`."""
-        return any(group in self._a for group in groups)
+    def trained(self) -> list[str]:
+        """The groups that some adapter trains."""
+        return list(self._a)
 
     def add_gradients(self, adapter: Adapter, flat: torch.Tensor, groups: Sequence[str]) -> None:
         """Add what the backward of `groups` has written for `adapter` to `flat`, a vector of its layout."""
         columns = next(c for c in self._columns if c.adapter is adapter)
         for group in groups:
-            for place, projection in enumerate(GROUPS[group]):
-                a, b = (adapter.stack(flat, projection, factor) for factor in "AB")
+            for place, projection in enumerate(self._groups[group]):
+                a, b = (adapter.stack(flat, group, projection, factor) for factor in "AB")
                 if a is None or b is None:
                     continue
                 first = place * self._width
                 a.add_(self._grad_a[group][:, first + columns.start : first + columns.stop])
-                b.add_(self._grad_b[projection][:, :, columns.start : columns.stop], alpha=adapter.scale)
+                b.add_(self._grad_b[group, projection][:, :, columns.start : columns.stop], alpha=adapter.scale)
 
     @property
     def columns(self) -> int:
@@ -147,31 +207,32 @@ class LoraBatch:
         """Each adapter once."""
         return [columns.adapter for columns in self._columns]
 
-    def _fill(self, group: str, projections: Sequence[str]) -> None:
+    def _fill(self, group: str) -> None:
         """Copy the adapters' matrices of `group` next to one another; zeros where an adapter has none."""
-        shapes = {p: shape for p in projections if (shape := self._shape(p)) is not None}
+        projections = self._groups[group]
+        shapes = {p: shape for p in projections if (shape := self._shape(group, p)) is not None}
         if not shapes:
             return
         assert len(shapes) == len(projections), "attention, MLP and LM head are trained wholly or not at all"
-        layers, inputs = shapes[projections[0]][0], shapes[projections[0]][1]
+        blocks, inputs = shapes[projections[0]][0], shapes[projections[0]][1]
         device = self._columns[0].adapter.weights.device
-        a_all = torch.zeros(layers, len(projections) * self._width, inputs, dtype=self._dtype, device=device)
+        a_all = torch.zeros(blocks, len(projections) * self._width, inputs, dtype=self._dtype, device=device)
         for place, projection in enumerate(projections):
-            b_all = torch.zeros(layers, shapes[projection][2], self._width, dtype=self._dtype, device=device)
+            b_all = torch.zeros(blocks, shapes[projection][2], self._width, dtype=self._dtype, device=device)
             for c in self._columns:
-                a, b = (c.adapter.stack(c.adapter.weights, projection, factor) for factor in "AB")
+                a, b = (c.adapter.stack(c.adapter.weights, group, projection, factor) for factor in "AB")
                 if a is not None and b is not None:
                     first = place * self._width
                     a_all[:, first + c.start : first + c.stop] = a
                     # Scaled before it is rounded, in one pass.
                     torch.mul(b, c.adapter.scale, out=b_all[:, :, c.start : c.stop])
-            self._b[projection] = b_all
+            self._b[group, projection] = b_all
         self._a[group] = a_all
 
-    def _shape(self, projection: str) -> tuple[int, int, int] | None:
-        """Layers, in and out of a projection that some adapter trains."""
+    def _shape(self, group: str, projection: str) -> tuple[int, int, int] | None:
+        """Blocks, in and out of a projection that some adapter trains."""
         for c in self._columns:
-            a, b = (c.adapter.stack(c.adapter.weights, projection, factor) for factor in "AB")
+            a, b = (c.adapter.stack(c.adapter.weights, group, projection, factor) for factor in "AB")
             if a is not None and b is not None:
                 return a.shape[0], a.shape[2], b.shape[1]
         return None

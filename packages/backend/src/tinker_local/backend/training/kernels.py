@@ -124,7 +124,7 @@ class TorchKernels:
 def kernels_for(device: torch.device, dtype: torch.dtype) -> Kernels:
     """The fastest kernels that there are for activations of `dtype` on `device`."""
     if device.type == "cuda" and dtype in (torch.bfloat16, torch.float16):
-        from tinker_local.backend.training.decoder.triton_kernels import TritonKernels
+        from tinker_local.backend.training.triton_kernels import TritonKernels
 
         return TritonKernels()
     return TorchKernels()

@@ -1,0 +1,104 @@
+"""Which decoder runs a base model: the written-out one where its layers are known, else autograd."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from tinker_local.backend.families.interface import Family
+from tinker_local.backend.options import DecoderChoice
+from tinker_local.backend.rendering.interface import RenderedInput
+from tinker_local.backend.training.attention import Segments
+from tinker_local.backend.training.decoder import Decoder, PackedRow
+from tinker_local.backend.training.decoders.autograd import AutogradDecoder
+from tinker_local.backend.training.decoders.written_out.layers import take_layers
+from tinker_local.backend.training.kernels import Kernels
+from tinker_local.backend.training.lora_batch import LoraBatch
+from tinker_local.types import UnsupportedError
+
+_PROBE = (5, 8)
+"""Lengths of the two sequences that a decoder is compared on."""
+_TOLERANCE = {torch.float64: 1e-3, torch.float32: 1e-3}
+"""Of the difference relative to the hidden states, which tells another architecture (about 1) from rounding.
+transformers computes norms in float32 whatever the dtype."""
+_TOLERANCE_16_BIT = 0.25
+
+
+def make_decoder(model: Any, family: Family, kernels: Kernels, choice: DecoderChoice, where: str) -> Decoder:
+    """The decoder of transformers' `model` that `choice` names. It is compared with transformers' own forward before it
+    is used. UnsupportedError says why none can be; `where` names the model."""
+    reasons: list[str] = []
+    if choice in ("auto", "written-out"):
+        try:
+            return _written_out(model, family, kernels)
+        except UnsupportedError as error:
+            reasons.append(f"the written-out decoder cannot train it: {error}")
+    if choice in ("auto", "autograd"):
+        try:
+            return _autograd(model, family)
+        except UnsupportedError as error:
+            reasons.append(f"the autograd decoder cannot train it: {error}")
+    raise UnsupportedError(f"{where}: {'; '.join(reasons)}")
+
+
+def _written_out(model: Any, family: Family, kernels: Kernels) -> Decoder:
+    decoder = take_layers(model.get_submodule(family.decoder_path), family.decoder_path, kernels)
+    _compare(decoder, model, family)
+    return decoder
+
+
+def _autograd(model: Any, family: Family) -> Decoder:
+    decoder = AutogradDecoder(model.get_submodule(family.decoder_path), family.decoder_path, family.lora)
+    try:
+        _compare(decoder, model, family)
+    except BaseException:
+        decoder.undo()
+        raise
+    return decoder
+
+
+@torch.no_grad()
+def _compare(decoder: Decoder, model: Any, family: Family) -> None:
+    """UnsupportedError unless `decoder` gives two sequences in one row the hidden states that transformers' modules,
+    with an attention of their own, give each alone."""
+    modules = model.get_submodule(family.decoder_path)
+    embedding = model.get_input_embeddings()
+    device, vocabulary = embedding.weight.device, embedding.num_embeddings
+    tokens = [np.arange(1, length + 1) * 7919 % vocabulary for length in _PROBE]
+    embeds = [embedding(torch.from_numpy(ids).to(device)) for ids in tokens]
+    positions = [
+        torch.from_numpy(family.position_ids(model.config, RenderedInput(ids.astype(np.int32), ()))).to(device)
+        for ids in tokens
+    ]
+    row = PackedRow(torch.cat(embeds), _batched(torch.cat(positions, dim=1)), Segments(_PROBE, device))
+    batch = LoraBatch({}, [], embeds[0].dtype, torch.float32, gradient=False)
+    packed = decoder.forward(row, batch, None).hidden.double()
+    with _eager(modules):
+        alone = [
+            modules(inputs_embeds=x[None], position_ids=_batched(p), use_cache=False).last_hidden_state[0].double()
+            for x, p in zip(embeds, positions, strict=True)
+        ]
+    wanted = torch.cat(alone)
+    difference = float((packed - wanted).norm() / wanted.norm())
+    tolerance = _TOLERANCE.get(embeds[0].dtype, _TOLERANCE_16_BIT)
+    if not difference <= tolerance:
+        raise UnsupportedError(
+            f"its hidden states differ from transformers' by {difference:.2g} of their size, allowed is {tolerance}"
+        )
+
+
+def _batched(positions: torch.Tensor) -> torch.Tensor:
+    """Positions [1, T] or [3, T] as rotary modules take them, [1, T] or [3, 1, T]."""
+    return positions if len(positions) == 1 else positions[:, None]
+
+
+@contextmanager
+def _eager(modules: Any) -> Iterator[None]:
+    """Inside, the modules attend as transformers wrote them."""
+    config = modules.config
+    chosen, config._attn_implementation = config._attn_implementation, "eager"
+    try:
+        yield
+    finally:
+        config._attn_implementation = chosen

@@ -1,0 +1,266 @@
+"""Any causal language model of transformers: its own modules and autograd, with adapters and packed attention put in.
+
+The way in for a new family, and what the written-out decoder is compared with. Three things are changed, none of them
+in the code of transformers: attention is a function registered with it, which is given the segments of the row, so that
+sequences share a row without padding and without seeing each other; the Linear modules that adapters train add the
+adapters of all sequences of the row; layers can be checkpointed. Legend: T tokens, H hidden size, N heads, D head size.
+"""
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from tinker_local.backend.families.interface import LoraNames
+from tinker_local.backend.training.attention import AttentionRule, Segments, attend, attend_backward
+from tinker_local.backend.training.decoder import PackedRow
+from tinker_local.backend.training.lora import Adapter, AdapterSlice, Flag, Target, groups_of, layout
+from tinker_local.backend.training.lora_batch import LoraBatch, LowRank, project, project_backward, whole
+from tinker_local.backend.training.recompute_policy import ActivationMemory, Keep, LayerMemory, RecomputePolicy
+from tinker_local.types import LoraConfig, UnsupportedError
+from torch.utils.checkpoint import checkpoint
+from transformers import AttentionInterface
+
+ATTENTION = "tinker_local_packed"
+"""The name of the attention function in transformers' registry."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Run:
+    """One forward and its backward. `attended`: the modules whose attention came to the registered function."""
+
+    row: PackedRow
+    lora: LoraBatch
+    policy: RecomputePolicy | None
+    attended: set[int] = field(default_factory=set)
+
+
+class AutogradDecoder:
+    """`training.decoder.Decoder` on `modules`, transformers' decoder at `path` of its model."""
+
+    def __init__(self, modules: Any, path: str, lora: LoraNames) -> None:
+        self.targets = find_targets(modules, path, lora)
+        self._modules = modules
+        self._run: _Run | None = None
+        AttentionInterface.register(ATTENTION, packed_attention)
+        self._own_attention = modules.config._attn_implementation
+        modules.config._attn_implementation = ATTENTION
+        for target in self.targets:
+            linear = modules.get_submodule(target.path.removeprefix(f"{path}."))
+            linear.forward = functools.partial(self._linear, target, linear, linear.forward)
+        for index, layer in enumerate(modules.layers):
+            layer.forward = functools.partial(self._layer, index, layer.forward)
+
+    def forward(self, row: PackedRow, lora: LoraBatch, policy: RecomputePolicy | None) -> "AutogradPass":
+        """See `Decoder.forward`."""
+        run = _Run(row, lora, policy)
+        embeds = row.embeds.detach()
+        with self._running(run), torch.set_grad_enabled(policy is not None):
+            embeds.requires_grad_(policy is not None)
+            output = self._modules(
+                inputs_embeds=embeds[None], position_ids=row.position_ids, use_cache=False, packed=run
+            )
+            hidden = output.last_hidden_state[0]
+        if len(run.attended) != len(self._modules.layers):
+            raise UnsupportedError(
+                f"{len(run.attended)} of {len(self._modules.layers)} layers attend through the function that is "
+                "registered with transformers; the others would see the neighbours in a packed row"
+            )
+        return AutogradPass(self, run, embeds, hidden, hidden.detach())
+
+    def memory(self, tokens: int, columns: int) -> ActivationMemory:
+        """As measured on a few tokens; the backward of a layer takes about what its forward keeps."""
+        per_token = self._bytes_per_token
+        inputs = tokens * self._modules.config.hidden_size * self._dtype.itemsize
+        layers = [LayerMemory(tokens * (layer + 7 * columns * self._dtype.itemsize), 0) for layer in per_token]
+        return ActivationMemory(2 * max(layer.lean for layer in layers) + (len(layers) + 4) * inputs, layers)
+
+    def undo(self) -> None:
+        """Leave the modules as they were."""
+        self._modules.config._attn_implementation = self._own_attention
+        for module in self._modules.modules():
+            module.__dict__.pop("forward", None)
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        dtype: torch.dtype = next(self._modules.parameters()).dtype
+        return dtype
+
+    @contextmanager
+    def _running(self, run: _Run) -> Iterator[None]:
+        assert self._run is None, "one pass at a time"
+        self._run = run
+        try:
+            yield
+        finally:
+            self._run = None
+
+    def _linear(self, target: Target, linear: Any, original: Callable[..., Any], x: torch.Tensor) -> Any:
+        low_rank = None if self._run is None else self._run.lora.group(target.group, target.index)
+        if low_rank is None:
+            return original(x)
+        return _AdaptedLinear.apply(x, linear.weight, linear.bias, low_rank)
+
+    def _layer(self, index: int, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        run = self._run
+        if run is None:
+            return original(*args, **kwargs)
+        if run.policy is not None and run.policy[index] is Keep.INPUT:
+            output = checkpoint(original, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
+        else:
+            output = original(*args, **kwargs)
+        if index < len(run.row.deepstack):
+            hidden = output[0] if isinstance(output, tuple) else output
+            hidden = run.row.add_deepstack(index, hidden[0].clone())[None]
+            return (hidden, *output[1:]) if isinstance(output, tuple) else hidden
+        return output
+
+    @functools.cached_property
+    def _bytes_per_token(self) -> list[int]:
+        """What autograd keeps for each layer: the difference between two short rows, adapters on all targets."""
+        few, many = self._kept_bytes(16), self._kept_bytes(48)
+        return [(b - a) // 32 for a, b in zip(few, many, strict=True)]
+
+    def _kept_bytes(self, tokens: int) -> list[int]:
+        parameter = next(self._modules.parameters())
+        embeds = torch.zeros(tokens, self._modules.config.hidden_size, dtype=parameter.dtype, device=parameter.device)
+        positions = torch.arange(tokens, device=parameter.device)[None]
+        row = PackedRow(embeds, positions, Segments((tokens,), parameter.device))
+        config = LoraConfig(rank=1)
+        specs = layout(self.targets, config)
+        adapter = Adapter(config, specs, torch.zeros(specs[-1].stop, device=parameter.device))
+        batch = LoraBatch(
+            groups_of(self.targets), [AdapterSlice(adapter, 0, tokens)], parameter.dtype, torch.float32, gradient=False
+        )
+        kept: list[dict[int, int]] = []
+        known = {tensor.untyped_storage().data_ptr() for tensor in self._modules.parameters()}
+
+        def keep(tensor: torch.Tensor) -> torch.Tensor:
+            storage = tensor.untyped_storage()
+            if kept and storage.data_ptr() not in known:
+                kept[-1][storage.data_ptr()] = storage.nbytes()
+            return tensor
+
+        hooks = [layer.register_forward_pre_hook(lambda *_: kept.append({})) for layer in self._modules.layers]
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+                self.forward(row, batch, [Keep.ALL] * len(self._modules.layers))
+        finally:
+            for hook in hooks:
+                hook.remove()
+        return [sum(layer.values()) for layer in kept]
+
+
+@dataclass(slots=True, eq=False)
+class AutogradPass:
+    """`hidden` [T, H] without the graph that `root` hangs on."""
+
+    decoder: AutogradDecoder
+    run: _Run
+    embeds: torch.Tensor
+    root: torch.Tensor
+    hidden: torch.Tensor
+
+    def backward(self, grad_hidden: torch.Tensor) -> torch.Tensor:
+        """See `DecoderPass.backward`."""
+        with self.decoder._running(self.run):
+            torch.autograd.backward(self.root, grad_hidden)
+        del self.root
+        assert self.embeds.grad is not None
+        return self.embeds.grad
+
+
+def find_targets(modules: Any, path: str, lora: LoraNames) -> list[Target]:
+    """The Linear modules of the decoder `modules` that `lora` names, in its order. Modules of one name and shape are
+    one group over all layers."""
+    found: list[Target] = []
+    counts: dict[str, int] = {}
+    for name, module in modules.named_modules():
+        last = name.rsplit(".", 1)[-1]
+        if not isinstance(module, torch.nn.Linear) or last not in (*lora.attn, *lora.mlp):
+            continue
+        suffix = name.split(".", 2)[-1] if name.startswith("layers.") else name
+        group = f"{suffix} {module.out_features}x{module.in_features}"
+        index = counts[group] = counts.get(group, -1) + 1
+        flag: Flag = "attn" if last in lora.attn else "mlp"
+        found.append(Target.of(f"{path}.{name}", group, index, module, flag))
+    if not found:
+        raise UnsupportedError(f"it has no Linear modules named {', '.join((*lora.attn, *lora.mlp))}")
+    return found
+
+
+def packed_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    packed: _Run | None = None,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """transformers' attention signature, causal inside the segments of the row. `query` [1, N, T, D], `key` and `value`
+    [1, M, T, D]; returns [1, T, N, D]. `s_aux` [N]: sinks."""
+    if packed is None:
+        raise UnsupportedError("its layers do not pass keyword arguments on to attention")
+    if attention_mask is not None:
+        raise UnsupportedError("it makes an attention mask of its own")
+    if dropout or not getattr(module, "is_causal", True):
+        raise UnsupportedError("its attention is not causal, or has dropout")
+    if value.shape[-1] != query.shape[-1]:
+        raise UnsupportedError(f"its values have {value.shape[-1]} numbers per head, its queries {query.shape[-1]}")
+    packed.attended.add(id(module))
+    rule = AttentionRule(
+        query.shape[-1] ** -0.5 if scaling is None else scaling,
+        sliding_window,
+        softcap,
+        None if s_aux is None else s_aux.detach(),
+    )
+    rows = [tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value)]
+    return _Attention.apply(*rows, packed.row.segments, rule)[None], None
+
+
+class _Attention(torch.autograd.Function):
+    """`attend` and its backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, segments: Segments, rule: AttentionRule
+    ) -> torch.Tensor:
+        query, key, value = query.detach(), key.detach(), value.detach()
+        output, logsumexp = attend(query, key, value, segments, rule)
+        ctx.save_for_backward(query, key, value, output, logsumexp)
+        ctx.segments, ctx.rule = segments, rule
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        query, key, value, output, logsumexp = ctx.saved_tensors
+        return *attend_backward(grad, query, key, value, output, logsumexp, ctx.segments, ctx.rule), None, None
+
+
+class _AdaptedLinear(torch.autograd.Function):
+    """x weight^T + bias + low rank. The gradients of the adapters go into `LowRank`, not through autograd."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, low_rank: LowRank
+    ) -> torch.Tensor:
+        rows = x.detach().flatten(0, -2)
+        h, output = project(rows, weight, bias, low_rank, whole)
+        ctx.save_for_backward(rows, weight, h)
+        ctx.low_rank = low_rank
+        return output.unflatten(0, x.shape[:-1])
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        rows, weight, h = ctx.saved_tensors
+        grad_rows = project_backward(grad.flatten(0, -2), rows, weight, ctx.low_rank, h, whole)
+        return grad_rows.unflatten(0, grad.shape[:-1]), None, None, None

@@ -1,0 +1,158 @@
+"""Attention with rotary positions, forward and backward.
+
+    y = x + O attend(rope(norm(Q n)), rope(norm(K n)), V n)        n = norm(x)
+
+where each of Q, K, V, O is a frozen matrix plus the adapters' low rank; the norms of heads are optional. Legend: T
+tokens, H hidden size, N query heads, M key-value heads, D head size, p projections of a group, R columns of adapters.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from tinker_local.backend.training.attention import AttentionRule, attend, attend_backward
+from tinker_local.backend.training.decoders.written_out.block import BlockMemory, RowContext, joined, there
+from tinker_local.backend.training.lora import Target
+from tinker_local.backend.training.lora_batch import project, project_backward, project_onto, whole
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AttentionBlock:
+    """The weights of the `index`-th attention block. Projections that read the same input are one matrix: `qkv`
+    [(N + 2 M) D, H]; `output` [H, N D]; `norm` [H]; `q_norm`, `k_norm` [D] and biases where the family has them."""
+
+    index: int
+    norm: torch.Tensor
+    epsilon: float
+    qkv: torch.Tensor
+    qkv_bias: torch.Tensor | None
+    q_norm: torch.Tensor | None
+    k_norm: torch.Tensor | None
+    output: torch.Tensor
+    output_bias: torch.Tensor | None
+    heads: int
+    kv_heads: int
+    head_size: int
+    rule: AttentionRule
+    targets: tuple[Target, ...]
+
+    @classmethod
+    def take(cls, index: int, path: str, norm: Any, attention: Any) -> "AttentionBlock":
+        """The block of transformers' modules `norm` and `attention`, the latter at `path`. Moves matrices that are
+        joined: the modules' own parameters become views."""
+        qkv = [attention.q_proj, attention.k_proj, attention.v_proj]
+        kv_width = attention.k_proj.out_features
+        groups = {"qkv": ("q_proj", "k_proj", "v_proj"), "output": ("o_proj",)}
+        return cls(
+            index=index,
+            norm=norm.weight.detach(),
+            epsilon=norm.variance_epsilon,
+            qkv=joined(qkv),
+            qkv_bias=None if qkv[0].bias is None else torch.cat([module.bias.detach() for module in qkv]),
+            q_norm=_weight(attention, "q_norm"),
+            k_norm=_weight(attention, "k_norm"),
+            output=attention.o_proj.weight.detach(),
+            output_bias=None if attention.o_proj.bias is None else attention.o_proj.bias.detach(),
+            heads=attention.o_proj.in_features // attention.head_dim,
+            kv_heads=kv_width // attention.head_dim,
+            head_size=attention.head_dim,
+            rule=AttentionRule(attention.scaling, window=getattr(attention, "sliding_window", None)),
+            targets=tuple(
+                Target.of(f"{path}.{name}", f"attention.{group}", index, getattr(attention, name), "attn")
+                for group, names in groups.items()
+                for name in names
+            ),
+        )
+
+    def start(self, x: torch.Tensor, context: RowContext) -> "AttentionPass":
+        """A pass over `x` [T, H]."""
+        return AttentionPass(self, context, x)
+
+    def memory(self, tokens: int, columns: int, itemsize: int) -> BlockMemory:
+        """qkv, attended, logsumexp and the adapters' h; the backward has query, key, value and their gradients."""
+        heads = tokens * (2 * self.heads + 2 * self.kv_heads) * self.head_size * itemsize + tokens * self.heads * 4
+        return BlockMemory(lean=heads + tokens * 4 * columns * itemsize, large=0, transient=3 * heads)
+
+    def parts(self, qkv: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Query, key and value in the joined output, [T, N D] and twice [T, M D]."""
+        widths = [self.heads * self.head_size, self.kv_heads * self.head_size, self.kv_heads * self.head_size]
+        return tuple(qkv.split(widths, dim=-1))
+
+    def split_heads(self, qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The same as [T, N, D] and twice [T, M, D]."""
+        query, key, value = (part.unflatten(-1, (-1, self.head_size)) for part in self.parts(qkv))
+        return query, key, value
+
+
+@dataclass(slots=True, eq=False)
+class AttentionPass:
+    """`qkv` [T, (N + 2 M) D] before norm and positions; `attended` [T, N, D] and its `logsumexp`; `h_qkv` [T, 3, R] and
+    `h_output` [T, 1, R]: the adapters' low-rank inputs."""
+
+    block: AttentionBlock
+    context: RowContext
+    x: torch.Tensor
+    qkv: torch.Tensor | None = None
+    attended: torch.Tensor | None = None
+    logsumexp: torch.Tensor | None = None
+    h_qkv: torch.Tensor | None = None
+    h_output: torch.Tensor | None = None
+
+    def forward(self) -> torch.Tensor:
+        block, lora = self.block, self.context.lora
+        self._attend()
+        attended = there(self.attended).flatten(1)
+        self.h_output, y = project_onto(self.x, attended, block.output, lora.group("attention.output", block.index))
+        return y if block.output_bias is None else y.add_(block.output_bias)
+
+    def drop_large(self) -> None:
+        """Nothing here is cheap to compute again."""
+
+    def restore(self) -> None:
+        if self.attended is None:
+            self._attend()
+        low_rank = self.context.lora.group("attention.output", self.block.index)
+        if self.h_output is None and low_rank is not None:
+            self.h_output = low_rank.down(there(self.attended).flatten(1))
+
+    def backward(self, grad: torch.Tensor) -> torch.Tensor:
+        block, c = self.block, self.context
+        qkv, attended = there(self.qkv), there(self.attended)
+        low_rank = c.lora.group("attention.output", block.index)
+        grad_attended = project_backward(grad, attended.flatten(1), block.output, low_rank, self.h_output, whole)
+        query, key, value = self._query_key_value(qkv)
+        grad_query, grad_key, grad_value = attend_backward(
+            grad_attended.view_as(attended), query, key, value, attended, self.logsumexp, c.segments, block.rule
+        )
+        grad_qkv = torch.empty_like(qkv)
+        to_query, to_key, to_value = block.split_heads(grad_qkv)
+        raw_query, raw_key, _ = block.split_heads(qkv)
+        c.kernels.norm_rope_backward(grad_query, raw_query, block.q_norm, block.epsilon, c.cos, c.sin, to_query)
+        c.kernels.norm_rope_backward(grad_key, raw_key, block.k_norm, block.epsilon, c.cos, c.sin, to_key)
+        to_value.copy_(grad_value)
+        n = c.kernels.rms_norm(self.x, block.norm, block.epsilon)
+        low_rank = c.lora.group("attention.qkv", block.index)
+        grad_n = project_backward(grad_qkv, n, block.qkv, low_rank, self.h_qkv, block.parts)
+        return c.kernels.rms_norm_backward(grad_n, self.x, block.norm, block.epsilon, grad)
+
+    def _attend(self) -> None:
+        block, c = self.block, self.context
+        n = c.kernels.rms_norm(self.x, block.norm, block.epsilon)
+        low_rank = c.lora.group("attention.qkv", block.index)
+        self.h_qkv, self.qkv = project(n, block.qkv, block.qkv_bias, low_rank, block.parts)
+        self.attended, self.logsumexp = attend(*self._query_key_value(self.qkv), c.segments, block.rule)
+
+    def _query_key_value(self, qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """What attention reads: heads with norm and positions, [T, N, D], [T, M, D] and [T, M, D]."""
+        block, c = self.block, self.context
+        query, key, value = block.split_heads(qkv)
+        return (
+            c.kernels.norm_rope(query, block.q_norm, block.epsilon, c.cos, c.sin),
+            c.kernels.norm_rope(key, block.k_norm, block.epsilon, c.cos, c.sin),
+            value,
+        )
+
+
+def _weight(attention: Any, name: str) -> torch.Tensor | None:
+    norm = getattr(attention, name, None)
+    return None if norm is None else norm.weight.detach()

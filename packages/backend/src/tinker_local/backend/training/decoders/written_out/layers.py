@@ -1,0 +1,171 @@
+"""All layers, forward and backward. Legend: T tokens, H hidden size, R columns of adapters."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from tinker_local.backend.training.decoder import PackedRow
+from tinker_local.backend.training.decoders.written_out.attention_block import AttentionBlock
+from tinker_local.backend.training.decoders.written_out.block import Block, BlockPass, RowContext
+from tinker_local.backend.training.decoders.written_out.mlp_block import MlpBlock
+from tinker_local.backend.training.kernels import Kernels
+from tinker_local.backend.training.lora_batch import LoraBatch
+from tinker_local.backend.training.recompute_policy import ActivationMemory, Keep, LayerMemory, RecomputePolicy
+from tinker_local.types import UnsupportedError
+
+Layer = Sequence[Block]
+"""Its blocks, in order."""
+
+
+class WrittenOutDecoder:
+    """`training.decoder.Decoder` for layers made of known blocks. `norm` [H]: weight of the last norm; `rotary(embeds,
+    position_ids)`: transformers' module for cos and sin."""
+
+    def __init__(
+        self, layers: Sequence[Layer], norm: torch.Tensor, epsilon: float, rotary: Any, kernels: Kernels
+    ) -> None:
+        self.layers = layers
+        self.norm = norm
+        self.epsilon = epsilon
+        self.rotary = rotary
+        self.kernels = kernels
+        self.targets = [target for layer in layers for block in layer for target in block.targets]
+
+    def forward(self, row: PackedRow, lora: LoraBatch, policy: RecomputePolicy | None) -> "WrittenOutPass":
+        """See `Decoder.forward`."""
+        cos, sin = self.rotary(row.embeds, row.position_ids)
+        context = RowContext(self.kernels, row.segments, cos.squeeze(0), sin.squeeze(0), lora)
+        x = row.embeds
+        kept: list[_KeptLayer] = []
+        for index, layer in enumerate(self.layers):
+            passes: list[BlockPass] = []
+            for block in layer:
+                passes.append(block.start(x, context))
+                x = passes[-1].forward()
+            if policy is not None:
+                kept.append(_kept(layer, passes, policy[index]))
+            x = row.add_deepstack(index, x)
+        return WrittenOutPass(self, context, self.kernels.rms_norm(x, self.norm, self.epsilon), x, kept)
+
+    def memory(self, tokens: int, columns: int) -> ActivationMemory:
+        """In its backward a layer has all its activations, and what the largest backward of its blocks takes."""
+        itemsize = self.norm.itemsize
+        inputs = tokens * len(self.norm) * itemsize
+        layers: list[LayerMemory] = []
+        backward = 0
+        for layer in self.layers:
+            blocks = [block.memory(tokens, columns, itemsize) for block in layer]
+            lean = sum(block.lean for block in blocks) + (len(blocks) - 1) * inputs
+            large = sum(block.large for block in blocks)
+            backward = max(backward, lean + large + max(block.transient for block in blocks))
+            layers.append(LayerMemory(lean, large))
+        return ActivationMemory(backward + 3 * inputs + (len(layers) + 1) * inputs, layers)
+
+
+def take_layers(decoder: Any, path: str, kernels: Kernels) -> WrittenOutDecoder:
+    """The decoder of transformers' module `decoder`, at `path` of its model, if its layers are those of Llama, Qwen2
+    and Qwen3: RMS norms before attention and MLP, rotary positions, SiLU. UnsupportedError says what differs.
+
+    Matrices that are joined move: the modules' own parameters become views of the joined one.
+    """
+    config = decoder.config
+    if getattr(config, "hidden_act", None) != "silu":
+        raise UnsupportedError(f"hidden_act {getattr(config, 'hidden_act', None)!r} is not 'silu'")
+    if getattr(decoder, "rotary_emb", None) is None:
+        raise UnsupportedError("it has no rotary positions")
+    for index, layer in enumerate(decoder.layers):
+        _check_layer(layer, f"layer {index}")
+    _check_parts(decoder.norm, _NORM, "norm")
+    layers: list[Layer] = [
+        (
+            AttentionBlock.take(index, f"{path}.layers.{index}.self_attn", layer.input_layernorm, layer.self_attn),
+            MlpBlock.take(index, f"{path}.layers.{index}.mlp", layer.post_attention_layernorm, layer.mlp),
+        )
+        for index, layer in enumerate(decoder.layers)
+    ]
+    norm = decoder.norm
+    return WrittenOutDecoder(layers, norm.weight.detach(), norm.variance_epsilon, decoder.rotary_emb, kernels)
+
+
+_NORM = {"weight"}
+_MLP = {"gate_proj.weight", "up_proj.weight", "down_proj.weight"}
+_ATTENTION = {f"{name}_proj.{kind}" for name in "qkvo" for kind in ("weight", "bias")} | {
+    "q_norm.weight",
+    "k_norm.weight",
+}
+
+
+def _check_layer(layer: Any, where: str) -> None:
+    parts = {name: module for name, module in layer.named_children() if any(True for _ in module.parameters())}
+    known = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
+    if parts.keys() != known:
+        raise UnsupportedError(f"{where} consists of {', '.join(parts)}, not of {', '.join(sorted(known))}")
+    _check_parts(layer.self_attn, _ATTENTION, f"{where}: self_attn")
+    _check_parts(layer.mlp, _MLP, f"{where}: mlp")
+    for name in ("input_layernorm", "post_attention_layernorm"):
+        _check_parts(parts[name], _NORM, f"{where}: {name}")
+        if not hasattr(parts[name], "variance_epsilon"):
+            raise UnsupportedError(f"{where}: {name} is a {type(parts[name]).__name__}, not an RMS norm")
+
+
+def _check_parts(module: Any, known: set[str], where: str) -> None:
+    unknown = {name for name, _ in module.named_parameters()} - known
+    if unknown:
+        raise UnsupportedError(f"{where} has parameters {', '.join(sorted(unknown))}")
+
+
+@dataclass(slots=True, eq=False)
+class _KeptLayer:
+    """The passes of a layer's blocks; without them (`Keep.INPUT`) its input is all there is."""
+
+    layer: Layer
+    x: torch.Tensor
+    passes: Sequence[BlockPass] = ()
+
+    def restore(self, context: RowContext) -> Sequence[BlockPass]:
+        """The passes of all blocks, complete."""
+        passes = self.passes or self._again(context)
+        for block_pass in passes:
+            block_pass.restore()
+        return passes
+
+    def _again(self, context: RowContext) -> list[BlockPass]:
+        """Every block but the last gives the next its input."""
+        x, passes = self.x, list[BlockPass]()
+        for block in self.layer[:-1]:
+            passes.append(block.start(x, context))
+            x = passes[-1].forward()
+        return [*passes, self.layer[-1].start(x, context)]
+
+
+def _kept(layer: Layer, passes: Sequence[BlockPass], keep: Keep) -> _KeptLayer:
+    if keep is Keep.INPUT:
+        return _KeptLayer(layer, passes[0].x)
+    if keep is Keep.LEAN:
+        for block_pass in passes:
+            block_pass.drop_large()
+    return _KeptLayer(layer, passes[0].x, passes)
+
+
+@dataclass(slots=True, eq=False)
+class WrittenOutPass:
+    """`hidden` [T, H] after the last norm, `last` before it."""
+
+    decoder: WrittenOutDecoder
+    context: RowContext
+    hidden: torch.Tensor
+    last: torch.Tensor
+    kept: list[_KeptLayer]
+
+    def backward(self, grad_hidden: torch.Tensor) -> torch.Tensor:
+        """See `DecoderPass.backward`."""
+        decoder = self.decoder
+        grad = decoder.kernels.rms_norm_backward(
+            grad_hidden, self.last, decoder.norm, decoder.epsilon, torch.zeros_like(self.last)
+        )
+        while self.kept:
+            passes = list(self.kept.pop().restore(self.context))
+            while passes:
+                grad = passes.pop().backward(grad)
+        return grad

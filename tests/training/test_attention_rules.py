@@ -1,0 +1,64 @@
+"""Attention alone against transformers' eager attention: windows, soft caps and sinks, forward and backward."""
+
+import itertools
+
+import pytest
+import torch
+from tinker_local.backend.training import attention
+from tinker_local.backend.training.attention import AttentionRule, Segments, attend, attend_backward
+from transformers.models.gemma2.modeling_gemma2 import eager_attention_forward as with_softcap
+from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward as with_sinks
+
+HEADS, KV_HEADS, SIZE, SCALING = 6, 2, 10, 0.3
+
+
+class Module(torch.nn.Module):
+    """What transformers' function reads of an attention module."""
+
+    def __init__(self, sinks: torch.Tensor) -> None:
+        super().__init__()
+        self.num_key_value_groups = HEADS // KV_HEADS
+        self.sinks = sinks
+
+
+def theirs(query, key, value, rule: AttentionRule) -> torch.Tensor:
+    """One segment [L, heads, D] by transformers, with a mask [1, 1, L, L]."""
+    places = torch.arange(len(query))
+    distance = places[:, None] - places[None]
+    seen = (distance >= 0) & (distance < (rule.window or len(query)))
+    mask = torch.zeros(seen.shape, dtype=query.dtype).masked_fill_(~seen, -torch.inf)[None, None]
+    parts = [tensor.transpose(0, 1)[None] for tensor in (query, key, value)]
+    if rule.sinks is not None:
+        output, _ = with_sinks(Module(rule.sinks), *parts, mask, scaling=rule.scaling)
+    else:
+        output, _ = with_softcap(
+            Module(torch.empty(0)), *parts, mask, dropout=0.0, scaling=rule.scaling, softcap=rule.softcap
+        )
+    return output[0]
+
+
+@pytest.mark.parametrize("window", [None, 1, 4, 100])
+@pytest.mark.parametrize(("softcap", "sinks"), [(None, False), (1.5, False), (None, True)])
+@pytest.mark.parametrize("scores", [1, 2**26])
+def test_each_segment_attends_as_in_transformers_alone(window, softcap, sinks, scores, monkeypatch):
+    """Forward and the three gradients in float64, in portions of any size; nothing leaks between segments."""
+    monkeypatch.setattr(attention, "SCORES", scores)
+    lengths = (3, 9, 9, 1, 14)
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(sum(lengths), heads, SIZE) for heads in (HEADS, KV_HEADS, KV_HEADS)]
+    query, key, value = (torch.randn(shape, generator=generator, dtype=torch.float64) * 2 for shape in shapes)
+    grad = torch.randn(shapes[0], generator=generator, dtype=torch.float64)
+    rule = AttentionRule(SCALING, window, softcap, torch.linspace(-1, 2, HEADS, dtype=torch.float64) if sinks else None)
+    segments = Segments(lengths, torch.device("cpu"))
+
+    output, logsumexp = attend(query, key, value, segments, rule)
+    gradients = attend_backward(grad, query, key, value, output, logsumexp, segments, rule)
+
+    leaves = [tensor.clone().requires_grad_() for tensor in (query, key, value)]
+    bounds = itertools.pairwise([0, *itertools.accumulate(lengths)])
+    wanted = torch.cat([theirs(*(leaf[start:stop] for leaf in leaves), rule) for start, stop in bounds])
+    # transformers computes the softmax of a soft cap in float32.
+    tolerance = 1e-12 if sinks else 1e-5
+    torch.testing.assert_close(output, wanted, rtol=0, atol=tolerance)
+    for ours, expected in zip(gradients, torch.autograd.grad(wanted, leaves, grad), strict=True):
+        torch.testing.assert_close(ours, expected, rtol=0, atol=10 * tolerance)
