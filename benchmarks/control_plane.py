@@ -142,9 +142,9 @@ async def in_process(backend: InProcessBackend) -> list[Row]:
 
 def bare(path: Path) -> list[Row]:
     """vLLM's engine as a program would step it by itself."""
-    from tinker_local.backend.vllm_engine import vllm_compat
+    from tinker_local.backend.vllm_engine import build_engine
 
-    engine = vllm_compat.build_engine(vllm_compat.EngineOptions(str(path), max_rank=128))
+    engine = build_engine.build_engine(build_engine.EngineOptions(str(path), max_rank=128))
     from vllm import SamplingParams as VLLMParams
     from vllm.sampling_params import RequestOutputKind
 

@@ -14,7 +14,7 @@ from collections.abc import Callable
 import torch
 from rich.console import Console
 from rich.table import Table
-from tinker_local.backend.vllm_engine.vllm_compat import prepare_environment
+from tinker_local.backend.vllm_engine.build_engine import prepare_environment
 
 CASES = {
     "T = 1": {"temperature": 1.0},
@@ -33,7 +33,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=50 if on_cuda else 5)
     options = parser.parse_args()
     prepare_environment()
-    from tinker_local.backend.vllm_engine.vllm_draw import FullVocabularyDraw
+    from tinker_local.backend.vllm_engine.draw_tokens import FullVocabularyDraw
     from vllm.v1.sample.sampler import Sampler
 
     device = torch.device("cuda" if on_cuda else "cpu")

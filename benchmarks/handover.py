@@ -24,7 +24,7 @@ from tinker_local.backend import BackendOptions, InProcessBackend, ModelSource
 from tinker_local.backend.storage import versions
 from tinker_local.backend.tiny_models import make_tiny_text_model
 from tinker_local.backend.tiny_models.shapes import TextShape
-from tinker_local.backend.vllm_engine import vllm_adapters, vllm_compat
+from tinker_local.backend.vllm_engine import vllm_adapters
 from tinker_local.types import (
     CreateModelRequest,
     LoraConfig,
@@ -150,7 +150,7 @@ def watch(stages: Stages, backend: InProcessBackend) -> None:
     stages.watch(sampler._adapters, "_make", "make ready", "a thread, beside the trainer's probe")
     stages.watch(vllm_adapters, "read_adapter", "check names and shapes", "make ready")
     stages.watch(sampler._adapters, "_copy", "copy and convert", "make ready")
-    stages.watch(vllm_compat, "build_lora_model", "vLLM's objects, scaling", "make ready")
+    stages.watch(vllm_adapters, "build_lora_model", "vLLM's objects, scaling", "make ready")
     stages.watch(vllm_adapters, "check_adapter_taken", "all taken, all finite", "make ready")
     stages.watch(vllm, "add_lora", "register and fill a slot", "between two steps")
     stages.watch(sampler, "load_version", "load", "save")

@@ -504,14 +504,14 @@ MUTATIONS = (
     # Sampling -------------------------------------------------------------------------------------------------------
     Mutation(
         "logprobs-after-the-cut",
-        "backend/vllm_engine/vllm_draw.py",
+        "backend/vllm_engine/draw_tokens.py",
         "generators), Probabilities(p_bv, likeliest)",
         "generators), Probabilities(kept_bv / kept_bv.sum(-1, keepdim=True), likeliest)",
         (SAMPLED + "test_each_setting_alone_agrees_with_hf",),
     ),
     Mutation(
         "logprobs-without-temperature",
-        "backend/vllm_engine/vllm_draw.py",
+        "backend/vllm_engine/draw_tokens.py",
         '        sampler.logprobs_mode = "processed_logprobs"\n',
         '        sampler.logprobs_mode = "processed_logprobs"\n'
         "        sampler.apply_temperature = lambda logits, *_: logits\n",
@@ -585,7 +585,7 @@ MUTATIONS = (
     ),
     Mutation(
         "16-tokens-by-default",
-        "backend/sampling/token_budget.py",
+        "backend/sampling/interface.py",
         "wanted = max(limit - prompt_length, 1) if max_tokens is None else max_tokens",
         "wanted = 16 if max_tokens is None else max_tokens",
         (LIMITS + "test_without_max_tokens_the_sample_goes_up_to_the_context",),
@@ -599,35 +599,35 @@ MUTATIONS = (
     ),
     Mutation(
         "prompts-scored-without-their-lm-head",
-        "backend/vllm_engine/vllm_prompt_scores.py",
+        "backend/vllm_engine/score_prompts.py",
         "with heads.of(int(self.input_batch.request_lora_mapping[row])):",
         "with heads.of(0):",
         (PROMPT_SCORES + "test_everything_at_once_agrees_with_hf[adapter-text]",),
     ),
     Mutation(
         "scored-rows-read-from-the-cache",
-        "backend/vllm_engine/vllm_prompt_scores.py",
+        "backend/vllm_engine/score_prompts.py",
         "self.num_tokens = first_row + 1  #",
         "self.num_tokens = request.num_tokens  #",
         (LAST_N + "test_last_n_reads_the_prefix_from_the_cache",),
     ),
     Mutation(
         "alternatives-at-temperature-1",
-        "backend/vllm_engine/vllm_prompt_scores.py",
+        "backend/vllm_engine/score_prompts.py",
         "(log_p_nv / draws.temperature).softmax(dim=-1)",
         "log_p_nv.softmax(dim=-1)",
         (ALTERNATIVES + "test_alternatives_are_drawn_at_the_temperature_with_the_models_logprobs[base-text-2.0]",),
     ),
     Mutation(
         "alternatives-depend-on-the-parts-of-a-prompt",
-        "backend/vllm_engine/vllm_prompt_scores.py",
+        "backend/vllm_engine/score_prompts.py",
         "draws.uniforms(start, start + len(log_p_nv))",
         "draws.uniforms(0, len(log_p_nv))",
         (ALTERNATIVES + "test_alternatives_of_a_long_prompt_do_not_depend_on_its_parts",),
     ),
     Mutation(
         "topk-of-the-wrong-requests",
-        "backend/vllm_engine/vllm_logprobs.py",
+        "backend/vllm_engine/draw_tokens.py",
         "logits_bv[list(widths)]",
         "logits_bv[: len(widths)]",
         (SAMPLED_TOPK + "test_sampled_topk_of_requests_that_share_steps_agree_with_hf",),
@@ -678,7 +678,7 @@ MUTATIONS = (
     ),
     Mutation(
         "culprit-takes-all-with-it",
-        "backend/vllm_engine/engine.py",
+        "backend/vllm_engine/engine_thread.py",
         "    return named or groups\n",
         "    return groups\n",
         (ENGINE_THREAD + "test_with_a_fake_engine_a_named_culprit_fails_alone_and_the_others_run_again",),
@@ -707,16 +707,16 @@ MUTATIONS = (
     ),
     Mutation(
         "unmatched-keys-ignored",
-        "backend/vllm_engine/adapter_files.py",
+        "backend/vllm_engine/vllm_adapters.py",
         "    if ignored:\n",
         "    weights = {name: weights[name] for name in weights if name not in ignored}\n    if False:\n",
         (ADAPTERS + "test_an_adapter_that_is_not_served_whole_is_refused",),
     ),
     Mutation(
         "base-gets-an-adapter",
-        "backend/vllm_engine/vllm_lora_fixes.py",
-        "    _replace_cpu_operators()\n    _declare",
-        "    _declare",
+        "backend/vllm_engine/patches.py",
+        "        to_process=_replace_cpu_operators,\n",
+        "",
         (ADAPTERS + "test_base_and_adapters_in_one_step_do_not_touch_each_other",),
     ),
     # Versions -------------------------------------------------------------------------------------------------------

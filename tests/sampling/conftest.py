@@ -19,8 +19,9 @@ from tinker_local.backend.rendering.interface import RenderedInput
 from tinker_local.backend.rendering.renderer import VLLMRenderer
 from tinker_local.backend.sampling.interface import AdapterVersion, SampleWork
 from tinker_local.backend.tiny_models import make_tiny_text_model, make_tiny_vl_model
+from tinker_local.backend.vllm_engine.build_engine import EngineOptions
+from tinker_local.backend.vllm_engine.compat_vllm import runs_on_cpu
 from tinker_local.backend.vllm_engine.engine_thread import EngineThread
-from tinker_local.backend.vllm_engine.vllm_compat import EngineOptions, runs_on_cpu
 from tinker_local.backend.vllm_engine.vllm_sampler import VLLMSampler
 from tinker_local.types import EncodedTextChunk, ImageChunk, ModelInput, SamplingParams
 

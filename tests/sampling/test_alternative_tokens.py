@@ -11,8 +11,8 @@ from sampling_answers import (
     log_p,
     same_drawn,
 )
-from tinker_local.backend.vllm_engine import vllm_prompt_scores
-from tinker_local.backend.vllm_engine.vllm_compat import runs_on_cpu
+from tinker_local.backend.vllm_engine import score_prompts
+from tinker_local.backend.vllm_engine.compat_vllm import runs_on_cpu
 from tinker_local.types import SamplingParams
 
 
@@ -93,6 +93,6 @@ async def test_alternatives_of_a_long_prompt_do_not_depend_on_its_parts(
     params = SamplingParams(max_tokens=1, seed=2)
     expected = log_p(vl, prompt)
     whole = same_drawn(vl, await ask(vl, prompt, params=params, prompt_alt_tokens_k=3), expected)
-    monkeypatch.setattr(vllm_prompt_scores, "CHUNK_NUMBERS", 80_000)
+    monkeypatch.setattr(score_prompts, "CHUNK_NUMBERS", 80_000)
     parts = same_drawn(vl, await ask(vl, prompt, params=params, prompt_alt_tokens_k=3), expected)
     assert different(whole, parts) <= roundings()

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from tinker_local.backend.vllm_engine.vllm_logprobs import Logits, Probabilities, gather_logprobs
+from tinker_local.backend.vllm_engine.draw_tokens import Logits, Probabilities, gather_logprobs
 
 
 def test_logprobs_from_probabilities_are_exact_to_rounding() -> None:

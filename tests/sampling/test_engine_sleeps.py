@@ -9,14 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 from tinker_local.backend.sampling.interface import SampleWork
-from tinker_local.backend.vllm_engine import vllm_compat, vllm_sleep
+from tinker_local.backend.vllm_engine import compat_vllm, sleep_mode
 from tinker_local.backend.vllm_engine.vllm_sampler import VLLMSampler
 from tinker_local.types import InternalError, SamplingParams
 
 PROMPT = [20 + 7 * at % 60 for at in range(300)]  # longer than a block of the KV cache
 ALL = r"(q|k|v|o|gate|up|down)_proj$"
 
-pytestmark = pytest.mark.skipif(not vllm_compat.runs_on_cpu(), reason="on CUDA the memory is really taken away")
+pytestmark = pytest.mark.skipif(not compat_vllm.runs_on_cpu(), reason="on CUDA the memory is really taken away")
 
 
 @dataclasses.dataclass
@@ -63,11 +63,11 @@ def allocator(request: pytest.FixtureRequest, text: Any, monkeypatch: pytest.Mon
     from vllm.v1.worker.cpu_worker import CPUWorker
 
     pretended = PretendedAllocator(careful=request.param == "0.32")
-    monkeypatch.setattr(vllm_sleep, "_sleep_allocator", lambda: pretended)
-    monkeypatch.setattr(vllm_sleep, "can_sleep", lambda engine: True)
+    monkeypatch.setattr(sleep_mode, "_sleep_allocator", lambda: pretended)
+    monkeypatch.setattr(sleep_mode, "can_sleep", lambda engine: True)
     monkeypatch.setattr(CPUWorker, "sleep", lambda worker, level: pretended.sleep())
     monkeypatch.setattr(CPUWorker, "wake_up", lambda worker, tags=None: pretended.wake_up())
-    monkeypatch.setattr(vllm_sleep, "_fill_with_zeros", lambda pointer, size: zeros(text, pointer, size))
+    monkeypatch.setattr(sleep_mode, "_fill_with_zeros", lambda pointer, size: zeros(text, pointer, size))
     return pretended
 
 
@@ -75,7 +75,7 @@ def zeros(text: Any, pointer: int, size: int) -> None:
     """The third and fourth allocation are the KV cache's, one for each layer."""
     assert size == 100 + pointer
     assert pointer >= 2, "weights"
-    vllm_compat.model_runner(text.sampler._engine.live()).kv_caches[pointer - 2].zero_()
+    compat_vllm.model_runner(text.sampler._engine.live()).kv_caches[pointer - 2].zero_()
 
 
 @pytest.fixture
@@ -111,7 +111,7 @@ async def test_after_a_sleep_samples_are_what_they_were(
         await sampler.sleep()
         assert sampler.asleep
         assert all(allocator.asleep())
-        caches = vllm_compat.model_runner(sampler._engine.live()).kv_caches
+        caches = compat_vllm.model_runner(sampler._engine.live()).kv_caches
         for cache in caches:
             cache.fill_(float("nan"))  # somebody else's numbers
         await sampler.wake()

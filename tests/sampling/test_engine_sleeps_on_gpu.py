@@ -1,6 +1,6 @@
 """An engine that really gives its memory back: what is freed, and that samples after it are what they were before.
 
-The last test leaves vLLM's allocator taken (see `vllm_sleep`): no engine that is built after it can sleep.
+The last test leaves vLLM's allocator taken (see `sleep_mode`): no engine that is built after it can sleep.
 """
 
 import asyncio

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tinker_local.backend.sampling.interface import SampleWork
-from tinker_local.backend.vllm_engine import vllm_compat
+from tinker_local.backend.vllm_engine import compat_vllm
 from tinker_local.types import SamplingParams
 
 
@@ -22,7 +22,7 @@ def encoded(vl: Any) -> Iterator[list[int]]:
         runs.append(int(pixels.shape[0]))
 
     thread, engine = vl.sampler._thread, vl.sampler._engine
-    tower = thread.call(engine, lambda vllm: vllm_compat.model_runner(vllm).model.visual).result(10)
+    tower = thread.call(engine, lambda vllm: compat_vllm.model_runner(vllm).model.visual).result(10)
     handle = tower.register_forward_pre_hook(note, with_kwargs=True)
     yield runs
     handle.remove()

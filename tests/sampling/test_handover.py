@@ -13,8 +13,8 @@ import torch
 from tinker_local.backend.sampling.interface import AdapterVersion
 from tinker_local.backend.training.interface import AdapterState
 from tinker_local.backend.vllm_engine import vllm_adapters
-from tinker_local.backend.vllm_engine.adapter_files import all_finite
 from tinker_local.backend.vllm_engine.host_memory import new_vector
+from tinker_local.backend.vllm_engine.vllm_adapters import all_finite
 from tinker_local.types import InvalidRequestError, LoraConfig
 
 ALL = r"(q|k|v|o|gate|up|down)_proj$|^lm_head$"

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from tinker_local.backend.rendering.interface import RenderedInput
 from tinker_local.backend.sampling.interface import SampleWork
-from tinker_local.backend.vllm_engine.engine import EngineRequest
 from tinker_local.backend.vllm_engine.engine_inputs import engine_params, engine_prompt
+from tinker_local.backend.vllm_engine.engine_thread import EngineRequest
 from tinker_local.backend.vllm_engine.vllm_sampler import VLLMSampler
 from tinker_local.types import InvalidRequestError, SampledSequence, SamplingParams
 

@@ -23,8 +23,8 @@ from sampling_answers import (
     targets,
 )
 from tinker_local.backend.sampling.interface import SampleWork
-from tinker_local.backend.vllm_engine import vllm_prompt_scores
-from tinker_local.backend.vllm_engine.vllm_compat import runs_on_cpu
+from tinker_local.backend.vllm_engine import score_prompts
+from tinker_local.backend.vllm_engine.compat_vllm import runs_on_cpu
 from tinker_local.backend.vllm_engine.vllm_sampler import VLLMSampler
 from tinker_local.types import InvalidRequestError, SamplingParams, TensorData
 
@@ -86,14 +86,14 @@ async def test_a_prompt_longer_than_one_step_and_computed_in_parts(
 ) -> None:
     parts: list[int] = []
 
-    answer_rows = vllm_prompt_scores.answer_rows
+    answer_rows = score_prompts.answer_rows
 
     def counted(logits: torch.Tensor, *args: Any) -> None:
         parts.append(logits.numel())
         answer_rows(logits, *args)
 
-    monkeypatch.setattr(vllm_prompt_scores, "answer_rows", counted)
-    monkeypatch.setattr(vllm_prompt_scores, "CHUNK_NUMBERS", 50_000)
+    monkeypatch.setattr(score_prompts, "answer_rows", counted)
+    monkeypatch.setattr(score_prompts, "CHUNK_NUMBERS", 50_000)
     ids = np.random.default_rng(0).integers(0, 300, 2500).tolist()
     prompt = vl.prompt(ids[:2000], noise(150, 100), ids[2000:])
     wanted = targets((prompt.length - 1, 2), share=0.01)

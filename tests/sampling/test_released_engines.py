@@ -10,10 +10,10 @@ import pytest
 
 SCRIPT = """
 import gc, sys, weakref
-from tinker_local.backend.vllm_engine import vllm_compat, vllm_release
+from tinker_local.backend.vllm_engine import build_engine, compat_vllm, release_engine
 
 if sys.argv[2] == "compiled":  # as on CUDA, where the platform does not take it back
-    vllm_compat.prepare_environment()
+    build_engine.prepare_environment()
     from vllm.config import CompilationMode
     from vllm.platforms.cpu import CpuPlatform
 
@@ -31,10 +31,10 @@ if sys.argv[2] == "compiled":  # as on CUDA, where the platform does not take it
 
 from vllm import SamplingParams
 
-options = vllm_compat.EngineOptions(
+options = build_engine.EngineOptions(
     sys.argv[1], kv_cache_bytes=2**26, max_context_length=256, max_rank=8, enforce_eager=sys.argv[2] == "eager"
 )
-engine = vllm_compat.build_engine(options)
+engine = build_engine.build_engine(options)
 engine.add_request("0", {"prompt_token_ids": [5, 6, 7]}, SamplingParams(max_tokens=4))
 while engine.has_unfinished_requests():
     engine.step()
@@ -43,15 +43,15 @@ from vllm.lora.ops.triton_ops import utils as kernels  # used on CUDA alone
 
 import torch
 
-for module in vllm_compat.lora_worker(engine)._adapter_manager.modules.values():
+for module in compat_vllm.lora_worker(engine)._adapter_manager.modules.values():
     stacked = module.lora_a_stacked
     kernels._get_lora_a_ptr(stacked if isinstance(stacked, tuple) else (stacked,), torch.device("cpu"))
-slots = [weakref.ref(slot) for slot in vllm_release._lora_slots(vllm_compat.lora_worker(engine))]
+slots = [weakref.ref(slot) for slot in release_engine.lora_slot_tensors(compat_vllm.lora_worker(engine))]
 of_another = torch.empty(4, 1, 8, 64)
 kernels._get_lora_a_ptr([of_another], torch.device("cpu"))
 print("noted", len(kernels._LORA_A_PTR_DICT))
-weights = [weakref.ref(weight) for weight in vllm_compat.model_runner(engine).model.parameters()]
-vllm_release.release_engine(engine)
+weights = [weakref.ref(weight) for weight in compat_vllm.model_runner(engine).model.parameters()]
+release_engine.release_engine(engine)
 del engine
 gc.collect()
 module = stacked = None

@@ -28,8 +28,8 @@ from tinker_local.backend.scheduling.train_scheduler import TrainScheduler
 if TYPE_CHECKING:
     from tinker_local.backend.training.interface import Trainer
     from tinker_local.backend.training.process.messages import TrainerFactory
+    from tinker_local.backend.vllm_engine.build_engine import EngineOptions
     from tinker_local.backend.vllm_engine.engine_thread import EngineThread
-    from tinker_local.backend.vllm_engine.vllm_compat import EngineOptions
 
 log = logging.getLogger(__name__)
 
@@ -123,13 +123,13 @@ def load_real(source: ModelSource, options: BackendOptions) -> Engines:
     """vLLM for sampling, HF transformers for training, on one copy of the weights each."""
     from tinker_local.backend.rendering.renderer import VLLMRenderer
     from tinker_local.backend.training.worker import HFTrainer
-    from tinker_local.backend.vllm_engine import vllm_compat
+    from tinker_local.backend.vllm_engine import build_engine, compat_vllm
     from tinker_local.backend.vllm_engine.vllm_sampler import VLLMSampler
     from transformers import AutoConfig
 
-    dtype = options.dtype or vllm_compat.default_dtype()
+    dtype = options.dtype or compat_vllm.default_dtype()
     config = AutoConfig.from_pretrained(source.path)
-    engine = vllm_compat.EngineOptions(
+    engine = build_engine.EngineOptions(
         source.path,
         dtype=dtype,
         max_context_length=options.max_context_length,
@@ -138,7 +138,7 @@ def load_real(source: ModelSource, options: BackendOptions) -> Engines:
         sleeps=options.sampler_sleeps,
     )
     activation_bytes = None
-    if not vllm_compat.runs_on_cpu() and options.kv_cache_bytes is None:
+    if not compat_vllm.runs_on_cpu() and options.kv_cache_bytes is None:
         plan = plan_for(config, engine, options)
         log.info(
             "%s: %.1f GiB of KV cache, %.1f of activations",

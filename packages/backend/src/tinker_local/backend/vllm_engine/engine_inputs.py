@@ -1,4 +1,4 @@
-"""From our request to vLLM's, and from its outputs to ours."""
+"""Translates requests into vLLM's, and its outputs into ours."""
 
 import copy
 import hashlib
@@ -7,11 +7,10 @@ from typing import Any
 
 import numpy as np
 from tinker_local.backend.rendering.interface import RenderedInput
-from tinker_local.backend.sampling.interface import SampleWork
+from tinker_local.backend.sampling.interface import SampleWork, token_budget
 from tinker_local.backend.sampling.prompt_scores import PromptQuestions, check_sample_topk
-from tinker_local.backend.sampling.token_budget import token_budget
-from tinker_local.backend.vllm_engine.vllm_compat import SAMPLED_TEMPERATURE_MIN
-from tinker_local.backend.vllm_engine.vllm_prompt_scores import ask
+from tinker_local.backend.vllm_engine.compat_vllm import SAMPLED_TEMPERATURE_MIN
+from tinker_local.backend.vllm_engine.score_prompts import ask
 from tinker_local.types import (
     InternalError,
     InvalidRequestError,
@@ -23,7 +22,7 @@ from tinker_local.types import (
 
 
 def engine_prompt(prompt: RenderedInput) -> Any:
-    """vLLM's input with explicit image offsets; without images exactly what a plain token list gives."""
+    """vLLM's input with explicit image offsets; without images it equals a plain token list."""
     from vllm.inputs import mm_input, tokens_input
 
     ids = prompt.token_ids.tolist()
@@ -43,21 +42,21 @@ def engine_prompt(prompt: RenderedInput) -> Any:
 
 
 def sample_seed(seed: int, index: int) -> int:
-    """63 bits for sample `index` of a request, so that neighbouring seeds share nothing (vLLM itself would take
-    seed + index, and fails beyond 64 bits)."""
+    """63 bits for sample `index` of a request. vLLM itself takes seed + index, so that neighbouring seeds would share
+    samples, and fails beyond 64 bits."""
     return int.from_bytes(hashlib.sha256(f"{seed}/{index}".encode()).digest()[:8], "big") >> 1
 
 
 def engine_params(work: SampleWork, limit: int, vocab_size: int, questions: PromptQuestions | None) -> tuple[Any, ...]:
-    """vLLM's SamplingParams, one for each sample; `questions` about the prompt are asked once, by the first.
+    """vLLM's SamplingParams, one for each sample; only the first asks `questions` about the prompt.
 
-    EOS (the tokenizer's and those of generation_config.json) stops unless `stop` is empty; a list of strings or ids
-    stops beside it. Stop strings are matched on the decoded text, special tokens included.
+    EOS (the tokenizer's and those of generation_config.json) stops unless `stop` is empty; strings or ids in `stop`
+    stop as well. Stop strings are matched on the decoded text, special tokens included.
     """
     budget = token_budget(work.prompt.length, work.params.max_tokens, limit)
     check_sample_topk(work.topk_sample_logprobs, work.num_samples, budget, vocab_size)
     params = _first_params(work.params, budget, vocab_size)
-    params.logprobs = work.topk_sample_logprobs  # and that of the sampled token
+    params.logprobs = work.topk_sample_logprobs  # besides the sampled token's
     samples = []
     for index in range(work.num_samples):
         sample = copy.copy(params)
@@ -88,12 +87,12 @@ def _first_params(params: SamplingParams, budget: int, vocab_size: int) -> Any:
         spaces_between_special_tokens=False,
         # The token that completes a stop string, or is a stop token, belongs to the sample.
         include_stop_str_in_output=True,
-        logprobs=0,  # of the sampled token alone
+        logprobs=0,  # only the sampled token's
         output_kind=RequestOutputKind.FINAL_ONLY,
-        # Nobody else holds this object, so vLLM copies it shallowly, and does not look at the temperature again.
+        # This object is not shared, so vLLM may copy it shallowly; then it does not check the temperature again.
         skip_clone=True,
     )
-    # The constructor raises 0 < T < 0.01 to 0.01 and refuses T > 2; the sampler itself takes any.
+    # The constructor raises 0 < T < 0.01 to 0.01 and refuses T > 2; the sampler accepts any.
     result.temperature = params.temperature
     return result
 
@@ -117,7 +116,7 @@ def _stops(stop: str | tuple[str, ...] | tuple[int, ...] | None, vocab_size: int
 
 
 def sample_output(outputs: Sequence[Any], work: SampleWork, questions: PromptQuestions | None) -> SampleOutput:
-    """Our result of vLLM's final outputs, one per sample, the first with the answers to `questions`."""
+    """The result of vLLM's final outputs, one per sample; the first has the answers to `questions`."""
     asked = {} if questions is None else outputs[0].prompt_logprobs.fields(questions)
     return SampleOutput(
         sequences=tuple(_sequence(output.outputs[0], work.topk_sample_logprobs) for output in outputs),

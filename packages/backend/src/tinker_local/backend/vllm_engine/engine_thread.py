@@ -1,8 +1,7 @@
 """One thread that steps all vLLM engines of the process.
 
-vLLM's forward context is a module global, so two engines must never run at the same time: one thread takes them in
-turn. Whoever wants something from an engine puts a command into a queue and gets a future; with nothing to do the
-thread sleeps on that queue.
+vLLM's forward context is a module global, so two engines must never run at the same time: one thread steps them in
+turn. Callers put commands into a queue and get futures. An idle thread sleeps on that queue.
 """
 
 import itertools
@@ -12,18 +11,117 @@ import threading
 import traceback
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from tinker_local.backend.sampling.interface import nobody_asks
-from tinker_local.backend.vllm_engine.engine import Engine, MakeRequest, SequenceGroup, at_fault
 from tinker_local.types import InternalError
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _one_engine_at_a_time = threading.Lock()
-"""Held while any engine of the process works, should there be two threads."""
+"""Held while an engine works, in case the process has two engine threads."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class EngineRequest:
+    """Sequences of one prompt under one adapter: `prompt` as vLLM's renderer gives it, one `params` per sequence."""
+
+    prompt: Any
+    params: tuple[Any, ...]
+    lora: Any = None
+
+
+MakeRequest = Callable[[Any], EngineRequest]
+"""Makes the request on the engine's thread, and loads its adapter; called again after a restart."""
+
+
+@dataclass(slots=True, eq=False)
+class SequenceGroup:
+    """The sequences of one request in an engine; `ids` are theirs, in order. `on_begin`: as `SampleWork.begun`."""
+
+    make: MakeRequest
+    future: Future[list[Any]]
+    on_begin: Callable[[], None]
+    begun: bool = False
+    lora_name: str | None = None
+    ids: list[str] = field(default_factory=list)
+    outputs: dict[str, Any] = field(default_factory=dict)
+    survived_restart: bool = False
+
+    def begin(self) -> None:
+        """One of the sequences runs."""
+        if not self.begun:
+            self.begun = True
+            self.on_begin()
+
+    def fail(self, error: Exception) -> None:
+        """Set `error` on the future, unless it was cancelled."""
+        if self.future.set_running_or_notify_cancel():
+            self.future.set_exception(error)
+
+
+class Engine:
+    """An engine and the requests in it. Only its `EngineThread` calls the methods.
+
+    `restarts`: how often it was rebuilt after an exception in a step. `in_flight`: the group of each unfinished
+    sequence, by the sequence's id.
+    """
+
+    def __init__(self, name: str, build: Callable[[], Any], release: Callable[[Any], None]) -> None:
+        self.name = name
+        self.restarts = 0
+        self._build = build
+        self._release = release
+        self._engine: Any = None
+        self.in_flight: dict[str, SequenceGroup] = {}
+        self._closed = False
+
+    def groups(self) -> list[SequenceGroup]:
+        """Requests in flight, oldest first."""
+        return list(dict.fromkeys(self.in_flight.values()))
+
+    def live(self) -> Any:
+        """The vLLM engine, built first if a restart failed. InternalError after `close`."""
+        if self._closed:
+            raise InternalError("the sampling engine was stopped")
+        if self._engine is None:
+            self._engine = self._build()
+        return self._engine
+
+    @property
+    def built(self) -> Any:
+        """The vLLM engine, or None before it is built; readable from any thread."""
+        return self._engine
+
+    def abort(self, request_ids: list[str]) -> None:
+        """Abort unfinished sequences."""
+        if request_ids and self._engine is not None:
+            self._engine.abort_request(request_ids)
+
+    def discard(self) -> None:
+        """Release the vLLM engine; `live` builds another."""
+        engine, self._engine = self._engine, None
+        if engine is not None:
+            self._release(engine)
+
+    def close(self) -> None:
+        """Fail what is in flight and release the engine for good."""
+        self._closed = True
+        for group in self.groups():
+            group.fail(InternalError("the sampling engine was stopped"))
+        self.in_flight.clear()
+        self.discard()
+
+
+def at_fault(groups: list[SequenceGroup], error: Exception) -> list[SequenceGroup]:
+    """The requests that caused `error`: the only one in flight, or those whose adapter it names; otherwise all."""
+    if len(groups) == 1:
+        return groups
+    words = str(error).split()
+    named = [group for group in groups if group.lora_name in words]
+    return named or groups
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -33,8 +131,8 @@ class _Command:
 
 
 class EngineThread:
-    """Owns the engines; every method may be called from any thread, and the futures awaited with
-    `asyncio.wrap_future`. Cancelling a future of `submit` aborts its sequences."""
+    """Owns the engines. Every method may be called from any thread; await its futures with `asyncio.wrap_future`.
+    Cancelling a future of `submit` aborts its sequences."""
 
     def __init__(self) -> None:
         self._commands: queue.SimpleQueue[_Command | None] = queue.SimpleQueue()
@@ -46,7 +144,7 @@ class EngineThread:
         self._thread.start()
 
     def add_engine(self, name: str, build: Callable[[], Any], release: Callable[[Any], None]) -> Future[Engine]:
-        """Build an engine on the thread, which steps no other meanwhile; `release` lets go of one."""
+        """Build an engine on the thread, which steps no other in the meantime. `release` frees one."""
         engine = Engine(name, build, release)
 
         def add() -> Engine:
@@ -73,10 +171,10 @@ class EngineThread:
     def submit(
         self, engine: Engine, make: MakeRequest, on_begin: Callable[[], None] = nobody_asks
     ) -> Future[list[Any]]:
-        """Run a request; the future gives vLLM's final `RequestOutput` of each sequence, in order. `on_begin` is called
-        on the thread, for an engine that tells when a sequence begins.
+        """Run a request. The future gives vLLM's final `RequestOutput` of each sequence, in order.
 
-        It fails with what `make` or vLLM's checks raise, and with InternalError if the engine failed meanwhile.
+        It fails with what `make` or vLLM's checks raise, and with InternalError if the engine fails. `on_begin` is
+        called on the thread when the first sequence runs.
         """
         group = SequenceGroup(make, Future(), on_begin)
         self._put(_Command(lambda: self._admit(engine, group), group.future))
@@ -84,7 +182,7 @@ class EngineThread:
         return group.future
 
     def when_idle(self, engine: Engine, lora_name: str) -> Future[None]:
-        """Done as soon as no request under `lora_name` is in flight that was submitted before this call."""
+        """Done when every request under `lora_name` that was submitted before this call has ended."""
         done: Future[None] = Future()
 
         def watch() -> None:
@@ -120,7 +218,7 @@ class EngineThread:
                 return
             try:
                 future.set_result(fn())
-            except Exception as error:  # whoever waits for the future gets it
+            except Exception as error:  # the caller gets it from the future
                 future.set_exception(error)
 
         self._put(_Command(run, future))
@@ -137,7 +235,7 @@ class EngineThread:
     def _put_abort(self, engine: Engine, group: SequenceGroup) -> None:
         self._put(_Command(lambda: self._abort(engine, group)))
 
-    # What follows runs on the thread.
+    # The methods below run on the thread.
 
     def _run(self) -> None:
         try:
@@ -150,7 +248,7 @@ class EngineThread:
             self._shut_down()
 
     def _take_commands(self) -> bool:
-        """Run what waits; sleep while there is nothing to step. False when the thread shall end."""
+        """Run queued commands; sleep while there is nothing to step. False to end the thread."""
         while True:
             idle = not any(engine.in_flight for engine in self._engines)
             try:
@@ -174,7 +272,7 @@ class EngineThread:
                 engine.live().add_request(request_id, request.prompt, params, lora_request=request.lora)
                 group.ids.append(request_id)
                 engine.in_flight[request_id] = group
-        except Exception as error:  # the request's own fault; the engine is as before
+        except Exception as error:  # a fault of the request; the engine is unchanged
             self._abort(engine, group)
             group.fail(error)
 
@@ -184,7 +282,7 @@ class EngineThread:
     def _step(self, engine: Engine) -> None:
         try:
             outputs = engine.live().step()
-        except Exception as error:  # vLLM's state is unknown now
+        except Exception as error:  # leaves vLLM in an unknown state
             log.exception("engine %s failed in a step", engine.name)
             self._restart(engine, error)
             return
@@ -197,12 +295,11 @@ class EngineThread:
                 group.future.set_result([group.outputs[request_id] for request_id in group.ids])
 
     def _restart(self, engine: Engine, error: Exception) -> None:
-        """Build the engine anew. If the request at fault is known, the others run again from their beginning (once:
-        with their seed they give the same); else all fail."""
+        """Rebuild the engine. If the request at fault is known, the others start over, once; otherwise all fail."""
         groups = engine.groups()
         guilty = at_fault(groups, error)
         engine.in_flight.clear()
-        traceback.clear_frames(error.__traceback__)  # they hold the weights, of which there is no room for two
+        traceback.clear_frames(error.__traceback__)  # they hold the weights, and two copies do not fit
         engine.discard()
         engine.restarts += 1
         try:
@@ -221,7 +318,7 @@ class EngineThread:
                 self._admit(engine, group)
 
     def _shut_down(self) -> None:
-        """Nobody may wait for ever, whatever ended the thread."""
+        """Fail everything that waits, however the thread ended."""
         with self._gate:
             self._stopped = True
         for engine in self._engines:

@@ -1,49 +1,53 @@
-"""Adapter versions as vLLM holds them: made ready off the engine's thread, handed over without a file in between."""
+"""Adapter versions in vLLM: prepared off the engine's thread, and handed over in memory."""
 
 import asyncio
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
+from tinker_local.backend.sampling.host_adapters import HostAdapter, read_adapter
 from tinker_local.backend.sampling.interface import AdapterVersion
-from tinker_local.backend.vllm_engine import vllm_compat
-from tinker_local.backend.vllm_engine.adapter_files import HostAdapter, check_adapter_taken, read_adapter
+from tinker_local.backend.vllm_engine.compat_vllm import (
+    holds_adapter,
+    lora_modules,
+    lora_worker,
+    module_renames,
+    runs_on_cpu,
+)
 from tinker_local.backend.vllm_engine.host_memory import new_vector
 from tinker_local.types import ApiError, InternalError, InvalidRequestError
 
 
 class VLLMAdapters:
-    """The versions of one engine. Each gets a LoRA id of its own that is never used again, so neither weights nor
-    prefix cache of two versions can mix.
+    """The versions of one engine. Each gets a new LoRA id, so two versions can share neither weights nor prefix cache.
 
-    vLLM keeps the versions used last in memory. Wherever it would read one from a folder, it gets what was made ready
-    here instead: usually beforehand in another thread (`prepare`), so that the engine only copies it into a slot. If
-    vLLM drops a version that is in use and needs it again within a step, it is made ready there and then.
+    vLLM keeps the most recent versions in memory. Instead of reading another from its folder, it calls `load`, which
+    hands over what `prepare` made in another thread: the engine only copies it into a slot. If vLLM drops a version in
+    use and needs it again within a step, `load` makes it on the spot.
     """
 
     def __init__(self, max_rank: int) -> None:
         self._max_rank = max_rank
         self._ids = itertools.count(1)
-        self._requests: dict[str, Any] = {}  # name → LoRARequest, verified; the engine thread alone changes it
+        self._requests: dict[str, Any] = {}  # by name, verified; only the engine thread changes it
         self._versions: dict[str, AdapterVersion] = {}  # those with a LoRARequest
         self._preparing: dict[str, asyncio.Task[Any]] = {}
-        self._handed_over: Any = None  # a LoRAModel, while the engine takes it
+        self._handed_over: Any = None  # a LoRAModel, during `add_lora`
         self._worker: Any = None
-        self._locks_pages = not vllm_compat.runs_on_cpu()
+        self._locks_pages = not runs_on_cpu()
 
     def __len__(self) -> int:
-        """How many versions were verified and not forgotten."""
+        """How many versions are verified."""
         return len(self._requests)
 
     def attach(self, engine: Any) -> None:
-        """Serve a new engine, in place of the last."""
-        self._worker = vllm_compat.lora_worker(engine)
-        self._worker._load_adapter = self._load_for_vllm
+        """Serve a new engine in place of the last."""
+        self._worker = lora_worker(engine)
 
     def detach(self) -> None:
-        """The engine is given up."""
+        """The engine is gone."""
         self._worker = None
 
     # On the event loop ----------------------------------------------------------------------------------------------
@@ -51,13 +55,13 @@ class VLLMAdapters:
     async def prepare(self, version: AdapterVersion) -> Any:
         """What `request` hands to the engine, made in a thread; None if vLLM has the version.
 
-        Raises what `read_adapter` and `check_adapter_taken` raise. Several calls at once share the work.
+        Raises what `read_adapter` and `check_adapter_taken` raise. Concurrent calls share the work.
         """
         worker = self._worker
-        if worker is None:  # the engine is being built again, on its own thread, where `request` will see to it
+        if worker is None:  # the engine is being rebuilt, and `request` will load it
             return None
         request = self._requests.get(version.name)
-        if request is not None and vllm_compat.holds_adapter(worker, request.lora_int_id):
+        if request is not None and holds_adapter(worker, request.lora_int_id):
             return None
         task = self._preparing.get(version.name)
         if task is None:
@@ -69,11 +73,11 @@ class VLLMAdapters:
     # On the engine's thread -----------------------------------------------------------------------------------------
 
     def request(self, version: AdapterVersion, engine: Any, prepared: Any) -> Any:
-        """vLLM's handle of `version`, which is loaded when this returns. `prepared`: what `prepare` gave."""
+        """Load `version` and return vLLM's handle. `prepared`: what `prepare` gave."""
         request = self._requests.get(version.name)
         if request is not None and request.lora_int_id in engine.list_loras():
             return request
-        if prepared is None:  # vLLM dropped it since it was asked
+        if prepared is None:  # vLLM dropped it since `prepare`
             prepared = self._make(version, self._worker)
         if request is None:
             from vllm.lora.request import LoRARequest
@@ -94,14 +98,14 @@ class VLLMAdapters:
         return request
 
     def forget(self, name: str, engine: Any) -> None:
-        """Take a version that no request uses from the engine."""
+        """Remove a version that no request uses from the engine."""
         self._versions.pop(name, None)
         request = self._requests.pop(name, None)
         if request is not None:
             engine.remove_lora(request.lora_int_id)
 
-    def _load_for_vllm(self, request: Any) -> Any:
-        """In place of vLLM's reading of a folder."""
+    def load(self, request: Any) -> Any:
+        """The `LoRAModel` of a `LoRARequest`; vLLM calls it instead of reading the folder."""
         prepared = self._handed_over
         if prepared is None or prepared.id != request.lora_int_id:
             prepared = self._make(self._versions[request.lora_name], self._worker)
@@ -111,22 +115,22 @@ class VLLMAdapters:
     # On any thread --------------------------------------------------------------------------------------------------
 
     def _make(self, version: AdapterVersion, worker: Any) -> Any:
-        """vLLM's `LoRAModel` of a version, packed, scaled and checked."""
+        """vLLM's `LoRAModel` of a version, packed and checked."""
         if worker is None:
             raise InternalError("the sampling engine is not running")
         adapter = read_adapter(version, self._max_rank)
         numbers, tensors = self._copy(adapter, worker.lora_config.lora_dtype)
         try:
-            lora = vllm_compat.build_lora_model(worker, adapter.config, tensors)
+            lora = build_lora_model(worker, adapter.config, tensors)
         except Exception as error:
             if isinstance(error, torch.OutOfMemoryError):
                 raise
             raise _refusal(version, error) from error
-        check_adapter_taken(version, numbers, len(tensors), lora, worker._adapter_manager.modules)
+        check_adapter_taken(version, numbers, len(tensors), lora, lora_modules(worker))
         return lora
 
     def _copy(self, adapter: HostAdapter, dtype: torch.dtype) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """The adapter in the engine's dtype, in one vector and as views of it: vLLM scales B where it lies."""
+        """A copy in the engine's dtype, in one vector and as views of it: vLLM scales B in place."""
         count = sum(tensor.numel() for tensor in adapter.tensors.values())
         if adapter.flat is not None:
             numbers = new_vector(count, dtype, partial(_fill, [adapter.flat]), locked=self._locks_pages)
@@ -143,10 +147,90 @@ class VLLMAdapters:
 
 
 def _fill(tensors: Sequence[torch.Tensor], vector: torch.Tensor) -> None:
-    """Write `tensors` one behind the other."""
+    """Write the concatenation of `tensors`."""
     for tensor, part in zip(tensors, vector.split([tensor.numel() for tensor in tensors]), strict=True):
         part.view(tensor.shape).copy_(tensor)
 
 
 def _refusal(version: AdapterVersion, error: Exception) -> InvalidRequestError:
     return InvalidRequestError(f"sampler version {version.name}: vLLM cannot serve it: {type(error).__name__}: {error}")
+
+
+def build_lora_model(worker: Any, peft_config: Mapping[str, Any], tensors: Mapping[str, Any]) -> Any:
+    """vLLM's `LoRAModel` of tensors by PEFT's names, packed as the modules of `worker` are. The caller sets its `id`.
+
+    `tensors`: in host memory and in `lora_config.lora_dtype`; the model keeps them and may write to them. Raises what
+    vLLM raises for configurations and names that it does not support. Does not change `worker`; any thread may call it.
+    """
+    from vllm.lora.peft_helper import PEFTHelper
+
+    manager, config = worker._adapter_manager, worker.lora_config
+    peft = PEFTHelper.from_dict(
+        dict(peft_config) | {"vllm_max_position_embeddings": worker.max_position_embeddings}  # as vLLM reads a folder
+    )
+    peft.validate_legal(config)
+    lora = worker._lora_model_cls.from_lora_tensors(
+        1,
+        tensors,
+        peft,
+        device="cpu",
+        dtype=config.lora_dtype,
+        model_vocab_size=worker.vocab_size,
+        weights_mapper=module_renames(manager.model),
+        skip_prefixes=getattr(manager.model, "lora_skip_prefixes", None),
+    )
+    # vLLM repeats this when it registers the adapter, and then finds nothing to do.
+    manager._create_merged_loras_inplace(lora)
+    return lora
+
+
+def check_adapter_taken(version: AdapterVersion, numbers: torch.Tensor, tensors: int, lora: Any, modules: Any) -> None:
+    """InvalidRequestError unless all `tensors` of an adapter reached modules of their size, and all are finite.
+
+    vLLM silently ignores tensors that match none of its modules. `lora`: vLLM's `LoRAModel`, packed (`q_proj`, `k_proj`
+    and `v_proj` are one entry `qkv_proj`, and so on). `modules`: vLLM's modules that can take an adapter, by name.
+    `numbers`: everything in `lora`, in one vector.
+    """
+    where = f"sampler version {version.name}"
+    weights = lora.loras
+    ignored = sorted(set(weights) - set(modules))
+    if ignored:
+        raise InvalidRequestError(f"{where}: vLLM has no module for the tensors of {', '.join(ignored)}")
+    finite = all_finite(numbers)
+    taken = 0
+    for name, module in weights.items():
+        for (a, b), (slot_a, slot_b) in zip(_pairs(module), _slots(modules[name]), strict=True):
+            if a is None or b is None:  # the adapter only has some of the packed ones
+                continue
+            # vLLM copies a smaller matrix into a corner of its buffer.
+            if a.shape[1] != slot_a.shape[-1] or b.shape[0] != slot_b.shape[-2]:
+                raise InvalidRequestError(
+                    f"{where}: {name} is {a.shape[1]} to {b.shape[0]} wide in the adapter, and "
+                    f"{slot_a.shape[-1]} to {slot_b.shape[-2]} in the model"
+                )
+            if not finite and not (all_finite(a) and all_finite(b)):
+                raise InvalidRequestError(f"{where}: the tensors of {name} hold NaN or infinity")
+            taken += 2
+    if taken != tensors:
+        raise InvalidRequestError(f"{where}: vLLM took {taken} of its {tensors} tensors")
+
+
+def all_finite(values: torch.Tensor) -> bool:
+    """Whether no value is NaN or infinite. One pass without a copy: aminmax propagates NaN, and `isfinite` takes twenty
+    times as long on a CPU."""
+    low, high = torch.aminmax(values)
+    return bool(low.isfinite() and high.isfinite())
+
+
+def _pairs(weights: Any) -> list[tuple[Any, Any]]:
+    """A and B of a module, a pair for each packed one."""
+    if isinstance(weights.lora_a, list):
+        return list(zip(weights.lora_a, weights.lora_b, strict=True))
+    return [(weights.lora_a, weights.lora_b)]
+
+
+def _slots(module: Any) -> list[tuple[Any, Any]]:
+    """The buffers [slots, 1, rank, in] and [slots, 1, out, rank] of vLLM's module, a pair for each packed one."""
+    if isinstance(module.lora_a_stacked, tuple):
+        return list(zip(module.lora_a_stacked, module.lora_b_stacked, strict=True))
+    return [(module.lora_a_stacked, module.lora_b_stacked)]

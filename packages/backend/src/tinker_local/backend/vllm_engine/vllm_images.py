@@ -1,4 +1,4 @@
-"""Images as vLLM's renderer gives them; what the sampler reads."""
+"""Images as vLLM's renderer makes them, for the sampler."""
 
 import threading
 from typing import TYPE_CHECKING, Any
@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 from tinker_local.backend.options import DType
 from tinker_local.backend.rendering.decoding import ImageError
 from tinker_local.backend.rendering.vision_tokens import VisionTokens
-from tinker_local.backend.vllm_engine import vllm_compat
+from tinker_local.backend.vllm_engine.build_engine import model_arguments, prepare_environment, process_state_kept
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -15,25 +15,25 @@ if TYPE_CHECKING:
 class VLLMImages:
     """vLLM's renderer of one model, without an engine, weights or a device.
 
-    It renders single images, never prompts: in a prompt it would look for pad ids, and take those that came as text
-    for images. Its processor is not made for threads, so one image at a time.
+    It renders single images, never prompts: in a prompt, vLLM would take pad ids that came as text for images. Its
+    processor is not thread-safe, so it renders one image at a time.
     """
 
     def __init__(self, model: str, dtype: DType | None, tokens: VisionTokens) -> None:
-        vllm_compat.prepare_environment()
-        with vllm_compat.process_state_kept():
+        prepare_environment()
+        with process_state_kept():
             from vllm.config import VllmConfig
             from vllm.engine.arg_utils import EngineArgs
             from vllm.renderers import renderer_from_config
 
-            arguments = vllm_compat.model_arguments(model, dtype)
+            arguments = model_arguments(model, dtype)
             config = VllmConfig(model_config=EngineArgs(**arguments).create_model_config())
             self._renderer = renderer_from_config(config)
         self._tokens = tokens
         self._lock = threading.Lock()
 
     def render(self, image: "Image") -> tuple[Any, int]:
-        """vLLM's item of `image` (a MultiModalKwargsItem) and the number of positions that it takes."""
+        """vLLM's item of `image` (a MultiModalKwargsItem) and its number of positions."""
         tokens = self._tokens
         prompt = {
             "prompt_token_ids": [tokens.start, tokens.pad, tokens.end],
@@ -41,7 +41,7 @@ class VLLMImages:
         }
         with self._lock:
             try:
-                # Its cache would give an item without tensors the second time, for an engine that has them already.
+                # Its cache gives an item without tensors the second time, for an engine that has them already.
                 (rendered,) = self._renderer.render_cmpl([prompt], skip_mm_cache=True)
             except ValueError as error:
                 raise ImageError(f"image of {image.width}x{image.height} pixels: {error}") from error

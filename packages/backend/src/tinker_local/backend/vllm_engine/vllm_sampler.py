@@ -9,52 +9,53 @@ from typing import Any
 
 from tinker_local.backend.sampling.interface import AdapterVersion, SampleWork
 from tinker_local.backend.sampling.prompt_scores import prompt_questions
-from tinker_local.backend.vllm_engine import vllm_begun, vllm_compat, vllm_release, vllm_sleep
-from tinker_local.backend.vllm_engine.engine import Engine, EngineRequest
+from tinker_local.backend.vllm_engine import sleep_mode
+from tinker_local.backend.vllm_engine.build_engine import EngineOptions, build_engine
+from tinker_local.backend.vllm_engine.compat_vllm import default_dtype, sequences_running
 from tinker_local.backend.vllm_engine.engine_inputs import engine_params, engine_prompt, sample_output
-from tinker_local.backend.vllm_engine.engine_thread import EngineThread
+from tinker_local.backend.vllm_engine.engine_thread import Engine, EngineRequest, EngineThread
+from tinker_local.backend.vllm_engine.patches import EngineEvents
+from tinker_local.backend.vllm_engine.release_engine import release_engine
 from tinker_local.backend.vllm_engine.vllm_adapters import VLLMAdapters
 from tinker_local.types import ApiError, InternalError, InvalidRequestError, SampleOutput
 
 
 class VLLMSampler:
-    """Keeps `sampling.interface.Sampler` on a vLLM engine that `thread` steps.
+    """Implements `sampling.interface.Sampler` on a vLLM engine that `thread` steps.
 
-    vLLM keeps the versions used last in memory; others are read again from their folder on use (`VLLMAdapters`).
-    Each sample of a request is a vLLM request of its own (seeds are independent, and only the first computes prompt
-    logprobs); the prefix cache lets them share one prefill, whose hits `prompt_cache_hit_tokens` does not count.
+    vLLM keeps the most recent versions in memory and reads others again from their folder (`VLLMAdapters`). Each sample
+    of a request is a separate vLLM request: seeds are independent, and only the first computes prompt logprobs. They
+    share one prefill through the prefix cache; `prompt_cache_hit_tokens` does not count these hits.
 
-    `can_sleep`: asked for by the options, and possible here. `asleep`: the engine thread alone writes it.
-    `startup_seconds`: what it took to build the engine, importing vLLM included if it was the first.
+    `can_sleep`: the options ask for it, and it works here. `asleep`: only the engine thread writes it.
+    `startup_seconds`: the time to build the engine, with the import of vLLM if it was the first.
     """
 
-    def __init__(self, options: vllm_compat.EngineOptions, thread: EngineThread) -> None:
-        """Builds the engine and blocks until it can sample."""
+    def __init__(self, options: EngineOptions, thread: EngineThread) -> None:
+        """Build the engine; blocks until it can sample."""
         started = time.monotonic()
         self._thread = thread
         self._adapters = VLLMAdapters(options.max_rank)
-        self._images_encoded = 0  # the engine thread alone writes it
+        self._images_encoded = 0  # only the engine thread writes it
         self.can_sleep = self.asleep = False
         build = partial(self._build, options)
         self._engine: Engine = thread.add_engine(options.model, build, self._release).result()
         config = thread.call(self._engine, lambda engine: engine.model_config).result()
         self.max_context_length: int = config.max_model_len
-        self.adapter_dtype = options.dtype or vllm_compat.default_dtype()
+        self.adapter_dtype = options.dtype or default_dtype()
         self._vocab_size: int = config.get_vocab_size()
         self.startup_seconds = time.monotonic() - started
 
-    def _build(self, options: vllm_compat.EngineOptions) -> Any:
-        """An engine whose images are counted; called again after a failure, and the count goes on."""
-        engine = vllm_compat.build_engine(options)
-        vllm_compat.on_images_encoded(engine, self._note_encoded)
-        vllm_begun.on_sequences_begun(engine, self._note_begun)
+    def _build(self, options: EngineOptions) -> Any:
+        """Called again after a failure of the engine."""
+        engine = build_engine(options, EngineEvents(self._note_encoded, self._note_begun, self._adapters.load))
         self._adapters.attach(engine)
-        self.can_sleep, self.asleep = vllm_sleep.can_sleep(engine), False
+        self.can_sleep, self.asleep = sleep_mode.can_sleep(engine), False
         return engine
 
     def _release(self, engine: Any) -> None:
         self._adapters.detach()
-        vllm_release.release_engine(engine)
+        release_engine(engine)
 
     def _note_encoded(self, images: int) -> None:
         self._images_encoded += images
@@ -66,21 +67,21 @@ class VLLMSampler:
 
     @property
     def images_encoded(self) -> int:
-        """How many images went through vLLM's vision tower so far."""
+        """How many images vLLM's vision tower has encoded."""
         return self._images_encoded
 
     @property
     def versions_loaded(self) -> int:
-        """How many versions were verified and not removed, in memory or read again from their folder on use."""
+        """How many versions are verified; vLLM may have to read some of them again from their folder."""
         return len(self._adapters)
 
     @property
     def sequences_waiting(self) -> int:
-        """How many sequences in flight vLLM has not begun, or has put off."""
-        return max(0, len(self._engine.in_flight) - vllm_compat.sequences_running(self._engine.built))
+        """How many sequences in flight vLLM has not begun, or has preempted."""
+        return max(0, len(self._engine.in_flight) - sequences_running(self._engine.built))
 
     async def load_version(self, version: AdapterVersion) -> None:
-        """Hand the adapter to vLLM, verify that all of it was taken, and keep it ready."""
+        """Load the adapter into vLLM and verify that all of it was taken."""
         with _as_api_errors():
             prepared = await self._adapters.prepare(version)
 
@@ -91,12 +92,12 @@ class VLLMSampler:
             await asyncio.wrap_future(self._thread.call(self._engine, load))
 
     async def remove_version(self, version: AdapterVersion) -> None:
-        """Wait until no sample of `version` runs, then forget it."""
+        """Wait until no sample of `version` runs, then remove it."""
         await asyncio.wrap_future(self._thread.when_idle(self._engine, version.name))
         await asyncio.wrap_future(self._thread.call(self._engine, partial(self._adapters.forget, version.name)))
 
     async def sample(self, work: SampleWork) -> SampleOutput:
-        """Sample; cancelling this aborts the samples in vLLM."""
+        """Cancelling this aborts the samples in vLLM."""
         questions = prompt_questions(work, self._vocab_size)
         params = engine_params(work, self.max_context_length, self._vocab_size, questions)
         prompt = engine_prompt(work.prompt)
@@ -112,12 +113,12 @@ class VLLMSampler:
         return sample_output(outputs, work, questions)
 
     async def sleep(self) -> None:
-        """Weights go to host memory, the KV cache is dropped; a second or a few."""
+        """Move weights to host memory and drop the KV cache; takes a few seconds."""
         with _as_api_errors():
             await asyncio.wrap_future(self._thread.call(self._engine, self._fall_asleep))
 
     async def wake(self) -> None:
-        """Weights come back; the KV cache is empty."""
+        """Move weights back; the KV cache is empty."""
         with _as_api_errors():
             await asyncio.wrap_future(self._thread.call(self._engine, self._wake_up))
 
@@ -128,31 +129,31 @@ class VLLMSampler:
                 f"and {len(self._engine.in_flight)} sequences are in flight"
             )
         try:
-            vllm_sleep.put_to_sleep(engine)
+            sleep_mode.put_to_sleep(engine)
         finally:
-            self.asleep = vllm_sleep.is_asleep(engine)
+            self.asleep = sleep_mode.is_asleep(engine)
 
     def _wake_up(self, engine: Any) -> None:
-        if not self.asleep:  # built anew, say
+        if not self.asleep:  # it may have been rebuilt
             return
         try:
-            vllm_sleep.wake(engine)
+            sleep_mode.wake(engine)
         finally:
-            self.asleep = vllm_sleep.is_asleep(engine)
+            self.asleep = sleep_mode.is_asleep(engine)
 
     def _check_awake(self) -> None:
-        """InternalError rather than an access to memory that is not there, which would end the process's work."""
+        """Raise InternalError; touching memory that is asleep would end the process's CUDA context."""
         if self.asleep:
             raise InternalError("the sampling engine sleeps")
 
     async def close(self) -> None:
-        """Fail what runs and release the engine; other engines of the thread go on."""
+        """Fail what is in flight and release the engine; other engines of the thread are not affected."""
         await asyncio.wrap_future(self._thread.remove_engine(self._engine))
 
 
 @contextlib.contextmanager
 def _as_api_errors() -> Iterator[None]:
-    """Turns what vLLM raises into errors that a client may see."""
+    """Turn what vLLM raises into errors that a client may see."""
     try:
         yield
     except ApiError:

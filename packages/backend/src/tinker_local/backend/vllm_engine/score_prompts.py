@@ -1,8 +1,7 @@
 """Scores prompts inside vLLM's model runner, in place of its own prompt logprobs.
 
-vLLM knows the logprobs of the prompt's tokens and of one k for all that are likeliest, as a dict for each token. Here
-a request's `PromptQuestions` travel in its `SamplingParams.extra_args`, and what leaves are the arrays that answer
-them. Prompts may come in parts (chunked prefill), and again from their beginning after a preemption.
+A request's `PromptQuestions` travel in its `SamplingParams.extra_args`; its output holds the arrays that answer them.
+Prompts may come in parts (chunked prefill), and again from the beginning after a preemption.
 
 Shape suffixes: n rows of a part, v vocabulary.
 """
@@ -13,24 +12,24 @@ from typing import Any
 import numpy as np
 import torch
 from tinker_local.backend.sampling.prompt_scores import Draws, PromptQuestions, PromptScores
-from tinker_local.backend.vllm_engine.vllm_lora_fixes import LMHeads
+from tinker_local.backend.vllm_engine.lora_operators import LMHeads
 
 CHUNK_NUMBERS = 2**26
-"""How many float32 numbers a part of a prompt takes at a time, about: 256 MiB. In the model's dtype, its logits for
-the positions of one step may already be as large as the KV cache."""
+"""About how many float32 numbers scoring takes at a time: 256 MiB. The logits of all positions of one step, even in the
+model's dtype, may be as large as the KV cache."""
 
 _QUESTIONS = "tinker_local_prompt_questions"
 
 
 def ask(params: Any, questions: PromptQuestions) -> None:
-    """Let a request with these `SamplingParams` of vLLM answer `questions` in its output's `prompt_logprobs`."""
+    """Make a request with these `SamplingParams` of vLLM answer `questions` in its output's `prompt_logprobs`."""
     params.prompt_logprobs = 0
     params.extra_args = {_QUESTIONS: questions}
     params.skip_reading_prefix_cache = questions.first_row == 0
 
 
 class _UntilFirstRow:
-    """A request as the prefix cache shall see it: rows from `first_row` on are computed, whatever is cached."""
+    """A request as the prefix cache sees it: rows from `first_row` on are always computed."""
 
     def __init__(self, request: Any, first_row: int) -> None:
         self._request = request
@@ -40,9 +39,8 @@ class _UntilFirstRow:
         return getattr(self._request, name)
 
 
-def read_cached_prefixes(engine: Any) -> None:
-    """Let requests with questions read from the prefix cache what lies before the first row they ask about."""
-    manager = engine.engine_core.engine_core.scheduler.kv_cache_manager
+def read_cached_prefixes(manager: Any) -> None:
+    """Let requests with questions read what is before their first row from the prefix cache, a `KVCacheManager`."""
     original = manager.get_computed_blocks
 
     def get_computed_blocks(request: Any) -> Any:
@@ -53,7 +51,7 @@ def read_cached_prefixes(engine: Any) -> None:
 
 
 def answer_questions(runner: Any) -> None:
-    """Make `runner` (a V1 model runner) answer what was asked by `ask`."""
+    """Make `runner` (a V1 model runner) answer the questions of `ask`."""
     heads = LMHeads(runner)
 
     def prompt_scores(
@@ -87,21 +85,21 @@ def answer_questions(runner: Any) -> None:
 def _score(
     runner: Any, hidden_states: torch.Tensor, start: int, questions: PromptQuestions, scores: PromptScores
 ) -> None:
-    """Answer rows from `start` on, one for each of `hidden_states`, as many at a time as memory shall hold."""
+    """Answer one row for each of `hidden_states`, from row `start` on, in parts that bound the memory."""
     for part in hidden_states.split(rows_at_a_time(questions, runner.model_config.get_vocab_size())):
         answer_rows(runner.model.compute_logits(part), start, questions, scores)
         start += len(part)
 
 
 def rows_at_a_time(questions: PromptQuestions, vocab_size: int) -> int:
-    """So many that `answer_rows` needs about `CHUNK_NUMBERS` float32 numbers, at least 1."""
+    """As many as `answer_rows` can do with about `CHUNK_NUMBERS` float32 numbers, at least 1."""
     # The likeliest and the drawn are float32 and int64; a draw has the probabilities in float32 and float64.
     drawn = 0 if questions.draws is None else 4 * vocab_size + 3 * questions.draws.k
     return max(1, CHUNK_NUMBERS // (vocab_size + 3 * questions.topk + drawn))
 
 
 def answer_rows(logits_nv: torch.Tensor, start: int, questions: PromptQuestions, scores: PromptScores) -> None:
-    """Write into `scores` what rows [start, start + N) answer; `logits_nv` of any floating dtype."""
+    """Write the answers of rows [start, start + N) into `scores`; `logits_nv` of any floating dtype."""
     log_p_nv = logits_nv.log_softmax(dim=-1, dtype=torch.float32)
     stop = start + len(log_p_nv)
     first = max(start, questions.chosen_from)
@@ -125,7 +123,7 @@ def _draw(log_p_nv: torch.Tensor, draws: Draws, start: int) -> torch.Tensor:
     """int64 [N, k], by the inverse of the cumulative distribution."""
     if draws.temperature == 0:
         return log_p_nv.argmax(dim=-1, keepdim=True).expand(-1, draws.k)
-    # In float64: the sums of 150,000 float32 numbers would forget the tail.
+    # In float64: float32 sums over 150,000 tokens lose the tail.
     cumulative_nv = (log_p_nv / draws.temperature).softmax(dim=-1).cumsum(dim=-1, dtype=torch.float64)
     uniforms = torch.from_numpy(draws.uniforms(start, start + len(log_p_nv))).to(log_p_nv.device)
     # Below the last sum also after rounding: a uniform is at most 1 - 2^-53.

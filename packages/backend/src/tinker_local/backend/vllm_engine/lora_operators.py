@@ -1,54 +1,12 @@
-"""Works around three faults of LoRA in vLLM; each has a test that fails without it.
-
-1. CPU, vLLM < 0.33: requests of the base model that share a step with an adapter get the adapter of the last slot,
-   because "no adapter" is the index -1 into the stacked weights (vllm-project/vllm#48421, #49656). The weights are
-   also copied once per token, which makes a prefill ten times slower.
-2. CPU and CUDA, at least to 0.33: prompt logprobs are computed from the prompt's rows while the LM head's LoRA still
-   has the mapping of the rows that were sampled (vllm-project/vllm#51594). On CPU that raises as soon as two requests
-   share a step, on CUDA the LM head's share is missing. Written for the V1 model runner.
-3. All, at least 0.26 to 0.32: Qwen2's class (the language model of Qwen2.5-VL too) does not say that its LM head can
-   take an adapter, as Qwen3's does, so adapters with one are refused.
-"""
+"""LoRA for vLLM's CPU build and for scoring prompts; `patches.py` says why vLLM's own operators do not do."""
 
 import contextlib
-import importlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import torch
-
-
-def _version() -> tuple[int, int]:
-    import vllm
-
-    major, minor = vllm.__version__.split("+")[0].split(".")[:2]
-    return int(major), int(minor)
-
-
-def fix_before_engine() -> None:
-    """Fixes 1 and 3, for engines that are built from now on."""
-    _replace_cpu_operators()
-    _declare_lm_head_of_qwen2()
-
-
-def _declare_lm_head_of_qwen2() -> None:
-    from vllm.model_executor.models.qwen2 import Qwen2ForCausalLM
-    from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
-
-    if not Qwen2ForCausalLM.embedding_modules:
-        Qwen2ForCausalLM.embedding_modules = dict(Qwen3ForCausalLM.embedding_modules)
-
-
-def _replace_cpu_operators() -> None:
-    from vllm.platforms import current_platform
-
-    if not current_platform.is_cpu() or _version() >= (0, 33):
-        return
-    module = importlib.import_module("vllm.lora.punica_wrapper.punica_cpu")
-    if not hasattr(module.PunicaWrapperCPU, "fixes_base_rows"):
-        module.PunicaWrapperCPU = _by_segments(module.PunicaWrapperCPU)  # type: ignore[attr-defined]
-
+from tinker_local.backend.vllm_engine.compat_vllm import lora_slots
 
 Segment = tuple[int, int, int]
 """(slot, start, stop): rows [start, stop) belong to the adapter in that slot."""
@@ -87,8 +45,8 @@ def add_lora(
             offset += width
 
 
-def _by_segments(wrapper: Any) -> Any:
-    """A subclass of vLLM's PunicaWrapperCPU that multiplies once per adapter and leaves the base's rows alone."""
+def by_segments(wrapper: Any) -> Any:
+    """A subclass of vLLM's `PunicaWrapperCPU` that multiplies once per adapter and skips rows of the base model."""
 
     class PunicaWrapperBySegments(wrapper):
         fixes_base_rows = True
@@ -132,7 +90,7 @@ def _by_segments(wrapper: Any) -> Any:
 
 
 class _OneAdapterHead:
-    """Stands for the LM head's LoRA operators while all rows belong to one request: slot None is the base model."""
+    """The LM head's LoRA operators while all rows belong to one request. Slot None is the base model."""
 
     def __init__(self, slot: int | None) -> None:
         self._slot = slot
@@ -145,7 +103,7 @@ class _OneAdapterHead:
 
 
 class LMHeads:
-    """Fix 2: a model's LM heads, the LoRA of which can be set to one request's adapter for all rows."""
+    """A model's LM heads, whose LoRA can be set to one request's adapter for all rows."""
 
     def __init__(self, runner: Any) -> None:
         from vllm.lora.layers import LogitsProcessorWithLoRA
@@ -155,11 +113,11 @@ class LMHeads:
 
     @contextlib.contextmanager
     def of(self, adapter_id: int) -> Iterator[None]:
-        """All rows belong to the adapter `adapter_id` (0: the base model) meanwhile."""
+        """Within it, all rows belong to the adapter `adapter_id` (0: the base model)."""
         if not self._heads:
             yield
             return
-        slots = self._runner.lora_manager._adapter_manager.lora_index_to_id
+        slots = lora_slots(self._runner.lora_manager)
         one = _OneAdapterHead(slots.index(adapter_id) if adapter_id else None)
         wrappers = [head.punica_wrapper for head in self._heads]
         try:

@@ -1,0 +1,188 @@
+"""Builds vLLM engines that this process steps itself, and protects the process from what vLLM does to it."""
+
+import contextlib
+import logging
+import os
+import random
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from tinker_local.backend.options import DType
+from tinker_local.backend.vllm_engine import patches
+from tinker_local.backend.vllm_engine.compat_vllm import (
+    LORA_RANKS,
+    cuda_graphs_work,
+    default_dtype,
+    image_arguments,
+    runs_on_cpu,
+)
+from tinker_local.backend.vllm_engine.release_engine import kept_by_dynamo
+from tinker_local.backend.vllm_engine.sleep_mode import sleep_mode_is_free
+
+_MIB = 2**20
+_building = threading.Lock()
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOptions:
+    """How to run vLLM on one copy of a base model.
+
+    `model`: a folder or hub name. `dtype` None: float32 on CPU, bfloat16 on CUDA. `max_context_length` None: as long
+    as the model and the KV cache allow. `kv_cache_bytes` None: 256 MiB on CPU; on CUDA vLLM takes
+    `gpu_memory_utilization` of the card, weights included. `max_rank`: of LoRA adapters. `adapters_per_step`: how many
+    different adapters one step may mix (each has a slot of `max_rank` in the device's memory); requests with further
+    adapters wait. `cached_adapters`: how many stay in host memory; others are read again from their folder on use.
+    `max_sequences`: in one step. `max_batched_tokens`: most positions in one step. `image_cache_bytes`: image features
+    kept on the device for later requests, if that is more than vLLM's default. `enforce_eager` None: True on CPU, False
+    on CUDA (CUDA graphs). `sleeps`: enable sleep mode; on CUDA, and for one engine of the process at a time.
+    """
+
+    model: str
+    dtype: DType | None = None
+    max_context_length: int | None = None
+    kv_cache_bytes: int | None = None
+    gpu_memory_utilization: float = 0.4
+    max_rank: int = 32
+    adapters_per_step: int = 4
+    cached_adapters: int = 32
+    max_sequences: int = 256
+    max_batched_tokens: int = 2048
+    image_cache_bytes: int = 2**30
+    enforce_eager: bool | None = None
+    sleeps: bool = False
+
+
+def prepare_environment() -> None:
+    """Set what vLLM reads from the environment. Call it before vLLM is imported.
+
+    Variables that the user set keep their values, except for the two that this package requires.
+    """
+    # Required: this process steps the engine, and the patches are written for the V1 model runner.
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    # vLLM's logger only takes its level from there once an engine is built.
+    logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])
+    # `FullVocabularyDraw` replaces flashinfer's draw, without which vLLM would refuse to start.
+    os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
+    if runs_on_cpu():
+        # Otherwise the first prompt logprobs compile for seconds and need a C++ compiler.
+        os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
+        dynamo = sys.modules.get("torch._dynamo.config")
+        if dynamo is not None and os.environ["TORCH_COMPILE_DISABLE"] == "1":
+            dynamo.disable = True  # type: ignore[attr-defined]  # already imported, and ignores the variable
+
+
+@contextlib.contextmanager
+def process_state_kept() -> Iterator[None]:
+    """Undo what importing vLLM and building an engine do to the process.
+
+    They reseed the random generators of Python, numpy and torch, replace `torch.set_num_threads` by a no-op (CPU), and
+    set environment variables (among them `LD_PRELOAD`) that child processes inherit. vLLM's own variables (`VLLM_...`)
+    stay, because it keeps reading them. One thread at a time.
+    """
+    import torch
+
+    with _building:
+        environment = dict(os.environ)
+        set_num_threads, num_threads = torch.set_num_threads, torch.get_num_threads()
+        precision = torch.get_float32_matmul_precision()
+        python_random, numpy_random, torch_random = random.getstate(), np.random.get_state(), torch.get_rng_state()
+        cuda_random = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
+        try:
+            yield
+        finally:
+            for name in [name for name in os.environ if name not in environment and not name.startswith("VLLM_")]:
+                del os.environ[name]
+            os.environ.update({name: value for name, value in environment.items() if not name.startswith("VLLM_")})
+            torch.set_num_threads = set_num_threads
+            torch.set_num_threads(num_threads)
+            torch.set_float32_matmul_precision(precision)
+            random.setstate(python_random)
+            np.random.set_state(numpy_random)
+            torch.set_rng_state(torch_random)
+            if cuda_random is not None:
+                torch.cuda.set_rng_state_all(cuda_random)
+
+
+def model_arguments(model: str, dtype: DType | None) -> dict[str, Any]:
+    """Keywords of `EngineArgs` that an engine and an image renderer of one model must share."""
+    return {
+        "model": model,
+        "dtype": dtype or default_dtype(),
+        "limit_mm_per_prompt": {"video": 0},
+        # Images are rendered and cached by content hash before they reach the engine.
+        "mm_processor_cache_gb": 0,
+        # generation_config stays "auto": its sampling defaults are not used, but its EOS ids are.
+        "trust_remote_code": False,
+        **image_arguments(),
+    }
+
+
+def build_engine(options: EngineOptions, events: patches.EngineEvents | None = None) -> Any:
+    """A started `LLMEngine` that this process steps, with all of `patches` applied.
+
+    Takes seconds to minutes and leaves the process's state as it was.
+    """
+    prepare_environment()
+    with process_state_kept():
+        from vllm.engine.arg_utils import EngineArgs
+        from vllm.usage.usage_lib import UsageContext
+        from vllm.v1.engine.llm_engine import LLMEngine
+
+        patches.apply_to_process()
+        config = EngineArgs(**_engine_arguments(options)).create_engine_config(UsageContext.ENGINE_CONTEXT)
+        patches.apply_to_config(config, options.image_cache_bytes)
+        kept_before = kept_by_dynamo()
+        engine = LLMEngine.from_vllm_config(config, disable_log_stats=True)
+        engine.kept_by_dynamo = kept_by_dynamo() - kept_before
+        patches.apply_to_engine(engine, events or patches.EngineEvents())
+    return engine
+
+
+def _engine_arguments(options: EngineOptions) -> dict[str, Any]:
+    on_cpu, rank = runs_on_cpu(), served_rank(options.max_rank)
+    eager = options.enforce_eager
+    if eager is None:
+        eager = on_cpu or not cuda_graphs_work(options.model, rank)
+    arguments = model_arguments(options.model, options.dtype) | {
+        # -1: as much as the KV cache holds of the model's own context.
+        "max_model_len": options.max_context_length or -1,
+        "enforce_eager": eager,
+        "max_num_seqs": options.max_sequences,
+        "max_num_batched_tokens": max(options.max_batched_tokens, options.max_sequences),
+        "enable_lora": True,
+        "max_lora_rank": rank,
+        "max_loras": options.adapters_per_step,
+        "max_cpu_loras": max(options.cached_adapters, options.adapters_per_step),
+        "disable_log_stats": True,
+        "use_tqdm_on_load": False,
+        # Requests are checked before they reach the engine.
+        "max_logprobs": -1,
+        "enable_sleep_mode": options.sleeps and not on_cpu and sleep_mode_is_free(),
+    }
+    if not eager:
+        # CUDA graphs for decoding, and for prompts between their attentions: launches bound a short prompt, 60 ms for
+        # an 8B model with an adapter, 20 ms with graphs. vLLM's compiler has to split the model for that; generating
+        # code as well ("inductor") would add minutes to the start and gain a few per cent.
+        arguments["compilation_config"] = {"mode": 3, "backend": "eager", "cudagraph_mode": "FULL_AND_PIECEWISE"}
+    if options.kv_cache_bytes is not None or on_cpu:
+        arguments["kv_cache_memory_bytes"] = options.kv_cache_bytes or 256 * _MIB
+        # Does not size the cache then, but vLLM refuses to start where less than this share of the card is free.
+        arguments["gpu_memory_utilization"] = 0.05
+    else:
+        arguments["gpu_memory_utilization"] = options.gpu_memory_utilization
+    return arguments
+
+
+def served_rank(rank: int) -> int:
+    """The smallest of `LORA_RANKS` that is at least `rank`; ValueError beyond 512."""
+    for served in LORA_RANKS:
+        if rank <= served:
+            return served
+    raise ValueError(f"max_rank is {rank}; vLLM serves LoRA ranks up to {LORA_RANKS[-1]}")

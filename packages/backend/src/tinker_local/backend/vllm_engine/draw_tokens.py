@@ -1,0 +1,253 @@
+"""Draws the next tokens, and carries their logprobs over the whole vocabulary to a request's output.
+
+vLLM writes the logprobs of the whole vocabulary, ranks every chosen token in it, and carries ids, logprobs and ranks
+through objects per token. Here each token has one number: a vector per step goes to the host, the scheduler takes each
+request's float from it (`slice_request`), and the request's output holds a list. Requests for the likeliest tokens get
+two more vectors per token.
+
+Shape suffixes: b requests of a step, a those of them that ask for the likeliest, k how many, v vocabulary.
+"""
+
+import types
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from tinker_local.backend.sampling.prompt_scores import PromptScores
+from torch import nn
+
+StepLogprob = float | tuple[float, npt.NDArray[np.int32], npt.NDArray[np.float32]]
+"""Of one sampled token; with ids [k] and logprobs [k] of the likeliest in falling order if the request asks."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Likeliest:
+    """`widths`: how many each request asks for, by its row in the step. `ids_ak` int64, `logprobs_ak` float32: row i
+    belongs to the i-th request of `widths`, k is the largest width."""
+
+    widths: Mapping[int, int]
+    ids_ak: torch.Tensor
+    logprobs_ak: torch.Tensor
+
+    @classmethod
+    def of(cls, logits_bv: torch.Tensor, widths: Mapping[int, int]) -> "Likeliest":
+        """From logits after the temperature and before top-k and top-p."""
+        log_p_av = logits_bv[list(widths)].log_softmax(dim=-1, dtype=torch.float32)
+        values, ids = log_p_av.topk(max(widths.values()))
+        return cls(widths, ids, values)
+
+    def to_cpu_nonblocking(self) -> "Likeliest":
+        """On the host once the stream is done."""
+        ids, logprobs = (tensor.to("cpu", non_blocking=True) for tensor in (self.ids_ak, self.logprobs_ak))
+        return Likeliest(self.widths, ids, logprobs)
+
+    def by_row(self) -> dict[int, tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]]:
+        """Ids and logprobs [k] of each request that asks, by its row."""
+        ids, logprobs = self.ids_ak.cpu().numpy().astype(np.int32), self.logprobs_ak.cpu().numpy()
+        return {row: (ids[at, :k].copy(), logprobs[at, :k].copy()) for at, (row, k) in enumerate(self.widths.items())}
+
+
+class Scores(Protocol):
+    """What vLLM's sampler takes for the logprobs of a vocabulary. `likeliest` None: no request asks."""
+
+    @property
+    def likeliest(self) -> Likeliest | None: ...
+
+    def of(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """The logprobs, float32 [B], of one token (int64 [B]) for each row."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Probabilities:
+    """float32 [B, V], rows sum to 1; those of chosen tokens are greater than 0."""
+
+    p_bv: torch.Tensor
+    likeliest: Likeliest | None = None
+
+    def of(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """See `Scores`."""
+        return self.p_bv.gather(-1, token_ids.unsqueeze(-1)).squeeze(-1).log()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Logits:
+    """[B, V] of any floating dtype."""
+
+    logits_bv: torch.Tensor
+    likeliest: Likeliest | None = None
+
+    def of(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """See `Scores`."""
+        log_p_bv = self.logits_bv.log_softmax(dim=-1, dtype=torch.float32)
+        return log_p_bv.gather(-1, token_ids.unsqueeze(-1)).squeeze(-1)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ChosenLogprobs:
+    """Of the chosen tokens, float32 [B]; in place of vLLM's `LogprobsTensors`."""
+
+    logprobs: torch.Tensor
+    likeliest: Likeliest | None = None
+
+    def to_cpu_nonblocking(self) -> "ChosenLogprobs":
+        """vLLM calls this on its copy stream and reads the result when that stream is done."""
+        if self.logprobs.device.type == "cpu":
+            return self
+        likeliest = None if self.likeliest is None else self.likeliest.to_cpu_nonblocking()
+        return ChosenLogprobs(self.logprobs.to("cpu", non_blocking=True), likeliest)
+
+    def tolists(self) -> "StepLogprobs":
+        """Python floats, with arrays for requests that ask."""
+        numbers: list[float] = self.logprobs.tolist()
+        if self.likeliest is None:
+            return StepLogprobs(numbers)
+        values: list[StepLogprob] = [*numbers]
+        for row, (ids, logprobs) in self.likeliest.by_row().items():
+            values[row] = (numbers[row], ids, logprobs)
+        return StepLogprobs(values)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepLogprobs:
+    """One for each request of a step; in place of vLLM's `LogprobsLists`."""
+
+    values: Sequence[StepLogprob]
+
+    def slice_request(self, index: int, count: int) -> StepLogprob | None:
+        """That of one request: one token per step (no speculative decoding), none before its prompt is complete."""
+        assert count <= 1
+        return self.values[index] if count else None
+
+
+def gather_logprobs(scores: Scores, num_logprobs: int, token_ids: torch.Tensor) -> ChosenLogprobs:
+    """In place of `Sampler.gather_logprobs`: without ranks, and the likeliest only for requests that ask."""
+    return ChosenLogprobs(scores.of(token_ids), scores.likeliest)
+
+
+@dataclass(slots=True, eq=False)
+class RequestLogprobs:
+    """In place of vLLM's `LogprobsProcessor`; a request's final output has `logprobs` of its sampled tokens, and the
+    answers about its prompt in `prompt_logprobs`."""
+
+    logprobs: list[StepLogprob] = field(default_factory=list)
+    prompt_logprobs: PromptScores | None = None
+    prompt_token_id_logprobs: None = None
+    cumulative_logprob: None = None
+
+    def update_from_output(self, output: Any) -> None:
+        """Add what one step gave (`EngineCoreOutput`)."""
+        if output.new_logprobs is not None:
+            self.logprobs.append(output.new_logprobs)
+        if output.new_prompt_logprobs_tensors is not None:
+            self.prompt_logprobs = output.new_prompt_logprobs_tensors
+
+
+def collect_logprobs(processor: Any) -> None:
+    """Make the outputs of an engine's `output_processor` hold `RequestLogprobs`."""
+    add = processor.add_request
+
+    def add_request(request: Any, *args: Any, **kwargs: Any) -> None:
+        add(request, *args, **kwargs)
+        processor.request_states[request.request_id].logprobs_processor = RequestLogprobs()
+
+    processor.add_request = add_request
+
+
+class FullVocabularyDraw(nn.Module):
+    """In place of vLLM's `TopKTopPSampler`, which gets logits that are divided by each request's temperature.
+
+    Logprobs are log softmax(logits / T) before top-k and top-p, from the probabilities that the draw needs anyway: one
+    softmax per step. Greedy rows are divided by 1; a step with only greedy rows skips this module.
+
+    Unseeded requests draw from a separate generator, seeded by the operating system: samples do not repeat when the
+    program seeds torch's global generator, and do not change that program's random numbers.
+    """
+
+    def __init__(self, device: torch.device, widths: Callable[[], Mapping[int, int]] = dict) -> None:
+        """`widths`: how many of the likeliest tokens the requests of the current step ask for, by row."""
+        super().__init__()
+        self._widths = widths
+        self._unseeded = torch.Generator(device)
+        self._unseeded.seed()
+        self._rewinds = False
+        self._states: dict[int, torch.Tensor] = {}
+
+    @classmethod
+    def install(cls, runner: Any) -> None:
+        """Make `runner` (a V1 model runner) draw with it."""
+
+        def widths() -> Mapping[int, int]:
+            batch = runner.input_batch
+            if not batch.sampling_metadata.max_num_logprobs:
+                return {}
+            return {batch.req_id_to_index[name]: k for name, k in batch.num_logprobs.items() if k}
+
+        cls(runner.device, widths).install_in(runner.sampler)
+
+    def install_in(self, sampler: Any) -> None:
+        """Make vLLM's `Sampler` draw with it and return `ChosenLogprobs`."""
+        sampler.topk_topp_sampler = self
+        # vLLM takes what the module returns for the processed logprobs; it need not be a tensor.
+        sampler.logprobs_mode = "processed_logprobs"
+        # For steps with only greedy rows.
+        sampler.compute_logprobs = lambda logits_bv: Logits(logits_bv, self._likeliest(logits_bv))
+        sampler.gather_logprobs = gather_logprobs
+
+    def forward(
+        self,
+        logits_bv: torch.Tensor,
+        generators: dict[int, torch.Generator],
+        top_k_b: torch.Tensor | None,
+        top_p_b: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, Probabilities]:
+        """Token ids int64 [B] and the source of their logprobs. `generators`: by row, of requests with a seed."""
+        p_bv = logits_bv.softmax(dim=-1, dtype=torch.float32)
+        kept_bv, likeliest = p_bv, self._likeliest(logits_bv)
+        if top_k_b is not None or top_p_b is not None:
+            from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
+
+            # Cuts in place; the logits are not needed after this.
+            cut_bv = apply_top_k_top_p(logits_bv, top_k_b, top_p_b)
+            kept_bv = p_bv.masked_fill(cut_bv == -torch.inf, 0.0)
+        return self._exponential_race(kept_bv, generators), Probabilities(p_bv, likeliest)
+
+    def _likeliest(self, logits_bv: torch.Tensor) -> Likeliest | None:
+        widths = self._widths()
+        return Likeliest.of(logits_bv, widths) if widths else None
+
+    def _exponential_race(self, p_bv: torch.Tensor, generators: dict[int, torch.Generator]) -> torch.Tensor:
+        """argmax p / e with e ~ Exp(1) has the distribution p / sum(p), without synchronising with the host."""
+        noise_bv = torch.empty_like(p_bv)
+        if self._rewinds:
+            self._states = {row: generator.get_state() for row, generator in generators.items()}
+        if len(generators) < len(noise_bv):
+            noise_bv.exponential_(generator=self._unseeded)
+        for row, generator in generators.items():
+            noise_bv[row].exponential_(generator=generator)
+        return torch.div(p_bv, noise_bv, out=noise_bv).argmax(dim=-1)
+
+    def rewind_discarded(self, runner: Any) -> None:
+        """Undo the draws of requests whose prompt is not complete, which vLLM discards.
+
+        vLLM rewinds such a request's generator by CUDA's count of random numbers. A CPU generator has none, so it would
+        raise, and a seeded request with a long prompt would fail the step for all requests.
+        """
+        self._rewinds = True
+        original = type(runner)._bookkeeping_sync
+
+        def bookkeeping(self_: Any, *args: Any, **kwargs: Any) -> Any:
+            batch = self_.input_batch
+            generators = batch.generators
+            for row in np.flatnonzero(self_.discard_request_mask.np[: batch.num_reqs]).tolist():
+                if row in generators:
+                    generators[row].set_state(self._states[row])
+            batch.generators = {}
+            try:
+                return original(self_, *args, **kwargs)
+            finally:
+                batch.generators = generators
+
+        runner._bookkeeping_sync = types.MethodType(bookkeeping, runner)

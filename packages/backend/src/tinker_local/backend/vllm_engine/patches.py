@@ -1,0 +1,346 @@
+"""Every patch of vLLM's internals and every private name in use, in one table, and the one place that applies them.
+
+Before you change the versions of vLLM, read `PATCHES` and run `make test-vllm`. Public is what vLLM documents:
+`EngineArgs`, `LLMEngine`, `SamplingParams`, `LoRARequest`, `vllm.inputs`, the renderer.
+"""
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from tinker_local.backend.vllm_engine import draw_tokens, lora_operators, score_prompts, sleep_mode
+from tinker_local.backend.vllm_engine.compat_vllm import lora_worker, model_runner, scheduler, version
+
+
+def _ignore(_: Any) -> None:
+    """For an event without a listener."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineEvents:
+    """What an engine calls on the thread that steps it.
+
+    `images_encoded`: the number of images of each run of the vision tower. `sequence_begun`: the request id of a
+    sequence in the step that first runs it, and possibly again after a preemption. `load_adapter`: gives vLLM's
+    `LoRAModel` of a `LoRARequest`; None lets vLLM read the request's folder.
+    """
+
+    images_encoded: Callable[[int], None] = _ignore
+    sequence_begun: Callable[[str], None] = _ignore
+    load_adapter: Callable[[Any], Any] | None = None
+
+
+# Before an engine is built ------------------------------------------------------------------------------------------
+
+
+def _replace_cpu_operators() -> None:
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu() or version() >= (0, 33):
+        return
+    module = importlib.import_module("vllm.lora.punica_wrapper.punica_cpu")
+    if not hasattr(module.PunicaWrapperCPU, "fixes_base_rows"):
+        module.PunicaWrapperCPU = lora_operators.by_segments(module.PunicaWrapperCPU)  # type: ignore[attr-defined]
+
+
+def _declare_lm_head() -> None:
+    from vllm.model_executor.models.qwen2 import Qwen2ForCausalLM
+    from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
+
+    if not Qwen2ForCausalLM.embedding_modules:
+        Qwen2ForCausalLM.embedding_modules = dict(Qwen3ForCausalLM.embedding_modules)
+
+
+def _keep_images(config: Any, num_bytes: int) -> None:
+    model = config.model_config
+    if not model.is_multimodal_model:
+        return
+    vision = model.hf_config.vision_config
+    levels = 1 + len(getattr(vision, "deepstack_visual_indexes", ()))  # each position has the features of all levels
+    positions = num_bytes // (levels * model.get_hidden_size() * model.dtype.itemsize)
+    config.scheduler_config.encoder_cache_size = max(config.scheduler_config.encoder_cache_size, positions)
+
+
+# On an engine that was built ----------------------------------------------------------------------------------------
+
+
+def _keep_rotary_tables_apart(engine: Any, events: EngineEvents) -> None:
+    if sleep_mode.can_sleep(engine):
+        from vllm.model_executor.layers import rotary_embedding
+
+        rotary_embedding._ROPE_DICT.clear()
+
+
+def _prevent_shutdown(engine: Any, events: EngineEvents) -> None:
+    finalizer = getattr(engine.engine_core, "_finalizer", None)
+    if finalizer is not None:
+        finalizer.detach()
+
+
+def _draw(engine: Any, events: EngineEvents) -> None:
+    draw_tokens.FullVocabularyDraw.install(model_runner(engine))
+
+
+def _rewind_discarded_draws(engine: Any, events: EngineEvents) -> None:
+    runner = model_runner(engine)
+    if runner.device.type == "cpu":
+        runner.sampler.topk_topp_sampler.rewind_discarded(runner)
+
+
+def _collect_logprobs(engine: Any, events: EngineEvents) -> None:
+    draw_tokens.collect_logprobs(engine.output_processor)
+
+
+def _score_prompts(engine: Any, events: EngineEvents) -> None:
+    score_prompts.answer_questions(model_runner(engine))
+
+
+def _read_cached_prefixes(engine: Any, events: EngineEvents) -> None:
+    score_prompts.read_cached_prefixes(scheduler(engine).kv_cache_manager)
+
+
+def _load_adapters(engine: Any, events: EngineEvents) -> None:
+    if events.load_adapter is not None:
+        lora_worker(engine)._load_adapter = events.load_adapter
+
+
+def _report_images(engine: Any, events: EngineEvents) -> None:
+    runner = model_runner(engine)
+    if not runner.supports_mm_inputs:
+        return
+
+    def after(tower: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        # One row of the grid for each image; some models pass it by position.
+        events.images_encoded(len(kwargs["grid_thw"] if "grid_thw" in kwargs else args[1]))
+
+    # It sees every run: vLLM's CUDA graphs leave the tower out unless those for encoders are switched on.
+    runner.get_model().visual.register_forward_hook(after, with_kwargs=True)
+
+
+def _report_begun(engine: Any, events: EngineEvents) -> None:
+    of_engine = scheduler(engine)
+    schedule = of_engine.schedule
+
+    def reporting(*args: Any, **kwargs: Any) -> Any:
+        output = schedule(*args, **kwargs)
+        for new in output.scheduled_new_reqs:
+            # Our ids are `number-index`; vLLM appends a random part.
+            events.sequence_begun("-".join(new.req_id.split("-", 2)[:2]))
+        return output
+
+    of_engine.schedule = reporting
+
+
+# The table ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Patch:
+    """`what` is done, `why`, and the `versions` of vLLM that need it, as far as tried.
+
+    `names`: the private names of vLLM, and public ones that are assigned to. `tests`: those that fail without it, below
+    `tests/`. `hook`: what vLLM offers in public instead. `used_in`: the modules with the names, for rows that no
+    function of this module applies.
+    """
+
+    what: str
+    why: str
+    versions: str
+    names: tuple[str, ...]
+    tests: tuple[str, ...]
+    hook: str = "none"
+    used_in: tuple[str, ...] = ()
+    to_process: Callable[[], None] | None = None
+    to_config: Callable[[Any, int], None] | None = None
+    to_engine: Callable[[Any, EngineEvents], None] | None = None
+
+
+PATCHES = (
+    Patch(
+        "LoRA on CPU multiplies once per adapter and leaves rows of the base model alone",
+        "vLLM's index for no adapter is -1, which selects the last slot's adapter (vllm-project/vllm#48421, #49656). "
+        "It also copies the weights once per token, which makes a prefill ten times slower",
+        "CPU, before 0.33",
+        ("PunicaWrapperCPU",),
+        ("sampling/test_adapters.py::test_base_and_adapters_in_one_step_do_not_touch_each_other",),
+        to_process=_replace_cpu_operators,
+    ),
+    Patch(
+        "Qwen2's class (also the language model of Qwen2.5-VL) declares its LM head as a LoRA target",
+        "it does not, as Qwen3's does, so adapters of the LM head are refused",
+        "0.26 to 0.32",
+        ("embedding_modules",),
+        ("sampling/test_adapters.py::test_an_adapter_agrees_with_hf",),
+        hook="ModelRegistry.register_model takes a subclass, for the price of another class name in its logs",
+        to_process=_declare_lm_head,
+    ),
+    Patch(
+        "features of images stay on the device for later requests",
+        "vLLM keeps as many positions as one step has. A prompt whose image ends in the last, incomplete block of its "
+        "KV cache needs the features again, so a few images in turn would be encoded by every request",
+        "0.26 to 0.32",
+        ("encoder_cache_size",),
+        ("sampling/test_image_features_stay.py::test_requests_of_more_images_than_a_step_holds_encode_each_once",),
+        hook="none: EngineArgs sets it to max_num_batched_tokens, which also sizes what a start profiles",
+        to_config=_keep_images,
+    ),
+    Patch(
+        "the engine's tables of rotary positions are not shared with other engines of the process",
+        "those of an engine that can sleep lie in memory that goes away, and keep the sleep allocator in use",
+        "0.26 to 0.32",
+        ("_ROPE_DICT",),
+        ("sampling/test_engine_sleeps_on_gpu.py::test_an_engine_that_was_built_anew_can_sleep",),
+        to_engine=_keep_rotary_tables_apart,
+    ),
+    Patch(
+        "vLLM does not shut down when its client object is collected",
+        "its shutdown destroys distributed groups and workspaces that all engines of the process share",
+        "since 0.32",
+        ("_finalizer",),
+        ("sampling/test_engine_thread.py::test_closing_one_engine_leaves_the_others_and_the_process_alone",),
+        to_engine=_prevent_shutdown,
+    ),
+    Patch(
+        "tokens are drawn by FullVocabularyDraw, with logprobs after the temperature and before top-k and top-p",
+        "raw_logprobs ignore the temperature, processed_logprobs renormalise over what top-k and top-p keep",
+        "0.26 to 0.32",
+        ("topk_topp_sampler", "logprobs_mode", "compute_logprobs", "gather_logprobs"),
+        ("sampling/test_sampled_logprobs.py::test_each_setting_alone_agrees_with_hf",),
+        hook="none: a custom LogitsProcessor runs before the temperature and returns no logprobs",
+        used_in=("draw_tokens.py",),
+        to_engine=_draw,
+    ),
+    Patch(
+        "draws of requests whose prompt is not complete are undone by our own copy of the generator's state",
+        "vLLM rewinds a generator by CUDA's count of random numbers, which raises for a CPU generator",
+        "CPU, 0.26 to 0.32",
+        ("_bookkeeping_sync", "generators"),
+        ("sampling/test_seeds.py::test_a_seeded_prompt_that_takes_several_steps_draws_the_same",),
+        used_in=("draw_tokens.py",),
+        to_engine=_rewind_discarded_draws,
+    ),
+    Patch(
+        "a request's output holds one float per token, and arrays of the likeliest tokens if asked for",
+        "vLLM ranks every chosen token in the whole vocabulary, and carries it in objects per token",
+        "0.26 to 0.32",
+        ("add_request", "logprobs_processor"),
+        ("sampling/test_sampled_topk.py::test_sampled_topk_of_requests_that_share_steps_agree_with_hf",),
+        hook="flat_logprobs (0.32) saves the objects, not the ranks",
+        used_in=("draw_tokens.py",),
+        to_engine=_collect_logprobs,
+    ),
+    Patch(
+        "prompts are scored by score_prompts, each request with its own adapter on the LM head",
+        "vLLM has neither draws at prompt positions nor targets per position with top-k, builds a dict per token, and "
+        "scores prompts with the LM head's adapter of the rows that were sampled: missing on CUDA, a crash on CPU "
+        "(vllm-project/vllm#51594, V1 model runner)",
+        "0.26 to 0.33",
+        ("_get_prompt_logprobs_dict", "in_progress_prompt_logprobs_cpu", "punica_wrapper"),
+        (
+            "sampling/test_prompt_scores.py::test_everything_at_once_agrees_with_hf",
+            "sampling/test_adapters.py::test_prompt_logprobs_of_several_requests_have_their_own_lm_head",
+        ),
+        hook="prompt_logprob_token_ids and prompt_logprob_start (0.32) cover targets, with the same fault",
+        used_in=("score_prompts.py", "lora_operators.py"),
+        to_engine=_score_prompts,
+    ),
+    Patch(
+        "requests that score the end of a prompt read the beginning from the prefix cache",
+        "vLLM computes a whole prompt again as soon as one of its logprobs is asked for",
+        "0.26 to 0.32",
+        ("get_computed_blocks",),
+        ("sampling/test_prompt_last_n.py::test_last_n_reads_the_prefix_from_the_cache",),
+        hook="prompt_logprob_start (0.32) only limits what is returned",
+        used_in=("score_prompts.py",),
+        to_engine=_read_cached_prefixes,
+    ),
+    Patch(
+        "adapters come from memory: made and checked off the engine's thread, then copied into a slot",
+        "vLLM only reads folders, on its own thread, and ignores tensors that match no module",
+        "0.26 to 0.32",
+        (
+            "_load_adapter",
+            "_adapter_manager",
+            "_registered_adapters",
+            "_create_merged_loras_inplace",
+            "_lora_model_cls",
+        ),
+        (
+            "sampling/test_handover.py::"
+            "test_a_version_without_a_folder_is_served_and_stays_the_same_when_it_is_read_again",
+            "sampling/test_adapters.py::test_an_adapter_that_is_not_served_whole_is_refused",
+        ),
+        hook="none: a LoRAResolver also gives a folder",
+        used_in=("compat_vllm.py", "vllm_adapters.py"),
+        to_engine=_load_adapters,
+    ),
+    Patch(
+        "runs of the vision tower are counted",
+        "vLLM counts hits of its caches, but not what it encodes",
+        "0.26 to 0.32",
+        (),
+        ("sampling/test_groups_share_images.py::test_sixteen_samples_of_one_prompt_encode_its_image_once",),
+        to_engine=_report_images,
+    ),
+    Patch(
+        "the first step of each sequence is reported",
+        "vLLM's statistics count sequences, but name none",
+        "0.26 to 0.32",
+        ("schedule",),
+        (
+            "sampling/test_sequences_waiting.py::test_a_request_begins_when_its_first_sequence_has_a_place_and_is_told_once",
+        ),
+        hook="scheduler_cls takes a class, but vLLM calls its interface not public",
+        to_engine=_report_begun,
+    ),
+    Patch(
+        "a sleep or a wake-up that fails half way is undone, and memory that was not saved is zero again",
+        "vLLM's state is lost after a failure, 0.26 maps memory twice, and buffers keep what others wrote",
+        "CUDA, 0.26 to 0.32",
+        ("sleeping_tags", "is_sleeping", "pointer_to_data", "cpu_backup_tensor"),
+        (
+            "sampling/test_engine_sleeps.py::test_a_waking_that_fails_leaves_the_engine_asleep_and_may_be_tried_again",
+            "sampling/test_engine_sleeps_on_gpu.py::"
+            "test_an_engine_closed_in_its_sleep_leaves_nothing_and_the_next_one_works",
+        ),
+        used_in=("sleep_mode.py", "compat_vllm.py"),
+    ),
+    Patch(
+        "a released engine leaves no weights, and no notes about its LoRA slots",
+        "vLLM's shutdown cannot be used, dynamo keeps what it compiled, and the LoRA kernels keep slots by address",
+        "0.26 to 0.32",
+        ("_PTR_DICT", "_bytecode_hooks", "model", "lora_manager", "engine_core"),
+        ("sampling/test_released_engines.py::test_a_released_engine_leaves_no_weights",),
+        used_in=("release_engine.py",),
+    ),
+    Patch(
+        "a temperature below 0.01 or above 2 reaches the sampler",
+        "the constructor of SamplingParams raises the former to 0.01 and refuses the latter",
+        "0.26 to 0.32",
+        ("temperature",),
+        ("sampling/test_sampled_logprobs.py::test_temperatures_that_vllm_would_change_or_refuse_are_honoured",),
+        used_in=("engine_inputs.py",),
+    ),
+)
+
+
+def apply_to_process() -> None:
+    """For engines that are built from now on."""
+    for patch in PATCHES:
+        if patch.to_process is not None:
+            patch.to_process()
+
+
+def apply_to_config(config: Any, image_cache_bytes: int) -> None:
+    """On the `VllmConfig` of an engine to be built."""
+    for patch in PATCHES:
+        if patch.to_config is not None:
+            patch.to_config(config, image_cache_bytes)
+
+
+def apply_to_engine(engine: Any, events: EngineEvents) -> None:
+    """On an `LLMEngine` that was built and has not stepped yet."""
+    for patch in PATCHES:
+        if patch.to_engine is not None:
+            patch.to_engine(engine, events)

@@ -1,0 +1,62 @@
+"""The table of patches of vLLM is complete, and each row names tests that exist."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tinker_local.backend.vllm_engine import patches
+from tinker_local.backend.vllm_engine.patches import PATCHES, Patch
+
+TESTS = Path(__file__).parents[1]
+FOLDER = Path(patches.__file__).parent
+
+OWN_OBJECTS = {"engine_thread.py", "host_memory.py", "vllm_sampler.py"}
+"""Modules that only assign to their own objects."""
+
+NOT_INTERNAL = {
+    *("seed", "logprobs", "prompt_logprobs", "extra_args", "skip_reading_prefix_cache"),  # of SamplingParams
+    "id",  # of LoRAModel
+    "kept_by_dynamo",  # ours
+    *("disable", "set_num_threads"),  # torch's
+}
+"""Names that are assigned to and are not internals of vLLM."""
+
+
+def internals(module: Path) -> Iterator[str]:
+    """Private names that a module reads of other objects, and any name that it assigns to on them."""
+    tree = ast.parse(module.read_text())
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and not (isinstance(node.value, ast.Name) and node.value.id == "self"):
+            private = node.attr.startswith("_") and not node.attr.startswith("__")
+            if private or (isinstance(node.ctx, ast.Store) and module.name not in OWN_OBJECTS):
+                yield node.attr
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("getattr", "setattr"):
+            name = node.args[1]
+            if isinstance(name, ast.Constant) and str(name.value).startswith("_"):
+                yield str(name.value)
+
+
+def test_every_internal_of_vllm_that_is_used_stands_in_the_table() -> None:
+    listed = {name for patch in PATCHES for name in patch.names}
+    used = {name for module in FOLDER.glob("*.py") for name in internals(module)}
+    assert used - listed - NOT_INTERNAL == set()
+    assert used >= NOT_INTERNAL
+    sources = "".join(module.read_text() for module in FOLDER.glob("*.py") if module.name != "patches.py")
+    table = (FOLDER / "patches.py").read_text()
+    assert {name for name in listed if name not in sources and table.count(name) < 2} == set()
+
+
+@pytest.mark.parametrize("patch", PATCHES, ids=lambda patch: patch.what[:40])
+def test_a_patch_names_the_tests_that_fail_without_it(patch: Patch) -> None:
+    assert patch.tests
+    for test in patch.tests:
+        module, name = test.split("::")
+        tree = ast.parse((TESTS / module).read_text())
+        assert name in {node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
+
+
+@pytest.mark.parametrize("patch", PATCHES, ids=lambda patch: patch.what[:40])
+def test_a_patch_is_applied_by_the_table_or_names_its_modules(patch: Patch) -> None:
+    assert patch.used_in or patch.to_process or patch.to_config or patch.to_engine
+    assert all((FOLDER / module).is_file() for module in patch.used_in)
