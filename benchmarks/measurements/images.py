@@ -14,30 +14,37 @@ from harness.scale import Scale
 from measurements.training import make_trainer, train_step, work
 
 
+def vision_of(folder: Path) -> tuple[Any, Any]:
+    """How the family of the model in `folder` reads images, and the model's config."""
+    from tinker_local.backend.families import family_of
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(folder)
+    return family_of(config.model_type, str(folder)).vision, config
+
+
 def rendered(scale: Scale, folder: Path) -> list[Any]:
     """`scale.images` different images, processed by the model's processor as the project's renderer does it."""
     from PIL import Image
     from tinker_local.backend.rendering.hf_images import HFImages
     from tinker_local.backend.rendering.interface import RenderedImage
 
-    processor = HFImages(str(folder))
+    processor = HFImages(str(folder), vision_of(folder)[0].read_image)
     images = []
     for index in range(scale.images):
         file = workloads.picture(scale.image_side, seed=index)
-        pixels, grid = processor.process(Image.open(io.BytesIO(file)).convert("RGB"))
-        images.append(RenderedImage(str(index), processor.num_tokens(grid), pixels, grid))
+        image = processor.process(Image.open(io.BytesIO(file)).convert("RGB"))
+        images.append(RenderedImage(str(index), image.num_tokens, image.pixel_values, image.grid_thw))
     return images
 
 
 def examples(scale: Scale, folder: Path) -> list[Any]:
     """Rendered data: vision start, the image, vision end, text; weights are 1 where a text token is predicted."""
     from tinker_local.backend.rendering.interface import ImagePlacement, RenderedInput
-    from tinker_local.backend.rendering.vision_tokens import vision_tokens
     from tinker_local.backend.training.interface import TrainDatum
-    from transformers import AutoConfig
 
-    marks = vision_tokens(AutoConfig.from_pretrained(folder))
-    assert marks is not None
+    vision, config = vision_of(folder)
+    marks = vision.tokens(config)
     rng = np.random.default_rng(3)
     data = []
     for image in rendered(scale, folder):

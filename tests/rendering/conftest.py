@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image
-from tinker_local.backend.rendering.renderer import VLLMRenderer
+from tinker_local.backend.models.loading import load_renderer
+from tinker_local.backend.rendering.renderer import ModelRenderer
 from tinker_local.backend.tiny_models import make_tiny_text_model, make_tiny_vl_model
 from tinker_local.types import ImageChunk
 
@@ -19,7 +20,7 @@ class Rendering:
         from transformers import AutoProcessor
 
         self.folder = folder
-        self.renderer = VLLMRenderer(str(folder))
+        self.renderer = load_renderer(str(folder))
         self.processor: Any = AutoProcessor.from_pretrained(folder)
 
 
@@ -41,8 +42,8 @@ def rendering(request: pytest.FixtureRequest) -> Rendering:
 
 
 @pytest.fixture(scope="session")
-def text_renderer(tmp_path_factory: pytest.TempPathFactory) -> VLLMRenderer:
-    return VLLMRenderer(str(make_tiny_text_model(tmp_path_factory.mktemp("text") / "model")))
+def text_renderer(tmp_path_factory: pytest.TempPathFactory) -> ModelRenderer:
+    return load_renderer(str(make_tiny_text_model(tmp_path_factory.mktemp("text") / "model")))
 
 
 class Pictures:

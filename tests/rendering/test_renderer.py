@@ -3,13 +3,14 @@
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
+from tinker_local.backend.models.loading import load_renderer
 from tinker_local.backend.rendering.image_cache import ImageCache, SizedImage
 from tinker_local.backend.rendering.interface import RenderedImage
-from tinker_local.backend.rendering.renderer import VLLMRenderer
 from tinker_local.types import (
     EncodedTextChunk,
     ImageAssetPointerChunk,
@@ -69,8 +70,10 @@ def test_a_wrong_expected_tokens_fails_with_all_numbers(qwen3_vl: Any, pictures:
 def test_engines_that_do_not_agree_fail_with_all_numbers(
     qwen3_vl: Any, pictures: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    renderer = VLLMRenderer(str(qwen3_vl.folder))
-    monkeypatch.setattr(renderer._images._hf, "_merged_patches", 5)
+    renderer = load_renderer(str(qwen3_vl.folder))
+    hf = renderer._images.trainer
+    process = hf.process
+    monkeypatch.setattr(hf, "process", lambda image: replace(process(image), num_tokens=12))
     for expected, told in ((None, "not given"), (15, "15"), (12, "12")):
         chunk = pictures.chunk(pictures.noise(150, 100), expected_tokens=expected)
         message = f"takes 15 tokens in vLLM and 12 in the HF processor, but expected_tokens is {told}"
@@ -196,7 +199,7 @@ def test_rendering_leaves_the_process_as_it_was(qwen3_vl: Any) -> None:
 
     before = (torch.get_rng_state(), random.getstate(), np.random.get_state()[1].copy(), torch.set_num_threads)
     environment = {name: value for name, value in os.environ.items() if not name.startswith("VLLM_")}
-    VLLMRenderer(str(qwen3_vl.folder))
+    load_renderer(str(qwen3_vl.folder))
     assert torch.equal(torch.get_rng_state(), before[0])
     assert random.getstate() == before[1]
     assert np.array_equal(np.random.get_state()[1], before[2])

@@ -15,8 +15,8 @@ import pytest
 import torch
 from PIL import Image
 from safetensors.torch import save_file
+from tinker_local.backend.models.loading import load_renderer
 from tinker_local.backend.rendering.interface import RenderedInput
-from tinker_local.backend.rendering.renderer import VLLMRenderer
 from tinker_local.backend.sampling.interface import AdapterVersion, SampleWork
 from tinker_local.backend.tiny_models import make_tiny_text_model, make_tiny_vl_model
 from tinker_local.backend.vllm_engine.build_engine import EngineOptions
@@ -170,7 +170,7 @@ class Served:
         self.model_class = model_class
         self.tolerance = 1e-4 if runs_on_cpu() else 0.5
         self.hf = HFReference(folder, model_class)
-        self.renderer = VLLMRenderer(str(folder))
+        self.renderer = load_renderer(str(folder))
         self.options = EngineOptions(str(folder), max_rank=8, kv_cache_bytes=256 * 2**20, **options)
         self.sampler = VLLMSampler(self.options, thread)
 

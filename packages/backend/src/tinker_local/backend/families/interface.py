@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
-from tinker_local.backend.rendering.interface import RenderedImage, RenderedInput
+from tinker_local.backend.rendering.interface import ImageTokens, RenderedImage, RenderedInput, TrainerImage
 
 if TYPE_CHECKING:
     import torch
@@ -49,19 +49,34 @@ class LoraNames:
 
 
 @dataclass(frozen=True, slots=True)
+class Vision:
+    """How a family reads images.
+
+    `tower`: path of the vision tower in the model. `tokens(config)`: the ids that mark an image. `read_image(processor,
+    batch)`: the image in what the HF image processor returns for one. `encode_images(model, images)`: features of
+    images in order, without a gradient.
+    """
+
+    tower: str
+    tokens: Callable[[Any], ImageTokens]
+    read_image: Callable[[Any, Any], TrainerImage]
+    encode_images: Callable[[Any, Sequence[RenderedImage]], ImageFeatures]
+
+
+@dataclass(frozen=True, slots=True)
 class Family:
     """One model family.
 
     `auto_class`: the transformers class that loads it. `decoder_path`: the module that turns `inputs_embeds` into
-    hidden states. `position_ids(config, input)`: rotary positions of one rendered input, int64 [rows, N].
-    `encode_images(model, images)`: features of images in order, without a gradient; None if the family has no vision.
-    `lora`: what adapters train beside the LM head. `logits(config)`: what follows the LM head, from the text config.
+    hidden states. `position_ids(config, input)`: rotary positions of one rendered input, int64 [rows, N]. `vision`:
+    None for text only. `lora`: what adapters train beside the LM head. `logits(config)`: what follows the LM head, from
+    the text config.
     """
 
     auto_class: str
     decoder_path: str
     position_ids: Callable[[Any, RenderedInput], Positions]
-    encode_images: Callable[[Any, Sequence[RenderedImage]], ImageFeatures] | None = None
+    vision: Vision | None = None
     lora: LoraNames = LoraNames()
     logits: Callable[[Any], LogitRule] = lambda config: PLAIN_LOGITS
 

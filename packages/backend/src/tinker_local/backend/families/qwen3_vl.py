@@ -2,11 +2,11 @@
 (arXiv 2406.04334)."""
 
 from tinker_local.backend.families.interface import Family
-from tinker_local.backend.families.qwen_vision import encode_images, mrope_position_ids
+from tinker_local.backend.families.qwen_vision import VISION, mrope_position_ids
 
 FAMILY = Family(
     auto_class="AutoModelForImageTextToText",
     decoder_path="model.language_model",
     position_ids=mrope_position_ids,
-    encode_images=encode_images,
+    vision=VISION,
 )

@@ -1,19 +1,18 @@
-"""What the Qwen vision-language families share: multimodal rotary positions and the call of the vision tower."""
+"""What the Qwen vision-language families share: image tokens, image processor, rotary positions, vision tower."""
 
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from tinker_local.backend.families.interface import ImageFeatures, Positions
-from tinker_local.backend.rendering.interface import RenderedImage, RenderedInput
+from tinker_local.backend.families.interface import ImageFeatures, Positions, Vision
+from tinker_local.backend.rendering.interface import ImageTokens, RenderedImage, RenderedInput, TrainerImage
 
 
 def mrope_position_ids(config: Any, input: RenderedInput) -> Positions:
     """Rows for time, height and width, int64 [3, N] (arXiv 2409.12191, section 2.1).
 
-    Text counts up alike in all rows. An image that begins at position p has time p for all its tokens, height
-    p + row and width p + column; what follows goes on at p + max(rows, columns). Where images are is told by
-    `input.images` alone.
+    Text advances all rows by 1. An image that begins at position p has time p for all its tokens, height p + row and
+    width p + column; the text after it continues at p + max(rows, columns). Only `input.images` says where images are.
     """
     merge = config.vision_config.spatial_merge_size
     positions = np.empty((3, input.length), np.int64)
@@ -42,8 +41,19 @@ def _merged_grid(image: RenderedImage, merge: int) -> tuple[int, int, int]:
     return grid
 
 
-def encode_images(model: Any, images: Sequence[RenderedImage]) -> ImageFeatures:
-    """Run the vision tower once over `images`; features in their order."""
+def _image_tokens(config: Any) -> ImageTokens:
+    return ImageTokens(config.vision_start_token_id, config.image_token_id, config.vision_end_token_id)
+
+
+def _read_image(processor: Any, batch: Any) -> TrainerImage:
+    """The only image of `batch`. Squares of `merge_size` patches per side become one position."""
+    time, height, width = batch["image_grid_thw"][0].tolist()
+    num_tokens = time * height * width // processor.merge_size**2
+    return TrainerImage(batch["pixel_values"].numpy(), (time, height, width), num_tokens)
+
+
+def _encode_images(model: Any, images: Sequence[RenderedImage]) -> ImageFeatures:
+    """Run the vision tower once over `images`; returns features in their order."""
     import torch
 
     device = model.get_input_embeddings().weight.device
@@ -56,7 +66,10 @@ def encode_images(model: Any, images: Sequence[RenderedImage]) -> ImageFeatures:
 
 
 def _joined(features: Any) -> Any:
-    """Features of all images in one tensor. transformers gives them image by image; 5.17 gives some in one already."""
+    """Features of all images in one tensor. transformers returns one per image; 5.17 returns some already joined."""
     import torch
 
     return features if isinstance(features, torch.Tensor) else torch.cat(tuple(features))
+
+
+VISION = Vision(tower="model.visual", tokens=_image_tokens, read_image=_read_image, encode_images=_encode_images)

@@ -22,6 +22,8 @@ from tinker_local.backend.models.served_models import (
     tokenizer_id,
 )
 from tinker_local.backend.options import BackendOptions, DType, ModelSource, TrainerPlace
+from tinker_local.backend.rendering.decoding import MAX_PIXELS
+from tinker_local.backend.rendering.renderer import CACHE_BYTES, ImageReading, ModelRenderer
 from tinker_local.backend.scheduling.memory_sharing import MemorySharing, WakingSampler
 from tinker_local.backend.scheduling.train_scheduler import TrainScheduler
 
@@ -121,7 +123,6 @@ def trainer_place(options: BackendOptions) -> TrainerPlace:
 
 def load_real(source: ModelSource, options: BackendOptions) -> Engines:
     """vLLM for sampling, HF transformers for training, on one copy of the weights each."""
-    from tinker_local.backend.rendering.renderer import VLLMRenderer
     from tinker_local.backend.training.worker import HFTrainer
     from tinker_local.backend.vllm_engine import build_engine, compat_vllm
     from tinker_local.backend.vllm_engine.vllm_sampler import VLLMSampler
@@ -163,8 +164,27 @@ def load_real(source: ModelSource, options: BackendOptions) -> Engines:
     with starting(trainer_place(options), make_trainer) as make:
         sampler = VLLMSampler(engine, engine_thread())
         trainer: Trainer = make()
-    renderer = VLLMRenderer(source.path, dtype=dtype, max_pixels=options.max_image_pixels)
+    renderer = load_renderer(source.path, dtype=dtype, max_pixels=options.max_image_pixels)
     return Engines(renderer, trainer, sampler, arch=config.model_type, tolerance=TOLERANCE[dtype])
+
+
+def load_renderer(
+    model: str, *, dtype: DType | None = None, max_pixels: int = MAX_PIXELS, cache_bytes: int = CACHE_BYTES
+) -> ModelRenderer:
+    """The renderer of `model` (a folder or hub name); `dtype` as of the engine."""
+    from tinker_local.backend.families import family_of
+    from tinker_local.backend.rendering.hf_images import HFImages
+    from tinker_local.backend.vllm_engine.vllm_images import VLLMImages
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(model)
+    vision = family_of(config.model_type, model).vision
+    images = None
+    if vision is not None:
+        tokens = vision.tokens(config)
+        images = ImageReading(tokens, HFImages(model, vision.read_image), VLLMImages(model, dtype, tokens))
+    vocab_size = config.get_text_config().vocab_size
+    return ModelRenderer(vocab_size, images, max_pixels=max_pixels, cache_bytes=cache_bytes)
 
 
 def plan_for(config: Any, engine: "EngineOptions", options: BackendOptions) -> GpuPlan:

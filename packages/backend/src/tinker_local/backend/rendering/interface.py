@@ -1,21 +1,60 @@
-"""What a renderer gives: token ids with explicit image positions, and each image as both engines read it."""
+"""What a renderer returns: token ids with explicit image positions, and each image as both engines read it."""
 
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 from tinker_local.types import ModelInput
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+
+@dataclass(frozen=True, slots=True)
+class ImageTokens:
+    """Ids that mark an image in a prompt: `start`, one `pad` for each position of the image, `end`."""
+
+    start: int
+    pad: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TrainerImage:
+    """An image as the trainer reads it. `pixel_values` float32 [patches, patch_dim]; `grid_thw`: patches in time,
+    height and width before merging; `num_tokens`: positions in the prompt."""
+
+    pixel_values: npt.NDArray[np.float32]
+    grid_thw: tuple[int, int, int]
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SamplerImage:
+    """An image as the sampler reads it. `item`: of `num_bytes`; `num_tokens`: positions in the prompt."""
+
+    item: Any
+    num_bytes: int
+    num_tokens: int
+
+
+Processed = TypeVar("Processed", TrainerImage, SamplerImage, covariant=True)
+
+
+class ImageProcessor(Protocol[Processed]):
+    """Prepares decoded RGB images for one engine. Thread-safe. Raises ImageError for images that it refuses."""
+
+    def process(self, image: "Image") -> Processed: ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RenderedImage:
     """One image, decoded and processed once.
 
-    `content_hash`: hex SHA-256 of the file's bytes. `num_tokens`: positions that it takes, the same for vLLM, the HF
-    processor and (if given) the client. `pixel_values`: float32 [patches, patch_dim] as HF's processor gives them.
-    `grid_thw`: patches in time, height and width before merging. `vllm_item`: what vLLM's renderer made of it (None
-    where no vLLM runs).
+    `content_hash`: hex SHA-256 of the file's bytes. `num_tokens`: its positions, the same for vLLM, the HF processor
+    and (if given) the client. `pixel_values`, `grid_thw`: as in `TrainerImage`. `vllm_item`: as in `SamplerImage`; None
+    where no vLLM runs.
     """
 
     content_hash: str
@@ -35,8 +74,8 @@ class ImagePlacement:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RenderedInput:
-    """`token_ids`: int32 [N], the image pad id at image positions; which positions are images is told by `images`
-    alone (a pad id elsewhere is text)."""
+    """`token_ids`: int32 [N], the image pad id at image positions. `images` alone says which positions are images: a
+    pad id elsewhere is text."""
 
     token_ids: npt.NDArray[np.int32]
     images: tuple[ImagePlacement, ...] = field(default=())
@@ -48,16 +87,16 @@ class RenderedInput:
 
 
 class Renderer(Protocol):
-    """Renders `ModelInput`s for one base model; used for training, sampling and logprob requests alike.
+    """Renders `ModelInput`s for one base model, for training, sampling and logprob requests alike.
 
-    `render` is called from worker threads, several at once. It blocks (decoding, processing) and never runs on the
-    event loop. Each image is processed once per content hash. `where` prefixes error messages (`data[3].model_input`).
-    Raises InvalidRequestError for one input alone: broken image, token id outside the vocabulary, a count of image
-    tokens on which vLLM, HF and `expected_tokens` do not agree (the message holds all three), images on a text model.
+    Worker threads call `render`, several at once; it blocks (decoding, processing), so the event loop must not. Each
+    image is processed once per content hash. `where` prefixes error messages (`data[3].model_input`). Raises
+    InvalidRequestError for one input alone: a broken image, a token id outside the vocabulary, different counts of
+    image tokens by vLLM, HF and `expected_tokens` (the message has all three), an image for a text model.
     """
 
     @property
     def images_processed(self) -> int:
-        """How many images were decoded and processed so far (cache misses)."""
+        """Number of images decoded and processed so far (cache misses)."""
 
     def render(self, model_input: ModelInput, where: str) -> RenderedInput: ...

@@ -1,16 +1,21 @@
-"""`VLLMRenderer`: token ids with explicit image positions, images counted by vLLM and by HF's processor."""
+"""`ModelRenderer`: token ids with explicit image positions, images counted by vLLM and by HF's processor."""
 
 import hashlib
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-from tinker_local.backend.options import DType
 from tinker_local.backend.rendering.decoding import MAX_PIXELS, ImageError, decode_image, image_size
-from tinker_local.backend.rendering.hf_images import HFImages
 from tinker_local.backend.rendering.image_cache import ImageCache, SizedImage
-from tinker_local.backend.rendering.interface import ImagePlacement, RenderedImage, RenderedInput
-from tinker_local.backend.rendering.vision_tokens import VisionTokens, vision_tokens
-from tinker_local.backend.vllm_engine.vllm_images import VLLMImages
+from tinker_local.backend.rendering.interface import (
+    ImagePlacement,
+    ImageProcessor,
+    ImageTokens,
+    RenderedImage,
+    RenderedInput,
+    SamplerImage,
+    TrainerImage,
+)
 from tinker_local.types import (
     EncodedTextChunk,
     ImageAssetPointerChunk,
@@ -23,38 +28,44 @@ from tinker_local.types import (
 CACHE_BYTES = 2**30
 
 
-class VLLMRenderer:
-    """Keeps `rendering.interface.Renderer` for one base model.
+@dataclass(frozen=True, slots=True)
+class ImageReading:
+    """How both engines read the images of a vision-language model."""
 
-    An image is decoded once and processed twice, by vLLM's renderer for the sampler and by HF's processor for the
-    trainer; both must agree on its number of positions, and with the client's. `tokens` None for a text model, on
-    which images are refused.
+    tokens: ImageTokens
+    trainer: ImageProcessor[TrainerImage]
+    sampler: ImageProcessor[SamplerImage]
+
+
+class ModelRenderer:
+    """Implements `rendering.interface.Renderer` for one base model.
+
+    An image is decoded once and processed twice, for the sampler and for the trainer. Both must count the same number
+    of positions, and so must the client.
     """
 
     def __init__(
         self,
-        model: str,
+        vocab_size: int,
+        images: ImageReading | None = None,
         *,
-        dtype: DType | None = None,
         max_pixels: int = MAX_PIXELS,
         cache_bytes: int = CACHE_BYTES,
     ) -> None:
-        """`model`: a folder or hub name; `dtype` as of the engine; `cache_bytes` of processed images are kept."""
-        from transformers import AutoConfig
-
-        config = AutoConfig.from_pretrained(model)
-        self.vocab_size: int = config.get_text_config().vocab_size
-        self.tokens: VisionTokens | None = vision_tokens(config)
-        self._images = None if self.tokens is None else _ImageProcessing(model, dtype, self.tokens, max_pixels)
+        """`images` None: a text model, which refuses images. `cache_bytes`: of processed images that are kept."""
+        self.vocab_size = vocab_size
+        self.tokens = None if images is None else images.tokens
+        self._images = images
+        self._max_pixels = max_pixels
         self._cache = ImageCache(cache_bytes)
 
     @property
     def images_processed(self) -> int:
-        """How many images were decoded and processed so far."""
+        """Number of images decoded and processed so far."""
         return self._cache.images_processed
 
     def render(self, model_input: ModelInput, where: str) -> RenderedInput:
-        """Token ids int32 [N], the pad id at image positions, and where the images are."""
+        """See `Renderer.render`."""
         parts: list[npt.NDArray[np.int32]] = []
         placements: list[ImagePlacement] = []
         offset = 0
@@ -86,42 +97,31 @@ class VLLMRenderer:
             raise UnsupportedError(
                 f"{where}: image_asset_pointer is for prompts of samples alone; send the image's bytes"
             )
-        if self._images is None or self.tokens is None:
+        reading = self._images
+        if reading is None:
             raise InvalidRequestError(f"{where}: an image, but this base model reads text only")
-        images = self._images
         content_hash = hashlib.sha256(chunk.data).hexdigest()
         try:
-            image = self._cache.get(content_hash, lambda: images.process(chunk.data, content_hash))
-            images.check_count(image, chunk)
+            image = self._cache.get(content_hash, lambda: self._process(reading, chunk, content_hash))
+            if chunk.expected_tokens not in (None, image.num_tokens):
+                raise _disagreement(chunk, image.num_tokens, image.num_tokens)
         except ImageError as error:
             raise InvalidRequestError(f"{where}: {error}") from error
-        return image, self.tokens.pad
+        return image, reading.tokens.pad
+
+    def _process(self, reading: ImageReading, chunk: ImageChunk, content_hash: str) -> SizedImage:
+        decoded = decode_image(chunk.data, self._max_pixels)
+        trainer, sampler = reading.trainer.process(decoded), reading.sampler.process(decoded)
+        if trainer.num_tokens != sampler.num_tokens:
+            raise _disagreement(chunk, sampler.num_tokens, trainer.num_tokens)
+        image = RenderedImage(content_hash, sampler.num_tokens, trainer.pixel_values, trainer.grid_thw, sampler.item)
+        return SizedImage(image, trainer.pixel_values.nbytes + sampler.num_bytes)
 
 
-class _ImageProcessing:
-    """Decodes an image and processes it for both sides."""
-
-    def __init__(self, model: str, dtype: DType | None, tokens: VisionTokens, max_pixels: int) -> None:
-        self._vllm = VLLMImages(model, dtype, tokens)
-        self._hf = HFImages(model)
-        self._max_pixels = max_pixels
-
-    def process(self, data: bytes, content_hash: str) -> SizedImage:
-        image = decode_image(data, self._max_pixels)
-        pixel_values, grid_thw = self._hf.process(image)
-        item, num_tokens = self._vllm.render(image)
-        rendered = RenderedImage(content_hash, num_tokens, pixel_values, grid_thw, item)
-        vllm_bytes = sum(tensor.nbytes for tensor in item.get_data().values())
-        return SizedImage(rendered, pixel_values.nbytes + vllm_bytes)
-
-    def check_count(self, image: RenderedImage, chunk: ImageChunk) -> None:
-        """ImageError with all numbers unless vLLM, the HF processor and the client count alike."""
-        hf, vllm, client = self._hf.num_tokens(image.grid_thw), image.num_tokens, chunk.expected_tokens
-        if hf == vllm and client in (None, vllm):
-            return
-        width, height = image_size(chunk.data)
-        expected = "not given" if client is None else client
-        raise ImageError(
-            f"image of {width}x{height} pixels takes {vllm} tokens in vLLM and {hf} in the HF processor, "
-            f"but expected_tokens is {expected}"
-        )
+def _disagreement(chunk: ImageChunk, vllm: int, hf: int) -> ImageError:
+    width, height = image_size(chunk.data)
+    expected = "not given" if chunk.expected_tokens is None else chunk.expected_tokens
+    return ImageError(
+        f"image of {width}x{height} pixels takes {vllm} tokens in vLLM and {hf} in the HF processor, "
+        f"but expected_tokens is {expected}"
+    )

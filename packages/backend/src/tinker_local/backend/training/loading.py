@@ -56,8 +56,8 @@ def load_model(path: str, dtype: str | None, device: str | None, decoder: Decode
     chosen = DTYPES[dtype or ("bfloat16" if place.type == "cuda" else "float32")]
     model = getattr(transformers, family.auto_class).from_pretrained(path, dtype=chosen, attn_implementation="sdpa")
     model = model.to(place).eval().requires_grad_(False)
-    if family.encode_images is not None:
-        use_packed_attention(model.model.visual)
+    if family.vision is not None:
+        use_packed_attention(model.get_submodule(family.vision.tower))
     kernels = kernels_for(place, chosen)
     return LoadedModel(
         model=model,

@@ -158,8 +158,8 @@ class MicroBatchRunner:
 
 
 def _encode_images(loaded: LoadedModel, images: Sequence[RenderedImage]) -> ImageFeatures:
-    assert loaded.family.encode_images is not None, "images for a text model are refused before they are packed"
-    return loaded.family.encode_images(loaded.model, images)
+    assert loaded.family.vision is not None, "images for a text model are refused before they are packed"
+    return loaded.family.vision.encode_images(loaded.model, images)
 
 
 def _targets(packed: Packed, works: Mapping[int, TrainWork]) -> Targets:

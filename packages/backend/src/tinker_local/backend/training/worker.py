@@ -268,7 +268,7 @@ class HFTrainer:
             raise InvalidRequestError(
                 f"{where}: token {tokens[outside][0]} is outside the vocabulary of {self.vocab_size}"
             )
-        if input.images and self._loaded.family.encode_images is None:
+        if input.images and self._loaded.family.vision is None:
             raise InvalidRequestError(f"{where}: holds images, but {self.name} reads text only")
 
     def _layout(self, config: LoraConfig) -> tuple[TensorSpec, ...]:

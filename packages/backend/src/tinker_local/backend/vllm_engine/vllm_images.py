@@ -1,11 +1,11 @@
 """Images as vLLM's renderer makes them, for the sampler."""
 
 import threading
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from tinker_local.backend.options import DType
 from tinker_local.backend.rendering.decoding import ImageError
-from tinker_local.backend.rendering.vision_tokens import VisionTokens
+from tinker_local.backend.rendering.interface import ImageTokens, SamplerImage
 from tinker_local.backend.vllm_engine.build_engine import model_arguments, prepare_environment, process_state_kept
 
 if TYPE_CHECKING:
@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 class VLLMImages:
     """vLLM's renderer of one model, without an engine, weights or a device.
 
-    It renders single images, never prompts: in a prompt, vLLM would take pad ids that came as text for images. Its
-    processor is not thread-safe, so it renders one image at a time.
+    Implements `ImageProcessor[SamplerImage]`. It renders single images, never prompts: in a prompt, vLLM would take
+    pad ids that came as text for images. Its processor is not thread-safe, so it renders one image at a time.
     """
 
-    def __init__(self, model: str, dtype: DType | None, tokens: VisionTokens) -> None:
+    def __init__(self, model: str, dtype: DType | None, tokens: ImageTokens) -> None:
         prepare_environment()
         with process_state_kept():
             from vllm.config import VllmConfig
@@ -32,8 +32,8 @@ class VLLMImages:
         self._tokens = tokens
         self._lock = threading.Lock()
 
-    def render(self, image: "Image") -> tuple[Any, int]:
-        """vLLM's item of `image` (a MultiModalKwargsItem) and its number of positions."""
+    def process(self, image: "Image") -> SamplerImage:
+        """vLLM's MultiModalKwargsItem of `image`."""
         tokens = self._tokens
         prompt = {
             "prompt_token_ids": [tokens.start, tokens.pad, tokens.end],
@@ -47,4 +47,5 @@ class VLLMImages:
                 raise ImageError(f"image of {image.width}x{image.height} pixels: {error}") from error
         (place,) = rendered["mm_placeholders"]["image"]
         (item,) = rendered["mm_kwargs"]["image"]
-        return item, place.length
+        num_bytes = sum(tensor.nbytes for tensor in item.get_data().values())
+        return SamplerImage(item, num_bytes, place.length)
