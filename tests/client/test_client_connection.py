@@ -49,12 +49,12 @@ def test_a_base_url_that_is_none_is_refused_by_name(url: str) -> None:
 
 
 @pytest.mark.parametrize("make", MAKERS)
-def test_a_missing_server_is_reported_within_a_second(make: type) -> None:
+def test_a_missing_server_is_reported_without_trying_again(make: type) -> None:
     url = f"http://127.0.0.1:{unused_port()}"
     began = time.monotonic()
     with pytest.raises(tinker.APIConnectionError, match="tinker-local serve --model") as error:
         make(base_url=url)
-    assert time.monotonic() - began < 2
+    assert time.monotonic() - began < 30  # the SDK would try for minutes
     assert url in str(error.value)
 
 

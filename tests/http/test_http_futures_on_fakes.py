@@ -20,16 +20,18 @@ async def test_result_wakes_the_poll_within_milliseconds_on_fakes(api: Any) -> N
         began = time.perf_counter()
         await api.result(await api.step(model, seq_id))
         took.append(time.perf_counter() - began)
-    # A server that polls at 50 ms would need 25 ms at the median; submit, step and poll together need 3.
-    assert sorted(took)[len(took) // 2] < 0.02
+    # Submit, step and poll together take 3 ms. A server that polls every 50 ms takes them in each step, also in the
+    # fastest of 40, which a busy machine does not slow down.
+    assert min(took) < 0.02
 
     operation = await api.backend.operation(await api.gradient(model, 47))  # 46 is missing: it waits
     waiting = [asyncio.create_task(operation.wait(30)) for _ in range(5)]
     await asyncio.sleep(0.05)
-    woken = time.perf_counter()
     operation.fail(NotFoundError("enough"))
+    for _ in range(10):  # turns of the event loop, in which no time needs to pass
+        await asyncio.sleep(0)
+    assert all(task.done() for task in waiting)
     assert await asyncio.gather(*waiting) == [True] * 5
-    assert time.perf_counter() - woken < 0.05
 
 
 async def test_idle_polls_are_held_and_end_with_408_on_fakes(api: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -38,7 +40,7 @@ async def test_idle_polls_are_held_and_end_with_408_on_fakes(api: Any, monkeypat
     request = await api.gradient(model, 2)
     began = time.monotonic()
     answers = await asyncio.gather(*(api.poll(request) for _ in range(20)))
-    assert 0.25 < time.monotonic() - began < 5
+    assert 0.25 < time.monotonic() - began < 25  # without the patch they are held for longer
     assert {answer.status_code for answer in answers} == {408}
     await api.gradient(model, 1)
     assert (await api.poll(request)).status_code == 200

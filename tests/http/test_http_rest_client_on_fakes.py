@@ -104,14 +104,13 @@ async def test_checkpoints_through_the_rest_client_on_fakes(service: Any, rest: 
     await rest("publish_checkpoint_from_tinker_path", path)
     assert (await found()).public
     assert not (await found(sampler)).public
-    began = time.monotonic()
+    # 400, not 409, which the SDK would send again.
     with pytest.raises(tinker.BadRequestError, match="public already"):
         await rest("publish_checkpoint_from_tinker_path", path)
     await rest("unpublish_checkpoint_from_tinker_path", path)
     assert not (await found()).public
     with pytest.raises(tinker.BadRequestError, match="private already"):
         await rest("unpublish_checkpoint_from_tinker_path", path)
-    assert time.monotonic() - began < 5  # nothing was taken for "try again"
     await rest("set_checkpoint_ttl_from_tinker_path", path, 86400)
     left = (await found()).expires_at - datetime.now(UTC)
     assert timedelta(hours=23, minutes=59) < left <= timedelta(hours=24)

