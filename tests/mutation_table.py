@@ -1504,8 +1504,8 @@ MUTATIONS = (
     Mutation(
         "forged-url-accepted",
         "backend/control/signatures.py",
-        '        if not hmac.compare_digest(signature.encode("utf-8", "replace"), right.encode()):\n',
-        "        if len(signature) > len(right):\n",
+        "expires, *signed = self._tokens.loads(token)",
+        "_, (expires, *signed) = self._tokens.loads_unsafe(token)",
         (EXTERNAL + "test_forged_or_expired_url_is_403_on_fakes",),
     ),
     Mutation(
@@ -1555,7 +1555,7 @@ MUTATIONS = (
     Mutation(
         "trace-for-whoever-asks",
         "backend/control/session_traces.py",
-        '        self._signatures.check(wanted.signature, wanted.expires, "session_trace", wanted.session_id)\n',
+        "        self._signatures.check(token, KIND, session_id)\n",
         "",
         (SESSION_TRACE + "test_url_needs_no_key_and_a_forged_or_expired_one_is_403_on_fakes",),
     ),

@@ -34,18 +34,17 @@ KIND = "external_weights"
 
 @dataclass(frozen=True, slots=True)
 class SignedFile:
-    """Leave to fetch one file of one checkpoint until `expires` (seconds since 1970).
+    """Permission to fetch one file of one checkpoint.
 
-    `version`: when the checkpoint was saved (microseconds since 1970), lest a URL of a deleted checkpoint be good for
-    the next of its name.
+    `version`: when the checkpoint was saved (microseconds since 1970), so that the URL of a deleted checkpoint does not
+    fetch the next one of that name.
     """
 
     training_run_id: str
     name: str
     file: str
     version: int
-    expires: int
-    signature: str
+    token: str
 
 
 class ExternalWeights:
@@ -99,21 +98,18 @@ class ExternalWeights:
         until = self._clock() + LIFETIME
         if record.expires_at is not None:
             until = min(until, record.expires_at)
-        version, expires = _microseconds(record.created_at), int(until.timestamp())
+        until, version = until.replace(microsecond=0), _microseconds(record.created_at)
         signed = [
-            SignedFile(
-                run, name, file, version, expires, self._signatures.sign(expires, KIND, run, name, file, version)
-            )
+            SignedFile(run, name, file, version, self._signatures.sign(KIND, run, name, file, version, until=until))
             for file in FILES
         ]
-        return signed, datetime.fromtimestamp(expires, UTC)
+        return signed, until.astimezone(UTC)
 
     @asynccontextmanager
     async def opened(self, wanted: SignedFile) -> AsyncIterator[Path]:
         """The file, for who has its signature: PermissionDeniedError if that is wrong or expired, NotFoundError if the
         export is gone. One that is deleted from then on keeps its files until the last download of them ends."""
-        what = (wanted.training_run_id, wanted.name, wanted.file, wanted.version)
-        self._signatures.check(wanted.signature, wanted.expires, KIND, *what)
+        self._signatures.check(wanted.token, KIND, wanted.training_run_id, wanted.name, wanted.file, wanted.version)
         record = await self._signed(wanted)
         with self._uses.using(record):
             # Once more: a deletion that forgot the record before now waits for nobody, a later one waits for this use.

@@ -27,21 +27,16 @@ AT_ONCE = 512
 """Packets that are written at once."""
 
 
-@dataclass(frozen=True, slots=True)
-class SignedTrace:
-    """Leave to fetch a session's trace until `expires` (seconds since 1970)."""
-
-    session_id: str
-    expires: int
-    signature: str
+KIND = "session_trace"
+"""What a token is for."""
 
 
 @dataclass(frozen=True, slots=True)
 class TraceExport:
-    """How far an export is: `signed` with `ready`, `error` with `failed`."""
+    """The state of an export: `ready` has the `token` that `open` takes, `failed` has an `error`."""
 
     status: Literal["pending", "ready", "failed"]
-    signed: SignedTrace | None = None
+    token: str | None = None
     error: str | None = None
 
 
@@ -97,17 +92,15 @@ class SessionTraces:
             self._builds.pop(session_id, None)
             return TraceExport("failed", error="the server was stopped" if error is None else str(as_api_error(error)))
         build.given, build.until = True, time.monotonic() + LIFETIME.total_seconds()
-        expires = self._signatures.expiry()
-        return TraceExport("ready", SignedTrace(session_id, expires, self._sign(session_id, expires)))
+        return TraceExport("ready", self._signatures.sign(KIND, session_id))
 
-    async def open(self, wanted: SignedTrace) -> BinaryIO:
-        """The file, for who has its signature: PermissionDeniedError if that is wrong or expired, NotFoundError if the
-        trace is not kept any more."""
-        self._signatures.check(wanted.signature, wanted.expires, "session_trace", wanted.session_id)
+    async def open(self, session_id: str, token: str) -> BinaryIO:
+        """The file; PermissionDeniedError if `token` is wrong or expired, NotFoundError if the trace was dropped."""
+        self._signatures.check(token, KIND, session_id)
         try:
-            return await asyncio.to_thread(self._path(wanted.session_id).open, "rb")
+            return await asyncio.to_thread(self._path(session_id).open, "rb")
         except FileNotFoundError:
-            raise NotFoundError(f"session_id: {self._why_nothing(wanted.session_id)}") from None
+            raise NotFoundError(f"session_id: {self._why_nothing(session_id)}") from None
 
     async def forget_old(self) -> None:
         """Forget sessions that ended long ago, and files that no URL is for any more."""
@@ -194,9 +187,6 @@ class SessionTraces:
 
     def _path(self, session_id: str) -> Path:
         return self._folder / f"{session_id}.pftrace"
-
-    def _sign(self, session_id: str, expires: int) -> str:
-        return self._signatures.sign(expires, "session_trace", session_id)
 
 
 def _stale(build: _Build, kept: SessionTimelines) -> bool:

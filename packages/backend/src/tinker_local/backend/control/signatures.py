@@ -1,54 +1,54 @@
-"""Signatures of URLs that may be fetched without a key.
+"""Tokens in URLs that may be fetched without a key: signed by itsdangerous, with an expiry.
 
-A signature is an HMAC over what may be fetched and until when. Its secret is a file of the data folder, so that URLs
-outlive a restart of the server, and no other server's are taken.
+The secret is a file in the data folder. URLs therefore survive a restart, and another server's are refused.
 """
 
-import hmac
-import json
+import hashlib
 import os
 import secrets
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
+from itsdangerous import BadData, URLSafeSerializer
 from tinker_local.backend.storage.data_folder import fsync_path
 from tinker_local.types import PermissionDeniedError
 
 LIFETIME = timedelta(hours=1)
-"""How long a signature is good for."""
+"""How long a token is valid."""
 
 SECRET = "signing.key"
 SECRET_BYTES = 32
 
 
 class Signatures:
-    """Signs what one kind of URL is for; `clock` says when that is over."""
+    """Signs what a URL gives access to; `clock` decides when a token expires."""
 
     def __init__(self, data_dir: Path, clock: Callable[[], datetime]) -> None:
-        self._secret = load_secret(data_dir)
+        signer = {"key_derivation": "hmac", "digest_method": hashlib.sha256}
+        self._tokens = URLSafeSerializer(load_secret(data_dir), salt="tinker_local.urls", signer_kwargs=signer)
         self._clock = clock
 
-    def expiry(self) -> int:
-        """When what is signed now expires: seconds since 1970."""
-        return int((self._clock() + LIFETIME).timestamp())
+    def sign(self, *what: str | int, until: datetime | None = None) -> str:
+        """A token for `what`, valid until `until` (in whole seconds), by default for `LIFETIME`."""
+        until = until or self._clock() + LIFETIME
+        return str(self._tokens.dumps([int(until.timestamp()), *what]))
 
-    def sign(self, expires: int, *what: str | int) -> str:
-        """The signature of `what` until `expires`; `what` begins with the kind of URL."""
-        return hmac.digest(self._secret, json.dumps([*what, expires]).encode(), "sha256").hex()
-
-    def check(self, signature: str, expires: int, *what: str | int) -> None:
-        """PermissionDeniedError unless `signature` is that of `what`, and `expires` is to come."""
-        right = self.sign(expires, *what)
-        if not hmac.compare_digest(signature.encode("utf-8", "replace"), right.encode()):
-            raise PermissionDeniedError("signature: it is not this server's for this file; ask for the URL again")
+    def check(self, token: str, *what: str | int) -> None:
+        """PermissionDeniedError unless `token` was signed for `what` and has not expired."""
+        try:
+            expires, *signed = self._tokens.loads(token)
+        except BadData:
+            signed = []
+        if signed != list(what):
+            raise PermissionDeniedError("token: this server did not sign it for this file; ask for the URL again")
         if self._clock().timestamp() >= expires:
             when = datetime.fromtimestamp(expires, UTC).isoformat()
-            raise PermissionDeniedError(f"expires: this URL expired at {when}; ask for the URL again")
+            raise PermissionDeniedError(f"token: this URL expired at {when}; ask for the URL again")
 
 
 def load_secret(data_dir: Path) -> bytes:
-    """The secret of `data_dir`, made if there is none; RuntimeError if its file is not one."""
+    """The secret of `data_dir`, created if there is none; RuntimeError if its file has another size."""
     path = data_dir / SECRET
     if not path.exists():
         unfinished = data_dir / f".{SECRET}.{secrets.token_hex(8)}"

@@ -11,11 +11,12 @@ from fastapi import APIRouter, Query, Request
 from fastapi.responses import FileResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 from tinker_local.backend.control.external_weights import ExternalWeights, SignedFile
-from tinker_local.backend.control.session_traces import SignedTrace
 from tinker_local.backend.http.access import EXPORT_FILES, TRACE_FILES, Backend
 from tinker_local.types import InvalidRequestError
 
 router = APIRouter(tags=["downloads"])
+
+Token = Annotated[str, Query(max_length=1000)]
 
 PART = 2**18
 """Bytes of a trace that are read and sent at once."""
@@ -35,17 +36,9 @@ async def external_weights_urls(
 
 
 @router.api_route("/external_weights/{run_id}/{name}/{file}", methods=["GET", "HEAD"])
-async def download_export(
-    run_id: str,
-    name: str,
-    file: str,
-    backend: Backend,
-    version: int,
-    expires: int,
-    signature: Annotated[str, Query(max_length=200)],
-) -> Response:
+async def download_export(run_id: str, name: str, file: str, backend: Backend, version: int, token: Token) -> Response:
     """The file as a stream; ranges work, so that a download can be resumed."""
-    return Download(backend.external_weights, SignedFile(run_id, name, file, version, expires, signature))
+    return Download(backend.external_weights, SignedFile(run_id, name, file, version, token))
 
 
 class Download(Response):
@@ -64,7 +57,7 @@ class Download(Response):
 
 def _path(file: SignedFile) -> str:
     parts = "/".join(quote(part, safe="") for part in (file.training_run_id, file.name, file.file))
-    query = urlencode({"version": file.version, "expires": file.expires, "signature": file.signature})
+    query = urlencode({"version": file.version, "token": file.token})
     return f"{EXPORT_FILES}{parts}?{query}"
 
 
@@ -93,18 +86,16 @@ async def trace_export(session_id: str, request: Request, backend: Backend) -> d
     """How far the trace is; with `ready`, the absolute URL that a GET without credentials fetches."""
     root = public_root(request)
     export = await backend.traces.export(session_id)
-    if export.signed is None:
+    if export.token is None:
         return {"status": export.status, "url": None, "error": export.error}
-    query = urlencode({"expires": export.signed.expires, "signature": export.signed.signature})
+    query = urlencode({"token": export.token})
     return {"status": export.status, "url": f"{root}{TRACE_FILES}{quote(session_id, safe='')}?{query}", "error": None}
 
 
 @router.get("/session_traces/{session_id}")
-async def download_trace(
-    session_id: str, backend: Backend, expires: int, signature: Annotated[str, Query(max_length=200)]
-) -> Response:
+async def download_trace(session_id: str, backend: Backend, token: Token) -> Response:
     """The file as a stream, as it was when this began."""
-    file = await backend.traces.open(SignedTrace(session_id, expires, signature))
+    file = await backend.traces.open(session_id, token)
     headers = {
         "Content-Length": str(os.fstat(file.fileno()).st_size),
         "Content-Disposition": f'attachment; filename="{session_id}.pftrace"',
