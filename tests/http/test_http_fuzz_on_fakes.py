@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tinker_local.backend.http.app import create_app
 from tinker_local.backend.http.client_routes import REFUSED
-from tinker_local.backend.training.loss_specs import LOSS_SPECS
+from tinker_local.backend.training.losses import LOSSES
 from tinker_local.types import Datum, ForwardBackwardRequest, ModelInput
 from tinker_local.types.codec import encode_forward_backward_request
 
@@ -274,7 +274,7 @@ def test_no_protobuf_content_gets_a_5xx_on_fakes(fuzzed: Any) -> None:
         st.lists(st.one_of(texts, images, dmels, st.just(wire.Chunk())), max_size=3),
         st.dictionaries(names, tensors, max_size=3),
     )
-    losses = st.sampled_from([*LOSS_SPECS, "stable_reinforce", "custom", "", "\u0000"])
+    losses = st.sampled_from([*LOSSES, "stable_reinforce", "custom", "", "\u0000"])
     model = run(api.model())
     seq_id = 0
 

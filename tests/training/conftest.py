@@ -13,7 +13,7 @@ import torch
 import transformers
 from tinker_local.backend.rendering.interface import ImagePlacement, RenderedImage, RenderedInput
 from tinker_local.backend.training.interface import AdapterState, TrainDatum, TrainWork
-from tinker_local.backend.training.loss_specs import LOSS_SPECS, check_config
+from tinker_local.backend.training.losses import LOSSES, loss_of
 from tinker_local.backend.training.worker import HFTrainer
 from tinker_local.types import LoraConfig
 
@@ -142,7 +142,7 @@ class Maker:
         shape = (length,) if candidates is None else (length, candidates)
         values = {
             name: self.rng.standard_normal(shape).astype(np.float32) - (4 if name == "logprobs" else 0)
-            for name in LOSS_SPECS[loss_fn].inputs
+            for name in LOSSES[loss_fn].inputs
         }
         if loss_fn == "gspo":
             values["sequence_ratio_mask"] = (self.rng.random(shape) < 0.8).astype(np.float32)
@@ -152,7 +152,7 @@ class Maker:
         self, adapter_id: str, lengths: Sequence[int], loss_fn: str = "cross_entropy", **options: Any
     ) -> TrainWork:
         data = [self.datum(length, loss_fn=loss_fn) for length in lengths]
-        return TrainWork(adapter_id, data, loss_fn, check_config(loss_fn, {}), **options)
+        return TrainWork(adapter_id, data, loss_fn, loss_of(loss_fn).complete_settings({}), **options)
 
 
 @pytest.fixture

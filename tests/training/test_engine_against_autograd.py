@@ -22,7 +22,7 @@ from tinker_local.backend.rendering.interface import ImagePlacement, RenderedIma
 from tinker_local.backend.training.decoders.written_out.layers import WrittenOutDecoder
 from tinker_local.backend.training.interface import TrainDatum, TrainResult, TrainWork
 from tinker_local.backend.training.kernels import TorchKernels
-from tinker_local.backend.training.loss_specs import LOSS_SPECS, check_config
+from tinker_local.backend.training.losses import LOSSES, loss_of
 from tinker_local.backend.training.recompute_policy import Keep
 from tinker_local.backend.training.vision_attention import use_packed_attention
 from tinker_local.backend.training.worker import HFTrainer
@@ -38,7 +38,6 @@ FLAGS = (
     {"train_unembed": False},
     {"train_attn": False, "train_mlp": False},
 )
-LOSSES = tuple(LOSS_SPECS)
 
 bounded = settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
 
@@ -251,17 +250,17 @@ def some_datum(rng: np.random.Generator, loss_fn: str, vocabulary: int, images: 
     vocabulary. Candidates repeat ids, and some repeat them with weights that cancel."""
     rendered = some_input(rng, images)
     n, candidates = rendered.length, int(rng.integers(1, 5))
-    many = LOSS_SPECS[loss_fn].candidates and rng.random() < 0.5
+    many = LOSSES[loss_fn].candidates and rng.random() < 0.5
     shape = (n, candidates) if many else (n,)
     targets = rng.integers(0, vocabulary, shape)
-    values = {name: rng.standard_normal(shape).astype(np.float32) for name in LOSS_SPECS[loss_fn].inputs}
+    values = {name: rng.standard_normal(shape).astype(np.float32) for name in LOSSES[loss_fn].inputs}
     if "logprobs" in values:
         values["logprobs"] -= 4
     if loss_fn == "gspo":
         values["sequence_ratio_mask"] = (rng.random(shape) < rng.choice([0.1, 0.7])).astype(np.float32)
-    coefficient = values[LOSS_SPECS[loss_fn].switches[0]]
-    for name in LOSS_SPECS[loss_fn].switches:
-        values[name][rng.random(shape) < 2 / 3 / len(LOSS_SPECS[loss_fn].switches)] = 0
+    coefficient = values[LOSSES[loss_fn].mask_inputs[0]]
+    for name in LOSSES[loss_fn].mask_inputs:
+        values[name][rng.random(shape) < 2 / 3 / len(LOSSES[loss_fn].mask_inputs)] = 0
     if many and candidates > 1:
         rows = rng.random(n) < 0.5
         targets[rows, 1] = targets[rows, 0]
@@ -270,7 +269,7 @@ def some_datum(rng: np.random.Generator, loss_fn: str, vocabulary: int, images: 
         coefficient[opposite, 1] = -coefficient[opposite, 0]
     if rng.random() < 0.1:
         coefficient[:] = 0
-    unread = np.all([values[name] == 0 for name in LOSS_SPECS[loss_fn].readers], axis=0)
+    unread = np.all([values[name] == 0 for name in LOSSES[loss_fn].target_inputs], axis=0)
     targets = np.where(unread & (rng.random(shape) < 0.3), rng.choice([-1, vocabulary, 10**9]), targets)
     return TrainDatum(rendered, targets, values)
 
@@ -280,12 +279,12 @@ def some_works(rng: np.random.Generator, adapters: Sequence[str], vocabulary: in
     images = [some_image(rng) for _ in range(2)]
     works = []
     for adapter_id in [*adapters, *rng.choice(adapters, int(rng.integers(0, 3)))]:
-        loss_fn = LOSSES[rng.integers(len(LOSSES))]
+        loss_fn = list(LOSSES)[rng.integers(len(LOSSES))]
         data = []
         for _ in range(int(rng.integers(1, 4))):
             shown = [some_image(rng) if rng.random() < 0.5 else images[rng.integers(2)] for _ in range(rng.integers(3))]
             data.append(some_datum(rng, loss_fn, vocabulary, shown if sees else ()))
-        config = check_config(loss_fn, {})
+        config = loss_of(loss_fn).complete_settings({})
         if loss_fn == "gspo" and rng.random() < 0.7:
             config = {"clip_low_threshold": 0.1, "clip_high_threshold": 10.0}
         works.append(TrainWork(str(adapter_id), data, loss_fn, config, backward=bool(rng.random() < 0.85)))

@@ -13,7 +13,7 @@ import pytest
 import torch
 import transformers
 from tinker_local.backend.training.interface import TrainWork
-from tinker_local.backend.training.loss_specs import check_config
+from tinker_local.backend.training.losses import loss_of
 from tinker_local.backend.training.worker import HFTrainer
 from tinker_local.types import AdamParams, LoraConfig
 
@@ -46,8 +46,8 @@ def curve(trainer, make):
     losses = []
     for _ in range(STEPS):
         works = [
-            TrainWork("a", data, "cross_entropy", check_config("cross_entropy", {})),
-            TrainWork("b", policy, "importance_sampling", check_config("importance_sampling", {})),
+            TrainWork("a", data, "cross_entropy", loss_of("cross_entropy").complete_settings({})),
+            TrainWork("b", policy, "importance_sampling", loss_of("importance_sampling").complete_settings({})),
         ]
         results = trainer.forward_backward(works)
         losses.append([result.metrics["loss:sum"] for result in results])

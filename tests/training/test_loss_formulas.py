@@ -6,20 +6,20 @@ import numpy as np
 import pytest
 import torch
 from loss_reference import reference
-from tinker_local.backend.fakes.losses import loss_terms
-from tinker_local.backend.training.loss_specs import LOSS_SPECS, check_config
-from tinker_local.backend.training.losses import LOSSES, loss_and_derivative, with_shared
+from tinker_local.backend.fakes.training import evaluate
+from tinker_local.backend.training.losses import LOSSES, loss_of
+from tinker_local.backend.training.losses.loss_evaluation import with_per_datum
 
 
 def settings_of(loss_fn: str) -> list[dict[str, float]]:
     """The defaults, and for `gspo` thresholds between which the ratios of random data are."""
     wide = [{"clip_low_threshold": 0.5, "clip_high_threshold": 2.0}] if loss_fn == "gspo" else []
-    return [check_config(loss_fn, given) for given in ({}, *wide)]
+    return [loss_of(loss_fn).complete_settings(given) for given in ({}, *wide)]
 
 
 def random_inputs(loss_fn: str, n: int, rng: np.random.Generator) -> tuple[np.ndarray, dict[str, np.ndarray]]:
     logprobs = -rng.uniform(0.1, 4, n)
-    inputs = {name: rng.standard_normal(n) for name in LOSS_SPECS[loss_fn].inputs}
+    inputs = {name: rng.standard_normal(n) for name in LOSSES[loss_fn].inputs}
     if "logprobs" in inputs:
         inputs["logprobs"] = logprobs + rng.normal(0, 0.5, n)
     if "sequence_ratio_mask" in inputs:
@@ -39,12 +39,9 @@ def run(
     tensors = {name: torch.tensor(np.asarray(value), dtype=dtype) for name, value in inputs.items()}
     own = torch.tensor(np.asarray(logprobs), dtype=dtype)
     datum_of = torch.repeat_interleave(torch.tensor(lengths or (len(own),)))
-    values, derivative = loss_and_derivative(loss_fn, own, with_shared(loss_fn, own, tensors, datum_of), config)
+    loss = LOSSES[loss_fn]
+    values, derivative = loss.evaluate(torch, own, with_per_datum(loss, own, tensors, datum_of), config)
     return values.numpy(), derivative.numpy()
-
-
-def test_every_known_loss_has_a_formula():
-    assert LOSSES.keys() == LOSS_SPECS.keys()
 
 
 @pytest.mark.parametrize("loss_fn", LOSSES)
@@ -86,14 +83,14 @@ def test_cispo_derivative_takes_the_clipped_ratio_for_a_constant():
 )
 def test_ppo_has_no_gradient_where_the_clipped_term_is_smaller(advantage, ratio, kept):
     inputs = {"logprobs": [-1.0], "advantages": [float(advantage)]}
-    config = check_config("ppo", {})
+    config = loss_of("ppo").complete_settings({})
     _, derivative = run("ppo", [-1.0 + np.log(ratio)], inputs, config, torch.float64)
     assert derivative[0] == pytest.approx(-ratio * advantage if kept else 0.0, rel=1e-12)
 
 
 def test_ppo_survives_a_ratio_that_overflows_where_it_is_clipped():
     values, derivative = run(
-        "ppo", [-1.0], {"logprobs": [-300.0], "advantages": [2.0]}, check_config("ppo", {}), torch.float32
+        "ppo", [-1.0], {"logprobs": [-300.0], "advantages": [2.0]}, loss_of("ppo").complete_settings({}), torch.float32
     )
     assert values.tolist() == pytest.approx([-2.4])
     assert derivative.tolist() == [0.0]
@@ -102,7 +99,7 @@ def test_ppo_survives_a_ratio_that_overflows_where_it_is_clipped():
 @pytest.mark.parametrize("loss_fn", ["importance_sampling", "ppo"])
 def test_a_ratio_that_overflows_is_not_clamped(loss_fn):
     inputs = {"logprobs": [-300.0], "advantages": [-2.0]}
-    values, _ = run(loss_fn, [-1.0], inputs, check_config(loss_fn, {}), torch.float32)
+    values, _ = run(loss_fn, [-1.0], inputs, loss_of(loss_fn).complete_settings({}), torch.float32)
     assert np.isinf(values[0])
 
 
@@ -134,7 +131,9 @@ def test_gspo_has_one_ratio_for_each_datum():
 def test_gspo_keeps_or_drops_the_whole_sequence():
     inputs = {"logprobs": [-1.0] * 4, "advantages": [1.0, -1.0] * 2, "sequence_ratio_mask": [1.0] * 4}
     logprobs = [-0.5, -0.9, -2.0, -3.0]
-    values, derivative = run("gspo", logprobs, inputs, check_config("gspo", {}), torch.float64, lengths=(2, 2))
+    values, derivative = run(
+        "gspo", logprobs, inputs, loss_of("gspo").complete_settings({}), torch.float64, lengths=(2, 2)
+    )
     above, below = np.exp(0.3), np.exp(-1.5)
     assert values.tolist() == pytest.approx([-1.0004, above, -below, 0.9997])
     assert derivative.tolist() == pytest.approx([0.0, above, -below, 0.0])
@@ -146,7 +145,9 @@ def test_gspo_survives_a_datum_without_a_marked_position():
         "advantages": [0.0, 0.0, 1.0, 1.0],
         "sequence_ratio_mask": [0.0, 0.0, 1.0, 1.0],
     }
-    values, derivative = run("gspo", [-1.0] * 4, inputs, check_config("gspo", {}), torch.float32, lengths=(2, 2))
+    values, derivative = run(
+        "gspo", [-1.0] * 4, inputs, loss_of("gspo").complete_settings({}), torch.float32, lengths=(2, 2)
+    )
     assert values.tolist() == derivative.tolist() == [0.0, 0.0, -1.0, -1.0]
 
 
@@ -167,7 +168,7 @@ def test_the_ratio_of_a_long_sequence_is_exact_in_float32():
 @pytest.mark.parametrize("hostile", [-np.inf, -1e30, -200.0, 200.0, 1e30])
 def test_a_position_with_coefficient_zero_adds_exactly_nothing(loss_fn, hostile):
     rng = np.random.default_rng(4)
-    config = check_config(loss_fn, {})
+    config = loss_of(loss_fn).complete_settings({})
     logprobs, inputs = random_inputs(loss_fn, 20, rng)
     clean_values, clean_derivative = run(loss_fn, logprobs, inputs, config, torch.float32)
     off = np.zeros(40, bool)
@@ -178,7 +179,7 @@ def test_a_position_with_coefficient_zero_adds_exactly_nothing(loss_fn, hostile)
         full[~off] = array
         return full
 
-    zero = (*LOSS_SPECS[loss_fn].switches, LOSS_SPECS[loss_fn].shares)
+    zero = (*LOSSES[loss_fn].mask_inputs, LOSSES[loss_fn].per_datum_input)
     hostile_inputs = {
         name: spread(array, 0.0 if name in zero else -hostile if np.isfinite(hostile) else 0.0)
         for name, array in inputs.items()
@@ -193,12 +194,12 @@ def test_a_position_with_coefficient_zero_adds_exactly_nothing(loss_fn, hostile)
 @pytest.mark.parametrize("loss_fn", LOSSES)
 def test_the_fake_trainer_has_the_same_losses(loss_fn):
     rng = np.random.default_rng(5)
-    config = check_config(loss_fn, {})
+    config = loss_of(loss_fn).complete_settings({})
     logprobs, inputs = random_inputs(loss_fn, 100, rng)
-    for name in LOSS_SPECS[loss_fn].switches:
+    for name in LOSSES[loss_fn].mask_inputs:
         inputs[name][::7] = 0
     inputs = {name: array.astype(np.float32) for name, array in inputs.items()}
     values, derivative = run(loss_fn, logprobs, inputs, config, torch.float64)
-    fake = loss_terms(loss_fn, logprobs, inputs, config)
+    fake = evaluate(LOSSES[loss_fn], logprobs, inputs, config)
     np.testing.assert_allclose(values, fake.values, rtol=1e-9, atol=1e-12)
     np.testing.assert_allclose(derivative, fake.derivative, rtol=1e-9, atol=1e-12)

@@ -6,7 +6,8 @@ import sys
 import numpy as np
 import pytest
 from tinker_local.backend.rendering.interface import RenderedInput
-from tinker_local.backend.training.loss_specs import LOSS_SPECS, NEAREST, check_config, make_train_datum
+from tinker_local.backend.training.losses import LOSSES, NEAREST, loss_of
+from tinker_local.backend.training.losses.loss_inputs import make_train_datum
 from tinker_local.types import (
     Datum,
     EncodedTextChunk,
@@ -94,14 +95,14 @@ def test_numbers_that_are_not_finite_are_refused_with_their_position(name, value
 
 
 @pytest.mark.parametrize("token", [-1, VOCAB, 2**40])
-@pytest.mark.parametrize("loss_fn", LOSS_SPECS)
+@pytest.mark.parametrize("loss_fn", LOSSES)
 def test_targets_outside_the_vocabulary_are_refused_only_where_they_count(loss_fn, token):
     targets = TARGETS.copy()
     targets[1] = token
-    spec = LOSS_SPECS[loss_fn]
-    inputs = {name: ONES.copy() for name in spec.inputs}
+    loss = LOSSES[loss_fn]
+    inputs = {name: ONES.copy() for name in loss.inputs}
     refusal("target_tokens", token, "position 1", VOCAB, loss_fn=loss_fn, target_tokens=targets, **inputs)
-    for name in spec.readers:
+    for name in loss.target_inputs:
         inputs[name][1] = 0
     assert check(loss_fn, target_tokens=targets, **inputs).target_tokens[1] == token
 
@@ -130,20 +131,20 @@ def test_provenance_is_accepted_and_must_tile():
 @pytest.mark.parametrize("loss_fn", NEAREST)
 def test_losses_of_the_sdk_that_are_not_here_are_refused_with_the_nearest(loss_fn):
     with pytest.raises(UnsupportedError, match=NEAREST[loss_fn]):
-        check_config(loss_fn, {})
+        loss_of(loss_fn).complete_settings({})
     with pytest.raises(UnsupportedError):
         check(loss_fn, target_tokens=TARGETS)
 
 
 def test_an_unknown_loss_is_refused_with_the_known_ones():
     with pytest.raises(InvalidRequestError, match="cross_entropy, importance_sampling, ppo, cispo"):
-        check_config("cross-entropy", {})
+        loss_of("cross-entropy").complete_settings({})
 
 
 @pytest.mark.parametrize("loss_fn", ["ppo", "cispo", "gspo"])
 @pytest.mark.parametrize("name", ["clip_low_threshold", "clip_high_threshold"])
 def test_thresholds_as_tensors_are_refused_with_what_to_do(loss_fn, name):
-    inputs = dict.fromkeys(LOSS_SPECS[loss_fn].inputs, ONES)
+    inputs = dict.fromkeys(LOSSES[loss_fn].inputs, ONES)
     refusal(
         f"data[3].loss_fn_inputs.{name}",
         "loss_fn_config",
@@ -170,11 +171,14 @@ def test_the_mask_of_the_sequence_ratio_is_checked():
 
 
 def test_settings_are_completed_by_the_documented_defaults():
-    assert check_config("ppo", {}) == {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}
-    assert check_config("cispo", {}) == {"clip_low_threshold": 0.0, "clip_high_threshold": 4.0}
-    assert check_config("dro", {}) == {"beta": 0.05}
-    assert check_config("gspo", {}) == {"clip_low_threshold": 0.9997, "clip_high_threshold": 1.0004}
-    assert check_config("ppo", {"clip_high_threshold": 2}) == {"clip_low_threshold": 0.8, "clip_high_threshold": 2.0}
+    assert loss_of("ppo").complete_settings({}) == {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}
+    assert loss_of("cispo").complete_settings({}) == {"clip_low_threshold": 0.0, "clip_high_threshold": 4.0}
+    assert loss_of("dro").complete_settings({}) == {"beta": 0.05}
+    assert loss_of("gspo").complete_settings({}) == {"clip_low_threshold": 0.9997, "clip_high_threshold": 1.0004}
+    assert loss_of("ppo").complete_settings({"clip_high_threshold": 2}) == {
+        "clip_low_threshold": 0.8,
+        "clip_high_threshold": 2.0,
+    }
 
 
 @pytest.mark.parametrize(
@@ -195,12 +199,13 @@ def test_settings_are_completed_by_the_documented_defaults():
 )
 def test_settings_that_make_no_sense_are_refused_by_name(loss_fn, config):
     with pytest.raises(InvalidRequestError, match=f"{next(iter(config))}"):
-        check_config(loss_fn, config)
+        loss_of(loss_fn).complete_settings(config)
 
 
 def test_checks_and_families_load_without_torch():
     code = (
-        "import sys, tinker_local.backend.training.loss_specs, tinker_local.backend.families\n"
+        "import sys, tinker_local.backend.training.losses.loss_inputs, tinker_local.backend.training.optimizers\n"
+        "import tinker_local.backend.families\n"
         "assert not {'torch', 'transformers', 'vllm'} & sys.modules.keys()"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -9,7 +9,7 @@ import torch
 from tinker_local.backend.training.decoders.written_out.layers import WrittenOutPass
 from tinker_local.backend.training.interface import TrainResult, TrainWork
 from tinker_local.backend.training.lora_batch import LoraBatch
-from tinker_local.backend.training.loss_specs import LOSS_SPECS
+from tinker_local.backend.training.losses import LOSSES
 from tinker_local.types import AdamParams, InternalError, InvalidRequestError, NotEnoughMemoryError, NotFoundError
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -51,20 +51,20 @@ def gradient_of(ours, gradients):
 # Sums
 
 
-@pytest.mark.parametrize("loss_fn", LOSS_SPECS)
+@pytest.mark.parametrize("loss_fn", LOSSES)
 def test_ten_times_the_coefficient_is_ten_times_loss_and_gradient(loss_fn, ours, make, gradient_of, assert_close):
     """And for `dro` of its penalty, too."""
     work = make.work("a", [9, 4, 20], loss_fn)
     config = {name: value * (10 if name == "beta" else 1) for name, value in work.loss_config.items()}
     bigger = replace(
-        work, data=[scaled(datum, LOSS_SPECS[loss_fn].switches[0], 10) for datum in work.data], loss_config=config
+        work, data=[scaled(datum, LOSSES[loss_fn].mask_inputs[0], 10) for datum in work.data], loss_config=config
     )
     once, ten = run(ours, work, bigger)
     assert ten.metrics["loss:sum"] == pytest.approx(10 * once.metrics["loss:sum"], rel=1e-5)
     assert_close(gradient_of([bigger]), {k: 10 * v for k, v in gradient_of([work]).items()}, 1e-6)
 
 
-@pytest.mark.parametrize("loss_fn", LOSS_SPECS)
+@pytest.mark.parametrize("loss_fn", LOSSES)
 def test_four_copies_give_four_times_the_gradient(loss_fn, ours, make, gradient_of, assert_close):
     work = make.work("a", [9, 4], loss_fn)
     four = replace(work, data=[*work.data] * 4)
@@ -73,7 +73,7 @@ def test_four_copies_give_four_times_the_gradient(loss_fn, ours, make, gradient_
     assert_close(gradient_of([four]), {k: 4 * v for k, v in gradient_of([work]).items()}, 1e-6)
 
 
-@pytest.mark.parametrize("loss_fn", LOSS_SPECS)
+@pytest.mark.parametrize("loss_fn", LOSSES)
 def test_a_plus_b_is_a_then_b(loss_fn, ours, make, gradient_of, assert_close):
     """In one request, in two requests of one call, and in two calls."""
     first, second = make.work("a", [9, 4], loss_fn), make.work("a", [6, 30, 2], loss_fn)
@@ -130,19 +130,19 @@ def test_candidates_add_up_like_separate_data(trainer, add_adapter, make, gradie
     assert_close(together, gradients(ours, "a"), 1e-9)
 
 
-@pytest.mark.parametrize("loss_fn", LOSS_SPECS)
+@pytest.mark.parametrize("loss_fn", LOSSES)
 def test_positions_with_coefficient_zero_add_nothing_whatever_their_target(
     loss_fn, ours, make, gradient_of, assert_close
 ):
     datum = make.datum(20, loss_fn=loss_fn)
-    spec = LOSS_SPECS[loss_fn]
-    for name in spec.readers:
+    loss = LOSSES[loss_fn]
+    for name in loss.target_inputs:
         datum.loss_inputs[name][::2] = 0
     hostile_targets = datum.target_tokens.copy()
     hostile_targets[::2] = [-7, 10**9] * 5
     hostile = replace(datum, target_tokens=hostile_targets)
     config = {"clip_low_threshold": 0.1, "clip_high_threshold": 9.0}
-    config = {name: value for name, value in config.items() if name in spec.config}
+    config = {name: value for name, value in config.items() if name in loss.settings}
     works = [TrainWork("a", [d], loss_fn, config) for d in (datum, hostile)]
     plain, strange = run(ours, *works)
     assert strange.metrics["loss:sum"] == plain.metrics["loss:sum"]

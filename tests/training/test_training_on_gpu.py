@@ -8,7 +8,7 @@ import torch
 from kernel_cases import ROWS, SHAPES, check_kernels, check_logsumexp
 from tinker_local.backend.training.attention import AttentionRule, Segments, attend, attend_backward
 from tinker_local.backend.training.interface import TrainResult, TrainWork
-from tinker_local.backend.training.loss_specs import LOSS_SPECS
+from tinker_local.backend.training.losses import LOSSES
 from tinker_local.types import AdamParams
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -119,7 +119,7 @@ def test_bfloat16_on_the_gpu_is_near_float32_on_the_cpu(family, decoder, trainer
     assert cosine(bfloat16_gradient, cpu_gradient) > 0.98
 
 
-@pytest.mark.parametrize("loss_fn", LOSS_SPECS)
+@pytest.mark.parametrize("loss_fn", LOSSES)
 def test_each_loss_on_the_gpu_is_near_that_on_the_cpu(loss_fn, trainer, make, add_adapter, gradients):
     """Several data in one micro-batch, and none whole in a chunk of logits."""
     works = [make.work("a", [40, 7, 200, 7], loss_fn), make.work("a", [30], "cross_entropy")]
@@ -134,7 +134,7 @@ def test_each_loss_on_the_gpu_is_near_that_on_the_cpu(loss_fn, trainer, make, ad
         adapter.gradient = adapter.gradient.cpu()
         seen.append((result.metrics["loss:sum"], gradients(ours, "a")))
     (cpu, cpu_gradient), (cuda, cuda_gradient) = seen
-    magnitude = sum(float(np.abs(d.loss_inputs[LOSS_SPECS[loss_fn].switches[0]]).sum()) for d in works[0].data)
+    magnitude = sum(float(np.abs(d.loss_inputs[LOSSES[loss_fn].mask_inputs[0]]).sum()) for d in works[0].data)
     assert cuda == pytest.approx(cpu, abs=1e-3 * magnitude)
     assert cosine(cuda_gradient, cpu_gradient) > 0.9999
 

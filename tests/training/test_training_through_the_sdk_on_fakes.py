@@ -19,7 +19,7 @@ from tinker_local.backend.fakes import FakeModel, FakeRenderer, FakeSampler
 from tinker_local.backend.http.server import LoopbackServer
 from tinker_local.backend.models.served_models import Engines
 from tinker_local.backend.rendering.interface import RenderedInput
-from tinker_local.backend.training.loss_specs import LOSS_SPECS, check_config
+from tinker_local.backend.training.losses import LOSSES, loss_of
 from tinker_local.backend.training.worker import HFTrainer
 
 BASE, VOCAB = "tiny/qwen3", 120
@@ -69,7 +69,7 @@ def hooked(client: Any, trainer: HFTrainer, model_path: Any) -> Hooked:
 
 def random_datum(seed: int, length: int = 9, loss_fn: str = "cross_entropy") -> tinker.Datum:
     rng = np.random.default_rng(seed)
-    inputs: dict[str, Any] = {name: rng.normal(size=length).astype(np.float32) for name in LOSS_SPECS[loss_fn].inputs}
+    inputs: dict[str, Any] = {name: rng.normal(size=length).astype(np.float32) for name in LOSSES[loss_fn].inputs}
     if "logprobs" in inputs:
         inputs["logprobs"] -= 4
     if "sequence_ratio_mask" in inputs:
@@ -162,12 +162,12 @@ def test_several_targets_per_position_with_weights_of_either_sign_on_fakes(share
     assert_same_gradient(trainer, hooked, client.model_id)
 
 
-@pytest.mark.parametrize("loss_fn", LOSS_SPECS)
+@pytest.mark.parametrize("loss_fn", LOSSES)
 def test_each_loss_is_its_formula_and_its_gradient_that_of_a_custom_loss_on_fakes(loss_fn, client, trainer, hooked):
     """The value from the logprobs that are reported, in NumPy; the derivative by finite differences of it."""
     data = [random_datum(seed, length, loss_fn) for seed, length in enumerate((9, 4, 30, 17))]
     given = {"clip_low_threshold": 0.3, "clip_high_threshold": 3.0} if "clip_low_threshold" in names(loss_fn) else {}
-    config = check_config(loss_fn, given)
+    config = loss_of(loss_fn).complete_settings(given)
     result = client.forward_backward(data, loss_fn, given or None).result()
 
     total, weights = 0.0, []
@@ -191,10 +191,10 @@ def test_each_loss_is_its_formula_and_its_gradient_that_of_a_custom_loss_on_fake
 
 
 def names(loss_fn: str) -> Sequence[str]:
-    return tuple(LOSS_SPECS[loss_fn].config)
+    return tuple(LOSSES[loss_fn].settings)
 
 
-@pytest.mark.parametrize("loss_fn", LOSS_SPECS)
+@pytest.mark.parametrize("loss_fn", LOSSES)
 def test_chunks_combine_as_the_sdk_combines_them_to_what_one_request_gives_on_fakes(loss_fn, client, trainer):
     data = [random_datum(seed, length, loss_fn) for seed, length in enumerate((9, 4, 30, 17, 2))]
     whole = client.forward_backward(data, loss_fn).result()

@@ -5,7 +5,8 @@ from collections.abc import Callable, Sequence
 
 from tinker_local.backend.models.served_models import ServedModel
 from tinker_local.backend.training.interface import TrainDatum, TrainWork
-from tinker_local.backend.training.loss_specs import check_config, make_train_datum
+from tinker_local.backend.training.losses import loss_of
+from tinker_local.backend.training.losses.loss_inputs import make_train_datum
 from tinker_local.types import Datum, EncodedTextChunk, ForwardBackwardRequest, ImageChunk, InvalidRequestError
 
 MAX_CELLS = 2**26
@@ -17,7 +18,7 @@ def prepare_work(base: ServedModel, model_id: str, decode: Callable[[], ForwardB
     request = decode()
     if not request.data:
         raise InvalidRequestError("data: at least one datum is needed")
-    config = check_config(request.loss_fn, request.loss_fn_config)
+    config = loss_of(request.loss_fn).complete_settings(request.loss_fn_config)
     check_cells(request.data)
     data = [prepare_datum(base, datum, request.loss_fn, f"data[{i}]") for i, datum in enumerate(request.data)]
     return TrainWork(model_id, data, request.loss_fn, config, backward=not request.forward_only)

@@ -2,13 +2,13 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from tinker_local.backend.adapter_tensors import bfloat16_bits
 from tinker_local.backend.fakes import numpy_as_torch
 from tinker_local.backend.fakes.encoding import FakeTower
-from tinker_local.backend.fakes.losses import active_positions, input_names, loss_terms, settings
 from tinker_local.backend.fakes.memory import FakeMemory
 from tinker_local.backend.fakes.model import (
     FakeModel,
@@ -28,6 +28,9 @@ from tinker_local.backend.training.interface import (
     TrainResult,
     TrainWork,
 )
+from tinker_local.backend.training.losses import LOSSES, loss_of
+from tinker_local.backend.training.losses.loss import Loss, Terms, any_of
+from tinker_local.backend.training.losses.loss_inputs import check_train_datum
 from tinker_local.backend.training.optimizers import OPTIMIZERS
 from tinker_local.backend.training.optimizers.optimizer import Optimizer
 from tinker_local.types import ApiError, InvalidRequestError, LoraConfig, NotFoundError
@@ -81,7 +84,7 @@ class _Adapter:
 class FakeTrainer:
     """Keeps `training.interface.Trainer` on a `FakeModel`.
 
-    A target outside the vocabulary is allowed where it is switched off; its logprob is reported as 0. Without
+    A target outside the vocabulary is allowed where it is masked; its logprob is reported as 0. Without
     `memory` everything fits.
     """
 
@@ -157,40 +160,41 @@ class FakeTrainer:
 
     def _run(self, work: TrainWork) -> TrainResult:
         adapter = self._adapter(work.adapter_id)
-        config = settings(work.loss_fn, work.loss_config)
+        settings = loss_of(work.loss_fn).complete_settings(work.loss_config)
         gradients = {name: np.zeros_like(tensor) for name, tensor in adapter.tensors().items()}
         outputs = []
         total = 0.0
         for index, datum in enumerate(work.data):
-            outputs.append(self._datum(adapter, datum, work.loss_fn, config, f"data[{index}]", gradients))
-            total += outputs[-1].pop("loss").item()
+            output, loss = self._datum(adapter, datum, LOSSES[work.loss_fn], settings, f"data[{index}]", gradients)
+            outputs.append(output)
+            total += loss
         if work.backward:
             for name, gradient in gradients.items():
                 adapter.gradients[name] = adapter.gradients.get(name, 0.0) + gradient
-        return TrainResult(
-            outputs=[{name: array.astype(np.float32) for name, array in output.items()} for output in outputs],
-            metrics={"loss:sum": total},
-        )
+        return TrainResult(outputs=outputs, metrics={"loss:sum": total})
 
     def _datum(
         self,
         adapter: _Adapter,
         datum: TrainDatum,
-        loss_fn: str,
-        config: Mapping[str, float],
+        loss: Loss,
+        settings: Mapping[str, float],
         where: str,
         gradients: Gradients,
-    ) -> dict[str, Float64Array]:
-        """`loss` [] and the outputs of one datum; its gradient is added to `gradients`."""
-        inputs = _checked_inputs(datum, loss_fn, where, self.max_context_length)
+    ) -> tuple[dict[str, npt.NDArray[np.float32]], float]:
+        """The outputs of one datum, and its loss; its gradient is added to `gradients`."""
+        if datum.input.length > self.max_context_length:
+            raise InvalidRequestError(
+                f"{where}.model_input: {datum.input.length} positions, the limit is {self.max_context_length}"
+            )
+        check_train_datum(datum, loss.name, where)
         targets_n_k = datum.target_tokens.reshape(datum.input.length, -1)
         known = (targets_n_k >= 0) & (targets_n_k < self.vocab_size)
-        counts = active_positions(loss_fn, inputs) | (inputs.get("sequence_ratio_mask", np.zeros(1)) != 0)
-        wrong = ~known & counts.reshape(targets_n_k.shape)
+        wrong = ~known & any_of(datum.loss_inputs, loss.target_inputs).reshape(targets_n_k.shape)
         if wrong.any():
             raise InvalidRequestError(
                 f"{where}.loss_fn_inputs.target_tokens: id {targets_n_k[wrong][0]} is outside the vocabulary of "
-                f"{self.vocab_size} where it is not switched off"
+                f"{self.vocab_size} where it is not masked"
             )
         if self._memory is not None:
             self._memory.train(datum.input.length, where)
@@ -199,20 +203,25 @@ class FakeTrainer:
         log_p_n_v = log_softmax(self._model.logits(features, adapter.weights, adapter.config.rank))
         safe_n_k = np.where(known, targets_n_k, 0)
         logprobs_n_k = np.where(known, np.take_along_axis(log_p_n_v, safe_n_k, axis=1), 0.0)
-        logprobs = logprobs_n_k.reshape(datum.target_tokens.shape)
-        terms = loss_terms(loss_fn, logprobs, inputs, config)
-        loss = terms.values.sum()
-        if not math.isfinite(loss):
-            raise InvalidRequestError(f"{where}: the loss {loss_fn} is {loss}; check logprobs and advantages")
+        logprobs = logprobs_n_k.ravel()
+        values, derivative = evaluate(loss, logprobs, datum.loss_inputs, settings)
+        finite = np.isfinite(logprobs) & np.isfinite(values) & np.isfinite(derivative)
+        if not finite.all():
+            target = int(np.flatnonzero(~finite)[0])
+            raise InvalidRequestError(
+                f"{where}: the loss is not finite at position {target // targets_n_k.shape[1]}: "
+                f"logprob {logprobs[target]}, loss {values[target]}"
+            )
         # d logprob[target] / d logits = one-hot(target) - softmax
-        derivative_n_k = terms.derivative.reshape(targets_n_k.shape)
+        derivative_n_k = derivative.reshape(targets_n_k.shape)
         d_logits_n_v = -derivative_n_k.sum(axis=1, keepdims=True) * np.exp(log_p_n_v)
         np.add.at(d_logits_n_v, (np.arange(datum.input.length)[:, None], safe_n_k), derivative_n_k)
         _add_lora_gradients(adapter, features, d_logits_n_v, gradients)
-        outputs = {"loss": np.asarray(loss), "logprobs": logprobs}
-        if loss_fn == "cross_entropy":
-            outputs["elementwise_loss"] = terms.values.reshape(targets_n_k.shape).sum(axis=1)
-        return outputs
+        shape = datum.target_tokens.shape
+        outputs = {"logprobs": logprobs.reshape(shape).astype(np.float32)}
+        if loss.elementwise and len(shape) == 1:
+            outputs["elementwise_loss"] = values.astype(np.float32)
+        return outputs, float(values.sum())
 
     def discard_gradients(self, adapter_id: str) -> None:
         """Forget the gradients added up since the last step."""
@@ -280,29 +289,18 @@ class FakeTrainer:
         return self._adapters[adapter_id]
 
 
-def _checked_inputs(datum: TrainDatum, loss_fn: str, where: str, max_length: int) -> dict[str, npt.NDArray[np.float32]]:
-    """The loss inputs, all present, finite and of the targets' shape; absent weights are ones."""
-    if datum.input.length > max_length:
-        raise InvalidRequestError(f"{where}.model_input: {datum.input.length} positions, the limit is {max_length}")
-    shape = datum.target_tokens.shape
-    if shape[:1] != (datum.input.length,) or len(shape) > (2 if loss_fn == "cross_entropy" else 1):
-        raise InvalidRequestError(
-            f"{where}.loss_fn_inputs.target_tokens: shape {list(shape)} for {datum.input.length} positions"
-        )
-    inputs = dict(datum.loss_inputs)
-    if loss_fn == "cross_entropy":
-        inputs.setdefault("weights", np.ones(shape, np.float32))
-    for name in input_names(loss_fn):
-        if name not in inputs:
-            raise InvalidRequestError(f"{where}.loss_fn_inputs.{name}: missing, {loss_fn} needs it")
-        if inputs[name].shape != shape:
-            raise InvalidRequestError(
-                f"{where}.loss_fn_inputs.{name}: shape {list(inputs[name].shape)}, target_tokens has {list(shape)}"
-            )
-        if not np.isfinite(inputs[name]).all():
-            position = int(np.flatnonzero(~np.isfinite(inputs[name]))[0])
-            raise InvalidRequestError(f"{where}.loss_fn_inputs.{name}: not finite at position {position}")
-    return inputs
+def evaluate(
+    loss: Loss, logprobs: Float64Array, inputs: Mapping[str, npt.NDArray[np.float32]], settings: Mapping[str, float]
+) -> Terms:
+    """`loss` of one datum in float64; all flat, [M]."""
+
+    def datum_sum(values: npt.NDArray[Any]) -> Float64Array:
+        return np.full(values.shape, values.sum(), np.float64)
+
+    given = {name: values.ravel().astype(np.float64) for name, values in inputs.items()}
+    with np.errstate(all="ignore"):
+        given |= loss.per_datum(numpy_as_torch, logprobs, given, datum_sum)
+        return loss.evaluate(numpy_as_torch, logprobs, given, settings)
 
 
 def _add_lora_gradients(

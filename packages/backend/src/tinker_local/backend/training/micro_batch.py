@@ -19,8 +19,8 @@ from tinker_local.backend.training.lm_head import LmHead, Targets
 from tinker_local.backend.training.loading import LoadedModel
 from tinker_local.backend.training.lora import HEAD, Adapter, AdapterSlice, groups_of
 from tinker_local.backend.training.lora_batch import LoraBatch
-from tinker_local.backend.training.loss_evaluation import LossEvaluation
-from tinker_local.backend.training.loss_specs import LOSS_SPECS
+from tinker_local.backend.training.losses import LOSSES
+from tinker_local.backend.training.losses.loss_evaluation import LossEvaluation
 from tinker_local.backend.training.packing import Packed, spans
 from tinker_local.backend.training.recompute_policy import RecomputePolicy, free_bytes
 from tinker_local.types import ApiError, InvalidRequestError
@@ -165,11 +165,13 @@ def _encode_images(loaded: LoadedModel, images: Sequence[RenderedImage]) -> Imag
 def _targets(packed: Packed, works: Mapping[int, TrainWork]) -> Targets:
     active, prepass = [], []
     for item in packed.items:
-        spec, inputs = LOSS_SPECS[works[item.work].loss_fn], item.datum.loss_inputs
-        taking_part = spec.active(inputs).reshape(-1)
+        loss, inputs = LOSSES[works[item.work].loss_fn], item.datum.loss_inputs
+        taking_part = loss.active(inputs).reshape(-1)
         active.append(taking_part)
         prepass.append(
-            np.zeros_like(taking_part) if spec.shares is None else taking_part.any() & (inputs[spec.shares] != 0)
+            np.zeros_like(taking_part)
+            if loss.per_datum_input is None
+            else taking_part.any() & (inputs[loss.per_datum_input] != 0)
         )
     return Targets(packed.target_rows, packed.target_ids, np.concatenate(active), np.concatenate(prepass))
 

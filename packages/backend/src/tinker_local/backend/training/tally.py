@@ -8,6 +8,7 @@ import numpy.typing as npt
 import torch
 from tinker_local.backend.training.interface import TrainResult, TrainWork
 from tinker_local.backend.training.lora import Adapter
+from tinker_local.backend.training.losses import LOSSES
 from tinker_local.backend.training.micro_batch import Computed, Gradients
 from tinker_local.backend.training.packing import Item, spans
 from tinker_local.types import ApiError
@@ -78,6 +79,6 @@ class Tally:
 def _output(item: Item, loss_fn: str, logprobs: torch.Tensor, losses: torch.Tensor) -> Output:
     shape = item.datum.target_tokens.shape
     output = {"logprobs": logprobs.to(torch.float32).numpy().reshape(shape)}
-    if loss_fn == "cross_entropy" and len(shape) == 1:
+    if LOSSES[loss_fn].elementwise and len(shape) == 1:
         output["elementwise_loss"] = losses.to(torch.float32).numpy()
     return output

@@ -10,17 +10,19 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from tinker_local.backend.training.interface import TrainWork
-from tinker_local.backend.training.losses import Tensors, loss_and_derivative, with_shared
+from tinker_local.backend.training.losses import LOSSES
+from tinker_local.backend.training.losses.loss import Loss
 from tinker_local.backend.training.packing import Packed, spans
 from tinker_local.backend.training.transfer import to_device
 
 Int64Array = npt.NDArray[np.int64]
+Tensors = Mapping[str, torch.Tensor]
 
 
 @dataclass(slots=True, eq=False)
 class _Part:
     """The targets of one work: `span` of the M, its `inputs` there, and of which datum each is (`datum_of`).
-    `complete`: `inputs` with what the positions of a datum share, once that can be known."""
+    `complete`: `inputs` with those that `Loss.per_datum` adds, once they can be known."""
 
     work: TrainWork
     span: slice
@@ -31,7 +33,7 @@ class _Part:
 
 class LossEvaluation:
     """Losses and derivatives of the `works` in `packed`, in `dtype` on `device`. Both are 0 for targets that are in no
-    portion, because they are switched off."""
+    portion, because they are masked."""
 
     def __init__(
         self, packed: Packed, works: Mapping[int, TrainWork], dtype: torch.dtype, device: torch.device
@@ -47,19 +49,33 @@ class LossEvaluation:
             first, stop = (int(i) for i in np.searchsorted(places, (part.span.start, part.span.stop)))
             if first == stop:
                 continue
+            loss = LOSSES[part.work.loss_fn]
             if part.complete is None:
-                part.complete = with_shared(part.work.loss_fn, logprobs[part.span], part.inputs, part.datum_of)
+                part.complete = with_per_datum(loss, logprobs[part.span], part.inputs, part.datum_of)
             own = on_device[first:stop]
             inputs = {name: values[own - part.span.start] for name, values in part.complete.items()}
-            self._losses[own], self._derivative[own] = loss_and_derivative(
-                part.work.loss_fn, logprobs[own], inputs, part.work.loss_config
-            )
+            terms = loss.evaluate(torch, logprobs[own], inputs, part.work.loss_config)
+            self._losses[own], self._derivative[own] = terms
         portion = self.numbers(logprobs)[:, on_device]
         return torch.where(torch.isfinite(portion).all(0), portion[2], 0.0)
 
     def numbers(self, logprobs: torch.Tensor) -> torch.Tensor:
         """`logprobs`, losses and derivatives, [3, M]."""
         return torch.stack((logprobs, self._losses, self._derivative))
+
+
+def with_per_datum(loss: Loss, logprobs: torch.Tensor, inputs: Tensors, datum_of: torch.Tensor) -> Tensors:
+    """`inputs` of whole data and those that `loss.per_datum` adds, all [M].
+
+    `datum_of` int64 [M], ascending from 0: which datum each position is of.
+    """
+
+    def datum_sum(values: torch.Tensor) -> torch.Tensor:
+        empty = torch.zeros(len(values), dtype=torch.float64, device=values.device)  # no more data than positions
+        return empty.index_add_(0, datum_of, values.double())[datum_of]
+
+    added = loss.per_datum(torch, logprobs, inputs, datum_sum)
+    return {**inputs, **{name: values.to(logprobs.dtype) for name, values in added.items()}}
 
 
 def _part(packed: Packed, at: int, span: slice, work: TrainWork, dtype: torch.dtype, device: torch.device) -> _Part:
