@@ -114,18 +114,18 @@ async def through_sdk(url: str) -> list[Row]:
 
 
 async def in_process(backend: InProcessBackend) -> list[Row]:
-    session = await backend.create_session()
+    session = await backend.sessions.create()
     request = CreateModelRequest(session_id=session, model_seq_id=0, base_model=MODEL, lora_config=LoraConfig(rank=8))
-    model_id = (await (await backend.create_model(request)))["model_id"]
+    model_id = (await (await backend.runs.create(request)))["model_id"]
     opening = CreateSamplingSessionRequest(session_id=session, sampling_session_seq_id=0, base_model=MODEL)
-    sampler = await backend.create_sampling_session(opening)
+    sampler = await backend.sampling.create_session(opening)
     prompt = ModelInput.from_ints(PROMPT)
     count = {"step": 0, "sample": -1}
 
     async def step() -> object:
         count["step"] += 1
         request = OptimStepRequest(model_id=model_id, seq_id=count["step"], adam_params=AdamParams())
-        return await (await backend.optim_step(request))
+        return await (await backend.training.optim_step(request))
 
     async def sample(tokens: int) -> object:
         count["sample"] += 1
@@ -135,7 +135,7 @@ async def in_process(backend: InProcessBackend) -> list[Row]:
             prompt=prompt,
             sampling_params=SamplingParams(max_tokens=tokens, stop=()),
         )
-        return await (await backend.sample(request))
+        return await (await backend.sampling.sample(request))
 
     return await measure("in process", step, sample)
 

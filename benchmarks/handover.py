@@ -108,8 +108,8 @@ async def measure(folder: Path, data_dir: Path, rank: int, saves: int) -> None:
     stages = Stages()
     async with InProcessBackend([ModelSource(MODEL, str(folder))], options) as backend:
         watch(stages, backend)
-        session = await backend.create_session()
-        created = await backend.create_model(
+        session = await backend.sessions.create()
+        created = await backend.runs.create(
             CreateModelRequest(
                 session_id=session, model_seq_id=0, base_model=MODEL, lora_config=LoraConfig(rank=rank, seed=0)
             )
@@ -122,14 +122,14 @@ async def measure(folder: Path, data_dir: Path, rank: int, saves: int) -> None:
             if number == 2:  # the first ones make memory and compile
                 stages.forget()
             start = time.perf_counter()
-            saving = await backend.save_weights_for_sampler(
+            saving = await backend.training.save_weights_for_sampler(
                 SaveWeightsForSamplerRequest(model_id=model_id, seq_id=number + 1, sampling_session_seq_id=number)
             )
             sampler = (await saving)["sampling_session_id"]
             saved.append(1e3 * (time.perf_counter() - start))
             params = SamplingParams(max_tokens=1)
             asked = SampleRequest(sampling_session_id=sampler, seq_id=0, prompt=PROMPT, sampling_params=params)
-            await (await backend.sample(asked))
+            await (await backend.sampling.sample(asked))
             sampled.append(1e3 * (time.perf_counter() - start))
             await asyncio.sleep(1.5)  # what is done behind ends
     title = f"{len(state.tensors)} matrices, {numbers / 1e6:.1f} million numbers, medians of {saves} saves"

@@ -344,7 +344,7 @@ MUTATIONS = (
     ),
     Mutation(
         "only-the-learning-rate-used",
-        "backend/control/training_commands.py",
+        "backend/control/training.py",
         "model.model_id, params)",
         "model.model_id, type(params)(learning_rate=params.learning_rate))",
         (SETTINGS + "test_every_setting_of_each_optimizer_step_arrives_on_fakes",),
@@ -656,7 +656,7 @@ MUTATIONS = (
     ),
     Mutation(
         "one-sample-at-a-time",
-        "backend/control/samples.py",
+        "backend/control/sampling.py",
         "            output = await self._sample(session, request, operation)\n",
         '            async with self.__dict__.setdefault("_one", asyncio.Lock()):\n'
         "                output = await self._sample(session, request, operation)\n",
@@ -722,7 +722,7 @@ MUTATIONS = (
     # Versions -------------------------------------------------------------------------------------------------------
     Mutation(
         "old-samplers-get-new-weights",
-        "backend/control/samples.py",
+        "backend/control/sampling.py",
         "return self._versions.nameless(session.nameless)",
         "return self._versions.nameless(list(self._versions._folders._versions)[-1])",
         (FUTURES + "test_samplers_keep_the_weights_of_their_save_on_fakes",),
@@ -761,7 +761,7 @@ MUTATIONS = (
     ),
     Mutation(
         "versions-outlive-their-session",
-        "backend/control/sampling_sessions.py",
+        "backend/control/sampling.py",
         "for s in ending if s.nameless is not None)\n",
         "for s in ending if s.nameless is not None and s.base is None)\n",
         (SESSIONS + "test_finish_frees_adapters_and_nameless_versions_and_nobody_elses_on_fakes",),
@@ -783,7 +783,7 @@ MUTATIONS = (
     ),
     Mutation(
         "expected-tokens-for-training-only",
-        "backend/control/samples.py",
+        "backend/control/sampling.py",
         'render, given, "prompt"',
         "render, type(given)(chunks=tuple(chunk.model_copy(update={'expected_tokens': None}) "
         "if chunk.type == 'image' else chunk for chunk in given.chunks)), \"prompt\"",
@@ -932,7 +932,7 @@ MUTATIONS = (
     ),
     Mutation(
         "duplicates-run-twice",
-        "backend/control/training_commands.py",
+        "backend/control/training.py",
         "        if (known := self._operations.repeated(operation.request_id, operation.kind)) is not None:\n"
         "            return known\n        model =",
         "        model =",
@@ -998,7 +998,7 @@ MUTATIONS = (
     ),
     Mutation(
         "partial-gradient-kept",
-        "backend/control/training_commands.py",
+        "backend/control/training.py",
         "                await scheduler.call(trainer.discard_gradients, model.model_id)\n",
         "",
         (ORDER + "test_failed_gradient_fails_the_next_step_alone_on_fakes",),
@@ -1121,7 +1121,7 @@ MUTATIONS = (
     ),
     Mutation(
         "event-loop-per-call",
-        "backend/control/preparation.py",
+        "backend/control/training.py",
         "    request = decode()\n",
         "    import asyncio\n\n    request = asyncio.run(asyncio.to_thread(decode))\n",
         ("tests/workspace/test_source_rules.py::test_event_loops_are_made_where_a_server_begins_and_nowhere_else",),
@@ -1149,7 +1149,7 @@ MUTATIONS = (
     ),
     Mutation(
         "images-rendered-on-the-loop",
-        "backend/control/samples.py",
+        "backend/control/sampling.py",
         'prompt = await loop.run_in_executor(self._rendering, render, given, "prompt")\n',
         'prompt = render(given, "prompt")\n',
         (OFF_THE_LOOP,),
@@ -1187,28 +1187,28 @@ MUTATIONS = (
     ),
     Mutation(
         "acknowledged-before-it-is-written",
-        "backend/control/training_commands.py",
+        "backend/control/training.py",
         "            model.beside(operation, write())\n",
         '            operation.succeed({"path": record.tinker_path})\n            model.beside(operation, write())\n',
         (DURABLE_SAVES + "test_named_save_is_acknowledged_only_when_it_is_on_the_disk_on_fakes[save_weights]",),
     ),
     Mutation(
         "optimizer-not-saved",
-        "backend/control/training_commands.py",
+        "backend/control/training.py",
         "capture, model.model_id, optimizer=True)",
         "capture, model.model_id, optimizer=False)",
         (RESTART + "test_named_checkpoints_survive_kill_9_with_optimizer_state_on_fakes",),
     ),
     Mutation(
         "last-checkpoint-not-named",
-        "backend/control/lost.py",
+        "backend/control/training_runs.py",
         'saved = [c for c in checkpoints if c.kind == "weights"]',
         "saved: list[CheckpointRecord] = []",
         (RESTART + "test_named_checkpoints_survive_kill_9_with_optimizer_state_on_fakes",),
     ),
     Mutation(
         "lost-samplers-of-named-versions",
-        "backend/control/sampling_sessions.py",
+        "backend/control/sampling.py",
         "        if record.nameless:\n",
         "        if True:\n",
         (RESTART + "test_named_checkpoints_survive_kill_9_with_optimizer_state_on_fakes",),
@@ -1251,7 +1251,7 @@ MUTATIONS = (
     ),
     Mutation(
         "existing-name-is-refused-at-the-submit",
-        "backend/control/training_commands.py",
+        "backend/control/training.py",
         "        model = await self._place(operation, model_id, seq_id)\n",
         "        model = await self._place(operation, model_id, seq_id)\n"
         '        if kind == "save_weights" and self._store.list_checkpoints(model_id):\n'
@@ -1284,7 +1284,7 @@ MUTATIONS = (
     ),
     Mutation(
         "unsupported-fields-ignored",
-        "backend/control/samples.py",
+        "backend/control/sampling.py",
         "        if request.record_stability_info:\n",
         "        if False:\n",
         (ENDPOINTS + "test_what_is_not_honoured_is_refused_by_name_on_fakes",),
@@ -1305,14 +1305,14 @@ MUTATIONS = (
     ),
     Mutation(
         "prompt-over-the-context-fails-as-a-sample",
-        "backend/control/samples.py",
+        "backend/control/sampling.py",
         "        _check_context(request, session.base.engines.sampler.max_context_length)\n",
         "",
         (BAD_INPUT + "test_a_picture_counts_towards_the_context_by_what_it_says_or_when_rendered_on_fakes",),
     ),
     Mutation(
         "ttl-dropped",
-        "backend/control/trained_model.py",
+        "backend/control/training_runs.py",
         "expires_at=expiry(when, ttl_seconds)",
         "expires_at=None",
         (ENDPOINTS + "test_models_and_checkpoints_are_answered_as_the_sdk_reads_them_on_fakes",),
@@ -1340,7 +1340,7 @@ MUTATIONS = (
     ),
     Mutation(
         "one-key-two-copies",
-        "backend/control/copies.py",
+        "backend/control/checkpoints.py",
         '            keys.append(f"key {idempotency_key}")\n',
         "            pass\n",
         (CHECKPOINT_LIFE + "test_one_idempotency_key_is_one_copy_on_fakes",),
@@ -1361,7 +1361,7 @@ MUTATIONS = (
     ),
     Mutation(
         "metadata-dropped",
-        "backend/control/trained_model.py",
+        "backend/control/training_runs.py",
         "            user_metadata=user_metadata or {},\n",
         "            user_metadata={},\n",
         (FUTURES + "test_name_that_exists_fails_the_save_and_no_409_on_fakes",),
@@ -1489,7 +1489,7 @@ MUTATIONS = (
     ),
     Mutation(
         "export-is-a-checkpoint",
-        "backend/control/external_weights.py",
+        "backend/control/exports.py",
         "call(model.base.engines.trainer.export, model.model_id)",
         "call(model.base.engines.trainer.capture, model.model_id, optimizer=False)",
         ("tests/e2e/test_download.py::test_checkpoint_downloaded_by_the_command_is_what_peft_loads_and_was_trained",),
@@ -1568,7 +1568,7 @@ MUTATIONS = (
     ),
     Mutation(
         "export-deleted-under-a-download",
-        "backend/control/external_weights.py",
+        "backend/control/exports.py",
         "        with self._uses.using(record):\n",
         "        if record:\n",
         (EXTERNAL + "test_download_goes_on_to_its_end_if_the_export_is_deleted_on_fakes[headers0]",),
@@ -1582,7 +1582,7 @@ MUTATIONS = (
     ),
     Mutation(
         "completions-seen-once",
-        "backend/scheduling/completions.py",
+        "backend/control/sampling_clients.py",
         "        return [completion for completion in self._unseen if completion.cursor > cursor]\n",
         "        return [self._unseen.popleft() for _ in range(len(self._unseen))]\n",
         (SAMPLING_CLIENTS + "test_poll_tells_what_ended_since_the_cursor_on_fakes",),
@@ -1631,7 +1631,7 @@ MUTATIONS = (
     ),
     Mutation(
         "bound-of-tensors-raised",
-        "backend/control/preparation.py",
+        "backend/control/training.py",
         "MAX_CELLS = 2**26",
         "MAX_CELLS = 2**28",
         (BAD_INPUT + "test_sparse_tensor_that_would_be_huge_is_refused_before_it_is_dense_on_fakes",),

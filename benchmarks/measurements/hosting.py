@@ -133,7 +133,7 @@ async def hosted(scale: Scale, folder: Path, client: Client) -> AsyncIterator[Ho
                 uvicorn.Config(create_app(backend), log_level="warning", access_log=False, lifespan="off")
             )
             serving = asyncio.create_task(server.serve(sockets=[listening]))
-            way = InProcess(backend, await backend.create_session(), model)
+            way = InProcess(backend, await backend.sessions.create(), model)
             try:
                 yield Host(scale, folder, backend, url_of(listening), model, way, client)
             finally:

@@ -79,15 +79,15 @@ class InProcess:
             base_model=self._model,
             lora_config=LoraConfig(rank=rank, train_unembed=False),
         )
-        return str((await (await self._backend.create_model(request)))["model_id"])
+        return str((await (await self._backend.runs.create(request)))["model_id"])
 
     def prepared(self, data: Sequence[Datum]) -> tuple[Datum, ...]:
         return tuple(data)
 
     async def send(self, run: str, data: tuple[Datum, ...]) -> Sequence[Awaitable[object]]:
         request = ForwardBackwardRequest(model_id=run, seq_id=self._seq_id(run, 1), data=data, loss_fn="cross_entropy")
-        gradient = await self._backend.forward_backward(request)
-        update = await self._backend.optim_step(
+        gradient = await self._backend.training.forward_backward(request)
+        update = await self._backend.training.optim_step(
             OptimStepRequest(model_id=run, seq_id=self._seq_id(run, 1), adam_params=ADAM)
         )
         return gradient, update
@@ -96,7 +96,7 @@ class InProcess:
         request = SaveWeightsForSamplerRequest(
             model_id=run, seq_id=self._seq_id(run, 1), sampling_session_seq_id=next(self._numbers)
         )
-        saved = await self._backend.save_weights_for_sampler(request)
+        saved = await self._backend.training.save_weights_for_sampler(request)
         return str((await saved)["sampling_session_id"])
 
     async def sample(self, sampler: str, prompt: Sequence[int], max_tokens: int) -> int:
@@ -106,7 +106,7 @@ class InProcess:
             prompt=ModelInput.from_ints(list(prompt)),
             sampling_params=SamplingParams(max_tokens=max_tokens, stop=()),
         )
-        (sequence,) = (await (await self._backend.sample(request))).sequences
+        (sequence,) = (await (await self._backend.sampling.sample(request))).sequences
         assert np.isfinite(sequence.logprobs).all()
         return len(sequence.tokens)
 

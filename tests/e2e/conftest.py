@@ -104,7 +104,7 @@ class InProcessDriver:
         self.loop = asyncio.new_event_loop()
         threading.Thread(target=self.loop.run_forever, daemon=True).start()
         self.run(backend.start())
-        self.session = self.run(backend.create_session())
+        self.session = self.run(backend.sessions.create())
         self.models = 0
         self.samplers = 0
         self.sequence: dict[str, int] = {}
@@ -131,38 +131,38 @@ class InProcessDriver:
         request = CreateModelRequest(
             session_id=self.session, model_seq_id=self.models, base_model=base_model, lora_config=config
         )
-        return self.result(self.backend.create_model(request))["model_id"]
+        return self.result(self.backend.runs.create(request))["model_id"]
 
     def resume(self, path: str, *, optimizer: bool) -> Any:
         self.models += 1
         request = LoadWeightsRequest(session_id=self.session, model_seq_id=self.models, path=path, optimizer=optimizer)
-        return self.result(self.backend.load_weights(request))["model_id"]
+        return self.result(self.backend.training.load_weights(request))["model_id"]
 
     def gradient(self, model: Any, data: Sequence[Datum], loss_fn: str, *, forward_only: bool = False) -> Any:
         request = ForwardBackwardRequest(
             model_id=model, seq_id=self.next(model), data=tuple(data), loss_fn=loss_fn, forward_only=forward_only
         )
-        output = self.result(self.backend.forward_backward(request))
+        output = self.result(self.backend.training.forward_backward(request))
         return [o["logprobs"].to_numpy() for o in output.loss_fn_outputs], output.metrics["loss:sum"]
 
     def step(self, model: Any, params: AdamParams) -> Any:
         request = OptimStepRequest(model_id=model, seq_id=self.next(model), adam_params=params)
-        return self.result(self.backend.optim_step(request)).metrics
+        return self.result(self.backend.training.optim_step(request)).metrics
 
     def save(self, model: Any, name: str) -> str:
         request = SaveWeightsRequest(model_id=model, seq_id=self.next(model), path=name)
-        return self.result(self.backend.save_weights(request))["path"]
+        return self.result(self.backend.training.save_weights(request))["path"]
 
     def sampler(self, model: Any) -> Any:
         self.samplers += 1
         request = SaveWeightsForSamplerRequest(
             model_id=model, seq_id=self.next(model), sampling_session_seq_id=self.samplers
         )
-        return self.result(self.backend.save_weights_for_sampler(request))["sampling_session_id"]
+        return self.result(self.backend.training.save_weights_for_sampler(request))["sampling_session_id"]
 
     def named_sampler(self, model: Any, name: str) -> tuple[str, Any]:
         request = SaveWeightsForSamplerRequest(model_id=model, seq_id=self.next(model), path=name)
-        path = self.result(self.backend.save_weights_for_sampler(request))["path"]
+        path = self.result(self.backend.training.save_weights_for_sampler(request))["path"]
         return path, self._open(model_path=path)
 
     def base_sampler(self, base_model: str) -> Any:
@@ -171,7 +171,7 @@ class InProcessDriver:
     def _open(self, **of: str) -> str:
         self.samplers += 1
         request = CreateSamplingSessionRequest(session_id=self.session, sampling_session_seq_id=self.samplers, **of)
-        return self.run(self.backend.create_sampling_session(request))
+        return self.run(self.backend.sampling.create_session(request))
 
     def sample(self, sampler: Any, prompt: ModelInput, count: int, params: SamplingParams) -> list[Any]:
         request = SampleRequest(
@@ -181,7 +181,7 @@ class InProcessDriver:
             num_samples=count,
             sampling_params=params,
         )
-        output = self.result(self.backend.sample(request))
+        output = self.result(self.backend.sampling.sample(request))
         return [(s.tokens.tolist(), s.logprobs, s.stop_reason) for s in output.sequences]
 
     def score(self, sampler: Any, prompt: ModelInput) -> np.ndarray:
@@ -192,7 +192,7 @@ class InProcessDriver:
             sampling_params=SamplingParams(max_tokens=1),
             prompt_logprobs=True,
         )
-        return self.result(self.backend.sample(request)).prompt_logprobs
+        return self.result(self.backend.sampling.sample(request)).prompt_logprobs
 
 
 @pytest.fixture(scope="session")

@@ -257,7 +257,7 @@ class Api:
             await asyncio.sleep(0.005)
 
     def _unprepared(self) -> bool:
-        pending = [c for model in self.backend.training._live.values() for c in model.queue.commands.pending()]
+        pending = [c for model in self.backend.runs._live.values() for c in model.queue.commands.pending()]
         return any(isinstance(command, GradientCommand) and not command.ready for command in pending)
 
     async def healthy(self) -> bool:

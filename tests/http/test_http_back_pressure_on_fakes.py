@@ -56,7 +56,7 @@ async def test_refused_submit_can_be_sent_again_and_leaves_no_gap_on_fakes(start
     await api.result(f"{model}:{refused - 1}")
     step = await api.step(model, refused + 1)  # there is room for it now, and what is below is on its way
     await asyncio.sleep(0.2)
-    assert not (await api.backend.operation(step)).done
+    assert not (await api.backend.futures.get(step)).done
     await api.result(await api.gradient(model, refused))
     assert (await api.result(step))["metrics"]["grad_norm"] > 0
 
@@ -116,7 +116,7 @@ async def test_in_process_the_same_bounds_raise_on_fakes(start_api: Any) -> None
     model = await api.model()
     refused = await full(api, model)
     with pytest.raises(TooManyRequestsError, match="3 training requests") as error:
-        await api.backend.optim_step(
+        await api.backend.training.optim_step(
             OptimStepRequest(model_id=model, seq_id=refused, adam_params=AdamParams(learning_rate=0.1))
         )
     assert error.value.retry_after

@@ -176,7 +176,7 @@ async def test_an_expired_path_is_404_at_once_before_anybody_sweeps_on_fakes(
 async def test_expired_checkpoints_leave_the_disk_and_the_engine_by_themselves_on_fakes(start_api: Any) -> None:
     clock = Clock()
     api = await start_api(clock=clock, session_timeout=0.4)
-    model = await api.model(await api.backend.create_session())
+    model = await api.model(await api.backend.sessions.create())
     for number, kind in enumerate(KINDS, 1):
         await saved(api, model, number, kind, ttl_seconds=3600)
     kept = await saved(api, model, 4, "weights", "kept", ttl_seconds=7200)
@@ -203,7 +203,7 @@ async def test_a_checkpoint_that_is_sampled_from_stays_until_the_samples_are_don
 ) -> None:
     clock = Clock()
     api = await start_api(clock=clock, session_timeout=0.4)
-    session = await api.backend.create_session()
+    session = await api.backend.sessions.create()
     model = await api.model(session)
     path = await saved(api, model, 1, "sampler_weights", ttl_seconds=3600)
     body = {"session_id": session, "sampling_session_seq_id": 5, "model_path": path}
@@ -491,7 +491,7 @@ async def test_a_wrong_access_token_fails_in_its_place_in_the_models_order_on_fa
     assert failed.startswith("user: weights_access_token: it is not a key of this server")
     assert await api.result(await api.gradient(model, 2))
     with pytest.raises(UnsupportedError, match="this process reads every checkpoint without one"):
-        await api.backend.copy_weights(
+        await api.backend.checkpoints.copy(
             CopyWeightsRequest(source_path=path, destination_project_id="local", weights_access_token="tml-one")
         )
 

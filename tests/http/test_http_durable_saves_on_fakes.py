@@ -32,5 +32,5 @@ async def test_named_save_is_acknowledged_only_when_it_is_on_the_disk_on_fakes(
     go_on.set()
     tinker_path = (await api.result(request))["path"]
     assert written.is_set()
-    record = await api.backend.get_checkpoint(tinker_path)
+    record = await api.backend.checkpoints.get(tinker_path)
     assert (api.backend.store.checkpoint_folder(record) / "adapter_model.safetensors").is_file()

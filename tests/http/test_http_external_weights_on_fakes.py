@@ -106,7 +106,7 @@ async def test_export_that_is_deleted_while_a_download_begins_is_404_on_fakes(ap
         """The record, which is deleted, with its folder, before whoever asked can do anything with it."""
         record = looked_up(*name)
         api.backend.store.get_checkpoint = looked_up
-        deletion = api.backend.delete_checkpoint(record.tinker_path)
+        deletion = api.backend.checkpoints.delete(record.tinker_path)
         asyncio.run_coroutine_threadsafe(deletion, loop).result(10)
         return record
 

@@ -24,7 +24,7 @@ async def test_result_wakes_the_poll_within_milliseconds_on_fakes(api: Any) -> N
     # fastest of 40, which a busy machine does not slow down.
     assert min(took) < 0.02
 
-    operation = await api.backend.operation(await api.gradient(model, 47))  # 46 is missing: it waits
+    operation = await api.backend.futures.get(await api.gradient(model, 47))  # 46 is missing: it waits
     waiting = [asyncio.create_task(operation.wait(30)) for _ in range(5)]
     await asyncio.sleep(0.05)
     operation.fail(NotFoundError("enough"))
@@ -54,7 +54,7 @@ def test_long_polls_end_before_the_sdk_gives_up() -> None:
 
 async def test_results_can_be_read_again_until_their_retention_ends_on_fakes(start_api: Any) -> None:
     api = await start_api(result_retention=1.0, session_timeout=0.4)
-    session = await api.backend.create_session()  # without heartbeats: it stays
+    session = await api.backend.sessions.create()  # without heartbeats: it stays
     model = await api.model(session)
     sampler = await api.base_sampler(session)
     requests = [await api.gradient(model, 1), await api.gradient(model, 2, loss_fn="no"), await api.sample(sampler, 0)]
@@ -147,10 +147,10 @@ async def test_cancelling_frees_the_slot_on_fakes(api: Any) -> None:
     for poll in polls[:3]:
         assert (await poll).json()["category"] == "user"
     await api.until(lambda: api.sampler.running == 1)
-    await api.until(lambda: api.backend.samples._queued == 1)
+    await api.until(lambda: api.backend.sampling._queued == 1)
     api.sampler.hold.set()
     assert (await polls[3]).headers["content-type"] == "application/x-protobuf"
-    await api.until(lambda: api.backend.samples._queued == 0)
+    await api.until(lambda: api.backend.sampling._queued == 0)
 
 
 async def test_cancelling_before_the_work_began_frees_the_slot_too_on_fakes(api: Any) -> None:
@@ -158,10 +158,10 @@ async def test_cancelling_before_the_work_began_frees_the_slot_too_on_fakes(api:
 
     sampler = await api.base_sampler()
     request = SampleRequest(sampling_session_id=sampler, seq_id=0, prompt=ModelInput.from_ints([5]))
-    operation = await api.backend.sample(request)
-    await api.backend.cancel(operation.request_id)  # its task has not had a turn yet
+    operation = await api.backend.sampling.sample(request)
+    api.backend.futures.cancel(operation.request_id)  # its task has not had a turn yet
     await asyncio.sleep(0.05)
-    await api.until(lambda: api.backend.samples._queued == 0)
+    await api.until(lambda: api.backend.sampling._queued == 0)
     assert not api.backend.sampling._open[sampler].running
 
 
@@ -199,7 +199,7 @@ async def test_five_hundred_samples_at_once_are_all_answered_on_fakes(api: Any) 
     outputs = await asyncio.gather(*(one(seq_id) for seq_id in range(512)))
     assert len(outputs) == 512
     assert len(api.backend.operations) >= 512
-    await api.until(lambda: api.backend.samples._queued == 0)
+    await api.until(lambda: api.backend.sampling._queued == 0)
 
 
 async def test_samplers_keep_the_weights_of_their_save_on_fakes(api: Any) -> None:
@@ -279,9 +279,9 @@ async def test_checkpoint_deleted_without_a_sampler_leaves_the_engine_too_on_fak
 
 
 async def test_expired_checkpoint_is_gone_on_fakes(start_api: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tinker_local.backend.control.ttl.MIN_TTL", 1)
+    monkeypatch.setattr("tinker_local.backend.control.checkpoint_lifetime.MIN_TTL", 1)
     api = await start_api(session_timeout=0.4)
-    session = await api.backend.create_session()
+    session = await api.backend.sessions.create()
     model = await api.model(session)
     path = await api.named(model, 1, "short", ttl_seconds=1)
     await api.save(model, 2, "kept")
@@ -337,10 +337,10 @@ async def test_saves_in_flight_are_finished_when_the_server_stops_on_fakes(
         return original(*args, **kwargs)
 
     monkeypatch.setattr(api.backend.store, "write_checkpoint", slow)
-    operation = await api.backend.operation(
+    operation = await api.backend.futures.get(
         await api.submit("save_weights", {"model_id": model, "seq_id": 1, "path": "a"})
     )
-    await api.until(lambda: bool(api.backend.training.live(model).captures))
+    await api.until(lambda: bool(api.backend.runs.live(model).captures))
     await api.backend.close()
     path = (await operation)["path"]
     again = await start_api()

@@ -54,7 +54,7 @@ class Threads:
 async def test_nothing_that_takes_long_runs_on_the_event_loop_on_fakes(
     api: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from tinker_local.backend.control import training_commands
+    from tinker_local.backend.control import training as training_commands
     from tinker_local.backend.http import future_routes as futures
     from tinker_local.backend.http import training_routes as route
     from tinker_local.backend.scheduling import train_scheduler

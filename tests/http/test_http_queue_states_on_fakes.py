@@ -50,7 +50,7 @@ async def test_save_that_is_being_written_waits_for_nobody_on_fakes(api: Any, mo
     disk, write = threading.Event(), api.backend.store.write_checkpoint
     monkeypatch.setattr(api.backend.store, "write_checkpoint", lambda *a, **k: disk.wait(30) and write(*a, **k))
     save = await api.submit("save_weights", {"model_id": model, "seq_id": 1, "path": "a"})
-    await api.until(lambda: bool(api.backend.training.live(model).captures))
+    await api.until(lambda: bool(api.backend.runs.live(model).captures))
     api.trainer.hold.clear()
     gradient = await api.gradient(other, 1)
     await api.until(lambda: api.trainer.entered)

@@ -166,27 +166,27 @@ async def test_abandoned_sample_frees_its_slot_on_fakes(server: Any, service: An
         return await future
 
     waiting = [asyncio.create_task(wait(sampler.sample(PROMPT, 200, params))) for _ in range(4)]
-    await until_async(lambda: server.backend.samples._queued == 4)
+    await until_async(lambda: server.backend.sampling._queued == 4)
     await asyncio.sleep(1)  # the SDK cancels what it polls, not what it submits
     for task in waiting:
         task.cancel()
     await asyncio.gather(*waiting, return_exceptions=True)
-    await until_async(lambda: server.backend.samples._queued == 0)
+    await until_async(lambda: server.backend.sampling._queued == 0)
     short = await sampler.sample(PROMPT, 1, tinker.SamplingParams(max_tokens=2))
     assert len(short.sequences[0].tokens) <= 2
 
 
 def test_closing_the_client_frees_its_models_on_fakes(server: Any) -> None:
     backend = server.backend
-    before = backend.training.count()
+    before = backend.runs.count()
     for status in ("success", "errored"):
         service = tinker.ServiceClient(base_url=server.url, api_key=server.api_key)
         clients = [service.create_lora_training_client(base_model="fake/bigram", rank=2) for _ in range(2)]
         for client in clients:
             client.save_weights_and_get_sampling_client()
-        assert backend.training.count() == before + 2
+        assert backend.runs.count() == before + 2
         service.close(status)
-        until(lambda: backend.training.count() == before)
+        until(lambda: backend.runs.count() == before)
         with pytest.raises((tinker.RequestFailedError, tinker.APIStatusError, RuntimeError)):
             clients[0].forward_backward([datum([5, 9])], "cross_entropy").result(timeout=60)
     assert not list((backend.options.data_dir / "ephemeral").glob("*.link"))

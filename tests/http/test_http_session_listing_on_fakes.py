@@ -123,11 +123,11 @@ async def test_search_finds_by_owner_and_project_on_fakes(api: Any) -> None:
 
 async def test_search_tells_what_became_of_each_session_on_fakes(start_api: Any) -> None:
     api = await start_api(session_timeout=0.4)
-    running = await api.backend.create_session()
+    running = await api.backend.sessions.create()
     lost = await api.session()
     ended = {}
     for reason, detail in (("success", None), ("errored", "ValueError: bad luck"), ("interrupted", "")):
-        ended[reason] = await api.backend.create_session()
+        ended[reason] = await api.backend.sessions.create()
         body = {"reason": {"type": reason}, "detail": detail}
         assert (await api.post(f"sessions/{ended[reason]}/finish", body)).status_code == 204
     # The first reason wins; the second finish is ignored.
@@ -203,7 +203,7 @@ async def test_search_counts_the_checkpoints_of_each_session_on_fakes(api: Any) 
 async def test_search_pages_by_its_cursor_through_everything_once_on_fakes(
     api: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tinker_local.backend.control.session_search.BATCH", 4)
+    monkeypatch.setattr("tinker_local.backend.control.sessions.BATCH", 4)
     made = [await new_session(api, display_name=f"n{index % 3}") for index in range(13)]
     wanted = [session for index, session in enumerate(made) if index % 3 == 0][::-1]
     for limit in (1, 2, 5, 200):

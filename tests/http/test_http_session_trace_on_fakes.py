@@ -150,7 +150,7 @@ async def test_failed_and_cancelled_requests_say_why_on_fakes(api: Any, make_dat
     unended = await trace_of(api, session)
     assert unended.of(stopped).end is None
     assert unended.of(stopped).arguments["outcome"] == "not ended"
-    await api.backend.cancel(stopped)
+    api.backend.futures.cancel(stopped)
     api.sampler.hold.set()
     trace = await trace_of(api, session)
     assert trace.of(bad).arguments["outcome"] == "user"
@@ -163,7 +163,7 @@ async def test_failed_and_cancelled_requests_say_why_on_fakes(api: Any, make_dat
 async def test_trace_is_of_its_session_alone_and_outlives_it_on_fakes(api: Any) -> None:
     sessions = [await api.session() for _ in range(2)]
     models = [await api.model(session) for session in sessions]
-    await asyncio.gather(*(api.backend.finish_session(session) for session in sessions))
+    await asyncio.gather(*(api.backend.sessions.finish(session) for session in sessions))
     for session, model in zip(sessions, models, strict=True):
         trace = await trace_of(api, session)
         assert [each.arguments["request_id"] for each in trace.operations] == [f"{model}:create"]

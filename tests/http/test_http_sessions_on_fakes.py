@@ -29,7 +29,7 @@ async def test_finish_frees_adapters_and_nameless_versions_and_nobody_elses_on_f
     assert api.trainer.adapters == {f"{other}:train:0", f"{other}:train:1"}
     assert len(version_folders(api)) == 4
     assert len([name for name in api.sampler.versions if mine in name and "kept" not in name]) == 0
-    assert api.backend.training.count() == 2
+    assert api.backend.runs.count() == 2
     await api.score(f"{other}:sample:0", 0)
     # Named checkpoints outlive their session.
     body = {"session_id": other, "sampling_session_seq_id": 9, "model_path": kept}
@@ -96,7 +96,7 @@ async def test_operations_on_an_ended_session_answer_at_once_and_say_why_on_fake
 async def test_lost_heartbeats_end_the_session_and_kept_ones_do_not_on_fakes(start_api: Any) -> None:
     api = await start_api(session_timeout=1.0)
     kept, lost = await api.session(), await api.session()
-    here = await api.backend.create_session()  # of a program of this process, which sends none
+    here = await api.backend.sessions.create()  # of a program of this process, which sends none
     models = [await api.model(session) for session in (kept, lost, here)]
     await api.nameless(models[1], 1, 0)
 
@@ -173,7 +173,7 @@ async def test_failed_creation_leaves_nothing_and_may_be_repeated_elsewhere_on_f
     assert message == "server: MemoryError: none left"
     monkeypatch.setattr(api.trainer, "create_adapter", original)
     await api.until(lambda: not api.trainer.adapters)
-    assert api.backend.training.count() == 0
+    assert api.backend.runs.count() == 0
     assert (await api.get("training_runs")).json()["training_runs"] == []
     assert (await api.post("get_info", {"model_id": f"{session}:train:0"})).status_code == 404
     await api.model(session, 1)

@@ -473,21 +473,23 @@ def test_a_call_that_was_interrupted_does_not_spoil_the_next_on_fakes(start: Mak
 async def test_sampling_goes_on_without_the_trainer_on_fakes(tmp_path: Path) -> None:
     options = BackendOptions(data_dir=tmp_path, trainer="process")
     async with InProcessBackend([ModelSource("fake/bigram", "fake/bigram")], options, load=load_fake) as backend:
-        session = await backend.create_session()
-        created = await backend.create_model(
+        session = await backend.sessions.create()
+        created = await backend.runs.create(
             CreateModelRequest(session_id=session, model_seq_id=0, base_model="fake/bigram")
         )
         model_id = (await created)["model_id"]
         trainer = backend.models.get("fake/bigram").engines.trainer
         assert isinstance(trainer, ProcessTrainer)
         os.kill(pid_of(trainer), signal.SIGKILL)
-        step = await backend.optim_step(OptimStepRequest(model_id=model_id, seq_id=1, adam_params=AdamParams()))
+        step = await backend.training.optim_step(
+            OptimStepRequest(model_id=model_id, seq_id=1, adam_params=AdamParams())
+        )
         with pytest.raises(InternalError, match="SIGKILL"):
             await step
-        sampler = await backend.create_sampling_session(
+        sampler = await backend.sampling.create_session(
             CreateSamplingSessionRequest(session_id=session, sampling_session_seq_id=0, base_model="fake/bigram")
         )
-        sample = await backend.sample(
+        sample = await backend.sampling.sample(
             SampleRequest(
                 sampling_session_id=sampler,
                 seq_id=0,

@@ -4,6 +4,7 @@
 SDK's objects (it imports `tinker` when called).
 """
 
+from tinker_local.types import sdk as sdk  # lets all types accept the objects of the SDK
 from tinker_local.types.base import Frozen as Frozen
 from tinker_local.types.base import invalid as invalid
 from tinker_local.types.base import user_message as user_message

@@ -1,8 +1,8 @@
 """The base of all public types: strict, frozen, unknown fields refused, equality that understands arrays."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Annotated, Any, Self, TypeVar
+from typing import Annotated, Any, ClassVar, Self, TypeVar
 
 import numpy as np
 from pydantic import BaseModel, BeforeValidator, ConfigDict, ModelWrapValidatorHandler, ValidationError, model_validator
@@ -43,13 +43,14 @@ class Frozen(BaseModel):
         strict=True, frozen=True, extra="forbid", arbitrary_types_allowed=True, ser_json_inf_nan="constants"
     )
 
+    _from_sdk: ClassVar[Callable[[Any], Any]]
+    """`from_sdk` of `sdk.py`, which sets it: that module knows all types that derive from this one."""
+
     @model_validator(mode="wrap")
     @classmethod
     def _accept_sdk_object(cls, value: Any, build: ModelWrapValidatorHandler[Self]) -> Self:
         if type(value).__module__.partition(".")[0] == "tinker":
-            from tinker_local.types.sdk import from_sdk  # here, because it imports the types that derive from this one
-
-            value = from_sdk(value)
+            value = Frozen._from_sdk(value)
         return build(value)
 
     def __eq__(self, other: object) -> bool:

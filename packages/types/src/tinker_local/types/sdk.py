@@ -237,3 +237,6 @@ def _topk_from_sdk(matrices: Any, rows: list[list[tuple[int, float]] | None] | N
         for column, (token, logprob) in enumerate(row or ()):
             token_ids[index, column], logprobs[index, column] = token, logprob
     return TopkLogprobs(token_ids=token_ids, logprobs=logprobs)
+
+
+Frozen._from_sdk = staticmethod(from_sdk)

@@ -3,12 +3,10 @@
 import asyncio
 from typing import Any
 
-from tinker_local.backend.control import paths
-from tinker_local.backend.control.lost import lost_model, why_lost
-from tinker_local.backend.control.samples import Samples
-from tinker_local.backend.control.sampling_sessions import SamplingSessions
+from tinker_local.backend import ids
+from tinker_local.backend.control.sampling import Sampling
 from tinker_local.backend.control.sessions import Sessions
-from tinker_local.backend.control.training_runs import TrainingRuns
+from tinker_local.backend.control.training_runs import TrainingRuns, lost_model, why_lost
 from tinker_local.backend.scheduling.operations import Operation, Operations
 from tinker_local.backend.scheduling.queue_states import QueueState
 from tinker_local.backend.storage.store import Store
@@ -23,23 +21,21 @@ class Futures:
         store: Store,
         sessions: Sessions,
         training: TrainingRuns,
-        sampling: SamplingSessions,
-        samples: Samples,
+        sampling: Sampling,
         operations: Operations,
     ) -> None:
         self._store = store
         self._sessions = sessions
         self._training = training
         self._sampling = sampling
-        self._samples = samples
         self._operations = operations
 
-    async def operation(self, request_id: str) -> Operation[Any]:
+    async def get(self, request_id: str) -> Operation[Any]:
         """The operation behind a request id; if this process does not know it, why it is lost."""
         operation = self._operations.get(request_id)
         if operation is not None:
             return operation
-        owner = paths.owner_of(request_id)
+        owner = ids.owner_of(request_id)
         if await asyncio.to_thread(self._store.get_training_run, owner) is not None:
             if self._training.live(owner) is not None:
                 raise InternalError(f"request_id: {request_id} is unknown here, or its result was kept too long ago")
@@ -47,7 +43,7 @@ class Futures:
         if await asyncio.to_thread(self._store.get_sampling_session, owner) is not None:
             await self._sampling.get(owner)
             raise GoneError(f"request_id: the result of {request_id} is gone; sample again")
-        session_id = paths.session_of(owner)
+        session_id = ids.session_of(owner)
         session = await asyncio.to_thread(self._store.get_session, session_id)
         if session is not None and not self._sessions.is_live(session_id):
             raise InternalError(f"request_id: {request_id} is lost or never was: {why_lost(session)}")
@@ -55,7 +51,7 @@ class Futures:
 
     def queue_state(self, operation: Operation[Any]) -> QueueState:
         """What an operation that is not done waits for: for others of the same device, or for nobody."""
-        return (self._samples if operation.kind == "sample" else self._training).state_of(operation)
+        return (self._sampling if operation.kind == "sample" else self._training).state_of(operation)
 
     def cancel(self, request_id: str) -> None:
         """Stop a sample and free what it holds; unknown ids and finished operations are left alone."""

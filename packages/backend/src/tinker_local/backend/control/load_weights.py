@@ -4,14 +4,10 @@ import asyncio
 from dataclasses import replace
 from typing import Any
 
-from tinker_local.backend.control import paths
-from tinker_local.backend.control.checkpoint_uses import CheckpointUses
-from tinker_local.backend.control.ownership import check_no_token
-from tinker_local.backend.control.sessions import Sessions
-from tinker_local.backend.control.trained_model import TrainedModel
-from tinker_local.backend.control.training_commands import TrainingCommands
-from tinker_local.backend.control.training_runs import TrainingRuns, new_run
-from tinker_local.backend.control.user_metadata import check_user_metadata
+from tinker_local.backend import ids
+from tinker_local.backend.control.checkpoint_lifetime import CheckpointUses
+from tinker_local.backend.control.sessions import Sessions, check_no_token, check_user_metadata
+from tinker_local.backend.control.training_runs import Command, TrainingRun, TrainingRuns, new_run
 from tinker_local.backend.models.served_models import ServedModel, ServedModels
 from tinker_local.backend.scheduling.operations import Operation
 from tinker_local.backend.storage.names import parse_tinker_path
@@ -39,30 +35,19 @@ class LoadWeights:
         models: ServedModels,
         sessions: Sessions,
         runs: TrainingRuns,
-        commands: TrainingCommands,
         uses: CheckpointUses,
     ) -> None:
         self._store = store
         self._base_models = models
         self._sessions = sessions
         self._runs = runs
-        self._commands = commands
         self._uses = uses
 
-    async def load(self, request: LoadWeightsRequest) -> Operation[dict[str, Any]]:
-        """Into a new model (`session_id`, `model_seq_id`) or an existing one (`model_id`, `seq_id`); the operation
-        ends with `path` and `model_id`."""
-        new = request.session_id is not None and request.model_seq_id is not None
-        old = request.model_id is not None and request.seq_id is not None
-        if new == old:
-            raise InvalidRequestError("load_weights: give session_id and model_seq_id, or model_id and seq_id")
-        return await (self._into_new(request) if new else self._into_existing(request))
-
-    async def _into_new(self, request: LoadWeightsRequest) -> Operation[dict[str, Any]]:
+    async def into_new(self, request: LoadWeightsRequest) -> Operation[dict[str, Any]]:
         """A model that begins with a checkpoint's weights (and optimizer state, if asked)."""
         assert request.session_id is not None
         assert request.model_seq_id is not None
-        model_id = paths.model_id(request.session_id, request.model_seq_id)
+        model_id = ids.model_id(request.session_id, request.model_seq_id)
         if (known := self._runs.creation(model_id, "load_weights")) is not None:
             return known
         await self._sessions.require(request.session_id)
@@ -92,12 +77,10 @@ class LoadWeights:
         operation = self._runs.begin("load_weights", run, base, optimizer, make)
         return operation
 
-    async def _into_existing(self, request: LoadWeightsRequest) -> Operation[dict[str, Any]]:
-        """As the model's first command only, as the hosted service does."""
-        assert request.model_id is not None
-        assert request.seq_id is not None
+    def into_existing(self, request: LoadWeightsRequest) -> Command:
+        """Into an existing training run: as its first command only, as the hosted service does."""
 
-        async def run(model: TrainedModel, operation: Operation[dict[str, Any]]) -> None:
+        async def run(model: TrainingRun, operation: Operation[dict[str, Any]]) -> None:
             if request.seq_id != 1:
                 raise InvalidRequestError(
                     f"load_weights: allowed as a model's first request only, this is number {request.seq_id}; "
@@ -127,7 +110,7 @@ class LoadWeights:
             await model.base.scheduler.call(model.base.engines.trainer.load_adapter, model.model_id, state)
             operation.succeed({"path": request.path, "model_id": model.model_id})
 
-        return await self._commands.in_order("load_weights", request.model_id, request.seq_id, run)
+        return run
 
     async def _checkpoint(self, request: LoadWeightsRequest) -> CheckpointRecord:
         """What `request` names; it must be training state, with its optimizer if that is asked for."""

@@ -7,12 +7,11 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from tinker_local.backend.control.checkpoint_lifetime import check_ttl
 from tinker_local.backend.control.sampler_versions import SamplerVersions
-from tinker_local.backend.control.sampling_sessions import SamplingSessions
-from tinker_local.backend.control.trained_model import TrainedModel
-from tinker_local.backend.control.training_commands import TrainingCommands
-from tinker_local.backend.control.ttl import check_ttl
-from tinker_local.backend.control.user_metadata import check_user_metadata
+from tinker_local.backend.control.sampling import Sampling
+from tinker_local.backend.control.sessions import check_user_metadata
+from tinker_local.backend.control.training_runs import Command, TrainingRun
 from tinker_local.backend.models.served_models import ServedModel
 from tinker_local.backend.rendering.interface import RenderedInput
 from tinker_local.backend.sampling.interface import AdapterVersion, SampleWork
@@ -52,20 +51,18 @@ class SaveWeightsForSampler:
         store: Store,
         folders: VersionFolders,
         versions: SamplerVersions,
-        commands: TrainingCommands,
-        sampling: SamplingSessions,
+        sampling: Sampling,
     ) -> None:
         self._store = store
         self._folders = folders
         self._versions = versions
-        self._commands = commands
         self._sampling = sampling
         self._count = 0
 
-    async def save(self, request: SaveWeightsForSamplerRequest) -> Operation[dict[str, Any]]:
-        """Queue the capture; the operation ends when the version is durable (if named), loaded and verified."""
+    def save(self, request: SaveWeightsForSamplerRequest) -> Command:
+        """Capture and publish a version. The operation ends once it is durable (if named), loaded and verified."""
 
-        async def run(model: TrainedModel, operation: Operation[dict[str, Any]]) -> None:
+        async def run(model: TrainingRun, operation: Operation[dict[str, Any]]) -> None:
             self._check(request)
             scheduler, trainer = model.base.scheduler, model.base.engines.trainer
             # What is kept for good keeps all digits; what is only sampled from, those that the sampler reads.
@@ -93,7 +90,7 @@ class SaveWeightsForSampler:
             model.beside(operation, publish)
             await asyncio.wait((expected,))  # the model goes on when the trainer is done with this
 
-        return await self._commands.in_order("save_weights_for_sampler", request.model_id, request.seq_id, run)
+        return run
 
     @staticmethod
     def _check(request: SaveWeightsForSamplerRequest) -> None:
@@ -112,7 +109,7 @@ class SaveWeightsForSampler:
 
     async def _publish_named(
         self,
-        model: TrainedModel,
+        model: TrainingRun,
         operation: Operation[dict[str, Any]],
         record: CheckpointRecord,
         state: AdapterState,
@@ -131,7 +128,7 @@ class SaveWeightsForSampler:
 
     async def _publish_nameless(
         self,
-        model: TrainedModel,
+        model: TrainingRun,
         operation: Operation[dict[str, Any]],
         request: SaveWeightsForSamplerRequest,
         state: AdapterState,

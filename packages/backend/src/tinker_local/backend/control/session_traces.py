@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import BinaryIO, Literal
 
-from tinker_local.backend.control import paths
+from tinker_local.backend import ids
 from tinker_local.backend.control.sessions import Sessions
 from tinker_local.backend.control.signatures import LIFETIME, Signatures
 from tinker_local.backend.scheduling.operations import Timeline, as_api_error, clock
@@ -148,7 +148,7 @@ class SessionTraces:
     def _trace(self, record: SessionRecord, timelines: Iterable[Timeline], note: str) -> SessionTrace:
         owners: dict[str, list[Timeline]] = {}
         for timeline in timelines:
-            owners.setdefault(paths.owner_of(timeline.request_id), []).append(timeline)
+            owners.setdefault(ids.owner_of(timeline.request_id), []).append(timeline)
         training = [self._run_track(owner, of) for owner, of in owners.items() if of[0].kind != "sample"]
         sampling = [self._sampler_track(owner, of) for owner, of in owners.items() if of[0].kind == "sample"]
         name = record.session_id

@@ -1,19 +1,58 @@
-"""Sessions: who is connected. They end by `finish` or when heartbeats stop, and take their models with them."""
+"""Sessions: who is connected. They end by `finish` or when heartbeats stop, and take their training runs with them."""
 
 import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from typing import Literal
+from typing import Any, Literal
 
-from tinker_local.backend.control.ownership import check_project
-from tinker_local.backend.control.user_metadata import check_user_metadata
 from tinker_local.backend.storage.records import EndReason, SessionRecord
 from tinker_local.backend.storage.store import Store
-from tinker_local.types import CreateSessionRequest, GoneError, NotFoundError
+from tinker_local.types import (
+    ClientFinishedQuery,
+    CreateSessionRequest,
+    GoneError,
+    InvalidRequestError,
+    NotFoundError,
+    SessionCursor,
+    SessionSearchRequest,
+    StatusQuery,
+    UnsupportedError,
+    UserQuery,
+)
+
+
+def check_user_metadata(metadata: Mapping[str, Any] | None) -> None:
+    """InvalidRequestError for a value that is no text: the SDK could not read a listing that holds it."""
+    for name, value in (metadata or {}).items():
+        if not isinstance(value, str):
+            raise InvalidRequestError(f"user_metadata[{name!r}]: must be a text, not {type(value).__name__}")
+
+
+OWNER = "tml:organization_user:local"
+
+PROJECT = "local"
+"""The id of the only project, for callers that have to name one: `copy_weights` of the SDK does."""
+
+
+def check_project(project_id: str | None, field: str) -> None:
+    """UnsupportedError for another project than `PROJECT`; None names none."""
+    if project_id is not None and project_id != PROJECT:
+        raise UnsupportedError(
+            f"{field}: a local server has one project, {PROJECT!r}, and not {project_id!r}; leave it out "
+            f"(unset TINKER_PROJECT_ID), or give {PROJECT!r} where one is demanded"
+        )
+
+
+def check_no_token(token: str | None) -> None:
+    """UnsupportedError for a token: in this process there are no keys, and it opens nothing that is not open. (The HTTP
+    app takes keys of the server for tokens.)"""
+    if token is not None:
+        raise UnsupportedError("weights_access_token: this process reads every checkpoint without one; leave it out")
+
 
 log = logging.getLogger(__name__)
 
@@ -51,6 +90,20 @@ class SessionStatus:
     detail: str | None = None
 
 
+BATCH = 500
+"""Sessions that are read at a time; what fits is told apart in Python, as texts compare alike on every database."""
+
+
+@dataclass(frozen=True, slots=True)
+class FoundSession:
+    """`status` None: lost when the server stopped. Sizes in bytes."""
+
+    record: SessionRecord
+    status: SessionStatus | None
+    checkpoints_count: int
+    checkpoint_storage_bytes: int
+
+
 @dataclass(slots=True, eq=False)
 class Session:
     """`heartbeats`: whether it ends when they stop. `ended`: why it is being ended."""
@@ -70,8 +123,9 @@ class Sessions:
         self._on_end = on_end
         self._live: dict[str, Session] = {}
 
-    async def create(self, request: CreateSessionRequest, *, heartbeats: bool) -> str:
-        """A new session's id."""
+    async def create(self, request: CreateSessionRequest | None = None, *, heartbeats: bool = False) -> str:
+        """A new session's id. `heartbeats`: it ends when they stop, for clients that may vanish."""
+        request = request or CreateSessionRequest()
         check_project(request.project_id, "project_id")
         check_user_metadata(request.user_metadata)
         session = Session(f"s-{secrets.token_hex(8)}", heartbeats)
@@ -125,8 +179,8 @@ class Sessions:
         """Keep a session alive; GoneError tells the client to stop."""
         (await self.require(session_id)).last_heartbeat = time.monotonic()
 
-    async def end(self, session_id: str, reason: EndReason, detail: str | None = None) -> None:
-        """End a session and free what it holds; the first reason wins."""
+    async def finish(self, session_id: str, reason: EndReason = "success", detail: str | None = None) -> None:
+        """End a session and free its training runs and ephemeral samplers; the first reason wins."""
         session = self._live.get(session_id)
         if session is None:
             await self.record(session_id)
@@ -150,7 +204,44 @@ class Sessions:
         for session in silent:
             log.warning("session %s: no heartbeat for %.0f s, ended", session.session_id, self._timeout)
         detail = f"none for {self._timeout:g} s"
-        await asyncio.gather(*(self.end(session.session_id, "heartbeats_lost", detail) for session in silent))
+        await asyncio.gather(*(self.finish(session.session_id, "heartbeats_lost", detail) for session in silent))
+
+    # Listings -------------------------------------------------------------------------------------------------------
+
+    async def newest(self, limit: int, offset: int) -> list[str]:
+        """Ids, newest first."""
+        records, _ = await asyncio.to_thread(self._store.list_sessions, limit, offset)
+        return [record.session_id for record in records]
+
+    async def get(self, session_id: str) -> tuple[SessionRecord, list[str], list[str]]:
+        """A session, and the ids of its training runs and samplers."""
+        record = await self.record(session_id)
+        return record, *(await asyncio.to_thread(self._store.session_members, session_id))
+
+    async def search(self, request: SessionSearchRequest) -> tuple[list[FoundSession], SessionCursor | None]:
+        """A page of what fits, and where the next one begins; None after the last."""
+        for project_id in request.project_ids or ():
+            check_project(project_id, "project_ids")
+        if isinstance(request.owner, UserQuery) and OWNER not in request.owner.owner_urns:
+            return [], None
+        cursor = request.cursor
+        before = None if cursor is None else (cursor.last_created_at, cursor.last_session_id)
+        found: list[tuple[SessionRecord, SessionStatus | None]] = []
+        while len(found) <= request.limit:
+            live = self.live_statuses()
+            batch = await asyncio.to_thread(self._store.sessions_before, before, BATCH)
+            told = [(record, live.get(record.session_id) or self.status(record)) for record in batch]
+            found += [(record, status) for record, status in told if fits(record, status, request)]
+            if len(batch) < BATCH:
+                break
+            before = (batch[-1].created_at, batch[-1].session_id)
+        page = found[: request.limit]
+        storage = await asyncio.to_thread(self._store.session_storage, [record.session_id for record, _ in page])
+        summaries = [FoundSession(record, status, *storage.get(record.session_id, (0, 0))) for record, status in page]
+        if len(found) == len(page):
+            return summaries, None
+        last = page[-1][0]
+        return summaries, SessionCursor(last_created_at=last.created_at, last_session_id=last.session_id)
 
     def __len__(self) -> int:
         return len(self._live)
@@ -162,3 +253,26 @@ def _status(end: SessionEnd | None) -> SessionStatus:
     if end.reason == "heartbeats_lost":
         return SessionStatus("cancelled", end.reason, str(end))
     return SessionStatus("client_finished", end.reason, end.detail)
+
+
+def fits(record: SessionRecord, status: SessionStatus | None, request: SessionSearchRequest) -> bool:
+    """Whether a session is among what `request` asks for, its owner and project aside."""
+    named = [] if request.session_id is None else [record.session_id == request.session_id]
+    if request.display_name is not None:
+        name = (record.display_name or "").casefold()
+        named.append(all(word in name for word in request.display_name.casefold().split()))
+    if named and not any(named):
+        return False
+    if any(record.user_metadata.get(key) != value for key, value in request.user_metadata.items()):
+        return False
+    return request.statuses is None or _is_one_of(status, request.statuses)
+
+
+def _is_one_of(status: SessionStatus | None, queries: Sequence[StatusQuery | ClientFinishedQuery]) -> bool:
+    if status is None:
+        return False
+    return any(
+        status.type == query.type
+        and (isinstance(query, StatusQuery) or query.reasons is None or status.reason in query.reasons)
+        for query in queries
+    )

@@ -1,25 +1,25 @@
-"""Training runs: which models are alive, how they begin and end, and what the server has room for."""
+"""Training runs: how they begin and end, which are alive, and what is said of those that are gone."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
-from dataclasses import replace
-from datetime import timedelta
+from collections.abc import Awaitable, Callable, Collection, Mapping
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
-from tinker_local.backend.control import paths
-from tinker_local.backend.control.lost import lost_model
-from tinker_local.backend.control.sessions import Sessions, now
-from tinker_local.backend.control.trained_model import TrainedModel, finish_saves
-from tinker_local.backend.control.user_metadata import check_user_metadata
+from tinker_local.backend import ids
+from tinker_local.backend.control.checkpoint_lifetime import expiry
+from tinker_local.backend.control.sessions import Sessions, check_user_metadata
 from tinker_local.backend.models.served_models import ServedModel, ServedModels
 from tinker_local.backend.options import BackendOptions
+from tinker_local.backend.scheduling.model_queue import ModelQueue
 from tinker_local.backend.scheduling.operations import Operation, OperationKind, Operations
 from tinker_local.backend.scheduling.queue_states import ACTIVE, QueueState
-from tinker_local.backend.storage.records import TrainingRunRecord
+from tinker_local.backend.storage.records import CheckpointKind, CheckpointRecord, SessionRecord, TrainingRunRecord
 from tinker_local.backend.storage.store import Store
 from tinker_local.backend.training.optimizers import optimizer_of
 from tinker_local.backend.training.optimizers.optimizer import Optimizer
 from tinker_local.types import (
+    ApiError,
     CreateModelRequest,
     GoneError,
     InternalError,
@@ -27,6 +27,78 @@ from tinker_local.types import (
     LoraConfig,
     NotFoundError,
 )
+
+FINISH_SECONDS = 60.0
+"""How long the end of a session or server waits for saves in flight: longer than any disk that works."""
+
+
+@dataclass(slots=True, eq=False)
+class TrainingRun:
+    """A live training run.
+
+    Attributes
+    ----------
+    ready: its adapter was made, and it is recorded.
+    adapter_bytes: of the adapter with its optimizer.
+    creation: the operation that makes it.
+    captures: what was captured of it, on its way to the disk or to the sampler.
+    """
+
+    record: TrainingRunRecord
+    base: ServedModel
+    queue: ModelQueue
+    creation: Operation[dict[str, Any]]
+    adapter_bytes: int
+    optimizer: Optimizer
+    ready: bool = False
+    captures: set[asyncio.Task[None]] = field(default_factory=set)
+
+    @property
+    def model_id(self) -> str:
+        return self.record.training_run_id
+
+    def checkpoint(
+        self, kind: CheckpointKind, name: str, ttl_seconds: int | None, user_metadata: Mapping[str, Any] | None
+    ) -> CheckpointRecord:
+        """The record of a checkpoint taken now; its size is known once it is written."""
+        when = datetime.now(UTC)
+        return CheckpointRecord(
+            training_run_id=self.model_id,
+            kind=kind,
+            name=name,
+            base_model=self.record.base_model,
+            lora_config=self.record.lora_config,
+            created_at=when,
+            size_bytes=0,
+            has_optimizer=kind == "weights",
+            expires_at=expiry(when, ttl_seconds),
+            user_metadata=user_metadata or {},
+        )
+
+    def beside(self, operation: Operation[Any], work: Awaitable[None]) -> None:
+        """Do what follows a capture without holding up the model's order."""
+
+        async def run() -> None:
+            operation.timeline.enter("writing")
+            try:
+                await work
+            except Exception as error:
+                operation.fail_from(error)
+
+        task = asyncio.create_task(run())
+        self.captures.add(task)
+        task.add_done_callback(self.captures.discard)
+
+
+Command = Callable[[TrainingRun, Operation[Any]], Awaitable[None]]
+"""Runs at its place in a run's order: gives the operation its result, or raises."""
+
+
+async def finish_saves(models: Collection[TrainingRun]) -> None:
+    """Wait for the checkpoints of `models` that are being written, at most `FINISH_SECONDS`."""
+    saves = [task for model in models for task in model.captures]
+    if saves:
+        await asyncio.wait(saves, timeout=FINISH_SECONDS)
 
 
 class TrainingRuns:
@@ -40,14 +112,14 @@ class TrainingRuns:
         self._base_models = models
         self._sessions = sessions
         self._operations = operations
-        self._live: dict[str, TrainedModel] = {}
+        self._live: dict[str, TrainingRun] = {}
         self._copies: set[str] = set()
 
     # Creation -------------------------------------------------------------------------------------------------------
 
     async def create(self, request: CreateModelRequest) -> Operation[dict[str, Any]]:
         """A fresh adapter. Validation errors are raised at once; the operation ends with `model_id`."""
-        model_id = paths.model_id(request.session_id, request.model_seq_id)
+        model_id = ids.model_id(request.session_id, request.model_seq_id)
         if (known := self.creation(model_id, "create_model")) is not None:
             return known
         base = self._base_models.get(request.base_model)
@@ -65,7 +137,7 @@ class TrainingRuns:
 
     def creation(self, model_id: str, kind: OperationKind) -> Operation[dict[str, Any]] | None:
         """The operation that made or makes a model, if it was asked for; InvalidRequestError if it is no `kind`."""
-        return self._operations.repeated(paths.request_id(model_id, "create"), kind)
+        return self._operations.repeated(ids.request_id(model_id, "create"), kind)
 
     def begin(
         self,
@@ -86,9 +158,9 @@ class TrainingRuns:
             raise InvalidRequestError(f"model_seq_id: {model_id} is a copy; give the new model another number")
         size = self._check_limits(base, record.lora_config, optimizer)
         queue = base.scheduler.open(model_id, record.session_id, self._options.gap_patience)
-        operation: Operation[dict[str, Any]] = Operation(paths.request_id(model_id, "create"), kind)
+        operation: Operation[dict[str, Any]] = Operation(ids.request_id(model_id, "create"), kind)
         operation.failures = base.counts.failures
-        model = self._live[model_id] = TrainedModel(record, base, queue, operation, size, optimizer)
+        model = self._live[model_id] = TrainingRun(record, base, queue, operation, size, optimizer)
         self._operations.add(operation)
 
         async def run() -> None:
@@ -133,7 +205,7 @@ class TrainingRuns:
 
     # End ------------------------------------------------------------------------------------------------------------
 
-    async def _free(self, model: TrainedModel, reason: str) -> None:
+    async def _free(self, model: TrainingRun, reason: str) -> None:
         self._live.pop(model.model_id, None)
         if not model.creation.done:
             model.creation.cancel(GoneError(reason))  # before the adapter is removed, lest it is made afterwards
@@ -143,12 +215,12 @@ class TrainingRuns:
     async def end_session(self, session_id: str) -> None:
         """Free the models of a session that has ended. Checkpoints that are being written are finished first."""
 
-        async def end(model: TrainedModel) -> None:
+        async def end(model: TrainingRun) -> None:
             await finish_saves([model])
             await self._free(model, f"the session {session_id} has ended")
 
         await asyncio.gather(*(end(m) for m in list(self._live.values()) if m.record.session_id == session_id))
-        self._copies = {run for run in self._copies if paths.session_of(run) != session_id}
+        self._copies = {run for run in self._copies if ids.session_of(run) != session_id}
 
     async def finish_saves(self) -> None:
         """Wait for the checkpoints that are being written."""
@@ -166,12 +238,25 @@ class TrainingRuns:
         """Give up what `reserve` kept."""
         self._copies.discard(training_run_id)
 
+    # Records --------------------------------------------------------------------------------------------------------
+
+    async def get(self, training_run_id: str) -> TrainingRunRecord:
+        """What is recorded of a training run, alive or not."""
+        record = await asyncio.to_thread(self._store.get_training_run, training_run_id)
+        if record is None:
+            raise NotFoundError(f"training_run_id: there is no training run {training_run_id!r}")
+        return record
+
+    async def newest(self, limit: int, offset: int) -> tuple[list[TrainingRunRecord], int]:
+        """Newest first, and the count of all."""
+        return await asyncio.to_thread(self._store.list_training_runs, limit, offset)
+
     # Look-ups -------------------------------------------------------------------------------------------------------
 
-    def live(self, model_id: str) -> TrainedModel | None:
+    def live(self, model_id: str) -> TrainingRun | None:
         return self._live.get(model_id)
 
-    def all_live(self) -> list[TrainedModel]:
+    def all_live(self) -> list[TrainingRun]:
         return list(self._live.values())
 
     def count(self) -> int:
@@ -179,10 +264,10 @@ class TrainingRuns:
 
     def state_of(self, operation: Operation[Any]) -> QueueState:
         """What an operation that is not done waits for."""
-        model = self._live.get(paths.owner_of(operation.request_id))
+        model = self._live.get(ids.owner_of(operation.request_id))
         return ACTIVE if model is None else model.base.scheduler.state_of(model.queue, operation)
 
-    async def info(self, model_id: str) -> TrainedModel:
+    async def info(self, model_id: str) -> TrainingRun:
         """The live model; NotFoundError if there never was one, GoneError that says why it is no longer alive."""
         model = self._live.get(model_id)
         if model is None:
@@ -193,9 +278,9 @@ class TrainingRuns:
             raise NotFoundError(f"model_id: {model_id} is still being created; wait for the future of its creation")
         return model
 
-    def touch(self, model: TrainedModel) -> None:
+    def touch(self, model: TrainingRun) -> None:
         """Note the time of the last request; on disk at most once a minute."""
-        when = now()
+        when = datetime.now(UTC)
         if when - model.record.last_request_at > timedelta(minutes=1):
             model.record = replace(model.record, last_request_at=when)
             if model.ready:
@@ -206,7 +291,37 @@ def new_run(
     model_id: str, base_model: str, config: LoraConfig, user_metadata: dict[str, Any] | None
 ) -> TrainingRunRecord:
     """The record of a model that begins now."""
-    when = now()
+    when = datetime.now(UTC)
     return TrainingRunRecord(
-        model_id, paths.session_of(model_id), base_model, config, when, when, user_metadata=user_metadata or {}
+        model_id, ids.session_of(model_id), base_model, config, when, when, user_metadata=user_metadata or {}
     )
+
+
+def why_lost(session: SessionRecord | None) -> str:
+    """Why nothing of `session`, which is not alive, is here any more."""
+    if session is not None and session.why_ended is not None:
+        return f"its session has ended ({session.why_ended})"
+    return "the server was restarted"
+
+
+async def lost_model(store: Store, model_id: str) -> ApiError:
+    """Why nothing can be done with a model that is not alive."""
+    record = await asyncio.to_thread(store.get_training_run, model_id)
+    if record is None:
+        return NotFoundError(f"model_id: there is no model {model_id!r}")
+    if record.copied_from is not None:
+        return InvalidRequestError(
+            f"model_id: {model_id} is a copy of {record.copied_from}, which cannot be trained on; "
+            "begin a new model with create_training_client_from_state"
+        )
+    session = await asyncio.to_thread(store.get_session, record.session_id)
+    return InternalError(f"model {model_id} is gone: {why_lost(session)}. {await _how_to_go_on(store, model_id)}")
+
+
+async def _how_to_go_on(store: Store, model_id: str) -> str:
+    checkpoints = await asyncio.to_thread(store.list_checkpoints, model_id)
+    saved = [c for c in checkpoints if c.kind == "weights"]
+    if not saved:
+        return "It has no saved checkpoint."
+    last = max(saved, key=lambda c: c.created_at)
+    return f"Its last checkpoint is {last.tinker_path}; continue with create_training_client_from_state_with_optimizer"

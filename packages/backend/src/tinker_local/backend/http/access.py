@@ -16,8 +16,8 @@ from fastapi import Depends, Header, Query, Request
 from fastapi.responses import JSONResponse
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
-from tinker_local.backend.backend import InProcessBackend
-from tinker_local.backend.control.ownership import check_project
+from tinker_local.backend.control.control_plane import ControlPlane
+from tinker_local.backend.control.sessions import check_project
 from tinker_local.backend.http import errors
 from tinker_local.types import AuthenticationError, CopyWeightsRequest, LoadWeightsRequest, PermissionDeniedError
 
@@ -68,7 +68,7 @@ class Keys:
 class RequireReady:
     """Answer 503 to everything but the health check until the models are loaded; the SDK tries again."""
 
-    def __init__(self, app: ASGIApp, backend: InProcessBackend) -> None:
+    def __init__(self, app: ASGIApp, backend: ControlPlane) -> None:
         self._app = app
         self._backend = backend
 
@@ -148,11 +148,11 @@ def is_loopback(host: str) -> bool:
 # What routes depend on -----------------------------------------------------------------------------------------------
 
 
-async def _backend(request: Request) -> InProcessBackend:
-    return cast(InProcessBackend, request.app.state.backend)
+async def _backend(request: Request) -> ControlPlane:
+    return cast(ControlPlane, request.app.state.backend)
 
 
-Backend = Annotated[InProcessBackend, Depends(_backend)]
+Backend = Annotated[ControlPlane, Depends(_backend)]
 
 Offset = Annotated[int, Query(ge=0, le=2**63 - 1)]
 """Where a page begins; the database counts in 64 bits."""

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from fastapi import Depends, FastAPI
-from tinker_local.backend.backend import InProcessBackend
+from tinker_local.backend.control.control_plane import ControlPlane
 from tinker_local.backend.http import (
     checkpoint_routes,
     client_routes,
@@ -28,7 +28,7 @@ ROUTES = (
 )
 
 
-def create_app(backend: InProcessBackend, *, api_keys: Sequence[str] | None = None) -> FastAPI:
+def create_app(backend: ControlPlane, *, api_keys: Sequence[str] | None = None) -> FastAPI:
     """The app over `backend`, which the caller starts and closes, on the same event loop.
 
     `api_keys`: the keys that are accepted; None accepts any, from programs of this machine (so bind to loopback).

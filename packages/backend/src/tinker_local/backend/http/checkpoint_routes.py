@@ -3,8 +3,8 @@
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Header, Query, Request, Response
-from tinker_local.backend.backend import InProcessBackend
-from tinker_local.backend.control.ownership import OWNER
+from tinker_local.backend.control.control_plane import ControlPlane
+from tinker_local.backend.control.sessions import OWNER
 from tinker_local.backend.http.access import Backend, Offset, ServerKeys, one_owner
 from tinker_local.backend.http.bodies import discard_body, parse
 from tinker_local.backend.storage.records import CheckpointRecord, TrainingRunRecord
@@ -27,7 +27,7 @@ class TtlBody(Frozen):
 
 @router.get("/training_runs/{run_id}/checkpoints")
 async def list_checkpoints(run_id: str, backend: Backend) -> dict[str, Any]:
-    return {"checkpoints": [checkpoint_json(record) for record in await backend.list_checkpoints(run_id)]}
+    return {"checkpoints": [checkpoint_json(record) for record in await backend.checkpoints.of(run_id)]}
 
 
 @router.get("/checkpoints")
@@ -35,7 +35,7 @@ async def list_all_checkpoints(
     backend: Backend, limit: Annotated[int, Query(ge=1, le=1000)] = 100, offset: Offset = 0
 ) -> dict[str, Any]:
     """Newest first."""
-    records, total = await backend.list_all_checkpoints(limit, offset)
+    records, total = await backend.checkpoints.newest(limit, offset)
     return {
         "checkpoints": [checkpoint_json(record) for record in records],
         "cursor": {"offset": offset, "limit": limit, "total_count": total},
@@ -44,7 +44,7 @@ async def list_all_checkpoints(
 
 @router.delete("/training_runs/{run_id}/checkpoints/{kind}/{name}", status_code=204)
 async def delete_checkpoint(run_id: str, kind: str, name: str, backend: Backend) -> Response:
-    await backend.delete_checkpoint(f"tinker://{run_id}/{kind}/{name}")
+    await backend.checkpoints.delete(f"tinker://{run_id}/{kind}/{name}")
     return Response(status_code=204)
 
 
@@ -52,7 +52,7 @@ async def delete_checkpoint(run_id: str, kind: str, name: str, backend: Backend)
 async def publish_checkpoint(run_id: str, kind: str, name: str, request: Request, backend: Backend) -> Response:
     """400 and not 409 if it is public already: the SDK repeats what a 409 answers for five minutes."""
     await discard_body(request)
-    await backend.publish_checkpoint(f"tinker://{run_id}/{kind}/{name}")
+    await backend.checkpoints.set_public(f"tinker://{run_id}/{kind}/{name}", True)
     return Response(status_code=204)
 
 
@@ -60,14 +60,14 @@ async def publish_checkpoint(run_id: str, kind: str, name: str, request: Request
 async def unpublish_checkpoint(run_id: str, kind: str, name: str, request: Request, backend: Backend) -> Response:
     """400 and not 409 if it is private already."""
     await discard_body(request)
-    await backend.unpublish_checkpoint(f"tinker://{run_id}/{kind}/{name}")
+    await backend.checkpoints.set_public(f"tinker://{run_id}/{kind}/{name}", False)
     return Response(status_code=204)
 
 
 @router.put("/training_runs/{run_id}/checkpoints/{kind}/{name}/ttl", status_code=204)
 async def set_checkpoint_ttl(run_id: str, kind: str, name: str, request: Request, backend: Backend) -> Response:
     body = await parse(request, TtlBody)
-    await backend.set_checkpoint_ttl(f"tinker://{run_id}/{kind}/{name}", body.ttl_seconds)
+    await backend.checkpoints.set_ttl(f"tinker://{run_id}/{kind}/{name}", body.ttl_seconds)
     return Response(status_code=204)
 
 
@@ -76,12 +76,12 @@ async def copy_weights(
     request: Request, backend: Backend, keys: ServerKeys, x_idempotency_key: Annotated[str | None, Header()] = None
 ) -> dict[str, Any]:
     asked = keys.opened(await parse(request, CopyWeightsRequest))
-    return {"tinker_path": await backend.copy_weights(asked, x_idempotency_key)}
+    return {"tinker_path": await backend.checkpoints.copy(asked, x_idempotency_key)}
 
 
 @router.post("/weights_info")
 async def weights_info(request: Request, backend: Backend) -> dict[str, Any]:
-    record = await backend.get_checkpoint((await parse(request, WeightsInfoBody)).tinker_path)
+    record = await backend.checkpoints.get((await parse(request, WeightsInfoBody)).tinker_path)
     config = record.lora_config
     return {
         "base_model": record.base_model,
@@ -116,7 +116,7 @@ async def list_training_runs(
     backend: Backend, limit: Annotated[int, Query(ge=1, le=1000)] = 20, offset: Offset = 0
 ) -> dict[str, Any]:
     """Newest first."""
-    records, total = await backend.list_training_runs(limit, offset)
+    records, total = await backend.runs.newest(limit, offset)
     return {
         "training_runs": [await run_json(backend, record) for record in records],
         "cursor": {"offset": offset, "limit": limit, "total_count": total},
@@ -125,10 +125,10 @@ async def list_training_runs(
 
 @router.get("/training_runs/{run_id}")
 async def get_training_run(run_id: str, backend: Backend) -> dict[str, Any]:
-    return await run_json(backend, await backend.get_training_run(run_id))
+    return await run_json(backend, await backend.runs.get(run_id))
 
 
-async def run_json(backend: InProcessBackend, record: TrainingRunRecord) -> dict[str, Any]:
+async def run_json(backend: ControlPlane, record: TrainingRunRecord) -> dict[str, Any]:
     """A training run on the wire, with its last checkpoints."""
     found: dict[str, Any] = {
         "training_run_id": record.training_run_id,
@@ -140,7 +140,7 @@ async def run_json(backend: InProcessBackend, record: TrainingRunRecord) -> dict
         "last_request_time": record.last_request_at.isoformat(),
         "user_metadata": dict(record.user_metadata),
     }
-    checkpoints = sorted(await backend.list_checkpoints(record.training_run_id), key=lambda c: c.created_at)
+    checkpoints = sorted(await backend.checkpoints.of(record.training_run_id), key=lambda c: c.created_at)
     for kind, field in (("weights", "last_checkpoint"), ("sampler_weights", "last_sampler_checkpoint")):
         last = [c for c in checkpoints if c.kind == kind][-1:]
         if last:

@@ -10,7 +10,7 @@ from urllib.parse import quote, urlencode
 from fastapi import APIRouter, Query, Request
 from fastapi.responses import FileResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
-from tinker_local.backend.control.external_weights import ExternalWeights, SignedFile
+from tinker_local.backend.control.exports import Exports, SignedFile
 from tinker_local.backend.http.access import EXPORT_FILES, TRACE_FILES, Backend
 from tinker_local.types import InvalidRequestError
 
@@ -30,7 +30,7 @@ async def external_weights_urls(
     run_id: str, kind: str, name: str, request: Request, backend: Backend
 ) -> dict[str, Any]:
     """One absolute URL per file, which a GET without credentials fetches until `expires`."""
-    signed, expires = await backend.external_weights.sign(f"tinker://{run_id}/{kind}/{name}")
+    signed, expires = await backend.exports.sign(f"tinker://{run_id}/{kind}/{name}")
     root = public_root(request)
     return {"urls": {file.file: f"{root}{_path(file)}" for file in signed}, "expires": expires.isoformat()}
 
@@ -38,13 +38,13 @@ async def external_weights_urls(
 @router.api_route("/external_weights/{run_id}/{name}/{file}", methods=["GET", "HEAD"])
 async def download_export(run_id: str, name: str, file: str, backend: Backend, version: int, token: Token) -> Response:
     """The file as a stream; ranges work, so that a download can be resumed."""
-    return Download(backend.external_weights, SignedFile(run_id, name, file, version, token))
+    return Download(backend.exports, SignedFile(run_id, name, file, version, token))
 
 
 class Download(Response):
     """A file of an export, which stays on the disk until it was sent, whoever deletes the export meanwhile."""
 
-    def __init__(self, exports: ExternalWeights, wanted: SignedFile) -> None:
+    def __init__(self, exports: Exports, wanted: SignedFile) -> None:
         super().__init__()
         self._exports = exports
         self._wanted = wanted

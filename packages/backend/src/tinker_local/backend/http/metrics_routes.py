@@ -13,7 +13,7 @@ from fastapi import APIRouter, Request, Response
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
-from tinker_local.backend.backend import InProcessBackend
+from tinker_local.backend.control.control_plane import ControlPlane
 from tinker_local.backend.models.metrics import ModelMetrics
 from tinker_local.types.errors import Category
 
@@ -134,7 +134,7 @@ EXPORTED = (
 class BackendCollector(Collector):
     """Reads a backend whenever the metrics are asked for; it keeps no numbers of its own."""
 
-    def __init__(self, backend: InProcessBackend) -> None:
+    def __init__(self, backend: ControlPlane) -> None:
         self._backend = backend
 
     def collect(self) -> Iterable[CounterMetricFamily | GaugeMetricFamily]:
@@ -148,7 +148,7 @@ class BackendCollector(Collector):
             yield family
 
 
-def registry_of(backend: InProcessBackend) -> CollectorRegistry:
+def registry_of(backend: ControlPlane) -> CollectorRegistry:
     """A registry of `backend` alone, so that two backends of a process share nothing."""
     registry = CollectorRegistry()
     registry.register(BackendCollector(backend))

@@ -19,7 +19,7 @@ class JoinBody(Frozen):
 @router.post("/create_sampling_session")
 async def create_sampling_session(request: Request, backend: Backend) -> dict[str, Any]:
     body = await parse(request, CreateSamplingSessionRequest)
-    return {"sampling_session_id": await backend.create_sampling_session(body), "type": "create_sampling_session"}
+    return {"sampling_session_id": await backend.sampling.create_session(body), "type": "create_sampling_session"}
 
 
 @router.post("/join_sampling_session")
@@ -31,9 +31,11 @@ async def join_sampling_session(request: Request, backend: Backend) -> dict[str,
 
 @router.post("/asample")
 async def asample(request: Request, backend: Backend) -> dict[str, Any]:
-    return promise(await backend.sample(await parse(request, SampleRequest, MAX_SAMPLE_BYTES)))
+    return promise(await backend.sampling.sample(await parse(request, SampleRequest, MAX_SAMPLE_BYTES)))
 
 
 @router.get("/samplers/{sampler_id}")
 async def get_sampler(sampler_id: str, backend: Backend) -> dict[str, Any]:
-    return await backend.get_sampler(sampler_id)
+    record = await backend.sampling.record(sampler_id)
+    found = {"sampler_id": sampler_id, "base_model": record.base_model}
+    return found if record.model_path is None else {**found, "model_path": record.model_path}

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import uvicorn
 import uvloop
-from tinker_local.backend.backend import InProcessBackend
+from tinker_local.backend.control.control_plane import ControlPlane
 from tinker_local.backend.http.app import create_app
 
 
@@ -51,7 +51,7 @@ def event_loop() -> asyncio.Runner:
 class _Server(uvicorn.Server):
     """uvicorn that ends long polls when it is told to stop, and leaves the rest of the process alone."""
 
-    def __init__(self, config: uvicorn.Config, backend: InProcessBackend) -> None:
+    def __init__(self, config: uvicorn.Config, backend: ControlPlane) -> None:
         super().__init__(config)
         self._backend = backend
 
@@ -75,7 +75,7 @@ class _Server(uvicorn.Server):
                 signal.signal(number, handler)
 
 
-def _server(backend: InProcessBackend, api_keys: Sequence[str] | None) -> _Server:
+def _server(backend: ControlPlane, api_keys: Sequence[str] | None) -> _Server:
     config = uvicorn.Config(
         create_app(backend, api_keys=api_keys),
         log_level="warning",
@@ -89,7 +89,7 @@ def _server(backend: InProcessBackend, api_keys: Sequence[str] | None) -> _Serve
 
 
 async def run(
-    backend: InProcessBackend,
+    backend: ControlPlane,
     listening: socket.socket,
     *,
     api_keys: Sequence[str] | None,
@@ -129,7 +129,7 @@ class LoopbackServer:
     client needs.
     """
 
-    def __init__(self, backend: InProcessBackend, host: str = "127.0.0.1", port: int = 0) -> None:
+    def __init__(self, backend: ControlPlane, host: str = "127.0.0.1", port: int = 0) -> None:
         if backend.ready:
             raise RuntimeError("this backend already runs in an event loop; give one that was not started")
         self.api_key = f"tml-{secrets.token_urlsafe(24)}"
@@ -144,7 +144,7 @@ class LoopbackServer:
         if self._failure is not None:
             raise self._failure
 
-    def _main(self, backend: InProcessBackend) -> None:
+    def _main(self, backend: ControlPlane) -> None:
         async def serve() -> None:
             try:
                 await backend.start()

@@ -3,9 +3,7 @@
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Depends, Query, Request, Response
-from tinker_local.backend.control.ownership import OWNER, PROJECT
-from tinker_local.backend.control.session_search import FoundSession
-from tinker_local.backend.control.sessions import SessionStatus
+from tinker_local.backend.control.sessions import OWNER, PROJECT, FoundSession, SessionStatus
 from tinker_local.backend.http.access import Backend, Offset, one_owner
 from tinker_local.backend.http.bodies import parse
 from tinker_local.types import CreateSessionRequest, FinishType, Frozen, SessionSearchRequest
@@ -30,19 +28,19 @@ class FinishBody(Frozen):
 @router.post("/create_session")
 async def create_session(request: Request, backend: Backend) -> dict[str, Any]:
     body = await parse(request, CreateSessionRequest)
-    return {"session_id": await backend.create_session(body, heartbeats=True), "type": "create_session"}
+    return {"session_id": await backend.sessions.create(body, heartbeats=True), "type": "create_session"}
 
 
 @router.post("/session_heartbeat")
 async def session_heartbeat(request: Request, backend: Backend) -> dict[str, Any]:
-    await backend.session_heartbeat((await parse(request, HeartbeatBody)).session_id)
+    await backend.sessions.heartbeat((await parse(request, HeartbeatBody)).session_id)
     return {"type": "session_heartbeat"}
 
 
 @router.post("/sessions/{session_id}/finish", status_code=204)
 async def finish(session_id: str, request: Request, backend: Backend) -> Response:
     body = await parse(request, FinishBody)
-    await backend.finish_session(session_id, body.reason.type, body.detail)
+    await backend.sessions.finish(session_id, body.reason.type, body.detail)
     return Response(status_code=204)
 
 
@@ -51,12 +49,12 @@ async def list_sessions(
     backend: Backend, limit: Annotated[int, Query(ge=1, le=1000)] = 20, offset: Offset = 0
 ) -> dict[str, Any]:
     """Newest first."""
-    return {"sessions": await backend.list_sessions(limit, offset)}
+    return {"sessions": await backend.sessions.newest(limit, offset)}
 
 
 @router.get("/sessions/{session_id}")
 async def get_session(session_id: str, backend: Backend) -> dict[str, Any]:
-    record, run_ids, sampler_ids = await backend.get_session(session_id)
+    record, run_ids, sampler_ids = await backend.sessions.get(session_id)
     return {
         "training_run_ids": run_ids,
         "sampler_ids": sampler_ids,
@@ -68,7 +66,7 @@ async def get_session(session_id: str, backend: Backend) -> dict[str, Any]:
 @router.post("/sessions/search")
 async def search_sessions(request: Request, backend: Backend) -> dict[str, Any]:
     """Newest first."""
-    found, cursor = await backend.search_sessions(await parse(request, SessionSearchRequest))
+    found, cursor = await backend.sessions.search(await parse(request, SessionSearchRequest))
     return {
         "sessions": [summary_json(session) for session in found],
         "next_cursor": None if cursor is None else cursor.model_dump(mode="json"),

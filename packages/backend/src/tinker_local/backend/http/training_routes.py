@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeVar
 
 from fastapi import APIRouter, Request
 from pydantic import BaseModel, ConfigDict, ValidationError
-from tinker_local.backend.backend import InProcessBackend
+from tinker_local.backend.control.control_plane import ControlPlane
 from tinker_local.backend.http.access import Backend, ServerKeys
 from tinker_local.backend.http.bodies import MAX_GRADIENT_BYTES, parse, parse_json, read_body, unpack
 from tinker_local.backend.http.future_routes import promise
@@ -48,13 +48,13 @@ class GetInfoBody(Frozen):
 
 @router.post("/create_model")
 async def create_model(request: Request, backend: Backend) -> dict[str, Any]:
-    return promise(await backend.create_model(await parse(request, CreateModelRequest)))
+    return promise(await backend.runs.create(await parse(request, CreateModelRequest)))
 
 
 @router.post("/get_info")
 async def get_info(request: Request, backend: Backend) -> dict[str, Any]:
     """What the client needs to know of a model, its tokenizer first of all."""
-    model = await backend.get_info((await parse(request, GetInfoBody)).model_id)
+    model = await backend.runs.info((await parse(request, GetInfoBody)).model_id)
     name = model.record.base_model
     return {
         "model_id": model.model_id,
@@ -78,7 +78,7 @@ async def forward_backward(request: Request, backend: Backend) -> dict[str, Any]
 
     found, size = await asyncio.to_thread(envelope)
     return promise(
-        await backend.forward_backward_encoded(
+        await backend.training.forward_backward_encoded(
             found.model_id, found.seq_id, forward_only=found.forward_only, size=size, decode=found.decode
         )
     )
@@ -86,18 +86,18 @@ async def forward_backward(request: Request, backend: Backend) -> dict[str, Any]
 
 @router.post("/optim_step")
 async def optim_step(request: Request, backend: Backend) -> dict[str, Any]:
-    return await _ordered(request, backend, "optim_step", OptimStepRequest, backend.optim_step)
+    return await _ordered(request, backend, "optim_step", OptimStepRequest, backend.training.optim_step)
 
 
 @router.post("/save_weights")
 async def save_weights(request: Request, backend: Backend) -> dict[str, Any]:
-    return await _ordered(request, backend, "save_weights", SaveWeightsRequest, backend.save_weights)
+    return await _ordered(request, backend, "save_weights", SaveWeightsRequest, backend.training.save_weights)
 
 
 @router.post("/load_weights")
 async def load_weights(request: Request, backend: Backend, keys: ServerKeys) -> dict[str, Any]:
     async def submit(asked: LoadWeightsRequest) -> Operation[Any]:
-        return await backend.load_weights(keys.opened(asked))
+        return await backend.training.load_weights(keys.opened(asked))
 
     return await _ordered(request, backend, "load_weights", LoadWeightsRequest, submit)
 
@@ -105,20 +105,24 @@ async def load_weights(request: Request, backend: Backend, keys: ServerKeys) -> 
 @router.post("/save_weights_for_sampler")
 async def save_weights_for_sampler(request: Request, backend: Backend) -> dict[str, Any]:
     return await _ordered(
-        request, backend, "save_weights_for_sampler", SaveWeightsForSamplerRequest, backend.save_weights_for_sampler
+        request,
+        backend,
+        "save_weights_for_sampler",
+        SaveWeightsForSamplerRequest,
+        backend.training.save_weights_for_sampler,
     )
 
 
 @router.post("/save_weights_external")
 async def save_weights_external(request: Request, backend: Backend) -> dict[str, Any]:
     return await _ordered(
-        request, backend, "save_weights_external", SaveWeightsExternalRequest, backend.save_weights_external
+        request, backend, "save_weights_external", SaveWeightsExternalRequest, backend.training.save_weights_external
     )
 
 
 async def _ordered(
     request: Request,
-    backend: InProcessBackend,
+    backend: ControlPlane,
     kind: OperationKind,
     model: type[M],
     submit: Callable[[M], Awaitable[Operation[Any]]],
@@ -131,4 +135,4 @@ async def _ordered(
             place = Place.model_validate_json(body)
         except ValidationError:
             raise error from None
-        return promise(await backend.refuse(kind, place.model_id, place.seq_id, error))
+        return promise(await backend.training.refuse(kind, place.model_id, place.seq_id, error))

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 
-from tinker_local.backend.control import paths
+from tinker_local.backend import ids
 from tinker_local.backend.scheduling.operations import Timeline
 
 MOST_TRAINING, MOST_SAMPLES = 8192, 16384
@@ -57,7 +57,7 @@ class TraceRecorder:
 
     def record(self, timeline: Timeline) -> None:
         """Keep a timeline from its beginning on, of a session that exists."""
-        session_id = paths.session_of(paths.owner_of(timeline.request_id))
+        session_id = ids.session_of(ids.owner_of(timeline.request_id))
         session = self._sessions.get(session_id)
         if session is None:
             session = self._sessions[session_id] = SessionTimelines()

@@ -8,11 +8,9 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
-from tinker_local.backend.control.checkpoint_uses import CheckpointUses
+from tinker_local.backend.control.checkpoint_lifetime import CheckpointUses, check_ttl
 from tinker_local.backend.control.signatures import LIFETIME, Signatures
-from tinker_local.backend.control.trained_model import TrainedModel
-from tinker_local.backend.control.training_commands import TrainingCommands
-from tinker_local.backend.control.ttl import check_ttl
+from tinker_local.backend.control.training_runs import Command, TrainingRun
 from tinker_local.backend.scheduling.operations import Operation
 from tinker_local.backend.storage.adapter_files import CONFIG, WEIGHTS
 from tinker_local.backend.storage.names import check_checkpoint_name, parse_tinker_path
@@ -47,27 +45,25 @@ class SignedFile:
     token: str
 
 
-class ExternalWeights:
+class Exports:
     """`save_weights_external`, and who may fetch what it saved."""
 
     def __init__(
         self,
         store: Store,
-        commands: TrainingCommands,
         uses: CheckpointUses,
         signatures: Signatures,
         clock: Callable[[], datetime],
     ) -> None:
         self._store = store
-        self._commands = commands
         self._uses = uses
         self._clock = clock
         self._signatures = signatures
 
-    async def save(self, request: SaveWeightsExternalRequest) -> Operation[dict[str, Any]]:
-        """Queue the copy; the operation ends with `path` and `size_bytes` when the files are on the disk."""
+    def save(self, request: SaveWeightsExternalRequest) -> Command:
+        """Capture and write the copy. The operation ends with `path` and `size_bytes` once the files are on disk."""
 
-        async def run(model: TrainedModel, operation: Operation[dict[str, Any]]) -> None:
+        async def run(model: TrainingRun, operation: Operation[dict[str, Any]]) -> None:
             name = check_checkpoint_name(request.path, "path")
             check_ttl(request.ttl_seconds)
             if request.age_encryption_recipients:
@@ -84,7 +80,7 @@ class ExternalWeights:
 
             model.beside(operation, write())
 
-        return await self._commands.in_order("save_weights_external", request.model_id, request.seq_id, run)
+        return run
 
     async def sign(self, tinker_path: str) -> tuple[list[SignedFile], datetime]:
         """Every file of an export with a signature, and when these expire: with the export itself, if that is first."""

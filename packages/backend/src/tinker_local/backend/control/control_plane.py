@@ -1,0 +1,165 @@
+"""`ControlPlane`: what the API names, put together; it starts with the models and ends with them."""
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
+from datetime import datetime
+from typing import Any
+
+from tinker_local.backend.control.checkpoint_lifetime import CheckpointUses
+from tinker_local.backend.control.checkpoints import Checkpoints
+from tinker_local.backend.control.exports import Exports
+from tinker_local.backend.control.futures import Futures
+from tinker_local.backend.control.load_weights import LoadWeights
+from tinker_local.backend.control.sampler_versions import SamplerVersions
+from tinker_local.backend.control.sampling import Sampling
+from tinker_local.backend.control.save_weights_for_sampler import SaveWeightsForSampler
+from tinker_local.backend.control.session_traces import SessionTraces
+from tinker_local.backend.control.sessions import Sessions, now
+from tinker_local.backend.control.signatures import Signatures
+from tinker_local.backend.control.training import Training
+from tinker_local.backend.control.training_runs import TrainingRuns
+from tinker_local.backend.models.loading import load_base_models
+from tinker_local.backend.models.metrics import ModelMetrics
+from tinker_local.backend.models.served_models import EngineLoader, Progress, ServedModels, by_path
+from tinker_local.backend.options import BackendOptions, ModelSource
+from tinker_local.backend.scheduling.operations import Operations
+from tinker_local.backend.storage.store import Store
+from tinker_local.backend.storage.versions import VersionFolders
+from tinker_local.backend.traces.recorder import TraceRecorder
+from tinker_local.types import InternalError
+
+log = logging.getLogger(__name__)
+
+
+class ControlPlane:
+    """The life cycle, and the parts that it starts:
+
+    `sessions`: create, heartbeat, finish, list, search. `runs`: training runs, created and ended. `training`: the
+    commands of a run. `sampling`: sampling sessions and samples. `checkpoints`: look-up, expiry, deletion, copies.
+    `exports`: signed downloads. `futures`: operations by request id. `traces`: where a session's time went. `models`:
+    the base models.
+    """
+
+    def __init__(
+        self,
+        models: Sequence[ModelSource],
+        options: BackendOptions | None = None,
+        *,
+        load: EngineLoader | None = None,
+        progress: Progress = log.info,
+        clock: Callable[[], datetime] = now,
+    ) -> None:
+        if not models:
+            raise ValueError("at least one model is needed")
+        self._sources = by_path(models)
+        self._load = load
+        self._progress = progress
+        self._clock = clock
+        self.options = options or BackendOptions()
+        self.models = ServedModels()
+        self.ready = False
+        self._closing = AsyncExitStack()
+
+    # Life cycle -----------------------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Load the models and open the store. Anything that was opened is closed again if this fails."""
+        try:
+            await self._start()
+        except BaseException:
+            await self._closing.aclose()
+            raise
+
+    async def _start(self) -> None:
+        options = self.options
+        self.store = Store(options.data_dir, clock=self._clock)
+        self._closing.callback(self.store.close)
+        self.folders = VersionFolders(options.data_dir)
+        self._closing.callback(self.folders.close)
+        self._closing.push_async_callback(self.models.close)
+        await load_base_models(self.models, self._sources, options, self._load, self._progress)
+        self.sessions = Sessions(self.store, options.session_timeout, self._end_session)
+        recorder = TraceRecorder(self.sessions.is_live)
+        self.operations = Operations(options.result_retention, recorder.record)
+        uses = CheckpointUses()
+        signatures = Signatures(options.data_dir, self._clock)
+        versions = SamplerVersions(self.store, self.folders, self.models)
+        self.sampling = Sampling(
+            options, self.store, versions, self.models, self.sessions, self.operations, uses, self._clock
+        )
+        self._closing.callback(self.sampling.close)
+        self.runs = TrainingRuns(options, self.store, self.models, self.sessions, self.operations)
+        self.exports = Exports(self.store, uses, signatures, self._clock)
+        loads = LoadWeights(self.store, self.models, self.sessions, self.runs, uses)
+        saves = SaveWeightsForSampler(self.store, self.folders, versions, self.sampling)
+        self.training = Training(options, self.store, self.runs, self.operations, loads, saves, self.exports)
+        self._closing.callback(self.training.close)
+        self.futures = Futures(self.store, self.sessions, self.runs, self.sampling, self.operations)
+        self.checkpoints = Checkpoints(self.store, versions, self.sampling, self.sessions, self.runs, uses, self._clock)
+        self._closing.push_async_callback(self.checkpoints.close)
+        await self.checkpoints.sweep()
+        self.traces = SessionTraces(recorder, self.store, self.sessions, signatures, options.data_dir / "traces")
+        self._closing.push_async_callback(self.traces.close)
+        housekeeping = asyncio.create_task(self._keep_house(), name="housekeeping")
+        self._closing.push_async_callback(_cancel, housekeeping)
+        self.ready = True
+
+    def stop_waiting(self) -> None:
+        """Let all long polls return, finished or not: the server is about to stop."""
+        if self.ready:
+            for operation in self.operations.unfinished():
+                operation.stop_waiting()
+            self.sampling.stop_waiting()
+
+    async def close(self) -> None:
+        """Stop everything. Checkpoints that are being written are finished; other operations end with an error."""
+        if not self.ready:
+            return
+        self.ready = False
+        await self.runs.finish_saves()
+        for operation in self.operations.unfinished():
+            operation.cancel(InternalError("the server was stopped"))
+        await self._closing.aclose()
+
+    async def _keep_house(self) -> None:
+        """End silent sessions, forget old results and traces, delete expired checkpoints."""
+        pause = max(0.05, min(5.0, self.options.session_timeout / 4))
+        while True:
+            await asyncio.sleep(pause)
+            try:
+                await self.sessions.end_silent()
+                self.operations.forget_old()
+                await self.checkpoints.sweep()
+                await self.traces.forget_old()
+            except Exception:
+                log.exception("housekeeping failed; it goes on")
+
+    async def _end_session(self, session_id: str) -> None:
+        """Free everything of a session; what fails to be freed keeps nothing else."""
+        freed = (self.sampling.end_session(session_id), self.runs.end_session(session_id))
+        for error in await asyncio.gather(*freed, return_exceptions=True):
+            if isinstance(error, BaseException):
+                log.error("the session %s was not freed completely", session_id, exc_info=error)
+
+    def metrics(self) -> dict[str, ModelMetrics]:
+        """What was counted since the start, by the first name of each copy of weights; empty unless `ready`."""
+        return {model.names[0]: model.metrics() for model in self.models.distinct()} if self.ready else {}
+
+    def capabilities(self) -> list[dict[str, Any]]:
+        """The models served, by every name."""
+        return [
+            {
+                "model_name": name,
+                "max_context_length": self.models.get(name).max_context_length,
+                "trainable": True,
+                "sampleable": True,
+            }
+            for name in self.models.names()
+        ]
+
+
+async def _cancel(task: asyncio.Task[None]) -> None:
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)

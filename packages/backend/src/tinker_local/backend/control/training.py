@@ -1,0 +1,290 @@
+"""What a training run is asked for, in order of `seq_id`: gradients, optimizer steps, saves; and how each is queued."""
+
+import asyncio
+import math
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any
+
+from tinker_local.backend import ids
+from tinker_local.backend.control.checkpoint_lifetime import check_ttl
+from tinker_local.backend.control.exports import Exports
+from tinker_local.backend.control.load_weights import LoadWeights
+from tinker_local.backend.control.save_weights_for_sampler import SaveWeightsForSampler
+from tinker_local.backend.control.sessions import check_user_metadata
+from tinker_local.backend.control.training_runs import Command, TrainingRun, TrainingRuns, lost_model
+from tinker_local.backend.models.served_models import ServedModel
+from tinker_local.backend.options import BackendOptions
+from tinker_local.backend.scheduling.command_log import Bounds, Load
+from tinker_local.backend.scheduling.model_queue import GradientCommand, StepCommand, positions
+from tinker_local.backend.scheduling.operations import Operation, OperationKind, Operations
+from tinker_local.backend.storage.names import check_checkpoint_name
+from tinker_local.backend.storage.store import Store
+from tinker_local.backend.training.interface import TrainDatum, TrainWork
+from tinker_local.backend.training.losses import loss_of
+from tinker_local.backend.training.losses.loss_inputs import make_train_datum
+from tinker_local.backend.training.optimizers import step_settings
+from tinker_local.types import (
+    ApiError,
+    Datum,
+    EncodedTextChunk,
+    ForwardBackwardOutput,
+    ForwardBackwardRequest,
+    ImageChunk,
+    InvalidRequestError,
+    LoadWeightsRequest,
+    OptimStepOutput,
+    OptimStepRequest,
+    SaveWeightsExternalRequest,
+    SaveWeightsForSamplerRequest,
+    SaveWeightsRequest,
+    TooManyRequestsError,
+)
+
+
+class Training:
+    """Queues the commands of live models. The same (model, `seq_id`) again is the same operation.
+
+    Nothing is refused for good at submission: the SDK's training client would hang if one of several chunks were.
+    """
+
+    def __init__(
+        self,
+        options: BackendOptions,
+        store: Store,
+        runs: TrainingRuns,
+        operations: Operations,
+        loads: LoadWeights,
+        saves_for_sampler: SaveWeightsForSampler,
+        exports: Exports,
+    ) -> None:
+        self._store = store
+        self._runs = runs
+        self._operations = operations
+        self._loads = loads
+        self._saves_for_sampler = saves_for_sampler
+        self._exports = exports
+        self._preparing = ThreadPoolExecutor(2, thread_name_prefix="prepare")
+        self._bounds = Bounds(
+            all=Load(options.max_queued_requests, options.max_queued_bytes),
+            session=Load(options.max_queued_requests_per_session, options.max_queued_bytes_per_session),
+        )
+
+    async def forward_backward(self, request: ForwardBackwardRequest) -> Operation[ForwardBackwardOutput]:
+        """Logprobs, loss and (unless `forward_only`) the gradient, which is added to that of earlier calls.
+
+        This and every other command raises TooManyRequestsError if as much is queued as the options allow: send it
+        again, with the same `seq_id`, after its `retry_after` seconds.
+        """
+        return await self.forward_backward_encoded(
+            request.model_id,
+            request.seq_id,
+            forward_only=request.forward_only,
+            size=bytes_of(request),
+            decode=lambda: request,
+        )
+
+    async def forward_backward_encoded(
+        self, model_id: str, seq_id: int, *, forward_only: bool, size: int, decode: Callable[[], ForwardBackwardRequest]
+    ) -> Operation[ForwardBackwardOutput]:
+        """`forward_backward` of a request of `size` bytes that `decode` unpacks in a thread. Invalid data fails the
+        operation."""
+        kind: OperationKind = "forward" if forward_only else "forward_backward"
+        operation: Operation[ForwardBackwardOutput] = Operation(ids.request_id(model_id, seq_id), kind)
+        model = await self._place(operation, model_id, seq_id, size)
+        if isinstance(model, Operation):
+            return model
+        base = model.base
+
+        def prepared() -> TrainWork:
+            work = prepare_work(base, model_id, decode)
+            images = sum(len(datum.input.images) for datum in work.data)
+            operation.timeline.note(datums=len(work.data), tokens=positions(work.data), images=images)
+            return work
+
+        async def prepare() -> TrainWork:
+            loop = asyncio.get_running_loop()
+            return await loop.run_in_executor(self._preparing, operation.timeline.during("preparing", prepared))
+
+        command = GradientCommand(operation, prepare, size)
+        if (reason := self._bounds.too_large(model.queue, seq_id, size)) is not None:
+            command = GradientCommand(operation, partial(_fail, InvalidRequestError(f"data: {reason}")))
+        base.scheduler.submit(model.queue, seq_id, command)
+        return operation
+
+    async def optim_step(self, request: OptimStepRequest) -> Operation[OptimStepOutput]:
+        """Queue an optimizer step. It fails, and discards the gradient, if a gradient since the last one failed."""
+
+        async def run(model: TrainingRun, operation: Operation[OptimStepOutput]) -> None:
+            trainer, scheduler = model.base.engines.trainer, model.base.scheduler
+            params = step_settings(request, model.optimizer)
+            if (reason := model.queue.commands.take_poisoned()) is not None:
+                await scheduler.call(trainer.discard_gradients, model.model_id)
+                raise InvalidRequestError(
+                    f"the optimizer step was not taken and the gradient was discarded, because {reason}"
+                )
+            metrics = await scheduler.call(trainer.optim_step, model.model_id, params)
+            model.base.counts.optimizer_steps += 1
+            operation.succeed(OptimStepOutput(metrics=metrics))
+
+        return await self._in_order("optim_step", request.model_id, request.seq_id, run)
+
+    async def save_weights(self, request: SaveWeightsRequest) -> Operation[dict[str, Any]]:
+        """Queue a checkpoint of weights and optimizer; the copy is taken in order, the disk is written beside."""
+
+        async def run(model: TrainingRun, operation: Operation[dict[str, Any]]) -> None:
+            name = check_checkpoint_name(request.path, "path")
+            check_ttl(request.ttl_seconds)
+            check_user_metadata(request.user_metadata)
+            state = await model.base.scheduler.call(model.base.engines.trainer.capture, model.model_id, optimizer=True)
+            record = model.checkpoint("weights", name, request.ttl_seconds, request.user_metadata)
+
+            async def write() -> None:
+                written = await asyncio.to_thread(
+                    self._store.write_checkpoint, record, state, overwrite=request.overwrite
+                )
+                operation.succeed({"path": written.tinker_path})
+
+            model.beside(operation, write())
+
+        return await self._in_order("save_weights", request.model_id, request.seq_id, run)
+
+    async def load_weights(self, request: LoadWeightsRequest) -> Operation[dict[str, Any]]:
+        """A checkpoint into a new run (`session_id`, `model_seq_id`) or an existing one (`model_id`, `seq_id`): result
+        `{"path", "model_id"}`."""
+        new = request.session_id is not None and request.model_seq_id is not None
+        if new == (request.model_id is not None and request.seq_id is not None):
+            raise InvalidRequestError("load_weights: give session_id and model_seq_id, or model_id and seq_id")
+        if request.model_id is None or request.seq_id is None:
+            return await self._loads.into_new(request)
+        return await self._in_order(
+            "load_weights", request.model_id, request.seq_id, self._loads.into_existing(request)
+        )
+
+    async def save_weights_for_sampler(self, request: SaveWeightsForSamplerRequest) -> Operation[dict[str, Any]]:
+        """An immutable version to sample from: result `{"path"}` if named, else `{"sampling_session_id"}`."""
+        save = self._saves_for_sampler.save(request)
+        return await self._in_order("save_weights_for_sampler", request.model_id, request.seq_id, save)
+
+    async def save_weights_external(self, request: SaveWeightsExternalRequest) -> Operation[dict[str, Any]]:
+        """A PEFT folder to download: result `{"path", "size_bytes"}`; `Exports.sign` gives the URLs of its files."""
+        return await self._in_order(
+            "save_weights_external", request.model_id, request.seq_id, self._exports.save(request)
+        )
+
+    async def refuse(self, kind: OperationKind, model_id: str, seq_id: int, error: ApiError) -> Operation[Any]:
+        """Take the place of a command that is malformed: its operation fails in order with `error`."""
+
+        async def run(model: TrainingRun, operation: Operation[Any]) -> None:
+            raise error
+
+        return await self._in_order(kind, model_id, seq_id, run)
+
+    async def _in_order(self, kind: OperationKind, model_id: str, seq_id: int, run: Command) -> Operation[Any]:
+        """Queue `run` at `seq_id` of the training run."""
+        operation: Operation[Any] = Operation(ids.request_id(model_id, seq_id), kind)
+        model = await self._place(operation, model_id, seq_id)
+        if isinstance(model, Operation):
+            return model
+        model.base.scheduler.submit(model.queue, seq_id, StepCommand(operation, partial(run, model, operation)))
+        return operation
+
+    async def _place(
+        self, operation: Operation[Any], model_id: str, seq_id: int, size: int = 0
+    ) -> TrainingRun | Operation[Any]:
+        """The model that a new operation of `size` bytes goes to, or the operation that stands for its id already, be
+        it because it failed here."""
+        if (known := self._operations.repeated(operation.request_id, operation.kind)) is not None:
+            return known
+        model = self._runs.live(model_id)
+        if model is None:
+            error = await lost_model(self._store, model_id)
+            if (known := self._operations.repeated(operation.request_id, operation.kind)) is not None:
+                return known
+            self._operations.add(operation)
+            operation.fail(error)
+            return operation
+        accepted = model.queue.commands.accepts(seq_id)
+        if accepted:
+            self._check_bounds(model, seq_id, size)
+        operation.failures = model.base.counts.failures
+        self._operations.add(operation)
+        if not accepted:
+            operation.fail(
+                InvalidRequestError(
+                    f"seq_id: {seq_id} arrived after the model went on to {model.queue.commands.next_seq_id} without it"
+                )
+            )
+            return operation
+        self._runs.touch(model)
+        return model
+
+    def _check_bounds(self, model: TrainingRun, seq_id: int, size: int) -> None:
+        """TooManyRequestsError if as much is queued as may be."""
+        try:
+            self._bounds.check(model.queue, [live.queue for live in self._runs.all_live()], seq_id, size)
+        except TooManyRequestsError:
+            model.base.counts.submits_refused += 1
+            raise
+
+    def close(self) -> None:
+        self._preparing.shutdown(wait=False, cancel_futures=True)
+
+
+async def _fail(error: ApiError) -> TrainWork:
+    """The preparation of a request that cannot be run."""
+    raise error
+
+
+MAX_CELLS = 2**26
+"""Of all tensors of one request as they are once they are dense: a few bytes of CSR could ask for any memory."""
+
+
+def prepare_work(base: ServedModel, model_id: str, decode: Callable[[], ForwardBackwardRequest]) -> TrainWork:
+    """Decode, render and check one request; InvalidRequestError names the datum and the field."""
+    request = decode()
+    if not request.data:
+        raise InvalidRequestError("data: at least one datum is needed")
+    config = loss_of(request.loss_fn).complete_settings(request.loss_fn_config)
+    check_cells(request.data)
+    data = [prepare_datum(base, datum, request.loss_fn, f"data[{i}]") for i, datum in enumerate(request.data)]
+    return TrainWork(model_id, data, request.loss_fn, config, backward=not request.forward_only)
+
+
+def check_cells(data: Sequence[Datum]) -> None:
+    """InvalidRequestError if the dense tensors of `data` would have more than `MAX_CELLS` cells in all."""
+    cells = 0
+    for i, datum in enumerate(data):
+        for name, tensor in datum.loss_fn_inputs.items():
+            cells += math.prod(tensor.dense_shape)
+            if cells > MAX_CELLS:
+                raise InvalidRequestError(
+                    f"data[{i}].loss_fn_inputs.{name}: shape {list(tensor.dense_shape)} brings the request to {cells} "
+                    f"cells, the limit is {MAX_CELLS}; send fewer datums at once"
+                )
+
+
+def prepare_datum(base: ServedModel, datum: Datum, loss_fn: str, where: str) -> TrainDatum:
+    """One datum rendered and checked."""
+    rendered = base.engines.renderer.render(datum.model_input, f"{where}.model_input")
+    if rendered.length > base.max_context_length:
+        raise InvalidRequestError(
+            f"{where}.model_input: {rendered.length} positions exceed the context length of {base.max_context_length}"
+        )
+    return make_train_datum(datum, rendered, loss_fn, base.engines.trainer.vocab_size, where)
+
+
+def bytes_of(request: ForwardBackwardRequest) -> int:
+    """Of the tokens, images and tensors of a request, as they are held."""
+    size = 0
+    for datum in request.data:
+        for chunk in datum.model_input.chunks:
+            if isinstance(chunk, EncodedTextChunk):
+                size += chunk.tokens.nbytes
+            elif isinstance(chunk, ImageChunk):
+                size += len(chunk.data)
+        for tensor in datum.loss_fn_inputs.values():
+            arrays = (tensor.data, tensor.sparse_crow_indices, tensor.sparse_col_indices)
+            size += sum(array.nbytes for array in arrays if array is not None)
+    return size
