@@ -2,11 +2,16 @@
 
 from collections.abc import Mapping
 
-from tinker_local.backend.families import qwen2_5_vl, qwen3, qwen3_vl
+from tinker_local.backend.families import gemma2, gemma3_text, llama, mistral, qwen2, qwen2_5_vl, qwen3, qwen3_vl
 from tinker_local.backend.families.interface import Family
 from tinker_local.types import UnsupportedError
 
 FAMILIES: Mapping[str, Family] = {
+    "gemma2": gemma2.FAMILY,
+    "gemma3_text": gemma3_text.FAMILY,
+    "llama": llama.FAMILY,
+    "mistral": mistral.FAMILY,
+    "qwen2": qwen2.FAMILY,
     "qwen3": qwen3.FAMILY,
     "qwen2_5_vl": qwen2_5_vl.FAMILY,
     "qwen3_vl": qwen3_vl.FAMILY,

@@ -39,6 +39,11 @@ class LogitRule:
 PLAIN_LOGITS = LogitRule()
 
 
+def text_position_ids(config: Any, input: RenderedInput) -> Positions:
+    """Positions counted from 0, int64 [1, N]."""
+    return np.arange(input.length, dtype=np.int64)[None]
+
+
 @dataclass(frozen=True, slots=True)
 class LoraNames:
     """The last names of the Linear modules in the decoder's layers that adapters train, by the field of `LoraConfig`

@@ -1,7 +1,5 @@
 """Which decoder runs a base model: the written-out one where its layers are known, else autograd."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -12,13 +10,14 @@ from tinker_local.backend.rendering.interface import RenderedInput
 from tinker_local.backend.training.attention import Segments
 from tinker_local.backend.training.decoder import Decoder, PackedRow
 from tinker_local.backend.training.decoders.autograd import AutogradDecoder
+from tinker_local.backend.training.decoders.packed_attention import attending
 from tinker_local.backend.training.decoders.written_out.layers import take_layers
 from tinker_local.backend.training.kernels import Kernels
 from tinker_local.backend.training.lora_batch import LoraBatch
 from tinker_local.types import UnsupportedError
 
-_PROBE = (5, 8)
-"""Lengths of the two sequences that a decoder is compared on."""
+_SHORT, _LONGEST = 5, 64
+"""Lengths of the sequences that a decoder is compared on; the second exceeds a sliding window of up to 64."""
 _TOLERANCE = {torch.float64: 1e-3, torch.float32: 1e-3}
 """Of the difference relative to the hidden states, which tells another architecture (about 1) from rounding.
 transformers computes norms in float32 whatever the dtype."""
@@ -65,16 +64,17 @@ def _compare(decoder: Decoder, model: Any, family: Family) -> None:
     modules = model.get_submodule(family.decoder_path)
     embedding = model.get_input_embeddings()
     device, vocabulary = embedding.weight.device, embedding.num_embeddings
-    tokens = [np.arange(1, length + 1) * 7919 % vocabulary for length in _PROBE]
+    lengths = (_SHORT, min(getattr(modules.config, "sliding_window", None) or 0, _LONGEST) + 8)
+    tokens = [np.arange(1, length + 1) * 7919 % vocabulary for length in lengths]
     embeds = [embedding(torch.from_numpy(ids).to(device)) for ids in tokens]
     positions = [
         torch.from_numpy(family.position_ids(model.config, RenderedInput(ids.astype(np.int32), ()))).to(device)
         for ids in tokens
     ]
-    row = PackedRow(torch.cat(embeds), _batched(torch.cat(positions, dim=1)), Segments(_PROBE, device))
+    row = PackedRow(torch.cat(embeds), _batched(torch.cat(positions, dim=1)), Segments(lengths, device))
     batch = LoraBatch({}, [], embeds[0].dtype, torch.float32, gradient=False)
     packed = decoder.forward(row, batch, None).hidden.double()
-    with _eager(modules):
+    with attending(modules, "eager"):
         alone = [
             modules(inputs_embeds=x[None], position_ids=_batched(p), use_cache=False).last_hidden_state[0].double()
             for x, p in zip(embeds, positions, strict=True)
@@ -91,14 +91,3 @@ def _compare(decoder: Decoder, model: Any, family: Family) -> None:
 def _batched(positions: torch.Tensor) -> torch.Tensor:
     """Positions [1, T] or [3, T] as rotary modules take them, [1, T] or [3, 1, T]."""
     return positions if len(positions) == 1 else positions[:, None]
-
-
-@contextmanager
-def _eager(modules: Any) -> Iterator[None]:
-    """Inside, the modules attend as transformers wrote them."""
-    config = modules.config
-    chosen, config._attn_implementation = config._attn_implementation, "eager"
-    try:
-        yield
-    finally:
-        config._attn_implementation = chosen

@@ -9,44 +9,38 @@ adapters of all sequences of the row; layers can be checkpointed. Legend: T toke
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from tinker_local.backend.families.interface import LoraNames
-from tinker_local.backend.training.attention import AttentionRule, Segments, attend, attend_backward
+from tinker_local.backend.training.attention import Segments
 from tinker_local.backend.training.decoder import PackedRow
+from tinker_local.backend.training.decoders.packed_attention import ATTENTION, PackedCall, attending, attention_rules
 from tinker_local.backend.training.lora import Adapter, AdapterSlice, Flag, Target, groups_of, layout
 from tinker_local.backend.training.lora_batch import LoraBatch, LowRank, project, project_backward, whole
 from tinker_local.backend.training.recompute_policy import ActivationMemory, Keep, LayerMemory, RecomputePolicy
 from tinker_local.types import LoraConfig, UnsupportedError
 from torch.utils.checkpoint import checkpoint
-from transformers import AttentionInterface
-
-ATTENTION = "tinker_local_packed"
-"""The name of the attention function in transformers' registry."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Run:
-    """One forward and its backward. `attended`: the modules whose attention came to the registered function."""
+    """One forward and its backward."""
 
     row: PackedRow
     lora: LoraBatch
     policy: RecomputePolicy | None
-    attended: set[int] = field(default_factory=set)
 
 
 class AutogradDecoder:
     """`training.decoder.Decoder` on `modules`, transformers' decoder at `path` of its model."""
 
     def __init__(self, modules: Any, path: str, lora: LoraNames) -> None:
+        attention_rules(modules)  # raises if a layer attends in another way
         self.targets = find_targets(modules, path, lora)
         self._modules = modules
         self._run: _Run | None = None
-        AttentionInterface.register(ATTENTION, packed_attention)
-        self._own_attention = modules.config._attn_implementation
-        modules.config._attn_implementation = ATTENTION
         for target in self.targets:
             linear = modules.get_submodule(target.path.removeprefix(f"{path}."))
             linear.forward = functools.partial(self._linear, target, linear, linear.forward)
@@ -59,15 +53,11 @@ class AutogradDecoder:
         embeds = row.embeds.detach()
         with self._running(run), torch.set_grad_enabled(policy is not None):
             embeds.requires_grad_(policy is not None)
+            packed = PackedCall(row.segments)
             output = self._modules(
-                inputs_embeds=embeds[None], position_ids=row.position_ids, use_cache=False, packed=run
+                inputs_embeds=embeds[None], position_ids=row.position_ids, use_cache=False, packed=packed
             )
             hidden = output.last_hidden_state[0]
-        if len(run.attended) != len(self._modules.layers):
-            raise UnsupportedError(
-                f"{len(run.attended)} of {len(self._modules.layers)} layers attend through the function that is "
-                "registered with transformers; the others would see the neighbours in a packed row"
-            )
         return AutogradPass(self, run, embeds, hidden, hidden.detach())
 
     def memory(self, tokens: int, columns: int) -> ActivationMemory:
@@ -79,7 +69,6 @@ class AutogradDecoder:
 
     def undo(self) -> None:
         """Leave the modules as they were."""
-        self._modules.config._attn_implementation = self._own_attention
         for module in self._modules.modules():
             module.__dict__.pop("forward", None)
 
@@ -93,7 +82,8 @@ class AutogradDecoder:
         assert self._run is None, "one pass at a time"
         self._run = run
         try:
-            yield
+            with attending(self._modules, ATTENTION):
+                yield
         finally:
             self._run = None
 
@@ -189,61 +179,6 @@ def find_targets(modules: Any, path: str, lora: LoraNames) -> list[Target]:
     if not found:
         raise UnsupportedError(f"it has no Linear modules named {', '.join((*lora.attn, *lora.mlp))}")
     return found
-
-
-def packed_attention(
-    module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    *,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    s_aux: torch.Tensor | None = None,
-    packed: _Run | None = None,
-    **_: Any,
-) -> tuple[torch.Tensor, None]:
-    """transformers' attention signature, causal inside the segments of the row. `query` [1, N, T, D], `key` and `value`
-    [1, M, T, D]; returns [1, T, N, D]. `s_aux` [N]: sinks."""
-    if packed is None:
-        raise UnsupportedError("its layers do not pass keyword arguments on to attention")
-    if attention_mask is not None:
-        raise UnsupportedError("it makes an attention mask of its own")
-    if dropout or not getattr(module, "is_causal", True):
-        raise UnsupportedError("its attention is not causal, or has dropout")
-    if value.shape[-1] != query.shape[-1]:
-        raise UnsupportedError(f"its values have {value.shape[-1]} numbers per head, its queries {query.shape[-1]}")
-    packed.attended.add(id(module))
-    rule = AttentionRule(
-        query.shape[-1] ** -0.5 if scaling is None else scaling,
-        sliding_window,
-        softcap,
-        None if s_aux is None else s_aux.detach(),
-    )
-    rows = [tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value)]
-    return _Attention.apply(*rows, packed.row.segments, rule)[None], None
-
-
-class _Attention(torch.autograd.Function):
-    """`attend` and its backward."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, segments: Segments, rule: AttentionRule
-    ) -> torch.Tensor:
-        query, key, value = query.detach(), key.detach(), value.detach()
-        output, logsumexp = attend(query, key, value, segments, rule)
-        ctx.save_for_backward(query, key, value, output, logsumexp)
-        ctx.segments, ctx.rule = segments, rule
-        return output
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        query, key, value, output, logsumexp = ctx.saved_tensors
-        return *attend_backward(grad, query, key, value, output, logsumexp, ctx.segments, ctx.rule), None, None
 
 
 class _AdaptedLinear(torch.autograd.Function):

@@ -37,9 +37,9 @@ class AttentionBlock:
     targets: tuple[Target, ...]
 
     @classmethod
-    def take(cls, index: int, path: str, norm: Any, attention: Any) -> "AttentionBlock":
-        """The block of transformers' modules `norm` and `attention`, the latter at `path`. Moves matrices that are
-        joined: the modules' own parameters become views."""
+    def take(cls, index: int, path: str, norm: Any, attention: Any, rule: AttentionRule) -> "AttentionBlock":
+        """The block of transformers' modules `norm` and `attention`, the latter at `path`, which attends by `rule`.
+        Moves matrices that are joined: the modules' own parameters become views."""
         qkv = [attention.q_proj, attention.k_proj, attention.v_proj]
         kv_width = attention.k_proj.out_features
         groups = {"qkv": ("q_proj", "k_proj", "v_proj"), "output": ("o_proj",)}
@@ -56,7 +56,7 @@ class AttentionBlock:
             heads=attention.o_proj.in_features // attention.head_dim,
             kv_heads=kv_width // attention.head_dim,
             head_size=attention.head_dim,
-            rule=AttentionRule(attention.scaling, window=getattr(attention, "sliding_window", None)),
+            rule=rule,
             targets=tuple(
                 Target.of(f"{path}.{name}", f"attention.{group}", index, getattr(attention, name), "attn")
                 for group, names in groups.items()

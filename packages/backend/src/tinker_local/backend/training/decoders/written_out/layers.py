@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from tinker_local.backend.training.decoder import PackedRow
+from tinker_local.backend.training.decoders.packed_attention import attention_rules
 from tinker_local.backend.training.decoders.written_out.attention_block import AttentionBlock
 from tinker_local.backend.training.decoders.written_out.block import Block, BlockPass, RowContext
 from tinker_local.backend.training.decoders.written_out.mlp_block import MlpBlock
@@ -70,16 +71,24 @@ def take_layers(decoder: Any, path: str, kernels: Kernels) -> WrittenOutDecoder:
     Matrices that are joined move: the modules' own parameters become views of the joined one.
     """
     config = decoder.config
-    if getattr(config, "hidden_act", None) != "silu":
-        raise UnsupportedError(f"hidden_act {getattr(config, 'hidden_act', None)!r} is not 'silu'")
+    activation = getattr(config, "hidden_act", None) or getattr(config, "hidden_activation", None)
+    if activation != "silu":
+        raise UnsupportedError(f"hidden_act {activation!r} is not 'silu'")
     if getattr(decoder, "rotary_emb", None) is None:
         raise UnsupportedError("it has no rotary positions")
     for index, layer in enumerate(decoder.layers):
         _check_layer(layer, f"layer {index}")
     _check_parts(decoder.norm, _NORM, "norm")
+    rules = attention_rules(decoder)
     layers: list[Layer] = [
         (
-            AttentionBlock.take(index, f"{path}.layers.{index}.self_attn", layer.input_layernorm, layer.self_attn),
+            AttentionBlock.take(
+                index,
+                f"{path}.layers.{index}.self_attn",
+                layer.input_layernorm,
+                layer.self_attn,
+                rules[id(layer.self_attn)],
+            ),
             MlpBlock.take(index, f"{path}.layers.{index}.mlp", layer.post_attention_layernorm, layer.mlp),
         )
         for index, layer in enumerate(decoder.layers)

@@ -1,0 +1,5 @@
+"""Qwen2 and Qwen2.5: text only; query, key and value have biases."""
+
+from tinker_local.backend.families.interface import Family, text_position_ids
+
+FAMILY = Family(auto_class="AutoModelForCausalLM", decoder_path="model", position_ids=text_position_ids)
