@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import transformers
 from tinker_local.backend.rendering.interface import ImagePlacement, RenderedInput
 from tinker_local.backend.training.worker import HFTrainer
 
@@ -16,11 +17,34 @@ def norms_in_float64(model: Any, within: str = "") -> None:
 
     def norm(module: Any, args: tuple[torch.Tensor], output: torch.Tensor) -> torch.Tensor:
         (x,) = args
-        return module.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + module.variance_epsilon))
+        gemma = "Gemma" in type(module).__name__
+        epsilon = module.eps if gemma else module.variance_epsilon
+        weight = 1 + module.weight if gemma else module.weight
+        return weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + epsilon))
 
     for path, module in model.named_modules():
         if type(module).__name__.endswith("RMSNorm") and within in path:
             module.register_forward_hook(norm)
+
+
+def attention_in_float64(model: Any) -> None:
+    """Let a model of transformers attend by the formula, with soft caps, in the dtype of its activations: its eager
+    attention computes the softmax in float32, and its sdpa leaves soft caps out."""
+
+    def attend(
+        module: Any, query: Any, key: Any, value: Any, mask: Any, scaling: float, softcap: float | None = None, **_: Any
+    ) -> tuple[torch.Tensor, None]:
+        groups = query.shape[1] // key.shape[1]
+        key, value = (tensor.repeat_interleave(groups, dim=1) for tensor in (key, value))
+        scores = query @ key.transpose(2, 3) * scaling
+        if softcap is not None:
+            scores = torch.tanh(scores / softcap) * softcap
+        weights = (scores + mask[..., : key.shape[2]]).softmax(-1)
+        return (weights @ value).transpose(1, 2), None
+
+    transformers.AttentionInterface.register("by_the_formula", attend)
+    transformers.AttentionMaskInterface.register("by_the_formula", transformers.masking_utils.eager_mask)
+    model.config._attn_implementation = "by_the_formula"
 
 
 class Hooked:

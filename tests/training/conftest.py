@@ -12,6 +12,8 @@ import pytest
 import torch
 import transformers
 from tinker_local.backend.rendering.interface import ImagePlacement, RenderedImage, RenderedInput
+from tinker_local.backend.tiny_models.models import make_tiny_text_model
+from tinker_local.backend.tiny_models.shapes import TextShape
 from tinker_local.backend.training.interface import AdapterState, TrainDatum, TrainWork
 from tinker_local.backend.training.losses import LOSSES, loss_of
 from tinker_local.backend.training.worker import HFTrainer
@@ -76,6 +78,17 @@ def _qwen2_5_vl(tied: bool) -> Any:
     )
 
 
+SMALL = TextShape(
+    num_layers=3,
+    hidden_size=64,
+    intermediate_size=48,
+    num_heads=2,
+    num_kv_heads=1,
+    head_dim=32,
+    max_position_embeddings=512,
+)
+"""Of the other families: three layers, so that two of a kind are there."""
+
 MODELS: dict[str, Callable[[], Any]] = {
     "qwen3": lambda: _qwen3(True),
     "qwen3_untied": lambda: _qwen3(False),
@@ -88,7 +101,7 @@ MODELS: dict[str, Callable[[], Any]] = {
 
 @pytest.fixture(scope="session")
 def model_path(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """The folder of a model of `MODELS`, written when first asked for."""
+    """The folder of a model of `MODELS`, or of the project's tiny models by family, written when first asked for."""
     root = tmp_path_factory.mktemp("training-models")
 
     def path(name: str) -> Path:
@@ -96,6 +109,9 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path
         if not folder.exists():
             with torch.random.fork_rng():
                 torch.manual_seed(0)
+                if name not in MODELS:
+                    make_tiny_text_model(folder, family=name, shape=SMALL)
+                    return folder
                 model = MODELS[name]()
                 for parameter in model.parameters():
                     if parameter.ndim > 1:

@@ -1,0 +1,176 @@
+"""Llama, Mistral, Qwen2.5, Gemma 2 and Gemma 3 on the decoders that train them, against transformers and PEFT.
+
+Windows of 16 positions, soft caps that bite, grouped heads; data are longer than the window.
+"""
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import peft
+import pytest
+import torch
+import transformers
+from autograd_reference import Hooked, attention_in_float64, norms_in_float64
+from safetensors.numpy import save_file
+from tinker_local.backend.training.decoders.autograd import AutogradDecoder
+from tinker_local.backend.training.decoders.written_out.layers import WrittenOutDecoder
+from tinker_local.backend.training.interface import TrainDatum, TrainWork
+from tinker_local.backend.training.recompute_policy import Keep
+from tinker_local.types import UnsupportedError
+
+LIKE_QWEN = ("llama", "mistral", "qwen2")
+GEMMA = ("gemma2", "gemma3_text")
+FAMILIES = (*LIKE_QWEN, *GEMMA)
+DECODERS = [(family, "written-out") for family in LIKE_QWEN] + [(family, "autograd") for family in FAMILIES]
+LENGTHS = (40, 7, 1, 40, 23)
+
+every_decoder = pytest.mark.parametrize(("family", "decoder"), DECODERS)
+
+
+def works_of(make: Any, adapters: Sequence[str]) -> list[TrainWork]:
+    return [make.work(adapter_id, LENGTHS) for adapter_id in adapters]
+
+
+@every_decoder
+def test_several_adapters_in_one_row_equal_transformers_one_by_one(family, decoder, trainer, make, add_adapter):
+    """In float64, to 1e-9: logprobs, loss, and gradients of every matrix of adapters of three ranks."""
+    ours = trainer(family, decoder=decoder, dtype="float64")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(
+        ours._loaded.model.name_or_path, dtype=torch.float64
+    ).requires_grad_(False)
+    norms_in_float64(theirs)
+    attention_in_float64(theirs)
+    if decoder == "autograd":
+        norms_in_float64(ours._loaded.model)
+    for place, rank in enumerate((4, 1, 13)):
+        add_adapter(ours, f"{place}", rank=rank, seed=place)
+    hooked = Hooked(ours, theirs)
+    works = works_of(make, "012")
+    for work, result in zip(works, ours.forward_backward(works), strict=True):
+        total = 0.0
+        for datum, output in zip(work.data, result.outputs, strict=True):
+            rows = hooked.logprobs(work.adapter_id, datum.input)
+            logprobs = rows.gather(1, torch.from_numpy(datum.target_tokens)[:, None])[:, 0]
+            np.testing.assert_allclose(output["logprobs"], logprobs.detach(), atol=1e-6)
+            loss = -(torch.from_numpy(datum.loss_inputs["weights"]) * logprobs).sum()
+            loss.backward()
+            total += float(loss.detach())
+        assert result.metrics["loss:sum"] == pytest.approx(total, rel=1e-9)
+        adapter = ours._adapters[work.adapter_id]
+        wanted = hooked.gradients(work.adapter_id)
+        for spec in adapter.specs:
+            scale = float(wanted[spec.name].abs().max())
+            assert scale > 0
+            torch.testing.assert_close(spec.view(adapter.gradient), wanted[spec.name], rtol=0, atol=1e-9 * scale)
+
+
+@every_decoder
+def test_packed_sequences_equal_each_alone(family, decoder, trainer, make, add_adapter, gradients, assert_close):
+    ours = trainer(family, decoder=decoder)
+    add_adapter(ours, "a")
+    (work,) = works_of(make, "a")
+    (packed,) = ours.forward_backward([work])
+    together = gradients(ours, "a")
+    ours.discard_gradients("a")
+    for datum, output in zip(work.data, packed.outputs, strict=True):
+        (alone,) = ours.forward_backward([TrainWork("a", [datum], "cross_entropy")])
+        np.testing.assert_allclose(output["logprobs"], alone.outputs[0]["logprobs"], rtol=1e-6, atol=1e-6)
+    assert_close(together, gradients(ours, "a"), 1e-6)
+
+
+@every_decoder
+def test_gradients_equal_peft_on_the_files_of_the_adapter(
+    family, decoder, trainer, make, add_adapter, gradients, assert_close, tmp_path
+):
+    ours = trainer(family, decoder=decoder)
+    state = add_adapter(ours, "a")
+    (work,) = works_of(make, "a")
+    (result,) = ours.forward_backward([work])
+
+    (tmp_path / "adapter_config.json").write_text(json.dumps(state.peft_config()))
+    save_file(dict(state.tensors), tmp_path / "adapter_model.safetensors")
+    base = transformers.AutoModelForCausalLM.from_pretrained(
+        ours._loaded.model.name_or_path, attn_implementation="eager", dtype=torch.float32
+    )
+    theirs = peft.PeftModel.from_pretrained(base, str(tmp_path), is_trainable=True).eval()
+    loss = sum(
+        -(peft_logprobs(theirs, datum) * torch.from_numpy(datum.loss_inputs["weights"])).sum() for datum in work.data
+    )
+    loss.backward()
+    assert result.metrics["loss:sum"] == pytest.approx(float(loss.detach()), rel=1e-5)
+    wanted = {
+        key.replace(".default.", "."): parameter.grad.numpy()
+        for key, parameter in theirs.named_parameters()
+        if parameter.requires_grad
+    }
+    assert_close(gradients(ours, "a"), wanted, 1e-5)
+
+
+def peft_logprobs(model: Any, datum: TrainDatum) -> torch.Tensor:
+    logits = model(input_ids=torch.from_numpy(datum.input.token_ids.astype(np.int64))[None], use_cache=False).logits[0]
+    return logits.log_softmax(-1).gather(1, torch.from_numpy(datum.target_tokens)[:, None])[:, 0]
+
+
+@pytest.mark.parametrize("family", ["gemma2", "qwen3_vl"])
+def test_checkpointed_layers_of_autograd_give_the_same_gradients(
+    family, trainer, make, add_adapter, gradients, assert_close
+):
+    """Nothing kept, one layer kept, everything kept, also where image features are added between layers."""
+    data = [make.datum(9), make.datum(30, [(2, (4, 4))] if family == "qwen3_vl" else [])]
+    seen, policies = [], []
+    for share in (0.0, 0.5, 1.0):
+        ours = trainer(family, decoder="autograd")
+        memory = ours._loaded.decoder.memory(39, 16)
+        kept = sum(layer.lean for layer in memory.layers)
+        ours._runner.activation_bytes = memory.always + int(share * kept)
+        add_adapter(ours, "a")
+        policies.append(ours._loaded.decoder.memory(39, 16).policy(ours._runner.activation_bytes))
+        ours.forward_backward([TrainWork("a", data, "cross_entropy")])
+        seen.append(gradients(ours, "a"))
+    assert set(policies[0]) == {Keep.INPUT}
+    assert set(policies[1]) == {Keep.INPUT, Keep.LEAN}, "which is all for this decoder"
+    assert set(policies[2]) == {Keep.ALL}
+    for gradient in seen[:-1]:
+        assert_close(gradient, seen[-1], 1e-6)
+
+
+def test_auto_takes_the_written_out_decoder_where_it_knows_the_layers(trainer):
+    for family in (*LIKE_QWEN, "qwen3", "qwen3_vl"):
+        assert isinstance(trainer(family)._loaded.decoder, WrittenOutDecoder), family
+    for family in GEMMA:
+        assert isinstance(trainer(family)._loaded.decoder, AutogradDecoder), family
+
+
+def test_a_model_that_the_chosen_decoder_cannot_train_is_refused_with_the_reason(trainer):
+    with pytest.raises(UnsupportedError, match=r"written-out decoder .*hidden_act 'gelu_pytorch_tanh' is not 'silu'"):
+        trainer("gemma2", decoder="written-out")
+
+
+def test_a_model_whose_attention_is_its_own_is_refused(trainer, monkeypatch):
+    """Its layers would see their neighbours in a packed row."""
+    from transformers.models.llama import modeling_llama
+
+    def eager(self: Any, hidden_states: torch.Tensor, position_embeddings: Any, **_: Any) -> tuple[torch.Tensor, None]:
+        return self.o_proj(self.v_proj(hidden_states).repeat(1, 1, 2).cumsum(1)), None
+
+    monkeypatch.setattr(modeling_llama.LlamaAttention, "forward", eager)
+    with pytest.raises(UnsupportedError, match="0 of 3 layers attend through the function that is registered"):
+        trainer("llama")
+
+
+@pytest.mark.parametrize("decoder", ["written-out", "autograd"])
+def test_a_model_that_computes_something_else_than_its_modules_say_is_refused(decoder, trainer, monkeypatch):
+    """A factor between the blocks that no weight shows, as Granite has it."""
+    from transformers.models.llama import modeling_llama
+
+    original = modeling_llama.LlamaDecoderLayer.forward
+
+    def scaled(self: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        factor = 0.3 if kwargs.get("packed") is None else 1.0
+        return factor * original(self, hidden_states, *args, **kwargs)
+
+    monkeypatch.setattr(modeling_llama.LlamaDecoderLayer, "forward", scaled)
+    with pytest.raises(UnsupportedError, match=rf"{decoder} decoder cannot train it: its hidden states differ"):
+        trainer("llama", decoder=decoder)
