@@ -162,7 +162,7 @@ def test_the_server_of_a_fake_backend_stops_even_if_finishing_fails(fake_backend
     failed = tinker.lib.public_interfaces.api_future.AwaitableConcurrentFuture(_failed_future())
     monkeypatch.setattr(tinker.ServiceClient, "close", lambda *args, **kwargs: failed)
     with pytest.raises(RuntimeError, match="finish failed"):
-        service.close("success").result(timeout=5)
+        service.close("success").result(timeout=60)
     assert fake_backend.server.closed == 1
 
 

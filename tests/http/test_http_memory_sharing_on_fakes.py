@@ -354,5 +354,5 @@ async def test_closing_at_any_moment_ends_everything_on_fakes(api, monkeypatch, 
         await api.until(lambda: gradients(api))
     asyncio.get_running_loop().call_later(0.2, go_on.set)
     asyncio.get_running_loop().call_later(0.2, api.trainer.hold.set)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         await api.backend.close()

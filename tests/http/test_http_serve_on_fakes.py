@@ -347,7 +347,7 @@ def test_fake_server_loads_no_torch_on_fakes(fake_server: Any) -> None:
 def test_limits_of_the_command_line_reach_the_server_on_fakes(serve: Any) -> None:
     server = serve(
         *FAKE[1:], "--model", "fake/alias=fake/bigram", "--max-rank", "8", "--max-adapters", "1",
-        "--max-adapter-memory", "0.01", "--session-timeout", "1",
+        "--max-adapter-memory", "0.01", "--session-timeout", "4",
     )  # fmt: skip
     url = f"{server.url}/api/v1"
     with httpx.Client(trust_env=False, timeout=60) as http:
@@ -362,7 +362,7 @@ def test_limits_of_the_command_line_reach_the_server_on_fakes(serve: Any) -> Non
         assert "outside 1 to 8" in create(session, 0, 9).json()["detail"]
         assert create(session, 0, 4).status_code == 200
         assert "at most 1" in create(session, 1, 4).json()["detail"]
-        end = time.monotonic() + 30
+        end = time.monotonic() + 60
         while http.post(f"{url}/get_info", json={"model_id": f"{session}:train:0"}).status_code != 410:
             assert time.monotonic() < end
             time.sleep(0.05)

