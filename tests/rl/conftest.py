@@ -1,6 +1,5 @@
 """Chats of the tiny vision model with templates of other families, and what prompts and data hold, spelled out."""
 
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,8 +10,7 @@ import pytest
 import tinker
 from tinker_local.client import rl
 
-sys.path.insert(0, str(Path(__file__).parent))
-from scripted_sampler import ScriptedSampler
+from tests.rl.scripted_sampler import ScriptedSampler
 
 
 @pytest.fixture

@@ -3,11 +3,12 @@
 from collections.abc import Callable
 from typing import Any
 
-import chat_templates as templates
 import pytest
 import tinker
 from tinker_local.client import rl
 from tinker_local.types import InvalidRequestError
+
+from tests.rl import chat_templates as templates
 
 START, END = "<|im_start|>", "<|im_end|>"
 THOUGHT = "<think>\nlooks red\n</think>\n\nred"

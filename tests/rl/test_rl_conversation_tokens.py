@@ -5,15 +5,16 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import chat_templates as templates
 import numpy as np
 import pytest
 import tinker
-from chat_templates import BOS, END_HEADER, EOT, HEADER
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tinker_local.client import rl
 from tinker_local.types import InvalidRequestError
+
+from tests.rl import chat_templates as templates
+from tests.rl.chat_templates import BOS, END_HEADER, EOT, HEADER
 
 START, END, EOS = "<|im_start|>", "<|im_end|>", "<|endoftext|>"
 IMAGE_START, IMAGE_END = "<|vision_start|>", "<|vision_end|>"

@@ -4,7 +4,6 @@ import asyncio
 import gc
 import logging
 import pickle
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -15,11 +14,10 @@ import numpy as np
 import PIL.Image
 import pytest
 import tinker
-
-sys.path.insert(0, str(Path(__file__).parent))
-from scripted_sampler import IMAGE_TOKENS, Countdown, Maker, Request, ScriptedSampler, make_chat
 from tinker_local.client import rl
 from tinker_local.client.rl.episode import EpisodeError
+
+from tests.rl.scripted_sampler import IMAGE_TOKENS, Countdown, Maker, Request, ScriptedSampler, make_chat
 
 PARAMS = tinker.SamplingParams(max_tokens=16)
 

@@ -1,8 +1,6 @@
 """Real Gymnasium environments as environments of rollouts. The sampler reads a script."""
 
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import gymnasium
@@ -10,12 +8,11 @@ import numpy as np
 import pytest
 import tinker
 from gymnasium import spaces
-
-sys.path.insert(0, str(Path(__file__).parent))
-from scripted_sampler import Request, ScriptedSampler, make_chat
 from tinker_local.client import rl
 from tinker_local.client.rl.gymnasium import GymnasiumEnvironment
 from tinker_local.types import InvalidRequestError
+
+from tests.rl.scripted_sampler import Request, ScriptedSampler, make_chat
 
 PARAMS = tinker.SamplingParams(max_tokens=16)
 MOVES = {"left": 0, "down": 1, "right": 2, "up": 3}

@@ -17,11 +17,10 @@ from typing import Any
 import numpy as np
 import pytest
 import tinker
-
-sys.path.insert(0, str(Path(__file__).parent))
-from scripted_sampler import END, Countdown, Maker, Request, make_chat
 from tinker_local.client import rl
 from tinker_local.types import InvalidRequestError
+
+from tests.rl.scripted_sampler import END, Countdown, Maker, Request, make_chat
 
 PARAMS = tinker.SamplingParams(max_tokens=16)
 PIXELS = np.zeros((8, 8, 3), np.uint8)

@@ -5,7 +5,6 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
-import chat_templates as templates
 import numpy as np
 import pytest
 import tinker
@@ -14,6 +13,8 @@ from hypothesis import strategies as st
 from tinker_local.client import rl
 from tinker_local.types import InvalidRequestError
 from tinker_local.types.sdk import from_sdk
+
+from tests.rl import chat_templates as templates
 
 TEMPLATES = {"Qwen3-VL": None, **templates.CONTINUING, "thinking": templates.THINKING}
 quick = settings(deadline=None, max_examples=40, suppress_health_check=list(HealthCheck))

@@ -4,7 +4,6 @@ import contextlib
 import io
 import json
 import re
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,6 @@ from tinker_local.backend.vllm_engine.vllm_sampler import VLLMSampler
 from tinker_local.types import EncodedTextChunk, ImageChunk, ModelInput, SamplingParams
 
 ALPHA = 32
-sys.path.insert(0, str(Path(__file__).parent))  # for `sampling_answers`
 
 
 differences: list[float] = []
@@ -265,7 +263,7 @@ def served(request: pytest.FixtureRequest) -> Served:
 @pytest.fixture(params=["base", "adapter"])
 def case(request: pytest.FixtureRequest, served: Any, tmp_path: Path, noise: Callable[..., Any]) -> Any:
     """(served, prompt, adapter or None), text for text models, images and text for the others."""
-    from sampling_answers import EVERYTHING, TEXT
+    from tests.sampling.sampling_answers import EVERYTHING, TEXT
 
     adapter = served.adapter(tmp_path / "v1", EVERYTHING, 4) if request.param == "adapter" else None
     parts: list[Any] = (

@@ -5,15 +5,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-from sampling_answers import (
+from tinker_local.backend.vllm_engine import score_prompts
+from tinker_local.backend.vllm_engine.compat_vllm import runs_on_cpu
+from tinker_local.types import SamplingParams
+
+from tests.sampling.sampling_answers import (
     TEXT,
     ask,
     log_p,
     same_drawn,
 )
-from tinker_local.backend.vllm_engine import score_prompts
-from tinker_local.backend.vllm_engine.compat_vllm import runs_on_cpu
-from tinker_local.types import SamplingParams
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.3, 1.0, 2.0])

@@ -7,8 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from sampling_answers import EVERYTHING, TEXT, ask, log_p, same_drawn, same_topk, targets
 from tinker_local.types import TensorData
+
+from tests.sampling.sampling_answers import EVERYTHING, TEXT, ask, log_p, same_drawn, same_topk, targets
 
 
 @pytest.mark.parametrize("last_n", [1, 7, 16, 39])

@@ -10,7 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from sampling_answers import (
+from tinker_local.backend.sampling.interface import SampleWork
+from tinker_local.backend.vllm_engine import score_prompts
+from tinker_local.backend.vllm_engine.compat_vllm import runs_on_cpu
+from tinker_local.backend.vllm_engine.vllm_sampler import VLLMSampler
+from tinker_local.types import InvalidRequestError, SamplingParams, TensorData
+
+from tests.sampling.sampling_answers import (
     EMPTY,
     EVERYTHING,
     TEXT,
@@ -22,11 +28,6 @@ from sampling_answers import (
     sparse,
     targets,
 )
-from tinker_local.backend.sampling.interface import SampleWork
-from tinker_local.backend.vllm_engine import score_prompts
-from tinker_local.backend.vllm_engine.compat_vllm import runs_on_cpu
-from tinker_local.backend.vllm_engine.vllm_sampler import VLLMSampler
-from tinker_local.types import InvalidRequestError, SamplingParams, TensorData
 
 
 async def test_everything_at_once_agrees_with_hf(case: Any) -> None:

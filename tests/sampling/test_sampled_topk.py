@@ -5,13 +5,14 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from sampling_answers import (
+from tinker_local.backend.sampling.interface import SampleWork
+from tinker_local.types import SamplingParams
+
+from tests.sampling.sampling_answers import (
     TEXT,
     ask,
     same_sampled_topk,
 )
-from tinker_local.backend.sampling.interface import SampleWork
-from tinker_local.types import SamplingParams
 
 
 async def test_sampled_topk_of_requests_that_share_steps_agree_with_hf(vl: Any, noise: Callable[..., Any]) -> None:

@@ -13,8 +13,9 @@ import pytest
 from tinker_local.backend.scheduling.command_log import Bounds, Load
 from tinker_local.backend.scheduling.model_queue import COPY_COST
 from tinker_local.types import GoneError, InvalidRequestError
-from traffic import UNBOUNDED, Model, Sent, World, lock_step, outcome, pipelined
-from virtual_time import VirtualLoop, run
+
+from tests.scheduling.traffic import UNBOUNDED, Model, Sent, World, lock_step, outcome, pipelined
+from tests.scheduling.virtual_time import VirtualLoop, run
 
 TIGHT = Bounds(all=Load(60, 30_000), session=Load(20, 12_000))
 LARGEST = 1500

@@ -15,7 +15,8 @@ from tinker_local.backend.scheduling.operations import Operation, OperationKind
 from tinker_local.backend.scheduling.train_scheduler import LONGEST_WAIT, TrainScheduler
 from tinker_local.backend.training.interface import TrainResult, TrainWork
 from tinker_local.types import ApiError, InvalidRequestError, TooManyRequestsError
-from virtual_time import VirtualLoop
+
+from tests.scheduling.virtual_time import VirtualLoop
 
 UNBOUNDED = Bounds(all=Load(10**9, 10**15), session=Load(10**9, 10**15))
 

@@ -20,8 +20,7 @@ from tinker_local.backend.storage import FolderInUseError, Store, parse_tinker_p
 from tinker_local.backend.storage.checkpoints import CheckpointFolders
 from tinker_local.types import InvalidRequestError, LoraConfig, NotFoundError
 
-sys.path.insert(0, str(Path(__file__).parent))
-from store_states import RUN, START, make_record, make_state, same_tensors
+from tests.storage.store_states import RUN, START, make_record, make_state, same_tensors
 
 
 @pytest.fixture

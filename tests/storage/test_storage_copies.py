@@ -1,7 +1,6 @@
 """Copies of checkpoints share their files and nothing else; and what a session holds is counted."""
 
 import errno
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from datetime import datetime, timedelta
@@ -19,8 +18,7 @@ from tinker_local.backend.storage.records import (
 )
 from tinker_local.types import LoraConfig, NotFoundError
 
-sys.path.insert(0, str(Path(__file__).parent))
-from store_states import RUN, START, make_record, make_state, same_tensors
+from tests.storage.store_states import RUN, START, make_record, make_state, same_tensors
 
 LATER = START + timedelta(hours=3)
 

@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 from tinker_local.backend.storage import Store
 
-sys.path.insert(0, str(Path(__file__).parent))
-from store_states import make_state, same_tensors
+from tests.storage.store_states import make_state, same_tensors
 
 WRITER = Path(__file__).parent / "writer_to_kill.py"
 KILLS = 15

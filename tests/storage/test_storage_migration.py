@@ -16,8 +16,7 @@ from tinker_local.backend.storage import Store, tables
 from tinker_local.backend.storage.records import SamplingSessionRecord, SessionRecord, TrainingRunRecord
 from tinker_local.types import LoraConfig
 
-sys.path.insert(0, str(Path(__file__).parent))
-from store_states import RUN, START, make_record, make_state, same_tensors
+from tests.storage.store_states import RUN, START, make_record, make_state, same_tensors
 
 # As servers of version 1 made them, word for word.
 VERSION_1 = """

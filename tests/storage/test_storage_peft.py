@@ -1,7 +1,6 @@
 """A checkpoint folder is what PEFT loads, tensor by tensor and in its effect."""
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,8 +12,7 @@ from tinker_local.backend.training.interface import LORA_ALPHA, AdapterState
 from tinker_local.types import LoraConfig
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-sys.path.insert(0, str(Path(__file__).parent))
-from store_states import make_record, make_state
+from tests.storage.store_states import make_record, make_state
 
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 

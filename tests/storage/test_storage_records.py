@@ -1,6 +1,5 @@
 """Sessions, training runs and sampling sessions of `Store`."""
 
-import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
@@ -13,8 +12,7 @@ from tinker_local.backend.storage import Store, tables
 from tinker_local.backend.storage.records import SamplingSessionRecord, SessionRecord, TrainingRunRecord
 from tinker_local.types import LoraConfig
 
-sys.path.insert(0, str(Path(__file__).parent))
-from store_states import START
+from tests.storage.store_states import START
 
 
 @pytest.fixture

@@ -14,8 +14,7 @@ from tinker_local.backend.storage.versions import UNWRITTEN
 from tinker_local.backend.training.interface import AdapterState
 from tinker_local.types import NotFoundError
 
-sys.path.insert(0, str(Path(__file__).parent))
-from store_states import make_state, same_tensors
+from tests.storage.store_states import make_state, same_tensors
 
 SIZE = adapter_bytes(make_state(0, optimizer=False))
 

@@ -1,7 +1,6 @@
 """Tiny random models of every family, and data for them. Nothing here needs a tokenizer or a processor."""
 
 import copy
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,8 +17,6 @@ from tinker_local.backend.training.interface import AdapterState, TrainDatum, Tr
 from tinker_local.backend.training.losses import LOSSES, loss_of
 from tinker_local.backend.training.worker import HFTrainer
 from tinker_local.types import LoraConfig
-
-sys.path.insert(0, str(Path(__file__).parent))  # for `kernel_cases`
 
 VOCAB = 120
 IMAGE_PAD = 111

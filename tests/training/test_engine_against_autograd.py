@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from autograd_reference import Hooked, norms_in_float64
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tinker_local.backend.rendering.interface import ImagePlacement, RenderedImage, RenderedInput
@@ -27,6 +26,8 @@ from tinker_local.backend.training.recompute_policy import Keep
 from tinker_local.backend.training.vision_attention import use_packed_attention
 from tinker_local.backend.training.worker import HFTrainer
 from tinker_local.types import LoraConfig
+
+from tests.training.autograd_reference import Hooked, norms_in_float64
 
 RELATIVE = 1e-9
 PAD, VIDEO, VISION_START, VISION_END = 90, 91, 92, 93

@@ -14,11 +14,12 @@ import peft
 import pytest
 import transformers
 from safetensors.numpy import load_file, save_file
-from test_lora_equals_peft import peft_logprobs
 from tinker_local.backend.rendering.interface import RenderedInput
 from tinker_local.backend.storage.adapter_files import write_adapter
 from tinker_local.backend.training.interface import AdapterState
 from tinker_local.backend.training.worker import HFTrainer
+
+from tests.training.test_lora_equals_peft import peft_logprobs
 
 UNTIED = ("qwen3_untied", "qwen2_5_vl", "qwen3_vl_untied")
 TIED = ("qwen3", "qwen2_5_vl_tied", "qwen3_vl")

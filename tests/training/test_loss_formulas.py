@@ -5,10 +5,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from loss_reference import reference
 from tinker_local.backend.fakes.training import evaluate
 from tinker_local.backend.training.losses import LOSSES, loss_of
 from tinker_local.backend.training.losses.loss_evaluation import with_per_datum
+
+from tests.training.loss_reference import reference
 
 
 def settings_of(loss_fn: str) -> list[dict[str, float]]:

@@ -5,11 +5,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from kernel_cases import ROWS, SHAPES, check_kernels, check_logsumexp
 from tinker_local.backend.training.attention import AttentionRule, Segments, attend, attend_backward
 from tinker_local.backend.training.interface import TrainResult, TrainWork
 from tinker_local.backend.training.losses import LOSSES
 from tinker_local.types import AdamParams
+
+from tests.training.kernel_cases import ROWS, SHAPES, check_kernels, check_logsumexp
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

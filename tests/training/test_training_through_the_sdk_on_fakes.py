@@ -11,8 +11,6 @@ import pytest
 import tinker
 import torch
 import transformers
-from autograd_reference import Hooked, norms_in_float64
-from loss_reference import reference
 from tinker.lib.chunked_fwdbwd_helpers import combine_fwd_bwd_output_results
 from tinker_local.backend import BackendOptions, InProcessBackend, ModelSource
 from tinker_local.backend.fakes import FakeModel, FakeRenderer, FakeSampler
@@ -21,6 +19,9 @@ from tinker_local.backend.models.served_models import Engines
 from tinker_local.backend.rendering.interface import RenderedInput
 from tinker_local.backend.training.losses import LOSSES, loss_of
 from tinker_local.backend.training.worker import HFTrainer
+
+from tests.training.autograd_reference import Hooked, norms_in_float64
+from tests.training.loss_reference import reference
 
 BASE, VOCAB = "tiny/qwen3", 120
 OF_FLOAT32 = 2e-6

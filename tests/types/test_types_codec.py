@@ -37,7 +37,8 @@ from tinker_local.types.codec import (
 )
 from tinker_local.types.sdk import from_sdk, to_sdk
 from tinker_local.types.wire import tinker_local_wire_pb2 as wire
-from types_strategies import (
+
+from tests.types.types_strategies import (
     PNG,
     finite_floats,
     forward_backward_outputs,

@@ -24,7 +24,8 @@ from tinker_local.types import (
     invalid,
 )
 from tinker_local.types.sdk import from_sdk
-from types_strategies import names, quick, sdk_prompts, sdk_sampling_params
+
+from tests.types.types_strategies import names, quick, sdk_prompts, sdk_sampling_params
 
 seq_ids = st.integers(1, 2**31 - 1)
 slots = st.integers(0, 10**18)

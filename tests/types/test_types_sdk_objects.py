@@ -31,7 +31,8 @@ from tinker_local.types import (
     UnsupportedError,
 )
 from tinker_local.types.sdk import from_sdk, to_sdk
-from types_strategies import (
+
+from tests.types.types_strategies import (
     PNG,
     adam_params,
     datums,

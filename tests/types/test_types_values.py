@@ -22,7 +22,8 @@ from tinker_local.types import (
     TensorData,
     TopkLogprobs,
 )
-from types_strategies import JPEG, PNG
+
+from tests.types.types_strategies import JPEG, PNG
 
 # --- immutable arrays ------------------------------------------------------------------------------------------------
 

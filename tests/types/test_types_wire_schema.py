@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tinker.proto import tinker_public_pb2 as theirs
 from tinker_local.types.wire import tinker_local_wire_pb2 as ours
-from types_strategies import quick
+
+from tests.types.types_strategies import quick
 
 MESSAGES = sorted(theirs.DESCRIPTOR.message_types_by_name)
 GENERATOR = Path(__file__).parents[2] / "packages" / "types" / "generate_proto.py"
