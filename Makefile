@@ -29,10 +29,11 @@ test: setup ## the test suite; ARGS="-k name" for a part of it
 	$(BIN)/python -m pytest -n auto $(ARGS)
 
 # mypy by paths: `mypy -p` skips portions of a namespace package without a word.
-check: setup ## format, lint, types
+check: setup ## format, lint, types, circles of imports
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy $(SOURCES)
+	$(BIN)/python scripts/import_circles.py
 
 format: setup ## rewrite the code as `check` wants it
 	$(BIN)/ruff format .

@@ -1,0 +1,66 @@
+"""Refuse circles of imports between the folders of a package: `make check` runs it.
+
+A folder is a node, and so is a module beside folders (`backend/options.py`). Every import counts: at the top
+of a module, inside a function, under `TYPE_CHECKING`. Within a folder modules may import each other as Python allows.
+"""
+
+import ast
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from graphlib import CycleError, TopologicalSorter
+from itertools import pairwise
+from pathlib import Path
+
+NAMESPACE = "tinker_local"
+PACKAGES = Path(__file__).parents[1] / "packages"
+
+Graph = dict[str, dict[str, str]]
+"""Of each node those that it imports, each with a place that does."""
+
+
+def imported(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """The line and the dotted name of each import; of `from a import b` also `a.b`, which may be a module."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield from ((node.lineno, f"{node.module}.{alias.name}") for alias in node.names)
+
+
+def node_of(parts: Sequence[str], root: Path) -> str:
+    """The node that holds a dotted name below the namespace; what is no module is a name of the package itself."""
+    package, name = parts[0], parts[1] if len(parts) > 1 else "__init__"
+    is_module = (root / package / name).is_dir() or (root / package / f"{name}.py").is_file()
+    return f"{package}/{name if is_module else '__init__'}"
+
+
+def imports(packages: Path) -> Graph:
+    """Which folder imports which, of all packages below `packages`."""
+    graph: Graph = {}
+    for root in sorted(packages.glob(f"*/src/{NAMESPACE}")):
+        for path in sorted(root.rglob("*.py")):
+            here = node_of(path.relative_to(root).with_suffix("").parts, root)
+            found = graph.setdefault(here, {})
+            for line, name in imported(ast.parse(path.read_text())):
+                first, *rest = name.split(".")
+                if first != NAMESPACE or not (root / rest[0]).is_dir():
+                    continue  # another distribution: packages depend on each other one way, by their pyproject.toml
+                if (there := node_of(rest, root)) != here:
+                    found.setdefault(there, f"{path.relative_to(root)}:{line}")
+    return graph
+
+
+def circle(graph: Mapping[str, Mapping[str, str]]) -> list[str]:
+    """The places whose imports make a circle; empty if there is none."""
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        round_trip = list(reversed(error.args[1]))
+        return [f"{graph[a][b]}: {a} imports {b}" for a, b in pairwise(round_trip)]
+    return []
+
+
+if __name__ == "__main__":
+    if found := circle(imports(PACKAGES)):
+        print("these imports make a circle:", *found, sep="\n  ")
+        sys.exit(1)

@@ -1,0 +1,72 @@
+"""`scripts/import_circles.py`, which `make check` runs: it finds a circle wherever the imports stand."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "scripts"))
+
+from import_circles import circle, imports  # noqa: E402
+
+DOWN = "from tinker_local.backend.lower.part import thing\n"
+UP = "from tinker_local.backend.upper.part import thing\n"
+
+
+def packages(folder: Path, **modules: str) -> Path:
+    """A tree with `backend/upper/part.py`, `backend/lower/part.py` and `backend/single.py`."""
+    for name, text in modules.items():
+        path = (
+            folder
+            / "backend/src/tinker_local/backend"
+            / f"{name if name == '__init__' else name.replace('__', '/')}.py"
+        )
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return folder
+
+
+@pytest.mark.parametrize(
+    "upwards",
+    [
+        UP,
+        f"def later():\n    {UP}",
+        f"from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    {UP}",
+        "import tinker_local.backend.upper.part\n",
+        "from tinker_local.backend import upper\n",
+    ],
+)
+def test_circle_of_two_folders_is_found_wherever_the_import_stands(tmp_path: Path, upwards: str) -> None:
+    assert circle(imports(packages(tmp_path, upper__part=DOWN, lower__part="thing = 1\n"))) == []
+    found = circle(imports(packages(tmp_path, upper__part=DOWN, lower__part=upwards)))
+    assert len(found) == 2
+    assert any(line.endswith("backend/lower imports backend/upper") for line in found)
+
+
+def test_circle_through_a_single_module_and_the_packages_names_is_found(tmp_path: Path) -> None:
+    part = "from tinker_local.backend import Public\n"
+    init = "from tinker_local.backend.single import Public\n"
+    single = "def later():\n    from tinker_local.backend.lower.part import thing\n"
+    assert len(circle(imports(packages(tmp_path, __init__=init, single=single, lower__part=part)))) == 3
+
+
+def test_imports_within_a_folder_are_no_circle(tmp_path: Path) -> None:
+    other = "from tinker_local.backend.lower.part import thing\n"
+    assert (
+        circle(imports(packages(tmp_path, lower__part="import tinker_local.backend.lower.other\n", lower__other=other)))
+        == []
+    )
+
+
+def test_make_check_ends_with_the_lines_of_a_circle(tmp_path: Path) -> None:
+    """As `make check` runs it, on a copy of the script beside a tree that has one."""
+    (tmp_path / "scripts").mkdir()
+    script = tmp_path / "scripts/import_circles.py"
+    script.write_text((ROOT / "scripts/import_circles.py").read_text())
+    packages(tmp_path / "packages", upper__part=DOWN, lower__part=UP)
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "backend/upper/part.py:1: backend/upper imports backend/lower" in done.stdout
+    assert "$(BIN)/python scripts/import_circles.py" in (ROOT / "Makefile").read_text()
