@@ -12,13 +12,14 @@ import peft
 import pytest
 import torch
 import transformers
-from autograd_reference import Hooked, attention_in_float64, norms_in_float64
 from safetensors.numpy import save_file
 from tinker_local.backend.training.decoders.autograd import AutogradDecoder
 from tinker_local.backend.training.decoders.written_out.layers import WrittenOutDecoder
 from tinker_local.backend.training.interface import TrainDatum, TrainWork
 from tinker_local.backend.training.recompute_policy import Keep
 from tinker_local.types import UnsupportedError
+
+from tests.training.autograd_reference import Hooked, attention_in_float64, norms_in_float64
 
 LIKE_QWEN = ("llama", "mistral", "qwen2")
 GEMMA = ("gemma2", "gemma3_text")
