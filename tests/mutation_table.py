@@ -1525,21 +1525,11 @@ MUTATIONS = (
     Mutation(
         "traces-grow-without-bound",
         "backend/traces/recorder.py",
-        "            if self._total > MOST_IN_ALL:\n",
-        "            if self._total < 0:\n",
+        "        if len(self._arrivals) > MOST:\n",
+        "        if len(self._arrivals) < 0:\n",
         (
             "tests/traces/test_trace_recorder.py::"
-            "test_all_sessions_together_keep_no_more_than_the_bound_and_ended_ones_go_first",
-        ),
-    ),
-    Mutation(
-        "traces-of-live-sessions-grow",
-        "backend/traces/recorder.py",
-        "        if self._total <= MOST_IN_ALL:\n            return\n",
-        "        if self._total:\n            return\n",
-        (
-            "tests/traces/test_trace_recorder.py::"
-            "test_sessions_that_made_room_while_they_lived_take_nobodys_turn_when_they_ended",
+            "test_all_sessions_together_keep_no_more_than_the_bound_and_the_oldest_go_first",
         ),
     ),
     Mutation(
@@ -2267,7 +2257,6 @@ MISTAKES = (
             "trace-without-the-time-of-preparation",
             "trace-with-slices-that-overlap",
             "traces-grow-without-bound",
-            "traces-of-live-sessions-grow",
             "traces-of-sessions-that-never-were",
             "trace-for-whoever-asks",
         ),

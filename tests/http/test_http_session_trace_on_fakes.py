@@ -5,12 +5,14 @@ import threading
 import time
 from datetime import datetime, timedelta
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
 from tinker_local.backend.control import session_traces
 from tinker_local.backend.control.sessions import now
+from tinker_local.backend.traces import recorder
 
 from tests.traces.trace_reading import ReadTrace, Slice, read_trace
 
@@ -175,26 +177,41 @@ async def test_trace_is_of_its_session_alone_and_outlives_it_on_fakes(api: Any) 
         assert [each.arguments["request_id"] for each in trace.operations] == [f"{model}:create"]
 
 
-async def test_trace_is_built_again_only_if_something_happened_on_fakes(api: Any) -> None:
+async def test_url_of_a_session_gives_its_newest_trace_on_fakes(api: Any) -> None:
     session = await api.session()
     model = await api.model(session)
     first = await url_of(api, session)
-    (file,) = (api.backend.options.data_dir / "traces").iterdir()
-    inode = file.stat().st_ino
-    await url_of(api, session)
-    assert file.stat().st_ino == inode
+    assert len(read_trace((await api.http.get(first)).content).operations) == 1
     await api.result(await api.step(model, 1))
     await url_of(api, session)
-    assert file.stat().st_ino != inode
-    assert len(read_trace((await api.http.get(first)).content).operations) == 2  # the URL is of the session
+    assert len(read_trace((await api.http.get(first)).content).operations) == 2
 
 
-async def test_trace_of_a_session_that_made_room_and_goes_on_is_of_what_it_did_since_on_fakes(api: Any) -> None:
+async def test_file_is_deleted_when_its_last_url_expired_on_fakes(api: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    session = await api.session()
+    await api.model(session)
+    url = await url_of(api, session)
+    folder = api.backend.options.data_dir / "traces"
+    await api.backend.traces.forget_old()
+    assert len(list(folder.iterdir())) == 1
+    monkeypatch.setattr(session_traces, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + 3601))
+    await api.backend.traces.forget_old()
+    assert list(folder.iterdir()) == []
+    assert (await api.http.get(url)).status_code == 404
+    monkeypatch.undo()
+    assert len((await trace_of(api, session)).operations) == 1
+
+
+async def test_trace_of_a_session_that_lost_its_place_to_others_is_of_what_it_did_since_on_fakes(
+    api: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     session = await api.session()
     sampler = await api.base_sampler(session)
     await api.result(await api.sample(sampler, 1))
     assert "all 1 requests since" in (await trace_of(api, session)).notes[0]
-    api.backend.traces._recorder._forget(session)  # as if all sessions together had too many
+    monkeypatch.setattr(recorder, "MOST", 1)
+    await api.model()  # of another session
+    monkeypatch.undo()
     began = now()
     await api.result(await api.sample(sampler, 2))
     trace = await trace_of(api, session)

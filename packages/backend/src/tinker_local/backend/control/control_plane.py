@@ -81,7 +81,7 @@ class ControlPlane:
         self._closing.push_async_callback(self.models.close)
         await load_base_models(self.models, self._sources, options, self._load, self._progress)
         self.sessions = Sessions(self.store, options.session_timeout, self._end_session)
-        recorder = TraceRecorder(self.sessions.is_live)
+        recorder = TraceRecorder()
         self.operations = Operations(options.result_retention, recorder.record)
         uses = CheckpointUses()
         signatures = Signatures(options.data_dir, self._clock)

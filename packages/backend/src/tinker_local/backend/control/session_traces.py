@@ -4,7 +4,7 @@ import asyncio
 import shutil
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import BinaryIO, Literal
@@ -16,15 +16,15 @@ from tinker_local.backend.scheduling.operations import Timeline, as_api_error, c
 from tinker_local.backend.storage.records import SessionRecord
 from tinker_local.backend.storage.store import Store
 from tinker_local.backend.traces.perfetto import OwnerTrack, SessionTrace, packets
-from tinker_local.backend.traces.recorder import KEPT_SECONDS, SessionTimelines, TraceRecorder
+from tinker_local.backend.traces.recorder import SessionTimelines, TraceRecorder
 from tinker_local.types import NotFoundError
 from tinker_local.types.wire.perfetto_trace_pb2 import Trace
 
 PATIENCE = 3.0
-"""Seconds that an export is waited for: a client that is told `pending` asks again after five."""
+"""Seconds to wait for a build; a client that gets `pending` asks again after five."""
 
 AT_ONCE = 512
-"""Packets that are written at once."""
+"""Packets per write."""
 
 
 KIND = "session_trace"
@@ -42,26 +42,20 @@ class TraceExport:
 
 @dataclass(slots=True, eq=False)
 class _Build:
-    """A trace that is being built, or is.
-
-    `recorded`, `ended`: of the operations in it, since when and how many the session had, and whether all had ended.
-    `given`: whether anybody was told of it. `until`: when the last URL of it expires.
-    """
+    """A trace that is being built or is ready. `given`: it has a URL. `until`: when its file may be deleted."""
 
     task: asyncio.Task[None]
-    recorded: tuple[datetime, int]
-    ended: bool
     given: bool = False
-    until: float = 0.0
+    until: float = field(default_factory=lambda: time.monotonic() + LIFETIME.total_seconds())
 
 
 class SessionTraces:
-    """`trace_export`: built beside everything else, from what `recorder` keeps; and who may fetch it."""
+    """`trace_export`: builds traces in the background from what `recorder` keeps, and gives out their files."""
 
     def __init__(
         self, recorder: TraceRecorder, store: Store, sessions: Sessions, signatures: Signatures, folder: Path
     ) -> None:
-        """`folder` holds the files; what is in it is of an earlier process, and deleted."""
+        """`folder` holds the files; those of an earlier process are deleted."""
         self._recorder = recorder
         self._store = store
         self._sessions = sessions
@@ -74,16 +68,16 @@ class SessionTraces:
         shutil.rmtree(folder, ignore_errors=True)
 
     async def export(self, session_id: str) -> TraceExport:
-        """Build the trace, if there is none or more happened since; waits `PATIENCE` seconds at most.
+        """Build the trace, and wait up to `PATIENCE` seconds for it; NotFoundError if there never was such a session.
 
-        NotFoundError if there never was such a session.
+        A trace that took longer is given to the next caller as it is. Otherwise each call builds a new one.
         """
         record = await self._sessions.record(session_id)
         kept = self._recorder.of(session_id)
         if kept is None:
             return TraceExport("failed", error=self._why_nothing(session_id))
         build = self._builds.get(session_id)
-        if build is None or _stale(build, kept):
+        if build is None or (build.task.done() and build.given):
             build = self._builds[session_id] = self._begin(record, kept)
         await asyncio.wait((build.task,), timeout=PATIENCE)
         if not build.task.done():
@@ -103,11 +97,10 @@ class SessionTraces:
             raise NotFoundError(f"session_id: {self._why_nothing(session_id)}") from None
 
     async def forget_old(self) -> None:
-        """Forget sessions that ended long ago, and files that no URL is for any more."""
-        self._recorder.forget_old()
+        """Delete the files whose last URL has expired."""
         now = time.monotonic()
         for session_id, build in list(self._builds.items()):
-            if self._recorder.of(session_id) is None and build.task.done() and build.until < now:
+            if build.task.done() and build.until < now:
                 del self._builds[session_id]
                 await asyncio.to_thread(self._path(session_id).unlink, missing_ok=True)
 
@@ -120,15 +113,13 @@ class SessionTraces:
         await asyncio.to_thread(shutil.rmtree, self._folder, ignore_errors=True)
 
     def _begin(self, record: SessionRecord, kept: SessionTimelines) -> _Build:
-        timelines = [*kept.training, *kept.samples]
-        ended = all(timeline.ended for timeline in timelines)
-        note = self._note(kept)
+        timelines, note = list(kept.timelines), self._note(kept)
 
         async def build() -> None:
             async with self._one_at_a_time:  # each takes a thread's whole time
                 await asyncio.to_thread(self._write, record, timelines, note)
 
-        return _Build(asyncio.create_task(build(), name="session-trace"), (kept.since, kept.recorded), ended)
+        return _Build(asyncio.create_task(build(), name="session-trace"))
 
     def _write(self, record: SessionRecord, timelines: Iterable[Timeline], note: str) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
@@ -175,26 +166,17 @@ class SessionTraces:
         )
         if not kept.dropped:
             return complete
-        return f"the newest {len(kept)} of {complete}; {kept.dropped} older ones were dropped"
+        return f"the newest {len(kept.timelines)} of {complete}; {kept.dropped} older ones were dropped"
 
     def _why_nothing(self, session_id: str) -> str:
-        hours = f"{KEPT_SECONDS / 3600:.0f} hours"
         return (
             f"nothing is recorded of the session {session_id}: it has made no request since the server started at "
-            f"{self._started:%Y-%m-%d %H:%M:%S} UTC, or has ended and made the last {hours} ago, or made room for "
-            "others. Requests are recorded in memory only; export before the server stops"
+            f"{self._started:%Y-%m-%d %H:%M:%S} UTC, or newer requests have taken the place of its own. Requests are "
+            "recorded in memory only; export before the server stops"
         )
 
     def _path(self, session_id: str) -> Path:
         return self._folder / f"{session_id}.pftrace"
-
-
-def _stale(build: _Build, kept: SessionTimelines) -> bool:
-    """Whether more is to be told than what was built. What nobody was told of yet is not: else a long build would never
-    be of the present."""
-    if not build.task.done() or not build.given:
-        return False
-    return not build.ended or build.recorded != (kept.since, kept.recorded)
 
 
 def _short(owner: str) -> str:
