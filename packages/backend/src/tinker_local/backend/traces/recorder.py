@@ -4,6 +4,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 
+from tinker_local.backend import ids
 from tinker_local.backend.scheduling.operations import Timeline
 
 MOST = 65536
@@ -36,7 +37,7 @@ class TraceRecorder:
 
     def record(self, timeline: Timeline) -> None:
         """Keep a timeline that has just begun; its request id begins with the id of an existing session."""
-        session_id = timeline.request_id.rsplit(":", 3)[0]
+        session_id = _session_of(timeline)
         session = self._sessions.get(session_id)
         if session is None:
             session = self._sessions[session_id] = SessionTimelines()
@@ -50,7 +51,7 @@ class TraceRecorder:
         session = self._arrivals.popleft()
         oldest = session.timelines.popleft()
         if not session.timelines:
-            del self._sessions[oldest.request_id.rsplit(":", 3)[0]]
+            del self._sessions[_session_of(oldest)]
 
     def of(self, session_id: str) -> SessionTimelines | None:
         """The timelines of a session; None if there are none."""
@@ -59,3 +60,7 @@ class TraceRecorder:
     def __len__(self) -> int:
         """The number of timelines of all sessions."""
         return len(self._arrivals)
+
+
+def _session_of(timeline: Timeline) -> str:
+    return ids.session_of(ids.owner_of(timeline.request_id))
