@@ -693,7 +693,7 @@ MUTATIONS = (
     ),
     Mutation(
         "trainers-positions",
-        "backend/families/qwen3.py",
+        "backend/families/interface.py",
         "np.arange(input.length, dtype=np.int64)[None]",
         "2 * np.arange(input.length, dtype=np.int64)[None]",
         (AGREES,),
