@@ -5,11 +5,13 @@ import re
 import signal
 import subprocess
 import sys
+import textwrap
 import threading
 import urllib.request
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -196,3 +198,18 @@ def picture(tiny_models: dict[str, Path]) -> Callable[..., tuple[Any, int]]:
         return ImageChunk(data=buffer.getvalue(), format="png", expected_tokens=count), count
 
     return make
+
+
+@pytest.fixture(scope="session")
+def guide() -> Callable[[str], ModuleType]:
+    """`guide(path)`: the code in docs/extending.md that begins with the comment `# path`, run as a module."""
+    text = (Path(__file__).parents[1] / "docs" / "extending.md").read_text()
+    found = re.finditer(r"^( *)```python\n( *# (\S+)\n.*?)^\1```$", text, re.MULTILINE | re.DOTALL)
+    blocks = {match[3]: textwrap.dedent(match[2]) for match in found}
+
+    def module(path: str) -> ModuleType:
+        made = ModuleType(path.removesuffix(".py").replace("/", "."))
+        exec(compile(blocks[path], f"docs/extending.md: {path}", "exec"), made.__dict__)
+        return made
+
+    return module

@@ -19,6 +19,11 @@ from numpy import zeros_like as zeros_like
 Array = npt.NDArray[Any]
 
 
+def add(input: Array, other: Array, *, alpha: float = 1.0, out: Array) -> None:
+    """input + alpha other."""
+    out[...] = input + alpha * other
+
+
 def lerp(input: Array, end: Array, weight: float, *, out: Array) -> None:
     """input + weight (end - input)."""
     out[...] = input + weight * (end - input)

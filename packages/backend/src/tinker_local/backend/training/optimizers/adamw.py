@@ -36,4 +36,10 @@ def update(xp: Any, weights: Array, gradient: Array, state: OptimizerState, sett
     xp.addcdiv(weights, m, denominator, value=-size, out=weights)
 
 
-ADAMW = Optimizer("adamw", state_names=("exp_avg", "exp_avg_sq"), settings=AdamParams, update=update)
+ADAMW = Optimizer(
+    "adamw",
+    source="arXiv 1711.05101, algorithm 2",
+    state_names=("exp_avg", "exp_avg_sq"),
+    settings=AdamParams,
+    update=update,
+)

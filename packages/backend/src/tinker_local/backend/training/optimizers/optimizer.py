@@ -29,6 +29,7 @@ class Optimizer:
     Attributes
     ----------
     name: the `type` in `optimizer_config`.
+    source: where the update rule is from.
     state_names: names of its state tensors; in a checkpoint, `NAME.PARAMETER` is the state of one parameter matrix.
     settings: what each step is given. `AdamParams` comes as the request's `adam_params`, any other type as its
         `optimizer_params`.
@@ -38,6 +39,7 @@ class Optimizer:
     """
 
     name: str
+    source: str
     state_names: tuple[str, ...]
     settings: type[Frozen]
     update: Callable[[Any, Array, Array, OptimizerState, Any, float], None]
