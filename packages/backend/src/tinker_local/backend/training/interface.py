@@ -133,8 +133,9 @@ class Trainer(Protocol):
         """A host copy of the weights as they are now, float32, for programs that read the hosted service's exports: its
         tensors have the names that the service gives (`Family.hosted_path`), so that no trainer loads it."""
 
-    def logprobs(self, adapter_id: str | None, input: RenderedInput) -> npt.NDArray[np.float32]:
-        """log p(token[i+1] | tokens[..i]) for i in [0, N-1), float32 [N-1]; None is the base model."""
+    def logprobs(self, adapter_id: str | None, *inputs: RenderedInput) -> npt.NDArray[np.float32]:
+        """log p(token[i+1] | tokens[..i]) for i in [0, N-1), float32 [N-1] of each input, concatenated; None is the
+        base model. All inputs are computed in one row."""
 
     def release_memory(self) -> None:
         """Give back what is allocated on the device for nothing but speed, to whoever else uses the device."""

@@ -189,14 +189,17 @@ class HFTrainer:
         results |= self._train(backward)
         return [results[at] for at in range(len(work))]
 
-    def logprobs(self, adapter_id: str | None, input: RenderedInput) -> npt.NDArray[np.float32]:
-        """log p(token[i+1] | tokens[..i]), float32 [N-1]; None is the base model."""
+    def logprobs(self, adapter_id: str | None, *inputs: RenderedInput) -> npt.NDArray[np.float32]:
+        """log p(token[i+1] | tokens[..i]), float32 [N-1] of each input, concatenated; computed in one row."""
         adapters = {} if adapter_id is None else {adapter_id: self._adapter(adapter_id)}
-        self._check_input(input, "input")
-        next_tokens = np.append(input.token_ids[1:], 0).astype(np.int64)
-        packed = pack([Item(0, 0, adapter_id, TrainDatum(input, next_tokens, {}))], self.vocab_size)
-        values = self._runner.logprobs(packed, adapters)[:-1].numpy()
-        return np.asarray(values, dtype=np.float32)
+        items = []
+        for at, each in enumerate(inputs):
+            self._check_input(each, "input")
+            next_tokens = np.append(each.token_ids[1:], 0).astype(np.int64)
+            items.append(Item(0, at, adapter_id, TrainDatum(each, next_tokens, {})))
+        values = self._runner.logprobs(pack(items, self.vocab_size), adapters).numpy()
+        ends = np.cumsum([each.length for each in inputs]) - 1
+        return np.delete(values, ends).astype(np.float32)
 
     def _train(self, works: Mapping[int, TrainWork]) -> dict[int, TrainResult | ApiError]:
         """Run `works` and add the gradients of those that succeed to their adapters.

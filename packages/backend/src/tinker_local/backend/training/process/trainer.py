@@ -68,8 +68,8 @@ class ProcessTrainer:
         """As `capture`'s, its arrays lie in memory that the other process gave away."""
         return cast(AdapterState, self._process.call("export", adapter_id))
 
-    def logprobs(self, adapter_id: str | None, input: RenderedInput) -> npt.NDArray[np.float32]:
-        return cast(npt.NDArray[np.float32], self._process.call("logprobs", adapter_id, input))
+    def logprobs(self, adapter_id: str | None, *inputs: RenderedInput) -> npt.NDArray[np.float32]:
+        return cast(npt.NDArray[np.float32], self._process.call("logprobs", adapter_id, *inputs))
 
     def release_memory(self) -> None:
         self._process.call("release_memory")
