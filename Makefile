@@ -12,7 +12,7 @@ BOOTSTRAP := sh scripts/bootstrap.sh </dev/null
 SOURCES := packages/types/src packages/client/src packages/backend/src
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check format proto serve bench bench-tiny clean
+.PHONY: help setup demo test test-vllm check format proto serve bench bench-tiny clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
@@ -27,6 +27,11 @@ demo: setup ## fine-tune a vision-language model through the SDK; MODEL=NAME on 
 test: export OMP_NUM_THREADS ?= 1
 test: setup ## the test suite; ARGS="-k name" for a part of it
 	$(BIN)/python -m pytest -n auto $(ARGS)
+
+# Without `setup`, so that a vLLM that you installed into .venv stays.
+test-vllm: export OMP_NUM_THREADS ?= 1
+test-vllm: ## the core of sampling against whatever vLLM is installed: try a newer one
+	$(BIN)/python -m pytest -m vllm_core tests/sampling $(ARGS)
 
 # mypy by paths: `mypy -p` skips portions of a namespace package without a word.
 check: setup ## format, lint, types, circles of imports

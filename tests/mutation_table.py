@@ -701,7 +701,7 @@ MUTATIONS = (
     Mutation(
         "effect-not-verified",
         "backend/control/save_weights_for_sampler.py",
-        "        if not difference <= base.engines.tolerance:\n",
+        "        if not agreement.difference <= tolerance:\n",
         "        if False:\n",
         (FUTURES + "test_version_that_the_sampler_does_not_serve_is_an_error_and_leaves_nothing_on_fakes",),
     ),

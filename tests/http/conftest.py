@@ -299,6 +299,8 @@ async def open_api(
     sources = [ModelSource.parse(name) for name in models]
     backend = InProcessBackend(sources, BackendOptions(**options), load=load, clock=clock)
     await backend.start()
+    for started in engines.values():
+        started.sampler.begun = 0  # type: ignore[attr-defined]  # those of the probes
     transport = httpx.ASGITransport(create_app(backend, api_keys=api_keys), raise_app_exceptions=False)
     http = httpx.AsyncClient(transport=transport, base_url="http://localhost", trust_env=False)
     return Api(backend, http, engines)

@@ -4,6 +4,7 @@ import contextlib
 import io
 import json
 import re
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from tinker_local.backend.tiny_models import make_tiny_text_model, make_tiny_vl_
 from tinker_local.backend.vllm_engine.build_engine import EngineOptions
 from tinker_local.backend.vllm_engine.compat_vllm import runs_on_cpu
 from tinker_local.backend.vllm_engine.engine_thread import EngineThread
+from tinker_local.backend.vllm_engine.patches import PATCHES
 from tinker_local.backend.vllm_engine.vllm_sampler import VLLMSampler
 from tinker_local.types import EncodedTextChunk, ImageChunk, ModelInput, SamplingParams
 
@@ -33,8 +35,9 @@ differences: list[float] = []
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
     if differences:
+        versions = ", ".join(f"{name} {sys.modules[name].__version__}" for name in ("vllm", "torch", "transformers"))
         terminalreporter.write_line(
-            f"sampler against HF float32: {len(differences)} comparisons, largest differences of logprobs: "
+            f"sampler ({versions}) against HF float32: {len(differences)} comparisons, largest differences: "
             f"median {np.median(differences):.1e}, maximum {max(differences):.1e}"
         )
 
@@ -216,6 +219,32 @@ def noise() -> Callable[..., Image.Image]:
 
 def noise_image(width: int, height: int, seed: int = 0) -> Image.Image:
     return Image.fromarray(np.random.RandomState(seed).randint(0, 256, (height, width, 3), dtype=np.uint8))
+
+
+CORE = (
+    "test_prompt_logprobs.py::test_text_agrees_with_hf",
+    "test_prompt_logprobs.py::test_image_and_text_after_it_agree_with_hf",
+    "test_prompt_logprobs.py::test_a_prompt_longer_than_one_step_agrees_with_hf",
+    "test_sampled_logprobs.py::test_a_batch_that_mixes_all_settings_agrees_with_hf",
+    "test_sampled_logprobs.py::test_samples_are_distributed_as_the_model_says",
+    "test_seeds.py::test_a_seed_repeats_whatever_runs_beside_it",
+    "test_limits.py::test_stop_ids_end_a_sample_and_are_kept_with_their_logprob",
+    "test_limits.py::test_stop_strings_end_a_sample_with_the_token_that_completes_them",
+    "test_limits.py::test_eos_stops_unless_stop_is_empty_also_beside_other_stops",
+    "test_alternative_tokens.py::test_alternatives_are_drawn_at_the_temperature_with_the_models_logprobs",
+    "test_engine_sleeps.py::test_after_a_sleep_samples_are_what_they_were",
+    "test_engine_sleeps_on_gpu.py::test_sleep_frees_the_kv_cache_and_samples_after_it_are_the_same",
+    "test_engine_thread.py::test_an_exception_in_a_step_fails_what_was_in_flight_and_the_engine_comes_back",
+    "test_agreement.py::test_a_model_that_the_engines_compute_alike_starts_and_says_how_close_they_are",
+    *(test.removeprefix("sampling/") for patch in PATCHES for test in patch.tests),
+)
+"""What a new version of vLLM has to pass first, `make test-vllm`: what sampling promises, and each patch's tests."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.nodeid.partition("[")[0].endswith(CORE):
+            item.add_marker("vllm_core")
 
 
 @pytest.fixture(scope="session")

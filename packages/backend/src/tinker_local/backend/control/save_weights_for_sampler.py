@@ -12,9 +12,9 @@ from tinker_local.backend.control.sampler_versions import SamplerVersions
 from tinker_local.backend.control.sampling import Sampling
 from tinker_local.backend.control.sessions import check_user_metadata
 from tinker_local.backend.control.training_runs import Command, TrainingRun
+from tinker_local.backend.models.agreement import compare, sampler_logprobs
 from tinker_local.backend.models.served_models import ServedModel
-from tinker_local.backend.rendering.interface import RenderedInput
-from tinker_local.backend.sampling.interface import AdapterVersion, SampleWork
+from tinker_local.backend.sampling.interface import AdapterVersion
 from tinker_local.backend.scheduling.operations import Operation
 from tinker_local.backend.storage.names import check_checkpoint_name
 from tinker_local.backend.storage.records import CheckpointRecord
@@ -24,23 +24,14 @@ from tinker_local.backend.training.interface import AdapterDType, AdapterState
 from tinker_local.types import (
     InternalError,
     InvalidRequestError,
-    SamplingParams,
     SaveWeightsForSamplerRequest,
     UnsupportedError,
 )
 
 log = logging.getLogger(__name__)
 
-PROBE_LENGTH = 16
-
 Expected = Awaitable[npt.NDArray[np.float32]]
-"""The trainer's logprobs of the probe, which it may still be computing."""
-
-
-def probe_prompt(vocab_size: int) -> RenderedInput:
-    """A fixed text of `PROBE_LENGTH` tokens spread over the vocabulary, on which trainer and sampler must agree."""
-    ids = (np.arange(PROBE_LENGTH, dtype=np.int64) * 7919 + 11) % vocab_size
-    return RenderedInput(ids.astype(np.int32))
+"""The trainer's logprobs of the probes, which it may still be computing."""
 
 
 class SaveWeightsForSampler:
@@ -67,7 +58,6 @@ class SaveWeightsForSampler:
             scheduler, trainer = model.base.scheduler, model.base.engines.trainer
             # What is kept for good keeps all digits; what is only sampled from, those that the sampler reads.
             dtype: AdapterDType = "float32" if request.path is not None else model.base.engines.sampler.adapter_dtype
-            probe = probe_prompt(trainer.vocab_size)
             loop = asyncio.get_running_loop()
             captured: asyncio.Future[AdapterState] = loop.create_future()
 
@@ -75,7 +65,7 @@ class SaveWeightsForSampler:
                 """Both in one go, so that the trainer's thread is waited for once; the state goes its way at once."""
                 state = trainer.capture(model.model_id, optimizer=False, dtype=dtype)
                 loop.call_soon_threadsafe(captured.set_result, state)
-                return trainer.logprobs(model.model_id, probe)
+                return trainer.logprobs(model.model_id, *model.base.probes.adapter)
 
             expected = asyncio.ensure_future(scheduler.call(capture))
             await asyncio.wait((captured, expected), return_when=asyncio.FIRST_COMPLETED)
@@ -152,16 +142,13 @@ class SaveWeightsForSampler:
 
     @staticmethod
     async def _load_and_verify(base: ServedModel, version: AdapterVersion, expected: Expected) -> None:
-        """Load a version and see that the sampler gives what the trainer gave: engines ignore unknown keys silently."""
-        sampler = base.engines.sampler
+        """Load a version and check that the sampler computes what the trainer does."""
+        sampler, probes, tolerance = base.engines.sampler, base.probes.adapter, base.engines.tolerance
         await sampler.load_version(version)
-        probe = probe_prompt(base.engines.trainer.vocab_size)
-        work = SampleWork(probe, version, SamplingParams(max_tokens=1, temperature=0.0), prompt_logprobs=True)
-        output = await sampler.sample(work)
-        assert output.prompt_logprobs is not None
-        difference = float(np.mean(np.abs(output.prompt_logprobs[1:] - await expected)))
-        if not difference <= base.engines.tolerance:
+        found = await sampler_logprobs(sampler, version, probes)
+        agreement = compare(probes, await expected, found)
+        if not agreement.difference <= tolerance:
             raise InternalError(
                 f"the sampler does not serve the weights that were saved: its logprobs of a probe differ from the "
-                f"trainer's by {difference:.3g} on average (at most {base.engines.tolerance:.3g} is normal)"
+                f"trainer's by {agreement.difference:.3g} on average (at most {tolerance:.3g} is normal); {agreement}"
             )

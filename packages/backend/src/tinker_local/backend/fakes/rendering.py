@@ -27,6 +27,8 @@ CACHED_IMAGES = 1024
 class FakeRenderer:
     """Keeps `rendering.interface.Renderer` on a `FakeModel`: ceil(width / 32) · ceil(height / 32) tokens per image."""
 
+    takes_images = True
+
     def __init__(self, model: FakeModel) -> None:
         self._model = model
         self._images: LRUCache[str, RenderedImage] = LRUCache(CACHED_IMAGES)

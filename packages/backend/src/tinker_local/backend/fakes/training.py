@@ -266,13 +266,16 @@ class FakeTrainer:
         """The modules of the fake have the names that exports give: `model.` and an untied `lm_head`."""
         return self.capture(adapter_id, optimizer=False)
 
-    def logprobs(self, adapter_id: str | None, input: RenderedInput) -> npt.NDArray[np.float32]:
-        """log p(token[i+1] | token[i]), float32 [N-1]."""
+    def logprobs(self, adapter_id: str | None, *inputs: RenderedInput) -> npt.NDArray[np.float32]:
+        """log p(token[i+1] | token[i]), float32 [N-1] of each input, concatenated."""
         adapter = None if adapter_id is None else self._adapter(adapter_id)
         weights, rank = (adapter.weights, adapter.config.rank) if adapter else ({}, 1)
-        self._tower.encode(input)
-        log_p = log_softmax(self._model.logits(self._model.features(input), weights, rank))
-        return np.take_along_axis(log_p[:-1], input.token_ids[1:, None], axis=1)[:, 0].astype(np.float32)
+        found = []
+        for each in inputs:
+            self._tower.encode(each)
+            log_p = log_softmax(self._model.logits(self._model.features(each), weights, rank))
+            found.append(np.take_along_axis(log_p[:-1], each.token_ids[1:, None], axis=1)[:, 0].astype(np.float32))
+        return np.concatenate(found)
 
     def release_memory(self) -> None:
         """Keep no more than is in use."""

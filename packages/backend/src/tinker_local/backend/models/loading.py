@@ -1,5 +1,6 @@
 """Loading base models: what serves each, the real engines (vLLM and HF transformers) or the fakes."""
 
+import asyncio
 import functools
 import json
 import logging
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tinker_local.backend.daemon_thread import in_daemon_thread
+from tinker_local.backend.models.agreement import make_probes
 from tinker_local.backend.models.gpu_plan import GpuPlan, model_sizes, plan_gpu
 from tinker_local.backend.models.served_models import (
     EngineLoader,
@@ -36,7 +38,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 TOLERANCE: dict[DType, float] = {"float32": 1e-3, "bfloat16": 0.3}
-"""Mean difference (nats) of a probe's logprobs between trainer and sampler above which an adapter was not served.
+"""Mean difference (nats) of a probe's logprobs between trainer and sampler above which weights are not served.
 
 In float32 they agree to 1e-5. bfloat16 keeps 8 bits, and differences of 0.05 to 0.2 are rounding.
 """
@@ -49,9 +51,10 @@ async def load_base_models(
     load: EngineLoader | None,
     progress: Progress,
 ) -> None:
-    """Load the weights of each path one after the other, under all their names, and add them to `models`.
+    """Load the weights of each path in turn, under all their names, and add them to `models`.
 
-    `load`: what makes the engines of one (None: the real ones). Should one fail, those before it are in `models`.
+    `load`: makes the engines of one (None: the real ones). If one fails, those before it are in `models`. ValueError if
+    trainer and sampler compute a model differently.
     """
     for place, (path, names) in enumerate(sources.items()):
         share = options.gpu_memory_utilization / (len(sources) - place)  # of what those before it have left
@@ -64,7 +67,18 @@ async def load_base_models(
         )
         engines = replace(engines, sampler=WakingSampler(engines.sampler, memory_sharing))
         ident = tokenizer_id(path, options.data_dir)
-        models.add(ServedModel(tuple(names), path, ident, engines, scheduler, memory_sharing, seconds))
+        start = time.monotonic()
+        trainer, limit = engines.trainer, min(engines.trainer.max_context_length, engines.sampler.max_context_length)
+        probes = await asyncio.to_thread(
+            make_probes, engines.renderer, trainer.vocab_size, limit - 1, engines.sliding_window
+        )
+        model = ServedModel(tuple(names), path, ident, engines, scheduler, memory_sharing, seconds, probes)
+        models.add(model)
+        agreement = await model.check_agreement()
+        progress(
+            f"{names[0]}: trainer and sampler agree to {agreement.difference:.1g} nats, "
+            f"checked in {time.monotonic() - start:.1f} s"
+        )
 
 
 def load_engines(
@@ -165,7 +179,21 @@ def load_real(source: ModelSource, options: BackendOptions) -> Engines:
         sampler = VLLMSampler(engine, engine_thread())
         trainer: Trainer = make()
     renderer = load_renderer(source.path, dtype=dtype, max_pixels=options.max_image_pixels)
-    return Engines(renderer, trainer, sampler, arch=config.model_type, tolerance=TOLERANCE[dtype])
+    return Engines(
+        renderer,
+        trainer,
+        sampler,
+        arch=config.model_type,
+        tolerance=TOLERANCE[dtype],
+        sliding_window=sliding_window(config.get_text_config()),
+    )
+
+
+def sliding_window(config: Any) -> int | None:
+    """The window of a text config of transformers, if one of its layers uses it."""
+    window = getattr(config, "sliding_window", None)
+    layers = getattr(config, "layer_types", None)
+    return None if window is None or (layers and "sliding_attention" not in layers) else int(window)
 
 
 def load_renderer(

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from tinker_local.backend.models.agreement import Agreement, Probes, compare, sampler_logprobs
 from tinker_local.backend.models.metrics import Counts, ModelMetrics
 from tinker_local.backend.options import BackendOptions, ModelSource
 from tinker_local.backend.rendering.interface import Renderer
@@ -13,19 +14,23 @@ from tinker_local.backend.sampling.interface import Sampler
 from tinker_local.backend.scheduling.memory_sharing import MemorySharing
 from tinker_local.backend.scheduling.train_scheduler import TrainScheduler
 from tinker_local.backend.training.interface import Trainer
-from tinker_local.types import InvalidRequestError
+from tinker_local.types import ApiError, InvalidRequestError
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Engines:
-    """What one copy of the weights is served by. `tolerance`: largest mean difference of logprobs (nats) between
-    trainer and sampler that a freshly loaded adapter may show."""
+    """What serves one copy of the weights.
+
+    `tolerance`: largest mean difference of logprobs (nats) between trainer and sampler on a probe. `sliding_window`: of
+    the base model's attention, in positions; None if it has none.
+    """
 
     renderer: Renderer
     trainer: Trainer
     sampler: Sampler
     arch: str
     tolerance: float
+    sliding_window: int | None = None
 
 
 EngineLoader = Callable[[ModelSource, BackendOptions], Engines]
@@ -36,7 +41,10 @@ Progress = Callable[[str], None]
 
 @dataclass(slots=True, eq=False)
 class ServedModel:
-    """One copy of a base model's weights and everything that works on it."""
+    """One copy of a base model's weights and everything that works on it.
+
+    `probes`: prompts on which trainer and sampler must agree. `images_of_start`: the counts of `images()` until then.
+    """
 
     names: tuple[str, ...]
     path: str
@@ -45,19 +53,45 @@ class ServedModel:
     scheduler: TrainScheduler
     memory_sharing: MemorySharing
     load_seconds: float
+    probes: Probes
     counts: Counts = field(default_factory=Counts)
+    images_of_start: tuple[int, int, int] = (0, 0, 0)
 
     @property
     def max_context_length(self) -> int:
         return min(self.engines.trainer.max_context_length, self.engines.sampler.max_context_length)
 
+    def images(self) -> tuple[int, int, int]:
+        """Images that were rendered, encoded by the sampler, and encoded by the trainer, the probe's included."""
+        engines = self.engines
+        return engines.renderer.images_processed, engines.sampler.images_encoded, engines.trainer.images_encoded
+
+    async def check_agreement(self) -> Agreement:
+        """ValueError in one line if trainer and sampler compute the base model differently."""
+        probes, engines = self.probes.base, self.engines
+        try:
+            trainer = await self.scheduler.call(engines.trainer.logprobs, None, *probes)
+            agreement = compare(probes, trainer, await sampler_logprobs(engines.sampler, None, probes))
+        except ApiError as error:
+            raise ValueError(f"{self.names[0]}: trainer and sampler could not be compared: {error}") from error
+        if not agreement.difference <= engines.tolerance:
+            raise ValueError(
+                f"{self.names[0]}: trainer and sampler compute this model differently: {agreement}; they differ by "
+                f"{agreement.difference:.3g} on average (at most {engines.tolerance:.3g} is normal)"
+            )
+        self.images_of_start = self.images()
+        return agreement
+
     def metrics(self) -> ModelMetrics:
         """What its parts have counted so far; waits for none of them."""
         counts, scheduler, engines = self.counts, self.scheduler, self.engines
+        rendered, by_sampler, by_trainer = (
+            now - before for now, before in zip(self.images(), self.images_of_start, strict=True)
+        )
         return ModelMetrics(
-            images_rendered=engines.renderer.images_processed,
-            images_encoded_by_sampler=engines.sampler.images_encoded,
-            images_encoded_by_trainer=engines.trainer.images_encoded,
+            images_rendered=rendered,
+            images_encoded_by_sampler=by_sampler,
+            images_encoded_by_trainer=by_trainer,
             samples=counts.samples,
             prompt_tokens=counts.prompt_tokens,
             sampled_tokens=counts.sampled_tokens,

@@ -96,6 +96,10 @@ class Renderer(Protocol):
     """
 
     @property
+    def takes_images(self) -> bool:
+        """Whether the base model takes images."""
+
+    @property
     def images_processed(self) -> int:
         """Number of images decoded and processed so far (cache misses)."""
 

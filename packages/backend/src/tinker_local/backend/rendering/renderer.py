@@ -60,6 +60,11 @@ class ModelRenderer:
         self._cache = ImageCache(cache_bytes)
 
     @property
+    def takes_images(self) -> bool:
+        """Whether the base model takes images."""
+        return self._images is not None
+
+    @property
     def images_processed(self) -> int:
         """Number of images decoded and processed so far."""
         return self._cache.images_processed

@@ -1,0 +1,90 @@
+"""Trainer and sampler are compared before a model is ready: on every kind of prompt that could differ."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tinker_local.backend import BackendOptions, InProcessBackend, ModelSource
+from tinker_local.backend.fakes import FakeModel, FakeRenderer, FakeSampler, FakeTrainer
+from tinker_local.backend.models.served_models import Engines
+from tinker_local.backend.rendering.interface import RenderedInput
+from tinker_local.backend.sampling.interface import SampleWork
+from tinker_local.types import SampleOutput
+
+WINDOW = 100
+
+Wrong = Callable[[RenderedInput], bool]
+
+
+class WrongSampler(FakeSampler):
+    """Adds `error` to the logprobs of prompts that `wrong` selects."""
+
+    def __init__(self, model: FakeModel, wrong: Wrong, error: float) -> None:
+        super().__init__(model)
+        self._wrong = wrong
+        self._error = error
+        self.lengths: list[int] = []
+
+    async def sample(self, work: SampleWork) -> SampleOutput:
+        output = await super().sample(work)
+        self.lengths.append(work.prompt.length)
+        if output.prompt_logprobs is None or not self._wrong(work.prompt):
+            return output
+        changed = output.prompt_logprobs + np.float32(self._error)
+        return output.model_copy(update={"prompt_logprobs": changed})
+
+
+async def start(tmp_path: Path, wrong: Wrong, error: float = 0.5, **fields: Any) -> tuple[list[int], list[str]]:
+    """Lengths of the prompts that the sampler was compared on, and what the server said."""
+    samplers: list[WrongSampler] = []
+    said: list[str] = []
+
+    def load(source: ModelSource, options: BackendOptions) -> Engines:
+        model = FakeModel(source.name)
+        samplers.append(WrongSampler(model, wrong, error))
+        return Engines(FakeRenderer(model), FakeTrainer(model), samplers[-1], arch="fake", tolerance=1e-4, **fields)
+
+    backend = InProcessBackend(
+        [ModelSource.parse("fake/bigram")], BackendOptions(data_dir=tmp_path), load=load, progress=said.append
+    )
+    await backend.start()
+    await backend.close()
+    return samplers[0].lengths, said
+
+
+async def test_engines_that_agree_start_and_count_no_image_of_the_probe_on_fakes(tmp_path: Path) -> None:
+    lengths, said = await start(tmp_path, lambda prompt: False)
+    assert len(lengths) == 3
+    assert "fake/bigram: trainer and sampler agree to" in said[-1]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "where"),
+    [
+        (lambda prompt: not prompt.images, r"positions of text is -\d"),
+        (lambda prompt: bool(prompt.images), r"positions with an image is -\d"),
+        (lambda prompt: prompt.length > WINDOW and not prompt.images, "116 positions of text"),
+    ],
+    ids=["text", "image", "beyond-the-window"],
+)
+async def test_engines_that_differ_on_one_kind_of_prompt_do_not_start_on_fakes(
+    tmp_path: Path, wrong: Wrong, where: str
+) -> None:
+    with pytest.raises(ValueError, match=where) as no:
+        await start(tmp_path, wrong, sliding_window=WINDOW)
+    assert str(no.value).startswith("fake/bigram: trainer and sampler compute this model differently: the logprob at ")
+    assert "they differ by 0.5 on average (at most 0.0001 is normal)" in str(no.value)
+
+
+async def test_without_a_window_no_long_prompt_is_computed_on_fakes(tmp_path: Path) -> None:
+    lengths, _ = await start(tmp_path, lambda prompt: prompt.length > WINDOW and not prompt.images)
+    assert max(lengths) < 2 * WINDOW
+
+
+async def test_nan_is_a_difference_on_fakes(tmp_path: Path) -> None:
+    with pytest.raises(
+        ValueError, match=r"is -.* in the trainer and nan in the sampler; they differ by nan on average"
+    ):
+        await start(tmp_path, lambda prompt: True, error=float("nan"))

@@ -1,0 +1,93 @@
+"""No model starts whose trainer and sampler compute it differently; real engines on tiny models."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tinker_local.backend import BackendOptions, InProcessBackend, ModelSource
+from tinker_local.backend.tiny_models import make_tiny_text_model, make_tiny_vl_model
+
+NAME = "tiny/probed"
+
+
+async def start(folder: Path, data_dir: Path) -> list[str]:
+    """Start a server of the model and end it; what it said meanwhile."""
+    said: list[str] = []
+    options = BackendOptions(data_dir=data_dir, kv_cache_bytes=2**26, max_context_length=256, max_rank=8)
+    backend = InProcessBackend([ModelSource(NAME, str(folder))], options, progress=said.append)
+    await backend.start()
+    await backend.close()
+    return said
+
+
+def edit(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    """Change the text part of a model's config."""
+    file = folder / "config.json"
+    config = json.loads(file.read_text())
+    change(config.get("text_config", config))
+    file.write_text(json.dumps(config))
+
+
+def with_attention_bias(folder: Path) -> None:
+    """vLLM's Qwen3 has no bias on o_proj and ignores that of the file."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(folder)
+    config.attention_bias = True
+    model = AutoModelForCausalLM.from_pretrained(folder, config=config)
+    torch.manual_seed(0)
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            parameter.data.normal_()
+    model.save_pretrained(folder)
+
+
+def with_yarn(folder: Path) -> None:
+    """vLLM's YaRN drops the sections of Qwen2.5-VL's positions."""
+    edit(
+        folder,
+        lambda text: text["rope_parameters"].update(
+            rope_type="yarn", factor=4.0, original_max_position_embeddings=64, mrope_section=[2, 7, 7]
+        ),
+    )
+
+
+def with_sections_in_a_row(folder: Path) -> None:
+    """transformers interleaves the sections of Qwen3-VL's positions, whatever the config says."""
+    edit(folder, lambda text: text["rope_parameters"].update(mrope_interleaved=False))
+
+
+@pytest.mark.parametrize(
+    ("make", "change", "where"),
+    [
+        (make_tiny_text_model, with_attention_bias, "positions of text"),
+        (lambda out: make_tiny_vl_model(out, family="qwen2_5_vl"), with_yarn, "positions"),
+        (make_tiny_vl_model, with_sections_in_a_row, "24 positions with an image|positions with an image"),
+    ],
+    ids=["qwen3-attention-bias", "qwen2.5-vl-yarn", "qwen3-vl-not-interleaved"],
+)
+async def test_a_model_that_the_engines_compute_differently_is_refused_in_one_line(
+    tmp_path: Path, make: Callable[[Path], Path], change: Callable[[Path], None], where: str
+) -> None:
+    folder = make(tmp_path / "model")
+    change(folder)
+    with pytest.raises(ValueError, match=rf"^{NAME}: trainer and sampler compute this model differently: ") as refused:
+        await start(folder, tmp_path / "data")
+    message = str(refused.value)
+    print(message)
+    assert "\n" not in message
+    assert "in the trainer and" in message
+    assert "(at most 0.001 is normal)" in message
+
+
+async def test_a_model_that_the_engines_compute_alike_starts_and_says_how_close_they_are(
+    tmp_path: Path, tiny_models: dict[str, Path]
+) -> None:
+    shutil.copytree(tiny_models["tiny/vision"], tmp_path / "model")
+    *_, said = await start(tmp_path / "model", tmp_path / "data")
+    print(said)
+    assert said.startswith(f"{NAME}: trainer and sampler agree to ")
