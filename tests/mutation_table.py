@@ -893,14 +893,14 @@ MUTATIONS = (
     ),
     Mutation(
         "base64-not-decoded",
-        "types/chunks.py",
+        "types/datum.py",
         "return base64.b64decode(data, validate=True)",
         'return data.encode("ascii")',
         (VALUES + "test_image_data_is_bytes_or_base64_and_serialises_to_base64",),
     ),
     Mutation(
         "base64-encoded-twice",
-        "types/chunks.py",
+        "types/datum.py",
         'return base64.b64encode(data).decode("ascii")',
         'return base64.b64encode(base64.b64encode(data)).decode("ascii")',
         (VALUES + "test_image_data_is_bytes_or_base64_and_serialises_to_base64",),
@@ -1277,7 +1277,7 @@ MUTATIONS = (
     ),
     Mutation(
         "unknown-fields-of-protobuf-ignored",
-        "types/codec/tensors.py",
+        "types/codec/wire_tensors.py",
         "    if len(unknown):\n",
         "    if False:\n",
         (CODEC + "test_fields_of_a_later_schema_are_refused_and_not_dropped",),

@@ -16,7 +16,7 @@ import PIL.Image
 import PIL.ImageOps
 import tinker
 from tinker_local.types import InvalidRequestError, image_format
-from tinker_local.types.chunks import ImageFormat
+from tinker_local.types.datum import ImageFormat
 
 Image: TypeAlias = PIL.Image.Image | Path | bytes | bytearray | memoryview | npt.NDArray[np.uint8]
 """A PIL image; a path or the bytes of an image file that PIL reads; or pixels, uint8 [H, W], [H, W, 3] or [H, W, 4]."""

@@ -12,7 +12,7 @@ import tinker
 from pydantic import ValidationError
 from tinker_local import types as local
 from tinker_local.client.images import Image, chunk_of
-from tinker_local.types.chunks import ImageFormat
+from tinker_local.types.datum import ImageFormat
 
 VISION_START = "<|vision_start|>"
 VISION_END = "<|vision_end|>"

@@ -1,13 +1,146 @@
-"""`Datum`: one training example, and the provenance of its tokens."""
+"""What a model reads: chunks of text and images, `ModelInput`, and `Datum`, one training example."""
 
-from collections.abc import Mapping
+import base64
+import binascii
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, Self
 
 import numpy as np
-from pydantic import Field, field_validator, model_validator
+import numpy.typing as npt
+from pydantic import Field, field_serializer, field_validator, model_validator
 from tinker_local.types.base import Frozen, TupleOf
-from tinker_local.types.chunks import ModelInput
-from tinker_local.types.tensors import TensorData
+from tinker_local.types.tensors import Int32Array, TensorData, Tokens, freeze, tokens_array
+
+PNG_MAGIC = b"\x89PNG\r\n\x1a\n"
+JPEG_MAGIC = b"\xff\xd8\xff"
+
+ImageFormat = Literal["png", "jpeg"]
+
+
+def image_format(data: bytes) -> ImageFormat | None:
+    """The format that the first bytes of an image file tell, or None."""
+    if data.startswith(PNG_MAGIC):
+        return "png"
+    if data.startswith(JPEG_MAGIC):
+        return "jpeg"
+    return None
+
+
+class EncodedTextChunk(Frozen):
+    """Token ids of a piece of text. `tokens`: int32 [N], N >= 1, read-only."""
+
+    tokens: Tokens
+    type: Literal["encoded_text"] = "encoded_text"
+
+    @field_validator("tokens")
+    @classmethod
+    def _not_empty(cls, tokens: Int32Array) -> Int32Array:
+        if not tokens.size:
+            raise ValueError("a text chunk needs at least one token")
+        return tokens
+
+    @property
+    def length(self) -> int:
+        """Number of positions that this chunk takes."""
+        return int(self.tokens.size)
+
+
+class ImageChunk(Frozen):
+    """One image as the bytes of its PNG or JPEG file; stands for the image's patch positions alone.
+
+    The markers around it (vision start and end) are text. `data` accepts bytes or base64 text and serialises to
+    base64. `expected_tokens` is the number of positions that the client counts; the server computes the real one
+    and fails the request on a mismatch.
+    """
+
+    data: bytes
+    format: ImageFormat
+    expected_tokens: Annotated[int, Field(ge=1)] | None = None
+    type: Literal["image"] = "image"
+
+    @field_validator("data", mode="before")
+    @classmethod
+    def _decode(cls, data: Any) -> Any:
+        if isinstance(data, str):
+            try:
+                return base64.b64decode(data, validate=True)
+            except (binascii.Error, ValueError) as error:
+                raise ValueError(f"not base64: {error}") from None
+        return data
+
+    @model_validator(mode="after")
+    def _check_format(self) -> Self:
+        if not self.data:
+            raise ValueError("data: the image is empty")
+        found = image_format(self.data)
+        if found is None:
+            raise ValueError(f"data: neither a PNG nor a JPEG file (it begins with {self.data[:8].hex(' ')})")
+        if found != self.format:
+            raise ValueError(f"format: says {self.format!r}, but data is a {found} file")
+        return self
+
+    @field_serializer("data")
+    def _encode(self, data: bytes) -> str:
+        return base64.b64encode(data).decode("ascii")
+
+    @property
+    def length(self) -> int:
+        """`expected_tokens`; ValueError if it was not given (only a renderer knows the number then)."""
+        if self.expected_tokens is None:
+            raise ValueError("the length of an ImageChunk is known only if expected_tokens is set")
+        return self.expected_tokens
+
+
+class ImageAssetPointerChunk(Frozen):
+    """An image named by path or URL, for sampling only; fetched only where the operator allows it."""
+
+    location: Annotated[str, Field(min_length=1)]
+    format: ImageFormat
+    expected_tokens: Annotated[int, Field(ge=1)] | None = None
+    type: Literal["image_asset_pointer"] = "image_asset_pointer"
+
+    @property
+    def length(self) -> int:
+        """`expected_tokens`; ValueError if it was not given."""
+        if self.expected_tokens is None:
+            raise ValueError("the length of an ImageAssetPointerChunk is known only if expected_tokens is set")
+        return self.expected_tokens
+
+
+Chunk = Annotated[EncodedTextChunk | ImageChunk | ImageAssetPointerChunk, Field(discriminator="type")]
+
+
+class ModelInput(Frozen):
+    """A sequence of chunks. Several text chunks mean the same as their concatenation."""
+
+    chunks: TupleOf[Chunk] = ()
+
+    @classmethod
+    def from_ints(cls, tokens: Sequence[int] | npt.NDArray[Any]) -> Self:
+        """A text-only input of `tokens`."""
+        return cls(chunks=(EncodedTextChunk(tokens=tokens_array(tokens)),))
+
+    @classmethod
+    def empty(cls) -> Self:
+        """An input without chunks, to append to."""
+        return cls()
+
+    def append(self, chunk: EncodedTextChunk | ImageChunk | ImageAssetPointerChunk) -> Self:
+        """A new input with `chunk` at the end."""
+        return type(self)(chunks=(*self.chunks, chunk))
+
+    @property
+    def length(self) -> int:
+        """Number of positions; ValueError if an image has no `expected_tokens`."""
+        return sum(chunk.length for chunk in self.chunks)
+
+    def to_tokens(self) -> Int32Array:
+        """All token ids, int32 [N]; ValueError if a chunk is not text."""
+        for index, chunk in enumerate(self.chunks):
+            if not isinstance(chunk, EncodedTextChunk):
+                raise ValueError(f"chunks[{index}] is {chunk.type}, which has no token ids")
+        parts = [chunk.tokens for chunk in self.chunks if isinstance(chunk, EncodedTextChunk)]
+        return freeze(np.concatenate(parts)) if parts else freeze(np.empty(0, np.int32))
 
 
 class ProvenanceSpan(Frozen):

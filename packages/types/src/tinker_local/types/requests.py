@@ -7,8 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 from tinker_local.types.base import Frozen, TupleOf
-from tinker_local.types.chunks import ModelInput
-from tinker_local.types.datum import Datum
+from tinker_local.types.datum import Datum, ModelInput
 from tinker_local.types.params import AdamParams, LoraConfig, SamplingParams
 from tinker_local.types.tensors import TensorData
 

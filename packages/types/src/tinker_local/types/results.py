@@ -5,9 +5,8 @@ from typing import Annotated, Literal, Self
 import numpy as np
 import numpy.typing as npt
 from pydantic import BeforeValidator, Field, model_validator
-from tinker_local.types.arrays import AsList, Logprobs, Tokens, float32_array, integer_array
 from tinker_local.types.base import Frozen, TupleOf
-from tinker_local.types.tensors import TensorData
+from tinker_local.types.tensors import AsList, Logprobs, TensorData, Tokens, float32_array, integer_array
 
 StopReason = Literal["stop", "length"]
 

@@ -10,8 +10,14 @@ from typing import Any, Literal
 
 import numpy as np
 from tinker_local.types.base import Frozen
-from tinker_local.types.chunks import EncodedTextChunk, ImageAssetPointerChunk, ImageChunk, ModelInput
-from tinker_local.types.datum import Datum, ProvenanceSpan
+from tinker_local.types.datum import (
+    Datum,
+    EncodedTextChunk,
+    ImageAssetPointerChunk,
+    ImageChunk,
+    ModelInput,
+    ProvenanceSpan,
+)
 from tinker_local.types.errors import UnsupportedError
 from tinker_local.types.params import AdamParams, LoraConfig, SamplingParams
 from tinker_local.types.results import (

@@ -12,8 +12,7 @@ from tinker_local.backend.control.checkpoints import Checkpoints
 from tinker_local.backend.control.exports import Exports
 from tinker_local.backend.control.futures import Futures
 from tinker_local.backend.control.load_weights import LoadWeights
-from tinker_local.backend.control.sampler_versions import SamplerVersions
-from tinker_local.backend.control.sampling import Sampling
+from tinker_local.backend.control.sampling import SamplerVersions, Sampling
 from tinker_local.backend.control.save_weights_for_sampler import SaveWeightsForSampler
 from tinker_local.backend.control.session_traces import SessionTraces
 from tinker_local.backend.control.sessions import Sessions, now

@@ -9,12 +9,14 @@ Text alone is a bigram model. Shapes: N positions, V vocabulary, F = V + IMAGE_C
 float64; weights are kept at values that float32 holds, so that a saved adapter is the trained one to the last bit.
 """
 
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from cachetools import LRUCache
 from tinker_local.backend.rendering.interface import RenderedInput
 from tinker_local.backend.training.interface import LORA_ALPHA
 from tinker_local.types import InvalidRequestError, LoraConfig
@@ -153,3 +155,26 @@ def log_softmax(logits: Float64Array) -> Float64Array:
     """Over the last axis."""
     shifted = logits - logits.max(axis=-1, keepdims=True)
     return np.asarray(shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True)), np.float64)
+
+
+KEPT_IMAGES = 1024
+
+
+class FakeTower:
+    """Stands for a vision tower whose output is kept for the images used last. Safe for threads.
+
+    `images_encoded`: how many images it would have encoded.
+    """
+
+    def __init__(self) -> None:
+        self.images_encoded = 0
+        self._kept: LRUCache[str, None] = LRUCache(KEPT_IMAGES)
+        self._lock = threading.Lock()
+
+    def encode(self, rendered: RenderedInput) -> None:
+        """Encode the images of `rendered` that are not kept."""
+        with self._lock:
+            for placement in rendered.images:
+                content_hash = placement.image.content_hash
+                self.images_encoded += content_hash not in self._kept
+                self._kept[content_hash] = None

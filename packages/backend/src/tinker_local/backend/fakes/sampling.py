@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 from safetensors.numpy import load_file
-from tinker_local.backend.fakes.encoding import FakeTower
 from tinker_local.backend.fakes.memory import FakeMemory
 from tinker_local.backend.fakes.model import (
     EOS_ID,
     FakeModel,
+    FakeTower,
     Features,
     Float64Array,
     IntArray,

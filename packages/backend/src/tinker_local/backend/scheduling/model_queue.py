@@ -6,7 +6,7 @@ import logging
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 from tinker_local.backend.scheduling.command_log import CommandLog, Load
 from tinker_local.backend.scheduling.fairness import gradient_cost
@@ -36,6 +36,7 @@ class GradientCommand:
     prepared: what becomes of `prepare`, once it has begun.
     positions: of the data, image positions included; 0 until they are known.
     ready_at: when it was prepared.
+    queue: where it was added.
     """
 
     operation: Operation[ForwardBackwardOutput]
@@ -44,6 +45,7 @@ class GradientCommand:
     prepared: asyncio.Task[TrainWork] | None = None
     positions: int = 0
     ready_at: float = 0.0
+    queue: "ModelQueue" = field(init=False)
 
     @property
     def ready(self) -> bool:
@@ -75,6 +77,7 @@ class StepCommand:
     operation: Operation[Any]
     run: Callable[[], Awaitable[None]]
     size: int = 0
+    queue: "ModelQueue" = field(init=False)
 
     @property
     def positions(self) -> int:
@@ -91,13 +94,6 @@ Command = GradientCommand | StepCommand
 def positions(data: Sequence[TrainDatum]) -> int:
     """Tokens of `data`, image positions included."""
     return sum(datum.input.length for datum in data)
-
-
-class Taken(NamedTuple):
-    """A command that is to run now."""
-
-    queue: "ModelQueue"
-    command: Command
 
 
 @dataclass(slots=True, eq=False)
@@ -139,6 +135,7 @@ class ModelQueue:
     def add(self, seq_id: int, command: Command) -> None:
         """Queue a command whose id the log accepts."""
         self.commands.add(seq_id, command, chunk=isinstance(command, GradientCommand), now=self.now())
+        command.queue = self
         self._bytes += command.size
         if isinstance(command, GradientCommand):
             heapq.heappush(self._unprepared, (seq_id, command))
@@ -172,7 +169,7 @@ class ModelQueue:
             self.fail(command, as_api_error(error))
         return None
 
-    def take(self) -> "Taken":
+    def take(self) -> Command:
         command = self.commands.head(self.now())
         assert command is not None
         self.commands.pop(self.now())
@@ -181,7 +178,7 @@ class ModelQueue:
             self.absence = max(0.0, command.ready_at - self.ended_at)
             self.ready -= 1
             self.ahead -= command.positions
-        return Taken(self, command)
+        return command
 
     def fail(self, command: GradientCommand, error: ApiError) -> None:
         """A gradient failed; if it was one that adds up, the next optimizer step must not be taken."""

@@ -14,7 +14,6 @@ from tinker_local.backend.scheduling.model_queue import (
     ModelQueue,
     Preparations,
     StepCommand,
-    Taken,
 )
 from tinker_local.backend.scheduling.operations import Operation, as_api_error
 from tinker_local.backend.scheduling.queue_states import ACTIVE, QueueState, training_state
@@ -52,7 +51,7 @@ class TrainScheduler:
         self._batch_tokens = batch_tokens
         self.trained_tokens = 0
         self.running: tuple[ModelQueue, ...] = ()
-        self._queues: FairQueue[Taken] = FairQueue(quantum)
+        self._queues: FairQueue[Command] = FairQueue(quantum)
         self._open: set[ModelQueue] = set()
         self._preparations = Preparations(batch_tokens)
         self._loop = asyncio.get_running_loop()
@@ -155,7 +154,7 @@ class TrainScheduler:
         ran = False
         while (taken := self._queues.take_step()) is not None:
             ran = True
-            await self._run_step(taken.queue, taken.command)
+            await self._run_step(taken)
         if self._waits_for_company():
             return ran
         batch = self._queues.take_batch(self._batch_tokens)
@@ -164,8 +163,9 @@ class TrainScheduler:
             await self._run_gradients(batch)
         return ran or bool(batch) or self._queues.steps_wait()
 
-    async def _run_step(self, queue: ModelQueue, command: Command) -> None:
+    async def _run_step(self, command: Command) -> None:
         assert isinstance(command, StepCommand)
+        queue = command.queue
         self.running = (queue,)
         command.operation.timeline.enter("running")
         began = self._loop.time()
@@ -178,12 +178,12 @@ class TrainScheduler:
             queue.ended_at = self._loop.time()
             self._wait_limit += queue.ended_at - began  # nobody was kept waiting by it
 
-    async def _run_gradients(self, taken: Sequence[Taken]) -> None:
-        batch = [(queue, command) for queue, command in taken if isinstance(command, GradientCommand)]
-        works = [command.work for _, command in batch]
+    async def _run_gradients(self, taken: Sequence[Command]) -> None:
+        batch = [command for command in taken if isinstance(command, GradientCommand)]
+        works = [command.work for command in batch]
         results: Sequence[TrainResult | ApiError]
-        self.running = tuple(queue for queue, _ in batch)
-        for _, command in batch:
+        self.running = tuple(command.queue for command in batch)
+        for command in batch:
             command.operation.timeline.enter("running")
         began = self._loop.time()
         try:
@@ -196,18 +196,18 @@ class TrainScheduler:
         finally:
             self.running = ()
         self._note_end(batch, began)
-        for (queue, command), result in zip(batch, results, strict=True):
+        for command, result in zip(batch, results, strict=True):
             if isinstance(result, ApiError):
-                queue.fail(command, result)
+                command.queue.fail(command, result)
             else:
                 self.trained_tokens += command.positions if command.work.backward else 0
-                task = asyncio.create_task(self._deliver(queue, command, result))
+                task = asyncio.create_task(self._deliver(command, result))
                 self._deliveries.add(task)
                 task.add_done_callback(self._deliveries.discard)
 
-    def _note_end(self, batch: Sequence[tuple[ModelQueue, GradientCommand]], began: float) -> None:
+    def _note_end(self, batch: Sequence[GradientCommand], began: float) -> None:
         now = self._loop.time()
-        self._last = [queue for queue, _ in batch]
+        self._last = [command.queue for command in batch]
         self._patience = min(LONGEST_WAIT, WAIT_SHARE * (now - began))
         self._wait_limit = now + 2 * self._patience
         for queue in self._last:
@@ -221,14 +221,14 @@ class TrainScheduler:
         self._wait_until = until if expected and self._loop.time() < until else None
         return self._wait_until is not None
 
-    async def _deliver(self, queue: ModelQueue, command: GradientCommand, result: TrainResult) -> None:
+    async def _deliver(self, command: GradientCommand, result: TrainResult) -> None:
         """Turn a result into public types in a thread (a thousand datums take a while); the trainer goes on."""
         command.operation.timeline.enter("finishing")
         try:
             command.operation.succeed(await asyncio.to_thread(to_output, result))
         except Exception as error:
             log.exception("%s failed", command.operation.request_id)
-            queue.fail(command, as_api_error(error))
+            command.queue.fail(command, as_api_error(error))
 
     def _arm_timer(self) -> None:
         """Wake up when the patience with a missing chunk ends, or that with a model that is expected."""

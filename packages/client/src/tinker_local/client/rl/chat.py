@@ -17,7 +17,7 @@ import tinker
 from tinker_local.client.images import chunk_of
 from tinker_local.client.rl.environment import Message
 from tinker_local.types import InvalidRequestError
-from tinker_local.types.chunks import ImageFormat
+from tinker_local.types.datum import ImageFormat
 
 Chunk: TypeAlias = tinker.ModelInputChunk
 

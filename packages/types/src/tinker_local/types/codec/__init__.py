@@ -9,20 +9,20 @@ with an InvalidRequestError that names the field, e.g. `data[3].loss_fn_inputs['
 A field that the schema does not know is refused, never dropped.
 """
 
-from tinker_local.types.codec.forward_backward_output import (
+from tinker_local.types.codec.forward_backward import ForwardBackwardEnvelope as ForwardBackwardEnvelope
+from tinker_local.types.codec.forward_backward import (
     decode_forward_backward_output as decode_forward_backward_output,
 )
-from tinker_local.types.codec.forward_backward_output import (
-    encode_forward_backward_output as encode_forward_backward_output,
-)
-from tinker_local.types.codec.forward_backward_request import ForwardBackwardEnvelope as ForwardBackwardEnvelope
-from tinker_local.types.codec.forward_backward_request import (
+from tinker_local.types.codec.forward_backward import (
     decode_forward_backward_request as decode_forward_backward_request,
 )
-from tinker_local.types.codec.forward_backward_request import (
+from tinker_local.types.codec.forward_backward import (
+    encode_forward_backward_output as encode_forward_backward_output,
+)
+from tinker_local.types.codec.forward_backward import (
     encode_forward_backward_request as encode_forward_backward_request,
 )
-from tinker_local.types.codec.forward_backward_request import (
+from tinker_local.types.codec.forward_backward import (
     parse_forward_backward_envelope as parse_forward_backward_envelope,
 )
 from tinker_local.types.codec.sample_output import decode_sample_output as decode_sample_output

@@ -1,7 +1,7 @@
 """Results of `sample` (its requests are JSON)."""
 
 from tinker_local.types.base import errors_named
-from tinker_local.types.codec.tensors import (
+from tinker_local.types.codec.wire_tensors import (
     FLOAT32,
     INT32,
     decode_tensor,

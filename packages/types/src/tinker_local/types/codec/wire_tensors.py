@@ -6,10 +6,9 @@ import numpy as np
 import numpy.typing as npt
 from google.protobuf.message import DecodeError, Message
 from google.protobuf.unknown_fields import UnknownFieldSet
-from tinker_local.types.arrays import freeze
 from tinker_local.types.base import errors_named
 from tinker_local.types.errors import InvalidRequestError, UnsupportedError
-from tinker_local.types.tensors import TensorData, TensorDtype
+from tinker_local.types.tensors import TensorData, TensorDtype, freeze
 from tinker_local.types.wire import tinker_local_wire_pb2 as wire
 
 M = TypeVar("M", bound=Message)
