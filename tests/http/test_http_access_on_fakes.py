@@ -142,13 +142,13 @@ def test_address_that_others_reach_needs_a_key_file_on_fakes(refused: Any, host:
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        ("", "holds no key"),
-        ("# a comment\n\n", "holds no key"),
+        ("", "contains no key"),
+        ("# a comment\n\n", "contains no key"),
         ("sk-not-of-this-kind\n", "key 1"),
         (f"{KEY}\ntml-short\n", "key 2"),
         ("tml-clé-of-letters-that-no-header-holds\n", "key 1"),
         (f"{KEY} {KEY}\n", "key 1"),
-        (b"tml-\xff\xfe-not-a-text\n", "is no text"),
+        (b"tml-\xff\xfe-not-a-text\n", "is not UTF-8 text"),
     ],
 )
 def test_key_file_that_is_none_is_refused_and_not_quoted_on_fakes(

@@ -1,4 +1,4 @@
-"""The `tinker-local` command. Nothing heavy is imported before a command needs it."""
+"""The `tinker-local` command. Heavy libraries are imported only when a command needs them."""
 
 import click
 from tinker_local.backend.cli.serve import serve

@@ -17,19 +17,19 @@ if TYPE_CHECKING:
 
 
 def read_keys(path: Path) -> list[str]:
-    """API keys, one per line; the SDK accepts only keys that begin with `tml-`, and a header holds no other letters."""
+    """API keys, one per line. The SDK requires the prefix `tml-`, and an HTTP header allows only visible ASCII."""
     try:
         lines = path.read_text("utf-8").splitlines()
     except UnicodeDecodeError:
-        raise click.BadParameter(f"{path} is no text", param_hint="--api-key-file") from None
+        raise click.BadParameter(f"{path} is not UTF-8 text", param_hint="--api-key-file") from None
     keys = [line.strip() for line in lines if line.strip() and not line.startswith("#")]
     if not keys:
-        raise click.BadParameter(f"{path} holds no key", param_hint="--api-key-file")
+        raise click.BadParameter(f"{path} contains no key", param_hint="--api-key-file")
     for number, key in enumerate(keys, 1):
         if not re.fullmatch(r"tml-[!-~]{8,}", key):
             raise click.BadParameter(
-                f"key {number} of {path} must begin with 'tml-' and have at least 12 characters, all of ASCII and none "
-                "a space (a comment has a line of its own)",
+                f"key {number} of {path} must begin with 'tml-' and have at least 12 characters, all visible ASCII "
+                "(put comments on separate lines)",
                 param_hint="--api-key-file",
             )
     return keys
@@ -43,18 +43,26 @@ def read_keys(path: Path) -> list[str]:
     required=True,
     callback=each_value(ModelSource.parse),
     metavar="NAME[=PATH]",
-    help="A base model: a hub name, or a name for a local folder. Repeat for more models or more names.",
+    help="A base model: a hub name, or a name and a local folder. Repeat for more models or more names.",
 )
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
-@click.option("--port", default=8000, show_default=True, type=click.IntRange(0, 65535), help="0 takes a free one.")
+@click.option(
+    "--port",
+    default=8000,
+    show_default=True,
+    type=click.IntRange(0, 65535),
+    help="Port to listen on; 0 picks a free one.",
+)
 @click.option(
     "--api-key-file",
     type=click.Path(path_type=Path, exists=True, dir_okay=False),
-    help="File of API keys, one per line. Needed for any address that other machines reach.",
+    help="File of API keys, one per line. Required if other machines can reach the address.",
 )
 @backend_options
-@click.option("--fake", is_flag=True, help="Serve a numpy stand-in instead of the models: for trying the protocol.")
-@click.option("-v", "--verbose", is_flag=True, help="Log more.")
+@click.option(
+    "--fake", is_flag=True, help="Serve a stand-in written in numpy instead of the models, to try out the protocol."
+)
+@click.option("-v", "--verbose", is_flag=True, help="Log at level INFO.")
 def serve(
     models: tuple[ModelSource, ...],
     host: str,
@@ -81,14 +89,14 @@ def serve(
     if not verbose:
         silence()
     if not is_loopback(host) and api_key_file is None:
-        raise click.UsageError(f"--host {host} is reached by other machines; give --api-key-file")
+        raise click.UsageError(f"--host {host} can be reached by other machines; pass --api-key-file")
     keys = None if api_key_file is None else read_keys(api_key_file)
     _check_models(models, fake)
     _serve(console, models, BackendOptions(**options), host, port, keys, fake)
 
 
 def _check_models(models: Sequence[ModelSource], fake: bool) -> None:
-    """Refuse what cannot work before anything is loaded."""
+    """Reject what cannot work before loading anything."""
     from importlib.util import find_spec
 
     from tinker_local.backend.models.loading import check_source
@@ -137,6 +145,6 @@ def _serve(
     except (ValueError, RuntimeError, OSError) as error:
         raise click.ClickException(str(error)) from error
     console.print("stopped")
-    if not loaded:  # the loading thread would crash in the middle of the interpreter's end
+    if not loaded:  # the loading thread would crash while the interpreter shuts down
         sys.stdout.flush()
         os._exit(0)

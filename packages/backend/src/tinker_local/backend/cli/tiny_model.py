@@ -1,4 +1,4 @@
-"""`tinker-local tiny-model`: a model of random weights, made in seconds, for trying things out."""
+"""`tinker-local tiny-model`: creates a model with random weights in seconds, to try things out."""
 
 from pathlib import Path
 from typing import Any
@@ -15,13 +15,15 @@ ALIASES = {"text": "qwen3", "vl": "qwen3_vl"}
     "--kind",
     type=click.Choice([*ALIASES, *TEXT_KINDS, *VISION_KINDS]),
     required=True,
-    help="Its family; `text` is qwen3, `vl` is qwen3_vl.",
+    help="The model's family; `text` is qwen3, `vl` is qwen3_vl.",
 )
-@click.option("--out", type=click.Path(path_type=Path, file_okay=False), required=True, help="Folder to write.")
-@click.option("--preset", type=click.Choice(["tiny", "demo"]), default="tiny", show_default=True, help="Its size.")
-@click.option("--seed", default=0, show_default=True, help="Of its random weights.")
+@click.option("--out", type=click.Path(path_type=Path, file_okay=False), required=True, help="The folder to write.")
+@click.option(
+    "--preset", type=click.Choice(["tiny", "demo"]), default="tiny", show_default=True, help="The model's size."
+)
+@click.option("--seed", default=0, show_default=True, help="Seed of the random weights.")
 def tiny_model(kind: str, out: Path, preset: str, seed: int) -> None:
-    """Write a tiny model with random weights, tokenizer and processor: no network needed."""
+    """Write a tiny model with random weights, tokenizer and processor, without network access."""
     from tinker_local.backend.tiny_models import make_demo_vl_model, make_tiny_text_model, make_tiny_vl_model
 
     family: Any = ALIASES.get(kind, kind)

@@ -48,7 +48,7 @@ def read_adapter(folder: Path, base_model: str, lora_config: LoraConfig, *, opti
 
 
 def optimizer_type(folder: Path) -> str:
-    """The type of the optimizer that the adapter was trained by; files without it are of AdamW."""
+    """The type of the optimizer that trained the adapter; older files, which lack it, are of AdamW."""
     return _optimizer_metadata(folder).get("optimizer", "adamw") if (folder / OPTIMIZER).exists() else "adamw"
 
 
@@ -58,14 +58,14 @@ def _optimizer_metadata(folder: Path) -> dict[str, str]:
 
 
 def adapter_bytes(state: AdapterState) -> int:
-    """About the bytes that `write_adapter` takes."""
+    """The approximate size of what `write_adapter` writes."""
     return sum(tensor.nbytes for tensors in (state.tensors, state.optimizer or {}) for tensor in tensors.values())
 
 
 def _save(path: Path, tensors: Mapping[str, npt.NDArray[Any]], metadata: Mapping[str, Any]) -> None:
-    # safetensors writes the memory of an array in whatever order it lies, without an error: C order it must be.
+    # safetensors writes an array's memory as it is, without checking the order; make it C order.
     if any(array.dtype == np.uint16 for array in tensors.values()):
-        from safetensors.torch import save_file as save_torch  # which loads torch; fakes need none
+        from safetensors.torch import save_file as save_torch  # loads torch, which fakes do not need
 
         ordered = {name: as_torch(np.ascontiguousarray(array)) for name, array in tensors.items()}
         save_torch(ordered, path, metadata=metadata)

@@ -1,8 +1,8 @@
 """Checkpoint folders: `ROOT/<run>/<kind>/<name>@<time>/`, written whole or not at all.
 
-The time in the name makes every write a new folder, so that an overwritten checkpoint stays whole until its record
-points to the new one, and so that no engine that caches by path serves old weights. Folders here are dumb: which of
-them count is told by the database's records alone.
+The time in the name makes every write a new folder. An overwritten checkpoint therefore stays whole until its record
+points to the new folder, and an engine that caches by path never serves old weights. Only the records in the database
+decide which folders are checkpoints.
 """
 
 import errno
@@ -30,35 +30,35 @@ _FINISHED = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*@\d{8}T\d{6}\.\d{6}")
 
 
 class CheckpointFolders:
-    """Writes and removes the folders of checkpoints below `root`, which is created."""
+    """Writes and removes checkpoint folders in `root`, which it creates."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
         make_durable_folder(root)
 
     def path(self, record: CheckpointRecord) -> Path:
-        """Where `record` lies; computed from the record alone."""
+        """The folder of `record`, computed from the record alone."""
         time = record.created_at.astimezone(UTC).strftime("%Y%m%dT%H%M%S.%f")
         name = check_checkpoint_name(record.name)
         return self.root / safe_segment(record.training_run_id) / safe_segment(record.kind) / f"{name}@{time}"
 
     def write(self, record: CheckpointRecord, state: AdapterState) -> CheckpointRecord:
-        """Write `state`; when this returns its folder is complete, in place and on the disk.
+        """Write `state`; when this returns, its folder is complete, in place and on disk.
 
-        Returns the record with its size, whether it has an optimizer, and a `created_at` that is later by some
-        microseconds if another write took the same one.
+        Returns the record with its size, whether it has an optimizer state, and its `created_at`, which is some
+        microseconds later if another write used the same time.
         """
 
         def fill(folder: Path) -> None:
-            # A trainer knows the first of its model's names alone; the folder says which the run asked for.
+            # A trainer knows only the first name of its base model; the folder records the one that the run used.
             write_adapter(folder, replace(state, base_model=record.base_model))
 
         return self._make(replace(record, has_optimizer=state.optimizer is not None), fill)
 
     def link(self, record: CheckpointRecord, source: CheckpointRecord) -> CheckpointRecord:
-        """`write` with the content of `source`, whose files are shared on the disk if the file system can.
+        """Like `write`, with the content of `source`; the two share files on disk if the file system supports it.
 
-        Files of checkpoints are never changed once they are written, so that neither side sees the other's end.
+        Sharing is safe because checkpoint files never change once they are written.
         """
 
         def fill(folder: Path) -> None:
@@ -90,7 +90,7 @@ class CheckpointFolders:
     def _put_in_place(self, unfinished: Path, record: CheckpointRecord) -> CheckpointRecord:
         while True:
             try:
-                # Over a folder that is not empty a rename fails, so two writers can never take one name.
+                # Renaming onto a non-empty folder fails, so two writers can never take the same name.
                 unfinished.rename(self.path(record))
                 return record
             except OSError as error:
@@ -99,13 +99,13 @@ class CheckpointFolders:
                 record = replace(record, created_at=record.created_at + timedelta(microseconds=1))
 
     def remove(self, record: CheckpointRecord) -> None:
-        """Delete the folder of `record`; one that is gone is fine."""
+        """Delete the folder of `record`, if it exists."""
         _remove_folder(self.path(record))
 
     def sweep(self, keep: Collection[Path]) -> None:
-        """Delete what a killed process left: unfinished work, and complete folders that are not in `keep`.
+        """Delete what a killed process left behind: unfinished folders, and finished ones that are not in `keep`.
 
-        Anything whose name this class did not make is left alone, with a warning.
+        Any other file or folder is left alone, with a warning.
         """
         for path in self.root.glob("*/*/*"):
             if path in keep:
@@ -121,7 +121,7 @@ class CheckpointFolders:
 
 
 def refuse_halves(root: Path, new_database: bool, records: Sequence[CheckpointRecord]) -> None:
-    """RuntimeError if checkpoints have lost their database or a database its checkpoints: recovery would delete."""
+    """RuntimeError if the database or the checkpoints are missing, because recovery would delete the other half."""
     folders = [folder for folder in root.glob("*/*/*") if (folder / WEIGHTS).exists()]
     if new_database and folders:
         raise RuntimeError(
@@ -136,7 +136,7 @@ def refuse_halves(root: Path, new_database: bool, records: Sequence[CheckpointRe
 
 
 def _describe(record: CheckpointRecord) -> dict[str, object]:
-    """What a person finds in the folder; the server reads the database only."""
+    """A description for people; the server itself only reads the database."""
     times: dict[str, datetime | None] = {"created_at": record.created_at, "expires_at": record.expires_at}
     return {
         **asdict(record),
@@ -148,7 +148,7 @@ def _describe(record: CheckpointRecord) -> dict[str, object]:
 
 
 def _link(file: Path, target: Path) -> None:
-    """The same file under another name; a copy of it where the file system makes none, or no more, or not here."""
+    """Hard-link `file` as `target`; copy it where the file system allows no (further) link."""
     try:
         target.hardlink_to(file)
     except OSError as error:
@@ -162,7 +162,7 @@ def _size(folder: Path) -> int:
 
 
 def _remove_folder(folder: Path) -> None:
-    """Out of sight in one step, then deleted: an emptied folder under its own name would let a rename succeed."""
+    """Rename the folder, then delete it: a half-deleted folder under its own name would let a rename succeed."""
     removing = folder.with_name(f".removing-{uuid.uuid4().hex}")
     try:
         folder.rename(removing)

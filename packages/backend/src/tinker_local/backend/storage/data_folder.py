@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def fsync_path(path: Path) -> None:
-    """Wait until a file's content, or a folder's entries, are on the disk."""
+    """Wait until a file's content, or a folder's entries, are on disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -15,7 +15,7 @@ def fsync_path(path: Path) -> None:
 
 
 def make_durable_folder(folder: Path, mode: int = 0o777) -> None:
-    """`mkdir -p`, with every new entry on the disk; `mode` is for the last one."""
+    """`mkdir -p`, with every new entry on disk; `mode` applies to the last one."""
     if not folder.exists():
         make_durable_folder(folder.parent)
         folder.mkdir(mode, exist_ok=True)
@@ -27,10 +27,11 @@ class FolderInUseError(RuntimeError):
 
 
 class FolderLock:
-    """Holds `folder/lock` from construction until `release`; FolderInUseError if somebody else holds it.
+    """Holds `folder/lock` from construction until `release`; FolderInUseError if another process holds it.
 
-    Programs that this process starts do not inherit the lock (PEP 446); a fork without exec would. The file stays when
-    the lock is released: removing it would let two processes lock two files of one name.
+    The kernel releases the lock however the process ends (`flock`). Programs that this process starts do not inherit
+    it (PEP 446); a fork without exec would. The file stays after a release: if it were removed, two processes could
+    lock two files of the same name.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -49,7 +50,7 @@ class FolderLock:
         os.write(self._file, f"{os.getpid()}\n".encode())
 
     def release(self) -> None:
-        """Let others in; calling it again does nothing."""
+        """Release the lock; a second call does nothing."""
         if self._file is not None:
             os.close(self._file)
             self._file = None

@@ -1,4 +1,4 @@
-"""Opens the metadata database, and brings one that an older server wrote to today's tables."""
+"""Opens the metadata database and upgrades one that an older server wrote."""
 
 import logging
 from typing import Any
@@ -12,9 +12,9 @@ log = logging.getLogger(__name__)
 def open_database(url: str | sa.URL) -> tuple[sa.Engine, bool]:
     """The engine, and whether the database was new.
 
-    An older database is brought to this version; RuntimeError if it is of a newer one.
+    Upgrades an older database; RuntimeError if a newer server wrote it.
     """
-    # Every thread that asks gets a connection at once, however many there are.
+    # No limit: every thread gets a connection at once.
     engine = sa.create_engine(url, pool_size=8, max_overflow=-1)
     if engine.dialect.name == "sqlite":
         sa.event.listen(engine, "connect", _set_pragmas)
@@ -35,13 +35,17 @@ def open_database(url: str | sa.URL) -> tuple[sa.Engine, bool]:
 
 
 def _set_pragmas(connection: Any, _record: Any) -> None:
-    """FULL: a commit waits for the disk, so that what was acknowledged survives a power cut too."""
+    """FULL: a commit waits for the disk, so that what was acknowledged survives a power cut."""
     for pragma in ("journal_mode = WAL", "synchronous = FULL", "busy_timeout = 10000"):
         connection.execute(f"PRAGMA {pragma}")
 
 
 def _migrate(engine: sa.Engine, version: int) -> None:
-    """From `version` to `tables.SCHEMA_VERSION`; RuntimeError if there is no way."""
+    """Upgrade from `version` to `tables.SCHEMA_VERSION`; RuntimeError if that is impossible.
+
+    Each step adds columns, if they are missing, before it raises the version: if the server is killed in between, the
+    next start completes the step.
+    """
     if version < 1:
         raise RuntimeError(f"the database {engine.url} has schema version {version}, which no server ever wrote")
     log.info("the database %s goes from schema version %d to %d", engine.url, version, tables.SCHEMA_VERSION)
@@ -50,7 +54,7 @@ def _migrate(engine: sa.Engine, version: int) -> None:
 
 
 def _from_1_to_2(engine: sa.Engine) -> None:
-    """Public checkpoints, copies, and the reason of a session's end apart from its detail."""
+    """Adds public checkpoints and copies; splits the reason of a session's end from its detail."""
     _add_column(engine, "sessions", "end_detail VARCHAR")
     _add_column(engine, "training_runs", "copied_from VARCHAR")
     _add_column(engine, "checkpoints", "public BOOLEAN DEFAULT false NOT NULL")

@@ -1,4 +1,4 @@
-"""Names of checkpoints and what they become on disk. Nothing that a client sends reaches a path unchecked."""
+"""Checkpoint names and their paths on disk. Everything from a client is checked before it becomes part of a path."""
 
 import re
 from typing import get_args
@@ -13,7 +13,7 @@ KINDS: tuple[CheckpointKind, ...] = get_args(CheckpointKind)
 
 
 def check_checkpoint_name(name: str, field: str = "name") -> str:
-    """`name` if it can name a checkpoint; otherwise InvalidRequestError that tells the rule and names `field`."""
+    """`name`, if it is valid; otherwise InvalidRequestError with `field` and the rule."""
     if not _NAME.fullmatch(name) or len(name) > MAX_NAME_LENGTH:
         shown = name if len(name) <= MAX_NAME_LENGTH else f"{name[:40]}… ({len(name)} characters)"
         raise InvalidRequestError(
@@ -24,7 +24,7 @@ def check_checkpoint_name(name: str, field: str = "name") -> str:
 
 
 def parse_tinker_path(path: str, field: str = "path") -> tuple[str, CheckpointKind, str]:
-    """Training run id, kind and name out of `tinker://RUN/KIND/NAME`; InvalidRequestError naming `field`."""
+    """Training run id, kind and name of `tinker://RUN/KIND/NAME`; InvalidRequestError with `field` for other paths."""
     parts = path.removeprefix("tinker://").split("/")
     if not path.startswith("tinker://") or len(parts) != 3 or not parts[0]:
         raise InvalidRequestError(f"{field}: {path!r} is not of the form tinker://RUN/KIND/NAME")
@@ -35,9 +35,9 @@ def parse_tinker_path(path: str, field: str = "path") -> tuple[str, CheckpointKi
 
 
 def safe_segment(text: str) -> str:
-    """`text` as one path segment: other characters than letters, digits, '_', '-', '~' and inner '.' become %XX.
+    """`text` as one path segment: characters except letters, digits, '_', '-', '~' and inner '.' become %XX.
 
-    Different texts give different segments. Raises ValueError for an empty text.
+    Different texts give different segments. ValueError for an empty text.
     """
     if not text:
         raise ValueError("an empty text names no folder")

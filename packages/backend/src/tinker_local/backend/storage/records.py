@@ -1,4 +1,4 @@
-"""What the store records of sessions, training runs, sampling sessions and checkpoints."""
+"""The records that the store keeps: sessions, training runs, sampling sessions, checkpoints and copies."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,12 +10,12 @@ from tinker_local.types import LoraConfig
 CheckpointKind = Literal["weights", "sampler_weights", "external_weights"]
 
 EndReason = Literal["success", "errored", "interrupted", "heartbeats_lost"]
-"""Why a session ended: what its client reported, or that it was not heard any more."""
+"""Why a session ended: what its client reported, or that its heartbeats stopped."""
 
 
 @dataclass(frozen=True, slots=True)
 class SessionRecord:
-    """A session; one that neither lives nor has an `end_reason` was lost when the server stopped."""
+    """A session. If it is not live and has no `end_reason`, it was lost when the server stopped."""
 
     session_id: str
     created_at: datetime
@@ -28,15 +28,15 @@ class SessionRecord:
 
     @property
     def why_ended(self) -> str | None:
-        """Reason and detail in words; None if the end was not recorded."""
+        """The reason and its detail; None if no end was recorded."""
         return f"{self.end_reason}: {self.end_detail}" if self.end_detail else self.end_reason
 
 
 @dataclass(frozen=True, slots=True)
 class TrainingRunRecord:
-    """A model that was created; it outlives the process as metadata only (`lora_config`: as created or loaded).
+    """A training run. Only this record outlives the process; `lora_config` is the one of its creation or load.
 
-    `copied_from`: tinker path of the checkpoint that `copy_weights` made this run for; it was never a model.
+    `copied_from`: the tinker path of the source, if `copy_weights` made this run to hold a copy. It was never trained.
     """
 
     training_run_id: str
@@ -51,9 +51,9 @@ class TrainingRunRecord:
 
 @dataclass(frozen=True, slots=True)
 class SamplingSessionRecord:
-    """A sampling client: of a base model (`model_path` None), of a named checkpoint, or of a nameless one.
+    """A sampling client of a base model (`model_path` None), a named checkpoint, or an ephemeral version.
 
-    `model_path`: tinker path of the named checkpoint. `nameless`: the version died with its process.
+    `model_path`: the tinker path of the named checkpoint. `nameless`: the ephemeral version is lost with its process.
     """
 
     sampling_session_id: str
@@ -91,7 +91,7 @@ class CheckpointRecord:
 
 @dataclass(frozen=True, slots=True)
 class CopyRecord:
-    """A copy that was made: what was asked for under `key`, and the path that came of it."""
+    """A copy: the request that came under `key`, and the path of the result."""
 
     key: str
     request: Mapping[str, Any]

@@ -99,7 +99,7 @@ class Store:
 
     @contextmanager
     def _transaction(self) -> Iterator[sa.Connection]:
-        """One writer at a time: SQLite has one write lock, and waiting for it in Python is fair and never times out."""
+        """One writer at a time: SQLite has one write lock, and waiting for it in Python is fair and has no timeout."""
         if self._closed:
             raise RuntimeError("the store is closed")
         with self._writing, self._engine.begin() as connection:
@@ -156,7 +156,7 @@ class Store:
         return [_session(row) for row in rows], total
 
     def sessions_before(self, before: tuple[datetime, str] | None, limit: int) -> list[SessionRecord]:
-        """Newest first, equal times by falling id; from behind the session of that time and id on."""
+        """Newest first, equal times by descending id; starts after the session with that time and id."""
         table = tables.sessions
         query = sa.select(table).order_by(table.c.created_at.desc(), table.c.session_id.desc()).limit(limit)
         if before is not None:
@@ -167,7 +167,7 @@ class Store:
         return [_session(row) for row in self._rows(query)]
 
     def session_members(self, session_id: str) -> tuple[list[str], list[str]]:
-        """The ids of a session's training runs and of its sampling sessions, the oldest first."""
+        """The ids of a session's training runs and of its sampling sessions, oldest first."""
         runs, samplers = tables.training_runs, tables.sampling_sessions
         found = []
         with self._engine.connect() as connection:
@@ -183,7 +183,7 @@ class Store:
         self._insert(tables.training_runs, _training_run_values(record))
 
     def touch_training_run(self, training_run_id: str, when: datetime) -> None:
-        """Note the time of a request; in memory, as this happens with every request."""
+        """Record the time of a request, in memory first, because this happens with every request."""
         with self._writing:
             self._touched[training_run_id] = when
             if time.monotonic() - self._touches_written > TOUCH_SECONDS:
@@ -228,7 +228,7 @@ class Store:
         `overwrite`, the old checkpoint stays whole until the new one is in place.
         """
         check_checkpoint_name(record.name)
-        if not overwrite:  # before megabytes are written; it counts again when the record is committed
+        if not overwrite:  # before megabytes are written; `_commit` checks again
             _refuse_existing(self.get_checkpoint(record.training_run_id, record.kind, record.name))
         written = self._folders.write(record, state)
         try:
@@ -241,7 +241,7 @@ class Store:
         return written
 
     def _commit(self, record: CheckpointRecord, overwrite: bool) -> CheckpointRecord | None:
-        """Record `record` in place of the checkpoint of that name, which is returned if its folder is nobody's."""
+        """Commit `record`; return the checkpoint that it replaces, if its folder has to be removed now."""
         with self._transaction() as connection:
             replaced = self._current(record)
             expired = replaced is not None and self._is_over(replaced)
@@ -254,7 +254,7 @@ class Store:
         return None if expired else replaced
 
     def set_public(self, record: CheckpointRecord, public: bool) -> CheckpointRecord:
-        """Publish or unpublish; InvalidRequestError if it is so already."""
+        """Publish or unpublish a checkpoint; InvalidRequestError if nothing would change."""
         with self._writing:
             current = self._require(record)
             if current.public == public:
@@ -263,7 +263,7 @@ class Store:
             return self._change(current, public=public)
 
     def set_expiry(self, record: CheckpointRecord, expires_at: datetime | None) -> CheckpointRecord:
-        """Give a checkpoint another end, or none."""
+        """Change or remove (None) the expiry of a checkpoint."""
         with self._writing:
             return self._change(self._require(record), expires_at=expires_at)
 
@@ -285,7 +285,7 @@ class Store:
 
         `copies` are recorded in the same transaction; `find_copy` finds them by their key.
         """
-        with self._folder_access:  # nobody removes the source meanwhile
+        with self._folder_access:  # the source cannot be removed meanwhile
             current = self._require(source)
             record = replace(
                 current,
@@ -333,7 +333,7 @@ class Store:
         return [_checkpoint(row) for row in rows], total
 
     def session_storage(self, session_ids: Collection[str]) -> dict[str, tuple[int, int]]:
-        """How many checkpoints each of these sessions has, and their bytes; sessions without one are left out."""
+        """The number of checkpoints and their bytes, for each session that has any."""
         runs, checkpoints = tables.training_runs.c, tables.checkpoints.c
         query = (
             sa.select(runs.session_id, sa.func.count(), sa.func.sum(checkpoints.size_bytes))
@@ -345,17 +345,19 @@ class Store:
             return {session: (count, int(size)) for session, count, size in connection.execute(query)}
 
     def find_copy(self, key: str) -> CopyRecord | None:
-        """The copy that was made under `key`, or None."""
+        """The copy that was recorded under `key`, or None."""
         rows = self._rows(sa.select(tables.copies).where(tables.copies.c.key == key))
         return CopyRecord(**rows[0]) if rows else None
 
     def checkpoint_folder(self, record: CheckpointRecord) -> Path:
-        """The folder in PEFT's layout; computed, no disk is touched."""
+        """The folder, in PEFT's layout; computed without touching the disk."""
         return self._folders.path(record)
 
     def read_checkpoint(self, record: CheckpointRecord, *, optimizer: bool) -> AdapterState:
-        """What was saved last under the record's name, or, if that was forgotten, the record's own folder while it
-        is there; NotFoundError if all is gone."""
+        """The newest checkpoint of the record's name. If that was forgotten: the record's own folder, while it exists.
+
+        NotFoundError if neither exists.
+        """
         with self._folder_access:
             current = self._current(record) or record
             folder = self._folders.path(current)
@@ -385,7 +387,7 @@ class Store:
         return current
 
     def forget_expired(self) -> list[CheckpointRecord]:
-        """`forget_checkpoint` of those whose time is over; their folders stay until `remove_folder`."""
+        """`forget_checkpoint` of all that have expired; their folders stay until `remove_folder`."""
         with self._writing:
             expired = self._checkpoints(tables.checkpoints.c.expires_at <= self._clock())
             for record in expired:
@@ -394,11 +396,11 @@ class Store:
         return [*expired, *replaced]
 
     def delete_checkpoint(self, record: CheckpointRecord) -> None:
-        """Delete the checkpoint of the record's name, with its folder; NotFoundError if there is none."""
+        """Delete a checkpoint that nothing uses, with its folder; NotFoundError if there is none."""
         self.remove_folder(self.forget_checkpoint(record))
 
     def remove_folder(self, record: CheckpointRecord) -> None:
-        """Delete the folder of a checkpoint that is forgotten; one that is gone is fine."""
+        """Delete the folder of a forgotten checkpoint, if it exists."""
         with self._folder_access:
             self._folders.remove(record)
 
@@ -409,7 +411,7 @@ class Store:
         return current
 
     def _current(self, record: CheckpointRecord) -> CheckpointRecord | None:
-        """What is recorded under that name, in time or over."""
+        """What is recorded under that name, expired or not."""
         found = self._checkpoints(_is(record))
         return found[0] if found else None
 

@@ -8,7 +8,7 @@ from sqlalchemy import UniqueConstraint as Unique
 
 EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 SCHEMA_VERSION = 2
-"""A change of it needs a step in `migrations.py`, so that older data folders open."""
+"""Raise it together with a new upgrade step in `database.py`, so that older data folders open."""
 
 
 class UtcTime(TypeDecorator[datetime]):

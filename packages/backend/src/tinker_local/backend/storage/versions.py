@@ -1,4 +1,4 @@
-"""`VersionFolders`: the adapters of nameless sampler versions, the newest in shared memory, older ones on disk."""
+"""`VersionFolders`: the adapters of ephemeral sampler versions, the newest in shared memory, older ones on disk."""
 
 import fcntl
 import logging
@@ -24,19 +24,19 @@ log = logging.getLogger(__name__)
 SHARED_MEMORY = Path("/dev/shm")
 MEMORY_BYTES = 4 * 2**30
 WRITE_DELAY = 1.0
-"""Seconds from `write` until a folder is written: the version's first samples come first. Nobody waits so long for room
-or for `flush`."""
+"""Seconds from `write` until the folder is written, so that the version's first samples come first. `flush`, or a
+`publish` that waits for room, cuts the delay short."""
 UNWRITTEN = 4
-"""How many versions may be without a folder; their tensors are in memory meanwhile."""
+"""How many versions may be without a folder; until they have one, their tensors stay in memory."""
 
 
 @dataclass(slots=True)
 class _Version:
     link: Path
-    """What users of the version get: a symbolic link that follows its folder from memory to disk."""
+    """The path that users of the version get: a symbolic link that follows its folder from memory to disk."""
     size: int
     unwritten: AdapterState | None
-    """What the folder will hold; None once it is there."""
+    """What the folder will contain; None once the folder exists."""
     folder: Path | None = None
     writing: Future[None] | None = None
     removed: bool = False
@@ -44,17 +44,17 @@ class _Version:
 
 
 class VersionFolders:
-    """Folders in PEFT's layout under names that are never used again; all are gone when the process is.
+    """Folders in PEFT's layout, each under a new name; all of them disappear with the process.
 
-    A version exists as soon as it is published: whoever needs it has its tensors in memory. A thread of this object
-    writes the folder some time after it is told to, when nobody waits for the version any more, for it takes the
-    memory's bandwidth and the GIL. Should that fail, the tensors stay in memory.
+    A version exists as soon as it is published, with its tensors in memory. `write` has a background thread write its
+    folder `WRITE_DELAY` later, because writing takes memory bandwidth and the GIL from the version's first samples. If
+    writing fails, the tensors stay in memory.
 
-    The newest lie in `shared_memory` (a RAM file system; None or a missing one: on disk) as long as they fit into
-    `memory_bytes` and into half of what is free there; older ones move to `data_dir/ephemeral`. A version's path stays
-    the same when it moves, and whoever reads through it sees the same content at any time. The caller holds the lock
-    of `data_dir` (`Store`). Methods may be called from several threads; all but `path` and `unwritten` may block,
-    `publish` only while `UNWRITTEN` versions have no folder yet.
+    The newest versions are in `shared_memory` (a RAM file system; None or missing: on disk), as long as they fit into
+    `memory_bytes` and into half of the free space there. Older ones move to `data_dir/ephemeral`. A version's path
+    stays valid when it moves, and readers see the same content at any time. The caller holds the lock of `data_dir`
+    (`Store`). Methods may be called from several threads. All except `path` and `unwritten` may block; `publish` only
+    while `UNWRITTEN` versions have no folder.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class VersionFolders:
     ) -> None:
         self._disk = data_dir.absolute() / "ephemeral"
         if self._disk.exists():
-            shutil.rmtree(self._disk)  # of a server that was killed
+            shutil.rmtree(self._disk)  # left by a server that was killed
         self._disk.mkdir(parents=True)
         self._memory_bytes = memory_bytes
         self._memory: Path | None = None
@@ -88,7 +88,7 @@ class VersionFolders:
         return version.link
 
     def write(self, name: str) -> None:
-        """Write the folder of a version that was published, in the background; unknown names are ignored."""
+        """Write the folder of a published version in the background; unknown names are ignored."""
         version = self._versions.get(name)
         if version is not None:
             version.writing = self._writer.submit(self._write_later, name, version, time.monotonic() + WRITE_DELAY)
@@ -99,11 +99,11 @@ class VersionFolders:
         return self._version(name).link
 
     def unwritten(self, name: str) -> AdapterState | None:
-        """What the folder of `name` will hold; None once it can be read. NotFoundError if there is no such version."""
+        """What the folder of `name` will contain; None once it can be read. NotFoundError if the version is unknown."""
         return self._version(name).unwritten
 
     def flush(self) -> None:
-        """Wait until every folder is there that `write` was called for."""
+        """Wait until every folder that `write` was called for exists."""
         with self._hurrying():
             self._writer.submit(lambda: None).result()
 
@@ -120,11 +120,11 @@ class VersionFolders:
                     shutil.rmtree(version.folder)
 
     def bytes_in_memory(self) -> int:
-        """Bytes of adapters that lie in shared memory."""
+        """Bytes of adapters in shared memory."""
         return sum(version.size for version in self._in_memory())
 
     def close(self) -> None:
-        """Delete every version; calling it again does nothing."""
+        """Delete every version; a second call does nothing."""
         for version in self._versions.values():
             version.removed = True
         with self._hurrying():
@@ -152,7 +152,7 @@ class VersionFolders:
 
     @contextmanager
     def _hurrying(self) -> Iterator[None]:
-        """Somebody waits for the writer: folders are written at once."""
+        """While a caller waits for the writer, folders are written without delay."""
         with self._counting:
             self._waiting += 1
             self._hurry.set()
@@ -188,14 +188,14 @@ class VersionFolders:
                 log.exception("the sampler version %s could not be written; it stays in memory", name)
                 return
             version.folder = folder
-            version.unwritten = None  # last: whoever finds it gone may read the folder
+            version.unwritten = None  # last: once it is None, the folder may be read
 
     def _in_memory(self) -> list[_Version]:
-        """Versions whose folder lies in shared memory, the oldest first: dict order is the order of `publish`."""
+        """Versions whose folder is in shared memory, oldest first: dict order is the order of `publish`."""
         return [v for v in list(self._versions.values()) if v.folder is not None and v.folder.parent == self._memory]
 
     def _place_for(self, size: int) -> Path | None:
-        """The memory folder with room for `size` bytes, after older versions have left it; None if it has none."""
+        """The memory folder, after older versions have made room for `size` bytes; None if it cannot have that much."""
         if self._memory is None or size > self._capacity():
             return None
         older = self._in_memory()
@@ -210,7 +210,7 @@ class VersionFolders:
         return min(self._memory_bytes, free // 2)
 
     def _spill(self, version: _Version) -> None:
-        """Copy to disk, turn the link in one step, then delete the copy in memory."""
+        """Copy to disk, redirect the link atomically, then delete the copy in memory."""
         assert version.folder is not None
         on_disk = self._disk / version.folder.name
         shutil.copytree(version.folder, on_disk)
@@ -222,10 +222,10 @@ class VersionFolders:
 
 
 def _take_memory_folder(shared_memory: Path) -> tuple[Path, FolderLock]:
-    """A new folder of this process in `shared_memory`; those of this user's processes that died are deleted."""
+    """A new folder of this process in `shared_memory`; deletes those of this user's dead processes."""
     with _one_at_a_time(shared_memory):
         for stale in shared_memory.glob(f"{_prefix()}*"):
-            # Others may write here too: nothing is followed or deleted that is not our own folder.
+            # Others may write here too: follow and delete nothing except our own folders.
             if stale.is_symlink() or not stale.is_dir() or stale.stat().st_uid != os.getuid():
                 continue
             try:
@@ -245,7 +245,7 @@ def _prefix() -> str:
 
 @contextmanager
 def _one_at_a_time(shared_memory: Path) -> Iterator[None]:
-    """Nobody may look for stale folders while another process makes or deletes its own."""
+    """Excludes other processes, which must not look for stale folders while this one makes or deletes its own."""
     flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
     descriptor = os.open(shared_memory / f"{_prefix()}lock", flags, 0o600)
     try:

@@ -1,8 +1,8 @@
 """A session's timelines as a trace that https://ui.perfetto.dev opens.
 
-Below one track for the session lie counters, and a track for each training run and sampling session. There an operation
-is a slice, with its stages as slices within. Slices of one track must not overlap, so operations that do lie on tracks
-of their own of the same name, which Perfetto shows as one of several lines.
+The session's track contains counters and one track for each training run and sampling session. An operation is a
+slice, and its stages are slices inside it. Slices of one track must not overlap, so overlapping operations go to
+several tracks of the same name, which Perfetto shows as one track with several lines.
 """
 
 import heapq
@@ -24,12 +24,12 @@ SEQUENCE = 1
 REALTIME, BOOTTIME = 1, 6
 
 Change = tuple[int, float]
-"""A time and by how much something changes then."""
+"""A time, and the change of a counter at that time."""
 
 
 @dataclass(frozen=True, slots=True)
 class OwnerTrack:
-    """Operations of one training run or sampling session, in the order in which they came."""
+    """Operations of one training run or sampling session, in order of arrival."""
 
     name: str
     description: str
@@ -38,9 +38,10 @@ class OwnerTrack:
 
 @dataclass(frozen=True, slots=True)
 class SessionTrace:
-    """What a trace shows. `unix_ns`: what is to be added to a timeline's times for nanoseconds since 1970.
+    """The content of a trace.
 
-    `note`: what is to be known of what is not in it; shown at the first moment of the trace.
+    `unix_ns` is added to the times of timelines to get nanoseconds since 1970. `note` says which requests the trace has
+    and which it lacks; it is shown at the start of the trace.
     """
 
     name: str
@@ -52,7 +53,7 @@ class SessionTrace:
 
 
 def packets(trace: SessionTrace) -> Iterator[TracePacket]:
-    """The packets of `trace`. Those of one moment are in the order in which Perfetto has to take them."""
+    """The packets of `trace`; packets of equal time are in the order in which Perfetto must read them."""
     owners = [*trace.training, *trace.sampling]
     begun = min((timeline.stages[0][1] for owner in owners for timeline in owner.timelines), default=0)
     writer = _Writer(trace.unix_ns)
@@ -80,7 +81,7 @@ class _Writer:
         self._ids = count(1)
 
     def clocks(self, at: int) -> TracePacket:
-        """The trace's clock shows the time since 1970."""
+        """Make the trace's clock show the time since 1970."""
         when = at + self._unix_ns
         clocks = [ClockSnapshot.Clock(clock_id=each, timestamp=when) for each in (REALTIME, BOOTTIME)]
         return TracePacket(
@@ -90,7 +91,7 @@ class _Writer:
     def track(
         self, name: str, parent: int | None = None, *, description: str | None = None, unit: str | None = None
     ) -> Generator[TracePacket, None, int]:
-        """The description of a new track; tracks are shown in the order of their making. Returns its id."""
+        """Describe a new track and return its id; tracks are shown in the order of creation."""
         uuid = next(self._ids)
         track = TrackDescriptor(
             uuid=uuid,
@@ -125,7 +126,7 @@ class _Writer:
         return TracePacket(timestamp=at + self._unix_ns, track_event=event, trusted_packet_sequence_id=SEQUENCE)
 
     def counter(self, name: str, unit: str, parent: int, changes: Iterable[Change]) -> Iterator[TracePacket]:
-        """What adds up of `changes`."""
+        """A counter that adds up `changes`."""
         track = yield from self.track(name, parent, unit=unit)
         value, last = 0.0, None
         for at, change in sorted(changes):
@@ -137,7 +138,7 @@ class _Writer:
             yield self.event(last, track, TrackEvent.TYPE_COUNTER, value=round(value, 3))
 
     def lanes(self, owner: OwnerTrack, parent: int) -> Iterator[TracePacket]:
-        """Every operation on the first line that is free; one that has not ended keeps its own."""
+        """Put every operation on the first free line; one that has not ended blocks its line."""
         free: list[int] = []  # lines
         taken: list[tuple[int, int]] = []  # until when, and the line
         for timeline in sorted(owner.timelines, key=lambda timeline: timeline.stages[0][1]):
@@ -153,7 +154,7 @@ class _Writer:
             yield from self.slices(timeline, ended, line)
 
     def slices(self, timeline: Timeline, ended: int, track: int) -> Iterator[TracePacket]:
-        """An operation and, within, its stages."""
+        """An operation, with its stages inside."""
         begin, end = TrackEvent.TYPE_SLICE_BEGIN, TrackEvent.TYPE_SLICE_END
         category = "sampling" if timeline.kind == "sample" else "training"
         yield self.event(timeline.stages[0][1], track, begin, timeline.kind, category, _arguments(timeline, ended))
@@ -166,9 +167,9 @@ class _Writer:
 
 
 def stages(timeline: Timeline, ended: int) -> Iterator[tuple[str, int, int]]:
-    """Each stage that took time, its beginning and its end, 0 for one that has not ended."""
+    """Each stage that took time, with its begin and end; the end is 0 if it has not ended."""
     begun = list(timeline.stages)
-    if ended:  # a thread may go on after a cancellation
+    if ended:  # a thread may continue after a cancellation
         begun = [(stage, min(at, ended)) for stage, at in begun]
     for (stage, at), (_, until) in pairwise(begun):
         if until > at:
@@ -191,7 +192,7 @@ def _arguments(timeline: Timeline, ended: int) -> Iterator[DebugAnnotation]:
 
 
 def _in_stage(timelines: Iterable[Timeline], counted: str) -> Iterator[Change]:
-    """How many requests are in a stage."""
+    """Changes of the number of requests in a stage."""
     for timeline in timelines:
         for stage, began, until in stages(timeline, timeline.ended):
             if stage == counted:
@@ -201,7 +202,7 @@ def _in_stage(timelines: Iterable[Timeline], counted: str) -> Iterator[Change]:
 
 
 def _rates(timelines: Iterable[Timeline], tokens: str) -> Iterator[Change]:
-    """Tokens of the requests that run, as if each request's were spread over its time there."""
+    """Changes of the tokens per second, with each request's tokens spread evenly over its running time."""
     for timeline in timelines:
         number, ended = (timeline.facts or {}).get(tokens, 0), timeline.ended
         if not number or not ended or timeline.outcome != "ok":
