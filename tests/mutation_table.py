@@ -699,6 +699,20 @@ MUTATIONS = (
         (AGREES,),
     ),
     Mutation(
+        "head-without-a-name-in-vllm",
+        "backend/families/gemma2.py",
+        ', embedding="model.embed_tokens"',
+        "",
+        ("tests/families/test_families_train_and_sample.py::test_trainer_and_sampler_agree[gemma2]",),
+    ),
+    Mutation(
+        "logits-not-capped",
+        "backend/families/gemma2.py",
+        "LogitRule(softcap=config.final_logit_softcapping)",
+        "LogitRule()",
+        ("tests/families/test_families_train_and_sample.py::test_trainer_and_sampler_agree[gemma2]",),
+    ),
+    Mutation(
         "effect-not-verified",
         "backend/control/save_weights_for_sampler.py",
         "        if not agreement.difference <= tolerance:\n",

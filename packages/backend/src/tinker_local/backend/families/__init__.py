@@ -1,4 +1,4 @@
-"""The model families that can be trained, by `model_type` of their Hugging Face config. One module each."""
+"""The supported model families, one module each, by `model_type` of their Hugging Face config."""
 
 from collections.abc import Mapping
 
@@ -20,7 +20,7 @@ FAMILY_NAMES = frozenset(FAMILIES)
 
 
 def family_of(model_type: str, where: str) -> Family:
-    """The family of a config's `model_type`; UnsupportedError names those that exist. `where`: the model's name."""
+    """The family of a config's `model_type`; UnsupportedError lists the supported ones. `where`: the model's name."""
     if model_type not in FAMILIES:
         raise UnsupportedError(
             f"{where}: model_type {model_type!r} is not supported; supported are {', '.join(FAMILIES)}"

@@ -2,11 +2,12 @@
 
 from typing import Any
 
-from tinker_local.backend.families.interface import Family, LogitRule, text_position_ids
+from tinker_local.backend.families.interface import Family, LogitRule, VLLMHead
 
 
-def _logits(config: Any) -> LogitRule:
+def capped_logits(config: Any) -> LogitRule:
+    """`final_logit_softcapping`, which may be None."""
     return LogitRule(softcap=config.final_logit_softcapping)
 
 
-FAMILY = Family(auto_class="AutoModelForCausalLM", decoder_path="model", position_ids=text_position_ids, logits=_logits)
+FAMILY = Family(logits=capped_logits, vllm_head=VLLMHead("gemma2", "Gemma2ForCausalLM", embedding="model.embed_tokens"))

@@ -1,13 +1,6 @@
-"""Gemma 3, text alone (arXiv 2503.19786): most layers have a sliding window; rotary positions differ by kind of
-layer."""
+"""Gemma 3 without vision (arXiv 2503.19786): most layers have a sliding window, with other rotary frequencies."""
 
-from typing import Any
+from tinker_local.backend.families.gemma2 import capped_logits
+from tinker_local.backend.families.interface import Family, VLLMHead
 
-from tinker_local.backend.families.interface import Family, LogitRule, text_position_ids
-
-
-def _logits(config: Any) -> LogitRule:
-    return LogitRule(softcap=config.final_logit_softcapping)
-
-
-FAMILY = Family(auto_class="AutoModelForCausalLM", decoder_path="model", position_ids=text_position_ids, logits=_logits)
+FAMILY = Family(logits=capped_logits, vllm_head=VLLMHead("gemma3", "Gemma3ForCausalLM"))

@@ -1,4 +1,4 @@
-"""What the trainer has to know of a model family beyond Hugging Face's classes. Importing families loads no torch."""
+"""What is known of a model family beyond Hugging Face's classes. Importing families loads no torch."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,14 +15,14 @@ Positions = npt.NDArray[np.int64]
 
 HOSTED_DECODER = "model"
 HOSTED_TIED_HEAD = "model.unembed_tokens"
-"""Modules of exported adapters as the hosted service names them, whatever the family, and as the cookbook's exporters
-read them: an untied LM head has its own name there, a tied one must not be taken for a tensor `lm_head`."""
+"""Names of modules in exported adapters, for every family, as the hosted service writes and the cookbook's exporters
+read them: an untied LM head keeps its name, a tied one must not be taken for a tensor `lm_head`."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ImageFeatures:
-    """Features of images, for P positions in all: `embeds` [P, hidden] takes the place of token embeddings, each of
-    `deepstack` [P, hidden] is added to the hidden states behind one of the first decoder layers."""
+    """Features of images, for P positions in all: `embeds` [P, hidden] replaces token embeddings; each of `deepstack`
+    [P, hidden] is added to the hidden states after one of the first decoder layers."""
 
     embeds: "torch.Tensor"
     deepstack: "tuple[torch.Tensor, ...]" = ()
@@ -54,6 +54,16 @@ class LoraNames:
 
 
 @dataclass(frozen=True, slots=True)
+class VLLMHead:
+    """vLLM's class of a language model that does not declare its LM head as a LoRA target: `name` in `module` of
+    `vllm.model_executor.models`. `embedding`: path of the head's matrix if the class has no `lm_head`."""
+
+    module: str
+    name: str
+    embedding: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Vision:
     """How a family reads images.
 
@@ -70,26 +80,27 @@ class Vision:
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """One model family.
+    """One model family. The defaults suit a text model.
 
     `auto_class`: the transformers class that loads it. `decoder_path`: the module that turns `inputs_embeds` into
     hidden states. `position_ids(config, input)`: rotary positions of one rendered input, int64 [rows, N]. `vision`:
     None for text only. `lora`: what adapters train beside the LM head. `logits(config)`: what follows the LM head, from
-    the text config.
+    the text config. `vllm_head`: None if vLLM takes adapters of the LM head as it is.
     """
 
-    auto_class: str
-    decoder_path: str
-    position_ids: Callable[[Any, RenderedInput], Positions]
+    auto_class: str = "AutoModelForCausalLM"
+    decoder_path: str = "model"
+    position_ids: Callable[[Any, RenderedInput], Positions] = text_position_ids
     vision: Vision | None = None
     lora: LoraNames = LoraNames()
     logits: Callable[[Any], LogitRule] = lambda config: PLAIN_LOGITS
+    vllm_head: VLLMHead | None = None
 
     def hosted_path(self, path: str, *, tied_head: bool) -> str:
-        """What exports call the adapted module at `path`, which is one of the decoder's or the LM head.
+        """The name in exports of the adapted module at `path`, in the decoder or the LM head.
 
         `tied_head`: whether the head's matrix is the embedding's. An untied head keeps its name, which PEFT and vLLM
-        know, too.
+        know.
         """
         if path.startswith(f"{self.decoder_path}."):
             return HOSTED_DECODER + path.removeprefix(self.decoder_path)

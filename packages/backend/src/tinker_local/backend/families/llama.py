@@ -1,5 +1,5 @@
-"""Llama 3: text only."""
+"""Llama 3."""
 
-from tinker_local.backend.families.interface import Family, text_position_ids
+from tinker_local.backend.families.interface import Family
 
-FAMILY = Family(auto_class="AutoModelForCausalLM", decoder_path="model", position_ids=text_position_ids)
+FAMILY = Family()

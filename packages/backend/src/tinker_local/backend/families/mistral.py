@@ -1,5 +1,5 @@
-"""Mistral: text only; earlier models have a sliding window in every layer."""
+"""Mistral: the first models have a sliding window in every layer."""
 
-from tinker_local.backend.families.interface import Family, text_position_ids
+from tinker_local.backend.families.interface import Family, VLLMHead
 
-FAMILY = Family(auto_class="AutoModelForCausalLM", decoder_path="model", position_ids=text_position_ids)
+FAMILY = Family(vllm_head=VLLMHead("mistral", "MistralForCausalLM"))

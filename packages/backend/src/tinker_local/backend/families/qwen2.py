@@ -1,5 +1,7 @@
-"""Qwen2 and Qwen2.5: text only; query, key and value have biases."""
+"""Qwen2 and Qwen2.5: queries, keys and values have biases."""
 
-from tinker_local.backend.families.interface import Family, text_position_ids
+from tinker_local.backend.families.interface import Family, VLLMHead
 
-FAMILY = Family(auto_class="AutoModelForCausalLM", decoder_path="model", position_ids=text_position_ids)
+VLLM_HEAD = VLLMHead("qwen2", "Qwen2ForCausalLM")
+
+FAMILY = Family(vllm_head=VLLM_HEAD)

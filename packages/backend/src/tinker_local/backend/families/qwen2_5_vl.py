@@ -1,6 +1,7 @@
-"""Qwen2.5-VL: image features take the place of token embeddings."""
+"""Qwen2.5-VL: image features replace token embeddings."""
 
 from tinker_local.backend.families.interface import Family
+from tinker_local.backend.families.qwen2 import VLLM_HEAD
 from tinker_local.backend.families.qwen_vision import VISION, mrope_position_ids
 
 FAMILY = Family(
@@ -8,4 +9,5 @@ FAMILY = Family(
     decoder_path="model.language_model",
     position_ids=mrope_position_ids,
     vision=VISION,
+    vllm_head=VLLM_HEAD,
 )

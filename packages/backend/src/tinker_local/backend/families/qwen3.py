@@ -1,5 +1,5 @@
-"""Qwen3: text only."""
+"""Qwen3: queries and keys have norms."""
 
-from tinker_local.backend.families.interface import Family, text_position_ids
+from tinker_local.backend.families.interface import Family
 
-FAMILY = Family(auto_class="AutoModelForCausalLM", decoder_path="model", position_ids=text_position_ids)
+FAMILY = Family()

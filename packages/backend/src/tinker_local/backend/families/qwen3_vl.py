@@ -1,5 +1,5 @@
-"""Qwen3-VL: as Qwen2.5-VL, and DeepStack adds features of earlier vision layers behind the first decoder layers
-(arXiv 2406.04334)."""
+"""Qwen3-VL: like Qwen2.5-VL, and DeepStack adds features of earlier vision layers after the first decoder layers (arXiv
+2406.04334)."""
 
 from tinker_local.backend.families.interface import Family
 from tinker_local.backend.families.qwen_vision import VISION, mrope_position_ids

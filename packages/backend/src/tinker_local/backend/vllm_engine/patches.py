@@ -4,11 +4,13 @@ Before you change the versions of vLLM, read `PATCHES` and run `make test-vllm`.
 `EngineArgs`, `LLMEngine`, `SamplingParams`, `LoRARequest`, `vllm.inputs`, the renderer.
 """
 
+import functools
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from tinker_local.backend.families import family_of
 from tinker_local.backend.vllm_engine import draw_tokens, lora_operators, score_prompts, sleep_mode
 from tinker_local.backend.vllm_engine.compat_vllm import lora_worker, model_runner, scheduler, version
 
@@ -44,14 +46,6 @@ def _replace_cpu_operators() -> None:
         module.PunicaWrapperCPU = lora_operators.by_segments(module.PunicaWrapperCPU)  # type: ignore[attr-defined]
 
 
-def _declare_lm_head() -> None:
-    from vllm.model_executor.models.qwen2 import Qwen2ForCausalLM
-    from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
-
-    if not Qwen2ForCausalLM.embedding_modules:
-        Qwen2ForCausalLM.embedding_modules = dict(Qwen3ForCausalLM.embedding_modules)
-
-
 def _keep_images(config: Any, num_bytes: int) -> None:
     model = config.model_config
     if not model.is_multimodal_model:
@@ -60,6 +54,28 @@ def _keep_images(config: Any, num_bytes: int) -> None:
     levels = 1 + len(getattr(vision, "deepstack_visual_indexes", ()))  # each position has the features of all levels
     positions = num_bytes // (levels * model.get_hidden_size() * model.dtype.itemsize)
     config.scheduler_config.encoder_cache_size = max(config.scheduler_config.encoder_cache_size, positions)
+
+
+def _declare_lm_head(config: Any, _: int) -> None:
+    hf_config = config.model_config.hf_config
+    head = family_of(hf_config.model_type, config.model_config.model).vllm_head
+    if head is None:
+        return
+    model_class: Any = getattr(importlib.import_module(f"vllm.model_executor.models.{head.module}"), head.name)
+    if "lm_head" in model_class.embedding_modules:
+        return
+    model_class.embedding_modules = {**model_class.embedding_modules, "lm_head": "output_embeddings"}
+    if head.embedding is not None:
+        model_class.__init__ = _with_head(model_class.__init__, head.embedding)
+
+
+def _with_head(init: Callable[..., None], embedding: str) -> Callable[..., None]:
+    @functools.wraps(init)
+    def with_head(model: Any, *args: Any, **kwargs: Any) -> None:
+        init(model, *args, **kwargs)
+        model.lm_head = model.get_submodule(embedding)
+
+    return with_head
 
 
 # On an engine that was built ----------------------------------------------------------------------------------------
@@ -167,13 +183,16 @@ PATCHES = (
         to_process=_replace_cpu_operators,
     ),
     Patch(
-        "Qwen2's class (also the language model of Qwen2.5-VL) declares its LM head as a LoRA target",
-        "it does not, as Qwen3's does, so adapters of the LM head are refused",
+        "the classes that families name in `vllm_head` declare their LM head as a LoRA target",
+        "they do not, as Qwen3's does, so adapters of the LM head are refused; Gemma 2's has no module of that name",
         "0.26 to 0.32",
-        ("embedding_modules",),
-        ("sampling/test_adapters.py::test_an_adapter_agrees_with_hf",),
+        ("embedding_modules", "lm_head", "__init__"),
+        (
+            "sampling/test_adapters.py::test_an_adapter_agrees_with_hf",
+            "families/test_families_train_and_sample.py::test_trainer_and_sampler_agree",
+        ),
         hook="ModelRegistry.register_model takes a subclass, for the price of another class name in its logs",
-        to_process=_declare_lm_head,
+        to_config=_declare_lm_head,
     ),
     Patch(
         "features of images stay on the device for later requests",

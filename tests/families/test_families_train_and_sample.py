@@ -1,0 +1,159 @@
+"""Llama 3, Mistral, Qwen2.5, Gemma 2 and Gemma 3 train and sample, and what they write loads elsewhere."""
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import peft
+import pytest
+import torch
+from tinker_local.backend.rendering.interface import RenderedInput
+from tinker_local.backend.sampling.interface import AdapterVersion, SampleWork
+from tinker_local.backend.storage.adapter_files import write_adapter
+from tinker_local.backend.tiny_models import make_tiny_text_model
+from tinker_local.backend.training.interface import AdapterState, TrainDatum, TrainWork
+from tinker_local.backend.training.worker import HFTrainer
+from tinker_local.backend.vllm_engine.build_engine import EngineOptions
+from tinker_local.backend.vllm_engine.engine_thread import EngineThread
+from tinker_local.backend.vllm_engine.vllm_sampler import VLLMSampler
+from tinker_local.types import AdamParams, LoraConfig, SamplingParams
+from transformers import AutoModelForCausalLM
+
+FAMILIES = ("llama", "mistral", "qwen2", "gemma2", "gemma3_text")
+TOLERANCE = 0.5 if torch.cuda.is_available() else 1e-4
+"""Nats between trainer and sampler; on a GPU both compute in bfloat16."""
+
+ADAPTERS = {
+    "everything": LoraConfig(rank=8, seed=1),
+    "attention": LoraConfig(rank=2, seed=2, train_mlp=False, train_unembed=False),
+    "mlp": LoraConfig(rank=4, seed=3, train_attn=False, train_unembed=False),
+    "head": LoraConfig(rank=3, seed=4, train_attn=False, train_mlp=False),
+}
+LENGTHS = (5, 40, 23)
+"""Of prompts and data; the sliding windows are 16 positions long."""
+
+
+def tokens(seed: int, length: int) -> npt.NDArray[np.int32]:
+    """Ordinary token ids."""
+    return np.random.default_rng(seed).integers(20, 380, length).astype(np.int32)
+
+
+def data(seed: int) -> list[TrainDatum]:
+    found = []
+    for index, length in enumerate(LENGTHS):
+        ids = tokens(10 * seed + index, length + 1)
+        weights = np.random.default_rng(seed).standard_normal(length).astype(np.float32)
+        found.append(TrainDatum(RenderedInput(ids[:-1]), ids[1:].astype(np.int64), {"weights": weights}))
+    return found
+
+
+def written(folder: Path, state: AdapterState) -> None:
+    """The files of a checkpoint."""
+    folder.mkdir()
+    write_adapter(folder, state)
+
+
+@dataclass
+class Trained:
+    """A tiny model of `family` and a trainer of it with the trained `ADAPTERS`."""
+
+    family: str
+    folder: Path
+    trainer: HFTrainer
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Trained]:
+    """Each family, its adapters trained in the same steps, in shared rows."""
+    found = {}
+    for family in FAMILIES:
+        folder = make_tiny_text_model(tmp_path_factory.mktemp(family) / "model", family=family)
+        trainer = HFTrainer(str(folder), name="tiny")
+        for name, config in ADAPTERS.items():
+            trainer.create_adapter(name, config)
+        for _ in range(3):
+            trainer.forward_backward(
+                [TrainWork(name, data(seed), "cross_entropy") for seed, name in enumerate(ADAPTERS)]
+            )
+            for name in ADAPTERS:
+                trainer.optim_step(name, AdamParams(learning_rate=0.02))
+        found[family] = Trained(family, folder, trainer)
+    return found
+
+
+@pytest.fixture(scope="module")
+def thread() -> EngineThread:
+    return EngineThread()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_trainer_and_sampler_agree(
+    models: Mapping[str, Trained], family: str, thread: EngineThread, tmp_path: Path
+) -> None:
+    """On the base and on adapters of different ranks, in the same steps; prompts and what is sampled are longer than
+    the window."""
+    trainer = models[family].trainer
+    for name in ADAPTERS:
+        written(tmp_path / name, trainer.capture(name, optimizer=False))
+    asked = [(name, seed, length) for name in (None, *ADAPTERS) for seed, length in enumerate(LENGTHS)]
+
+    async def sample() -> list[Any]:
+        sampler = VLLMSampler(EngineOptions(str(models[family].folder), max_rank=8, kv_cache_bytes=2**26), thread)
+        try:
+            return await asyncio.gather(
+                *(
+                    sampler.sample(
+                        SampleWork(
+                            RenderedInput(tokens(seed, length)),
+                            None if name is None else AdapterVersion(f"{family}/{name}", tmp_path / name),
+                            SamplingParams(max_tokens=24, seed=seed, stop=[]),
+                            prompt_logprobs=True,
+                        )
+                    )
+                    for name, seed, length in asked
+                )
+            )
+        finally:
+            await sampler.close()
+
+    effects = dict.fromkeys(ADAPTERS, 0.0)
+    for (name, seed, length), output in zip(asked, asyncio.run(sample()), strict=True):
+        (sequence,) = output.sequences
+        whole = RenderedInput(np.concatenate([tokens(seed, length), sequence.tokens.astype(np.int32)]))
+        sampled = np.concatenate([output.prompt_logprobs[1:], sequence.logprobs])
+        ours = trainer.logprobs(name, whole)
+        np.testing.assert_allclose(sampled, ours, atol=TOLERANCE, rtol=0, err_msg=f"{name}, {length} tokens")
+        if name is not None:
+            effects[name] = max(effects[name], np.abs(ours - trainer.logprobs(None, whole)).max())
+    assert min(effects.values()) > max(0.2, 2 * TOLERANCE), effects
+
+
+def peft_logprobs(model: Any, datum: TrainDatum) -> torch.Tensor:
+    logits = model(input_ids=torch.from_numpy(datum.input.token_ids.astype(np.int64))[None], use_cache=False).logits[0]
+    return logits.log_softmax(-1).gather(1, torch.from_numpy(datum.target_tokens)[:, None])[:, 0]
+
+
+def peft_model(folder: Path, adapter: Path, **options: Any) -> Any:
+    """With transformers' eager attention, which is the only one of its own that has soft caps."""
+    base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    return peft.PeftModel.from_pretrained(base, str(adapter), **options).eval()
+
+
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_peft_loads_the_checkpoint_and_the_export(models: Mapping[str, Trained], family: str, tmp_path: Path) -> None:
+    """The export has the names of the hosted service, where a tied head is called `model.unembed_tokens`."""
+    trainer = models[family].trainer
+    written(tmp_path / "checkpoint", trainer.capture("everything", optimizer=True))
+    written(tmp_path / "export", trainer.export("everything"))
+    (result,) = trainer.forward_backward([TrainWork("everything", data(7), "cross_entropy", backward=False)])
+    for kind, options in {"checkpoint": {}, "export": {"key_mapping": {r"^model\.unembed_tokens": "lm_head"}}}.items():
+        theirs = peft_model(models[family].folder, tmp_path / kind, **options)
+        for datum, output in zip(data(7), result.outputs, strict=True):
+            with torch.no_grad():
+                expected = peft_logprobs(theirs, datum)
+            np.testing.assert_allclose(output["logprobs"], expected, atol=TOLERANCE, rtol=0, err_msg=kind)
