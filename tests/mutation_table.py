@@ -737,8 +737,8 @@ MUTATIONS = (
     Mutation(
         "old-samplers-get-new-weights",
         "backend/control/sampling.py",
-        "return self._versions.nameless(session.nameless)",
-        "return self._versions.nameless(list(self._versions._folders._versions)[-1])",
+        "return self._versions.ephemeral(session.ephemeral)",
+        "return self._versions.ephemeral(list(self._versions._folders._versions)[-1])",
         (FUTURES + "test_samplers_keep_the_weights_of_their_save_on_fakes",),
     ),
     Mutation(
@@ -776,8 +776,8 @@ MUTATIONS = (
     Mutation(
         "versions-outlive-their-session",
         "backend/control/sampling.py",
-        "for s in ending if s.nameless is not None)\n",
-        "for s in ending if s.nameless is not None and s.base is None)\n",
+        "for s in ending if s.ephemeral is not None)\n",
+        "for s in ending if s.ephemeral is not None and s.base is None)\n",
         (SESSIONS + "test_finish_frees_adapters_and_nameless_versions_and_nobody_elses_on_fakes",),
     ),
     # Images ---------------------------------------------------------------------------------------------------------

@@ -56,7 +56,7 @@ def test_named_checkpoints_survive_kill_9_with_optimizer_state_on_fakes(serve: A
     # Sampling sessions of named versions and of base models go on, those of nameless versions cannot.
     assert np.array_equal(scores(sampler), want_scores)
     assert np.array_equal(scores(base), base_scores)
-    with pytest.raises(tinker.RequestFailedError, match="nameless save, and the server was restarted") as lost:
+    with pytest.raises(tinker.RequestFailedError, match="ephemeral save, and the server was restarted") as lost:
         scores(nameless)
     assert lost.value.category is tinker.types.RequestErrorCategory.Server
     # The model is lost; its client is told where to go on.

@@ -70,3 +70,19 @@ def test_make_check_ends_with_the_lines_of_a_circle(tmp_path: Path) -> None:
     assert done.returncode == 1
     assert "backend/upper/part.py:1: backend/upper imports backend/lower" in done.stdout
     assert "$(BIN)/python scripts/import_circles.py" in (ROOT / "Makefile").read_text()
+
+
+def test_imports_go_down_the_list_in_contributing() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text().split("each line may import those below it.")[1].split("```")[1]
+    order = [f"backend/{line.split()[0].removesuffix('/').removesuffix('.py')}" for line in text.strip().splitlines()]
+    graph = imports(ROOT / "packages")
+    assert set(order) <= graph.keys()
+    upwards = [
+        f"{place}: {above} imports {below}"
+        for above, found in graph.items()
+        for below, place in found.items()
+        if above in order and below in order and order.index(above) >= order.index(below)
+    ]
+    assert upwards == []
+    folders = {path.name for path in (ROOT / "packages/backend/src/tinker_local/backend").iterdir() if path.is_dir()}
+    assert folders - {"tiny_models", "__pycache__"} <= {node.removeprefix("backend/") for node in order}

@@ -14,13 +14,13 @@ MIN_TTL, MAX_TTL = 3600, 10 * 365 * 86400
 
 
 def check_ttl(seconds: int | None) -> None:
-    """InvalidRequestError for a life time outside one hour to ten years."""
+    """InvalidRequestError for a lifetime outside one hour to ten years."""
     if seconds is not None and not MIN_TTL <= seconds <= MAX_TTL:
         raise InvalidRequestError(f"ttl_seconds: {seconds} is outside {MIN_TTL} (an hour) to {MAX_TTL} (ten years)")
 
 
 def expiry(begin: datetime, seconds: int | None) -> datetime | None:
-    """When what lives `seconds` from `begin` on expires; None: never."""
+    """The time `seconds` after `begin`; None: never."""
     return None if seconds is None else begin + timedelta(seconds=seconds)
 
 
@@ -28,23 +28,23 @@ Version = tuple[str, datetime]
 
 
 def version_of(record: CheckpointRecord) -> Version:
-    """A checkpoint whose expiry or publication was changed is the same; one that was saved again is another."""
+    """Changing the expiry or publication of a checkpoint keeps its version; saving it again makes another."""
     return record.tinker_path, record.created_at
 
 
 class CheckpointUses:
-    """Counts, on the event loop, the loads and samples that have begun with each checkpoint."""
+    """Counts, on the event loop, the loads, samples and downloads in progress of each checkpoint."""
 
     def __init__(self) -> None:
         self._counts: Counter[Version] = Counter()
         self._unused: dict[Version, asyncio.Event] = {}
 
     def take(self, record: CheckpointRecord) -> None:
-        """Somebody begins to use the checkpoint."""
+        """Begin to use the checkpoint."""
         self._counts[version_of(record)] += 1
 
     def leave(self, record: CheckpointRecord) -> None:
-        """One who took it is done."""
+        """End one use."""
         version = version_of(record)
         self._counts[version] -= 1
         if not self._counts[version]:
@@ -65,6 +65,6 @@ class CheckpointUses:
         return version_of(record) in self._counts
 
     async def unused(self, record: CheckpointRecord) -> None:
-        """Wait until nobody uses the checkpoint."""
+        """Wait until the checkpoint is no longer in use."""
         while self.in_use(record):
             await self._unused.setdefault(version_of(record), asyncio.Event()).wait()

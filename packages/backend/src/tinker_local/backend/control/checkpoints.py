@@ -20,7 +20,7 @@ from tinker_local.types import CopyWeightsRequest, GoneError, InvalidRequestErro
 log = logging.getLogger(__name__)
 
 DELETION_SECONDS = 2.0
-"""How long an answer, or the end of the server, waits for a folder that nobody uses to be gone from the disk."""
+"""How long a response, or the shutdown, waits until an unused folder is deleted from disk."""
 
 
 LONGEST_KEY = 255
@@ -70,12 +70,12 @@ class Checkpoints:
         return await asyncio.to_thread(self._store.checkpoint_optimizer, record)
 
     async def set_public(self, tinker_path: str, public: bool) -> None:
-        """Publish or unpublish; InvalidRequestError if it is so already."""
+        """Publish or unpublish; InvalidRequestError if nothing would change."""
         record = await self.get(tinker_path)
         await asyncio.to_thread(self._store.set_public, record, public)
 
     async def set_ttl(self, tinker_path: str, ttl_seconds: int | None) -> None:
-        """Let a checkpoint end `ttl_seconds` from now, or never."""
+        """Let a checkpoint expire `ttl_seconds` from now, or never."""
         check_ttl(ttl_seconds)
         record = await self.get(tinker_path)
         expires_at = expiry(self._clock(), ttl_seconds)
@@ -89,13 +89,13 @@ class Checkpoints:
             await asyncio.wait([removal], timeout=DELETION_SECONDS)
 
     async def sweep(self) -> None:
-        """Delete what is over."""
+        """Delete expired checkpoints."""
         for record in await asyncio.to_thread(self._store.forget_expired):
             log.info("checkpoint %s expired at %s", record.tinker_path, record.expires_at)
             self._remove(record)
 
     def _remove(self, record: CheckpointRecord) -> asyncio.Task[None]:
-        """Close the sampling sessions of a forgotten checkpoint; a task deletes its folder as soon as it may."""
+        """Close the sampling sessions of a forgotten checkpoint; a task deletes its folder once it is unused."""
         self._sampling.checkpoint_deleted(record)
 
         async def remove() -> None:
@@ -134,7 +134,7 @@ class Checkpoints:
         if request.session_id is not None and request.model_seq_id is not None:
             keys.append(f"run {ids.model_id(request.session_id, request.model_seq_id)}")
         asked = request.model_dump(exclude_none=True)
-        async with self._one_copy_at_a_time:  # two of one key at the same time are one copy, too
+        async with self._one_copy_at_a_time:  # concurrent requests with one key make one copy
             for key in keys:
                 known = await asyncio.to_thread(self._store.find_copy, key)
                 if known is not None:
@@ -192,7 +192,7 @@ class Checkpoints:
     # End ------------------------------------------------------------------------------------------------------------
 
     async def close(self) -> None:
-        """Finish deletions that wait for nobody; folders that are left are deleted when the next server starts."""
+        """Finish deletions of unused folders; the next server that starts deletes the others."""
         if self._removals:
             await asyncio.wait(self._removals, timeout=DELETION_SECONDS)
         for task in self._removals:

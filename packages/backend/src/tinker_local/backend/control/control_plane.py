@@ -106,14 +106,14 @@ class ControlPlane:
         self.ready = True
 
     def stop_waiting(self) -> None:
-        """Let all long polls return, finished or not: the server is about to stop."""
+        """End all long polls, finished or not: the server is about to stop."""
         if self.ready:
             for operation in self.operations.unfinished():
                 operation.stop_waiting()
             self.sampling.stop_waiting()
 
     async def close(self) -> None:
-        """Stop everything. Checkpoints that are being written are finished; other operations end with an error."""
+        """Stop everything. Saves in progress are finished; other operations end with an error."""
         if not self.ready:
             return
         self.ready = False
@@ -136,14 +136,14 @@ class ControlPlane:
                 log.exception("housekeeping failed; it goes on")
 
     async def _end_session(self, session_id: str) -> None:
-        """Free everything of a session; what fails to be freed keeps nothing else."""
+        """Free everything that a session holds; one failure does not stop the rest."""
         freed = (self.sampling.end_session(session_id), self.runs.end_session(session_id))
         for error in await asyncio.gather(*freed, return_exceptions=True):
             if isinstance(error, BaseException):
                 log.error("the session %s was not freed completely", session_id, exc_info=error)
 
     def metrics(self) -> dict[str, ModelMetrics]:
-        """What was counted since the start, by the first name of each copy of weights; empty unless `ready`."""
+        """What was counted since the start, by the first name of each base model; empty unless `ready`."""
         return {model.names[0]: model.metrics() for model in self.models.distinct()} if self.ready else {}
 
     def capabilities(self) -> list[dict[str, Any]]:

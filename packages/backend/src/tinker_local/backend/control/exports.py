@@ -24,7 +24,7 @@ from tinker_local.types import (
 )
 
 FILES = (CONFIG, WEIGHTS)
-"""What is given away of a checkpoint's folder."""
+"""The files of a checkpoint's folder that can be downloaded."""
 
 KIND = "external_weights"
 """What a signature is for."""
@@ -46,7 +46,7 @@ class SignedFile:
 
 
 class Exports:
-    """`save_weights_external`, and who may fetch what it saved."""
+    """Exports of `save_weights_external`, and signed access to their files."""
 
     def __init__(
         self,
@@ -103,12 +103,14 @@ class Exports:
 
     @asynccontextmanager
     async def opened(self, wanted: SignedFile) -> AsyncIterator[Path]:
-        """The file, for who has its signature: PermissionDeniedError if that is wrong or expired, NotFoundError if the
-        export is gone. One that is deleted from then on keeps its files until the last download of them ends."""
+        """The file; PermissionDeniedError if the token is wrong or expired, NotFoundError if the export is gone.
+
+        An export that is deleted meanwhile keeps its files until the last download ends.
+        """
         self._signatures.check(wanted.token, KIND, wanted.training_run_id, wanted.name, wanted.file, wanted.version)
         record = await self._signed(wanted)
         with self._uses.using(record):
-            # Once more: a deletion that forgot the record before now waits for nobody, a later one waits for this use.
+            # Look again: a deletion that forgot the record before `using` did not wait for us; a later one does.
             record = await self._signed(wanted)
             yield self._store.checkpoint_folder(record) / wanted.file
 

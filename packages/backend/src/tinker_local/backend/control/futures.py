@@ -1,4 +1,4 @@
-"""Futures: the operation behind a request id, what it waits for, or why it is not here."""
+"""Futures: the operation of a request id, what it waits for, or why it is lost."""
 
 import asyncio
 from typing import Any
@@ -14,7 +14,7 @@ from tinker_local.types import GoneError, InternalError, NotFoundError
 
 
 class Futures:
-    """Looks operations up, of models and of sampling sessions alike."""
+    """Looks up the operations of training runs and of sampling sessions."""
 
     def __init__(
         self,
@@ -31,7 +31,7 @@ class Futures:
         self._operations = operations
 
     async def get(self, request_id: str) -> Operation[Any]:
-        """The operation behind a request id; if this process does not know it, why it is lost."""
+        """The operation of a request id; raises why it is lost if this process does not know it."""
         operation = self._operations.get(request_id)
         if operation is not None:
             return operation
@@ -50,11 +50,11 @@ class Futures:
         raise NotFoundError(f"request_id: there is no request {request_id!r}")
 
     def queue_state(self, operation: Operation[Any]) -> QueueState:
-        """What an operation that is not done waits for: for others of the same device, or for nobody."""
+        """Whether an unfinished operation waits for others on the same device."""
         return (self._sampling if operation.kind == "sample" else self._training).state_of(operation)
 
     def cancel(self, request_id: str) -> None:
-        """Stop a sample and free what it holds; unknown ids and finished operations are left alone."""
+        """Stop a sample and free what it holds; ignores unknown ids and finished operations."""
         operation = self._operations.get(request_id)
         if operation is not None and operation.kind == "sample":
             operation.cancel(GoneError("the request was cancelled"))

@@ -1,4 +1,4 @@
-"""`load_weights`: a checkpoint into a new model, or into an existing one as its first command."""
+"""`load_weights`: a checkpoint into a new training run, or into an existing one as its first command."""
 
 import asyncio
 from dataclasses import replace
@@ -27,7 +27,7 @@ from tinker_local.types import (
 
 
 class LoadWeights:
-    """Reads checkpoints, with or without their optimizer state, into models."""
+    """Reads checkpoints, with or without their optimizer state, into training runs."""
 
     def __init__(
         self,
@@ -44,7 +44,7 @@ class LoadWeights:
         self._uses = uses
 
     async def into_new(self, request: LoadWeightsRequest) -> Operation[dict[str, Any]]:
-        """A model that begins with a checkpoint's weights (and optimizer state, if asked)."""
+        """A training run that starts from a checkpoint's weights (and optimizer state, if requested)."""
         assert request.session_id is not None
         assert request.model_seq_id is not None
         model_id = ids.model_id(request.session_id, request.model_seq_id)
@@ -113,7 +113,7 @@ class LoadWeights:
         return run
 
     async def _checkpoint(self, request: LoadWeightsRequest) -> CheckpointRecord:
-        """What `request` names; it must be training state, with its optimizer if that is asked for."""
+        """The checkpoint of `request`: training state, with its optimizer if that is requested."""
         check_no_token(request.weights_access_token)
         run, kind, name = parse_tinker_path(request.path, "path")
         if kind != "weights":
@@ -137,7 +137,7 @@ class LoadWeights:
     async def _read(
         self, base: ServedModel, record: CheckpointRecord, request: LoadWeightsRequest, optimizer: Optimizer
     ) -> AdapterState:
-        """What the trainer of `base` loads; a trainer knows its model by the first of its names."""
+        """The state for the trainer of `base`, which knows its base model by the first of its names."""
         with self._uses.using(record):
             state = await asyncio.to_thread(self._store.read_checkpoint, record, optimizer=request.optimizer)
         return replace(state, base_model=base.names[0], optimizer_type=optimizer.name)

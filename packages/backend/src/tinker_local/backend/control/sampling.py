@@ -38,20 +38,22 @@ from tinker_local.types import (
 
 @dataclass(slots=True, eq=False)
 class SamplingSession:
-    """`nameless`: the name of a version that lives as long as the session; `checkpoint`: a named one, `deleted` or not.
-    Without its checkpoint a session takes nothing more; what it has accepted goes on, and its end is told."""
+    """`ephemeral`: the name of a version that lives as long as the session; `checkpoint`: a named one, maybe `deleted`.
+
+    A session whose checkpoint is deleted refuses new samples and finishes those that it has accepted.
+    """
 
     record: SamplingSessionRecord
     base: ServedModel
     clients: SamplingClients
-    nameless: str | None = None
+    ephemeral: str | None = None
     checkpoint: CheckpointRecord | None = None
     deleted: bool = False
     running: set[Operation[SampleOutput]] = field(default_factory=set)
 
 
 class SamplerVersions:
-    """Where the weights of each version lie, and how they are taken from the sampler again."""
+    """Where the weights of each version are, and how to remove them from the sampler."""
 
     def __init__(self, store: Store, folders: VersionFolders, models: ServedModels) -> None:
         self._store = store
@@ -63,8 +65,8 @@ class SamplerVersions:
         name = f"{record.tinker_path}@{record.created_at.isoformat()}"
         return AdapterVersion(name, self._store.checkpoint_folder(record))
 
-    def nameless(self, name: str) -> AdapterVersion:
-        """What was published as `name`; NotFoundError if there is no such version."""
+    def ephemeral(self, name: str) -> AdapterVersion:
+        """The version that was published as `name`; NotFoundError if there is none."""
         return AdapterVersion(name, self._folders.path(name), partial(self._folders.unwritten, name))
 
     async def unload(self, record: CheckpointRecord) -> None:
@@ -72,10 +74,10 @@ class SamplerVersions:
         if record.kind == "sampler_weights" and record.base_model in self._base_models.names():
             await self._base_models.get(record.base_model).engines.sampler.remove_version(self.named(record))
 
-    async def remove_nameless(self, base: ServedModel, name: str) -> None:
-        """Take a nameless version from its sampler, and delete it."""
+    async def remove_ephemeral(self, base: ServedModel, name: str) -> None:
+        """Remove an ephemeral version from its sampler and delete it."""
         try:
-            await base.engines.sampler.remove_version(self.nameless(name))
+            await base.engines.sampler.remove_version(self.ephemeral(name))
         finally:
             await asyncio.to_thread(self._folders.remove, name)
 
@@ -143,20 +145,20 @@ class Sampling:
         if record.nameless or record.model_path != request.model_path or not same_base:
             raise InvalidRequestError(
                 f"sampling_session_seq_id: {request.sampling_session_seq_id} is the sampler of "
-                f"{'a nameless save' if record.nameless else record.model_path or record.base_model} already"
+                f"{'an ephemeral save' if record.nameless else record.model_path or record.base_model} already"
             )
         return session_id
 
-    async def open_nameless(
+    async def open_ephemeral(
         self, session_id: str, sampling_seq_id: int, base_name: str, base: ServedModel, version: str
     ) -> str:
-        """A sampling session of a nameless version, which it owns from now on."""
+        """A sampling session of an ephemeral version, which it owns from now on."""
         sampling_id = ids.sampling_session_id(session_id, sampling_seq_id)
         await self._sessions.require(session_id)
         if sampling_id in self._open:
             raise InvalidRequestError(f"sampling_session_seq_id: {sampling_seq_id} is taken in session {session_id}")
         record = SamplingSessionRecord(sampling_id, session_id, base_name, None, True, datetime.now(UTC))
-        await self._add(SamplingSession(record, base, self._clients(), nameless=version))
+        await self._add(SamplingSession(record, base, self._clients(), ephemeral=version))
         return sampling_id
 
     async def _add(self, session: SamplingSession) -> None:
@@ -183,7 +185,7 @@ class Sampling:
             raise GoneError(f"sampling_session_id: its session has ended ({owner.why_ended})")
         if record.nameless:
             raise InternalError(
-                f"the sampler {sampling_session_id} was of a nameless save, and the server was restarted since; "
+                f"the sampler {sampling_session_id} was of an ephemeral save, and the server was restarted since; "
                 "save again, or use save_weights_for_sampler(name), which survives"
             )
         checkpoint = None if record.model_path is None else await self._checkpoint(record.model_path)
@@ -199,12 +201,12 @@ class Sampling:
         return (await self._for_good(sampling_session_id)).clients.join()
 
     async def completions(self, sampling_session_id: str, client: int, cursor: int, timeout: float) -> list[Completion]:
-        """Which of a client's samples ended after `cursor`; waits `timeout` seconds at most for the first of them."""
+        """The samples of a client that ended after `cursor`; waits up to `timeout` seconds for the first."""
         session = self._open.get(sampling_session_id) or await self._for_good(sampling_session_id)
         return await session.clients.completions(client, cursor).after(cursor, timeout)
 
     def retrieved(self, sampling_session_id: str, client: int, request_ids: Iterable[str]) -> None:
-        """A client has these results and asks for them no more; ids of anybody else are left alone."""
+        """Forget these results, which a client has read; ignores ids of other clients."""
         for request_id in request_ids:
             owner, _, seq_id = request_id.rpartition(":")
             known = owner == sampling_session_id and self._operations.get(request_id) is not None
@@ -212,11 +214,11 @@ class Sampling:
                 self._operations.forget(request_id)
 
     async def record(self, sampling_session_id: str) -> SamplingSessionRecord:
-        """What an open session is of."""
+        """What is recorded of an open session."""
         return (await self._for_good(sampling_session_id)).record
 
     async def _for_good(self, sampling_session_id: str) -> SamplingSession:
-        """`get`, for calls that the SDK would repeat without end after a 5xx: what is lost is GoneError."""
+        """`get`, for calls that the SDK would repeat forever after a 5xx: a lost session raises GoneError."""
         try:
             return await self.get(sampling_session_id)
         except InternalError as error:
@@ -233,14 +235,14 @@ class Sampling:
         return await asyncio.to_thread(self._store.existing_checkpoint, run, kind, name, "model_path")
 
     async def end_session(self, session_id: str) -> None:
-        """Cancel what runs in a session's samplers and free their nameless versions."""
+        """Cancel the samples of a session and free its ephemeral versions."""
         ending = [s for s in self._open.values() if s.record.session_id == session_id]
         for session in ending:
             del self._open[session.record.sampling_session_id]
             for operation in list(session.running):
                 operation.cancel(GoneError(f"the session {session_id} has ended"))
         await asyncio.gather(
-            *(self._versions.remove_nameless(s.base, s.nameless) for s in ending if s.nameless is not None)
+            *(self._versions.remove_ephemeral(s.base, s.ephemeral) for s in ending if s.ephemeral is not None)
         )
 
     def _check_there(self, session: SamplingSession) -> None:
@@ -251,12 +253,12 @@ class Sampling:
             raise NotFoundError(f"model_path: there is no checkpoint {checkpoint.tinker_path} any more")
 
     def checkpoint_changed(self, record: CheckpointRecord) -> None:
-        """Let the sessions of a checkpoint know its new expiry."""
+        """Give the sessions of a checkpoint its new expiry."""
         for session in self._of_checkpoint(record):
             session.checkpoint = record
 
     def checkpoint_deleted(self, record: CheckpointRecord) -> None:
-        """Let the sessions of a checkpoint answer that it is gone; what they have accepted goes on."""
+        """Let the sessions of a checkpoint refuse new samples; accepted ones continue."""
         for session in self._of_checkpoint(record):
             session.deleted = True
 
@@ -265,7 +267,7 @@ class Sampling:
         return [s for s in self._open.values() if s.checkpoint is not None and version_of(s.checkpoint) == version]
 
     def stop_waiting(self) -> None:
-        """Let everybody go who waits for a sample to end."""
+        """End the polls that wait for samples."""
         for session in self._open.values():
             session.clients.stop_waiting()
 
@@ -276,13 +278,13 @@ class Sampling:
         request_id = ids.request_id(request.sampling_session_id, request.seq_id)
         if (known := self._operations.get(request_id)) is not None:
             return known
-        self._check(request)  # before anything is made for each of `num_samples`
+        self._check(request)  # before allocating anything per sample
         sequence_ids = tuple(f"{request_id}:{index}" for index in range(request.num_samples))
         operation: Operation[SampleOutput] = Operation(request_id, "sample", sequence_ids)
         try:
             session = await self.get(request.sampling_session_id)
         except InternalError as error:
-            # Lost for ever: told through the future, because the SDK would submit again after a 5xx.
+            # Lost for good: fail the future, because the SDK would submit again after a 5xx.
             self._operations.add(operation)
             operation.fail(error)
             return operation
@@ -300,7 +302,7 @@ class Sampling:
         if session.checkpoint is not None:
             self._uses.take(session.checkpoint)
         task = asyncio.create_task(self._run(session, request, operation))
-        task.add_done_callback(lambda _: self._ended(session, operation))  # it may be cancelled before it begins
+        task.add_done_callback(lambda _: self._ended(session, operation))  # it may be cancelled before it starts
         operation.run_as(task)
         return operation
 
@@ -329,7 +331,7 @@ class Sampling:
             operation.fail_from(error)
 
     def _ended(self, session: SamplingSession, operation: Operation[SampleOutput]) -> None:
-        """A sample ended, whichever way; whoever gets its result finds it counted out."""
+        """Count a sample out, however it ended, before its result can be read."""
         if operation in session.running:
             session.running.discard(operation)
             if session.checkpoint is not None:
@@ -379,13 +381,13 @@ class Sampling:
         return prompt
 
     def _version(self, session: SamplingSession) -> AdapterVersion | None:
-        """What `session` is of; None for a base model."""
-        if session.nameless is not None:
-            return self._versions.nameless(session.nameless)
+        """The version that `session` samples from; None for a base model."""
+        if session.ephemeral is not None:
+            return self._versions.ephemeral(session.ephemeral)
         return None if session.checkpoint is None else self._versions.named(session.checkpoint)
 
     def state_of(self, operation: Operation[Any]) -> QueueState:
-        """What a sample that is not done waits for."""
+        """What an unfinished sample waits for."""
         session = self._open.get(ids.owner_of(operation.request_id))
         if session is None:
             return ACTIVE
@@ -413,7 +415,7 @@ def _check_context(request: SampleRequest, limit: int) -> None:
 
 
 async def sample_counted(base: ServedModel, work: SampleWork) -> SampleOutput:
-    """Let the sampler work, and count what it does."""
+    """Run the sampler and count what it does."""
     counts = base.counts
     counts.samples_running += 1
     try:

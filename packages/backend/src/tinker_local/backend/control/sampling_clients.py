@@ -23,8 +23,7 @@ class Completion:
 
 
 class CompletionLog:
-    """What has ended and has not been seen. Nobody has to ask: what is older than `retention` seconds is dropped, as
-    the results themselves are."""
+    """Completions not seen yet. They are dropped after `retention` seconds, like the results themselves."""
 
     def __init__(self, retention: float) -> None:
         self._retention = retention
@@ -35,7 +34,7 @@ class CompletionLog:
 
     @property
     def last(self) -> int:
-        """The cursor of what ended last."""
+        """The cursor of the last completion."""
         return self._last
 
     def __len__(self) -> int:
@@ -67,7 +66,7 @@ class CompletionLog:
         return [completion for completion in self._unseen if completion.cursor > cursor]
 
     def stop_waiting(self) -> None:
-        """Let whoever waits go, now and from now on."""
+        """End every wait, now and from now on."""
         self._stopped = True
         self._news.set()
 
@@ -82,10 +81,10 @@ def client_of(seq_id: int) -> int:
 
 
 class SamplingClients:
-    """Who samples in one session, and what of theirs has ended.
+    """The clients of one session, and their completions.
 
-    `reopened`: the session is from before a restart. What joined it then is not known any more, so that counting goes
-    on from a random number that is far from all of them.
+    `reopened`: the session was made before a restart. Its clients are unknown, so counting continues from a random
+    number that is far from theirs.
     """
 
     def __init__(self, retention: float, *, reopened: bool = False) -> None:
@@ -110,8 +109,8 @@ class SamplingClients:
     def completions(self, client: int, cursor: int) -> CompletionLog:
         """What `client`, which has seen everything up to `cursor`, is to read on.
 
-        GoneError if that is not what was recorded here: then the server was restarted, and samples of which nobody
-        knows any more would be waited for without end.
+        GoneError if `cursor` was not recorded here: the server was restarted, and the client would wait forever for
+        samples that are lost.
         """
         log = self._logs.get(client)
         if log is None or cursor > log.last:
@@ -122,6 +121,6 @@ class SamplingClients:
         return log
 
     def stop_waiting(self) -> None:
-        """Let everybody go who waits for a sample to end."""
+        """End the polls that wait for samples."""
         for log in self._logs.values():
             log.stop_waiting()

@@ -1,4 +1,4 @@
-"""`save_weights_for_sampler`: a version captured in the model's order, published, loaded and verified beside it."""
+"""`save_weights_for_sampler`: capture a version in the run's order; publish, load and verify it beside the order."""
 
 import asyncio
 import logging
@@ -34,7 +34,7 @@ Expected = Awaitable[npt.NDArray[np.float32]]
 
 
 class SaveWeightsForSampler:
-    """Makes sampler versions, named and nameless, and lets none be sampled from that the sampler does not serve."""
+    """Makes sampler versions, named and ephemeral. Only a version that the sampler serves correctly is given out."""
 
     def __init__(
         self,
@@ -55,13 +55,13 @@ class SaveWeightsForSampler:
         async def run(model: TrainingRun, operation: Operation[dict[str, Any]]) -> None:
             self._check(request)
             scheduler, trainer = model.base.scheduler, model.base.engines.trainer
-            # What is kept for good keeps all digits; what is only sampled from, those that the sampler reads.
+            # A checkpoint keeps all digits; an ephemeral version only those that the sampler reads.
             dtype: AdapterDType = "float32" if request.path is not None else model.base.engines.sampler.adapter_dtype
             loop = asyncio.get_running_loop()
             captured: asyncio.Future[AdapterState] = loop.create_future()
 
             def capture() -> npt.NDArray[np.float32]:
-                """Both in one go, so that the trainer's thread is waited for once; the state goes its way at once."""
+                """Both in one call, to wait for the trainer's thread once; the state is passed on at once."""
                 state = trainer.capture(model.model_id, optimizer=False, dtype=dtype)
                 loop.call_soon_threadsafe(captured.set_result, state)
                 return trainer.logprobs(model.model_id, *model.base.probes.adapter)
@@ -72,12 +72,12 @@ class SaveWeightsForSampler:
                 await expected  # raises
             state = captured.result()
             if request.path is None:
-                publish = self._publish_nameless(model, operation, request, state, expected)
+                publish = self._publish_ephemeral(model, operation, request, state, expected)
             else:
                 record = model.checkpoint("sampler_weights", request.path, request.ttl_seconds, request.user_metadata)
                 publish = self._publish_named(model, operation, record, state, expected)
             model.beside(operation, publish)
-            await asyncio.wait((expected,))  # the model goes on when the trainer is done with this
+            await asyncio.wait((expected,))  # the run continues once the trainer has finished
 
         return run
 
@@ -115,7 +115,7 @@ class SaveWeightsForSampler:
             raise
         operation.succeed({"path": written.tinker_path})
 
-    async def _publish_nameless(
+    async def _publish_ephemeral(
         self,
         model: TrainingRun,
         operation: Operation[dict[str, Any]],
@@ -128,13 +128,13 @@ class SaveWeightsForSampler:
         await asyncio.to_thread(self._folders.publish, name, state)
         operation.timeline.enter("loading")
         try:
-            await self._load_and_verify(model.base, self._versions.nameless(name), expected)
+            await self._load_and_verify(model.base, self._versions.ephemeral(name), expected)
             assert request.sampling_session_seq_id is not None
-            session_id = await self._sampling.open_nameless(
+            session_id = await self._sampling.open_ephemeral(
                 model.record.session_id, request.sampling_session_seq_id, model.record.base_model, model.base, name
             )
         except Exception:
-            await self._versions.remove_nameless(model.base, name)
+            await self._versions.remove_ephemeral(model.base, name)
             raise
         operation.succeed({"sampling_session_id": session_id})
         self._folders.write(name)

@@ -26,7 +26,7 @@ from tinker_local.types import (
 
 
 def check_user_metadata(metadata: Mapping[str, Any] | None) -> None:
-    """InvalidRequestError for a value that is no text: the SDK could not read a listing that holds it."""
+    """InvalidRequestError for a value that is not a string: the SDK could not read listings with it."""
     for name, value in (metadata or {}).items():
         if not isinstance(value, str):
             raise InvalidRequestError(f"user_metadata[{name!r}]: must be a text, not {type(value).__name__}")
@@ -39,7 +39,7 @@ PROJECT = "local"
 
 
 def check_project(project_id: str | None, field: str) -> None:
-    """UnsupportedError for another project than `PROJECT`; None names none."""
+    """UnsupportedError for a project other than `PROJECT` or None."""
     if project_id is not None and project_id != PROJECT:
         raise UnsupportedError(
             f"{field}: a local server has one project, {PROJECT!r}, and not {project_id!r}; leave it out "
@@ -48,8 +48,7 @@ def check_project(project_id: str | None, field: str) -> None:
 
 
 def check_no_token(token: str | None) -> None:
-    """UnsupportedError for a token: in this process there are no keys, and it opens nothing that is not open. (The HTTP
-    app takes keys of the server for tokens.)"""
+    """UnsupportedError for a token: in this process none is needed. (The HTTP app accepts its API keys as tokens.)"""
     if token is not None:
         raise UnsupportedError("weights_access_token: this process reads every checkpoint without one; leave it out")
 
@@ -63,7 +62,7 @@ LONGEST_DETAIL = 500
 
 
 def now() -> datetime:
-    """The time, with its zone."""
+    """The current time, in UTC."""
     return datetime.now(UTC)
 
 
@@ -80,9 +79,9 @@ class SessionEnd:
 
 @dataclass(frozen=True, slots=True)
 class SessionStatus:
-    """What became of a session: it runs; it was cancelled, because its heartbeats stopped; or its client ended it.
+    """Whether a session is active, was cancelled because its heartbeats stopped, or was finished by its client.
 
-    No request, model or sampler makes a session fail here: what fails is told by its own future.
+    A session does not fail with a request, run or sampler: each failure is reported by its own future.
     """
 
     type: StatusType
@@ -91,12 +90,12 @@ class SessionStatus:
 
 
 BATCH = 500
-"""Sessions that are read at a time; what fits is told apart in Python, as texts compare alike on every database."""
+"""Sessions read at a time; they are filtered in Python, so that text compares the same on every database."""
 
 
 @dataclass(frozen=True, slots=True)
 class FoundSession:
-    """`status` None: lost when the server stopped. Sizes in bytes."""
+    """`status` None: lost when the server stopped. `checkpoint_storage_bytes`: of all its checkpoints."""
 
     record: SessionRecord
     status: SessionStatus | None
@@ -159,15 +158,15 @@ class Sessions:
         return record
 
     def status(self, record: SessionRecord) -> SessionStatus | None:
-        """What became of a recorded session; None if it was lost when the server stopped, and nobody ended it since."""
+        """The status of a recorded session; None if it was lost when the server stopped."""
         session = self._live.get(record.session_id)
         if session is not None:
             return _status(session.ended)
         return None if record.end_reason is None else _status(SessionEnd(record.end_reason, record.end_detail))
 
     def live_statuses(self) -> dict[str, SessionStatus]:
-        """What is becoming of the sessions that are here. Whoever takes this before reading records misses none that
-        ends meanwhile."""
+        """The status of the sessions of this process. Read it before reading records, to miss none that ends
+        meanwhile."""
         return {session_id: _status(session.ended) for session_id, session in self._live.items()}
 
     def is_live(self, session_id: str) -> bool:
@@ -189,7 +188,7 @@ class Sessions:
         end = SessionEnd(reason, detail[:LONGEST_DETAIL] if detail else None)
         if session is not None:
             session.ended = end
-        # First the record, so that whoever asks while things are freed is told why.
+        # Record it first, so that requests during the clean-up get the reason.
         await asyncio.to_thread(self._store.end_session, session_id, end.reason, end.detail, now())
         if session is not None:
             try:
@@ -219,7 +218,7 @@ class Sessions:
         return record, *(await asyncio.to_thread(self._store.session_members, session_id))
 
     async def search(self, request: SessionSearchRequest) -> tuple[list[FoundSession], SessionCursor | None]:
-        """A page of what fits, and where the next one begins; None after the last."""
+        """A page of the matching sessions, newest first, and where the next page begins; None after the last."""
         for project_id in request.project_ids or ():
             check_project(project_id, "project_ids")
         if isinstance(request.owner, UserQuery) and OWNER not in request.owner.owner_urns:
@@ -256,7 +255,7 @@ def _status(end: SessionEnd | None) -> SessionStatus:
 
 
 def fits(record: SessionRecord, status: SessionStatus | None, request: SessionSearchRequest) -> bool:
-    """Whether a session is among what `request` asks for, its owner and project aside."""
+    """Whether a session matches `request`, apart from owner and project."""
     named = [] if request.session_id is None else [record.session_id == request.session_id]
     if request.display_name is not None:
         name = (record.display_name or "").casefold()

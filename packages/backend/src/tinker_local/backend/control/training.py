@@ -44,9 +44,9 @@ from tinker_local.types import (
 
 
 class Training:
-    """Queues the commands of live models. The same (model, `seq_id`) again is the same operation.
+    """Queues the commands of live training runs. The same (run, `seq_id`) again is the same operation.
 
-    Nothing is refused for good at submission: the SDK's training client would hang if one of several chunks were.
+    A submit is never refused for good: the SDK's training client would hang if one of several chunks were.
     """
 
     def __init__(
@@ -114,7 +114,8 @@ class Training:
         return operation
 
     async def optim_step(self, request: OptimStepRequest) -> Operation[OptimStepOutput]:
-        """Queue an optimizer step. It fails, and discards the gradient, if a gradient since the last one failed."""
+        """One update with the accumulated gradient, which is cleared. It fails, and discards the gradient, if a
+        forward_backward since the last step failed."""
 
         async def run(model: TrainingRun, operation: Operation[OptimStepOutput]) -> None:
             trainer, scheduler = model.base.engines.trainer, model.base.scheduler
@@ -174,7 +175,7 @@ class Training:
         )
 
     async def refuse(self, kind: OperationKind, model_id: str, seq_id: int, error: ApiError) -> Operation[Any]:
-        """Take the place of a command that is malformed: its operation fails in order with `error`."""
+        """Let a malformed command fail in its place with `error`, so that the run continues."""
 
         async def run(model: TrainingRun, operation: Operation[Any]) -> None:
             raise error
@@ -221,7 +222,7 @@ class Training:
         return model
 
     def _check_bounds(self, model: TrainingRun, seq_id: int, size: int) -> None:
-        """TooManyRequestsError if as much is queued as may be."""
+        """TooManyRequestsError if the queue is full."""
         try:
             self._bounds.check(model.queue, [live.queue for live in self._runs.all_live()], seq_id, size)
         except TooManyRequestsError:
@@ -233,12 +234,12 @@ class Training:
 
 
 async def _fail(error: ApiError) -> TrainWork:
-    """The preparation of a request that cannot be run."""
+    """The preparation of a request that can never run."""
     raise error
 
 
 MAX_CELLS = 2**26
-"""Of all tensors of one request as they are once they are dense: a few bytes of CSR could ask for any memory."""
+"""Of all tensors of one request when dense: a few bytes of CSR could otherwise demand any amount of memory."""
 
 
 def prepare_work(base: ServedModel, model_id: str, decode: Callable[[], ForwardBackwardRequest]) -> TrainWork:
@@ -276,7 +277,7 @@ def prepare_datum(base: ServedModel, datum: Datum, loss_fn: str, where: str) -> 
 
 
 def bytes_of(request: ForwardBackwardRequest) -> int:
-    """Of the tokens, images and tensors of a request, as they are held."""
+    """Bytes of the tokens, images and tensors of a request."""
     size = 0
     for datum in request.data:
         for chunk in datum.model_input.chunks:

@@ -1,4 +1,4 @@
-"""Training runs: how they begin and end, which are alive, and what is said of those that are gone."""
+"""Training runs: how they begin and end, which are alive, and the errors for those that are gone."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Collection, Mapping
@@ -29,7 +29,7 @@ from tinker_local.types import (
 )
 
 FINISH_SECONDS = 60.0
-"""How long the end of a session or server waits for saves in flight: longer than any disk that works."""
+"""How long the end of a session or server waits for saves in progress: longer than a working disk takes."""
 
 
 @dataclass(slots=True, eq=False)
@@ -38,10 +38,10 @@ class TrainingRun:
 
     Attributes
     ----------
-    ready: its adapter was made, and it is recorded.
+    ready: its adapter exists, and it is recorded.
     adapter_bytes: of the adapter with its optimizer.
-    creation: the operation that makes it.
-    captures: what was captured of it, on its way to the disk or to the sampler.
+    creation: the operation that creates it.
+    captures: tasks that write or publish what was captured of it.
     """
 
     record: TrainingRunRecord
@@ -76,7 +76,7 @@ class TrainingRun:
         )
 
     def beside(self, operation: Operation[Any], work: Awaitable[None]) -> None:
-        """Do what follows a capture without holding up the model's order."""
+        """Run what follows a capture without blocking the run's order."""
 
         async def run() -> None:
             operation.timeline.enter("writing")
@@ -95,14 +95,14 @@ Command = Callable[[TrainingRun, Operation[Any]], Awaitable[None]]
 
 
 async def finish_saves(models: Collection[TrainingRun]) -> None:
-    """Wait for the checkpoints of `models` that are being written, at most `FINISH_SECONDS`."""
+    """Wait for the saves in progress of `models`, at most `FINISH_SECONDS`."""
     saves = [task for model in models for task in model.captures]
     if saves:
         await asyncio.wait(saves, timeout=FINISH_SECONDS)
 
 
 class TrainingRuns:
-    """Creates and ends models, and finds the live ones."""
+    """Creates and ends training runs, and finds the live ones."""
 
     def __init__(
         self, options: BackendOptions, store: Store, models: ServedModels, sessions: Sessions, operations: Operations
@@ -136,7 +136,7 @@ class TrainingRuns:
         return self.begin("create_model", record, base, optimizer, make)
 
     def creation(self, model_id: str, kind: OperationKind) -> Operation[dict[str, Any]] | None:
-        """The operation that made or makes a model, if it was asked for; InvalidRequestError if it is no `kind`."""
+        """The operation that creates a run, if there is one; InvalidRequestError if it is not a `kind`."""
         return self._operations.repeated(ids.request_id(model_id, "create"), kind)
 
     def begin(
@@ -147,9 +147,9 @@ class TrainingRuns:
         optimizer: Optimizer,
         make: Callable[[], Awaitable[dict[str, Any]]],
     ) -> Operation[dict[str, Any]]:
-        """A new model, if there is room; the operation ends with what `make` gives, which makes its adapter.
+        """A new run, if there is room. `make` creates its adapter and returns the result of the operation.
 
-        A model that could not be created is forgotten.
+        A run that could not be created is forgotten.
         """
         model_id = record.training_run_id
         if model_id in self._live:
@@ -208,12 +208,12 @@ class TrainingRuns:
     async def _free(self, model: TrainingRun, reason: str) -> None:
         self._live.pop(model.model_id, None)
         if not model.creation.done:
-            model.creation.cancel(GoneError(reason))  # before the adapter is removed, lest it is made afterwards
+            model.creation.cancel(GoneError(reason))  # first, or the adapter could be created after its removal
         await model.base.scheduler.close_model(model.queue, reason)
         await model.base.scheduler.call(model.base.engines.trainer.remove_adapter, model.model_id)
 
     async def end_session(self, session_id: str) -> None:
-        """Free the models of a session that has ended. Checkpoints that are being written are finished first."""
+        """Free the runs of a session that has ended, after finishing their saves."""
 
         async def end(model: TrainingRun) -> None:
             await finish_saves([model])
@@ -223,19 +223,19 @@ class TrainingRuns:
         self._copies = {run for run in self._copies if ids.session_of(run) != session_id}
 
     async def finish_saves(self) -> None:
-        """Wait for the checkpoints that are being written."""
+        """Wait for saves in progress."""
         await finish_saves(self._live.values())
 
     # Ids of copies --------------------------------------------------------------------------------------------------
 
     def reserve(self, training_run_id: str) -> None:
-        """Keep the id of a live session's run for a copy; InvalidRequestError if a model or a copy has it."""
+        """Reserve the id of a run for a copy; InvalidRequestError if a run or a copy has it."""
         if training_run_id in self._live or training_run_id in self._copies:
             raise InvalidRequestError(f"model_seq_id: {training_run_id} exists; give the copy another number")
         self._copies.add(training_run_id)
 
     def release(self, training_run_id: str) -> None:
-        """Give up what `reserve` kept."""
+        """Release what `reserve` reserved."""
         self._copies.discard(training_run_id)
 
     # Records --------------------------------------------------------------------------------------------------------
@@ -263,23 +263,23 @@ class TrainingRuns:
         return len(self._live)
 
     def state_of(self, operation: Operation[Any]) -> QueueState:
-        """What an operation that is not done waits for."""
+        """What an unfinished operation waits for."""
         model = self._live.get(ids.owner_of(operation.request_id))
         return ACTIVE if model is None else model.base.scheduler.state_of(model.queue, operation)
 
     async def info(self, model_id: str) -> TrainingRun:
-        """The live model; NotFoundError if there never was one, GoneError that says why it is no longer alive."""
+        """The live run; NotFoundError if there never was one, GoneError with the reason if it has ended."""
         model = self._live.get(model_id)
         if model is None:
             lost = await lost_model(self._store, model_id)
-            # For ever lost is no 5xx: the SDK would ask again for five minutes.
+            # Not a 5xx: the SDK would retry for five minutes.
             raise GoneError(str(lost)) if isinstance(lost, InternalError) else lost
         if not model.ready:
             raise NotFoundError(f"model_id: {model_id} is still being created; wait for the future of its creation")
         return model
 
     def touch(self, model: TrainingRun) -> None:
-        """Note the time of the last request; on disk at most once a minute."""
+        """Note the time of the last request; written to disk at most once a minute."""
         when = datetime.now(UTC)
         if when - model.record.last_request_at > timedelta(minutes=1):
             model.record = replace(model.record, last_request_at=when)
@@ -290,7 +290,7 @@ class TrainingRuns:
 def new_run(
     model_id: str, base_model: str, config: LoraConfig, user_metadata: dict[str, Any] | None
 ) -> TrainingRunRecord:
-    """The record of a model that begins now."""
+    """The record of a run that begins now."""
     when = datetime.now(UTC)
     return TrainingRunRecord(
         model_id, ids.session_of(model_id), base_model, config, when, when, user_metadata=user_metadata or {}
@@ -298,14 +298,14 @@ def new_run(
 
 
 def why_lost(session: SessionRecord | None) -> str:
-    """Why nothing of `session`, which is not alive, is here any more."""
+    """Why a session that is not alive was lost."""
     if session is not None and session.why_ended is not None:
         return f"its session has ended ({session.why_ended})"
     return "the server was restarted"
 
 
 async def lost_model(store: Store, model_id: str) -> ApiError:
-    """Why nothing can be done with a model that is not alive."""
+    """Why a run that is not alive takes no commands."""
     record = await asyncio.to_thread(store.get_training_run, model_id)
     if record is None:
         return NotFoundError(f"model_id: there is no model {model_id!r}")

@@ -10,8 +10,8 @@ are analytic, its trainer and sampler agree to rounding, and it learns. `tinker-
 from tinker_local.backend.fakes.memory import FakeMemory as FakeMemory
 from tinker_local.backend.fakes.model import EOS_ID as EOS_ID
 from tinker_local.backend.fakes.model import FakeModel as FakeModel
+from tinker_local.backend.fakes.model import FakeRenderer as FakeRenderer
 from tinker_local.backend.fakes.model import decode as decode
 from tinker_local.backend.fakes.model import encode as encode
-from tinker_local.backend.fakes.rendering import FakeRenderer as FakeRenderer
 from tinker_local.backend.fakes.sampling import FakeSampler as FakeSampler
 from tinker_local.backend.fakes.training import FakeTrainer as FakeTrainer

@@ -10,7 +10,7 @@ from tinker_local.types import Frozen, InvalidRequestError, invalid
 M = TypeVar("M", bound=Frozen)
 
 MAX_GRADIENT_BYTES = 512 * 2**20
-"""Of a forward/backward, as sent and as unpacked: one datum may hold many images; a chunk of the SDK is about 5 MB."""
+"""Of a forward/backward, as sent and as unpacked: one datum may hold many images. A chunk of the SDK is about 5 MB."""
 
 MAX_SAMPLE_BYTES = 128 * 2**20
 """Of a request for samples, whose prompt may hold images in base64."""
@@ -22,7 +22,7 @@ INLINE_BYTES = 32 * 1024
 """JSON up to this size is parsed on the event loop; larger bodies in a thread."""
 
 MAX_RATIO, ANY_RATIO_BYTES = 200, 32 * 2**20
-"""A zstd body may unpack to so many times its size, or to so many bytes whatever its size. (Real gradients shrink
+"""A zstd body may unpack to this many times its size, or to this many bytes whatever its size. (Real gradients shrink
 to about a tenth; a bomb reaches a ratio of 30,000.)"""
 
 
@@ -41,7 +41,7 @@ async def read_body(request: Request, limit: int = MAX_JSON_BYTES) -> bytes:
 
 
 async def discard_body(request: Request) -> None:
-    """Take the body in and hold none of it."""
+    """Read the body and drop it."""
     async for _ in request.stream():
         pass
 
@@ -54,8 +54,8 @@ def unpack(body: bytes, encoding: str | None) -> bytes:
         raise InvalidRequestError(f"Content-Encoding: {encoding!r} is not supported; send zstd or nothing")
     import zstandard
 
-    # The frame says how long it is; that is checked before anything is unpacked, and a frame that turns out longer
-    # or shorter than it says is refused. (A streaming reader takes a cut frame for a whole one, without an error.)
+    # The frame declares its length: check it before unpacking, and refuse a frame that turns out longer or shorter.
+    # (A streaming reader accepts a truncated frame without an error.)
     limit = min(MAX_GRADIENT_BYTES, max(ANY_RATIO_BYTES, MAX_RATIO * len(body)))
     try:
         size = zstandard.frame_content_size(body)

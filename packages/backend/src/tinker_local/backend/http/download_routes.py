@@ -42,7 +42,7 @@ async def download_export(run_id: str, name: str, file: str, backend: Backend, v
 
 
 class Download(Response):
-    """A file of an export, which stays on the disk until it was sent, whoever deletes the export meanwhile."""
+    """A file of an export, which stays on disk until it was sent, even if the export is deleted meanwhile."""
 
     def __init__(self, exports: Exports, wanted: SignedFile) -> None:
         super().__init__()
@@ -62,17 +62,17 @@ def _path(file: SignedFile) -> str:
 
 
 def public_root(request: Request) -> str:
-    """Where the client reaches this server, without a slash at the end: as it asked (`Host`), or as a proxy says that
-    it was asked (`X-Forwarded-Proto`, `-Host`, `-Prefix`). Whoever forges these gets the forged URL himself."""
+    """The URL by which the client reaches this server, without a trailing slash: from `Host`, or from what a proxy
+    reports (`X-Forwarded-Proto`, `-Host`, `-Prefix`). A client that forges these only fools itself."""
     scheme = _forwarded(request, "proto") or request.url.scheme
     host = _forwarded(request, "host") or request.base_url.netloc
     prefix = _forwarded(request, "prefix") or request.scope.get("root_path", "")
     if scheme not in ("http", "https"):
         raise InvalidRequestError(f"X-Forwarded-Proto: {scheme!r} is neither http nor https")
     if not _HOST.fullmatch(host):
-        raise InvalidRequestError(f"Host: {host!r} is no host name or address with or without a port")
+        raise InvalidRequestError(f"Host: {host!r} is not a host name or address with or without a port")
     if not _PREFIX.fullmatch(prefix):
-        raise InvalidRequestError(f"X-Forwarded-Prefix: {prefix!r} is no path")
+        raise InvalidRequestError(f"X-Forwarded-Prefix: {prefix!r} is not a path")
     return f"{scheme}://{host}{prefix.rstrip('/')}"
 
 

@@ -63,7 +63,7 @@ def install(app: FastAPI) -> None:
         return answer(InvalidRequestError("; ".join(_reason(item) for item in error.errors())))
 
     @app.exception_handler(ClientDisconnect)
-    async def _nobody_listens(request: Request, error: ClientDisconnect) -> Response:
+    async def _client_has_gone(request: Request, error: ClientDisconnect) -> Response:
         return Response(status_code=400)
 
     @app.exception_handler(Exception)

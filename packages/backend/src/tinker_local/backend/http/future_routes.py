@@ -24,7 +24,7 @@ LONG_POLL_SECONDS = 30.0
 """How long a poll is held; the SDK gives up at 45."""
 
 MAX_RETRIEVED_BYTES = 16 * 2**20
-"""Of a call that tells which results were retrieved: a hundred thousand ids and more."""
+"""Of a call that reports which results were read: a hundred thousand ids and more."""
 
 PROTOBUF = "application/x-protobuf"
 
@@ -126,8 +126,8 @@ async def encode(result: Any) -> Response:
 
 
 def finite(metrics: Mapping[str, float]) -> dict[str, float]:
-    """`metrics` as JSON can hold them: one that is not finite is told by a metric of its own, `NAME_is_nan` or
-    `NAME_is_inf` (1 or -1). The SDK fails on any spelling of NaN."""
+    """`metrics` as JSON can hold them: a non-finite one becomes `NAME_is_nan`, or `NAME_is_inf` (1 or -1). The SDK
+    fails on any spelling of NaN."""
     found = {}
     for name, value in metrics.items():
         if math.isnan(value):

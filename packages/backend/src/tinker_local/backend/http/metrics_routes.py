@@ -1,8 +1,8 @@
 """`GET /metrics`: what `InProcessBackend.metrics()` tells, in Prometheus' text format, one series per base model.
 
 It needs a key where every request does: Prometheus sends one with `http_headers: {X-API-Key: {files: [...]}}` in its
-scrape configuration. A copy of weights that is served under several names is told once, under the first. No part of
-the Tinker API: the SDK does not know it.
+scrape configuration. A base model that is served under several names is reported once, under the first. Not
+part of the Tinker API.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -132,7 +132,7 @@ EXPORTED = (
 
 
 class BackendCollector(Collector):
-    """Reads a backend whenever the metrics are asked for; it keeps no numbers of its own."""
+    """Reads the backend at every scrape; stores nothing itself."""
 
     def __init__(self, backend: ControlPlane) -> None:
         self._backend = backend

@@ -24,7 +24,7 @@ async def create_sampling_session(request: Request, backend: Backend) -> dict[st
 
 @router.post("/join_sampling_session")
 async def join_sampling_session(request: Request, backend: Backend) -> dict[str, Any]:
-    """A number for a copy of a sampling client (one that was pickled, say), lest two give the same ids."""
+    """A number for a copy of a sampling client (a pickled one, for example), so that ids stay unique."""
     body = await parse(request, JoinBody)
     return {"client_counter": await backend.sampling.join(body.sampling_session_id), "type": "join_sampling_session"}
 

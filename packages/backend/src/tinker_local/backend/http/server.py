@@ -49,21 +49,21 @@ def event_loop() -> asyncio.Runner:
 
 
 class _Server(uvicorn.Server):
-    """uvicorn that ends long polls when it is told to stop, and leaves the rest of the process alone."""
+    """uvicorn that ends long polls when it stops, and leaves signals of the process alone."""
 
     def __init__(self, config: uvicorn.Config, backend: ControlPlane) -> None:
         super().__init__(config)
         self._backend = backend
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Long polls are answered "not yet", so that nobody waits for them: neither the client nor uvicorn."""
+        """End pending long polls with 408 so that shutdown is not blocked."""
         self._backend.stop_waiting()
         await super().shutdown(sockets)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Signals end `serve` and nothing else. (uvicorn would raise them again at its end, and cut short what the
-        caller has to close then.)"""
+        """Signals only end `serve`. (uvicorn would raise them again at its end and cut short the clean-up of the
+        caller.)"""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -123,7 +123,7 @@ async def run(
 
 
 class LoopbackServer:
-    """`backend` behind HTTP on this machine, in a daemon thread with an event loop of its own.
+    """Serves `backend` over HTTP on this machine, in a daemon thread with its own event loop.
 
     Starts the backend there and returns when it is ready; `close` stops both. `url` and `api_key` (random) are what a
     client needs.

@@ -1,7 +1,7 @@
-"""Models: creation, gradients, optimizer steps, checkpoints. Every submit answers with a promise.
+"""Training runs: creation, gradients, optimizer steps, checkpoints. Every submit answers with a promise.
 
-A malformed body that tells its model and `seq_id` is not refused here: its operation fails in its place in the
-model's order, because the SDK's training client hangs if a submit in the middle of a group is refused.
+A malformed body that names its model and `seq_id` is not refused here. Its operation fails in its place in the order,
+because the SDK's training client hangs if a submit in the middle of a group is refused.
 """
 
 import asyncio
@@ -53,7 +53,7 @@ async def create_model(request: Request, backend: Backend) -> dict[str, Any]:
 
 @router.post("/get_info")
 async def get_info(request: Request, backend: Backend) -> dict[str, Any]:
-    """What the client needs to know of a model, its tokenizer first of all."""
+    """What the client needs to know of a training run, above all its tokenizer."""
     model = await backend.runs.info((await parse(request, GetInfoBody)).model_id)
     name = model.record.base_model
     return {

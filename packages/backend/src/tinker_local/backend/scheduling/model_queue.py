@@ -1,4 +1,4 @@
-"""One model's place in the scheduler: its commands in order, and which of them are being made ready to run."""
+"""The queue of one training run: its commands in order, and which of them are being prepared."""
 
 import asyncio
 import heapq
@@ -17,11 +17,11 @@ from tinker_local.types import ApiError, ForwardBackwardOutput, GoneError
 log = logging.getLogger(__name__)
 
 AT_ONCE = 4
-"""Preparations that are under way at once: twice the threads that do them, so that none of those ever waits."""
+"""Concurrent preparations: twice the number of threads, so that a thread never waits for work."""
 
 OPTIM_STEP_COST, COPY_COST = 128, 1024
-"""What steps cost, in positions through forward and backward: milliseconds of a GPU that trains some ten thousand
-positions a second. An optimizer step updates an adapter; everything else copies one between device and host."""
+"""Costs in positions through forward and backward: milliseconds on a GPU that trains about ten thousand positions a
+second. An optimizer step updates an adapter; the others copy one between device and host."""
 
 
 @dataclass(slots=True, eq=False)
@@ -49,12 +49,12 @@ class GradientCommand:
 
     @property
     def ready(self) -> bool:
-        """Whether it is prepared, be it with an error."""
+        """Whether it is prepared, possibly with an error."""
         return self.prepared is not None and self.prepared.done()
 
     @property
     def error(self) -> BaseException | None:
-        """Why it could not be prepared; only if `ready`."""
+        """Why it could not be prepared; call only if `ready`."""
         assert self.prepared is not None
         return None if self.prepared.cancelled() else self.prepared.exception()
 
@@ -72,7 +72,7 @@ class GradientCommand:
 
 @dataclass(slots=True, eq=False)
 class StepCommand:
-    """Anything else of a model's sequence: runs alone, in order. `run` gives the operation its result."""
+    """Any other command of a run: runs alone, in order. `run` sets the result of the operation."""
 
     operation: Operation[Any]
     run: Callable[[], Awaitable[None]]
@@ -98,12 +98,12 @@ def positions(data: Sequence[TrainDatum]) -> int:
 
 @dataclass(slots=True, eq=False)
 class ModelQueue:
-    """One model's commands.
+    """The commands of one training run.
 
     Attributes
     ----------
     now: the event loop's clock.
-    released: its adapter is there, so that its commands may run.
+    released: its adapter exists, so its commands may run.
     ended_at, absence: when its last command ended, and how long after the end of one its last gradient was ready:
         seconds.
     ready, ahead: gradients that are prepared and have not been taken, and their positions.
@@ -155,7 +155,7 @@ class ModelQueue:
         return len(self.commands) == 0
 
     def offer(self) -> Command | None:
-        """The command at the head, if it is ready; what could not be prepared fails here, in its place."""
+        """The command at the head, if it is ready. One that could not be prepared fails here, in its place."""
         while self.runs and (command := self.commands.head(self.now())) is not None:
             if isinstance(command, StepCommand):
                 return command
@@ -181,7 +181,7 @@ class ModelQueue:
         return command
 
     def fail(self, command: GradientCommand, error: ApiError) -> None:
-        """A gradient failed; if it was one that adds up, the next optimizer step must not be taken."""
+        """Fail a gradient; if it was to be accumulated, the next optimizer step fails too."""
         if command.operation.kind == "forward_backward":
             self.commands.poison(f"{command.operation.request_id} failed: {error}")
         command.operation.fail(error)
@@ -189,15 +189,15 @@ class ModelQueue:
     # Preparing -------------------------------------------------------------------------------------------------------
 
     def next_unprepared(self, ahead: int) -> bool:
-        """Whether a gradient is to be prepared now: the first in order; and the next ones, one at a time (their
-        positions are not known before), until one is ready behind those of the next call, of `ahead` positions."""
+        """Whether to prepare a gradient now: the first in order, and then one at a time (their positions are unknown
+        before), until one more is ready than the next call of `ahead` positions takes."""
         if not self._unprepared or self.closed:
             return False
         first = self._unprepared[0][0] <= self.commands.next_seq_id
         return first or (self._preparing == 0 and (self.ready < 2 or self.ahead <= ahead))
 
     def prepare(self) -> asyncio.Task[TrainWork]:
-        """Begin to prepare the first gradient in order that is not."""
+        """Start to prepare the first unprepared gradient."""
         _, command = heapq.heappop(self._unprepared)
         make, command.prepare = command.prepare, None
         assert make is not None
@@ -221,9 +221,9 @@ class ModelQueue:
 class Preparations:
     """Starts the preparation of gradients.
 
-    What is prepared (pixels above all) takes more memory than what was sent, and whoever sends much must not keep the
-    threads from others. So sessions take turns, in each its models do, and a model has ready what it could put into
-    one call of `ahead` positions, and one gradient more, so that its session always has something to take.
+    Prepared data (above all pixels) takes more memory than the request, and a client that sends much must not occupy
+    the threads. So sessions take turns, and so do the runs of each. A run prepares what fits into one call of `ahead`
+    positions and one gradient more, so that its session always has something to take.
     """
 
     def __init__(self, ahead: int) -> None:
@@ -241,7 +241,7 @@ class Preparations:
             del self._sessions[queue.session_id]
 
     def start(self) -> list[asyncio.Task[TrainWork]]:
-        """Start as many as there is room for; `start` again when one of them is done."""
+        """Start as many as there is room for; call it again when one is done."""
         started = []
         while self._under_way < AT_ONCE and (queue := self._next()) is not None:
             self._under_way += 1

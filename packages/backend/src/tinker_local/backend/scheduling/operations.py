@@ -1,4 +1,4 @@
-"""Operations in flight: what was submitted, and the results that clients may still ask for."""
+"""Operations: what was submitted, when it was in which stage, and results that clients may still read."""
 
 import asyncio
 import logging
@@ -64,11 +64,11 @@ class Timeline:
     facts: dict[str, int] | None = None
 
     def enter(self, stage: Stage) -> None:
-        """It is in `stage` from now on; from any thread, one at a time."""
+        """Enter `stage` now; from any thread, one at a time."""
         self.stages.append((stage, clock()))
 
     def during(self, stage: Stage, function: Callable[P, R]) -> Callable[P, R]:
-        """`function`, to be called in a thread, of an operation that is in `stage` meanwhile and waits afterwards."""
+        """Wrap `function`, which runs in a thread: the operation is in `stage` meanwhile and waits afterwards."""
 
         def called(*args: P.args, **kwargs: P.kwargs) -> R:
             self.enter(stage)
@@ -84,7 +84,7 @@ class Timeline:
         self.facts = facts if self.facts is None else {**self.facts, **facts}
 
     def end(self, error: ApiError | None = None) -> None:
-        """It has ended; of an error only its text is kept, not what it holds."""
+        """End it; of an error only the text is kept."""
         self.outcome = "ok" if error is None else error.category
         if error is not None:
             self.error = str(error)[:LONGEST_ERROR].encode("utf-8", "replace").decode("utf-8")
@@ -92,14 +92,13 @@ class Timeline:
 
 
 class Operation(Generic[T]):
-    """One submitted operation. Await it for its result; several may wait, and a cancelled waiter cancels nobody else.
+    """One submitted operation. Await it for its result; cancelling one waiter does not affect others.
 
     Attributes
     ----------
     request_id: what a client polls with.
-    kind: which operation it is.
     sequence_ids: of a sample, one per requested sequence.
-    failures: where an error is counted, by its category; None as long as no base model is known to be asked for.
+    failures: counts errors by category; None until the base model is known.
     timeline: when it was in which stage.
     """
 
@@ -144,19 +143,19 @@ class Operation(Generic[T]):
             self.finished_at = time.monotonic()
             self.timeline.end(error)
             self._future.set_exception(error)
-            self._future.exception()  # nobody has to ask
+            self._future.exception()  # mark it as retrieved
             if self.failures is not None:
                 self.failures[error.category] += 1
             self._wake.set()
 
     def fail_from(self, error: Exception) -> None:
-        """`fail` with what a client may see of `error`; one that was not made for clients is logged."""
+        """`fail` with what a client may see of `error`; logs an unexpected one."""
         if not isinstance(error, ApiError):
             log.error("%s failed", self.request_id, exc_info=error)
         self.fail(as_api_error(error))
 
     def run_as(self, task: asyncio.Task[None]) -> None:
-        """Tie the operation to the task that works on it, so that `cancel` can stop it."""
+        """Set the task that `cancel` stops."""
         self._task = task
 
     def cancel(self, reason: ApiError) -> None:
@@ -173,21 +172,21 @@ class Operation(Generic[T]):
         return self._future.done()
 
     def stop_waiting(self) -> None:
-        """Let every `wait` return at once, whether the operation is done or not."""
+        """End every `wait`, whether the operation is done or not."""
         self._wake.set()
 
 
 def as_api_error(error: BaseException) -> ApiError:
-    """`error` itself if a client may see it as it is, else an InternalError that names its type."""
+    """`error` itself if it is meant for clients, else an InternalError that names its type."""
     if isinstance(error, ApiError):
         return error
     return InternalError(f"{type(error).__name__}: {error}")
 
 
 class Operations:
-    """All operations by request id. Results can be read again for `retention` seconds after they were there.
+    """All operations by request id. A result can be read for `retention` seconds.
 
-    `record` is given the timeline of each that belongs to a session: those of which a base model is known.
+    `record` gets the timeline of each operation whose base model is known.
     """
 
     def __init__(self, retention: float, record: Callable[[Timeline], None] = lambda _: None) -> None:
@@ -204,14 +203,14 @@ class Operations:
         return self._by_id.get(request_id)
 
     def repeated(self, request_id: str, kind: OperationKind) -> Operation[Any] | None:
-        """What a client asks for again, if it does; InvalidRequestError if its id is an operation of another kind."""
+        """The operation that a client submits again; InvalidRequestError if its id belongs to another kind."""
         known = self._by_id.get(request_id)
         if known is not None and known.kind != kind:
             raise InvalidRequestError(f"seq_id: {request_id} is a {known.kind} already, it cannot be a {kind}")
         return known
 
     def forget(self, request_id: str) -> None:
-        """Drop the result of an operation that is done; others, and unknown ones, stay as they are."""
+        """Drop the result of a finished operation; ignores others and unknown ids."""
         operation = self._by_id.get(request_id)
         if operation is not None and operation.done:
             self._by_id.pop(request_id)
@@ -220,7 +219,7 @@ class Operations:
         return [operation for operation in self._by_id.values() if not operation.done]
 
     def forget_old(self) -> None:
-        """Drop the results whose retention is over."""
+        """Drop the results whose retention has ended."""
         limit = time.monotonic() - self._retention
         old = [o.request_id for o in self._by_id.values() if o.finished_at is not None and o.finished_at < limit]
         for request_id in old:

@@ -1,4 +1,4 @@
-"""What an operation that is not done waits for: for others (`paused_capacity`, and who), or for nobody (`active`)."""
+"""Whether an unfinished operation waits for others (`paused_capacity`, with a reason) or not (`active`)."""
 
 import time
 from collections import Counter

@@ -1,4 +1,4 @@
-"""Runs the commands of all models of one trainer: in order within a model, fairly and co-batched across models."""
+"""Runs the commands of all training runs of one trainer: in order within a run, fair and batched across runs."""
 
 import asyncio
 import logging
@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 WAIT_SHARE, LONGEST_WAIT = 0.25, 0.02
-"""How long models that are expected back are waited for: as a part of the last call's time, and in seconds. (Eight
+"""Batching window for runs expected to submit again: as a share of the last call's time, and in seconds. (Eight
 clients of 64 tokens a step that send a step when they have the gradient's result, and calls of 50 ms: 8 instead of 4
 share a call, and make 40 % more steps.)"""
 
@@ -70,7 +70,7 @@ class TrainScheduler:
         return len(self.running)
 
     def state_of(self, queue: ModelQueue, operation: Operation[Any]) -> QueueState:
-        """What an operation of `queue`'s model waits for; one that has had its turn, and writes, say, for nobody."""
+        """What an operation of `queue` waits for; one that has run, and is writing for example, is active."""
         if queue.released and all(command.operation is not operation for command in queue.commands.pending()):
             return ACTIVE
         running = [other.session_id for other in self.running]
@@ -78,12 +78,12 @@ class TrainScheduler:
 
     @property
     def commands_waiting(self) -> int:
-        """Commands of all models that have not been taken to run."""
+        """Queued commands of all training runs."""
         return sum(len(queue.commands) for queue in self._open)
 
     @property
     def adapters(self) -> int:
-        """Models whose adapter is there."""
+        """Training runs whose adapter exists."""
         return sum(queue.runs for queue in self._open)
 
     async def call(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
@@ -91,7 +91,7 @@ class TrainScheduler:
         return await self._memory_sharing.call(function, *args, **kwargs)
 
     def open(self, model_id: str, session_id: str, gap_patience: float = GAP_PATIENCE) -> ModelQueue:
-        """A queue for a new model; what is submitted to it waits until `release`."""
+        """A queue for a new training run; its commands wait until `release`."""
         queue = ModelQueue(model_id, session_id, CommandLog(gap_patience), self._loop.time)
         self._open.add(queue)
         self._queues.add(queue)
@@ -99,19 +99,19 @@ class TrainScheduler:
         return queue
 
     def release(self, queue: ModelQueue) -> None:
-        """The model has been created: run its commands."""
+        """The adapter exists: run its commands."""
         queue.released = True
         self._wake.set()
 
     async def close_model(self, queue: ModelQueue, reason: str) -> None:
-        """Fail what the model has queued and forget it."""
+        """Fail the queued commands and forget the run."""
         queue.close(reason)
         self._open.discard(queue)
         self._queues.remove(queue)
         self._preparations.remove(queue)
 
     def submit(self, queue: ModelQueue, seq_id: int, command: Command) -> None:
-        """Queue a command whose id the queue's log accepts."""
+        """Queue a command whose `seq_id` the log accepts."""
         queue.add(seq_id, command)
         self._prepare()
         self._wake.set()
@@ -122,12 +122,12 @@ class TrainScheduler:
 
     def _prepared(self, task: asyncio.Task[TrainWork]) -> None:
         if not task.cancelled():
-            task.exception()  # a closed model's failure is asked for by nobody
+            task.exception()  # mark it as retrieved: the run may be closed
         self._prepare()
         self._wake.set()
 
     async def close(self) -> None:
-        """Stop; what is queued stays unfinished."""
+        """Stop; queued commands stay unfinished."""
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
         if self._timer is not None:
@@ -150,7 +150,7 @@ class TrainScheduler:
             self._arm_timer()
 
     async def _round(self) -> bool:
-        """Run what can run now; whether there was anything."""
+        """Run what can run now; returns whether there was anything."""
         ran = False
         while (taken := self._queues.take_step()) is not None:
             ran = True
@@ -176,7 +176,7 @@ class TrainScheduler:
         finally:
             self.running = ()
             queue.ended_at = self._loop.time()
-            self._wait_limit += queue.ended_at - began  # nobody was kept waiting by it
+            self._wait_limit += queue.ended_at - began  # the step did not use up the window
 
     async def _run_gradients(self, taken: Sequence[Command]) -> None:
         batch = [command for command in taken if isinstance(command, GradientCommand)]
@@ -214,7 +214,7 @@ class TrainScheduler:
             queue.ended_at = now
 
     def _waits_for_company(self) -> bool:
-        """Whether a model of the last call is expected back right now; if so, the timer wakes us when it is not."""
+        """Whether a run of the last call is expected to submit now; if so, the timer ends the wait."""
         expected = [q for q in self._last if q.runs and q.absence <= self._patience and gradient_of(q) is None]
         latest = max((queue.ended_at for queue in expected), default=0.0) + self._patience
         until = min(latest, self._wait_limit)
@@ -222,7 +222,7 @@ class TrainScheduler:
         return self._wait_until is not None
 
     async def _deliver(self, command: GradientCommand, result: TrainResult) -> None:
-        """Turn a result into public types in a thread (a thousand datums take a while); the trainer goes on."""
+        """Convert a result to public types in a thread (a thousand datums take a while) while the trainer continues."""
         command.operation.timeline.enter("finishing")
         try:
             command.operation.succeed(await asyncio.to_thread(to_output, result))
@@ -231,7 +231,7 @@ class TrainScheduler:
             command.queue.fail(command, as_api_error(error))
 
     def _arm_timer(self) -> None:
-        """Wake up when the patience with a missing chunk ends, or that with a model that is expected."""
+        """Wake up when the wait for a missing chunk, or for an expected run, ends."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -243,7 +243,7 @@ class TrainScheduler:
 
 
 def to_output(result: TrainResult) -> ForwardBackwardOutput:
-    """The trainer's arrays as public types; nothing is copied."""
+    """The trainer's arrays as public types, without copying."""
     return ForwardBackwardOutput(
         loss_fn_outputs=tuple(
             {name: TensorData.from_numpy(array) for name, array in output.items()} for output in result.outputs
