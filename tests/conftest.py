@@ -57,7 +57,7 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """By `scope`. Not `--dist=loadgroup`, which pytest-xdist 3.8 forgets under pytest 9.2 (pytest-xdist#1386)."""
-    from xdist.scheduler import LoadScopeScheduling
+    from xdist.scheduler import LoadScopeScheduling  # type: ignore[import-untyped]
 
     class ByScope(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:

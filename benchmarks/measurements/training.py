@@ -1,5 +1,6 @@
 """One optimizer step of LoRA training on 64 ragged sequences: hand-written loops and ours."""
 
+import functools
 import gc
 import importlib.util
 import inspect
@@ -113,7 +114,7 @@ def ours(scale: Scale, models: Path, trainer: Any) -> None:
             trainer.create_adapter("with_head", LoraConfig(rank=scale.rank))
         works = [work(adapter, [text_datum(sequence, loss_fn) for sequence in data], loss_fn)]
         try:
-            seconds = timing.median_seconds(lambda works=works: train_step(trainer, works), scale)
+            seconds = timing.median_seconds(functools.partial(train_step, trainer, works), scale)
             rate_line(name, tokens, seconds, parameters, "float32 masters").emit()
         except Exception as error:
             failed(name, error).emit()

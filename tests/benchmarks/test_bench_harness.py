@@ -1,6 +1,7 @@
 """The benchmarks' harness, without a model. The measurements themselves run in `make bench-tiny`."""
 
 import io
+from datetime import datetime
 from pathlib import Path
 
 import pytest
@@ -143,7 +144,7 @@ def test_results_are_appended_never_overwritten(tmp_path: Path, monkeypatch: pyt
     from harness import report
     from harness.lines import Line
 
-    class Clock(report.datetime):
+    class Clock(datetime):
         @classmethod
         def now(cls, tz: object = None) -> "Clock":
             return cls(2026, 1, 2, 3, 4, 5)
@@ -234,7 +235,7 @@ def test_nested_operators_of_the_cpu_count_for_what_they_do_themselves() -> None
             ("add", 5, 20, 2),
         )
     ]
-    own = {}
+    own: dict[str, float] = {}
     for event in device_events(events, on_gpu=False):
         own[event.name] = own.get(event.name, 0) + event.duration
     assert own == {"linear": 50, "mm": 50, "copy_": 10, "add": 20}

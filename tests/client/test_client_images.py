@@ -1,5 +1,6 @@
 """`image_chunk`: the file that is sent shows HF's processor what it would see anyway, and the count is HF's."""
 
+import functools
 from collections.abc import Callable
 from io import BytesIO
 from pathlib import Path
@@ -87,7 +88,7 @@ IMAGES: dict[str, Callable[[], PIL.Image.Image | bytes]] = {
     "JPEG RGB": lambda: file_of(rgb(), "jpeg"),
     "JPEG L": lambda: file_of(rgb().convert("L"), "jpeg"),
     "JPEG CMYK": adobe_cmyk,
-    **{f"JPEG orientation {n}": lambda n=n: rotated_by_exif("jpeg", n) for n in range(1, 9)},
+    **{f"JPEG orientation {n}": functools.partial(rotated_by_exif, "jpeg", n) for n in range(1, 9)},
     "WEBP": lambda: file_of(rgb(), "webp", lossless=True),
     "GIF": lambda: file_of(rgb(), "gif"),
     "BMP": lambda: file_of(rgb(), "bmp"),

@@ -2,6 +2,7 @@
 
 from io import BytesIO
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import PIL.Image
@@ -184,12 +185,12 @@ def test_image_format_reaches_the_images(tokenizer) -> None:
         (([1], 7), r"parts\[1\]: .*not int"),
         (([1], None), r"parts\[1\]: .*not NoneType"),
         (([1], {"image": 1}), r"parts\[1\]: .*not dict"),
-        (([1], tinker.DmelChunk.model_construct()), r"parts\[1\]: .*not DmelChunk"),
+        (([1], tinker.DmelChunk.model_construct(dmel=b"")), r"parts\[1\]: .*not DmelChunk"),
         (([1], IMAGE), "tokenizer: needed to put .*vision_markers=False"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_a_part_that_cannot_be_used_is_named(parts: tuple, message: str) -> None:
+def test_a_part_that_cannot_be_used_is_named(parts: tuple[Any, ...], message: str) -> None:
     with pytest.raises(InvalidRequestError, match=message):
         model_input(*parts)
 

@@ -1,6 +1,7 @@
 """A program that was written for the SDK runs with nothing changed but its import (the server is a stand-in)."""
 
 import base64
+from typing import Any
 
 import numpy as np
 import tinker_local.client as local
@@ -26,12 +27,12 @@ except tinker.TinkerError:
 """
 
 
-def run(module: str, fake_server, monkeypatch) -> tuple[list[int], list[tuple[str, dict]]]:
+def run(module: str, fake_server, monkeypatch) -> tuple[list[int], list[tuple[str, dict[str, Any]]]]:
     monkeypatch.setenv("TINKER_BASE_URL", fake_server.url)
     monkeypatch.setenv("TINKER_API_KEY", f"tml-{module}")
     # For good, RestClient() means the server that the environment named when the process first asked for one.
     monkeypatch.setattr(internal_client_holder.sessionless_holder_cache, "_holders", {})
-    names: dict = {}
+    names: dict[str, Any] = {}
     fake_server.requests.clear()
     exec(PROGRAM.format(module=module), names)
     dropped = {"healthz", "client/dynamic_config", "session_heartbeat"}

@@ -1,6 +1,7 @@
 """Vision RL on real engines, through the SDK: what is trained is what was sampled, and failures stay alone."""
 
 import asyncio
+import functools
 import urllib.request
 from typing import Any
 
@@ -115,7 +116,7 @@ async def test_trained_sequence_is_what_the_sampler_was_given_and_gave(
     client: tinker.TrainingClient, sampler: tinker.SamplingClient
 ) -> None:
     recorder: Any = Recorder(sampler)
-    groups = [rl.Group(lambda turns=turns: Album(turns), 2, seed=turns) for turns in range(1, 7)]
+    groups = [rl.Group(functools.partial(Album, turns), 2, seed=turns) for turns in range(1, 7)]
     rollouts = await rl.rollout(groups, recorder, rl.Chat.of(client), tinker.SamplingParams(max_tokens=6))
     assert not rollouts.failures
     data = []
@@ -243,7 +244,7 @@ async def test_five_failures_end_their_own_trajectories_and_the_others_train(
         "overflow": "long " * 9000,
         "fine": "and now?",
     }
-    groups = [rl.Group(lambda second=second: Scripted(second), 4, 0) for second in seconds.values()]
+    groups = [rl.Group(functools.partial(Scripted, second), 4, 0) for second in seconds.values()]
     params = tinker.SamplingParams(max_tokens=5)
     rollouts = await rl.rollout(groups, sampler, chat, params, context_length=8192)
     told = dict(zip(seconds, rollouts.groups, strict=True))

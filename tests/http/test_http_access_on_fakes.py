@@ -10,6 +10,8 @@ import pytest
 from click.testing import CliRunner
 from tinker_local.backend.cli.main import main
 
+from tests.http.conftest import Api, StartApi
+
 KEY = "tml-correct-horse-battery"
 
 
@@ -33,7 +35,7 @@ def refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., st
     return run
 
 
-async def test_request_without_a_key_is_401_before_its_body_is_read_on_fakes(start_api: Any) -> None:
+async def test_request_without_a_key_is_401_before_its_body_is_read_on_fakes(start_api: StartApi) -> None:
     api = await start_api(api_keys=[KEY, "tml-another-good-key"])
     read = 0
 
@@ -73,20 +75,20 @@ async def test_request_without_a_key_is_401_before_its_body_is_read_on_fakes(sta
         assert (await api.http.post("/api/v1/create_session", headers={"x-api-key": key}, json={})).status_code == 200
 
 
-async def test_health_needs_no_key_on_fakes(start_api: Any) -> None:
+async def test_health_needs_no_key_on_fakes(start_api: StartApi) -> None:
     api = await start_api(api_keys=[KEY])
     assert (await api.get("healthz")).status_code == 200
     assert (await api.http.get("/api/v1/healthz/")).status_code == 401
 
 
-async def test_without_keys_any_key_is_let_in_on_fakes(api: Any) -> None:
+async def test_without_keys_any_key_is_let_in_on_fakes(api: Api) -> None:
     assert (await api.post("create_session", {}, headers={"X-API-Key": "tml-whatever"})).status_code == 200
 
 
 @pytest.mark.parametrize(
     "host", ["localhost", "LOCALHOST:8000", "127.0.0.1", "127.0.0.1:8000", "127.8.9.1:1", "[::1]", "[::1]:8000"]
 )
-async def test_without_keys_this_machine_is_asked_by_its_own_names_on_fakes(api: Any, host: str) -> None:
+async def test_without_keys_this_machine_is_asked_by_its_own_names_on_fakes(api: Api, host: str) -> None:
     assert (await api.post("create_session", {}, headers={"Host": host})).status_code == 200
 
 
@@ -105,7 +107,7 @@ async def test_without_keys_this_machine_is_asked_by_its_own_names_on_fakes(api:
         "",
     ],
 )
-async def test_without_keys_a_page_whose_name_was_made_to_lead_here_is_refused_on_fakes(api: Any, host: str) -> None:
+async def test_without_keys_a_page_whose_name_was_made_to_lead_here_is_refused_on_fakes(api: Api, host: str) -> None:
     for method, path in (("POST", "/api/v1/create_session"), ("GET", "/api/v1/training_runs"), ("GET", "/metrics")):
         answer = await api.http.request(method, path, headers={"Host": host})
         assert answer.status_code == 403
@@ -114,7 +116,7 @@ async def test_without_keys_a_page_whose_name_was_made_to_lead_here_is_refused_o
     assert (await api.get("sessions")).json()["sessions"] == []
 
 
-async def test_without_keys_web_pages_of_other_sites_are_refused_on_fakes(api: Any) -> None:
+async def test_without_keys_web_pages_of_other_sites_are_refused_on_fakes(api: Api) -> None:
     # What a browser sends without asking first.
     for kind in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x"):
         for origin in ("https://evil.example", "http://localhost.evil.example:8000", "null", "file://", "http://[", ""):
@@ -127,7 +129,7 @@ async def test_without_keys_web_pages_of_other_sites_are_refused_on_fakes(api: A
         assert (await api.post("create_session", {}, headers={"Origin": origin})).status_code == 200
 
 
-async def test_with_keys_the_server_has_any_name_on_fakes(start_api: Any) -> None:
+async def test_with_keys_the_server_has_any_name_on_fakes(start_api: StartApi) -> None:
     api = await start_api(api_keys=[KEY])
     headers = {"X-API-Key": KEY, "Host": "ai.example:8443", "Origin": "https://ai.example"}
     assert (await api.post("create_session", {}, headers=headers)).status_code == 200

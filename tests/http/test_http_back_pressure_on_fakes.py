@@ -16,11 +16,13 @@ from tinker_local.backend.http.server import LoopbackServer
 from tinker_local.backend.models.served_models import Engines
 from tinker_local.types import TooManyRequestsError
 
+from tests.http.conftest import Api, StartApi
+
 LOSS = "loss:sum"
 ADAM = tinker.AdamParams(learning_rate=0.05)
 
 
-async def full(api: Any, model: str) -> int:
+async def full(api: Api, model: str) -> int:
     """Hold the trainer and queue until a gradient is refused; its seq_id."""
     api.trainer.hold.clear()
     await api.gradient(model, 1)
@@ -31,7 +33,7 @@ async def full(api: Any, model: str) -> int:
     raise AssertionError("nothing is refused")
 
 
-async def test_refused_submit_is_told_when_to_come_again_on_fakes(start_api: Any) -> None:
+async def test_refused_submit_is_told_when_to_come_again_on_fakes(start_api: StartApi) -> None:
     api = await start_api(max_queued_requests_per_session=3)
     model = await api.model()
     seq_id = await full(api, model)
@@ -48,7 +50,7 @@ async def test_refused_submit_is_told_when_to_come_again_on_fakes(start_api: Any
     assert api.backend.metrics()["fake/bigram"].submits_refused == 4
 
 
-async def test_refused_submit_can_be_sent_again_and_leaves_no_gap_on_fakes(start_api: Any) -> None:
+async def test_refused_submit_can_be_sent_again_and_leaves_no_gap_on_fakes(start_api: StartApi) -> None:
     api = await start_api(max_queued_requests_per_session=3)
     model = await api.model()
     refused = await full(api, model)
@@ -61,7 +63,7 @@ async def test_refused_submit_can_be_sent_again_and_leaves_no_gap_on_fakes(start
     assert (await api.result(step))["metrics"]["grad_norm"] > 0
 
 
-async def test_bytes_are_bounded_too_on_fakes(start_api: Any, make_datum: Any) -> None:
+async def test_bytes_are_bounded_too_on_fakes(start_api: StartApi, make_datum: Any) -> None:
     api = await start_api(max_queued_bytes_per_session=2000)
     model = await api.model()
     api.trainer.hold.clear()
@@ -75,7 +77,7 @@ async def test_bytes_are_bounded_too_on_fakes(start_api: Any, make_datum: Any) -
     await api.gradient(model, 3)  # a small one
 
 
-async def test_one_session_that_fills_its_queue_refuses_nobody_else_on_fakes(start_api: Any) -> None:
+async def test_one_session_that_fills_its_queue_refuses_nobody_else_on_fakes(start_api: StartApi) -> None:
     api = await start_api(max_queued_requests_per_session=3, max_queued_requests=100)
     busy, other = await api.model(), await api.model()
     await full(api, busy)
@@ -85,7 +87,7 @@ async def test_one_session_that_fills_its_queue_refuses_nobody_else_on_fakes(sta
     await api.result(step)
 
 
-async def test_full_server_takes_from_each_model_what_it_needs_to_go_on_on_fakes(start_api: Any) -> None:
+async def test_full_server_takes_from_each_model_what_it_needs_to_go_on_on_fakes(start_api: StartApi) -> None:
     """Chunks of one request arrive as 2, 3, 1: a bound between them would lock the model for ever."""
     api = await start_api(max_queued_requests_per_session=3, max_queued_requests=3)
     busy, other = await api.model(), await api.model()
@@ -97,7 +99,9 @@ async def test_full_server_takes_from_each_model_what_it_needs_to_go_on_on_fakes
         await api.result(request)
 
 
-async def test_group_that_can_never_fit_fails_and_the_model_goes_on_on_fakes(start_api: Any, make_datum: Any) -> None:
+async def test_group_that_can_never_fit_fails_and_the_model_goes_on_on_fakes(
+    start_api: StartApi, make_datum: Any
+) -> None:
     api = await start_api(max_queued_bytes=3000)
     model = await api.model()
     large = [make_datum([5] * 100)]
@@ -109,7 +113,7 @@ async def test_group_that_can_never_fit_fails_and_the_model_goes_on_on_fakes(sta
     assert await api.healthy()
 
 
-async def test_in_process_the_same_bounds_raise_on_fakes(start_api: Any) -> None:
+async def test_in_process_the_same_bounds_raise_on_fakes(start_api: StartApi) -> None:
     from tinker_local.types import AdamParams, OptimStepRequest
 
     api = await start_api(max_queued_requests_per_session=3)

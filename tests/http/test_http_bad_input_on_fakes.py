@@ -15,6 +15,8 @@ from tinker_local.types import Datum, EncodedTextChunk, ForwardBackwardRequest, 
 from tinker_local.types.codec import encode_forward_backward_request
 from tinker_local.types.wire import tinker_local_wire_pb2 as wire
 
+from tests.http.conftest import Api, StartApi
+
 MIB = 2**20
 
 
@@ -53,7 +55,7 @@ def gradient(model: str, seq_id: int, *, loss_fn: str = "cross_entropy", data: A
     return encode_forward_backward_request(request)
 
 
-async def refused(api: Any, body: bytes, *words: str, **headers: str) -> None:
+async def refused(api: Api, body: bytes, *words: str, **headers: str) -> None:
     """The submit itself is refused: there is no model or place that the request could fail in."""
     answer = await api.send_gradient(body, **headers)
     assert answer.status_code == 400, answer.text
@@ -62,7 +64,7 @@ async def refused(api: Any, body: bytes, *words: str, **headers: str) -> None:
         assert word in answer.json()["detail"], answer.text
 
 
-async def test_body_that_is_no_protobuf_on_fakes(api: Any) -> None:
+async def test_body_that_is_no_protobuf_on_fakes(api: Api) -> None:
     model = await api.model()
     good = gradient(model, 1)
     for body in (b"\xff\xff\xff\xff", b"{}", json.dumps({"model_id": model}).encode(), good[:-3], good[1:]):
@@ -77,7 +79,7 @@ async def test_body_that_is_no_protobuf_on_fakes(api: Any) -> None:
     assert await api.healthy()
 
 
-async def test_zstd_bodies_whole_and_broken_on_fakes(api: Any) -> None:
+async def test_zstd_bodies_whole_and_broken_on_fakes(api: Api) -> None:
     model = await api.model()
     body = gradient(model, 1, data=[Datum(model_input=ModelInput.from_ints([5] * 500), loss_fn_inputs=targets(500))])
     packed = zstandard.ZstdCompressor().compress(body)
@@ -98,7 +100,7 @@ async def test_zstd_bodies_whole_and_broken_on_fakes(api: Any) -> None:
     assert len((await api.result(answer.json()["request_id"])).loss_fn_outputs[0]["logprobs"].data) == 500
 
 
-async def test_zstd_bomb_is_refused_without_its_memory_on_fakes(api: Any) -> None:
+async def test_zstd_bomb_is_refused_without_its_memory_on_fakes(api: Api) -> None:
     bombs = [zstandard.ZstdCompressor(level=19).compress(bytes(size * MIB)) for size in (33, 400)]
     liar = bytearray(zstandard.ZstdCompressor().compress(bytes(100 * MIB)))
     assert zstandard.frame_content_size(bytes(liar)) == 100 * MIB
@@ -114,7 +116,7 @@ async def test_zstd_bomb_is_refused_without_its_memory_on_fakes(api: Any) -> Non
     assert await api.healthy()
 
 
-async def test_bodies_over_their_limits_are_refused_before_they_are_read_on_fakes(api: Any) -> None:
+async def test_bodies_over_their_limits_are_refused_before_they_are_read_on_fakes(api: Api) -> None:
     read = 0
 
     async def endless() -> Any:
@@ -136,7 +138,7 @@ async def test_bodies_over_their_limits_are_refused_before_they_are_read_on_fake
     assert large.status_code == 400
 
 
-async def test_nested_and_odd_json_is_refused_on_fakes(api: Any) -> None:
+async def test_nested_and_odd_json_is_refused_on_fakes(api: Api) -> None:
     model = await api.model()
     nested = b'{"model_id": "%s", "seq_id": 1, "adam_params": ' % model.encode() + b"[" * 100_000 + b"]" * 100_000
     bodies = [
@@ -183,7 +185,7 @@ async def test_nested_and_odd_json_is_refused_on_fakes(api: Any) -> None:
     ],
 )
 async def test_learning_rate_that_is_none_fails_in_its_place_on_fakes(
-    api: Any, value: bytes, words: tuple[str, ...]
+    api: Api, value: bytes, words: tuple[str, ...]
 ) -> None:
     model = await api.model()
     gradient = await api.gradient(model, 1)
@@ -242,7 +244,7 @@ BAD_GRADIENTS: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
 
 @pytest.mark.parametrize(("fields", "words"), [pytest.param(f, w, id=name) for name, f, w in BAD_GRADIENTS])
 async def test_bad_gradient_fails_through_its_future_on_fakes(
-    api: Any, fields: dict[str, Any], words: tuple[str, ...]
+    api: Api, fields: dict[str, Any], words: tuple[str, ...]
 ) -> None:
     session = await api.session()
     model, other = await api.model(session, 0), await api.model(session, 1)
@@ -263,7 +265,7 @@ async def test_bad_gradient_fails_through_its_future_on_fakes(
     await api.result(await api.step(other, 2))
 
 
-async def test_target_out_of_the_vocabulary_is_fine_where_its_weight_is_0_on_fakes(api: Any) -> None:
+async def test_target_out_of_the_vocabulary_is_fine_where_its_weight_is_0_on_fakes(api: Api) -> None:
     model = await api.model()
     inputs = {"target_tokens": [9, -100, 600], "weights": [1.0, 0.0, 0.0]}
     data = [Datum(model_input=ModelInput.from_ints([5, 9, 20]), loss_fn_inputs=inputs)]
@@ -271,7 +273,7 @@ async def test_target_out_of_the_vocabulary_is_fine_where_its_weight_is_0_on_fak
     assert output.metrics["loss:sum"] == pytest.approx(-float(output.loss_fn_outputs[0]["logprobs"].to_numpy()[0]))
 
 
-async def test_bad_image_fails_its_own_request_on_fakes(api: Any) -> None:
+async def test_bad_image_fails_its_own_request_on_fakes(api: Api) -> None:
     session = await api.session()
     model, sampler = await api.model(session), await api.base_sampler(session)
     good = png(64, 40)  # 4 tokens of the fake
@@ -340,7 +342,7 @@ BAD_SAMPLES: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
 
 
 @pytest.mark.parametrize(("fields", "words"), [pytest.param(f, w, id=name) for name, f, w in BAD_SAMPLES])
-async def test_bad_sample_is_refused_at_once_on_fakes(api: Any, fields: dict[str, Any], words: tuple[str, ...]) -> None:
+async def test_bad_sample_is_refused_at_once_on_fakes(api: Api, fields: dict[str, Any], words: tuple[str, ...]) -> None:
     sampler = await api.base_sampler()
     answer = await api.post("asample", {**api.sample_body(sampler, 0), **fields})
     assert answer.status_code == 400
@@ -351,7 +353,7 @@ async def test_bad_sample_is_refused_at_once_on_fakes(api: Any, fields: dict[str
 
 @pytest.mark.parametrize(("says", "at_once"), [(5000, True), (None, False)])
 async def test_a_picture_counts_towards_the_context_by_what_it_says_or_when_rendered_on_fakes(
-    api: Any, says: int | None, at_once: bool
+    api: Api, says: int | None, at_once: bool
 ) -> None:
     picture = {
         "type": "image",
@@ -389,7 +391,7 @@ async def test_a_picture_counts_towards_the_context_by_what_it_says_or_when_rend
     ],
 )
 async def test_bad_sample_fails_through_its_future_on_fakes(
-    api: Any, fields: dict[str, Any], words: tuple[str, ...]
+    api: Api, fields: dict[str, Any], words: tuple[str, ...]
 ) -> None:
     sampler = await api.base_sampler()
     message = await api.failure(await api.submit("asample", {**api.sample_body(sampler, 0), **fields}))
@@ -400,7 +402,7 @@ async def test_bad_sample_fails_through_its_future_on_fakes(
 
 
 @pytest.mark.parametrize("seed", [0, -1, 2**63, 2**64, 2**200, -(2**200)])
-async def test_any_integer_is_a_seed_on_fakes(api: Any, seed: int) -> None:
+async def test_any_integer_is_a_seed_on_fakes(api: Api, seed: int) -> None:
     session = await api.session()
     model = await api.model(session, lora_config={"rank": 4, "seed": seed})
     sampler = await api.nameless(model, 1, 0)
@@ -416,7 +418,7 @@ async def test_any_integer_is_a_seed_on_fakes(api: Any, seed: int) -> None:
     await api.result(await api.submit("load_weights", load))
 
 
-async def test_unknown_base_model_is_refused_with_those_that_are_served_on_fakes(start_api: Any) -> None:
+async def test_unknown_base_model_is_refused_with_those_that_are_served_on_fakes(start_api: StartApi) -> None:
     api = await start_api(models=("fake/bigram", "fake/other"))
     session = await api.session()
     for path, fields in (
@@ -452,7 +454,7 @@ async def test_unknown_base_model_is_refused_with_those_that_are_served_on_fakes
         "tinker://{model}/weights/ä",
     ],
 )
-async def test_path_that_is_none_is_refused_everywhere_on_fakes(api: Any, path: str) -> None:
+async def test_path_that_is_none_is_refused_everywhere_on_fakes(api: Api, path: str) -> None:
     session = await api.session()
     model = await api.model(session)
     path = path.format(model=model)
@@ -468,7 +470,7 @@ async def test_path_that_is_none_is_refused_everywhere_on_fakes(api: Any, path: 
     assert (await api.get("checkpoints")).json()["checkpoints"] == []
 
 
-async def test_checkpoint_that_does_not_exist_is_404_and_of_the_wrong_kind_400_on_fakes(api: Any) -> None:
+async def test_checkpoint_that_does_not_exist_is_404_and_of_the_wrong_kind_400_on_fakes(api: Api) -> None:
     session = await api.session()
     model = await api.model(session)
     weights, sampler = await api.save(model, 1, "a"), await api.named(model, 2, "a")
@@ -495,7 +497,7 @@ async def test_checkpoint_that_does_not_exist_is_404_and_of_the_wrong_kind_400_o
 
 
 @pytest.mark.parametrize("name", ["", "a/b", "..", ".", ".hidden", "a b", "ä", "a" * 129, "a\u0000b", "a%2Fb", "a:b"])
-async def test_name_that_is_none_fails_in_its_place_on_fakes(api: Any, name: str) -> None:
+async def test_name_that_is_none_fails_in_its_place_on_fakes(api: Api, name: str) -> None:
     model = await api.model()
     for seq_id, path in enumerate(("save_weights", "save_weights_for_sampler"), 1):
         message = await api.failure(await api.submit(path, {"model_id": model, "seq_id": seq_id, "path": name}))
@@ -506,7 +508,7 @@ async def test_name_that_is_none_fails_in_its_place_on_fakes(api: Any, name: str
 
 
 @pytest.mark.parametrize("seq_id", [0, -1, 2**31, 2**63, 2**200])
-async def test_seq_id_out_of_range_is_refused_on_fakes(api: Any, seq_id: int) -> None:
+async def test_seq_id_out_of_range_is_refused_on_fakes(api: Api, seq_id: int) -> None:
     session = await api.session()
     model = await api.model(session)
     for path, body in (
@@ -525,7 +527,7 @@ async def test_seq_id_out_of_range_is_refused_on_fakes(api: Any, seq_id: int) ->
     await api.result(await api.step(model, 1))
 
 
-async def test_page_out_of_range_is_refused_on_fakes(api: Any) -> None:
+async def test_page_out_of_range_is_refused_on_fakes(api: Api) -> None:
     for path in ("training_runs", "checkpoints", "sessions"):
         for params in (
             {"limit": 0},
@@ -545,7 +547,7 @@ async def test_page_out_of_range_is_refused_on_fakes(api: Any) -> None:
         assert (await api.get(path, offset=2**63 - 1, limit=1000)).status_code == 200
 
 
-async def test_sparse_tensor_that_would_be_huge_is_refused_before_it_is_dense_on_fakes(api: Any) -> None:
+async def test_sparse_tensor_that_would_be_huge_is_refused_before_it_is_dense_on_fakes(api: Api) -> None:
     """A few bytes of CSR can ask for any amount of memory, once per datum."""
     import numpy as np
     from tinker_local.types import TensorData
@@ -572,7 +574,7 @@ async def test_sparse_tensor_that_would_be_huge_is_refused_before_it_is_dense_on
     assert peak < 16 * MIB
 
 
-async def test_storm_of_bad_requests_hurts_nobody_on_fakes(api: Any) -> None:
+async def test_storm_of_bad_requests_hurts_nobody_on_fakes(api: Api) -> None:
     """Somebody else's training gives the same numbers as without it."""
     session = await api.session()
     quiet, model = await api.model(session, 0), await api.model(session, 1)

@@ -11,6 +11,8 @@ import pytest
 import tinker.types as sdk
 from tinker_local.types import CopyWeightsRequest, UnsupportedError
 
+from tests.http.conftest import Api, StartApi
+
 YEAR = 365 * 86400
 KINDS = ["weights", "sampler_weights", "external_weights"]
 
@@ -25,7 +27,7 @@ class Clock:
         return datetime.now(UTC) + self.ahead
 
 
-async def saved(api: Any, model: str, seq_id: int, kind: str, name: str = "a", **fields: Any) -> str:
+async def saved(api: Api, model: str, seq_id: int, kind: str, name: str = "a", **fields: Any) -> str:
     if kind == "weights":
         return str(await api.save(model, seq_id, name, **fields))
     if kind == "sampler_weights":
@@ -39,22 +41,22 @@ def url(path: str, *more: str) -> str:
     return "/".join(["training_runs", run, "checkpoints", kind, name, *more])
 
 
-def on_disk(api: Any) -> list[Path]:
+def on_disk(api: Api) -> list[Path]:
     return [path for path in (api.backend.options.data_dir / "checkpoints").glob("*/*/*") if path.name[0] != "."]
 
 
-async def listed(api: Any, path: str) -> sdk.Checkpoint:
+async def listed(api: Api, path: str) -> sdk.Checkpoint:
     found = sdk.CheckpointsListResponse.model_validate((await api.get("checkpoints")).json())
     return next(checkpoint for checkpoint in found.checkpoints if checkpoint.tinker_path == path)
 
 
-async def sampler_of(api: Any, path: str, number: int = 50) -> str:
+async def sampler_of(api: Api, path: str, number: int = 50) -> str:
     body = {"session_id": await api.session(), "sampling_session_seq_id": number, "model_path": path}
     return str((await api.ok("create_sampling_session", body))["sampling_session_id"])
 
 
 @pytest.mark.parametrize("kind", KINDS)
-async def test_published_is_public_in_every_listing_until_it_is_unpublished_on_fakes(api: Any, kind: str) -> None:
+async def test_published_is_public_in_every_listing_until_it_is_unpublished_on_fakes(api: Api, kind: str) -> None:
     model = await api.model()
     path, other = await saved(api, model, 1, kind), await saved(api, model, 2, kind, "other")
 
@@ -82,7 +84,7 @@ async def test_published_is_public_in_every_listing_until_it_is_unpublished_on_f
         assert answer.status_code == 404
 
 
-async def test_publication_survives_a_restart_on_fakes(start_api: Any) -> None:
+async def test_publication_survives_a_restart_on_fakes(start_api: StartApi) -> None:
     first = await start_api()
     path = await saved(first, await first.model(), 1, "weights")
     assert (await first.post(url(path, "publish"))).status_code == 204
@@ -92,7 +94,7 @@ async def test_publication_survives_a_restart_on_fakes(start_api: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-async def test_ttl_counts_from_now_and_null_takes_it_away_on_fakes(start_api: Any, kind: str) -> None:
+async def test_ttl_counts_from_now_and_null_takes_it_away_on_fakes(start_api: StartApi, kind: str) -> None:
     clock = Clock()
     api = await start_api(clock=clock)
     path = await saved(api, await api.model(), 1, kind, ttl_seconds=7200)
@@ -109,7 +111,7 @@ async def test_ttl_counts_from_now_and_null_takes_it_away_on_fakes(start_api: An
 
 
 @pytest.mark.parametrize("seconds", [0, -1, 3599, 10 * YEAR + 1, 2**70])
-async def test_ttl_out_of_range_is_refused_with_the_range_on_fakes(api: Any, seconds: int) -> None:
+async def test_ttl_out_of_range_is_refused_with_the_range_on_fakes(api: Api, seconds: int) -> None:
     path = await saved(api, await api.model(), 1, "weights")
     copying = {"source_path": path, "destination_project_id": "local", "ttl_seconds": seconds}
     for answer in (await api.put(url(path, "ttl"), {"ttl_seconds": seconds}), await api.post("copy_weights", copying)):
@@ -119,7 +121,7 @@ async def test_ttl_out_of_range_is_refused_with_the_range_on_fakes(api: Any, sec
     assert (await listed(api, path)).expires_at is None
 
 
-async def test_ttl_of_nothing_or_of_no_number_is_refused_on_fakes(api: Any) -> None:
+async def test_ttl_of_nothing_or_of_no_number_is_refused_on_fakes(api: Api) -> None:
     path = await saved(api, await api.model(), 1, "weights")
     for edge in (3600, 10 * YEAR):
         assert (await api.put(url(path, "ttl"), {"ttl_seconds": edge})).status_code == 204
@@ -132,7 +134,7 @@ async def test_ttl_of_nothing_or_of_no_number_is_refused_on_fakes(api: Any) -> N
 
 
 async def test_an_expired_path_is_404_at_once_before_anybody_sweeps_on_fakes(
-    start_api: Any, monkeypatch: pytest.MonkeyPatch
+    start_api: StartApi, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = Clock()
     api = await start_api(clock=clock)
@@ -173,7 +175,7 @@ async def test_an_expired_path_is_404_at_once_before_anybody_sweeps_on_fakes(
         assert await saved(api, model, number, kind) == paths[kind]
 
 
-async def test_expired_checkpoints_leave_the_disk_and_the_engine_by_themselves_on_fakes(start_api: Any) -> None:
+async def test_expired_checkpoints_leave_the_disk_and_the_engine_by_themselves_on_fakes(start_api: StartApi) -> None:
     clock = Clock()
     api = await start_api(clock=clock, session_timeout=0.4)
     model = await api.model(await api.backend.sessions.create())
@@ -186,7 +188,7 @@ async def test_expired_checkpoints_leave_the_disk_and_the_engine_by_themselves_o
     assert (await api.get("checkpoints")).json()["checkpoints"][0]["tinker_path"] == kept
 
 
-async def test_what_expired_while_the_server_was_down_is_gone_when_it_is_ready_on_fakes(start_api: Any) -> None:
+async def test_what_expired_while_the_server_was_down_is_gone_when_it_is_ready_on_fakes(start_api: StartApi) -> None:
     first = await start_api()
     await saved(first, await first.model(), 1, "weights", ttl_seconds=3600)
     assert len(on_disk(first)) == 1
@@ -199,7 +201,7 @@ async def test_what_expired_while_the_server_was_down_is_gone_when_it_is_ready_o
 
 @pytest.mark.parametrize("end", ["deleted", "expired"])
 async def test_a_checkpoint_that_is_sampled_from_stays_until_the_samples_are_done_on_fakes(
-    start_api: Any, end: str
+    start_api: StartApi, end: str
 ) -> None:
     clock = Clock()
     api = await start_api(clock=clock, session_timeout=0.4)
@@ -228,7 +230,7 @@ async def test_a_checkpoint_that_is_sampled_from_stays_until_the_samples_are_don
 
 
 async def test_a_checkpoint_that_is_being_loaded_stays_until_it_is_read_on_fakes(
-    start_api: Any, monkeypatch: pytest.MonkeyPatch
+    start_api: StartApi, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = Clock()
     api = await start_api(clock=clock)
@@ -257,7 +259,7 @@ async def test_a_checkpoint_that_is_being_loaded_stays_until_it_is_read_on_fakes
     await api.until(lambda: not on_disk(api))
 
 
-async def test_a_longer_ttl_reaches_the_samplers_that_are_open_on_fakes(start_api: Any) -> None:
+async def test_a_longer_ttl_reaches_the_samplers_that_are_open_on_fakes(start_api: StartApi) -> None:
     clock = Clock()
     api = await start_api(clock=clock)
     path = await saved(api, await api.model(), 1, "sampler_weights", ttl_seconds=3600)
@@ -269,7 +271,7 @@ async def test_a_longer_ttl_reaches_the_samplers_that_are_open_on_fakes(start_ap
     assert (await api.post("asample", api.sample_body(sampler, 1))).status_code == 404
 
 
-async def test_an_overwritten_checkpoint_is_private_and_has_the_new_expiry_on_fakes(api: Any) -> None:
+async def test_an_overwritten_checkpoint_is_private_and_has_the_new_expiry_on_fakes(api: Api) -> None:
     model = await api.model()
     path = await saved(api, model, 1, "weights", ttl_seconds=3600, user_metadata={"k": "v"})
     await api.post(url(path, "publish"))
@@ -279,7 +281,7 @@ async def test_an_overwritten_checkpoint_is_private_and_has_the_new_expiry_on_fa
 
 
 async def test_a_server_that_stops_while_a_deleted_checkpoint_is_sampled_from_leaves_no_folder_on_fakes(
-    start_api: Any,
+    start_api: StartApi,
 ) -> None:
     api = await start_api()
     path = await saved(api, await api.model(), 1, "sampler_weights")
@@ -295,7 +297,7 @@ async def test_a_server_that_stops_while_a_deleted_checkpoint_is_sampled_from_le
     assert not on_disk(again)
 
 
-async def copied(api: Any, path: str, key: str | None = None, **fields: Any) -> str:
+async def copied(api: Api, path: str, key: str | None = None, **fields: Any) -> str:
     body = {"source_path": path, **({} if "session_id" in fields else {"destination_project_id": "local"}), **fields}
     answer = await api.post("copy_weights", body, headers={} if key is None else {"X-Idempotency-Key": key})
     assert answer.status_code == 200, answer.text
@@ -303,7 +305,9 @@ async def copied(api: Any, path: str, key: str | None = None, **fields: Any) -> 
 
 
 @pytest.mark.parametrize("kind", KINDS)
-async def test_a_copy_keeps_kind_name_and_metadata_and_has_its_own_life_on_fakes(start_api: Any, kind: str) -> None:
+async def test_a_copy_keeps_kind_name_and_metadata_and_has_its_own_life_on_fakes(
+    start_api: StartApi, kind: str
+) -> None:
     clock = Clock()
     api = await start_api(clock=clock)
     model = await api.model()
@@ -330,7 +334,7 @@ async def test_a_copy_keeps_kind_name_and_metadata_and_has_its_own_life_on_fakes
         assert (await api.http.get(urls["adapter_model.safetensors"])).content
 
 
-async def test_a_copy_trains_and_samples_as_its_source_on_fakes(api: Any) -> None:
+async def test_a_copy_trains_and_samples_as_its_source_on_fakes(api: Api) -> None:
     session = await api.session()
     model = await api.model(session)
     await api.gradient(model, 1)
@@ -351,7 +355,7 @@ async def test_a_copy_trains_and_samples_as_its_source_on_fakes(api: Any) -> Non
     assert await api.score(opened, 0) != await api.score(await api.base_sampler(session, 9), 0)
 
 
-async def test_the_run_of_a_copy_is_listed_and_cannot_be_trained_on_on_fakes(api: Any) -> None:
+async def test_the_run_of_a_copy_is_listed_and_cannot_be_trained_on_on_fakes(api: Api) -> None:
     path = await api.save(await api.model(), 1, "a")
     copy = await copied(api, path)
     run_id = copy.split("/")[2]
@@ -371,7 +375,7 @@ async def test_the_run_of_a_copy_is_listed_and_cannot_be_trained_on_on_fakes(api
     assert "cannot be trained on" in info.json()["detail"]
 
 
-async def test_one_idempotency_key_is_one_copy_on_fakes(start_api: Any) -> None:
+async def test_one_idempotency_key_is_one_copy_on_fakes(start_api: StartApi) -> None:
     api = await start_api()
     model = await api.model()
     path, other = await api.save(model, 1, "a"), await api.save(model, 2, "b")
@@ -404,7 +408,7 @@ async def test_one_idempotency_key_is_one_copy_on_fakes(start_api: Any) -> None:
 
 @pytest.mark.parametrize("end", ["deleted", "expired"])
 async def test_a_copy_that_is_gone_is_neither_promised_nor_made_again_under_its_key_on_fakes(
-    start_api: Any, end: str
+    start_api: StartApi, end: str
 ) -> None:
     clock = Clock()
     api = await start_api(clock=clock)
@@ -428,7 +432,7 @@ async def test_a_copy_that_is_gone_is_neither_promised_nor_made_again_under_its_
     assert await copied(api, path, "another key") != copy
 
 
-async def test_a_copy_into_a_session_takes_the_place_of_a_model_on_fakes(api: Any) -> None:
+async def test_a_copy_into_a_session_takes_the_place_of_a_model_on_fakes(api: Api) -> None:
     session = await api.session()
     path = await api.save(await api.model(session, 0), 1, "a")
     place = {"session_id": session, "model_seq_id": 1}
@@ -459,7 +463,7 @@ async def test_a_copy_into_a_session_takes_the_place_of_a_model_on_fakes(api: An
     assert await copied(api, path)  # checkpoints outlive their session
 
 
-async def test_an_access_token_is_a_key_of_the_server_on_fakes(start_api: Any) -> None:
+async def test_an_access_token_is_a_key_of_the_server_on_fakes(start_api: StartApi) -> None:
     api = await start_api(api_keys=["tml-one", "tml-two"])
     api.http.headers["x-api-key"] = "tml-one"
     session = await api.session()
@@ -481,7 +485,7 @@ async def test_an_access_token_is_a_key_of_the_server_on_fakes(start_api: Any) -
     assert (await api.result(promised["request_id"]))["path"] == copy
 
 
-async def test_a_wrong_access_token_fails_in_its_place_in_the_models_order_on_fakes(start_api: Any) -> None:
+async def test_a_wrong_access_token_fails_in_its_place_in_the_models_order_on_fakes(start_api: StartApi) -> None:
     api = await start_api(api_keys=["tml-one"])
     api.http.headers["x-api-key"] = "tml-one"
     path = await api.save(await api.model(), 1, "a")
@@ -497,7 +501,7 @@ async def test_a_wrong_access_token_fails_in_its_place_in_the_models_order_on_fa
 
 
 @pytest.mark.parametrize("kind", KINDS)
-async def test_weights_info_knows_every_kind_on_fakes(api: Any, kind: str) -> None:
+async def test_weights_info_knows_every_kind_on_fakes(api: Api, kind: str) -> None:
     config = {"rank": 8, "train_mlp": False, "train_unembed": True, "train_attn": True}
     path = await saved(api, await api.model(lora_config=config), 1, kind)
     info = sdk.WeightsInfoResponse.model_validate(await api.ok("weights_info", {"tinker_path": path}))
@@ -505,7 +509,7 @@ async def test_weights_info_knows_every_kind_on_fakes(api: Any, kind: str) -> No
     assert (info.train_unembed, info.train_mlp, info.train_attn) == (True, False, True)
 
 
-async def test_runs_tell_their_last_checkpoints_of_each_kind_on_fakes(api: Any) -> None:
+async def test_runs_tell_their_last_checkpoints_of_each_kind_on_fakes(api: Api) -> None:
     model = await api.model(user_metadata={"recipe": "x", "é": ""})
     for number, name in enumerate(("b", "a"), 1):
         await api.save(model, 2 * number - 1, name)

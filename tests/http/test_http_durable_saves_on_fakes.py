@@ -6,10 +6,12 @@ from typing import Any
 
 import pytest
 
+from tests.http.conftest import Api
+
 
 @pytest.mark.parametrize("path", ["save_weights", "save_weights_for_sampler"])
 async def test_named_save_is_acknowledged_only_when_it_is_on_the_disk_on_fakes(
-    api: Any, monkeypatch: pytest.MonkeyPatch, path: str
+    api: Api, monkeypatch: pytest.MonkeyPatch, path: str
 ) -> None:
     monkeypatch.setattr("tinker_local.backend.http.future_routes.LONG_POLL_SECONDS", 0.2)
     written, go_on = threading.Event(), threading.Event()

@@ -11,8 +11,10 @@ from tinker.types.try_again_response import TryAgainResponse
 from tinker_local.backend.http.client_routes import REFUSED
 from tinker_local.backend.models.served_models import tokenizer_id
 
+from tests.http.conftest import Api
 
-async def test_start_up_is_answered_as_the_sdk_reads_it_on_fakes(api: Any) -> None:
+
+async def test_start_up_is_answered_as_the_sdk_reads_it_on_fakes(api: Api) -> None:
     config = sdk.ClientConfigResponse.model_validate(await api.ok("client/config", {"sdk_version": "0.38.0"}))
     assert config.pjwt_auth_enabled is False
     assert config.parallel_fwdbwd_chunks is True
@@ -38,7 +40,7 @@ async def test_start_up_is_answered_as_the_sdk_reads_it_on_fakes(api: Any) -> No
     assert sdk.TelemetryResponse.model_validate(telemetry).status == "accepted"
 
 
-async def test_models_and_checkpoints_are_answered_as_the_sdk_reads_them_on_fakes(api: Any) -> None:
+async def test_models_and_checkpoints_are_answered_as_the_sdk_reads_them_on_fakes(api: Api) -> None:
     session = await api.session()
     promise = await api.ok(
         "create_model",
@@ -132,7 +134,7 @@ async def test_models_and_checkpoints_are_answered_as_the_sdk_reads_them_on_fake
     assert (await api.delete(f"training_runs/{model}/checkpoints/weights/0001")).status_code == 404
 
 
-async def test_samplers_are_answered_as_the_sdk_reads_them_on_fakes(api: Any) -> None:
+async def test_samplers_are_answered_as_the_sdk_reads_them_on_fakes(api: Api) -> None:
     session = await api.session()
     model = await api.model(session)
     path = await api.named(model, 1, "mine")
@@ -160,7 +162,7 @@ async def test_samplers_are_answered_as_the_sdk_reads_them_on_fakes(api: Any) ->
         assert len(sequence.tokens) == len(sequence.logprobs)
 
 
-async def test_gradients_are_answered_as_the_sdk_reads_them_on_fakes(api: Any, make_datum: Any) -> None:
+async def test_gradients_are_answered_as_the_sdk_reads_them_on_fakes(api: Api, make_datum: Any) -> None:
     from tinker.proto.response_conv import deserialize_forward_backward_output
 
     model = await api.model()
@@ -174,7 +176,7 @@ async def test_gradients_are_answered_as_the_sdk_reads_them_on_fakes(api: Any, m
     assert output.metrics["loss:sum"] == pytest.approx(weighted, rel=1e-5)
 
 
-async def test_times_on_the_wire_have_a_zone_on_fakes(api: Any) -> None:
+async def test_times_on_the_wire_have_a_zone_on_fakes(api: Api) -> None:
     model = await api.model()
     await api.save(model, 1, "a", ttl_seconds=3600)
     text = (await api.get(f"training_runs/{model}")).text
@@ -183,7 +185,7 @@ async def test_times_on_the_wire_have_a_zone_on_fakes(api: Any) -> None:
     assert all(datetime.fromisoformat(time).tzinfo is not None for time in times)
 
 
-async def test_not_yet_is_408_with_the_queue_state_on_fakes(api: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_not_yet_is_408_with_the_queue_state_on_fakes(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tinker_local.backend.http.future_routes.LONG_POLL_SECONDS", 0.05)
     model = await api.model()
     api.trainer.hold.clear()
@@ -194,7 +196,7 @@ async def test_not_yet_is_408_with_the_queue_state_on_fakes(api: Any, monkeypatc
     assert (waiting.request_id, waiting.queue_state) == (request, "active")
 
 
-async def test_failed_operation_is_200_with_error_and_category_on_fakes(api: Any) -> None:
+async def test_failed_operation_is_200_with_error_and_category_on_fakes(api: Api) -> None:
     model = await api.model()
     answer = await api.poll(await api.gradient(model, 1, loss_fn="nonsense"))
     assert answer.status_code == 200
@@ -203,7 +205,7 @@ async def test_failed_operation_is_200_with_error_and_category_on_fakes(api: Any
     assert "nonsense" in failed.error
 
 
-async def test_json_answers_come_whatever_the_client_accepts_on_fakes(api: Any) -> None:
+async def test_json_answers_come_whatever_the_client_accepts_on_fakes(api: Api) -> None:
     model = await api.model()
     for accept in ("application/x-protobuf", "application/json", "*/*"):
         body = {"request_id": f"{model}:create"}
@@ -214,7 +216,7 @@ async def test_json_answers_come_whatever_the_client_accepts_on_fakes(api: Any) 
 
 @pytest.mark.parametrize(("method", "path"), [pytest.param(*key, id=" ".join(key)) for key in REFUSED])
 async def test_endpoint_that_is_not_served_is_refused_by_name_with_advice_on_fakes(
-    api: Any, method: str, path: str
+    api: Api, method: str, path: str
 ) -> None:
     url = path.format(run_id="s:train:0", kind="weights", name="a", session_id="s")
     answer = await api.http.request(method, f"/api/v1{url}", headers={"Content-Type": "application/json"})
@@ -225,7 +227,7 @@ async def test_endpoint_that_is_not_served_is_refused_by_name_with_advice_on_fak
     assert len(detail.partition("not supported: ")[2]) > 15
 
 
-async def test_unknown_route_and_method_are_answered_in_json_with_their_name_on_fakes(api: Any) -> None:
+async def test_unknown_route_and_method_are_answered_in_json_with_their_name_on_fakes(api: Api) -> None:
     for method, path, status in [
         ("GET", "/api/v1/nothing", 404),
         ("POST", "/", 404),
@@ -241,7 +243,7 @@ async def test_unknown_route_and_method_are_answered_in_json_with_their_name_on_
     assert "POST /api/v1/forward" in (await api.post("forward", {})).json()["detail"]
 
 
-async def test_every_client_error_has_a_body_and_its_length_on_fakes(api: Any) -> None:
+async def test_every_client_error_has_a_body_and_its_length_on_fakes(api: Api) -> None:
     model = await api.model()
     calls = [
         await api.post("create_model", {"session_id": "x"}),
@@ -267,7 +269,7 @@ async def test_every_client_error_has_a_body_and_its_length_on_fakes(api: Any) -
         assert answer.json()["detail"]
 
 
-async def test_finish_takes_the_bodies_that_the_sdk_sends_on_fakes(api: Any) -> None:
+async def test_finish_takes_the_bodies_that_the_sdk_sends_on_fakes(api: Api) -> None:
     for body in (
         {"reason": {"type": "success"}, "detail": None},
         {"reason": {"type": "errored"}, "detail": "ValueError: " + "x" * 100_000},
@@ -280,7 +282,7 @@ async def test_finish_takes_the_bodies_that_the_sdk_sends_on_fakes(api: Any) -> 
     assert empty.status_code == 204
 
 
-async def test_checkpoint_ids_span_two_segments_and_run_ids_hold_colons_on_fakes(api: Any) -> None:
+async def test_checkpoint_ids_span_two_segments_and_run_ids_hold_colons_on_fakes(api: Api) -> None:
     model = await api.model()
     assert model.count(":") == 2
     for seq_id, name in enumerate(["a.b-c_d", "00", "-x", "_", "A" * 128], 1):
@@ -289,7 +291,7 @@ async def test_checkpoint_ids_span_two_segments_and_run_ids_hold_colons_on_fakes
         assert (await api.delete(f"training_runs/{model}/checkpoints/weights/{name}")).status_code == 204
 
 
-async def test_training_runs_are_paged_newest_first_on_fakes(api: Any) -> None:
+async def test_training_runs_are_paged_newest_first_on_fakes(api: Api) -> None:
     session = await api.session()
     made = [await api.model(session, number) for number in range(5)]
     seen = []
@@ -300,7 +302,7 @@ async def test_training_runs_are_paged_newest_first_on_fakes(api: Any) -> None:
     assert seen == made[::-1]
 
 
-async def test_what_is_not_honoured_is_refused_by_name_on_fakes(api: Any) -> None:
+async def test_what_is_not_honoured_is_refused_by_name_on_fakes(api: Api) -> None:
     session = await api.session()
     model = await api.model(session, 0)
     creation = {"session_id": session, "model_seq_id": 9, "base_model": "fake/bigram"}
@@ -349,16 +351,15 @@ async def test_what_is_not_honoured_is_refused_by_name_on_fakes(api: Any) -> Non
     assert (await api.get(f"training_runs/{model}/checkpoints")).json()["checkpoints"] == []
 
 
-async def test_load_into_a_model_takes_no_fields_of_a_load_that_creates_one_on_fakes(api: Any) -> None:
+async def test_load_into_a_model_takes_no_fields_of_a_load_that_creates_one_on_fakes(api: Api) -> None:
     session = await api.session()
     path = await api.save(await api.model(session, 0), 1, "a")
-    for number, field in enumerate(
-        [{"base_model": "fake/bigram"}, {"user_metadata": {"a": "b"}}, {"optimizer_config": {"type": "adamw"}}], 1
-    ):
+    fields = {"base_model": "fake/bigram", "user_metadata": {"a": "b"}, "optimizer_config": {"type": "adamw"}}
+    for number, (field, value) in enumerate(fields.items(), 1):
         model = await api.model(session, number)
-        body = {"model_id": model, "seq_id": 1, "path": path, "optimizer": True, **field}
+        body = {"model_id": model, "seq_id": 1, "path": path, "optimizer": True, field: value}
         message = await api.failure(await api.submit("load_weights", body))
-        assert next(iter(field)) in message
+        assert field in message
 
 
 def test_tokenizer_id_holds_no_colon_and_leads_to_the_model(tmp_path: Path) -> None:

@@ -13,16 +13,18 @@ from itsdangerous import URLSafeSerializer
 from safetensors.numpy import load
 from tinker_local.backend.control.sessions import now
 
+from tests.http.conftest import Api, StartApi
+
 FILES = {"adapter_config.json", "adapter_model.safetensors"}
 
 
-async def export(api: Any, model: str, seq_id: int, name: str, **fields: Any) -> dict[str, Any]:
+async def export(api: Api, model: str, seq_id: int, name: str, **fields: Any) -> dict[str, Any]:
     body = {"model_id": model, "seq_id": seq_id, "path": name, "type": "save_weights_external", **fields}
     found: dict[str, Any] = await api.result(await api.submit("save_weights_external", body))
     return found
 
 
-async def signed(api: Any, model: str, name: str, **headers: str) -> dict[str, str]:
+async def signed(api: Api, model: str, name: str, **headers: str) -> dict[str, str]:
     path = f"/api/v1/training_runs/{model}/checkpoints/external_weights/{name}/external_weights_urls"
     answer = await api.http.get(path, headers=headers)
     assert answer.status_code == 200, answer.text
@@ -30,7 +32,7 @@ async def signed(api: Any, model: str, name: str, **headers: str) -> dict[str, s
     return urls
 
 
-async def fetch(api: Any, url: httpx.URL, send: Any, headers: Sequence[tuple[bytes, bytes]] = ()) -> None:
+async def fetch(api: Api, url: httpx.URL, send: Any, headers: Sequence[tuple[bytes, bytes]] = ()) -> None:
     """GET `url`, with `send` for each part of the answer at the moment that it is sent."""
     scope = {
         "type": "http",
@@ -46,10 +48,11 @@ async def fetch(api: Any, url: httpx.URL, send: Any, headers: Sequence[tuple[byt
     async def receive() -> dict[str, Any]:
         return {"type": "http.request", "body": b"", "more_body": False}
 
-    await api.http._transport.app(scope, receive, send)
+    transport: Any = api.http._transport
+    await transport.app(scope, receive, send)
 
 
-async def test_export_is_fetched_without_a_key_and_equals_what_was_saved_on_fakes(start_api: Any) -> None:
+async def test_export_is_fetched_without_a_key_and_equals_what_was_saved_on_fakes(start_api: StartApi) -> None:
     api = await start_api(api_keys=["tml-secret"])
     api.http.headers["x-api-key"] = "tml-secret"
     model = await api.model()
@@ -78,7 +81,7 @@ async def test_export_is_fetched_without_a_key_and_equals_what_was_saved_on_fake
     assert all((found[name] == trained[name]).all() for name in trained)
 
 
-async def test_file_is_streamed_and_never_whole_in_memory_on_fakes(api: Any) -> None:
+async def test_file_is_streamed_and_never_whole_in_memory_on_fakes(api: Api) -> None:
     model = await api.model()
     await export(api, model, 1, "a")
     url = httpx.URL((await signed(api, model, "a"))["adapter_model.safetensors"])
@@ -96,7 +99,9 @@ async def test_file_is_streamed_and_never_whole_in_memory_on_fakes(api: Any) -> 
     assert max(parts) <= 2**20
 
 
-async def test_export_that_is_deleted_while_a_download_begins_is_404_on_fakes(api: Any) -> None:
+async def test_export_that_is_deleted_while_a_download_begins_is_404_on_fakes(
+    api: Api, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = await api.model()
     await export(api, model, 1, "a")
     url = (await signed(api, model, "a"))["adapter_model.safetensors"]
@@ -105,12 +110,12 @@ async def test_export_that_is_deleted_while_a_download_begins_is_404_on_fakes(ap
     def deleted_at_once(*name: Any) -> Any:
         """The record, which is deleted, with its folder, before whoever asked can do anything with it."""
         record = looked_up(*name)
-        api.backend.store.get_checkpoint = looked_up
+        monkeypatch.setattr(api.backend.store, "get_checkpoint", looked_up)
         deletion = api.backend.checkpoints.delete(record.tinker_path)
         asyncio.run_coroutine_threadsafe(deletion, loop).result(10)
         return record
 
-    api.backend.store.get_checkpoint = deleted_at_once
+    monkeypatch.setattr(api.backend.store, "get_checkpoint", deleted_at_once)
     answer = await api.http.get(url)
     assert answer.status_code == 404
     assert "tinker_path: there is no checkpoint" in answer.json()["detail"]
@@ -119,7 +124,7 @@ async def test_export_that_is_deleted_while_a_download_begins_is_404_on_fakes(ap
 
 @pytest.mark.parametrize("headers", [[], [(b"range", b"bytes=8-")]])
 async def test_download_goes_on_to_its_end_if_the_export_is_deleted_on_fakes(
-    api: Any, headers: list[tuple[bytes, bytes]]
+    api: Api, headers: list[tuple[bytes, bytes]]
 ) -> None:
     model = await api.model()
     await export(api, model, 1, "a")
@@ -142,7 +147,7 @@ async def test_download_goes_on_to_its_end_if_the_export_is_deleted_on_fakes(
     await api.until(lambda: not list(folder.rglob("adapter_model.safetensors")))
 
 
-async def test_exports_are_listed_and_deleted_and_live_as_long_as_they_were_given_on_fakes(api: Any) -> None:
+async def test_exports_are_listed_and_deleted_and_live_as_long_as_they_were_given_on_fakes(api: Api) -> None:
     model = await api.model()
     await export(api, model, 1, "a", ttl_seconds=3600)
     for listing in (f"training_runs/{model}/checkpoints", "checkpoints"):
@@ -174,7 +179,7 @@ def later(token: str) -> str:
     return f"{tokens.dump_payload([expires + 1, *what]).decode()}.{signature}"
 
 
-async def test_forged_or_expired_url_is_403_on_fakes(start_api: Any) -> None:
+async def test_forged_or_expired_url_is_403_on_fakes(start_api: StartApi) -> None:
     late = timedelta()
     api = await start_api(clock=lambda: now() + late)
     model = await api.model()
@@ -215,7 +220,7 @@ async def test_forged_or_expired_url_is_403_on_fakes(start_api: Any) -> None:
     assert "expired" in answer.json()["detail"]
 
 
-async def test_urls_name_the_server_as_the_client_reached_it_on_fakes(start_api: Any) -> None:
+async def test_urls_name_the_server_as_the_client_reached_it_on_fakes(start_api: StartApi) -> None:
     api = await start_api(api_keys=["tml-secret"])
     api.http.headers["x-api-key"] = "tml-secret"
     model = await api.model()
@@ -243,7 +248,7 @@ async def test_urls_name_the_server_as_the_client_reached_it_on_fakes(start_api:
 
 
 async def test_urls_outlive_a_restart_and_their_secret_is_the_owners_alone_on_fakes(
-    start_api: Any, tmp_path: Path
+    start_api: StartApi, tmp_path: Path
 ) -> None:
     api = await start_api()
     model = await api.model()
@@ -261,7 +266,7 @@ async def test_urls_outlive_a_restart_and_their_secret_is_the_owners_alone_on_fa
         assert (await other.http.get(url)).status_code == 403
 
 
-async def test_what_cannot_be_exported_says_what_to_do_on_fakes(api: Any) -> None:
+async def test_what_cannot_be_exported_says_what_to_do_on_fakes(api: Api) -> None:
     model = await api.model()
 
     async def failure(seq_id: int, **fields: Any) -> str:

@@ -7,10 +7,12 @@ from typing import Any
 import pytest
 from tinker_local.types import NotFoundError
 
+from tests.http.conftest import Api, StartApi
+
 FUTURES = "tinker_local.backend.http.future_routes"
 
 
-async def test_result_wakes_the_poll_within_milliseconds_on_fakes(api: Any) -> None:
+async def test_result_wakes_the_poll_within_milliseconds_on_fakes(api: Api) -> None:
     """Nothing polls: a control-plane step has no floor."""
     model = await api.model()
     for warm in range(1, 6):
@@ -34,7 +36,7 @@ async def test_result_wakes_the_poll_within_milliseconds_on_fakes(api: Any) -> N
     assert await asyncio.gather(*waiting) == [True] * 5
 
 
-async def test_idle_polls_are_held_and_end_with_408_on_fakes(api: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_idle_polls_are_held_and_end_with_408_on_fakes(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(f"{FUTURES}.LONG_POLL_SECONDS", 0.3)
     model = await api.model()
     request = await api.gradient(model, 2)
@@ -52,7 +54,7 @@ def test_long_polls_end_before_the_sdk_gives_up() -> None:
     assert 15 <= LONG_POLL_SECONDS <= 40
 
 
-async def test_results_can_be_read_again_until_their_retention_ends_on_fakes(start_api: Any) -> None:
+async def test_results_can_be_read_again_until_their_retention_ends_on_fakes(start_api: StartApi) -> None:
     api = await start_api(result_retention=1.0, session_timeout=0.4)
     session = await api.backend.sessions.create()  # without heartbeats: it stays
     model = await api.model(session)
@@ -75,13 +77,13 @@ async def test_results_can_be_read_again_until_their_retention_ends_on_fakes(sta
 
 
 @pytest.mark.parametrize("request_id", ["", "x", "a:b", "s:train:0:1", "s:sample:0:1", "s:sample:0", "::::", "é\u0000"])
-async def test_unknown_request_is_404_on_fakes(api: Any, request_id: str) -> None:
+async def test_unknown_request_is_404_on_fakes(api: Api, request_id: str) -> None:
     answer = await api.poll(request_id)
     assert answer.status_code == 404
     assert "request_id" in answer.json()["detail"]
 
 
-async def test_unknown_request_of_a_live_session_is_404_on_fakes(api: Any) -> None:
+async def test_unknown_request_of_a_live_session_is_404_on_fakes(api: Api) -> None:
     session = await api.session()
     for owner in (f"{session}:train:5", f"{session}:sample:5"):
         assert (await api.poll(f"{owner}:1")).status_code == 404
@@ -89,7 +91,7 @@ async def test_unknown_request_of_a_live_session_is_404_on_fakes(api: Any) -> No
     assert (await api.failure(f"{model}:99")).startswith("server: ")
 
 
-async def test_sample_is_deduplicated_by_sampling_session_and_seq_id_on_fakes(api: Any) -> None:
+async def test_sample_is_deduplicated_by_sampling_session_and_seq_id_on_fakes(api: Api) -> None:
     session = await api.session()
     one, other = await api.base_sampler(session, 0), await api.base_sampler(session, 1)
     body = api.sample_body(one, 5, num_samples=2)
@@ -106,7 +108,7 @@ async def test_sample_is_deduplicated_by_sampling_session_and_seq_id_on_fakes(ap
     assert len(set(ids)) == 6
 
 
-async def test_nameless_save_retried_with_a_new_number_gives_the_first_sampler_on_fakes(api: Any) -> None:
+async def test_nameless_save_retried_with_a_new_number_gives_the_first_sampler_on_fakes(api: Api) -> None:
     session = await api.session()
     model = await api.model(session)
     body = {"model_id": model, "seq_id": 1, "sampling_session_seq_id": 0, "kind": "snapshot"}
@@ -119,7 +121,7 @@ async def test_nameless_save_retried_with_a_new_number_gives_the_first_sampler_o
     assert await api.nameless(model, 2, 1) == f"{session}:sample:1"
 
 
-async def test_number_of_a_sampler_is_not_given_twice_on_fakes(api: Any) -> None:
+async def test_number_of_a_sampler_is_not_given_twice_on_fakes(api: Api) -> None:
     session = await api.session()
     model = await api.model(session)
     path = await api.named(model, 1, "a")
@@ -135,7 +137,7 @@ async def test_number_of_a_sampler_is_not_given_twice_on_fakes(api: Any) -> None
     assert len(api.sampler.versions) == 1  # the named one: nothing of the refused save is left
 
 
-async def test_cancelling_frees_the_slot_on_fakes(api: Any) -> None:
+async def test_cancelling_frees_the_slot_on_fakes(api: Api) -> None:
     sampler = await api.base_sampler()
     api.sampler.hold.clear()
     requests = [await api.sample(sampler, seq_id) for seq_id in range(4)]
@@ -153,7 +155,7 @@ async def test_cancelling_frees_the_slot_on_fakes(api: Any) -> None:
     await api.until(lambda: api.backend.sampling._queued == 0)
 
 
-async def test_cancelling_before_the_work_began_frees_the_slot_too_on_fakes(api: Any) -> None:
+async def test_cancelling_before_the_work_began_frees_the_slot_too_on_fakes(api: Api) -> None:
     from tinker_local.types import ModelInput, SampleRequest
 
     sampler = await api.base_sampler()
@@ -165,7 +167,7 @@ async def test_cancelling_before_the_work_began_frees_the_slot_too_on_fakes(api:
     assert not api.backend.sampling._open[sampler].running
 
 
-async def test_cancelling_touches_nothing_but_samples_that_run_on_fakes(api: Any) -> None:
+async def test_cancelling_touches_nothing_but_samples_that_run_on_fakes(api: Api) -> None:
     model = await api.model()
     gradient = await api.gradient(model, 1)
     for request in ("unknown", gradient, f"{model}:create"):
@@ -177,7 +179,7 @@ async def test_cancelling_touches_nothing_but_samples_that_run_on_fakes(api: Any
     assert await api.result(done) == output
 
 
-async def test_full_queue_is_429_and_drains_on_fakes(start_api: Any) -> None:
+async def test_full_queue_is_429_and_drains_on_fakes(start_api: StartApi) -> None:
     api = await start_api(max_queued_samples=3)
     sampler = await api.base_sampler()
     api.sampler.hold.clear()
@@ -190,7 +192,7 @@ async def test_full_queue_is_429_and_drains_on_fakes(start_api: Any) -> None:
     await api.result(await api.sample(sampler, 3))
 
 
-async def test_five_hundred_samples_at_once_are_all_answered_on_fakes(api: Any) -> None:
+async def test_five_hundred_samples_at_once_are_all_answered_on_fakes(api: Api) -> None:
     sampler = await api.base_sampler()
 
     async def one(seq_id: int) -> Any:
@@ -202,7 +204,7 @@ async def test_five_hundred_samples_at_once_are_all_answered_on_fakes(api: Any) 
     await api.until(lambda: api.backend.sampling._queued == 0)
 
 
-async def test_samplers_keep_the_weights_of_their_save_on_fakes(api: Any) -> None:
+async def test_samplers_keep_the_weights_of_their_save_on_fakes(api: Api) -> None:
     """Old versions are not changed by training, and sampling them changes no training weights."""
     session = await api.session()
     model = await api.model(session)
@@ -224,7 +226,7 @@ async def test_samplers_keep_the_weights_of_their_save_on_fakes(api: Any) -> Non
 
 
 async def test_version_that_the_sampler_does_not_serve_is_an_error_and_leaves_nothing_on_fakes(
-    api: Any, monkeypatch: pytest.MonkeyPatch
+    api: Api, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = await api.model()
     await api.result(await api.gradient(model, 1))
@@ -245,7 +247,7 @@ async def test_version_that_the_sampler_does_not_serve_is_an_error_and_leaves_no
     assert not list((api.backend.options.data_dir / "ephemeral").iterdir())
 
 
-async def test_deleted_checkpoint_ends_its_samplers_on_fakes(api: Any) -> None:
+async def test_deleted_checkpoint_ends_its_samplers_on_fakes(api: Api) -> None:
     session = await api.session()
     model = await api.model(session)
     path = await api.named(model, 1, "a")
@@ -270,7 +272,7 @@ async def test_deleted_checkpoint_ends_its_samplers_on_fakes(api: Any) -> None:
     assert await api.score(again, 0) != await api.score(await api.base_sampler(session, 3), 0)
 
 
-async def test_checkpoint_deleted_without_a_sampler_leaves_the_engine_too_on_fakes(api: Any) -> None:
+async def test_checkpoint_deleted_without_a_sampler_leaves_the_engine_too_on_fakes(api: Api) -> None:
     model = await api.model()
     await api.named(model, 1, "a")  # loaded to be verified
     assert len(api.sampler.versions) == 1
@@ -278,7 +280,7 @@ async def test_checkpoint_deleted_without_a_sampler_leaves_the_engine_too_on_fak
     await api.until(lambda: not api.sampler.versions)
 
 
-async def test_expired_checkpoint_is_gone_on_fakes(start_api: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_expired_checkpoint_is_gone_on_fakes(start_api: StartApi, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tinker_local.backend.control.checkpoint_lifetime.MIN_TTL", 1)
     api = await start_api(session_timeout=0.4)
     session = await api.backend.sessions.create()
@@ -293,7 +295,7 @@ async def test_expired_checkpoint_is_gone_on_fakes(start_api: Any, monkeypatch: 
     assert (await api.post("asample", api.sample_body(sampler, 0))).status_code == 404
 
 
-async def test_name_that_exists_fails_the_save_and_no_409_on_fakes(api: Any) -> None:
+async def test_name_that_exists_fails_the_save_and_no_409_on_fakes(api: Api) -> None:
     model = await api.model()
     path = await api.save(model, 1, "a")
     body = {"model_id": model, "seq_id": 2, "path": "a", "overwrite": False}
@@ -309,7 +311,7 @@ async def test_name_that_exists_fails_the_save_and_no_409_on_fakes(api: Any) -> 
 
 
 async def test_result_that_cannot_be_sent_is_a_failure_and_no_5xx_on_fakes(
-    api: Any, monkeypatch: pytest.MonkeyPatch
+    api: Api, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import numpy as np
     from tinker_local.backend.training.interface import TrainResult
@@ -326,7 +328,7 @@ async def test_result_that_cannot_be_sent_is_a_failure_and_no_5xx_on_fakes(
 
 
 async def test_saves_in_flight_are_finished_when_the_server_stops_on_fakes(
-    start_api: Any, monkeypatch: pytest.MonkeyPatch
+    start_api: StartApi, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     api = await start_api()
     model = await api.model()

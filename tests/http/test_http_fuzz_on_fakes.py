@@ -16,6 +16,8 @@ from tinker_local.backend.training.losses import LOSSES
 from tinker_local.types import Datum, ForwardBackwardRequest, ModelInput
 from tinker_local.types.codec import encode_forward_backward_request
 
+from tests.http.conftest import Api
+
 BOUNDED = settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 
 NUMBERS = st.one_of(
@@ -170,12 +172,12 @@ def check(answer: Any) -> None:
         answer.json()
 
 
-async def send_to(api: Any, path: str, content: bytes, **headers: str) -> Any:
+async def send_to(api: Api, path: str, content: bytes, **headers: str) -> Any:
     method, _, path = path.rpartition(" ")
     return await api.http.request(method or "POST", f"/api/v1/{path}", content=content, headers=headers)
 
 
-async def submit_and_poll(api: Any, path: str, content: bytes) -> None:
+async def submit_and_poll(api: Api, path: str, content: bytes) -> None:
     answer = await send_to(api, path, content, **{"Content-Type": "application/json"})
     check(answer)
     if answer.status_code == 200 and "request_id" in answer.json():
@@ -345,7 +347,8 @@ def test_every_route_that_takes_a_body_is_fuzzed_on_fakes(fuzzed: Any) -> None:
 
     known = {plain(path.rpartition(" ")[2]) for path in BODIES}
     refused = {plain(path.strip("/")) for _, path in REFUSED}
-    for route in create_app(api.backend).routes:
+    routes: list[Any] = create_app(api.backend).routes
+    for route in routes:
         if getattr(route, "methods", set()) & {"POST", "PUT"}:
             path = plain(route.path.removeprefix("/api/v1/"))
             assert path in known or path in refused or path.rpartition("/")[2] in WITHOUT_BODY, route.path

@@ -3,15 +3,16 @@
 import io
 import threading
 from pathlib import Path
-from typing import Any
 
 import pytest
 from PIL import Image
 from tinker_local.backend.rendering.image_assets import MAX_PROMPTS, ImageAssets
 
+from tests.http.conftest import StartApi
+
 
 async def test_so_many_prompts_at_once_read_images_from_one_place_and_others_are_sampled_on_fakes(
-    start_api: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    start_api: StartApi, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     api = await start_api(image_folder=tmp_path)
     picture = io.BytesIO()

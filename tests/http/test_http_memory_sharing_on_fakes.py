@@ -10,6 +10,8 @@ import pytest
 from tinker_local.backend.fakes import FakeMemory
 from tinker_local.types import Datum, EncodedTextChunk, InternalError, ModelInput
 
+from tests.http.conftest import Api
+
 SIZE, SAMPLERS = 100, 60
 FITS, NEEDS_ALL, TOO_LONG = 30, 50, 120
 """Positions of a datum: the trainer has 40 beside the sampler, and with 50 in its cache the sampler cannot wake."""
@@ -30,27 +32,27 @@ def datum(positions: int) -> Datum:
     )
 
 
-async def train(api: Any, model: str, seq_id: int, *positions: int) -> Any:
+async def train(api: Api, model: str, seq_id: int, *positions: int) -> Any:
     return await api.result(await api.gradient(model, seq_id, [datum(n) for n in positions]))
 
 
-async def grad_norm(api: Any, model: str, seq_id: int) -> float:
+async def grad_norm(api: Api, model: str, seq_id: int) -> float:
     return float((await api.result(await api.step(model, seq_id)))["metrics"]["grad_norm"])
 
 
-def sleeps(api: Any) -> tuple[int, bool]:
+def sleeps(api: Api) -> tuple[int, bool]:
     """How often the sampler was put to sleep, and whether it sleeps, as /metrics has it."""
     (metrics,) = api.backend.metrics().values()
     assert metrics.sampler_asleep == api.sampler.asleep
     return metrics.sampler_sleeps, metrics.sampler_asleep
 
 
-def gradients(api: Any) -> list[list[str]]:
+def gradients(api: Api) -> list[list[str]]:
     """Adapters of each call of the trainer."""
     return [[item[0] for item in seen] for name, seen in api.trainer.calls if name == "forward_backward"]
 
 
-async def samples(api: Any, sampler: str, seq_ids: Sequence[int]) -> list[str]:
+async def samples(api: Api, sampler: str, seq_ids: Sequence[int]) -> list[str]:
     return [await api.sample(sampler, seq_id) for seq_id in seq_ids]
 
 
@@ -242,7 +244,7 @@ async def test_a_waking_that_fails_fails_the_samples_that_waited_and_the_next_tr
     model = await api.model()
     sampler = await api.base_sampler()
     await train(api, model, 1, NEEDS_ALL)
-    tries = []
+    tries: list[Any] = []
 
     async def no_memory() -> None:
         tries.append(None)

@@ -14,6 +14,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from tinker_local.backend import BackendOptions, InProcessBackend, ModelSource
 from tinker_local.types import Datum, EncodedTextChunk, ImageChunk, ModelInput
 
+from tests.http.conftest import Api, StartApi
+
 BASE = "fake/bigram"
 KEY = "tml-correct-horse-battery"
 
@@ -57,7 +59,7 @@ def parsed(text: str) -> Series:
     return found
 
 
-async def metrics(api: Any) -> Series:
+async def metrics(api: Api) -> Series:
     answer = await api.http.get("/metrics")
     assert answer.status_code == 200
     assert answer.headers["content-type"].startswith("text/plain; version=")
@@ -93,7 +95,7 @@ def image_datum(data: bytes) -> Datum:
     )
 
 
-async def test_metrics_are_prometheus_text_with_every_series_from_the_start_on_fakes(start_api: Any) -> None:
+async def test_metrics_are_prometheus_text_with_every_series_from_the_start_on_fakes(start_api: StartApi) -> None:
     api = await start_api(models=(BASE, "fake/other", f"fake/alias={BASE}"))
     series = await metrics(api)
     kinds = COUNTERS | GAUGES
@@ -104,7 +106,7 @@ async def test_metrics_are_prometheus_text_with_every_series_from_the_start_on_f
     assert set(series.values()) == {0.0}
 
 
-async def test_samples_are_counted_on_fakes(api: Any) -> None:
+async def test_samples_are_counted_on_fakes(api: Api) -> None:
     sampler = await api.base_sampler()
     before = await metrics(api)
     found = await api.result(await api.sample(sampler, 0, [5, 9, 20], num_samples=3))
@@ -119,7 +121,7 @@ async def test_samples_are_counted_on_fakes(api: Any) -> None:
     assert moved(before, await metrics(api))[("samples_total", "")] == 3
 
 
-async def test_an_image_is_counted_once_by_renderer_sampler_and_trainer_on_fakes(api: Any) -> None:
+async def test_an_image_is_counted_once_by_renderer_sampler_and_trainer_on_fakes(api: Api) -> None:
     sampler, model = await api.base_sampler(), await api.model()
     before = await metrics(api)
     for number in range(3):
@@ -142,7 +144,7 @@ async def test_an_image_is_counted_once_by_renderer_sampler_and_trainer_on_fakes
     }
 
 
-async def test_training_is_counted_on_fakes(api: Any, make_datum: Any) -> None:
+async def test_training_is_counted_on_fakes(api: Api, make_datum: Any) -> None:
     before = await metrics(api)
     session = await api.session()
     model = await api.model(session)
@@ -161,7 +163,7 @@ async def test_training_is_counted_on_fakes(api: Any, make_datum: Any) -> None:
 
 
 async def test_failures_are_counted_by_category_on_fakes(
-    api: Any, make_datum: Any, monkeypatch: pytest.MonkeyPatch
+    api: Api, make_datum: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, sampler = await api.model(), await api.base_sampler()
     before = await metrics(api)
@@ -184,7 +186,7 @@ async def test_failures_are_counted_by_category_on_fakes(
     }
 
 
-async def test_running_and_waiting_requests_are_told_apart_on_fakes(api: Any) -> None:
+async def test_running_and_waiting_requests_are_told_apart_on_fakes(api: Api) -> None:
     model, sampler = await api.model(), await api.base_sampler()
     before = await metrics(api)
     api.trainer.hold.clear()
@@ -214,7 +216,7 @@ async def test_running_and_waiting_requests_are_told_apart_on_fakes(api: Any) ->
     assert changed[("operations_failed_total", "user")] == 1
 
 
-async def test_sample_that_is_rendered_is_waiting_on_fakes(api: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_sample_that_is_rendered_is_waiting_on_fakes(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
     renderer, go = api.engines[BASE].renderer, threading.Event()
     render = renderer.render
 
@@ -233,7 +235,7 @@ async def test_sample_that_is_rendered_is_waiting_on_fakes(api: Any, monkeypatch
     assert (series[("requests_waiting", BASE, "sampler")], series[("requests_running", BASE, "sampler")]) == (0, 0)
 
 
-async def test_metrics_need_the_key_that_all_requests_need_on_fakes(start_api: Any) -> None:
+async def test_metrics_need_the_key_that_all_requests_need_on_fakes(start_api: StartApi) -> None:
     api = await start_api(api_keys=[KEY])
     for headers in ({}, {"X-API-Key": "tml-another"}):
         answer = await api.http.get("/metrics", headers=headers)
@@ -242,7 +244,7 @@ async def test_metrics_need_the_key_that_all_requests_need_on_fakes(start_api: A
     assert (await api.http.get("/metrics", headers={"X-API-Key": KEY})).status_code == 200
 
 
-async def test_metrics_lie_beside_the_api_and_wait_for_the_models_on_fakes(api: Any) -> None:
+async def test_metrics_lie_beside_the_api_and_wait_for_the_models_on_fakes(api: Api) -> None:
     assert (await api.get("metrics")).status_code == 404
     api.backend.ready = False
     try:
@@ -254,7 +256,7 @@ async def test_metrics_lie_beside_the_api_and_wait_for_the_models_on_fakes(api: 
     assert unstarted.metrics() == {}
 
 
-async def test_two_backends_of_a_process_share_no_number_on_fakes(start_api: Any, tmp_path: Any) -> None:
+async def test_two_backends_of_a_process_share_no_number_on_fakes(start_api: StartApi, tmp_path: Any) -> None:
     one, other = await start_api(), await start_api(data_dir=tmp_path / "other")
     before = await metrics(other)
     await one.result(await one.sample(await one.base_sampler(), 0))
@@ -265,7 +267,7 @@ async def test_two_backends_of_a_process_share_no_number_on_fakes(start_api: Any
     assert not [family.name for family in REGISTRY.collect() if family.name.startswith("tinker_local")]
 
 
-async def test_in_process_metrics_are_the_same_numbers_on_fakes(api: Any) -> None:
+async def test_in_process_metrics_are_the_same_numbers_on_fakes(api: Api) -> None:
     model = await api.model()
     await api.result(await api.gradient(model, 1, [image_datum(png(1))]))
     await api.result(await api.step(model, 2))

@@ -13,6 +13,8 @@ from tinker_local.backend.storage.store import Store
 from tinker_local.types import Datum, EncodedTextChunk, ForwardBackwardRequest, ImageChunk, ModelInput
 from tinker_local.types.codec import encode_forward_backward_request
 
+from tests.http.conftest import Api
+
 COMPUTED = {"checkpoint_folder"}
 """Of the store: a path made of a record, without a look at the disk."""
 
@@ -52,7 +54,7 @@ class Threads:
 
 
 async def test_nothing_that_takes_long_runs_on_the_event_loop_on_fakes(
-    api: Any, monkeypatch: pytest.MonkeyPatch
+    api: Api, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from tinker_local.backend.control import training as training_commands
     from tinker_local.backend.http import future_routes as futures

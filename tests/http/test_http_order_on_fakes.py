@@ -10,10 +10,12 @@ import pytest
 from tinker_local.backend.scheduling.train_scheduler import TrainScheduler
 from tinker_local.types import Datum, EncodedTextChunk, ModelInput
 
+from tests.http.conftest import Api, StartApi
+
 LOSS = "loss:sum"
 
 
-async def test_chunks_that_arrive_as_2_3_1_run_as_1_2_3_on_fakes(api: Any, make_datum: Any) -> None:
+async def test_chunks_that_arrive_as_2_3_1_run_as_1_2_3_on_fakes(api: Api, make_datum: Any) -> None:
     model = await api.model()
     data = {1: [make_datum([1, 2])], 2: [make_datum([3, 4])] * 2, 3: [make_datum([5, 6])] * 3}
     requests = {}
@@ -30,7 +32,7 @@ async def test_chunks_that_arrive_as_2_3_1_run_as_1_2_3_on_fakes(api: Any, make_
     assert "grad_norm" in (await api.result(await api.step(model, 4)))["metrics"]
 
 
-async def test_same_seq_id_again_is_the_same_request_and_runs_once_on_fakes(api: Any) -> None:
+async def test_same_seq_id_again_is_the_same_request_and_runs_once_on_fakes(api: Api) -> None:
     session = await api.session()
     body = {"session_id": session, "model_seq_id": 0, "base_model": "fake/bigram"}
     assert len({await api.submit("create_model", body) for _ in range(3)}) == 1
@@ -54,7 +56,7 @@ async def test_same_seq_id_again_is_the_same_request_and_runs_once_on_fakes(api:
         assert results[0] == results[1]  # a name that exists would have failed the second
 
 
-async def test_id_of_another_operation_is_refused_by_name_on_fakes(api: Any) -> None:
+async def test_id_of_another_operation_is_refused_by_name_on_fakes(api: Api) -> None:
     """It is no retry, and the result of the first would be read as the second's."""
     session = await api.session()
     model = await api.model(session)
@@ -74,7 +76,7 @@ async def test_id_of_another_operation_is_refused_by_name_on_fakes(api: Any) -> 
     await api.result(await api.step(model, 3))
 
 
-async def test_duplicates_sent_at_the_same_time_are_one_on_fakes(api: Any) -> None:
+async def test_duplicates_sent_at_the_same_time_are_one_on_fakes(api: Api) -> None:
     session = await api.session()
     model = await api.model(session)
     path = await api.named(model, 1, "a")
@@ -96,7 +98,7 @@ async def test_duplicates_sent_at_the_same_time_are_one_on_fakes(api: Any) -> No
     assert api.trainer.adapters == {f"{session}:train:{number}" for number in range(3)}
 
 
-async def test_pipelined_steps_equal_awaited_ones_on_fakes(api: Any, make_datum: Any) -> None:
+async def test_pipelined_steps_equal_awaited_ones_on_fakes(api: Api, make_datum: Any) -> None:
     session = await api.session()
     losses = {}
     for number, pipelined in enumerate((True, False)):
@@ -115,12 +117,12 @@ async def test_pipelined_steps_equal_awaited_ones_on_fakes(api: Any, make_datum:
     assert losses[True] == sorted(losses[True], reverse=True)
 
 
-async def loss(api: Any, model: str, seq_id: int) -> float:
+async def loss(api: Api, model: str, seq_id: int) -> float:
     """Of the default datum, without a gradient."""
     return float((await api.result(await api.gradient(model, seq_id, forward_only=True))).metrics[LOSS])
 
 
-async def test_gap_is_skipped_at_once_by_a_step_which_fails_and_discards_on_fakes(api: Any) -> None:
+async def test_gap_is_skipped_at_once_by_a_step_which_fails_and_discards_on_fakes(api: Api) -> None:
     model = await api.model()
     start = await loss(api, model, 1)
     late = await api.gradient(model, 3)  # 2 never came
@@ -139,7 +141,7 @@ async def test_gap_is_skipped_at_once_by_a_step_which_fails_and_discards_on_fake
     assert await loss(api, model, 9) < start
 
 
-async def test_skipped_id_is_closed_and_refused_through_its_future_on_fakes(api: Any) -> None:
+async def test_skipped_id_is_closed_and_refused_through_its_future_on_fakes(api: Api) -> None:
     model = await api.model()
     await api.failure(await api.step(model, 3))
     answer = await api.gradient_answer(model, 2)
@@ -152,14 +154,14 @@ async def test_skipped_id_is_closed_and_refused_through_its_future_on_fakes(api:
 
 
 @pytest.mark.parametrize("path", ["save_weights", "save_weights_for_sampler", "load_weights"])
-async def test_gap_is_skipped_at_once_by_anything_that_is_no_gradient_on_fakes(api: Any, path: str) -> None:
+async def test_gap_is_skipped_at_once_by_anything_that_is_no_gradient_on_fakes(api: Api, path: str) -> None:
     model = await api.model()
     body = {"model_id": model, "seq_id": 7, "path": "a"}
     request = await api.submit(path, {**body, "optimizer": True} if path == "load_weights" else body)
     assert (await api.outcome(request)).status_code == 200  # and not after the 360 s of its patience
 
 
-async def test_missing_chunk_is_waited_for_and_then_given_up_on_fakes(start_api: Any) -> None:
+async def test_missing_chunk_is_waited_for_and_then_given_up_on_fakes(start_api: StartApi) -> None:
     api = await start_api(gap_patience=0.4)
     model = await api.model()
     began = time.monotonic()
@@ -177,7 +179,7 @@ async def test_missing_chunk_is_waited_for_and_then_given_up_on_fakes(start_api:
 
 
 async def test_waiting_for_a_missing_chunk_is_no_polling_on_fakes(
-    start_api: Any, monkeypatch: pytest.MonkeyPatch
+    start_api: StartApi, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     api = await start_api(gap_patience=30)
     model = await api.model()
@@ -196,7 +198,7 @@ async def test_waiting_for_a_missing_chunk_is_no_polling_on_fakes(
     assert rounds == 0
 
 
-async def test_failed_gradient_fails_the_next_step_alone_on_fakes(api: Any, make_datum: Any) -> None:
+async def test_failed_gradient_fails_the_next_step_alone_on_fakes(api: Api, make_datum: Any) -> None:
     model = await api.model()
     start = await loss(api, model, 1)
     good = await api.gradient(model, 2)
@@ -219,14 +221,14 @@ async def test_failed_gradient_fails_the_next_step_alone_on_fakes(api: Any, make
     assert one == (await api.result(await api.step(twin, 2)))["metrics"]["grad_norm"]
 
 
-async def test_failed_forward_pass_poisons_no_step_on_fakes(api: Any) -> None:
+async def test_failed_forward_pass_poisons_no_step_on_fakes(api: Api) -> None:
     model = await api.model()
     await api.gradient(model, 1)
     await api.failure(await api.gradient(model, 2, loss_fn="nonsense", forward_only=True))
     assert (await api.result(await api.step(model, 3)))["metrics"]["grad_norm"] > 0
 
 
-async def test_malformed_step_fails_in_its_place_and_keeps_the_order_on_fakes(api: Any) -> None:
+async def test_malformed_step_fails_in_its_place_and_keeps_the_order_on_fakes(api: Api) -> None:
     model = await api.model()
     api.trainer.hold.clear()
     gradient = await api.gradient(model, 1)
@@ -252,7 +254,7 @@ async def test_malformed_step_fails_in_its_place_and_keeps_the_order_on_fakes(ap
     assert [call[0] for call in api.trainer.calls] == ["forward_backward", "optim_step"]
 
 
-async def test_bad_datum_fails_its_own_request_and_nobody_elses_on_fakes(api: Any, make_datum: Any) -> None:
+async def test_bad_datum_fails_its_own_request_and_nobody_elses_on_fakes(api: Api, make_datum: Any) -> None:
     session = await api.session()
     models = [await api.model(session, number) for number in range(3)]
     alone = (await api.result(await api.gradient(await api.model(), 1))).metrics[LOSS]
@@ -275,7 +277,7 @@ async def test_bad_datum_fails_its_own_request_and_nobody_elses_on_fakes(api: An
     assert "data[0]" in await api.failure(await api.step(models[2], 3))
 
 
-async def test_models_share_a_call_of_the_trainer_and_stay_apart_on_fakes(api: Any, make_datum: Any) -> None:
+async def test_models_share_a_call_of_the_trainer_and_stay_apart_on_fakes(api: Api, make_datum: Any) -> None:
     """Co-batched under one lock: the weights of each model are what they are when it trains alone."""
     session = await api.session()
     data = {0: [make_datum([5, 9, 20, 31])], 1: [make_datum([40, 41, 42])] * 3}
@@ -303,13 +305,13 @@ async def test_models_share_a_call_of_the_trainer_and_stay_apart_on_fakes(api: A
     together = await pair
     batches = [call[1] for call in api.trainer.calls if call[0] == "forward_backward"]
     assert any(len({adapter for adapter, _, _ in batch}) == 2 for batch in batches)
-    alone = {}
+    alone: dict[int, Any] = {}
     for at in (0, 1):
         alone |= await train({at: await api.model(session, 10 + at)})
     assert together == alone
 
 
-async def test_each_request_of_a_queue_has_its_own_loss_and_settings_on_fakes(api: Any, make_datum: Any) -> None:
+async def test_each_request_of_a_queue_has_its_own_loss_and_settings_on_fakes(api: Api, make_datum: Any) -> None:
     model, other = await api.model(), await api.model()
     tokens = [5, 9, 20, 31]
     q = [-1.0, -2.0, -0.5]
@@ -346,7 +348,7 @@ async def test_each_request_of_a_queue_has_its_own_loss_and_settings_on_fakes(ap
         assert results[name].metrics[LOSS] == pytest.approx(value, rel=1e-5), name
 
 
-async def test_metrics_and_outputs_are_of_each_request_and_in_its_order_on_fakes(api: Any, make_datum: Any) -> None:
+async def test_metrics_and_outputs_are_of_each_request_and_in_its_order_on_fakes(api: Api, make_datum: Any) -> None:
     """Not totals of the batch, which the SDK would add up again, and not in the order of packing."""
     model, other = await api.model(), await api.model()
     lengths = [7, 2, 5, 3, 9, 4]
@@ -363,7 +365,7 @@ async def test_metrics_and_outputs_are_of_each_request_and_in_its_order_on_fakes
         assert output.metrics[LOSS] == pytest.approx(-sum(float(v.sum()) for v in logprobs), rel=1e-5)
 
 
-async def test_loss_is_a_sum_so_chunks_add_up_on_fakes(api: Any, make_datum: Any) -> None:
+async def test_loss_is_a_sum_so_chunks_add_up_on_fakes(api: Api, make_datum: Any) -> None:
     session = await api.session()
     data = [make_datum([5, 9, 20, 31]), make_datum([40, 41, 42]), make_datum([7, 7], weights=[-0.5])]
     whole, parts = await api.model(session, 0), await api.model(session, 1)
@@ -374,7 +376,7 @@ async def test_loss_is_a_sum_so_chunks_add_up_on_fakes(api: Any, make_datum: Any
     assert norms[0] == pytest.approx(norms[1], rel=1e-6)
 
 
-async def test_one_model_with_much_queued_does_not_keep_others_waiting_on_fakes(api: Any) -> None:
+async def test_one_model_with_much_queued_does_not_keep_others_waiting_on_fakes(api: Api) -> None:
     session = await api.session()
     busy, other = await api.model(session, 0), await api.model(session, 1)
     api.trainer.hold.clear()
@@ -389,7 +391,7 @@ async def test_one_model_with_much_queued_does_not_keep_others_waiting_on_fakes(
     assert [adapter for adapter, _, _ in ran].index(other) <= 3
 
 
-async def test_model_in_creation_takes_commands_in_order_on_fakes(api: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_model_in_creation_takes_commands_in_order_on_fakes(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing runs before the adapter is there, however long that takes."""
     model, session = await api.model(), await api.session()
     path = await api.save(model, 1, "a")
@@ -416,7 +418,7 @@ async def test_model_in_creation_takes_commands_in_order_on_fakes(api: Any, monk
 
 
 async def test_trainer_that_breaks_its_contract_fails_the_batch_and_hangs_nobody_on_fakes(
-    api: Any, monkeypatch: pytest.MonkeyPatch
+    api: Api, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     session = await api.session()
     models = [await api.model(session, number) for number in range(2)]
@@ -446,7 +448,7 @@ async def test_trainer_that_breaks_its_contract_fails_the_batch_and_hangs_nobody
     assert await api.healthy()
 
 
-async def test_unknown_base_name_of_one_copy_is_no_hindrance_on_fakes(start_api: Any) -> None:
+async def test_unknown_base_name_of_one_copy_is_no_hindrance_on_fakes(start_api: StartApi) -> None:
     """Two names of one copy of the weights: what was saved under one loads under the other."""
     api = await start_api(models=("fake/bigram=same", "fake/alias=same"))
     session = await api.session()
@@ -467,7 +469,7 @@ async def test_unknown_base_name_of_one_copy_is_no_hindrance_on_fakes(start_api:
         await api.ok("create_sampling_session", body)
 
 
-async def test_checkpoint_of_another_base_is_refused_on_fakes(start_api: Any) -> None:
+async def test_checkpoint_of_another_base_is_refused_on_fakes(start_api: StartApi) -> None:
     api = await start_api(models=("fake/bigram", "fake/other"))
     session = await api.session()
     model = await api.model(session, 0, base_model="fake/other")
@@ -490,7 +492,7 @@ async def test_checkpoint_of_another_base_is_refused_on_fakes(start_api: Any) ->
     assert "fake/other" in (await api.post("create_sampling_session", body)).json()["detail"]
 
 
-async def test_load_is_a_models_first_request_or_refused_on_fakes(api: Any) -> None:
+async def test_load_is_a_models_first_request_or_refused_on_fakes(api: Api) -> None:
     session = await api.session()
     source = await api.model(session, 0)
     await api.result(await api.gradient(source, 1))
@@ -505,7 +507,7 @@ async def test_load_is_a_models_first_request_or_refused_on_fakes(api: Any) -> N
     assert "rank 4" in await api.failure(await api.submit("load_weights", {**body, "model_id": narrow}))
 
 
-async def test_text_chunks_equal_their_concatenation_on_fakes(api: Any) -> None:
+async def test_text_chunks_equal_their_concatenation_on_fakes(api: Api) -> None:
     model = await api.model()
     split = ModelInput(chunks=(EncodedTextChunk(tokens=[5]), EncodedTextChunk(tokens=[9, 20])))
     inputs = {"target_tokens": [9, 20, 31]}

@@ -58,8 +58,8 @@ def test_topk_on_fakes(sampler: Any) -> None:
 def test_targets_on_fakes(sampler: Any, layout: str) -> None:
     ids = torch.full((5, 4), -1)
     ids[1, 0], ids[1, 3], ids[4, 2] = 77, 0, 500
-    from_torch = tinker.TensorData.from_torch if layout == "dense" else tinker.TensorData.from_torch_sparse
-    asked = from_torch(ids) if layout == "dense" else from_torch(ids, pad_value=-1)
+    tensors = tinker.TensorData
+    asked = tensors.from_torch(ids) if layout == "dense" else tensors.from_torch_sparse(ids, pad_value=-1)
     answer = sample(sampler, target_prompt_logprobs=asked).target_prompt_logprobs
     assert (answer.sparse_crow_indices is None) == (layout == "dense")
     expected = np.zeros((5, 4))

@@ -1,10 +1,11 @@
 """What a client is told of an operation that is not done: that it is its turn, or who is before it."""
 
 import threading
-from typing import Any
 
 import pytest
 from tinker_local.backend.scheduling.queue_states import ACTIVE, sample_states, training_state
+
+from tests.http.conftest import Api
 
 
 @pytest.fixture(autouse=True)
@@ -13,7 +14,7 @@ def _short_polls(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tinker_local.backend.scheduling.queue_states.COUNT_SECONDS", 0.0)
 
 
-async def state(api: Any, request: str) -> tuple[str, str | None]:
+async def state(api: Api, request: str) -> tuple[str, str | None]:
     answer = await api.poll(request)
     assert answer.status_code == 408
     found = answer.json()
@@ -22,7 +23,7 @@ async def state(api: Any, request: str) -> tuple[str, str | None]:
     return found["queue_state"], found.get("queue_state_reason")
 
 
-async def test_training_that_waits_for_others_is_told_for_whom_on_fakes(api: Any) -> None:
+async def test_training_that_waits_for_others_is_told_for_whom_on_fakes(api: Api) -> None:
     mine, first, second = [await api.model() for _ in range(3)]
     api.trainer.hold.clear()
     running = await api.gradient(first, 1)
@@ -45,7 +46,7 @@ async def test_training_that_waits_for_others_is_told_for_whom_on_fakes(api: Any
         await api.result(request)
 
 
-async def test_save_that_is_being_written_waits_for_nobody_on_fakes(api: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_save_that_is_being_written_waits_for_nobody_on_fakes(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
     model, other = await api.model(), await api.model()
     disk, write = threading.Event(), api.backend.store.write_checkpoint
     monkeypatch.setattr(api.backend.store, "write_checkpoint", lambda *a, **k: disk.wait(30) and write(*a, **k))
@@ -61,11 +62,11 @@ async def test_save_that_is_being_written_waits_for_nobody_on_fakes(api: Any, mo
     await api.result(gradient)
 
 
-async def test_chunk_that_waits_for_its_own_group_is_active_on_fakes(api: Any) -> None:
+async def test_chunk_that_waits_for_its_own_group_is_active_on_fakes(api: Api) -> None:
     assert await state(api, await api.gradient(await api.model(), 2)) == ("active", None)
 
 
-async def test_sample_that_finds_no_place_is_told_whose_are_before_it_on_fakes(api: Any) -> None:
+async def test_sample_that_finds_no_place_is_told_whose_are_before_it_on_fakes(api: Api) -> None:
     first, second, mine = [await api.base_sampler() for _ in range(3)]
     api.sampler.hold.clear()
     running = [await api.sample(first, 0), await api.sample(second, 0)]  # the fake has two threads
@@ -86,7 +87,7 @@ async def test_sample_that_finds_no_place_is_told_whose_are_before_it_on_fakes(a
     assert api.sampler.sequences_waiting == 0
 
 
-async def test_sample_behind_those_of_its_own_session_alone_is_active_on_fakes(api: Any) -> None:
+async def test_sample_behind_those_of_its_own_session_alone_is_active_on_fakes(api: Api) -> None:
     sampler = await api.base_sampler()
     api.sampler.hold.clear()
     requests = [await api.sample(sampler, seq_id) for seq_id in range(4)]

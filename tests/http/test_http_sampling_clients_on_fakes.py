@@ -13,6 +13,8 @@ from tinker_local.backend.http import client_routes
 from tinker_local.backend.http.server import LoopbackServer
 from tinker_local.backend.models.loading import load_fake
 
+from tests.http.conftest import Api, StartApi
+
 BLOCK = 10**9
 PROMPT = tinker.ModelInput.from_ints([5, 9, 20])
 
@@ -22,7 +24,7 @@ def body(sampler: str, cursor: int = 0, client: int = 0, **fields: Any) -> dict[
     return {"target": target, "prev_cursor": cursor, "retrieved_request_ids": [], **fields}
 
 
-async def test_poll_tells_what_ended_since_the_cursor_on_fakes(api: Any) -> None:
+async def test_poll_tells_what_ended_since_the_cursor_on_fakes(api: Api) -> None:
     sampler = await api.base_sampler()
     api.sampler.hold.clear()
     first = await api.sample(sampler, 0)
@@ -50,7 +52,7 @@ async def test_poll_tells_what_ended_since_the_cursor_on_fakes(api: Any) -> None
     assert done == {"completions": [], "cursor": everything["cursor"]}
 
 
-async def test_clients_of_one_session_hear_of_their_own_samples_on_fakes(api: Any) -> None:
+async def test_clients_of_one_session_hear_of_their_own_samples_on_fakes(api: Api) -> None:
     sampler = await api.base_sampler()
     join = {"sampling_session_id": sampler, "type": "join_sampling_session"}
     counters = [(await api.ok("join_sampling_session", join))["client_counter"] for _ in range(5)]
@@ -65,14 +67,14 @@ async def test_clients_of_one_session_hear_of_their_own_samples_on_fakes(api: An
     assert (await api.post("join_sampling_session", {"sampling_session_id": "nobody"})).status_code == 404
 
 
-async def test_number_that_a_copy_drew_by_itself_is_given_to_nobody_on_fakes(api: Any) -> None:
+async def test_number_that_a_copy_drew_by_itself_is_given_to_nobody_on_fakes(api: Api) -> None:
     sampler = await api.base_sampler()
     await api.result(await api.sample(sampler, 1 * BLOCK))
     found = await api.ok("join_sampling_session", {"sampling_session_id": sampler})
     assert found["client_counter"] == 2
 
 
-async def test_cancelled_sample_is_told_as_failed_on_fakes(api: Any) -> None:
+async def test_cancelled_sample_is_told_as_failed_on_fakes(api: Api) -> None:
     sampler = await api.base_sampler()
     api.sampler.hold.clear()
     request = await api.sample(sampler, 0)
@@ -81,7 +83,7 @@ async def test_cancelled_sample_is_told_as_failed_on_fakes(api: Any) -> None:
     assert (await asyncio.wait_for(poll, 60))["completions"] == [{"state": "failed", "request_id": request}]
 
 
-async def test_retrieved_results_are_dropped_and_nobody_elses_on_fakes(api: Any) -> None:
+async def test_retrieved_results_are_dropped_and_nobody_elses_on_fakes(api: Api) -> None:
     sampler, other = await api.base_sampler(), await api.base_sampler()
     model = await api.model()
     ids = [await api.sample(sampler, seq_id) for seq_id in (0, 1, BLOCK)] + [await api.sample(other, 0)]
@@ -95,7 +97,7 @@ async def test_retrieved_results_are_dropped_and_nobody_elses_on_fakes(api: Any)
     assert known == [False, True, True, True, True, True]
 
 
-async def test_what_nobody_asks_for_is_not_kept_longer_than_the_results_on_fakes(start_api: Any) -> None:
+async def test_what_nobody_asks_for_is_not_kept_longer_than_the_results_on_fakes(start_api: StartApi) -> None:
     api = await start_api(result_retention=0.2)
     sampler = await api.base_sampler()
     for seq_id in range(20):
@@ -106,7 +108,7 @@ async def test_what_nobody_asks_for_is_not_kept_longer_than_the_results_on_fakes
     assert len(api.backend.sampling._open[sampler].clients._logs[0]) == 1
 
 
-async def test_samples_lost_in_a_restart_are_told_and_not_waited_for_on_fakes(start_api: Any) -> None:
+async def test_samples_lost_in_a_restart_are_told_and_not_waited_for_on_fakes(start_api: StartApi) -> None:
     """A 5xx, like a poll that is held, would be waited for without end."""
     api = await start_api()
     session = await api.session()
@@ -132,7 +134,7 @@ async def test_samples_lost_in_a_restart_are_told_and_not_waited_for_on_fakes(st
     await again.result(await again.sample(sampler, joined * BLOCK + 10**6))
 
 
-async def test_polls_end_with_the_server_and_with_the_session_on_fakes(api: Any) -> None:
+async def test_polls_end_with_the_server_and_with_the_session_on_fakes(api: Api) -> None:
     session = await api.session()
     samplers = [await api.base_sampler(session, number) for number in range(2)]
     api.sampler.hold.clear()
@@ -158,20 +160,20 @@ async def test_polls_end_with_the_server_and_with_the_session_on_fakes(api: Any)
         {"more": 1},
     ],
 )
-async def test_poll_that_makes_no_sense_is_refused_on_fakes(api: Any, fields: dict[str, Any]) -> None:
+async def test_poll_that_makes_no_sense_is_refused_on_fakes(api: Api, fields: dict[str, Any]) -> None:
     answer = await api.post("retrieve_futures", {**body(await api.base_sampler()), **fields})
     assert answer.status_code == 400
     assert next(iter(fields)) in answer.json()["detail"]
 
 
-async def test_end_of_what_was_accepted_is_told_after_its_checkpoint_was_deleted_on_fakes(api: Any) -> None:
+async def test_end_of_what_was_accepted_is_told_after_its_checkpoint_was_deleted_on_fakes(api: Api) -> None:
     model = await api.model()
     path = await api.named(model, 1, "a")
     asked = {"session_id": await api.session(), "sampling_session_seq_id": 0, "model_path": path}
     sampler = (await api.ok("create_sampling_session", asked))["sampling_session_id"]
     api.sampler.hold.clear()
     request_id = await api.sample(sampler, 0)
-    await api.until(lambda: api.sampler.running)
+    await api.until(lambda: api.sampler.running > 0)
     assert (await api.delete(f"training_runs/{model}/checkpoints/sampler_weights/a")).status_code == 204
     api.sampler.hold.set()
     await api.result(request_id)
@@ -185,7 +187,7 @@ async def test_end_of_what_was_accepted_is_told_after_its_checkpoint_was_deleted
 
 @pytest.mark.parametrize("count", [10**12, 2**70])
 async def test_samples_without_number_are_refused_before_anything_is_made_of_them_on_fakes(
-    api: Any, count: int
+    api: Api, count: int
 ) -> None:
     sampler = await api.base_sampler()
     async with asyncio.timeout(60):

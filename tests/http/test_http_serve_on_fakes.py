@@ -168,7 +168,7 @@ def test_options_of_the_command_are_those_of_a_backend_with_its_defaults_on_fake
 ) -> None:
     told: list[BackendOptions] = []
     monkeypatch.setattr("tinker_local.backend.cli.serve._serve", lambda *given: told.append(given[2]))
-    given = {
+    given: dict[str, tuple[str, dict[str, Any]]] = {
         "--dtype": ("bfloat16", {"dtype": "bfloat16"}),
         "--trainer": ("process", {"trainer": "process"}),
         "--max-adapters": ("3", {"max_adapters": 3}),
@@ -275,11 +275,11 @@ def test_signal_ends_long_polls_and_cleans_up_on_fakes(
         data = (Datum(model_input=ModelInput.from_ints([5, 9]), loss_fn_inputs={"target_tokens": [9, 20]}),)
         gradient = ForwardBackwardRequest(model_id=model, seq_id=3, data=data, loss_fn="cross_entropy")  # 2 is missing
         sent = http.post(f"{url}/forward_backward", content=encode_forward_backward_request(gradient))
-    body = json.dumps({"request_id": sent.json()["request_id"]})
-    request = f"POST /api/v1/retrieve_future HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n{body}"
+    polled = json.dumps({"request_id": sent.json()["request_id"]})
+    head = f"POST /api/v1/retrieve_future HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(polled)}\r\n\r\n"
     polls = [socket.create_connection(("127.0.0.1", server.port), timeout=120) for _ in range(5)]
     for poll in polls:
-        poll.sendall(request.encode())
+        poll.sendall((head + polled).encode())
     for _ in range(10):  # answered after the polls were read
         answer = server.request("GET", "healthz")
         assert answer is not None

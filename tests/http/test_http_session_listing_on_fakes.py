@@ -8,24 +8,26 @@ from typing import Any
 import pytest
 import tinker.types as sdk
 
+from tests.http.conftest import Api, StartApi
+
 PROJECT_ADVICE = "unset TINKER_PROJECT_ID"
 
 
-async def new_session(api: Any, **fields: Any) -> str:
+async def new_session(api: Api, **fields: Any) -> str:
     return str((await api.ok("create_session", {"tags": [], **fields}))["session_id"])
 
 
-async def search(api: Any, **fields: Any) -> list[sdk.SessionSummary]:
+async def search(api: Api, **fields: Any) -> list[sdk.SessionSummary]:
     found = sdk.SessionSearchResponse.model_validate(await api.ok("sessions/search", fields))
     assert found.next_cursor is None
     return found.sessions
 
 
-async def found_ids(api: Any, **fields: Any) -> list[str]:
+async def found_ids(api: Api, **fields: Any) -> list[str]:
     return [session.session_id for session in await search(api, **fields)]
 
 
-async def test_sessions_are_listed_newest_first_in_pages_on_fakes(api: Any) -> None:
+async def test_sessions_are_listed_newest_first_in_pages_on_fakes(api: Api) -> None:
     made = [await new_session(api) for _ in range(25)][::-1]
     first = sdk.ListSessionsResponse.model_validate((await api.get("sessions")).json())
     assert first.sessions == made[:20]
@@ -46,7 +48,7 @@ async def test_sessions_are_listed_newest_first_in_pages_on_fakes(api: Any) -> N
         "training_runs/{model}/checkpoints",
     ],
 )
-async def test_unknown_access_scope_is_refused_with_the_known_ones_on_fakes(api: Any, path: str) -> None:
+async def test_unknown_access_scope_is_refused_with_the_known_ones_on_fakes(api: Api, path: str) -> None:
     session = await api.session()
     model = await api.model(session)
     url = path.format(session=session, model=model)
@@ -63,7 +65,7 @@ async def test_unknown_access_scope_is_refused_with_the_known_ones_on_fakes(api:
     assert "p7" in refused.json()["detail"]
 
 
-async def test_a_session_tells_its_runs_samplers_name_and_metadata_on_fakes(api: Any) -> None:
+async def test_a_session_tells_its_runs_samplers_name_and_metadata_on_fakes(api: Api) -> None:
     session = await new_session(api, user_metadata={"recipe": "x", "é": "ß"}, display_name="mine")
     runs = [await api.model(session, number) for number in (1, 0)]
     samplers = [await api.nameless(runs[0], 1, 4), await api.base_sampler(session, 2)]
@@ -81,7 +83,7 @@ async def test_a_session_tells_its_runs_samplers_name_and_metadata_on_fakes(api:
     assert "s-none" in missing.json()["detail"]
 
 
-async def test_search_finds_by_id_name_and_metadata_on_fakes(api: Any) -> None:
+async def test_search_finds_by_id_name_and_metadata_on_fakes(api: Api) -> None:
     first = await new_session(api, display_name="Big VISION run", user_metadata={"a": "1", "b": "2"})
     second = await new_session(api, display_name="small vision test", user_metadata={"a": "1"})
     third = await new_session(api, display_name="text", user_metadata={'k"e.y$': "v"})
@@ -102,7 +104,7 @@ async def test_search_finds_by_id_name_and_metadata_on_fakes(api: Any) -> None:
     assert summary.created_at.tzinfo is not None
 
 
-async def test_search_finds_by_owner_and_project_on_fakes(api: Any) -> None:
+async def test_search_finds_by_owner_and_project_on_fakes(api: Api) -> None:
     session = await api.session()
     (summary,) = await search(api)
     run = (await api.get(f"training_runs/{await api.model(session)}")).json()
@@ -121,7 +123,7 @@ async def test_search_finds_by_owner_and_project_on_fakes(api: Any) -> None:
     assert PROJECT_ADVICE in refused.json()["detail"]
 
 
-async def test_search_tells_what_became_of_each_session_on_fakes(start_api: Any) -> None:
+async def test_search_tells_what_became_of_each_session_on_fakes(start_api: StartApi) -> None:
     api = await start_api(session_timeout=0.4)
     running = await api.backend.sessions.create()
     lost = await api.session()
@@ -153,7 +155,7 @@ async def test_search_tells_what_became_of_each_session_on_fakes(start_api: Any)
 
 
 async def test_a_session_that_ends_during_a_search_has_a_status_in_it_on_fakes(
-    api: Any, monkeypatch: pytest.MonkeyPatch
+    api: Api, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     session = await api.session()
     original, reading, go_on = api.backend.store.sessions_before, threading.Event(), threading.Event()
@@ -174,7 +176,7 @@ async def test_a_session_that_ends_during_a_search_has_a_status_in_it_on_fakes(
 
 
 async def test_a_session_that_a_restart_lost_has_no_status_until_it_is_finished_on_fakes(
-    start_api: Any, tmp_path: Any
+    start_api: StartApi, tmp_path: Any
 ) -> None:
     first = await start_api()
     session = await first.session()
@@ -190,7 +192,7 @@ async def test_a_session_that_a_restart_lost_has_no_status_until_it_is_finished_
     assert summary.status.reason.type == "interrupted"
 
 
-async def test_search_counts_the_checkpoints_of_each_session_on_fakes(api: Any) -> None:
+async def test_search_counts_the_checkpoints_of_each_session_on_fakes(api: Api) -> None:
     full, empty = await api.session(), await api.session()
     models = [await api.model(full, number) for number in (0, 1)]
     await api.save(models[0], 1, "a")
@@ -201,7 +203,7 @@ async def test_search_counts_the_checkpoints_of_each_session_on_fakes(api: Any) 
 
 
 async def test_search_pages_by_its_cursor_through_everything_once_on_fakes(
-    api: Any, monkeypatch: pytest.MonkeyPatch
+    api: Api, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tinker_local.backend.control.sessions.BATCH", 4)
     made = [await new_session(api, display_name=f"n{index % 3}") for index in range(13)]
@@ -239,7 +241,7 @@ async def test_search_pages_by_its_cursor_through_everything_once_on_fakes(
     ],
 )
 async def test_search_that_is_malformed_is_refused_by_field_on_fakes(
-    api: Any, body: dict[str, Any], words: tuple[str, ...]
+    api: Api, body: dict[str, Any], words: tuple[str, ...]
 ) -> None:
     answer = await api.post("sessions/search", body)
     assert answer.status_code == 400
@@ -247,7 +249,7 @@ async def test_search_that_is_malformed_is_refused_by_field_on_fakes(
         assert word in answer.json()["detail"]
 
 
-async def test_another_project_is_refused_everywhere_with_what_to_do_on_fakes(api: Any) -> None:
+async def test_another_project_is_refused_everywhere_with_what_to_do_on_fakes(api: Api) -> None:
     session = await new_session(api, project_id="local")  # the one that there is
     path = await api.save(await api.model(session), 1, "a")
     answers = [

@@ -14,23 +14,24 @@ from tinker_local.backend.control import session_traces
 from tinker_local.backend.control.sessions import now
 from tinker_local.backend.traces import recorder
 
+from tests.http.conftest import Api, StartApi
 from tests.traces.trace_reading import ReadTrace, Slice, read_trace
 
 
-async def export(api: Any, session: str) -> dict[str, Any]:
+async def export(api: Api, session: str) -> dict[str, Any]:
     answer = await api.get(f"sessions/{session}/trace_export")
     assert answer.status_code == 200, answer.text
     found: dict[str, Any] = answer.json()
     return found
 
 
-async def url_of(api: Any, session: str) -> str:
+async def url_of(api: Api, session: str) -> str:
     found = await export(api, session)
     assert (found["status"], found["error"]) == ("ready", None), found
     return str(found["url"])
 
 
-async def trace_of(api: Any, session: str) -> ReadTrace:
+async def trace_of(api: Api, session: str) -> ReadTrace:
     answer = await api.http.get(await url_of(api, session))
     assert answer.status_code == 200, answer.text
     assert int(answer.headers["content-length"]) == len(answer.content)
@@ -43,7 +44,7 @@ def seconds(part: Slice, stage: str) -> float:
     return sum((each.end or 0) - each.begin for each in part.within if each.name == stage) / 1e9
 
 
-async def test_each_request_of_a_session_has_a_slice_with_its_stages_on_fakes(api: Any) -> None:
+async def test_each_request_of_a_session_has_a_slice_with_its_stages_on_fakes(api: Api) -> None:
     session = await api.session()
     began = time.time_ns()
     model = await api.model(session)
@@ -91,7 +92,7 @@ async def test_each_request_of_a_session_has_a_slice_with_its_stages_on_fakes(ap
     assert any("all 7 requests" in note for note in trace.notes)
 
 
-async def test_time_is_where_it_was_spent_on_fakes(api: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_time_is_where_it_was_spent_on_fakes(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
     session = await api.session()
     model, sampler = await api.model(session), await api.base_sampler(session)
     renderer = api.engines["fake/bigram"].renderer
@@ -130,7 +131,7 @@ async def test_time_is_where_it_was_spent_on_fakes(api: Any, monkeypatch: pytest
     assert rates == [pytest.approx(sampled.arguments["sampled_tokens"] / seconds(sampled, "running"), abs=1e-3), 0.0]
 
 
-async def test_sample_waits_until_the_sampler_has_a_place_for_it_on_fakes(api: Any) -> None:
+async def test_sample_waits_until_the_sampler_has_a_place_for_it_on_fakes(api: Api) -> None:
     session = await api.session()
     sampler = await api.base_sampler(session)
     api.sampler.hold.clear()
@@ -145,7 +146,7 @@ async def test_sample_waits_until_the_sampler_has_a_place_for_it_on_fakes(api: A
     assert seconds((await trace_of(api, session)).of(samples[2]), "waiting") >= 0.3
 
 
-async def test_failed_and_cancelled_requests_say_why_on_fakes(api: Any, make_datum: Any) -> None:
+async def test_failed_and_cancelled_requests_say_why_on_fakes(api: Api, make_datum: Any) -> None:
     session = await api.session()
     model, sampler = await api.model(session), await api.base_sampler(session)
     bad = await api.gradient(model, 1, [make_datum([5, 9, 10**6, 31])])
@@ -168,7 +169,7 @@ async def test_failed_and_cancelled_requests_say_why_on_fakes(api: Any, make_dat
     assert trace.of(stopped).end is not None
 
 
-async def test_trace_is_of_its_session_alone_and_outlives_it_on_fakes(api: Any) -> None:
+async def test_trace_is_of_its_session_alone_and_outlives_it_on_fakes(api: Api) -> None:
     sessions = [await api.session() for _ in range(2)]
     models = [await api.model(session) for session in sessions]
     await asyncio.gather(*(api.backend.sessions.finish(session) for session in sessions))
@@ -177,7 +178,7 @@ async def test_trace_is_of_its_session_alone_and_outlives_it_on_fakes(api: Any) 
         assert [each.arguments["request_id"] for each in trace.operations] == [f"{model}:create"]
 
 
-async def test_url_of_a_session_gives_its_newest_trace_on_fakes(api: Any) -> None:
+async def test_url_of_a_session_gives_its_newest_trace_on_fakes(api: Api) -> None:
     session = await api.session()
     model = await api.model(session)
     first = await url_of(api, session)
@@ -187,7 +188,7 @@ async def test_url_of_a_session_gives_its_newest_trace_on_fakes(api: Any) -> Non
     assert len(read_trace((await api.http.get(first)).content).operations) == 2
 
 
-async def test_file_is_deleted_when_its_last_url_expired_on_fakes(api: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_file_is_deleted_when_its_last_url_expired_on_fakes(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
     session = await api.session()
     await api.model(session)
     url = await url_of(api, session)
@@ -203,7 +204,7 @@ async def test_file_is_deleted_when_its_last_url_expired_on_fakes(api: Any, monk
 
 
 async def test_trace_of_a_session_that_lost_its_place_to_others_is_of_what_it_did_since_on_fakes(
-    api: Any, monkeypatch: pytest.MonkeyPatch
+    api: Api, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     session = await api.session()
     sampler = await api.base_sampler(session)
@@ -220,7 +221,7 @@ async def test_trace_of_a_session_that_lost_its_place_to_others_is_of_what_it_di
     assert datetime.fromisoformat(f"{told}+00:00") >= began.replace(microsecond=0)
 
 
-async def test_url_needs_no_key_and_a_forged_or_expired_one_is_403_on_fakes(start_api: Any) -> None:
+async def test_url_needs_no_key_and_a_forged_or_expired_one_is_403_on_fakes(start_api: StartApi) -> None:
     late = timedelta()
     api = await start_api(api_keys=["tml-secret"], clock=lambda: now() + late)
     api.http.headers["x-api-key"] = "tml-secret"
@@ -248,7 +249,7 @@ async def test_url_needs_no_key_and_a_forged_or_expired_one_is_403_on_fakes(star
         assert "expired" in answer.json()["detail"]
 
 
-async def test_signature_of_an_export_is_none_of_a_trace_on_fakes(api: Any) -> None:
+async def test_signature_of_an_export_is_none_of_a_trace_on_fakes(api: Api) -> None:
     session = await api.session()
     await api.model(session)
     url = httpx.URL(await url_of(api, session))
@@ -258,7 +259,9 @@ async def test_signature_of_an_export_is_none_of_a_trace_on_fakes(api: Any) -> N
     assert answer.status_code == 403
 
 
-async def test_unknown_session_is_404_and_one_without_requests_says_what_is_recorded_on_fakes(start_api: Any) -> None:
+async def test_unknown_session_is_404_and_one_without_requests_says_what_is_recorded_on_fakes(
+    start_api: StartApi,
+) -> None:
     api = await start_api()
     answer = await api.get("sessions/s-nobody/trace_export")
     assert answer.status_code == 404
@@ -280,12 +283,12 @@ async def test_unknown_session_is_404_and_one_without_requests_says_what_is_reco
 
 
 async def test_slow_build_is_pending_and_then_given_out_although_more_happened_on_fakes(
-    api: Any, monkeypatch: pytest.MonkeyPatch
+    api: Api, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     session = await api.session()
     model = await api.model(session)
     monkeypatch.setattr(session_traces, "PATIENCE", 0.05)
-    go_on, built = threading.Event(), session_traces.packets
+    go_on, built = threading.Event(), vars(session_traces)["packets"]
     monkeypatch.setattr(session_traces, "packets", lambda trace: (go_on.wait(60), built(trace))[1])
     assert await export(api, session) == {"status": "pending", "url": None, "error": None}
     await api.result(await api.step(model, 1))
@@ -299,7 +302,7 @@ async def test_slow_build_is_pending_and_then_given_out_although_more_happened_o
     go_on.set()
 
 
-async def test_build_that_fails_says_so_and_is_tried_again_on_fakes(api: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_build_that_fails_says_so_and_is_tried_again_on_fakes(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
     session = await api.session()
     await api.model(session)
 
@@ -313,7 +316,7 @@ async def test_build_that_fails_says_so_and_is_tried_again_on_fakes(api: Any, mo
     await url_of(api, session)
 
 
-async def test_requests_of_unknown_models_are_recorded_for_nobody_on_fakes(api: Any) -> None:
+async def test_requests_of_unknown_models_are_recorded_for_nobody_on_fakes(api: Api) -> None:
     session = await api.session()
     await api.failure(await api.step(f"{session}:train:9", 1))
     await api.failure(await api.step("s-0:train:9", 1))

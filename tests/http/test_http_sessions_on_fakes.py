@@ -8,14 +8,16 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.http.conftest import Api, StartApi
 
-def version_folders(api: Any) -> list[Path]:
+
+def version_folders(api: Api) -> list[Path]:
     """Folders of nameless versions, in memory or on disk, once they are written."""
     api.backend.folders.flush()
     return list((api.backend.options.data_dir / "ephemeral").glob("*.link"))
 
 
-async def test_finish_frees_adapters_and_nameless_versions_and_nobody_elses_on_fakes(api: Any) -> None:
+async def test_finish_frees_adapters_and_nameless_versions_and_nobody_elses_on_fakes(api: Api) -> None:
     mine, other = await api.session(), await api.session()
     for session in (mine, other):
         for number in range(2):
@@ -36,7 +38,7 @@ async def test_finish_frees_adapters_and_nameless_versions_and_nobody_elses_on_f
     await api.score((await api.ok("create_sampling_session", body))["sampling_session_id"], 0)
 
 
-async def test_finish_twice_and_of_nobody_on_fakes(api: Any) -> None:
+async def test_finish_twice_and_of_nobody_on_fakes(api: Api) -> None:
     session = await api.session()
     for reason in ("errored", "success", "interrupted"):
         body = {"reason": {"type": reason}, "detail": "ValueError: bad luck"}
@@ -49,7 +51,7 @@ async def test_finish_twice_and_of_nobody_on_fakes(api: Any) -> None:
     assert wrong.status_code == 400
 
 
-async def test_operations_on_an_ended_session_answer_at_once_and_say_why_on_fakes(api: Any) -> None:
+async def test_operations_on_an_ended_session_answer_at_once_and_say_why_on_fakes(api: Api) -> None:
     session = await api.session()
     model = await api.model(session)
     saved = await api.save(model, 1, "last")
@@ -93,7 +95,7 @@ async def test_operations_on_an_ended_session_answer_at_once_and_say_why_on_fake
         assert saved in message  # where to go on from
 
 
-async def test_lost_heartbeats_end_the_session_and_kept_ones_do_not_on_fakes(start_api: Any) -> None:
+async def test_lost_heartbeats_end_the_session_and_kept_ones_do_not_on_fakes(start_api: StartApi) -> None:
     api = await start_api(session_timeout=1.0)
     kept, lost = await api.session(), await api.session()
     here = await api.backend.sessions.create()  # of a program of this process, which sends none
@@ -119,7 +121,7 @@ async def test_lost_heartbeats_end_the_session_and_kept_ones_do_not_on_fakes(sta
     await api.until(lambda: models[0] not in api.trainer.adapters)
 
 
-async def test_adapter_limit_is_told_with_the_numbers_and_lifted_by_finish_on_fakes(start_api: Any) -> None:
+async def test_adapter_limit_is_told_with_the_numbers_and_lifted_by_finish_on_fakes(start_api: StartApi) -> None:
     api = await start_api(max_adapters=3)
     session = await api.session()
     for number in range(3):
@@ -133,7 +135,7 @@ async def test_adapter_limit_is_told_with_the_numbers_and_lifted_by_finish_on_fa
     await api.model(other, 0)
 
 
-async def test_rank_and_memory_limits_are_told_with_the_numbers_on_fakes(start_api: Any) -> None:
+async def test_rank_and_memory_limits_are_told_with_the_numbers_on_fakes(start_api: StartApi) -> None:
     per_rank = 3 * (1024 + 512) * 8 * 4
     api = await start_api(max_rank=64, max_adapter_bytes=20 * per_rank)
     session = await api.session()
@@ -158,7 +160,7 @@ async def test_rank_and_memory_limits_are_told_with_the_numbers_on_fakes(start_a
 
 
 async def test_failed_creation_leaves_nothing_and_may_be_repeated_elsewhere_on_fakes(
-    api: Any, monkeypatch: pytest.MonkeyPatch
+    api: Api, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     session = await api.session()
     original = api.trainer.create_adapter
@@ -180,7 +182,7 @@ async def test_failed_creation_leaves_nothing_and_may_be_repeated_elsewhere_on_f
 
 
 async def test_session_that_ends_during_a_creation_leaves_no_adapter_on_fakes(
-    api: Any, monkeypatch: pytest.MonkeyPatch
+    api: Api, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = await api.session()
     path = await api.save(await api.model(source), 1, "a")
@@ -208,7 +210,7 @@ async def test_session_that_ends_during_a_creation_leaves_no_adapter_on_fakes(
 
 
 async def test_session_that_ends_while_a_checkpoint_is_looked_up_gets_no_model_on_fakes(
-    api: Any, monkeypatch: pytest.MonkeyPatch
+    api: Api, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = await api.model()
     paths = {"load_weights": await api.save(model, 1, "a"), "create_sampling_session": await api.named(model, 2, "a")}
@@ -236,7 +238,7 @@ async def test_session_that_ends_while_a_checkpoint_is_looked_up_gets_no_model_o
 
 
 async def test_saves_in_flight_are_finished_when_their_session_ends_on_fakes(
-    api: Any, monkeypatch: pytest.MonkeyPatch
+    api: Api, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     session = await api.session()
     model = await api.model(session)
@@ -262,7 +264,7 @@ async def test_saves_in_flight_are_finished_when_their_session_ends_on_fakes(
 
 
 async def test_nameless_save_that_outlives_its_session_leaves_nothing_on_fakes(
-    api: Any, monkeypatch: pytest.MonkeyPatch
+    api: Api, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     session = await api.session()
     model = await api.model(session)
@@ -289,7 +291,7 @@ async def test_nameless_save_that_outlives_its_session_leaves_nothing_on_fakes(
 
 
 async def test_engine_that_fails_to_free_keeps_no_session_alive_on_fakes(
-    api: Any, monkeypatch: pytest.MonkeyPatch
+    api: Api, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     session = await api.session()
     model = await api.model(session)

@@ -5,8 +5,10 @@ from typing import Any
 import pytest
 from tinker_local.types import AdamParams, LoraConfig, SamplingParams
 
+from tests.http.conftest import Api
 
-async def test_every_setting_of_each_optimizer_step_arrives_on_fakes(api: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+
+async def test_every_setting_of_each_optimizer_step_arrives_on_fakes(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[AdamParams] = []
     original = api.trainer.optim_step
 
@@ -42,7 +44,7 @@ async def test_every_setting_of_each_optimizer_step_arrives_on_fakes(api: Any, m
     ],
 )
 async def test_rank_seed_and_flags_of_lora_arrive_and_are_kept_on_fakes(
-    api: Any, monkeypatch: pytest.MonkeyPatch, config: dict[str, Any]
+    api: Api, monkeypatch: pytest.MonkeyPatch, config: dict[str, Any]
 ) -> None:
     made: list[LoraConfig] = []
     original = api.trainer.create_adapter
@@ -61,7 +63,7 @@ async def test_rank_seed_and_flags_of_lora_arrive_and_are_kept_on_fakes(
     assert api.trainer.capture(f"{session}:train:1", optimizer=False).lora_config == LoraConfig(**config)
 
 
-async def test_every_setting_of_a_sample_arrives_on_fakes(api: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_every_setting_of_a_sample_arrives_on_fakes(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[Any] = []
     original = api.sampler.sample
 

@@ -164,7 +164,7 @@ def site(monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
         def __init__(self, **kwargs: Any) -> None:
             super().__init__(transport=Redirected(), **kwargs)
 
-    monkeypatch.setattr(image_assets.httpx, "AsyncClient", Client)
+    monkeypatch.setattr(httpx, "AsyncClient", Client)
     yield site
     site.server.shutdown()
 

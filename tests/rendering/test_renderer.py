@@ -197,11 +197,16 @@ def test_rendering_leaves_the_process_as_it_was(qwen3_vl: Any) -> None:
 
     import torch
 
-    before = (torch.get_rng_state(), random.getstate(), np.random.get_state()[1].copy(), torch.set_num_threads)
+    before = (
+        torch.get_rng_state(),
+        random.getstate(),
+        np.random.get_state()[1].copy(),  # type: ignore[index]
+        torch.set_num_threads,
+    )
     environment = {name: value for name, value in os.environ.items() if not name.startswith("VLLM_")}
     load_renderer(str(qwen3_vl.folder))
     assert torch.equal(torch.get_rng_state(), before[0])
     assert random.getstate() == before[1]
-    assert np.array_equal(np.random.get_state()[1], before[2])
+    assert np.array_equal(np.random.get_state()[1], before[2])  # type: ignore[index]
     assert torch.set_num_threads is before[3]
     assert {name: value for name, value in os.environ.items() if not name.startswith("VLLM_")} == environment

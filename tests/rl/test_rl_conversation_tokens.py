@@ -319,13 +319,13 @@ def test_special_tokens_do_not_arise_where_parts_are_joined(
 def test_half_a_surrogate_pair_is_refused_with_its_place(
     make_chat: Callable[..., rl.Chat], images: list[tinker.types.ImageChunk], field: str
 ) -> None:
-    message = {"role": "user", "content": "a"} | {
+    fields: dict[str, dict[str, Any]] = {
         "content": {"content": "abc\ud83d"},
         "name": {"name": "abc\ud83d"},
         "part": {"content": [images[0], "abc\ud83d"]},
-    }[field]
+    }
     with pytest.raises(InvalidRequestError, match=r"character 3 is U\+D83D"):
-        rl.Conversation(make_chat(), rl.as_messages(message))
+        rl.Conversation(make_chat(), rl.as_messages({"role": "user", "content": "a", **fields[field]}))
 
 
 def test_what_a_model_writes_to_look_like_our_fences_stays_data(

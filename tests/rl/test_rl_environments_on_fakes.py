@@ -295,7 +295,7 @@ async def test_errors_of_close_are_logged_only(sampler, caplog, kind) -> None:
                 raise SystemExit("not now")
         else:
 
-            async def close(self) -> None:
+            async def close(self) -> None:  # type: ignore[misc]
                 raise SystemExit("not now")
 
     with caplog.at_level(logging.WARNING):
@@ -316,10 +316,11 @@ async def test_methods_may_return_awaitables_and_close_may_be_missing(sampler) -
             await asyncio.sleep(0)
             return value
 
-    async def make() -> Mixed:
+    async def make() -> Any:
         return Mixed()
 
-    rollouts = await rl.rollout([rl.Group(make, 2), rl.Group(lambda: make(), 2)], sampler, make_chat(), PARAMS)
+    makers: list[Any] = [make, lambda: make()]
+    rollouts = await rl.rollout([rl.Group(maker, 2) for maker in makers], sampler, make_chat(), PARAMS)
     assert [trajectory.reward for trajectory in rollouts.trajectories] == [1.0] * 4
     assert rollouts.trajectories[0].turns[0].info == {"word": "ok"}
 

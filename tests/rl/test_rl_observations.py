@@ -45,7 +45,7 @@ def test_every_kind_of_image_becomes_the_same_chunk(
     path = tmp_path / "image.png"
     path.write_bytes(png())
     pil = PIL.Image.fromarray(PIXELS)
-    same = [pil, path, png(), bytearray(png()), memoryview(png()), PIXELS, {"type": "image", "image": pil}]
+    same: list[Any] = [pil, path, png(), bytearray(png()), memoryview(png()), PIXELS, {"type": "image", "image": pil}]
     shown = [elements_of(rl.Conversation(make_chat(), rl.as_messages(["a", image])).prompt) for image in same]
     chunks = [chunk for found in shown for chunk in found if isinstance(chunk, tinker.types.ImageChunk)]
     assert len(chunks) == len(same)

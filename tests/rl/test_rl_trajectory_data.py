@@ -1,5 +1,6 @@
 """Trajectories as training data: the tokens that were given and sampled, and what each of them carries."""
 
+import itertools
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
@@ -69,7 +70,7 @@ def episodes(draw: st.DrawFn, with_images: bool) -> list[tuple[list[Any], list[A
     endings = st.sampled_from([["END"], [], [486], ["EOS"]])
     ids = st.lists(st.integers(0, 511), max_size=6)
     thoughts = st.sampled_from([[], ["<think>\nhm\n</think>\n\n"]])
-    replies = st.tuples(thoughts, ids, endings).map(lambda three: [*three[0], *three[1], *three[2]])
+    replies = st.tuples(thoughts, ids, endings).map(lambda three: list(itertools.chain(*three)))
     return draw(st.lists(st.tuples(parts, replies), min_size=1, max_size=6))
 
 

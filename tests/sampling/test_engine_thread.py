@@ -114,7 +114,7 @@ async def test_building_an_engine_leaves_the_process_as_it_was(text: Any) -> Non
     def state() -> Any:
         environment = {name: value for name, value in os.environ.items() if not name.startswith("VLLM_")}
         threads = torch.set_num_threads, torch.get_num_threads(), torch.get_float32_matmul_precision()
-        generators = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
+        generators = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()  # type: ignore[index]
         return environment, threads, generators, torch.get_default_dtype(), torch.is_grad_enabled()
 
     before = state()

@@ -105,7 +105,7 @@ async def test_samples_of_others_go_on_while_a_version_is_made_ready(
     adapter = text.adapter(tmp_path / "v1", ALL, 4)
     made = []
     began, go_on = threading.Event(), threading.Event()
-    original = vllm_adapters.read_adapter
+    original = vars(vllm_adapters)["read_adapter"]
 
     def slow(version: AdapterVersion, max_rank: int) -> Any:
         made.append(version.name)

@@ -4,6 +4,7 @@ The trainer and the clients are made up; the scheduler, its queues and its bound
 """
 
 import asyncio
+import functools
 import itertools
 import random
 from collections.abc import Callable, Iterable
@@ -122,9 +123,9 @@ def largest_difference(world: World, a: Model, b: Model) -> int:
 async def backlog(world: World, model: Model, sizes: Callable[[], int], count: int, step_every: int | None) -> None:
     """Everything at once."""
     for at in range(1, count + 1):
-        world.submit(model, *model.ids(1), "forward_backward", sizes())
+        world.submit(model, model.ids(1)[0], "forward_backward", sizes())
         if step_every is not None and at % step_every == 0:
-            world.submit(model, *model.ids(1), "optim_step")
+            world.submit(model, model.ids(1)[0], "optim_step")
 
 
 @pytest.mark.parametrize("steps", [False, True])
@@ -143,7 +144,7 @@ def test_sessions_get_the_same_however_many_models_they_have_on_fakes(seed: int,
                 count = 600 // models * (3 if at == 0 and steps else 1)
                 every = rng.choice([1, 3, None]) if steps and at else None
                 model = world.open(f"s{session}", released=False)
-                await backlog(world, model, lambda s=smallest: rng.randint(s, largest), count, every)
+                await backlog(world, model, functools.partial(rng.randint, smallest, largest), count, every)
         await world.finish()
         return world
 
@@ -161,7 +162,7 @@ def test_one_session_with_many_saves_keeps_nobody_waiting_on_fakes() -> None:
         world = World(loop, quantum=2048)
         busy, other = world.open("busy", released=False), world.open("other", released=False)
         for _ in range(300):
-            world.submit(busy, *busy.ids(1), "save_weights")
+            world.submit(busy, busy.ids(1)[0], "save_weights")
         await backlog(world, other, lambda: 1000, 40, 1)
         await world.finish()
         return world
@@ -230,7 +231,7 @@ def test_model_whose_data_is_long_in_preparation_holds_nobody_up_on_fakes() -> N
         seconds = iter([5.0])
         world = World(loop, prepare_seconds=lambda: next(seconds, 0.0))
         slow, other = world.open("slow"), world.open("other")
-        world.submit(slow, *slow.ids(1), "forward_backward", 100)
+        world.submit(slow, slow.ids(1)[0], "forward_backward", 100)
         await backlog(world, other, lambda: 100, 200, 1)
         await world.finish()
         return world
@@ -250,7 +251,7 @@ async def closed_loop(world: World, model: Model, rng: random.Random, *, away: f
     while world.loop.time() < seconds:
         for kind, positions in (("forward_backward", 64), ("optim_step", 0)):
             await asyncio.sleep(away * (0.5 + rng.random()))
-            sent = await world.send(model, *model.ids(1), kind, positions)  # type: ignore[arg-type]
+            sent = await world.send(model, model.ids(1)[0], kind, positions)  # type: ignore[arg-type]
             assert sent is not None
             await outcome(sent.operation)
 

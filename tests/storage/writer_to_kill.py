@@ -11,7 +11,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from store_states import make_record, make_state
+from store_states import make_record, make_state  # type: ignore[import-not-found]
 from tinker_local.backend.storage import Store
 
 

@@ -115,7 +115,7 @@ def exits() -> FakeTrainer:
 
 def main() -> None:
     """Start an `OddTrainer` in a process, tell its id, and wait in a call or beside it (for a test that kills this)."""
-    import process_trainers  # by the name that the process finds it under
+    import process_trainers  # type: ignore[import-not-found]  # by the name that the process finds it under
     from tinker_local.backend.training.process import ProcessTrainer, TrainerProcess
 
     process = TrainerProcess(process_trainers.odd)

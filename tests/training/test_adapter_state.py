@@ -46,11 +46,11 @@ def test_the_seed_alone_decides_the_first_weights(trainer):
 
 def test_the_global_random_state_is_left_alone(trainer, make):
     ours = trainer()
-    torch_state, numpy_state = torch.random.get_rng_state(), np.random.get_state()[1].copy()
+    torch_state, numpy_state = torch.random.get_rng_state(), np.random.get_state()[1].copy()  # type: ignore[index]
     ours.create_adapter("a", LoraConfig(rank=4))
     step(ours, "a", make.work("a", [9, 4]))
     assert torch.equal(torch_state, torch.random.get_rng_state())
-    np.testing.assert_array_equal(numpy_state, np.random.get_state()[1])
+    np.testing.assert_array_equal(numpy_state, np.random.get_state()[1])  # type: ignore[index]
 
 
 def test_training_lowers_the_loss(trainer, make):

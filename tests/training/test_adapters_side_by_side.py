@@ -1,6 +1,7 @@
 """Adapters of all kinds share matrix products: each gets what it gets alone, and what they cost is bounded."""
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -88,7 +89,8 @@ def test_a_micro_batch_has_no_more_ranks_than_its_bound(make, monkeypatch):
 def test_joined_weights_are_the_models_own(model_path):
     """Joining projections costs no memory: the modules' weights are views of the joined ones."""
     loaded = load_model(str(model_path("qwen3")), "float32", "cpu")
-    layer, (attention, mlp) = loaded.model.model.layers[0], loaded.decoder.layers[0]
+    decoder: Any = loaded.decoder
+    layer, (attention, mlp) = loaded.model.model.layers[0], decoder.layers[0]
     for joined, modules in (
         (attention.qkv, (layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj)),
         (mlp.gate_up, (layer.mlp.gate_proj, layer.mlp.up_proj)),

@@ -32,7 +32,7 @@ from tests.training.autograd_reference import Hooked, norms_in_float64
 RELATIVE = 1e-9
 PAD, VIDEO, VISION_START, VISION_END = 90, 91, 92, 93
 PATCH = 3 * 2 * 4 * 4
-FLAGS = (
+FLAGS: tuple[dict[str, bool], ...] = (
     {},
     {"train_mlp": False},
     {"train_attn": False},

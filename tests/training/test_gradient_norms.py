@@ -18,7 +18,7 @@ def test_each_module_reports_the_norm_of_its_own_gradient(dtype, trainer, add_ad
     ours = trainer("qwen3", dtype=dtype, module_gradient_norms=True)
     add_adapter(ours, "a", train_unembed=False)
     ours.forward_backward([make.work("a", [9, 4, 20])])
-    squares = defaultdict(float)
+    squares: defaultdict[str, float] = defaultdict(float)
     for name, gradient in gradients(ours, "a").items():
         path = name.removeprefix("base_model.model.").rpartition(".lora_")[0]
         squares[f"grad_norm/{path}"] += float((gradient.astype(np.float64) ** 2).sum())

@@ -81,7 +81,7 @@ def test_values_and_gradients_equal_peft(
     (result,) = ours.forward_backward([TrainWork("a", data, "cross_entropy")])
 
     theirs = peft_model(model_path(name), state, getattr(torch, dtype), tmp_path / "adapter")
-    loss = 0
+    loss = torch.zeros(())
     for datum, output in zip(data, result.outputs, strict=True):
         logprobs = peft_logprobs(theirs, datum)
         np.testing.assert_allclose(output["logprobs"], logprobs.detach(), atol=1e-5, rtol=1e-5)

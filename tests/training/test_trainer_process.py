@@ -103,7 +103,7 @@ def test_a_model_that_is_not_trained_here_is_the_same_error_in_a_process(tmp_pat
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_fault_on_the_device_ends_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(Path(__file__).parent))
-    import process_trainers
+    import process_trainers  # type: ignore[import-not-found]
 
     trainer = ProcessTrainer(TrainerProcess(process_trainers.odd))
     with pytest.raises(InternalError, match="CUDA error"):

@@ -49,7 +49,7 @@ Make = Callable[..., ProcessTrainer]
 def trainers(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """`process_trainers`, as the processes import it."""
     monkeypatch.syspath_prepend(str(HERE))
-    import process_trainers
+    import process_trainers  # type: ignore[import-not-found]
 
     return process_trainers
 

@@ -39,11 +39,12 @@ def test_variable_length_attention_equals_float32(kv_heads):
     segments = Segments(lengths, torch.device("cuda"))
     weights = torch.randn(shapes[0], generator=generator, device="cuda")
     outputs, gradients = [], []
-    for qkv in (short, exact):
-        output, logsumexp = attend(*qkv, segments, AttentionRule(0.2))
-        assert (logsumexp is not None) == (qkv is short), "float32 has no flash kernel"
+    rule = AttentionRule(0.2)
+    for q, k, v in (short, exact):
+        output, logsumexp = attend(q, k, v, segments, rule)
+        assert (logsumexp is not None) == (q is short[0]), "float32 has no flash kernel"
         grad = weights.to(output.dtype)
-        gradients.append(attend_backward(grad, *qkv, output, logsumexp, segments, AttentionRule(0.2)))
+        gradients.append(attend_backward(grad, q, k, v, output, logsumexp, segments, rule))
         outputs.append(output.float())
     torch.testing.assert_close(*outputs, atol=3e-2, rtol=3e-2)
     for ours, expected in zip(*gradients, strict=True):

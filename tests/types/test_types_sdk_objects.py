@@ -172,7 +172,7 @@ def test_what_has_no_counterpart_is_refused_by_name() -> None:
     with pytest.raises(UnsupportedError, match="dmel"):
         from_sdk(sdk.ModelInput(chunks=[sdk.DmelChunk(dmel=b"1")]))
     with pytest.raises(TypeError, match=r"tinker.*\.Checkpoint.* has no counterpart in tinker_local.types"):
-        from_sdk(sdk.Checkpoint.model_construct())
+        from_sdk(sdk.Checkpoint.model_construct())  # type: ignore[call-arg]
     with pytest.raises(TypeError, match=r"int has no counterpart in tinker_local.types"):
         from_sdk(5)
     with pytest.raises(TypeError, match=r"OptimizerConfig has no counterpart in tinker.types"):
