@@ -12,7 +12,7 @@ BOOTSTRAP := sh scripts/bootstrap.sh </dev/null
 SOURCES := packages/types/src packages/client/src packages/backend/src
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-vllm check format proto serve bench bench-tiny clean
+.PHONY: help setup demo test test-vllm mutations check format proto serve bench bench-tiny clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
@@ -34,11 +34,16 @@ test-vllm: ## the core of sampling against whatever vLLM is installed: try a new
 	$(BIN)/python -m pytest -m vllm_core tests/sampling $(ARGS)
 
 # mypy by paths: `mypy -p` skips portions of a namespace package without a word.
-check: setup ## format, lint, types, circles of imports
+check: setup ## format, lint, types, circles of imports, mutations that no longer apply
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	$(BIN)/mypy $(SOURCES)
+	$(BIN)/mypy $(SOURCES) tests
+	$(BIN)/python tests/mutations.py --check
 	$(BIN)/python scripts/import_circles.py
+
+mutations: export OMP_NUM_THREADS ?= 1
+mutations: setup ## break a line for each mutation and see its test fail: ARGS="--only NAME" for one
+	$(BIN)/python tests/mutations.py $(ARGS)
 
 format: setup ## rewrite the code as `check` wants it
 	$(BIN)/ruff format .

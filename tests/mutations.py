@@ -1,39 +1,52 @@
-"""Breaks one line of code per promise and shows that the promise's test turns red.
+"""Break one line of code at a time, and see the test that is marked with it fail.
 
-    python tests/mutations.py [--only NAME ...] [--list] [--write-docs]
+    python tests/mutations.py [--only NAME ...] [--list] [--check] [--workers N]
 
-What is broken, and which tests must see it, stands in `mutation_table.py`. The packages and tests are copied to a
-temporary folder; nothing here is changed. First all the tests must pass on the copy as it is; then each mutation is
-made alone, its tests run, and at least one case of each must fail in its body (not in a fixture, not by a time-out).
+A mutation is a mark of the test that catches it; the table of all of them is read from the test files:
 
-Not part of the test suite: it takes minutes. Exit status 0: all red; 1: something stayed green; 2: the table is wrong.
+    @pytest.mark.mutation("mean-gradient", "losses.py", "values.sum(), leaf", "values.mean(), leaf")
+
+Its arguments: a name; a file under `packages/`, by the end of its path; a text that the file holds exactly once; and
+what replaces it. `cases=("one", "two")` says which cases of a parametrized test must fail, otherwise one of them must.
+Another test that catches the same mutation has a mark with its name alone.
+
+The packages and tests are copied to temporary folders, one per worker; nothing here is changed. First all the tests
+must pass on a copy as it is. Then each mutation is made alone, and its tests run and must fail in their bodies, not in
+a fixture and not by a timeout.
+
+Not part of the test suite, because it takes minutes. Exit status 0: every mutation was caught; 1: a test stayed green;
+2: a mutation does not apply, or a test does not pass on the unbroken copy.
 """
 
 import argparse
+import ast
+import functools
 import importlib
+import importlib.util
 import json
 import multiprocessing
 import os
+import py_compile
 import shutil
 import signal
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
-from mutation_table import MUTATIONS, Mutation, source_of, table_of_promises
-
 ROOT = Path(__file__).parents[1]
-DOCUMENT = ROOT / "docs" / "promises.md"
 COPIED = ("packages", "tests", "pyproject.toml")
+PACKAGES = ("tinker_local.types", "tinker_local.client", "tinker_local.backend")
 
 HEAVY = (
     "fastapi",
+    "hypothesis",
     "peft",
     "sqlalchemy",
     "tinker",
@@ -44,17 +57,99 @@ HEAVY = (
     "transformers.models.qwen3_vl.modeling_qwen3_vl",
     "uvicorn",
 )
-"""Imported once, before the first fork: they take ten seconds, and hold nothing of ours. Not vLLM, which wants its
-environment prepared by the code that is tested."""
+"""Imported once, before the first fork, because they take ten seconds. They import nothing of ours. vLLM is not among
+them: it reads an environment that the tested code prepares."""
+
+SLOW = ("tests/e2e/", "tests/examples/", "tests/sampling/", "tests/storage/test_storage_kill.py")
+"""Tests that start what takes long. They run first, so that no worker is left with them in the end."""
 
 TEST_SECONDS = 120
 """For one test with its fixtures."""
 
 
 @dataclass(frozen=True, slots=True)
+class Mutation:
+    """`file`: the end of a path under `packages/`. `tests`: node ids of functions, one case of which must fail, or of
+    single cases."""
+
+    name: str
+    file: str
+    original: str
+    replacement: str
+    tests: tuple[str, ...]
+
+
+def read_mutations(root: Path = ROOT) -> list[Mutation]:
+    """The mutations at the tests under `root`, in the order of their files. ValueError if two have the same name, or a
+    test names one that no test describes."""
+    described: dict[str, tuple[str, str, str]] = {}
+    tests: dict[str, list[str]] = {}
+    for test, mark in _marks(root):
+        name, *change = (ast.literal_eval(argument) for argument in mark.args)
+        cases = [case for keyword in mark.keywords for case in ast.literal_eval(keyword.value)]
+        if change:
+            if name in described:
+                raise ValueError(f"{test}: there is another mutation with the name {name!r}")
+            file, original, replacement = change
+            described[name] = (file, original, replacement)
+        tests.setdefault(name, []).extend([f"{test}[{case}]" for case in cases] or [test])
+    if missing := sorted(tests.keys() - described.keys()):
+        raise ValueError(f"no test describes the mutation {missing[0]!r} of {tests[missing[0]][0]}")
+    return [Mutation(name, *change, tuple(tests[name])) for name, change in described.items()]
+
+
+def _marks(root: Path) -> Iterator[tuple[str, ast.Call]]:
+    """Node ids of test functions with each of their `pytest.mark.mutation(...)`. Files are parsed, not imported."""
+    for file in sorted((root / "tests").rglob("test_*.py")):
+        text = file.read_text()
+        if "pytest.mark.mutation(" not in text:
+            continue
+        for node in ast.parse(text).body:
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                for mark in node.decorator_list:
+                    if isinstance(mark, ast.Call) and ast.unparse(mark.func) == "pytest.mark.mutation":
+                        yield f"{file.relative_to(root)}::{node.name}", mark
+
+
+@functools.cache
+def _sources(root: Path) -> list[Path]:
+    return [path for path in root.glob("packages/*/src/**/*") if path.is_file()]
+
+
+def source_of(mutation: Mutation, root: Path = ROOT) -> Path:
+    """The file that a mutation changes. ValueError unless exactly one file has that path or name and holds the original
+    text exactly once."""
+    found = [path for path in _sources(root) if str(path).endswith(f"/{mutation.file}")]
+    who = f"{mutation.name} ({mutation.tests[0]})"
+    if len(found) != 1:
+        raise ValueError(f"{who}: {len(found)} files are called {mutation.file}")
+    if (count := found[0].read_text().count(mutation.original)) != 1:
+        raise ValueError(f"{who}: {mutation.file} has its original text {count} times: {mutation.original!r}")
+    return found[0]
+
+
+def broken(mutation: Mutation, source: Path) -> str:
+    """The text of the file `source` with the mutation in it."""
+    return source.read_text().replace(mutation.original, mutation.replacement)
+
+
+def faults(mutations: Sequence[Mutation]) -> list[str]:
+    """Why mutations do not apply to this checkout, or do not leave Python behind."""
+    found = []
+    for mutation in mutations:
+        try:
+            source = source_of(mutation)
+            if source.suffix == ".py":
+                ast.parse(broken(mutation, source))
+        except (ValueError, SyntaxError) as error:
+            found.append(str(error) if type(error) is ValueError else f"{mutation.name}: {error}")
+    return found
+
+
+@dataclass(frozen=True, slots=True)
 class Outcome:
-    """Of one run: each case that ran, by node id, and the phases in which it failed (none: it passed);
-    of those that failed, the reason."""
+    """Of one run: each case that ran, by node id, and the phases in which it failed (none: it passed); of those that
+    failed, the reason."""
 
     failed_in: dict[str, list[str]]
     reasons: dict[str, str]
@@ -73,6 +168,36 @@ class Outcome:
         return bool(cases) and not any(cases)
 
 
+class Watch:
+    """A pytest plugin that writes what failed, in which phase and why, and whether the copy was imported."""
+
+    def __init__(self, copy: Path, report: Path) -> None:
+        self._copy = copy
+        self._report = report
+        self._failed_in: dict[str, list[str]] = {}
+        self._reasons: dict[str, str] = {}
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        phases = self._failed_in.setdefault(report.nodeid, [])
+        if report.failed:
+            # pytest-timeout fails a test in its body, too; a test that hangs shows nothing.
+            timed_out = "Timeout (>" in str(report.longrepr)
+            phases.append("timeout" if timed_out else report.when)
+            crash = getattr(report.longrepr, "reprcrash", None)
+            self._reasons.setdefault(report.nodeid, str(crash.message if crash else report.longrepr))
+
+    def pytest_sessionfinish(self) -> None:
+        imported = {name: getattr(module, "__file__", None) for name, module in sys.modules.items()}
+        files = {name: file for name, file in imported.items() if name.startswith("tinker_local.") and file}
+        for name in PACKAGES:
+            spec = importlib.util.find_spec(name)
+            files.setdefault(name, None if spec is None else spec.origin)
+        foreign = {name: file for name, file in files.items() if not file or not Path(file).is_relative_to(self._copy)}
+        self._report.write_text(
+            json.dumps({"failed_in": self._failed_in, "reasons": self._reasons, "foreign": foreign})
+        )
+
+
 class Copy:
     """Packages and tests in a folder of their own, to be broken."""
 
@@ -83,14 +208,17 @@ class Copy:
                 shutil.copytree(ROOT / name, folder / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
             else:
                 shutil.copy(ROOT / name, folder / name)
+        # Checked by content: a file that is broken and mended within a second must not be taken from a stale cache.
+        for file in folder.glob("packages/*/src/**/*.py"):
+            py_compile.compile(str(file), invalidation_mode=py_compile.PycInvalidationMode.CHECKED_HASH)
 
     def run(self, tests: Sequence[str]) -> Outcome:
-        """Run tests on the copy as it is now. RuntimeError if something else than the copy was imported."""
+        """Run tests on the copy as it is now. RuntimeError if anything but the copy was imported."""
         report, printed = self.folder / "outcome.json", self.folder / "printed"
         report.unlink(missing_ok=True)
         started = time.monotonic()
         # Forked, so that what is imported already need not be imported again for every mutation.
-        process = multiprocessing.get_context("fork").Process(target=self._run_pytest, args=(tests, printed))
+        process = multiprocessing.get_context("fork").Process(target=self._run_pytest, args=(tests, report, printed))
         process.start()
         process.join(60 + TEST_SECONDS * len(tests))
         if process.is_alive():
@@ -105,101 +233,137 @@ class Copy:
             raise RuntimeError(f"not the copy was imported, but {told['foreign']}")
         return Outcome(told["failed_in"], told["reasons"], seconds, output)
 
-    def _run_pytest(self, tests: Sequence[str], printed: Path) -> None:
+    def _run_pytest(self, tests: Sequence[str], report: Path, printed: Path) -> None:
         """In the forked process: everything from here on, also what tests start, sees the copy first."""
         os.setsid()
         with printed.open("w") as file:
             for stream in (1, 2):
                 os.dup2(file.fileno(), stream)
         os.chdir(self.folder)
-        paths = [*(str(path) for path in self.folder.glob("packages/*/src")), str(self.folder / "tests")]
-        sys.path[:0] = paths
-        # A file that is broken and mended within a second must not be taken from a cache.
+        paths = [str(self.folder), *(str(path) for path in self.folder.glob("packages/*/src"))]
+        sys.path[:] = [*paths, *(path for path in sys.path if path not in (str(ROOT), str(ROOT / "tests")))]
         sys.dont_write_bytecode = True
         os.environ |= {"PYTHONDONTWRITEBYTECODE": "1", "PYTHONPATH": os.pathsep.join(paths)}
-        os.environ["MUTATED_COPY"] = str(self.folder)
-        options = ["-q", "-p", "mutation_watch", "-p", "no:cacheprovider", "--tb=short", f"--timeout={TEST_SECONDS}"]
-        pytest.main([*options, f"--basetemp={self.folder / 'tmp'}", *tests])
+        options = ["-q", "-p", "no:cacheprovider", "--tb=short", f"--timeout={TEST_SECONDS}"]
+        pytest.main([*options, f"--basetemp={self.folder / 'tmp'}", *tests], plugins=[Watch(self.folder, report)])
         sys.stdout.flush()
         os._exit(0)
 
     def run_broken(self, mutation: Mutation) -> Outcome:
-        file = source_of(mutation.file, self.folder)
-        text = file.read_text()
-        file.write_text(text.replace(mutation.original, mutation.replacement))
+        """Run the tests of one mutation on the copy with the mutation in it."""
+        source = source_of(mutation, self.folder)
+        text = source.read_text()
+        source.write_text(broken(mutation, source))
         try:
             return self.run(mutation.tests)
         finally:
-            file.write_text(text)
+            source.write_text(text)
 
 
-def wrong_originals(mutations: Sequence[Mutation]) -> list[str]:
-    """Mutations whose original text is not in its file exactly once."""
-    found = {m.name: source_of(m.file, ROOT).read_text().count(m.original) for m in mutations}
-    return [f"{name}: its original text is in the file {count} times" for name, count in found.items() if count != 1]
+def files_of(tests: Sequence[str], workers: int) -> list[list[str]]:
+    """The tests in one list per worker. Tests that share what is slow to start, those of one folder or file, stay
+    together."""
+    groups: dict[str, list[str]] = {}
+    for test in dict.fromkeys(tests):
+        file = test.partition("::")[0]
+        groups.setdefault(next((slow for slow in SLOW if file.startswith(slow)), file), []).append(test)
+    parts: list[list[str]] = [[] for _ in range(workers)]
+    for group in sorted(groups.values(), key=lambda group: (not group[0].startswith(SLOW), -len(group))):
+        min(parts, key=lambda part: sum(10 if test.startswith(SLOW) else 1 for test in part)).extend(group)
+    return parts
 
 
-def not_green(copy: Copy, mutations: Sequence[Mutation]) -> list[str]:
-    """Tests that do not pass, or do not exist, before anything is broken."""
-    tests = list(dict.fromkeys(test for mutation in mutations for test in mutation.tests))
-    outcome = copy.run(tests)
-    bad = [test for test in tests if not outcome.is_green(test)]
-    print(f"unbroken: {len(tests) - len(bad)} of {len(tests)} tests pass, {outcome.seconds:.0f} s", flush=True)
-    if bad:
-        print(outcome.output[-4000:])
-    return bad
+def work(folder: Path, orders: Any, results: Any) -> None:
+    """One worker: run each order, a mutation or a list of tests, on a copy in `folder`, until the order is None."""
+    copy = Copy(folder)
+    while (order := orders.get()) is not None:
+        results.put((order, copy.run_broken(order) if isinstance(order, Mutation) else copy.run(order)))
 
 
-def run(mutations: Sequence[Mutation]) -> int:
-    wrong = wrong_originals(mutations)
-    if wrong:
-        print("\n".join(wrong))
-        return 2
+def run(mutations: Sequence[Mutation], workers: int) -> int:
+    """Run the tests unbroken, then every mutation; the exit status."""
     started = time.monotonic()
     os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     for name in HEAVY:
         importlib.import_module(name)
+    context = multiprocessing.get_context("fork")
+    orders, results = context.Queue(), context.Queue()
     with tempfile.TemporaryDirectory(prefix="mutations-") as folder:
-        copy = Copy(Path(folder).resolve())
-        if bad := not_green(copy, mutations):
-            print("these tests do not pass, or do not exist:", *bad, sep="\n  ")
-            return 2
-        width = max(len(mutation.name) for mutation in mutations)
-        green = []
-        for mutation in mutations:
-            outcome = copy.run_broken(mutation)
-            missed = [test for test in mutation.tests if not outcome.is_red(test)]
-            why = "" if missed else " ".join(next(iter(outcome.reasons.values())).split())[:60]
-            verdict = "GREEN" if missed else "red"
-            print(f"{mutation.name:<{width}}  {verdict:<5} {outcome.seconds:6.1f} s  {why}", flush=True)
-            if missed:
-                green.append(mutation.name)
-                print(*(f"    {test}: {outcome.cases(test) or 'did not run'}" for test in missed), sep="\n")
-                print("    " + outcome.output[-1500:].replace("\n", "\n    "), flush=True)
+        started_workers: list[BaseProcess] = []
+        for number in range(workers):
+            place = Path(folder).resolve() / str(number)
+            place.mkdir()
+            started_workers.append(context.Process(target=work, args=(place, orders, results)))
+            started_workers[-1].start()
+        try:
+            return _run(mutations, workers, orders, results, started)
+        finally:
+            for _ in started_workers:
+                orders.put(None)
+            for process in started_workers:
+                process.join()
+
+
+def _run(mutations: Sequence[Mutation], workers: int, orders: Any, results: Any, started: float) -> int:
+    parts = [part for part in files_of([test for m in mutations for test in m.tests], workers) if part]
+    for part in parts:
+        orders.put(part)
+    bad = []
+    for _ in parts:
+        part, outcome = results.get()
+        missed = [test for test in part if not outcome.is_green(test)]
+        print(f"unbroken: {len(part) - len(missed)} of {len(part)} tests pass, {outcome.seconds:.0f} s", flush=True)
+        if missed:
+            bad += missed
+            print(outcome.output[-4000:])
+    if bad:
+        print("these tests do not pass, or do not exist:", *bad, sep="\n  ")
+        return 2
+    for mutation in sorted(mutations, key=lambda mutation: not any(test.startswith(SLOW) for test in mutation.tests)):
+        orders.put(mutation)
+    width = max(len(mutation.name) for mutation in mutations)
+    green = []
+    for _ in mutations:
+        mutation, outcome = results.get()
+        missed = [test for test in mutation.tests if not outcome.is_red(test)]
+        why = "" if missed else " ".join(next(iter(outcome.reasons.values())).split())[:60]
+        verdict = "GREEN" if missed else "red"
+        print(f"{mutation.name:<{width}}  {verdict:<5} {outcome.seconds:6.1f} s  {why}", flush=True)
+        if missed:
+            green.append(mutation.name)
+            print(*(f"    {test}: {outcome.cases(test) or 'did not run'}" for test in missed), sep="\n")
+            print("    " + outcome.output[-1500:].replace("\n", "\n    "), flush=True)
     minutes = (time.monotonic() - started) / 60
     print(f"{len(mutations) - len(green)} of {len(mutations)} mutations turn their tests red, {minutes:.1f} min")
+    if green:
+        print("still green:", *green)
     return 1 if green else 0
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Break one line per promise, and see its test turn red.")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", metavar="NAME", help="these mutations alone")
     parser.add_argument("--list", action="store_true", help="name the mutations, run nothing")
-    parser.add_argument("--write-docs", action="store_true", help=f"write {DOCUMENT.relative_to(ROOT)}, run nothing")
+    parser.add_argument("--check", action="store_true", help="see that every mutation applies, run nothing; a second")
+    parser.add_argument("--workers", type=int, default=min(4, os.cpu_count() or 1), help="default: %(default)s")
     arguments = parser.parse_args()
-    by_name = {mutation.name: mutation for mutation in MUTATIONS}
+    try:
+        mutations = read_mutations()
+    except ValueError as error:
+        print(error)
+        return 2
+    by_name = {mutation.name: mutation for mutation in mutations}
     if unknown := [name for name in arguments.only or () if name not in by_name]:
         parser.error(f"unknown: {', '.join(unknown)}")
     chosen = [by_name[name] for name in arguments.only or by_name]
     if arguments.list:
         for mutation in chosen:
-            print(f"{mutation.name}: {mutation.file}")
+            print(f"{mutation.name}: {mutation.file}, {mutation.tests[0]}")
         return 0
-    if arguments.write_docs:
-        DOCUMENT.parent.mkdir(exist_ok=True)
-        DOCUMENT.write_text(table_of_promises())
-        return 0
-    return run(chosen)
+    if wrong := faults(chosen):
+        print(*wrong, sep="\n")
+        return 2
+    return 0 if arguments.check else run(chosen, arguments.workers)
 
 
 if __name__ == "__main__":

@@ -137,6 +137,9 @@ def test_expected_tokens_is_what_hf_gives(size: tuple[int, int], processor: Qwen
     assert image_chunk(image, processor).expected_tokens == grid.prod() // processor.merge_size**2
 
 
+@pytest.mark.mutation(
+    "client-ignores-rotation", "images.py", 'PIL.ImageOps.exif_transpose(image).convert("RGB")', 'image.convert("RGB")'
+)
 def test_a_rotated_image_is_counted_as_it_is_seen(processor: Qwen2VLImageProcessor) -> None:
     exif = PIL.Image.Exif()
     exif[ORIENTATION] = 6
@@ -146,6 +149,12 @@ def test_a_rotated_image_is_counted_as_it_is_seen(processor: Qwen2VLImageProcess
     assert chunk.expected_tokens == small.get_number_of_image_patches(96, 24, {})
 
 
+@pytest.mark.mutation(
+    "client-counts-width-first",
+    "images.py",
+    "get_number_of_image_patches(rgb.height, rgb.width, {})",
+    "get_number_of_image_patches(rgb.width, rgb.height, {})",
+)
 def test_a_counter_is_asked_for_height_then_width() -> None:
     class AspectRatio:  # HF's own count is the same either way
         merge_size = 1

@@ -90,6 +90,16 @@ def thread() -> EngineThread:
     return EngineThread()
 
 
+@pytest.mark.mutation(
+    "head-without-a-name-in-vllm", "gemma2.py", ', embedding="model.embed_tokens"', "", cases=("gemma2",)
+)
+@pytest.mark.mutation(
+    "logits-not-capped",
+    "gemma2.py",
+    "LogitRule(softcap=config.final_logit_softcapping)",
+    "LogitRule()",
+    cases=("gemma2",),
+)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_trainer_and_sampler_agree(
     models: Mapping[str, Trained], family: str, thread: EngineThread, tmp_path: Path

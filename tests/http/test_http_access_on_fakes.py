@@ -35,6 +35,12 @@ def refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., st
     return run
 
 
+@pytest.mark.mutation(
+    "keys-not-checked",
+    "access.py",
+    "hmac.compare_digest(given.encode(), key) for key in self._keys) > 0",
+    "hmac.compare_digest(given.encode(), key) for key in self._keys) >= 0",
+)
 async def test_request_without_a_key_is_401_before_its_body_is_read_on_fakes(start_api: StartApi) -> None:
     api = await start_api(api_keys=[KEY, "tml-another-good-key"])
     read = 0
@@ -92,6 +98,7 @@ async def test_without_keys_this_machine_is_asked_by_its_own_names_on_fakes(api:
     assert (await api.post("create_session", {}, headers={"Host": host})).status_code == 200
 
 
+@pytest.mark.mutation("rebound-names-let-in", "access.py", "    if not _names_loopback(host):\n", "    if not host:\n")
 @pytest.mark.parametrize(
     "host",
     [
@@ -116,6 +123,12 @@ async def test_without_keys_a_page_whose_name_was_made_to_lead_here_is_refused_o
     assert (await api.get("sessions")).json()["sessions"] == []
 
 
+@pytest.mark.mutation(
+    "web-pages-let-in",
+    "access.py",
+    '    if origin is not None and not _names_loopback(origin.partition("://")[2]):\n',
+    "    if origin is None and not host:\n",
+)
 async def test_without_keys_web_pages_of_other_sites_are_refused_on_fakes(api: Api) -> None:
     # What a browser sends without asking first.
     for kind in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x"):
@@ -136,6 +149,13 @@ async def test_with_keys_the_server_has_any_name_on_fakes(start_api: StartApi) -
     assert (await api.get("healthz")).status_code == 200
 
 
+@pytest.mark.mutation(
+    "no-key-for-other-machines",
+    "serve.py",
+    "if not is_loopback(host) and api_key_file is None:",
+    "if False:",
+    cases=("192.0.2.1",),
+)
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.1", "example.org", ""])
 def test_address_that_others_reach_needs_a_key_file_on_fakes(refused: Any, host: str) -> None:
     assert "--api-key-file" in refused("--host", host)
@@ -164,6 +184,12 @@ def test_key_file_that_is_none_is_refused_and_not_quoted_on_fakes(
         assert len(line) < 5 or line not in said
 
 
+@pytest.mark.mutation(
+    "keys-in-the-log",
+    "client_routes.py",
+    'in clear text."""\n    await discard_body(request)\n',
+    'in clear text."""\n    __import__("logging").warning((await request.body()).decode())\n',
+)
 def test_keys_reach_no_log_and_no_disk_on_fakes(serve: Any, tmp_path: Path) -> None:
     (tmp_path / "keys").write_text(f"# of the team\n{KEY}\n")
     server = serve("--fake", "--model", "fake/bigram", "--api-key-file", str(tmp_path / "keys"), "-v")

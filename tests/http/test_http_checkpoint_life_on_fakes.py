@@ -133,6 +133,12 @@ async def test_ttl_of_nothing_or_of_no_number_is_refused_on_fakes(api: Api) -> N
     assert (await api.put(url("tinker://r/full_weights/a", "ttl"), {"ttl_seconds": 3600})).status_code == 400
 
 
+@pytest.mark.mutation(
+    "expired-checkpoint-found",
+    "store.py",
+    "        return expires_at.is_(None) | (expires_at > self._clock())\n",
+    "        return sa.true()\n",
+)
 async def test_an_expired_path_is_404_at_once_before_anybody_sweeps_on_fakes(
     start_api: StartApi, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -175,6 +181,12 @@ async def test_an_expired_path_is_404_at_once_before_anybody_sweeps_on_fakes(
         assert await saved(api, model, number, kind) == paths[kind]
 
 
+@pytest.mark.mutation(
+    "expired-folder-stays",
+    "store.py",
+    "            expired = self._checkpoints(tables.checkpoints.c.expires_at <= self._clock())\n",
+    "            expired: list[CheckpointRecord] = []\n",
+)
 async def test_expired_checkpoints_leave_the_disk_and_the_engine_by_themselves_on_fakes(start_api: StartApi) -> None:
     clock = Clock()
     api = await start_api(clock=clock, session_timeout=0.4)
@@ -229,6 +241,9 @@ async def test_a_checkpoint_that_is_sampled_from_stays_until_the_samples_are_don
     await api.until(lambda: not on_disk(api) and not api.sampler.versions)
 
 
+@pytest.mark.mutation(
+    "folder-deleted-under-its-users", "control/checkpoints.py", "            await self._uses.unused(record)\n", ""
+)
 async def test_a_checkpoint_that_is_being_loaded_stays_until_it_is_read_on_fakes(
     start_api: StartApi, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -375,6 +390,12 @@ async def test_the_run_of_a_copy_is_listed_and_cannot_be_trained_on_on_fakes(api
     assert "cannot be trained on" in info.json()["detail"]
 
 
+@pytest.mark.mutation(
+    "one-key-two-copies",
+    "control/checkpoints.py",
+    '            keys.append(f"key {idempotency_key}")\n',
+    "            pass\n",
+)
 async def test_one_idempotency_key_is_one_copy_on_fakes(start_api: StartApi) -> None:
     api = await start_api()
     model = await api.model()

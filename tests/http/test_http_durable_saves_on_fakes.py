@@ -9,6 +9,13 @@ import pytest
 from tests.http.conftest import Api
 
 
+@pytest.mark.mutation(
+    "acknowledged-before-it-is-written",
+    "control/training.py",
+    "            model.beside(operation, write())\n",
+    '            operation.succeed({"path": record.tinker_path})\n            model.beside(operation, write())\n',
+    cases=("save_weights",),
+)
 @pytest.mark.parametrize("path", ["save_weights", "save_weights_for_sampler"])
 async def test_named_save_is_acknowledged_only_when_it_is_on_the_disk_on_fakes(
     api: Api, monkeypatch: pytest.MonkeyPatch, path: str

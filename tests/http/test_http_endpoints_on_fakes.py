@@ -40,6 +40,7 @@ async def test_start_up_is_answered_as_the_sdk_reads_it_on_fakes(api: Api) -> No
     assert sdk.TelemetryResponse.model_validate(telemetry).status == "accepted"
 
 
+@pytest.mark.mutation("ttl-dropped", "training_runs.py", "expires_at=expiry(when, ttl_seconds)", "expires_at=None")
 async def test_models_and_checkpoints_are_answered_as_the_sdk_reads_them_on_fakes(api: Api) -> None:
     session = await api.session()
     promise = await api.ok(
@@ -196,6 +197,12 @@ async def test_not_yet_is_408_with_the_queue_state_on_fakes(api: Api, monkeypatc
     assert (waiting.request_id, waiting.queue_state) == (request, "active")
 
 
+@pytest.mark.mutation(
+    "failed-operation-is-500",
+    "future_routes.py",
+    'return JSONResponse({"error": message(error), "category": error.category})',
+    'return JSONResponse({"error": message(error), "category": error.category}, error.status)',
+)
 async def test_failed_operation_is_200_with_error_and_category_on_fakes(api: Api) -> None:
     model = await api.model()
     answer = await api.poll(await api.gradient(model, 1, loss_fn="nonsense"))
@@ -243,6 +250,7 @@ async def test_unknown_route_and_method_are_answered_in_json_with_their_name_on_
     assert "POST /api/v1/forward" in (await api.post("forward", {})).json()["detail"]
 
 
+@pytest.mark.mutation("409", "types/errors.py", "    status = 400\n", "    status = 409\n")
 async def test_every_client_error_has_a_body_and_its_length_on_fakes(api: Api) -> None:
     model = await api.model()
     calls = [
@@ -302,6 +310,13 @@ async def test_training_runs_are_paged_newest_first_on_fakes(api: Api) -> None:
     assert seen == made[::-1]
 
 
+@pytest.mark.mutation("unknown-fields-ignored")
+@pytest.mark.mutation(
+    "unsupported-fields-ignored",
+    "control/sampling.py",
+    "        if request.record_stability_info:\n",
+    "        if False:\n",
+)
 async def test_what_is_not_honoured_is_refused_by_name_on_fakes(api: Api) -> None:
     session = await api.session()
     model = await api.model(session, 0)

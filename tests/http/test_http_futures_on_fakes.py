@@ -12,6 +12,7 @@ from tests.http.conftest import Api, StartApi
 FUTURES = "tinker_local.backend.http.future_routes"
 
 
+@pytest.mark.mutation("results-polled-for", "operations.py", "await self._wake.wait()", "await asyncio.sleep(0.05)")
 async def test_result_wakes_the_poll_within_milliseconds_on_fakes(api: Api) -> None:
     """Nothing polls: a control-plane step has no floor."""
     model = await api.model()
@@ -54,6 +55,9 @@ def test_long_polls_end_before_the_sdk_gives_up() -> None:
     assert 15 <= LONG_POLL_SECONDS <= 40
 
 
+@pytest.mark.mutation(
+    "results-kept-for-ever", "operations.py", "            del self._by_id[request_id]\n", "            pass\n"
+)
 async def test_results_can_be_read_again_until_their_retention_ends_on_fakes(start_api: StartApi) -> None:
     api = await start_api(result_retention=1.0, session_timeout=0.4)
     session = await api.backend.sessions.create()  # without heartbeats: it stays
@@ -137,6 +141,13 @@ async def test_number_of_a_sampler_is_not_given_twice_on_fakes(api: Api) -> None
     assert len(api.sampler.versions) == 1  # the named one: nothing of the refused save is left
 
 
+@pytest.mark.mutation(
+    "one-sample-at-a-time",
+    "control/sampling.py",
+    "            output = await self._sample(session, request, operation)\n",
+    '            async with self.__dict__.setdefault("_one", asyncio.Lock()):\n'
+    "                output = await self._sample(session, request, operation)\n",
+)
 async def test_cancelling_frees_the_slot_on_fakes(api: Api) -> None:
     sampler = await api.base_sampler()
     api.sampler.hold.clear()
@@ -204,6 +215,12 @@ async def test_five_hundred_samples_at_once_are_all_answered_on_fakes(api: Api) 
     await api.until(lambda: api.backend.sampling._queued == 0)
 
 
+@pytest.mark.mutation(
+    "old-samplers-get-new-weights",
+    "control/sampling.py",
+    "return self._versions.ephemeral(session.ephemeral)",
+    "return self._versions.ephemeral(list(self._versions._folders._versions)[-1])",
+)
 async def test_samplers_keep_the_weights_of_their_save_on_fakes(api: Api) -> None:
     """Old versions are not changed by training, and sampling them changes no training weights."""
     session = await api.session()
@@ -225,6 +242,12 @@ async def test_samplers_keep_the_weights_of_their_save_on_fakes(api: Api) -> Non
     assert (await api.result(await api.gradient(model, seq_id + 1, forward_only=True))).metrics == forward
 
 
+@pytest.mark.mutation(
+    "effect-not-verified",
+    "save_weights_for_sampler.py",
+    "        if not agreement.difference <= tolerance:\n",
+    "        if False:\n",
+)
 async def test_version_that_the_sampler_does_not_serve_is_an_error_and_leaves_nothing_on_fakes(
     api: Api, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -295,6 +318,20 @@ async def test_expired_checkpoint_is_gone_on_fakes(start_api: StartApi, monkeypa
     assert (await api.post("asample", api.sample_body(sampler, 0))).status_code == 404
 
 
+@pytest.mark.mutation(
+    "existing-name-is-refused-at-the-submit",
+    "control/training.py",
+    "        model = await self._place(operation, model_id, seq_id)\n",
+    "        model = await self._place(operation, model_id, seq_id)\n"
+    '        if kind == "save_weights" and self._store.list_checkpoints(model_id):\n'
+    '            raise TooManyRequestsError("a checkpoint of this name exists")\n',
+)
+@pytest.mark.mutation(
+    "metadata-dropped",
+    "training_runs.py",
+    "            user_metadata=user_metadata or {},\n",
+    "            user_metadata={},\n",
+)
 async def test_name_that_exists_fails_the_save_and_no_409_on_fakes(api: Api) -> None:
     model = await api.model()
     path = await api.save(model, 1, "a")

@@ -53,6 +53,27 @@ class Threads:
         self._patch(owner, name, noting)
 
 
+@pytest.mark.mutation(
+    "bodies-parsed-on-the-loop", "training_routes.py", "await asyncio.to_thread(envelope)", "envelope()"
+)
+@pytest.mark.mutation(
+    "results-encoded-on-the-loop",
+    "future_routes.py",
+    "await asyncio.to_thread(encode_sample_output, result)",
+    "encode_sample_output(result)",
+)
+@pytest.mark.mutation(
+    "images-rendered-on-the-loop",
+    "control/sampling.py",
+    'prompt = await loop.run_in_executor(self._rendering, render, given, "prompt")\n',
+    'prompt = render(given, "prompt")\n',
+)
+@pytest.mark.mutation(
+    "disk-on-the-loop",
+    "save_weights_for_sampler.py",
+    "await asyncio.to_thread(self._folders.publish, name, state)",
+    "self._folders.publish(name, state)",
+)
 async def test_nothing_that_takes_long_runs_on_the_event_loop_on_fakes(
     api: Api, monkeypatch: pytest.MonkeyPatch
 ) -> None:

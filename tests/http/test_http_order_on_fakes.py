@@ -15,6 +15,7 @@ from tests.http.conftest import Api, StartApi
 LOSS = "loss:sum"
 
 
+@pytest.mark.mutation("order-of-arrival")
 async def test_chunks_that_arrive_as_2_3_1_run_as_1_2_3_on_fakes(api: Api, make_datum: Any) -> None:
     model = await api.model()
     data = {1: [make_datum([1, 2])], 2: [make_datum([3, 4])] * 2, 3: [make_datum([5, 6])] * 3}
@@ -32,6 +33,14 @@ async def test_chunks_that_arrive_as_2_3_1_run_as_1_2_3_on_fakes(api: Api, make_
     assert "grad_norm" in (await api.result(await api.step(model, 4)))["metrics"]
 
 
+@pytest.mark.mutation(
+    "duplicates-run-twice",
+    "control/training.py",
+    "        if (known := self._operations.repeated(operation.request_id, operation.kind)) is not None:\n"
+    "            return known\n"
+    "        model =",
+    "        model =",
+)
 async def test_same_seq_id_again_is_the_same_request_and_runs_once_on_fakes(api: Api) -> None:
     session = await api.session()
     body = {"session_id": session, "model_seq_id": 0, "base_model": "fake/bigram"}
@@ -122,6 +131,7 @@ async def loss(api: Api, model: str, seq_id: int) -> float:
     return float((await api.result(await api.gradient(model, seq_id, forward_only=True))).metrics[LOSS])
 
 
+@pytest.mark.mutation("skipped-gap-forgotten")
 async def test_gap_is_skipped_at_once_by_a_step_which_fails_and_discards_on_fakes(api: Api) -> None:
     model = await api.model()
     start = await loss(api, model, 1)
@@ -141,6 +151,7 @@ async def test_gap_is_skipped_at_once_by_a_step_which_fails_and_discards_on_fake
     assert await loss(api, model, 9) < start
 
 
+@pytest.mark.mutation("skipped-id-stays-open")
 async def test_skipped_id_is_closed_and_refused_through_its_future_on_fakes(api: Api) -> None:
     model = await api.model()
     await api.failure(await api.step(model, 3))
@@ -161,6 +172,7 @@ async def test_gap_is_skipped_at_once_by_anything_that_is_no_gradient_on_fakes(a
     assert (await api.outcome(request)).status_code == 200  # and not after the 360 s of its patience
 
 
+@pytest.mark.mutation("gap-waited-for-for-ever")
 async def test_missing_chunk_is_waited_for_and_then_given_up_on_fakes(start_api: StartApi) -> None:
     api = await start_api(gap_patience=0.4)
     model = await api.model()
@@ -178,6 +190,12 @@ async def test_missing_chunk_is_waited_for_and_then_given_up_on_fakes(start_api:
     await api.result(await api.step(model, 7))
 
 
+@pytest.mark.mutation(
+    "scheduler-polls",
+    "train_scheduler.py",
+    "            await self._wake.wait()\n",
+    "            await asyncio.sleep(0.1)\n",
+)
 async def test_waiting_for_a_missing_chunk_is_no_polling_on_fakes(
     start_api: StartApi, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -198,6 +216,18 @@ async def test_waiting_for_a_missing_chunk_is_no_polling_on_fakes(
     assert rounds == 0
 
 
+@pytest.mark.mutation(
+    "step-after-a-failed-gradient",
+    "model_queue.py",
+    '            self.commands.poison(f"{command.operation.request_id} failed: {error}")\n',
+    "            pass\n",
+)
+@pytest.mark.mutation(
+    "partial-gradient-kept",
+    "control/training.py",
+    "                await scheduler.call(trainer.discard_gradients, model.model_id)\n",
+    "",
+)
 async def test_failed_gradient_fails_the_next_step_alone_on_fakes(api: Api, make_datum: Any) -> None:
     model = await api.model()
     start = await loss(api, model, 1)
@@ -277,6 +307,12 @@ async def test_bad_datum_fails_its_own_request_and_nobody_elses_on_fakes(api: Ap
     assert "data[0]" in await api.failure(await api.step(models[2], 3))
 
 
+@pytest.mark.mutation(
+    "one-request-per-call",
+    "fairness.py",
+    "                    if batch and offer.positions > left:\n",
+    "                    if batch:\n",
+)
 async def test_models_share_a_call_of_the_trainer_and_stay_apart_on_fakes(api: Api, make_datum: Any) -> None:
     """Co-batched under one lock: the weights of each model are what they are when it trains alone."""
     session = await api.session()
@@ -469,6 +505,12 @@ async def test_unknown_base_name_of_one_copy_is_no_hindrance_on_fakes(start_api:
         await api.ok("create_sampling_session", body)
 
 
+@pytest.mark.mutation(
+    "checkpoint-of-another-base-accepted",
+    "load_weights.py",
+    "    if record.base_model not in base.names:\n",
+    "    if False:\n",
+)
 async def test_checkpoint_of_another_base_is_refused_on_fakes(start_api: StartApi) -> None:
     api = await start_api(models=("fake/bigram", "fake/other"))
     session = await api.session()

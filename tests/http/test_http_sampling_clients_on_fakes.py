@@ -24,6 +24,12 @@ def body(sampler: str, cursor: int = 0, client: int = 0, **fields: Any) -> dict[
     return {"target": target, "prev_cursor": cursor, "retrieved_request_ids": [], **fields}
 
 
+@pytest.mark.mutation(
+    "completions-seen-once",
+    "sampling_clients.py",
+    "        return [completion for completion in self._unseen if completion.cursor > cursor]\n",
+    "        return [self._unseen.popleft() for _ in range(len(self._unseen))]\n",
+)
 async def test_poll_tells_what_ended_since_the_cursor_on_fakes(api: Api) -> None:
     sampler = await api.base_sampler()
     api.sampler.hold.clear()
@@ -52,6 +58,12 @@ async def test_poll_tells_what_ended_since_the_cursor_on_fakes(api: Api) -> None
     assert done == {"completions": [], "cursor": everything["cursor"]}
 
 
+@pytest.mark.mutation(
+    "copies-share-ids",
+    "sampling_clients.py",
+    "        self._joined += 1\n        while",
+    "        self._joined = 1\n        while",
+)
 async def test_clients_of_one_session_hear_of_their_own_samples_on_fakes(api: Api) -> None:
     sampler = await api.base_sampler()
     join = {"sampling_session_id": sampler, "type": "join_sampling_session"}

@@ -17,6 +17,12 @@ def version_folders(api: Api) -> list[Path]:
     return list((api.backend.options.data_dir / "ephemeral").glob("*.link"))
 
 
+@pytest.mark.mutation(
+    "versions-outlive-their-session",
+    "control/sampling.py",
+    "for s in ending if s.ephemeral is not None)\n",
+    "for s in ending if s.ephemeral is not None and s.base is None)\n",
+)
 async def test_finish_frees_adapters_and_nameless_versions_and_nobody_elses_on_fakes(api: Api) -> None:
     mine, other = await api.session(), await api.session()
     for session in (mine, other):

@@ -40,6 +40,9 @@ def test_a_palette_with_a_transparent_colour_keeps_its_colours(pictures: Any) ->
     assert np.array_equal(np.asarray(decode_image(data)), np.asarray(load_with_hf(data)))
 
 
+@pytest.mark.mutation(
+    "rotation-ignored", "decoding.py", 'ImageOps.exif_transpose(opened).convert("RGB")', 'opened.convert("RGB")'
+)
 @pytest.mark.parametrize("orientation", range(1, 9))
 def test_exif_rotation_is_applied_as_hf_does(pictures: Any, orientation: int) -> None:
     exif = Image.Exif()
@@ -68,6 +71,9 @@ def png_header(width: int, height: int) -> bytes:
     return b"\x89PNG\r\n\x1a\n" + png_chunk(b"IHDR", header) + data + png_chunk(b"IEND", b"")
 
 
+@pytest.mark.mutation(
+    "any-number-of-pixels", "decoding.py", "if opened.width * opened.height > max_pixels:", "if False:"
+)
 @pytest.mark.parametrize(
     ("width", "height", "limit", "message"),
     [

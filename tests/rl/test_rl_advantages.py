@@ -88,6 +88,12 @@ def output(*logprobs: list[float]) -> tinker.ForwardBackwardOutput:
     return tinker.ForwardBackwardOutput(loss_fn_output_type="ArrayRecord", loss_fn_outputs=tensors, metrics={})
 
 
+@pytest.mark.mutation(
+    "kl-of-all-positions",
+    "measures.py",
+    "        if isinstance(span, tinker.SampledProvenanceSpan):\n",
+    "        if True:\n",
+)
 def test_the_kl_is_the_mean_over_sampled_tokens_alone(
     turn: Callable[..., rl.Turn], images: list[tinker.types.ImageChunk]
 ) -> None:

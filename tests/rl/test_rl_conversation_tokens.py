@@ -96,6 +96,12 @@ ENDINGS: dict[str, tuple[Sequence[str], bool]] = {
 }
 
 
+@pytest.mark.mutation(
+    "end-of-turn-twice",
+    "conversation.py",
+    "            if ended:  # what was sampled is not repeated",
+    "            if False:",
+)
 @pytest.mark.parametrize("ending", ENDINGS)
 @pytest.mark.parametrize("format", FORMATS)
 def test_three_turns_with_images_are_these_tokens(
@@ -164,6 +170,7 @@ def as_template_takes_them(template: str | None, messages: list[dict[str, str]])
     return [{**message, "content": [{"type": "text", "text": message["content"]}]} for message in messages]
 
 
+@pytest.mark.mutation("end-of-turn-twice")
 @pytest.mark.parametrize("family", TEXT_TEMPLATES)
 def test_written_conversations_are_the_template_s_tokens_up_to_the_last_end_of_turn(
     make_chat: Callable[..., rl.Chat], elements_of: Callable[..., list[Any]], family: str
@@ -225,6 +232,12 @@ def test_a_sampled_header_that_ends_a_reply_is_not_written_twice(
     assert elements_of(tool.prompt) == spell(*begin, "red", HEADER, "<|object_ref_start|>", "\n4", END_HEADER, "\n")
 
 
+@pytest.mark.mutation(
+    "replies-encoded-again",
+    "conversation.py",
+    "said_chunks = [tinker.EncodedTextChunk(tokens=sampled)] if sampled else []",
+    "said_chunks = [tinker.EncodedTextChunk(tokens=chat.encode(written, continued=True) + sampled[len(body) :])]",
+)
 @pytest.mark.parametrize("family", [*TEXT_TEMPLATES, "no end"])
 @settings(deadline=None, max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
@@ -259,6 +272,12 @@ FORGERIES = {
 }
 
 
+@pytest.mark.mutation(
+    "special-tokens-forged",
+    "chat.py",
+    "return self._any_special.sub(lambda found: self._fence_of[found[0]], text)",
+    "return text",
+)
 @pytest.mark.parametrize("text", FORGERIES.values(), ids=FORGERIES)
 def test_text_is_data(
     make_chat: Callable[..., rl.Chat],

@@ -75,6 +75,12 @@ ERRORS = [
 ]
 
 
+@pytest.mark.mutation(
+    "one-failure-fails-the-rollout",
+    "rollouts.py",
+    "        except EpisodeError as error:\n",
+    "        except ZeroDivisionError as error:\n",
+)
 @pytest.mark.parametrize(("error", "message"), ERRORS)
 @pytest.mark.parametrize("kind", [Countdown, AsyncCountdown])
 async def test_an_environment_that_raises_fails_alone(sampler, error, message, kind) -> None:
@@ -202,6 +208,7 @@ BROKEN = [
 ]
 
 
+@pytest.mark.mutation("one-failure-fails-the-rollout")
 @pytest.mark.parametrize(("observation", "message"), BROKEN)
 @pytest.mark.parametrize("when", ["reset", "step"])
 async def test_an_observation_that_cannot_be_rendered_fails_alone(sampler, observation, message, when) -> None:

@@ -17,6 +17,13 @@ from tests.sampling.sampling_answers import (
 )
 
 
+@pytest.mark.mutation(
+    "alternatives-at-temperature-1",
+    "score_prompts.py",
+    "(log_p_nv / draws.temperature).softmax(dim=-1)",
+    "log_p_nv.softmax(dim=-1)",
+    cases=("base-text-2.0",),
+)
 @pytest.mark.parametrize("temperature", [0.0, 0.3, 1.0, 2.0])
 async def test_alternatives_are_drawn_at_the_temperature_with_the_models_logprobs(
     case: Any, temperature: float
@@ -87,6 +94,12 @@ async def test_alternatives_repeat_with_their_seed_whatever_runs_beside_them(tex
     assert await draw(None) != await draw(None)
 
 
+@pytest.mark.mutation(
+    "alternatives-depend-on-the-parts-of-a-prompt",
+    "score_prompts.py",
+    "draws.uniforms(start, start + len(log_p_nv))",
+    "draws.uniforms(0, len(log_p_nv))",
+)
 async def test_alternatives_of_a_long_prompt_do_not_depend_on_its_parts(
     vl: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

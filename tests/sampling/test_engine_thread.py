@@ -31,6 +31,14 @@ async def wait_until(condition: Callable[[], Any], seconds: float = 10) -> None:
         await asyncio.sleep(0.005)
 
 
+@pytest.mark.mutation(
+    "one-batch-after-the-other",
+    "engine_thread.py",
+    "            idle = not any(engine.in_flight for engine in self._engines)\n",
+    "            idle = not any(engine.in_flight for engine in self._engines)\n"
+    "            if not idle:\n"
+    "                return True\n",
+)
 async def test_cancelling_a_sample_frees_its_slots_and_hurts_nobody(text: Any) -> None:
     async def count() -> int:
         return await asyncio.wrap_future(text.sampler._thread.call(text.sampler._engine, unfinished))
@@ -216,6 +224,9 @@ def test_with_a_fake_engine_a_refused_request_fails_alone_and_leaves_nothing_beh
     assert built[0].requests == {}
 
 
+@pytest.mark.mutation(
+    "culprit-takes-all-with-it", "engine_thread.py", "    return named or groups\n", "    return groups\n"
+)
 def test_with_a_fake_engine_a_named_culprit_fails_alone_and_the_others_run_again(fakes: Any) -> None:
     thread, engine, built = fakes
     go = pause(thread, engine)
@@ -230,6 +241,12 @@ def test_with_a_fake_engine_a_named_culprit_fails_alone_and_the_others_run_again
     assert len(built) == 2
 
 
+@pytest.mark.mutation(
+    "dead-engine-stays-dead",
+    "engine_thread.py",
+    "        engine.discard()\n        engine.restarts += 1\n",
+    "        engine.restarts += 1\n",
+)
 def test_with_a_fake_engine_an_unnamed_failure_fails_all_in_flight(fakes: Any) -> None:
     thread, engine, _ = fakes
     go = pause(thread, engine)

@@ -28,6 +28,12 @@ def encoded(vl: Any) -> Iterator[list[int]]:
     handle.remove()
 
 
+@pytest.mark.mutation(
+    "image-encoded-for-every-sample",
+    "engine_inputs.py",
+    '"image": [image.content_hash for image in images]',
+    '"image": [f"{image.content_hash}{id(ids)}" for image in images]',
+)
 async def test_sixteen_samples_of_one_prompt_encode_its_image_once(
     vl: Any, encoded: list[int], noise: Callable[..., Any]
 ) -> None:

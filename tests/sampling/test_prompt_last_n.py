@@ -37,6 +37,12 @@ async def test_last_n_leaves_out_what_is_before(text: Any, last_n: int) -> None:
     same_drawn(text, output, expected)
 
 
+@pytest.mark.mutation(
+    "scored-rows-read-from-the-cache",
+    "score_prompts.py",
+    "self.num_tokens = first_row + 1  #",
+    "self.num_tokens = request.num_tokens  #",
+)
 @pytest.mark.parametrize("with_adapter", [False, True])
 async def test_last_n_reads_the_prefix_from_the_cache(
     vl: Any, tmp_path: Path, noise: Callable[..., Any], with_adapter: bool

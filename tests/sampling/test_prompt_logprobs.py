@@ -10,6 +10,13 @@ import pytest
 TEXT = list(range(20, 60))
 
 
+@pytest.mark.mutation(
+    "prompt-logprobs-one-short",
+    "prompt_scores.py",
+    "np.concatenate([np.full(1, np.nan, np.float32), self.chosen])",
+    "np.concatenate([self.chosen, np.full(1, np.nan, np.float32)])",
+    cases=("text",),
+)
 async def test_text_agrees_with_hf(served: Any) -> None:
     prompt = served.prompt(TEXT)
     served.same(await served.score(prompt), served.hf.prompt_logprobs(prompt))
@@ -33,6 +40,13 @@ async def test_image_and_text_after_it_agree_with_hf(
         served.same(score, served.hf.prompt_logprobs(prompt))
 
 
+@pytest.mark.mutation(
+    "pad-ids-found-by-the-sampler",
+    "engine_inputs.py",
+    "PlaceholderRange(offset=p.offset,",
+    "PlaceholderRange(offset=ids.index(ids[p.offset]),",
+    cases=("vl",),
+)
 @pytest.mark.parametrize("model", ["vl", "vl25"])
 async def test_pad_ids_that_come_as_text_stay_text(
     model: str, request: pytest.FixtureRequest, noise: Callable[..., Any]

@@ -37,6 +37,19 @@ async def test_a_batch_that_mixes_all_settings_agrees_with_hf(vl: Any, noise: Ca
         vl.same(sequence.logprobs, expected, 1 / (work.params.temperature or 1.0))
 
 
+@pytest.mark.mutation(
+    "logprobs-after-the-cut",
+    "draw_tokens.py",
+    "generators), Probabilities(p_bv, likeliest)",
+    "generators), Probabilities(kept_bv / kept_bv.sum(-1, keepdim=True), likeliest)",
+)
+@pytest.mark.mutation(
+    "logprobs-without-temperature",
+    "draw_tokens.py",
+    '        sampler.logprobs_mode = "processed_logprobs"\n',
+    '        sampler.logprobs_mode = "processed_logprobs"\n'
+    "        sampler.apply_temperature = lambda logits, *_: logits\n",
+)
 @pytest.mark.parametrize("settings", SETTINGS)
 async def test_each_setting_alone_agrees_with_hf(text: Any, settings: dict[str, Any]) -> None:
     prompt = text.prompt(list(range(30, 45)))
@@ -46,6 +59,12 @@ async def test_each_setting_alone_agrees_with_hf(text: Any, settings: dict[str, 
     text.same(sequence.logprobs, expected, 1 / (params.temperature or 1.0))
 
 
+@pytest.mark.mutation(
+    "temperature-0-is-1",
+    "engine_inputs.py",
+    "    result.temperature = params.temperature\n",
+    "    result.temperature = params.temperature or 1.0\n",
+)
 async def test_temperature_0_is_greedy_with_logprobs_of_temperature_1(text: Any) -> None:
     prompt = text.prompt(list(range(30, 45)))
     work = SampleWork(prompt, None, SamplingParams(max_tokens=10, temperature=0.0, stop=()), num_samples=2)

@@ -17,12 +17,21 @@ async def draw(served: Any, seed: int | None, num_samples: int = 4, max_tokens: 
     return [tuple(sequence.tokens.tolist()) for sequence in output.sequences]
 
 
+@pytest.mark.mutation(
+    "seed-of-samples-dropped", "engine_inputs.py", "        if work.params.seed is not None:\n", "        if False:\n"
+)
 async def test_a_seed_repeats_whatever_runs_beside_it(text: Any) -> None:
     alone = await draw(text, 7)
     beside = await asyncio.gather(draw(text, 7), draw(text, None, 20), draw(text, 8), draw(text, 7))
     assert beside[0] == beside[3] == alone
 
 
+@pytest.mark.mutation(
+    "neighbouring-seeds-share",
+    "engine_inputs.py",
+    'return int.from_bytes(hashlib.sha256(f"{seed}/{index}".encode()).digest()[:8], "big") >> 1',
+    "return (seed + index) % 2**63",
+)
 async def test_samples_of_one_seed_and_of_neighbouring_seeds_are_all_different(text: Any) -> None:
     """vLLM itself would give sample i of seed s what it gives sample 0 of seed s + i."""
     drawn = [sample for seed in range(8) for sample in await draw(text, seed)]
@@ -38,6 +47,13 @@ async def test_without_a_seed_samples_differ(text: Any) -> None:
     assert len(set(drawn)) == len(drawn)
 
 
+@pytest.mark.mutation("seed-of-samples-dropped")
+@pytest.mark.mutation(
+    "huge-seeds-reach-the-engine",
+    "engine_inputs.py",
+    'return int.from_bytes(hashlib.sha256(f"{seed}/{index}".encode()).digest()[:8], "big") >> 1',
+    "return seed * 1000 + index",
+)
 @pytest.mark.parametrize("seed", [-1, 0, 2**31, 2**63, 2**64 + 1, -(2**70), 10**40])
 async def test_any_integer_is_a_seed(text: Any, seed: int) -> None:
     assert await draw(text, seed, 2) == await draw(text, seed, 2)

@@ -55,6 +55,12 @@ def test_checkpoint_is_read_back_bit_for_bit(store: Store) -> None:
 FILES = ("adapter_model.safetensors", "adapter_config.json", "optimizer.safetensors")
 
 
+@pytest.mark.mutation(
+    "pickle",
+    "adapter_files.py",
+    "        _save(folder / OPTIMIZER, state.optimizer, metadata)\n",
+    "        __import__('pickle').dump(dict(state.optimizer), (folder / 'optimizer.pt').open('wb'))\n",
+)
 def test_checkpoint_folder_holds_safetensors_and_json_alone(store: Store) -> None:
     state = make_state(5)
     folder = store.checkpoint_folder(store.write_checkpoint(make_record("final"), state, overwrite=False))
@@ -136,6 +142,7 @@ def test_a_write_that_fails_leaves_nothing(store: Store, monkeypatch: pytest.Mon
     assert same_tensors(store.read_checkpoint(make_record("a"), optimizer=True), make_state(1))
 
 
+@pytest.mark.mutation("folder-not-synced", "storage/checkpoints.py", "            fsync_path(unfinished)\n", "")
 def test_everything_is_on_the_disk_before_the_record(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     events: list[str] = []
     fsync, commit = os.fsync, store._commit
@@ -161,12 +168,19 @@ def test_everything_is_on_the_disk_before_the_record(store: Store, monkeypatch: 
     assert {str(folder.parents[1]), str(folder.parents[2])} <= set(synced)
 
 
+@pytest.mark.mutation("database-does-not-wait", "database.py", "synchronous = FULL", "synchronous = OFF")
 def test_sqlite_waits_for_the_disk(store: Store) -> None:
     with store._engine.connect() as connection:
         pragmas = [connection.exec_driver_sql(f"PRAGMA {name}").scalar() for name in ("journal_mode", "synchronous")]
     assert pragmas == ["wal", 2]
 
 
+@pytest.mark.mutation(
+    "paths-leave-their-folder",
+    "names.py",
+    "if not _NAME.fullmatch(name) or len(name) > MAX_NAME_LENGTH:",
+    "if len(name) > MAX_NAME_LENGTH:",
+)
 @pytest.mark.parametrize(
     "name",
     ["..", ".", "", ".hidden", "a/b", "../a", "/a", "a\\b", "a b", "a\n", "a\0", "é", "a" * 129, "%2e%2e", "a:b"],

@@ -5,6 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from pathlib import Path
 
+import pytest
 import sqlalchemy as sa
 from tinker_local.backend.storage import Store
 from tinker_local.backend.storage.records import SessionRecord
@@ -12,6 +13,7 @@ from tinker_local.backend.storage.records import SessionRecord
 THREADS = 100
 
 
+@pytest.mark.mutation("pool-exhausted", "database.py", "pool_size=8, max_overflow=-1", "pool_size=8, max_overflow=10")
 def test_a_hundred_threads_read_at_the_same_time(tmp_path: Path) -> None:
     store = Store(tmp_path)
     store.add_session(SessionRecord("s", datetime(2026, 5, 1, tzinfo=UTC)))

@@ -80,6 +80,16 @@ def test_acknowledged_checkpoints_survive_kill_minus_nine(
     assert interrupted > 3, "the kills came between the writes, nothing was tested"
 
 
+@pytest.mark.mutation(
+    "recorded-before-it-is-written",
+    "store.py",
+    "        written = self._folders.write(record, state)\n"
+    "        try:\n"
+    "            replaced = self._commit(written, overwrite)\n",
+    "        replaced = self._commit(record, overwrite)\n"
+    "        try:\n"
+    "            written = self._folders.write(record, state)\n",
+)
 @pytest.mark.parametrize("moment", ["write_adapter", "_put_in_place", "_commit", "remove_folder"])
 def test_a_write_cut_off_at_any_step_leaves_old_or_new(tmp_path: Path, moment: str) -> None:
     """The same, cut at each step in turn: the process ends without running any clean-up."""

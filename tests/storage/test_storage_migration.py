@@ -101,6 +101,9 @@ def check(folder: Path) -> None:
         assert connection.execute("SELECT version FROM schema").fetchall() == [(tables.SCHEMA_VERSION,)]
 
 
+@pytest.mark.mutation(
+    "old-data-folder-as-it-is", "database.py", "        _migrate(engine, version)\n", "        pass\n"
+)
 def test_a_folder_of_version_1_opens_with_everything_in_it(old_folder: Path) -> None:
     check(old_folder)
     store = Store(old_folder)  # and again

@@ -163,6 +163,9 @@ def test_only_a_few_versions_are_in_memory_alone(tmp_path: Path, relieve: str) -
     versions.close()
 
 
+@pytest.mark.mutation(
+    "newest-version-spilled-first", "versions.py", "self._spill(older.pop(0))", "self._spill(older.pop())"
+)
 def test_older_versions_move_to_disk_and_keep_their_path_and_content(tmp_path: Path, memory: Path) -> None:
     versions = VersionFolders(tmp_path / "data", shared_memory=memory, memory_bytes=2 * SIZE)
     paths = [add(versions, f"v{n}", make_state(n, optimizer=False)) for n in range(5)]

@@ -20,6 +20,12 @@ def fill(traces: TraceRecorder, session: str, count: int) -> None:
         traces.record(Timeline(f"{session}:train:0:{seq_id}", "optim_step"))
 
 
+@pytest.mark.mutation(
+    "traces-grow-without-bound",
+    "recorder.py",
+    "        if len(self._arrivals) > MOST:\n",
+    "        if len(self._arrivals) < 0:\n",
+)
 def test_all_sessions_together_keep_no_more_than_the_bound_and_the_oldest_go_first(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

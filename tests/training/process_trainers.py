@@ -87,9 +87,9 @@ class OddTrainer(FakeTrainer):
         tensors = {"all": values, "odd": values[1::2], "three": values[:3], "none": values[:0], "square": np.eye(3).T}
         return AdapterState("fake", LoraConfig(), ["x"], tensors)
 
-    def logprobs(self, adapter_id: str | None, input: RenderedInput) -> npt.NDArray[np.float32]:
+    def logprobs(self, adapter_id: str | None, *inputs: RenderedInput) -> npt.NDArray[np.float32]:
         """Of the pixels that arrived: how many numbers, and their sum."""
-        pixels = [placement.image.pixel_values for placement in input.images]
+        pixels = [placement.image.pixel_values for each in inputs for placement in each.images]
         return np.array([[p.size, p.sum()] for p in pixels], np.float32)
 
 

@@ -20,6 +20,22 @@ STEPS = [
 ]
 
 
+@pytest.mark.mutation("betas-ignored", "adamw.py", "gradient, 1 - settings.beta1,", "gradient, 1 - 0.9,")
+@pytest.mark.mutation("eps-ignored", "adamw.py", "denominator += settings.eps", "denominator += 1e-8")
+@pytest.mark.mutation(
+    "weight-decay-coupled",
+    "adamw.py",
+    "    weights *= decay\n",
+    "    gradient = gradient + settings.weight_decay * weights\n",
+)
+@pytest.mark.mutation("clip-norm-ignored", "adamw.py", "if 0 < settings.grad_clip_norm < norm:", "if False:")
+@pytest.mark.mutation(
+    "clip-norm-0-is-1",
+    "adamw.py",
+    "    if 0 < settings.grad_clip_norm < norm:\n        gradient = gradient * (settings.grad_clip_norm / norm)\n",
+    "    if (settings.grad_clip_norm or 1.0) < norm:\n"
+    "        gradient = gradient * ((settings.grad_clip_norm or 1.0) / norm)\n",
+)
 def test_equals_torch_over_steps_with_changing_settings():
     generator = torch.Generator().manual_seed(0)
     weights = torch.randn(300, generator=generator, dtype=torch.float64)
@@ -45,6 +61,8 @@ def test_equals_torch_over_steps_with_changing_settings():
         torch.testing.assert_close(weights, theirs.detach(), rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.mutation("eps-ignored")
+@pytest.mark.mutation("clip-norm-ignored")
 @pytest.mark.parametrize(
     "changed",
     [

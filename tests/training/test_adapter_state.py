@@ -19,6 +19,12 @@ def tensors_equal(first, second):
     return first.keys() == second.keys() and all(np.array_equal(first[name], second[name]) for name in first)
 
 
+@pytest.mark.mutation(
+    "b-not-0-at-the-start",
+    "lora.py",
+    '        if spec.factor == "A":\n            bound',
+    "        if True:\n            bound",
+)
 @pytest.mark.parametrize("name", ["qwen3", "qwen3_vl"])
 def test_a_new_adapter_is_the_base_model(name, trainer, make):
     ours = trainer(name)
@@ -27,6 +33,9 @@ def test_a_new_adapter_is_the_base_model(name, trainer, make):
     np.testing.assert_array_equal(ours.logprobs("a", rendered), ours.logprobs(None, rendered))
 
 
+@pytest.mark.mutation(
+    "seed-of-lora-ignored", "lora.py", "if seed is None else seed) % 2**64", "if seed is None else 0) % 2**64"
+)
 def test_the_seed_alone_decides_the_first_weights(trainer):
     ours = trainer()
     state = {}
@@ -63,6 +72,7 @@ def test_training_lowers_the_loss(trainer, make):
     assert losses[-1] < 0.2 * losses[0]
 
 
+@pytest.mark.mutation("flags-of-lora-ignored", "lora.py", '"attn": config.train_attn', '"attn": True')
 @pytest.mark.parametrize("flag", ["train_attn", "train_mlp", "train_unembed"])
 def test_flags_decide_what_trains(flag, trainer, make):
     ours = trainer()
@@ -85,6 +95,9 @@ def test_the_embedding_of_a_tied_model_is_never_trained(trainer, make):
     assert all(torch.equal(before[name], p) for name, p in ours._loaded.model.named_parameters())
 
 
+@pytest.mark.mutation(
+    "optimizer-state-not-restored", "worker.py", "        if state.optimizer is not None:\n", "        if False:\n"
+)
 def test_a_restored_adapter_goes_on_bit_for_bit(trainer, make):
     ours = trainer()
     ours.create_adapter("a", LoraConfig(rank=4, seed=0))
@@ -115,6 +128,9 @@ def test_without_optimizer_state_the_optimizer_starts_anew(trainer, make):
     assert not any(moment.any() for moment in loaded.optimizer.values())
 
 
+@pytest.mark.mutation(
+    "captured-weights-shared", "transfer.py", 'tensor.to("cpu", dtype, copy=True)', 'tensor.to("cpu", dtype)'
+)
 def test_later_steps_do_not_change_what_was_captured(trainer, make):
     ours = trainer()
     ours.create_adapter("a", LoraConfig(rank=4, seed=0))

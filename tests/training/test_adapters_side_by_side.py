@@ -35,6 +35,9 @@ def works_of(make):
     return [TrainWork(name, parts, "cross_entropy") for name, parts in data.items()]
 
 
+@pytest.mark.mutation(
+    "columns-of-other-adapters-count", "lora_batch.py", "h if self.others is None else", "h if True else"
+)
 def test_ranks_and_flags_of_all_kinds_in_one_micro_batch_equal_each_alone(many, make, gradients, assert_close):
     works = works_of(make)
     together = many.forward_backward(works)
@@ -46,6 +49,18 @@ def test_ranks_and_flags_of_all_kinds_in_one_micro_batch_equal_each_alone(many, 
         assert_close(seen[work.adapter_id], gradients(many, work.adapter_id), 1e-6)
 
 
+@pytest.mark.mutation(
+    "other-adapters-multiplied-by-zero",
+    "lora_batch.py",
+    "h.masked_fill_(self.others[:, None], 0)",
+    "h.mul_(~self.others[:, None])",
+)
+@pytest.mark.mutation(
+    "broken-weights-are-multiplied",
+    "lora.py",
+    "self._computable = bool(largest < torch.finfo(torch.bfloat16).max)",
+    "self._computable = True",
+)
 @pytest.mark.parametrize("broken", [float("nan"), float("-inf"), 3e38, 8e37, 1e25])
 def test_weights_that_broke_leave_the_others_in_their_products_alone(broken, many, make, gradients, assert_close):
     works = works_of(make)
@@ -72,6 +87,7 @@ def test_the_base_model_beside_adapters_gets_nothing_of_them(many, make):
     assert np.abs(many.logprobs("a", rendered) - before).max() > 1e-3
 
 
+@pytest.mark.mutation("ranks-without-bound", "packing.py", "columns + wider > MAX_COLUMNS", "columns + wider > 10**9")
 def test_a_micro_batch_has_no_more_ranks_than_its_bound(make, monkeypatch):
     """Each token is multiplied by all ranks of its micro-batch."""
     monkeypatch.setattr(packing, "MAX_COLUMNS", 20)

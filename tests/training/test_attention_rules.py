@@ -37,6 +37,16 @@ def theirs(query, key, value, rule: AttentionRule) -> torch.Tensor:
     return output[0]
 
 
+@pytest.mark.mutation("window-ignored", "attention.py", "(distance < 0) | (distance >= rule.window)", "distance < 0")
+@pytest.mark.mutation(
+    "soft-cap-without-its-derivative", "attention.py", "grad_scores *= 1 - capped * capped", "grad_scores *= 1"
+)
+@pytest.mark.mutation(
+    "sinks-without-a-share",
+    "attention.py",
+    "torch.cat([scores, sinks], -1).softmax(-1)[..., :-1]",
+    "scores.softmax(-1)",
+)
 @pytest.mark.parametrize("window", [None, 1, 4, 100])
 @pytest.mark.parametrize(("softcap", "sinks"), [(None, False), (1.5, False), (None, True)])
 @pytest.mark.parametrize("scores", [1, 2**26])

@@ -351,6 +351,18 @@ def assert_gradients_near(ours: HFTrainer, theirs: Hooked, adapter_id: str) -> N
         assert_near(spec.view(gradient), wanted[spec.name], max(scale, 1e-6), f"{adapter_id} {spec.name}")
 
 
+@pytest.mark.mutation(
+    "gspo-ratio-of-a-chunk",
+    "lm_head.py",
+    "np.union1d(np.setdiff1d(targets.rows, active_rows), targets.rows[targets.prepass])",
+    "np.setdiff1d(targets.rows, active_rows)",
+)
+@pytest.mark.mutation(
+    "gspo-ratio-of-several-data",
+    "loss_evaluation.py",
+    "np.repeat(np.arange(len(data)), [datum.target_tokens.size for datum in data])",
+    "np.zeros(sum(datum.target_tokens.size for datum in data), np.int64)",
+)
 @pytest.mark.parametrize("decoder", ["written-out", "autograd"])
 @bounded
 @given(shape=shapes(), seed=st.integers(0, 2**32 - 1), ranks=st.lists(st.integers(1, 20), min_size=1, max_size=4))

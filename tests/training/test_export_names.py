@@ -78,6 +78,13 @@ def logprobs(trainer: HFTrainer, adapter: str | None, inputs: list[RenderedInput
     return np.concatenate([trainer.logprobs(adapter, tokens) for tokens in inputs])
 
 
+@pytest.mark.mutation(
+    "exports-with-paths-of-transformers",
+    "families/interface.py",
+    "            return HOSTED_DECODER + path.removeprefix(self.decoder_path)\n",
+    "            return path\n",
+    cases=("qwen3_vl_untied",),
+)
 @pytest.mark.parametrize("name", UNTIED)
 def test_merged_export_of_an_untied_model_is_what_was_trained(name, trainer, model_path, make, add_adapter, tmp_path):
     ours, inputs = trainer(name), inputs_for(name, make)
@@ -89,6 +96,13 @@ def test_merged_export_of_an_untied_model_is_what_was_trained(name, trainer, mod
     np.testing.assert_allclose(logprobs(merged, None, inputs), trained, atol=1e-4)
 
 
+@pytest.mark.mutation(
+    "tied-head-as-a-tensor-of-its-own",
+    "families/interface.py",
+    "return HOSTED_TIED_HEAD if tied_head else path",
+    "return path",
+    cases=("qwen3",),
+)
 @pytest.mark.parametrize("name", TIED)
 def test_merged_export_of_a_tied_model_differs_by_its_input_embedding_alone(
     name, trainer, model_path, make, add_adapter, tmp_path
@@ -107,6 +121,13 @@ def test_merged_export_of_a_tied_model_differs_by_its_input_embedding_alone(
     np.testing.assert_allclose(merged("no head"), logprobs(ours, "no head", inputs), atol=1e-4)
 
 
+@pytest.mark.mutation(
+    "untied-head-named-as-a-tied-one",
+    "families/interface.py",
+    "return HOSTED_TIED_HEAD if tied_head else path",
+    "return HOSTED_TIED_HEAD",
+    cases=("qwen3_untied",),
+)
 @pytest.mark.parametrize("name", [*UNTIED, *TIED])
 def test_export_is_loaded_by_peft_as_documented(name, trainer, model_path, make, add_adapter, tmp_path):
     ours = trainer(name)

@@ -56,6 +56,7 @@ def curve(trainer, make):
     return np.array(losses)
 
 
+@pytest.mark.mutation("residual-without-gradient")
 def test_the_loss_curve_equals_the_stored_one(golden_model, make):
     trainer = HFTrainer(str(golden_model), name="golden", dtype="float32", device="cpu")
     losses = curve(trainer, make)

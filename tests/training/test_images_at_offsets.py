@@ -27,6 +27,12 @@ def image_arguments(rendered: RenderedInput):
     }
 
 
+@pytest.mark.mutation(
+    "positions-after-an-image",
+    "qwen_vision.py",
+    "next_position += max(rows, columns)",
+    "next_position += rows * columns",
+)
 @pytest.mark.parametrize(
     "images",
     [[(0, (4, 6))], [(3, (2, 2))], [(5, (8, 2)), (20, (2, 10)), (30, (4, 4))], [(29, (4, 14))]],
@@ -41,6 +47,13 @@ def test_positions_equal_those_of_transformers(family, images, make, model_path)
     np.testing.assert_array_equal(ours, expected[:, 0])
 
 
+@pytest.mark.mutation(
+    "pad-ids-found-by-the-trainer",
+    "embedding.py",
+    "image_rows = to_device(packed.image_rows, device)",
+    "image_rows = to_device(np.flatnonzero(packed.token_ids =="
+    " loaded.model.config.image_token_id)[: len(packed.image_rows)], device)",
+)
 @pytest.mark.parametrize("family", VISION)
 def test_a_pad_id_that_came_as_text_is_text(family, make, trainer, model_path):
     """Text with stray pads before, between and after images, against embeddings put together by hand."""
@@ -76,6 +89,12 @@ def test_pad_ids_in_pure_text_are_text(family, make, trainer, model_path):
     np.testing.assert_allclose(trainer(family).logprobs(None, rendered), expected, atol=1e-5)
 
 
+@pytest.mark.mutation(
+    "image-encoded-for-every-datum",
+    "packing.py",
+    "            if image.content_hash not in first_row:\n",
+    "            if True:\n",
+)
 @pytest.mark.parametrize("family", VISION)
 def test_an_image_is_encoded_once_per_content(family, make, trainer, add_adapter, monkeypatch):
     ours = trainer(family)

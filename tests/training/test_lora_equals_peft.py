@@ -66,6 +66,27 @@ def peft_logprobs(model: Any, datum: TrainDatum) -> torch.Tensor:
     return logits.log_softmax(-1).gather(1, torch.from_numpy(datum.target_tokens)[:, None])[:, 0]
 
 
+@pytest.mark.mutation(
+    "scale-without-rank",
+    "lora.py",
+    "self.scale = LORA_ALPHA / config.rank",
+    "self.scale = 1.0",
+    cases=("qwen3-attention-float32-1e-05",),
+)
+@pytest.mark.mutation(
+    "scale-forgotten-in-the-gradient",
+    "lora_batch.py",
+    "columns.start : columns.stop], alpha=adapter.scale)",
+    "columns.start : columns.stop])",
+    cases=("qwen3-attention-float32-1e-05",),
+)
+@pytest.mark.mutation(
+    "residual-without-gradient",
+    "kernels.py",
+    "return residual + _norm_backward(",
+    "return 0 * residual + _norm_backward(",
+    cases=("qwen3-attention-float32-1e-05",),
+)
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float64", 1e-9), ("float32", 1e-5)])
 @pytest.mark.parametrize("config", CONFIGS)
 @pytest.mark.parametrize("name", ["qwen3", "qwen3_untied", "qwen2_5_vl", "qwen3_vl"])

@@ -9,6 +9,7 @@ ALPHA = 32
 """Written here on its own: a test that asks the code would agree with whatever it says."""
 
 
+@pytest.mark.mutation("another-alpha", "training/interface.py", "LORA_ALPHA = 32\n", "LORA_ALPHA = 16\n")
 @pytest.mark.parametrize("rank", [1, 4, 32])
 def test_an_adapter_is_the_base_plus_32_over_rank_times_b_a(rank, trainer, model_path, make, add_adapter):
     ours = trainer("qwen3_untied")

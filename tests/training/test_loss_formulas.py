@@ -45,6 +45,20 @@ def run(
     return values.numpy(), derivative.numpy()
 
 
+@pytest.mark.mutation(
+    "importance-sampling-clipped",
+    "importance_sampling.py",
+    'weighted = -xp.exp(logprobs - inputs["logprobs"])',
+    'weighted = -xp.clip(xp.exp(logprobs - inputs["logprobs"]), 0.8, 1.2)',
+    cases=("importance_sampling",),
+)
+@pytest.mark.mutation(
+    "negative-weights-dropped",
+    "cross_entropy.py",
+    '    weights = inputs["weights"]\n',
+    '    weights = xp.clip(inputs["weights"], 0, None)\n',
+    cases=("cross_entropy",),
+)
 @pytest.mark.parametrize("loss_fn", LOSSES)
 def test_values_equal_a_numpy_reference(loss_fn):
     rng = np.random.default_rng(1)
@@ -78,6 +92,7 @@ def test_cispo_derivative_takes_the_clipped_ratio_for_a_constant():
     np.testing.assert_allclose(derivative, -ratio * inputs["advantages"], rtol=1e-12)
 
 
+@pytest.mark.mutation("ppo-gradient-where-clipped", "ppo.py", "xp.where(free <= bound, -free, 0.0)", "-free")
 @pytest.mark.parametrize(
     ("advantage", "ratio", "kept"),
     [(1, 1.5, False), (1, 0.5, True), (-1, 1.5, True), (-1, 0.5, False), (1, 1.0, True), (-1, 1.0, True)],
@@ -97,6 +112,13 @@ def test_ppo_survives_a_ratio_that_overflows_where_it_is_clipped():
     assert derivative.tolist() == [0.0]
 
 
+@pytest.mark.mutation(
+    "log-ratio-clamped",
+    "importance_sampling.py",
+    'xp.exp(logprobs - inputs["logprobs"])',
+    'xp.exp(xp.clip(logprobs - inputs["logprobs"], -20, 20))',
+    cases=("importance_sampling",),
+)
 @pytest.mark.parametrize("loss_fn", ["importance_sampling", "ppo"])
 def test_a_ratio_that_overflows_is_not_clamped(loss_fn):
     inputs = {"logprobs": [-300.0], "advantages": [-2.0]}
@@ -104,6 +126,12 @@ def test_a_ratio_that_overflows_is_not_clamped(loss_fn):
     assert np.isinf(values[0])
 
 
+@pytest.mark.mutation(
+    "dro-learns-prompts-by-heart",
+    "loss.py",
+    "Terms(xp.where(active, values, 0.0), xp.where(active, derivative, 0.0))",
+    "Terms(values, derivative)",
+)
 @pytest.mark.parametrize("advantage", [0.0, 2.0])
 def test_dro_pulls_to_the_sampler_but_leaves_a_prompt_alone(advantage):
     """Sampled tokens are penalised whatever their advantage; advantage and logprob both 0 is what a prompt has."""
@@ -165,6 +193,12 @@ def test_the_ratio_of_a_long_sequence_is_exact_in_float32():
     assert (values == values[0]).all()
 
 
+@pytest.mark.mutation(
+    "zero-times-infinity",
+    "loss.py",
+    "Terms(xp.where(active, values, 0.0), xp.where(active, derivative, 0.0))",
+    "Terms(active * values, active * derivative)",
+)
 @pytest.mark.parametrize("loss_fn", LOSSES)
 @pytest.mark.parametrize("hostile", [-np.inf, -1e30, -200.0, 200.0, 1e30])
 def test_a_position_with_coefficient_zero_adds_exactly_nothing(loss_fn, hostile):
@@ -192,6 +226,13 @@ def test_a_position_with_coefficient_zero_adds_exactly_nothing(loss_fn, hostile)
     np.testing.assert_array_equal(derivative[~off], clean_derivative)
 
 
+@pytest.mark.mutation(
+    "fake-losses-drift",
+    "fakes/training.py",
+    "    return np.full(values.shape, values.sum(), np.float64)",
+    "    return np.full(values.shape, values.mean(), np.float64)",
+    cases=("gspo",),
+)
 @pytest.mark.parametrize("loss_fn", LOSSES)
 def test_the_fake_trainer_has_the_same_losses(loss_fn):
     rng = np.random.default_rng(5)

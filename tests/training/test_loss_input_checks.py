@@ -59,6 +59,12 @@ def test_lists_become_arrays_of_the_right_kind():
     )
 
 
+@pytest.mark.mutation(
+    "sparse-cells-out-of-place",
+    "tensors.py",
+    "dense[rows, self.sparse_col_indices] = self.data",
+    "dense.reshape(-1)[: self.data.size] = self.data",
+)
 def test_sparse_targets_and_weights_are_made_dense():
     sparse = {
         "shape": (N, 3),
@@ -73,6 +79,9 @@ def test_sparse_targets_and_weights_are_made_dense():
     assert result.loss_inputs["weights"].tolist() == [[0, 0, 0.5], [0, 0, 0], [-1, 2, 0], [0, 0, 0]]
 
 
+@pytest.mark.mutation(
+    "lengths-not-compared", "loss_inputs.py", "    if targets.shape[0] != length:\n", "    if False:\n"
+)
 def test_lengths_that_differ_are_refused_with_both_numbers():
     refusal("data[3].loss_fn_inputs.target_tokens", 5, 4, target_tokens=np.arange(5))
     refusal("data[3].loss_fn_inputs.weights", [3], [4], target_tokens=TARGETS, weights=np.ones(3, np.float32))
@@ -86,6 +95,12 @@ def test_unknown_and_missing_inputs_are_refused_by_name():
     refusal("data[3].loss_fn_inputs.advantages", "missing", loss_fn="ppo", target_tokens=TARGETS, logprobs=ONES)
 
 
+@pytest.mark.mutation(
+    "not-a-number-becomes-0",
+    "loss_inputs.py",
+    "    values = np.asarray(tensor.to_numpy(), dtype=np.float32)\n",
+    "    values = np.nan_to_num(np.asarray(tensor.to_numpy(), dtype=np.float32))\n",
+)
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("name", ["logprobs", "advantages"])
 def test_numbers_that_are_not_finite_are_refused_with_their_position(name, value):
@@ -94,6 +109,12 @@ def test_numbers_that_are_not_finite_are_refused_with_their_position(name, value
     refusal(f"data[3].loss_fn_inputs.{name}", value, "position 2", loss_fn="cispo", target_tokens=TARGETS, **inputs)
 
 
+@pytest.mark.mutation(
+    "switched-off-targets-refused",
+    "loss_inputs.py",
+    "(targets >= vocab_size)) & any_of(inputs, loss.target_inputs)",
+    "(targets >= vocab_size))",
+)
 @pytest.mark.parametrize("token", [-1, VOCAB, 2**40])
 @pytest.mark.parametrize("loss_fn", LOSSES)
 def test_targets_outside_the_vocabulary_are_refused_only_where_they_count(loss_fn, token):
@@ -128,6 +149,7 @@ def test_provenance_is_accepted_and_must_tile():
     refusal("data[3].loss_fn_input_spans", 5, 4, spans=(spans(4), spans(2, 3)), target_tokens=TARGETS)
 
 
+@pytest.mark.mutation("unknown-loss-is-cross-entropy")
 @pytest.mark.parametrize("loss_fn", NEAREST)
 def test_losses_of_the_sdk_that_are_not_here_are_refused_with_the_nearest(loss_fn):
     with pytest.raises(UnsupportedError, match=NEAREST[loss_fn]):
@@ -136,6 +158,12 @@ def test_losses_of_the_sdk_that_are_not_here_are_refused_with_the_nearest(loss_f
         check(loss_fn, target_tokens=TARGETS)
 
 
+@pytest.mark.mutation(
+    "unknown-loss-is-cross-entropy",
+    "losses/__init__.py",
+    '    known = ", ".join(LOSSES)\n',
+    '    known = ", ".join(LOSSES)\n    return LOSSES.get(loss_fn, CROSS_ENTROPY)\n',
+)
 def test_an_unknown_loss_is_refused_with_the_known_ones():
     with pytest.raises(InvalidRequestError, match="cross_entropy, importance_sampling, ppo, cispo"):
         loss_of("cross-entropy").complete_settings({})

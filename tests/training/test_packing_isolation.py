@@ -29,6 +29,12 @@ def with_other_tokens(datum, make):
     )
 
 
+@pytest.mark.mutation(
+    "one-segment-for-all",
+    "embedding.py",
+    "Segments(packed.lengths, device)",
+    "Segments((sum(packed.lengths),), device)",
+)
 @pytest.mark.parametrize(
     ("family", "with_images"), [(f, i) for f in FAMILIES for i in (False, True) if f != "qwen3" or not i]
 )
@@ -44,6 +50,20 @@ def test_changing_one_datum_leaves_the_others_logprobs_unchanged(family, with_im
     np.testing.assert_array_equal(before[2], after[2])
 
 
+@pytest.mark.mutation(
+    "images-at-the-start-of-the-batch",
+    "packing.py",
+    "rows.append(start + placement.offset + np.arange(image.num_tokens))",
+    "rows.append(placement.offset + np.arange(image.num_tokens))",
+    cases=("qwen3_vl",),
+)
+@pytest.mark.mutation(
+    "no-rows-of-pixels",
+    "embedding.py",
+    "    if not packed.images:\n",
+    "    if packed.images is None:\n",
+    cases=("qwen3_vl",),
+)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_packed_equals_one_by_one(family, trainer, make, add_adapter, gradients, assert_close):
     """Values and gradients; text alone, images and text beside images in one micro-batch."""
@@ -97,6 +117,12 @@ def test_chunks_of_the_lm_head_do_not_matter(trainer, make, add_adapter, gradien
             assert result.metrics["loss:sum"] == pytest.approx(expected.metrics["loss:sum"], rel=1e-6)
 
 
+@pytest.mark.mutation(
+    "recomputed-without-adapters",
+    "mlp_block.py",
+    "self.h_down = low_rank.down(self.context.kernels.swiglu(there(self.gate_up)))",
+    "self.h_down = 0 * low_rank.down(self.context.kernels.swiglu(there(self.gate_up)))",
+)
 def test_layers_computed_again_give_the_same_gradients(trainer, make, add_adapter, gradients, assert_close):
     """Nothing kept, some of it, and everything."""
     seen, kept = [], []

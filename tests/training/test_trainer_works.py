@@ -51,6 +51,13 @@ def gradient_of(ours, gradients):
 # Sums
 
 
+@pytest.mark.mutation(
+    "normalised-by-weights",
+    "cross_entropy.py",
+    "return Terms(-weights * logprobs, -weights)",
+    "return Terms(-weights * logprobs / abs(weights).sum(), -weights / abs(weights).sum())",
+    cases=("cross_entropy",),
+)
 @pytest.mark.parametrize("loss_fn", LOSSES)
 def test_ten_times_the_coefficient_is_ten_times_loss_and_gradient(loss_fn, ours, make, gradient_of, assert_close):
     """And for `dro` of its penalty, too."""
@@ -64,6 +71,20 @@ def test_ten_times_the_coefficient_is_ten_times_loss_and_gradient(loss_fn, ours,
     assert_close(gradient_of([bigger]), {k: 10 * v for k, v in gradient_of([work]).items()}, 1e-6)
 
 
+@pytest.mark.mutation(
+    "mean-gradient",
+    "loss.py",
+    "xp.where(active, derivative, 0.0))",
+    "xp.where(active, derivative, 0.0) / len(logprobs))",
+    cases=("cross_entropy",),
+)
+@pytest.mark.mutation(
+    "mean-loss",
+    "tally.py",
+    "computed.losses[span].sum(dtype=torch.float64)",
+    "computed.losses[span].mean(dtype=torch.float64)",
+    cases=("cross_entropy",),
+)
 @pytest.mark.parametrize("loss_fn", LOSSES)
 def test_four_copies_give_four_times_the_gradient(loss_fn, ours, make, gradient_of, assert_close):
     work = make.work("a", [9, 4], loss_fn)
@@ -73,6 +94,14 @@ def test_four_copies_give_four_times_the_gradient(loss_fn, ours, make, gradient_
     assert_close(gradient_of([four]), {k: 4 * v for k, v in gradient_of([work]).items()}, 1e-6)
 
 
+@pytest.mark.mutation("mean-gradient", cases=("cross_entropy",))
+@pytest.mark.mutation(
+    "last-gradient-only",
+    "worker.py",
+    "gradient if adapter.gradient is None else adapter.gradient.add_(gradient)",
+    "gradient",
+    cases=("ppo",),
+)
 @pytest.mark.parametrize("loss_fn", LOSSES)
 def test_a_plus_b_is_a_then_b(loss_fn, ours, make, gradient_of, assert_close):
     """In one request, in two requests of one call, and in two calls."""
@@ -83,6 +112,7 @@ def test_a_plus_b_is_a_then_b(loss_fn, ours, make, gradient_of, assert_close):
     assert_close(gradient_of([first, second]), expected, 1e-6)
 
 
+@pytest.mark.mutation("mean-loss")
 def test_loss_is_the_sum_of_what_is_reported_per_position(ours, make):
     (result,) = run(ours, make.work("a", [9, 4, 20]))
     total = sum(float(output["elementwise_loss"].astype(np.float64).sum()) for output in result.outputs)
@@ -92,6 +122,13 @@ def test_loss_is_the_sum_of_what_is_reported_per_position(ours, make):
 # Targets
 
 
+@pytest.mark.mutation(
+    "targets-rebuilt",
+    "packing.py",
+    "targets = [item.datum.target_tokens for item in items]",
+    "targets = [np.append(item.datum.input.token_ids[1:], 0).astype(np.int64) if"
+    " item.datum.target_tokens.ndim == 1 else item.datum.target_tokens for item in items]",
+)
 def test_targets_are_those_given(ours, make):
     """Neither shifted nor rebuilt from the input: the same hidden states score any targets."""
     datum = make.datum(12)
@@ -109,6 +146,18 @@ def test_targets_are_those_given(ours, make):
     assert np.abs(one["logprobs"] - two["logprobs"]).max() > 1e-3
 
 
+@pytest.mark.mutation(
+    "candidates-in-column-order",
+    "packing.py",
+    "[np.repeat(np.arange(s, s + t.shape[0]), t[0].size)",
+    "[np.tile(np.arange(s, s + t.shape[0]), t[0].size)",
+)
+@pytest.mark.mutation(
+    "same-target-twice-counts-once",
+    "lm_head.py",
+    "of_target = _sums(derivative, chunk.same, len(chunk.same))[chunk.same]",
+    "of_target = derivative",
+)
 def test_candidates_add_up_like_separate_data(trainer, add_adapter, make, gradients, assert_close):
     ours = trainer("qwen3", dtype="float64")
     add_adapter(ours, "a")
@@ -163,6 +212,24 @@ def test_all_weights_zero_reports_logprobs_and_leaves_no_gradient(ours, make, gr
 # Order and co-batching
 
 
+@pytest.mark.mutation(
+    "first-loss-for-all",
+    "loss_evaluation.py",
+    "loss = LOSSES[part.work.loss_fn]",
+    "loss = LOSSES[self._parts[0].work.loss_fn]",
+)
+@pytest.mark.mutation(
+    "totals-of-the-batch",
+    "tally.py",
+    '{"loss:sum": work.loss}',
+    '{"loss:sum": sum(other.loss for other in self.works.values())}',
+)
+@pytest.mark.mutation(
+    "packed-order",
+    "tally.py",
+    "outputs[item.index] = output",
+    "outputs[self.works[item.work].outputs.index({})] = output",
+)
 def test_results_come_in_request_order_with_several_losses_in_one_call(ours, make):
     works = [
         make.work(adapter, lengths, loss_fn)
@@ -277,6 +344,12 @@ def infinite_ratio(make, adapter_id):
     return work
 
 
+@pytest.mark.mutation(
+    "not-a-number-passes", "micro_batch.py", "            if not finite.all():\n", "            if False:\n"
+)
+@pytest.mark.mutation(
+    "one-failure-fails-the-batch", "worker.py", "for part in [again] if failed else", "for part in [] if failed else"
+)
 def test_a_loss_that_is_not_finite_fails_its_request_and_leaves_no_gradient(ours, make, gradients, assert_close):
     good, sibling, other = make.work("a", [9, 4]), make.work("a", [6, 30, 2], "ppo"), make.work("b", [5, 7])
     run(ours, good)
@@ -414,6 +487,12 @@ def out_of_memory_above(ours, monkeypatch, positions):
     return tried
 
 
+@pytest.mark.mutation(
+    "memory-error-not-caught",
+    "passes.py",
+    "except torch.OutOfMemoryError:\n            return None",
+    "except torch.OutOfMemoryError:\n            raise",
+)
 def test_running_out_of_memory_halves_the_budget_and_tries_again(ours, make, gradients, assert_close, monkeypatch):
     works = [make.work("a", [9, 4, 20, 9]), make.work("b", [5, 6, 7])]
     expected = run(ours, *works)
@@ -558,6 +637,7 @@ def test_memory_that_runs_out_anywhere_leaves_nothing_half_done(trainer, add_ada
     assert any(True in outcome and False in outcome for outcome in outcomes), "a datum alone fails its request only"
 
 
+@pytest.mark.mutation("memory-error-not-caught")
 def test_a_datum_that_does_not_fit_alone_fails_its_request_only(ours, make, gradients, assert_close, monkeypatch):
     good, other = make.work("a", [9, 4]), make.work("b", [5])
     run(ours, good, other)

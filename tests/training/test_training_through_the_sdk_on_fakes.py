@@ -237,6 +237,12 @@ def test_steps_are_those_of_torch_with_every_setting_on_fakes(service, trainer):
         torch.testing.assert_close(adapter.weights, theirs.detach(), rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.mutation(
+    "another-optimizer-is-adamw",
+    "optimizers/__init__.py",
+    "    if config.type not in OPTIMIZERS:\n",
+    "    if config.type not in OPTIMIZERS:\n        return ADAMW\n    if False:\n",
+)
 def test_dimuon_is_refused_with_what_to_do_on_fakes(service):
     with pytest.raises(tinker.BadRequestError, match=r"optimizer_config\.type: 'dimuon'.*leave it out"):
         service.create_lora_training_client(base_model=BASE, rank=4, optimizer=tinker.DimuonOptimizerConfig()).result()

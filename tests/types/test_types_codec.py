@@ -342,6 +342,9 @@ def test_envelope_refuses_only_what_has_no_place_in_an_order(body: bytes, expect
 UNKNOWN_FIELD = b"\x98\x06\x01"  # field 99, varint 1
 
 
+@pytest.mark.mutation(
+    "unknown-fields-of-protobuf-ignored", "wire_tensors.py", "    if len(unknown):\n", "    if False:\n"
+)
 @pytest.mark.parametrize(
     "path", ["", "data.0", "data.0.model_input.0", "data.0.model_input.0.encoded_text", "data.0.model_input.1.image"]
 )
@@ -445,6 +448,12 @@ def test_broken_results_are_named(change: dict[str, Any], expected: str) -> None
         decode_forward_backward_output(body)
 
 
+@pytest.mark.mutation(
+    "finish-reason-mapped-wrongly",
+    "sample_output.py",
+    'stop_reason=wire.STOP_REASON_LENGTH if sequence.stop_reason == "length" else wire.STOP_REASON_STOP,',
+    "stop_reason=wire.STOP_REASON_STOP,",
+)
 @quick
 @given(sample_outputs)
 def test_sdk_reads_our_sample_output(output: SampleOutput) -> None:
@@ -460,6 +469,12 @@ def test_sdk_reads_our_sample_output(output: SampleOutput) -> None:
     np.testing.assert_equal(read.prompt_logprobs, expected.prompt_logprobs)
 
 
+@pytest.mark.mutation(
+    "nan-of-the-first-token-becomes-0",
+    "sample_output.py",
+    "message.prompt_logprobs = raw_bytes(output.prompt_logprobs, FLOAT32)",
+    "message.prompt_logprobs = raw_bytes(__import__('numpy').nan_to_num(output.prompt_logprobs), FLOAT32)",
+)
 def test_prompt_logprobs_keep_their_nan_and_empty_logprobs_are_kept_apart_from_none() -> None:
     output = SampleOutput(
         sequences=[

@@ -1,24 +1,18 @@
-"""The table of promises cannot rot: its tests exist, what it breaks is there, and the document says what it says."""
+"""The promises and the mutations fit the tests, the code and the document."""
 
 import ast
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-from mutation_table import (
-    MISTAKES,
-    MUTATIONS,
-    PROMISES,
-    VISION_RL_PROMISES,
-    Mutation,
-    named_tests,
-    source_of,
-    table_of_promises,
-)
+from tests.mutations import Mutation, faults, read_mutations
+from tests.promises import MISTAKES, PROMISES, VISION_RL_PROMISES, document, named_tests
 
 ROOT = Path(__file__).parents[2]
+MUTATIONS = read_mutations()
+ALL = (*PROMISES, *VISION_RL_PROMISES, *MISTAKES)
 
 
 def functions(file: str) -> set[str]:
@@ -30,12 +24,12 @@ def functions(file: str) -> set[str]:
 def test_every_promise_is_there_with_a_test_and_a_mutation() -> None:
     assert [promise.number for promise in PROMISES] == [str(number) for number in range(1, 21)]
     assert all(promise.mutations for promise in PROMISES)
-    assert all(named_tests(promise) for promise in VISION_RL_PROMISES)
-    assert [mistake.words for mistake in MISTAKES if not named_tests(mistake) and not mistake.note] == []
+    assert all(named_tests(promise, MUTATIONS) for promise in VISION_RL_PROMISES)
+    assert [mistake.words for mistake in MISTAKES if not named_tests(mistake, MUTATIONS) and not mistake.note] == []
 
 
 def test_every_named_test_exists() -> None:
-    named = {test for promise in (*PROMISES, *VISION_RL_PROMISES, *MISTAKES) for test in named_tests(promise)}
+    named = {test for promise in ALL for test in named_tests(promise, MUTATIONS)}
     missing = []
     for test in sorted(named):
         file, _, function = test.partition("::")
@@ -44,21 +38,59 @@ def test_every_named_test_exists() -> None:
     assert missing == []
 
 
-def test_every_mutation_belongs_to_a_promise_and_has_its_own_name() -> None:
-    names = [mutation.name for mutation in MUTATIONS]
-    assert len(set(names)) == len(names)
-    used = {name for promise in (*PROMISES, *VISION_RL_PROMISES, *MISTAKES) for name in promise.mutations}
-    assert used == set(names)
-    assert all(mutation.tests for mutation in MUTATIONS)
+def test_every_mutation_belongs_to_a_promise() -> None:
+    used = {name for promise in ALL for name in promise.mutations.split()}
+    assert used == {mutation.name for mutation in MUTATIONS}
 
 
-@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name)
-def test_what_a_mutation_breaks_is_in_its_file_exactly_once(mutation: Mutation) -> None:
-    text = source_of(mutation.file, ROOT).read_text()
-    assert text.count(mutation.original) == 1
-    ast.parse(text.replace(mutation.original, mutation.replacement))
+def test_every_mutation_applies_to_the_source_exactly_once() -> None:
+    assert faults(MUTATIONS) == []
+
+
+def test_a_mutation_whose_text_or_file_is_gone_is_reported_with_its_test() -> None:
+    known = MUTATIONS[0]
+    renamed = Mutation("renamed", "no_such_file.py", "x", "y", known.tests)
+    moved = Mutation("moved", known.file, "no such text", "y", known.tests)
+    twice = Mutation("twice", known.file, "\n", "y", known.tests)
+    nonsense = Mutation("nonsense", known.file, known.original, ")", known.tests)
+    reasons = faults([renamed, moved, twice, nonsense])
+    assert len(reasons) == 4
+    assert f"renamed ({known.tests[0]}): 0 files are called no_such_file.py" in reasons[0]
+    assert f"moved ({known.tests[0]}): {known.file} has its original text 0 times" in reasons[1]
+    assert f"twice ({known.tests[0]}): {known.file} has its original text " in reasons[2]
+    assert "nonsense" in reasons[3]
+
+
+@pytest.mark.parametrize(
+    ("second", "reason"),
+    [
+        ('@pytest.mark.mutation("one", "b.py", "x", "y")', "another mutation with the name 'one'"),
+        ('@pytest.mark.mutation("two")', "no test describes the mutation 'two'"),
+    ],
+)
+def test_two_mutations_with_one_name_and_one_that_no_test_describes_are_refused(
+    tmp_path: Path, second: str, reason: str
+) -> None:
+    (tmp_path / "tests").mkdir()
+    file = tmp_path / "tests" / "test_two.py"
+    first = '@pytest.mark.mutation("one", "a.py", "x", "y", cases=("1", "2"))\ndef test_first(): ...\n'
+    file.write_text(first)
+    assert read_mutations(tmp_path) == [
+        Mutation("one", "a.py", "x", "y", ("tests/test_two.py::test_first[1]", "tests/test_two.py::test_first[2]"))
+    ]
+    file.write_text(f"{first}{second}\ndef test_second(): ...\n")
+    with pytest.raises(ValueError, match=reason):
+        read_mutations(tmp_path)
 
 
 def test_the_document_is_the_table() -> None:
     written = (ROOT / "docs" / "promises.md").read_text()
-    assert written == table_of_promises(), "run: python tests/mutations.py --write-docs"
+    assert written == document(MUTATIONS), "run: python -m tests.promises"
+
+
+def test_a_mutation_turns_its_test_red_by_the_command() -> None:
+    """One that is quick. All of them take minutes: `make mutations`."""
+    command = [sys.executable, str(ROOT / "tests" / "mutations.py"), "--only", "mean-loss", "--workers", "1"]
+    outcome = subprocess.run(command, capture_output=True, text=True, timeout=280)
+    assert outcome.returncode == 0, outcome.stdout + outcome.stderr
+    assert "1 of 1 mutations turn their tests red" in outcome.stdout

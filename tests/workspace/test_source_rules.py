@@ -5,6 +5,8 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 
 PICKLES = {"pickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}
@@ -63,11 +65,18 @@ def dotted(tree: ast.Module) -> set[str]:
     }
 
 
+@pytest.mark.mutation("adapters-read-as-pickles", "adapter_files.py", "import json\n", "import json\nimport pickle\n")
 def test_nothing_reads_or_writes_pickles() -> None:
     found = {path for path, tree in sources() if imported(tree) & PICKLES or dotted(tree) & OTHER_READERS}
     assert found <= BETWEEN_OWN_PROCESSES
 
 
+@pytest.mark.mutation(
+    "event-loop-per-call",
+    "control/training.py",
+    "    request = decode()\n",
+    "    import asyncio\n\n    request = asyncio.run(asyncio.to_thread(decode))\n",
+)
 def test_event_loops_are_made_where_a_server_begins_and_nowhere_else() -> None:
     assert {path for path, tree in sources() if dotted(tree) & EVENT_LOOPS} <= BEGINNINGS
 

@@ -1,0 +1,491 @@
+"""What the project promises, which tests show it, and which mutations show that those tests work.
+
+The first two tables are what README's tables stand for; the third are mistakes that servers of this kind make.
+`python -m tests.promises` writes `docs/promises.md` from them.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from tests.mutations import ROOT, Mutation, read_mutations
+
+DOCUMENT = ROOT / "docs" / "promises.md"
+
+
+@dataclass(frozen=True, slots=True)
+class Promise:
+    """`mutations`: names, separated by spaces; the tests that catch them show the promise. `tests`: node ids below
+    `tests/` of more. `note`: what is left out, and why."""
+
+    number: str
+    words: str
+    mutations: str = ""
+    tests: tuple[str, ...] = ()
+    note: str = ""
+
+
+PROMISES = (
+    Promise(
+        "1",
+        "Losses are plain weighted sums; a + b equals a, then b; no mean, no clamp, no repaired NaN",
+        "mean-gradient mean-loss normalised-by-weights last-gradient-only log-ratio-clamped "
+        "not-a-number-passes not-a-number-becomes-0",
+        ("http/test_http_order_on_fakes.py::test_loss_is_a_sum_so_chunks_add_up_on_fakes",),
+    ),
+    Promise(
+        "2",
+        "Targets are those given, [T] or [T, K], dense or CSR; any weights; a coefficient of 0 adds exactly 0",
+        "targets-rebuilt candidates-in-column-order same-target-twice-counts-once "
+        "sparse-cells-out-of-place negative-weights-dropped zero-times-infinity "
+        "switched-off-targets-refused",
+        ("training/test_trainer_works.py::test_positions_with_coefficient_zero_add_nothing_whatever_their_target",),
+    ),
+    Promise(
+        "3",
+        "Optimizer settings are those of each step",
+        "betas-ignored eps-ignored weight-decay-coupled clip-norm-ignored clip-norm-0-is-1 "
+        "only-the-learning-rate-used another-optimizer-is-adamw",
+    ),
+    Promise(
+        "4",
+        "LoRA: scale 32 / rank, flags and seed obeyed, step 0 is the base model",
+        "scale-without-rank another-alpha flags-of-lora-ignored seed-of-lora-ignored "
+        "lora-settings-dropped-on-the-way b-not-0-at-the-start scale-forgotten-in-the-gradient",
+    ),
+    Promise(
+        "5",
+        "Sampled logprobs are log softmax(logits / T) over the whole vocabulary; trainer and sampler agree to 1e-4",
+        "logprobs-after-the-cut logprobs-without-temperature small-temperatures-raised temperature-0-is-1 "
+        "trainers-positions",
+        (
+            "sampling/test_sampled_logprobs.py::test_a_batch_that_mixes_all_settings_agrees_with_hf",
+            "e2e/test_agreement.py::test_sampled_logprobs_are_the_trainers",
+        ),
+        note="The gap in bfloat16 on a GPU is measured and printed, by the same tests.",
+    ),
+    Promise(
+        "6",
+        "What is not honoured is refused by name; so is a base model that is not served",
+        "unknown-fields-ignored unknown-fields-of-protobuf-ignored unsupported-fields-ignored "
+        "unknown-loss-is-cross-entropy checkpoint-of-another-base-accepted unserved-base-model-accepted "
+        "prompt-over-the-context-fails-as-a-sample",
+        (
+            "http/test_http_settings_arrive_on_fakes.py::test_every_setting_of_a_sample_arrives_on_fakes",
+            "http/test_http_endpoints_on_fakes.py::test_endpoint_that_is_not_served_is_refused_by_name_with_advice_on_fakes",
+        ),
+    ),
+    Promise(
+        "7",
+        "One renderer; vLLM, HF and the client count each image alike, or that request alone fails",
+        "expected-tokens-not-compared engines-not-compared expected-tokens-for-training-only "
+        "trained-without-its-image rotation-ignored client-counts-width-first client-ignores-rotation",
+        ("rendering/test_image_counts.py::test_25_shapes_count_alike_and_have_equal_pixels",),
+    ),
+    Promise(
+        "8",
+        "Positions of images are explicit; a pad id that comes as text is text",
+        "image-position-lost pad-ids-found-by-the-renderer pad-ids-found-by-the-trainer "
+        "pad-ids-found-by-the-sampler positions-after-an-image",
+        ("training/test_images_at_offsets.py::test_pad_ids_in_pure_text_are_text",),
+    ),
+    Promise(
+        "9",
+        "Text-only and image datums mix in one batch and one micro-batch",
+        "images-at-the-start-of-the-batch no-rows-of-pixels one-segment-for-all",
+        note="The FSDP step comes with FSDP.",
+    ),
+    Promise(
+        "10",
+        "An image is processed once per content; 16 samples of a prompt pay for one image",
+        "image-processed-again image-encoded-for-every-datum image-encoded-for-every-sample",
+    ),
+    Promise(
+        "11",
+        "Text chunks equal their concatenation; text alone equals a plain token list",
+        "chunks-joined-wrongly text-is-no-plain-list",
+        (
+            "sampling/test_prompt_logprobs.py::test_text_on_a_vision_model_is_the_same_whether_in_one_chunk_or_many",
+            "http/test_http_order_on_fakes.py::test_text_chunks_equal_their_concatenation_on_fakes",
+        ),
+    ),
+    Promise(
+        "12",
+        "Each model's order is that of seq_id; duplicates are one; gaps are skipped and closed; models share calls",
+        "order-of-arrival duplicates-run-twice gap-not-skipped-by-a-step gap-waited-for-for-ever "
+        "impatient-with-gaps skipped-id-stays-open skipped-gap-forgotten one-request-per-call "
+        "columns-of-other-adapters-count ranks-without-bound",
+    ),
+    Promise(
+        "13",
+        "A step after a failed gradient fails and discards; a bad datum or no memory fails its own request",
+        "step-after-a-failed-gradient partial-gradient-kept one-failure-fails-the-batch "
+        "memory-error-not-caught not-a-number-passes other-adapters-multiplied-by-zero "
+        "broken-weights-are-multiplied",
+        ("http/test_http_order_on_fakes.py::test_bad_datum_fails_its_own_request_and_nobody_elses_on_fakes",),
+    ),
+    Promise(
+        "14",
+        "Nothing polls; a control-plane step costs milliseconds",
+        "results-polled-for scheduler-polls engine-thread-spins nagle",
+        ("http/test_http_sockets_on_fakes.py::test_step_over_a_socket_takes_milliseconds_on_fakes",),
+    ),
+    Promise(
+        "15",
+        "Decoding, encoding, image work and disk stay off the event loop",
+        "bodies-parsed-on-the-loop results-encoded-on-the-loop images-rendered-on-the-loop disk-on-the-loop",
+        ("http/test_http_event_loop_on_fakes.py::test_large_body_does_not_hold_up_heartbeats_on_fakes",),
+    ),
+    Promise(
+        "16",
+        "A sampler version never changes, lives as long as promised, and leaves training alone",
+        "old-samplers-get-new-weights lora-ids-used-again captured-weights-shared "
+        "saving-replaces-the-adapter newest-version-spilled-first versions-outlive-their-session "
+        "lost-samplers-of-named-versions",
+        ("sampling/test_adapters.py::test_a_version_stays_what_it_was_when_newer_ones_are_loaded",),
+    ),
+    Promise(
+        "17",
+        "An acknowledged checkpoint survives kill -9, with its optimizer, in PEFT's layout; what is lost says so",
+        "folder-not-synced database-does-not-wait recorded-before-it-is-written "
+        "acknowledged-before-it-is-written optimizer-not-saved optimizer-state-not-restored "
+        "saved-with-another-rank last-checkpoint-not-named lost-session-is-404 "
+        "lost-samplers-of-named-versions",
+        ("storage/test_storage_kill.py::test_acknowledged_checkpoints_survive_kill_minus_nine",),
+    ),
+    Promise(
+        "18",
+        "A failed operation is HTTP 200 with error and category; nothing permanent is 409 or 5xx",
+        "failed-operation-is-500 409 existing-name-is-refused-at-the-submit lost-model-is-500",
+        ("http/test_http_fuzz_on_fakes.py::test_no_json_body_gets_a_5xx_on_fakes",),
+    ),
+    Promise("19", "The effect of a loaded adapter is verified", "effect-not-verified unmatched-keys-ignored"),
+    Promise(
+        "20",
+        "Loopback or keys; no secret in a log or on disk; bounds before decoding; no fetches, no pickle",
+        "listens-to-everybody binds-to-everything no-key-for-other-machines rebound-names-let-in "
+        "web-pages-let-in keys-not-checked keys-in-the-log zstd-bomb endless-bodies any-number-of-pixels "
+        "bound-of-tensors-raised image-pointers-fetched image-host-drips-for-ever "
+        "dead-hosts-hold-up-files image-folder-takes-everybodys-threads paths-leave-their-folder pickle "
+        "adapters-read-as-pickles",
+    ),
+)
+
+VISION_RL_PROMISES = (
+    Promise(
+        "tokens",
+        "What is trained is what was sampled: replies stay as they were, only observations are rendered",
+        "replies-encoded-again end-of-turn-twice later-turns-dropped",
+        (
+            "e2e/test_vision_rl.py::test_trained_sequence_is_what_the_sampler_was_given_and_gave",
+            "rl/test_rl_conversation_tokens.py::test_three_turns_with_images_are_these_tokens",
+        ),
+    ),
+    Promise(
+        "tokens",
+        "Sampled tokens carry the sampler's logprobs, advantages and their provenance; all else trains nothing",
+        "observations-trained logprobs-one-off provenance-without-offset",
+    ),
+    Promise("tokens", "Text of an observation or a reply is data, whatever is written in it", "special-tokens-forged"),
+    Promise(
+        "templates",
+        "Where a template rewrites what was there, each turn is trained as it was shown; a lost reply is an error",
+        "rewritten-context-taken-for-continued lost-reply-unnoticed",
+        ("e2e/test_vision_rl.py::test_thinking_model_trains_each_turn_as_it_was_shown",),
+    ),
+    Promise(
+        "agreement",
+        "KL(sampler, trainer) is below 1e-6 before training, in every example",
+        "kl-of-all-positions",
+        (
+            "examples/test_examples_rl.py::test_reward_rises_by_rl_and_not_on_blank_images",
+            "examples/test_examples_rl.py::test_classifier_begins_with_a_trainer_that_agrees_with_its_sampler",
+        ),
+    ),
+    Promise(
+        "rollouts",
+        "A failure ends its own trajectory and says why; the others train",
+        "one-failure-fails-the-rollout context-not-watched",
+    ),
+    Promise(
+        "rollouts",
+        "Siblings share what they can and no more: one first request, one rendering, no seed",
+        "siblings-ask-apart one-seed-for-all encoded-images-not-counted",
+    ),
+    Promise(
+        "rollouts",
+        "A slow environment keeps nobody waiting; cancelling and Ctrl-C end everything",
+        tests=(
+            "rl/test_rl_rollouts_on_fakes.py::test_512_sync_environments_run_at_once_while_a_slow_one_keeps_nobody_waiting",
+            "rl/test_rl_rollouts_on_fakes.py::test_cancelling_ends_requests_and_closes_environments",
+            "rl/test_rl_rollouts_on_fakes.py::test_ctrl_c_ends_a_rollout_with_stuck_environments_and_closes_the_others",
+        ),
+    ),
+)
+
+MISTAKES = (
+    Promise("loss", "Mean in place of a sum", "mean-gradient mean-loss normalised-by-weights"),
+    Promise("loss", "An unknown loss trains cross-entropy", "unknown-loss-is-cross-entropy"),
+    Promise(
+        "loss",
+        "A sequence's ratio is that of a part of it or of several",
+        "gspo-ratio-of-a-chunk gspo-ratio-of-several-data",
+    ),
+    Promise("loss", "A penalty on prompts teaches them by heart", "dro-learns-prompts-by-heart"),
+    Promise(
+        "loss",
+        "Importance sampling that is clipped, log-ratios clamped",
+        "importance-sampling-clipped log-ratio-clamped ppo-gradient-where-clipped",
+    ),
+    Promise(
+        "loss",
+        "Only the learning rate of a step used",
+        "only-the-learning-rate-used betas-ignored eps-ignored weight-decay-coupled clip-norm-ignored",
+    ),
+    Promise("loss", "Targets rebuilt from the input", "targets-rebuilt"),
+    Promise(
+        "loss", "One loss for a whole queue, totals as each request's metrics", "first-loss-for-all totals-of-the-batch"
+    ),
+    Promise(
+        "loss",
+        "Results in packed order",
+        "packed-order",
+        ("http/test_http_order_on_fakes.py::test_metrics_and_outputs_are_of_each_request_and_in_its_order_on_fakes",),
+    ),
+    Promise("loss", "NaN reported as 0", "not-a-number-passes not-a-number-becomes-0"),
+    Promise(
+        "loss", "Gradients averaged over ranks, fewer datums than ranks", note="There is one rank; comes with FSDP."
+    ),
+    Promise(
+        "loss",
+        "Zero adapter gradients under recomputation",
+        "recomputed-without-adapters residual-without-gradient",
+        ("training/test_trainer_works.py::test_a_gradient_lost_inside_the_model_is_an_error_of_the_server",),
+    ),
+    Promise("loss", "Two loss modules drift apart", "fake-losses-drift"),
+    Promise(
+        "sampling",
+        "Old samplers give newer weights, or sampling overwrites training weights",
+        "old-samplers-get-new-weights captured-weights-shared saving-replaces-the-adapter lora-ids-used-again",
+    ),
+    Promise("sampling", "Temperature 0 becomes 1", "temperature-0-is-1 small-temperatures-raised"),
+    Promise(
+        "sampling",
+        "Seeds dropped, shared by neighbours, or fatal when huge",
+        "seed-of-samples-dropped neighbouring-seeds-share huge-seeds-reach-the-engine",
+    ),
+    Promise(
+        "sampling",
+        "Stops forgotten or plain strings refused",
+        "stop-strings-forgotten stop-string-taken-for-a-list empty-stop-is-no-stop",
+    ),
+    Promise("sampling", "Finish reasons not mapped", "finish-reason-mapped-wrongly"),
+    Promise(
+        "sampling", "The base model served because keys do not match", "unmatched-keys-ignored effect-not-verified"
+    ),
+    Promise("sampling", "The base model gets a neighbour's adapter", "base-gets-an-adapter"),
+    Promise(
+        "sampling",
+        "Prompt logprobs one short, NaN turned into something else",
+        "prompt-logprobs-one-short nan-of-the-first-token-becomes-0",
+    ),
+    Promise(
+        "sampling",
+        "Top-k, target ids, the last n and drawn alternatives ignored, or wrong with adapters, images and long prompts",
+        "prompts-scored-without-their-lm-head scored-rows-read-from-the-cache "
+        "alternatives-at-temperature-1 alternatives-depend-on-the-parts-of-a-prompt "
+        "topk-of-the-wrong-requests sparse-targets-read-as-dense",
+        ("sampling/test_prompt_scores.py::test_a_prompt_that_is_preempted_in_its_middle_is_answered_rightly",),
+    ),
+    Promise(
+        "sampling", "Batches run to completion, one task at a time", "one-batch-after-the-other one-sample-at-a-time"
+    ),
+    Promise("sampling", "Prefix cache of no use", "prefix-cache-never-read"),
+    Promise("sampling", "Absent max_tokens means 16", "16-tokens-by-default"),
+    Promise(
+        "images",
+        "Image dropped, its position lost, or trained without it",
+        "trained-without-its-image image-position-lost",
+        ("types/test_types_values.py::test_tokens_of_several_text_chunks_are_their_concatenation",),
+    ),
+    Promise(
+        "images",
+        "No sampling of a vision model with LoRA",
+        tests=(
+            "e2e/test_http_equals_in_process.py::test_image_loop_is_the_same_over_http_and_in_process",
+            "e2e/test_agreement.py::test_trainer_and_sampler_agree_before_and_after_training",
+        ),
+        note="No one line does this here: images are rendered before an adapter is known.",
+    ),
+    Promise("images", "A batch of text and images crashes", "no-rows-of-pixels images-at-the-start-of-the-batch"),
+    Promise(
+        "images",
+        "expected_tokens checked in training only, one mismatch fails the batch, lengths not compared",
+        "expected-tokens-for-training-only one-failure-fails-the-batch lengths-not-compared",
+    ),
+    Promise("images", "base64 decoded twice or not at all", "base64-not-decoded base64-encoded-twice"),
+    Promise(
+        "images",
+        "LoRA on the vision tower that the sampler ignores",
+        tests=("training/test_lora_equals_peft.py::test_files_have_the_names_of_transformers_modules[qwen2_5_vl]",),
+    ),
+    Promise(
+        "images",
+        "Every sample of a group renders its image again",
+        "image-processed-again image-encoded-for-every-sample",
+    ),
+    Promise("images", "A fresh event loop per call", "event-loop-per-call"),
+    Promise("operation", "Polling", "results-polled-for scheduler-polls"),
+    Promise("operation", "Chunks run in order of arrival", "order-of-arrival"),
+    Promise(
+        "operation",
+        "Who sends most has the trainer; small runs wait for long ones and never share a call",
+        "budget-of-a-call-not-kept share-of-a-model-not-of-a-session waiting-saves-up steps-are-free "
+        "longest-batch-whoever-waits nobody-expected-back everybody-expected-back "
+        "unready-model-holds-others-up",
+    ),
+    Promise(
+        "operation",
+        "Queues without an end, or one at which the SDK's training client hangs",
+        "queue-without-end refused-until-the-sdk-gives-up bound-locks-a-model refused-id-is-a-gap",
+    ),
+    Promise("operation", "409 for a duplicate name", "409 existing-name-is-refused-at-the-submit"),
+    Promise("operation", "5xx for a failed operation", "failed-operation-is-500 lost-model-is-500"),
+    Promise(
+        "operation",
+        "Bodies and results kept for ever, pools exhausted",
+        "bodies-in-the-database results-kept-for-ever pool-exhausted",
+        ("http/test_http_futures_on_fakes.py::test_five_hundred_samples_at_once_are_all_answered_on_fakes",),
+    ),
+    Promise(
+        "operation",
+        "Large bodies decoded on the event loop",
+        "bodies-parsed-on-the-loop",
+        ("http/test_http_event_loop_on_fakes.py::test_large_body_does_not_hold_up_heartbeats_on_fakes",),
+    ),
+    Promise(
+        "operation", "A missing seq_id stalls the model for ever", "gap-waited-for-for-ever gap-not-skipped-by-a-step"
+    ),
+    Promise(
+        "operation",
+        "TTL, metadata and LoRA flags dropped, a wrong base model accepted",
+        "ttl-dropped expired-checkpoint-found expired-folder-stays folder-deleted-under-its-users "
+        "one-key-two-copies last-reason-of-a-session-wins old-data-folder-as-it-is metadata-dropped "
+        "lora-settings-dropped-on-the-way checkpoint-of-another-base-accepted "
+        "unserved-base-model-accepted",
+    ),
+    Promise(
+        "operation",
+        "No keys, everybody listened to, secrets in logs",
+        "keys-not-checked listens-to-everybody binds-to-everything no-key-for-other-machines keys-in-the-log",
+    ),
+    Promise(
+        "operation",
+        "Checkpoints read whole for a download, or given to whom they are not for",
+        "download-read-whole export-deleted-under-a-download forged-url-accepted expired-url-accepted",
+        ("e2e/test_download.py::test_checkpoint_downloaded_by_the_command_is_what_peft_loads_and_was_trained",),
+    ),
+    Promise(
+        "operation",
+        "No trace of where a session's time went, or one that leaks, grows, or that Perfetto cannot show",
+        "trace-without-the-time-of-preparation trace-with-slices-that-overlap traces-grow-without-bound "
+        "traces-of-sessions-that-never-were trace-for-whoever-asks",
+        (
+            "http/test_http_session_trace_on_fakes.py::test_each_request_of_a_session_has_a_slice_with_its_stages_on_fakes",
+        ),
+    ),
+    Promise(
+        "operation",
+        "Exports that the cookbook's exporters fail on, or merge into nothing",
+        "exports-with-paths-of-transformers tied-head-as-a-tensor-of-its-own "
+        "untied-head-named-as-a-tied-one export-is-a-checkpoint folder-names-the-first-of-a-models-names",
+    ),
+    Promise(
+        "operation",
+        "Copies of a sampling client get each other's results; queue states are made up",
+        "copies-share-ids completions-seen-once queue-state-always-active",
+    ),
+    Promise(
+        "operation",
+        "A dead engine stays dead",
+        "dead-engine-stays-dead culprit-takes-all-with-it",
+        (
+            "sampling/test_engine_thread.py::test_an_exception_in_a_step_fails_what_was_in_flight_and_the_engine_comes_back",
+        ),
+    ),
+    Promise(
+        "operation",
+        "The sampler keeps memory that training lacks; or sleeps, or wakes, when nobody needs it",
+        "sleeps-when-all-fits memory-taken-from-under-samples samples-are-not-held-back "
+        "neighbours-run-again wakes-beside-the-trainers-cache removing-a-version-wakes",
+        ("http/test_http_memory_sharing_on_fakes.py::test_many_samples_at_once_wake_the_sampler_once_on_fakes",),
+    ),
+    Promise("operation", "Healthy before anything works", "healthy-before-it-is ready-before-it-is"),
+    Promise(
+        "attention",
+        "A sliding window, a soft cap or a sink ignored, forward or backward",
+        "window-ignored soft-cap-without-its-derivative sinks-without-a-share",
+    ),
+    Promise(
+        "families",
+        "Rules of a family's LM head that one engine does not know",
+        "head-without-a-name-in-vllm logits-not-capped",
+    ),
+)
+
+
+def named_tests(promise: Promise, mutations: Sequence[Mutation]) -> list[str]:
+    """Node ids of the tests of its mutations and of its own, each once."""
+    by_name = {mutation.name: mutation for mutation in mutations}
+    of_mutations = [test for name in promise.mutations.split() for test in by_name[name].tests]
+    return list(dict.fromkeys([*of_mutations, *(f"tests/{test}" for test in promise.tests)]))
+
+
+def document(mutations: Sequence[Mutation]) -> str:
+    """The content of docs/promises.md."""
+    parts = ((_HEAD, PROMISES), (_RL_HEAD, VISION_RL_PROMISES), (_MISTAKES_HEAD, MISTAKES))
+    return "\n".join("\n".join([*head, *_rows(promises, mutations), ""]) for head, promises in parts)
+
+
+def _rows(promises: Iterable[Promise], mutations: Sequence[Mutation]) -> list[str]:
+    rows = []
+    for promise in promises:
+        by_file: dict[str, list[str]] = {}
+        for test in named_tests(promise, mutations):
+            file, _, name = test.removeprefix("tests/").partition("::")
+            by_file.setdefault(file, []).append(f"`{name}`")
+        tests = "<br>".join(f"`{file}`: {', '.join(names)}" for file, names in by_file.items())
+        broken = ", ".join(f"`{name}`" for name in promise.mutations.split())
+        told = f"{promise.words}. {promise.note}" if promise.note else promise.words
+        rows.append(f"| {promise.number} | {told} | {tests or '–'} | {broken or '–'} |")
+    return rows
+
+
+_HEAD = """\
+# Promises, the tests that keep them, and how the tests are tested
+
+Written by `python -m tests.promises`; a test compares. Paths are below `tests/`. A mutation breaks one line of a
+copy, and its tests must fail: `make mutations` runs all of them, `python tests/mutations.py --only NAME` one.
+
+## What is promised
+
+| | promise | tests | mutations |
+| --- | --- | --- | --- |
+""".splitlines()
+
+_RL_HEAD = """\
+## What vision RL promises
+
+| | promise | tests | mutations |
+| --- | --- | --- | --- |
+""".splitlines()
+
+_MISTAKES_HEAD = """\
+## What servers of this kind get wrong
+
+| | mistake | tests | mutations |
+| --- | --- | --- | --- |
+""".splitlines()
+
+
+if __name__ == "__main__":
+    DOCUMENT.write_text(document(read_mutations()))
