@@ -1,12 +1,10 @@
 """The supported model families, one module each, by `model_type` of their Hugging Face config."""
 
-from collections.abc import Mapping
-
 from tinker_local.backend.families import gemma2, gemma3_text, llama, mistral, qwen2, qwen2_5_vl, qwen3, qwen3_vl
 from tinker_local.backend.families.interface import Family
 from tinker_local.types import UnsupportedError
 
-FAMILIES: Mapping[str, Family] = {
+FAMILIES: dict[str, Family] = {
     "gemma2": gemma2.FAMILY,
     "gemma3_text": gemma3_text.FAMILY,
     "llama": llama.FAMILY,
@@ -16,7 +14,6 @@ FAMILIES: Mapping[str, Family] = {
     "qwen2_5_vl": qwen2_5_vl.FAMILY,
     "qwen3_vl": qwen3_vl.FAMILY,
 }
-FAMILY_NAMES = frozenset(FAMILIES)
 
 
 def family_of(model_type: str, where: str) -> Family:

@@ -265,7 +265,7 @@ def check_source(source: ModelSource) -> None:
         return  # a hub name
     if not (folder / "config.json").is_file():
         raise ValueError(f"--model {source.name}: {folder} holds no config.json")
-    from tinker_local.backend.families import FAMILY_NAMES
+    from tinker_local.backend.families import FAMILIES
 
     try:
         config = json.loads((folder / "config.json").read_bytes())
@@ -274,8 +274,8 @@ def check_source(source: ModelSource) -> None:
     if not isinstance(config, dict):
         raise ValueError(f"--model {source.name}: {folder / 'config.json'} holds no JSON object")
     model_type = config.get("model_type")
-    if model_type not in FAMILY_NAMES:
+    if model_type not in FAMILIES:
         raise ValueError(
             f"--model {source.name}: model_type {model_type!r} is not supported; "
-            f"supported are {', '.join(sorted(FAMILY_NAMES))}"
+            f"supported are {', '.join(sorted(FAMILIES))}"
         )
