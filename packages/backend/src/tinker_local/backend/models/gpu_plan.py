@@ -1,8 +1,7 @@
-"""How a trainer and a vLLM engine share one GPU: by a plan made before either is loaded, so that neither finds the
-other's memory in its way. Knows numbers alone; imports neither torch nor vLLM.
+"""Divides a GPU's memory between a trainer and a vLLM engine before either is loaded. Imports neither torch nor vLLM.
 
-Both hold the model's weights. Of what is left the trainer gets what a full micro-batch takes without computing anything
-again, but at most half of it; the KV cache gets the rest, but no more than its sequences can fill.
+Both hold the model's weights. Of the rest, the trainer gets what a full micro-batch needs without recomputation, but at
+most half; the KV cache gets the remainder, but no more than its sequences can fill.
 """
 
 from collections.abc import Mapping
@@ -11,16 +10,15 @@ from typing import Any
 
 _GIB = 2**30
 _RUNTIME = 3 * _GIB
-"""CUDA contexts of two processes, libraries' workspaces, CUDA graphs, what allocators cannot use."""
+"""CUDA contexts of two processes, workspaces of libraries, CUDA graphs, fragmentation."""
 _COUNTED_ADAPTERS = 4
-"""Adapters in training that are given room beside activations; more take from the activations, which are then computed
-again."""
+"""Training adapters with reserved memory; more of them take memory from activations, which are then recomputed."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSizes:
-    """A model in numbers. `parameters` in all; those of the language model's layers by `hidden`, `intermediate`,
-    `layers`, `q_width` and `kv_width` (heads times head size); `vocabulary`; `itemsize` bytes of a number."""
+    """Sizes of a model. `parameters`: of the whole model. `q_width`, `kv_width`: heads times head size. `itemsize`:
+    bytes per number. The others describe the language model's layers."""
 
     parameters: int
     hidden: int
@@ -37,30 +35,29 @@ class ModelSizes:
 
     @property
     def kv_bytes(self) -> int:
-        """Of one position in the KV cache."""
+        """Of one position."""
         return 2 * self.kv_width * self.layers * self.itemsize
 
     def adapter_parameters(self, rank: int) -> int:
-        """Of an adapter on all projections and the LM head."""
+        """Of an adapter with that rank on all projections and the LM head."""
         widths = 6 * self.hidden + 2 * self.q_width + 2 * self.kv_width + 3 * self.intermediate
         return rank * (self.layers * widths + self.hidden + self.vocabulary)
 
     def activation_bytes(self) -> int:
-        """Of one position in one layer of the trainer, everything kept (`training/decoders/written_out`)."""
+        """Of one position in one layer of the trainer without recomputation (`training/decoders/written_out`)."""
         return self.itemsize * (2 * self.hidden + 2 * self.q_width + 2 * self.kv_width + 2 * self.intermediate)
 
 
 @dataclass(frozen=True, slots=True)
 class GpuPlan:
-    """Bytes: `kv_cache` for vLLM; `activations` is the most that the trainer's may take (weights, adapters and logits
-    apart)."""
+    """Bytes: `kv_cache` for vLLM, and `activations`, the trainer's limit without weights, adapters and logits."""
 
     kv_cache: int
     activations: int
 
 
 def model_sizes(config: Mapping[str, Any], parameters: int, itemsize: int) -> ModelSizes:
-    """Sizes from the fields of a text config as transformers has them."""
+    """Sizes from the fields of a text config of transformers."""
     head = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     return ModelSizes(
         parameters=parameters,
@@ -96,7 +93,7 @@ def plan_gpu(
     slots = adapter_slots * sizes.adapter_parameters(max_rank) * sizes.itemsize
     step = batched_tokens * (4 * sizes.intermediate + 8 * sizes.hidden) * sizes.itemsize
     sampler = sizes.weight_bytes + slots + step + 3 * max_sequences * sizes.vocabulary * 4 + logits + image_cache
-    # Weights, gradient and two moments in float32, and A, B and their gradients beside one another for a micro-batch.
+    # Weights, gradient and two moments in float32, and A, B and their gradients stacked for a micro-batch.
     adapter = sizes.adapter_parameters(min(max_rank, 32))
     adapters = _COUNTED_ADAPTERS * adapter * 4 * 4 + adapter * (2 * sizes.itemsize + 4 * 2)
     trainer = sizes.weight_bytes + adapters + 2 * logits + image_cache
@@ -110,7 +107,7 @@ def plan_gpu(
     least_kv = context * sizes.kv_bytes
     if left < least + least_kv:
         raise ValueError(
-            f"{_gib(free)} of GPU memory are free, and two copies of the weights ({_gib(sizes.weight_bytes)} each), "
+            f"{_gib(free)} of GPU memory are free, but two copies of the weights ({_gib(sizes.weight_bytes)} each), "
             f"adapters, buffers, a KV cache for one sequence of {context} positions ({_gib(least_kv)}) and the "
             f"activations of {longest} ({_gib(least)}) take {_gib(free - left + least + least_kv)}; "
             "a smaller max_context_length, micro_batch_tokens or max_rank needs less"

@@ -1,4 +1,4 @@
-"""Loading base models: what serves each, the real engines (vLLM and HF transformers) or the fakes."""
+"""Loads base models: the real engines (vLLM and HF transformers) or the fakes."""
 
 import asyncio
 import functools
@@ -57,7 +57,7 @@ async def load_base_models(
     trainer and sampler compute a model differently.
     """
     for place, (path, names) in enumerate(sources.items()):
-        share = options.gpu_memory_utilization / (len(sources) - place)  # of what those before it have left
+        share = options.gpu_memory_utilization / (len(sources) - place)  # of what the models before it left
         sleeps = options.sampler_sleeps and len(sources) == 1
         part = replace(options, gpu_memory_utilization=share, sampler_sleeps=sleeps)
         engines, seconds = await in_daemon_thread(load_engines, load or load_real, path, names, part, progress)
@@ -84,7 +84,7 @@ async def load_base_models(
 def load_engines(
     loader: EngineLoader, path: str, names: Sequence[str], options: BackendOptions, progress: Progress
 ) -> tuple[Engines, float]:
-    """Load one copy, telling `progress`; returns the engines and the seconds it took."""
+    """Load one copy and report to `progress`; returns the engines and the seconds it took."""
     progress(f"loading {', '.join(names)} from {path}")
     start = time.monotonic()
     engines = loader(ModelSource(names[0], path), options)
@@ -101,7 +101,7 @@ def resident_mib() -> float:
 
 @functools.cache
 def engine_thread() -> "EngineThread":
-    """The one thread of this process that steps vLLM engines: vLLM keeps what it works on in a global."""
+    """The one thread of this process that steps vLLM engines; vLLM's forward context is a global."""
     from tinker_local.backend.vllm_engine.engine_thread import EngineThread
 
     return EngineThread()
@@ -109,11 +109,12 @@ def engine_thread() -> "EngineThread":
 
 @contextmanager
 def starting(place: TrainerPlace, factory: "TrainerFactory") -> "Iterator[TrainerFactory]":
-    """What makes the trainer of `factory` at its place, to be called within.
+    """A function that makes the trainer of `factory` at `place`; call it within the context.
 
-    A process starts and imports at once, but allocates nothing on the device before the call. So the sampler is built
-    first, while the process starts: vLLM refuses to start on less free memory than it asks for, takes what changes
-    meanwhile for its own, and the trainer then sees what is really left. It is closed again if anything between fails.
+    A trainer process starts and imports at once, but allocates nothing on the device before that call. So the sampler
+    is built first, while the process starts: vLLM refuses to start on less free memory than it asks for and counts
+    concurrent changes as its own, and the trainer then sees what is really left. The process is closed if the context
+    fails.
     """
     if place == "inline":
         yield factory
@@ -129,14 +130,14 @@ def starting(place: TrainerPlace, factory: "TrainerFactory") -> "Iterator[Traine
 
 
 def trainer_place(options: BackendOptions) -> TrainerPlace:
-    """Where a real trainer runs unless `options` say so: in a process of its own if it has a GPU to keep busy."""
+    """Where a real trainer runs: as `options` say, otherwise in a separate process if there is a GPU."""
     import torch
 
     return options.trainer or ("process" if torch.cuda.is_available() else "inline")
 
 
 def load_real(source: ModelSource, options: BackendOptions) -> Engines:
-    """vLLM for sampling, HF transformers for training, on one copy of the weights each."""
+    """vLLM for sampling and HF transformers for training, each with its own copy of the weights."""
     from tinker_local.backend.training.worker import HFTrainer
     from tinker_local.backend.vllm_engine import build_engine, compat_vllm
     from tinker_local.backend.vllm_engine.vllm_sampler import VLLMSampler
@@ -216,7 +217,7 @@ def load_renderer(
 
 
 def plan_for(config: Any, engine: "EngineOptions", options: BackendOptions) -> GpuPlan:
-    """The plan for a model of `config` on the current GPU as free as it is now."""
+    """The plan for a model of `config` on the current GPU with its free memory."""
     import torch
     from tinker_local.backend.training.worker import CUDA_LOGITS
     from transformers import AutoModel
@@ -246,7 +247,7 @@ def plan_for(config: Any, engine: "EngineOptions", options: BackendOptions) -> G
 
 
 def load_fake(source: ModelSource, options: BackendOptions) -> Engines:
-    """The numpy model in place of everything; its name may be any."""
+    """The numpy model under any name."""
     from tinker_local.backend.fakes import FakeModel, FakeRenderer, FakeSampler, FakeTrainer
 
     model = FakeModel(source.name)
@@ -257,7 +258,7 @@ def load_fake(source: ModelSource, options: BackendOptions) -> Engines:
 
 
 def check_source(source: ModelSource) -> None:
-    """ValueError, before anything is loaded, for a folder that cannot work."""
+    """ValueError, before anything is loaded, for a folder that cannot be served."""
     folder = Path(source.path)
     if not folder.exists():
         if source.path.startswith((".", "/", "~")) or source.path.count("/") != 1:

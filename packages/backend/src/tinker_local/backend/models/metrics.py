@@ -1,4 +1,4 @@
-"""What is counted while a base model is served. Every number is kept by the part that knows it and only read here."""
+"""Counters of a served base model. Each number is kept by the part that knows it, and only read here."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -9,12 +9,11 @@ from tinker_local.types.errors import Category
 
 @dataclass(slots=True, eq=False)
 class Counts:
-    """What the control plane itself counts for one base model, since its start; the event loop alone touches it.
+    """Counts of the control plane for one base model since its start. Used on the event loop only.
 
-    `samples`: sequences given out. `prompt_tokens`: positions of their prompts, once per request. `sampled_tokens`: of
-    these sequences. `samples_accepted`: requests that have not ended; of these, `samples_running` are in the sampler.
-    `submits_refused`: training requests for which there was no room. `failures`: operations that ended with an error,
-    by its category.
+    `samples`: sequences returned. `prompt_tokens`: positions of their prompts, once per request. `sampled_tokens`: of
+    these sequences. `samples_accepted`: unfinished requests; `samples_running` of them are in the sampler.
+    `submits_refused`: training requests refused because the queue was full. `failures`: failed operations by category.
     """
 
     samples: int = 0
@@ -29,28 +28,28 @@ class Counts:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ModelMetrics:
-    """One copy of a base model at one moment. Counts begin with the server and never go down.
+    """One copy of a base model at one moment. Counts start at zero when the model is ready, and never go down.
 
     Counts
     ------
-    images_rendered: images decoded and processed; one that is still kept is not processed again.
-    images_encoded_by_sampler, images_encoded_by_trainer: images that went through that engine's vision tower.
-    samples, prompt_tokens, sampled_tokens: sequences given out, the positions of their prompts (once per request,
+    images_rendered: images decoded and processed; cached ones are not processed again.
+    images_encoded_by_sampler, images_encoded_by_trainer: images that each engine's vision tower encoded.
+    samples, prompt_tokens, sampled_tokens: sequences returned, the positions of their prompts (once per request,
         image positions included), their own tokens.
-    trained_tokens: positions of the data of every `forward_backward` that succeeded (`forward` is none).
+    trained_tokens: positions of the data of successful `forward_backward`s (`forward` does not count).
     optimizer_steps: steps taken.
-    submits_refused: how often a training request was not taken, because as much was queued as may be; each is sent
-        again, and counts again if it is refused again.
-    sampler_sleeps: how often the sampler gave its memory to the trainer, for requests that did not fit otherwise.
-    failures: operations that ended with an error, by the category that the client saw; a cancelled one is the user's.
-        What was refused at submission never became an operation.
+    submits_refused: training requests refused because the queue was full; a request that is sent and refused again
+        counts again.
+    sampler_sleeps: how often the sampler went to sleep for training requests that did not fit otherwise.
+    failures: failed operations by the category that the client saw; cancelled ones count as the user's. Requests
+        refused at submission are not operations.
 
     Of the moment
     -------------
-    samples_running, samples_waiting: sample requests in the sampler (its own queue included), and on their way to it.
+    samples_running, samples_waiting: sample requests in the sampler (including its queue), and on their way to it.
     commands_running, commands_waiting: training commands in the trainer, and queued for it.
     adapters: adapters that are being trained.
-    sampler_versions: adapter versions that the sampler has verified and may be sampled from.
+    sampler_versions: adapter versions that the sampler has verified.
     sampler_asleep: whether the sampler is asleep so that the trainer can use its memory; the next sample wakes it.
     """
 

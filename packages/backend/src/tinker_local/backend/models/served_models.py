@@ -1,4 +1,4 @@
-"""Base models that are loaded: one renderer, trainer and sampler for each copy of the weights, under all its names."""
+"""Loaded base models: one renderer, trainer and sampler for each copy of the weights, under all its names."""
 
 import asyncio
 import hashlib
@@ -41,7 +41,7 @@ Progress = Callable[[str], None]
 
 @dataclass(slots=True, eq=False)
 class ServedModel:
-    """One copy of a base model's weights and everything that works on it.
+    """One copy of a base model's weights with its engines and scheduler.
 
     `probes`: prompts on which trainer and sampler must agree. `images_of_start`: the counts of `images()` until then.
     """
@@ -83,7 +83,7 @@ class ServedModel:
         return agreement
 
     def metrics(self) -> ModelMetrics:
-        """What its parts have counted so far; waits for none of them."""
+        """Current counts of its parts; never blocks."""
         counts, scheduler, engines = self.counts, self.scheduler, self.engines
         rendered, by_sampler, by_trainer = (
             now - before for now, before in zip(self.images(), self.images_of_start, strict=True)
@@ -117,7 +117,7 @@ class ServedModel:
 
 
 class ServedModels:
-    """The base models of a server, by every name they have."""
+    """The base models of a server, by each of their names."""
 
     def __init__(self) -> None:
         self._by_name: dict[str, ServedModel] = {}
@@ -127,7 +127,7 @@ class ServedModels:
             self._by_name[name] = model
 
     def get(self, name: str) -> ServedModel:
-        """The model served under `name`; InvalidRequestError with the names that are served."""
+        """The model served under `name`; otherwise InvalidRequestError with the served names."""
         if name not in self._by_name:
             served = ", ".join(sorted(self._by_name)) or "none"
             raise InvalidRequestError(f"base_model: {name!r} is not served here; served are: {served}")
@@ -137,17 +137,17 @@ class ServedModels:
         return list(self._by_name)
 
     def distinct(self) -> list[ServedModel]:
-        """Every loaded copy once."""
+        """Each loaded copy once."""
         return list({id(model): model for model in self._by_name.values()}.values())
 
     async def close(self) -> None:
-        """Stop everything that works on them."""
+        """Stop all models."""
         for model in self.distinct():
             await model.close()
 
 
 def by_path(sources: Sequence[ModelSource]) -> dict[str, list[str]]:
-    """Names of each copy of weights, in order; ValueError if one name stands for two."""
+    """Names of each copy of weights, in order; ValueError if two copies share a name."""
     names: dict[str, list[str]] = {}
     owner: dict[str, str] = {}
     for source in sources:
@@ -162,8 +162,8 @@ def by_path(sources: Sequence[ModelSource]) -> dict[str, list[str]]:
 def tokenizer_id(path: str, data_dir: Path) -> str:
     """A name under which the SDK's loader finds the tokenizer of `path`.
 
-    A hub name stands for itself. The SDK cuts everything after a colon, so a folder whose path holds one is reached
-    through a link in the data folder.
+    A hub name is its own id. The SDK drops everything after a colon, so a folder with one in its path gets a link in
+    the data folder.
     """
     folder = Path(path)
     if not folder.is_dir():

@@ -1,8 +1,8 @@
-"""What a request asks about its prompt, and the arrays that answer it; samplers fill them a part at a time.
+"""Questions about a prompt and the arrays with the answers, which samplers fill in parts.
 
 Row r of a prompt of P positions, 0 <= r < P - 1, is about position r + 1: the model's distribution after the positions
-0 to r. Logprobs are of temperature 1. An image's position is like any other: its row is the language model's
-distribution there, and the token that is scored is the image pad's id.
+0 to r. Logprobs are of temperature 1. Positions of an image are like any other: the row is the language model's
+distribution there, and the scored token is the image pad's id.
 """
 
 import hashlib
@@ -16,21 +16,21 @@ from tinker_local.backend.sampling.interface import SampleWork
 from tinker_local.types import InvalidRequestError, PromptAltTokens, TensorData, TopkLogprobs
 
 MAX_CELLS = 2**25
-"""Most cells of one answer: positions times k, or ids that are scored. 8 bytes each, so 256 MiB."""
+"""Most cells of one answer (positions times k, or scored ids). 8 bytes each, so 256 MiB."""
 
 EMPTY_LOGPROB = -99999.0
-"""With token 0, what a cell of top-k logprobs holds that was not computed."""
+"""With token 0, the value of a top-k cell that was not computed."""
 
 _BLOCK = 1024
-"""Rows of random numbers that are made at a time."""
+"""Rows of random numbers per block."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Targets:
     """The cells of `target_prompt_logprobs` that name an id, in the order of their rows.
 
-    int64 [M] each: `rows`, `ids`, and `cells`, the places of their logprobs in the answer's flat data. `request` is
-    what was sent, whose shape and layout the answer has.
+    int64 [M] each: `rows`, `ids`, and `cells`, their indices in the answer's flat data. The answer has the shape and
+    layout of `request`.
     """
 
     rows: npt.NDArray[np.int64]
@@ -44,7 +44,7 @@ class Targets:
         return slice(int(first), int(end))
 
     def answer(self, logprobs: npt.NDArray[np.float32]) -> TensorData:
-        """`logprobs` [M] at their places, 0.0 elsewhere."""
+        """`logprobs` [M] in their cells, 0.0 elsewhere."""
         data = np.zeros(self.request.data.size, np.float32)
         data[self.cells] = logprobs
         return self.request.model_copy(update={"data": data, "dtype": "float32"})
@@ -54,8 +54,8 @@ class Targets:
 class Draws:
     """`k` tokens for each row, independent and with replacement, from softmax(logits / temperature).
 
-    `key`: 63 bits. The random numbers of a row depend on nothing else, so that a prompt that is computed in parts, or
-    twice, draws the same.
+    `key`: 63 bits. The random numbers of a row only depend on it, so a prompt that is computed in parts, or twice,
+    draws the same tokens.
     """
 
     k: int
@@ -63,8 +63,8 @@ class Draws:
     key: int
 
     def uniforms(self, start: int, stop: int) -> npt.NDArray[np.float64]:
-        """[stop - start, k] in [0, 1), those of rows [start, stop)."""
-        blocks = range(start // _BLOCK, max(-(-stop // _BLOCK), start // _BLOCK + 1))  # one for no rows, too
+        """[stop - start, k] in [0, 1), for rows [start, stop)."""
+        blocks = range(start // _BLOCK, max(-(-stop // _BLOCK), start // _BLOCK + 1))  # at least one, also for no rows
         numbers = [
             np.random.Generator(np.random.Philox(key=self.key, counter=[0, 0, 0, block])).random((_BLOCK, self.k))
             for block in blocks
@@ -75,10 +75,8 @@ class Draws:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PromptQuestions:
-    """`next_ids` int32 [P - 1]: the token that follows each row. `chosen`: whether their logprobs are asked for.
-
-    `chosen_from`: the first row of which those and the top-k are asked for.
-    """
+    """`next_ids` int32 [P - 1]: the token that follows each row. `chosen`: whether to score them. `chosen_from`: the
+    first row to score, and to give the top-k of."""
 
     next_ids: npt.NDArray[np.int32]
     chosen: bool
@@ -94,7 +92,7 @@ class PromptQuestions:
 
     @property
     def first_row(self) -> int:
-        """No row before it has to be computed."""
+        """The first row that has to be computed."""
         if self.draws is not None:
             return 0
         first = self.num_rows if self.targets is None else int(self.targets.rows[0])
@@ -145,7 +143,7 @@ class PromptScores:
 
 
 def prompt_questions(work: SampleWork, vocab_size: int) -> PromptQuestions | None:
-    """What `work` asks about its prompt, None if nothing; InvalidRequestError for what cannot be answered."""
+    """The questions of `work`, None if it has none; InvalidRequestError for what cannot be answered."""
     length = work.prompt.length
     chosen_from = _first_of_last(work.prompt_logprobs_last_n, length, work.prompt_logprobs)
     _check_width("topk_prompt_logprobs", work.topk_prompt_logprobs, length, vocab_size)
@@ -230,7 +228,7 @@ def _targets(request: TensorData, length: int, vocab_size: int) -> Targets:
 
 
 def _key(seed: int | None) -> int:
-    """63 bits, of which samples of the same seed know nothing."""
+    """63 bits, independent of samples with the same seed."""
     if seed is None:
         return secrets.randbits(63)
     return int.from_bytes(hashlib.sha256(f"{seed}/alternatives".encode()).digest()[:8], "big") >> 1
