@@ -39,7 +39,7 @@ REFUSED_PATIENCE = 60.0
 """Seconds to wait for a refused id to be sent again: the longest pause of the SDK between two is half of it."""
 
 MOST_REFUSED = 4096
-"""Refused ids that are remembered; a client that is refused sends a few chunks at once and then waits."""
+"""Refused ids to remember; a refused client sends a few chunks at once and then waits."""
 
 
 PATIENCE = 120.0
@@ -58,7 +58,7 @@ class Refusals:
 
 
 class CommandLog(Generic[C]):
-    """The commands of one model that have not run yet, in order."""
+    """The commands of one training run that have not run yet, in order."""
 
     def __init__(self, patience: float = GAP_PATIENCE) -> None:
         self.next_seq_id = 1
@@ -70,11 +70,11 @@ class CommandLog(Generic[C]):
         self._poisoned: str | None = None
 
     def __len__(self) -> int:
-        """Commands that have not been taken."""
+        """Commands not taken yet."""
         return len(self._entries)
 
     def accepts(self, seq_id: int) -> bool:
-        """Whether a new command with this id can still run; false if the model has gone on without it."""
+        """Whether a new command with this id can still run; false if the run has passed it."""
         return seq_id >= self.next_seq_id and seq_id not in self._entries
 
     def add(self, seq_id: int, command: C, *, chunk: bool, now: float) -> None:
@@ -102,23 +102,23 @@ class CommandLog(Generic[C]):
         return self._entries[self.next_seq_id]
 
     def can_run(self, now: float) -> bool:
-        """Whether there is a command that waits for no other to arrive."""
+        """Whether there is a command that does not wait for another to arrive."""
         return bool(self._entries) and (self.next_seq_id in self._entries or self._skipped(now))
 
     def refuse(self, seq_id: int, now: float) -> None:
-        """The command is not taken for now, and will be sent again."""
+        """Note that a command was refused for now, and will be sent again."""
         if (times := self._refused.get(seq_id)) is not None:
             times.last = now
         elif len(self._refused) < MOST_REFUSED:
             self._refused[seq_id] = Refusals(now, now)
 
     def refused_since(self, seq_id: int) -> float | None:
-        """When a command that has not been taken yet was refused first; None if it never was."""
+        """When a command that was not taken yet was first refused; None if it never was."""
         times = self._refused.get(seq_id)
         return None if times is None else times.first
 
     def pop(self, now: float) -> None:
-        """The head has been taken to run."""
+        """Remove the head, which runs now."""
         del self._entries[self.next_seq_id]
         self.next_seq_id += 1
         self._look_for_gap(now)
@@ -136,7 +136,7 @@ class CommandLog(Generic[C]):
         return [self._entries[seq_id] for seq_id in sorted(self._entries)]
 
     def poison(self, reason: str) -> None:
-        """The gradient added up since the last step is not what the client thinks: the next step must fail."""
+        """The gradient accumulated since the last step is not what the client expects: the next step must fail."""
         self._poisoned = self._poisoned or reason
 
     def take_poisoned(self) -> str | None:
@@ -145,12 +145,12 @@ class CommandLog(Generic[C]):
         return reason
 
     def _skipped(self, now: float) -> bool:
-        """Whether the gap at the front need not be waited for."""
+        """Whether to skip the gap at the front."""
         first = min(self._entries)
         return first <= self._skip_to and self._refused_until(first) <= now
 
     def _refused_until(self, first: int) -> float:
-        """When no refused id below `first` is waited for any longer."""
+        """When the wait for refused ids below `first` ends."""
         last = (times.last for seq_id, times in self._refused.items() if seq_id < first)
         return max((when + REFUSED_PATIENCE for when in last), default=-math.inf)
 
@@ -166,7 +166,7 @@ class CommandLog(Generic[C]):
 
 
 class Load(NamedTuple):
-    """Commands, and bytes of their requests, that have not been taken to run."""
+    """Queued commands and the bytes of their requests."""
 
     commands: int = 0
     size: int = 0
@@ -182,7 +182,7 @@ def total(loads: Iterable[Load]) -> Load:
 
 
 class Queued(Protocol):
-    """A model as the bounds see it."""
+    """A queue as the bounds see it."""
 
     @property
     def session_id(self) -> str: ...
@@ -199,13 +199,13 @@ class Queued(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """The most that may be queued for all sessions together, and for one."""
+    """The most that may be queued, for all sessions together and for one."""
 
     all: Load
     session: Load
 
     def check(self, queue: Queued, queues: Iterable[Queued], seq_id: int, size: int) -> None:
-        """TooManyRequestsError if a command of `size` bytes is not to be taken for now; `queues`: of all models."""
+        """TooManyRequestsError if a command of `size` bytes is refused for now; `queues`: of all training runs."""
         now = queue.now()
         if not queue.commands.can_run(now):
             return
@@ -220,7 +220,7 @@ class Bounds:
             raise TooManyRequestsError(reason, retry_after=retry_after(waited))
 
     def too_large(self, queue: Queued, seq_id: int, size: int) -> str | None:
-        """Why a gradient of `size` bytes could never run behind what its model waits with already; None if it can."""
+        """Why a gradient of `size` bytes could never run behind what its queue holds; None if it can."""
         waiting = 0 if seq_id == queue.commands.next_seq_id or queue.commands.can_run(queue.now()) else queue.load.size
         if waiting + size <= self.all.size:
             return None
@@ -230,7 +230,7 @@ class Bounds:
         )
 
     def _exceeded(self, size: int, session: Load, everything: Load) -> str | None:
-        """Which bound a command of `size` bytes would exceed, in words; None if none."""
+        """The bound that a command of `size` bytes would exceed, in words; None if none."""
         for load, bound, whose in ((session, self.session, "this session"), (everything, self.all, "all sessions")):
             if load.commands + 1 > bound.commands:
                 return f"{load.commands} training requests of {whose} are queued, the most is {bound.commands}"

@@ -1,26 +1,28 @@
-"""Whose turn it is: deficit round robin over sessions, and in each over its models.
+"""Whose turn it is: deficit round robin over sessions, and within each over its training runs.
 
 Knows nothing of asyncio, trainers or clocks. The scheme is that of M. Shreedhar and G. Varghese, "Efficient fair
 queueing using deficit round robin" (SIGCOMM 1995), with a session as their flow and a command as their packet:
 
-1. Sessions stand in a ring. On its turn a session is given `quantum` and takes what it can pay for; what is left of
-   it is kept for its next turn only if the session still has something that could be taken. So who is idle, or waits
-   for the end of a batch, saves nothing up. Between two sessions that always have something to take, what they were
-   given never differs by more than `quantum` + 2 × the largest cost, however many models they have; with steps
-   (point 5), 3 × `quantum` + 2 × (the largest cost of a gradient + that of a step).
-2. In a session its models take turns, command by command. Whose turn it is keeps it until it can be paid for.
-3. One call of the trainer takes gradients of many models and sessions: the order of the turns is cut into batches of
-   at most `budget` positions (one command that is larger goes alone) and goes on with the next batch where it was cut.
-4. A batch takes a second turn of the ring only if nobody waits for it to end for the sake of others: every session of
-   the batch must have something more to put into it; and if a model has not, all sessions must have models that are
-   not in the batch yet. So all models of a single session join one batch; and one whose optimizer step stands right
-   behind its gradient waits for one turn of the others, a quantum and a command each, and not for the longest batch.
-5. What is no gradient (a step, a save) runs between batches, as soon as it is at the head of its model, so that the
-   model can join the next batch. The session owes its cost: who owes `quantum` or more runs no other, and half of the
-   quantum of each turn (all of it, if there is no gradient to take) goes to what is owed.
-Costs are in positions through forward and backward. The base model is frozen, so that the backward pass computes the
-gradient of activations but none of weights (adapters apart) and costs what the forward pass costs: a forward pass
-alone is half of both.
+1. Sessions stand in a ring. On its turn a session gets `quantum` and takes what it can pay for. It keeps the rest for
+   its next turn only if it still has something to take. So a session that is idle, or waits for the end of a batch,
+   saves nothing up. Between two sessions that always have something to take, the amounts received never differ by more
+   than `quantum` + 2 x the largest cost, however many runs they have; with steps (point 5), 3 x `quantum` + 2 x (the
+   largest cost of a gradient + that of a step).
+2. Within a session its runs take turns, command by command. A run keeps its turn until its session can afford the
+   command.
+3. One call of the trainer takes gradients of many runs and sessions. The order of the turns is cut into batches of at
+   most `budget` positions (a larger command goes alone), and the next batch continues where the last was cut.
+4. A batch takes a second turn of the ring only if it delays none of its members for the sake of others: every session
+   in the batch must have more to add, and if one of its runs has not, all sessions must have runs outside the batch. So
+   all runs of a single session join one batch; and a run whose optimizer step follows its gradient waits for one turn
+   of the others, a quantum and a command each, not for the longest batch.
+5. Commands other than gradients (a step, a save) run between batches, as soon as they are at the head of their run, so
+   that the run can join the next batch. The session owes their cost: at a debt of `quantum` it runs no more of them,
+   and half of the quantum of each turn (all of it, without a gradient to take) pays the debt.
+
+Costs are in positions through forward and backward. The base model is frozen, so the backward pass computes gradients
+of activations but not of its weights (adapters apart) and costs as much as the forward pass: a forward pass alone is
+half of both.
 """
 
 from collections import OrderedDict
@@ -44,7 +46,7 @@ class Cost(Protocol):
 
 
 class Member(Protocol[T_co]):
-    """A model as fairness sees it."""
+    """A training run as fairness sees it."""
 
     @property
     def session_id(self) -> str:
@@ -52,13 +54,13 @@ class Member(Protocol[T_co]):
 
     @property
     def idle(self) -> bool:
-        """Whether nothing at all is queued for it."""
+        """Whether nothing is queued for it."""
 
     def offer(self) -> Cost | None:
         """The command that could run now; None if nothing is queued or it is not ready."""
 
     def take(self) -> T_co:
-        """Take what is offered: `offer` is then about what follows it."""
+        """Take the offered command; `offer` then gives the next."""
 
 
 def gradient_cost(positions: int, *, backward: bool) -> int:
@@ -68,8 +70,8 @@ def gradient_cost(positions: int, *, backward: bool) -> int:
 
 @dataclass(slots=True, eq=False)
 class _Session(Generic[T]):
-    """`deficit`: cost of gradients that it may still take. `debt`: cost of what it ran else and has not paid for.
-    `on_turn`: has been given its quantum for this turn."""
+    """`deficit`: cost of gradients that it may still take. `debt`: unpaid cost of its other commands. `on_turn`: it has
+    received its quantum for this turn."""
 
     deficit: int = 0
     debt: int = 0
@@ -77,14 +79,14 @@ class _Session(Generic[T]):
     models: OrderedDict[int, Member[T]] = field(default_factory=OrderedDict)
 
     def gradient(self, besides: Collection[int] = ()) -> tuple[Member[T], Cost] | None:
-        """Of the models with a gradient the one whose turn it is; `besides` those with these `id`s."""
+        """The run whose turn it is among those with a gradient, except those with the `id`s in `besides`."""
         for key, model in self.models.items():
             if key not in besides and (offer := gradient_of(model)) is not None:
                 return model, offer
         return None
 
     def step(self) -> tuple[Member[T], Cost] | None:
-        """A model with something at its head that is no gradient."""
+        """A run with a command at its head that is not a gradient."""
         for model in self.models.values():
             if (offer := model.offer()) is not None and not offer.positions:
                 return model, offer
@@ -98,7 +100,7 @@ class _Session(Generic[T]):
             self.deficit += quantum - paid
 
     def settle(self) -> None:
-        """Who has no gradient to take saves nothing, and who has nothing queued at all owes nothing."""
+        """Without a gradient to take it saves nothing; with nothing queued it owes nothing."""
         if self.gradient() is None:
             self.on_turn = False
             self.deficit = 0
@@ -107,7 +109,7 @@ class _Session(Generic[T]):
 
 
 class FairQueue(Generic[T]):
-    """The models of one trainer, and who of them is next."""
+    """The training runs of one trainer, and which of them is next."""
 
     def __init__(self, quantum: int) -> None:
         if quantum < 2:
@@ -119,7 +121,7 @@ class FairQueue(Generic[T]):
         self._ring.setdefault(model.session_id, _Session()).models[id(model)] = model
 
     def remove(self, model: Member[T]) -> None:
-        """Unknown models are ignored."""
+        """Ignores unknown runs."""
         session = self._ring.get(model.session_id)
         if session is not None and session.models.pop(id(model), None) is not None and not session.models:
             del self._ring[model.session_id]
@@ -127,7 +129,7 @@ class FairQueue(Generic[T]):
     # Between batches ------------------------------------------------------------------------------------------------
 
     def take_step(self) -> T | None:
-        """Take something that is no gradient, of whoever may run it now; None if nobody may."""
+        """Take a command that is not a gradient, of a session that may run it now; None if there is none."""
         for session in self._ring.values():
             if session.debt < self._quantum and (found := session.step()) is not None:
                 model, offer = found
@@ -137,7 +139,7 @@ class FairQueue(Generic[T]):
         return None
 
     def steps_wait(self) -> bool:
-        """Whether there is something that is no gradient, of a session that has to pay first."""
+        """Whether a command other than a gradient waits for its session to pay."""
         return any(session.step() is not None for session in self._ring.values())
 
     # A batch --------------------------------------------------------------------------------------------------------
@@ -145,7 +147,7 @@ class FairQueue(Generic[T]):
     def take_batch(self, budget: int) -> list[T]:
         """Take the gradients of the trainer's next call.
 
-        Empty if nobody has one, or if whoever has something else has to pay for it first: then `steps_wait`.
+        Empty if there is none, or if the sessions of other commands have to pay first: then `steps_wait`.
         """
         for session in self._ring.values():
             session.settle()
@@ -171,7 +173,7 @@ class FairQueue(Generic[T]):
         return batch
 
     def _turns(self, batch: Mapping[int, Member[T]]) -> list[str]:
-        """The sessions that take their turns now, in order; none if the batch of these models is to end."""
+        """The sessions that take their turns now, in order; none if the batch of these runs is complete."""
         turns = {name for name, session in self._ring.items() if session.gradient() is not None}
         if batch:
             waits = any(gradient_of(model) is None for model in batch.values())
@@ -185,6 +187,6 @@ class FairQueue(Generic[T]):
 
 
 def gradient_of(model: Member[T]) -> Cost | None:
-    """What a model has for a batch now."""
+    """The gradient that a run has for a batch now."""
     offer = model.offer()
     return offer if offer is not None and offer.positions else None

@@ -30,10 +30,10 @@ class GradientCommand:
 
     Attributes
     ----------
-    prepare: decodes, renders and checks the data off the event loop; called once, when it is this command's turn,
-        and forgotten, with what it was made from.
-    size: bytes of the request that are held until it has run.
-    prepared: what becomes of `prepare`, once it has begun.
+    prepare: decodes, renders and checks the data off the event loop. Called once, when it is this command's turn, and
+        then dropped with the request.
+    size: bytes of the request, held until it has run.
+    prepared: the task of `prepare`, once it has started.
     positions: of the data, image positions included; 0 until they are known.
     ready_at: when it was prepared.
     queue: where it was added.
@@ -104,9 +104,8 @@ class ModelQueue:
     ----------
     now: the event loop's clock.
     released: its adapter exists, so its commands may run.
-    ended_at, absence: when its last command ended, and how long after the end of one its last gradient was ready:
-        seconds.
-    ready, ahead: gradients that are prepared and have not been taken, and their positions.
+    ended_at, absence: when its last command ended, and how long after that its last gradient was ready, in seconds.
+    ready, ahead: prepared gradients that were not taken yet, and their positions.
     """
 
     model_id: str

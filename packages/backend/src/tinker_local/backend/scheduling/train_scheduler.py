@@ -24,26 +24,26 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 WAIT_SHARE, LONGEST_WAIT = 0.25, 0.02
-"""Batching window for runs expected to submit again: as a share of the last call's time, and in seconds. (Eight
-clients of 64 tokens a step that send a step when they have the gradient's result, and calls of 50 ms: 8 instead of 4
-share a call, and make 40 % more steps.)"""
+"""Batching window for runs expected to submit again: a share of the last call's time, and at most so many seconds.
+(Eight clients of 64 tokens a step that send a step when they have the gradient's result, and calls of 50 ms: 8 instead
+of 4 share a call, and make 40 % more steps.)"""
 
 
 class TrainScheduler:
-    """Runs the commands of all models of one trainer, by the turns of `memory_sharing`.
+    """Runs the commands of all training runs of one trainer, by the turns of `memory_sharing`.
 
-    A round first runs, one after the other, the commands at the heads of all models that are not gradients; then it
-    takes gradients from the heads of all models, up to `batch_tokens` positions, and runs them in one call. Whose
-    turn it is says `fairness`, with a quantum of `quantum` positions (what one forward pass of the trainer takes, so
-    that a turn is work enough for the device). It sleeps on an event: nothing polls.
+    A round first runs, one by one, the commands at the heads of all runs that are not gradients. Then it takes
+    gradients from the heads of all runs, up to `batch_tokens` positions, and runs them in one call. `fairness` decides
+    whose turn it is, with a quantum of `quantum` positions (one forward pass of the trainer, so that a turn is enough
+    work for the device). It sleeps on an event and never polls.
 
-    Before a call it waits a moment for models of the call before: their clients have just got their results, and those
-    who send the next gradient at once would else run in turn with the others instead of together. It waits after the
-    result of a gradient, and again after that of a step, `WAIT_SHARE` of the time of that call and `LONGEST_WAIT` at
-    most, and only for models that were back as soon last time.
+    Before a call it waits a moment for runs of the last call: their clients have just received results, and those that
+    submit the next gradient at once should share the next call instead of alternating. It waits after the result of a
+    gradient and again after that of a step, for `WAIT_SHARE` of the time of that call and at most `LONGEST_WAIT`, and
+    only for runs that came back as soon the last time.
 
-    `trained_tokens`: positions of the forward/backwards that succeeded so far. `running`: the models whose
-    commands are in the trainer now, one for each.
+    `trained_tokens`: positions of the forward/backwards that succeeded so far. `running`: the queues whose commands are
+    in the trainer now.
     """
 
     def __init__(self, memory_sharing: MemorySharing, *, batch_tokens: int, quantum: int) -> None:
