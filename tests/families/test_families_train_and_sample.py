@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from tinker_local.backend.training.interface import AdapterState, TrainDatum, Tr
 from tinker_local.backend.training.worker import HFTrainer
 from tinker_local.backend.vllm_engine.build_engine import EngineOptions
 from tinker_local.backend.vllm_engine.engine_thread import EngineThread
+from tinker_local.backend.vllm_engine.patches import apply_to_process
 from tinker_local.backend.vllm_engine.vllm_sampler import VLLMSampler
 from tinker_local.types import AdamParams, LoraConfig, SamplingParams
 from transformers import AutoModelForCausalLM
@@ -140,6 +142,18 @@ def test_trainer_and_sampler_agree(
         if name is not None:
             effects[name] = max(effects[name], np.abs(ours - trainer.logprobs(None, whole)).max())
     assert min(effects.values()) > max(0.2, 2 * TOLERANCE), effects
+
+
+def test_gemma_3s_vocabulary_takes_adapters() -> None:
+    apply_to_process()
+    from vllm.lora.layers import LogitsProcessorWithLoRA
+
+    processor = torch.nn.Module()
+    processor.vocab_size = 262_144
+    head = LogitsProcessorWithLoRA(processor, 8, torch.float32, torch.device("cpu"), None)
+    head.create_lora_weights(1, SimpleNamespace(max_lora_rank=2, lora_dtype=torch.float32))
+    assert head.lora_b_stacked.shape == (1, 1, 262_144, 2)
+    assert type(processor.vocab_size) is int
 
 
 def peft_logprobs(model: Any, datum: TrainDatum) -> torch.Tensor:
