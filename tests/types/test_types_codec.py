@@ -247,7 +247,7 @@ WRONG_DATA = {
     ),
     "tokens of 5 bytes": (
         request_message(model_input=[{"encoded_text": {"tokens": b"12345"}}]),
-        "data[3].model_input.chunks[0].tokens: 5 bytes are no multiple of 4",
+        "data[3].model_input.chunks[0].tokens: 5 bytes are not a multiple of 4",
     ),
     "empty text": (
         request_message(model_input=[{"encoded_text": {}}]),
@@ -321,8 +321,8 @@ def test_loss_config_value_without_a_kind_is_named() -> None:
 @pytest.mark.parametrize(
     ("body", "expected"),
     [
-        (b"\xff\xff\xff", "body: 3 bytes that are no ForwardBackwardRequest"),
-        (b'{"model_id": "m", "seq_id": 1}', "body: 30 bytes that are no ForwardBackwardRequest"),
+        (b"\xff\xff\xff", "body: 3 bytes that are not a ForwardBackwardRequest"),
+        (b'{"model_id": "m", "seq_id": 1}', "body: 30 bytes that are not a ForwardBackwardRequest"),
         (b"", "model_id: missing"),
         (wire.ForwardBackwardRequest(seq_id=1).SerializeToString(), "model_id: missing"),
         (wire.ForwardBackwardRequest(model_id="m").SerializeToString(), "seq_id: must be at least 1, not 0"),

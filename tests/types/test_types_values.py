@@ -169,8 +169,8 @@ def test_tensor_values_are_converted_without_a_change() -> None:
         ({"shape": [3]}, r"shape \[3\] holds 3 values, not 2"),
         ({"shape": [-1, -2]}, r"shape: negative size in \[-1, -2\]"),
         ({"shape": [2**32, 2**32]}, "holds 18446744073709551616 values, not 2"),
-        ({"sparse_crow_indices": [0, 2]}, "come together or not at all"),
-        ({"sparse_col_indices": [0, 1]}, "come together or not at all"),
+        ({"sparse_crow_indices": [0, 2]}, "must be given together or not at all"),
+        ({"sparse_col_indices": [0, 1]}, "must be given together or not at all"),
     ],
 )
 def test_dense_tensors_that_contradict_themselves_are_refused(change: dict[str, Any], reason: str) -> None:
@@ -250,7 +250,7 @@ def test_wrong_loss_inputs_are_refused_by_name(inputs: Any, reason: str) -> None
 
 def test_spans_come_in_pairs() -> None:
     span = ProvenanceSpan(source="prompt", sequence_id="a", length=1)
-    with pytest.raises(ValidationError, match="come together or not at all"):
+    with pytest.raises(ValidationError, match="must be given together or not at all"):
         Datum(model_input=ModelInput.from_ints([1]), model_input_spans=[span])
 
 

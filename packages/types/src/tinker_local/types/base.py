@@ -36,7 +36,7 @@ def _equal(a: object, b: object) -> bool:
 class Frozen(BaseModel):
     """Strict, frozen pydantic model; arrays compare by dtype, shape and value (NaN equals NaN).
 
-    Where a value of one of our types is expected, the official SDK's object of the same meaning will do.
+    Wherever one of these types is expected, the official SDK's object with the same meaning is accepted.
     """
 
     model_config = ConfigDict(
@@ -60,7 +60,7 @@ class Frozen(BaseModel):
 
 
 _CHUNK_TAGS = {"encoded_text", "image", "image_asset_pointer"}
-"""pydantic puts the tag of a tagged union into an error's location, where it looks like a field."""
+"""pydantic adds the tag of a tagged union to an error's location, where it looks like a field."""
 
 
 def _field_path(where: str, location: tuple[int | str, ...]) -> str:

@@ -18,7 +18,7 @@ ImageFormat = Literal["png", "jpeg"]
 
 
 def image_format(data: bytes) -> ImageFormat | None:
-    """The format that the first bytes of an image file tell, or None."""
+    """The format according to the first bytes of an image file, or None."""
     if data.startswith(PNG_MAGIC):
         return "png"
     if data.startswith(JPEG_MAGIC):
@@ -41,16 +41,16 @@ class EncodedTextChunk(Frozen):
 
     @property
     def length(self) -> int:
-        """Number of positions that this chunk takes."""
+        """Number of positions of this chunk."""
         return int(self.tokens.size)
 
 
 class ImageChunk(Frozen):
-    """One image as the bytes of its PNG or JPEG file; stands for the image's patch positions alone.
+    """One image as the bytes of its PNG or JPEG file. It covers the image's patch positions only; the markers around it
+    (vision start and end) are text.
 
-    The markers around it (vision start and end) are text. `data` accepts bytes or base64 text and serialises to
-    base64. `expected_tokens` is the number of positions that the client counts; the server computes the real one
-    and fails the request on a mismatch.
+    `data` accepts bytes or base64 text and serialises to base64. `expected_tokens` is the number of positions that the
+    client expects; the server computes the real number and fails the request on a mismatch.
     """
 
     data: bytes
@@ -85,14 +85,14 @@ class ImageChunk(Frozen):
 
     @property
     def length(self) -> int:
-        """`expected_tokens`; ValueError if it was not given (only a renderer knows the number then)."""
+        """`expected_tokens`; ValueError if it was not given, because then only a renderer knows the number."""
         if self.expected_tokens is None:
             raise ValueError("the length of an ImageChunk is known only if expected_tokens is set")
         return self.expected_tokens
 
 
 class ImageAssetPointerChunk(Frozen):
-    """An image named by path or URL, for sampling only; fetched only where the operator allows it."""
+    """An image given by path or URL, for sampling only; fetched only from where the operator allows it."""
 
     location: Annotated[str, Field(min_length=1)]
     format: ImageFormat
@@ -144,7 +144,7 @@ class ModelInput(Frozen):
 
 
 class ProvenanceSpan(Frozen):
-    """`length` positions that come from a sampled sequence's prompt or from its sampled tokens."""
+    """`length` positions taken from a sampled sequence's prompt or from its sampled tokens."""
 
     source: Literal["prompt", "sampled"]
     sequence_id: Annotated[str, Field(min_length=1)]
@@ -179,7 +179,7 @@ class Datum(Frozen):
     @model_validator(mode="after")
     def _spans_in_pairs(self) -> Self:
         if (self.model_input_spans is None) != (self.loss_fn_input_spans is None):
-            raise ValueError("model_input_spans and loss_fn_input_spans come together or not at all")
+            raise ValueError("model_input_spans and loss_fn_input_spans must be given together or not at all")
         return self
 
 

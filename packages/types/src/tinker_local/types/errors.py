@@ -1,9 +1,9 @@
-"""Errors that an operation may end with, and what a client sees of each.
+"""Errors that an operation can end with, and what a client sees of each.
 
     ApiError                    base; `category` is what a failed future carries
     ├─ InvalidRequestError      user    HTTP 400   a value is wrong: names the field and the numbers
-    │  └─ UnsupportedError      user    HTTP 400   a feature that this server does not have; says what to use
-    ├─ AuthenticationError      user    HTTP 401   no key, or a wrong one
+    │  └─ UnsupportedError      user    HTTP 400   this server lacks the feature: says what to use instead
+    ├─ AuthenticationError      user    HTTP 401   a missing or wrong key
     ├─ PermissionDeniedError    user    HTTP 403   a signed URL is forged or expired
     ├─ NotFoundError            user    HTTP 404   no such model, session, checkpoint, route
     ├─ GoneError                user    HTTP 410   the session has ended; a sampling promise has expired
@@ -11,10 +11,10 @@
     └─ InternalError            server  HTTP 500   our fault; on a future it is still HTTP 200
        └─ NotEnoughMemoryError  server  HTTP 500   a training request does not fit in the trainer's memory
 
-How the SDK 0.38.0 reacts: 400, 401, 403, 404 are raised at once; 409 is never sent, because the SDK takes it for
-"try again" for five minutes; 5xx on a submit is retried for five minutes, on a poll for ever, so permanent failures
-of queued work travel as HTTP 200 `{"error", "category"}` on their future. A 429 is sent again: for ever by sampling,
-for at most five minutes by training, which heeds Retry-After.
+How the SDK 0.38.0 reacts: it raises 400, 401, 403 and 404 at once. It retries 409 for five minutes, so this server
+never sends it. It retries 5xx for five minutes on a submit and for ever on a poll, so permanent failures of queued work
+are HTTP 200 `{"error", "category"}` on their future. It retries 429 for ever when sampling, and for at most five
+minutes when training, where it honours Retry-After.
 """
 
 from typing import ClassVar, Literal
@@ -37,7 +37,7 @@ class InvalidRequestError(ApiError):
 
 
 class UnsupportedError(InvalidRequestError):
-    """The request asks for something that this server does not have; the message says what to use instead."""
+    """This server does not have what the request asks for; the message says what to use instead."""
 
 
 class AuthenticationError(ApiError):
@@ -48,8 +48,8 @@ class AuthenticationError(ApiError):
 
 
 class PermissionDeniedError(ApiError):
-    """The URL's signature is wrong or has expired, an access token is no key of this server, or a server without keys
-    was asked from outside its machine."""
+    """The URL's signature is wrong or has expired, an access token is not a key of this server, or a server without
+    keys received a request from another machine."""
 
     category = "user"
     status = 403
@@ -63,14 +63,14 @@ class NotFoundError(ApiError):
 
 
 class GoneError(ApiError):
-    """The session has ended, the promise has expired, or what was made for the request is deleted since."""
+    """The session has ended, the promise has expired, or what the request made has been deleted."""
 
     category = "user"
     status = 410
 
 
 class TooManyRequestsError(ApiError):
-    """The server has as much queued as it takes; the client waits and sends again, after `retry_after` seconds."""
+    """The server's queue is full; the client sends the request again after `retry_after` seconds."""
 
     category = "user"
     status = 429
@@ -85,4 +85,4 @@ class InternalError(ApiError):
 
 
 class NotEnoughMemoryError(InternalError):
-    """The request does not fit in the memory that there is; with more it could succeed."""
+    """The request does not fit in the available memory; with more it could succeed."""

@@ -8,7 +8,7 @@ from tinker_local.types.base import Frozen
 
 
 class LoraConfig(Frozen):
-    """A LoRA adapter: rank, which matrices it trains, and the seed of its initialisation (None = random)."""
+    """A LoRA adapter: its rank, the matrices it trains, and the seed of its initialisation (None: random)."""
 
     rank: Annotated[int, Field(ge=1)] = 32
     seed: int | None = None
@@ -18,7 +18,7 @@ class LoraConfig(Frozen):
 
 
 class AdamParams(Frozen):
-    """AdamW of one step; decoupled weight decay; `grad_clip_norm` 0 means no clipping."""
+    """Settings of one AdamW step, with decoupled weight decay; `grad_clip_norm` 0 means no clipping."""
 
     learning_rate: float = 1e-4
     beta1: float = 0.9
@@ -52,8 +52,8 @@ class AdamParams(Frozen):
 class SamplingParams(Frozen):
     """How to sample.
 
-    `max_tokens` None = up to the context. `stop`: a text, texts or token ids; None = stop at EOS alone, empty = never
-    stop early. `top_k` -1 = no limit. `temperature` 0 = greedy. `seed` any integer, or None for a random one.
+    `max_tokens` None: up to the context length. `stop`: a text, texts or token ids; None stops at EOS alone, an empty
+    list never stops early. `top_k` -1: no limit. `temperature` 0: greedy. `seed`: any integer; None: random.
     """
 
     max_tokens: Annotated[int, Field(ge=1)] | None = None

@@ -1,6 +1,6 @@
 """The operations' requests, as `InProcessBackend` takes them and as JSON bodies carry them.
 
-A field that is not listed here is refused by name: nothing is accepted and ignored.
+Fields that are not listed here are refused by name; nothing is accepted and then ignored.
 """
 
 from typing import Annotated, Any, Literal
@@ -14,10 +14,10 @@ from tinker_local.types.tensors import TensorData
 Metadata = dict[str, Any]
 
 TrainingSeqId = Annotated[int, Field(ge=1, le=2**31 - 1)]
-"""Place of an operation in its model's order; int32 on the wire."""
+"""Position of an operation in its model's order; int32 on the wire."""
 
 SlotId = Annotated[int, Field(ge=0, le=2**63 - 1)]
-"""Number that a client gives to a model or sampling session of its session, or to a request for samples."""
+"""Number that a client gives to a model or sampling session in its session, or to a sample request."""
 
 
 class OptimizerConfig(Frozen):
@@ -28,7 +28,7 @@ class OptimizerConfig(Frozen):
 
 
 class CreateSessionRequest(Frozen):
-    """Opens a session, which owns the models and sampling sessions that are created in it."""
+    """Open a session, which owns the models and sampling sessions created in it."""
 
     tags: TupleOf[str] = ()
     user_metadata: Metadata = Field(default_factory=dict)
@@ -62,7 +62,7 @@ class ForwardBackwardRequest(Frozen):
 
 
 class OptimStepRequest(Frozen):
-    """One optimizer step: `adam_params`, or `optimizer_params` of another family (which names its `type`)."""
+    """One optimizer step: `adam_params`, or `optimizer_params` with the `type` of another optimizer."""
 
     model_id: str
     seq_id: TrainingSeqId
@@ -72,7 +72,7 @@ class OptimStepRequest(Frozen):
 
 
 class SaveWeightsRequest(Frozen):
-    """A durable checkpoint named `path`, with optimizer state; `ttl_seconds` None = kept for ever."""
+    """A durable checkpoint named `path`, with optimizer state; `ttl_seconds` None: kept for ever."""
 
     model_id: str
     seq_id: TrainingSeqId

@@ -14,8 +14,8 @@ StopReason = Literal["stop", "length"]
 class ForwardBackwardOutput(Frozen):
     """`loss_fn_outputs`: one mapping per datum, in request order; `logprobs` has the shape of `target_tokens`.
 
-    `metrics` keys are `name:reduction`; `loss:sum` is always there. The SDK adds up the metrics of several requests
-    by their reduction and raises on a key without exactly one colon.
+    `metrics` keys are `name:reduction`; `loss:sum` is always present. The SDK combines the metrics of several requests
+    by their reduction, and raises for a key without exactly one colon.
     """
 
     loss_fn_output_type: str = "TorchLossReturn"
@@ -24,7 +24,7 @@ class ForwardBackwardOutput(Frozen):
 
 
 class OptimStepOutput(Frozen):
-    """Metrics of an optimizer step, such as the gradient norm before clipping."""
+    """Metrics of an optimizer step, for example the gradient norm before clipping."""
 
     metrics: dict[str, float] = Field(default_factory=dict)
 

@@ -1,7 +1,7 @@
 """Conversion from and to the objects of the official SDK (`tinker.types`), without loss.
 
-`tinker` is imported when one of these functions is called, never by importing this module. What the SDK allows and we
-refuse (an empty text chunk, an image that is neither PNG nor JPEG, a dmel chunk) raises the error of our type.
+`tinker` is imported when one of these functions is called, never by importing this module. Values that the SDK allows
+and our types refuse (an empty text chunk, an image that is neither PNG nor JPEG, a dmel chunk) raise our type's error.
 """
 
 from collections.abc import Callable, Sequence
@@ -38,8 +38,8 @@ Converter = Callable[[Any], Any]
 def from_sdk(value: Any) -> Any:
     """Our object for an object of the SDK; ours are returned as they are.
 
-    Raises TypeError for an object that has no counterpart, ValidationError (a ValueError) for a value that our type
-    refuses, UnsupportedError for a dmel chunk.
+    Raises TypeError for an object without a counterpart, ValidationError (a ValueError) for a value that our type
+    refuses, and UnsupportedError for a dmel chunk.
     """
     if isinstance(value, Frozen):
         return value
@@ -52,7 +52,7 @@ def from_sdk(value: Any) -> Any:
 def to_sdk(value: Any) -> Any:
     """The SDK's object for one of ours, with arrays of its own; the SDK's objects are returned as they are.
 
-    Raises TypeError for an object that has no counterpart.
+    Raises TypeError for an object without a counterpart.
     """
     if type(value) in _converters_from_sdk():
         return value
@@ -203,8 +203,8 @@ def _forward_backward_output_from_sdk(value: Any) -> ForwardBackwardOutput:
     )
 
 
-# The SDK's results hold arrays when they come from the wire and lists when somebody else made them; the properties
-# without `_np` give lists in both cases.
+# The SDK's results hold arrays if they come from the wire, and lists otherwise; the properties without `_np` give lists
+# in both cases.
 
 
 def _sequence_from_sdk(value: Any) -> SampledSequence:

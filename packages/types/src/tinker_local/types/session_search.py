@@ -11,13 +11,13 @@ FinishType = Literal["success", "errored", "interrupted"]
 
 
 class StatusQuery(Frozen):
-    """Sessions that run, were cancelled, or were failed by something in them."""
+    """Sessions that run, were cancelled, or failed because something in them failed."""
 
     type: Literal["active", "cancelled", "failed"]
 
 
 class ClientFinishedQuery(Frozen):
-    """Sessions whose client ended them for one of `reasons`; None: for any."""
+    """Sessions whose client ended them for one of `reasons`; None means any."""
 
     type: Literal["client_finished"]
     reasons: Annotated[TupleOf[FinishType], Field(min_length=1)] | None = None
@@ -37,7 +37,7 @@ class UserQuery(Frozen):
 
 
 def _moment(value: object) -> object:
-    """A time out of its text; what is none is left for the strict type to refuse."""
+    """Parse a time; leave anything else for the strict type to refuse."""
     try:
         return datetime.fromisoformat(value) if isinstance(value, str) else value
     except ValueError:
@@ -45,16 +45,16 @@ def _moment(value: object) -> object:
 
 
 class SessionCursor(Frozen):
-    """The last session of the page before."""
+    """The last session of the previous page."""
 
     last_created_at: Annotated[AwareDatetime, BeforeValidator(_moment)]
     last_session_id: str
 
 
 class SessionSearchRequest(Frozen):
-    """Every filter that is given must hold, but of `session_id` and `display_name` one is enough.
+    """All given filters must match, except that of `session_id` and `display_name` one is enough.
 
-    `display_name`: words, each of them somewhere in the name, in any case. `user_metadata`: exact pairs.
+    `display_name`: words that must all occur in the name, ignoring case. `user_metadata`: exact pairs.
     """
 
     session_id: str | None = None

@@ -1,7 +1,7 @@
 """Immutable arrays from what users give, and `TensorData`: float32 or int64, dense or sparse (CSR).
 
-A conversion may change the dtype, never a value: what does not fit is refused. Memory that nobody can write to is
-shared, everything else is copied, so a type that holds an array cannot change later.
+A conversion may change the dtype but never a value: values that do not fit are refused. Read-only memory is shared and
+everything else is copied, so a type that holds an array never changes.
 """
 
 import math
@@ -19,13 +19,13 @@ Float32Array = npt.NDArray[np.float32]
 
 
 def freeze(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """Make an array that the caller has just created read-only; returns it."""
+    """Make a newly created array read-only and return it."""
     array.flags.writeable = False
     return array
 
 
 def _is_writable(array: npt.NDArray[Any]) -> bool:
-    """Whether somebody may write to the memory of `array`, through it or through what it is a view of."""
+    """Whether the memory of `array` is writable, through the array or through what it is a view of."""
     owner: Any = array
     while isinstance(owner, np.ndarray):
         if owner.flags.writeable:
@@ -37,7 +37,7 @@ def _is_writable(array: npt.NDArray[Any]) -> bool:
 
 
 def immutable(array: npt.NDArray[Any], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
-    """`array` in `dtype` and C order, read-only: a view of it if nobody can write to it, else a copy."""
+    """`array` in `dtype` and C order, read-only: a view if its memory is read-only, else a copy."""
     result = np.ascontiguousarray(array, dtype=dtype)
     if (result is array or np.may_share_memory(result, array)) and _is_writable(array):
         result = result.copy()
@@ -47,7 +47,7 @@ def immutable(array: npt.NDArray[Any], dtype: npt.DTypeLike) -> npt.NDArray[Any]
 def number_array(value: object, ndim: int = 1) -> npt.NDArray[Any]:
     """`value` (an array or a sequence of numbers) as an array of floats or integers, neither copied nor frozen.
 
-    Raises ValueError for anything but numbers (bools are none) and for another number of dimensions.
+    Raises ValueError for anything but numbers (bools included) and for another number of dimensions.
     """
     if not isinstance(value, np.ndarray) and (not isinstance(value, Sequence) or isinstance(value, (str, bytes))):
         raise ValueError(f"must be a list of numbers or an array, not {type(value).__name__}")
@@ -125,7 +125,8 @@ Logprobs = Annotated[npt.NDArray[np.float32], BeforeValidator(float32_array), As
 TensorDtype = Literal["float32", "int64"]
 
 MAX_SPARSE_CELLS = 2**27
-"""Cells that a sparse tensor may have once it is dense; a few bytes of CSR could otherwise ask for any memory."""
+"""Largest size of a sparse tensor once it is dense. Without a limit, a few bytes of CSR could ask for any amount of
+memory."""
 
 _Flat = Annotated[npt.NDArray[Any], BeforeValidator(number_array), AsList]
 
@@ -133,7 +134,7 @@ _Flat = Annotated[npt.NDArray[Any], BeforeValidator(number_array), AsList]
 class TensorData(Frozen):
     """A tensor of one datum.
 
-    `data`: the values, flat, in C order, float32 or int64 as `dtype` says, immutable. For a sparse tensor only the
+    `data`: the values, flat, in C order, float32 or int64 according to `dtype`, immutable. For a sparse tensor only the
     listed cells, row by row. `shape`: of the dense tensor; None means one-dimensional. `sparse_crow_indices`
     (int64 [rows+1]) and `sparse_col_indices` (int64 [nnz], rising within a row) are given together (CSR); unlisted
     cells are 0 unless the field's meaning says otherwise.
@@ -158,7 +159,7 @@ class TensorData(Frozen):
         if crow is not None and col is not None:
             _check_csr(shape, crow, col, self.data.size)
         elif crow is not None or col is not None:
-            raise ValueError("sparse_crow_indices and sparse_col_indices come together or not at all")
+            raise ValueError("sparse_crow_indices and sparse_col_indices must be given together or not at all")
         elif shape is not None and math.prod(shape) != self.data.size:
             raise ValueError(f"shape {list(shape)} holds {math.prod(shape)} values, not {self.data.size}")
         return self

@@ -1,7 +1,8 @@
-"""Fakes: a renderer, a trainer and a sampler that keep the contracts of the real parts with numpy alone.
+"""Fakes: a renderer, a trainer and a sampler that implement the interfaces of the real parts with NumPy alone.
 
-All three share one `FakeModel`, a bigram model with LoRA adapters, which is small enough to be exact: its gradients
-are analytic, its trainer and sampler agree to rounding, and it learns. `tinker-local serve --fake` runs on them.
+All three share one `FakeModel`, a bigram model with LoRA adapters. It is small enough to be exact: gradients are
+analytic, trainer and sampler agree to rounding, and it learns. Losses and optimizers are those of the real trainer.
+`tinker-local serve --fake` runs on them, without torch.
 
     model = FakeModel("fake/bigram")
     renderer, trainer, sampler = FakeRenderer(model), FakeTrainer(model), FakeSampler(model)

@@ -1,4 +1,4 @@
-"""`FakeMemory`: a device's memory that a trainer and a sampler share, counted in positions."""
+"""`FakeMemory`: device memory shared by a trainer and a sampler, counted in positions."""
 
 from dataclasses import dataclass
 
@@ -7,8 +7,8 @@ from tinker_local.types import InternalError, NotEnoughMemoryError
 
 @dataclass(slots=True, eq=False)
 class FakeMemory:
-    """`size` positions in all, of which a sampler takes `sampler` while it is awake. The trainer takes as many as its
-    longest datum so far had, and keeps them until `release`, as a caching allocator does."""
+    """`size` positions in all. The sampler takes `sampler` of them while it is awake. The trainer takes as many as its
+    longest datum so far, and holds them until `release`, as a caching allocator does."""
 
     size: int
     sampler: int
@@ -22,11 +22,11 @@ class FakeMemory:
         self.cached = max(self.cached, positions)
 
     def release(self) -> None:
-        """The trainer gives back what it keeps."""
+        """The trainer gives its memory back."""
         self.cached = 0
 
     def wake(self) -> None:
-        """The sampler takes its part again; InternalError if the trainer is in the way."""
+        """The sampler takes its memory again; InternalError if the trainer holds too much."""
         if self.cached + self.sampler > self.size:
             raise InternalError(
                 f"{self.size - self.cached} of {self.size} positions are free, the sampler takes {self.sampler}"

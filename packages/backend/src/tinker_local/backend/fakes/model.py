@@ -5,8 +5,8 @@ last image that began at or before i. A code is the image's content hash modulo 
 
     logits_i = x_i · base + sum over adapted modules of (alpha / r) · B · A · x_i
 
-Text alone is a bigram model. Shapes: N positions, V vocabulary, F = V + IMAGE_CODES features, R rank. Arithmetic is
-float64; weights are kept at values that float32 holds, so that a saved adapter is the trained one to the last bit.
+Without images this is a bigram model. Shapes: N positions, V vocabulary, F = V + IMAGE_CODES features, R rank.
+Arithmetic is float64; weights are rounded to float32, so that a saved adapter equals the trained one to the last bit.
 """
 
 import hashlib
@@ -154,7 +154,7 @@ def tensor_name(module: str, factor: str) -> str:
 
 
 def parse_tensor_name(name: str) -> tuple[str, str]:
-    """The inverse of `tensor_name`; InvalidRequestError if `name` is none of this model's."""
+    """The inverse of `tensor_name`; InvalidRequestError for a name that this model does not have."""
     for module in MODULES.values():
         for factor in ("A", "B"):
             if name == tensor_name(module, factor):
@@ -172,7 +172,7 @@ KEPT_IMAGES = 1024
 
 
 class FakeTower:
-    """Stands for a vision tower whose output is kept for the images used last. Safe for threads.
+    """Stands for a vision tower that caches the features of the latest images. Thread-safe.
 
     `images_encoded`: how many images it would have encoded.
     """
@@ -183,7 +183,7 @@ class FakeTower:
         self._lock = threading.Lock()
 
     def encode(self, rendered: RenderedInput) -> None:
-        """Encode the images of `rendered` that are not kept."""
+        """Encode the images of `rendered` that are not cached."""
         with self._lock:
             for placement in rendered.images:
                 content_hash = placement.image.content_hash
@@ -197,7 +197,8 @@ CACHED_IMAGES = 1024
 
 
 class FakeRenderer:
-    """Keeps `rendering.interface.Renderer` on a `FakeModel`: ceil(width / 32) · ceil(height / 32) tokens per image."""
+    """Implements `rendering.interface.Renderer` on a `FakeModel`; an image takes ceil(width / 32) · ceil(height / 32)
+    tokens."""
 
     takes_images = True
 

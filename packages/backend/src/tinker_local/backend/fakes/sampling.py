@@ -55,10 +55,10 @@ _BASE = _Weights({}, 1)
 
 
 class FakeSampler:
-    """Keeps `sampling.interface.Sampler` on a `FakeModel`; numpy runs in threads of its own, never on the loop.
+    """Implements `sampling.interface.Sampler` on a `FakeModel`. NumPy runs in worker threads, never on the event loop.
 
-    EOS (token 0) stops beside the stop strings or ids that are given; `stop=[]` switches EOS off too. A stop string
-    is matched on the sampled text, one character per token. It can sleep if it shares `memory` with a trainer.
+    Sequences stop at EOS (token 0) as well as at the given stop strings or ids; `stop=[]` disables EOS, too. Stop
+    strings are matched on the sampled text, one character per token. Sleep mode needs `memory` shared with a trainer.
     """
 
     def __init__(self, model: FakeModel, memory: FakeMemory | None = None) -> None:
@@ -67,7 +67,7 @@ class FakeSampler:
         self._tower = FakeTower()
         self._memory = memory
         self._in_use = 0
-        self._waiting: dict[threading.Event, int] = {}  # sequences of what no thread has begun
+        self._waiting: dict[threading.Event, int] = {}  # number of sequences of each request that no thread has started
         self.can_sleep = memory is not None
         self._closed = threading.Event()
         self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="fake-sampler")
@@ -86,7 +86,7 @@ class FakeSampler:
 
     @property
     def sequences_waiting(self) -> int:
-        """How many sequences wait for one of its threads."""
+        """How many sequences wait for a thread."""
         return sum(list(self._waiting.values()))
 
     @property
@@ -100,11 +100,11 @@ class FakeSampler:
             await self._weights(version)
 
     async def remove_version(self, version: AdapterVersion) -> None:
-        """Forget `version`; samples that run go on with it."""
+        """Forget `version`; running samples continue with it."""
         self._versions.pop(version.name, None)
 
     async def sample(self, work: SampleWork) -> SampleOutput:
-        """Sample in a thread; cancelling stops that thread at the next token."""
+        """Sample in a thread; cancelling stops the thread at the next token."""
         with self._using():
             weights = await self._weights(work.version)
             stop_thread = threading.Event()
@@ -117,7 +117,7 @@ class FakeSampler:
                 stop_thread.set()
 
     async def sleep(self) -> None:
-        """Give the memory up; InternalError while it is used, as it would be taken from under a sample."""
+        """Give up the memory; InternalError while requests are in flight."""
         if self._memory is None:
             raise InternalError("this sampler has no memory to give")
         if self._in_use:
@@ -126,7 +126,7 @@ class FakeSampler:
         self._memory.asleep = True
 
     async def wake(self) -> None:
-        """Take the memory again; InternalError if it is not free."""
+        """Take the memory back; InternalError if it is not free."""
         assert self._memory is not None
         await asyncio.sleep(0.01)
         self._memory.wake()
@@ -142,7 +142,7 @@ class FakeSampler:
             self._in_use -= 1
 
     async def close(self) -> None:
-        """Stop the threads; samples that run fail, those that wait are cancelled."""
+        """Stop the threads; running samples fail, waiting ones are cancelled."""
         self._closed.set()
         self._threads.shutdown(wait=False, cancel_futures=True)
         self._versions.clear()
@@ -235,7 +235,7 @@ class _Sequence:
     stopped: bool = False
 
     def extend(self, logits_v: Float64Array, params: SamplingParams, is_stop: Callable[[list[int]], bool]) -> None:
-        # The maximum goes first, so that no temperature, however small, overflows.
+        # Subtract the maximum first, so that even the smallest temperature does not overflow.
         log_p = log_softmax((logits_v - logits_v.max()) / (params.temperature or 1.0))
         token = choose(log_p, params, self.rng)
         self.tokens.append(token)
@@ -260,7 +260,7 @@ class _Sequence:
 
 
 def likeliest(log_p_nv: Float64Array, k: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]:
-    """Ids and logprobs [N, k] of the likeliest tokens, falling."""
+    """Ids and logprobs [N, k] of the likeliest tokens, most likely first."""
     ids = np.argsort(-log_p_nv, axis=1, kind="stable")[:, :k]
     return ids.astype(np.int32), np.take_along_axis(log_p_nv, ids, axis=1).astype(np.float32)
 
@@ -274,7 +274,7 @@ def _at_temperature(log_p_v: Float64Array, temperature: float, uniforms: npt.NDA
 
 
 def choose(log_p_v: Float64Array, params: SamplingParams, rng: np.random.Generator) -> int:
-    """Draw from `log_p_v` cut by top_k, then by top_p; the most likely token at temperature 0."""
+    """Draw from `log_p_v` after top_k and then top_p; the most likely token at temperature 0."""
     if params.temperature == 0:
         return int(log_p_v.argmax())
     order: IntArray = np.argsort(-log_p_v, kind="stable")
@@ -285,13 +285,13 @@ def choose(log_p_v: Float64Array, params: SamplingParams, rng: np.random.Generat
     # top_p keeps the tokens up to and including the one at which the sum reaches top_p.
     keep = np.cumsum(p) - p < params.top_p
     cumulative = np.cumsum(p[keep])
-    # The product may round up to the last sum itself.
+    # The product may round up to the last sum.
     drawn = min(np.searchsorted(cumulative, rng.random() * cumulative[-1], side="right"), cumulative.size - 1)
     return int(order[drawn])
 
 
 def _mixed_seed(seed: int | None, index: int) -> int:
-    """63 bits of seed and index, so that neighbouring seeds share no samples; a random seed without one."""
+    """63 bits hashed from seed and index, so that neighbouring seeds share no samples; random without a seed."""
     if seed is None:
         return secrets.randbits(63)
     return int.from_bytes(hashlib.sha256(f"{seed}/{index}".encode()).digest()[:8], "big") >> 1

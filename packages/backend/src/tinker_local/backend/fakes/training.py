@@ -40,12 +40,12 @@ Gradients = dict[str, Float64Array]
 
 
 def _round(array: Float64Array) -> Float64Array:
-    """The nearest values that float32 holds."""
+    """Round to float32."""
     return array.astype(np.float32).astype(np.float64)
 
 
 class _Adapter:
-    """Its matrices are views of one flat vector, which the optimizer steps; so are those of its state tensors."""
+    """The matrices are views of one flat vector, which the optimizer updates; so are those of the optimizer's state."""
 
     def __init__(self, config: LoraConfig, weights: Mapping[str, LoraMatrices], optimizer: Optimizer) -> None:
         self.config = config
@@ -82,10 +82,10 @@ class _Adapter:
 
 
 class FakeTrainer:
-    """Keeps `training.interface.Trainer` on a `FakeModel`.
+    """Implements `training.interface.Trainer` on a `FakeModel`.
 
-    A target outside the vocabulary is allowed where it is masked; its logprob is reported as 0. Without
-    `memory` everything fits.
+    Targets outside the vocabulary are allowed where they are masked; their logprob is reported as 0. Without `memory`
+    everything fits.
     """
 
     def __init__(
@@ -128,7 +128,7 @@ class FakeTrainer:
         self._adapters[adapter_id] = _Adapter(config, weights, OPTIMIZERS[optimizer])
 
     def load_adapter(self, adapter_id: str, state: AdapterState) -> None:
-        """Create or replace; pending gradients of a replaced adapter are forgotten."""
+        """Create or replace; a replaced adapter loses its pending gradient."""
         if state.base_model != self._model.name:
             raise InvalidRequestError(f"the adapter belongs to {state.base_model}, not to {self._model.name}")
         weights = self._model.read_adapter(state.tensors, state.lora_config.rank)
@@ -228,7 +228,7 @@ class FakeTrainer:
         self._adapter(adapter_id).gradients = {}
 
     def optim_step(self, adapter_id: str, params: Frozen) -> dict[str, float]:
-        """One step of the adapter's optimizer in float64; then weights and state become what float32 holds."""
+        """One step of the adapter's optimizer in float64, after which weights and state are rounded to float32."""
         adapter = self._adapter(adapter_id)
         gradients = {
             name: adapter.gradients.get(name, np.zeros_like(tensor)) for name, tensor in adapter.tensors().items()
@@ -263,7 +263,7 @@ class FakeTrainer:
         )
 
     def export(self, adapter_id: str) -> AdapterState:
-        """The modules of the fake have the names that exports give: `model.` and an untied `lm_head`."""
+        """The fake's modules already have the names of exports: `model.` and an untied `lm_head`."""
         return self.capture(adapter_id, optimizer=False)
 
     def logprobs(self, adapter_id: str | None, *inputs: RenderedInput) -> npt.NDArray[np.float32]:
@@ -278,7 +278,7 @@ class FakeTrainer:
         return np.concatenate(found)
 
     def release_memory(self) -> None:
-        """Keep no more than is in use."""
+        """Release the cached memory."""
         if self._memory is not None:
             self._memory.release()
 

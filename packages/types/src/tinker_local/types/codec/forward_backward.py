@@ -32,7 +32,7 @@ from tinker_local.types.wire import tinker_local_wire_pb2 as wire
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ForwardBackwardEnvelope:
-    """A `forward_backward` body of which only the outside was looked at: `model_id`, `seq_id` >= 1, `forward_only`."""
+    """A `forward_backward` body with only the envelope decoded: `model_id`, `seq_id` >= 1, `forward_only`."""
 
     model_id: str
     seq_id: int
@@ -40,7 +40,7 @@ class ForwardBackwardEnvelope:
     _message: wire.ForwardBackwardRequest = field(repr=False)
 
     def decode(self) -> ForwardBackwardRequest:
-        """The whole request; InvalidRequestError (or UnsupportedError) that names the first field that is wrong."""
+        """The whole request; InvalidRequestError (or UnsupportedError) names the first wrong field."""
         message = self._message
         refuse_unknown_fields(message, "body")
         data = tuple(_decode_datum(datum, f"data[{index}]") for index, datum in enumerate(message.data))
@@ -56,7 +56,7 @@ class ForwardBackwardEnvelope:
 
 
 def parse_forward_backward_envelope(body: bytes) -> ForwardBackwardEnvelope:
-    """Stage one: InvalidRequestError if `body` is not protobuf or lacks `model_id` or `seq_id`, for nothing else."""
+    """Decode the envelope; InvalidRequestError only if `body` is not protobuf or lacks `model_id` or `seq_id`."""
     message = parse(wire.ForwardBackwardRequest(), body)
     if not message.model_id:
         raise InvalidRequestError("model_id: missing")
@@ -68,12 +68,12 @@ def parse_forward_backward_envelope(body: bytes) -> ForwardBackwardEnvelope:
 
 
 def decode_forward_backward_request(body: bytes) -> ForwardBackwardRequest:
-    """Both stages at once."""
+    """Envelope and data at once."""
     return parse_forward_backward_envelope(body).decode()
 
 
 def encode_forward_backward_request(request: ForwardBackwardRequest) -> bytes:
-    """The body that the SDK sends for `request`; UnsupportedError for an image pointer, which has no wire format."""
+    """The body that the SDK sends for `request`; UnsupportedError for image pointers, which have no wire format."""
     message = wire.ForwardBackwardRequest(
         model_id=request.model_id,
         seq_id=request.seq_id,
@@ -205,8 +205,8 @@ def _encode_span(span: ProvenanceSpan, message: wire.ProvenanceSpan) -> None:
 def encode_forward_backward_output(output: ForwardBackwardOutput) -> bytes:
     """`output` as the SDK reads it; sparse tensors become dense, a scalar becomes [1].
 
-    Consecutive datums whose fields have the same names, dtypes and trailing shapes share one record. The SDK reads
-    records with different field *names* wrongly, so let all datums of a result have the same fields. InternalError
+    Consecutive datums whose fields have the same names, dtypes and trailing shapes share one record. The SDK misreads
+    records with different field *names*, so all datums of a result should have the same fields. InternalError
     for a tensor like [3, 0], whose first dimension the format cannot hold.
     """
     message = wire.ForwardBackwardOutput(loss_fn_output_type=output.loss_fn_output_type, metrics=output.metrics)

@@ -18,7 +18,7 @@ from tinker_local.types.wire import tinker_local_wire_pb2 as wire
 
 
 def encode_sample_output(output: SampleOutput) -> bytes:
-    """`output` as the SDK reads it; sequence ids are left out (the SDK takes them from the promise)."""
+    """`output` as the SDK reads it; without sequence ids (the SDK takes them from the promise)."""
     message = wire.SampleResponse(prompt_cache_hit_tokens=output.prompt_cache_hit_tokens)
     for sequence in output.sequences:
         target = message.sequences.add(

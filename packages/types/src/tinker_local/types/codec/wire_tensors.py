@@ -24,7 +24,7 @@ WIRE_DTYPES: dict[int, tuple[np.dtype[Any], TensorDtype]] = {
     wire.DTYPE_INT32: (INT32, "int64"),
     wire.DTYPE_BFLOAT16: (UINT16, "float32"),
 }
-"""Of each wire dtype: how its bytes are read, and the dtype of the tensor that they become."""
+"""For each wire dtype: how to read its bytes, and the dtype of the resulting tensor."""
 
 TENSOR_DTYPES: dict[TensorDtype, tuple[wire.DType, np.dtype[Any]]] = {
     "float32": (wire.DTYPE_FLOAT32, FLOAT32),
@@ -64,7 +64,7 @@ def decode_tensor(message: wire.Tensor, where: str) -> TensorData:
 
 
 def decode_values(raw: bytes, wire_dtype: int, where: str) -> tuple[npt.NDArray[Any], TensorDtype]:
-    """The numbers in `raw`, in the dtype of the tensor that they become."""
+    """The numbers in `raw`, and the dtype of the resulting tensor."""
     if wire_dtype not in WIRE_DTYPES:
         known = ", ".join(f"{number} {wire.DType.Name(number)}" for number in WIRE_DTYPES)
         raise InvalidRequestError(f"{where}.dtype: unknown value {wire_dtype}, known are {known}")
@@ -79,9 +79,9 @@ def decode_values(raw: bytes, wire_dtype: int, where: str) -> tuple[npt.NDArray[
 
 
 def view(raw: bytes, dtype: np.dtype[Any], where: str) -> npt.NDArray[Any]:
-    """`raw` as a flat read-only array, not copied."""
+    """`raw` as a flat read-only array, without a copy."""
     if len(raw) % dtype.itemsize:
-        raise InvalidRequestError(f"{where}: {len(raw)} bytes are no multiple of {dtype.itemsize} ({dtype})")
+        raise InvalidRequestError(f"{where}: {len(raw)} bytes are not a multiple of {dtype.itemsize} ({dtype})")
     return np.frombuffer(raw, dtype)
 
 
@@ -95,12 +95,14 @@ def parse(message: M, body: bytes) -> M:
     try:
         message.ParseFromString(body)
     except DecodeError as error:
-        raise InvalidRequestError(f"body: {len(body)} bytes that are no {type(message).__name__} ({error})") from None
+        raise InvalidRequestError(
+            f"body: {len(body)} bytes that are not a {type(message).__name__} ({error})"
+        ) from None
     return message
 
 
 def refuse_unknown_fields(message: Message, where: str) -> None:
-    """UnsupportedError for fields of `message` itself that the schema lacks: a later SDK means something by them."""
+    """UnsupportedError for fields of `message` itself that the schema lacks: a later SDK gives them a meaning."""
     unknown = UnknownFieldSet(message)
     if len(unknown):
         numbers = sorted({unknown[index].field_number for index in range(len(unknown))})

@@ -35,7 +35,7 @@ def step_settings(request: OptimStepRequest, optimizer: Optimizer) -> Frozen:
                 "send adam_params (AdamParams) alone"
             )
         if request.adam_params is None:
-            raise InvalidRequestError("adam_params: missing; every step says how it is to be taken")
+            raise InvalidRequestError("adam_params: missing; every step needs its settings")
         return request.adam_params
     if request.optimizer_params is None or request.adam_params is not None or family != optimizer.name:
         raise InvalidRequestError(
