@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 from tinker_local.backend.fakes import FakeModel, FakeTrainer, encode
-from tinker_local.backend.fakes.model import IMAGE_CODES
-from tinker_local.backend.fakes.training import evaluate
+from tinker_local.backend.fakes.fake_model import IMAGE_CODES
+from tinker_local.backend.fakes.fake_trainer import evaluate
 from tinker_local.backend.rendering.interface import ImagePlacement, RenderedImage, RenderedInput
 from tinker_local.backend.training.interface import LORA_ALPHA, TrainDatum, TrainResult, TrainWork
 from tinker_local.backend.training.losses import LOSSES

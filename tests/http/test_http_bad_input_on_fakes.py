@@ -288,7 +288,7 @@ async def test_target_out_of_the_vocabulary_is_fine_where_its_weight_is_0_on_fak
 
 @pytest.mark.mutation(
     "expected-tokens-for-training-only",
-    "control/sampling.py",
+    "control/sampling_sessions.py",
     'render, given, "prompt"',
     "render, type(given)(chunks=tuple(chunk.model_copy(update={'expected_tokens': None}) if"
     " chunk.type == 'image' else chunk for chunk in given.chunks)), \"prompt\"",
@@ -373,7 +373,7 @@ async def test_bad_sample_is_refused_at_once_on_fakes(api: Api, fields: dict[str
 
 @pytest.mark.mutation(
     "prompt-over-the-context-fails-as-a-sample",
-    "control/sampling.py",
+    "control/sampling_sessions.py",
     "        _check_context(request, session.base.engines.sampler.max_context_length)\n",
     "",
 )
@@ -580,7 +580,9 @@ async def test_page_out_of_range_is_refused_on_fakes(api: Api) -> None:
         assert (await api.get(path, offset=2**63 - 1, limit=1000)).status_code == 200
 
 
-@pytest.mark.mutation("bound-of-tensors-raised", "control/training.py", "MAX_CELLS = 2**26", "MAX_CELLS = 2**28")
+@pytest.mark.mutation(
+    "bound-of-tensors-raised", "control/training_commands.py", "MAX_CELLS = 2**26", "MAX_CELLS = 2**28"
+)
 async def test_sparse_tensor_that_would_be_huge_is_refused_before_it_is_dense_on_fakes(api: Api) -> None:
     """A few bytes of CSR can ask for any amount of memory, once per datum."""
     import numpy as np

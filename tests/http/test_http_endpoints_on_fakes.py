@@ -313,7 +313,7 @@ async def test_training_runs_are_paged_newest_first_on_fakes(api: Api) -> None:
 @pytest.mark.mutation("unknown-fields-ignored")
 @pytest.mark.mutation(
     "unsupported-fields-ignored",
-    "control/sampling.py",
+    "control/sampling_sessions.py",
     "        if request.record_stability_info:\n",
     "        if False:\n",
 )

@@ -143,7 +143,7 @@ async def test_number_of_a_sampler_is_not_given_twice_on_fakes(api: Api) -> None
 
 @pytest.mark.mutation(
     "one-sample-at-a-time",
-    "control/sampling.py",
+    "control/sampling_sessions.py",
     "            output = await self._sample(session, request, operation)\n",
     '            async with self.__dict__.setdefault("_one", asyncio.Lock()):\n'
     "                output = await self._sample(session, request, operation)\n",
@@ -217,7 +217,7 @@ async def test_five_hundred_samples_at_once_are_all_answered_on_fakes(api: Api) 
 
 @pytest.mark.mutation(
     "old-samplers-get-new-weights",
-    "control/sampling.py",
+    "control/sampling_sessions.py",
     "return self._versions.ephemeral(session.ephemeral)",
     "return self._versions.ephemeral(list(self._versions._folders._versions)[-1])",
 )
@@ -320,7 +320,7 @@ async def test_expired_checkpoint_is_gone_on_fakes(start_api: StartApi, monkeypa
 
 @pytest.mark.mutation(
     "existing-name-is-refused-at-the-submit",
-    "control/training.py",
+    "control/training_commands.py",
     "        model = await self._place(operation, model_id, seq_id)\n",
     "        model = await self._place(operation, model_id, seq_id)\n"
     '        if kind == "save_weights" and self._store.list_checkpoints(model_id):\n'

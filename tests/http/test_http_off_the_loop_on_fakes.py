@@ -64,7 +64,7 @@ class Threads:
 )
 @pytest.mark.mutation(
     "images-rendered-on-the-loop",
-    "control/sampling.py",
+    "control/sampling_sessions.py",
     'prompt = await loop.run_in_executor(self._rendering, render, given, "prompt")\n',
     'prompt = render(given, "prompt")\n',
 )
@@ -77,7 +77,7 @@ class Threads:
 async def test_nothing_that_takes_long_runs_on_the_event_loop_on_fakes(
     api: Api, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from tinker_local.backend.control import training as training_commands
+    from tinker_local.backend.control import training_commands as training_commands
     from tinker_local.backend.http import future_routes as futures
     from tinker_local.backend.http import training_routes as route
     from tinker_local.backend.scheduling import train_scheduler

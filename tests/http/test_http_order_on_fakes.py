@@ -35,7 +35,7 @@ async def test_chunks_that_arrive_as_2_3_1_run_as_1_2_3_on_fakes(api: Api, make_
 
 @pytest.mark.mutation(
     "duplicates-run-twice",
-    "control/training.py",
+    "control/training_commands.py",
     "        if (known := self._operations.repeated(operation.request_id, operation.kind)) is not None:\n"
     "            return known\n"
     "        model =",
@@ -224,7 +224,7 @@ async def test_waiting_for_a_missing_chunk_is_no_polling_on_fakes(
 )
 @pytest.mark.mutation(
     "partial-gradient-kept",
-    "control/training.py",
+    "control/training_commands.py",
     "                await scheduler.call(trainer.discard_gradients, model.model_id)\n",
     "",
 )

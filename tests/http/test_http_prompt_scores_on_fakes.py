@@ -9,7 +9,7 @@ import tinker
 import torch
 from tinker_local.backend import BackendOptions, InProcessBackend, ModelSource
 from tinker_local.backend.fakes import FakeModel, FakeRenderer, FakeSampler, FakeTrainer
-from tinker_local.backend.fakes.model import log_softmax
+from tinker_local.backend.fakes.fake_model import log_softmax
 from tinker_local.backend.http.server import LoopbackServer
 from tinker_local.backend.models.served_models import Engines
 

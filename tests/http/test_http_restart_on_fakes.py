@@ -36,7 +36,7 @@ def scores(sampler: Any) -> Any:
 
 @pytest.mark.mutation(
     "optimizer-not-saved",
-    "control/training.py",
+    "control/training_commands.py",
     "capture, model.model_id, optimizer=True)",
     "capture, model.model_id, optimizer=False)",
 )
@@ -47,7 +47,10 @@ def scores(sampler: Any) -> Any:
     "saved: list[CheckpointRecord] = []",
 )
 @pytest.mark.mutation(
-    "lost-samplers-of-named-versions", "control/sampling.py", "        if record.nameless:\n", "        if True:\n"
+    "lost-samplers-of-named-versions",
+    "control/sampling_sessions.py",
+    "        if record.nameless:\n",
+    "        if True:\n",
 )
 def test_named_checkpoints_survive_kill_9_with_optimizer_state_on_fakes(serve: Any) -> None:
     server = serve(*MODEL)

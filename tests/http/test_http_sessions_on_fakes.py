@@ -19,7 +19,7 @@ def version_folders(api: Api) -> list[Path]:
 
 @pytest.mark.mutation(
     "versions-outlive-their-session",
-    "control/sampling.py",
+    "control/sampling_sessions.py",
     "for s in ending if s.ephemeral is not None)\n",
     "for s in ending if s.ephemeral is not None and s.base is None)\n",
 )

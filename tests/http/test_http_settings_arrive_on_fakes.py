@@ -10,7 +10,7 @@ from tests.http.conftest import Api
 
 @pytest.mark.mutation(
     "only-the-learning-rate-used",
-    "control/training.py",
+    "control/training_commands.py",
     "model.model_id, params)",
     "model.model_id, type(params)(learning_rate=params.learning_rate))",
 )

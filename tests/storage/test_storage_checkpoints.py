@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 from tinker_local.backend.storage import FolderInUseError, Store, parse_tinker_path
-from tinker_local.backend.storage.checkpoints import CheckpointFolders
+from tinker_local.backend.storage.checkpoint_folders import CheckpointFolders
 from tinker_local.types import InvalidRequestError, LoraConfig, NotFoundError
 
 from tests.storage.store_states import RUN, START, make_record, make_state, same_tensors
@@ -135,14 +135,14 @@ def test_a_write_that_fails_leaves_nothing(store: Store, monkeypatch: pytest.Mon
         raise OSError(28, "No space left on device")
 
     store.write_checkpoint(make_record("a"), make_state(1), overwrite=False)
-    monkeypatch.setattr("tinker_local.backend.storage.checkpoints.fsync_path", full)
+    monkeypatch.setattr("tinker_local.backend.storage.checkpoint_folders.fsync_path", full)
     with pytest.raises(OSError, match="No space left"):
         store.write_checkpoint(make_record("a"), make_state(2), overwrite=True)
     assert len(folders_of(store)) == 1
     assert same_tensors(store.read_checkpoint(make_record("a"), optimizer=True), make_state(1))
 
 
-@pytest.mark.mutation("folder-not-synced", "storage/checkpoints.py", "            fsync_path(unfinished)\n", "")
+@pytest.mark.mutation("folder-not-synced", "storage/checkpoint_folders.py", "            fsync_path(unfinished)\n", "")
 def test_everything_is_on_the_disk_before_the_record(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     events: list[str] = []
     fsync, commit = os.fsync, store._commit

@@ -78,7 +78,7 @@ def test_a_copy_where_hard_links_are_refused_has_its_own_bytes_and_they_are_on_t
     on_disk: set[str] = set()
     source = store.write_checkpoint(make_record("a"), make_state(1), overwrite=False)
     monkeypatch.setattr(Path, "hardlink_to", refuse)
-    monkeypatch.setattr("tinker_local.backend.storage.checkpoints.fsync_path", noted)
+    monkeypatch.setattr("tinker_local.backend.storage.checkpoint_folders.fsync_path", noted)
     made = copy(store, source)
     assert on_disk >= {file.name for file in store.checkpoint_folder(made).iterdir()} > {"optimizer.safetensors"}
     store.delete_checkpoint(source)

@@ -63,7 +63,7 @@ def test_peft_loads_a_checkpoint_folder(tmp_path: Path, targets: tuple[str, ...]
 
 @pytest.mark.mutation(
     "folder-names-the-first-of-a-models-names",
-    "storage/checkpoints.py",
+    "storage/checkpoint_folders.py",
     "write_adapter(folder, replace(state, base_model=record.base_model))",
     "write_adapter(folder, state)",
 )

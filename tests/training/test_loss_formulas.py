@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tinker_local.backend.fakes.training import evaluate
+from tinker_local.backend.fakes.fake_trainer import evaluate
 from tinker_local.backend.training.losses import LOSSES, loss_of
 from tinker_local.backend.training.losses.loss_evaluation import with_per_datum
 
@@ -228,7 +228,7 @@ def test_a_position_with_coefficient_zero_adds_exactly_nothing(loss_fn, hostile)
 
 @pytest.mark.mutation(
     "fake-losses-drift",
-    "fakes/training.py",
+    "fakes/fake_trainer.py",
     "    return np.full(values.shape, values.sum(), np.float64)",
     "    return np.full(values.shape, values.mean(), np.float64)",
     cases=("gspo",),

@@ -73,7 +73,7 @@ def test_nothing_reads_or_writes_pickles() -> None:
 
 @pytest.mark.mutation(
     "event-loop-per-call",
-    "control/training.py",
+    "control/training_commands.py",
     "    request = decode()\n",
     "    import asyncio\n\n    request = asyncio.run(asyncio.to_thread(decode))\n",
 )

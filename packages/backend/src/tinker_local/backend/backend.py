@@ -3,7 +3,7 @@
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
-from tinker_local.backend.control.control_plane import ControlPlane
+from tinker_local.backend.control.life_cycle import ControlPlane
 
 if TYPE_CHECKING:
     from tinker_local.backend.http.server import LoopbackServer

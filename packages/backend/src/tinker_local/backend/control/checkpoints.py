@@ -9,7 +9,7 @@ from typing import Any
 
 from tinker_local.backend import ids
 from tinker_local.backend.control.checkpoint_lifetime import CheckpointUses, check_ttl, expiry
-from tinker_local.backend.control.sampling import SamplerVersions, Sampling
+from tinker_local.backend.control.sampling_sessions import SamplerVersions, Sampling
 from tinker_local.backend.control.sessions import Sessions, check_no_token, check_project
 from tinker_local.backend.control.training_runs import TrainingRuns
 from tinker_local.backend.storage.names import parse_tinker_path

@@ -4,7 +4,7 @@ import asyncio
 from typing import Any
 
 from tinker_local.backend import ids
-from tinker_local.backend.control.sampling import Sampling
+from tinker_local.backend.control.sampling_sessions import Sampling
 from tinker_local.backend.control.sessions import Sessions
 from tinker_local.backend.control.training_runs import TrainingRuns, lost_model, why_lost
 from tinker_local.backend.scheduling.operations import Operation, Operations

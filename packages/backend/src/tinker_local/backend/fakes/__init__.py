@@ -8,11 +8,11 @@ analytic, trainer and sampler agree to rounding, and it learns. Losses and optim
     renderer, trainer, sampler = FakeRenderer(model), FakeTrainer(model), FakeSampler(model)
 """
 
-from tinker_local.backend.fakes.memory import FakeMemory as FakeMemory
-from tinker_local.backend.fakes.model import EOS_ID as EOS_ID
-from tinker_local.backend.fakes.model import FakeModel as FakeModel
-from tinker_local.backend.fakes.model import FakeRenderer as FakeRenderer
-from tinker_local.backend.fakes.model import decode as decode
-from tinker_local.backend.fakes.model import encode as encode
-from tinker_local.backend.fakes.sampling import FakeSampler as FakeSampler
-from tinker_local.backend.fakes.training import FakeTrainer as FakeTrainer
+from tinker_local.backend.fakes.fake_memory import FakeMemory as FakeMemory
+from tinker_local.backend.fakes.fake_model import EOS_ID as EOS_ID
+from tinker_local.backend.fakes.fake_model import FakeModel as FakeModel
+from tinker_local.backend.fakes.fake_model import FakeRenderer as FakeRenderer
+from tinker_local.backend.fakes.fake_model import decode as decode
+from tinker_local.backend.fakes.fake_model import encode as encode
+from tinker_local.backend.fakes.fake_sampler import FakeSampler as FakeSampler
+from tinker_local.backend.fakes.fake_trainer import FakeTrainer as FakeTrainer

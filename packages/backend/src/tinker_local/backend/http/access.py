@@ -16,9 +16,9 @@ from fastapi import Depends, Header, Query, Request
 from fastapi.responses import JSONResponse
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
-from tinker_local.backend.control.control_plane import ControlPlane
+from tinker_local.backend.control.life_cycle import ControlPlane
 from tinker_local.backend.control.sessions import check_project
-from tinker_local.backend.http import errors
+from tinker_local.backend.http import error_responses
 from tinker_local.types import AuthenticationError, CopyWeightsRequest, LoadWeightsRequest, PermissionDeniedError
 
 R = TypeVar("R", CopyWeightsRequest, LoadWeightsRequest)
@@ -89,7 +89,7 @@ class RequireKey:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and not _open_to_all(scope["path"]) and not self._known(Headers(scope=scope)):
             error = AuthenticationError("X-API-Key: missing or unknown; set TINKER_API_KEY to a key of this server")
-            await errors.answer(error)(scope, receive, send)
+            await error_responses.answer(error)(scope, receive, send)
             return
         await self._app(scope, receive, send)
 
@@ -114,7 +114,7 @@ class RequireOwnMachine:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and (reason := _refusal(Headers(scope=scope))) is not None:
             error = PermissionDeniedError(f"{reason}; give the server --api-key-file, and its callers TINKER_API_KEY")
-            await errors.answer(error)(scope, receive, send)
+            await error_responses.answer(error)(scope, receive, send)
             return
         await self._app(scope, receive, send)
 

@@ -3,12 +3,12 @@
 from collections.abc import Sequence
 
 from fastapi import Depends, FastAPI
-from tinker_local.backend.control.control_plane import ControlPlane
+from tinker_local.backend.control.life_cycle import ControlPlane
 from tinker_local.backend.http import (
     checkpoint_routes,
     client_routes,
     download_routes,
-    errors,
+    error_responses,
     future_routes,
     metrics_routes,
     sampling_routes,
@@ -37,7 +37,7 @@ def create_app(backend: ControlPlane, *, api_keys: Sequence[str] | None = None) 
     app.state.backend = backend
     app.state.keys = keys = Keys(api_keys)
     app.state.metrics = metrics_routes.registry_of(backend)
-    errors.install(app)
+    error_responses.install(app)
     app.add_middleware(RequireReady, backend=backend)
     if api_keys is None:
         app.add_middleware(RequireOwnMachine)

@@ -3,7 +3,7 @@
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Header, Query, Request, Response
-from tinker_local.backend.control.control_plane import ControlPlane
+from tinker_local.backend.control.life_cycle import ControlPlane
 from tinker_local.backend.control.sessions import OWNER
 from tinker_local.backend.http.access import Backend, Offset, ServerKeys, one_owner
 from tinker_local.backend.http.bodies import discard_body, parse

@@ -10,7 +10,7 @@ from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 from tinker_local.backend.http.access import Backend
 from tinker_local.backend.http.bodies import discard_body
-from tinker_local.backend.http.errors import answer
+from tinker_local.backend.http.error_responses import answer
 from tinker_local.types import UnsupportedError
 
 router = APIRouter(tags=["client"])

@@ -11,7 +11,7 @@ from fastapi.responses import JSONResponse
 from pydantic import Field
 from tinker_local.backend.http.access import Backend
 from tinker_local.backend.http.bodies import parse
-from tinker_local.backend.http.errors import message
+from tinker_local.backend.http.error_responses import message
 from tinker_local.backend.scheduling.operations import Operation, as_api_error
 from tinker_local.types import ApiError, ForwardBackwardOutput, Frozen, InternalError, OptimStepOutput, SampleOutput
 from tinker_local.types.base import TupleOf

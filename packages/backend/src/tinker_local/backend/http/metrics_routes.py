@@ -13,7 +13,7 @@ from fastapi import APIRouter, Request, Response
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
-from tinker_local.backend.control.control_plane import ControlPlane
+from tinker_local.backend.control.life_cycle import ControlPlane
 from tinker_local.backend.models.metrics import ModelMetrics
 from tinker_local.types.errors import Category
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import uvicorn
 import uvloop
-from tinker_local.backend.control.control_plane import ControlPlane
+from tinker_local.backend.control.life_cycle import ControlPlane
 from tinker_local.backend.http.app import create_app
 
 

@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeVar
 
 from fastapi import APIRouter, Request
 from pydantic import BaseModel, ConfigDict, ValidationError
-from tinker_local.backend.control.control_plane import ControlPlane
+from tinker_local.backend.control.life_cycle import ControlPlane
 from tinker_local.backend.http.access import Backend, ServerKeys
 from tinker_local.backend.http.bodies import MAX_GRADIENT_BYTES, parse, parse_json, read_body, unpack
 from tinker_local.backend.http.future_routes import promise

@@ -17,7 +17,7 @@ from typing import Any
 import sqlalchemy as sa
 from tinker_local.backend.storage import tables
 from tinker_local.backend.storage.adapter_files import WEIGHTS, optimizer_type, read_adapter
-from tinker_local.backend.storage.checkpoints import CheckpointFolders, refuse_halves
+from tinker_local.backend.storage.checkpoint_folders import CheckpointFolders, refuse_halves
 from tinker_local.backend.storage.data_folder import FolderLock, make_durable_folder
 from tinker_local.backend.storage.database import open_database
 from tinker_local.backend.storage.names import check_checkpoint_name

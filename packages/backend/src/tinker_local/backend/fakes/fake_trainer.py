@@ -8,8 +8,8 @@ import numpy as np
 import numpy.typing as npt
 from tinker_local.backend.adapter_tensors import bfloat16_bits
 from tinker_local.backend.fakes import numpy_as_torch
-from tinker_local.backend.fakes.memory import FakeMemory
-from tinker_local.backend.fakes.model import (
+from tinker_local.backend.fakes.fake_memory import FakeMemory
+from tinker_local.backend.fakes.fake_model import (
     FakeModel,
     FakeTower,
     Features,

@@ -12,12 +12,12 @@ from tinker_local.backend.control.checkpoints import Checkpoints
 from tinker_local.backend.control.exports import Exports
 from tinker_local.backend.control.futures import Futures
 from tinker_local.backend.control.load_weights import LoadWeights
-from tinker_local.backend.control.sampling import SamplerVersions, Sampling
+from tinker_local.backend.control.sampling_sessions import SamplerVersions, Sampling
 from tinker_local.backend.control.save_weights_for_sampler import SaveWeightsForSampler
 from tinker_local.backend.control.session_traces import SessionTraces
 from tinker_local.backend.control.sessions import Sessions, now
 from tinker_local.backend.control.signatures import Signatures
-from tinker_local.backend.control.training import Training
+from tinker_local.backend.control.training_commands import Training
 from tinker_local.backend.control.training_runs import TrainingRuns
 from tinker_local.backend.models.loading import load_base_models
 from tinker_local.backend.models.metrics import ModelMetrics

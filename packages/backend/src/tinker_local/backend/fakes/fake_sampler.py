@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 from safetensors.numpy import load_file
-from tinker_local.backend.fakes.memory import FakeMemory
-from tinker_local.backend.fakes.model import (
+from tinker_local.backend.fakes.fake_memory import FakeMemory
+from tinker_local.backend.fakes.fake_model import (
     EOS_ID,
     FakeModel,
     FakeTower,
