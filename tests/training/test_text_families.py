@@ -114,6 +114,12 @@ def peft_logprobs(model: Any, datum: TrainDatum) -> torch.Tensor:
     return logits.log_softmax(-1).gather(1, torch.from_numpy(datum.target_tokens)[:, None])[:, 0]
 
 
+@pytest.mark.mutation(
+    "recomputed-without-adapters-by-autograd",
+    "training/decoders/autograd.py",
+    "        with self.decoder._running(self.run):\n            torch.autograd.backward",
+    "        if True:\n            torch.autograd.backward",
+)
 @pytest.mark.parametrize("family", ["gemma2", "qwen3_vl"])
 def test_checkpointed_layers_of_autograd_give_the_same_gradients(
     family, trainer, make, add_adapter, gradients, assert_close
@@ -161,6 +167,9 @@ def test_a_model_whose_attention_is_its_own_is_refused(trainer, monkeypatch):
         trainer("llama")
 
 
+@pytest.mark.mutation(
+    "decoder-never-compared", "training/decoders/__init__.py", "if not difference <= tolerance:", "if False:"
+)
 @pytest.mark.parametrize("decoder", ["written-out", "autograd"])
 def test_a_model_that_computes_something_else_than_its_modules_say_is_refused(decoder, trainer, monkeypatch):
     """A factor between the blocks that no weight shows, as Granite has it."""
