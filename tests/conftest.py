@@ -48,10 +48,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """`-n auto`: two for the whole suite, none (pytest's own process) for a part of it, which would pay for what both
-    have to start; nor beside a GPU, whose memory the tests measure."""
-    part = config.args_source is not pytest.Config.ArgsSource.TESTPATHS or config.option.keyword
-    return 0 if part or config.option.markexpr or Path("/dev/nvidia0").exists() else 2
+    """`-n auto`: two for `make test` and `make test-more`, none (pytest's own process) for a part of them, which would
+    pay for what both have to start; nor beside a GPU, whose memory the tests measure."""
+    whole = config.option.markexpr in ("", "more", "not more") and not config.option.keyword
+    if not whole or config.args_source is not pytest.Config.ArgsSource.TESTPATHS:
+        return 0
+    return 0 if Path("/dev/nvidia0").exists() else 2
 
 
 @pytest.hookimpl(optionalhook=True)

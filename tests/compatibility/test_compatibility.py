@@ -12,6 +12,8 @@ from tests.compatibility.surface import surface
 from tests.compatibility.world import World
 from tests.conftest import TEXT
 
+pytestmark = pytest.mark.more
+
 DOCUMENT = Path(__file__).parents[2] / "docs" / "compatibility.md"
 
 

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+pytestmark = pytest.mark.more
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 

@@ -72,6 +72,7 @@ def paths(examples: list[Any]) -> list[Path]:
     return [example.source for example in examples]
 
 
+@pytest.mark.more
 def test_classifier_of_digits_runs_and_keeps_its_curves(real_server: Any, tmp_path: Path) -> None:
     """A few steps only: what the demo reaches with all of them is the demo's own mark."""
     settings = ["--epochs", "0.1", "--batch-size", "16", "--eval-every", "4", "--eval-images", "40", "--warmup", "2"]
@@ -87,6 +88,7 @@ def test_classifier_of_digits_runs_and_keeps_its_curves(real_server: Any, tmp_pa
     assert report["chance"] == pytest.approx(0.1, abs=0.02)
 
 
+@pytest.mark.more
 def test_classifier_learns_a_folder_of_images_per_class(real_server: Any, tmp_path: Path) -> None:
     folder = write_colours(tmp_path / "colours", 20)
     settings = ["--epochs", "10", "--batch-size", "16", "--learning-rate", "5e-3", "--clip", "1", "--side", "64"]

@@ -12,6 +12,8 @@ import tinker
 import torch
 from tinker_local.client import rl
 
+pytestmark = pytest.mark.more
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SECONDS = 700
 DIVERGENCE = 0.02 if torch.cuda.is_available() else 1e-6  # bfloat16 there, float32 here

@@ -252,6 +252,7 @@ def command(server: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Com
     return run
 
 
+@pytest.mark.more
 def test_commands_on_checkpoints_and_runs_on_fakes(service: Any, server: Any, command: Command) -> None:
     client, run_id = trained(service, user_metadata={"renderer_name": "x"})
     path = client.save_state("state", ttl_seconds=7200).result().path

@@ -214,6 +214,7 @@ def test_metadata_and_listings_round_trip_on_fakes(server: Any, service: Any) ->
         rest.delete_checkpoint_from_tinker_path(path).result()
 
 
+@pytest.mark.more
 def test_command_line_of_the_sdk_works_on_fakes(
     server: Any, service: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -22,6 +22,8 @@ from tinker_local.client.rl.cookbook import CookbookDatasetBuilder, CookbookGrou
 from tinker_local.client.rl.episode import EpisodeError
 from transformers import AutoImageProcessor, AutoTokenizer
 
+pytestmark = pytest.mark.more
+
 VISION = "tiny/vision"
 
 

@@ -14,6 +14,8 @@ from tinker_local.backend.storage import Store
 
 from tests.storage.store_states import make_state, same_tensors
 
+pytestmark = pytest.mark.more
+
 WRITER = Path(__file__).parent / "writer_to_kill.py"
 KILLS = 15
 DELETED = -1

@@ -185,7 +185,10 @@ def test_every_method_gives_the_same_inline_and_in_a_process_on_fakes(start: Mak
 def test_what_lacks_memory_is_known_as_such_across_processes_on_fakes(start: Make, trainers: ModuleType) -> None:
     trainer = start(trainers.short_of_memory)
     trainer.create_adapter("a", LoraConfig(rank=1))
-    data = [TrainDatum(RenderedInput(np.zeros(n, np.int32)), np.zeros(n, np.int64), {}) for n in (40, 41)]
+    data = [
+        TrainDatum(RenderedInput(np.zeros(n, np.int32)), np.zeros(n, np.int64), {"weights": np.ones(n, np.float32)})
+        for n in (40, 41)
+    ]
     fits, lacks = trainer.forward_backward([TrainWork("a", [datum], "cross_entropy") for datum in data])
     assert isinstance(fits, TrainResult)
     assert isinstance(lacks, NotEnoughMemoryError)

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.more
+
 ROOT = Path(__file__).parents[2]
 TOOLS = ["sh", "uname", "dirname", "grep", "sed", "cut", "sort", "head", "cat", "sha256sum", "mkdir", "rm", "chmod"]
 

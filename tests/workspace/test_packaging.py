@@ -64,6 +64,7 @@ def find_uv() -> str | None:
 
 
 @pytest.mark.skipif(find_uv() is None, reason="uv is neither on PATH nor in .uv/")
+@pytest.mark.more
 def test_wheels_hold_py_typed_and_no_init_of_the_namespace(tmp_path: Path) -> None:
     command = [str(find_uv()), "build", "--all-packages", "--offline", "--quiet", "--out-dir", str(tmp_path)]
     subprocess.run(command, cwd=ROOT, check=True, timeout=60)

@@ -88,6 +88,7 @@ def test_the_document_is_the_table() -> None:
     assert written == document(MUTATIONS), "run: python -m tests.promises"
 
 
+@pytest.mark.more
 def test_a_mutation_turns_its_test_red_by_the_command() -> None:
     """One that is quick. All of them take minutes: `make mutations`."""
     command = [sys.executable, str(ROOT / "tests" / "mutations.py"), "--only", "mean-loss", "--workers", "1"]
