@@ -16,7 +16,7 @@ from tinker_local.backend.control.sessions import now
 from tinker_local.backend.fakes import FakeMemory, FakeModel, FakeRenderer, FakeSampler, FakeTrainer
 from tinker_local.backend.http.app import create_app
 from tinker_local.backend.models.served_models import Engines
-from tinker_local.backend.scheduling.model_queue import GradientCommand
+from tinker_local.backend.scheduling.run_queue import GradientCommand
 from tinker_local.types import Datum, ForwardBackwardRequest, ModelInput
 from tinker_local.types.codec import (
     decode_forward_backward_output,

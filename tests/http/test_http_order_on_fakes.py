@@ -218,7 +218,7 @@ async def test_waiting_for_a_missing_chunk_is_no_polling_on_fakes(
 
 @pytest.mark.mutation(
     "step-after-a-failed-gradient",
-    "model_queue.py",
+    "run_queue.py",
     '            self.commands.poison(f"{command.operation.request_id} failed: {error}")\n',
     "            pass\n",
 )

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from tinker_local.backend.scheduling.command_log import Bounds, Load
-from tinker_local.backend.scheduling.model_queue import COPY_COST
+from tinker_local.backend.scheduling.run_queue import COPY_COST
 from tinker_local.types import GoneError, InvalidRequestError
 
 from tests.scheduling.traffic import UNBOUNDED, Model, Sent, World, lock_step, outcome, pipelined

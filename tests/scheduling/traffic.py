@@ -10,8 +10,8 @@ from typing import Any
 from tinker_local.backend.scheduling.command_log import Bounds, Load
 from tinker_local.backend.scheduling.fairness import gradient_cost
 from tinker_local.backend.scheduling.memory_sharing import MemorySharing
-from tinker_local.backend.scheduling.model_queue import COPY_COST, GradientCommand, ModelQueue, StepCommand
 from tinker_local.backend.scheduling.operations import Operation, OperationKind
+from tinker_local.backend.scheduling.run_queue import COPY_COST, GradientCommand, RunQueue, StepCommand
 from tinker_local.backend.scheduling.train_scheduler import LONGEST_WAIT, TrainScheduler
 from tinker_local.backend.training.interface import TrainResult, TrainWork
 from tinker_local.types import ApiError, InvalidRequestError, TooManyRequestsError
@@ -44,7 +44,7 @@ class Sent:
 
 @dataclass(slots=True, eq=False)
 class Model:
-    queue: ModelQueue
+    queue: RunQueue
     sent: dict[int, Sent] = field(default_factory=dict)
     next_id: int = 1
 
@@ -123,7 +123,7 @@ class World:
             await asyncio.sleep(pause)
 
     async def close(self, model: Model) -> None:
-        await self.scheduler.close_model(model.queue, "closed")
+        await self.scheduler.close_run(model.queue, "closed")
 
     async def finish(self, *clients: Coroutine[Any, Any, Any]) -> None:
         """Until all clients are done, and whatever they sent; then stop."""

@@ -1,4 +1,4 @@
-"""`ControlPlane`: what the API names, put together; it starts with the models and ends with them."""
+"""`ControlPlane`: puts the parts of the API together, starts them with the base models, and ends them."""
 
 import asyncio
 import logging
@@ -64,7 +64,7 @@ class ControlPlane:
     # Life cycle -----------------------------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Load the models and open the store. Anything that was opened is closed again if this fails."""
+        """Load the base models and open the store. If this fails, everything opened so far is closed."""
         try:
             await self._start()
         except BaseException:

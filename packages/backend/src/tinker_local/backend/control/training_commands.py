@@ -17,8 +17,8 @@ from tinker_local.backend.control.training_runs import Command, TrainingRun, Tra
 from tinker_local.backend.models.served_models import ServedModel
 from tinker_local.backend.options import BackendOptions
 from tinker_local.backend.scheduling.command_log import Bounds, Load
-from tinker_local.backend.scheduling.model_queue import GradientCommand, StepCommand, positions
 from tinker_local.backend.scheduling.operations import Operation, OperationKind, Operations
+from tinker_local.backend.scheduling.run_queue import GradientCommand, StepCommand, positions
 from tinker_local.backend.storage.names import check_checkpoint_name
 from tinker_local.backend.storage.store import Store
 from tinker_local.backend.training.interface import TrainDatum, TrainWork

@@ -11,9 +11,9 @@ from tinker_local.backend.control.checkpoint_lifetime import expiry
 from tinker_local.backend.control.sessions import Sessions, check_user_metadata
 from tinker_local.backend.models.served_models import ServedModel, ServedModels
 from tinker_local.backend.options import BackendOptions
-from tinker_local.backend.scheduling.model_queue import ModelQueue
 from tinker_local.backend.scheduling.operations import Operation, OperationKind, Operations
 from tinker_local.backend.scheduling.queue_states import ACTIVE, QueueState
+from tinker_local.backend.scheduling.run_queue import RunQueue
 from tinker_local.backend.storage.records import CheckpointKind, CheckpointRecord, SessionRecord, TrainingRunRecord
 from tinker_local.backend.storage.store import Store
 from tinker_local.backend.training.optimizers import optimizer_of
@@ -46,7 +46,7 @@ class TrainingRun:
 
     record: TrainingRunRecord
     base: ServedModel
-    queue: ModelQueue
+    queue: RunQueue
     creation: Operation[dict[str, Any]]
     adapter_bytes: int
     optimizer: Optimizer
@@ -209,7 +209,7 @@ class TrainingRuns:
         self._live.pop(model.model_id, None)
         if not model.creation.done:
             model.creation.cancel(GoneError(reason))  # first, or the adapter could be created after its removal
-        await model.base.scheduler.close_model(model.queue, reason)
+        await model.base.scheduler.close_run(model.queue, reason)
         await model.base.scheduler.call(model.base.engines.trainer.remove_adapter, model.model_id)
 
     async def end_session(self, session_id: str) -> None:

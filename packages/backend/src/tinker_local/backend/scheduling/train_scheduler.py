@@ -8,15 +8,15 @@ from typing import Any, TypeVar
 from tinker_local.backend.scheduling.command_log import GAP_PATIENCE, CommandLog
 from tinker_local.backend.scheduling.fairness import FairQueue, gradient_of
 from tinker_local.backend.scheduling.memory_sharing import MemorySharing
-from tinker_local.backend.scheduling.model_queue import (
-    Command,
-    GradientCommand,
-    ModelQueue,
-    Preparations,
-    StepCommand,
-)
 from tinker_local.backend.scheduling.operations import Operation, as_api_error
 from tinker_local.backend.scheduling.queue_states import ACTIVE, QueueState, training_state
+from tinker_local.backend.scheduling.run_queue import (
+    Command,
+    GradientCommand,
+    Preparations,
+    RunQueue,
+    StepCommand,
+)
 from tinker_local.backend.training.interface import TrainResult, TrainWork
 from tinker_local.types import ApiError, ForwardBackwardOutput, TensorData
 
@@ -50,14 +50,14 @@ class TrainScheduler:
         self._memory_sharing = memory_sharing
         self._batch_tokens = batch_tokens
         self.trained_tokens = 0
-        self.running: tuple[ModelQueue, ...] = ()
+        self.running: tuple[RunQueue, ...] = ()
         self._queues: FairQueue[Command] = FairQueue(quantum)
-        self._open: set[ModelQueue] = set()
+        self._open: set[RunQueue] = set()
         self._preparations = Preparations(batch_tokens)
         self._loop = asyncio.get_running_loop()
         self._wake = asyncio.Event()
         self._timer: asyncio.TimerHandle | None = None
-        self._last: list[ModelQueue] = []
+        self._last: list[RunQueue] = []
         self._patience = 0.0
         self._wait_limit = 0.0
         self._wait_until: float | None = None
@@ -69,7 +69,7 @@ class TrainScheduler:
         """Commands in the trainer now."""
         return len(self.running)
 
-    def state_of(self, queue: ModelQueue, operation: Operation[Any]) -> QueueState:
+    def state_of(self, queue: RunQueue, operation: Operation[Any]) -> QueueState:
         """What an operation of `queue` waits for; one that has run, and is writing for example, is active."""
         if queue.released and all(command.operation is not operation for command in queue.commands.pending()):
             return ACTIVE
@@ -90,27 +90,27 @@ class TrainScheduler:
         """Run a trainer's method in the trainer's thread."""
         return await self._memory_sharing.call(function, *args, **kwargs)
 
-    def open(self, model_id: str, session_id: str, gap_patience: float = GAP_PATIENCE) -> ModelQueue:
+    def open(self, model_id: str, session_id: str, gap_patience: float = GAP_PATIENCE) -> RunQueue:
         """A queue for a new training run; its commands wait until `release`."""
-        queue = ModelQueue(model_id, session_id, CommandLog(gap_patience), self._loop.time)
+        queue = RunQueue(model_id, session_id, CommandLog(gap_patience), self._loop.time)
         self._open.add(queue)
         self._queues.add(queue)
         self._preparations.add(queue)
         return queue
 
-    def release(self, queue: ModelQueue) -> None:
+    def release(self, queue: RunQueue) -> None:
         """The adapter exists: run its commands."""
         queue.released = True
         self._wake.set()
 
-    async def close_model(self, queue: ModelQueue, reason: str) -> None:
+    async def close_run(self, queue: RunQueue, reason: str) -> None:
         """Fail the queued commands and forget the run."""
         queue.close(reason)
         self._open.discard(queue)
         self._queues.remove(queue)
         self._preparations.remove(queue)
 
-    def submit(self, queue: ModelQueue, seq_id: int, command: Command) -> None:
+    def submit(self, queue: RunQueue, seq_id: int, command: Command) -> None:
         """Queue a command whose `seq_id` the log accepts."""
         queue.add(seq_id, command)
         self._prepare()

@@ -45,7 +45,7 @@ class GradientCommand:
     prepared: asyncio.Task[TrainWork] | None = None
     positions: int = 0
     ready_at: float = 0.0
-    queue: "ModelQueue" = field(init=False)
+    queue: "RunQueue" = field(init=False)
 
     @property
     def ready(self) -> bool:
@@ -77,7 +77,7 @@ class StepCommand:
     operation: Operation[Any]
     run: Callable[[], Awaitable[None]]
     size: int = 0
-    queue: "ModelQueue" = field(init=False)
+    queue: "RunQueue" = field(init=False)
 
     @property
     def positions(self) -> int:
@@ -97,7 +97,7 @@ def positions(data: Sequence[TrainDatum]) -> int:
 
 
 @dataclass(slots=True, eq=False)
-class ModelQueue:
+class RunQueue:
     """The commands of one training run.
 
     Attributes
@@ -228,12 +228,12 @@ class Preparations:
     def __init__(self, ahead: int) -> None:
         self._ahead = ahead
         self._under_way = 0
-        self._sessions: OrderedDict[str, OrderedDict[int, ModelQueue]] = OrderedDict()
+        self._sessions: OrderedDict[str, OrderedDict[int, RunQueue]] = OrderedDict()
 
-    def add(self, queue: ModelQueue) -> None:
+    def add(self, queue: RunQueue) -> None:
         self._sessions.setdefault(queue.session_id, OrderedDict())[id(queue)] = queue
 
-    def remove(self, queue: ModelQueue) -> None:
+    def remove(self, queue: RunQueue) -> None:
         """Unknown queues are ignored."""
         models = self._sessions.get(queue.session_id, OrderedDict())
         if models.pop(id(queue), None) is not None and not models:
@@ -251,7 +251,7 @@ class Preparations:
     def _done(self, task: asyncio.Task[TrainWork]) -> None:
         self._under_way -= 1
 
-    def _next(self) -> ModelQueue | None:
+    def _next(self) -> RunQueue | None:
         for session_id, models in self._sessions.items():
             for queue in models.values():
                 if queue.next_unprepared(self._ahead):
