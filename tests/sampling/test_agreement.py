@@ -19,7 +19,13 @@ NAME = "tiny/probed"
 async def start(folder: Path, data_dir: Path) -> list[str]:
     """Start a server of the model and end it; what it said meanwhile."""
     said: list[str] = []
-    options = BackendOptions(data_dir=data_dir, kv_cache_bytes=2**26, max_context_length=256, max_rank=8)
+    options = BackendOptions(
+        data_dir=data_dir,
+        kv_cache_bytes=2**26,
+        max_context_length=256,
+        max_rank=8,
+        sampler_sleeps=False,  # leaves sleep mode to other tests of this process
+    )
     backend = InProcessBackend([ModelSource(NAME, str(folder))], options, progress=said.append)
     await backend.start()
     await backend.close()
