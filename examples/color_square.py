@@ -3,8 +3,8 @@
     tinker-local serve --model NAME[=PATH]
     python examples/color_square.py --model NAME
 
-The second square is shown after the first answer. A few supervised steps teach the form of an answer; the return is
-still that of chance after them. The rest is GRPO with `importance_sampling` (grpo.py). The control: on grey images the
+The model sees the second square after its first answer. A few supervised steps teach the form of an answer, which
+leaves the return at chance. GRPO with `importance_sampling` (grpo.py) does the rest. Control: on grey images, the
 trained model is at chance.
 """
 
@@ -21,7 +21,7 @@ CHANCE = 1 / len(COLORS)
 
 
 class ColorSquares:
-    """Two squares, one after the other; each answer that names its colour is worth 0.5."""
+    """Shows two squares in turn; each answer that names the colour is worth 0.5."""
 
     def __init__(self, blank: bool = False) -> None:
         self.blank = blank
@@ -42,7 +42,7 @@ class ColorSquares:
 
 
 def demonstration(chat: rl.Chat, seed: int) -> list[tinker.Datum]:
-    """A whole conversation with the right answers."""
+    """A complete conversation with the right answers."""
     environment = ColorSquares()
     first, _ = environment.reset(seed=seed)
     second, *_ = environment.step("")

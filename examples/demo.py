@@ -1,11 +1,11 @@
-"""The whole thing in one command: a model, a server, and the official SDK teaching the model to read digits.
+"""Everything in one command: a model, a server, and a program that teaches the model to read digits.
 
     make demo                                    a tiny vision-language model with random weights, on any laptop
     make demo MODEL=Qwen/Qwen3-VL-4B-Instruct    real weights, on a GPU
-    python examples/demo.py --data FOLDER ...    a folder of images per class instead of the digits, and without a mark
+    python examples/demo.py --data FOLDER ...    a folder of images per class instead of the digits; without a goal
 
-Starts `tinker-local serve` and runs `examples/vlm_classifier.py` against it. Exits non-zero if the model misses the
-mark: 95 % of the held-out digits right, and no more than 15 % on blank images.
+Starts `tinker-local serve` and runs `examples/vlm_classifier.py` against it. The goal is to read 95 % of the held-out
+digits, and at most 15 % on blank images. The exit status is not zero if the model misses it.
 """
 
 import argparse
@@ -22,14 +22,14 @@ from rich.console import Console
 EXAMPLES = Path(__file__).parent
 TINY = Path("models/demo-vl")
 
-# What suits random weights is not what suits real ones.
+# Random weights and real weights need different settings.
 TINY_SETTINGS = ["--learning-rate", "3e-3", "--clip", "0.5", "--epochs", "24", "--side", "32"]
 REAL_SETTINGS = ["--learning-rate", "2e-4", "--epochs", "2", "--side", "224"]
 MARKS = ["--min-accuracy", "0.95", "--max-blank-accuracy", "0.15"]
 
 
 def serve(model: str, data_dir: str, console: Console) -> tuple[subprocess.Popen, str]:
-    """Start the server, show what it says, and return it with its URL once it is ready."""
+    """Start the server, show its output, and return the process and URL once it is ready."""
     command = [sys.executable, "-m", "tinker_local.backend.cli.main", "serve", "--model", model, "--port", "0"]
     console.print(f"[bold]$ tinker-local serve --model {model}[/bold]")
     server = subprocess.Popen(
@@ -49,7 +49,7 @@ def serve(model: str, data_dir: str, console: Console) -> tuple[subprocess.Popen
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", help="NAME or NAME=PATH of a vision-language model; default: a tiny one")
-    parser.add_argument("--data", type=Path, help="a folder with a folder of images per class; default: the digits")
+    parser.add_argument("--data", type=Path, help="a folder with one folder of images per class; default: the digits")
     parser.add_argument("--out", type=Path, default=Path("runs/demo"))
     parser.add_argument("--seed", type=int, default=1)
     options, further = parser.parse_known_args()

@@ -3,10 +3,10 @@
     tinker-local serve --model NAME[=PATH]
     python examples/grid_walk.py --model NAME
 
-A 5x5 board shows the walker (white), its home (grey, a corner at least five steps away) and, as the colour of the
-floor, the sign at the walker's place: which way to go from there. The sign changes with every step, so each reply has
-to read the newest picture. A step earns the share of the way that it saves: who arrives returns exactly 1. A few
-supervised steps teach the form of an answer, the rest is GRPO (grpo.py). The control: boards that show nothing.
+A 5x5 board shows the walker (white), its home (grey, a corner at least five steps away) and a sign: the colour of the
+floor tells which way to go from here. The sign changes with every step, so each reply has to read the newest picture.
+The reward of a step is the share of the way that it saves, so an episode that reaches home returns exactly 1. A few
+supervised steps teach the form of an answer, and GRPO (grpo.py) does the rest. Control: boards that show nothing.
 """
 
 import argparse
@@ -37,7 +37,7 @@ class GridWalk:
             if self.distance() >= 5:
                 break
         self.start, self.turns = self.distance(), 0
-        self.prefers = rng.random((CELLS, CELLS))  # which of two ways home a cell's sign shows
+        self.prefers = rng.random((CELLS, CELLS))  # which of two possible ways a cell's sign shows
         return ["Walk home: N, S, W or E?", self.image()], {}
 
     def step(self, action: str) -> tuple[list, float, bool, bool, dict]:
@@ -53,7 +53,7 @@ class GridWalk:
         return int(np.abs(self.walker - self.home).sum())
 
     def sign(self) -> str:
-        """A way home from where the walker is."""
+        """A direction that leads home from here."""
         away = self.home - self.walker
         ways = [name for name, move in MOVES.items() if np.dot(move, away) > 0]
         return ways[int(self.prefers[tuple(self.walker)] * len(ways))]
@@ -82,7 +82,7 @@ def demonstration(chat: rl.Chat, seed: int) -> list[tinker.Datum]:
 
 
 def step_advantages(trajectories: Sequence[rl.Trajectory]) -> list[list[float]]:
-    """Each step's own reward minus the mean over the group's steps: what a step saves is all its doing."""
+    """Each step's reward minus the mean over the group's steps: later steps do not change what a step saves."""
     mean = np.mean([turn.reward for trajectory in trajectories for turn in trajectory.turns])
     return [[turn.reward - float(mean) for turn in trajectory.turns] for trajectory in trajectories]
 
@@ -128,7 +128,7 @@ async def run(client: tinker.TrainingClient, options: argparse.Namespace) -> boo
 
 
 def blind_return(seeds: list[int], moves: str) -> float:
-    """Mean return of steps drawn by lot from `moves`."""
+    """Mean return of random steps from `moves`."""
     total = 0.0
     for seed in seeds:
         environment, rng = GridWalk(), np.random.default_rng(seed)

@@ -1,4 +1,4 @@
-"""GRPO over any environments, the loop written out: what `color_square.py` and `grid_walk.py` train with."""
+"""The training loop of `color_square.py` and `grid_walk.py`: GRPO over any environments, written out."""
 
 import argparse
 import asyncio
@@ -14,7 +14,7 @@ from tinker_local.client import rl
 
 @dataclass
 class History:
-    """`rewards`: mean return per step; `kl`: KL(sampler, trainer) at step 0, before anything was trained on it."""
+    """`rewards`: mean return per step; `kl`: KL(sampler, trainer) at step 0, before any training."""
 
     rewards: list[float] = field(default_factory=list)
     kl: float = float("nan")
@@ -42,7 +42,7 @@ async def train(
     advantages: rl.Advantages = rl.centered_returns_to_go,
     seed: int = 0,
 ) -> History:
-    """Each step: sample the groups of `groups_of(step)` with the newest weights, then one step of policy gradient."""
+    """Each step samples the groups of `groups_of(step)` with the newest weights and takes one policy gradient step."""
     history = History()
     for step in range(steps):
         sampler = await client.save_weights_and_get_sampling_client()
@@ -71,7 +71,7 @@ async def train(
 def draw(
     history: History, path: Path, title: str, levels: dict[str, float], shown: Sequence[tuple[str, np.ndarray]]
 ) -> None:
-    """The returns as a PNG, with horizontal lines at `levels`, below some pictures of an episode and the replies."""
+    """Plot the returns as a PNG, with horizontal lines at `levels`, below some pictures and replies of an episode."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -94,7 +94,7 @@ def draw(
 
 
 def pictures_of(trajectory: rl.Trajectory, first: np.ndarray) -> list[tuple[str, np.ndarray]]:
-    """Each reply, and the picture that it was given to; `first` is the first one."""
+    """Each reply with the picture before it; `first` is the first picture."""
     pictures = [first]
     for turn in trajectory.turns[:-1]:
         pictures += [part for part in turn.observation if isinstance(part, np.ndarray)]
@@ -104,15 +104,15 @@ def pictures_of(trajectory: rl.Trajectory, first: np.ndarray) -> list[tuple[str,
 def run_example(
     run: Callable[[tinker.TrainingClient, argparse.Namespace], Awaitable[bool]], description: str, **defaults: float
 ) -> None:
-    """The command line of an example; `run` says whether it reached its mark. `defaults` suit a tiny random model."""
+    """Run an example; `run` returns whether it reached its goal. `defaults` are for a tiny random model."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--base-url", default=os.environ.get("TINKER_BASE_URL", "http://127.0.0.1:8000"))
     parser.add_argument("--model", required=True, help="a vision-language model that the server serves")
-    parser.add_argument("--steps", type=int, help="of policy gradient")
-    parser.add_argument("--groups", type=int, help="per step")
-    parser.add_argument("--group-size", type=int, help="environments that start alike")
+    parser.add_argument("--steps", type=int, help="number of policy gradient steps")
+    parser.add_argument("--groups", type=int, help="groups per step")
+    parser.add_argument("--group-size", type=int, help="environments per group, all with the same start")
     parser.add_argument("--learning-rate", type=float, help="2e-5 suits a real model")
-    parser.add_argument("--warm-steps", type=int, default=6, help="supervised; 0 suits a real model")
+    parser.add_argument("--warm-steps", type=int, default=6, help="number of supervised steps; 0 suits a real model")
     parser.add_argument("--warm-rate", type=float, default=5e-3)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("runs/rl"))

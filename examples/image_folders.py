@@ -1,10 +1,10 @@
 """Labelled images for vlm_classifier.py: handwritten digits, or a folder that holds a folder of images per class.
 
-    FOLDER/<class name>/*.png          a share of each class is held out, the same for the same seed
-    FOLDER/train/<class name>/*.png    as torchvision's ImageFolder has it: where FOLDER/train and FOLDER/validation
-    FOLDER/val/<class name>/*.png      (or val, or test: the first that exists) exist, the second is what is held out
+    FOLDER/<class name>/*.png          a share of each class is held out, always the same for the same seed
+    FOLDER/train/<class name>/*.png    the layout of torchvision's ImageFolder: FOLDER/train is trained on, and
+    FOLDER/val/<class name>/*.png      FOLDER/validation, val or test (the first that exists) is held out
 
-Files may lie deeper (cat/summer/1.jpg is a cat). Hidden files and files of other kinds are passed over.
+Files may be in deeper folders (cat/summer/1.jpg is a cat). Hidden files and files of other types are skipped.
 """
 
 import random
@@ -22,11 +22,11 @@ from rich.progress import track
 SUFFIXES = {".png", ".jpg", ".jpeg", ".webp", ".bmp"}
 HELD_OUT_FOLDERS = ("validation", "val", "test")
 DIGITS_HELD_OUT = 297
-WIDEST = 200  # times as long as wide: beyond this the image processors of vision-language models refuse
+WIDEST = 200  # ratio of length to width; image processors of vision-language models refuse more
 
 
 class Example(NamedTuple):
-    """Where an image comes from (a file, or pixels), and its class."""
+    """The source of an image (a file, or pixels) and its class."""
 
     source: Any
     name: str
@@ -34,7 +34,7 @@ class Example(NamedTuple):
 
 @dataclass(frozen=True)
 class Dataset:
-    """Images of known classes; `image(source, rng)` is what the model is shown, augmented if there is an `rng`."""
+    """Images of known classes; `image(source, rng)` gives what the model sees, augmented if `rng` is given."""
 
     title: str
     classes: list[str]
@@ -44,12 +44,12 @@ class Dataset:
 
     @property
     def chance(self) -> float:
-        """Share of the held-out images that are right when the answer is always their most frequent class."""
+        """Accuracy on the held-out images of always answering their most frequent class."""
         return max(Counter(example.name for example in self.held_out).values()) / len(self.held_out)
 
 
 def shifted(image: np.ndarray, rng: random.Random) -> np.ndarray:
-    """The 8x8 image as it is or moved by one pixel: as a reader of digits would not mind."""
+    """The 8x8 image, unchanged or shifted by one pixel, which keeps a digit readable."""
     moved = np.zeros_like(image)
     dy, dx = rng.choice([(0, 0), (1, 0), (-1, 0), (0, 1), (0, -1)])
     moved[max(dy, 0) : 8 + min(dy, 0), max(dx, 0) : 8 + min(dx, 0)] = image[
@@ -76,7 +76,7 @@ def digits(side: int) -> Dataset:
 
 
 def open_image(path: Path) -> PIL.Image.Image:
-    """The image as RGB, upright. Raises ValueError, which names the file, if it cannot be read."""
+    """The image as RGB, upright. Raises ValueError with the file's name if it cannot be read."""
     try:
         with PIL.Image.open(path) as file:
             image = PIL.ImageOps.exif_transpose(file).convert("RGB")
@@ -99,9 +99,9 @@ def image_files(folder: Path) -> dict[str, list[Path]]:
 
 
 def split(files: dict[str, list[Path]], share: float, seed: int) -> tuple[dict[str, list[Path]], dict[str, list[Path]]]:
-    """What is trained and what is held out of each class: `share` of it, at least one image.
+    """Split each class into training images and held-out images: `share` of it, at least one.
 
-    A class is split by the seed and its name alone, so that another class more or less changes nothing.
+    The split of a class depends only on the seed and its name, so adding or removing other classes does not change it.
     """
     train, held_out = {}, {}
     for name, paths in files.items():
@@ -112,10 +112,10 @@ def split(files: dict[str, list[Path]], share: float, seed: int) -> tuple[dict[s
 
 
 def read_folder(folder: Path, *, share: float, seed: int, side: int | None) -> Dataset:
-    """The images of `folder`, each read once, so that a broken one is found before anything is trained.
+    """The images of `folder`. Each is read once, so that a broken one is found before training starts.
 
-    share: of each class, held out, unless the folder says which. side: longest side in pixels to which images are
-    shrunk; None leaves them as they are. Raises ValueError with what is wrong with the folder.
+    share: the held-out part of each class, unless the folder has its own split. side: images are shrunk to this longest
+    side, in pixels; None leaves them unchanged. Raises ValueError with what is wrong with the folder.
     """
     if not folder.is_dir():
         raise ValueError(f"{folder}: no such folder")

@@ -1,8 +1,8 @@
-"""No server to start: the backend lives in this process, and the SDK talks to it over a private loopback port.
+"""Training without a server: the backend runs in this process, and the SDK reaches it over a private loopback port.
 
     python examples/in_process.py --model NAME[=PATH]
 
-`import tinker_local.client as tinker` gives the names of the official SDK; `backend=` is the addition.
+`import tinker_local.client as tinker` has the names of the official SDK; `backend=` is an addition.
 """
 
 import argparse

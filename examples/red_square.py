@@ -1,9 +1,9 @@
-"""What colour is the square? A vision-language model learns it, and says so of squares it has never seen.
+"""A vision-language model learns to name the colour of a square, also of squares that it has never seen.
 
     tinker-local serve --model NAME[=PATH]
     python examples/red_square.py --model NAME
 
-The control: on blank images the trained model must not know.
+Control: on blank images, the trained model must not know the answer.
 """
 
 import argparse
@@ -37,7 +37,7 @@ def square(colour: str, rng: np.random.Generator) -> np.ndarray:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--base-url", default=os.environ.get("TINKER_BASE_URL", "http://127.0.0.1:8000"))
-    parser.add_argument("--model", required=True, help="a vision-language model that the server serves")
+    parser.add_argument("--model", required=True, help="a vision-language model of the server")
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--learning-rate", type=float, default=5e-3, help="1e-4 suits a real model")
     options = parser.parse_args()

@@ -1,10 +1,10 @@
-"""Reinforcement learning, the loop written out: GRPO with `importance_sampling` on a reward that a model can learn.
+"""Reinforcement learning with the loop written out: GRPO with `importance_sampling` on a reward that is easy to learn.
 
     tinker-local serve --model NAME[=PATH]
     python examples/rl_loop.py --model NAME
 
-The reward is the share of sampled tokens that hold a digit. Groups of answers to one prompt are compared with their own
-mean; the sampler's logprobs go back to the trainer with the very tokens that were sampled.
+The reward is the share of sampled tokens that contain a digit. The answers to one prompt form a group and are compared
+with its mean. The sampler's logprobs go back to the trainer with exactly the tokens that were sampled.
 """
 
 import argparse
@@ -79,7 +79,7 @@ def main() -> None:
                 ]
             history.append(mean(rewards))
             print(f"step {step:3d}   reward {history[-1]:.3f}")
-            if not data:  # every group agrees: there is nothing to learn from
+            if not data:  # all rewards of each group are equal: there is nothing to learn
                 continue
             gradient = client.forward_backward(data, "importance_sampling")
             update = client.optim_step(tinker.AdamParams(learning_rate=options.learning_rate, beta2=0.95, eps=1e-8))

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning of a language model, the loop written out: question in, answer trained.
+"""Supervised fine-tuning of a language model on questions and answers, with the loop written out.
 
 tinker-local serve --model NAME[=PATH]
 python examples/sl_loop.py --model NAME

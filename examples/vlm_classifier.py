@@ -2,16 +2,16 @@
 
     tinker-local serve --model NAME[=PATH]
     python examples/vlm_classifier.py --model NAME                   handwritten digits
-    python examples/vlm_classifier.py --model NAME --data FOLDER     images of your own: FOLDER/<class name>/*.jpg
+    python examples/vlm_classifier.py --model NAME --data FOLDER     your own images: FOLDER/<class name>/*.jpg
 
-Supervised fine-tuning of a LoRA adapter on question, image and class name. On images that are held out it follows the
-negative log-likelihood (NLL) of the class name, and how often the name is what the model answers at temperature 0;
-at the end also on blank images, as a control. It writes to --out:
+Fine-tunes a LoRA adapter on question, image and class name. On held-out images it measures the negative log-likelihood
+(NLL) of the class name, and how often the model answers with that name at temperature 0. As a control, it finally does
+the same on blank images. It writes to --out:
 
-    metrics.jsonl    a line per step; step 0 is before training. train_nll: the step's batch, before its update;
+    metrics.jsonl    one line per step; step 0 is before training. train_nll: the step's batch, before its update;
                      validation_nll, validation_accuracy: a fixed part of the held-out images, after the update
-    curves.png       the same, drawn
-    report.json      all held-out images, before and after
+    curves.png       the same as a plot
+    report.json      all held-out images, before and after training
 """
 
 import argparse
@@ -40,12 +40,12 @@ DIGITS_QUESTION = "Which digit?"
 QUESTION = "Which of these is in the image: {classes}?"
 
 Asked = tuple[tinker.ModelInput, str]
-"""A prompt and the answer to it."""
+"""A prompt and its answer."""
 
 
 @dataclass
 class Report:
-    """What a run found; accuracies are shares of all held-out images, NLL in nats per answer."""
+    """The results of a run; accuracies are shares of all held-out images, NLL is in nats per answer."""
 
     base_accuracy: float
     accuracy: float
@@ -66,7 +66,7 @@ class Task:
         self.tokenizer = client.get_tokenizer()
         self.processor = AutoImageProcessor.from_pretrained(client.get_info().model_data.tokenizer_id)
         self.question = question.replace("{classes}", ", ".join(classes))
-        # Some tokens more than the longest name, so that an answer that only begins with a name is seen to go on.
+        # A few tokens more than the longest name, to notice answers that only begin with a name.
         self.max_tokens = max(len(self.answer(name)) for name in classes) + 2
 
     def prompt(self, image: PIL.Image.Image | Path) -> tinker.ModelInput:
@@ -82,7 +82,7 @@ class Task:
         return self.tokenizer.encode(f"{name}<|im_end|>", add_special_tokens=False)
 
     def datum(self, asked: Asked) -> tinker.Datum:
-        """Prompt and answer; only the answer is trained."""
+        """Prompt and answer; only the answer is trained on."""
         prompt, answer = asked[0], self.answer(asked[1])
         before = prompt.length - 1
         return tinker.Datum(
@@ -99,7 +99,7 @@ class Task:
         return client.forward(data, "cross_entropy").result().metrics["loss:sum"] / len(data)
 
     def accuracy(self, sampler: tinker.SamplingClient, asked: list[Asked]) -> float:
-        """Share of prompts to which the sampled text is the answer."""
+        """Share of prompts for which the sampled text equals the answer."""
         params = tinker.SamplingParams(max_tokens=self.max_tokens, temperature=0.0)
         futures = [sampler.sample(prompt, 1, params) for prompt, _ in asked]
         tokens = [future.result().sequences[0].tokens for future in futures]
@@ -108,7 +108,7 @@ class Task:
 
 
 def batches(task: Task, dataset: Dataset, options: argparse.Namespace) -> Iterator[list[tinker.Datum]]:
-    """Training batches without end: every image once, in random order, before any comes again."""
+    """Endless training batches: every image once, in random order, before any repeats."""
     rng = random.Random(options.seed)
     order: list[int] = []
     while True:
@@ -148,7 +148,7 @@ def train(
                 update = client.optim_step(
                     tinker.AdamParams(learning_rate=rate, beta2=0.99, eps=1e-8, grad_clip_norm=options.clip)
                 )
-                size, batch = len(batch), next(data)  # the next one is made while the server works
+                size, batch = len(batch), next(data)  # prepare the next one while the server works
                 row |= {"learning_rate": rate, "train_nll": gradient.result().metrics["loss:sum"] / size}
                 update.result()
                 busy += time.monotonic() - start
@@ -165,7 +165,7 @@ def train(
 
 
 def draw(metrics: list[dict[str, float]], dataset: Dataset, options: argparse.Namespace) -> None:
-    """The curves as a PNG."""
+    """Plot the curves as a PNG."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -202,7 +202,7 @@ def blank(image: PIL.Image.Image | Path) -> PIL.Image.Image:
 
 
 def run(options: argparse.Namespace, dataset: Dataset) -> Report:
-    """Everything, in the order of the report."""
+    """Measure, train, measure again."""
     start = time.monotonic()
     with tinker.ServiceClient(base_url=options.base_url) as service:
         client = service.create_lora_training_client(
@@ -240,7 +240,7 @@ def run(options: argparse.Namespace, dataset: Dataset) -> Report:
 
 
 def show(report: Report, dataset: Dataset, options: argparse.Namespace) -> None:
-    """The report as a table."""
+    """Print the report as a table."""
     table = Table(title=f"{options.model}: {dataset.title}, {len(dataset.held_out)} held out")
     for column in ("", "base model", "after training"):
         table.add_column(column, justify="left" if not column else "right")
@@ -256,7 +256,7 @@ def show(report: Report, dataset: Dataset, options: argparse.Namespace) -> None:
 
 
 def prepare(options: argparse.Namespace) -> Dataset:
-    """The images, and the settings that depend on them. Raises ValueError with what is wrong."""
+    """Read the images and set the options that depend on them. Raises ValueError for invalid options."""
     for name in ("batch_size", "eval_images", "eval_every", "warmup", "side"):
         if (value := getattr(options, name)) is not None and value < 1:
             raise ValueError(f"--{name.replace('_', '-')} must be at least 1, not {value}")
@@ -274,27 +274,27 @@ def prepare(options: argparse.Namespace) -> Dataset:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--base-url", default=os.environ.get("TINKER_BASE_URL", "http://127.0.0.1:8000"))
-    parser.add_argument("--model", required=True, help="a vision-language model that the server serves")
-    parser.add_argument("--data", type=Path, help="a folder with a folder of images per class; default: the digits")
+    parser.add_argument("--model", required=True, help="a vision-language model of the server")
+    parser.add_argument("--data", type=Path, help="a folder with one folder of images per class; default: the digits")
     parser.add_argument("--held-out", type=float, default=0.2, help="share of each class in --data; default: 0.2")
     parser.add_argument(
         "--question",
-        help="before the image; {classes} stands for the class names, which many classes make too long. "
-        f"Default: {QUESTION!r}, of the digits {DIGITS_QUESTION!r}",
+        help="text before the image; {classes} is replaced by the class names (too long with many classes). "
+        f"Default: {QUESTION!r}, for the digits {DIGITS_QUESTION!r}",
     )
     parser.add_argument(
         "--side",
         type=int,
-        help="pixels: images of --data are shrunk to at most this (default: they stay as they are), "
-        f"digits enlarged to it (a multiple of 8, default: {DIGITS_SIDE})",
+        help="pixels: images of --data are shrunk to at most this side (default: unchanged), digits are enlarged to it "
+        f"(a multiple of 8, default: {DIGITS_SIDE})",
     )
-    parser.add_argument("--shift", action="store_true", help="augment the digits by shifts of a pixel")
+    parser.add_argument("--shift", action="store_true", help="augment the digits by shifts of one pixel")
     parser.add_argument("--out", type=Path, default=Path("runs/vlm_classifier"))
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--rank", type=int, default=32)
     parser.add_argument("--learning-rate", type=float, default=2e-4)
-    parser.add_argument("--warmup", type=int, default=5, help="steps")
-    parser.add_argument("--clip", type=float, default=0.0, help="gradient norm; 0 is off")
+    parser.add_argument("--warmup", type=int, default=5, help="warm-up steps")
+    parser.add_argument("--clip", type=float, default=0.0, help="maximum gradient norm; 0 turns clipping off")
     parser.add_argument("--batch-size", type=int, default=50)
     parser.add_argument("--epochs", type=float, default=1.0)
     parser.add_argument("--eval-every", type=int, help="steps between points of the curves; default: a tenth of all")
@@ -302,8 +302,8 @@ def main() -> int:
         "--eval-images",
         type=int,
         default=100,
-        help="held-out images behind each point of the curves, drawn at random once. Default: 100, which cost the demo "
-        "two seconds a point, and leave an accuracy uncertain by at most 5 percentage points (standard error)",
+        help="number of held-out images for each point of the curves, chosen at random once. Default: 100, which takes "
+        "the demo two seconds per point, with a standard error of at most 5 percentage points",
     )
     parser.add_argument("--min-accuracy", type=float, default=0.0, help="fail below this held-out accuracy")
     parser.add_argument("--max-blank-accuracy", type=float, default=1.0, help="fail above this on blank images")

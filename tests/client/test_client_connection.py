@@ -68,7 +68,7 @@ def test_a_listener_that_does_not_talk_http_is_reported() -> None:
                 connection.sendall(b"220 mail ready\r\n")
 
         threading.Thread(target=answer_nonsense, daemon=True).start()
-        with pytest.raises(tinker.APIConnectionError, match="no HTTP server"):
+        with pytest.raises(tinker.APIConnectionError, match="does not speak HTTP"):
             local.ServiceClient(base_url=f"http://127.0.0.1:{listener.getsockname()[1]}")
 
 

@@ -107,5 +107,5 @@ def test_images_that_cannot_be_read_are_refused_with_turn_and_part(
 
 
 def test_a_group_has_a_member() -> None:
-    with pytest.raises(InvalidRequestError, match="size: a group has at least one environment, not 0"):
+    with pytest.raises(InvalidRequestError, match="size: a group needs at least one environment, not 0"):
         rl.Group(lambda: None, size=0)  # type: ignore[arg-type,return-value]

@@ -299,12 +299,14 @@ async def test_whatever_a_request_raises_ends_its_own_trajectory(sampler, answer
 
 async def test_samples_without_logprobs_or_too_few_are_failures(sampler) -> None:
     sampler.logprobs = False
-    with pytest.raises(rl.AllTrajectoriesFailedError, match="2 x sampling: the service gave no logprobs"):
+    with pytest.raises(rl.AllTrajectoriesFailedError, match="2 x sampling: the service returned no logprobs"):
         await rl.rollout([rl.Group(Countdown, 2)], sampler, make_chat(), PARAMS)
     sampler.logprobs = True
     sample = sampler.sample
     sampler.sample = lambda prompt, count, params: sample(prompt, count - 1, params)  # type: ignore[method-assign]
-    with pytest.raises(rl.AllTrajectoriesFailedError, match="2 x sampling: the service gave 1 samples instead of 2"):
+    with pytest.raises(
+        rl.AllTrajectoriesFailedError, match="2 x sampling: the service returned 1 samples instead of 2"
+    ):
         await rl.rollout([rl.Group(Countdown, 2)], sampler, make_chat(), PARAMS)
 
 

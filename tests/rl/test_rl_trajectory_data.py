@@ -214,10 +214,10 @@ def test_written_conversations_are_what_a_rollout_of_the_same_replies_gives(
 @pytest.mark.parametrize(
     ("messages", "message"),
     [
-        ([{"role": "assistant", "content": "a"}], r"messages\[0\]: a reply follows a message of somebody else"),
+        ([{"role": "assistant", "content": "a"}], r"messages\[0\]: a reply must follow a message of another role"),
         (
             [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "assistant"}],
-            r"messages\[2\]: a reply follows",
+            r"messages\[2\]: a reply must follow a message of another role",
         ),
         (
             [{"role": "user", "content": "a"}, {"role": "assistant", "content": np.zeros((64, 64, 3), np.uint8)}],

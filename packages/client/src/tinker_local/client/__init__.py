@@ -1,8 +1,8 @@
-"""The Tinker SDK with a local server behind it, and text and images made into `ModelInput`s.
+"""The Tinker SDK bound to a local server, and functions that make `ModelInput`s from text and images.
 
-`import tinker_local.client as tinker` runs a program that was written for the SDK: every public name of `tinker` is
-here and is the SDK's own, except that `ServiceClient`, `RestClient` and `AdminClient` are subclasses that connect to a
-local server by default. Beyond the SDK there are `model_input`, `text_chunk` and `image_chunk`.
+`import tinker_local.client as tinker` runs a program written for the SDK. The module has every public name of `tinker`,
+and they are the SDK's own objects. Only `ServiceClient`, `RestClient` and `AdminClient` are subclasses, which connect
+to a local server by default. `model_input`, `text_chunk` and `image_chunk` are additions.
 """
 
 import tinker as _sdk

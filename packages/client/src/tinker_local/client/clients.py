@@ -1,4 +1,4 @@
-"""The SDK's clients, bound to a local server unless told otherwise."""
+"""The SDK's clients, which connect to a local server by default."""
 
 import threading
 from collections.abc import Mapping
@@ -14,21 +14,21 @@ from tinker_local.types import InvalidRequestError
 
 
 class ServiceClient(tinker.ServiceClient):
-    """The official `tinker.ServiceClient` with local defaults; everything that it can do works the same.
+    """The official `tinker.ServiceClient` with local defaults. All of its methods work the same.
 
     Args:
         base_url: URL of the server. Default: $TINKER_BASE_URL, then http://127.0.0.1:8000.
         api_key: Default: $TINKER_API_KEY, then `tml-local`. Stored credentials of the hosted service are never used.
-        backend: A backend of this process instead of a URL, e.g. an `InProcessBackend` that was not started. It is
-            served on a free port of 127.0.0.1 with a random key by a daemon thread, which ends after `close()` (or
-            the `with` block) has finished the session. Not together with `base_url` or `api_key`.
-        check_server: Ask a server on a loopback address for its health before returning, so that a missing one is
-            reported within a second (tinker.APIConnectionError) and not after the SDK's five minutes. Other
-            addresses are never asked. False: send nothing, as the official client.
+        backend: A backend in this process instead of a URL, e.g. an `InProcessBackend` that has not been started. A
+            daemon thread serves it on a free port of 127.0.0.1 with a random key. The thread ends after `close()` (or
+            the `with` block) has finished the session. Cannot be combined with `base_url` or `api_key`.
+        check_server: Check the health of a server on a loopback address before returning. A missing server is then
+            reported within a second (tinker.APIConnectionError) instead of the SDK's five minutes. Other addresses
+            are never checked. False: send nothing, like the official client.
         user_metadata, project_id, display_name, default_headers_overrides: As in the official client.
 
-    With a loopback address, 127.0.0.1 and localhost are added to this process's NO_PROXY, since the SDK would send
-    them through a proxy.
+    For a loopback address, 127.0.0.1 and localhost are added to this process's NO_PROXY, because the SDK would
+    otherwise send its requests through a proxy.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class ServiceClient(tinker.ServiceClient):
         if backend is not None:
             for name, value in (("base_url", base_url), ("api_key", api_key)):
                 if value is not None:
-                    raise InvalidRequestError(f"{name}: not together with backend, which has its own")
+                    raise InvalidRequestError(f"{name}: cannot be combined with backend, which has its own")
             self._loopback = backend.serve_in_thread(host="127.0.0.1", port=0)
             base_url, api_key, check_server = self._loopback.url, self._loopback.api_key, False
         endpoint = connect(base_url, api_key, check_server=check_server)
@@ -69,7 +69,7 @@ class ServiceClient(tinker.ServiceClient):
     ) -> AwaitableConcurrentFuture[None]:
         """Finish the session as the official client does, then stop the server of `backend=`, if there is one.
 
-        Returns a future of both. It raises what finishing the session raised; the server is stopped all the same.
+        The returned future covers both. It raises what finishing the session raised; the server is stopped anyway.
         """
         finished = super().close(status, detail)
         loopback = self._loopback
@@ -77,8 +77,8 @@ class ServiceClient(tinker.ServiceClient):
             return finished
         with self._loopback_lock:
             if self._loopback_closed is None:
-                # Not on the SDK's event loop, which the server still needs to answer while it shuts down; and not in
-                # a daemon thread, so that a program that ends without waiting still finishes its session.
+                # Not on the SDK's event loop, which has to stay free while the server shuts down. Not in a daemon
+                # thread either, so that a program that exits without waiting still finishes its session.
                 thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tinker-local-close")
                 stopped = thread.submit(_stop_after, finished, loopback)
                 thread.shutdown(wait=False)

@@ -1,6 +1,6 @@
-"""Where a client connects and with which key: local defaults, no proxy in between, and a quick word if nobody answers.
+"""Decides where a client connects and with which key: local defaults, no proxy, and a quick error if no server answers.
 
-Knows URLs, environment variables and one health request. Knows nothing of sessions and models.
+This module knows URLs, environment variables and one health request, but no sessions and models.
 """
 
 import ipaddress
@@ -18,7 +18,7 @@ DEFAULT_BASE_URL = "http://127.0.0.1:8000"
 DEFAULT_API_KEY = "tml-local"
 
 CONNECT_ATTEMPTS = 3
-"""A refused connection is tried this often, for a server that is just about to listen."""
+"""Attempts if the connection is refused, in case the server is about to listen."""
 RETRY_DELAY_S = 0.25
 HEALTH_TIMEOUT_S = 2.0
 
@@ -27,14 +27,14 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """A base URL without trailing slash, and the API key that goes with it (kept out of the representation)."""
+    """A base URL without trailing slash, and its API key (which `repr` does not show)."""
 
     base_url: str
     api_key: str = field(repr=False)
 
 
 def resolve_endpoint(base_url: str | None, api_key: str | None) -> Endpoint:
-    """The arguments, else $TINKER_BASE_URL and $TINKER_API_KEY, else the local defaults; empty counts as unset.
+    """The arguments, else $TINKER_BASE_URL and $TINKER_API_KEY, else the local defaults. Empty values count as unset.
 
     Raises InvalidRequestError for a base URL that is not http or https with a host.
     """
@@ -46,22 +46,22 @@ def resolve_endpoint(base_url: str | None, api_key: str | None) -> Endpoint:
 
 
 def connect(base_url: str | None, api_key: str | None, *, check_server: bool) -> Endpoint:
-    """`resolve_endpoint`; a loopback URL is also taken off the proxies and, if `check_server`, asked for its health.
+    """`resolve_endpoint`. A loopback URL also bypasses proxies and, with `check_server`, has its health checked.
 
-    Raises tinker.APIConnectionError within about a second if a loopback URL has no server.
+    Raises tinker.APIConnectionError within about a second if no server listens at a loopback URL.
     """
     endpoint = resolve_endpoint(base_url, api_key)
     host = urlsplit(endpoint.base_url).hostname or ""
     if is_loopback(host):
         bypass_proxies(host)
-        # Over https the SDK's own trust settings decide, which one plain request here would not reproduce.
+        # Not over https: this request would not reproduce the SDK's own trust settings.
         if check_server and endpoint.base_url.startswith("http://"):
             require_server(endpoint.base_url)
     return endpoint
 
 
 def is_loopback(host: str) -> bool:
-    """Whether `host` names this machine: localhost, 127.0.0.0/8 or ::1. Nothing is looked up."""
+    """Whether `host` is localhost, in 127.0.0.0/8 or ::1. Does not resolve names."""
     if host == "localhost":
         return True
     try:
@@ -87,10 +87,10 @@ def bypass_proxies(host: str) -> None:
 
 
 def require_server(base_url: str) -> None:
-    """Raise tinker.APIConnectionError unless something at `base_url` talks HTTP.
+    """Raise tinker.APIConnectionError unless an HTTP server listens at `base_url`.
 
-    Left alone, the SDK would try for five minutes before it says so. Whoever listens is enough: a server that loads
-    (503), is busy (no answer in time) or has no health route is left to the SDK's own patience.
+    The SDK itself would only report this after five minutes. Any HTTP server is enough: if it is still loading (503),
+    busy (no answer in time) or has no health route, the SDK's own retries take over.
     """
     url = f"{base_url}/api/v1/healthz"
     for attempt in range(CONNECT_ATTEMPTS):
@@ -103,7 +103,7 @@ def require_server(base_url: str) -> None:
         except httpx.TimeoutException:
             return
         except httpx.TransportError as error:
-            message = f"what listens at {base_url} is no HTTP server ({error})"
+            message = f"the server at {base_url} does not speak HTTP ({error})"
             raise tinker.APIConnectionError(httpx.Request("GET", url), message) from error
         if status == 503:
             logger.warning("the server at %s is still loading; requests wait for it", base_url)

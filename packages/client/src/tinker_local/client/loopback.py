@@ -1,27 +1,27 @@
-"""What the client asks of a backend in the same process: to serve its HTTP app on a loopback port.
+"""What the client requires of a backend in the same process: to serve its HTTP app on a loopback port.
 
-The SDK has no transport without a socket, so an in-process backend is reached through the very app that a remote
-client would use. The backend's own package fulfils these protocols; the client never imports it.
+The SDK has no transport without a socket. An in-process backend is therefore reached through the same app that a remote
+client uses. The backend package implements these protocols; the client never imports it.
 """
 
 from typing import Protocol
 
 
 class LoopbackServer(Protocol):
-    """A server that runs in a daemon thread of this process until it is closed."""
+    """A server in a daemon thread of this process, which runs until it is closed."""
 
     @property
     def url(self) -> str:
-        """Base URL with the port that was bound, e.g. http://127.0.0.1:43121."""
+        """Base URL with the bound port, e.g. http://127.0.0.1:43121."""
         ...
 
     @property
     def api_key(self) -> str:
-        """The one key that this server accepts; begins with `tml-`."""
+        """The only key that this server accepts; it begins with `tml-`."""
         ...
 
     def close(self) -> None:
-        """Stop serving and wait for the thread to end; a backend that was started for this server is closed too."""
+        """Stop serving and wait for the thread; also close the backend if it was started for this server."""
         ...
 
 
@@ -29,5 +29,5 @@ class LoopbackBackend(Protocol):
     """A backend that can serve its HTTP app from a thread."""
 
     def serve_in_thread(self, host: str = "127.0.0.1", port: int = 0) -> LoopbackServer:
-        """Serve in a daemon thread, with a random key; returns when requests are answered. Port 0: any free one."""
+        """Serve in a daemon thread with a random key; return when requests are answered. Port 0 picks a free port."""
         ...

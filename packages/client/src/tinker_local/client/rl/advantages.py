@@ -1,4 +1,4 @@
-"""Advantages of the trajectories of one group: how much better each was than its siblings.
+"""Advantages of the trajectories of one group: how much better each is than the others.
 
 Each function takes the trajectories of one group and returns one advantage per trajectory, or one per turn of it.
 """
@@ -16,11 +16,11 @@ Advantage: TypeAlias = float | Sequence[float]
 Advantages: TypeAlias = Callable[[Sequence[Trajectory]], Sequence[Advantage]]
 
 _ROUNDING = 1e-12
-"""Of the rewards that were summed: what two sums that mean the same may differ by."""
+"""Relative to the summed rewards: differences up to this count as rounding."""
 
 
 def centered_returns(trajectories: Sequence[Trajectory]) -> list[Advantage]:
-    """Return minus the group's mean: GRPO without its division, which favours easy and hard groups.
+    """Return minus the group's mean: GRPO without the division by the deviation, which favours easy and hard groups.
 
     Liu et al., "Understanding R1-Zero-Like Training" (Dr. GRPO), 2025, section 3.2.
     """
@@ -30,21 +30,21 @@ def centered_returns(trajectories: Sequence[Trajectory]) -> list[Advantage]:
 def normalized_returns(trajectories: Sequence[Trajectory]) -> list[Advantage]:
     """Return minus the group's mean, over its standard deviation: GRPO.
 
-    Shao et al., "DeepSeekMath", 2024, section 4.1.2. Zero in a group whose returns agree. The deviation is the group's
-    own: its squares are divided by its size, not by one less.
+    Shao et al., "DeepSeekMath", 2024, section 4.1.2. Zero in a group whose returns are equal. The deviation is that of
+    the population: squares are divided by the group's size.
     """
     centered = _centered([_rewards(trajectory) for trajectory in trajectories])
     if not centered.any():
         return [0.0] * len(centered)
-    centered = centered / np.abs(centered).max()  # so that squares of very large and very small numbers stay in range
+    centered = centered / np.abs(centered).max()  # keeps squares of very large and very small numbers in range
     return list(map(float, centered / np.sqrt(np.mean(centered**2))))
 
 
 def centered_returns_to_go(trajectories: Sequence[Trajectory]) -> list[Advantage]:
-    """Per turn, the rewards from that turn on minus their mean over the siblings that came so far.
+    """Per turn, the rewards from that turn on, minus their mean over the trajectories that reached that turn.
 
-    Credit for what a reply can still change (policy gradient theorem; Sutton and Barto, 2018, section 13.3); for
-    environments that give rewards along the way.
+    A reply gets credit only for what it can still change (policy gradient theorem; Sutton and Barto, 2018, section
+    13.3). Use it for environments that give rewards along the way.
     """
     rewards = [_rewards(trajectory) for trajectory in trajectories]
     advantages: list[list[float]] = [[] for _ in rewards]
@@ -60,9 +60,10 @@ def _rewards(trajectory: Trajectory) -> list[float]:
 
 
 def _centered(rewards: Sequence[Sequence[float]]) -> npt.NDArray[np.float64]:
-    """Sums of `rewards` minus their mean; exactly 0 where they agree but for the rounding of the sums.
+    """Sums of `rewards` minus their mean; exactly 0 where they differ only by rounding.
 
-    0.1 + 0.2 - 0.3 is not 0, and the mean of three times 0.1 is not 0.1. Division by the deviation would make 1 of it.
+    0.1 + 0.2 - 0.3 is not 0, and the mean of three times 0.1 is not 0.1. Dividing by the deviation would turn such a
+    difference into 1.
     """
     if not rewards:
         return np.zeros(0)

@@ -1,9 +1,9 @@
-"""A conversation kept as chunks already tokenized: what was sampled stays as it was sampled.
+"""A conversation kept as tokenized chunks, so that sampled tokens stay exactly as they were sampled.
 
-A new observation is rendered as the difference that it makes to the template's text. Where the template continues its
-own text, the difference is appended to the tokens so far; where it rewrites what was there (thinking models: earlier
-thoughts are dropped), the prompt starts anew from the template's whole text. Which of the two holds is tested for
-every observation, on the texts themselves.
+A new observation is rendered as the difference that it makes to the template's text. If the template continues its
+earlier text, the difference is appended to the tokens so far. If it rewrites earlier text (thinking models drop earlier
+thoughts), the prompt starts again from the template's whole text. For every observation, a comparison of the texts
+decides between the two.
 """
 
 from collections.abc import Sequence
@@ -18,8 +18,8 @@ from tinker_local.types import InvalidRequestError
 class Conversation:
     """The prompt of the next reply, turn by turn: `prompt`, sample, `reply(tokens)`, `observe(messages)`, `prompt`.
 
-    Rendering decodes images and tokenizes: not for event loops. Raises ChatTemplateError if the template cannot
-    express a turn, InvalidRequestError for an image that cannot be read.
+    Rendering decodes images and tokenizes, so do not call it on an event loop. Raises ChatTemplateError if the template
+    cannot express a turn, and InvalidRequestError for an image that cannot be read.
     """
 
     def __init__(self, chat: Chat, messages: Sequence[Message]) -> None:
@@ -35,7 +35,7 @@ class Conversation:
 
     @property
     def prompt(self) -> tinker.ModelInput:
-        """What the model is to continue. Chunks are shared with the prompts before, not copied."""
+        """What the model continues. Chunks are shared with earlier prompts, not copied."""
         return tinker.ModelInput(chunks=list(self._chunks))
 
     @property
@@ -48,7 +48,7 @@ class Conversation:
         return len(self._images)
 
     def reply(self, tokens: Sequence[int]) -> str:
-        """Take the sampled `tokens`, with the one that ended them if there is one; their text without special ones."""
+        """Add the sampled `tokens`, including an end token; returns their text without special tokens."""
         if self._reply is not None:
             raise ValueError("reply: an observation must come first")
         self._reply = list(tokens)
@@ -56,7 +56,7 @@ class Conversation:
         return self._chat.decode(self._reply)
 
     def observe(self, messages: Sequence[Message]) -> None:
-        """Render what came back, and the template's end of the turn before it if that was not sampled."""
+        """Render an observation, preceded by the template's end of turn if that was not sampled."""
         if self._reply is None:
             raise ValueError("observe: a reply must come first")
         chat, sampled = self._chat, self._reply
@@ -70,7 +70,7 @@ class Conversation:
         before, found, behind = self._render_around(written, new).partition(MARK)
         self.continues = bool(found) and _continues(before, self._text, written)
         if self.continues:
-            if ended:  # what was sampled is not repeated
+            if ended:  # it was sampled already
                 behind = _without_first(behind, chat.decode(sampled[-1:], special=True))
             said_chunks = [tinker.EncodedTextChunk(tokens=sampled)] if sampled else []
             self._chunks = [*self._chunks, *said_chunks, *chat.chunks(behind, images, continued=True)]
@@ -83,10 +83,10 @@ class Conversation:
         self._reply = None
 
     def write(self, text: str) -> list[int]:
-        """Tokens of `text` as the template writes it as the next reply, with the end of the turn; changes nothing.
+        """The tokens that the template would write for `text` as the next reply, with the end of turn. Changes nothing.
 
-        White space around a reply is the template's business, and what its prompt has written already (`prefill`) is
-        not written again. Raises InvalidRequestError if the thoughts of `text` and of the prompt do not fit together.
+        The template decides about white space around a reply. What its prompt has already written (`prefill`) is not
+        repeated. Raises InvalidRequestError if the thoughts of `text` do not match those of the prompt.
         """
         chat = self._chat
         written = chat.protect_reply(_behind_prefill(text, chat.prefill))
@@ -102,12 +102,12 @@ class Conversation:
     def _render_around(
         self, written: str, new: Sequence[dict[str, Any]], spaces: str = "", *, generate: bool = True
     ) -> str:
-        """The template's text with MARK where the reply `written` ends, before `spaces` of it."""
+        """The template's text with MARK where the reply `written` ends, before its trailing `spaces`."""
         said = {"role": "assistant", "content": self._chat.prefill + written + MARK + spaces}
         return self._chat.render([*self._messages, said, *new], generate=generate)
 
     def _check_heard(self, before: Sequence[dict[str, Any]], new: Sequence[dict[str, Any]]) -> None:
-        """Templates drop messages of roles that they do not know; the model would answer what it never saw."""
+        """ChatTemplateError if the template drops a message, as templates do with unknown roles."""
         marked = [_marked(message) for message in new]
         changed = sum(after != message for after, message in zip(marked, new, strict=True))
         if self._chat.render([*before, *marked]).count(MARK) < changed:
@@ -126,7 +126,7 @@ class Conversation:
 
 
 def _marked(message: dict[str, Any]) -> dict[str, Any]:
-    """`message` with MARK behind the last of its text, if it has any."""
+    """`message` with MARK after its last text, if it has any."""
     content = message["content"]
     if isinstance(content, str):
         return {**message, "content": content + MARK if content.strip() else content}
@@ -141,14 +141,14 @@ def _marked(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _continues(before: str, prompt: str, written: str) -> bool:
-    """Whether `before` is the prompt's text and then the reply; templates may trim a reply, its tokens stay."""
+    """Whether `before` is the prompt's text followed by the reply. Templates may trim a reply; its tokens stay."""
     return before.startswith(prompt) and _squeezed(before[len(prompt) :]) == _squeezed(written)
 
 
 def _check_shown(before: str, reply: str) -> None:
-    """A reply that a rewritten context no longer shows, thoughts aside, would silently be lost.
+    """ChatTemplateError if a rewritten context no longer shows the reply (apart from thoughts), which would be lost.
 
-    `before`: the context up to the end of the reply, "" if that is not there.
+    `before`: the context up to the end of the reply, or "" if the reply is missing.
     """
     answers = [reply, reply.rpartition(END_THINK)[2]]
     spoken, _, thought = reply.rpartition(THINK)
@@ -162,7 +162,7 @@ def _check_shown(before: str, reply: str) -> None:
 
 
 def _behind_prefill(text: str, prefill: str) -> str:
-    """What is left to be said of a reply where the prompt has written its beginning."""
+    """The rest of a reply whose beginning the prompt has already written."""
     begin = prefill.strip()
     if begin and text.lstrip().startswith(begin):
         text = text.lstrip().removeprefix(begin).lstrip()
@@ -176,7 +176,7 @@ def _behind_prefill(text: str, prefill: str) -> str:
 
 
 def _without_first(behind: str, token: str) -> str:
-    """`behind` without the `token` that it begins with, white space aside."""
+    """`behind` without its first `token`, ignoring white space."""
     rest = behind.lstrip()
     return rest.removeprefix(token) if rest.startswith(token) else behind
 

@@ -1,9 +1,9 @@
-"""Environments of this package for `tinker_cookbook.rl.train`. Importing this needs tinker-cookbook.
+"""Environments of this package for `tinker_cookbook.rl.train`. This module requires tinker-cookbook.
 
     builder = CookbookDatasetBuilder(make_groups=lambda step: [Group(...), ...], steps=100, chat=chat)
     await tinker_cookbook.rl.train.main(train.Config(dataset_builder=builder, ...))
 
-The cookbook samples and builds the data; prompts and replies are kept in the same tokens as by `rollout`.
+The cookbook samples and builds the data. Prompts and replies have the same tokens as in `rollout`.
 """
 
 import asyncio
@@ -32,11 +32,11 @@ from tinker_local.client.rl.episode import Episode
 
 
 class CookbookEnv(Env):
-    """One environment as the cookbook drives it. What fails raises EpisodeError, which its rollout strategy handles.
+    """One environment, driven by the cookbook. Failures raise EpisodeError, which its rollout strategy handles.
 
-    `max_turns`, `context_length`: an episode that reaches one is over, with `stop/max_turns` or
-    `stop/context_overflow` among its metrics. The cookbook asks for `max_tokens` of its config whatever is left, so
-    `context_length` is the model's less those. Numbers of the environment's info are metrics too.
+    `max_turns`, `context_length`: an episode that reaches one of them ends, with `stop/max_turns` or
+    `stop/context_overflow` among its metrics. The cookbook always asks for the `max_tokens` of its config, so
+    `context_length` is the model's context length minus `max_tokens`. Numbers in the environment's info become metrics.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class CookbookEnv(Env):
 
 
 class CookbookGroupBuilder(EnvGroupBuilder):
-    """A `Group` for the cookbook. Can be pickled if the group's `make` can (a class or a function of a module)."""
+    """A `Group` for the cookbook. It can be pickled if the group's `make` can (a class or function of a module)."""
 
     def __init__(
         self,
@@ -120,7 +120,7 @@ class CookbookGroupBuilder(EnvGroupBuilder):
 
 
 class CookbookDataset(RLDataset):
-    """`make_groups(step)` gives the groups of each of `steps` steps; `settings` are those of CookbookGroupBuilder."""
+    """`make_groups(step)` returns the groups of a step, for `steps` steps; `settings` go to CookbookGroupBuilder."""
 
     def __init__(self, make_groups: Callable[[int], Sequence[Group]], steps: int, chat: Chat, **settings: Any) -> None:
         self._make_groups = make_groups
@@ -137,7 +137,7 @@ class CookbookDataset(RLDataset):
 
 @chz.chz
 class CookbookDatasetBuilder(RLDatasetBuilder):
-    """The dataset of `rl.train.Config(dataset_builder=...)`; fields as of CookbookDataset and CookbookGroupBuilder."""
+    """For `rl.train.Config(dataset_builder=...)`; the fields are those of CookbookDataset and CookbookGroupBuilder."""
 
     make_groups: Callable[[int], Sequence[Group]]
     steps: int

@@ -1,4 +1,4 @@
-"""Written conversations as supervised data, in the same tokens that a rollout of them would have."""
+"""Turns written conversations into supervised data, with the same tokens that a rollout of them would have."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -15,15 +15,15 @@ from tinker_local.types import InvalidRequestError
 def conversation_data(
     chat: Chat, messages: Sequence[Mapping[str, Any]], weight: float | Sequence[float] = 1.0
 ) -> list[tinker.Datum]:
-    """A conversation with the assistant's messages as data for "cross_entropy".
+    """A conversation as data for "cross_entropy", trained on the assistant's messages.
 
-    `messages`: {"role": ..., "content": part or parts}; the assistant's are text, thoughts and calls in it as the
-    model writes them, and are trained as the template writes them, with its end of turn. `weight`: of every token of a
-    reply, one number or one per reply; 0 leaves a reply out. One datum where the chat template appends, one per reply
-    where it rewrites.
+    `messages`: {"role": ..., "content": part or parts}. An assistant's message is text, which contains thoughts and
+    tool calls as the model writes them. It is trained as the template writes it, with the template's end of turn.
+    `weight`: the weight of every token of a reply, one number or one per reply; 0 leaves a reply out. The result is one
+    datum if the chat template appends, and one per reply if it rewrites.
 
-    Raises InvalidRequestError if a reply is not text alone (tool_calls, reasoning_content beside it), if its thoughts
-    do not fit the template's generation prompt, or if no message is before it.
+    Raises InvalidRequestError if a reply has fields beside its text (tool_calls, reasoning_content), if its thoughts do
+    not match the template's generation prompt, or if no message precedes it.
     """
     turns: list[Turn] = []
     conversation: Conversation | None = None
@@ -33,7 +33,7 @@ def conversation_data(
             unseen.append(message)
             continue
         if not unseen:
-            raise InvalidRequestError(f"messages[{index}]: a reply follows a message of somebody else")
+            raise InvalidRequestError(f"messages[{index}]: a reply must follow a message of another role")
         if conversation is None:
             conversation = Conversation(chat, unseen)
         else:

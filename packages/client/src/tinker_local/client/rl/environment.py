@@ -7,7 +7,7 @@
         def step(self, action):
             return "Right!", 1.0, True, False, {}
 
-Knows nothing of tokens: `chat` turns observations into them, `rollouts` runs the environments.
+This module knows no tokens: `chat` turns observations into tokens, and `rollouts` runs the environments.
 """
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -25,16 +25,16 @@ Part: TypeAlias = str | Image | tinker.types.ImageChunk | Mapping[str, Any]
 """Text; an image as `image_chunk` takes it; a ready `ImageChunk`; or HF's {"type": "text" | "image", ...}."""
 
 Observation: TypeAlias = Part | Sequence[Part] | Sequence[Mapping[str, Any]] | None
-"""A part, parts of one user message, or messages {"role": ..., "content": part or parts, ...}. None: nothing to see."""
+"""A part, parts of one user message, or messages {"role": ..., "content": part or parts, ...}; None shows nothing."""
 
 Reset: TypeAlias = tuple[Observation, Mapping[str, Any]]
 Step: TypeAlias = tuple[Observation, float, bool, bool, Mapping[str, Any]]
 
 
 class Environment(Protocol):
-    """One episode's other side. Methods may be `async`; a `close()` is called at the end if there is one.
+    """The world of one episode. Methods may be `async`. If there is a `close()`, it is called at the end.
 
-    All calls of an environment that is not async come from one thread, which is its own.
+    Each environment that is not async has a thread to itself, which makes all of its calls.
     """
 
     def reset(self, *, seed: int | None = None) -> Reset | Awaitable[Reset]:
@@ -44,16 +44,16 @@ class Environment(Protocol):
     def step(self, action: str) -> Step | Awaitable[Step]:
         """Answer the model's text: (observation, reward, terminated, truncated, info).
 
-        `terminated`: the episode came to its end; `truncated`: it was cut. The last observation is never shown.
+        `terminated`: the episode reached its end; `truncated`: it was cut off. The last observation is never shown.
         """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """`size` environments that start alike: GRPO compares their returns with each other.
+    """`size` environments with the same start, whose returns GRPO compares with each other.
 
-    `make` is called once per environment, each of which is reset with `seed`.
+    `make` is called once per environment, and each environment is reset with `seed`.
     """
 
     make: Callable[[], Environment]
@@ -62,12 +62,12 @@ class Group:
 
     def __post_init__(self) -> None:
         if self.size < 1:
-            raise InvalidRequestError(f"size: a group has at least one environment, not {self.size}")
+            raise InvalidRequestError(f"size: a group needs at least one environment, not {self.size}")
 
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """A message in the order of its parts; `further` is what else the template may read (tool_call_id, name, ...)."""
+    """A message. `further` holds other fields that the template may read (tool_call_id, name, ...)."""
 
     role: str
     parts: tuple[str | Image | tinker.types.ImageChunk, ...]
@@ -75,9 +75,9 @@ class Message:
 
 
 def as_messages(observation: Observation, role: str = "user", where: str = "observation") -> list[Message]:
-    """`observation` as messages; parts that stand alone are one message of `role`.
+    """`observation` as messages; parts without a message form one message of `role`.
 
-    Raises InvalidRequestError that names the part at fault. Nothing is decoded here.
+    Raises InvalidRequestError with the place of an invalid part. Images are not decoded here.
     """
     if isinstance(observation, (list, tuple)) and observation and all(_is_message(item) for item in observation):
         return [_message(item, f"{where}[{index}]") for index, item in enumerate(observation)]

@@ -1,6 +1,6 @@
-"""One environment, driven: reset, prompt, reply, step, until it ends. What fails is told apart here.
+"""Drives one environment (reset, prompt, reply, step, until it ends) and classifies its failures.
 
-`Episode` knows no sampler: rollouts of this package and of the cookbook both drive it.
+`Episode` knows no sampler. Both the rollouts of this package and those of the cookbook use it.
 """
 
 import asyncio
@@ -23,27 +23,27 @@ logger = logging.getLogger(__name__)
 
 _CLOSE_SECONDS = 10.0
 _STUCK_SECONDS = 2.0
-"""How long an environment that is in the middle of a call is given to come back and be closed."""
+"""How long `close` waits for a running call of the environment."""
 
 _renderings = threading.BoundedSemaphore(2)
-"""Threads that render at once. Each holds the GIL for long, and the event loop has to get its turn."""
+"""Maximum number of threads that render at once. Each holds the GIL for long, and the event loop needs its turn."""
 
 
 class EpisodeError(Exception):
-    """An episode that cannot go on; `failure` says why."""
+    """An episode that cannot continue; `failure` says why."""
 
     def __init__(self, kind: FailureKind, message: str, error: BaseException | None = None) -> None:
         super().__init__(message)
         self.failure = Failure(kind, message, error)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Between processes, as of the cookbook's executors, the exception behind it stays where it was raised."""
+        """Pickles without the original exception (the cookbook's executors send errors between processes)."""
         return type(self), (self.failure.kind, self.failure.message)
 
 
 @dataclass(frozen=True, slots=True)
 class StepOutcome:
-    """What an environment answered, checked. `done`: it terminated or truncated the episode."""
+    """The validated answer of an environment. `done`: it terminated or truncated the episode."""
 
     observation: Observation
     reward: float
@@ -57,10 +57,10 @@ class StepOutcome:
 
 
 class Episode:
-    """Drives the environment that `make` makes and keeps its conversation. Every failure is an EpisodeError of a kind:
+    """Drives the environment that `make` creates and keeps its conversation. A failure is an EpisodeError of a kind:
 
-    "environment": it raised, or returned what no environment returns; "observation": what it shows cannot be rendered;
-    "timeout": a call of it took longer than `step_timeout` seconds.
+    "environment": it raised or returned an invalid value; "observation": its observation cannot be rendered;
+    "timeout": one of its calls took longer than `step_timeout` seconds.
     """
 
     def __init__(
@@ -88,11 +88,11 @@ class Episode:
 
     @property
     def num_images(self) -> int:
-        """Images of the conversation so far; 0 before there is one."""
+        """Images in the conversation so far; 0 before `begin`."""
         return 0 if self._conversation is None else self._conversation.num_images
 
     async def reset(self, seed: int | None) -> None:
-        """Make the environment and reset it; what it shows is rendered by `begin`."""
+        """Create and reset the environment; `begin` renders its observation."""
         make = self._make if inspect.iscoroutinefunction(self._make) else self._make_in_thread
         self._environment = await self._call("make", make)
         for method in ("reset", "step"):
@@ -111,21 +111,21 @@ class Episode:
         self._conversation = await self._render(lambda: Conversation(self._chat, as_messages(first)))
 
     async def step(self, action: str) -> StepOutcome:
-        """Hand the reply's text to the environment; what it answers is rendered by `observe` if it goes on."""
+        """Pass the reply's text to the environment; if the episode continues, `observe` renders the answer."""
         if self._environment is None:
             raise ValueError("step: reset comes first")
         return _checked(await self._call("step", self._environment.step, action))
 
     async def observe(self, observation: Observation) -> None:
-        """Render an observation behind the reply: the next prompt."""
+        """Render an observation after the reply, which gives the next prompt."""
         conversation = self.conversation
         await self._render(lambda: conversation.observe(as_messages(observation)))
 
     async def close(self) -> None:
-        """Close the environment if it can be closed, once, and let its thread end.
+        """Close the environment once, if it can be closed, and let its thread end.
 
-        A call that is still running in the thread is waited for 2 s; the environment is closed behind it then, or
-        whenever it returns.
+        Waits up to 2 s for a call that still runs in the thread. The environment is closed after that call, even if it
+        takes longer.
         """
         if self._closed:
             return
@@ -140,7 +140,7 @@ class Episode:
             self._worker.stop()
 
     async def _close(self, close: Callable[[], Any], seconds: float) -> None:
-        """An episode is not lost because its environment cannot be closed: that is logged."""
+        """Errors of `close` are only logged, so that they do not cost an episode."""
         try:
             async with asyncio.timeout(seconds):
                 await self._worker.call(close)
@@ -152,11 +152,11 @@ class Episode:
     def _make_in_thread(self) -> Any:
         made = self._make()
         if not inspect.isawaitable(made):
-            self._environment = made  # at once: it must be closed even if nobody waits for it any more
+            self._environment = made  # at once: it must be closed even after a cancellation
         return made
 
     def _close_in_thread(self) -> Any:
-        """Behind a call which may be the one that makes the environment."""
+        """Runs after any earlier call in the thread, which may be the one that creates the environment."""
         close = getattr(self._environment, "close", None)
         return None if close is None else close()
 
@@ -169,16 +169,16 @@ class Episode:
                 raise EpisodeError("timeout", f"{name}: took longer than {self._step_timeout} s") from error
             cause = error.error if isinstance(error, CallError) else error
             raise EpisodeError("environment", f"{name}: {error}", cause) from cause
-        if is_cancelled():  # environments that catch all catch the cancelling, too
+        if is_cancelled():  # an environment that catches everything also catches the cancellation
             raise asyncio.CancelledError
         return result
 
     async def _render(self, render: Callable[[], Any]) -> Any:
-        """In the environment's thread, which has nothing else to do meanwhile."""
+        """Render in the environment's thread, which is idle meanwhile."""
 
         def rendered() -> Any:
             with _renderings:
-                return None if self._closed else render()  # closed meanwhile: nobody waits, others do
+                return None if self._closed else render()  # closed meanwhile: the result is not needed, and others wait
 
         try:
             return await self._worker.call(rendered)
@@ -196,7 +196,7 @@ def _checked(result: Any) -> StepOutcome:
     observation, reward, terminated, truncated, info = result
     try:
         number = float(reward)
-    except Exception as error:  # a reward may be of any class, and raise what that class likes
+    except Exception as error:  # a reward may have any class, and its conversion may raise anything
         raise EpisodeError("environment", f"step: the reward must be a number, not {_short(reward)}", error) from error
     if not math.isfinite(number):
         raise EpisodeError("environment", f"step: the reward must be finite, not {number}")

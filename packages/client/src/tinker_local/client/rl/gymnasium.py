@@ -1,4 +1,4 @@
-"""Gymnasium's environments with text as actions. Needs nothing of Gymnasium but an environment."""
+"""Gymnasium's environments with text as actions. Does not import Gymnasium."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -13,17 +13,17 @@ class GymnasiumEnvironment:
 
     Args:
         environment: The environment, e.g. gymnasium.make("FrozenLake-v1", render_mode="rgb_array").
-        actions: What the model writes → the environment's action, compared without case and surrounding space; or a
-            function that reads an action from text and raises ValueError if it cannot.
-        observe: (observation, info) → what the model sees. Default: what the environment renders if its render mode is
-            "rgb_array" or "ansi"; else the observation, which must be text, a uint8 image [H, W, 3] or [H, W], or a
-            number.
+        actions: Maps the model's text to the environment's action, ignoring case and surrounding space. Or a function
+            that reads an action from text and raises ValueError if it cannot.
+        observe: Maps (observation, info) to what the model sees. Default: what the environment renders, if its render
+            mode is "rgb_array" or "ansi"; otherwise the observation, which must be text, a uint8 image [H, W, 3] or
+            [H, W], or a number.
         instruction: Shown before the first observation.
-        invalid_reward: Reward of text that is no action. The environment is not stepped then: the model is told which
-            actions there are, and `info["invalid_action"]` is True. Use `max_turns` beside it.
+        invalid_reward: The reward for text that is not an action. The environment is then not stepped; the model sees
+            the list of actions, and `info["invalid_action"]` is True. Combine it with `max_turns`.
 
-    Raises InvalidRequestError at once for `actions` that are none or that the comparison cannot tell apart, and at the
-    first observation that cannot be shown.
+    Raises InvalidRequestError at once if `actions` is empty or has entries that differ only in case or space, and at
+    the first observation that cannot be shown.
     """
 
     def __init__(
@@ -89,7 +89,9 @@ def _readable(actions: Mapping[str, Any]) -> dict[str, Any]:
     readable = {_plain(text): action for text, action in actions.items()}
     if not actions or len(readable) < len(actions):
         listed = ", ".join(map(repr, actions))
-        raise InvalidRequestError(f"actions: needs texts that differ without case and surrounding space, not {listed}")
+        raise InvalidRequestError(
+            f"actions: needs texts that differ in more than case and surrounding space, not {listed}"
+        )
     return readable
 
 

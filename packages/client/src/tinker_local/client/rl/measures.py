@@ -1,4 +1,4 @@
-"""How far the trainer is from the sampler."""
+"""Measures how far the trainer is from the sampler."""
 
 from collections.abc import Sequence
 
@@ -10,13 +10,13 @@ from tinker_local.types import InvalidRequestError
 def sampler_trainer_kl(data: Sequence[tinker.Datum], output: tinker.ForwardBackwardOutput) -> float:
     """KL(sampler ‖ trainer) in nats per sampled token, estimated on the sampled tokens themselves.
 
-    `output`: what `forward` or `forward_backward` of `data` gave. The mean of r - 1 - log r with
-    r = p_trainer / p_sampler, which is never negative and has no bias (Schulman, "Approximating KL Divergence", 2020,
-    estimator k3). At the weights that were sampled from it is the numerical difference of the two engines: below 1e-6
+    `output`: the result of `forward` or `forward_backward` on `data`. The estimate is the mean of r - 1 - log r with
+    r = p_trainer / p_sampler, which is never negative and unbiased (Schulman, "Approximating KL Divergence", 2020,
+    estimator k3). For the weights that were sampled from, it is the numerical difference of the two engines: below 1e-6
     in float32 on CPU.
 
-    Raises InvalidRequestError if there are no data, or if a datum has no sampler's logprobs or no provenance, which
-    tells the sampled tokens.
+    Raises InvalidRequestError if `data` is empty, or if a datum has no logprobs of the sampler or no provenance, which
+    marks the sampled tokens.
     """
     if not data:
         raise InvalidRequestError("data: is empty, so there is nothing to compare")
@@ -36,7 +36,7 @@ def _logprobs(datum: tinker.Datum, index: int) -> np.ndarray:
 
 def _sampled(datum: tinker.Datum, values: np.ndarray, index: int) -> np.ndarray:
     if datum.loss_fn_input_spans is None:
-        raise InvalidRequestError(f"data[{index}]: has no provenance, so its sampled tokens are not known")
+        raise InvalidRequestError(f"data[{index}]: has no provenance, so its sampled tokens are unknown")
     parts, position = [], 0
     for span in datum.loss_fn_input_spans:
         if isinstance(span, tinker.SampledProvenanceSpan):

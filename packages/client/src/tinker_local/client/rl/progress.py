@@ -1,4 +1,4 @@
-"""What a rollout has done so far, and a bar that shows it."""
+"""Counts of what a rollout has done, and a progress bar."""
 
 import sys
 from collections.abc import Callable, Iterator
@@ -11,10 +11,10 @@ Report: TypeAlias = Callable[["RolloutStats"], None]
 
 @dataclass(slots=True)
 class RolloutStats:
-    """Counts of one rollout, which grow while it runs.
+    """Counts of one rollout, updated while it runs.
 
-    `total`, `done`, `failed`: trajectories (failed ones are done too). `turns`: replies; `tokens`: sampled;
-    `images`: shown by environments. `reward_sum`: over the trajectories that did not fail.
+    `total`, `done`, `failed`: trajectories (`done` includes failed ones). `turns`: replies. `tokens`: sampled tokens.
+    `images`: images that environments have shown. `reward_sum`: over the trajectories that did not fail.
     """
 
     total: int
@@ -34,7 +34,7 @@ class RolloutStats:
 
 @contextmanager
 def open_progress(option: Literal["auto"] | Report | None, stats: RolloutStats) -> Iterator[Report]:
-    """The function to call whenever `stats` has changed."""
+    """Yields the function to call whenever `stats` changes."""
     if callable(option):
         yield option
     elif option == "auto" and sys.stderr is not None and sys.stderr.isatty():
@@ -45,7 +45,7 @@ def open_progress(option: Literal["auto"] | Report | None, stats: RolloutStats) 
 
 
 def _silent(stats: RolloutStats) -> None:
-    """Nobody looks."""
+    """Show nothing."""
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Many episodes at once over async sampling: groups of environments in, groups of trajectories out."""
+"""Runs many episodes at once with async sampling: groups of environments in, groups of trajectories out."""
 
 import asyncio
 import re
@@ -20,12 +20,12 @@ from tinker_local.types import InvalidRequestError
 
 
 class AllTrajectoriesFailedError(RuntimeError):
-    """Not one trajectory of a rollout can be trained on; the message counts the reasons."""
+    """No trajectory of a rollout can be trained on; the message counts the reasons."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rollouts:
-    """What came back, in the order of the groups given. `groups[g]`: the trajectories of group g, failed ones too."""
+    """The trajectories, in the order of the groups. `groups[g]`: those of group g, including failed ones."""
 
     groups: tuple[tuple[Trajectory, ...], ...]
     stats: RolloutStats = field(repr=False)
@@ -50,8 +50,8 @@ class Rollouts:
     ) -> list[tinker.Datum]:
         """Training data of all groups, each with the `advantages` of its trajectories.
 
-        Failed trajectories count nowhere. Those whose advantage is 0 are left out, as they would train nothing: where
-        the returns of every group agree, the list is empty.
+        Failed trajectories are left out, and so are those whose advantage is 0, because they would train nothing. If
+        the returns of every group are equal, the list is empty.
         """
         data: list[tinker.Datum] = []
         for group in self.groups:
@@ -77,17 +77,17 @@ async def rollout(
     """Run every environment of every group to its end, at most `max_concurrency` at once.
 
     Args:
-        params: Of each reply. With a `seed`, every reply has a seed of its own, derived from it. Without a `stop`, a
-            reply stops where the chat template ends it (`chat.stop`).
-        max_turns: An episode that is not over after so many replies ends with what it has.
-        context_length: Positions of the model (`service.get_server_capabilities()`): replies are sampled with what is
-            left of them, and an episode whose prompt fills them ends. None: the service's refusal ends it.
-        step_timeout: Seconds that making, resetting and stepping an environment may take each.
-        progress: "auto": a bar where stderr is a terminal; a function: called with `RolloutStats` after every turn
-            and every end; None: nothing.
+        params: Sampling parameters of each reply. A `seed` gives every reply a different seed derived from it. Without
+            a `stop`, a reply stops where the chat template ends it (`chat.stop`).
+        max_turns: An episode ends after this many replies.
+        context_length: The model's positions (`service.get_server_capabilities()`). A reply may use what the prompt
+            leaves of them; an episode whose prompt fills them ends. None: the service's refusal ends it.
+        step_timeout: Seconds allowed for each creation, reset and step of an environment.
+        progress: "auto": a bar if stderr is a terminal; a function: called with `RolloutStats` after every turn and
+            every end; None: nothing.
 
-    What fails (an environment, an observation, a request) ends its own trajectory, whose `failure` says why, and no
-    other. Cancelling ends everything: the service is told, environments are closed.
+    A failure of an environment, an observation or a request ends only its own trajectory, whose `failure` says why.
+    Cancelling ends everything: requests are cancelled and environments closed.
 
     Raises AllTrajectoriesFailedError if no trajectory can be trained on, InvalidRequestError for an argument, and what
     `progress` raises.
@@ -119,7 +119,7 @@ async def rollout(
                     replies = GroupSampler(sampler, params, index, context_length)
                     members = range(group.size)
                     running.append([tasks.create_task(run(group, index, member, replies)) for member in members])
-        except ExceptionGroup as unexpected:  # what `progress` raises, each task may have met
+        except ExceptionGroup as unexpected:  # each task may have raised the error of `progress`
             raise unexpected.exceptions[0] from None
     rollouts = Rollouts(tuple(tuple(task.result() for task in group) for group in running), stats)
     if not any(trajectory.trainable for trajectory in rollouts.trajectories):
@@ -171,7 +171,7 @@ class _Run:
         return end, "", None
 
     async def _turn(self) -> End | None:
-        """A reply, and what the environment says to it; why the episode is over, if it is."""
+        """Sample a reply and step the environment; returns why the episode is over, if it is."""
         conversation = self.episode.conversation
         prompt = conversation.prompt
         sampled = await self.replies.reply(prompt, self.member, len(self.turns))

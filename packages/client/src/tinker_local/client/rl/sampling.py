@@ -1,4 +1,4 @@
-"""Replies for the trajectories of one group. Siblings that begin alike share their first request."""
+"""Samples replies for the trajectories of one group. Trajectories with equal first prompts share a request."""
 
 import asyncio
 from collections.abc import Hashable, Iterator, Sequence
@@ -13,7 +13,7 @@ from tinker_local.client.rl.workers import is_cancelled
 
 _GATHER_SECONDS = 0.01
 _CONTEXT_REFUSAL = "context window"
-"""What the service's refusal of a prompt that leaves no room for a reply contains."""
+"""Part of the service's error for a prompt that leaves no room for a reply."""
 
 
 class ContextOverflowError(Exception):
@@ -22,7 +22,7 @@ class ContextOverflowError(Exception):
 
 @dataclass(slots=True)
 class _Shared:
-    """A request that siblings wait for: one future per sample."""
+    """A request that several trajectories wait for: one future per sample."""
 
     waiting: list[asyncio.Future[tinker.SampledSequence]]
 
@@ -30,9 +30,9 @@ class _Shared:
 class GroupSampler:
     """Samples replies for the members of group `index`.
 
-    First prompts that are equal and come within 10 ms of each other, or are being rendered then (`expected`), go as
-    one request of several samples, so that an image travels once and not once per sibling. With `params.seed` they go
-    apart, each with its own seed: what is sampled then does not depend on who came when.
+    Equal first prompts that arrive within 10 ms of each other, or are being rendered at that time (`expected`), become
+    one request with several samples, so that an image is sent once and not once per trajectory. With `params.seed`,
+    each trajectory sends its own request with its own seed, so that the samples do not depend on arrival times.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class GroupSampler:
 
     @contextmanager
     def expected(self) -> Iterator[None]:
-        """While a member's first prompt is rendered; the siblings' request, if it has not gone yet, waits for it."""
+        """Marks the rendering of a first prompt; a shared request that has not been sent yet waits for it."""
         here = asyncio.get_running_loop().create_future()
         self._expected.add(here)
         try:
@@ -63,7 +63,7 @@ class GroupSampler:
     async def reply(self, prompt: tinker.ModelInput, member: int, turn: int) -> tinker.SampledSequence:
         """One reply to `prompt`.
 
-        Raises ContextOverflowError, or EpisodeError of kind "sampling" for whatever else the service refuses.
+        Raises ContextOverflowError, or EpisodeError of kind "sampling" for any other refusal of the service.
         """
         params = self._params_for(prompt, member, turn)
         if turn == 0 and params.seed is None:
@@ -72,7 +72,7 @@ class GroupSampler:
         return sequence
 
     async def _reply_together(self, prompt: tinker.ModelInput, params: tinker.SamplingParams) -> tinker.SampledSequence:
-        """The first to come waits a moment, then asks for all who came with the same prompt."""
+        """The first caller waits a moment, then sends one request for all callers with the same prompt."""
         key = _content(prompt)
         mine: asyncio.Future[tinker.SampledSequence] = asyncio.get_running_loop().create_future()
         if (shared := self._shared.get(key)) is not None:
@@ -93,7 +93,7 @@ class GroupSampler:
         return sequences[0]
 
     async def _gather(self) -> None:
-        """Long enough for siblings that began together; not for those whose rendering begins later."""
+        """Wait for members that started together, but not for those whose rendering starts later."""
         await asyncio.sleep(_GATHER_SECONDS)
         if self._expected:
             await asyncio.wait(set(self._expected))
@@ -106,16 +106,16 @@ class GroupSampler:
         except asyncio.CancelledError as error:
             if is_cancelled():
                 raise
-            # The SDK ends the requests of a client that is closed; nobody has cancelled this rollout.
+            # The SDK cancels the requests of a closed client; this rollout itself was not cancelled.
             raise EpisodeError("sampling", "the request was cancelled by the client", error) from error
-        except Exception as error:  # the SDK's own errors, or those of whatever it is built on
+        except Exception as error:  # errors of the SDK or of the libraries below it
             if _CONTEXT_REFUSAL in str(error):
                 raise ContextOverflowError(str(error)) from error
             raise EpisodeError("sampling", f"{type(error).__name__}: {error}", error) from error
         if len(response.sequences) != count:
-            raise EpisodeError("sampling", f"the service gave {len(response.sequences)} samples instead of {count}")
+            raise EpisodeError("sampling", f"the service returned {len(response.sequences)} samples instead of {count}")
         if any(sequence.logprobs is None for sequence in response.sequences):
-            raise EpisodeError("sampling", "the service gave no logprobs of the sampled tokens")
+            raise EpisodeError("sampling", "the service returned no logprobs of the sampled tokens")
         return response.sequences
 
     def _params_for(self, prompt: tinker.ModelInput, member: int, turn: int) -> tinker.SamplingParams:
@@ -134,7 +134,7 @@ class GroupSampler:
 
 
 def _content(prompt: tinker.ModelInput) -> Hashable:
-    """What makes two prompts equal; an image is not copied for it."""
+    """A key that is equal for equal prompts, made without copying images."""
     return tuple(map(_chunk_content, prompt.chunks))
 
 

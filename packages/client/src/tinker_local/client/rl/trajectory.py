@@ -1,4 +1,4 @@
-"""What happened in one episode, and the data it trains on: the very tokens that the sampler was given and gave."""
+"""The record of one episode, and its training data: exactly the tokens that the sampler received and produced."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -19,9 +19,9 @@ Span: TypeAlias = tinker.PromptProvenanceSpan | tinker.SampledProvenanceSpan
 class Turn:
     """One reply of the model and the environment's answer to it.
 
-    `prompt`: what the sampler was given. `tokens`, `logprobs`: what it gave, float32 nats at the sampling temperature,
-    one per token. `sequence_id`: the service's name of the sample, "" if nothing was sampled. `action`: the text that
-    the environment got. `observation`, `reward`, `info`: its answer.
+    `prompt`: the sampler's input. `tokens`, `logprobs`: its output; logprobs are float32 nats at the sampling
+    temperature, one per token. `sequence_id`: the service's id of the sample, "" if nothing was sampled. `action`: the
+    text passed to the environment. `observation`, `reward`, `info`: the environment's answer.
     """
 
     prompt: tinker.ModelInput
@@ -37,7 +37,7 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Why a trajectory could not go on: the part that failed, its message, and the exception."""
+    """Why a trajectory could not continue: the part that failed, its message, and the exception."""
 
     kind: FailureKind
     message: str
@@ -49,10 +49,10 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class Trajectory:
-    """An episode as far as it went.
+    """An episode, complete or cut off.
 
-    `end`: "terminated" and "truncated" are the environment's words; "max_turns" and "context" are limits, of which
-    `reason` gives the numbers; "failed" has a `failure`. `num_images`: images in the last prompt.
+    `end`: the environment reports "terminated" and "truncated"; "max_turns" and "context" are limits, with the numbers
+    in `reason`; "failed" comes with a `failure`. `num_images`: images in the last prompt.
     """
 
     turns: tuple[Turn, ...]
@@ -68,7 +68,7 @@ class Trajectory:
 
     @property
     def trainable(self) -> bool:
-        """Whether it counts in its group: it did not fail, and the model said something."""
+        """Whether it counts in its group: it did not fail and has at least one sampled token."""
         return self.failure is None and bool(self.turns)
 
     @property
@@ -88,17 +88,17 @@ def turns_to_data(
     advantage: float | Sequence[float] = 1.0,
     loss_fn: tinker.types.LossFnType = "importance_sampling",
 ) -> list[tinker.Datum]:
-    """Turns in order as data: a turn whose prompt begins with all tokens before it continues their datum.
+    """Turns in order as data. A turn continues the previous datum if its prompt begins with all earlier tokens.
 
-    So an episode is one datum of N positions where the chat template appends, and one per turn where it rewrites.
-    Inputs are all tokens but the last, targets all but the first. At sampled tokens `advantages` is the turn's
-    advantage and `logprobs` the sampler's (for "cross_entropy": `weights` is the advantage); everywhere else (prompt,
-    observations, images, ends of turns that were not sampled) they are 0, which trains nothing. An end of turn is
-    added where something follows it: behind the last sample it would train nothing, and no request has seen it.
+    An episode is therefore one datum of N positions if the chat template appends, and one datum per turn if it
+    rewrites. Inputs are all tokens except the last, targets all except the first. At sampled tokens, `advantages` is
+    the turn's advantage and `logprobs` the sampler's (for "cross_entropy": `weights` is the advantage). Everywhere else
+    (prompt, observations, images, ends of turns that were not sampled) they are 0, which trains nothing. An end of turn
+    is only added if something follows it: after the last sample it would train nothing, and no request has seen it.
 
-    Each datum carries provenance spans, which request's prompt or sample each token was, if its turns have a
-    `sequence_id`. Raises InvalidRequestError if `advantage` has another length than `turns`, or a turn's logprobs
-    another than its tokens.
+    If its turns have a `sequence_id`, a datum carries provenance spans, which say for each token which request's prompt
+    or sample it comes from. Raises InvalidRequestError if `advantage` does not match `turns` in length, or a turn's
+    logprobs do not match its tokens.
     """
     per_turn = np.asarray(advantage, np.float64)
     if per_turn.ndim == 0:
@@ -110,7 +110,7 @@ def turns_to_data(
     for index, (turn, value) in enumerate(zip(turns, per_turn.tolist(), strict=True)):
         if len(turn.logprobs) != len(turn.tokens):
             raise InvalidRequestError(f"turns[{index}]: {len(turn.logprobs)} logprobs for {len(turn.tokens)} tokens")
-        if not turn.tokens:  # nothing to train; what it was given is part of the next prompt
+        if not turn.tokens:  # nothing to train; its prompt is part of the next one
             continue
         prompt = _flatten(turn.prompt.chunks)
         if not sequence.is_prefix_of(prompt):
@@ -121,10 +121,10 @@ def turns_to_data(
 
 
 class _Sequence:
-    """Tokens of turns that continue each other, with what each position carries."""
+    """Tokens of turns that continue each other, with the loss inputs of each position."""
 
     def __init__(self) -> None:
-        self._elements: list[int | Chunk] = []  # an image is one element of several positions
+        self._elements: list[int | Chunk] = []  # an image is one element with several positions
         self._positions = 0
         self._logprobs: list[npt.NDArray[np.float32]] = []
         self._advantages: list[npt.NDArray[np.float32]] = []
@@ -149,7 +149,7 @@ class _Sequence:
         self._positions += given + sampled
 
     def data(self, loss_fn: tinker.types.LossFnType) -> list[tinker.Datum]:
-        """The datum; none if there is no position that predicts a sampled token."""
+        """The datum, as a list; empty if no position predicts a sampled token."""
         if self._positions < 2:
             return []
         targets = np.concatenate([np.full(_length(e), e if isinstance(e, int) else 0) for e in self._elements])

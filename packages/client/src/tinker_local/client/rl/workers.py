@@ -1,4 +1,4 @@
-"""A thread for each environment that is not async, so that a slow one keeps nobody else waiting."""
+"""One thread for each environment that is not async, so that a slow one does not delay others."""
 
 import asyncio
 import contextvars
@@ -12,7 +12,7 @@ _Outcome: TypeAlias = tuple[Any, BaseException | None]
 
 
 class CallError(Exception):
-    """A call raised `error`. Whatever it is: SystemExit and StopIteration too, which no task can carry as they are."""
+    """A call raised `error`, which may be SystemExit or StopIteration, which a task cannot raise directly."""
 
     def __init__(self, error: BaseException) -> None:
         super().__init__(f"{type(error).__name__}: {error}")
@@ -20,29 +20,29 @@ class CallError(Exception):
 
 
 class Worker:
-    """Calls an object's methods one after the other: coroutines on the event loop, others in one daemon thread.
+    """Calls an object's methods one at a time: coroutines on the event loop, others in one daemon thread.
 
-    One thread for all calls, since much that environments wrap (browsers, OpenGL, SQLite) belongs to a thread. It is
-    a daemon: a call that never returns does not keep the process from ending.
+    All calls use the same thread, because much of what environments wrap (browsers, OpenGL, SQLite) is bound to one. It
+    is a daemon thread, so a call that never returns does not keep the process alive.
     """
 
     def __init__(self, name: str) -> None:
         self.name = name
         self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
-        self._given = 0  # written by the event loop's thread alone
-        self._done = 0  # written by the worker's thread alone
+        self._given = 0  # only written by the event loop's thread
+        self._done = 0  # only written by the worker's thread
 
     @property
     def busy(self) -> bool:
-        """Whether a call runs in the thread, which whoever made it may have given up."""
+        """Whether a call runs in the thread, even if its caller has given up."""
         return self._given > self._done
 
     async def call(self, function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
-        """What `function` returns; if this is cancelled, a call in the thread runs on and its result is dropped.
+        """The result of `function`. If this is cancelled, a call in the thread continues and its result is dropped.
 
-        Raises CallError for all that `function` raises, but for a KeyboardInterrupt on the event loop's thread.
-        CancelledError means that the caller's task is cancelled, never that the function raised one.
+        Raises CallError for everything that `function` raises, except a KeyboardInterrupt on the event loop's thread.
+        CancelledError always means that the caller's task was cancelled, never that the function raised it.
         """
         try:
             if inspect.iscoroutinefunction(function):
@@ -59,7 +59,7 @@ class Worker:
         raise CallError(error) from error
 
     def stop(self) -> None:
-        """End the thread when its calls are done."""
+        """End the thread after its calls."""
         if self._thread is not None:
             self._calls.put(None)
 
@@ -71,12 +71,12 @@ class Worker:
         def call() -> None:
             try:
                 outcome: _Outcome = context.run(function), None
-            except BaseException as caught:  # whatever it is, it belongs to the one who waits
+            except BaseException as caught:  # everything is passed to the caller
                 outcome = None, caught
             self._done += 1
             try:
                 loop.call_soon_threadsafe(_finish, done, outcome)
-            except RuntimeError:  # the loop was closed meanwhile: nobody waits
+            except RuntimeError:  # the loop was closed meanwhile
                 _drop(outcome)
 
         self._start()
@@ -96,7 +96,7 @@ class Worker:
 
 
 def is_cancelled() -> bool:
-    """Whether somebody has asked the current task to end."""
+    """Whether the current task has been asked to cancel."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0
 
@@ -109,6 +109,6 @@ def _finish(done: asyncio.Future[_Outcome], outcome: _Outcome) -> None:
 
 
 def _drop(outcome: _Outcome) -> None:
-    """A coroutine that nobody will await says so at its end, which would puzzle whoever reads it."""
+    """Close a coroutine that will not be awaited, which avoids Python's warning about it."""
     if inspect.iscoroutine(outcome[0]):
         outcome[0].close()
