@@ -99,7 +99,7 @@ ENDINGS: dict[str, tuple[Sequence[str], bool]] = {
 @pytest.mark.mutation(
     "end-of-turn-twice",
     "conversation.py",
-    "            if ended:  # what was sampled is not repeated",
+    "            if ended:  # it was sampled already",
     "            if False:",
 )
 @pytest.mark.parametrize("ending", ENDINGS)

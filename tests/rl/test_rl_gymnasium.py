@@ -90,7 +90,7 @@ async def test_an_environment_of_images_runs_with_a_start_of_its_own_seed(sample
 
 
 async def test_what_is_no_action_costs_a_turn_and_is_explained(sampler) -> None:
-    sampler.script = lambda request: " BACK\n" if "This is no action" in request.text else "jump!"
+    sampler.script = lambda request: " BACK\n" if "This is not an action" in request.text else "jump!"
 
     def make() -> GymnasiumEnvironment:
         environment = gymnasium.make("tests/Corridor-v0")
@@ -101,7 +101,7 @@ async def test_what_is_no_action_costs_a_turn_and_is_explained(sampler) -> None:
     assert trajectory.end == "truncated"  # Gymnasium's limit of 4 steps; what is no action is none
     assert [turn.reward for turn in trajectory.turns] == [-2, -0.25, -0.25, -0.25, -0.25]
     assert trajectory.turns[0].info == {"invalid_action": True}
-    assert "This is no action: 'jump!'; the actions are go, back" in sampler.requests[1].text
+    assert "This is not an action: 'jump!'; the actions are go, back" in sampler.requests[1].text
 
 
 async def test_frozen_lake_is_walked_as_text(sampler) -> None:

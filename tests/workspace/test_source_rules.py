@@ -1,7 +1,8 @@
-"""What no line of the packages may do: read a pickle, make an event loop on the way of a request, or import vLLM
-outside its folder."""
+"""What no line of the packages may do: read a pickle, make an event loop on the way of a request, import vLLM outside
+its folder, or, in the folders listed here, use a phrase that readers stumble over."""
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,6 +24,31 @@ BEGINNINGS = {"backend/cli/serve.py", "backend/http/server.py"}
 
 VLLM_FOLDER = "backend/vllm_engine/"
 """The only code that imports vLLM."""
+
+
+STUMBLES = re.compile(
+    r"\b(nobody|whoever|lest|is told|of (its|their) own|one behind the other|who samples|be it|as far as|it is they)\b"
+    r"|(?<!\bthere )\b(is|are) no (?!longer\b|more\b)",
+    re.IGNORECASE,
+)
+"""Rare in good technical English; subject, verb and object say the same."""
+
+PLAIN = (
+    "README.md",
+    "docs/futures-and-exports.md",
+    "docs/sampling.md",
+    "docs/sessions-and-checkpoints.md",
+    "examples",
+    "packages/backend/README.md",
+    "packages/backend/src/tinker_local/backend/cli",
+    "packages/backend/src/tinker_local/backend/options.py",
+    "packages/backend/src/tinker_local/backend/storage",
+    "packages/backend/src/tinker_local/backend/traces",
+    "packages/client",
+)
+"""Files and folders without such phrases. The list grows until it is the whole repository."""
+
+NOT_YET_PLAIN = {f"packages/client/src/tinker_local/client/{name}" for name in ("images.py", "inputs.py", "rl/chat.py")}
 
 
 def sources() -> Iterator[tuple[str, ast.Module]]:
@@ -86,3 +112,34 @@ def test_only_the_folder_for_it_imports_vllm() -> None:
     found = {path for path, tree in sources() if "vllm" in imported(tree) | named(tree)}
     assert found, "the rule finds no import at all"
     assert {path for path in found if not path.startswith(VLLM_FOLDER)} == set()
+
+
+def stumbles(path: Path) -> list[str]:
+    """Each phrase of STUMBLES in a file with the words before it; a phrase may be broken over two lines."""
+    words = re.sub(r"[\s#>]+", " ", path.read_text())
+    return [f"{path}: ...{words[max(0, each.start() - 40) : each.end()]}" for each in STUMBLES.finditer(words)]
+
+
+def test_prose_is_plain_where_it_was_made_so() -> None:
+    listed = [ROOT / each for each in PLAIN]
+    files = [file for each in listed for file in ([each] if each.is_file() else sorted(each.rglob("*")))]
+    prose = [file for file in files if file.suffix in (".md", ".py")]
+    assert len(prose) > len(PLAIN)
+    assert [
+        line for file in prose if file.relative_to(ROOT).as_posix() not in NOT_YET_PLAIN for line in stumbles(file)
+    ] == []
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [
+        ("so that nobody\n    waits for it", 1),
+        ("# Whoever asks gets\n# it. This is\n# no text.", 2),
+        ("has a thread of its own", 1),
+        ("There is no checkpoint; it is no longer there, and there\n    are no files", 0),
+        ("the file is not text; keep it as long as you like", 0),
+    ],
+)
+def test_phrases_that_readers_stumble_over_are_found(tmp_path: Path, text: str, count: int) -> None:
+    (tmp_path / "page.md").write_text(text)
+    assert len(stumbles(tmp_path / "page.md")) == count

@@ -89,7 +89,7 @@ class BackendOptions:
     trainer: Annotated[
         TrainerPlace | None,
         CommandOption(
-            "Train in the server's process, or in a process of its own, which does not share the GIL. "
+            "Train in the server's process, or in a separate one, which does not share the GIL. "
             "Default: process on GPU, inline on CPU and with --fake."
         ),
     ] = None

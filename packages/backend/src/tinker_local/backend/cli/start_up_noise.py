@@ -1,6 +1,6 @@
 """Silences known, harmless start-up warnings of libraries, one by one, so that new warnings and our own stay visible.
 
-Only on CPU, all of torch's C++ warnings are silenced, because there is no finer switch.
+On CPU, all of torch's C++ warnings are silenced, for lack of a finer switch.
 """
 
 import contextlib

@@ -379,7 +379,7 @@ class Store:
     def forget_checkpoint(self, record: CheckpointRecord) -> CheckpointRecord:
         """Delete the record alone and return it; NotFoundError if there is none.
 
-        The checkpoint cannot be found any more, but whoever holds its record can still read its folder.
+        The checkpoint cannot be found any more, but its folder can still be read with its record.
         """
         with self._writing:
             current = self._require(record)

@@ -54,7 +54,7 @@ class GymnasiumEnvironment:
         try:
             chosen = self._read(action)
         except ValueError as error:
-            return f"This is no action: {error}", self._invalid_reward, False, False, {"invalid_action": True}
+            return f"This is not an action: {error}", self._invalid_reward, False, False, {"invalid_action": True}
         observation, reward, terminated, truncated, info = self.environment.step(chosen)
         return self._observe(observation, info), float(reward), bool(terminated), bool(truncated), info
 
