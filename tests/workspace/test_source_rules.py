@@ -35,16 +35,22 @@ STUMBLES = re.compile(
 
 PLAIN = (
     "README.md",
+    "docs/extending.md",
     "docs/futures-and-exports.md",
+    "docs/losses.md",
     "docs/sampling.md",
     "docs/sessions-and-checkpoints.md",
     "examples",
     "packages/backend/README.md",
     "packages/backend/src/tinker_local/backend/cli",
+    "packages/backend/src/tinker_local/backend/fakes",
     "packages/backend/src/tinker_local/backend/options.py",
     "packages/backend/src/tinker_local/backend/storage",
     "packages/backend/src/tinker_local/backend/traces",
+    "packages/backend/src/tinker_local/backend/training/losses",
+    "packages/backend/src/tinker_local/backend/training/optimizers",
     "packages/client",
+    "packages/types",
 )
 """Files and folders without such phrases. The list grows until it is the whole repository."""
 

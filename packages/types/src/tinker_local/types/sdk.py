@@ -50,7 +50,7 @@ def from_sdk(value: Any) -> Any:
 
 
 def to_sdk(value: Any) -> Any:
-    """The SDK's object for one of ours, with arrays of its own; the SDK's objects are returned as they are.
+    """The SDK's object for one of ours, with separate arrays; the SDK's objects are returned as they are.
 
     Raises TypeError for an object without a counterpart.
     """

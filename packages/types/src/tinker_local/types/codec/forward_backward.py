@@ -172,7 +172,7 @@ def _decode_image(message: wire.ImageChunk, where: str) -> ImageChunk:
     with errors_named(where):
         return ImageChunk(
             data=message.data,
-            format=message.format,  # type: ignore[arg-type]  # any string; the type refuses what is no format
+            format=message.format,  # type: ignore[arg-type]  # any string; the type refuses unknown formats
             expected_tokens=message.expected_tokens if message.HasField("expected_tokens") else None,
         )
 

@@ -19,7 +19,7 @@ def clipped_surrogate(xp: Any, ratio: Array, advantages: Array, settings: Settin
 
 
 def clip(xp: Any, ratio: Array, settings: Settings) -> Array:
-    """The ratio between the thresholds, which bound the ratio itself: they are no epsilons."""
+    """The ratio between the thresholds, which bound the ratio itself; they are not epsilons."""
     return xp.clip(ratio, settings["clip_low_threshold"], settings["clip_high_threshold"])
 
 
