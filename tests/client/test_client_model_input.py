@@ -169,7 +169,7 @@ def test_image_format_reaches_the_images(tokenizer) -> None:
 @pytest.mark.parametrize(
     ("parts", "message"),
     [
-        (("a",), r"parts\[0\]: is text, which needs tokenizer="),
+        (("a",), r"parts\[0\]: text needs tokenizer="),
         (([1], [2, -3]), r"parts\[1\].*-3"),
         (([1], [2, 2**31]), r"parts\[1\].*2147483648"),
         (([1], [1.5]), r"parts\[1\].*integers"),
@@ -199,5 +199,5 @@ def test_text_chunk_is_the_sdks_and_never_empty(tokenizer) -> None:
     chunk = text_chunk("What<|im_end|>", tokenizer)
     assert type(chunk) is tinker.EncodedTextChunk
     assert chunk.tokens == ids(tokenizer, "What<|im_end|>")
-    with pytest.raises(InvalidRequestError, match="text: gives no token"):
+    with pytest.raises(InvalidRequestError, match="text: has no tokens"):
         text_chunk("", tokenizer)

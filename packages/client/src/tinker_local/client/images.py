@@ -1,8 +1,8 @@
-"""Pictures of any kind → `ImageChunk`: the file that travels, and how many positions it takes.
+"""Images of any kind → `ImageChunk`: the file that is sent, and its number of positions.
 
-The server, and HF's image processor behind it, must see the pixels that `transformers.image_utils.load_image` gives:
-EXIF rotation applied, then PIL's conversion to RGB (alpha dropped, palettes looked up, grayscale repeated, 16-bit
-grayscale clipped at 255). Files that already mean this are sent as they are; all else is converted here.
+The server and its HF image processor must see the pixels of `transformers.image_utils.load_image`: EXIF rotation
+applied, then PIL's conversion to RGB (alpha dropped, palettes resolved, grayscale repeated, 16-bit grayscale clipped at
+255). Files whose pixels are already so are sent unchanged; everything else is converted here.
 """
 
 from dataclasses import dataclass
@@ -19,25 +19,25 @@ from tinker_local.types import InvalidRequestError, image_format
 from tinker_local.types.datum import ImageFormat
 
 Image: TypeAlias = PIL.Image.Image | Path | bytes | bytearray | memoryview | npt.NDArray[np.uint8]
-"""A PIL image; a path or the bytes of an image file that PIL reads; or pixels, uint8 [H, W], [H, W, 3] or [H, W, 4]."""
+"""A PIL image; a path or the bytes of an image file that PIL reads; or pixels: uint8 [H, W], [H, W, 3] or [H, W, 4]."""
 
 EXIF_ORIENTATION = 0x0112
 JPEG_QUALITY = 95
-PNG_COMPRESS_LEVEL = 1  # a third of the time of PIL's 6 for a file 8 % larger, which matters more on one machine
+PNG_COMPRESS_LEVEL = 1  # takes a third of the time of PIL's default 6, for files that are 8 % larger
 
 
 def image_chunk(
     image: Image, image_processor: Any = None, *, image_format: ImageFormat = "png"
 ) -> tinker.types.ImageChunk:
-    """`image` as a chunk of the SDK; it stands for the patch positions alone, without the markers around them.
+    """`image` as a chunk of the SDK. It covers the image's positions only, not the marks around them.
 
-    A PNG or JPEG file that is RGB and not rotated by EXIF travels unchanged, byte for byte. Everything else is
+    A PNG or JPEG file that is RGB and not rotated by EXIF is sent unchanged, byte for byte. Everything else is
     re-encoded as `image_format`: PNG (lossless) or JPEG (quality 95, full chroma).
 
-    `image_processor` counts `expected_tokens` as the server will: HF's of the base model, e.g. from AutoImageProcessor
-    (needs `merge_size`, and `get_number_of_image_patches` or `image_grid_thw` in what it returns). Without one
-    `expected_tokens` is left out: the server counts by itself, but the chunk has no `length` then, which training
-    data needs.
+    `image_processor` counts `expected_tokens` as the server does: the base model's HF processor, e.g. from
+    AutoImageProcessor. It needs `merge_size`, and `get_number_of_image_patches` or `image_grid_thw` in its output.
+    Without it, `expected_tokens` is omitted: the server counts by itself, but the chunk lacks the `length` that
+    training data needs.
 
     Raises InvalidRequestError if `image` cannot be read, is of a kind not listed under `Image`, or is refused by the
     processor (HF: aspect ratio above 200).
@@ -48,7 +48,7 @@ def image_chunk(
 def chunk_of(
     image: Image | npt.NDArray[Any], image_processor: Any, format: ImageFormat, where: str
 ) -> tinker.types.ImageChunk:
-    """`image_chunk`, with `where` in front of error messages."""
+    """`image_chunk`, with `where` as the prefix of error messages."""
     if format not in get_args(ImageFormat):
         raise InvalidRequestError(f"image_format: must be 'png' or 'jpeg', not {format!r}")
     picture = _read(image, format, where)
@@ -112,7 +112,7 @@ def _from_array(array: npt.NDArray[Any], where: str) -> PIL.Image.Image:
 
 
 def _encode(rgb: PIL.Image.Image, format: ImageFormat) -> _Picture:
-    # Equal pixels must give equal files (the server caches by content), so no metadata comes along.
+    # Equal pixels must give equal files, because the server caches by content: drop the metadata.
     clean = PIL.Image.frombytes("RGB", rgb.size, rgb.tobytes())
     file = BytesIO()
     if format == "png":

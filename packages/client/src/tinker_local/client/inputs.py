@@ -11,11 +11,9 @@ import PIL.Image
 import tinker
 from pydantic import ValidationError
 from tinker_local import types as local
+from tinker_local.client.image_marks import Vocabulary, start_and_end
 from tinker_local.client.images import Image, chunk_of
 from tinker_local.types.datum import ImageFormat
-
-VISION_START = "<|vision_start|>"
-VISION_END = "<|vision_end|>"
 
 ImageChunk: TypeAlias = tinker.types.ImageChunk | tinker.types.ImageAssetPointerChunk
 Tokens: TypeAlias = Sequence[int] | npt.NDArray[np.integer[Any]]
@@ -33,22 +31,20 @@ Part: TypeAlias = (
 )
 
 
-class Tokenizer(Protocol):
-    """What is used of a tokenizer; HF's have it."""
+class Tokenizer(Vocabulary, Protocol):
+    """The part of a tokenizer that is used here; HF's implement it."""
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]: ...
-    def convert_tokens_to_ids(self, token: str, /) -> Any: ...
-    def convert_ids_to_tokens(self, token_id: int, /) -> Any: ...
 
 
 def text_chunk(text: str, tokenizer: Tokenizer) -> tinker.EncodedTextChunk:
-    """`text` as a chunk of the SDK. Special tokens written in it are recognised, none are added around it.
+    """`text` as a chunk of the SDK. Special tokens written in it are recognised; none are added.
 
-    Raises InvalidRequestError if there is nothing in it: servers refuse an empty chunk.
+    Raises InvalidRequestError for empty text: servers refuse an empty chunk.
     """
     tokens = tokenizer.encode(text, add_special_tokens=False)
     if not tokens:
-        raise local.InvalidRequestError("text: gives no token, and a text chunk needs at least one")
+        raise local.InvalidRequestError("text: has no tokens, and a text chunk needs at least one")
     return tinker.EncodedTextChunk(tokens=tokens)
 
 
@@ -59,27 +55,26 @@ def model_input(
     image_format: ImageFormat = "png",
     vision_markers: bool = True,
 ) -> tinker.ModelInput:
-    """A prompt out of `parts` in order, as the SDK's own object:
+    """A prompt of `parts` in order, as an object of the SDK:
 
         model_input("What is this? ", PIL.Image.open("cat.png"), "It is", tokenizer=..., image_processor=...)
 
     A part is one of
 
-    - str: text, tokenized by `tokenizer`. Special tokens written in it (`<|im_start|>`) are recognised, none are
-      added (no BOS). Neighbouring strings are joined first, so `"a", "b"` means the same as `"ab"`.
+    - str: text, tokenized by `tokenizer`. Special tokens written in it (`<|im_start|>`) are recognised; none are
+      added (no BOS). Adjacent strings are joined first, so `"a", "b"` equals `"ab"`.
     - a list or 1-D integer array: token ids, as they are.
     - an image: a PIL image, a `pathlib.Path`, the bytes of an image file, or a uint8 array [H, W], [H, W, 3] or
-      [H, W, 4]. A str is never taken for a path. See `image_chunk` for conversion, `image_format`, and
-      `image_processor`, which counts `expected_tokens`.
-    - a text or image chunk or a `ModelInput`, of the SDK or of `tinker_local.types`: taken over unchanged.
+      [H, W, 4]. A str is never a path. See `image_chunk` for conversion, `image_format`, and `image_processor`, which
+      counts `expected_tokens`.
+    - a text or image chunk or a `ModelInput`, of the SDK or of `tinker_local.types`: unchanged.
 
     Qwen's vision-language models read an image between `<|vision_start|>` and `<|vision_end|>`, which are text.
-    With `vision_markers` each of the two is put beside an image where it is not written already, if the tokenizer
-    has both; False leaves everything as it is written.
+    `vision_markers` adds whichever of the two is missing beside an image, if the tokenizer has both; False adds none.
 
-    All text between two images becomes one chunk. Raises InvalidRequestError with the index of the part at fault.
+    All text between two images becomes one chunk. Raises InvalidRequestError with the index of the invalid part.
     """
-    texts: list[list[int]] = [[]]  # always one longer than images: what stands before, between and after them
+    texts: list[list[int]] = [[]]  # before, between and after the images, so always one longer than `images`
     images: list[ImageChunk] = []
     for where, part in _joined(parts):
         for piece in _pieces(part, where, tokenizer, image_processor, image_format):
@@ -94,7 +89,7 @@ def model_input(
 
 
 def _joined(parts: Iterable[Part]) -> Iterable[tuple[str, Part]]:
-    """The parts with the names that errors call them by; neighbouring strings joined."""
+    """The parts with their names in error messages; adjacent strings are joined."""
     for is_text, group in groupby(enumerate(parts), key=lambda item: isinstance(item[1], str)):
         if is_text:
             items = list(group)
@@ -110,7 +105,7 @@ def _pieces(
     match part:
         case str():
             if tokenizer is None:
-                raise local.InvalidRequestError(f"{where}: is text, which needs tokenizer=")
+                raise local.InvalidRequestError(f"{where}: text needs tokenizer=")
             yield tokenizer.encode(part, add_special_tokens=False)
         case PIL.Image.Image() | Path() | bytes() | bytearray() | memoryview():
             yield chunk_of(part, image_processor, image_format, where)
@@ -128,7 +123,7 @@ def _pieces(
 def _token_ids(part: Tokens, where: str) -> list[int]:
     if not len(part):
         return []
-    if isinstance(part, np.ndarray) and part.dtype == np.uint8:  # too likely a file read by numpy.frombuffer
+    if isinstance(part, np.ndarray) and part.dtype == np.uint8:  # probably a file read by numpy.frombuffer
         raise local.InvalidRequestError(
             f"{where}: a 1-D uint8 array may be token ids or a file; pass a wider integer type, or bytes"
         )
@@ -160,27 +155,20 @@ def _chunk(part: object, where: str) -> list[int] | ImageChunk:
 
 
 def _mark(texts: list[list[int]], tokenizer: Tokenizer | None) -> None:
-    """Put the markers beside each image where they are missing; `texts` is changed."""
+    """Put the marks of the model's family beside each image where they are missing; changes `texts`."""
     if tokenizer is None:
         raise local.InvalidRequestError(
-            f"tokenizer: needed to put {VISION_START} and {VISION_END} around images; "
-            "with vision_markers=False the parts are taken as they are"
+            "tokenizer: needed to put marks around images; with vision_markers=False the parts are taken as they are"
         )
-    start, end = _token_id(tokenizer, VISION_START), _token_id(tokenizer, VISION_END)
-    if start is None or end is None:
+    marks = start_and_end(tokenizer)
+    if marks is None:
         return
+    start, end = marks
     for before, after in pairwise(texts):
         if before[-1:] != [start]:
             before.append(start)
         if after[:1] != [end]:
             after.insert(0, end)
-
-
-def _token_id(tokenizer: Tokenizer, token: str) -> int | None:
-    """The id of `token` if the vocabulary has it; some tokenizers answer with their unknown token."""
-    token_id = tokenizer.convert_tokens_to_ids(token)
-    known = token_id is not None and tokenizer.convert_ids_to_tokens(token_id) == token
-    return int(token_id) if known else None
 
 
 def _assemble(texts: Sequence[list[int]], images: Sequence[ImageChunk]) -> tinker.ModelInput:

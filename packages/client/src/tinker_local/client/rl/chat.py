@@ -1,10 +1,10 @@
-"""A model's chat template, made exact: messages to tokens and images, and what it puts between turns.
+"""A model's chat template, made exact: messages to tokens and images, and the text between turns.
 
-Knows templates and tokenizers; a `Conversation` (beside) keeps what was said.
+Handles templates and tokenizers; a `Conversation` stores the messages.
 
-Two rules make it exact. Text of a message is data: a special token that is written in it is encoded as the characters
-it consists of, so that neither a web page nor a model can forge a turn or an image. And an image is where the template
-puts its image token, nowhere else.
+Two rules make it exact. The text of a message is data: a special token written in it is encoded character by character,
+so that neither a web page nor a model can forge a turn or an image. And an image is only where the template puts its
+image token.
 """
 
 import re
@@ -14,6 +14,7 @@ from typing import Any, TypeAlias
 
 import PIL.Image
 import tinker
+from tinker_local.client.image_marks import QWEN
 from tinker_local.client.images import chunk_of
 from tinker_local.client.rl.environment import Message
 from tinker_local.types import InvalidRequestError
@@ -21,11 +22,11 @@ from tinker_local.types.datum import ImageFormat
 
 Chunk: TypeAlias = tinker.ModelInputChunk
 
-# Two characters of Unicode's private use area fence what stands for a special token in a template's input; the same
-# characters in a text are fenced too, so nothing that is written can be taken for a fence.
+# In a template's input, special tokens are replaced by an index between two characters of Unicode's private use area (a
+# fence). The same characters in a text are fenced too, so no text can be mistaken for a fence.
 _OPEN, _CLOSE = "\ue000", "\ue001"
 MARK = f"{_OPEN}here{_CLOSE}"
-"""Stands at the end of a reply whose place in a rendered text is wanted; no message can contain it."""
+"""Put at the end of a reply to find its place in a rendered text; no message can contain it."""
 
 _ASKED = f"{_OPEN}asked{_CLOSE}"
 THINK, END_THINK = _THOUGHT_MARKS = ("<think>", "</think>")
@@ -34,7 +35,7 @@ _UNREADABLE = (OSError, SyntaxError, ValueError, PIL.Image.DecompressionBombErro
 
 
 class ChatTemplateError(InvalidRequestError):
-    """A chat template cannot express a conversation, or not so that sampled tokens stay as they are."""
+    """A chat template cannot express a conversation, or only by changing sampled tokens."""
 
 
 class Chat:
@@ -42,14 +43,14 @@ class Chat:
 
     Args:
         tokenizer: HF's, with a chat template.
-        image_processor: HF's of the model, which counts the positions of images; needed for images alone.
-        template: A chat template (Jinja) instead of the tokenizer's own.
+        image_processor: The model's HF processor, which counts the positions of images; only images need it.
+        template: A chat template (Jinja) to use instead of the tokenizer's.
         options: Further variables of the template, e.g. {"enable_thinking": False}.
-        image_token: What the template writes for an image.
-        image_format: How images that must be encoded travel: "png" (lossless) or "jpeg".
+        image_token: The token that the template writes for an image.
+        image_format: The format of images that must be encoded: "png" (lossless) or "jpeg".
 
-    `end_of_turn`: the token that the template puts behind a reply, None if it puts none. `prefill`: what its
-    generation prompt writes on the model's behalf (`<think>\\n` of a thinking model).
+    `end_of_turn`: the token that the template puts after a reply, or None. `prefill`: the part of a reply that the
+    generation prompt already contains (`<think>\\n` of a thinking model).
 
     Raises ChatTemplateError if the template cannot render a question and an answer.
     """
@@ -61,7 +62,7 @@ class Chat:
         *,
         template: str | None = None,
         options: Mapping[str, Any] | None = None,
-        image_token: str = "<|image_pad|>",
+        image_token: str = QWEN.pad,
         image_format: ImageFormat = "png",
     ) -> None:
         if template is None and not getattr(tokenizer, "chat_template", None):
@@ -77,7 +78,7 @@ class Chat:
         special |= {image_token, _OPEN, _CLOSE}
         names = sorted(special, key=lambda token: (-len(token), token))
         self._fence_of = {token: f"{_OPEN}{index}{_CLOSE}" for index, token in enumerate(names)}
-        self._seam = f"{_OPEN}{len(names)}{_CLOSE}"  # encoded as nothing
+        self._seam = f"{_OPEN}{len(names)}{_CLOSE}"  # encodes to no tokens
         self._beginnings = {token[:end] for token in names for end in range(1, len(token)) if token[:end].strip()}
         self._longest = max(map(len, names))
         self._any_special = re.compile("|".join(map(re.escape, names)))
@@ -90,21 +91,21 @@ class Chat:
 
     @classmethod
     def of(cls, client: tinker.TrainingClient, **settings: Any) -> "Chat":
-        """The format of the model that `client` trains; `settings` as of the constructor.
+        """The format of the model that `client` trains; `settings` as for the constructor.
 
-        Reads tokenizer and image processor from the folder or hub name that the server gives for the tokenizer.
+        Loads tokenizer and image processor from the folder or hub name that the server gives for the tokenizer.
         """
         from transformers import AutoImageProcessor
 
         try:
             processor = AutoImageProcessor.from_pretrained(client.get_info().model_data.tokenizer_id)
-        except (OSError, ValueError):  # a language model has none; an image says so when there is one
+        except (OSError, ValueError):  # a language model has none; an image then raises an error
             processor = None
         return cls(client.get_tokenizer(), processor, **settings)
 
     @property
     def stop(self) -> list[int]:
-        """The token that ends a reply: the template's end of a turn, or EOS. Empty if there is neither."""
+        """The token that ends a reply: the template's end of turn, or EOS. Empty if there is neither."""
         ends = (self.end_of_turn, self.tokenizer.eos_token_id)
         return [token for token in ends if token is not None][:1]
 
@@ -120,12 +121,12 @@ class Chat:
         return self._any_special.sub(lambda found: self._fence_of[found[0]], text)
 
     def protect_reply(self, text: str) -> str:
-        """`protect`, but marks of thoughts stay, as a template must see them to drop thoughts."""
+        """`protect`, except for thinking tags, which a template must see to drop thoughts."""
         pieces = re.split("(" + "|".join(map(re.escape, _THOUGHT_MARKS)) + ")", text)
         return "".join(piece if piece in _THOUGHT_MARKS else self.protect(piece) for piece in pieces)
 
     def render(self, messages: Sequence[Mapping[str, Any]], *, generate: bool = True) -> str:
-        """The template's text of `messages`, whose content is protected; with a generation prompt if `generate`."""
+        """The template's text of `messages`, whose content is protected; `generate` adds a generation prompt."""
         try:
             return str(
                 self.tokenizer.apply_chat_template(
@@ -141,13 +142,14 @@ class Chat:
             raise ChatTemplateError(f"chat template: cannot render messages of {roles}: {error}") from error
 
     def content(self, message: Message, where: str) -> tuple[dict[str, Any], list[tinker.types.ImageChunk]]:
-        """`message` as the template's input, and its images in order. Decodes and encodes images: not for event loops.
+        """`message` as input of the template, and its images in order. It decodes and encodes images, so do not call it
+        on an event loop.
 
-        Raises InvalidRequestError for an image that cannot be read, and for text that cannot be encoded.
+        Raises InvalidRequestError for images that cannot be read and text that cannot be encoded.
         """
         header = self._protect_all({**message.further, "role": message.role})
         texts = [part for part in message.parts if isinstance(part, str)]
-        if len(texts) == len(message.parts):  # templates of language models take text alone
+        if len(texts) == len(message.parts):  # templates of language models only accept text
             return {**header, "content": self.protect("".join(texts))}, []
         parts: list[dict[str, str]] = []
         images: list[tinker.types.ImageChunk] = []
@@ -160,13 +162,13 @@ class Chat:
         return {**header, "content": parts}, images
 
     def _protect_part(self, text: str) -> str:
-        """`protect`, and no special token can arise where a template joins this part with the next one."""
+        """`protect`, and prevent special tokens where a template joins this part with the next one."""
         fenced = self.protect(text)
         unfinished = any(fenced[start:] in self._beginnings for start in range(-self._longest, 0))
         return fenced + self._seam if unfinished else fenced
 
     def _protect_all(self, value: Any) -> Any:
-        """What a template may read beside the content (tool calls, names, roles), `protect`ed."""
+        """`protect` what a template may read beside the content: tool calls, names, roles."""
         match value:
             case str():
                 return self.protect(value)
@@ -182,16 +184,16 @@ class Chat:
                 return image
             image = image.data
         if self.image_processor is None:
-            raise InvalidRequestError(f"{where}: is an image, and the chat has no image_processor to count its tokens")
+            raise InvalidRequestError(f"{where}: is an image, but the chat has no image_processor to count its tokens")
         try:
             return chunk_of(image, self.image_processor, self._image_format, where)
-        except _UNREADABLE as error:  # what PIL raises where it decodes late, and the file system
+        except _UNREADABLE as error:  # raised by PIL when it decodes late, and by the file system
             raise InvalidRequestError(f"{where}: no image that can be read: {error}") from error
 
     def chunks(self, text: str, images: Sequence[tinker.types.ImageChunk], *, continued: bool = False) -> list[Chunk]:
-        """A rendered text as chunks, each image token replaced by its image. `continued`: as of `encode`.
+        """A rendered text as chunks, with each image token replaced by its image. `continued`: as for `encode`.
 
-        Raises ChatTemplateError if the template shows another number of images than there are.
+        Raises ChatTemplateError unless the template wrote one image token per image.
         """
         pieces = text.split(self._image_token)
         if len(pieces) - 1 != len(images):
@@ -207,9 +209,9 @@ class Chat:
         return chunks
 
     def encode(self, text: str, *, continued: bool = False) -> list[int]:
-        """Token ids of a rendered text: the template's special tokens as such, fenced ones as plain characters.
+        """Token ids of a rendered text: special tokens of the template as such, fenced ones as plain characters.
 
-        `continued`: something is before it, so a tokenizer that puts a space in front of a text must not.
+        `continued`: the text follows another, so a tokenizer that prepends a space must not.
         """
         tokens: list[int] = []
         for index, piece in enumerate(self._any_fence.split(text)):
@@ -220,13 +222,13 @@ class Chat:
         return tokens
 
     def decode(self, tokens: Sequence[int], *, special: bool = False) -> str:
-        """Text of `tokens`, with special tokens written out if `special`."""
+        """Text of `tokens`; `special` includes special tokens."""
         return str(
             self.tokenizer.decode(list(tokens), skip_special_tokens=not special, clean_up_tokenization_spaces=False)
         )
 
     def ends_turn(self, token: int) -> bool:
-        """Whether a reply that ends with `token` ended by itself: with any special token, as models have several."""
+        """Whether a reply that ends with `token` is complete. Any special token counts: models have several stops."""
         name = self.decode([token], special=True)
         return name in self._fence_of and name not in _THOUGHT_MARKS
 
@@ -237,7 +239,7 @@ class Chat:
         return self._encode(self._anchor + text)[1:] if self._anchor else self._encode(text)
 
     def _find_anchor(self) -> str:
-        """A token to encode text behind, where SentencePiece would put a space in front of it; "" if it would not."""
+        """A token to encode text after if the tokenizer prepends a space (SentencePiece), else ""."""
         added = getattr(self.tokenizer, "added_tokens_decoder", {})
         for name in self._fence_of:
             tokens = self._encode(name)
@@ -248,12 +250,12 @@ class Chat:
     def _spell(self, token: str) -> list[int]:
         """Token ids of the characters of a special token.
 
-        Cut in two, not with `split_special_tokens`: that is a state of the tokenizer, which other threads would see.
+        The token is cut in two. `split_special_tokens` would change the tokenizer for other threads.
         """
         return self._encode_behind(token[:1]) + (self._encode_behind(token[1:]) if token[1:] else [])
 
     def _takes_parts_alone(self) -> bool:
-        """Whether a content must be a list of parts: some templates show nothing of a string."""
+        """Whether content must be a list of parts: some templates ignore strings."""
         for alone in (False, True):
             self._parts_alone = alone
             with suppress(ChatTemplateError):
@@ -271,7 +273,7 @@ class Chat:
         return tokens[0] if tokens and self.ends_turn(tokens[0]) else None
 
     def _find_prefill(self) -> str:
-        """The generation prompt holds how a reply begins in history; what it has beyond that is written for it."""
+        """What the generation prompt has beyond the beginning of a reply in history."""
         question, answer = {"role": "user", "content": "?"}, {"role": "assistant", "content": MARK}
         asked, prompted = self.render([question], generate=False), self.render([question])
         history = self.render([question, answer, question]).partition(MARK)[0]
