@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 async def in_daemon_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """As `asyncio.to_thread`, in a thread of its own that neither the loop nor the interpreter waits for at its end."""
+    """Like `asyncio.to_thread`, in a new daemon thread for which neither the loop nor the interpreter waits."""
     loop = asyncio.get_running_loop()
     outcome: asyncio.Future[T] = loop.create_future()
 
@@ -29,7 +29,7 @@ async def in_daemon_thread(function: Callable[P, T], *args: P.args, **kwargs: P.
             result = function(*args, **kwargs)
         except BaseException as raised:
             error = raised
-        with suppress(RuntimeError):  # the loop is closed: nobody waits any more
+        with suppress(RuntimeError):  # the loop is closed
             loop.call_soon_threadsafe(settle, error, result)
 
     threading.Thread(target=run, daemon=True, name=getattr(function, "__name__", "daemon")).start()

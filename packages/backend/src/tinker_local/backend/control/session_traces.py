@@ -171,8 +171,8 @@ class SessionTraces:
     def _why_nothing(self, session_id: str) -> str:
         return (
             f"nothing is recorded of the session {session_id}: it has made no request since the server started at "
-            f"{self._started:%Y-%m-%d %H:%M:%S} UTC, or newer requests have taken the place of its own. Requests are "
-            "recorded in memory only; export before the server stops"
+            f"{self._started:%Y-%m-%d %H:%M:%S} UTC, or its requests were dropped for newer ones of any session. "
+            "Requests are recorded in memory only; export before the server stops"
         )
 
     def _path(self, session_id: str) -> Path:

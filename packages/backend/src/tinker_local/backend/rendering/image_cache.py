@@ -30,7 +30,7 @@ class ImageCache:
         self.images_processed = 0
 
     def get(self, content_hash: str, make: Callable[[], SizedImage]) -> RenderedImage:
-        """The image, by `make` if it is new; whoever asks meanwhile waits for it, or for the error of `make`."""
+        """The image, made by `make` if it is new. Concurrent callers wait for it, or get the same error of `make`."""
         with self._lock:
             if content_hash in self._kept:
                 return self._kept[content_hash].image

@@ -21,7 +21,7 @@ class ImageFeatureCache:
         self._kept: LRUCache[str, ImageFeatures] = LRUCache(max_bytes, getsizeof=_bytes)
 
     def features(self, images: Sequence[RenderedImage]) -> ImageFeatures:
-        """Features of `images` (distinct) in order, all rows one behind the other."""
+        """Features of `images` (distinct) in order, all rows concatenated."""
         found = {image.content_hash: self._kept.get(image.content_hash) for image in images}
         new = [image for image in images if found[image.content_hash] is None]
         if new:
@@ -36,7 +36,7 @@ class ImageFeatureCache:
 
 
 def _apart(features: ImageFeatures, images: Sequence[RenderedImage]) -> dict[str, ImageFeatures]:
-    """Each image's own features, in memory of their own (so that dropping one frees it)."""
+    """Each image's features, copied so that dropping one frees its memory."""
     sizes = [image.num_tokens for image in images]
     levels = [[part.clone() for part in level.split(sizes)] for level in (features.embeds, *features.deepstack)]
     return {

@@ -1,8 +1,9 @@
-"""A trainer in a process of its own: its Python threads and its launches of kernels share a GIL with nobody.
+"""A trainer in a separate process, so that its Python threads and kernel launches do not compete for the server's GIL.
 
-`TrainerProcess` starts it and knows how it ends, `ProcessTrainer` keeps `training.interface.Trainer` on it. Messages
-(`messages.py`) go over a socket pair that only the two processes have; arrays go beside them in shared memory that has
-no name and belongs to whoever receives it (`channel.py`), so nothing can be left behind. `child.py` is the other side.
+`TrainerProcess` starts and ends the process; `ProcessTrainer` implements `training.interface.Trainer` on it. Messages
+(`messages.py`) go over a socket pair that only the two processes have. Arrays travel beside them in shared memory. The
+memory has no name and belongs to the receiver (`channel.py`), so nothing is left behind. `child.py` is the program that
+runs in the process.
 """
 
 from tinker_local.backend.training.process.process import TrainerProcess

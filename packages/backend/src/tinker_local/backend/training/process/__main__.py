@@ -1,4 +1,4 @@
-"""`python -m tinker_local.backend.training.process DESCRIPTOR`: started by `TrainerProcess` and by nobody else."""
+"""`python -m tinker_local.backend.training.process DESCRIPTOR`; only `TrainerProcess` starts it."""
 
 import sys
 

@@ -1,11 +1,11 @@
-"""Shared memory for large messages, which the sender uses again when the receiver has let go of it.
+"""Shared memory for large messages, which the sender reuses when the receiver has released it.
 
-A fresh `memfd` costs more than what is written to it: the kernel clears every page, one thread at a time (80 ms for the
-185 MB of an adapter of rank 32 for an 8B model, on the machine of an H200; 7 ms once the pages are there).
+A fresh `memfd` costs more than writing to it, because the kernel clears every page in one thread: 80 ms for the 185 MB
+of a rank-32 adapter of an 8B model on an H200's host, compared with 7 ms once the pages exist.
 
-A block begins with a page whose first byte says whether the receiver still has it. Receiving maps that page apart from
-the message, so that the byte can be cleared after the message's own mapping has gone with the last of its arrays: no
-message is sent back, and nothing can block where objects are freed.
+A block begins with a page whose first byte says whether the receiver still uses the block. The receiver maps that page
+separately from the message. When the last array is freed, the message's mapping disappears, and then the byte is
+cleared. No message is sent back, and freeing objects never blocks.
 """
 
 import mmap
@@ -14,16 +14,16 @@ import threading
 import weakref
 
 KEPT_BYTES = 2**31
-"""The most that a sender keeps for later; the receiver may hold more, which goes when the receiver lets go."""
+"""The most bytes that a sender keeps for reuse. The receiver may hold more, which is freed when it releases them."""
 
 _SPARE = 2
-"""How many times larger than needed a block may be."""
+"""A block may be this many times larger than needed."""
 
 _FREE, _TAKEN = 0, 1
 
 
 class Block:
-    """Memory for one message at a time, in `memory` from `START` on."""
+    """Memory for one message at a time; the message starts at `START` in `memory`."""
 
     START = mmap.PAGESIZE
 
@@ -39,31 +39,31 @@ class Block:
 
     @property
     def free(self) -> bool:
-        """Whether the receiver of the last message has let go of it."""
+        """Whether the receiver of the last message has released it."""
         return self.memory[0] == _FREE
 
     def take(self) -> None:
-        """The next receiver has it, from now on."""
+        """Mark it as in use by the next receiver."""
         self.memory[0] = _TAKEN
 
     def forget(self) -> None:
-        """Use it no more; whoever was sent it has it still."""
+        """Stop using it; a receiver can still use it."""
         os.close(self.file)
-        del self.memory  # with the last view of it it is unmapped
+        del self.memory  # unmapped together with its last view
 
 
 class Blocks:
-    """A sender's blocks, at most `kept_bytes` of them. Any thread may call it."""
+    """A sender's blocks, of which it keeps at most `kept_bytes`. Thread-safe."""
 
     def __init__(self, kept_bytes: int = KEPT_BYTES) -> None:
         self._kept_bytes = kept_bytes
-        self._kept: list[Block] = []  # all were sent, the oldest first
+        self._kept: list[Block] = []  # all have been sent, oldest first
         self._closed = False
         self._lock = threading.Lock()
 
     def take(self, size: int) -> Block:
-        """A block of at least `size` bytes, with anything in it, for the caller to `keep` or to forget. OSError if
-        there is no memory for it."""
+        """A block of at least `size` bytes with arbitrary content. The caller has to `keep` or `forget` it. OSError if
+        memory is short."""
         with self._lock:
             fitting = [block for block in self._kept if size <= block.size <= _SPARE * size and block.free]
             block = min(fitting, key=lambda block: block.size, default=None)
@@ -75,7 +75,7 @@ class Blocks:
         return block
 
     def keep(self, block: Block) -> None:
-        """A block that was taken has been sent."""
+        """Call this after sending a block that was taken."""
         with self._lock:
             self._kept.append(block)
             total = sum(block.size for block in self._kept)
@@ -84,7 +84,7 @@ class Blocks:
                 self._kept.pop(0).forget()
 
     def close(self) -> None:
-        """Keep none from now on."""
+        """Forget all blocks and keep no more."""
         with self._lock:
             self._closed = True
             while self._kept:
@@ -92,8 +92,8 @@ class Blocks:
 
 
 def received(file: int, size: int) -> mmap.mmap:
-    """The mapping of a block that came with a message of `size` bytes, from `Block.START` on. When it is unmapped, the
-    sender has its block back. The caller closes `file`."""
+    """The mapping of a received block with a message of `size` bytes, from `Block.START` on. When it is unmapped, the
+    sender can reuse the block. The caller closes `file`."""
     memory = mmap.mmap(file, Block.START + size)
     weakref.finalize(memory, _clear, mmap.mmap(file, Block.START)).atexit = False
     return memory

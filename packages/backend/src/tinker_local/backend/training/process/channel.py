@@ -1,9 +1,9 @@
-"""Messages over a socket between two processes, and their arrays through memory that has no name.
+"""Sends messages over a socket between two processes, and their arrays through unnamed shared memory.
 
 Small messages are records of the socket. A larger one is written once into a `memfd`, whose descriptor goes over the
-socket; the receiver maps it and closes the descriptor. From then on the memory belongs to the arrays that lie in it,
-until the last of them is freed; then it is gone, or the sender's again if it is large (`blocks.py`). It never had a
-name, so nothing is left behind however a process ends; and it is no file of /dev/shm, which containers keep small.
+socket. The receiver maps the memory and closes the descriptor. From then on the memory belongs to the arrays in it.
+After the last of them is freed, the memory is released, or returns to the sender if it is large (`blocks.py`). Since it
+has no name, nothing is left behind however a process ends. And it does not use /dev/shm, which is small in containers.
 """
 
 import functools
@@ -22,28 +22,30 @@ from tinker_local.backend.training.process.blocks import Block, Blocks, received
 from tinker_local.backend.training.process.messages import ALIGNMENT, Encoded, decode, encode
 
 INLINE_BYTES = 2**16
-"""The largest message that is a record of the socket, whose buffer holds three of these by default."""
+"""The largest message sent as a record of the socket, whose buffer holds three of these by default."""
 
 MAPPED_BYTES = 2**20
-"""The smallest message that is mapped; others are read, as a process may have only so many mappings (65,530)."""
+"""The smallest message that is mapped. Smaller ones are read, because the number of mappings is limited (65,530)."""
 
 BLOCK_BYTES = 2**22
-"""The smallest message that gets a block, into which its arrays are copied one by one."""
+"""The smallest message that uses a block; its arrays are copied into the block one by one."""
 
 PIECE_BYTES = 2**23
-"""The most that one thread copies at a time."""
+"""The most bytes that one thread copies at a time."""
 
 _SIZE = struct.Struct("<Q")
 _RECORD = struct.Struct("<?Q")
-"""Before a message: whether it is in a `memfd`, and its bytes."""
+"""Precedes a message: whether it is in a `memfd`, and its size in bytes."""
 
 
 class Channel:
-    """One end. `peer`: the process at the other; `receive` ends when it does, though others may have its socket."""
+    """One end of the channel. `receive` ends when the process `peer` does, even if others still hold its socket."""
 
     def __init__(self, end: socket.socket, peer: int) -> None:
         self._socket = end
-        self._peer = os.fdopen(os.pidfd_open(peer), "rb", buffering=0)  # an object, so that it cannot leak
+        self._peer = os.fdopen(
+            os.pidfd_open(peer), "rb", buffering=0
+        )  # a file object, so that the descriptor cannot leak
         self._poll = select.poll()
         self._poll.register(end, select.POLLIN)
         self._poll.register(self._peer, select.POLLIN)
@@ -54,8 +56,8 @@ class Channel:
         self.send_encoded(encode(message))
 
     def send_encoded(self, encoded: Encoded) -> None:
-        """Send one message; other threads may send too. Raises BrokenPipeError or ConnectionResetError if nobody is
-        there, OSError if there is no memory for it (then nothing was sent)."""
+        """Send one message; any thread may call this. Raises BrokenPipeError or ConnectionResetError if the peer is
+        gone, and OSError if memory is short (then nothing was sent)."""
         first = _first_array(len(encoded.head))
         total = first + encoded.offsets[-1]
         if total <= INLINE_BYTES:
@@ -74,13 +76,13 @@ class Channel:
             return
         memory = os.memfd_create("tinker-local", os.MFD_CLOEXEC)
         try:
-            _write(memory, memoryview(_joined(encoded, first)))  # maybe thousands of small arrays
+            _write(memory, memoryview(_joined(encoded, first)))  # there may be thousands of small arrays
             socket.send_fds(self._socket, [record], [memory])
         finally:
             os.close(memory)
 
     def receive(self, images: Mapping[str, RenderedImage] | None = None) -> Any:
-        """The next message, whose images are among `images`. EOFError if the peer has ended."""
+        """The next message; its images are looked up in `images`. EOFError if the peer has ended."""
         ready = dict(self._poll.poll())
         if self._socket.fileno() not in ready:
             raise EOFError
@@ -102,9 +104,9 @@ class Channel:
         return decode(head, memory, start + _first_array(size), images or {})
 
     def wait_for_end(self) -> None:
-        """Block until the other end is closed or its process has ended; takes no message."""
+        """Block until the other end is closed or its process has ended, without receiving a message."""
         poll = select.poll()
-        poll.register(self._socket, 0)  # a hang-up is always told
+        poll.register(self._socket, 0)  # a hang-up is always reported
         poll.register(self._peer, select.POLLIN)
         poll.poll()
 
@@ -116,7 +118,7 @@ class Channel:
 
 
 def _first_array(head: int) -> int:
-    """Where arrays begin behind the size of the head and the head."""
+    """Where the arrays begin, after the size of the head and the head itself."""
     return -(-(_SIZE.size + head) // ALIGNMENT) * ALIGNMENT
 
 
@@ -130,7 +132,7 @@ def _joined(encoded: Encoded, first: int) -> bytearray:
 
 
 def _copy_into(block: Block, encoded: Encoded, first: int) -> None:
-    """Copy a message from where its arrays are, by several threads: one alone is slower than the memory."""
+    """Copy a message with several threads, because one alone cannot saturate the memory."""
     start = Block.START
     _SIZE.pack_into(block.memory, start, len(encoded.head))
     block.memory[start + _SIZE.size : start + _SIZE.size + len(encoded.head)] = encoded.head
@@ -157,7 +159,7 @@ def _write(file: int, data: memoryview) -> None:
 
 
 def _taken(file: int, total: int) -> tuple[bytearray | mmap.mmap, int]:
-    """The memory of a descriptor, which is closed, and where in it the message begins."""
+    """The memory of a descriptor, which is then closed, and the offset of the message in it."""
     try:
         if total >= BLOCK_BYTES:
             return received(file, total), Block.START

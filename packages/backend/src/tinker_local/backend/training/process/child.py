@@ -1,4 +1,4 @@
-"""The trainer's side: builds it, runs one call after the other, and ends with the process that started it."""
+"""The child process: builds the trainer, runs one call at a time, and ends with the process that started it."""
 
 import faulthandler
 import gc
@@ -34,14 +34,14 @@ from tinker_local.types import ApiError, InternalError, LoraConfig
 log = logging.getLogger(__name__)
 
 LOAD, CLOSE = "load", "close"
-"""Calls beside the methods of `Trainer`."""
+"""Calls other than the methods of `Trainer`."""
 
 DEVICE_LOST = 70
-"""Exit code after an error of the device; any later result could be wrong."""
+"""Exit code after a device error, because any later result could be wrong."""
 
 NO_MEMORY = 2
-"""cudaErrorMemoryAllocation, which leaves the device as it was. As an AcceleratorError it comes from page-locked memory
-of the host; lack of the device's own is an OutOfMemoryError."""
+"""cudaErrorMemoryAllocation, after which the device still works. As an AcceleratorError it means that page-locked host
+memory is short; if device memory is short, the error is an OutOfMemoryError."""
 
 _LOG_CHARACTERS = 16_000
 _HOST_THREADS = 4
@@ -49,12 +49,12 @@ _SIZED_RANKS = tuple(2**power for power in range(10))
 
 
 def main(descriptor: int) -> None:
-    """Serve the socket `descriptor` until its other end closes it or says `CLOSE`."""
-    # Ctrl-C and a service manager's SIGTERM reach all processes; the one that started this one ends it in order, after
-    # the calls that it still needs. (SIG_IGN would be inherited by processes that libraries start here.)
+    """Serve the socket `descriptor` until the other end closes it or sends `CLOSE`."""
+    # Ctrl-C and a service manager's SIGTERM reach all processes. The parent ends this process in order, after the calls
+    # that it still needs. (SIG_IGN would be inherited by processes that libraries start here.)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: None)
-    os.dup2(2, 1)  # what libraries print is not the server's output
+    os.dup2(2, 1)  # what libraries print must not mix with the server's output
     faulthandler.enable()
     channel = Channel(socket.socket(fileno=descriptor), os.getppid())
     threading.Thread(target=_end_with, args=(channel,), daemon=True, name="parent").start()
@@ -62,20 +62,20 @@ def main(descriptor: int) -> None:
     logging.basicConfig(level=start.log_level, handlers=[_Forwarding(channel)])
     with suppress(EOFError, BrokenPipeError, ConnectionResetError):
         _Server(channel, start.factory).run()
-    os._exit(0)  # all is closed; the interpreter's own end takes seconds once torch is in it
+    os._exit(0)  # everything is closed; with torch loaded, the interpreter's own exit takes seconds
 
 
 def _end_with(channel: Channel) -> None:
-    """End this process at once, in the middle of whatever it does, when nobody is left to want it.
+    """End this process at once, whatever it is doing, when its parent has ended.
 
-    PR_SET_PDEATHSIG would do so when the *thread* that started it ends, which is one that loads and returns.
+    PR_SET_PDEATHSIG would end it together with the *thread* that started it, which only loads and returns.
     """
     channel.wait_for_end()
     os._exit(0)
 
 
 class _Forwarding(logging.Handler):
-    """Sends records to the other side, which logs them as its own."""
+    """Sends log records to the parent, which logs them."""
 
     def __init__(self, channel: Channel) -> None:
         super().__init__()
@@ -156,7 +156,7 @@ class _Server:
     def _load(self) -> Loaded:
         trainer = self._trainer = self._factory()
         _few_threads_beside_a_device()
-        # What is there now stays; without it in its generations the collector takes no time from the launches.
+        # Freeze long-lived objects so that garbage collection does not delay kernel launches.
         gc.collect()
         gc.freeze()
         switch = (False, True)
@@ -168,7 +168,7 @@ class _Server:
 
 
 def adapter_sizes(trainer: Trainer, optimizer: str, unembed: bool, mlp: bool, attn: bool) -> dict[int, int]:
-    """Bytes of an adapter at ranks of 2^i, as far as the trainer takes them."""
+    """The size of an adapter in bytes at each rank of 2^i that the trainer accepts."""
     sizes = {}
     for rank in _SIZED_RANKS:
         config = LoraConfig(rank=rank, train_unembed=unembed, train_mlp=mlp, train_attn=attn)
@@ -180,7 +180,7 @@ def adapter_sizes(trainer: Trainer, optimizer: str, unembed: bool, mlp: bool, at
 
 
 def device_is_lost(error: Exception) -> bool:
-    """Whether `error` came from a device that cannot be used again; after such a fault CUDA fails every call."""
+    """Whether the device can no longer be used; after such an error, CUDA fails every call."""
     torch: Any = sys.modules.get("torch")
     if torch is None:
         return False
@@ -196,7 +196,7 @@ def device_is_lost(error: Exception) -> bool:
 
 
 def as_told(error: Exception) -> Exception:
-    """`error` as the other side shall raise it: itself if it can travel, else a built-in kind."""
+    """The error for the parent to raise: `error` itself if it can be pickled, else a built-in type."""
     if isinstance(error, ApiError):
         return error
     told = error
@@ -209,7 +209,7 @@ def as_told(error: Exception) -> Exception:
 
 
 def words(error: Exception) -> str:
-    """What `error` says, even if it cannot say it."""
+    """The message of `error`, even if its `__str__` fails."""
     try:
         return str(error)
     except Exception:
@@ -217,9 +217,9 @@ def words(error: Exception) -> str:
 
 
 def _few_threads_beside_a_device() -> None:
-    """With the model on a GPU, the host only copies and adds up; its threads would be in the way of others'.
+    """With the model on a GPU, the host only copies and adds up; more threads would disturb other processes.
 
-    On the CPU torch's own choice stays (OMP_NUM_THREADS or all cores), as for a trainer in the server's process.
+    On CPU, torch's own choice stays (OMP_NUM_THREADS or all cores), as for a trainer in the server's process.
     """
     torch: Any = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():

@@ -1,8 +1,7 @@
-"""What the two processes say to each other, as bytes: pickles whose arrays stay outside of them (PEP 574).
+"""The messages between the two processes, as bytes: pickles whose arrays are sent outside of the pickle (PEP 574).
 
-A pickle is read from nobody but the process that this one started, or that started this one. Images are named by their
-content hash: a process is sent each image before the first call that needs it, and keeps it until it is told to forget
-it (`sent_images.py`).
+A process only reads pickles of its child or parent. Images are named by their content hash: the server sends each image
+before the first call that needs it, and later sends a message to forget it (`sent_images.py`).
 """
 
 import io
@@ -24,12 +23,12 @@ TrainerFactory = Callable[[], Trainer]
 
 
 ALIGNMENT = 64
-"""Of arrays in memory, in bytes."""
+"""Alignment of arrays in memory, in bytes."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Start:
-    """The first message. `log_level`: of what is worth sending back."""
+    """The first message. `log_level`: the lowest level of log records to send back."""
 
     factory: TrainerFactory
     log_level: int
@@ -37,7 +36,7 @@ class Start:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KeepImage:
-    """A `RenderedImage` for the calls that follow, without vLLM's own item, which only the sampler reads."""
+    """A `RenderedImage` for later calls, without vLLM's own item, which only the sampler reads."""
 
     content_hash: str
     num_tokens: int
@@ -64,15 +63,15 @@ class Call:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ForgetImages:
-    """Let go of these images."""
+    """Forget these images."""
 
     content_hashes: Sequence[str]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Loaded:
-    """The trainer is there. `adapter_bytes`: by (optimizer, unembed, mlp, attn), what an adapter takes at some
-    ranks."""
+    """The trainer is loaded. `adapter_bytes`: the size of an adapter at some ranks, by (optimizer, unembed, mlp,
+    attn)."""
 
     vocab_size: int
     max_context_length: int
@@ -81,7 +80,7 @@ class Loaded:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Answer:
-    """What a call gave. `images_encoded`: the trainer's count by now."""
+    """The result of a call. `images_encoded`: the trainer's count so far."""
 
     number: int
     value: Any
@@ -90,7 +89,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Failure:
-    """What a call raised. `final`: the process ends, as its device no longer works."""
+    """The error of a call. `final`: the process ends, because its device no longer works."""
 
     number: int
     error: Exception
@@ -107,8 +106,8 @@ class Log:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Encoded:
-    """`head`: a pickle that names `arrays` by their place in the list and `images` by their hash, and tells the
-    receiver where the arrays are: `offsets` from the first one, all aligned, the last being the end."""
+    """`head`: a pickle that refers to `arrays` by their index and to `images` by their hash, and contains `offsets`:
+    where each array starts, relative to the first one, and where the last one ends. All are aligned."""
 
     head: bytes
     arrays: Sequence[npt.NDArray[Any]]
@@ -117,7 +116,7 @@ class Encoded:
 
 
 class _Pickler(pickle.Pickler):
-    """What pickle does by itself for arrays outside of the pickle costs several microseconds for each."""
+    """Faster than pickle's own protocol for out-of-band arrays, which costs several microseconds per array."""
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file, protocol=5)
@@ -126,7 +125,7 @@ class _Pickler(pickle.Pickler):
         self._places: dict[int, int] = {}
 
     def persistent_id(self, obj: Any) -> int | str | None:
-        """Arrays of numbers travel by their place, images by their hash."""
+        """Arrays of numbers become their index, images their hash."""
         kind = type(obj)
         if kind is np.ndarray and obj.dtype.kind in "biuf":
             place = self._places.setdefault(id(obj), len(self.arrays))
@@ -139,7 +138,7 @@ class _Pickler(pickle.Pickler):
         return None
 
     def reducer_override(self, obj: Any) -> Any:
-        """Dataclasses are their fields; errors that clients see are their message, whatever else they carry."""
+        """Reduce dataclasses to their fields, and errors that clients see to their message."""
         kind = type(obj)
         if hasattr(kind, "__dataclass_fields__"):
             return kind, tuple([getattr(obj, name) for name in kind.__dataclass_fields__])
@@ -159,7 +158,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def encode(message: Any) -> Encoded:
-    """`message` apart from its arrays, which are not copied."""
+    """Separate `message` from its arrays, without copying them."""
     file = io.BytesIO()
     pickler = _Pickler(file)
     pickler.dump(message)
@@ -170,14 +169,14 @@ def encode(message: Any) -> Encoded:
 
 
 def decode(head: bytes, memory: Any, first: int, images: Mapping[str, RenderedImage]) -> Any:
-    """The message whose arrays lie in the buffer `memory` from `first` on; they keep it alive."""
+    """The message whose arrays are in the buffer `memory` from `first` on. The arrays keep the buffer alive."""
     pickled, places = pickle.loads(head)
     arrays = [np.ndarray(shape, dtype, memory, first + at) for dtype, shape, at in zip(*places, strict=True)]
     return _Unpickler(io.BytesIO(pickled), arrays, images).load()
 
 
 def travels(error: Exception) -> bool:
-    """Whether an exception comes out of a pickle as the same type with the same words."""
+    """Whether an exception survives pickling with the same type and message."""
     try:
         copy = pickle.loads(pickle.dumps(error))
     except Exception:

@@ -1,4 +1,4 @@
-"""The process of a trainer as the server sees it: started, asked, and ended."""
+"""The server's side of a trainer process: starts it, calls it, and ends it."""
 
 import itertools
 import logging
@@ -31,18 +31,19 @@ from tinker_local.types import InternalError
 log = logging.getLogger(__name__)
 
 CLOSE_SECONDS = 10.0
-"""How long the end of a call, and the end of the process, is waited for before it is killed."""
+"""How long to wait for the end of a call, and for the end of the process, before killing it."""
 
 _CLOSED = "the trainer was closed"
 _ENDED = (EOFError, BrokenPipeError, ConnectionResetError)
 
 
 class TrainerProcess:
-    """Starts a process that imports what `factory` needs; `load` makes the trainer in it, `call` runs its methods.
+    """Starts a process that imports what `factory` needs. `load` creates the trainer in it, `call` runs its methods.
 
-    It is a fresh interpreter: a fork would share CUDA's state and the server's sockets, and `multiprocessing` would
-    import the user's program once more. It ends with this process, however that ends. One call at a time; others wait.
-    When the process has ended, every call raises InternalError at once. `image_bytes`: of pixel values that it keeps.
+    The process is a fresh interpreter: a fork would share CUDA's state and the server's sockets, and `multiprocessing`
+    would import the user's program again. It ends with this process, however that ends. It runs one call at a time;
+    others wait. After the process has ended, every call raises InternalError at once. `image_bytes`: how many bytes of
+    pixel values it keeps.
     """
 
     def __init__(self, factory: TrainerFactory, *, image_bytes: int = 2**30) -> None:
@@ -74,7 +75,7 @@ class TrainerProcess:
         return self._process.pid
 
     def load(self) -> Loaded:
-        """Make the trainer; raises what its factory raises, and then the process is closed."""
+        """Create the trainer. If its factory raises, close the process and raise the same error."""
         try:
             loaded = self.call(LOAD)
         except BaseException:
@@ -84,7 +85,7 @@ class TrainerProcess:
         return loaded
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """What `method` of the trainer gives or raises. Arrays of the result own their memory."""
+        """Return or raise what `method` of the trainer does. Arrays of the result own their memory."""
         with self._turn:
             if self._end is not None:
                 raise InternalError(self._end)
@@ -99,7 +100,7 @@ class TrainerProcess:
             raise InternalError(self._end)
 
     def close(self) -> None:
-        """End the process: in order within `CLOSE_SECONDS`, else killed, and with it a call that still runs."""
+        """End the process in order; after `CLOSE_SECONDS`, kill it together with a running call."""
         self._closing = True
         in_turn = self._turn.acquire(timeout=CLOSE_SECONDS)
         try:
@@ -111,13 +112,13 @@ class TrainerProcess:
             self._process.kill()
             self._process.wait()
         if not in_turn:
-            self._turn.acquire()  # the call has ended with the process
+            self._turn.acquire()  # a running call has ended with the process
         self._end = self._end or _CLOSED
         self._channel.close()
         self._turn.release()
 
     def _ask(self, number: int, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Send the images that the other side lacks, then the call, then what to do after it."""
+        """Send the images that the process lacks, then the call, then which images to forget after it."""
         call = encode(Call(number, method, args, kwargs))
         for image in self._images.missing(call.images):
             self._channel.send(KeepImage.of(image))
@@ -127,12 +128,12 @@ class TrainerProcess:
             self._channel.send(ForgetImages(too_many))
 
     def _answer(self, number: int) -> Any:
-        """Wait for the answer; log what comes before it."""
+        """Wait for the answer; handle log records that arrive before it."""
         while True:
             message = self._channel.receive()
             if isinstance(message, Log):
                 _log(message)
-            elif message.number == number:  # an earlier one is of a call that was interrupted (KeyboardInterrupt)
+            elif message.number == number:  # earlier numbers belong to interrupted calls (KeyboardInterrupt)
                 break
         assert isinstance(message, Answer | Failure)
         self.images_encoded = message.images_encoded
@@ -144,10 +145,10 @@ class TrainerProcess:
         raise message.error
 
     def _how_it_ended(self) -> str:
-        """One sentence, once the process has ended."""
+        """How the process ended, in one sentence."""
         try:
             status = self._process.wait(CLOSE_SECONDS)
-        except subprocess.TimeoutExpired:  # it closed its socket and goes on
+        except subprocess.TimeoutExpired:  # it closed its socket but still runs
             self._process.kill()
             status = self._process.wait()
         if self._closing:

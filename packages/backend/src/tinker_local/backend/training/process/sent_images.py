@@ -1,4 +1,4 @@
-"""Which images the trainer's process has: this side decides, the other obeys, so the two cannot disagree."""
+"""Which images the trainer's process has. Only the server decides, so that the two cannot disagree."""
 
 import math
 from collections.abc import Mapping
@@ -8,22 +8,22 @@ from tinker_local.backend.rendering.interface import RenderedImage
 
 
 class SentImages:
-    """Images used last stay in the trainer's process, up to `max_bytes` of pixel values between two calls."""
+    """Recently used images stay in the trainer's process, up to `max_bytes` of pixel values between two calls."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
         self._sizes: LRUCache[str, int] = LRUCache(math.inf, getsizeof=lambda size: size)
 
     def missing(self, images: Mapping[str, RenderedImage]) -> list[RenderedImage]:
-        """Those of a call that have to be sent before it; the others count as used now."""
+        """The images of a call that have to be sent before it; the others count as used now."""
         return [image for content_hash, image in images.items() if self._sizes.get(content_hash) is None]
 
     def sent(self, image: RenderedImage) -> None:
-        """`image` was sent."""
+        """Record that `image` was sent."""
         self._sizes[image.content_hash] = image.pixel_values.nbytes
 
     def too_many(self) -> list[str]:
-        """What the other side must forget after the call, those used longest ago first."""
+        """The images that the process must forget after the call, least recently used first."""
         forgotten = []
         while self._sizes.currsize > self._max_bytes:
             content_hash, _ = self._sizes.popitem()

@@ -1,4 +1,4 @@
-"""`ProcessTrainer`: `training.interface.Trainer` on a trainer in a process of its own."""
+"""`ProcessTrainer`: `training.interface.Trainer` on a trainer in a separate process."""
 
 from collections.abc import Sequence
 from typing import cast
@@ -13,10 +13,10 @@ from tinker_local.types.base import Frozen
 
 
 class ProcessTrainer:
-    """Keeps `Trainer` on the one that `process` makes; blocks until it is loaded.
+    """Implements `Trainer` with the trainer in `process`. The constructor blocks until it is loaded.
 
-    What the trainer raises is raised here: an ApiError as it is, anything else as InternalError, with the traceback in
-    the log. If the process ends, this and every later call raises InternalError with its exit code or signal.
+    Errors of the trainer are raised here: an ApiError unchanged, others as InternalError with the traceback in the log.
+    If the process ends, the running call and every later one raise InternalError with its exit code or signal.
     """
 
     def __init__(self, process: TrainerProcess) -> None:
@@ -28,14 +28,16 @@ class ProcessTrainer:
 
     @property
     def images_encoded(self) -> int:
-        """How many images went through the vision tower until the last call ended."""
+        """Images that had passed the vision tower when the last call ended."""
         return self._process.images_encoded
 
     def adapter_bytes(self, config: LoraConfig, optimizer: str = "adamw") -> int:
-        """What the trainer said when it was loaded (a running call is not waited for), between two ranks in
-        proportion: an adapter's matrices are [rank, in] and [out, rank]."""
+        """The size that the trainer reported when it was loaded, so that this does not wait for a running call.
+
+        Sizes between two ranks are interpolated: an adapter's matrices are [rank, in] and [out, rank].
+        """
         sizes = self._adapter_bytes[optimizer, config.train_unembed, config.train_mlp, config.train_attn]
-        if not sizes:  # nothing would be trained: the trainer says what is wrong
+        if not sizes:  # nothing would be trained; the trainer raises the error
             return cast(int, self._process.call("adapter_bytes", config, optimizer))
         largest = max(sizes)
         if config.rank > largest:
@@ -61,11 +63,11 @@ class ProcessTrainer:
         return cast(dict[str, float], self._process.call("optim_step", adapter_id, params))
 
     def capture(self, adapter_id: str, *, optimizer: bool, dtype: AdapterDType = "float32") -> AdapterState:
-        """Its arrays lie in memory that the other process filled and gave away; the last of them frees it."""
+        """The arrays are in memory that the process has handed over; it is freed with the last of them."""
         return cast(AdapterState, self._process.call("capture", adapter_id, optimizer=optimizer, dtype=dtype))
 
     def export(self, adapter_id: str) -> AdapterState:
-        """As `capture`'s, its arrays lie in memory that the other process gave away."""
+        """As for `capture`, the arrays are in memory that the process has handed over."""
         return cast(AdapterState, self._process.call("export", adapter_id))
 
     def logprobs(self, adapter_id: str | None, *inputs: RenderedInput) -> npt.NDArray[np.float32]:
@@ -75,5 +77,5 @@ class ProcessTrainer:
         self._process.call("release_memory")
 
     def close(self) -> None:
-        """End the process, within seconds."""
+        """End the process within seconds."""
         self._process.close()
