@@ -46,6 +46,7 @@ PLAIN = (
     "packages/backend/src/tinker_local/backend/daemon_thread.py",
     "packages/backend/src/tinker_local/backend/fakes",
     "packages/backend/src/tinker_local/backend/families",
+    "packages/backend/src/tinker_local/backend/models",
     "packages/backend/src/tinker_local/backend/options.py",
     "packages/backend/src/tinker_local/backend/sampling",
     "packages/backend/src/tinker_local/backend/storage",
@@ -53,6 +54,7 @@ PLAIN = (
     "packages/backend/src/tinker_local/backend/training/losses",
     "packages/backend/src/tinker_local/backend/training/optimizers",
     "packages/backend/src/tinker_local/backend/training/process",
+    "packages/backend/src/tinker_local/backend/vllm_engine",
     "packages/client",
     "packages/types",
 )

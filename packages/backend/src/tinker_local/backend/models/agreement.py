@@ -1,6 +1,6 @@
 """Compares trainer and sampler on fixed prompts: no weights are served that the two compute differently.
 
-Both engines silently ignore what they do not know, be it a field of a config or a tensor of an adapter.
+Both engines silently ignore what they do not know: fields of a config, or tensors of an adapter.
 """
 
 import asyncio

@@ -14,7 +14,7 @@ def _written() -> AdapterState | None:
     return None
 
 
-def nobody_asks() -> None:
+def ignore_begin() -> None:
     """The default of `SampleWork.begun`."""
 
 
@@ -52,7 +52,7 @@ class SampleWork:
     target_prompt_logprobs: TensorData | None = None
     prompt_alt_tokens_k: int = 0
     prompt_logprobs_last_n: int | None = None
-    begun: Callable[[], None] = nobody_asks
+    begun: Callable[[], None] = ignore_begin
 
 
 class Sampler(Protocol):

@@ -14,7 +14,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from tinker_local.backend.sampling.interface import nobody_asks
+from tinker_local.backend.sampling.interface import ignore_begin
 from tinker_local.types import InternalError
 
 log = logging.getLogger(__name__)
@@ -169,7 +169,7 @@ class EngineThread:
         return self._call(lambda: fn(engine.live()))
 
     def submit(
-        self, engine: Engine, make: MakeRequest, on_begin: Callable[[], None] = nobody_asks
+        self, engine: Engine, make: MakeRequest, on_begin: Callable[[], None] = ignore_begin
     ) -> Future[list[Any]]:
         """Run a request. The future gives vLLM's final `RequestOutput` of each sequence, in order.
 

@@ -178,7 +178,7 @@ def _report_begun(engine: Any, events: EngineEvents) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Patch:
-    """`what` is done, `why`, and the `versions` of vLLM that need it, as far as tried.
+    """`what` is done, `why`, and the `versions` of vLLM that need it (tried ones).
 
     `names`: the private names of vLLM, and public ones that are assigned to. `tests`: those that fail without it, below
     `tests/`. `hook`: what vLLM offers in public instead. `used_in`: the modules with the names, for rows that no

@@ -1,4 +1,4 @@
-"""Scores prompts inside vLLM's model runner, in place of its own prompt logprobs.
+"""Scores prompts inside vLLM's model runner, in place of vLLM's prompt logprobs.
 
 A request's `PromptQuestions` travel in its `SamplingParams.extra_args`; its output holds the arrays that answer them.
 Prompts may come in parts (chunked prefill), and again from the beginning after a preemption.
