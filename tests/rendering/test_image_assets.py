@@ -84,7 +84,7 @@ async def test_what_is_not_below_the_folder_is_refused_whatever_leads_there(fold
         "/proc/self/environ",
     )
     for location in locations:
-        with pytest.raises(InvalidRequestError, match="is no file below the folder of images"):
+        with pytest.raises(InvalidRequestError, match="is not a file below the folder of images"):
             await bytes_of(assets, location)
     with pytest.raises(InvalidRequestError, match="names no host"):
         await bytes_of(assets, "file://elsewhere/red.png")

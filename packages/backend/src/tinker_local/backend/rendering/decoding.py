@@ -13,11 +13,11 @@ _DEEP_MODES = ("I", "F")
 
 
 class ImageError(ValueError):
-    """Why an image cannot be used; the message goes to the client behind the name of the field."""
+    """Why an image cannot be used. The client sees the message after the name of the field."""
 
 
 def image_size(data: bytes) -> tuple[int, int]:
-    """Width and height in pixels as the header tells them, before any rotation. Raises ImageError."""
+    """Width and height in pixels from the header, before any rotation. Raises ImageError."""
     opened = _open(data)
     return opened.width, opened.height
 
@@ -26,7 +26,7 @@ def decode_image(data: bytes, max_pixels: int = MAX_PIXELS) -> "Image":
     """Decode as `transformers.image_utils.load_image` does: EXIF rotation applied, then `convert("RGB")`, which drops
     alpha. The first frame of an animation.
 
-    Raises ImageError for what is no whole PNG or JPEG, has more than `max_pixels` (told by the header, before any
+    Raises ImageError for anything but a whole PNG or JPEG, for more than `max_pixels` (read from the header, before any
     pixel is decoded), or has more than 8 bits of grey, which PIL would clip to white.
     """
     from PIL import ImageOps

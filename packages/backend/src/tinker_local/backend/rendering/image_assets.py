@@ -1,6 +1,6 @@
 """Images that a prompt names by path or URL: read below one folder, fetched from named hosts, and from nowhere else.
 
-Whoever may sample could otherwise read the server's files and reach what only the server can reach (its own network,
+Otherwise any client that may sample could read the server's files and reach what only the server reaches (its network,
 the metadata service of a cloud). So a path is followed to its real place before it is opened; a host is one that the
 operator named, its addresses are public ones, and the connection goes to the address that was looked at.
 """
@@ -42,7 +42,7 @@ MAX_PROMPTS = 8
 
 MAX_LOOK_UPS = 8
 """Of one host's name, at once. The system's resolver can be given up, but not stopped, and holds a thread until it
-returns; whoever finds no place waits for one, as long as there is time."""
+returns; further look-ups wait for a place until the time is up."""
 
 _IPV4_AT_THE_END = [ipaddress.IPv6Network(text) for text in ("::/96", "::ffff:0:0/96", "64:ff9b::/96")]
 
@@ -150,7 +150,7 @@ class ImageAssets:
         name = unquote(parts.path) if parts.scheme else location
         if parts.scheme and parts.netloc not in ("", "localhost"):
             raise InvalidRequestError(f"{field}: a file: URL names no host, but this one says {parts.netloc!r}")
-        outside = InvalidRequestError(f"{field}: {location} is no file below the folder of images")
+        outside = InvalidRequestError(f"{field}: {location} is not a file below the folder of images")
         try:
             path = (self._folder / name).resolve(strict=True)
             if not path.is_relative_to(self._folder) or not path.is_file():
@@ -223,13 +223,13 @@ class ImageAssets:
             task = asyncio.create_task(in_daemon_thread(look_up))
             self._looking_up.add(task)
             task.add_done_callback(partial(self._look_up_ended, look_ups))
-            return await asyncio.shield(task)  # its thread goes on, and its place is taken, when nobody waits any more
+            return await asyncio.shield(task)  # after a cancellation its thread continues and keeps its place
 
     def _look_up_ended(self, look_ups: asyncio.Semaphore, task: asyncio.Task[list[str]]) -> None:
         self._looking_up.discard(task)
         look_ups.release()
         if not task.cancelled():
-            task.exception()  # told to who waits; if nobody does, it matters to nobody
+            task.exception()  # waiting callers get it; otherwise it does not matter
 
     async def _get(self, url: httpx.URL, address: str, location: str, field: str, end: float) -> bytes | str:
         """The body, or where the answer redirects to. It is `address` that is asked, under the name of the host.

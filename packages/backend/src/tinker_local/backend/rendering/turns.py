@@ -1,4 +1,4 @@
-"""Turns at places that may be slow, so that who waits for one of them holds up nobody who goes elsewhere."""
+"""Turns at places that may be slow, so that waiting for one does not delay callers that need another."""
 
 import asyncio
 import contextlib
@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 
 
 class Turns:
-    """At most `limit` hold a turn at each place. Whoever needs several gets them all at once or waits with none.
+    """At most `limit` hold a turn at each place. A caller gets all of its turns at once, or waits with none.
     Belongs to one event loop."""
 
     def __init__(self, limit: int) -> None:

@@ -38,7 +38,7 @@ def make_tiny_text_model(
     import transformers
 
     kind = TEXT_FAMILIES[family]
-    # Qwen2 has no head size of its own: attention is as wide as the hidden state.
+    # Qwen2 has no setting for the head size: attention is as wide as the hidden state.
     shape = shape or (TextShape(hidden_size=128) if family == "qwen2" else TextShape())
     if family == "qwen2":
         _check_attention_width("Qwen2.5", shape)
@@ -73,7 +73,7 @@ def make_tiny_vl_model(
         text, settings = text or TextShape(), QWEN3_VL
         model = _qwen3_vl(text, vision, settings, tie_word_embeddings)
     else:
-        # Qwen2.5-VL has no head size of its own: attention is as wide as the hidden state.
+        # Qwen2.5-VL has no setting for the head size: attention is as wide as the hidden state.
         text, settings = text or TextShape(hidden_size=128), QWEN2_5_VL
         model = _qwen2_5_vl(text, vision, settings, tie_word_embeddings)
     _claim_folder(out)

@@ -27,7 +27,7 @@ class TextShape:
         if self.head_dim not in CPU_HEAD_SIZES:
             raise ValueError(f"head_dim is {self.head_dim}; vLLM on CPU knows {', '.join(map(str, CPU_HEAD_SIZES))}")
         if self.num_heads % self.num_kv_heads:
-            raise ValueError(f"num_heads ({self.num_heads}) is no multiple of num_kv_heads ({self.num_kv_heads})")
+            raise ValueError(f"num_heads ({self.num_heads}) is not a multiple of num_kv_heads ({self.num_kv_heads})")
 
 
 @dataclass(frozen=True, slots=True)

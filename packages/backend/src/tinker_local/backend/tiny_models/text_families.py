@@ -89,7 +89,7 @@ def _gemma2(shape: TextShape) -> dict[str, Any]:
 
 
 def _gemma3(shape: TextShape) -> dict[str, Any]:
-    """Rotary positions of their own for each kind of layer."""
+    """Each kind of layer has its own rotary frequencies."""
     return {
         "head_dim": shape.head_dim,
         "query_pre_attn_scalar": shape.head_dim + 16,

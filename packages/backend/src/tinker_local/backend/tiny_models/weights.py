@@ -15,7 +15,7 @@ _POSITION_STD = 0.3
 
 
 def random_weight(name: str, shape: tuple[int, ...], seed: int, scale: float) -> npt.NDArray[np.float32]:
-    """Values of the parameter `name`, drawn from a stream of its own.
+    """Values of the parameter `name`, drawn from a separate random stream.
 
     A matrix or filter gets N(0, scale^2 / fan_in), so that inputs of RMS 1 come out with RMS `scale`. Token embeddings
     get N(0, 4 / hidden): logits of a normalised state then have a standard deviation of 2. Norm weights are near 1 and
