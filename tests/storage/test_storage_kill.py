@@ -100,10 +100,10 @@ import os, sys
 sys.path.insert(0, {str(WRITER.parent)!r})
 from pathlib import Path
 from store_states import make_record, make_state
-from tinker_local.backend.storage import Store, checkpoints
+from tinker_local.backend.storage import Store, checkpoint_folders as folders
 store = Store(Path({str(tmp_path)!r}))
 store.write_checkpoint(make_record("a"), make_state(1), overwrite=False)
-owner = {{"write_adapter": checkpoints, "_put_in_place": checkpoints.CheckpointFolders}}.get({moment!r}, Store)
+owner = {{"write_adapter": folders, "_put_in_place": folders.CheckpointFolders}}.get({moment!r}, Store)
 setattr(owner, {moment!r}, lambda *a, **k: os._exit(9))
 store.write_checkpoint(make_record("a"), make_state(2), overwrite=True)
 """
