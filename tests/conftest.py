@@ -102,7 +102,7 @@ class Server:
     def stop(self) -> int:
         """As Ctrl-C; the exit status."""
         self.process.send_signal(signal.SIGINT)
-        return self.process.wait(timeout=60)
+        return self.process.wait(timeout=280)
 
 
 def start_server(data_dir: Path, *arguments: str, seconds: float = 180) -> Server:

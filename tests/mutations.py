@@ -60,7 +60,7 @@ HEAVY = (
 """Imported once, before the first fork, because they take ten seconds. They import nothing of ours. vLLM is not among
 them: it reads an environment that the tested code prepares."""
 
-SLOW = ("tests/e2e/", "tests/examples/", "tests/sampling/", "tests/storage/test_storage_kill.py")
+SLOW = ("tests/e2e/", "tests/examples/", "tests/families/", "tests/sampling/", "tests/storage/test_storage_kill.py")
 """Tests that start what takes long. They run first, so that no worker is left with them in the end."""
 
 TEST_SECONDS = 120

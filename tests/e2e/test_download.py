@@ -69,7 +69,7 @@ def test_checkpoint_downloaded_by_the_command_is_what_peft_loads_and_was_trained
         [sys.executable, "-m", "tinker.cli", "-f", "json", "checkpoint", "download", path, "--output", str(tmp_path)],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=280,
         stdin=subprocess.DEVNULL,
         env={**os.environ, "TINKER_BASE_URL": real_server.url, "TINKER_API_KEY": "tml-local", "HOME": str(tmp_path)},
     )

@@ -241,7 +241,7 @@ def command(server: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Com
             [sys.executable, "-m", "tinker.cli", "-f", "table" if table else "json", *arguments],
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=280,
             stdin=subprocess.DEVNULL,
         )
         assert (done.returncode != 0) == fails, (arguments, done.stdout, done.stderr)
@@ -253,6 +253,7 @@ def command(server: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Com
 
 
 @pytest.mark.more
+@pytest.mark.timeout(900)  # a process for each command
 def test_commands_on_checkpoints_and_runs_on_fakes(service: Any, server: Any, command: Command) -> None:
     client, run_id = trained(service, user_metadata={"renderer_name": "x"})
     path = client.save_state("state", ttl_seconds=7200).result().path

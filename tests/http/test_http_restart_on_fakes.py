@@ -191,7 +191,7 @@ def test_data_folder_has_one_server_on_fakes(serve: Any) -> None:
     server = serve(*MODEL)
     command = [sys.executable, "-m", "tinker_local.backend.cli.main", "serve", *MODEL, "--port", "0"]
     second = subprocess.run(
-        [*command, "--data-dir", str(server.data_dir)], capture_output=True, text=True, timeout=120, check=False
+        [*command, "--data-dir", str(server.data_dir)], capture_output=True, text=True, timeout=280, check=False
     )
     assert second.returncode != 0
     assert "in use by another tinker-local server" in second.stderr

@@ -215,6 +215,7 @@ def test_metadata_and_listings_round_trip_on_fakes(server: Any, service: Any) ->
 
 
 @pytest.mark.more
+@pytest.mark.timeout(900)  # a process for each command
 def test_command_line_of_the_sdk_works_on_fakes(
     server: Any, service: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -231,7 +232,7 @@ def test_command_line_of_the_sdk_works_on_fakes(
             [sys.executable, "-m", "tinker.cli", *arguments],
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=280,
             stdin=subprocess.DEVNULL,
         )
         assert done.returncode == 0, (arguments, done.stdout, done.stderr)

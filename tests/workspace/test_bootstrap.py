@@ -45,7 +45,7 @@ class Clone:
     def run(self, extra: str = "cpu") -> subprocess.CompletedProcess[str]:
         environment = {"PATH": str(self.bin), "EXTRA": extra}
         command = ["sh", "scripts/bootstrap.sh"]
-        return subprocess.run(command, cwd=self.folder, env=environment, capture_output=True, text=True, timeout=30)
+        return subprocess.run(command, cwd=self.folder, env=environment, capture_output=True, text=True, timeout=280)
 
     def calls(self) -> list[str]:
         log = self.folder / "calls"
