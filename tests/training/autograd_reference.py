@@ -1,4 +1,4 @@
-"""transformers' own forward with autograd, and adapters as hooks on its modules, as PEFT computes them."""
+"""The oracle: transformers' own forward with autograd, with adapters as hooks on its modules, as PEFT computes them."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -13,7 +13,7 @@ from tinker_local.backend.training.worker import HFTrainer
 
 
 def norms_in_float64(model: Any, within: str = "") -> None:
-    """Let transformers' RMS norms of float64 be computed in float64."""
+    """Make transformers compute RMS norms of float64 in float64."""
 
     def norm(module: Any, args: tuple[torch.Tensor], output: torch.Tensor) -> torch.Tensor:
         (x,) = args
@@ -28,8 +28,8 @@ def norms_in_float64(model: Any, within: str = "") -> None:
 
 
 def attention_in_float64(model: Any) -> None:
-    """Let a model of transformers attend by the formula, with soft caps, in the dtype of its activations: its eager
-    attention computes the softmax in float32, and its sdpa leaves soft caps out."""
+    """Make a model of transformers attend by the formula, with soft caps, in the dtype of its activations:
+    transformers' eager attention computes the softmax in float32, and its sdpa ignores soft caps."""
 
     def attend(
         module: Any, query: Any, key: Any, value: Any, mask: Any, scaling: float, softcap: float | None = None, **_: Any
@@ -48,7 +48,7 @@ def attention_in_float64(model: Any) -> None:
 
 
 class Hooked:
-    """The adapters of `ours` as leaves, put on the modules of `theirs` one adapter at a time."""
+    """The adapters of `ours` as leaves, hooked into the modules of `theirs` one adapter at a time."""
 
     def __init__(self, ours: HFTrainer, theirs: Any) -> None:
         self._theirs = theirs
@@ -88,7 +88,7 @@ class Hooked:
                 "mm_token_type_ids": is_image,
             }
             if any(first.offset + first.image.num_tokens == second.offset for first, second in pairwise(placements)):
-                arguments["position_ids"] = positions(input, placements)  # transformers takes neighbours for one image
+                arguments["position_ids"] = positions(input, placements)  # transformers merges adjacent images
         with self.on(adapter_id):
             return self._theirs(input_ids=token_ids, use_cache=False, **arguments).logits[0].log_softmax(-1)
 

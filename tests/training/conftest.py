@@ -84,7 +84,7 @@ SMALL = TextShape(
     head_dim=32,
     max_position_embeddings=512,
 )
-"""Of the other families: three layers, so that two of a kind are there."""
+"""The other families' models: three layers, so that two are of the same kind."""
 
 MODELS: dict[str, Callable[[], Any]] = {
     "qwen3": lambda: _qwen3(True),
@@ -98,7 +98,7 @@ MODELS: dict[str, Callable[[], Any]] = {
 
 @pytest.fixture(scope="session")
 def model_path(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """The folder of a model of `MODELS`, or of the project's tiny models by family, written when first asked for."""
+    """The folder of a model of `MODELS`, or of the project's tiny models by family, written on first use."""
     root = tmp_path_factory.mktemp("training-models")
 
     def path(name: str) -> Path:
@@ -131,7 +131,7 @@ def trainer(model_path: Callable[[str], Path]) -> Callable[..., HFTrainer]:
 
 @dataclass
 class Maker:
-    """Random data. `text` and `image` inputs, data and works of any loss."""
+    """Makes random inputs, data and requests of any loss."""
 
     rng: np.random.Generator
 
@@ -195,7 +195,7 @@ def add_adapter() -> Callable[..., AdapterState]:
 
 @pytest.fixture
 def gradients() -> Callable[[HFTrainer, str], dict[str, np.ndarray]]:
-    """The gradient that an adapter has gathered, by PEFT name, in the trainer's precision."""
+    """The accumulated gradient of an adapter, by PEFT name, in the trainer's precision."""
 
     def read(trainer: HFTrainer, adapter_id: str) -> dict[str, np.ndarray]:
         adapter = trainer._adapters[adapter_id]
@@ -207,7 +207,7 @@ def gradients() -> Callable[[HFTrainer, str], dict[str, np.ndarray]]:
 
 @pytest.fixture
 def assert_close() -> Callable[..., None]:
-    """All arrays of two mappings agree, relative to the largest value of the second."""
+    """Check that all arrays of two mappings agree, relative to the largest value of the second."""
 
     def check(first: Any, second: Any, tolerance: float) -> None:
         assert first.keys() == second.keys()

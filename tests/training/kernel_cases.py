@@ -1,7 +1,7 @@
-"""The Triton kernels against plain torch, for whoever can run them: a GPU, or Triton's interpreter on a CPU.
+"""Compare the Triton kernels with plain torch, on a GPU or with Triton's interpreter on a CPU.
 
-The interpreter is chosen by an environment variable before Triton is imported, so for a process as a whole: run as a
-program this file runs all cases on the CPU.
+An environment variable selects the interpreter before Triton is imported, for the whole process. Run as a program, this
+file checks all cases on the CPU.
 """
 
 import torch
@@ -10,7 +10,7 @@ from tinker_local.backend.training.kernels import TorchKernels
 SHAPES = [
     (5, 48, 3, 16),
     (7, 1000, 28, 64),
-    (1, 72, 1, 72),  # one row, one head, a head that is no power of two
+    (1, 72, 1, 72),  # one row, one head, a head size that is not a power of two
     (3, 2, 5, 2),
     (2, 1, 1, 8),
     (4, 4097, 6, 40),  # one number beyond a span
@@ -20,19 +20,19 @@ SHAPES = [
 ROWS = {
     "finite": [1.0, -2.0, 3.0, 0.5],
     "minus infinity": [float("-inf"), 1.0, float("-inf"), 2.0],
-    "no number first": [float("nan"), 1.0, 2.0, 3.0],
-    "no number later": [1.0, 2.0, float("nan"), 3.0],
+    "NaN first": [float("nan"), 1.0, 2.0, 3.0],
+    "NaN later": [1.0, 2.0, float("nan"), 3.0],
     "infinity": [1.0, float("inf"), 2.0, 3.0],
     "both infinities": [float("-inf"), float("inf"), 1.0, 2.0],
-    "nothing but minus infinity": [float("-inf")] * 4,
-    "nothing but no number": [float("nan")] * 4,
+    "only minus infinity": [float("-inf")] * 4,
+    "only NaN": [float("nan")] * 4,
 }
 
 
 def check_kernels(
     device: str, rows: int, width: int, heads: int, size: int, *, has_norm: bool, relative: float = 5e-3
 ) -> None:
-    """In bfloat16 against float32 of the same numbers: within a rounding or two of the output."""
+    """Compare bfloat16 with float32 on the same numbers: equal within one or two roundings of the output."""
     from tinker_local.backend.training.triton_kernels import TritonKernels
 
     generator = torch.Generator(device).manual_seed(rows)
@@ -54,7 +54,7 @@ def check_kernels(
         optional = None if norm is None else cast(norm)
         kernels.norm_rope_backward(cast(heads_grad), inner, optional, 1e-6, cast(cos), cast(sin), out[:, :heads])
         logsumexp = kernels.logsumexp(cast(logits))
-        by_gate_up, value = kernels.swiglu_backward(cast(grad), cast(gate_up))
+        grad_gate_up, value = kernels.swiglu_backward(cast(grad), cast(gate_up))
         assert logsumexp[off].isnan()
         seen.append(
             {
@@ -63,7 +63,7 @@ def check_kernels(
                 "norm_rope": kernels.norm_rope(inner, optional, 1e-6, cast(cos), cast(sin)),
                 "norm_rope_backward": out,
                 "swiglu": kernels.swiglu(cast(gate_up)),
-                "by_gate_up": by_gate_up,
+                "grad_gate_up": grad_gate_up,
                 "swiglu again": value,
                 "logsumexp": logsumexp[:off],
                 "scaled_softmax": kernels.scaled_softmax(cast(logits), logsumexp, scale),
@@ -77,8 +77,8 @@ def check_kernels(
 
 
 def check_logsumexp(device: str, row: str, width: int) -> None:
-    """A row that is not finite gives a sum that is not finite, wherever in it the culprit stands: a logprob must not
-    come out of the numbers that are left."""
+    """A non-finite row must give a non-finite sum, wherever the culprit is: no logprob may come from the remaining
+    numbers."""
     from tinker_local.backend.training.triton_kernels import TritonKernels
 
     logits = torch.zeros(3, width, device=device).to(torch.bfloat16)
@@ -93,7 +93,7 @@ def check_logsumexp(device: str, row: str, width: int) -> None:
 
 
 def interpret_as_a_gpu() -> None:
-    """Of a number and NaN the larger is the number on a GPU, and NaN in the interpreter."""
+    """The maximum of a number and NaN is the number on a GPU, but NaN in the interpreter: make it the number."""
     import numpy as np
     from triton.runtime.interpreter import InterpreterBuilder
 
@@ -104,7 +104,7 @@ if __name__ == "__main__":
     interpret_as_a_gpu()
     for shape in SHAPES:
         for with_norm in (True, False):
-            # The interpreter cuts numbers to 16 bits instead of rounding them.
+            # The interpreter truncates to 16 bits instead of rounding.
             check_kernels("cpu", *shape, has_norm=with_norm, relative=1.2e-2)
     for name in ROWS:
         for row_width in (4, 5000):

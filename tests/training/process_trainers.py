@@ -1,4 +1,4 @@
-"""Trainers that the tests of processes start; their processes import this file, so it is no part of a test."""
+"""Trainers for the tests of processes. The processes import this file, so it contains no tests."""
 
 import logging
 import os
@@ -22,12 +22,12 @@ def fake() -> FakeTrainer:
 
 
 def short_of_memory() -> FakeTrainer:
-    """40 positions fit."""
+    """A trainer whose memory holds 40 positions."""
     return FakeTrainer(FakeModel("fake/bigram"), FakeMemory(100, 60))
 
 
 class StubbornError(Exception):
-    """Can be neither pickled nor made from its message."""
+    """Can be neither pickled nor created from its message."""
 
     def __init__(self, what: str, lock: Any) -> None:
         super().__init__(what)
@@ -40,7 +40,7 @@ class MuteError(Exception):
 
 
 class OddTrainer(FakeTrainer):
-    """`discard_gradients` does what its argument says, in place of forgetting anything."""
+    """`discard_gradients` does what its argument says instead of discarding anything."""
 
     def discard_gradients(self, adapter_id: str) -> None:
         deed, _, argument = adapter_id.partition(" ")
@@ -88,7 +88,7 @@ class OddTrainer(FakeTrainer):
         return AdapterState("fake", LoraConfig(), ["x"], tensors)
 
     def logprobs(self, adapter_id: str | None, *inputs: RenderedInput) -> npt.NDArray[np.float32]:
-        """Of the pixels that arrived: how many numbers, and their sum."""
+        """The count and the sum of each image's pixel values as received."""
         pixels = [placement.image.pixel_values for each in inputs for placement in each.images]
         return np.array([[p.size, p.sum()] for p in pixels], np.float32)
 
@@ -114,8 +114,8 @@ def exits() -> FakeTrainer:
 
 
 def main() -> None:
-    """Start an `OddTrainer` in a process, tell its id, and wait in a call or beside it (for a test that kills this)."""
-    import process_trainers  # type: ignore[import-not-found]  # by the name that the process finds it under
+    """Start an `OddTrainer` in a process, print its id, and wait inside or outside a call until a test kills this."""
+    import process_trainers  # type: ignore[import-not-found]  # by the name under which the process finds it
     from tinker_local.backend.training.process import ProcessTrainer, TrainerProcess
 
     process = TrainerProcess(process_trainers.odd)

@@ -1,4 +1,4 @@
-"""Adapters: how they begin, what trains, and that a captured one goes on exactly where it was."""
+"""Adapters: how they start, what trains, and that a captured one continues exactly where it was."""
 
 from dataclasses import replace
 
@@ -98,7 +98,7 @@ def test_the_embedding_of_a_tied_model_is_never_trained(trainer, make):
 @pytest.mark.mutation(
     "optimizer-state-not-restored", "worker.py", "        if state.optimizer is not None:\n", "        if False:\n"
 )
-def test_a_restored_adapter_goes_on_bit_for_bit(trainer, make):
+def test_a_restored_adapter_continues_bit_for_bit(trainer, make):
     ours = trainer()
     ours.create_adapter("a", LoraConfig(rank=4, seed=0))
     works = [make.work("a", [9, 4, 12]) for _ in range(6)]
@@ -114,7 +114,7 @@ def test_a_restored_adapter_goes_on_bit_for_bit(trainer, make):
     assert first.step == second.step == 6
 
 
-def test_without_optimizer_state_the_optimizer_starts_anew(trainer, make):
+def test_without_optimizer_state_the_optimizer_starts_afresh(trainer, make):
     ours = trainer()
     ours.create_adapter("a", LoraConfig(rank=4, seed=0))
     for _ in range(3):

@@ -1,4 +1,4 @@
-"""Adapters of all kinds share matrix products: each gets what it gets alone, and what they cost is bounded."""
+"""Adapters of all kinds share matmuls: each gets the same results as alone, and their cost is bounded."""
 
 from dataclasses import replace
 from typing import Any
@@ -62,7 +62,7 @@ def test_ranks_and_flags_of_all_kinds_in_one_micro_batch_equal_each_alone(many, 
     "self._computable = True",
 )
 @pytest.mark.parametrize("broken", [float("nan"), float("-inf"), 3e38, 8e37, 1e25])
-def test_weights_that_broke_leave_the_others_in_their_products_alone(broken, many, make, gradients, assert_close):
+def test_broken_weights_leave_adapters_that_share_their_matmuls_alone(broken, many, make, gradients, assert_close):
     works = works_of(make)
     many.forward_backward(works)
     expected = {name: gradients(many, name) for name in KINDS}
@@ -78,8 +78,8 @@ def test_weights_that_broke_leave_the_others_in_their_products_alone(broken, man
     assert many._adapters["c"].gradient is None
 
 
-def test_the_base_model_beside_adapters_gets_nothing_of_them(many, make):
-    """Rows of no adapter: `logprobs` of the base, before and after the adapters have trained."""
+def test_the_base_model_is_unaffected_by_its_adapters(many, make):
+    """Rows without an adapter: `logprobs` of the base before and after the adapters have trained."""
     rendered = make.input(17)
     before = many.logprobs(None, rendered)
     many.forward_backward(works_of(make))
@@ -103,7 +103,7 @@ def test_a_micro_batch_has_no_more_ranks_than_its_bound(make, monkeypatch):
 
 
 def test_joined_weights_are_the_models_own(model_path):
-    """Joining projections costs no memory: the modules' weights are views of the joined ones."""
+    """Joined projections take no extra memory: the modules' weights are views of them."""
     loaded = load_model(str(model_path("qwen3")), "float32", "cpu")
     decoder: Any = loaded.decoder
     layer, (attention, mlp) = loaded.model.model.layers[0], decoder.layers[0]
@@ -131,7 +131,7 @@ def test_a_decoder_of_another_kind_is_refused_by_name(model_path, tmp_path):
 
 
 def test_scores_beyond_the_rank_bound_train_in_turn(many, make, gradients, assert_close, monkeypatch):
-    """The bound changes how micro-batches are cut, and nothing else."""
+    """The bound changes only how micro-batches are split."""
     works = [replace(work, data=work.data[:1]) for work in works_of(make)]
     seen = []
     for bound in (packing.MAX_COLUMNS, 5):

@@ -13,7 +13,7 @@ HEADS, KV_HEADS, SIZE, SCALING = 6, 2, 10, 0.3
 
 
 class Module(torch.nn.Module):
-    """What transformers' function reads of an attention module."""
+    """The attributes of an attention module that transformers' function reads."""
 
     def __init__(self, sinks: torch.Tensor) -> None:
         super().__init__()
@@ -22,7 +22,7 @@ class Module(torch.nn.Module):
 
 
 def theirs(query, key, value, rule: AttentionRule) -> torch.Tensor:
-    """One segment [L, heads, D] by transformers, with a mask [1, 1, L, L]."""
+    """Attend in one segment [L, heads, D] with transformers and a mask [1, 1, L, L]."""
     places = torch.arange(len(query))
     distance = places[:, None] - places[None]
     seen = (distance >= 0) & (distance < (rule.window or len(query)))
@@ -68,7 +68,7 @@ def test_each_segment_attends_as_in_transformers_alone(window, softcap, sinks, s
     bounds = itertools.pairwise([0, *itertools.accumulate(lengths)])
     q, k, v = leaves
     wanted = torch.cat([theirs(q[start:stop], k[start:stop], v[start:stop], rule) for start, stop in bounds])
-    # transformers computes the softmax of a soft cap in float32.
+    # transformers computes the softmax in float32 if there is a soft cap.
     tolerance = 1e-12 if sinks else 1e-5
     torch.testing.assert_close(output, wanted, rtol=0, atol=tolerance)
     for ours, expected in zip(gradients, torch.autograd.grad(wanted, leaves, grad), strict=True):

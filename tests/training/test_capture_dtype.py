@@ -1,4 +1,4 @@
-"""What a sampler in bfloat16 is handed: half the bytes, the same weights rounded to the nearest, never what is kept."""
+"""A bfloat16 sampler receives half the bytes: the weights rounded to nearest. Checkpoints are never rounded."""
 
 import numpy as np
 import pytest
@@ -34,7 +34,7 @@ def test_a_folder_of_bfloat16_is_read_by_safetensors_as_it_was(captured, tmp_pat
 
 
 def test_bits_without_torch_are_those_of_torch():
-    """To the nearest, to even between two, with the smallest and largest numbers that there are."""
+    """Round to nearest, ties to even, including the smallest and largest numbers."""
     rng = np.random.default_rng(0)
     drawn = rng.integers(0, 2**32, 100_000, dtype=np.uint32).view(np.float32)
     halfway = (np.arange(2**16, dtype=np.uint32) << np.uint32(16) | np.uint32(0x8000)).view(np.float32)
@@ -45,7 +45,7 @@ def test_bits_without_torch_are_those_of_torch():
 
 
 def test_a_captured_adapter_is_one_vector_whose_parts_are_the_matrices(captured):
-    """One copy, one message and one check for hundreds of matrices; also behind a pickle."""
+    """Hundreds of matrices are copied, sent and checked as one, also after pickling."""
     import pickle
 
     for state in captured.values():

@@ -1,8 +1,8 @@
 """The hand-written forward and backward against transformers' own forward with autograd, on random models and data.
 
-Everything in float64, so that what differs by more than rounding shows: a gradient that is summed twice, a buffer used
-too early, a layer computed again from the wrong place. transformers computes RMS norms in float32 whatever the dtype;
-on both sides they are made float64 where they are transformers'.
+Everything runs in float64, so that any error larger than rounding shows: a gradient summed twice, a buffer used too
+early, a layer recomputed from the wrong input. transformers computes RMS norms in float32 whatever the dtype; on both
+sides, transformers' norms are made float64.
 """
 
 import tempfile
@@ -48,7 +48,7 @@ bounded = settings(max_examples=25, deadline=None, suppress_health_check=list(He
 
 @dataclass(frozen=True)
 class Shape:
-    """A model in numbers; `family` as transformers names it."""
+    """The numbers of a model; `family`: transformers' name."""
 
     family: str
     layers: int
@@ -73,7 +73,7 @@ class Shape:
 
 @st.composite
 def shapes(draw: st.DrawFn) -> Shape:
-    """Head sizes that are no power of two, widths that nothing divides, odd vocabularies."""
+    """Shapes with head sizes that are not powers of two, prime widths and odd vocabularies."""
     family = draw(st.sampled_from(["qwen3", "qwen3_vl", "qwen2_5_vl"]))
     kv_heads, groups = draw(st.integers(1, 3)), draw(st.integers(1, 3))
     # Rotary positions of images need one frequency each for time, height and width.
@@ -95,7 +95,7 @@ def shapes(draw: st.DrawFn) -> Shape:
 
 
 def build(shape: Shape, seed: int) -> Any:
-    """The model as transformers makes it, every weight random: norms and biases too."""
+    """transformers' model with random weights, including norms and biases."""
     text: dict[str, Any] = {
         "vocab_size": shape.vocabulary,
         "hidden_size": shape.hidden,
@@ -167,7 +167,7 @@ def build(shape: Shape, seed: int) -> Any:
 
 @contextmanager
 def both(shape: Shape, seed: int, **options: Any) -> Iterator[tuple[HFTrainer, Any]]:
-    """A trainer, and transformers' model of the same weights."""
+    """A trainer, and transformers' model with the same weights."""
     with tempfile.TemporaryDirectory() as folder, torch.random.fork_rng():
         torch.manual_seed(seed)
         build(shape, seed).save_pretrained(folder)
@@ -183,7 +183,7 @@ def both(shape: Shape, seed: int, **options: Any) -> Iterator[tuple[HFTrainer, A
 
 
 def loss_terms(loss_fn: str, logprobs: torch.Tensor, inputs: dict[str, torch.Tensor], config: Any) -> torch.Tensor:
-    """The formulas of the documentation for one datum, by autograd and without any care for extremes."""
+    """The documented formulas for one datum, for autograd, without handling of extreme values."""
     if loss_fn == "cross_entropy":
         return -inputs["weights"] * logprobs
     log_ratio, advantages = logprobs - inputs["logprobs"], inputs["advantages"]
@@ -204,7 +204,7 @@ def loss_terms(loss_fn: str, logprobs: torch.Tensor, inputs: dict[str, torch.Ten
 
 
 def expected(theirs: Hooked, work: TrainWork) -> tuple[list[torch.Tensor], float]:
-    """Logprobs of the targets of each datum and the loss, whose gradient is added to the leaves."""
+    """The logprobs of each datum's targets, and the loss. Adds its gradient to the leaves."""
     found, total = [], 0.0
     for datum in work.data:
         rows = theirs.logprobs(work.adapter_id, datum.input)
@@ -231,7 +231,7 @@ def some_image(rng: np.random.Generator) -> RenderedImage:
 
 
 def some_input(rng: np.random.Generator, images: Sequence[RenderedImage]) -> RenderedInput:
-    """1 to 40 text tokens, with `images` in any place: first, last, next to one another."""
+    """1 to 40 text tokens, with `images` anywhere: first, last, adjacent."""
     length = int(rng.integers(0 if images else 1, 41))
     parts: list[RenderedImage | int] = [*images, *(int(token) for token in rng.integers(3, 90, length))]
     order = rng.permutation(len(parts))
@@ -276,7 +276,7 @@ def some_datum(rng: np.random.Generator, loss_fn: str, vocabulary: int, images: 
 
 
 def some_works(rng: np.random.Generator, adapters: Sequence[str], vocabulary: int, sees: bool) -> list[TrainWork]:
-    """Of each adapter up to two, of any loss, some without a gradient."""
+    """Up to two requests per adapter, with any loss, some without a gradient."""
     images = [some_image(rng) for _ in range(2)]
     works = []
     for adapter_id in [*adapters, *rng.choice(adapters, int(rng.integers(0, 3)))]:
@@ -293,11 +293,11 @@ def some_works(rng: np.random.Generator, adapters: Sequence[str], vocabulary: in
     return works
 
 
-# What is different between machines
+# Differences between machines
 
 
 class Overwriting(TorchKernels):
-    """`Kernels` that use every permission of the contract, as those in Triton do: results take the inputs' place."""
+    """`Kernels` that overwrite their inputs wherever the interface permits it, as those in Triton do."""
 
     def rms_norm_backward(self, grad, x, weight, epsilon, residual):
         return grad.copy_(super().rms_norm_backward(grad, x, weight, epsilon, residual))
@@ -315,7 +315,7 @@ def overwrite(ours: HFTrainer) -> None:
 
 
 def keep_at_random(ours: HFTrainer, rng: np.random.Generator) -> None:
-    """Each layer keeps what chance says, in orders that `ActivationMemory.policy` never chooses too."""
+    """Choose a random recompute policy, also ones that `ActivationMemory.policy` never chooses."""
     layers = len(ours._loaded.decoder.memory(1, 0).layers)
     ours._runner._policy = lambda packed, batch: [tuple(Keep)[rng.integers(3)] for _ in range(layers)]
 
@@ -335,7 +335,7 @@ def assert_near(ours: Any, theirs: Any, scale: float, what: str) -> None:
 
 
 def assert_gradients_near(ours: HFTrainer, theirs: Hooked, adapter_id: str) -> None:
-    """Relative to the largest of each matrix's kind, so that a small factor is looked at as closely as a large one."""
+    """Compare relative to the largest value among matrices of the same kind, so that small factors count as much."""
     adapter = ours._adapters[adapter_id]
     wanted = theirs.gradients(adapter_id)
     for spec in adapter.specs:
@@ -347,7 +347,7 @@ def assert_gradients_near(ours: HFTrainer, theirs: Hooked, adapter_id: str) -> N
         ]
         scale = max(float(gradient.abs().max()) for gradient in kind)
         gradient = torch.zeros_like(adapter.weights) if adapter.gradient is None else adapter.gradient
-        # What cancels exactly on one side may leave its roundings on the other.
+        # Values that cancel exactly on one side may leave rounding errors on the other.
         assert_near(spec.view(gradient), wanted[spec.name], max(scale, 1e-6), f"{adapter_id} {spec.name}")
 
 
@@ -385,7 +385,7 @@ def test_values_and_gradients_equal_transformers_with_autograd(decoder, shape, s
         works = some_works(rng, list(ours._adapters), shape.vocabulary, shape.sees)
         base = works[0].data[0].input
         wanted_base = theirs.logprobs(None, base)
-        for _ in range(2):  # gradients are added up
+        for _ in range(2):  # gradients accumulate
             results = ours.forward_backward(works)
             for work, result in zip(works, results, strict=True):
                 assert isinstance(result, TrainResult), result

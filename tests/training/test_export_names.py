@@ -1,5 +1,5 @@
-"""Exports have the hosted service's names: merged into the base's files by the rule of the cookbook's exporters, and
-loaded by PEFT as docs/futures-and-exports.md says, they are what was trained."""
+"""Exports have the hosted service's tensor names. They equal what was trained, both merged into the base's files by the
+rule of the cookbook's exporters, and loaded by PEFT as docs/futures-and-exports.md describes."""
 
 import json
 import shutil
@@ -39,7 +39,7 @@ def base_tensor(module: str, base: Collection[str]) -> str:
 
 
 def deltas(state: AdapterState, base: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """What the export adds to tensors of the base: (alpha / r) B A."""
+    """The update that the export adds to tensors of the base: (alpha / r) B A."""
     config = state.peft_config()
     found = {}
     for name, a in state.tensors.items():
@@ -151,7 +151,7 @@ def test_export_is_loaded_by_peft_as_documented(name, trainer, model_path, make,
     loaded = peft.get_peft_model_state_dict(model, save_embedding_layers=False)
     assert len(loaded) == len(ours.export("a").tensors)
     if name != "qwen3_untied":
-        with pytest.warns(UserWarning, match="Found missing adapter keys"):  # what PEFT does not load, it tells
+        with pytest.warns(UserWarning, match="Found missing adapter keys"):  # PEFT warns about what it does not load
             load()
 
 

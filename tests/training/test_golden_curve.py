@@ -1,8 +1,7 @@
-"""The losses of a short training run equal stored ones: whatever changes in how a step is computed, what it computes
-stays.
+"""The losses of a short training run equal stored ones: however a step is computed, its result stays the same.
 
-The stored numbers were computed in float64 by this same run. Nothing rewrites them: who changes them changes what
-training means, and says why.
+This same run computed the stored numbers in float64. Nothing rewrites them automatically. If you change them, you
+change what training means; say why.
 """
 
 import json
@@ -23,7 +22,7 @@ STEPS = 12
 
 @pytest.fixture
 def golden_model(tmp_path, model_path):
-    """The tiny Qwen3-VL with weights that depend on their names alone, not on the order in which they are drawn."""
+    """The tiny Qwen3-VL, whose weights depend only on their names, not on the order in which they are drawn."""
     model = transformers.AutoModelForImageTextToText.from_pretrained(model_path("qwen3_vl"), dtype=torch.float32)
     for name, parameter in sorted(model.named_parameters()):
         if parameter.ndim > 1:
@@ -35,7 +34,7 @@ def golden_model(tmp_path, model_path):
 
 
 def curve(trainer, make):
-    """Losses of two adapters of different ranks and losses, trained side by side on text and images."""
+    """The losses of two adapters with different ranks and loss functions, trained together on text and images."""
     trainer.create_adapter("a", LoraConfig(rank=8, seed=1))
     trainer.create_adapter("b", LoraConfig(rank=4, seed=2, train_mlp=False))
     data = [make.datum(17), make.datum(30, [(3, (4, 6)), (12, (4, 4))]), make.datum(9, [(0, (2, 4))])]

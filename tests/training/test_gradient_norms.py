@@ -1,4 +1,4 @@
-"""The gradient's norm before clipping, of the whole adapter and, where the trainer is told so, of each module."""
+"""The gradient's norm before clipping, of the whole adapter and, if enabled, of each module."""
 
 import math
 from collections import defaultdict
@@ -30,7 +30,7 @@ def test_each_module_reports_the_norm_of_its_own_gradient(dtype, trainer, add_ad
     assert total > CLIPPED.grad_clip_norm
 
 
-def test_modules_are_silent_unless_asked(trainer, add_adapter, make):
+def test_module_norms_are_reported_only_if_enabled(trainer, add_adapter, make):
     ours = trainer("qwen3")
     add_adapter(ours, "a")
     ours.forward_backward([make.work("a", [9])])

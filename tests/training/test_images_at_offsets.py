@@ -1,4 +1,4 @@
-"""Where images are is told by offsets: positions, features and stray pad ids follow from them alone."""
+"""Only offsets say where images are: they determine positions and features, and pad ids elsewhere are text."""
 
 import numpy as np
 import pytest
@@ -56,7 +56,7 @@ def test_positions_equal_those_of_transformers(family, images, make, model_path)
 )
 @pytest.mark.parametrize("family", VISION)
 def test_a_pad_id_that_came_as_text_is_text(family, make, trainer, model_path):
-    """Text with stray pads before, between and after images, against embeddings put together by hand."""
+    """Compare text with stray pads before, between and after images with embeddings assembled by hand."""
     ours = trainer(family)
     rendered = make.input(40, [(6, (4, 6)), (22, (2, 4))])
     for position in (0, 3, 4, 14, 30, 39):
@@ -114,7 +114,7 @@ def test_an_image_is_encoded_once_per_content(family, make, trainer, add_adapter
     assert len(encoded) == 2
 
 
-def test_kept_features_change_nothing_and_have_a_bound(make, trainer, add_adapter, gradients, assert_close):
+def test_cached_features_change_nothing_and_are_bounded(make, trainer, add_adapter, gradients, assert_close):
     images = [make.image(4, 4) for _ in range(6)]
     data = [make.datum(12, [(2, image)]) for image in images] + [make.datum(20, [(1, images[4]), (9, images[0])])]
     seen = []

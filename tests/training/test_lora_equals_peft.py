@@ -1,4 +1,4 @@
-"""Adapters compute what PEFT computes on transformers' own forward, from files that PEFT loads."""
+"""Adapters compute the same as PEFT on transformers' own forward, with files that PEFT loads."""
 
 import json
 from pathlib import Path
@@ -37,7 +37,7 @@ def peft_model(path: Path, state: Any, dtype: torch.dtype, folder: Path) -> Any:
 
 
 def norms_in_float64(model: Any) -> None:
-    """transformers computes RMS norms in float32 whatever the dtype, which would hide differences below 1e-7."""
+    """Make transformers compute RMS norms of float64 in float64; its float32 would hide differences below 1e-7."""
 
     def norm(module: Any, args: tuple[torch.Tensor], output: torch.Tensor) -> torch.Tensor:
         (x,) = args
@@ -127,6 +127,6 @@ def test_files_have_the_names_of_transformers_modules(name, trainer):
     modules = [f"{decoder}.layers.{layer}.{projection}" for layer in (0, 1) for projection in projections]
     wanted = {f"base_model.model.{m}.lora_{f}.weight" for m in [*modules, "lm_head"] for f in "AB"}
     assert state.tensors.keys() == wanted
-    # A last name that a frozen module shares would make PEFT put adapters on the vision tower.
+    # If a frozen module shared a last name, PEFT would put adapters on the vision tower.
     whole_paths = name == "qwen2_5_vl"
     assert all(("." in module) == whole_paths for module in state.target_modules if module != "lm_head")

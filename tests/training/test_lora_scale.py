@@ -6,7 +6,7 @@ import torch
 import transformers
 
 ALPHA = 32
-"""Written here on its own: a test that asks the code would agree with whatever it says."""
+"""Repeated here, because a test that imports the constant would agree with any value."""
 
 
 @pytest.mark.mutation("another-alpha", "training/interface.py", "LORA_ALPHA = 32\n", "LORA_ALPHA = 16\n")

@@ -1,4 +1,4 @@
-"""Data that share a micro-batch do not see one another."""
+"""Data that share a micro-batch do not see each other."""
 
 from dataclasses import replace
 
@@ -65,8 +65,8 @@ def test_changing_one_datum_leaves_the_others_logprobs_unchanged(family, with_im
     cases=("qwen3_vl",),
 )
 @pytest.mark.parametrize("family", FAMILIES)
-def test_packed_equals_one_by_one(family, trainer, make, add_adapter, gradients, assert_close):
-    """Values and gradients; text alone, images and text beside images in one micro-batch."""
+def test_packed_data_equal_each_alone(family, trainer, make, add_adapter, gradients, assert_close):
+    """Values and gradients of text alone, images, and text beside images in one micro-batch."""
     ours = trainer(family)
     add_adapter(ours, "a")
     data = [make.datum(n) for n in (7, 1, 12, 7, 30)]
@@ -85,7 +85,7 @@ def test_packed_equals_one_by_one(family, trainer, make, add_adapter, gradients,
     assert_close(together, gradients(ours, "a"), 1e-6)
 
 
-def test_the_cut_into_micro_batches_does_not_matter(trainer, make, add_adapter, gradients, assert_close):
+def test_the_split_into_micro_batches_does_not_matter(trainer, make, add_adapter, gradients, assert_close):
     data = [make.datum(n) for n in (7, 1, 12, 7, 30, 3, 3, 25)]
     seen = []
     for budget in (1, 13, 8192):
@@ -101,7 +101,7 @@ def test_the_cut_into_micro_batches_does_not_matter(trainer, make, add_adapter, 
 
 
 def test_chunks_of_the_lm_head_do_not_matter(trainer, make, add_adapter, gradients, assert_close):
-    """One row of logits at a time, or all; several adapters, some rows without a gradient, several candidates."""
+    """One row of logits at a time or all, with several adapters, several candidates, and rows without a gradient."""
     data = [make.datum(9), make.datum(5, candidates=3), make.datum(30)]
     data[2].loss_inputs["weights"][::2] = 0
     seen = []
@@ -123,8 +123,8 @@ def test_chunks_of_the_lm_head_do_not_matter(trainer, make, add_adapter, gradien
     "self.h_down = low_rank.down(self.context.kernels.swiglu(there(self.gate_up)))",
     "self.h_down = 0 * low_rank.down(self.context.kernels.swiglu(there(self.gate_up)))",
 )
-def test_layers_computed_again_give_the_same_gradients(trainer, make, add_adapter, gradients, assert_close):
-    """Nothing kept, some of it, and everything."""
+def test_recomputed_layers_give_the_same_gradients(trainer, make, add_adapter, gradients, assert_close):
+    """With nothing kept, some activations kept, and everything kept."""
     seen, kept = [], []
     data = [make.datum(9), make.datum(30, [(2, (4, 4))])]
     for memory in (0, 530_000, 630_000, None):
@@ -144,7 +144,7 @@ def test_layers_computed_again_give_the_same_gradients(trainer, make, add_adapte
 
 
 def record_plans(ours):
-    """What each layer keeps, of each micro-batch that follows."""
+    """Record the recompute policy of each micro-batch that follows."""
     plans, original = [], ours._runner._policy
 
     def record(packed, batch):

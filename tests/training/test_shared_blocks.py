@@ -1,4 +1,4 @@
-"""Memory of large messages is used again, but never while somebody still has arrays in it."""
+"""Memory of large messages is reused, but never while arrays in it are alive."""
 
 import gc
 import os
@@ -19,7 +19,7 @@ MIB = 2**20
 
 @pytest.fixture
 def ends() -> Iterator[tuple[Channel, Channel]]:
-    """Two ends, both of this process."""
+    """Two ends, both in this process."""
     one, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     channels = Channel(one, os.getpid()), Channel(other, os.getpid())
     yield channels
@@ -41,11 +41,11 @@ def memory_files() -> set[int]:
 
 @lru_cache(maxsize=8)
 def array(seed: int, size: int = 2 * BLOCK_BYTES) -> np.ndarray:
-    """Random bytes, not to be written to: whoever asks again gets the same array."""
+    """Random bytes. Do not write to them: the same seed returns the same array."""
     return np.frombuffer(np.random.default_rng(seed).bytes(size), np.uint8)
 
 
-def test_a_block_serves_again_once_its_arrays_are_gone(ends: tuple[Channel, Channel]) -> None:
+def test_a_block_is_reused_once_its_arrays_are_gone(ends: tuple[Channel, Channel]) -> None:
     sender, receiver = ends
     before = memory_files()
     for seed in range(20):
@@ -57,14 +57,14 @@ def test_a_block_serves_again_once_its_arrays_are_gone(ends: tuple[Channel, Chan
         assert len(memory_files() - before) == 1
 
 
-def test_what_was_received_stays_as_it_was(ends: tuple[Channel, Channel]) -> None:
+def test_received_arrays_do_not_change(ends: tuple[Channel, Channel]) -> None:
     sender, receiver = ends
     numbers = random.Random(0)
     held: dict[int, np.ndarray] = {}
     for seed in range(60):
         size = numbers.choice((BLOCK_BYTES, 2 * BLOCK_BYTES, 3 * BLOCK_BYTES + 5))
         sender.send(array(seed, size))
-        held[seed] = receiver.receive()[7:]  # a view holds the whole
+        held[seed] = receiver.receive()[7:]  # a view keeps the whole alive
         if len(held) > 4:
             del held[numbers.choice(list(held))]
         for old, view in held.items():
@@ -89,7 +89,7 @@ def test_threads_never_get_the_same_block() -> None:
                 failures.append("too small")
             with guard:
                 taken.remove(block.file)
-            block.memory[0] = 0  # as its receiver does when it lets go
+            block.memory[0] = 0  # as its receiver does on release
             blocks.keep(block)
 
     threads = [threading.Thread(target=use, args=(seed,)) for seed in range(4)]
@@ -101,7 +101,7 @@ def test_threads_never_get_the_same_block() -> None:
     assert not failures
 
 
-def test_at_most_so_many_bytes_are_kept() -> None:
+def test_kept_bytes_are_bounded() -> None:
     before = memory_files()
     blocks = Blocks(6 * MIB)
     for block in [blocks.take(2 * MIB) for _ in range(10)]:

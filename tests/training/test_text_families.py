@@ -1,6 +1,6 @@
 """Llama, Mistral, Qwen2.5, Gemma 2 and Gemma 3 on the decoders that train them, against transformers and PEFT.
 
-Windows of 16 positions, soft caps that bite, grouped heads; data are longer than the window.
+The models have windows of 16 positions, soft caps that take effect, and grouped heads; data are longer than the window.
 """
 
 import json
@@ -35,8 +35,8 @@ def works_of(make: Any, adapters: Sequence[str]) -> list[TrainWork]:
 
 
 @every_decoder
-def test_several_adapters_in_one_row_equal_transformers_one_by_one(family, decoder, trainer, make, add_adapter):
-    """In float64, to 1e-9: logprobs, loss, and gradients of every matrix of adapters of three ranks."""
+def test_several_adapters_in_one_row_equal_transformers_with_each_alone(family, decoder, trainer, make, add_adapter):
+    """Logprobs, loss, and gradients of every matrix of adapters of three ranks, in float64 to 1e-9."""
     ours = trainer(family, decoder=decoder, dtype="float64")
     theirs = transformers.AutoModelForCausalLM.from_pretrained(
         ours._loaded.model.name_or_path, dtype=torch.float64
@@ -124,7 +124,7 @@ def peft_logprobs(model: Any, datum: TrainDatum) -> torch.Tensor:
 def test_checkpointed_layers_of_autograd_give_the_same_gradients(
     family, trainer, make, add_adapter, gradients, assert_close
 ):
-    """Nothing kept, one layer kept, everything kept, also where image features are added between layers."""
+    """With nothing kept, one layer kept and everything kept, also if image features are added between layers."""
     data = [make.datum(9), make.datum(30, [(2, (4, 4))] if family == "qwen3_vl" else [])]
     seen, policies = [], []
     for share in (0.0, 0.5, 1.0):
@@ -155,8 +155,8 @@ def test_a_model_that_the_chosen_decoder_cannot_train_is_refused_with_the_reason
         trainer("gemma2", decoder="written-out")
 
 
-def test_a_model_whose_attention_is_its_own_is_refused(trainer, monkeypatch):
-    """Its layers would see their neighbours in a packed row."""
+def test_a_model_with_its_own_attention_is_refused(trainer, monkeypatch):
+    """Its layers would let the sequences of a packed row see each other."""
     from transformers.models.llama import modeling_llama
 
     def eager(self: Any, hidden_states: torch.Tensor, position_embeddings: Any, **_: Any) -> tuple[torch.Tensor, None]:
@@ -171,8 +171,8 @@ def test_a_model_whose_attention_is_its_own_is_refused(trainer, monkeypatch):
     "decoder-never-compared", "training/decoders/__init__.py", "if not difference <= tolerance:", "if False:"
 )
 @pytest.mark.parametrize("decoder", ["written-out", "autograd"])
-def test_a_model_that_computes_something_else_than_its_modules_say_is_refused(decoder, trainer, monkeypatch):
-    """A factor between the blocks that no weight shows, as Granite has it."""
+def test_a_model_that_computes_more_than_its_modules_show_is_refused(decoder, trainer, monkeypatch):
+    """A factor between the blocks, as in Granite, is not visible in the weights."""
     from transformers.models.llama import modeling_llama
 
     original = modeling_llama.LlamaDecoderLayer.forward

@@ -1,4 +1,4 @@
-"""`HFTrainer` in a process of its own: the same as inline, to the last bit."""
+"""`HFTrainer` in a separate process gives the same results as inline, to the last bit."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -18,7 +18,7 @@ Start = Callable[[str], ProcessTrainer]
 
 @pytest.fixture
 def in_process(model_path: Callable[[str], Path]) -> Iterator[Start]:
-    """`in_process(name)`: the trainer that the fixture `trainer` makes, in a process."""
+    """`in_process(name)`: the trainer of the fixture `trainer`, in a process."""
     started: list[ProcessTrainer] = []
 
     def start(name: str) -> ProcessTrainer:
@@ -32,7 +32,7 @@ def in_process(model_path: Callable[[str], Path]) -> Iterator[Start]:
 
 
 def run(trainer: Trainer, make: Any, add_adapter: Any, *, images: bool) -> dict[str, Any]:
-    """Two adapters, three steps, a capture and its load; every number by what it is."""
+    """Train two adapters for three steps, capture one and load it; returns every number by name."""
     first = make.datum(9, [(2, (4, 4))]) if images else make.datum(9)
     data = [first, make.datum(5), make.datum(7, candidates=2)]
     policy = make.work("b", [6], "importance_sampling")
@@ -90,7 +90,7 @@ def test_training_is_the_same_inline_and_in_a_process(
     assert inline["error 0 2"][0] is InvalidRequestError
 
 
-def test_a_model_that_is_not_trained_here_is_the_same_error_in_a_process(tmp_path: Path) -> None:
+def test_an_unsupported_model_is_the_same_error_in_a_process(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
     with pytest.raises(UnsupportedError) as inline:
         HFTrainer(str(tmp_path), name="gpt")

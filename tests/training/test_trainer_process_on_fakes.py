@@ -1,4 +1,4 @@
-"""A trainer in a process of its own: the same as inline, and whatever happens to the process ends in a clear error."""
+"""A trainer in a separate process gives the same results as inline; however the process ends, the error is clear."""
 
 import gc
 import logging
@@ -47,7 +47,7 @@ Make = Callable[..., ProcessTrainer]
 
 @pytest.fixture
 def trainers(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """`process_trainers`, as the processes import it."""
+    """The module `process_trainers`, as the processes import it."""
     monkeypatch.syspath_prepend(str(HERE))
     import process_trainers  # type: ignore[import-not-found]
 
@@ -56,7 +56,7 @@ def trainers(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 @pytest.fixture
 def start(trainers: ModuleType) -> Iterator[Make]:
-    """`start(factory)`: a trainer in a process that ends with the test; by default an `OddTrainer`."""
+    """`start(factory)`: a trainer (default: an `OddTrainer`) in a process that ends with the test."""
     started: list[ProcessTrainer] = []
 
     def make(factory: Any = None, **options: Any) -> ProcessTrainer:
@@ -73,16 +73,16 @@ def pid_of(trainer: ProcessTrainer) -> int:
 
 
 def open_files(pid: str) -> set[str]:
-    """What the descriptors of a process are."""
+    """What the file descriptors of a process refer to."""
     found = set()
     for link in Path(f"/proc/{pid}/fd").iterdir():
-        with suppress(FileNotFoundError):  # the one that lists the folder
+        with suppress(FileNotFoundError):  # the descriptor that lists the folder
             found.add(str(link.readlink()))
     return found
 
 
 def gone(pid: int, seconds: float = 60) -> bool:
-    """Whether a process ends in time (one that is not ours to wait for may stay as a zombie)."""
+    """Whether a process ends in time. If it is not our child, it may remain as a zombie."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         with suppress(FileNotFoundError, ProcessLookupError):
@@ -157,7 +157,7 @@ def everything(trainer: Trainer) -> list[Any]:
 
 
 def assert_same(one: Any, other: Any) -> None:
-    """Equal to the last bit, with the same types."""
+    """Check that both are equal to the last bit, with the same types."""
     assert type(one) is type(other)
     if isinstance(one, np.ndarray):
         assert one.dtype == other.dtype
@@ -182,7 +182,7 @@ def test_every_method_gives_the_same_inline_and_in_a_process_on_fakes(start: Mak
     assert any(isinstance(value, NotFoundError) for value in inline)
 
 
-def test_what_lacks_memory_is_known_as_such_across_processes_on_fakes(start: Make, trainers: ModuleType) -> None:
+def test_lack_of_memory_keeps_its_error_type_across_processes_on_fakes(start: Make, trainers: ModuleType) -> None:
     trainer = start(trainers.short_of_memory)
     trainer.create_adapter("a", LoraConfig(rank=1))
     data = [
@@ -239,10 +239,10 @@ def test_an_image_travels_once_while_it_is_used_on_fakes(start: Make, images_sen
     check(one, one, two)
     check(two, one)
     assert images_sent == [one.content_hash, two.content_hash]
-    check(three)  # the place of `two`, which was used longer ago
+    check(three)  # replaces `two`, which was used longer ago
     check(one, three)
     assert images_sent[2:] == [three.content_hash]
-    check(two, one, three, four)  # more than it keeps
+    check(two, one, three, four)  # more than fit
     check(four, two)
     assert images_sent[3:] == [two.content_hash, four.content_hash]
     check(one)
@@ -304,7 +304,7 @@ def test_an_exception_that_cannot_travel_is_an_internal_error_with_its_traceback
     assert trainer.capture("3", optimizer=False).tensors["all"].tolist() == [0, 1, 2]
 
 
-def test_what_the_process_logs_is_logged_here_and_what_it_prints_is_no_output_on_fakes(
+def test_logs_of_the_process_are_logged_here_and_its_prints_stay_out_of_the_output_on_fakes(
     start: Make, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
 ) -> None:
     trainer = start()
@@ -336,14 +336,14 @@ def test_kill_in_the_middle_of_a_call_fails_it_and_later_ones_at_once_on_fakes(s
     assert trainer.images_encoded == 0
 
 
-def test_the_exit_code_is_told_on_fakes(start: Make, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_exit_code_is_reported_on_fakes(start: Make, caplog: pytest.LogCaptureFixture) -> None:
     trainer = start()
     with pytest.raises(InternalError, match="exit code 9;"):
         trainer.discard_gradients("exit 9")
     assert "exit code 9" in caplog.text
 
 
-def test_death_between_two_calls_is_told_by_the_next_on_fakes(start: Make) -> None:
+def test_death_between_two_calls_is_reported_by_the_next_on_fakes(start: Make) -> None:
     trainer = start()
     os.kill(pid_of(trainer), signal.SIGSEGV)
     assert gone(pid_of(trainer))
@@ -351,7 +351,7 @@ def test_death_between_two_calls_is_told_by_the_next_on_fakes(start: Make) -> No
         trainer.remove_adapter("a")
 
 
-def test_an_error_of_the_device_ends_the_process_on_fakes(start: Make) -> None:
+def test_a_device_error_ends_the_process_on_fakes(start: Make) -> None:
     trainer = start()
     with pytest.raises(InternalError, match="illegal memory access"):
         trainer.discard_gradients("lose_device")
@@ -360,8 +360,8 @@ def test_an_error_of_the_device_ends_the_process_on_fakes(start: Make) -> None:
     assert gone(pid_of(trainer))
 
 
-def test_lack_of_the_hosts_locked_memory_is_no_fault_of_the_device_on_fakes(start: Make) -> None:
-    """CUDA tells it in the way of errors after which the device must not be trusted, and models would be lost."""
+def test_lack_of_locked_host_memory_is_not_a_device_error_on_fakes(start: Make) -> None:
+    """CUDA reports it like errors that make the device unusable, after which all models would be lost."""
     trainer = start()
     with pytest.raises(InternalError, match="out of memory"):
         trainer.discard_gradients("lack_locked_memory")
@@ -369,7 +369,7 @@ def test_lack_of_the_hosts_locked_memory_is_no_fault_of_the_device_on_fakes(star
     assert not gone(pid_of(trainer), 1)
 
 
-def test_what_the_factory_raises_is_raised_on_fakes(trainers: ModuleType) -> None:
+def test_errors_of_the_factory_are_raised_on_fakes(trainers: ModuleType) -> None:
     with pytest.raises(UnsupportedError, match="model_type 'gpt': not supported"):
         ProcessTrainer(TrainerProcess(trainers.no_such_model))
     with pytest.raises(FileNotFoundError) as missing:
@@ -431,7 +431,7 @@ def test_close_ends_a_call_that_does_not_end_on_fakes(
         assert [str(error) for error in errors] == ["the trainer was closed"]
 
 
-def test_a_trainer_that_is_let_go_ends_its_process_on_fakes(trainers: ModuleType) -> None:
+def test_a_released_trainer_ends_its_process_on_fakes(trainers: ModuleType) -> None:
     trainer = ProcessTrainer(TrainerProcess(trainers.odd))
     pid = pid_of(trainer)
     del trainer
@@ -454,7 +454,7 @@ def test_the_process_ends_when_its_server_is_killed_on_fakes(state: str) -> None
     assert gone(pid)
 
 
-def test_a_call_that_was_interrupted_does_not_spoil_the_next_on_fakes(start: Make) -> None:
+def test_an_interrupted_call_does_not_affect_the_next_on_fakes(start: Make) -> None:
     trainer = start()
 
     def interrupt(number: int, frame: Any) -> None:
@@ -504,7 +504,7 @@ async def test_sampling_goes_on_without_the_trainer_on_fakes(tmp_path: Path) -> 
         assert len((await sample).sequences[0].tokens) > 0
 
 
-def test_a_trainer_has_a_process_of_its_own_where_there_is_a_gpu_unless_told_otherwise(
+def test_a_trainer_gets_a_separate_process_on_a_gpu_unless_configured_otherwise(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     import torch

@@ -1,4 +1,4 @@
-"""Several requests in one call: sums, order, co-batching, and failures that stay with their own request."""
+"""Several requests in one call: sums, order, shared batches, and failures that affect only their own request."""
 
 import itertools
 from dataclasses import replace
@@ -37,7 +37,7 @@ def ours(trainer, add_adapter):
 
 @pytest.fixture
 def gradient_of(ours, gradients):
-    """The gradient that works leave on adapter a, starting from none."""
+    """The gradient that requests add to adapter a, starting from none."""
 
     def read(*calls):
         ours.discard_gradients("a")
@@ -60,7 +60,7 @@ def gradient_of(ours, gradients):
 )
 @pytest.mark.parametrize("loss_fn", LOSSES)
 def test_ten_times_the_coefficient_is_ten_times_loss_and_gradient(loss_fn, ours, make, gradient_of, assert_close):
-    """And for `dro` of its penalty, too."""
+    """For `dro`, this includes the penalty."""
     work = make.work("a", [9, 4, 20], loss_fn)
     config = {name: value * (10 if name == "beta" else 1) for name, value in work.loss_config.items()}
     bigger = replace(
@@ -104,7 +104,7 @@ def test_four_copies_give_four_times_the_gradient(loss_fn, ours, make, gradient_
 )
 @pytest.mark.parametrize("loss_fn", LOSSES)
 def test_a_plus_b_is_a_then_b(loss_fn, ours, make, gradient_of, assert_close):
-    """In one request, in two requests of one call, and in two calls."""
+    """As one request, as two requests of one call, and as two calls."""
     first, second = make.work("a", [9, 4], loss_fn), make.work("a", [6, 30, 2], loss_fn)
     union = replace(first, data=[*first.data, *second.data])
     expected = gradient_of([union])
@@ -130,7 +130,7 @@ def test_loss_is_the_sum_of_what_is_reported_per_position(ours, make):
     " item.datum.target_tokens.ndim == 1 else item.datum.target_tokens for item in items]",
 )
 def test_targets_are_those_given(ours, make):
-    """Neither shifted nor rebuilt from the input: the same hidden states score any targets."""
+    """Targets are neither shifted nor derived from the input: the same hidden states score any targets."""
     datum = make.datum(12)
     other = replace(datum, target_tokens=np.roll(datum.target_tokens, 3))
     wide = replace(
@@ -209,7 +209,7 @@ def test_all_weights_zero_reports_logprobs_and_leaves_no_gradient(ours, make, gr
     assert not any(array.any() for array in gradients(ours, "a").values())
 
 
-# Order and co-batching
+# Order and shared batches
 
 
 @pytest.mark.mutation(
@@ -292,7 +292,7 @@ def test_requests_that_cannot_run_fail_alone_and_name_the_datum(ours, make, grad
     out_of_range = make.work("a", [3, 5])
     out_of_range.data[1].input.token_ids[2] = 120
     results = ours.forward_backward(
-        [make.work("a", [5, 513]), good, make.work("nobody", [3]), out_of_range, make.work("b", [5])]
+        [make.work("a", [5, 513]), good, make.work("absent", [3]), out_of_range, make.work("b", [5])]
     )
     too_long, fine, unknown, token, other = results
     assert isinstance(too_long, InvalidRequestError)
@@ -309,8 +309,8 @@ def test_requests_that_cannot_run_fail_alone_and_name_the_datum(ours, make, grad
     assert_close(gradients(ours, "a"), together, 1e-6)
 
 
-def test_data_put_together_wrongly_fails_its_own_request(ours, make):
-    """Data that did not go through `make_train_datum`."""
+def test_malformed_data_fails_its_own_request(ours, make):
+    """Data that bypassed `make_train_datum`."""
     good = make.work("a", [9, 4])
     datum = make.datum(5)
     wrong = {
@@ -367,8 +367,8 @@ def test_a_loss_that_is_not_finite_fails_its_request_and_leaves_no_gradient(ours
         assert_close(gradients(ours, name), expected[name], 1e-6)
 
 
-def test_a_failed_request_costs_those_that_ran_beside_it_one_more_pass_in_all(ours, make, monkeypatch):
-    """Not one each: a client could slow the others down to one request at a time."""
+def test_a_failed_request_costs_the_others_one_more_pass_in_all(ours, make, monkeypatch):
+    """One pass each would let a client slow the others down to one request at a time."""
     passes, original = [], ours._runner.run
 
     def counted(packed, *args, **options):
@@ -393,7 +393,7 @@ def test_a_failure_in_a_late_micro_batch_takes_the_earlier_ones_back(trainer, ad
 
 
 def test_a_gradient_that_is_not_finite_fails_its_request_only(ours, make, gradients, assert_close):
-    """The loss is finite, its gradient overflows float32."""
+    """The loss is finite, but its gradient overflows float32."""
     good = make.work("c", [9, 4])
     run(ours, good)
     expected = gradients(ours, "c")
@@ -409,7 +409,7 @@ def test_a_gradient_that_is_not_finite_fails_its_request_only(ours, make, gradie
         assert_close(gradients(ours, "c"), expected, 1e-6)
 
 
-def test_weights_that_broke_fail_their_requests_and_nobody_elses(ours, make, gradients):
+def test_broken_weights_fail_only_their_own_requests(ours, make, gradients):
     run(ours, make.work("a", [9]))
     ours.optim_step("a", AdamParams(learning_rate=1e30))
     broken, fine = ours.forward_backward([make.work("a", [9, 4]), make.work("b", [5])])
@@ -420,7 +420,7 @@ def test_weights_that_broke_fail_their_requests_and_nobody_elses(ours, make, gra
 
 
 def test_a_gradient_lost_inside_the_model_is_an_error_of_the_server(ours, make, monkeypatch):
-    """As autograd loses it where layers are computed again in the reentrant way: zeros, and no error from torch."""
+    """As with reentrant activation checkpointing, where autograd gives zeros and torch raises no error."""
     monkeypatch.setattr(LoraBatch, "add_gradients", lambda self, adapter, flat, groups: None)
     work = make.work("a", [9])
     (result,) = ours.forward_backward([replace(work, data=[scaled(work.data[0], "weights", 0.0)])])
@@ -431,8 +431,8 @@ def test_a_gradient_lost_inside_the_model_is_an_error_of_the_server(ours, make, 
     assert "zero" in str(result)
 
 
-def test_a_first_gradient_that_cancels_to_zero_is_no_fault(ours, make, gradients):
-    """The same candidate twice with opposite weights; and the check is made once there is something to see."""
+def test_a_first_gradient_that_cancels_to_zero_is_not_an_error(ours, make, gradients):
+    """The same candidate twice with opposite weights. Later gradients are still checked."""
     datum = make.datum(9, candidates=2)
     work = TrainWork("a", [datum], "cross_entropy")
     datum.target_tokens[:, 1] = datum.target_tokens[:, 0]
@@ -444,8 +444,8 @@ def test_a_first_gradient_that_cancels_to_zero_is_no_fault(ours, make, gradients
     assert ours._adapters["a"].gradient_seen
 
 
-def test_a_first_gradient_of_a_target_that_is_certain_is_no_fault(trainer, make, add_adapter):
-    """An adapter that has learnt its data by heart, loaded anew: log p = 0, and no float32 is near enough to it."""
+def test_a_first_gradient_of_a_certain_target_is_not_an_error(trainer, make, add_adapter):
+    """A loaded adapter that has memorised its data: p rounds to 1 in float32, so log p = 0."""
     ours = trainer("qwen3")
     ours._loaded.model.lm_head.weight.mul_(1000)
     add_adapter(ours, "a")
@@ -458,8 +458,8 @@ def test_a_first_gradient_of_a_target_that_is_certain_is_no_fault(trainer, make,
     assert result.outputs[0]["logprobs"] == 0
 
 
-def test_a_loaded_adapter_whose_a_is_zero_has_learnt_nothing_wrong(ours, make):
-    """Then B's gradient is zero, and A's is not."""
+def test_a_loaded_adapter_whose_a_is_zero_is_not_an_error(ours, make):
+    """If A is zero, so is B's gradient, but not A's."""
     adapter = ours._adapters["a"]
     for spec in adapter.specs:
         if spec.factor == "A":
@@ -473,7 +473,7 @@ def test_a_loaded_adapter_whose_a_is_zero_has_learnt_nothing_wrong(ours, make):
 
 
 def out_of_memory_above(ours, monkeypatch, positions):
-    """The decoder fails as CUDA does for rows longer than `positions`; returns the lengths that were tried."""
+    """Make the decoder run out of memory, as CUDA does, for rows longer than `positions`; returns the lengths tried."""
     tried = []
     original = ours._runner._decoder.forward
 
@@ -510,8 +510,8 @@ def test_running_out_of_memory_halves_the_budget_and_tries_again(ours, make, gra
         assert_close(gradients(ours, name), expected_gradients[name], 1e-6)
 
 
-def test_batches_that_wait_are_cut_to_the_halved_budget_too(ours, make, monkeypatch):
-    """In their old size each would run out of memory in turn, and halve the budget once more."""
+def test_waiting_batches_are_split_to_the_halved_budget_too(ours, make, monkeypatch):
+    """At their old size, each would run out of memory in turn and halve the budget once more."""
     ours._budget.tokens = 40
     tried = out_of_memory_above(ours, monkeypatch, 25)
     run(ours, make.work("a", [20] * 8), make.work("b", [9, 5]))
@@ -521,7 +521,7 @@ def test_batches_that_wait_are_cut_to_the_halved_budget_too(ours, make, monkeypa
 
 
 def test_a_budget_that_was_halved_grows_back_when_memory_suffices(ours, make, monkeypatch):
-    """And if it does not suffice yet, it is tried again, but less often each time."""
+    """If memory still does not suffice, the budget is tried again, less often each time."""
     work = make.work("a", [9, 4, 20, 9, 18])
     monkeypatch.setattr(ours._budget, "_most", 60)
     ours._budget.tokens = 60
@@ -562,7 +562,7 @@ def test_memory_that_runs_out_in_the_backward_leaves_nothing_half_done(
 
 
 def test_memory_that_runs_out_after_the_last_micro_batch_leaves_nothing_half_done(ours, make, monkeypatch):
-    """The first adapter has its gradient by then, if it was added before the others were looked at."""
+    """The first adapter would have its gradient by then, if that was added before the others were checked."""
     original = ours._gradient_fault
 
     def look(adapter_id, tally):
@@ -577,7 +577,7 @@ def test_memory_that_runs_out_after_the_last_micro_batch_leaves_nothing_half_don
 
 
 class OneAllocationFails(TorchDispatchMode):
-    """The operator number `at` of those whose result is new memory raises as CUDA does, before it does anything."""
+    """Raises OutOfMemoryError before operator number `at`, counting only operators that allocate their result."""
 
     def __init__(self, at: int) -> None:
         super().__init__()
@@ -597,7 +597,7 @@ class OneAllocationFails(TorchDispatchMode):
 
 
 def test_memory_that_runs_out_anywhere_leaves_nothing_half_done(trainer, add_adapter, make):
-    """Whichever allocation fails: a request has all of its gradient in its adapter or none of it."""
+    """Whichever allocation fails, a request adds all of its gradient to its adapter or none."""
     ours = trainer("qwen3_vl", dtype="float64", image_cache_bytes=0)
     add_adapter(ours, "a")
     add_adapter(ours, "b", rank=2, seed=2)

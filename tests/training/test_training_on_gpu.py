@@ -1,4 +1,4 @@
-"""What runs only on CUDA: variable-length attention in bfloat16, layers computed again, and memory that runs out."""
+"""Behaviour that needs CUDA: variable-length attention in bfloat16, recomputed layers, and running out of memory."""
 
 from dataclasses import replace
 
@@ -54,13 +54,13 @@ def test_variable_length_attention_equals_float32(kv_heads):
 @pytest.mark.parametrize(("rows", "width", "heads", "size"), [*SHAPES, (33, 4096, 32, 128)])
 @pytest.mark.parametrize("has_norm", [True, False])
 def test_triton_kernels_equal_plain_torch(rows, width, heads, size, has_norm):
-    # Of few numbers a single rounding shows.
+    # With few numbers a single rounding shows.
     check_kernels("cuda", rows, width, heads, size, has_norm=has_norm, relative=5e-3 if rows * width > 200 else 1e-2)
 
 
 @pytest.mark.parametrize("row", ROWS)
 @pytest.mark.parametrize("width", [4, 5000, 151936])
-def test_logits_that_are_no_numbers_are_not_left_out_of_the_sum(row, width):
+def test_nan_logits_stay_in_the_sum(row, width):
     check_logsumexp("cuda", row, width)
 
 
@@ -112,7 +112,7 @@ def test_bfloat16_on_the_gpu_is_near_float32_on_the_cpu(family, decoder, trainer
     assert ours._loaded.dtype == torch.bfloat16
     assert ours._loaded.device.type == "cuda"
     (cpu, cpu_gradient), (float32, float32_gradient), (bfloat16, bfloat16_gradient) = seen
-    # Convolutions (the vision tower's patches) take TF32 on CUDA unless told otherwise.
+    # Convolutions (the vision tower's patches) use TF32 on CUDA by default.
     np.testing.assert_allclose(float32, cpu, atol=1e-3 if family == "qwen3" else 2e-2)
     print(f"{family}: mean |bfloat16 - float32| {np.abs(bfloat16 - cpu).mean():.4f}", end=" ")
     print(f"max {np.abs(bfloat16 - cpu).max():.4f}, cosine of gradients {cosine(bfloat16_gradient, cpu_gradient):.5f}")
@@ -123,7 +123,7 @@ def test_bfloat16_on_the_gpu_is_near_float32_on_the_cpu(family, decoder, trainer
 
 @pytest.mark.parametrize("loss_fn", LOSSES)
 def test_each_loss_on_the_gpu_is_near_that_on_the_cpu(loss_fn, trainer, make, add_adapter, gradients):
-    """Several data in one micro-batch, and none whole in a chunk of logits."""
+    """Several data in one micro-batch, each split over several chunks of logits."""
     works = [make.work("a", [40, 7, 200, 7], loss_fn), make.work("a", [30], "cross_entropy")]
     if loss_fn == "gspo":  # by default most sequences of random data are clipped
         works[0] = replace(works[0], loss_config={"clip_low_threshold": 0.01, "clip_high_threshold": 100.0})
@@ -171,7 +171,7 @@ def test_training_in_bfloat16_lowers_the_loss(trainer, make, add_adapter):
 
 
 def test_real_memory_running_out_halves_the_budget(trainer, make, add_adapter):
-    """The process may take 64 MiB more than it has."""
+    """The process may allocate 64 MiB more than it has."""
     ours = trainer("qwen3", dtype=None, device="cuda", micro_batch_tokens=2**20)
     add_adapter(ours, "a")
     add_adapter(ours, "b", seed=2)

@@ -1,6 +1,6 @@
-"""Losses and steps as users of the SDK meet them, on a real trainer in float64; renderer and sampler are fakes.
+"""Losses and steps through the SDK, on a real trainer in float64; renderer and sampler are fakes.
 
-Gradients against transformers' own forward with autograd on the whole loss. The wire holds float32.
+Gradients are compared with transformers' own forward and autograd on the whole loss. The wire format is float32.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -25,14 +25,14 @@ from tests.training.loss_reference import reference
 
 BASE, VOCAB = "tiny/qwen3", 120
 OF_FLOAT32 = 2e-6
-"""Relative error that float32 on the wire may cause."""
+"""Maximum relative error caused by float32 on the wire."""
 
 Loss = Callable[[Sequence[tinker.Datum], list[torch.Tensor]], tuple[torch.Tensor, dict[str, float]]]
 
 
 @pytest.fixture(scope="module")
 def trainer(model_path: Any) -> HFTrainer:
-    """Micro-batches and chunks of logits that hold neither all data nor a whole one."""
+    """A trainer whose micro-batches do not hold all data, and whose chunks of logits do not hold a whole datum."""
     path = str(model_path("qwen3"))
     return HFTrainer(
         path, name=BASE, dtype="float64", device="cpu", micro_batch_tokens=40, logit_chunk_elements=4 * VOCAB
@@ -82,7 +82,7 @@ def random_datum(seed: int, length: int = 9, loss_fn: str = "cross_entropy") -> 
 
 
 def whole_loss(hooked: Hooked, adapter: str, data: Sequence[tinker.Datum], loss: Loss) -> float:
-    """`loss` with its graph through the model; its gradient is left on the leaves of `hooked`."""
+    """Compute `loss` with its graph through the model; adds its gradient to the leaves of `hooked`."""
     logprobs = []
     for datum in data:
         rows = hooked.logprobs(adapter, RenderedInput(np.array(datum.model_input.to_ints(), np.int32)))
@@ -139,7 +139,7 @@ def test_a_custom_loss_reads_several_candidates_of_each_position_on_fakes(client
 
 
 def with_candidates(datum: tinker.Datum, candidates: int, seed: int, share: float = 1.0) -> tinker.Datum:
-    """`datum` with [N, K] targets and weights of either sign; only this `share` of the cells is not 0."""
+    """`datum` with [N, K] targets and weights of either sign; a `share` of the cells is not 0."""
     rng = np.random.default_rng(seed)
     shape = (datum.model_input.length, candidates)
     cells = rng.random(shape) < share
@@ -152,7 +152,7 @@ def with_candidates(datum: tinker.Datum, candidates: int, seed: int, share: floa
 
 @pytest.mark.parametrize("share", [1.0, 0.2])
 def test_several_targets_per_position_with_weights_of_either_sign_on_fakes(share, client, trainer, hooked):
-    """Dense, or sparse where the SDK sends CSR; cells that are not listed are token 0 with weight 0."""
+    """Dense, or sparse if the SDK sends CSR; cells that are not listed are token 0 with weight 0."""
     data = [with_candidates(random_datum(seed, length), 7, seed, share) for seed, length in enumerate((9, 1, 30))]
     sparse = [tensor.sparse_crow_indices is not None for d in data for tensor in d.loss_fn_inputs.values()]
     assert any(sparse) == (share < 1)
@@ -165,7 +165,7 @@ def test_several_targets_per_position_with_weights_of_either_sign_on_fakes(share
 
 @pytest.mark.parametrize("loss_fn", LOSSES)
 def test_each_loss_is_its_formula_and_its_gradient_that_of_a_custom_loss_on_fakes(loss_fn, client, trainer, hooked):
-    """The value from the logprobs that are reported, in NumPy; the derivative by finite differences of it."""
+    """The value is computed in NumPy from the reported logprobs; the derivative by its finite differences."""
     data = [random_datum(seed, length, loss_fn) for seed, length in enumerate((9, 4, 30, 17))]
     given = {"clip_low_threshold": 0.3, "clip_high_threshold": 3.0} if "clip_low_threshold" in names(loss_fn) else {}
     config = loss_of(loss_fn).complete_settings(given)
@@ -233,7 +233,7 @@ def test_steps_are_those_of_torch_with_every_setting_on_fakes(service, trainer):
         optimizer.param_groups[0].update(group, eps=params.eps, weight_decay=params.weight_decay)
         optimizer.step()
         assert client.optim_step(params).result().metrics == {"grad_norm": pytest.approx(norm, rel=1e-9)}
-        # torch adds 1e-6 to the norm that it divides by.
+        # torch adds 1e-6 to the norm by which it divides.
         torch.testing.assert_close(adapter.weights, theirs.detach(), rtol=1e-5, atol=1e-7)
 
 

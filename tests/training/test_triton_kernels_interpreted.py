@@ -1,6 +1,6 @@
-"""The Triton kernels keep their contract as far as Triton's interpreter can tell: it runs the same code on a CPU.
+"""The Triton kernels equal plain torch in Triton's interpreter, which runs the same code on a CPU.
 
-It knows no warps and no memory beyond the tensors; `test_training_on_gpu.py` runs the same cases there.
+It simulates neither warps nor accesses outside the tensors; `test_training_on_gpu.py` runs the same cases on a GPU.
 """
 
 import os

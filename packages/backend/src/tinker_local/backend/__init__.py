@@ -1,6 +1,6 @@
-"""Everything behind the API. `InProcessBackend` is the way in; nothing heavy loads until it starts.
+"""Everything behind the API. `InProcessBackend` is the entry point; nothing heavy loads until it starts.
 
-It is imported when it is first asked for: the command, which lies below, answers `--help` without numpy or SQLAlchemy.
+`InProcessBackend` is imported on first access, so that `tinker-local --help` loads neither numpy nor SQLAlchemy.
 """
 
 from typing import TYPE_CHECKING

@@ -1,6 +1,6 @@
-"""The matrices of an adapter in host memory: in one vector, and in float32 or bfloat16.
+"""The matrices of an adapter in host memory: one vector, in float32 or bfloat16.
 
-numpy has no bfloat16, so its bits travel as uint16.
+numpy has no bfloat16, so its bits are stored as uint16.
 """
 
 from collections.abc import Iterator, Mapping
@@ -16,8 +16,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FlatTensors(Mapping[str, npt.NDArray[Any]]):
-    """Matrices that lie one behind the other in the vector `flat`; reading one makes a view. `places`: where each name
-    begins, and its shape. Hundreds of matrices are so copied, sent and checked as one."""
+    """Matrices concatenated in the vector `flat`, so that hundreds are copied, sent and checked as one.
+
+    Reading one returns a view. `places`: each name's offset in `flat` and shape.
+    """
 
     flat: npt.NDArray[Any]
     places: Mapping[str, tuple[int, tuple[int, int]]]
@@ -35,7 +37,7 @@ class FlatTensors(Mapping[str, npt.NDArray[Any]]):
 
 
 def as_torch(array: npt.NDArray[Any]) -> "torch.Tensor":
-    """The same memory as a tensor: float32, or bfloat16 for its bits."""
+    """`array` as a tensor that shares its memory; uint16 becomes bfloat16."""
     import torch
 
     tensor = torch.from_numpy(array)
@@ -43,6 +45,6 @@ def as_torch(array: npt.NDArray[Any]) -> "torch.Tensor":
 
 
 def bfloat16_bits(array: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
-    """`array` rounded to the nearest bfloat16, to even between two, as its bits; finite values only."""
+    """Round `array` to bfloat16 (nearest, ties to even) and return the bits. Values must be finite."""
     bits = np.ascontiguousarray(array, np.float32).view(np.uint32)
     return ((bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)).astype(np.uint16)

@@ -12,8 +12,8 @@ if TYPE_CHECKING:
 class InProcessBackend(ControlPlane):
     """The Tinker API without HTTP: parts with one async method per operation, on the shared types.
 
-    Every operation that takes time returns an `Operation`: await it for the result. Operations of one training run run
-    in the order of their `seq_id`, from 1; different runs, and samples, run independently.
+    Every operation that takes time returns an `Operation`; await it for the result. Operations of one training run
+    execute in the order of their `seq_id`, from 1. Different runs, and samples, are independent.
 
         async with InProcessBackend([ModelSource("my/model", "path/to/folder")]) as backend:
             session = await backend.sessions.create()
@@ -22,7 +22,7 @@ class InProcessBackend(ControlPlane):
             request = ForwardBackwardRequest(model_id=model_id, seq_id=1, ...)
             output = await (await backend.training.forward_backward(request))
 
-    It belongs to the event loop that started it. `load` makes the engines that serve a model: real ones by default,
+    Use it only from the event loop that started it. `load` makes the engines that serve a model: real ones by default,
     fakes in tests. Errors are those of `tinker_local.types.errors`.
     """
 
@@ -37,6 +37,6 @@ class InProcessBackend(ControlPlane):
 
     def serve_in_thread(self, host: str = "127.0.0.1", port: int = 0) -> "LoopbackServer":
         """Start this backend behind HTTP in a new thread, for a client in the same process."""
-        from tinker_local.backend.http.server import LoopbackServer  # here, because it loads FastAPI and uvicorn
+        from tinker_local.backend.http.server import LoopbackServer  # loads FastAPI and uvicorn
 
         return LoopbackServer(self, host, port)

@@ -1,4 +1,4 @@
-"""Blocking work that may be abandoned."""
+"""Run blocking work that may be abandoned."""
 
 import asyncio
 import threading

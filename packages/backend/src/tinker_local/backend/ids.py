@@ -1,8 +1,8 @@
-"""Identifiers: `{session}:train:{n}`, `{session}:sample:{n}`, and request ids made of them."""
+"""Identifiers: `{session}:train:{n}`, `{session}:sample:{n}`, and the request ids derived from them."""
 
 
 def model_id(session_id: str, model_seq_id: int) -> str:
-    """The id of a model, which is also its training run's; the SDK computes it by itself."""
+    """The id of a training run and of its model. The SDK computes the same id."""
     return f"{session_id}:train:{model_seq_id}"
 
 
@@ -17,10 +17,10 @@ def request_id(owner: str, seq_id: int | str) -> str:
 
 
 def owner_of(request: str) -> str:
-    """The model or sampling session of a request id."""
+    """The model or sampling session that a request id belongs to."""
     return request.rpartition(":")[0]
 
 
 def session_of(owner: str) -> str:
-    """The session of a model or sampling session."""
+    """The session that a model or sampling session belongs to."""
     return owner.rsplit(":", 2)[0]

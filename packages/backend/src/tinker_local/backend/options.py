@@ -25,12 +25,12 @@ def default_data_dir() -> Path:
 
 
 def check_image_host(text: str) -> str:
-    """`text`; ValueError unless it is `HOST`, `HOST:PORT` or an IPv6 address without brackets."""
+    """Return `text`; ValueError unless it is `HOST`, `HOST:PORT` or an IPv6 address without brackets."""
     try:
         ipaddress.IPv6Address(text)
     except ValueError:
         if not _IMAGE_HOST.fullmatch(text):
-            raise ValueError(f"a host of images is HOST or HOST:PORT, not {text!r}") from None
+            raise ValueError(f"an image host is HOST or HOST:PORT, not {text!r}") from None
     return text
 
 
@@ -43,7 +43,7 @@ class ModelSource:
 
     @classmethod
     def parse(cls, text: str) -> "ModelSource":
-        """`NAME=PATH`, or `NAME` alone for a hub name or a folder; ValueError if a side is empty."""
+        """Parse `NAME=PATH`, or `NAME` alone for a hub name or a folder; ValueError if a side is empty."""
         name, separator, path = text.partition("=")
         if not name or (separator and not path):
             raise ValueError(f"expected NAME or NAME=PATH, got {text!r}")
@@ -52,17 +52,17 @@ class ModelSource:
 
 @dataclass(frozen=True, slots=True)
 class CommandOption:
-    """How a field of `BackendOptions` appears on the command line, beside its default.
+    """How a field of `BackendOptions` appears on the command line.
 
     Attributes
     ----------
     flag: the option's name; None: the field's name with dashes.
     least, most: inclusive bounds of a number.
     gib: the command line takes GiB, the field holds bytes.
-    shown_default: what `--help` shows as the default, where the value itself differs from machine to machine.
+    shown_default: what `--help` shows as the default if the value depends on the machine.
     metavar: what `--help` shows as the value.
     must_exist: the folder has to exist.
-    parse: makes one value of an option that may be repeated; ValueError if it is bad.
+    parse: parses one value of an option that may be repeated; ValueError if it is invalid.
     """
 
     help: str
@@ -96,8 +96,8 @@ class BackendOptions:
     decoder: Annotated[
         DecoderChoice,
         CommandOption(
-            "What trains the layers: forward and backward written out here, transformers' own modules with autograd, "
-            "or the first where it knows the layers and the second elsewhere.",
+            "How layers are trained: with a hand-written forward and backward, with transformers' modules and "
+            "autograd, or with the first where it supports the layers and the second otherwise.",
         ),
     ] = "auto"
     max_adapters: Annotated[int, CommandOption("Maximum number of training runs in memory.", least=1)] = 64
@@ -132,13 +132,13 @@ class BackendOptions:
         ),
     ] = ()
     max_queued_requests: Annotated[
-        int, CommandOption("Maximum number of queued training requests. Above it, clients have to slow down.", least=1)
+        int, CommandOption("Maximum number of queued training requests. Beyond it, clients must slow down.", least=1)
     ] = 8192
     max_queued_requests_per_session: Annotated[int, CommandOption("The same, for one session.", least=1)] = 2048
     max_queued_bytes: Annotated[
         int,
         CommandOption(
-            "Maximum size of all queued training requests. Above it, clients have to slow down.",
+            "Maximum size of all queued training requests. Beyond it, clients must slow down.",
             flag="--max-queued-memory",
             gib=True,
         ),
@@ -163,7 +163,7 @@ class BackendOptions:
     module_gradient_norms: Annotated[
         bool,
         CommandOption(
-            "Optimizer steps also report the norm of each module's gradient before clipping (`grad_norm/NAME`)."
+            "Also report the norm of each module's gradient before clipping (`grad_norm/NAME`) in optimizer steps."
         ),
     ] = False
 
@@ -176,8 +176,9 @@ class BackendOptions:
     max_queued_samples: int = 20000
     sampler_sleeps: bool = True
     """vLLM gives its GPU memory to the trainer when a training request would not fit otherwise. Its weights move to
-    host memory until the next sample. Only with a single base model: vLLM can put one engine of a process to sleep."""
+    host memory until the next sample. Requires a single base model, because vLLM can put only one engine per process
+    to sleep."""
     result_retention: float = 900.0
-    """Seconds for which the result of a request can be read."""
+    """Seconds for which the result of a request can be retrieved."""
     gap_patience: float = 360.0
     """Seconds to wait for a missing `seq_id` before it is skipped."""

@@ -1,8 +1,8 @@
-"""Causal attention inside segments of one packed row, forward and backward.
+"""Causal attention inside the segments of one packed row, forward and backward.
 
-A segment is one sequence's contiguous positions; the bounds are given explicitly, nothing is inferred from position
-ids. Sliding windows, soft caps and sinks are parts of the rule. Legend: T positions, N query heads, M key-value heads
-(N is a multiple of M), D head size, B segments of one length L."""
+A segment is the contiguous positions of one sequence. Bounds are explicit, never inferred from position ids. Sliding
+windows, soft caps and sinks are part of the rule. Legend: T positions, N query heads, M key-value heads (N is a
+multiple of M), D head size, B segments of one length L."""
 
 import itertools
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ from tinker_local.backend.training.transfer import to_device
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """`count` neighbouring segments of the same `length`, from position `start` on."""
+    """`count` adjacent segments of the same `length`, from position `start` on."""
 
     start: int
     count: int
@@ -30,14 +30,14 @@ class Run:
 
 @dataclass(frozen=True)
 class Segments:
-    """`lengths` of the segments that tile a row, in order, and the same on the device as attention kernels want it."""
+    """The `lengths` of the segments that tile a row, in order, and their bounds on the device for attention kernels."""
 
     lengths: tuple[int, ...]
     device: torch.device
 
     @cached_property
     def runs(self) -> tuple[Run, ...]:
-        """Neighbours of equal length taken together, so that they make one batched call."""
+        """Adjacent segments of equal length, grouped so that each group makes one batched call."""
         runs, start = [], 0
         for length, group in itertools.groupby(self.lengths):
             run = Run(start, len(list(group)), length)
@@ -47,7 +47,7 @@ class Segments:
 
     @cached_property
     def bounds(self) -> torch.Tensor:
-        """int32 [segments + 1]: where each begins, and the end."""
+        """int32 [segments + 1]: the start of each segment, then the end."""
         return to_device(np.array([0, *itertools.accumulate(self.lengths)], np.int32), self.device)
 
     @cached_property
@@ -57,11 +57,11 @@ class Segments:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AttentionRule:
-    """How scores become weights: softmax(scaling q k), and in some families more.
+    """How scores become weights: softmax(scaling q k), with extensions in some families.
 
-    `window`: a position attends to itself and the `window` - 1 positions before it (None: to all before it). `softcap`
-    c: scores become c tanh(score / c) (arXiv 2408.00118). `sinks` [N]: a logit per head that takes its share of the
-    softmax and has no value (arXiv 2309.17453); frozen.
+    `window`: a position attends to itself and the `window` - 1 positions before it (None: all before it). `softcap` c:
+    scores become c tanh(score / c) (arXiv 2408.00118). `sinks` [N]: one frozen logit per head that takes a share of the
+    softmax but has no value (arXiv 2309.17453).
     """
 
     scaling: float
@@ -73,8 +73,8 @@ class AttentionRule:
 def attend(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, segments: Segments, rule: AttentionRule
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """`query` [T, N, D]; `key`, `value` [T, M, D], rows may be apart -> output [T, N, D], and what `attend_backward`
-    needs beside it. T is the sum of the segments' lengths."""
+    """Attend: `query` [T, N, D]; `key`, `value` [T, M, D], rows may be strided -> output [T, N, D], and the `logsumexp`
+    for `attend_backward` (None if it needs none). T is the sum of the segments' lengths."""
     if rule.softcap is None and compat_torch.flash_attention_works(query):
         output, logsumexp = compat_torch.flash_attention(
             query, key, value, segments.bounds, segments.longest, rule.scaling, causal=True, window=rule.window
@@ -100,10 +100,10 @@ def attend_backward(
     segments: Segments,
     rule: AttentionRule,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients by query, key and value from that by the output, [T, N, D]; the rest as `attend` was given and gave."""
+    """The gradients of query, key and value from that of the output, [T, N, D]. The other arguments are the inputs and
+    outputs of `attend`."""
     if logsumexp is not None:
-        # With sinks output and logsumexp are those of the softmax with the sink in it, from which the kernel makes the
-        # right weights and the right gradients.
+        # Output and logsumexp include the sinks, so the kernel recomputes the right weights and gradients from them.
         return compat_torch.flash_attention_backward(
             grad, query, key, value, output, logsumexp, segments.bounds, segments.longest, rule.scaling, rule.window
         )
@@ -123,7 +123,7 @@ def attend_backward(
 
 
 def _is_plain(rule: AttentionRule, segments: Segments) -> bool:
-    """Whether `rule` is causal softmax attention for segments of these lengths."""
+    """Whether `rule` reduces to causal softmax attention for segments of these lengths."""
     within = rule.window is None or rule.window >= segments.longest
     return within and rule.softcap is None and rule.sinks is None
 
@@ -131,7 +131,7 @@ def _is_plain(rule: AttentionRule, segments: Segments) -> bool:
 def _with_sinks(
     output: torch.Tensor, logsumexp: torch.Tensor, sinks: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output [T, N, D] and logsumexp [N, T] of a softmax to which `sinks` [N] are added."""
+    """Add `sinks` [N] to the softmax behind `output` [T, N, D] and `logsumexp` [N, T]."""
     with_sink = torch.logaddexp(logsumexp, sinks.to(logsumexp.dtype)[:, None])
     share = torch.exp(logsumexp - with_sink).T[..., None]
     return output * share.to(output.dtype), with_sink
@@ -152,13 +152,13 @@ def _run_attention(
 
 
 SCORES = 2**26
-"""Most scores that exist at a time where they are written out."""
+"""Maximum number of scores in memory at once where they are materialized."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Portion:
-    """The queries at [start, stop) of each segment of `run`, with the keys from `first` to `stop` that they may attend
-    to. `query` [B, M, N / M, l, D], `key` and `value` [B, M, 1, k, D]."""
+    """The queries [start, stop) of each segment of `run`, and the keys [first, stop) that they may attend to.
+    `query` [B, M, N / M, l, D], `key` and `value` [B, M, 1, k, D]."""
 
     run: Run
     start: int
@@ -173,7 +173,7 @@ class _Portion:
         return _grouped(tensor, self.run, self.start, self.stop, self.key.shape[1])
 
     def weights(self, rule: AttentionRule) -> torch.Tensor:
-        """[B, M, N / M, l, k] in the dtype of the values."""
+        """Attention weights [B, M, N / M, l, k] in the dtype of the values."""
         return self._softmax(self._scores(rule), rule).to(self.value.dtype)
 
     def backward(
@@ -185,7 +185,7 @@ class _Portion:
         grad_key: torch.Tensor,
         grad_value: torch.Tensor,
     ) -> None:
-        """Write the gradient by these queries into `grad_query`, add those by their keys and values to the others."""
+        """Write the gradient of these queries to `grad_query`; add those of the keys and values to the others."""
         scores = self._scores(rule)
         weights = self._softmax(scores, rule)
         to_key = _grouped(grad_key, self.run, self.first, self.stop, self.key.shape[1])
@@ -193,7 +193,7 @@ class _Portion:
         wide = weights.dtype
         to_value += (weights.transpose(-1, -2) @ grad.to(wide)).sum(2, keepdim=True)
         grad_weights = (grad @ self.value.transpose(-1, -2)).to(wide)
-        # The softmax's gradient, arXiv 2205.14135; a sink has no value, so that its share drops out of the sum.
+        # The gradient of softmax, arXiv 2205.14135. A sink has no value, so it does not enter the sum.
         grad_scores = weights * (grad_weights - (grad * output).sum(-1, keepdim=True, dtype=wide))
         if rule.softcap is not None:
             capped = torch.where(weights > 0, scores / rule.softcap, 0.0)
@@ -203,7 +203,7 @@ class _Portion:
         to_key += (grad_scores.transpose(-1, -2) @ self.query.to(wide)).sum(2, keepdim=True)
 
     def _scores(self, rule: AttentionRule) -> torch.Tensor:
-        """Scores in float32 (float64 stays), -inf where a query may not look."""
+        """Scores in float32 (float64 stays), -inf where a query may not attend."""
         scores = (self.query @ self.key.transpose(-1, -2)).to(_wide(self.query)) * rule.scaling
         if rule.softcap is not None:
             scores = rule.softcap * torch.tanh(scores / rule.softcap)
@@ -226,7 +226,7 @@ class _Portion:
 def _portions(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, run: Run, rule: AttentionRule
 ) -> Iterator[_Portion]:
-    """The queries of `run`, so many at a time that their scores stay below `SCORES`."""
+    """Split the queries of `run` so that the scores of each portion stay below `SCORES`."""
     groups = key.shape[1]
     size = max(1, SCORES // (run.count * query.shape[1] * run.length))
     for start in range(0, run.length, size):

@@ -1,4 +1,4 @@
-"""What differs between torch 2.11 and 2.13 and between devices, in one place."""
+"""Differences between torch 2.11 and 2.13 and between devices."""
 
 import torch
 
@@ -6,8 +6,8 @@ _FLASH_DTYPES = (torch.bfloat16, torch.float16)
 
 
 def flash_attention_works(query: torch.Tensor) -> bool:
-    """Whether torch's flash attention takes this tensor: CUDA and 16 bit, and no autograd (what is called here is
-    below it). The head size is a multiple of 8, at most 256."""
+    """Whether torch's flash attention supports this tensor: 16 bit on CUDA, head size a multiple of 8 and at most 256,
+    and no gradient required, because the operators called here bypass autograd."""
     size = query.shape[-1]
     return query.is_cuda and query.dtype in _FLASH_DTYPES and size % 8 == 0 and size <= 256 and not query.requires_grad
 
@@ -23,11 +23,11 @@ def flash_attention(
     causal: bool,
     window: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention of each segment with itself. `query` [T, N, D], `key` and `value` [T, M, D], `bounds` int32
-    [segments + 1]; returns the output [T, N, D] and the log of the softmax's sums [N, T]. `window`: how many positions
-    each attends to, itself included.
+    """Attention inside each segment. `query` [T, N, D], `key` and `value` [T, M, D], `bounds` int32 [segments + 1];
+    returns the output [T, N, D] and the logsumexp of the scores [N, T]. `window`: how many positions each attends to,
+    itself included.
 
-    The operators themselves, because `torch.nn.attention.varlen` of 2.11 refuses fewer key-value heads; they do not.
+    Calls the operators directly, because `torch.nn.attention.varlen` of 2.11 refuses fewer key-value than query heads.
     """
     output, logsumexp, _, _, _ = torch.ops.aten._flash_attention_forward(
         query, key, value, bounds, bounds, longest, longest, 0.0, causal, False, scale=scaling, **_window(window)
@@ -47,7 +47,7 @@ def flash_attention_backward(
     scaling: float,
     window: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients by query, key and value of a causal `flash_attention`."""
+    """The gradients of query, key and value of a causal `flash_attention`."""
     no_dropout = torch.zeros(2, dtype=torch.uint64, device=query.device)
     grad_query, grad_key, grad_value = torch.ops.aten._flash_attention_backward(
         grad, query, key, value, output, logsumexp, bounds, bounds, longest, longest, 0.0, True,
@@ -57,12 +57,12 @@ def flash_attention_backward(
 
 
 def _window(window: int | None) -> dict[str, int]:
-    """The kernel counts how many positions lie before and after a position."""
+    """The kernel's arguments for `window`: the number of positions before and after a position."""
     return {} if window is None else {"window_size_left": window - 1, "window_size_right": 0}
 
 
 def mm_into_float32(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
-    """out = a @ b, added up and kept in the float32 of `out` (or in the common dtype of all three)."""
+    """out = a @ b, accumulated and stored in the float32 of `out` (or in the common dtype of all three)."""
     if a.dtype == out.dtype:
         torch.mm(a, b, out=out)
     elif a.is_cuda:

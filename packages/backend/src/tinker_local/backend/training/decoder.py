@@ -1,6 +1,6 @@
-"""The seam between the trainer and an architecture: embeddings to hidden states, and the gradient back to the adapters.
+"""The interface between the trainer and an architecture: embeddings to hidden states, and gradients back to adapters.
 
-Two implementations: `decoders/written_out` computes forward and backward itself and is the fast one;
+There are two implementations: `decoders/written_out` has a hand-written forward and backward, which is faster;
 `decoders/autograd.py` runs the modules of transformers. Legend: T tokens, H hidden size, V image positions.
 """
 
@@ -17,9 +17,12 @@ from tinker_local.backend.training.recompute_policy import ActivationMemory, Rec
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedRow:
-    """One micro-batch as a row without padding. `embeds` [T, H] (a decoder may keep it, and does not change it),
-    `position_ids` [1, T] or [3, 1, T] as the family's rotary module takes them, `segments` the lengths of the
-    sequences. `deepstack`: added to the hidden states at `image_rows` [V] after the first layers, [V, H] each."""
+    """One micro-batch as a row without padding.
+
+    `embeds` [T, H]: decoders may keep but not change it. `position_ids` [1, T] or [3, 1, T], as the family's rotary
+    module takes them. `segments`: the lengths of the sequences. `deepstack`: [V, H] for each of the first layers, added
+    to its output at `image_rows` [V].
+    """
 
     embeds: torch.Tensor
     position_ids: torch.Tensor
@@ -28,34 +31,34 @@ class PackedRow:
     deepstack: Sequence[torch.Tensor] = ()
 
     def add_deepstack(self, layer: int, hidden: torch.Tensor) -> torch.Tensor:
-        """`hidden` [T, H], the output of layer `layer`, with the image features that belong there added in place."""
+        """Add the image features of layer `layer` to its output `hidden` [T, H], in place."""
         if layer < len(self.deepstack) and self.image_rows is not None:
             hidden.index_add_(0, self.image_rows, self.deepstack[layer].to(hidden.dtype))
         return hidden
 
 
 class DecoderPass(Protocol):
-    """A forward pass and what its backward needs."""
+    """A forward pass, with what its backward needs."""
 
     @property
     def hidden(self) -> torch.Tensor:
-        """[T, H], after the last norm."""
+        """Hidden states after the last norm, [T, H]."""
 
     def backward(self, grad_hidden: torch.Tensor) -> torch.Tensor:
-        """From the gradient by `hidden` [T, H] to the one by the embeddings [T, H]; writes the gradients of the
-        adapters into the `LoraBatch`. Uses up this pass and `grad_hidden`."""
+        """The gradient of the embeddings [T, H] from that of `hidden` [T, H]. Writes the adapters' gradients to the
+        `LoraBatch`. Consumes this pass and `grad_hidden`."""
 
 
 class Decoder(Protocol):
-    """The layers of one base model, with frozen weights. Keeps nothing between calls."""
+    """The layers of one base model, with frozen weights. Stateless between calls."""
 
     @property
     def targets(self) -> Sequence[Target]:
         """The matrices that adapters can train, in the model's order."""
 
     def forward(self, row: PackedRow, lora: LoraBatch, policy: RecomputePolicy | None) -> DecoderPass:
-        """Hidden states of `row` under the adapters of `lora`; `policy` says what each layer keeps for the backward
-        (None: there will be no backward)."""
+        """Hidden states of `row` with the adapters of `lora`. `policy`: what each layer keeps for the backward (None:
+        no backward follows)."""
 
     def memory(self, tokens: int, columns: int) -> ActivationMemory:
-        """What the activations of `tokens` take; `columns`: total rank of the adapters, R."""
+        """The memory that activations of `tokens` take. `columns`: total rank of the adapters, R."""

@@ -1,4 +1,4 @@
-"""What the decoder reads: token embeddings, with image features at the positions that the renderer named."""
+"""The input of the decoder: token embeddings, with image features at the positions that the renderer assigned."""
 
 import numpy as np
 import torch
@@ -12,8 +12,8 @@ from tinker_local.backend.training.transfer import to_device
 
 @torch.no_grad()
 def packed_row(loaded: LoadedModel, images: ImageFeatureCache, packed: Packed) -> PackedRow:
-    """One packed row of T positions. An image pad id that is not at an image position is a token like any other:
-    nothing looks for it."""
+    """Embed `packed` into one row of T positions. Image positions are explicit: an image pad id elsewhere is an
+    ordinary token."""
     device, family = loaded.device, loaded.family
     positions = np.concatenate(
         [family.position_ids(loaded.model.config, item.datum.input) for item in packed.items], axis=1

@@ -1,4 +1,4 @@
-"""Features of images, computed once per image while there is room: the vision tower is frozen, so they never change."""
+"""A cache of image features: the vision tower is frozen, so they never change."""
 
 from collections.abc import Callable, Sequence
 
@@ -9,10 +9,9 @@ from tinker_local.backend.rendering.interface import RenderedImage
 
 
 class ImageFeatureCache:
-    """Keeps the features of the images used last, by content hash, up to `max_bytes` on the model's device.
+    """Caches the features of recently used images by content hash, up to `max_bytes` (0: none) on the model's device.
 
-    `encode` computes those of several images at once. 0 bytes means that nothing is kept.
-    `images_encoded`: how many images `encode` was given and did not fail on.
+    `encode` computes the features of several images at once. `images_encoded`: how many it has encoded so far.
     """
 
     def __init__(self, encode: Callable[[Sequence[RenderedImage]], ImageFeatures], max_bytes: int) -> None:

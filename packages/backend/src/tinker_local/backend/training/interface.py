@@ -1,4 +1,4 @@
-"""What a trainer does: many LoRA adapters on one frozen base model."""
+"""The interface of a trainer: many LoRA adapters on one frozen base model."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,7 +13,7 @@ from tinker_local.types.base import Frozen
 AdapterDType = Literal["float32", "bfloat16"]
 
 LORA_ALPHA = 32
-"""LoRA scale is alpha / rank with this alpha, as on the hosted service."""
+"""The LoRA scale is alpha / rank with this alpha, as on the hosted service."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -21,7 +21,7 @@ class TrainDatum:
     """One rendered example of N positions.
 
     `target_tokens`: int64 [N] or [N, K]. `loss_inputs`: float32 arrays of the same shape, by name (`weights`;
-    `logprobs` and `advantages`). Shapes, names and ids were checked before.
+    `logprobs` and `advantages`). Shapes, names and ids are already checked.
     """
 
     input: RenderedInput
@@ -31,7 +31,7 @@ class TrainDatum:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TrainWork:
-    """One client's request: the loss of `data` under `adapter_id`, with or without its gradient."""
+    """One client's request: the loss of `data` with adapter `adapter_id`, and its gradient if `backward`."""
 
     adapter_id: str
     data: Sequence[TrainDatum]
@@ -42,8 +42,8 @@ class TrainWork:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TrainResult:
-    """`outputs`: per datum, in order: `logprobs` float32 of the shape of `target_tokens`, and for cross_entropy
-    `elementwise_loss`. `metrics`: `loss:sum` and others, keys `name:reduction`."""
+    """`outputs`, per datum in order: `logprobs` float32 in the shape of `target_tokens`, and for cross_entropy
+    `elementwise_loss`. `metrics`: `loss:sum` and others, named `name:reduction`."""
 
     outputs: Sequence[Mapping[str, npt.NDArray[np.float32]]]
     metrics: Mapping[str, float]
@@ -51,9 +51,12 @@ class TrainResult:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AdapterState:
-    """A host copy of an adapter: `tensors` by PEFT name (those of `Trainer.export` apart), float32 or the bits of
-    bfloat16 in uint16 (numpy has no such type); `optimizer`: state tensors (float32) of the optimizer of
-    `optimizer_type`, named `STATE.TENSOR`, with `step` their count of updates, None and 0 if not captured."""
+    """A host copy of an adapter.
+
+    `tensors`: by PEFT name (from `Trainer.export`: by the hosted service's), float32 or the bits of bfloat16 as uint16
+    (numpy has no bfloat16). `optimizer`: float32 state tensors of the optimizer `optimizer_type`, named `STATE.TENSOR`,
+    and `step` its number of updates; None and 0 if not captured.
+    """
 
     base_model: str
     lora_config: LoraConfig
@@ -84,7 +87,7 @@ class AdapterState:
 
 
 class Trainer(Protocol):
-    """The adapters of one base model. Every method blocks and is called from one worker thread, one at a time."""
+    """The adapters of one base model. Methods block; call them one at a time, from one worker thread."""
 
     vocab_size: int
     """Token ids must be below this."""
@@ -94,16 +97,16 @@ class Trainer(Protocol):
 
     @property
     def images_encoded(self) -> int:
-        """How many images went through the vision tower so far; it may be read from any thread."""
+        """How many images the vision tower has encoded so far. May be read from any thread."""
 
     def adapter_bytes(self, config: LoraConfig, optimizer: str = "adamw") -> int:
-        """Bytes of weights, gradients and optimizer state that an adapter takes; asked from any thread at any time."""
+        """Bytes of an adapter's weights, gradients and optimizer state. May be called from any thread at any time."""
 
     def create_adapter(self, adapter_id: str, config: LoraConfig, optimizer: str = "adamw") -> None:
-        """A new adapter that changes nothing yet (B = 0), trained by the optimizer of this type."""
+        """Create an adapter with B = 0, so that it changes nothing yet. `optimizer`: the type that trains it."""
 
     def load_adapter(self, adapter_id: str, state: AdapterState) -> None:
-        """Create or replace an adapter by `state`; without optimizer state in it the optimizer starts anew.
+        """Create or replace an adapter from `state`. If that has no optimizer state, the optimizer starts afresh.
 
         Raises InvalidRequestError if the tensors do not fit the base model.
         """
@@ -112,33 +115,33 @@ class Trainer(Protocol):
         """Free the adapter; unknown ids are ignored."""
 
     def forward_backward(self, work: Sequence[TrainWork]) -> list[TrainResult | ApiError]:
-        """Losses of several requests, of any adapters, in shared micro-batches; gradients are added up per adapter.
+        """Compute the losses of several requests in shared micro-batches, and accumulate gradients per adapter.
 
-        One result per request, in order; a request that fails gets its error and adds nothing to any gradient. It is a
-        NotEnoughMemoryError if the request could succeed with more memory.
+        Returns one result per request, in order. A failed request gets its error and adds nothing to any gradient. The
+        error is a NotEnoughMemoryError if the request could succeed with more memory.
         """
 
     def discard_gradients(self, adapter_id: str) -> None:
-        """Forget the gradients added up since the last step."""
+        """Discard the gradients accumulated since the last step."""
 
     def optim_step(self, adapter_id: str, params: Frozen) -> dict[str, float]:
-        """One update by the adapter's optimizer with the gradients added up, which are cleared. `params`: its
-        `settings`. Returns metrics: `grad_norm`, the gradient's norm before clipping, and `grad_norm/MODULE` of each
-        module from a trainer that was told to report them."""
+        """Update the adapter once with the accumulated gradients, and clear them. `params`: the `settings` of its
+        optimizer. Returns the metrics `grad_norm`, the gradient's norm before clipping, and, if enabled,
+        `grad_norm/MODULE` of each module."""
 
     def capture(self, adapter_id: str, *, optimizer: bool, dtype: AdapterDType = "float32") -> AdapterState:
-        """A host copy of the adapter as it is now, which later steps do not change; its weights rounded to `dtype`."""
+        """A host copy of the adapter, with weights rounded to `dtype`. Later steps do not change it."""
 
     def export(self, adapter_id: str) -> AdapterState:
-        """A host copy of the weights as they are now, float32, for programs that read the hosted service's exports: its
-        tensors have the names that the service gives (`Family.hosted_path`), so that no trainer loads it."""
+        """A float32 host copy of the weights for programs that read the hosted service's exports. Tensors have the
+        service's names (`Family.hosted_path`), so no trainer can load it."""
 
     def logprobs(self, adapter_id: str | None, *inputs: RenderedInput) -> npt.NDArray[np.float32]:
-        """log p(token[i+1] | tokens[..i]) for i in [0, N-1), float32 [N-1] of each input, concatenated; None is the
-        base model. All inputs are computed in one row."""
+        """log p(token[i+1] | tokens[..i]) for i in [0, N-1), float32 [N-1] of each input, concatenated. All inputs
+        share one row. `adapter_id` None: the base model."""
 
     def release_memory(self) -> None:
-        """Give back what is allocated on the device for nothing but speed, to whoever else uses the device."""
+        """Release device memory that is only cached for speed, for others that use the device."""
 
     def close(self) -> None:
         """Free everything."""

@@ -1,10 +1,10 @@
-"""The operations of a decoder that are no matrix products, forward and backward: plain torch, or Triton on CUDA.
+"""The operations of a decoder besides matmuls, forward and backward: in plain torch, or in Triton on CUDA.
 
 Legend: T tokens, H hidden size, D head size, N query heads, M key-value heads, I intermediate size.
 
-Both give what transformers' modules give: norms are computed in float32 (float64 stays) and rounded before the weight
-is applied. In plain torch every step is rounded to the dtype of the activations as transformers rounds it; the Triton
-kernels round once, at the end.
+Both match transformers' modules: norms are computed in float32 (float64 stays) and rounded before the weight is
+applied. Plain torch rounds every step to the dtype of the activations, as transformers does; the Triton kernels round
+once, at the end.
 """
 
 from typing import Protocol
@@ -13,8 +13,11 @@ import torch
 
 
 class Kernels(Protocol):
-    """Rows of activations in one dtype, contiguous unless it says that rows may be apart (each row is whole then, too).
-    Nothing is kept between calls; inputs are not changed unless it says so."""
+    """Operations on rows of activations of one dtype.
+
+    Tensors are contiguous, except that rows may be strided where a method says so. Methods keep nothing between calls
+    and do not change their inputs unless they say so.
+    """
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
         """x / rms(x) * weight, [T, H] (arXiv 1910.07467)."""
@@ -22,7 +25,7 @@ class Kernels(Protocol):
     def rms_norm_backward(
         self, grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, epsilon: float, residual: torch.Tensor
     ) -> torch.Tensor:
-        """`residual` plus the gradient by x, [T, H]. May overwrite `grad`."""
+        """`residual` plus the gradient of x, [T, H]. May overwrite `grad`."""
 
     def norm_rope(
         self,
@@ -32,9 +35,9 @@ class Kernels(Protocol):
         cos: torch.Tensor,
         sin: torch.Tensor,
     ) -> torch.Tensor:
-        """Each head's RMS norm (if `weight` [D] is given), then rotary positions (arXiv 2104.09864, in halves).
+        """RMS norm per head (if `weight` [D] is given), then rotary positions (arXiv 2104.09864, in halves).
 
-        x [T, N, D], its rows may be apart; cos, sin [T, D] -> [T, N, D].
+        x [T, N, D], rows may be strided; cos, sin [T, D] -> [T, N, D].
         """
 
     def norm_rope_backward(
@@ -47,13 +50,13 @@ class Kernels(Protocol):
         sin: torch.Tensor,
         out: torch.Tensor,
     ) -> None:
-        """Write the gradient by x [T, N, D] into `out`, whose rows may be apart."""
+        """Write the gradient of x [T, N, D] to `out`, whose rows may be strided."""
 
     def swiglu(self, gate_up: torch.Tensor) -> torch.Tensor:
         """silu(gate) * up (arXiv 2002.05202). [T, 2 I], gate first -> [T, I]."""
 
     def swiglu_backward(self, grad: torch.Tensor, gate_up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The gradient by gate and up [T, 2 I], and the forward's value [T, I] again. May overwrite both inputs."""
+        """The gradient of `gate_up` [T, 2 I], and the forward's output [T, I]. May overwrite both inputs."""
 
     def logsumexp(self, logits: torch.Tensor) -> torch.Tensor:
         """log sum exp of each row in float32 (float64 stays). [C, V] -> [C]."""
@@ -63,7 +66,7 @@ class Kernels(Protocol):
 
 
 class TorchKernels:
-    """Keeps `Kernels` in plain torch, for any device and dtype."""
+    """Implements `Kernels` in plain torch, for any device and dtype."""
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
         return weight * _normalized(x, epsilon)[0].to(x.dtype)
@@ -95,8 +98,8 @@ class TorchKernels:
         out: torch.Tensor,
     ) -> None:
         # The transposed rotation: minus the rotated half.
-        by_y = grad * cos[:, None] - _rotated(grad * sin[:, None])
-        out.copy_(by_y if weight is None else _norm_backward(by_y, x, weight, epsilon))
+        grad_y = grad * cos[:, None] - _rotated(grad * sin[:, None])
+        out.copy_(grad_y if weight is None else _norm_backward(grad_y, x, weight, epsilon))
 
     def swiglu(self, gate_up: torch.Tensor) -> torch.Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
@@ -107,9 +110,9 @@ class TorchKernels:
         sigmoid = torch.sigmoid(gate)
         silu = gate * sigmoid
         result = torch.empty_like(gate_up)
-        by_gate, by_up = result.chunk(2, dim=-1)
-        by_up.copy_(grad * silu)
-        by_gate.copy_(grad * up * (sigmoid + silu * (1 - sigmoid)))
+        grad_gate, grad_up = result.chunk(2, dim=-1)
+        grad_up.copy_(grad * silu)
+        grad_gate.copy_(grad * up * (sigmoid + silu * (1 - sigmoid)))
         return result, silu * up
 
     def logsumexp(self, logits: torch.Tensor) -> torch.Tensor:
@@ -117,12 +120,12 @@ class TorchKernels:
 
     def scaled_softmax(self, logits: torch.Tensor, logsumexp: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
         softmax = torch.exp(logits.to(logsumexp.dtype).sub_(logsumexp[:, None]))
-        # Selected, not multiplied: a row that is not finite must not spoil others where it does not count.
+        # Select instead of multiplying: 0 x inf is NaN, and a masked row must not poison others.
         return logits.copy_(torch.where(scale[:, None] != 0, softmax * scale[:, None], 0.0))
 
 
 def kernels_for(device: torch.device, dtype: torch.dtype) -> Kernels:
-    """The fastest kernels that there are for activations of `dtype` on `device`."""
+    """The fastest kernels for activations of `dtype` on `device`."""
     if device.type == "cuda" and dtype in (torch.bfloat16, torch.float16):
         from tinker_local.backend.training.triton_kernels import TritonKernels
 
@@ -144,9 +147,9 @@ def _normalized(x: torch.Tensor, epsilon: float) -> tuple[torch.Tensor, torch.Te
 def _norm_backward(grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
     """(g - x' mean(g x')) / rms with g = grad weight and x' = x / rms."""
     normalized, inverse = _normalized(x, epsilon)
-    by_normalized = (grad * weight).to(normalized.dtype)
-    along = (by_normalized * normalized).mean(-1, keepdim=True)
-    return (by_normalized - normalized * along) * inverse
+    grad_normalized = (grad * weight).to(normalized.dtype)
+    along = (grad_normalized * normalized).mean(-1, keepdim=True)
+    return (grad_normalized - normalized * along) * inverse
 
 
 def _rotated(x: torch.Tensor) -> torch.Tensor:

@@ -1,11 +1,11 @@
-"""Log-probabilities of the targets, the losses and their gradient, in chunks of rows: [T, vocabulary] is never whole.
+"""Log-probabilities of the targets, the losses and their gradient, in chunks of rows: all [T, V] logits never exist.
 
 Legend: T rows of hidden states, H their size, M targets (rows times candidates), V vocabulary, C rows of a chunk.
 
-A chunk's logits exist once: a loss is a function of each target's own logprob, so its derivative is known as soon as
-the chunk's logprobs are, and the gradient by the logits, g (onehot - softmax), takes their place. Rows whose targets
-are all masked get logprobs and no gradient. Where a loss also depends on other targets' logprobs through a constant, a
-prepass computes these, and the chunk's logits are computed once more."""
+Each chunk's logits are computed once: a loss is a function of each target's own logprob, so its derivative is known as
+soon as the chunk's logprobs are, and the gradient of the logits, g (onehot - softmax), overwrites them. Rows whose
+targets are all masked get logprobs and no gradient. If a loss also depends on other targets' logprobs through a
+constant, a prepass computes those, and the chunk's logits are computed a second time."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -21,14 +21,14 @@ from tinker_local.backend.training.transfer import to_device
 Int64Array = npt.NDArray[np.int64]
 
 Derive = Callable[[Int64Array, torch.Tensor], torch.Tensor]
-"""From the places [m] of some targets and the logprobs [M] of all, known at these places and for prepass targets, to
-the derivative of the loss by those at the places, [m]; 0 for those that are not finite."""
+"""From the places [m] of some targets and the logprobs [M] of all (known at these places and for prepass targets) to
+the derivative of the loss with respect to the logprobs at the places, [m]; 0 for non-finite ones."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Targets:
-    """What is predicted from where. `rows` [M] ascending, `ids` [M]; `active` bool [M]: not masked; `prepass` bool [M]:
-    the derivative of others depends on their logprobs. On the host."""
+    """Which token each row predicts, on the host. `rows` [M] ascending, `ids` [M]; `active` bool [M]: not masked;
+    `prepass` bool [M]: the derivatives of other targets depend on this one's logprob."""
 
     rows: Int64Array
     ids: Int64Array
@@ -38,8 +38,8 @@ class Targets:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Chunk:
-    """`rows` [C] of the hidden states; `places` [m]: which of the M targets they predict (`host_places`, too),
-    `local_rows` [m]: from which row of the chunk, `ids` [m]; `same` [m]: equal numbers for equal (row, id)."""
+    """`rows` [C] of the hidden states; `places` [m] (and `host_places`): which of the M targets they predict;
+    `local_rows` [m]: from which row of the chunk; `ids` [m]; `same` [m]: equal numbers for equal (row, id)."""
 
     host_places: Int64Array
     rows: torch.Tensor
@@ -51,8 +51,8 @@ class _Chunk:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LmHead:
-    """The output projection `weight` [V, H], with `bias` [V] where the family has one, and the family's `rule` for
-    logits. `chunk_elements` bounds the logits that exist at a time. `dtype`: of logprobs."""
+    """The output projection `weight` [V, H], with `bias` [V] if the family has one, and the family's `rule` for logits.
+    `chunk_elements`: maximum number of logits in memory at once. `dtype`: of logprobs."""
 
     weight: torch.Tensor
     kernels: Kernels
@@ -70,8 +70,8 @@ class LmHead:
     def logprobs_and_gradient(
         self, hidden: torch.Tensor, targets: Targets, low_rank: LowRank | None, derive: Derive
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Logprobs [M] and the gradient by `hidden` [T, H] of the loss that `derive` differentiates. The gradients of
-        `low_rank` are added to what is there."""
+        """Logprobs [M], and the gradient with respect to `hidden` [T, H] of the loss that `derive` differentiates. Adds
+        the gradients of `low_rank` to its own."""
         logprobs = torch.empty(len(targets.rows), dtype=self.dtype, device=hidden.device)
         grad_hidden = torch.zeros_like(hidden)
         active_rows = np.unique(targets.rows[targets.active])
@@ -84,7 +84,7 @@ class LmHead:
     def _forward(
         self, hidden: torch.Tensor, targets: Targets, rows: Int64Array, low_rank: LowRank | None, result: torch.Tensor
     ) -> None:
-        """Logprobs of the targets of `rows` into `result`."""
+        """Write the logprobs of the targets of `rows` to `result`."""
         for chunk in self._chunks(rows, targets, hidden.device):
             logits, _, _ = self._logits(hidden[chunk.rows], chunk, low_rank)
             result[chunk.places] = self._chosen(logits, chunk, self.kernels.logsumexp(logits))
@@ -98,7 +98,7 @@ class LmHead:
         all_logprobs: torch.Tensor,
         grad_hidden: torch.Tensor,
     ) -> None:
-        """The chunk's part of the logprobs and of the gradient by the hidden states."""
+        """Compute the chunk's part of the logprobs and of the gradient of the hidden states."""
         x = hidden[chunk.rows]
         logits, h, part = self._logits(x, chunk, low_rank)
         logsumexp = self.kernels.logsumexp(logits)
@@ -106,12 +106,12 @@ class LmHead:
         all_logprobs[chunk.places] = logprobs
         derivative = derive(chunk.host_places, all_logprobs)
 
-        # d loss / d logits: each target adds g (onehot(id) - softmax). At the targets the sum is made before it is
-        # rounded: g - g p would vanish for a p near 1.
-        by_row = _sums(derivative, chunk.local_rows, len(x))
+        # d loss / d logits: each target adds g (onehot(id) - softmax). At the targets, add before rounding: g - g p
+        # would vanish for p near 1.
+        row_derivative = _sums(derivative, chunk.local_rows, len(x))
         slope = self._slope(logits)
-        grad_logits = self.kernels.scaled_softmax(logits, logsumexp, -by_row)
-        of_row = by_row[chunk.local_rows]
+        grad_logits = self.kernels.scaled_softmax(logits, logsumexp, -row_derivative)
+        of_row = row_derivative[chunk.local_rows]
         of_target = _sums(derivative, chunk.same, len(chunk.same))[chunk.same]
         at_targets = of_target - torch.where(of_row != 0, of_row * torch.exp(logprobs), 0.0)
         grad_logits[chunk.local_rows, chunk.ids] = at_targets.to(grad_logits.dtype)
@@ -129,7 +129,8 @@ class LmHead:
     def _logits(
         self, x: torch.Tensor, chunk: _Chunk, low_rank: LowRank | None
     ) -> tuple[torch.Tensor, torch.Tensor | None, LowRank | None]:
-        """Logits [C, V] of rows `x` [C, H]; the adapters' h, and their part with gradients of its own."""
+        """Logits [C, V] of rows `x` [C, H]; the adapters' h; and their low rank for these rows, with its own memory for
+        gradients."""
         if low_rank is None:
             return self._shaped(x @ self.weight.T), None, None
         part = _with_own_gradients(low_rank.rows(chunk.rows))
@@ -137,7 +138,7 @@ class LmHead:
         return self._shaped((h[:, 0] @ part.b[0].T).addmm_(x, self.weight.T)), h, part
 
     def _shaped(self, logits: torch.Tensor) -> torch.Tensor:
-        """The logits from the projection's output, in place."""
+        """Turn the projection's output into logits, in place."""
         if self.bias is not None:
             logits += self.bias
         if self.rule.scale != 1:
@@ -147,7 +148,7 @@ class LmHead:
         return logits
 
     def _slope(self, logits: torch.Tensor) -> torch.Tensor | float | None:
-        """The derivative of the logits by the projection's output; None if it is 1 everywhere."""
+        """The derivative of the logits with respect to the projection's output; None if it is 1 everywhere."""
         if self.rule.softcap is None:
             return None if self.rule.scale == 1 else self.rule.scale
         return (1 - (logits / self.rule.softcap) ** 2).mul_(self.rule.scale)
@@ -156,7 +157,7 @@ class LmHead:
         return (logits[chunk.local_rows, chunk.ids].to(self.dtype) - logsumexp[chunk.local_rows]).to(self.dtype)
 
     def _chunks(self, rows: Int64Array, targets: Targets, device: torch.device) -> Iterator[_Chunk]:
-        """`rows` (ascending) in chunks, each with its targets."""
+        """Split `rows` (ascending) into chunks, each with its targets."""
         size = max(1, self.chunk_elements // len(self.weight))
         for start in range(0, len(rows), size):
             chunk = rows[start : start + size]
@@ -169,12 +170,12 @@ class LmHead:
 
 
 def _sums(values: torch.Tensor, into: torch.Tensor, count: int) -> torch.Tensor:
-    """Sums of `values` by the number in `into`, [count]."""
+    """Sum `values` [m] by their number in `into` [m], [count]."""
     return torch.zeros(count, dtype=values.dtype, device=values.device).index_add_(0, into, values)
 
 
 def _with_own_gradients(low_rank: LowRank) -> LowRank:
-    """`low_rank` with memory of its own for the gradients of one chunk, if it has any."""
+    """`low_rank` with new memory for the gradients of one chunk, if it has gradients."""
     if low_rank.grad_a is None:
         return low_rank
     return replace(

@@ -1,4 +1,4 @@
-"""Loads a base model for training: frozen, with a decoder that trains adapters on it."""
+"""Load a base model for training: frozen, with a decoder that trains adapters on it."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -19,8 +19,8 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LoadedModel:
-    """`model`: transformers' whole model. `decoder`: what runs between its embeddings and its LM head; `kernels`: the
-    operations of both beside matrix products. `logit_rule`: what follows the LM head."""
+    """`model`: transformers' whole model. `decoder`: runs from its embeddings to its LM head. `kernels`: the operations
+    of both besides matmuls. `logit_rule`: what follows the LM head."""
 
     model: Any
     decoder: Decoder
@@ -34,20 +34,20 @@ class LoadedModel:
 
     @property
     def tied_head(self) -> bool:
-        """Whether the LM head's matrix is the embedding's."""
+        """Whether the LM head shares the embedding's matrix."""
         return self.model.lm_head.weight is self.model.get_input_embeddings().weight
 
     @property
     def head_target(self) -> Target:
-        """The LM head as adapters train it."""
+        """The LM head as a target of adapters."""
         return Target.of("lm_head", HEAD, 0, self.model.lm_head, "unembed")
 
 
 def load_model(path: str, dtype: str | None, device: str | None, decoder: DecoderChoice = "auto") -> LoadedModel:
-    """Load the model at `path` (a folder or hub name) by the class that its config names.
+    """Load the model at `path` (a folder or hub name) with the class of its family.
 
-    `device` None: CUDA if there is one. `dtype` None: bfloat16 on CUDA, float32 elsewhere. Raises UnsupportedError for
-    a family or an architecture that is not trained here.
+    `device` None: CUDA if available. `dtype` None: bfloat16 on CUDA, float32 elsewhere. Raises UnsupportedError if the
+    family or the architecture is not supported.
     """
     config = transformers.AutoConfig.from_pretrained(path)
     family = family_of(config.model_type, path)

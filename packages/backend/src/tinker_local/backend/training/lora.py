@@ -1,9 +1,9 @@
-"""LoRA adapters of many models on one frozen base (arXiv 2106.09685): y = W x + (alpha / r) B (A x).
+"""LoRA adapters of many training runs on one frozen base (arXiv 2106.09685): y = W x + (alpha / r) B (A x).
 
-Legend: T tokens of a micro-batch, r rank, n numbers of one adapter, L blocks of one kind. An adapter keeps all its
-matrices in one flat vector, so that the optimizer, the norm and the gradients are single tensors. In it the matrices of
-one projection are contiguous over all blocks, so that a projection of all blocks is one tensor too. `lora_batch.py`
-puts the adapters of a micro-batch together."""
+Legend: T tokens of a micro-batch, r rank, n numbers of one adapter, L blocks of one kind. An adapter stores all its
+matrices in one flat vector, so that the optimizer, the norm and the gradients work on single tensors. The matrices of
+one projection are contiguous over all blocks, so that they form one tensor too. `lora_batch.py` concatenates the
+adapters of a micro-batch."""
 
 import math
 import secrets
@@ -23,7 +23,7 @@ from tinker_local.backend.training.transfer import to_host
 from tinker_local.types import InvalidRequestError, LoraConfig
 
 HEAD = "head"
-"""The LoRA group of the LM head; the other groups are the decoder's."""
+"""The LoRA group of the LM head. All other groups belong to the decoder."""
 
 Flag = Literal["attn", "mlp", "unembed"]
 
@@ -32,8 +32,8 @@ Flag = Literal["attn", "mlp", "unembed"]
 class Target:
     """A frozen matrix that adapters can train, at module `path` of the model.
 
-    `group`: projections that read the same input in one kind of block (`attention.qkv`); `projection`: which of them;
-    `index`: in which of the blocks of that kind, from 0. `flag`: which field `train_...` of `LoraConfig` asks for it.
+    `group`: projections that read the same input in one kind of block (`attention.qkv`); `projection`: its name;
+    `index`: the block among those of its kind, from 0. `flag`: the field `train_...` of `LoraConfig` that enables it.
     """
 
     path: str
@@ -46,11 +46,11 @@ class Target:
 
     @classmethod
     def of(cls, path: str, group: str, index: int, module: torch.nn.Linear, flag: Flag) -> "Target":
-        """The target that is the weight of `module`."""
+        """The target for the weight of `module`."""
         return cls(path, group, path.rsplit(".", 1)[-1], index, module.in_features, module.out_features, flag)
 
     def is_trained(self, config: LoraConfig) -> bool:
-        """Whether the flags of `config` ask for it."""
+        """Whether the flags of `config` enable it."""
         return {"attn": config.train_attn, "mlp": config.train_mlp, "unembed": config.train_unembed}[self.flag]
 
 
@@ -69,8 +69,8 @@ def groups_of(targets: Sequence[Target]) -> Groups:
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """One matrix of an adapter: its name in PEFT's files, its target and that one's place in the model, A or B, and its
-    place in the vector."""
+    """One matrix of an adapter: its name in PEFT's files, its target, the target's `order` in the model, A or B, its
+    shape, and where it starts in the vector."""
 
     name: str
     target: Target
@@ -88,17 +88,17 @@ class TensorSpec:
         return self.start + math.prod(self.shape)
 
     def view(self, flat: torch.Tensor) -> torch.Tensor:
-        """This matrix inside the flat vector."""
+        """This matrix as a view of the flat vector."""
         return flat[self.start : self.stop].view(self.shape)
 
 
 def tensor_name(path: str, factor: str) -> str:
-    """The name in PEFT's files of one factor, A or B, of the module at `path`."""
+    """The name in PEFT's files of factor A or B of the module at `path`."""
     return f"base_model.model.{path}.lora_{factor}.weight"
 
 
 def layout(targets: Sequence[Target], config: LoraConfig) -> tuple[TensorSpec, ...]:
-    """The matrices of an adapter, A [r, in] and B [out, r] of each target, in the order of their places: by group and
+    """The matrices of an adapter, A [r, in] and B [out, r] of each target, in the order of the vector: by group and
     projection, then A before B, then by block."""
     stacks: dict[tuple[str, str], list[tuple[int, Target]]] = {}
     for order, target in enumerate(targets):
@@ -117,7 +117,7 @@ def layout(targets: Sequence[Target], config: LoraConfig) -> tuple[TensorSpec, .
 
 
 class Adapter:
-    """One model's adapter: weights, the gradient added up since the last step, and the optimizer with its state.
+    """The adapter of one training run: weights, gradient accumulated since the last step, optimizer and its state.
 
     `weights` [n] in float32 (float64 if the trainer computes in float64). `gradient` [n], or None for zero.
     """
@@ -146,8 +146,8 @@ class Adapter:
 
     @property
     def computable(self) -> bool:
-        """Whether all weights are finite, scaled and in any dtype of activations. Non-finite adapters must not share a
-        matmul with others: 0 x inf is NaN."""
+        """Whether all weights are finite, also when scaled and in any dtype of activations. Non-finite adapters must
+        not share a matmul with others: 0 x inf is NaN."""
         if self._computable is None:
             largest = self.weights.abs().amax() * max(1.0, self.scale)
             self._computable = bool(largest < torch.finfo(torch.bfloat16).max)
@@ -158,8 +158,8 @@ class Adapter:
         self._computable = None
 
     def stack(self, flat: torch.Tensor, group: str, projection: str, factor: str) -> torch.Tensor | None:
-        """The matrices of one projection in all L blocks of its kind as a view of a vector of this layout: A [L, r, in]
-        or B [L, out, r]; None if the adapter does not train it."""
+        """The matrices of one projection in all L blocks of its kind, A [L, r, in] or B [L, out, r], as a view of
+        `flat`, a vector of this layout; None if the adapter does not train the projection."""
         specs = self._stacks.get((group, projection, factor))
         if specs is None:
             return None
@@ -167,10 +167,10 @@ class Adapter:
 
 
 def initial_weights(specs: Sequence[TensorSpec], seed: int | None) -> torch.Tensor:
-    """B = 0, A uniform in +-1/sqrt(in) as PEFT draws it (Kaiming with a = sqrt(5)); float32 [n] on the host.
+    """B = 0, and A uniform in +-1/sqrt(in), as in PEFT (Kaiming with a = sqrt(5)); float32 [n] on the host.
 
-    The same seed gives the same weights on any machine; no global generator is used. Targets draw in the order of the
-    model, whatever the order of their places.
+    The same seed gives the same weights on any machine; no global generator is used. Values are drawn in the order of
+    the model, independent of the order in the vector.
     """
     generator = torch.Generator().manual_seed((secrets.randbits(63) if seed is None else seed) % 2**64)
     weights = torch.zeros(specs[-1].stop)
@@ -182,13 +182,14 @@ def initial_weights(specs: Sequence[TensorSpec], seed: int | None) -> torch.Tens
 
 
 def flatten(specs: Sequence[TensorSpec], tensors: Mapping[str, npt.NDArray[Any]], what: str) -> torch.Tensor:
-    """`tensors` by PEFT name as one vector, float32 [n] on the host; InvalidRequestError if names or shapes differ."""
+    """`tensors` by PEFT name as one vector, float32 [n] on the host. InvalidRequestError if names or shapes differ or
+    values are not finite."""
     wanted = {spec.name for spec in specs}
     if tensors.keys() != wanted:
         unknown, missing = sorted(tensors.keys() - wanted), sorted(wanted - tensors.keys())
         raise InvalidRequestError(
             f"{what}: do not fit the base model; {len(missing)} tensors are missing {missing[:3]}, "
-            f"{len(unknown)} are unknown {unknown[:3]}"
+            f"{len(unknown)} tensors are unknown {unknown[:3]}"
         )
     flat = torch.empty(specs[-1].stop)
     for spec in specs:
@@ -202,7 +203,7 @@ def flatten(specs: Sequence[TensorSpec], tensors: Mapping[str, npt.NDArray[Any]]
 
 
 def unflatten(specs: Sequence[TensorSpec], flat: torch.Tensor, dtype: AdapterDType = "float32") -> FlatTensors:
-    """A host copy of the vector as matrices by PEFT name: float32, or the bits of bfloat16 in uint16."""
+    """A host copy of the vector as matrices by PEFT name: float32, or the bits of bfloat16 as uint16."""
     host = to_host(flat.detach(), torch.float32 if dtype == "float32" else torch.bfloat16)
     if dtype == "bfloat16":
         host = host.view(torch.uint16)
@@ -210,12 +211,12 @@ def unflatten(specs: Sequence[TensorSpec], flat: torch.Tensor, dtype: AdapterDTy
 
 
 def gradient_norm(gradient: torch.Tensor) -> float:
-    """Euclidean norm, added up in float64 so that large finite gradients have a finite norm."""
+    """Euclidean norm, summed in float64 so that large finite gradients have a finite norm."""
     return float(torch.linalg.vector_norm(gradient, dtype=torch.float64))
 
 
 def module_norms(specs: Sequence[TensorSpec], gradient: torch.Tensor) -> dict[str, float]:
-    """Euclidean norm of the gradient of each module, A and B together, by its path; added up in float64."""
+    """Euclidean norm of each module's gradient, A and B together, by path; summed in float64."""
     norms = torch.stack([torch.linalg.vector_norm(spec.view(gradient), dtype=torch.float64) for spec in specs]).tolist()
     result: dict[str, float] = {}
     for spec, norm in zip(specs, norms, strict=True):
@@ -224,7 +225,7 @@ def module_norms(specs: Sequence[TensorSpec], gradient: torch.Tensor) -> dict[st
 
 
 def without_prefix(tensors: Mapping[str, npt.NDArray[np.float32]], prefix: str) -> dict[str, npt.NDArray[np.float32]]:
-    """Of an `AdapterState`'s optimizer tensors those behind `prefix`, by the names of the adapter's tensors."""
+    """The optimizer tensors of an `AdapterState` whose names start with `prefix`, by the adapter's tensor names."""
     start = f"{prefix}."
     return {name.removeprefix(start): array for name, array in tensors.items() if name.startswith(start)}
 
@@ -232,7 +233,7 @@ def without_prefix(tensors: Mapping[str, npt.NDArray[np.float32]], prefix: str) 
 def capture(
     adapter: Adapter, base_model: str, target_modules: Sequence[str], *, optimizer: bool, dtype: AdapterDType
 ) -> AdapterState:
-    """`adapter` as it is now, its weights in `dtype`."""
+    """A host copy of `adapter`, its weights in `dtype`."""
     state = {
         f"{prefix}.{name}": array
         for prefix, flat in adapter.optimizer_state.tensors.items()
@@ -253,10 +254,10 @@ def capture(
 def export(
     adapter: Adapter, base_model: str, target_modules: Sequence[str], family: Family, *, tied_head: bool
 ) -> AdapterState:
-    """The weights of `adapter` as they are now, float32, by the names of the hosted service's exports.
+    """A float32 host copy of the weights of `adapter`, with the tensor names of the hosted service's exports.
 
-    `target_modules` as PEFT has them: paths lose what comes before the decoder's layers, so that as ends of paths they
-    fit the names here and the model's own.
+    `target_modules`: PEFT's. Paths lose the prefix up to the decoder's layers, because PEFT matches them as suffixes,
+    so that they match both the names here and the model's own.
     """
     specs = [
         replace(spec, name=tensor_name(family.hosted_path(spec.path, tied_head=tied_head), spec.factor))
@@ -271,8 +272,8 @@ def export(
 
 
 def target_modules(model: torch.nn.Module, paths: Sequence[str]) -> tuple[str, ...]:
-    """PEFT's `target_modules` for exactly these `paths`: last names, or whole paths where a last name also stands for
-    a module that is not trained (Qwen2.5-VL's vision tower has projections of the same names)."""
+    """PEFT's `target_modules` for exactly these `paths`: last names, or whole paths if a last name also matches a
+    module that is not trained (Qwen2.5-VL's vision tower has projections of the same names)."""
     names = tuple(dict.fromkeys(path.rsplit(".", 1)[-1] for path in paths))
     matched = {path for path, _ in model.named_modules() if path.rsplit(".", 1)[-1] in names}
     return names if matched == set(paths) else tuple(paths)
@@ -280,7 +281,7 @@ def target_modules(model: torch.nn.Module, paths: Sequence[str]) -> tuple[str, .
 
 @dataclass(frozen=True, slots=True)
 class AdapterSlice:
-    """Rows [start, stop) of a micro-batch belong to `adapter`; None is the base model."""
+    """Rows [start, stop) of a micro-batch use `adapter` (None: the base model)."""
 
     adapter: Adapter | None
     start: int

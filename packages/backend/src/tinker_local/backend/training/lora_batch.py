@@ -1,13 +1,12 @@
-"""The adapters of one micro-batch side by side, so that the tokens of all of them share every matrix product.
+"""Concatenates the adapters of one micro-batch, so that the tokens of all adapters share every matmul.
 
 Legend: T tokens, R columns (ranks of all adapters of the micro-batch, concatenated, then zeros up to a multiple of 16),
 L blocks of one kind, in and out: widths of a projection.
 
-For all adapters together A is [R, in] and B [out, R]. A token's row of h = x A^T has R numbers, of which those in the
-columns of its own adapter count; the others are set to zero, and y = W x + B h then adds nothing of other adapters, for
-ranks and numbers of adapters of any kind. The cost of a projection grows by R / in, a few per cent, while its number of
-matrix products stays that of one adapter. Projections that read the same input (a group, see `lora.Target`) have their
-A's concatenated.
+For all adapters together, A is [R, in] and B [out, R]. A token's row of h = x A^T has R numbers. Those in the
+columns of other adapters are set to zero, so y = W x + B h adds nothing of other adapters, whatever their ranks and
+number. A projection costs R / in more, a few per cent, and takes as many matmuls as for one adapter. Projections that
+read the same input (a group, see `lora.Target`) have their A's concatenated.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,7 +19,7 @@ from tinker_local.backend.training.lora import Adapter, AdapterSlice, Groups
 from tinker_local.backend.training.transfer import to_device
 
 _COLUMNS = 16
-"""R is a multiple of this: tensor cores take no narrower tile."""
+"""R is a multiple of this, the narrowest tile of tensor cores."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,9 +35,9 @@ class Columns:
 class LowRank:
     """A group of projections in one block (or the LM head).
 
-    `a` [p R, in] for p projections; `b` their matrices, [out, R] each, scaled by alpha / r; `others` bool [T, R], True
-    where the column is not of the token's adapter, or None where one adapter has all tokens. `grad_a`, `grad_b`: where
-    their gradients go, of the same shapes (of the scaled b).
+    `a` [p R, in] for p projections; `b` [out, R] of each, scaled by alpha / r; `others` bool [T, R], True for columns
+    of other adapters than the token's, or None if one adapter has all tokens. `grad_a`, `grad_b` receive the gradients,
+    in the same shapes (with respect to the scaled b).
     """
 
     a: torch.Tensor
@@ -48,16 +47,16 @@ class LowRank:
     grad_b: tuple[torch.Tensor, ...] = ()
 
     def down(self, x: torch.Tensor) -> torch.Tensor:
-        """h = x A^T with the columns of other adapters at zero. x [T, in] -> [T, p, R]."""
+        """h = x A^T, with zeros in the columns of other adapters. x [T, in] -> [T, p, R]."""
         return self._masked((x @ self.a.T).unflatten(1, (len(self.b), -1)))
 
     def up(self, h: torch.Tensor, outputs: Sequence[torch.Tensor]) -> None:
-        """Write h B^T of each projection into its [T, out] of `outputs`. h [T, p, R]."""
+        """Write h B^T of each projection to its [T, out] in `outputs`. h [T, p, R]."""
         for place, (b, output) in enumerate(zip(self.b, outputs, strict=True)):
             torch.mm(h[:, place], b.T, out=output)
 
     def up_gradient(self, h: torch.Tensor, grad_outputs: Sequence[torch.Tensor]) -> torch.Tensor:
-        """From the gradients by the outputs, [T, out] each, the one by h, [T, p, R]; B's is written."""
+        """The gradient of h [T, p, R] from those of the outputs, [T, out] each. Writes B's gradient."""
         grad_h = torch.empty_like(h)
         for place, (b, grad_output) in enumerate(zip(self.b, grad_outputs, strict=True)):
             torch.mm(grad_output, b, out=grad_h[:, place])
@@ -65,29 +64,29 @@ class LowRank:
         return self._masked(grad_h)
 
     def write_a_gradient(self, grad_h: torch.Tensor, x: torch.Tensor) -> None:
-        """Write A's gradient, from the one by h [T, p, R] and the input [T, in]."""
+        """Write A's gradient from the gradient of h [T, p, R] and the input [T, in]."""
         assert self.grad_a is not None
         compat_torch.mm_into_float32(grad_h.flatten(1).T, x, self.grad_a)
 
     def rows(self, index: torch.Tensor) -> "LowRank":
-        """The same for the tokens of `index` alone."""
+        """The same, for the tokens of `index` only."""
         others = None if self.others is None else self.others[index]
         return LowRank(self.a, self.b, others, self.grad_a, self.grad_b)
 
     def _masked(self, h: torch.Tensor) -> torch.Tensor:
-        # Filled, not multiplied: what other adapters make of a token may be infinite.
+        # Fill instead of multiplying: other adapters' h may be infinite, and 0 x inf is NaN.
         return h if self.others is None else h.masked_fill_(self.others[:, None], 0)
 
 
 Parts = Callable[[torch.Tensor], tuple[torch.Tensor, ...]]
-"""Cuts the joined output of a group's projections, [T, ...], into theirs, as views."""
+"""Splits the joined output of a group's projections, [T, ...], into one view per projection."""
 
 
 def project(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, low_rank: LowRank | None, parts: Parts
 ) -> tuple[torch.Tensor | None, torch.Tensor]:
-    """h [T, p, R] and x weight^T + bias + low rank. The low rank comes first: the large product adds onto it as it
-    writes, so nothing passes over the output again."""
+    """h [T, p, R] and x weight^T + bias + low rank. The low rank is computed first: the large matmul accumulates onto
+    it, which saves a pass over the output."""
     if low_rank is None:
         return None, x @ weight.T if bias is None else torch.addmm(bias, x, weight.T)
     h = low_rank.down(x)
@@ -115,10 +114,10 @@ def project_backward(
     h: torch.Tensor | None,
     parts: Parts,
 ) -> torch.Tensor:
-    """The gradient by x from that by the output; the adapters' gradients are written."""
+    """The gradient of x from that of the output. Writes the adapters' gradients."""
     if low_rank is None:
         return grad @ weight
-    assert h is not None, "kept or computed again before the backward"
+    assert h is not None, "kept or recomputed before the backward"
     grad_h = low_rank.up_gradient(h, parts(grad))
     low_rank.write_a_gradient(grad_h, x)
     return through(grad, weight, low_rank, grad_h)
@@ -127,7 +126,7 @@ def project_backward(
 def through(
     grad: torch.Tensor, weight: torch.Tensor, low_rank: LowRank | None, grad_h: torch.Tensor | None
 ) -> torch.Tensor:
-    """grad weight + grad_h A: through a group's projections from their output to their input."""
+    """grad weight + grad_h A: the gradient of a group's input from those of its output and h."""
     if low_rank is None or grad_h is None:
         return grad @ weight
     return (grad_h.flatten(1) @ low_rank.a).addmm_(grad, weight)
@@ -139,11 +138,11 @@ def whole(output: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 class LoraBatch:
-    """All adapters of a micro-batch whose rows `slices` tell, in `dtype`; gradients are gathered in `grad_dtype`.
-    `groups`: those of the base model's targets.
+    """All adapters of a micro-batch in `dtype`, with gradients in `grad_dtype`. `groups`: of the base model's targets;
+    `slices`: the rows of each adapter.
 
-    A group that no adapter trains is None. Gradients of a block are there once its backward has run; `add_gradients`
-    then gives them to each adapter.
+    A group that no adapter trains is None. A block's gradients are complete after its backward; `add_gradients` then
+    adds them to each adapter's.
     """
 
     def __init__(
@@ -168,7 +167,7 @@ class LoraBatch:
         self._grad_b = {name: self._like(b) for name, b in self._b.items() if gradient}
 
     def group(self, name: str, index: int = 0) -> LowRank | None:
-        """The adapters' matrices for a group in the `index`-th block of its kind."""
+        """The adapters' matrices for a group in block `index` of its kind."""
         if name not in self._a:
             return None
         grad_a = self._grad_a.get(name)
@@ -182,11 +181,11 @@ class LoraBatch:
         )
 
     def trained(self) -> list[str]:
-        """The groups that some adapter trains."""
+        """The groups that at least one adapter trains."""
         return list(self._a)
 
     def add_gradients(self, adapter: Adapter, flat: torch.Tensor, groups: Sequence[str]) -> None:
-        """Add what the backward of `groups` has written for `adapter` to `flat`, a vector of its layout."""
+        """Add the gradients of `adapter` in `groups` to `flat`, a vector of its layout."""
         columns = next(c for c in self._columns if c.adapter is adapter)
         for group in groups:
             for place, projection in enumerate(self._groups[group]):
@@ -208,7 +207,7 @@ class LoraBatch:
         return [columns.adapter for columns in self._columns]
 
     def _fill(self, group: str) -> None:
-        """Copy the adapters' matrices of `group` next to one another; zeros where an adapter has none."""
+        """Concatenate the adapters' matrices of `group`, with zeros where an adapter has none."""
         projections = self._groups[group]
         shapes = {p: shape for p in projections if (shape := self._shape(group, p)) is not None}
         if not shapes:
@@ -224,13 +223,13 @@ class LoraBatch:
                 if a is not None and b is not None:
                     first = place * self._width
                     a_all[:, first + c.start : first + c.stop] = a
-                    # Scaled before it is rounded, in one pass.
+                    # Scale before rounding, in one pass.
                     torch.mul(b, c.adapter.scale, out=b_all[:, :, c.start : c.stop])
             self._b[group, projection] = b_all
         self._a[group] = a_all
 
     def _shape(self, group: str, projection: str) -> tuple[int, int, int] | None:
-        """Blocks, in and out of a projection that some adapter trains."""
+        """(L, in, out) of a projection; None if no adapter trains it."""
         for c in self._columns:
             a, b = (c.adapter.stack(c.adapter.weights, group, projection, factor) for factor in "AB")
             if a is not None and b is not None:

@@ -1,4 +1,5 @@
-"""One micro-batch on the model: forward, losses, backward. Changes neither adapters nor gradients, so it may fail.
+"""Run one micro-batch: forward, losses, backward. A failure is harmless, since adapters and their gradients do not
+change here.
 
 Legend: T positions, H hidden size, M targets (positions times candidates).
 """
@@ -26,13 +27,13 @@ from tinker_local.backend.training.recompute_policy import RecomputePolicy, free
 from tinker_local.types import ApiError, InvalidRequestError
 
 _PLANNED_SHARE = 0.9
-"""Of the free memory; the rest is what allocations of many sizes leave unusable."""
+"""Share of the free memory that activations may take; fragmentation makes the rest unusable."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pending:
-    """A micro-batch whose results the device may still be computing. `numbers` [3, M]: logprobs of the targets, losses
-    and their derivative by the logprobs."""
+    """A micro-batch whose results the device may still be computing. `numbers` [3, M]: logprobs of the targets, losses,
+    and the derivatives of the losses with respect to the logprobs."""
 
     packed: Packed
     numbers: torch.Tensor
@@ -40,7 +41,7 @@ class Pending:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Gradients:
-    """What the backward of one micro-batch has given to the adapters of `batch`, for the projections in `groups`."""
+    """Gradients of one micro-batch for the adapters of `batch`, in the projections of `groups`."""
 
     batch: LoraBatch
     groups: tuple[str, ...]
@@ -48,8 +49,8 @@ class Gradients:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Computed:
-    """`logprobs`, `losses` and `derivative` (of the loss by the logprobs) of each target, [M] on the host. `errors` by
-    work; the derivative of a work that failed is 0."""
+    """`logprobs`, `losses` and `derivative` (of the loss with respect to the logprobs) of each target, [M] on the host.
+    `errors` by request; the derivative of a failed request is 0."""
 
     packed: Packed
     logprobs: torch.Tensor
@@ -59,9 +60,11 @@ class Computed:
 
 
 class MicroBatchRunner:
-    """Runs micro-batches on `loaded`. `float_dtype`: of logprobs, losses and adapters. `activation_bytes`: the
-    most that activations may take, on a GPU never more than what is free; None: what a row of `usual_tokens` takes with
-    everything kept (on the CPU everything is kept of any)."""
+    """Runs micro-batches on `loaded`.
+
+    `float_dtype`: of logprobs, losses and adapters. `activation_bytes`: limit for activations; on a GPU they also never
+    take more than is free. None: what a row of `usual_tokens` takes without recomputation (on the CPU: no limit).
+    """
 
     def __init__(
         self,
@@ -88,14 +91,14 @@ class MicroBatchRunner:
 
     @property
     def images_encoded(self) -> int:
-        """How many images went through the vision tower so far."""
+        """How many images the vision tower has encoded so far."""
         return self._images.images_encoded
 
     @torch.no_grad()
     def run(
         self, packed: Packed, adapters: Mapping[str, Adapter], works: Mapping[int, TrainWork], *, gradient: bool
     ) -> tuple[Pending, Gradients | None]:
-        """Start everything that there is to compute for `packed`, and with `gradient` the gradients of its adapters."""
+        """Start the computation for `packed`; with `gradient`, also of its adapters' gradients."""
         targets = _targets(packed, works)
         gradient = gradient and bool(targets.active.any())
         batch = self._lora_batch(packed, adapters, gradient=gradient)
@@ -107,7 +110,7 @@ class MicroBatchRunner:
         done = self._decoder.forward(row, batch, self._policy(packed, batch) if through_decoder else None)
         del row
 
-        # 2. Logprobs of the targets, and the gradient by the hidden states of the losses of all works.
+        # 2. Hidden states to logprobs of the targets, and the gradient of all losses with respect to hidden states.
         losses = LossEvaluation(packed, works, self._float, self._loaded.device)
         if not gradient:
             logprobs = self._head.logprobs(done.hidden, targets, batch.group(HEAD))
@@ -122,7 +125,7 @@ class MicroBatchRunner:
 
     @staticmethod
     def finish(pending: Pending) -> Computed:
-        """Wait for the numbers and look at them: a work that is not finite drops out."""
+        """Wait for the numbers and check them: a request with a non-finite one fails."""
         packed = pending.packed
         numbers = pending.numbers.cpu()
         logprobs, losses, derivative = numbers
@@ -136,7 +139,7 @@ class MicroBatchRunner:
 
     @torch.no_grad()
     def logprobs(self, packed: Packed, adapters: Mapping[str, Adapter]) -> torch.Tensor:
-        """Logprobs of the targets [M] alone, on the host."""
+        """Compute only the logprobs of the targets, [M] on the host."""
         batch = self._lora_batch(packed, adapters, gradient=False)
         done = self._decoder.forward(packed_row(self._loaded, self._images, packed), batch, None)
         nowhere = np.zeros(len(packed.target_rows), np.bool_)
@@ -148,7 +151,7 @@ class MicroBatchRunner:
         return LoraBatch(self._groups, slices, self._loaded.dtype, self._float, gradient=gradient)
 
     def _policy(self, packed: Packed, batch: LoraBatch) -> RecomputePolicy:
-        """What each layer keeps. The head's logits come and go before the backward and after the forward."""
+        """Choose what each layer keeps. Reserves the head's logits, which exist while activations are kept."""
         budget, free = self.activation_bytes, free_bytes(self._loaded.device)
         if free is not None:
             free = int(_PLANNED_SHARE * free) - self._head.chunk_elements * self._loaded.dtype.itemsize
@@ -177,7 +180,7 @@ def _targets(packed: Packed, works: Mapping[int, TrainWork]) -> Targets:
 
 
 def _slices(packed: Packed, adapters: Mapping[str, Adapter]) -> list[AdapterSlice]:
-    """Rows by adapter (an adapter's items are neighbours)."""
+    """The rows of each adapter; an adapter's items are adjacent."""
     slices: list[AdapterSlice] = []
     for adapter_id, group in itertools.groupby(packed.items, key=lambda item: item.adapter_id):
         start = slices[-1].stop if slices else 0

@@ -1,4 +1,4 @@
-"""Fills micro-batches and lays each out as one row without padding. Arrays on the host only; knows no model.
+"""Fill micro-batches and pack each into one row without padding. Host arrays only; independent of the model.
 
 Legend: T positions of a micro-batch, M targets (positions times candidates), V image positions.
 """
@@ -17,7 +17,7 @@ Int64Array = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Item:
-    """Datum `index` of work `work` (its place in the call), and the adapter it is computed under (None: the base)."""
+    """Datum `index` of request `work` (its index in the call), and the adapter to use (None: the base model)."""
 
     work: int
     index: int
@@ -30,21 +30,21 @@ class Item:
 
 
 def items_of(works: Sequence[tuple[int, TrainWork]]) -> list[Item]:
-    """All data of `works`, ordered so that each adapter's are neighbours, in it each work's, in it those of one length
-    (attention takes neighbours of one length in one call)."""
+    """All data of `works`, sorted by adapter, then request, then length, because attention takes adjacent sequences of
+    equal length in one call."""
     adapters = {adapter_id: place for place, adapter_id in enumerate(dict.fromkeys(w.adapter_id for _, w in works))}
     items = [Item(at, i, work.adapter_id, datum) for at, work in works for i, datum in enumerate(work.data)]
     return sorted(items, key=lambda item: (adapters[str(item.adapter_id)], item.work, item.length))
 
 
 MAX_COLUMNS = 512
-"""Most ranks, of all adapters, in one micro-batch: every token is multiplied by all of them, so that with more the
-adapters would cost a good part of the model itself."""
+"""Maximum total rank of all adapters in one micro-batch. Every token is multiplied by all of them, so with more the
+adapters would cost a considerable part of the model itself."""
 
 
 def split(items: Sequence[Item], budget: int, ranks: Mapping[str | None, int]) -> list[list[Item]]:
-    """`items` in order as micro-batches of at most `budget` positions and adapters of `MAX_COLUMNS` ranks in all; a
-    longer one, or one of a larger rank, is alone in its own. `ranks`: of each adapter."""
+    """Split `items` in order into micro-batches of at most `budget` positions and a total rank of `MAX_COLUMNS`. A
+    longer item, or one of a larger rank, gets its own. `ranks`: of each adapter."""
     batches: list[list[Item]] = []
     free, columns, adapters = 0, 0, set[str | None]()
     for item in items:
@@ -65,10 +65,10 @@ class Packed:
     """One micro-batch as a row of T positions.
 
     `token_ids` [T]. `starts`: first position of each item. `target_rows` [M] (ascending) and `target_ids` [M]: the
-    position that predicts each target, and the target; a target outside the vocabulary is token 0 here (its
-    coefficient is 0, the checks saw to that, so only its reported logprob depends on it). `target_starts`: each
-    item's first target, and M. `images`: each image once; `image_rows` [V] (ascending): positions that hold image
-    features, `feature_rows` [V]: which row of all images' features each gets.
+    position that predicts each target, and the target. A target outside the vocabulary becomes token 0; its coefficient
+    is 0, which was checked, so this only affects its reported logprob. `target_starts`: each item's first target, then
+    M. `images`: each image once; `image_rows` [V] (ascending): positions that hold image features; `feature_rows` [V]:
+    which row of all images' features each of them gets.
     """
 
     items: Sequence[Item]
@@ -86,12 +86,12 @@ class Packed:
         return tuple(item.length for item in self.items)
 
     def targets_of(self, item: int) -> slice:
-        """Where the targets of the item at place `item` are."""
+        """The slice of the targets of item `item`."""
         return slice(self.target_starts[item], self.target_starts[item + 1])
 
 
 def pack(items: Sequence[Item], vocab_size: int) -> Packed:
-    """Lay `items` out one behind the other."""
+    """Concatenate `items` into one row."""
     starts = np.cumsum([0, *(item.length for item in items)])
     targets = [item.datum.target_tokens for item in items]
     target_ids = np.concatenate([target.reshape(-1) for target in targets])
@@ -113,7 +113,7 @@ def pack(items: Sequence[Item], vocab_size: int) -> Packed:
 
 
 def spans(packed: Packed) -> list[tuple[int, slice]]:
-    """The works of a micro-batch, each with where its targets are (its items are neighbours)."""
+    """The requests of a micro-batch, each with the slice of its targets; a request's items are adjacent."""
     found = []
     for at, group in itertools.groupby(range(len(packed.items)), key=lambda place: packed.items[place].work):
         places = list(group)
@@ -122,7 +122,7 @@ def spans(packed: Packed) -> list[tuple[int, slice]]:
 
 
 def _place_images(items: Sequence[Item], starts: Int64Array) -> tuple[list[RenderedImage], Int64Array, Int64Array]:
-    """Each image once (by content), the positions of all placements in order, and their rows of features."""
+    """Each image once (by content), the positions of all placements in order, and their feature rows."""
     first_row: dict[str, int] = {}
     images: list[RenderedImage] = []
     rows: list[Int64Array] = []

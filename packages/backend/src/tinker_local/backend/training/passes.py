@@ -1,4 +1,4 @@
-"""A pass over some works: all their micro-batches, as large as memory allows."""
+"""A pass over several requests: runs all their micro-batches, as large as memory allows."""
 
 import itertools
 from collections import deque
@@ -15,9 +15,9 @@ from tinker_local.types import NotEnoughMemoryError
 
 
 class Passes:
-    """Fills micro-batches over all works and adapters, and runs each.
+    """Fills micro-batches across requests and adapters, and runs each.
 
-    `adapters` are looked up when a pass runs; all that its works name must be there.
+    `adapters` is read during a pass and must hold every adapter that its requests name.
     """
 
     def __init__(
@@ -35,8 +35,8 @@ class Passes:
         self._device = device
 
     def run(self, works: Mapping[int, TrainWork], *, gradient: bool) -> Tally:
-        """All micro-batches of `works`. When memory runs out, a micro-batch is halved and tried again; a single datum
-        that does not fit fails its work."""
+        """Run all micro-batches of `works`. If memory runs out, the micro-batch is halved and tried again; a single
+        datum that does not fit fails its request."""
         tally = Tally(works)
         pending: list[Pending] = []
         sufficed = True
@@ -51,7 +51,7 @@ class Passes:
                 pending.append(started)
         if pending and sufficed:
             self._budget.sufficed()
-        for started in pending:  # by now the device has all its work
+        for started in pending:  # everything is queued on the device by now
             tally.add(self._runner.finish(started))
         return tally
 
@@ -62,7 +62,7 @@ class Passes:
     def _start(
         self, items: Sequence[Item], works: Mapping[int, TrainWork], tally: Tally, *, gradient: bool
     ) -> Pending | None:
-        """Start one micro-batch, its gradients into `tally`; None, with `tally` unchanged, if memory lacked."""
+        """Start one micro-batch and add its gradients to `tally`; None, with `tally` unchanged, if memory runs out."""
         packed = pack(items, self._vocab_size)
         try:
             started: Pending
@@ -74,8 +74,8 @@ class Passes:
         return started
 
     def _smaller(self, items: Sequence[Item], waiting: Sequence[list[Item]], tally: Tally) -> Sequence[list[Item]]:
-        """What to try after `items` did not fit in memory, and what was `waiting` behind them: cut anew as well, as in
-        their old size they would run out of memory one after the other, and each would halve the budget once more."""
+        """The micro-batches to try after `items` did not fit in memory. Splits those `waiting` again, too: at their old
+        size each would run out of memory in turn and halve the budget once more."""
         release_unused_memory(self._device)
         if len(items) == 1:
             (item,) = items
@@ -88,6 +88,6 @@ class Passes:
 
 
 def release_unused_memory(device: torch.device) -> None:
-    """Give back what torch's allocator holds unused."""
+    """Release the memory that torch's allocator caches."""
     if device.type == "cuda":
         torch.cuda.empty_cache()

@@ -1,4 +1,4 @@
-"""Activation checkpointing: which activations a layer keeps for its backward, chosen by the memory there is."""
+"""Activation checkpointing: choose which activations each layer keeps for its backward, within a memory budget."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,8 +8,8 @@ import torch
 
 
 class Keep(Enum):
-    """What a layer keeps. `INPUT`: its input, and computes the rest again. `LEAN`: all but what is large and cheap to
-    compute again. `ALL`: everything."""
+    """What a layer keeps. `INPUT`: only its input; the rest is recomputed. `LEAN`: all activations except those that
+    are large and cheap to recompute. `ALL`: everything."""
 
     INPUT = 0
     LEAN = 1
@@ -17,12 +17,12 @@ class Keep(Enum):
 
 
 RecomputePolicy = Sequence[Keep]
-"""One per layer."""
+"""One `Keep` per layer."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayerMemory:
-    """Bytes that one layer keeps beside its input: with `Keep.LEAN`, and what `Keep.ALL` adds."""
+    """Bytes that one layer keeps in addition to its input: with `Keep.LEAN`, and what `Keep.ALL` adds."""
 
     lean: int
     large: int
@@ -30,19 +30,19 @@ class LayerMemory:
 
 @dataclass(frozen=True, slots=True)
 class ActivationMemory:
-    """Bytes of one micro-batch. `always`: what no policy saves, the inputs of all layers and one layer's backward."""
+    """Bytes of one micro-batch. `always`: what every policy needs, all layers' inputs and one layer's backward."""
 
     always: int
     layers: Sequence[LayerMemory]
 
     @property
     def everything(self) -> int:
-        """The budget with which every layer keeps all."""
+        """The smallest budget with which every layer keeps everything."""
         return self.always + sum(layer.lean + layer.large for layer in self.layers)
 
     def policy(self, budget: int | None) -> RecomputePolicy:
-        """What each layer keeps so that all of it takes at most `budget` bytes (None: no limit); `always` is taken even
-        if it exceeds the budget. What costs most to compute again per byte is kept first."""
+        """Choose what each layer keeps within `budget` bytes (None: no limit), which `always` alone may exceed. What
+        costs most to recompute per byte is kept first."""
         if budget is None:
             return [Keep.ALL] * len(self.layers)
         policy = [Keep.INPUT] * len(self.layers)
@@ -60,7 +60,7 @@ class ActivationMemory:
 
 
 def free_bytes(device: torch.device) -> int | None:
-    """What can be allocated on `device` now, including what torch's allocator holds unused; None: no need to ask."""
+    """Bytes that can be allocated on `device`, including the cache of torch's allocator; None if it is not a GPU."""
     if device.type != "cuda":
         return None
     free, _ = torch.cuda.mem_get_info(device)

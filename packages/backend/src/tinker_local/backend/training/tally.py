@@ -1,4 +1,4 @@
-"""What one pass over some works has found: outputs, sums, errors, and gradients apart from the adapters' own."""
+"""The results of one pass: outputs, loss sums, errors, and gradients not yet added to the adapters' own."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ Output = Mapping[str, npt.NDArray[np.float32]]
 
 @dataclass(slots=True, eq=False)
 class WorkTally:
-    """One work: the output of each datum that was computed, the sum of its loss so far, or its error."""
+    """The results of one request: the outputs of its computed data, the sum of its loss so far, or its error."""
 
     outputs: list[Output]
     loss: float = 0.0
@@ -26,9 +26,9 @@ class WorkTally:
 
 
 class Tally:
-    """`works` by place in the call. `gradients` [n] by adapter, the sum over all works of this pass.
-    `logit_gradients`: the range of the derivatives of the losses by their targets' own logits, by adapter: the lowest
-    and the highest, 0 where there is none below or above."""
+    """Collects the results of one pass. `works`: by index in the call. `gradients` [n]: by adapter, the sum over all
+    requests of the pass. `logit_gradients`: by adapter, the lowest and highest derivative of a loss with respect to its
+    target's own logit, widened to include 0."""
 
     def __init__(self, works: Mapping[int, TrainWork]) -> None:
         self.works = {at: WorkTally([{}] * len(work.data)) for at, work in works.items()}
@@ -37,7 +37,7 @@ class Tally:
         self._requests = works
 
     def add(self, computed: Computed) -> None:
-        """Take in the results of one micro-batch."""
+        """Add the results of one micro-batch."""
         packed = computed.packed
         for at, error in computed.errors.items():
             self.works[at].error = self.works[at].error or error
@@ -53,7 +53,7 @@ class Tally:
             self.works[item.work].outputs[item.index] = output
 
     def add_gradients(self, found: Gradients, adapters: Mapping[str, Adapter]) -> None:
-        """Take in the gradients of one micro-batch: memory first, so that a lack of it leaves nothing half done."""
+        """Add the gradients of one micro-batch. Allocates first, so that lack of memory leaves no partial sum."""
         taking_part = {id(adapter): adapter for adapter in found.batch.adapters}
         sums: list[tuple[Adapter, torch.Tensor]] = []
         for adapter_id, adapter in adapters.items():
@@ -65,13 +65,13 @@ class Tally:
             found.batch.add_gradients(adapter, total, found.groups)
 
     def _add_logit_gradients(self, adapter_id: str, derivative: torch.Tensor, logprobs: torch.Tensor) -> None:
-        """By the target's logit it is g (1 - p): 0 for a target that is certain, however large its weight."""
+        """Widen the range by g (1 - p), the derivatives with respect to the targets' logits: 0 for p = 1."""
         found = derivative * -torch.expm1(logprobs)
         low, high = self.logit_gradients.get(adapter_id, (0.0, 0.0))
         self.logit_gradients[adapter_id] = min(low, float(found.min())), max(high, float(found.max()))
 
     def result(self, at: int) -> TrainResult | ApiError:
-        """The answer to the work at place `at`."""
+        """The result of the request at index `at`."""
         work = self.works[at]
         return work.error or TrainResult(outputs=tuple(work.outputs), metrics={"loss:sum": work.loss})
 

@@ -1,18 +1,18 @@
-"""How many positions a micro-batch may have: fewer when memory has run out, more again when it has long sufficed."""
+"""The maximum number of positions in a micro-batch, adapted to the memory: halved when it runs out, restored later."""
 
 import logging
 
 log = logging.getLogger(__name__)
 
 FIRST_PATIENCE = 16
-"""Calls that must have sufficed memory before a budget that was halved is doubled."""
+"""Calls that must succeed before a halved budget is doubled."""
 
 
 class TokenBudget:
-    """`tokens` begins at `most` and never exceeds it.
+    """`tokens`: the current budget; starts at `most` and never exceeds it.
 
-    What took the memory may be gone (other adapters, a neighbour on the device), so a budget that has sufficed for some
-    calls is doubled. Each time that this turns out too much, twice as many calls must suffice before it is tried again.
+    Whatever took the memory may be gone (other adapters, another process on the device), so after some successful calls
+    a halved budget is doubled. Each time this proves too much, twice as many calls must succeed before the next try.
     """
 
     def __init__(self, most: int) -> None:
@@ -23,7 +23,7 @@ class TokenBudget:
         self._grown = False
 
     def lacked(self, tried: int) -> None:
-        """Memory ran out with `tried` positions."""
+        """Memory ran out with `tried` positions: halve the budget."""
         self.tokens = max(1, min(self.tokens, tried) // 2)
         if self._grown:
             self._patience *= 2
@@ -31,7 +31,7 @@ class TokenBudget:
         log.warning("out of memory: micro-batches have at most %d positions for now", self.tokens)
 
     def sufficed(self) -> None:
-        """A call ended without lack of memory."""
+        """A call had enough memory: after enough such calls, double the budget."""
         self._sufficed += 1
         if self.tokens < self._most and self._sufficed >= self._patience:
             self.tokens = min(self._most, 2 * self.tokens)

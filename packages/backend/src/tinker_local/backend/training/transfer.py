@@ -1,7 +1,6 @@
-"""Arrays between the host and the model's device.
+"""Copy arrays between the host and the model's device.
 
-Only memory that is page-locked is copied at full speed and without the host waiting; locking is slow, but torch keeps
-such memory for the next time.
+Only page-locked memory is copied at full speed and asynchronously. Locking is slow, but torch caches locked memory.
 """
 
 from typing import Any
@@ -12,7 +11,7 @@ import torch
 
 
 def to_device(array: npt.NDArray[Any], device: torch.device, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """A copy on `device` (on the CPU the same memory), queued behind the device's work: the host goes on at once."""
+    """A copy on `device` (on the CPU: the same memory), queued after the device's work without blocking the host."""
     tensor = torch.from_numpy(np.ascontiguousarray(array))
     if dtype is not None:
         tensor = tensor.to(dtype)
@@ -22,7 +21,7 @@ def to_device(array: npt.NDArray[Any], device: torch.device, dtype: torch.dtype 
 
 
 def to_host(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """A copy in host memory that nobody else has, rounded on the device; waits for the device's work so far."""
+    """A copy in unshared host memory, rounded on the device. Waits for the device's work so far."""
     if tensor.device.type != "cuda":
         return tensor.to("cpu", dtype, copy=True)
     rounded = tensor.to(dtype)

@@ -1,6 +1,6 @@
 """The decoder's kernels in Triton, for 16-bit activations on CUDA: each reads and writes memory once.
 
-All of them are bound by memory, so a program takes a whole row (or head) into registers and computes in float32.
+All are bound by memory bandwidth, so a program loads a whole row (or head) into registers and computes in float32.
 """
 
 from typing import Any
@@ -11,7 +11,7 @@ import triton.language as tl
 
 
 class TritonKernels:
-    """Keeps `kernels.Kernels`."""
+    """Implements `kernels.Kernels`."""
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
         result = torch.empty_like(x)
@@ -93,7 +93,7 @@ _LONG_SPAN = 4096
 
 
 def _warps(width: int) -> int:
-    """Enough threads that each holds a few dozen numbers of a row."""
+    """Enough warps that each thread holds a few dozen numbers of a row."""
     return min(16, max(1, int(triton.next_power_of_2(width)) // 512))
 
 
@@ -123,11 +123,11 @@ def _rms_norm_backward(grad, x, weight, residual, result, width, epsilon, block:
     values = tl.load(x + row * width + at, mask=inside, other=0.0).to(tl.float32)
     inverse = tl.rsqrt(tl.sum(values * values, 0) / width + epsilon)
     normalized = values * inverse
-    by_output = tl.load(grad + row * width + at, mask=inside, other=0.0).to(tl.float32)
-    by_normalized = by_output * tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)
-    along = tl.sum(by_normalized * normalized, 0) / width
+    grad_output = tl.load(grad + row * width + at, mask=inside, other=0.0).to(tl.float32)
+    grad_normalized = grad_output * tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)
+    along = tl.sum(grad_normalized * normalized, 0) / width
     before = tl.load(residual + row * width + at, mask=inside, other=0.0).to(tl.float32)
-    tl.store(result + row * width + at, before + (by_normalized - normalized * along) * inverse, mask=inside)
+    tl.store(result + row * width + at, before + (grad_normalized - normalized * along) * inverse, mask=inside)
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
@@ -167,28 +167,28 @@ def _norm_rope_backward(  # type: ignore[no-untyped-def]
     half = size // 2
     inside = (head < heads) & (at < half)
     place = grad + token * heads * size + head * size + at
-    grad_first = tl.load(place, mask=inside, other=0.0).to(tl.float32)
-    grad_second = tl.load(place + half, mask=inside, other=0.0).to(tl.float32)
+    grad_rotated_first = tl.load(place, mask=inside, other=0.0).to(tl.float32)
+    grad_rotated_second = tl.load(place + half, mask=inside, other=0.0).to(tl.float32)
     cos_first = tl.load(cos + token * size + at, mask=at < half, other=0.0).to(tl.float32)
     cos_second = tl.load(cos + token * size + half + at, mask=at < half, other=0.0).to(tl.float32)
     sin_first = tl.load(sin + token * size + at, mask=at < half, other=0.0).to(tl.float32)
     sin_second = tl.load(sin + token * size + half + at, mask=at < half, other=0.0).to(tl.float32)
-    by_first = grad_first * cos_first + grad_second * sin_second
-    by_second = grad_second * cos_second - grad_first * sin_first
+    grad_first = grad_rotated_first * cos_first + grad_rotated_second * sin_second
+    grad_second = grad_rotated_second * cos_second - grad_rotated_first * sin_first
     if has_norm:
         first = tl.load(x + token * stride + head * size + at, mask=inside, other=0.0).to(tl.float32)
         second = tl.load(x + token * stride + head * size + half + at, mask=inside, other=0.0).to(tl.float32)
         inverse = tl.rsqrt(tl.sum(first * first + second * second, 1) / size + epsilon)[:, None]
         first = first * inverse
         second = second * inverse
-        by_first = by_first * tl.load(weight + at, mask=at < half, other=0.0).to(tl.float32)
-        by_second = by_second * tl.load(weight + half + at, mask=at < half, other=0.0).to(tl.float32)
-        along = (tl.sum(by_first * first + by_second * second, 1) / size)[:, None]
-        by_first = (by_first - first * along) * inverse
-        by_second = (by_second - second * along) * inverse
+        grad_first = grad_first * tl.load(weight + at, mask=at < half, other=0.0).to(tl.float32)
+        grad_second = grad_second * tl.load(weight + half + at, mask=at < half, other=0.0).to(tl.float32)
+        along = (tl.sum(grad_first * first + grad_second * second, 1) / size)[:, None]
+        grad_first = (grad_first - first * along) * inverse
+        grad_second = (grad_second - second * along) * inverse
     goal = result + token * result_stride + head * size + at
-    tl.store(goal, by_first, mask=inside)
-    tl.store(goal + half, by_second, mask=inside)
+    tl.store(goal, grad_first, mask=inside)
+    tl.store(goal + half, grad_second, mask=inside)
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
@@ -203,7 +203,7 @@ def _swiglu(gate_up, result, width, block: tl.constexpr):  # type: ignore[no-unt
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def _swiglu_backward(grad, gate_up, width, block: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The gradients take the place of gate and up, the forward's value that of `grad`."""
+    """Overwrite gate and up with their gradients, and `grad` with the forward's output."""
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * block + tl.arange(0, block)
     inside = at < width
@@ -211,11 +211,11 @@ def _swiglu_backward(grad, gate_up, width, block: tl.constexpr):  # type: ignore
     grad_place = grad + row * width + at
     gate = tl.load(gate_place, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_place + width, mask=inside, other=0.0).to(tl.float32)
-    by_output = tl.load(grad_place, mask=inside, other=0.0).to(tl.float32)
+    grad_output = tl.load(grad_place, mask=inside, other=0.0).to(tl.float32)
     sigmoid = tl.sigmoid(gate)
     silu = gate * sigmoid
-    tl.store(gate_place, by_output * up * (sigmoid + silu * (1 - sigmoid)), mask=inside)
-    tl.store(gate_place + width, by_output * silu, mask=inside)
+    tl.store(gate_place, grad_output * up * (sigmoid + silu * (1 - sigmoid)), mask=inside)
+    tl.store(gate_place + width, grad_output * silu, mask=inside)
     tl.store(grad_place, silu * up, mask=inside)
 
 
@@ -229,8 +229,8 @@ def _logsumexp(logits, result, width, block: tl.constexpr):  # type: ignore[no-u
         inside = start + at < width
         values = tl.load(logits + row * width + start + at, mask=inside, other=float("-inf")).to(tl.float32)
         higher = tl.maximum(largest, values)
-        # In a lane that has seen nothing but -inf (beyond the width, too) its difference with itself is no number. Not
-        # told by `higher`: the larger of -inf and NaN is -inf, and what is no number must stay in the sum.
+        # A lane that has only seen -inf (as beyond the width) would compute -inf - -inf, which is NaN. Testing `higher`
+        # would not do: the maximum of -inf and NaN is -inf, and a NaN must stay in the sum.
         nothing = (largest == float("-inf")) & (values == float("-inf"))
         total = tl.where(nothing, total, total * tl.exp(largest - higher) + tl.exp(values - higher))
         largest = higher

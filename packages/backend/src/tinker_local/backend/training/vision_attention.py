@@ -1,7 +1,7 @@
-"""Attention of a vision tower over many images at once, under a name that transformers' models look up.
+"""Vision tower attention over many images at once, registered under a name that transformers' models look up.
 
-transformers gives packed rows with their bounds only to attentions whose name contains "flash"; others it calls image
-by image, in every layer, with a wait for the device each time.
+transformers passes packed rows with their bounds only to attentions whose name contains "flash". It calls others image
+by image, in every layer, and synchronizes with the device each time.
 """
 
 import itertools
@@ -27,13 +27,13 @@ def packed_attention(
     dropout: float = 0.0,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """transformers' attention signature: every patch of an image (or window) with all others of it.
+    """Attend from every patch of an image (or window) to all patches of it; transformers' attention signature.
 
-    `query`, `key`, `value` [1, heads, T, D]; `cu_seq_lens_q` [images + 1]: where each begins, and the end; returns
-    [1, T, heads, D].
+    `query`, `key`, `value` [1, heads, T, D]; `cu_seq_lens_q` [images + 1]: the start of each image, then the end.
+    Returns [1, T, heads, D].
     """
     if attention_mask is not None or dropout:
-        raise NotImplementedError("packed attention is without masks and dropout")
+        raise NotImplementedError("packed attention does not support masks or dropout")
     rows = [tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value)]
     if compat_torch.flash_attention_works(query):
         bounds = cu_seq_lens_q.to(torch.int32)
@@ -43,7 +43,7 @@ def packed_attention(
         return output.unsqueeze(0), None
     lengths = (cu_seq_lens_q[1:] - cu_seq_lens_q[:-1]).tolist()
     outputs, start = [], 0
-    for length, group in itertools.groupby(lengths):  # neighbours of one size in one call
+    for length, group in itertools.groupby(lengths):  # neighbours of equal length share one call
         count = len(list(group))
         batched = [
             tensor[start : start + count * length].unflatten(0, (count, length)).transpose(1, 2) for tensor in rows
@@ -55,7 +55,7 @@ def packed_attention(
 
 
 def use_packed_attention(tower: Any) -> None:
-    """Let a vision tower of transformers attend with it. Set once the model is there: while it loads, transformers
-    takes any name with "flash" for a package that must be installed."""
+    """Make a vision tower of transformers use `packed_attention`. Call it after the model is loaded: during loading,
+    transformers takes any name with "flash" for a package that must be installed."""
     AttentionInterface.register(PACKED_ATTENTION, packed_attention)
     tower.config._attn_implementation = PACKED_ATTENTION

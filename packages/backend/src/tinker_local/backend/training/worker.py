@@ -1,10 +1,10 @@
 """`HFTrainer`: many LoRA adapters on one Hugging Face model, in one process.
 
-A call of `forward_backward` goes: refuse what cannot run, fill micro-batches over all works and adapters
-(`passes.py`), run each (`micro_batch.py`). Gradients of a call are collected apart and added to the adapters only for
-works that succeeded, so a failure leaves nothing behind.
+`forward_backward` refuses the requests that cannot run, fills micro-batches across requests and adapters (`passes.py`),
+and runs each (`micro_batch.py`). It collects the gradients of a call separately and adds only those of successful
+requests to the adapters, so that a failure leaves nothing behind.
 
-Runs inline in whichever single thread calls it. Uses no global random generator and sets no global state of torch.
+Call it from one thread at a time. It uses no global random generator and changes no global state of torch.
 """
 
 import math
@@ -33,27 +33,28 @@ from tinker_local.types import ApiError, InternalError, InvalidRequestError, Lor
 from tinker_local.types.base import Frozen
 
 CUDA_LOGITS = 2**28
-"""Most logits that exist at a time on a GPU: enough rows for its matrix products to be at their fastest."""
+"""Maximum number of logits in memory at once on a GPU: enough rows for matmuls at full speed."""
 
 _NOT_FLAT = 1e-6
-"""A first gradient of exactly zero is a fault of ours if some derivative by a target's logit was larger than this."""
+"""A first gradient of exactly zero is a bug if the derivative with respect to some target's logit exceeded this."""
 
 
 class HFTrainer:
-    """Keeps `training.interface.Trainer` on the model at `model_path`, under the name `name`.
+    """Implements `training.interface.Trainer` on the model at `model_path`, under the name `name`.
 
     `dtype`: of weights and activations, "float32", "bfloat16" or "float64" (default: bfloat16 on CUDA, else float32);
-    adapters, gradients and optimizer states are float32 (float64 with float64). `max_context_length` may only shorten
-    the model's own. `micro_batch_tokens`: most positions in one forward; fewer for a time when memory runs out.
-    `activation_memory_bytes`: what activations may take; layers that do not fit are computed again in the backward.
-    None: on CUDA what a full micro-batch takes, so that a longer sequence takes no more; on the CPU everything is kept.
-    `logit_chunk_elements`: most logits that exist at a time (None: 2^28 on CUDA, 2^26 elsewhere). `image_cache_bytes`:
-    of image features kept on the device. `module_gradient_norms`: whether `optim_step` reports each module's, too.
-    `decoder`: what runs the layers; "auto" is "written-out" where it knows them, else "autograd".
+    adapters, gradients and optimizer states are float32 (float64 with float64). `max_context_length` can only shorten
+    the model's own. `micro_batch_tokens`: maximum positions in one forward; temporarily fewer when memory runs out.
+    `activation_memory_bytes`: limit for activations; layers beyond it are recomputed in the backward. None: on CUDA
+    what a full micro-batch takes, so that a longer sequence takes no more; on the CPU nothing is recomputed.
+    `logit_chunk_elements`: maximum number of logits in memory at once (None: 2^28 on CUDA, 2^26 elsewhere).
+    `image_cache_bytes`: limit for image features cached on the device. `module_gradient_norms`: `optim_step` also
+    reports the norm of each module. `decoder`: runs the layers; "auto" means "written-out" if it supports them, else
+    "autograd".
 
-    The logprob reported for a target outside the vocabulary (allowed where its coefficient is 0) is that of token 0.
-    An `optim_step` without a gradient since the last one takes a zero gradient: AdamW's moments fade, decay applies,
-    the step counts.
+    A target outside the vocabulary is allowed where its coefficient is 0; its reported logprob is that of token 0.
+    An `optim_step` without a gradient since the last one uses a zero gradient: AdamW's moments fade, weight decay
+    applies, the step counts.
     """
 
     def __init__(
@@ -90,17 +91,17 @@ class HFTrainer:
 
     @property
     def images_encoded(self) -> int:
-        """How many images went through the vision tower so far; features that are kept are not computed again."""
+        """How many images the vision tower has encoded so far; cached features are not encoded again."""
         return self._runner.images_encoded
 
     # Adapters -------------------------------------------------------------------------------------------------------
 
     def adapter_bytes(self, config: LoraConfig, optimizer: str = "adamw") -> int:
-        """Weights, gradient and optimizer state."""
+        """Bytes of weights, gradient and optimizer state."""
         return self._layout(config)[-1].stop * OPTIMIZERS[optimizer].bytes_per_parameter(int(self._float.itemsize))
 
     def create_adapter(self, adapter_id: str, config: LoraConfig, optimizer: str = "adamw") -> None:
-        """A new adapter that changes nothing yet; InvalidRequestError for a rank or flags that cannot be."""
+        """Create an adapter with B = 0; InvalidRequestError if its rank or flags are invalid."""
         if adapter_id in self._adapters:
             raise ValueError(f"adapter {adapter_id} exists")
         specs = self._layout(config)
@@ -108,7 +109,7 @@ class HFTrainer:
         self._adapters[adapter_id] = Adapter(config, specs, weights, OPTIMIZERS[optimizer])
 
     def load_adapter(self, adapter_id: str, state: AdapterState) -> None:
-        """Create or replace; the gradient added up so far is forgotten."""
+        """Create or replace an adapter; discards its accumulated gradient."""
         specs = self._layout(state.lora_config)
         weights = self._place(lora.flatten(specs, state.tensors, "weights"))
         optimizer = OPTIMIZERS[state.optimizer_type]
@@ -145,8 +146,7 @@ class HFTrainer:
         self._adapter(adapter_id).gradient = None
 
     def optim_step(self, adapter_id: str, params: Frozen) -> dict[str, float]:
-        """One update by the adapter's optimizer; returns `grad_norm`, the norm before clipping, and if asked for
-        `grad_norm/MODULE`."""
+        """Update the adapter once. Returns `grad_norm`, the norm before clipping, and `grad_norm/MODULE` if enabled."""
         adapter = self._adapter(adapter_id)
         gradient = torch.zeros_like(adapter.weights) if adapter.gradient is None else adapter.gradient
         adapter.gradient = None
@@ -159,7 +159,7 @@ class HFTrainer:
         return {"grad_norm": norm, **{f"grad_norm/{path}": value for path, value in of_modules.items()}}
 
     def release_memory(self) -> None:
-        """Give back what torch's allocator holds unused."""
+        """Release the memory that torch's allocator caches."""
         release_unused_memory(self._loaded.device)
 
     def close(self) -> None:
@@ -169,13 +169,13 @@ class HFTrainer:
 
     @property
     def micro_batch_tokens(self) -> int:
-        """The most positions that a micro-batch has at the moment."""
+        """The current maximum of positions in a micro-batch."""
         return self._budget.tokens
 
-    # Works ----------------------------------------------------------------------------------------------------------
+    # Requests -------------------------------------------------------------------------------------------------------
 
     def forward_backward(self, work: Sequence[TrainWork]) -> list[TrainResult | ApiError]:
-        """See `Trainer.forward_backward`. Works without a gradient are packed apart from those with one."""
+        """See `Trainer.forward_backward`. Requests without a gradient are packed separately."""
         results: dict[int, TrainResult | ApiError] = {}
         forward: dict[int, TrainWork] = {}
         backward: dict[int, TrainWork] = {}
@@ -190,7 +190,7 @@ class HFTrainer:
         return [results[at] for at in range(len(work))]
 
     def logprobs(self, adapter_id: str | None, *inputs: RenderedInput) -> npt.NDArray[np.float32]:
-        """log p(token[i+1] | tokens[..i]), float32 [N-1] of each input, concatenated; computed in one row."""
+        """log p(token[i+1] | tokens[..i]), float32 [N-1] of each input, concatenated. All inputs share one row."""
         adapters = {} if adapter_id is None else {adapter_id: self._adapter(adapter_id)}
         items = []
         for at, each in enumerate(inputs):
@@ -204,14 +204,14 @@ class HFTrainer:
     def _train(self, works: Mapping[int, TrainWork]) -> dict[int, TrainResult | ApiError]:
         """Run `works` and add the gradients of those that succeed to their adapters.
 
-        A failure spoils the sum of its adapter's gradients in this pass, and what is not a number may have spread to
-        adapters that shared matrix products with it. Spoiled sums are dropped, and their other works run again without
-        those that failed; one at a time if none did, so that the culprit is found. Nothing of it remains.
+        A failed request poisons its adapter's gradient sum in this pass, and its NaNs may have reached adapters that
+        shared matmuls with it. Poisoned sums are dropped, and their other requests run again without the failed ones;
+        if none failed, one at a time to find the culprit. Nothing of a failed request remains.
         """
         tally = self._passes.run(works, gradient=True)
         results = {at: tally.result(at) for at in works}
         failed = {at for at in works if tally.works[at].error is not None}
-        # Looking takes memory, adding does not: if it lacks, nothing has been added yet.
+        # Checking takes memory, adding does not: if memory runs out, nothing has been added yet.
         adapter_ids = dict.fromkeys(work.adapter_id for work in works.values())
         faults = {adapter_id: self._gradient_fault(adapter_id, tally) for adapter_id in adapter_ids}
         again: dict[int, TrainWork] = {}
@@ -223,19 +223,19 @@ class HFTrainer:
                 results |= dict.fromkeys(works, fault)
             else:
                 again |= {at: work for at, work in members.items() if at not in failed}
-        del tally  # and with it the spoiled sums
+        del tally  # frees the poisoned sums
         for part in [again] if failed else [{at: work} for at, work in sorted(again.items())]:
             results |= self._train(part)
         return results
 
     def _gradient_fault(self, adapter_id: str, tally: Tally) -> ApiError | None:
-        """What is wrong with the gradient that a pass gave an adapter, if something is."""
+        """Why an adapter's gradient from a pass cannot be used; None if it can."""
         gradient = tally.gradients.get(adapter_id)
         if gradient is not None and not torch.isfinite(gradient).all():
             return InvalidRequestError("the gradient is not finite; nothing of this request was added to it")
         adapter = self._adapter(adapter_id)
         adapter.gradient_seen = adapter.gradient_seen or (gradient is not None and bool(gradient.any()))
-        # Gradients of both signs may cancel: the same completion with advantages of 1 and -1.
+        # Gradients of both signs may cancel, as for one completion with advantages of 1 and -1.
         low, high = tally.logit_gradients.get(adapter_id, (0.0, 0.0))
         if adapter.gradient_seen or low < 0 < high or max(-low, high) <= _NOT_FLAT:
             return None
@@ -251,7 +251,7 @@ class HFTrainer:
     # Checks and look-ups --------------------------------------------------------------------------------------------
 
     def _checked(self, work: TrainWork) -> TrainWork:
-        """`work` with complete settings; raises ApiError if it cannot run (nobody else's must fail with it)."""
+        """`work` with complete settings; ApiError if it cannot run, so that no other request fails with it."""
         if not self._adapter(work.adapter_id).computable:
             raise InvalidRequestError(
                 f"model {work.adapter_id}: its weights are not finite any more; load a checkpoint, take smaller steps"
@@ -266,7 +266,7 @@ class HFTrainer:
         tokens = input.token_ids
         if not 0 < len(tokens) <= self.max_context_length:
             raise InvalidRequestError(f"{where}: {len(tokens)} positions, allowed are 1 to {self.max_context_length}")
-        # An id out of range would end the process's CUDA context, and with it everybody's work.
+        # An id out of range would destroy the process's CUDA context, and with it all requests.
         outside = (tokens < 0) | (tokens >= self.vocab_size)
         if outside.any():
             raise InvalidRequestError(

@@ -1,4 +1,4 @@
-"""Which decoder runs a base model: the written-out one where its layers are known, else autograd."""
+"""Choose the decoder of a base model: the written-out one if it supports the layers, else autograd."""
 
 from typing import Any
 
@@ -17,16 +17,17 @@ from tinker_local.backend.training.lora_batch import LoraBatch
 from tinker_local.types import UnsupportedError
 
 _SHORT, _LONGEST = 5, 64
-"""Lengths of the sequences that a decoder is compared on; the second exceeds a sliding window of up to 64."""
+"""Lengths of the sequences in the comparison with transformers: `_SHORT`, and 8 more than the sliding window, which
+counts with at most `_LONGEST`."""
 _TOLERANCE = {torch.float64: 1e-3, torch.float32: 1e-3}
-"""Of the difference relative to the hidden states, which tells another architecture (about 1) from rounding.
+"""Maximum relative difference of the hidden states: another architecture differs by about 1, rounding by far less.
 transformers computes norms in float32 whatever the dtype."""
 _TOLERANCE_16_BIT = 0.25
 
 
 def make_decoder(model: Any, family: Family, kernels: Kernels, choice: DecoderChoice, where: str) -> Decoder:
-    """The decoder of transformers' `model` that `choice` names. It is compared with transformers' own forward before it
-    is used. UnsupportedError says why none can be; `where` names the model."""
+    """The decoder that `choice` names for transformers' `model`, compared with transformers' own forward. `where`: the
+    model's name in errors. UnsupportedError if no decoder works, with the reasons."""
     reasons: list[str] = []
     if choice in ("auto", "written-out"):
         try:
@@ -59,8 +60,8 @@ def _autograd(model: Any, family: Family) -> Decoder:
 
 @torch.no_grad()
 def _compare(decoder: Decoder, model: Any, family: Family) -> None:
-    """UnsupportedError unless `decoder` gives two sequences in one row the hidden states that transformers' modules,
-    with an attention of their own, give each alone."""
+    """Raise UnsupportedError unless `decoder` gives two sequences in one row the same hidden states as transformers'
+    modules, with eager attention, give each alone."""
     modules = model.get_submodule(family.decoder_path)
     embedding = model.get_input_embeddings()
     device, vocabulary = embedding.weight.device, embedding.num_embeddings
@@ -84,7 +85,7 @@ def _compare(decoder: Decoder, model: Any, family: Family) -> None:
     tolerance = _TOLERANCE.get(embeds[0].dtype, _TOLERANCE_16_BIT)
     if not difference <= tolerance:
         raise UnsupportedError(
-            f"its hidden states differ from transformers' by {difference:.2g} of their size, allowed is {tolerance}"
+            f"its hidden states differ from transformers' by {difference:.2g} of their norm; allowed is {tolerance}"
         )
 
 

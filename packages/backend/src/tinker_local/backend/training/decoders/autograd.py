@@ -1,9 +1,9 @@
-"""Any causal language model of transformers: its own modules and autograd, with adapters and packed attention put in.
+"""A decoder for any causal language model of transformers: its own modules and autograd, plus adapters and packing.
 
-The way in for a new family, and what the written-out decoder is compared with. Three things are changed, none of them
-in the code of transformers: attention is a function registered with it, which is given the segments of the row, so that
-sequences share a row without padding and without seeing each other; the Linear modules that adapters train add the
-adapters of all sequences of the row; layers can be checkpointed. Legend: T tokens, H hidden size, N heads, D head size.
+New families start here, and the written-out decoder is compared with it. Three things change, without patching
+transformers. Attention is a registered function that receives the segments of the row, so that sequences share it
+without padding and without seeing each other. The Linear modules that adapters train add the adapters of all sequences
+in the row. Layers can be checkpointed. Legend: T tokens, H hidden size, N heads, D head size.
 """
 
 import functools
@@ -26,7 +26,7 @@ from torch.utils.checkpoint import checkpoint
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Run:
-    """One forward and its backward."""
+    """The arguments of one forward, also needed by its backward."""
 
     row: PackedRow
     lora: LoraBatch
@@ -34,10 +34,10 @@ class _Run:
 
 
 class AutogradDecoder:
-    """`training.decoder.Decoder` on `modules`, transformers' decoder at `path` of its model."""
+    """Implements `training.decoder.Decoder` on `modules`, transformers' decoder at `path` of its model."""
 
     def __init__(self, modules: Any, path: str, lora: LoraNames) -> None:
-        attention_rules(modules)  # raises if a layer attends in another way
+        attention_rules(modules)  # raises if a layer does not use the registered function
         self.targets = find_targets(modules, path, lora)
         self._modules = modules
         self._run: _Run | None = None
@@ -61,14 +61,14 @@ class AutogradDecoder:
         return AutogradPass(self, run, embeds, hidden, hidden.detach())
 
     def memory(self, tokens: int, columns: int) -> ActivationMemory:
-        """As measured on a few tokens; the backward of a layer takes about what its forward keeps."""
+        """Extrapolate from a measurement on few tokens; a layer's backward takes about what its forward keeps."""
         per_token = self._bytes_per_token
         inputs = tokens * self._modules.config.hidden_size * self._dtype.itemsize
         layers = [LayerMemory(tokens * (layer + 7 * columns * self._dtype.itemsize), 0) for layer in per_token]
         return ActivationMemory(2 * max(layer.lean for layer in layers) + (len(layers) + 4) * inputs, layers)
 
     def undo(self) -> None:
-        """Leave the modules as they were."""
+        """Restore the modules' own forward methods."""
         for module in self._modules.modules():
             module.__dict__.pop("forward", None)
 
@@ -109,7 +109,7 @@ class AutogradDecoder:
 
     @functools.cached_property
     def _bytes_per_token(self) -> list[int]:
-        """What autograd keeps for each layer: the difference between two short rows, adapters on all targets."""
+        """Bytes per token that autograd keeps for each layer, from two short rows with adapters on all targets."""
         few, many = self._kept_bytes(16), self._kept_bytes(48)
         return [(b - a) // 32 for a, b in zip(few, many, strict=True)]
 
@@ -145,7 +145,7 @@ class AutogradDecoder:
 
 @dataclass(slots=True, eq=False)
 class AutogradPass:
-    """`hidden` [T, H] without the graph that `root` hangs on."""
+    """A `DecoderPass`. `root`: the output with its graph; `hidden` [T, H]: the same without it."""
 
     decoder: AutogradDecoder
     run: _Run
@@ -163,8 +163,8 @@ class AutogradPass:
 
 
 def find_targets(modules: Any, path: str, lora: LoraNames) -> list[Target]:
-    """The Linear modules of the decoder `modules` that `lora` names, in its order. Modules of one name and shape are
-    one group over all layers."""
+    """The Linear modules of the decoder `modules` that `lora` names, in the decoder's order. Modules with the same name
+    and shape form one group over all layers."""
     found: list[Target] = []
     counts: dict[str, int] = {}
     for name, module in modules.named_modules():
@@ -182,7 +182,7 @@ def find_targets(modules: Any, path: str, lora: LoraNames) -> list[Target]:
 
 
 class _AdaptedLinear(torch.autograd.Function):
-    """x weight^T + bias + low rank. The gradients of the adapters go into `LowRank`, not through autograd."""
+    """x weight^T + bias + low rank. The backward writes the adapters' gradients to `LowRank`, outside autograd."""
 
     @staticmethod
     def forward(

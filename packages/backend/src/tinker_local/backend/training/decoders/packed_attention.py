@@ -1,8 +1,8 @@
-"""The attention of packed rows as a function that the models of transformers look up by name.
+"""Attention on packed rows, as a function that transformers' models look up by name.
 
-transformers hands it what a layer knows: the scale of the scores, a sliding window, a soft cap, sinks. It makes no mask
-for an attention that it does not know, so nothing is padded and no segment sees another. Legend: T tokens, H hidden
-size, N query heads, M key-value heads, D head size.
+transformers passes the settings of each layer: the scale of the scores, a sliding window, a soft cap, sinks. It builds
+no mask for registered functions that it does not know, so nothing is padded; the function itself separates segments.
+Legend: T tokens, H hidden size, N query heads, M key-value heads, D head size.
 """
 
 from collections.abc import Iterator, Mapping
@@ -16,12 +16,12 @@ from tinker_local.types import UnsupportedError
 from transformers import AttentionInterface
 
 ATTENTION = "tinker_local_packed"
-"""The name of the function in transformers' registry. (With "flash" in it, transformers would look for a package.)"""
+"""The function's name in transformers' registry. If it contained "flash", transformers would look for a package."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedCall:
-    """What a model is called with as `packed`, and passes on to attention. `rules`: how each module attended, by its
+    """The argument `packed`, which a model passes on to attention. `rules`: how each attention module attended, by its
     `id`."""
 
     segments: Segments
@@ -30,7 +30,7 @@ class PackedCall:
 
 @contextmanager
 def attending(modules: Any, implementation: str) -> Iterator[None]:
-    """Inside, the decoder `modules` of transformers attends with `implementation`: `ATTENTION`, or "eager"."""
+    """Make transformers' decoder `modules` attend with `implementation`: `ATTENTION`, or "eager"."""
     AttentionInterface.register(ATTENTION, packed_attention)
     config = modules.config
     chosen, config._attn_implementation = config._attn_implementation, implementation
@@ -42,7 +42,7 @@ def attending(modules: Any, implementation: str) -> Iterator[None]:
 
 @torch.no_grad()
 def attention_rules(modules: Any) -> Mapping[int, AttentionRule]:
-    """How each attention module of the decoder `modules` attends, by its `id`: what it hands to the function."""
+    """How each attention module of the decoder `modules` attends, by its `id`: the settings that it passes on."""
     parameter = next(modules.parameters())
     embeds = torch.zeros(1, 1, modules.config.hidden_size, dtype=parameter.dtype, device=parameter.device)
     packed = PackedCall(Segments((1,), parameter.device))
@@ -50,8 +50,8 @@ def attention_rules(modules: Any) -> Mapping[int, AttentionRule]:
         modules(inputs_embeds=embeds, use_cache=False, packed=packed)
     if len(packed.rules) != len(modules.layers):
         raise UnsupportedError(
-            f"{len(packed.rules)} of {len(modules.layers)} layers attend through the function that is registered with "
-            "transformers; the others would see their neighbours in a packed row"
+            f"{len(packed.rules)} of {len(modules.layers)} layers attend through the function that is registered "
+            "with transformers; in the others the sequences of a packed row would see each other"
         )
     return packed.rules
 
@@ -71,12 +71,12 @@ def packed_attention(
     packed: PackedCall | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """transformers' attention signature, causal inside the segments of the row. `query` [1, N, T, D], `key` and `value`
-    [1, M, T, D]; returns [1, T, N, D]. `s_aux` [N]: sinks. UnsupportedError says why a model cannot be packed."""
+    """Causal attention inside the segments of the row; transformers' attention signature. `query` [1, N, T, D], `key`
+    and `value` [1, M, T, D]; returns [1, T, N, D]. `s_aux` [N]: sinks. UnsupportedError if a model cannot be packed."""
     if packed is None:
         raise UnsupportedError("its layers do not pass keyword arguments on to attention")
     if attention_mask is not None:
-        raise UnsupportedError("it makes an attention mask of its own")
+        raise UnsupportedError("it makes its own attention mask")
     if dropout or not getattr(module, "is_causal", True):
         raise UnsupportedError("its attention is not causal, or has dropout")
     if value.shape[-1] != query.shape[-1]:
@@ -93,7 +93,7 @@ def packed_attention(
 
 
 class _Attention(torch.autograd.Function):
-    """`attend` and its backward."""
+    """Connects `attend` and `attend_backward` to autograd."""
 
     @staticmethod
     def forward(

@@ -143,13 +143,13 @@ class _Server:
     def _fail(self, call: Call, error: Exception) -> None:
         lost = not isinstance(error, ApiError) and device_is_lost(error)
         if call.method == LOAD:
-            told = as_told(error)
+            raised = portable(error)
         elif isinstance(error, ApiError):
-            told = error
+            raised = error
         else:
             log.error("%s failed in the trainer's process", call.method, exc_info=error)
-            told = InternalError(f"{type(error).__name__}: {words(error)}")
-        self._channel.send(Failure(call.number, told, self._encoded(), final=lost))
+            raised = InternalError(f"{type(error).__name__}: {message_of(error)}")
+        self._channel.send(Failure(call.number, raised, self._encoded(), final=lost))
         if lost:
             os._exit(DEVICE_LOST)  # even an orderly end would ask the device
 
@@ -195,20 +195,20 @@ def device_is_lost(error: Exception) -> bool:
     return False
 
 
-def as_told(error: Exception) -> Exception:
+def portable(error: Exception) -> Exception:
     """The error for the parent to raise: `error` itself if it can be pickled, else a built-in type."""
     if isinstance(error, ApiError):
         return error
-    told = error
+    raised = error
     if not travels(error):
         kinds = (kind for kind in (OSError, ValueError) if isinstance(error, kind))
-        told = next(kinds, RuntimeError)(f"{type(error).__name__}: {words(error)}")
+        raised = next(kinds, RuntimeError)(f"{type(error).__name__}: {message_of(error)}")
     trace = "".join(traceback.format_exception(error))
-    told.add_note(f"In the trainer's process:\n{trace}")
-    return told
+    raised.add_note(f"In the trainer's process:\n{trace}")
+    return raised
 
 
-def words(error: Exception) -> str:
+def message_of(error: Exception) -> str:
     """The message of `error`, even if its `__str__` fails."""
     try:
         return str(error)

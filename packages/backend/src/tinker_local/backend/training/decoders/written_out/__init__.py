@@ -1,5 +1,5 @@
-"""Forward and backward of a decoder written out for frozen weights and trained adapters, without autograd.
+"""A decoder with a hand-written forward and backward for frozen weights and trained adapters, without autograd.
 
-Knowing that only adapters learn, and which, saves what autograd cannot: gradients of weights, copies of activations,
-launches. `layers.py` loops over layers; a layer is a sequence of blocks (`block.py`), one file for each kind.
+Since only adapters are trained, it avoids what autograd cannot: gradients of weights, copies of activations, launches.
+`layers.py` loops over layers; a layer is a sequence of blocks (`block.py`), with one file per kind of block.
 """

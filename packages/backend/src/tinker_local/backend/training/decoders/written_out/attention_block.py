@@ -2,8 +2,8 @@
 
     y = x + O attend(rope(norm(Q n)), rope(norm(K n)), V n)        n = norm(x)
 
-where each of Q, K, V, O is a frozen matrix plus the adapters' low rank; the norms of heads are optional. Legend: T
-tokens, H hidden size, N query heads, M key-value heads, D head size, p projections of a group, R columns of adapters.
+Each of Q, K, V, O is a frozen matrix plus the adapters' low rank; the head norms are optional. Legend: T tokens, H
+hidden size, N query heads, M key-value heads, D head size, p projections of a group, R columns of adapters.
 """
 
 from dataclasses import dataclass
@@ -18,8 +18,8 @@ from tinker_local.backend.training.lora_batch import project, project_backward, 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AttentionBlock:
-    """The weights of the `index`-th attention block. Projections that read the same input are one matrix: `qkv`
-    [(N + 2 M) D, H]; `output` [H, N D]; `norm` [H]; `q_norm`, `k_norm` [D] and biases where the family has them."""
+    """The weights of attention block `index`. Projections that read the same input are joined: `qkv` [(N + 2 M) D, H].
+    `output` [H, N D]; `norm` [H]; `q_norm`, `k_norm` [D] and biases if the family has them."""
 
     index: int
     norm: torch.Tensor
@@ -38,8 +38,8 @@ class AttentionBlock:
 
     @classmethod
     def take(cls, index: int, path: str, norm: Any, attention: Any, rule: AttentionRule) -> "AttentionBlock":
-        """The block of transformers' modules `norm` and `attention`, the latter at `path`, which attends by `rule`.
-        Moves matrices that are joined: the modules' own parameters become views."""
+        """Make the block from transformers' modules `norm` and `attention` (at `path`), which attends by `rule`. Joins
+        matrices: the modules' own parameters become views."""
         qkv = [attention.q_proj, attention.k_proj, attention.v_proj]
         kv_width = attention.k_proj.out_features
         groups = {"qkv": ("q_proj", "k_proj", "v_proj"), "output": ("o_proj",)}
@@ -65,29 +65,29 @@ class AttentionBlock:
         )
 
     def start(self, x: torch.Tensor, context: RowContext) -> "AttentionPass":
-        """A pass over `x` [T, H]."""
+        """Create a pass over `x` [T, H]."""
         return AttentionPass(self, context, x)
 
     def memory(self, tokens: int, columns: int, itemsize: int) -> BlockMemory:
-        """qkv, attended, logsumexp and the adapters' h; the backward has query, key, value and their gradients."""
+        """Kept: qkv, attended, logsumexp and the adapters' h. The backward adds query, key, value and gradients."""
         heads = tokens * (2 * self.heads + 2 * self.kv_heads) * self.head_size * itemsize + tokens * self.heads * 4
         return BlockMemory(lean=heads + tokens * 4 * columns * itemsize, large=0, transient=3 * heads)
 
     def parts(self, qkv: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Query, key and value in the joined output, [T, N D] and twice [T, M D]."""
+        """Split the joined output into query [T, N D], key and value [T, M D]."""
         widths = [self.heads * self.head_size, self.kv_heads * self.head_size, self.kv_heads * self.head_size]
         return tuple(qkv.split(widths, dim=-1))
 
     def split_heads(self, qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The same as [T, N, D] and twice [T, M, D]."""
+        """Split the joined output into query [T, N, D], key and value [T, M, D]."""
         query, key, value = (part.unflatten(-1, (-1, self.head_size)) for part in self.parts(qkv))
         return query, key, value
 
 
 @dataclass(slots=True, eq=False)
 class AttentionPass:
-    """`qkv` [T, (N + 2 M) D] before norm and positions; `attended` [T, N, D] and its `logsumexp`; `h_qkv` [T, 3, R] and
-    `h_output` [T, 1, R]: the adapters' low-rank inputs."""
+    """`qkv` [T, (N + 2 M) D]: before head norms and positions. `attended` [T, N, D] and its `logsumexp`. `h_qkv`
+    [T, 3, R], `h_output` [T, 1, R]: h of the adapters."""
 
     block: AttentionBlock
     context: RowContext
@@ -106,7 +106,7 @@ class AttentionPass:
         return y if block.output_bias is None else y.add_(block.output_bias)
 
     def drop_large(self) -> None:
-        """Nothing here is cheap to compute again."""
+        """Drop nothing: no activation of attention is cheap to recompute."""
 
     def restore(self) -> None:
         if self.attended is None:
@@ -143,7 +143,7 @@ class AttentionPass:
         self.attended, self.logsumexp = attend(*self._query_key_value(self.qkv), c.segments, block.rule)
 
     def _query_key_value(self, qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """What attention reads: heads with norm and positions, [T, N, D], [T, M, D] and [T, M, D]."""
+        """The inputs of attention, with head norms and positions: [T, N, D], [T, M, D] and [T, M, D]."""
         block, c = self.block, self.context
         query, key, value = block.split_heads(qkv)
         return (

@@ -1,6 +1,6 @@
-"""What a block of a layer is: x + f(norm(x)), forward and backward.
+"""The interface of a block: x + f(norm(x)), forward and backward.
 
-A layer is a sequence of blocks. Another kind of block is another file beside `attention_block.py` and `mlp_block.py`.
+A layer is a sequence of blocks. To add a kind of block, add a file beside `attention_block.py` and `mlp_block.py`.
 Legend: T tokens, H hidden size, D head size, R columns of adapters.
 """
 
@@ -17,7 +17,7 @@ from tinker_local.backend.training.lora_batch import LoraBatch
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RowContext:
-    """What all blocks of a micro-batch share. `cos`, `sin` [T, D]: rotary positions."""
+    """Shared by all blocks of a micro-batch. `cos`, `sin` [T, D]: rotary positions."""
 
     kernels: Kernels
     segments: Segments
@@ -27,29 +27,29 @@ class RowContext:
 
 
 class BlockPass(Protocol):
-    """One block on one micro-batch: its activations between forward and backward."""
+    """The activations of one block on one micro-batch, between forward and backward."""
 
     x: torch.Tensor
     """The block's input, [T, H]."""
 
     def forward(self) -> torch.Tensor:
-        """The output [T, H]; keeps everything that the backward reads."""
+        """Compute the output [T, H]; keep everything that the backward reads."""
 
     def drop_large(self) -> None:
-        """Let go of what is large and cheap to compute again."""
+        """Drop activations that are large and cheap to recompute."""
 
     def restore(self) -> None:
-        """Compute again what the backward reads and is not there."""
+        """Recompute the activations that the backward reads and that were not kept."""
 
     def backward(self, grad: torch.Tensor) -> torch.Tensor:
-        """The gradient by the input from that by the output, both [T, H]; writes the adapters' gradients. Call
-        `restore` before. Uses up the activations, whose memory becomes that of gradients."""
+        """The gradient of the input from that of the output, both [T, H]. Writes the adapters' gradients. Call
+        `restore` first. Consumes the activations: gradients may overwrite them."""
 
 
 @dataclass(frozen=True, slots=True)
 class BlockMemory:
-    """Bytes that a block keeps beside its input (`lean`), what `drop_large` lets go of (`large`), and what its backward
-    takes beside these (`transient`)."""
+    """Bytes that a block keeps in addition to its input (`lean`), that `drop_large` frees (`large`), and that its
+    backward allocates on top (`transient`)."""
 
     lean: int
     large: int
@@ -57,27 +57,27 @@ class BlockMemory:
 
 
 class Block(Protocol):
-    """One block's frozen weights."""
+    """The frozen weights of one block."""
 
     @property
     def targets(self) -> Sequence[Target]:
         """The matrices of this block that adapters can train."""
 
     def start(self, x: torch.Tensor, context: RowContext) -> BlockPass:
-        """A pass over `x` [T, H]; computes nothing yet."""
+        """Create a pass over `x` [T, H], without computing anything."""
 
     def memory(self, tokens: int, columns: int, itemsize: int) -> BlockMemory:
-        """Bytes of the activations of `tokens`, of `itemsize` bytes a number, with R `columns` of adapters."""
+        """Bytes that activations of `tokens` take, at `itemsize` bytes per number, with R `columns` of adapters."""
 
 
 def there(tensor: torch.Tensor | None) -> torch.Tensor:
-    """`tensor`, which was kept or computed again before."""
-    assert tensor is not None, "kept or computed again before the backward"
+    """`tensor`, which has been kept or recomputed."""
+    assert tensor is not None, "kept or recomputed before the backward"
     return tensor
 
 
 def joined(modules: Sequence[torch.nn.Linear]) -> torch.Tensor:
-    """The modules' weights, concatenated by rows, in memory that the modules share from now on."""
+    """Concatenate the modules' weights by rows; the modules' parameters become views of the result."""
     matrix = torch.cat([module.weight.detach() for module in modules])
     start = 0
     for module in modules:

@@ -1,4 +1,7 @@
-"""All layers, forward and backward. Legend: T tokens, H hidden size, R columns of adapters."""
+"""All layers of the written-out decoder, forward and backward.
+
+Legend: T tokens, H hidden size, R columns of adapters.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,12 +19,12 @@ from tinker_local.backend.training.recompute_policy import ActivationMemory, Kee
 from tinker_local.types import UnsupportedError
 
 Layer = Sequence[Block]
-"""Its blocks, in order."""
+"""The blocks of a layer, in order."""
 
 
 class WrittenOutDecoder:
-    """`training.decoder.Decoder` for layers made of known blocks. `norm` [H]: weight of the last norm; `rotary(embeds,
-    position_ids)`: transformers' module for cos and sin."""
+    """Implements `training.decoder.Decoder` for layers made of known blocks. `norm` [H]: weight of the last norm;
+    `rotary(embeds, position_ids)`: transformers' module for cos and sin."""
 
     def __init__(
         self, layers: Sequence[Layer], norm: torch.Tensor, epsilon: float, rotary: Any, kernels: Kernels
@@ -50,7 +53,7 @@ class WrittenOutDecoder:
         return WrittenOutPass(self, context, self.kernels.rms_norm(x, self.norm, self.epsilon), x, kept)
 
     def memory(self, tokens: int, columns: int) -> ActivationMemory:
-        """In its backward a layer has all its activations, and what the largest backward of its blocks takes."""
+        """A layer's backward takes all its activations, plus the most that the backward of one of its blocks takes."""
         itemsize = self.norm.itemsize
         inputs = tokens * len(self.norm) * itemsize
         layers: list[LayerMemory] = []
@@ -65,10 +68,10 @@ class WrittenOutDecoder:
 
 
 def take_layers(decoder: Any, path: str, kernels: Kernels) -> WrittenOutDecoder:
-    """The decoder of transformers' module `decoder`, at `path` of its model, if its layers are those of Llama, Qwen2
+    """Make a decoder from transformers' module `decoder`, at `path` of its model. Supports the layers of Llama, Qwen2
     and Qwen3: RMS norms before attention and MLP, rotary positions, SiLU. UnsupportedError says what differs.
 
-    Matrices that are joined move: the modules' own parameters become views of the joined one.
+    Joins matrices: the modules' own parameters become views of the joined ones.
     """
     config = decoder.config
     activation = getattr(config, "hidden_act", None) or getattr(config, "hidden_activation", None)
@@ -126,21 +129,21 @@ def _check_parts(module: Any, known: set[str], where: str) -> None:
 
 @dataclass(slots=True, eq=False)
 class _KeptLayer:
-    """The passes of a layer's blocks; without them (`Keep.INPUT`) its input is all there is."""
+    """What the recompute policy kept of a layer: the passes of its blocks, or only its input `x` (`Keep.INPUT`)."""
 
     layer: Layer
     x: torch.Tensor
     passes: Sequence[BlockPass] = ()
 
     def restore(self, context: RowContext) -> Sequence[BlockPass]:
-        """The passes of all blocks, complete."""
+        """The passes of all blocks, ready for the backward."""
         passes = self.passes or self._again(context)
         for block_pass in passes:
             block_pass.restore()
         return passes
 
     def _again(self, context: RowContext) -> list[BlockPass]:
-        """Every block but the last gives the next its input."""
+        """Run all blocks but the last, which `restore` completes."""
         x, passes = self.x, list[BlockPass]()
         for block in self.layer[:-1]:
             passes.append(block.start(x, context))
@@ -159,7 +162,7 @@ def _kept(layer: Layer, passes: Sequence[BlockPass], keep: Keep) -> _KeptLayer:
 
 @dataclass(slots=True, eq=False)
 class WrittenOutPass:
-    """`hidden` [T, H] after the last norm, `last` before it."""
+    """A `DecoderPass`. `hidden` [T, H]: after the last norm; `last` [T, H]: before it."""
 
     decoder: WrittenOutDecoder
     context: RowContext

@@ -2,8 +2,8 @@
 
     out = y + D (silu(G m) * (U m))        m = norm(y)
 
-where each of G, U, D is a frozen matrix plus the adapters' low rank. Legend: T tokens, H hidden size, I intermediate
-size, p projections of a group, R columns of adapters.
+Each of G, U, D is a frozen matrix plus the adapters' low rank. Legend: T tokens, H hidden size, I intermediate size,
+p projections of a group, R columns of adapters.
 """
 
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ from tinker_local.backend.training.lora_batch import project, project_backward, 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MlpBlock:
-    """The weights of the `index`-th MLP: `gate_up` [2 I, H], gate first, as one matrix; `down` [H, I]; `norm` [H]."""
+    """The weights of MLP block `index`: `gate_up` [2 I, H], joined, gate first; `down` [H, I]; `norm` [H]."""
 
     index: int
     norm: torch.Tensor
@@ -28,8 +28,8 @@ class MlpBlock:
 
     @classmethod
     def take(cls, index: int, path: str, norm: Any, mlp: Any) -> "MlpBlock":
-        """The block of transformers' modules `norm` and `mlp`, the latter at `path`. Moves gate and up into one
-        matrix: the modules' own parameters become views."""
+        """Make the block from transformers' modules `norm` and `mlp` (at `path`). Joins gate and up: the modules' own
+        parameters become views."""
         groups = {"gate_up": ("gate_proj", "up_proj"), "down": ("down_proj",)}
         return cls(
             index=index,
@@ -45,19 +45,19 @@ class MlpBlock:
         )
 
     def start(self, x: torch.Tensor, context: RowContext) -> "MlpPass":
-        """A pass over `x` [T, H]."""
+        """Create a pass over `x` [T, H]."""
         return MlpPass(self, context, x)
 
     def memory(self, tokens: int, columns: int, itemsize: int) -> BlockMemory:
-        """gate and up are half a layer's work for more than half of its memory. The backward has silu(G m) * (U m), its
-        gradient, and the gradient by gate and up in place of these."""
+        """gate and up take half of a layer's time to recompute and more than half of its memory. The backward adds
+        silu(G m) * (U m) and its gradient; the gradient of gate and up overwrites these."""
         gate_up = tokens * len(self.gate_up) * itemsize
         return BlockMemory(lean=tokens * 3 * columns * itemsize, large=gate_up, transient=gate_up)
 
 
 @dataclass(slots=True, eq=False)
 class MlpPass:
-    """`gate_up` [T, 2 I]; `h_gate_up` [T, 2, R] and `h_down` [T, 1, R]: the adapters' low-rank inputs."""
+    """`gate_up` [T, 2 I]; `h_gate_up` [T, 2, R] and `h_down` [T, 1, R]: h of the adapters."""
 
     block: MlpBlock
     context: RowContext
