@@ -68,7 +68,7 @@ PROMISES = (
         "What is not honoured is refused by name; so is a base model that is not served",
         "unknown-fields-ignored unknown-fields-of-protobuf-ignored unsupported-fields-ignored "
         "unknown-loss-is-cross-entropy checkpoint-of-another-base-accepted unserved-base-model-accepted "
-        "prompt-over-the-context-fails-as-a-sample",
+        "prompt-over-the-context-fails-as-a-sample decoder-never-compared",
         (
             "http/test_http_settings_arrive_on_fakes.py::test_every_setting_of_a_sample_arrives_on_fakes",
             "http/test_http_endpoints_on_fakes.py::test_endpoint_that_is_not_served_is_refused_by_name_with_advice_on_fakes",
@@ -258,7 +258,7 @@ MISTAKES = (
     Promise(
         "loss",
         "Zero adapter gradients under recomputation",
-        "recomputed-without-adapters residual-without-gradient",
+        "recomputed-without-adapters recomputed-without-adapters-by-autograd residual-without-gradient",
         ("training/test_trainer_works.py::test_a_gradient_lost_inside_the_model_is_an_error_of_the_server",),
     ),
     Promise("loss", "Two loss modules drift apart", "fake-losses-drift"),
@@ -423,7 +423,7 @@ MISTAKES = (
     Promise(
         "attention",
         "A sliding window, a soft cap or a sink ignored, forward or backward",
-        "window-ignored soft-cap-without-its-derivative sinks-without-a-share",
+        "window-ignored soft-cap-without-its-derivative logits-capped-without-the-derivative sinks-without-a-share",
     ),
     Promise(
         "families",
