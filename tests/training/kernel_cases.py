@@ -70,7 +70,7 @@ def check_kernels(
             }
         )
     assert not seen[0]["scaled_softmax"][off].any()
-    assert not seen[0]["norm_rope_backward"][:, heads].any(), "written beside its rows"
+    assert not seen[0]["norm_rope_backward"][:, heads].any(), "wrote outside its rows"
     for name, ours in seen[0].items():
         torch.testing.assert_close(ours.float(), seen[1][name], atol=2e-2, rtol=2e-2, msg=lambda m, n=name: f"{n}: {m}")
         assert float((ours.float() - seen[1][name]).norm()) <= relative * float(seen[1][name].norm()), name

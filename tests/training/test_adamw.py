@@ -1,4 +1,4 @@
-"""AdamW is torch.optim.AdamW with the settings of each step, and clips the norm of all tensors together."""
+"""AdamW equals torch.optim.AdamW with the settings of each step, and clips the norm of all tensors together."""
 
 import itertools
 
@@ -101,7 +101,7 @@ def test_a_learning_rate_that_overflows_is_refused_and_changes_nothing(params):
 
 @pytest.mark.parametrize("clip", [0.0, 0.1])
 def test_memory_that_runs_out_leaves_the_step_undone(clip, monkeypatch):
-    """Whichever of its allocations fails."""
+    """For every allocation of the step that can fail."""
     params = AdamParams(learning_rate=1e-2, weight_decay=0.1, grad_clip_norm=clip)
     for allowed in itertools.count():
         weights, gradient = torch.ones(5), torch.full((5,), 2.0)
@@ -113,7 +113,7 @@ def test_memory_that_runs_out_leaves_the_step_undone(clip, monkeypatch):
                 assert allocations.failed
         if not allocations.failed:
             assert state.step == 1
-            assert allowed > (clip > 0), "this test sees no allocation"
+            assert allowed > (clip > 0), "the test observes no allocation"
             return
         assert state.step == 0
         for tensor, before in ((weights, 1.0), (gradient, 2.0), *((moment, 0.0) for moment in state.tensors.values())):
@@ -121,7 +121,7 @@ def test_memory_that_runs_out_leaves_the_step_undone(clip, monkeypatch):
 
 
 class AllocationsUpTo(TorchDispatchMode):
-    """Operators whose result is new memory fail from the one after `allowed` on, before they do anything."""
+    """Raises OutOfMemoryError before every operator that allocates its result, except the first `allowed`."""
 
     def __init__(self, allowed: int) -> None:
         super().__init__()

@@ -99,7 +99,7 @@ def test_a_micro_batch_has_no_more_ranks_than_its_bound(make, monkeypatch):
     for batch in batches:
         adapters = {item.adapter_id for item in batch}
         assert sum(ranks[name] for name in adapters) <= 20 or adapters == {"huge"}
-    assert len(batches) == 3, "as many as fit go together"
+    assert len(batches) == 3, "each batch is as full as possible"
 
 
 def test_joined_weights_are_the_models_own(model_path):

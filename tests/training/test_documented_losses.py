@@ -1,4 +1,4 @@
-"""docs/losses.md says what the losses and optimizers say of themselves."""
+"""docs/losses.md agrees with the descriptions in the losses and optimizers."""
 
 from pathlib import Path
 
@@ -11,7 +11,7 @@ DOCUMENT = Path(__file__).parents[2] / "docs" / "losses.md"
 
 
 def table(heading: str) -> list[str]:
-    """The rows of the first table behind a heading, without its head."""
+    """The rows of the first table after a heading, without the header."""
     lines = DOCUMENT.read_text().split(f"\n## {heading}\n")[1].splitlines()
     first = next(at for at, line in enumerate(lines) if line.startswith("| ---")) + 1
     return lines[first : lines.index("", first)]

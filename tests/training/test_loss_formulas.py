@@ -1,4 +1,4 @@
-"""The losses are the documented formulas, and switched-off positions add exactly nothing."""
+"""The losses equal the documented formulas, and masked positions add exactly nothing."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ from tests.training.loss_reference import reference
 
 
 def settings_of(loss_fn: str) -> list[dict[str, float]]:
-    """The defaults, and for `gspo` thresholds between which the ratios of random data are."""
+    """The default settings; for `gspo`, thresholds that contain the ratios of random data."""
     wide = [{"clip_low_threshold": 0.5, "clip_high_threshold": 2.0}] if loss_fn == "gspo" else []
     return [loss_of(loss_fn).complete_settings(given) for given in ({}, *wide)]
 
@@ -36,7 +36,7 @@ def run(
     dtype: torch.dtype,
     lengths: tuple[int, ...] = (),
 ) -> Any:
-    """Values and derivative; of one datum, or of several of these `lengths`."""
+    """Values and derivative for one datum, or for several of these `lengths`."""
     tensors = {name: torch.tensor(np.asarray(value), dtype=dtype) for name, value in inputs.items()}
     own = torch.tensor(np.asarray(logprobs), dtype=dtype)
     datum_of = torch.repeat_interleave(torch.tensor(lengths or (len(own),)))
@@ -134,7 +134,7 @@ def test_a_ratio_that_overflows_is_not_clamped(loss_fn):
 )
 @pytest.mark.parametrize("advantage", [0.0, 2.0])
 def test_dro_pulls_to_the_sampler_but_leaves_a_prompt_alone(advantage):
-    """Sampled tokens are penalised whatever their advantage; advantage and logprob both 0 is what a prompt has."""
+    """Sampled tokens are penalised whatever their advantage; prompts arrive with advantage and logprob both 0."""
     config = {"beta": 0.4}
     inputs = {"logprobs": [-2.0, 0.0], "advantages": [advantage, 0.0]}
     values, derivative = run("dro", [-3.0, -5.0], inputs, config, torch.float64)
@@ -143,7 +143,7 @@ def test_dro_pulls_to_the_sampler_but_leaves_a_prompt_alone(advantage):
 
 
 def test_gspo_has_one_ratio_for_each_datum():
-    """The mean over its own marked positions; an advantage outside of them counts with it."""
+    """It is the mean over the datum's own marked positions, and also applies to advantages outside of them."""
     inputs = {
         "logprobs": [0.0, -1.0, -1.0, -2.0, -2.0],
         "advantages": [1.0, 1.0, -2.0, 1.0, 3.0],

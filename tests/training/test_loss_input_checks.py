@@ -184,7 +184,7 @@ def test_thresholds_as_tensors_are_refused_with_what_to_do(loss_fn, name):
 
 
 def test_the_mask_of_the_sequence_ratio_is_checked():
-    """Needed, finite, of the targets' length, and not empty where an advantage counts."""
+    """The mask is required, finite, as long as the targets, and not empty if an advantage counts."""
     policy = {"loss_fn": "gspo", "target_tokens": TARGETS, "logprobs": -ONES}
     field = "data[3].loss_fn_inputs.sequence_ratio_mask"
     refusal(field, "missing", advantages=ONES, **policy)

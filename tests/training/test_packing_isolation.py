@@ -120,8 +120,8 @@ def test_chunks_of_the_lm_head_do_not_matter(trainer, make, add_adapter, gradien
 @pytest.mark.mutation(
     "recomputed-without-adapters",
     "mlp_block.py",
-    "self.h_down = low_rank.down(self.context.kernels.swiglu(there(self.gate_up)))",
-    "self.h_down = 0 * low_rank.down(self.context.kernels.swiglu(there(self.gate_up)))",
+    "self.h_down = low_rank.down(self.context.kernels.swiglu(present(self.gate_up)))",
+    "self.h_down = 0 * low_rank.down(self.context.kernels.swiglu(present(self.gate_up)))",
 )
 def test_recomputed_layers_give_the_same_gradients(trainer, make, add_adapter, gradients, assert_close):
     """With nothing kept, some activations kept, and everything kept."""

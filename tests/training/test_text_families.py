@@ -137,7 +137,7 @@ def test_checkpointed_layers_of_autograd_give_the_same_gradients(
         ours.forward_backward([TrainWork("a", data, "cross_entropy")])
         seen.append(gradients(ours, "a"))
     assert set(policies[0]) == {Keep.INPUT}
-    assert set(policies[1]) == {Keep.INPUT, Keep.LEAN}, "which is all for this decoder"
+    assert set(policies[1]) == {Keep.INPUT, Keep.LEAN}, "this decoder has no large activations"
     assert set(policies[2]) == {Keep.ALL}
     for gradient in seen[:-1]:
         assert_close(gradient, seen[-1], 1e-6)

@@ -424,7 +424,7 @@ def test_a_gradient_lost_inside_the_model_is_an_error_of_the_server(ours, make, 
     monkeypatch.setattr(LoraBatch, "add_gradients", lambda self, adapter, flat, groups: None)
     work = make.work("a", [9])
     (result,) = ours.forward_backward([replace(work, data=[scaled(work.data[0], "weights", 0.0)])])
-    assert isinstance(result, TrainResult), "nothing pulls"
+    assert isinstance(result, TrainResult), "no target has a gradient"
     work.data[0].loss_inputs["weights"][:] = 1
     (result,) = ours.forward_backward([work])
     assert isinstance(result, InternalError)
@@ -532,7 +532,7 @@ def test_a_budget_that_was_halved_grows_back_when_memory_suffices(ours, make, mo
         failures = [at for at, length in enumerate(tried) if length > 30]
         gaps = [later - earlier for earlier, later in itertools.pairwise(failures)]
         assert len(failures) >= 3
-        assert gaps == sorted(gaps), "ever less often"
+        assert gaps == sorted(gaps), "tries become rarer"
         assert gaps[-1] >= 2 * gaps[0] - 4
     for _ in range(300):
         run(ours, work)
@@ -634,7 +634,9 @@ def test_memory_that_runs_out_anywhere_leaves_nothing_half_done(trainer, add_ada
     places = {at for at, size in enumerate(sizes) if size in whole} | set(range(0, len(sizes), len(sizes) // 20))
     outcomes = [attempt(at)[1] for at in sorted(places)]
     assert [True] * 3 in outcomes, "tried again in smaller micro-batches"
-    assert any(True in outcome and False in outcome for outcome in outcomes), "a datum alone fails its request only"
+    assert any(True in outcome and False in outcome for outcome in outcomes), (
+        "a datum that does not fit fails only its request"
+    )
 
 
 @pytest.mark.mutation("memory-error-not-caught")

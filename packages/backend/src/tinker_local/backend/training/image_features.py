@@ -24,7 +24,7 @@ class ImageFeatureCache:
         found = {image.content_hash: self._kept.get(image.content_hash) for image in images}
         new = [image for image in images if found[image.content_hash] is None]
         if new:
-            found |= _apart(self._encode(new), new)
+            found |= _by_image(self._encode(new), new)
             self.images_encoded += len(new)
         parts = [part for part in found.values() if part is not None]
         for content_hash, part in zip(found, parts, strict=True):
@@ -34,7 +34,7 @@ class ImageFeatureCache:
         return ImageFeatures(torch.cat([part.embeds for part in parts]), tuple(torch.cat(level) for level in levels))
 
 
-def _apart(features: ImageFeatures, images: Sequence[RenderedImage]) -> dict[str, ImageFeatures]:
+def _by_image(features: ImageFeatures, images: Sequence[RenderedImage]) -> dict[str, ImageFeatures]:
     """Each image's features, copied so that dropping one frees its memory."""
     sizes = [image.num_tokens for image in images]
     levels = [[part.clone() for part in level.split(sizes)] for level in (features.embeds, *features.deepstack)]

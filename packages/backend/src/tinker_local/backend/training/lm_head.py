@@ -87,7 +87,7 @@ class LmHead:
         """Write the logprobs of the targets of `rows` to `result`."""
         for chunk in self._chunks(rows, targets, hidden.device):
             logits, _, _ = self._logits(hidden[chunk.rows], chunk, low_rank)
-            result[chunk.places] = self._chosen(logits, chunk, self.kernels.logsumexp(logits))
+            result[chunk.places] = self._target_logprobs(logits, chunk, self.kernels.logsumexp(logits))
 
     def _gradient(
         self,
@@ -102,7 +102,7 @@ class LmHead:
         x = hidden[chunk.rows]
         logits, h, part = self._logits(x, chunk, low_rank)
         logsumexp = self.kernels.logsumexp(logits)
-        logprobs = self._chosen(logits, chunk, logsumexp)
+        logprobs = self._target_logprobs(logits, chunk, logsumexp)
         all_logprobs[chunk.places] = logprobs
         derivative = derive(chunk.host_places, all_logprobs)
 
@@ -132,12 +132,12 @@ class LmHead:
         """Logits [C, V] of rows `x` [C, H]; the adapters' h; and their low rank for these rows, with its own memory for
         gradients."""
         if low_rank is None:
-            return self._shaped(x @ self.weight.T), None, None
+            return self._with_rule(x @ self.weight.T), None, None
         part = _with_own_gradients(low_rank.rows(chunk.rows))
         h = part.down(x)
-        return self._shaped((h[:, 0] @ part.b[0].T).addmm_(x, self.weight.T)), h, part
+        return self._with_rule((h[:, 0] @ part.b[0].T).addmm_(x, self.weight.T)), h, part
 
-    def _shaped(self, logits: torch.Tensor) -> torch.Tensor:
+    def _with_rule(self, logits: torch.Tensor) -> torch.Tensor:
         """Turn the projection's output into logits, in place."""
         if self.bias is not None:
             logits += self.bias
@@ -153,7 +153,7 @@ class LmHead:
             return None if self.rule.scale == 1 else self.rule.scale
         return (1 - (logits / self.rule.softcap) ** 2).mul_(self.rule.scale)
 
-    def _chosen(self, logits: torch.Tensor, chunk: _Chunk, logsumexp: torch.Tensor) -> torch.Tensor:
+    def _target_logprobs(self, logits: torch.Tensor, chunk: _Chunk, logsumexp: torch.Tensor) -> torch.Tensor:
         return (logits[chunk.local_rows, chunk.ids].to(self.dtype) - logsumexp[chunk.local_rows]).to(self.dtype)
 
     def _chunks(self, rows: Int64Array, targets: Targets, device: torch.device) -> Iterator[_Chunk]:

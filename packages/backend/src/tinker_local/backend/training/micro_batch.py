@@ -142,8 +142,8 @@ class MicroBatchRunner:
         """Compute only the logprobs of the targets, [M] on the host."""
         batch = self._lora_batch(packed, adapters, gradient=False)
         done = self._decoder.forward(packed_row(self._loaded, self._images, packed), batch, None)
-        nowhere = np.zeros(len(packed.target_rows), np.bool_)
-        targets = Targets(packed.target_rows, packed.target_ids, active=nowhere, prepass=nowhere)
+        none = np.zeros(len(packed.target_rows), np.bool_)
+        targets = Targets(packed.target_rows, packed.target_ids, active=none, prepass=none)
         return self._head.logprobs(done.hidden, targets, batch.group(HEAD)).cpu()
 
     def _lora_batch(self, packed: Packed, adapters: Mapping[str, Adapter], *, gradient: bool) -> LoraBatch:
@@ -169,12 +169,12 @@ def _targets(packed: Packed, works: Mapping[int, TrainWork]) -> Targets:
     active, prepass = [], []
     for item in packed.items:
         loss, inputs = LOSSES[works[item.work].loss_fn], item.datum.loss_inputs
-        taking_part = loss.active(inputs).reshape(-1)
-        active.append(taking_part)
+        is_active = loss.active(inputs).reshape(-1)
+        active.append(is_active)
         prepass.append(
-            np.zeros_like(taking_part)
+            np.zeros_like(is_active)
             if loss.per_datum_input is None
-            else taking_part.any() & (inputs[loss.per_datum_input] != 0)
+            else is_active.any() & (inputs[loss.per_datum_input] != 0)
         )
     return Targets(packed.target_rows, packed.target_ids, np.concatenate(active), np.concatenate(prepass))
 

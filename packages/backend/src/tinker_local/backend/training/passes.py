@@ -39,18 +39,18 @@ class Passes:
         datum that does not fit fails its request."""
         tally = Tally(works)
         pending: list[Pending] = []
-        sufficed = True
+        enough_memory = True
         batches = deque(self._split(items_of(list(works.items()))))
         while batches:
             items = batches.popleft()
             started = self._start(items, works, tally, gradient=gradient)
             if started is None:
-                sufficed = False
+                enough_memory = False
                 batches = deque(self._smaller(items, batches, tally))
             else:
                 pending.append(started)
-        if pending and sufficed:
-            self._budget.sufficed()
+        if pending and enough_memory:
+            self._budget.succeeded()
         for started in pending:  # everything is queued on the device by now
             tally.add(self._runner.finish(started))
         return tally
@@ -83,7 +83,7 @@ class Passes:
                 f"data[{item.index}]: {item.length} positions do not fit in the trainer's memory"
             )
             return waiting
-        self._budget.lacked(sum(item.length for item in items))
+        self._budget.ran_out(sum(item.length for item in items))
         return self._split([*items, *itertools.chain.from_iterable(waiting)])
 
 

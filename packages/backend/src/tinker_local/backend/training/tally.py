@@ -54,10 +54,10 @@ class Tally:
 
     def add_gradients(self, found: Gradients, adapters: Mapping[str, Adapter]) -> None:
         """Add the gradients of one micro-batch. Allocates first, so that lack of memory leaves no partial sum."""
-        taking_part = {id(adapter): adapter for adapter in found.batch.adapters}
+        in_batch = {id(adapter): adapter for adapter in found.batch.adapters}
         sums: list[tuple[Adapter, torch.Tensor]] = []
         for adapter_id, adapter in adapters.items():
-            if id(adapter) in taking_part:
+            if id(adapter) in in_batch:
                 if adapter_id not in self.gradients:
                     self.gradients[adapter_id] = torch.zeros_like(adapter.weights)
                 sums.append((adapter, self.gradients[adapter_id]))

@@ -19,21 +19,21 @@ class TokenBudget:
         self.tokens = most
         self._most = most
         self._patience = FIRST_PATIENCE
-        self._sufficed = 0
+        self._successes = 0
         self._grown = False
 
-    def lacked(self, tried: int) -> None:
+    def ran_out(self, tried: int) -> None:
         """Memory ran out with `tried` positions: halve the budget."""
         self.tokens = max(1, min(self.tokens, tried) // 2)
         if self._grown:
             self._patience *= 2
-        self._grown, self._sufficed = False, 0
+        self._grown, self._successes = False, 0
         log.warning("out of memory: micro-batches have at most %d positions for now", self.tokens)
 
-    def sufficed(self) -> None:
+    def succeeded(self) -> None:
         """A call had enough memory: after enough such calls, double the budget."""
-        self._sufficed += 1
-        if self.tokens < self._most and self._sufficed >= self._patience:
+        self._successes += 1
+        if self.tokens < self._most and self._successes >= self._patience:
             self.tokens = min(self._most, 2 * self.tokens)
-            self._grown, self._sufficed = True, 0
+            self._grown, self._successes = True, 0
             log.info("micro-batches may have %d positions again", self.tokens)

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from tinker_local.backend.training.attention import AttentionRule, attend, attend_backward
-from tinker_local.backend.training.decoders.written_out.block import BlockMemory, RowContext, joined, there
+from tinker_local.backend.training.decoders.written_out.block import BlockMemory, RowContext, joined, present
 from tinker_local.backend.training.lora import Target
 from tinker_local.backend.training.lora_batch import project, project_backward, project_onto, whole
 
@@ -101,7 +101,7 @@ class AttentionPass:
     def forward(self) -> torch.Tensor:
         block, lora = self.block, self.context.lora
         self._attend()
-        attended = there(self.attended).flatten(1)
+        attended = present(self.attended).flatten(1)
         self.h_output, y = project_onto(self.x, attended, block.output, lora.group("attention.output", block.index))
         return y if block.output_bias is None else y.add_(block.output_bias)
 
@@ -113,11 +113,11 @@ class AttentionPass:
             self._attend()
         low_rank = self.context.lora.group("attention.output", self.block.index)
         if self.h_output is None and low_rank is not None:
-            self.h_output = low_rank.down(there(self.attended).flatten(1))
+            self.h_output = low_rank.down(present(self.attended).flatten(1))
 
     def backward(self, grad: torch.Tensor) -> torch.Tensor:
         block, c = self.block, self.context
-        qkv, attended = there(self.qkv), there(self.attended)
+        qkv, attended = present(self.qkv), present(self.attended)
         low_rank = c.lora.group("attention.output", block.index)
         grad_attended = project_backward(grad, attended.flatten(1), block.output, low_rank, self.h_output, whole)
         query, key, value = self._query_key_value(qkv)

@@ -70,7 +70,7 @@ class Block(Protocol):
         """Bytes that activations of `tokens` take, at `itemsize` bytes per number, with R `columns` of adapters."""
 
 
-def there(tensor: torch.Tensor | None) -> torch.Tensor:
+def present(tensor: torch.Tensor | None) -> torch.Tensor:
     """`tensor`, which has been kept or recomputed."""
     assert tensor is not None, "kept or recomputed before the backward"
     return tensor

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from tinker_local.backend.training.decoders.written_out.block import BlockMemory, RowContext, joined, there
+from tinker_local.backend.training.decoders.written_out.block import BlockMemory, RowContext, joined, present
 from tinker_local.backend.training.lora import Target
 from tinker_local.backend.training.lora_batch import project, project_backward, project_onto, through
 
@@ -80,14 +80,14 @@ class MlpPass:
             self._gate_up()
         low_rank = self.context.lora.group("mlp.down", self.block.index)
         if self.h_down is None and low_rank is not None:
-            self.h_down = low_rank.down(self.context.kernels.swiglu(there(self.gate_up)))
+            self.h_down = low_rank.down(self.context.kernels.swiglu(present(self.gate_up)))
 
     def backward(self, grad: torch.Tensor) -> torch.Tensor:
         block, c = self.block, self.context
         low_rank = c.lora.group("mlp.down", block.index)
-        grad_h = None if low_rank is None else low_rank.up_gradient(there(self.h_down), (grad,))
+        grad_h = None if low_rank is None else low_rank.up_gradient(present(self.h_down), (grad,))
         grad_a = through(grad, block.down, low_rank, grad_h)
-        grad_gate_up, a = c.kernels.swiglu_backward(grad_a, there(self.gate_up))
+        grad_gate_up, a = c.kernels.swiglu_backward(grad_a, present(self.gate_up))
         if low_rank is not None and grad_h is not None:
             low_rank.write_a_gradient(grad_h, a)
         del grad_a, a
