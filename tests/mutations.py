@@ -15,7 +15,7 @@ must pass on a copy as it is. Then each mutation is made alone, and its tests ru
 a fixture and not by a timeout.
 
 Not part of the test suite, because it takes minutes. Exit status 0: every mutation was caught; 1: a test stayed green;
-2: a mutation does not apply, or a test does not pass on the unbroken copy.
+2: a mutation does not apply, or a test does not pass on the unbroken copy, and its mutations were left out.
 """
 
 import argparse
@@ -317,11 +317,11 @@ def _run(mutations: Sequence[Mutation], workers: int, orders: Any, results: Any,
             bad += missed
             print(outcome.output[-4000:])
     if bad:
-        print("these tests do not pass, or do not exist:", *bad, sep="\n  ")
-        return 2
+        print("these tests do not pass, or do not exist; their mutations are left out:", *bad, sep="\n  ", flush=True)
+        mutations = [mutation for mutation in mutations if not set(bad) & set(mutation.tests)]
     for mutation in sorted(mutations, key=lambda mutation: not any(test.startswith(SLOW) for test in mutation.tests)):
         orders.put(mutation)
-    width = max(len(mutation.name) for mutation in mutations)
+    width = max((len(mutation.name) for mutation in mutations), default=0)
     green = []
     for _ in mutations:
         mutation, outcome = results.get()
@@ -337,7 +337,7 @@ def _run(mutations: Sequence[Mutation], workers: int, orders: Any, results: Any,
     print(f"{len(mutations) - len(green)} of {len(mutations)} mutations turn their tests red, {minutes:.1f} min")
     if green:
         print("still green:", *green)
-    return 1 if green else 0
+    return 2 if bad else 1 if green else 0
 
 
 def main() -> int:
