@@ -27,7 +27,7 @@ MODEL_BYTES = 36 * 2**30
 TRACES = "TINKER_LOCAL_BENCH_TRACES"
 """Tells `measurements/tracing.py` where to keep the trace."""
 TINY_LIMIT = 600.0
-"""Seconds; on two cores of their own it is a tenth of that."""
+"""Seconds; on two idle cores it takes a tenth of that."""
 
 
 def arguments() -> argparse.Namespace:
@@ -75,7 +75,7 @@ class Run:
         self.lines: list[Line] = []
 
     def everything(self) -> None:
-        """All chosen measurements; what fails or does not fit any more is a line of its own."""
+        """Run all chosen measurements; one that fails or no longer fits is a line with the reason."""
         kinds = sorted({kind for measurement in self._chosen for kind in measurement.models})
         if kinds and not self._tiny:  # tiny ones are written by each process for itself
             outcome = processes.run(["measurements.models", self._scale, str(self._models), *kinds], 300, self._log)

@@ -1,4 +1,4 @@
-"""A nameless save and the first token sampled from it, stage by stage.
+"""A save of ephemeral weights and the first token sampled from them, stage by stage.
 
     python benchmarks/handover.py [--layers 12] [--rank 128] [--hidden 1024] [--saves 10]
 

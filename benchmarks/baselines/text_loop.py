@@ -15,7 +15,7 @@ from baselines.peft_model import adamw, text_model, trained, with_lora
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """How a loop is written. `packed`: sequences behind one another with variable-length attention and a chunked LM
+    """How a loop is written. `packed`: concatenated sequences with variable-length attention and a chunked LM
     head, else padded batches through the model's own loss. `bf16_adapters`: no float32 masters."""
 
     packed: bool = True

@@ -1,4 +1,4 @@
-"""What a measurement prints: one JSON object a line, and everything else it prints is talk."""
+"""What a measurement prints: one JSON object per line; everything else it prints is for the log."""
 
 import json
 import sys
@@ -30,7 +30,7 @@ class Line:
 
 
 def parse(text: str) -> Line | None:
-    """The line behind a line of output, None for talk."""
+    """Parse a line of output; None if it is for the log."""
     if not text.startswith('{"line":'):
         return None
     found = json.loads(text)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 TRAINER = "trainer"
 AUTOGRAD_TRAINER = "autograd trainer"
 TRAINERS = (TRAINER, AUTOGRAD_TRAINER)
-"""Hosts that are no backend: trainers of the text model."""
+"""Hosts that are trainers of the text model; the others are backends."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,7 +16,7 @@ class Measurement:
     `run`: "module:function" under `measurements`, called with (scale, folder of models, **arguments); with `trainer=`
     besides if `host` is one of `TRAINERS`; with a backend alone (`measurements.hosting.Host`) if `host` names the model
     that it serves. Neighbours of one host share a process, since it takes long to load; every other measurement has a
-    process of its own, so that memory is really free between them. `models`: the random models that must be on disk.
+    separate process, so that memory is really free between them. `models`: the random models that must be on disk.
     `seconds`: its time limit, start of the process included. `usual`: the seconds that it takes on an H200, by which a
     budget decides whether it still fits.
     """

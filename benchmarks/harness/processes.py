@@ -1,4 +1,4 @@
-"""Runs measurements in processes of their own and gathers their lines."""
+"""Run measurements in separate processes and gather their lines."""
 
 import os
 import signal
@@ -43,8 +43,8 @@ class Outcome:
 
 
 def run(arguments: Sequence[str], limit: float, log: TextIO) -> Outcome:
-    """`python -m …` with a time limit; its talk goes to `log`, its lines are returned. It and everything that it
-    started are ended at the limit."""
+    """Run `python -m …` with a time limit; return its lines and write its other output to `log`. At the
+    limit, kill it and everything that it started."""
     start = time.monotonic()
     process = subprocess.Popen(
         [sys.executable, "-m", *arguments],

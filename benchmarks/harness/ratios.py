@@ -90,7 +90,7 @@ RATIOS = (
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """A ratio that this run gave. `base`: the line that it is over. `met` None where there is no target."""
+    """The value of a ratio in a run. `base`: the line that it is over. `met`: None without a target."""
 
     ratio: Ratio
     value: float

@@ -35,7 +35,7 @@ class Client:
         try:
             fault = await asyncio.to_thread(self._measure, order)
         except asyncio.CancelledError:
-            self._process.kill()  # what it would print later is nobody's any more
+            self._process.kill()  # or its late lines would be taken for those of the next measurement
             raise
         if fault:
             raise RuntimeError(f"the SDK's process: {fault}")
@@ -71,7 +71,7 @@ class Host:
     client: Client
 
     async def in_sdk_process(self, measurement: str) -> None:
-        """Measure the same with the SDK in a process of its own."""
+        """Measure the same with the SDK in a separate process."""
         await self.client.measure(f"{self.url} {self.model} {measurement}")
 
 

@@ -105,7 +105,7 @@ async def _measure(name: str, scale: Scale, sample: Callable[[list[int], int], A
 async def at_once(
     scale: Scale, sample: Callable[[list[int], int], Awaitable[int]], count: int, output_tokens: int
 ) -> float:
-    """Output tokens per second of `count` requests with prompts of their own."""
+    """Output tokens per second of `count` requests with different prompts."""
     asked = prompts(scale, count)
     start = time.perf_counter()
     counts = await asyncio.gather(*[sample(prompt, output_tokens) for prompt in asked])

@@ -1,4 +1,4 @@
-"""A user's process: measures with the official SDK what it is told on its standard input. Loads no model.
+"""A user's process: runs the measurements named on its standard input with the official SDK. Loads no model.
 
 `python -m measurements.sdk_process SCALE` reads lines `URL MODEL MEASUREMENT`, prints lines as every measurement does,
 and after each measurement `DONE`, or `DONE` and what went wrong.

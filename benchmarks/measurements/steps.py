@@ -57,7 +57,7 @@ async def images_step(way: Way, scale: Scale) -> None:
 async def median_step(
     way: Way, scale: Scale, batch: Callable[[int], Sequence[object]], repeats: int
 ) -> tuple[float, float | None]:
-    """Median seconds of a step and peak memory of the device; each step has a batch of its own, made before it."""
+    """Median seconds of a step and peak memory of the device; each step has a new batch, made before it starts."""
     run = await way.create(scale.rank)
     found = []
     with DeviceMemory() as memory:

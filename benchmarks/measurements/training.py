@@ -171,7 +171,7 @@ def _long_sequence(scale: Scale, trainer: Any, parameters: int) -> None:
 
 
 def collect() -> None:
-    """Give the memory of what nobody holds any more back to the device."""
+    """Collect garbage and return its memory to the device."""
     import torch
 
     gc.collect()
