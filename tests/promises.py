@@ -158,7 +158,12 @@ PROMISES = (
         "failed-operation-is-500 409 existing-name-is-refused-at-the-submit lost-model-is-500",
         ("http/test_http_fuzz_on_fakes.py::test_no_json_body_gets_a_5xx_on_fakes",),
     ),
-    Promise("19", "The effect of a loaded adapter is verified", "effect-not-verified unmatched-keys-ignored"),
+    Promise(
+        "19",
+        "No model starts whose trainer and sampler differ; the effect of a loaded adapter is verified",
+        "base-models-not-compared images-not-compared engines-outlive-a-probe "
+        "effect-not-verified unmatched-keys-ignored",
+    ),
     Promise(
         "20",
         "Loopback or keys; no secret in a log or on disk; bounds before decoding; no fetches, no pickle",

@@ -11,7 +11,7 @@ from tinker_local.backend.fakes import FakeModel, FakeRenderer, FakeSampler, Fak
 from tinker_local.backend.models.served_models import Engines
 from tinker_local.backend.rendering.interface import RenderedInput
 from tinker_local.backend.sampling.interface import SampleWork
-from tinker_local.types import SampleOutput
+from tinker_local.types import InvalidRequestError, ModelInput, SampleOutput
 
 WINDOW = 100
 
@@ -60,6 +60,19 @@ async def test_engines_that_agree_start_and_count_no_image_of_the_probe_on_fakes
     assert "fake/bigram: trainer and sampler agree to" in said[-1]
 
 
+@pytest.mark.mutation(
+    "base-models-not-compared",
+    "served_models.py",
+    "        if not agreement.difference <= engines.tolerance:\n",
+    "        if False:\n",
+)
+@pytest.mark.mutation(
+    "images-not-compared",
+    "agreement.py",
+    "images = [rendered] if rendered.length <= limit else []",
+    "images = []",
+    cases=("image",),
+)
 @pytest.mark.parametrize(
     ("wrong", "where"),
     [
@@ -88,3 +101,36 @@ async def test_nan_is_a_difference_on_fakes(tmp_path: Path) -> None:
         ValueError, match=r"is -.* in the trainer and nan in the sampler; they differ by nan on average"
     ):
         await start(tmp_path, lambda prompt: True, error=float("nan"))
+
+
+@pytest.mark.mutation(
+    "engines-outlive-a-probe",
+    "models/loading.py",
+    "        models.add(model)  # from here on `models` closes it\n        agreement = await model.check_agreement()\n",
+    "        agreement = await model.check_agreement()\n        models.add(model)\n",
+)
+async def test_engines_are_closed_if_no_probe_can_be_made_on_fakes(tmp_path: Path) -> None:
+    closed: list[str] = []
+
+    class Trainer(FakeTrainer):
+        def close(self) -> None:
+            closed.append("trainer")
+            super().close()
+
+    class Sampler(FakeSampler):
+        async def close(self) -> None:
+            closed.append("sampler")
+            await super().close()
+
+    class Renderer(FakeRenderer):
+        def render(self, model_input: ModelInput, where: str) -> RenderedInput:
+            raise InvalidRequestError(f"{where}: the processor is broken")
+
+    def load(source: ModelSource, options: BackendOptions) -> Engines:
+        model = FakeModel(source.name)
+        return Engines(Renderer(model), Trainer(model), Sampler(model), arch="fake", tolerance=1e-4)
+
+    backend = InProcessBackend([ModelSource.parse("fake/bigram")], BackendOptions(data_dir=tmp_path), load=load)
+    with pytest.raises(ValueError, match="^fake/bigram: trainer and sampler could not be compared: probe: the proc"):
+        await backend.start()
+    assert sorted(closed) == ["sampler", "trainer"]

@@ -1,6 +1,5 @@
 """Loads base models: the real engines (vLLM and HF transformers) or the fakes."""
 
-import asyncio
 import functools
 import json
 import logging
@@ -13,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tinker_local.backend.daemon_thread import in_daemon_thread
-from tinker_local.backend.models.agreement import make_probes
 from tinker_local.backend.models.gpu_plan import GpuPlan, model_sizes, plan_gpu
 from tinker_local.backend.models.served_models import (
     EngineLoader,
@@ -68,12 +66,8 @@ async def load_base_models(
         engines = replace(engines, sampler=WakingSampler(engines.sampler, memory_sharing))
         ident = tokenizer_id(path, options.data_dir)
         start = time.monotonic()
-        trainer, limit = engines.trainer, min(engines.trainer.max_context_length, engines.sampler.max_context_length)
-        probes = await asyncio.to_thread(
-            make_probes, engines.renderer, trainer.vocab_size, limit - 1, engines.sliding_window
-        )
-        model = ServedModel(tuple(names), path, ident, engines, scheduler, memory_sharing, seconds, probes)
-        models.add(model)
+        model = ServedModel(tuple(names), path, ident, engines, scheduler, memory_sharing, seconds)
+        models.add(model)  # from here on `models` closes it
         agreement = await model.check_agreement()
         progress(
             f"{names[0]}: trainer and sampler agree to {agreement.difference:.1g} nats, "

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tinker_local.backend.models.agreement import Agreement, Probes, compare, sampler_logprobs
+from tinker_local.backend.models.agreement import Agreement, Probes, compare, make_probes, sampler_logprobs
 from tinker_local.backend.models.metrics import Counts, ModelMetrics
 from tinker_local.backend.options import BackendOptions, ModelSource
 from tinker_local.backend.rendering.interface import Renderer
@@ -43,7 +43,8 @@ Progress = Callable[[str], None]
 class ServedModel:
     """One copy of a base model's weights with its engines and scheduler.
 
-    `probes`: prompts on which trainer and sampler must agree. `images_of_start`: the counts of `images()` until then.
+    `check_agreement` sets `probes`, the prompts on which trainer and sampler must agree, and `images_of_start`, the
+    counts of `images()` until then.
     """
 
     names: tuple[str, ...]
@@ -53,7 +54,7 @@ class ServedModel:
     scheduler: TrainScheduler
     memory_sharing: MemorySharing
     load_seconds: float
-    probes: Probes
+    probes: Probes = field(default_factory=lambda: Probes((), ()))
     counts: Counts = field(default_factory=Counts)
     images_of_start: tuple[int, int, int] = (0, 0, 0)
 
@@ -67,9 +68,12 @@ class ServedModel:
         return engines.renderer.images_processed, engines.sampler.images_encoded, engines.trainer.images_encoded
 
     async def check_agreement(self) -> Agreement:
-        """ValueError in one line if trainer and sampler compute the base model differently."""
-        probes, engines = self.probes.base, self.engines
+        """Make the probes; ValueError in one line if trainer and sampler compute the base model differently."""
+        engines, limit = self.engines, self.max_context_length - 1
+        vocab_size, window = engines.trainer.vocab_size, engines.sliding_window
         try:
+            self.probes = await asyncio.to_thread(make_probes, engines.renderer, vocab_size, limit, window)
+            probes = self.probes.base
             trainer = await self.scheduler.call(engines.trainer.logprobs, None, *probes)
             agreement = compare(probes, trainer, await sampler_logprobs(engines.sampler, None, probes))
         except ApiError as error:
