@@ -155,7 +155,8 @@ PROMISES = (
     Promise(
         "18",
         "A failed operation is HTTP 200 with error and category; nothing permanent is 409 or 5xx",
-        "failed-operation-is-500 409 existing-name-is-refused-at-the-submit lost-model-is-500",
+        "failed-operation-is-500 409 existing-name-is-refused-at-the-submit lost-model-is-500 torn-optimizer-is-500 "
+        "optimizer-read-for-its-weights",
         ("http/test_http_fuzz_on_fakes.py::test_no_json_body_gets_a_5xx_on_fakes",),
     ),
     Promise(

@@ -131,6 +131,6 @@ async def test_engines_are_closed_if_no_probe_can_be_made_on_fakes(tmp_path: Pat
         return Engines(Renderer(model), Trainer(model), Sampler(model), arch="fake", tolerance=1e-4)
 
     backend = InProcessBackend([ModelSource.parse("fake/bigram")], BackendOptions(data_dir=tmp_path), load=load)
-    with pytest.raises(ValueError, match="^fake/bigram: trainer and sampler could not be compared: probe: the proc"):
+    with pytest.raises(ValueError, match=r"^fake/bigram: trainer and sampler could not be compared: probe: the proc"):
         await backend.start()
     assert sorted(closed) == ["sampler", "trainer"]

@@ -544,3 +544,27 @@ async def test_runs_tell_their_last_checkpoints_of_each_kind_on_fakes(api: Api) 
         assert found.user_metadata == {"recipe": "x", "é": ""}
         assert found.last_checkpoint.checkpoint_id == "weights/a"
         assert found.last_sampler_checkpoint.checkpoint_id == "sampler_weights/a"
+
+
+@pytest.mark.mutation(
+    "torn-optimizer-is-500", "store.py", "except (OSError, SafetensorError) as error:", "except OSError as error:"
+)
+@pytest.mark.mutation(
+    "optimizer-read-for-its-weights",
+    "adapter_files.py",
+    'optimizer_type=optimizer_type(folder) if optimizer else "adamw",',
+    "optimizer_type=optimizer_type(folder),",
+)
+async def test_torn_optimizer_state_costs_the_optimizer_and_not_the_weights_on_fakes(api: Api) -> None:
+    path = await api.save(await api.model(), 1, "a")
+    [folder] = on_disk(api)
+    (folder / "optimizer.safetensors").write_bytes(b"torn")
+    assert (await api.ok("weights_info", {"tinker_path": path}))["optimizer_config"] == {"type": "adamw"}
+    body = {"session_id": await api.session(), "model_seq_id": 0, "path": path}
+    refused = await api.post("load_weights", {**body, "optimizer": True})
+    assert refused.status_code == 400  # and not 5xx, which the SDK would repeat for five minutes
+    assert f"{path}: its optimizer state cannot be read" in refused.json()["detail"]
+    target = await api.model()
+    request = await api.submit("load_weights", {"model_id": target, "seq_id": 1, "path": path, "optimizer": True})
+    assert (await api.failure(request)).startswith("user: ")
+    assert (await api.result(await api.submit("load_weights", {**body, "optimizer": False})))["path"] == path

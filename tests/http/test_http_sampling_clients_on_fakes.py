@@ -109,7 +109,7 @@ async def test_retrieved_results_are_dropped_and_nobody_elses_on_fakes(api: Api)
     assert known == [False, True, True, True, True, True]
 
 
-async def test_what_ignore_begin_for_is_not_kept_longer_than_the_results_on_fakes(start_api: StartApi) -> None:
+async def test_what_nobody_asks_for_is_not_kept_longer_than_the_results_on_fakes(start_api: StartApi) -> None:
     api = await start_api(result_retention=0.2)
     sampler = await api.base_sampler()
     for seq_id in range(20):

@@ -171,6 +171,7 @@ def test_options_of_the_command_are_those_of_a_backend_with_its_defaults_on_fake
     given: dict[str, tuple[str, dict[str, Any]]] = {
         "--dtype": ("bfloat16", {"dtype": "bfloat16"}),
         "--trainer": ("process", {"trainer": "process"}),
+        "--decoder": ("autograd", {"decoder": "autograd"}),
         "--max-adapters": ("3", {"max_adapters": 3}),
         "--max-rank": ("512", {"max_rank": 512}),
         "--max-adapter-memory": ("0.5", {"max_adapter_bytes": 2**29}),

@@ -15,7 +15,7 @@ from tinker_local.backend.control.training_runs import TrainingRuns
 from tinker_local.backend.storage.names import parse_tinker_path
 from tinker_local.backend.storage.records import CheckpointRecord, CopyRecord, SessionRecord, TrainingRunRecord
 from tinker_local.backend.storage.store import Store
-from tinker_local.types import CopyWeightsRequest, GoneError, InvalidRequestError, NotFoundError
+from tinker_local.types import CopyWeightsRequest, GoneError, InvalidRequestError, NotFoundError, OptimizerConfig
 
 log = logging.getLogger(__name__)
 
@@ -66,8 +66,11 @@ class Checkpoints:
         return await asyncio.to_thread(self._store.list_all_checkpoints, limit, offset)
 
     async def optimizer_of(self, record: CheckpointRecord) -> str:
-        """The type of the optimizer that a checkpoint was trained by."""
-        return await asyncio.to_thread(self._store.checkpoint_optimizer, record)
+        """The type of the optimizer that a checkpoint was trained by; the default one if its state cannot be read."""
+        try:
+            return await asyncio.to_thread(self._store.checkpoint_optimizer, record)
+        except InvalidRequestError:
+            return OptimizerConfig().type
 
     async def set_public(self, tinker_path: str, public: bool) -> None:
         """Publish or unpublish; InvalidRequestError if nothing would change."""

@@ -43,7 +43,7 @@ def read_adapter(folder: Path, base_model: str, lora_config: LoraConfig, *, opti
         tensors=load_file(folder / WEIGHTS),
         optimizer=load_file(folder / OPTIMIZER) if optimizer else None,
         step=int(_optimizer_metadata(folder)["step"]) if optimizer else 0,
-        optimizer_type=optimizer_type(folder),
+        optimizer_type=optimizer_type(folder) if optimizer else "adamw",
     )
 
 

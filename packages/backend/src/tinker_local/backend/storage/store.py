@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import sqlalchemy as sa
+from safetensors import SafetensorError
 from tinker_local.backend.storage import tables
 from tinker_local.backend.storage.adapter_files import WEIGHTS, optimizer_type, read_adapter
 from tinker_local.backend.storage.checkpoint_folders import CheckpointFolders, refuse_halves
@@ -370,9 +371,18 @@ class Store:
             return read_adapter(folder, current.base_model, current.lora_config, optimizer=optimizer)
 
     def checkpoint_optimizer(self, record: CheckpointRecord) -> str:
-        """The type of the optimizer whose state a checkpoint holds, from its file's header."""
+        """The type of the optimizer whose state a checkpoint holds, from its file's header.
+
+        InvalidRequestError if that cannot be read; the weights may still be whole.
+        """
         with self._folder_access:
-            return optimizer_type(self._folders.path(self._current(record) or record))
+            try:
+                return optimizer_type(self._folders.path(self._current(record) or record))
+            except (OSError, SafetensorError) as error:
+                raise InvalidRequestError(
+                    f"checkpoint {record.tinker_path}: its optimizer state cannot be read ({error}); "
+                    "load its weights alone"
+                ) from error
 
     # Checkpoints: deleting
 
