@@ -27,7 +27,7 @@ import tinker
 from rich.console import Console
 from rich.table import Table
 from tinker_local.backend import BackendOptions, InProcessBackend, ModelSource
-from tinker_local.backend.models.loading import resident_mib
+from tinker_local.backend.models.load_engines import resident_mib
 from tinker_local.backend.tiny_models import make_tiny_text_model
 from tinker_local.types import (
     AdamParams,

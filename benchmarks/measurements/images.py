@@ -27,7 +27,7 @@ def rendered(scale: Scale, folder: Path) -> list[Any]:
     """`scale.images` different images, processed by the model's processor as the project's renderer does it."""
     from PIL import Image
     from tinker_local.backend.rendering.hf_images import HFImages
-    from tinker_local.backend.rendering.interface import RenderedImage
+    from tinker_local.backend.rendering.rendered_input import RenderedImage
 
     processor = HFImages(str(folder), vision_of(folder)[0].read_image)
     images = []
@@ -40,8 +40,8 @@ def rendered(scale: Scale, folder: Path) -> list[Any]:
 
 def examples(scale: Scale, folder: Path) -> list[Any]:
     """Rendered data: vision start, the image, vision end, text; weights are 1 where a text token is predicted."""
-    from tinker_local.backend.rendering.interface import ImagePlacement, RenderedInput
-    from tinker_local.backend.training.interface import TrainDatum
+    from tinker_local.backend.rendering.rendered_input import ImagePlacement, RenderedInput
+    from tinker_local.backend.training.trainer import TrainDatum
 
     vision, config = vision_of(folder)
     marks = vision.tokens(config)

@@ -68,8 +68,8 @@ async def ours(host: Host) -> None:
 async def through_sampler(host: Host) -> None:
     """Prints `sampling.sampler`."""
     from baselines.vllm_alone import write_random_adapter
-    from tinker_local.backend.rendering.interface import RenderedInput
-    from tinker_local.backend.sampling.interface import AdapterVersion, SampleWork
+    from tinker_local.backend.rendering.rendered_input import RenderedInput
+    from tinker_local.backend.sampling.sampler import AdapterVersion, SampleWork
     from tinker_local.types import SamplingParams
 
     sampler = host.backend.models.get(host.model).engines.sampler

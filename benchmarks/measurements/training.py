@@ -71,8 +71,8 @@ def parameters_of(folder: Path) -> int:
 
 def text_datum(tokens: workloads.Int64Array, loss_fn: str = "cross_entropy") -> Any:
     """A rendered datum that predicts at every position, as the hand-written loops do."""
-    from tinker_local.backend.rendering.interface import RenderedInput
-    from tinker_local.backend.training.interface import TrainDatum
+    from tinker_local.backend.rendering.rendered_input import RenderedInput
+    from tinker_local.backend.training.trainer import TrainDatum
 
     ones = np.ones(len(tokens), np.float32)
     inputs = {"weights": ones} if loss_fn == "cross_entropy" else {"logprobs": -12 * ones, "advantages": ones}
@@ -81,7 +81,7 @@ def text_datum(tokens: workloads.Int64Array, loss_fn: str = "cross_entropy") -> 
 
 def work(adapter: str, data: Sequence[Any], loss_fn: str = "cross_entropy") -> Any:
     """One client's request."""
-    from tinker_local.backend.training.interface import TrainWork
+    from tinker_local.backend.training.trainer import TrainWork
 
     return TrainWork(adapter, data, loss_fn)
 

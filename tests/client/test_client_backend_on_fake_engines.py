@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import tinker_local.client as tinker
 from tinker_local.backend import BackendOptions, InProcessBackend, ModelSource
-from tinker_local.backend.models.loading import load_fake
+from tinker_local.backend.models.load_engines import load_fake
 
 
 @pytest.mark.timeout(60)

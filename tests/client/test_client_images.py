@@ -138,7 +138,10 @@ def test_expected_tokens_is_what_hf_gives(size: tuple[int, int], processor: Qwen
 
 
 @pytest.mark.mutation(
-    "client-ignores-rotation", "images.py", 'PIL.ImageOps.exif_transpose(image).convert("RGB")', 'image.convert("RGB")'
+    "client-ignores-rotation",
+    "encode_images.py",
+    'PIL.ImageOps.exif_transpose(image).convert("RGB")',
+    'image.convert("RGB")',
 )
 def test_a_rotated_image_is_counted_as_it_is_seen(processor: Qwen2VLImageProcessor) -> None:
     exif = PIL.Image.Exif()
@@ -151,7 +154,7 @@ def test_a_rotated_image_is_counted_as_it_is_seen(processor: Qwen2VLImageProcess
 
 @pytest.mark.mutation(
     "client-counts-width-first",
-    "images.py",
+    "encode_images.py",
     "get_number_of_image_patches(rgb.height, rgb.width, {})",
     "get_number_of_image_patches(rgb.width, rgb.height, {})",
 )

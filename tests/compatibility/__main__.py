@@ -13,9 +13,9 @@ os.environ.setdefault("TINKER_API_KEY", "tml-local")
 def main() -> int:
     from tinker_local.backend.tiny_models import make_tiny_text_model
 
-    from tests.compatibility.report import markdown, run_all
     from tests.compatibility.surface import surface
     from tests.compatibility.world import World
+    from tests.compatibility.write_report import markdown, run_all
     from tests.conftest import TEXT, start_server
 
     wanted = [name for name in sys.argv[1:] if name != "--write"]

@@ -10,8 +10,8 @@ import tinker
 from tinker.lib.credentials import JsonCredentialStore, ManualKey, default_credentials_path
 
 from tests.compatibility.checks_rest import check_trace, checkpoint, run_and_path
-from tests.compatibility.report import refused, works
 from tests.compatibility.world import World
+from tests.compatibility.write_report import refused, works
 
 
 @works("tinker version", by="the SDK's version, without a request")

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import tinker
 
-from tests.compatibility.report import refused, works
 from tests.compatibility.world import ADAM, TOKENS, World, datum, prompt, same
+from tests.compatibility.write_report import refused, works
 
 N = len(TOKENS) - 1
 ADVANTAGES = np.array([0.0, 1.5, -1.0, 0.5, -0.25, 2.0, -1.5], np.float32)

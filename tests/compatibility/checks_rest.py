@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import tinker
 
-from tests.compatibility.report import refused, works
 from tests.compatibility.world import World, same
+from tests.compatibility.write_report import refused, works
 from tests.traces.trace_reading import read_trace
 
 DAY = timedelta(days=1)

@@ -5,8 +5,8 @@ import tinker
 from tinker.lib.api_future_impl import QueueState
 from tinker.lib.public_interfaces import SamplingClient
 
-from tests.compatibility.report import works
 from tests.compatibility.world import TOKENS, World, prompt, same
+from tests.compatibility.write_report import works
 
 
 @works("SamplingClient.create", by="the base model's logprobs")

@@ -8,8 +8,8 @@ import pytest
 import tinker
 import torch
 
-from tests.compatibility.report import works
 from tests.compatibility.world import ADAM, TOKENS, World, datum, differs, same
+from tests.compatibility.write_report import works
 
 
 @works("ServiceClient.holder", by="the server knows the session that it names")

@@ -14,9 +14,9 @@ from tinker_local.backend.fakes import FakeModel, FakeRenderer, FakeSampler, Fak
 from tinker_local.backend.models.served_models import Engines
 
 from tests.compatibility.recording import Recorder, written
-from tests.compatibility.report import run_all
 from tests.compatibility.surface import surface
 from tests.compatibility.world import World
+from tests.compatibility.write_report import run_all
 
 SHAPES = Path(__file__).parent / "shapes.json"
 MODEL = "fake/bigram"

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import tinker
 
-from tests.compatibility.report import CHECKS, Line, markdown, run_all
 from tests.compatibility.surface import surface
 from tests.compatibility.world import World
+from tests.compatibility.write_report import CHECKS, Line, markdown, run_all
 from tests.conftest import TEXT
 
 pytestmark = pytest.mark.more

@@ -237,7 +237,7 @@ def fake_in_process(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[InProcessDriver]:
     """With the trainer in the same process, and with one in a process of its own."""
-    from tinker_local.backend.models.loading import load_fake
+    from tinker_local.backend.models.load_engines import load_fake
 
     options = BackendOptions(data_dir=tmp_path_factory.mktemp("fake_in_process"), trainer=request.param)
     driver = InProcessDriver(InProcessBackend([ModelSource("fake/bigram", "fake/bigram")], options, load=load_fake))

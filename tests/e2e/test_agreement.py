@@ -85,7 +85,7 @@ def train(client: Any, inputs: list[tuple[ModelInput, np.ndarray]], steps: int) 
 
 @pytest.mark.mutation(
     "trainers-positions",
-    "families/interface.py",
+    "families/family.py",
     "np.arange(input.length, dtype=np.int64)[None]",
     "2 * np.arange(input.length, dtype=np.int64)[None]",
     cases=("all-tiny/text",),

@@ -9,8 +9,8 @@ import pytest
 from tinker_local.backend import BackendOptions, InProcessBackend, ModelSource
 from tinker_local.backend.fakes import FakeModel, FakeRenderer, FakeSampler, FakeTrainer
 from tinker_local.backend.models.served_models import Engines
-from tinker_local.backend.rendering.interface import RenderedInput
-from tinker_local.backend.sampling.interface import SampleWork
+from tinker_local.backend.rendering.rendered_input import RenderedInput
+from tinker_local.backend.sampling.sampler import SampleWork
 from tinker_local.types import InvalidRequestError, ModelInput, SampleOutput
 
 WINDOW = 100
@@ -105,7 +105,7 @@ async def test_nan_is_a_difference_on_fakes(tmp_path: Path) -> None:
 
 @pytest.mark.mutation(
     "engines-outlive-a-probe",
-    "models/loading.py",
+    "models/load_engines.py",
     "        models.add(model)  # from here on `models` closes it\n        agreement = await model.check_agreement()\n",
     "        agreement = await model.check_agreement()\n        models.add(model)\n",
 )

@@ -18,8 +18,8 @@ def test_fakes_train_and_step_without_torch() -> None:
     code = (
         "import sys, numpy as np\n"
         "from tinker_local.backend.fakes import FakeModel, FakeTrainer\n"
-        "from tinker_local.backend.rendering.interface import RenderedInput\n"
-        "from tinker_local.backend.training.interface import TrainDatum, TrainWork\n"
+        "from tinker_local.backend.rendering.rendered_input import RenderedInput\n"
+        "from tinker_local.backend.training.trainer import TrainDatum, TrainWork\n"
         "from tinker_local.backend.training.losses import LOSSES\n"
         "from tinker_local.types import AdamParams, LoraConfig\n"
         "trainer, ids = FakeTrainer(FakeModel()), np.arange(8)\n"

@@ -10,9 +10,9 @@ import pytest
 from PIL import Image
 from safetensors.numpy import save_file
 from tinker_local.backend.fakes import EOS_ID, FakeModel, FakeRenderer, FakeSampler, FakeTrainer, decode, encode
-from tinker_local.backend.rendering.interface import RenderedInput
-from tinker_local.backend.sampling.interface import AdapterVersion, SampleWork
-from tinker_local.backend.training.interface import TrainDatum, TrainWork
+from tinker_local.backend.rendering.rendered_input import RenderedInput
+from tinker_local.backend.sampling.sampler import AdapterVersion, SampleWork
+from tinker_local.backend.training.trainer import TrainDatum, TrainWork
 from tinker_local.types import (
     AdamParams,
     EncodedTextChunk,

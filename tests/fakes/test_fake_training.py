@@ -6,9 +6,9 @@ import torch
 from tinker_local.backend.fakes import FakeModel, FakeTrainer, encode
 from tinker_local.backend.fakes.fake_model import IMAGE_CODES
 from tinker_local.backend.fakes.fake_trainer import evaluate
-from tinker_local.backend.rendering.interface import ImagePlacement, RenderedImage, RenderedInput
-from tinker_local.backend.training.interface import LORA_ALPHA, TrainDatum, TrainResult, TrainWork
+from tinker_local.backend.rendering.rendered_input import ImagePlacement, RenderedImage, RenderedInput
 from tinker_local.backend.training.losses import LOSSES
+from tinker_local.backend.training.trainer import LORA_ALPHA, TrainDatum, TrainResult, TrainWork
 from tinker_local.types import AdamParams, InvalidRequestError, LoraConfig, NotFoundError
 
 VOCAB = 24

@@ -214,7 +214,7 @@ def test_keys_reach_no_log_and_no_disk_on_fakes(serve: Any, tmp_path: Path) -> N
 
 def test_loopback_server_of_a_program_lets_only_its_own_client_in_on_fakes(tmp_path: Path) -> None:
     from tinker_local.backend import BackendOptions, InProcessBackend, ModelSource
-    from tinker_local.backend.models.loading import load_fake
+    from tinker_local.backend.models.load_engines import load_fake
 
     source = ModelSource("fake/bigram", "fake/bigram")
     keys = []

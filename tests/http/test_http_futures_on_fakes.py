@@ -351,7 +351,7 @@ async def test_result_that_cannot_be_sent_is_a_failure_and_no_5xx_on_fakes(
     api: Api, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import numpy as np
-    from tinker_local.backend.training.interface import TrainResult
+    from tinker_local.backend.training.trainer import TrainResult
 
     outputs = {
         "no wire format": [{"logprobs": np.zeros((3, 0), np.float32)}],

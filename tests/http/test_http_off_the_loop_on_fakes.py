@@ -81,7 +81,7 @@ async def test_nothing_that_takes_long_runs_on_the_event_loop_on_fakes(
     from tinker_local.backend.http import future_routes as futures
     from tinker_local.backend.http import training_routes as route
     from tinker_local.backend.scheduling import train_scheduler
-    from tinker_local.backend.training.interface import Trainer
+    from tinker_local.backend.training.trainer import Trainer
 
     threads = Threads(monkeypatch)
     of_the_store = set(methods(Store)) - COMPUTED - {"close"}

@@ -26,13 +26,13 @@ FAKE = ["serve", "--fake", "--model", "fake/bigram"]
 
 SLOW = """
 import sys, time
-from tinker_local.backend.models import loading
-fast = loading.load_fake
+from tinker_local.backend.models import load_engines
+fast = load_engines.load_fake
 def slow(source, options):
     time.sleep({seconds})
     {then}
     return fast(source, options)
-loading.load_fake = slow
+load_engines.load_fake = slow
 from tinker_local.backend.cli.main import main
 main(sys.argv[1:])
 """

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image
-from tinker_local.backend.models.loading import load_renderer
+from tinker_local.backend.models.load_engines import load_renderer
 from tinker_local.backend.rendering.renderer import ModelRenderer
 from tinker_local.backend.tiny_models import make_tiny_text_model, make_tiny_vl_model
 from tinker_local.types import ImageChunk

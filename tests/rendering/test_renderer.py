@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tinker_local.backend.models.loading import load_renderer
+from tinker_local.backend.models.load_engines import load_renderer
 from tinker_local.backend.rendering.image_cache import ImageCache, SizedImage
-from tinker_local.backend.rendering.interface import RenderedImage
+from tinker_local.backend.rendering.rendered_input import RenderedImage
 from tinker_local.types import (
     EncodedTextChunk,
     ImageAssetPointerChunk,

@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from tinker_local.backend.sampling.interface import SampleWork
+from tinker_local.backend.sampling.sampler import SampleWork
 from tinker_local.types import SampleOutput, SamplingParams, TensorData
 
 TEXT = list(range(20, 60))

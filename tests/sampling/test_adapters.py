@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tinker_local.backend.sampling.interface import AdapterVersion, SampleWork
+from tinker_local.backend.sampling.sampler import AdapterVersion, SampleWork
 from tinker_local.types import InvalidRequestError, NotFoundError, SamplingParams
 
 ATTENTION = r"self_attn\.(q|k|v|o)_proj$"

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tinker_local.backend.sampling.interface import SampleWork
+from tinker_local.backend.sampling.sampler import SampleWork
 from tinker_local.backend.vllm_engine import compat_vllm, sleep_mode
 from tinker_local.backend.vllm_engine.vllm_sampler import VLLMSampler
 from tinker_local.types import InternalError, SamplingParams

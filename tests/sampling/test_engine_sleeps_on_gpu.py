@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tinker_local.backend.sampling.interface import SampleWork
+from tinker_local.backend.sampling.sampler import SampleWork
 from tinker_local.backend.vllm_engine.vllm_sampler import VLLMSampler
 from tinker_local.types import InternalError, SamplingParams
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tinker_local.backend.sampling.interface import SampleWork
+from tinker_local.backend.sampling.sampler import SampleWork
 from tinker_local.backend.vllm_engine import compat_vllm
 from tinker_local.types import SamplingParams
 

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
-from tinker_local.backend.sampling.interface import SampleWork
+from tinker_local.backend.sampling.sampler import SampleWork
 from tinker_local.types import SamplingParams
 
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tinker_local.backend.rendering.interface import RenderedInput
-from tinker_local.backend.sampling.interface import SampleWork
+from tinker_local.backend.rendering.rendered_input import RenderedInput
+from tinker_local.backend.sampling.sampler import SampleWork
 from tinker_local.backend.vllm_engine.engine_inputs import engine_params, engine_prompt
 from tinker_local.backend.vllm_engine.engine_thread import EngineRequest
 from tinker_local.backend.vllm_engine.vllm_sampler import VLLMSampler
@@ -30,7 +30,7 @@ async def greedy(served: Any, length: int = 30) -> list[int]:
 
 @pytest.mark.mutation(
     "16-tokens-by-default",
-    "sampling/interface.py",
+    "sampling/sampler.py",
     "wanted = max(limit - prompt_length, 1) if max_tokens is None else max_tokens",
     "wanted = 16 if max_tokens is None else max_tokens",
 )

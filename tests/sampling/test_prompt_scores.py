@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tinker_local.backend.sampling.interface import SampleWork
+from tinker_local.backend.sampling.sampler import SampleWork
 from tinker_local.backend.vllm_engine import score_prompts
 from tinker_local.backend.vllm_engine.compat_vllm import runs_on_cpu
 from tinker_local.backend.vllm_engine.vllm_sampler import VLLMSampler

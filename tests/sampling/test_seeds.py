@@ -4,7 +4,7 @@ import asyncio
 from typing import Any
 
 import pytest
-from tinker_local.backend.sampling.interface import SampleWork
+from tinker_local.backend.sampling.sampler import SampleWork
 from tinker_local.backend.vllm_engine.engine_inputs import sample_seed
 from tinker_local.types import SamplingParams
 

@@ -3,7 +3,7 @@
 import asyncio
 from typing import Any
 
-from tinker_local.backend.sampling.interface import SampleWork
+from tinker_local.backend.sampling.sampler import SampleWork
 from tinker_local.types import SamplingParams
 
 PROMPT = list(range(20, 60))

@@ -13,7 +13,7 @@ from tinker_local.backend.scheduling.memory_sharing import MemorySharing
 from tinker_local.backend.scheduling.operations import Operation, OperationKind
 from tinker_local.backend.scheduling.run_queue import COPY_COST, GradientCommand, RunQueue, StepCommand
 from tinker_local.backend.scheduling.train_scheduler import LONGEST_WAIT, TrainScheduler
-from tinker_local.backend.training.interface import TrainResult, TrainWork
+from tinker_local.backend.training.trainer import TrainResult, TrainWork
 from tinker_local.types import ApiError, InvalidRequestError, TooManyRequestsError
 
 from tests.scheduling.virtual_time import VirtualLoop

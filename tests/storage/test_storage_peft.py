@@ -8,7 +8,7 @@ import torch
 from peft import LoraConfig as PeftConfig
 from peft import PeftModel, get_peft_model, get_peft_model_state_dict
 from tinker_local.backend.storage import Store
-from tinker_local.backend.training.interface import LORA_ALPHA, AdapterState
+from tinker_local.backend.training.trainer import LORA_ALPHA, AdapterState
 from tinker_local.types import LoraConfig
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -34,7 +34,7 @@ def tiny_qwen3() -> Qwen3ForCausalLM:
 
 
 @pytest.mark.mutation(
-    "saved-with-another-rank", "training/interface.py", '"r": self.lora_config.rank,', '"r": 2 * self.lora_config.rank,'
+    "saved-with-another-rank", "training/trainer.py", '"r": self.lora_config.rank,', '"r": 2 * self.lora_config.rank,'
 )
 @pytest.mark.parametrize("targets", [TARGETS, (*TARGETS, "lm_head")])
 def test_peft_loads_a_checkpoint_folder(tmp_path: Path, targets: tuple[str, ...]) -> None:

@@ -11,7 +11,7 @@ import pytest
 from tinker_local.backend.storage import VersionFolders
 from tinker_local.backend.storage.adapter_files import adapter_bytes, read_adapter, write_adapter
 from tinker_local.backend.storage.versions import UNWRITTEN
-from tinker_local.backend.training.interface import AdapterState
+from tinker_local.backend.training.trainer import AdapterState
 from tinker_local.types import NotFoundError
 
 from tests.storage.store_states import make_state, same_tensors

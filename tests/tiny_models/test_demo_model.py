@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from tinker_local.backend.tiny_models import make_demo_vl_model
-from tinker_local.backend.tiny_models.demo import SIDE
+from tinker_local.backend.tiny_models.demo_model import SIDE
 from transformers import AutoImageProcessor, AutoModelForImageTextToText
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
-from tinker_local.backend.rendering.interface import ImagePlacement, RenderedInput
+from tinker_local.backend.rendering.rendered_input import ImagePlacement, RenderedInput
 from tinker_local.backend.training.worker import HFTrainer
 
 

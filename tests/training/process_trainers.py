@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from tinker_local.backend.fakes import FakeMemory, FakeModel, FakeTrainer
-from tinker_local.backend.rendering.interface import RenderedInput
-from tinker_local.backend.training.interface import AdapterDType, AdapterState
+from tinker_local.backend.rendering.rendered_input import RenderedInput
 from tinker_local.backend.training.process.child import NO_MEMORY
+from tinker_local.backend.training.trainer import AdapterDType, AdapterState
 from tinker_local.types import LoraConfig, UnsupportedError
 
 

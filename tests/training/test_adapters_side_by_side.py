@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import torch
 from tinker_local.backend.training import packing
-from tinker_local.backend.training.interface import TrainResult, TrainWork
-from tinker_local.backend.training.loading import load_model
+from tinker_local.backend.training.load_model import load_model
 from tinker_local.backend.training.packing import items_of, split
+from tinker_local.backend.training.trainer import TrainResult, TrainWork
 
 KINDS = {
     "a": {"rank": 4},

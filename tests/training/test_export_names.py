@@ -14,9 +14,9 @@ import peft
 import pytest
 import transformers
 from safetensors.numpy import load_file, save_file
-from tinker_local.backend.rendering.interface import RenderedInput
+from tinker_local.backend.rendering.rendered_input import RenderedInput
 from tinker_local.backend.storage.adapter_files import write_adapter
-from tinker_local.backend.training.interface import AdapterState
+from tinker_local.backend.training.trainer import AdapterState
 from tinker_local.backend.training.worker import HFTrainer
 
 from tests.training.test_lora_equals_peft import peft_logprobs
@@ -80,7 +80,7 @@ def logprobs(trainer: HFTrainer, adapter: str | None, inputs: list[RenderedInput
 
 @pytest.mark.mutation(
     "exports-with-paths-of-transformers",
-    "families/interface.py",
+    "families/family.py",
     "            return HOSTED_DECODER + path.removeprefix(self.decoder_path)\n",
     "            return path\n",
     cases=("qwen3_vl_untied",),
@@ -98,7 +98,7 @@ def test_merged_export_of_an_untied_model_is_what_was_trained(name, trainer, mod
 
 @pytest.mark.mutation(
     "tied-head-as-a-tensor-of-its-own",
-    "families/interface.py",
+    "families/family.py",
     "return HOSTED_TIED_HEAD if tied_head else path",
     "return path",
     cases=("qwen3",),
@@ -123,7 +123,7 @@ def test_merged_export_of_a_tied_model_differs_by_its_input_embedding_alone(
 
 @pytest.mark.mutation(
     "untied-head-named-as-a-tied-one",
-    "families/interface.py",
+    "families/family.py",
     "return HOSTED_TIED_HEAD if tied_head else path",
     "return HOSTED_TIED_HEAD",
     cases=("qwen3_untied",),

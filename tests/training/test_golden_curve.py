@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from tinker_local.backend.training.interface import TrainWork
 from tinker_local.backend.training.losses import loss_of
+from tinker_local.backend.training.trainer import TrainWork
 from tinker_local.backend.training.worker import HFTrainer
 from tinker_local.types import AdamParams, LoraConfig
 

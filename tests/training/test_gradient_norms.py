@@ -6,8 +6,8 @@ from collections import defaultdict
 import numpy as np
 import pytest
 from tinker_local.backend.fakes import FakeModel, FakeTrainer
-from tinker_local.backend.rendering.interface import RenderedInput
-from tinker_local.backend.training.interface import TrainDatum, TrainWork
+from tinker_local.backend.rendering.rendered_input import RenderedInput
+from tinker_local.backend.training.trainer import TrainDatum, TrainWork
 from tinker_local.types import AdamParams, LoraConfig
 
 CLIPPED = AdamParams(grad_clip_norm=1e-3)

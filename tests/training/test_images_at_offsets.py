@@ -5,8 +5,8 @@ import pytest
 import torch
 import transformers
 from tinker_local.backend.families import FAMILIES
-from tinker_local.backend.rendering.interface import RenderedInput
-from tinker_local.backend.training.interface import TrainDatum, TrainWork
+from tinker_local.backend.rendering.rendered_input import RenderedInput
+from tinker_local.backend.training.trainer import TrainDatum, TrainWork
 from tinker_local.types import InvalidRequestError
 
 VISION = ("qwen2_5_vl", "qwen3_vl")

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from tinker_local.backend.families.interface import LogitRule
+from tinker_local.backend.families.family import LogitRule
 from tinker_local.backend.training.kernels import TorchKernels
 from tinker_local.backend.training.lm_head import LmHead, Targets
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers
 from safetensors.numpy import save_file
-from tinker_local.backend.training.interface import TrainDatum, TrainWork
+from tinker_local.backend.training.trainer import TrainDatum, TrainWork
 from tinker_local.types import LoraConfig
 
 VISION = ("qwen2_5_vl", "qwen3_vl")

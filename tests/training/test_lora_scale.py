@@ -9,7 +9,7 @@ ALPHA = 32
 """Repeated here, because a test that imports the constant would agree with any value."""
 
 
-@pytest.mark.mutation("another-alpha", "training/interface.py", "LORA_ALPHA = 32\n", "LORA_ALPHA = 16\n")
+@pytest.mark.mutation("another-alpha", "training/trainer.py", "LORA_ALPHA = 32\n", "LORA_ALPHA = 16\n")
 @pytest.mark.parametrize("rank", [1, 4, 32])
 def test_an_adapter_is_the_base_plus_32_over_rank_times_b_a(rank, trainer, model_path, make, add_adapter):
     ours = trainer("qwen3_untied")

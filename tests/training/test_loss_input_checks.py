@@ -5,7 +5,7 @@ import sys
 
 import numpy as np
 import pytest
-from tinker_local.backend.rendering.interface import RenderedInput
+from tinker_local.backend.rendering.rendered_input import RenderedInput
 from tinker_local.backend.training.losses import LOSSES, NEAREST, loss_of
 from tinker_local.backend.training.losses.loss_inputs import make_train_datum
 from tinker_local.types import (

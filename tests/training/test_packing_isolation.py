@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from tinker_local.backend.training.interface import TrainDatum, TrainWork
 from tinker_local.backend.training.recompute_policy import Keep
+from tinker_local.backend.training.trainer import TrainDatum, TrainWork
 
 FAMILIES = ("qwen3", "qwen2_5_vl", "qwen3_vl")
 

@@ -15,8 +15,8 @@ import transformers
 from safetensors.numpy import save_file
 from tinker_local.backend.training.decoders.autograd import AutogradDecoder
 from tinker_local.backend.training.decoders.written_out.layers import WrittenOutDecoder
-from tinker_local.backend.training.interface import TrainDatum, TrainWork
 from tinker_local.backend.training.recompute_policy import Keep
+from tinker_local.backend.training.trainer import TrainDatum, TrainWork
 from tinker_local.types import UnsupportedError
 
 from tests.training.autograd_reference import Hooked, attention_in_float64, norms_in_float64

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tinker_local.backend.training.interface import Trainer, TrainWork
 from tinker_local.backend.training.process import ProcessTrainer, TrainerProcess
+from tinker_local.backend.training.trainer import Trainer, TrainWork
 from tinker_local.backend.training.worker import HFTrainer
 from tinker_local.types import AdamParams, ApiError, InternalError, InvalidRequestError, LoraConfig, UnsupportedError
 

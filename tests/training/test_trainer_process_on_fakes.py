@@ -19,12 +19,12 @@ from typing import Any
 import numpy as np
 import pytest
 from tinker_local.backend import BackendOptions, InProcessBackend, ModelSource
-from tinker_local.backend.models.loading import load_fake, trainer_place
-from tinker_local.backend.rendering.interface import ImagePlacement, RenderedImage, RenderedInput
-from tinker_local.backend.training.interface import TrainDatum, Trainer, TrainResult, TrainWork
+from tinker_local.backend.models.load_engines import load_fake, trainer_place
+from tinker_local.backend.rendering.rendered_input import ImagePlacement, RenderedImage, RenderedInput
 from tinker_local.backend.training.process import ProcessTrainer, TrainerProcess, process
 from tinker_local.backend.training.process.channel import Channel
 from tinker_local.backend.training.process.messages import KeepImage
+from tinker_local.backend.training.trainer import TrainDatum, Trainer, TrainResult, TrainWork
 from tinker_local.types import (
     AdamParams,
     CreateModelRequest,

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import torch
 from tinker_local.backend.training.decoders.written_out.layers import WrittenOutPass
-from tinker_local.backend.training.interface import TrainResult, TrainWork
 from tinker_local.backend.training.lora_batch import LoraBatch
 from tinker_local.backend.training.losses import LOSSES
+from tinker_local.backend.training.trainer import TrainResult, TrainWork
 from tinker_local.types import AdamParams, InternalError, InvalidRequestError, NotEnoughMemoryError, NotFoundError
 from torch.utils._python_dispatch import TorchDispatchMode
 

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 from tinker_local.backend.training.attention import AttentionRule, Segments, attend, attend_backward
-from tinker_local.backend.training.interface import TrainResult, TrainWork
 from tinker_local.backend.training.losses import LOSSES
+from tinker_local.backend.training.trainer import TrainResult, TrainWork
 from tinker_local.types import AdamParams
 
 from tests.training.kernel_cases import ROWS, SHAPES, check_kernels, check_logsumexp

@@ -16,7 +16,7 @@ from tinker_local.backend import BackendOptions, InProcessBackend, ModelSource
 from tinker_local.backend.fakes import FakeModel, FakeRenderer, FakeSampler
 from tinker_local.backend.http.server import LoopbackServer
 from tinker_local.backend.models.served_models import Engines
-from tinker_local.backend.rendering.interface import RenderedInput
+from tinker_local.backend.rendering.rendered_input import RenderedInput
 from tinker_local.backend.training.losses import LOSSES, loss_of
 from tinker_local.backend.training.worker import HFTrainer
 

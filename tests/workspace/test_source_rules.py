@@ -156,3 +156,14 @@ def test_prose_is_plain_where_it_was_made_so() -> None:
 def test_phrases_that_readers_stumble_over_are_found(tmp_path: Path, text: str, count: int) -> None:
     (tmp_path / "page.md").write_text(text)
     assert len(stumbles(tmp_path / "page.md")) == count
+
+
+def test_names_of_python_files_are_unique_and_so_tell_what_is_inside():
+    folders = ("packages", "tests", "benchmarks", "examples", "scripts")
+    paths = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
+    by_name: dict[str, list[str]] = {}
+    for path in paths:
+        if path.name not in ("__init__.py", "__main__.py", "conftest.py"):
+            by_name.setdefault(path.name, []).append(str(path.relative_to(ROOT)))
+    assert len(by_name) > 300
+    assert not {name: found for name, found in by_name.items() if len(found) > 1}

@@ -72,7 +72,7 @@ from tinker import types as types
 from tinker_local.client.clients import AdminClient as AdminClient
 from tinker_local.client.clients import RestClient as RestClient
 from tinker_local.client.clients import ServiceClient as ServiceClient
-from tinker_local.client.images import image_chunk as image_chunk
+from tinker_local.client.encode_images import image_chunk as image_chunk
 from tinker_local.client.inputs import model_input as model_input
 from tinker_local.client.inputs import text_chunk as text_chunk
 from tinker_local.client.loopback import LoopbackBackend as LoopbackBackend

@@ -11,8 +11,8 @@ import PIL.Image
 import tinker
 from pydantic import ValidationError
 from tinker_local import types as local
+from tinker_local.client.encode_images import Image, chunk_of
 from tinker_local.client.image_marks import Vocabulary, start_and_end
-from tinker_local.client.images import Image, chunk_of
 from tinker_local.types.datum import ImageFormat
 
 ImageChunk: TypeAlias = tinker.types.ImageChunk | tinker.types.ImageAssetPointerChunk

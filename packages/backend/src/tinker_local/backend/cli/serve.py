@@ -99,7 +99,7 @@ def _check_models(models: Sequence[ModelSource], fake: bool) -> None:
     """Reject what cannot work before loading anything."""
     from importlib.util import find_spec
 
-    from tinker_local.backend.models.loading import check_source
+    from tinker_local.backend.models.load_engines import check_source
     from tinker_local.backend.models.served_models import by_path
 
     try:
@@ -124,7 +124,7 @@ def _serve(
 ) -> None:
     from tinker_local.backend.backend import InProcessBackend
     from tinker_local.backend.http.server import allow_many_connections, bind, event_loop, run, url_of
-    from tinker_local.backend.models.loading import load_fake
+    from tinker_local.backend.models.load_engines import load_fake
 
     allow_many_connections()
     try:

@@ -19,7 +19,7 @@ from tinker_local.backend.control.sessions import Sessions, now
 from tinker_local.backend.control.signatures import Signatures
 from tinker_local.backend.control.training_commands import Training
 from tinker_local.backend.control.training_runs import TrainingRuns
-from tinker_local.backend.models.loading import load_base_models
+from tinker_local.backend.models.load_engines import load_base_models
 from tinker_local.backend.models.metrics import ModelMetrics
 from tinker_local.backend.models.served_models import EngineLoader, Progress, ServedModels, by_path
 from tinker_local.backend.options import BackendOptions, ModelSource

@@ -13,9 +13,9 @@ from tinker_local.backend.scheduling.operations import Operation
 from tinker_local.backend.storage.names import parse_tinker_path
 from tinker_local.backend.storage.records import CheckpointRecord
 from tinker_local.backend.storage.store import Store
-from tinker_local.backend.training.interface import AdapterState
 from tinker_local.backend.training.optimizers import OPTIMIZERS, optimizer_of
 from tinker_local.backend.training.optimizers.optimizer import Optimizer
+from tinker_local.backend.training.trainer import AdapterState
 from tinker_local.types import (
     GoneError,
     InvalidRequestError,

@@ -15,8 +15,8 @@ from tinker_local.backend.control.sessions import Sessions
 from tinker_local.backend.models.served_models import ServedModel, ServedModels
 from tinker_local.backend.options import BackendOptions
 from tinker_local.backend.rendering.image_assets import ImageAssets, names_images
-from tinker_local.backend.rendering.interface import RenderedInput
-from tinker_local.backend.sampling.interface import AdapterVersion, SampleWork, token_budget
+from tinker_local.backend.rendering.rendered_input import RenderedInput
+from tinker_local.backend.sampling.sampler import AdapterVersion, SampleWork, token_budget
 from tinker_local.backend.scheduling.operations import Operation, Operations, Timeline
 from tinker_local.backend.scheduling.queue_states import ACTIVE, QueueState, SamplerQueue, memory_state
 from tinker_local.backend.storage.names import parse_tinker_path

@@ -13,13 +13,13 @@ from tinker_local.backend.control.sessions import check_user_metadata
 from tinker_local.backend.control.training_runs import Command, TrainingRun
 from tinker_local.backend.models.agreement import compare, sampler_logprobs
 from tinker_local.backend.models.served_models import ServedModel
-from tinker_local.backend.sampling.interface import AdapterVersion
+from tinker_local.backend.sampling.sampler import AdapterVersion
 from tinker_local.backend.scheduling.operations import Operation
 from tinker_local.backend.storage.names import check_checkpoint_name
 from tinker_local.backend.storage.records import CheckpointRecord
 from tinker_local.backend.storage.store import Store
 from tinker_local.backend.storage.versions import VersionFolders
-from tinker_local.backend.training.interface import AdapterDType, AdapterState
+from tinker_local.backend.training.trainer import AdapterDType, AdapterState
 from tinker_local.types import (
     InternalError,
     InvalidRequestError,

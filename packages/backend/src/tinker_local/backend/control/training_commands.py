@@ -21,10 +21,10 @@ from tinker_local.backend.scheduling.operations import Operation, OperationKind,
 from tinker_local.backend.scheduling.run_queue import GradientCommand, StepCommand, positions
 from tinker_local.backend.storage.names import check_checkpoint_name
 from tinker_local.backend.storage.store import Store
-from tinker_local.backend.training.interface import TrainDatum, TrainWork
 from tinker_local.backend.training.losses import loss_of
 from tinker_local.backend.training.losses.loss_inputs import make_train_datum
 from tinker_local.backend.training.optimizers import step_settings
+from tinker_local.backend.training.trainer import TrainDatum, TrainWork
 from tinker_local.types import (
     ApiError,
     Datum,

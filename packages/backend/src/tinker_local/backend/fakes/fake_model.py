@@ -20,8 +20,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from cachetools import LRUCache
-from tinker_local.backend.rendering.interface import ImagePlacement, RenderedImage, RenderedInput
-from tinker_local.backend.training.interface import LORA_ALPHA
+from tinker_local.backend.rendering.rendered_input import ImagePlacement, RenderedImage, RenderedInput
+from tinker_local.backend.training.trainer import LORA_ALPHA
 from tinker_local.types import (
     EncodedTextChunk,
     ImageAssetPointerChunk,
@@ -197,8 +197,8 @@ CACHED_IMAGES = 1024
 
 
 class FakeRenderer:
-    """Implements `rendering.interface.Renderer` on a `FakeModel`; an image takes ceil(width / 32) · ceil(height / 32)
-    tokens."""
+    """Implements `rendering.rendered_input.Renderer` on a `FakeModel`; an image takes ceil(width / 32) · ceil(height /
+    32) tokens."""
 
     takes_images = True
 

@@ -25,14 +25,14 @@ from tinker_local.backend.fakes.fake_model import (
     decode,
     log_softmax,
 )
-from tinker_local.backend.sampling.interface import AdapterVersion, SampleWork
 from tinker_local.backend.sampling.prompt_scores import (
     PromptQuestions,
     PromptScores,
     check_sample_topk,
     prompt_questions,
 )
-from tinker_local.backend.training.interface import LORA_ALPHA, AdapterDType
+from tinker_local.backend.sampling.sampler import AdapterVersion, SampleWork
+from tinker_local.backend.training.trainer import LORA_ALPHA, AdapterDType
 from tinker_local.types import (
     InternalError,
     InvalidRequestError,
@@ -55,7 +55,7 @@ _BASE = _Weights({}, 1)
 
 
 class FakeSampler:
-    """Implements `sampling.interface.Sampler` on a `FakeModel`. NumPy runs in worker threads, never on the event loop.
+    """Implements `sampling.sampler.Sampler` on a `FakeModel`. NumPy runs in worker threads, never on the event loop.
 
     Sequences stop at EOS (token 0) as well as at the given stop strings or ids; `stop=[]` disables EOS, too. Stop
     strings are matched on the sampled text, one character per token. Sleep mode needs `memory` shared with a trainer.

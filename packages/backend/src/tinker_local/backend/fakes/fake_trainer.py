@@ -19,8 +19,13 @@ from tinker_local.backend.fakes.fake_model import (
     parse_tensor_name,
     tensor_name,
 )
-from tinker_local.backend.rendering.interface import RenderedInput
-from tinker_local.backend.training.interface import (
+from tinker_local.backend.rendering.rendered_input import RenderedInput
+from tinker_local.backend.training.losses import LOSSES, loss_of
+from tinker_local.backend.training.losses.loss import Loss, Terms, any_of
+from tinker_local.backend.training.losses.loss_inputs import check_train_datum
+from tinker_local.backend.training.optimizers import OPTIMIZERS
+from tinker_local.backend.training.optimizers.optimizer import Optimizer
+from tinker_local.backend.training.trainer import (
     LORA_ALPHA,
     AdapterDType,
     AdapterState,
@@ -28,11 +33,6 @@ from tinker_local.backend.training.interface import (
     TrainResult,
     TrainWork,
 )
-from tinker_local.backend.training.losses import LOSSES, loss_of
-from tinker_local.backend.training.losses.loss import Loss, Terms, any_of
-from tinker_local.backend.training.losses.loss_inputs import check_train_datum
-from tinker_local.backend.training.optimizers import OPTIMIZERS
-from tinker_local.backend.training.optimizers.optimizer import Optimizer
 from tinker_local.types import ApiError, InvalidRequestError, LoraConfig, NotFoundError
 from tinker_local.types.base import Frozen
 
@@ -82,7 +82,7 @@ class _Adapter:
 
 
 class FakeTrainer:
-    """Implements `training.interface.Trainer` on a `FakeModel`.
+    """Implements `training.trainer.Trainer` on a `FakeModel`.
 
     Targets outside the vocabulary are allowed where they are masked; their logprob is reported as 0. Without `memory`
     everything fits.

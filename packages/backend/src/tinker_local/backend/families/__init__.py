@@ -1,7 +1,7 @@
 """The supported model families, one module each, by `model_type` of their Hugging Face config."""
 
 from tinker_local.backend.families import gemma2, gemma3_text, llama, mistral, qwen2, qwen2_5_vl, qwen3, qwen3_vl
-from tinker_local.backend.families.interface import Family
+from tinker_local.backend.families.family import Family
 from tinker_local.types import UnsupportedError
 
 FAMILIES: dict[str, Family] = {

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from tinker_local.backend.families.interface import Family, LogitRule, VLLMHead
+from tinker_local.backend.families.family import Family, LogitRule, VLLMHead
 
 
 def capped_logits(config: Any) -> LogitRule:

@@ -1,5 +1,5 @@
 """Llama 3."""
 
-from tinker_local.backend.families.interface import Family
+from tinker_local.backend.families.family import Family
 
 FAMILY = Family()

@@ -1,5 +1,5 @@
 """Mistral: the first models have a sliding window in every layer."""
 
-from tinker_local.backend.families.interface import Family, VLLMHead
+from tinker_local.backend.families.family import Family, VLLMHead
 
 FAMILY = Family(vllm_head=VLLMHead("mistral", "MistralForCausalLM"))

@@ -1,6 +1,6 @@
 """Qwen2 and Qwen2.5: queries, keys and values have biases."""
 
-from tinker_local.backend.families.interface import Family, VLLMHead
+from tinker_local.backend.families.family import Family, VLLMHead
 
 VLLM_HEAD = VLLMHead("qwen2", "Qwen2ForCausalLM")
 

@@ -1,6 +1,6 @@
 """Qwen2.5-VL: image features replace token embeddings."""
 
-from tinker_local.backend.families.interface import Family
+from tinker_local.backend.families.family import Family
 from tinker_local.backend.families.qwen2 import VLLM_HEAD
 from tinker_local.backend.families.qwen_vision import VISION, mrope_position_ids
 

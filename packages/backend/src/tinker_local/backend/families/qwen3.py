@@ -1,5 +1,5 @@
 """Qwen3: queries and keys have norms."""
 
-from tinker_local.backend.families.interface import Family
+from tinker_local.backend.families.family import Family
 
 FAMILY = Family()

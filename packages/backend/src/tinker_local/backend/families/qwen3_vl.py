@@ -1,7 +1,7 @@
 """Qwen3-VL: like Qwen2.5-VL, and DeepStack adds features of earlier vision layers after the first decoder layers (arXiv
 2406.04334)."""
 
-from tinker_local.backend.families.interface import Family
+from tinker_local.backend.families.family import Family
 from tinker_local.backend.families.qwen_vision import VISION, mrope_position_ids
 
 FAMILY = Family(

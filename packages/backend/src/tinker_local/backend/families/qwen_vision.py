@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from tinker_local.backend.families.interface import ImageFeatures, Positions, Vision
-from tinker_local.backend.rendering.interface import ImageTokens, RenderedImage, RenderedInput, TrainerImage
+from tinker_local.backend.families.family import ImageFeatures, Positions, Vision
+from tinker_local.backend.rendering.rendered_input import ImageTokens, RenderedImage, RenderedInput, TrainerImage
 
 
 def mrope_position_ids(config: Any, input: RenderedInput) -> Positions:

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-from tinker_local.backend.rendering.interface import RenderedInput, Renderer
-from tinker_local.backend.sampling.interface import AdapterVersion, Sampler, SampleWork
+from tinker_local.backend.rendering.rendered_input import RenderedInput, Renderer
+from tinker_local.backend.sampling.sampler import AdapterVersion, Sampler, SampleWork
 from tinker_local.types import EncodedTextChunk, ImageChunk, ModelInput, SamplingParams
 
 LENGTHS = (16, 40)

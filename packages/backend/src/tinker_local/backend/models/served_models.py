@@ -9,11 +9,11 @@ from pathlib import Path
 from tinker_local.backend.models.agreement import Agreement, Probes, compare, make_probes, sampler_logprobs
 from tinker_local.backend.models.metrics import Counts, ModelMetrics
 from tinker_local.backend.options import BackendOptions, ModelSource
-from tinker_local.backend.rendering.interface import Renderer
-from tinker_local.backend.sampling.interface import Sampler
+from tinker_local.backend.rendering.rendered_input import Renderer
+from tinker_local.backend.sampling.sampler import Sampler
 from tinker_local.backend.scheduling.memory_sharing import MemorySharing
 from tinker_local.backend.scheduling.train_scheduler import TrainScheduler
-from tinker_local.backend.training.interface import Trainer
+from tinker_local.backend.training.trainer import Trainer
 from tinker_local.types import ApiError, InvalidRequestError
 
 

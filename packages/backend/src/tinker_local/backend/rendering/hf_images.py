@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from tinker_local.backend.rendering.decoding import ImageError
-from tinker_local.backend.rendering.interface import TrainerImage
+from tinker_local.backend.rendering.rendered_input import TrainerImage
 
 if TYPE_CHECKING:
     from PIL.Image import Image

@@ -6,7 +6,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 
 from cachetools import LRUCache
-from tinker_local.backend.rendering.interface import RenderedImage
+from tinker_local.backend.rendering.rendered_input import RenderedImage
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 from tinker_local.backend.rendering.decoding import MAX_PIXELS, ImageError, decode_image, image_size
 from tinker_local.backend.rendering.image_cache import ImageCache, SizedImage
-from tinker_local.backend.rendering.interface import (
+from tinker_local.backend.rendering.rendered_input import (
     ImagePlacement,
     ImageProcessor,
     ImageTokens,
@@ -38,7 +38,7 @@ class ImageReading:
 
 
 class ModelRenderer:
-    """Implements `rendering.interface.Renderer` for one base model.
+    """Implements `rendering.rendered_input.Renderer` for one base model.
 
     An image is decoded once and processed twice, for the sampler and for the trainer. Both must count the same number
     of positions, and so must the client.

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from tinker_local.backend.adapter_tensors import FlatTensors, as_torch
-from tinker_local.backend.sampling.interface import AdapterVersion
+from tinker_local.backend.sampling.sampler import AdapterVersion
 from tinker_local.types import InvalidRequestError, NotFoundError
 
 WEIGHTS_FILE = "adapter_model.safetensors"

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from tinker_local.backend.sampling.interface import SampleWork
+from tinker_local.backend.sampling.sampler import SampleWork
 from tinker_local.types import InvalidRequestError, PromptAltTokens, TensorData, TopkLogprobs
 
 MAX_CELLS = 2**25

@@ -12,9 +12,9 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
-from tinker_local.backend.sampling.interface import AdapterVersion, Sampler, SampleWork
+from tinker_local.backend.sampling.sampler import AdapterVersion, Sampler, SampleWork
 from tinker_local.backend.scheduling.operations import as_api_error
-from tinker_local.backend.training.interface import Trainer, TrainResult, TrainWork
+from tinker_local.backend.training.trainer import Trainer, TrainResult, TrainWork
 from tinker_local.types import ApiError, InternalError, NotEnoughMemoryError, SampleOutput
 
 log = logging.getLogger(__name__)

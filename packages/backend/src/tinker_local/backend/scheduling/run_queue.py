@@ -11,7 +11,7 @@ from typing import Any
 from tinker_local.backend.scheduling.command_log import CommandLog, Load
 from tinker_local.backend.scheduling.fairness import gradient_cost
 from tinker_local.backend.scheduling.operations import Operation, as_api_error
-from tinker_local.backend.training.interface import TrainDatum, TrainWork
+from tinker_local.backend.training.trainer import TrainDatum, TrainWork
 from tinker_local.types import ApiError, ForwardBackwardOutput, GoneError
 
 log = logging.getLogger(__name__)

@@ -17,7 +17,7 @@ from tinker_local.backend.scheduling.run_queue import (
     RunQueue,
     StepCommand,
 )
-from tinker_local.backend.training.interface import TrainResult, TrainWork
+from tinker_local.backend.training.trainer import TrainResult, TrainWork
 from tinker_local.types import ApiError, ForwardBackwardOutput, TensorData
 
 log = logging.getLogger(__name__)

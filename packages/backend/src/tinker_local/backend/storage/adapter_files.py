@@ -16,7 +16,7 @@ import numpy.typing as npt
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 from tinker_local.backend.adapter_tensors import as_torch
-from tinker_local.backend.training.interface import AdapterState
+from tinker_local.backend.training.trainer import AdapterState
 from tinker_local.types import LoraConfig
 
 WEIGHTS = "adapter_model.safetensors"

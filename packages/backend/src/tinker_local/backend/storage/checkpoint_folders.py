@@ -20,7 +20,7 @@ from tinker_local.backend.storage.adapter_files import WEIGHTS, write_adapter
 from tinker_local.backend.storage.data_folder import fsync_path, make_durable_folder
 from tinker_local.backend.storage.names import check_checkpoint_name, safe_segment
 from tinker_local.backend.storage.records import CheckpointRecord
-from tinker_local.backend.training.interface import AdapterState
+from tinker_local.backend.training.trainer import AdapterState
 
 log = logging.getLogger(__name__)
 

@@ -31,7 +31,7 @@ from tinker_local.backend.storage.records import (
     SessionRecord,
     TrainingRunRecord,
 )
-from tinker_local.backend.training.interface import AdapterState
+from tinker_local.backend.training.trainer import AdapterState
 from tinker_local.types import InvalidRequestError, LoraConfig, NotFoundError
 
 log = logging.getLogger(__name__)

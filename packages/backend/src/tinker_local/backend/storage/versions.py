@@ -16,7 +16,7 @@ from pathlib import Path
 
 from tinker_local.backend.storage.adapter_files import adapter_bytes, write_adapter
 from tinker_local.backend.storage.data_folder import FolderInUseError, FolderLock
-from tinker_local.backend.training.interface import AdapterState
+from tinker_local.backend.training.trainer import AdapterState
 from tinker_local.types import NotFoundError
 
 log = logging.getLogger(__name__)

@@ -1,7 +1,7 @@
 """Models of random weights that are made in seconds without a network, for tests, the examples and the demo."""
 
-from tinker_local.backend.tiny_models.demo import make_demo_vl_model
-from tinker_local.backend.tiny_models.models import make_tiny_text_model, make_tiny_vl_model
+from tinker_local.backend.tiny_models.demo_model import make_demo_vl_model
+from tinker_local.backend.tiny_models.make_models import make_tiny_text_model, make_tiny_vl_model
 from tinker_local.backend.tiny_models.shapes import TextShape, VisionShape
 from tinker_local.backend.tiny_models.text_families import TEXT_FAMILIES
 from tinker_local.backend.tiny_models.tokenizer import COLOUR_WORDS, DIGIT_WORDS

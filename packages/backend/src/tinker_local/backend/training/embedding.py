@@ -5,7 +5,7 @@ import torch
 from tinker_local.backend.training.attention import Segments
 from tinker_local.backend.training.decoder import PackedRow
 from tinker_local.backend.training.image_features import ImageFeatureCache
-from tinker_local.backend.training.loading import LoadedModel
+from tinker_local.backend.training.load_model import LoadedModel
 from tinker_local.backend.training.packing import Packed
 from tinker_local.backend.training.transfer import to_device
 

@@ -4,8 +4,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 from cachetools import LRUCache
-from tinker_local.backend.families.interface import ImageFeatures
-from tinker_local.backend.rendering.interface import RenderedImage
+from tinker_local.backend.families.family import ImageFeatures
+from tinker_local.backend.rendering.rendered_input import RenderedImage
 
 
 class ImageFeatureCache:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 import torch
-from tinker_local.backend.families.interface import PLAIN_LOGITS, LogitRule
+from tinker_local.backend.families.family import PLAIN_LOGITS, LogitRule
 from tinker_local.backend.training.kernels import Kernels
 from tinker_local.backend.training.lora_batch import LowRank
 from tinker_local.backend.training.transfer import to_device

@@ -15,10 +15,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from tinker_local.backend.adapter_tensors import FlatTensors
-from tinker_local.backend.families.interface import Family
-from tinker_local.backend.training.interface import LORA_ALPHA, AdapterDType, AdapterState
+from tinker_local.backend.families.family import Family
 from tinker_local.backend.training.optimizers.adamw import ADAMW
 from tinker_local.backend.training.optimizers.optimizer import Optimizer, OptimizerState
+from tinker_local.backend.training.trainer import LORA_ALPHA, AdapterDType, AdapterState
 from tinker_local.backend.training.transfer import to_host
 from tinker_local.types import InvalidRequestError, LoraConfig
 

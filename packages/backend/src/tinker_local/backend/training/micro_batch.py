@@ -11,19 +11,19 @@ from functools import partial
 
 import numpy as np
 import torch
-from tinker_local.backend.families.interface import ImageFeatures
-from tinker_local.backend.rendering.interface import RenderedImage
+from tinker_local.backend.families.family import ImageFeatures
+from tinker_local.backend.rendering.rendered_input import RenderedImage
 from tinker_local.backend.training.embedding import packed_row
 from tinker_local.backend.training.image_features import ImageFeatureCache
-from tinker_local.backend.training.interface import TrainWork
 from tinker_local.backend.training.lm_head import LmHead, Targets
-from tinker_local.backend.training.loading import LoadedModel
+from tinker_local.backend.training.load_model import LoadedModel
 from tinker_local.backend.training.lora import HEAD, Adapter, AdapterSlice, groups_of
 from tinker_local.backend.training.lora_batch import LoraBatch
 from tinker_local.backend.training.losses import LOSSES
 from tinker_local.backend.training.losses.loss_evaluation import LossEvaluation
 from tinker_local.backend.training.packing import Packed, spans
 from tinker_local.backend.training.recompute_policy import RecomputePolicy, free_bytes
+from tinker_local.backend.training.trainer import TrainWork
 from tinker_local.types import ApiError, InvalidRequestError
 
 _PLANNED_SHARE = 0.9

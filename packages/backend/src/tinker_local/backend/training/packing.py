@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-from tinker_local.backend.rendering.interface import RenderedImage
-from tinker_local.backend.training.interface import TrainDatum, TrainWork
+from tinker_local.backend.rendering.rendered_input import RenderedImage
+from tinker_local.backend.training.trainer import TrainDatum, TrainWork
 
 Int64Array = npt.NDArray[np.int64]
 

@@ -5,12 +5,12 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 
 import torch
-from tinker_local.backend.training.interface import TrainWork
 from tinker_local.backend.training.lora import Adapter
 from tinker_local.backend.training.micro_batch import MicroBatchRunner, Pending
 from tinker_local.backend.training.packing import Item, items_of, pack, split
 from tinker_local.backend.training.tally import Tally
 from tinker_local.backend.training.token_budget import TokenBudget
+from tinker_local.backend.training.trainer import TrainWork
 from tinker_local.types import NotEnoughMemoryError
 
 

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 import torch
-from tinker_local.backend.training.interface import TrainResult, TrainWork
 from tinker_local.backend.training.lora import Adapter
 from tinker_local.backend.training.losses import LOSSES
 from tinker_local.backend.training.micro_batch import Computed, Gradients
 from tinker_local.backend.training.packing import Item, spans
+from tinker_local.backend.training.trainer import TrainResult, TrainWork
 from tinker_local.types import ApiError
 
 Output = Mapping[str, npt.NDArray[np.float32]]

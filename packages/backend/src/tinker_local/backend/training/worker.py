@@ -15,10 +15,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from tinker_local.backend.options import DecoderChoice
-from tinker_local.backend.rendering.interface import RenderedInput
+from tinker_local.backend.rendering.rendered_input import RenderedInput
 from tinker_local.backend.training import lora
-from tinker_local.backend.training.interface import AdapterDType, AdapterState, TrainDatum, TrainResult, TrainWork
-from tinker_local.backend.training.loading import load_model
+from tinker_local.backend.training.load_model import load_model
 from tinker_local.backend.training.lora import Adapter, TensorSpec
 from tinker_local.backend.training.losses import loss_of
 from tinker_local.backend.training.losses.loss_inputs import check_train_datum
@@ -29,6 +28,7 @@ from tinker_local.backend.training.packing import Item, pack
 from tinker_local.backend.training.passes import Passes, release_unused_memory
 from tinker_local.backend.training.tally import Tally
 from tinker_local.backend.training.token_budget import TokenBudget
+from tinker_local.backend.training.trainer import AdapterDType, AdapterState, TrainDatum, TrainResult, TrainWork
 from tinker_local.types import ApiError, InternalError, InvalidRequestError, LoraConfig, NotFoundError
 from tinker_local.types.base import Frozen
 
@@ -40,7 +40,7 @@ _NOT_FLAT = 1e-6
 
 
 class HFTrainer:
-    """Implements `training.interface.Trainer` on the model at `model_path`, under the name `name`.
+    """Implements `training.trainer.Trainer` on the model at `model_path`, under the name `name`.
 
     `dtype`: of weights and activations, "float32", "bfloat16" or "float64" (default: bfloat16 on CUDA, else float32);
     adapters, gradients and optimizer states are float32 (float64 with float64). `max_context_length` can only shorten

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from tinker_local.backend.rendering.interface import RenderedInput
-from tinker_local.backend.sampling.interface import SampleWork, token_budget
+from tinker_local.backend.rendering.rendered_input import RenderedInput
 from tinker_local.backend.sampling.prompt_scores import PromptQuestions, check_sample_topk
+from tinker_local.backend.sampling.sampler import SampleWork, token_budget
 from tinker_local.backend.vllm_engine.compat_vllm import SAMPLED_TEMPERATURE_MIN
 from tinker_local.backend.vllm_engine.score_prompts import ask
 from tinker_local.types import (

@@ -14,7 +14,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from tinker_local.backend.sampling.interface import ignore_begin
+from tinker_local.backend.sampling.sampler import ignore_begin
 from tinker_local.types import InternalError
 
 log = logging.getLogger(__name__)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from tinker_local.backend.sampling.host_adapters import HostAdapter, read_adapter
-from tinker_local.backend.sampling.interface import AdapterVersion
+from tinker_local.backend.sampling.sampler import AdapterVersion
 from tinker_local.backend.vllm_engine.compat_vllm import (
     holds_adapter,
     lora_modules,

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from tinker_local.backend.options import DType
 from tinker_local.backend.rendering.decoding import ImageError
-from tinker_local.backend.rendering.interface import ImageTokens, SamplerImage
+from tinker_local.backend.rendering.rendered_input import ImageTokens, SamplerImage
 from tinker_local.backend.vllm_engine.build_engine import model_arguments, prepare_environment, process_state_kept
 
 if TYPE_CHECKING:

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
-from tinker_local.backend.sampling.interface import AdapterVersion, SampleWork
 from tinker_local.backend.sampling.prompt_scores import prompt_questions
+from tinker_local.backend.sampling.sampler import AdapterVersion, SampleWork
 from tinker_local.backend.vllm_engine import sleep_mode
 from tinker_local.backend.vllm_engine.build_engine import EngineOptions, build_engine
 from tinker_local.backend.vllm_engine.compat_vllm import default_dtype, sequences_running
@@ -21,7 +21,7 @@ from tinker_local.types import ApiError, InternalError, InvalidRequestError, Sam
 
 
 class VLLMSampler:
-    """Implements `sampling.interface.Sampler` on a vLLM engine that `thread` steps.
+    """Implements `sampling.sampler.Sampler` on a vLLM engine that `thread` steps.
 
     vLLM keeps the most recent versions in memory and reads others again from their folder (`VLLMAdapters`). Each sample
     of a request is a separate vLLM request: seeds are independent, and only the first computes prompt logprobs. They

@@ -14,8 +14,8 @@ from typing import Any, TypeAlias
 
 import PIL.Image
 import tinker
+from tinker_local.client.encode_images import chunk_of
 from tinker_local.client.image_marks import QWEN
-from tinker_local.client.images import chunk_of
 from tinker_local.client.rl.environment import Message
 from tinker_local.types import InvalidRequestError
 from tinker_local.types.datum import ImageFormat

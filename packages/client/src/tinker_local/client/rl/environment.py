@@ -18,7 +18,7 @@ from typing import Any, Protocol, TypeAlias
 import numpy as np
 import PIL.Image
 import tinker
-from tinker_local.client.images import Image
+from tinker_local.client.encode_images import Image
 from tinker_local.types import InvalidRequestError
 
 Part: TypeAlias = str | Image | tinker.types.ImageChunk | Mapping[str, Any]

@@ -14,7 +14,7 @@ from tinker_local.client.rl.chat import Chat
 from tinker_local.client.rl.environment import Group
 from tinker_local.client.rl.episode import Episode, EpisodeError
 from tinker_local.client.rl.progress import Report, RolloutStats, open_progress
-from tinker_local.client.rl.sampling import ContextOverflowError, GroupSampler
+from tinker_local.client.rl.sample_replies import ContextOverflowError, GroupSampler
 from tinker_local.client.rl.trajectory import End, Failure, Trajectory, Turn
 from tinker_local.types import InvalidRequestError
 

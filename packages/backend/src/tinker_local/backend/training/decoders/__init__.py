@@ -4,9 +4,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from tinker_local.backend.families.interface import Family
+from tinker_local.backend.families.family import Family
 from tinker_local.backend.options import DecoderChoice
-from tinker_local.backend.rendering.interface import RenderedInput
+from tinker_local.backend.rendering.rendered_input import RenderedInput
 from tinker_local.backend.training.attention import Segments
 from tinker_local.backend.training.decoder import Decoder, PackedRow
 from tinker_local.backend.training.decoders.autograd import AutogradDecoder

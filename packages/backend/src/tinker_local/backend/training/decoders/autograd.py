@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from tinker_local.backend.families.interface import LoraNames
+from tinker_local.backend.families.family import LoraNames
 from tinker_local.backend.training.attention import Segments
 from tinker_local.backend.training.decoder import PackedRow
 from tinker_local.backend.training.decoders.packed_attention import ATTENTION, PackedCall, attending, attention_rules

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 import torch
-from tinker_local.backend.training.interface import TrainWork
 from tinker_local.backend.training.losses import LOSSES
 from tinker_local.backend.training.losses.loss import Loss
 from tinker_local.backend.training.packing import Packed, spans
+from tinker_local.backend.training.trainer import TrainWork
 from tinker_local.backend.training.transfer import to_device
 
 Int64Array = npt.NDArray[np.int64]

@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from tinker_local.backend.rendering.interface import RenderedInput
-from tinker_local.backend.training.interface import TrainDatum
+from tinker_local.backend.rendering.rendered_input import RenderedInput
 from tinker_local.backend.training.losses import loss_of
 from tinker_local.backend.training.losses.loss import Loss, any_of
+from tinker_local.backend.training.trainer import TrainDatum
 from tinker_local.types import Datum, InvalidRequestError, ProvenanceSpan, TensorData
 
 TARGETS = "target_tokens"

@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
-from tinker_local.backend.rendering.interface import RenderedImage
+from tinker_local.backend.rendering.rendered_input import RenderedImage
 from tinker_local.backend.training.process.blocks import Block, Blocks, received
 from tinker_local.backend.training.process.messages import ALIGNMENT, Encoded, decode, encode
 

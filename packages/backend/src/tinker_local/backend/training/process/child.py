@@ -13,8 +13,7 @@ import traceback
 from contextlib import suppress
 from typing import Any
 
-from tinker_local.backend.rendering.interface import RenderedImage
-from tinker_local.backend.training.interface import Trainer
+from tinker_local.backend.rendering.rendered_input import RenderedImage
 from tinker_local.backend.training.optimizers import OPTIMIZERS
 from tinker_local.backend.training.process.channel import Channel
 from tinker_local.backend.training.process.messages import (
@@ -29,6 +28,7 @@ from tinker_local.backend.training.process.messages import (
     TrainerFactory,
     travels,
 )
+from tinker_local.backend.training.trainer import Trainer
 from tinker_local.types import ApiError, InternalError, LoraConfig
 
 log = logging.getLogger(__name__)

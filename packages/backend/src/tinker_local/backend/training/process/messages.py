@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from tinker_local.backend.rendering.interface import RenderedImage
-from tinker_local.backend.training.interface import Trainer
+from tinker_local.backend.rendering.rendered_input import RenderedImage
+from tinker_local.backend.training.trainer import Trainer
 from tinker_local.types import ApiError
 
 TrainerFactory = Callable[[], Trainer]

@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping
 
 from cachetools import LRUCache
-from tinker_local.backend.rendering.interface import RenderedImage
+from tinker_local.backend.rendering.rendered_input import RenderedImage
 
 
 class SentImages:

@@ -6,7 +6,7 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
-from tinker_local.backend.rendering.interface import RenderedInput
+from tinker_local.backend.rendering.rendered_input import RenderedInput
 from tinker_local.types import ApiError, LoraConfig
 from tinker_local.types.base import Frozen
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
-from tinker_local.backend.tiny_models.models import make_tiny_vl_model
+from tinker_local.backend.tiny_models.make_models import make_tiny_vl_model
 from tinker_local.backend.tiny_models.shapes import TextShape, VisionShape
 
 SIDE = 32

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 import transformers
 from tinker_local.backend.families import family_of
-from tinker_local.backend.families.interface import Family, LogitRule
+from tinker_local.backend.families.family import Family, LogitRule
 from tinker_local.backend.options import DecoderChoice
 from tinker_local.backend.training.decoder import Decoder
 from tinker_local.backend.training.decoders import make_decoder

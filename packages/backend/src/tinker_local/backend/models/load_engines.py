@@ -28,8 +28,8 @@ from tinker_local.backend.scheduling.memory_sharing import MemorySharing, Waking
 from tinker_local.backend.scheduling.train_scheduler import TrainScheduler
 
 if TYPE_CHECKING:
-    from tinker_local.backend.training.interface import Trainer
     from tinker_local.backend.training.process.messages import TrainerFactory
+    from tinker_local.backend.training.trainer import Trainer
     from tinker_local.backend.vllm_engine.build_engine import EngineOptions
     from tinker_local.backend.vllm_engine.engine_thread import EngineThread
 

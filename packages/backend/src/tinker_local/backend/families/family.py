@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
-from tinker_local.backend.rendering.interface import ImageTokens, RenderedImage, RenderedInput, TrainerImage
+from tinker_local.backend.rendering.rendered_input import ImageTokens, RenderedImage, RenderedInput, TrainerImage
 
 if TYPE_CHECKING:
     import torch

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from tinker_local.backend import BackendOptions, InProcessBackend, ModelSource
-from tinker_local.backend.models.loading import TOLERANCE
+from tinker_local.backend.models.load_engines import TOLERANCE
 from tinker_local.backend.tiny_models import make_tiny_text_model, make_tiny_vl_model
 from tinker_local.backend.vllm_engine.compat_vllm import default_dtype, runs_on_cpu
 

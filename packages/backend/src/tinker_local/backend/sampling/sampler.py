@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from tinker_local.backend.rendering.interface import RenderedInput
-from tinker_local.backend.training.interface import AdapterDType, AdapterState
+from tinker_local.backend.rendering.rendered_input import RenderedInput
+from tinker_local.backend.training.trainer import AdapterDType, AdapterState
 from tinker_local.types import InvalidRequestError, SampleOutput, SamplingParams, TensorData
 
 

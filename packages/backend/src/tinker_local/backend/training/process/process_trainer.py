@@ -1,13 +1,13 @@
-"""`ProcessTrainer`: `training.interface.Trainer` on a trainer in a separate process."""
+"""`ProcessTrainer`: `training.trainer.Trainer` on a trainer in a separate process."""
 
 from collections.abc import Sequence
 from typing import cast
 
 import numpy as np
 import numpy.typing as npt
-from tinker_local.backend.rendering.interface import RenderedInput
-from tinker_local.backend.training.interface import AdapterDType, AdapterState, TrainResult, TrainWork
+from tinker_local.backend.rendering.rendered_input import RenderedInput
 from tinker_local.backend.training.process.process import TrainerProcess
+from tinker_local.backend.training.trainer import AdapterDType, AdapterState, TrainResult, TrainWork
 from tinker_local.types import ApiError, LoraConfig
 from tinker_local.types.base import Frozen
 
