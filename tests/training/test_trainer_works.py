@@ -1,6 +1,7 @@
 """Several requests in one call: sums, order, shared batches, and failures that affect only their own request."""
 
 import itertools
+import sys
 from dataclasses import replace
 
 import numpy as np
@@ -365,6 +366,25 @@ def test_a_loss_that_is_not_finite_fails_its_request_and_leaves_no_gradient(ours
     assert all(isinstance(results[i], TrainResult) for i in (1, 3))
     for name in "ab":
         assert_close(gradients(ours, name), expected[name], 1e-6)
+
+
+@pytest.mark.mutation(
+    "threshold-beyond-float32",
+    "ppo.py",
+    "largest = float(xp.finfo(ratio.dtype).max)",
+    'largest = float("inf")',
+)
+@pytest.mark.parametrize("loss_fn", ["ppo", "cispo", "gspo"])
+def test_a_threshold_that_float32_cannot_hold_means_no_bound(loss_fn, ours, make):
+    """Clients send it for "no upper bound", here next to a request of another model."""
+    work, other = make.work("a", [6, 8], loss_fn), make.work("b", [5])
+    results = [
+        ours.forward_backward([replace(work, loss_config={"clip_high_threshold": high}), other])
+        for high in (1e30, 1e39, sys.float_info.max)
+    ]
+    assert all(isinstance(result, TrainResult) for pair in results for result in pair)
+    first, *others = (pair[0].metrics for pair in results)
+    assert others == [first, first]
 
 
 def test_a_failed_request_costs_the_others_one_more_pass_in_all(ours, make, monkeypatch):

@@ -19,8 +19,10 @@ def clipped_surrogate(xp: Any, ratio: Array, advantages: Array, settings: Settin
 
 
 def clip(xp: Any, ratio: Array, settings: Settings) -> Array:
-    """The ratio between the thresholds, which bound the ratio itself; they are not epsilons."""
-    return xp.clip(ratio, settings["clip_low_threshold"], settings["clip_high_threshold"])
+    """The ratio between the thresholds, which bound the ratio itself; they are not epsilons. A threshold that the
+    ratio's dtype cannot hold is its largest number: torch refuses to convert it."""
+    largest = float(xp.finfo(ratio.dtype).max)
+    return xp.clip(ratio, min(settings["clip_low_threshold"], largest), min(settings["clip_high_threshold"], largest))
 
 
 def check_thresholds(settings: Settings) -> None:
