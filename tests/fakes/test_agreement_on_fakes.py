@@ -8,10 +8,12 @@ import numpy as np
 import pytest
 from tinker_local.backend import BackendOptions, InProcessBackend, ModelSource
 from tinker_local.backend.fakes import FakeModel, FakeRenderer, FakeSampler, FakeTrainer
+from tinker_local.backend.models.agreement import make_probes
 from tinker_local.backend.models.served_models import Engines
+from tinker_local.backend.rendering.decoding import image_size
 from tinker_local.backend.rendering.rendered_input import RenderedInput
 from tinker_local.backend.sampling.sampler import SampleWork
-from tinker_local.types import InvalidRequestError, ModelInput, SampleOutput
+from tinker_local.types import ImageChunk, InvalidRequestError, ModelInput, SampleOutput
 
 WINDOW = 100
 
@@ -106,8 +108,8 @@ async def test_nan_is_a_difference_on_fakes(tmp_path: Path) -> None:
 @pytest.mark.mutation(
     "engines-outlive-a-probe",
     "models/load_engines.py",
-    "        models.add(model)  # from here on `models` closes it\n        agreement = await model.check_agreement()\n",
-    "        agreement = await model.check_agreement()\n        models.add(model)\n",
+    "models.add(model)  #",
+    "pass  #",
 )
 async def test_engines_are_closed_if_no_probe_can_be_made_on_fakes(tmp_path: Path) -> None:
     closed: list[str] = []
@@ -134,3 +136,23 @@ async def test_engines_are_closed_if_no_probe_can_be_made_on_fakes(tmp_path: Pat
     with pytest.raises(ValueError, match=r"^fake/bigram: trainer and sampler could not be compared: probe: the proc"):
         await backend.start()
     assert sorted(closed) == ["sampler", "trainer"]
+
+
+@pytest.mark.mutation(
+    "image-probe-of-any-size", "agreement.py", "min(IMAGE_HEIGHT, math.isqrt(max_pixels // 2))", "IMAGE_HEIGHT"
+)
+@pytest.mark.parametrize("limit", [64 * 2**20, 448 * 224 - 1, 3000])
+def test_the_image_probe_keeps_to_the_limit_of_pixels_on_fakes(limit: int) -> None:
+    """A server that refuses larger images must start."""
+    sizes: list[tuple[int, int]] = []
+
+    class Measuring(FakeRenderer):
+        def render(self, model_input: ModelInput, where: str) -> RenderedInput:
+            sizes.extend(image_size(chunk.data) for chunk in model_input.chunks if isinstance(chunk, ImageChunk))
+            return super().render(model_input, where)
+
+    model = FakeModel("fake/bigram")
+    make_probes(Measuring(model), model.vocab_size, 1000, None, limit)
+    ((width, height),) = sizes
+    assert width == 2 * height
+    assert 2800 < width * height <= limit

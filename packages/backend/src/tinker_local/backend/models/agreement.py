@@ -5,6 +5,7 @@ Both engines silently ignore what they do not know: fields of a config, or tenso
 
 import asyncio
 import io
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -20,8 +21,8 @@ LENGTHS = (16, 40)
 BEYOND_WINDOW = 16
 """Positions by which the longest probe exceeds a model's sliding window."""
 
-IMAGE_SIZE = (448, 224)
-"""Width and height in pixels: not square, so that rows and columns cannot be mixed up."""
+IMAGE_HEIGHT = 224
+"""In pixels. The image is twice as wide, so that rows and columns cannot be mixed up."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -35,9 +36,11 @@ class Probes:
     adapter: tuple[RenderedInput, ...]
 
 
-def make_probes(renderer: Renderer, vocab_size: int, limit: int, sliding_window: int | None) -> Probes:
+def make_probes(
+    renderer: Renderer, vocab_size: int, limit: int, sliding_window: int | None, max_image_pixels: int
+) -> Probes:
     """Text of several lengths, one longer than the window if there is one, and an image between two texts if the model
-    takes images. `limit`: the most positions of a prompt. Blocks."""
+    takes images. `limit`: the most positions of a prompt. `max_image_pixels`: the renderer's. Blocks."""
 
     def text(length: int, first: int = 11) -> EncodedTextChunk:
         ids = (np.arange(length, dtype=np.int64) * 7919 + first) % vocab_size
@@ -48,18 +51,18 @@ def make_probes(renderer: Renderer, vocab_size: int, limit: int, sliding_window:
     texts = [renderer.render(ModelInput(chunks=(text(length),)), "probe") for length in lengths]
     images = []
     if renderer.takes_images:
-        chunks = (text(6, 23), ImageChunk(data=_image(), format="png"), text(18, 37))
+        chunks = (text(6, 23), ImageChunk(data=_image(max_image_pixels), format="png"), text(18, 37))
         rendered = renderer.render(ModelInput(chunks=chunks), "probe")
         images = [rendered] if rendered.length <= limit else []
     return Probes(tuple(texts + images), (texts[0], *images))
 
 
-def _image() -> bytes:
+def _image(max_pixels: int) -> bytes:
     """A PNG of random pixels, always the same."""
     from PIL import Image
 
-    width, height = IMAGE_SIZE
-    pixels = np.random.Generator(np.random.Philox(12)).integers(0, 256, (height, width, 3), np.uint8)
+    height = min(IMAGE_HEIGHT, math.isqrt(max_pixels // 2))
+    pixels = np.random.Generator(np.random.Philox(12)).integers(0, 256, (height, 2 * height, 3), np.uint8)
     buffer = io.BytesIO()
     Image.fromarray(pixels).save(buffer, "PNG")
     return buffer.getvalue()

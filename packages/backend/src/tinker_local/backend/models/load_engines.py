@@ -68,7 +68,7 @@ async def load_base_models(
         start = time.monotonic()
         model = ServedModel(tuple(names), path, ident, engines, scheduler, memory_sharing, seconds)
         models.add(model)  # from here on `models` closes it
-        agreement = await model.check_agreement()
+        agreement = await model.check_agreement(options.max_image_pixels)
         progress(
             f"{names[0]}: trainer and sampler agree to {agreement.difference:.1g} nats, "
             f"checked in {time.monotonic() - start:.1f} s"

@@ -67,12 +67,15 @@ class ServedModel:
         engines = self.engines
         return engines.renderer.images_processed, engines.sampler.images_encoded, engines.trainer.images_encoded
 
-    async def check_agreement(self) -> Agreement:
-        """Make the probes; ValueError in one line if trainer and sampler compute the base model differently."""
+    async def check_agreement(self, max_image_pixels: int) -> Agreement:
+        """Make the probes; ValueError in one line if trainer and sampler compute the base model differently.
+        `max_image_pixels`: the renderer's."""
         engines, limit = self.engines, self.max_context_length - 1
         vocab_size, window = engines.trainer.vocab_size, engines.sliding_window
         try:
-            self.probes = await asyncio.to_thread(make_probes, engines.renderer, vocab_size, limit, window)
+            self.probes = await asyncio.to_thread(
+                make_probes, engines.renderer, vocab_size, limit, window, max_image_pixels
+            )
             probes = self.probes.base
             trainer = await self.scheduler.call(engines.trainer.logprobs, None, *probes)
             agreement = compare(probes, trainer, await sampler_logprobs(engines.sampler, None, probes))
