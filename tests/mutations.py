@@ -38,6 +38,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
 
 ROOT = Path(__file__).parents[1]
@@ -46,7 +47,6 @@ PACKAGES = ("tinker_local.types", "tinker_local.client", "tinker_local.backend")
 
 HEAVY = (
     "fastapi",
-    "hypothesis",
     "peft",
     "sqlalchemy",
     "tinker",
@@ -244,6 +244,9 @@ class Copy:
         sys.path[:] = [*paths, *(path for path in sys.path if path not in (str(ROOT), str(ROOT / "tests")))]
         sys.dont_write_bytecode = True
         os.environ |= {"PYTHONDONTWRITEBYTECODE": "1", "PYTHONPATH": os.pathsep.join(paths)}
+        # A failure is enough: looking for a smaller one takes minutes.
+        hypothesis.settings.register_profile("first-failure", phases=set(hypothesis.Phase) - {hypothesis.Phase.shrink})
+        hypothesis.settings.load_profile("first-failure")
         options = ["-q", "-p", "no:cacheprovider", "--tb=short", f"--timeout={TEST_SECONDS}"]
         pytest.main([*options, f"--basetemp={self.folder / 'tmp'}", *tests], plugins=[Watch(self.folder, report)])
         sys.stdout.flush()
