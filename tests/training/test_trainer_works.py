@@ -616,9 +616,10 @@ class OneAllocationFails(TorchDispatchMode):
         return result
 
 
-def test_memory_that_runs_out_anywhere_leaves_nothing_half_done(trainer, add_adapter, make):
+@pytest.mark.parametrize("decoder", ["written-out", "autograd"])
+def test_memory_that_runs_out_anywhere_leaves_nothing_half_done(decoder, trainer, add_adapter, make):
     """Whichever allocation fails, a request adds all of its gradient to its adapter or none."""
-    ours = trainer("qwen3_vl", dtype="float64", image_cache_bytes=0)
+    ours = trainer("qwen3_vl", dtype="float64", image_cache_bytes=0, decoder=decoder)
     add_adapter(ours, "a")
     add_adapter(ours, "b", rank=2, seed=2)
     works = [
