@@ -24,5 +24,5 @@ def test_an_image_by_name_samples_as_its_bytes_do(real_server: Any, real_sdk: An
     assert len(scored[0]) == 5 + count
     np.testing.assert_array_equal(scored[0][1:], scored[1][1:])
     outside = tinker.types.ImageAssetPointerChunk(location=str(real_server.data_dir), format="png")
-    with pytest.raises(tinker.TinkerError, match="no file below the folder of images"):
+    with pytest.raises(tinker.TinkerError, match="is not a file below the folder of images"):
         sampler.compute_logprobs(tinker.ModelInput(chunks=[outside])).result()
