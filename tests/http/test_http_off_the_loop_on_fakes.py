@@ -71,7 +71,7 @@ class Threads:
 @pytest.mark.mutation(
     "disk-on-the-loop",
     "save_weights_for_sampler.py",
-    "await asyncio.to_thread(self._folders.publish, name, state)",
+    "await loop.run_in_executor(self._publishing, self._folders.publish, name, state)",
     "self._folders.publish(name, state)",
 )
 async def test_nothing_that_takes_long_runs_on_the_event_loop_on_fakes(

@@ -2,11 +2,13 @@
 
 import asyncio
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from tinker_local.backend.storage.versions import UNWRITTEN
 
 from tests.http.conftest import Api, StartApi
 
@@ -353,3 +355,16 @@ async def hanging(http: httpx.AsyncClient, session: str) -> str:
     request = ForwardBackwardRequest(model_id=f"{session}:train:0", seq_id=2, data=data, loss_fn="cross_entropy")
     answer = await http.post("/api/v1/forward_backward", content=encode_forward_backward_request(request))
     return str(answer.json()["request_id"])
+
+
+async def test_many_ephemeral_saves_at_once_leave_threads_to_finish_them_on_fakes(api: Api) -> None:
+    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(2))
+    session = await api.session()
+    models = [await api.model(session, number) for number in range(8)]
+    api.sampler.hold.clear()  # none is verified before the others wait for room
+    bodies = [{"model_id": model, "seq_id": 1, "sampling_session_seq_id": n} for n, model in enumerate(models)]
+    saves = [await api.submit("save_weights_for_sampler", body) for body in bodies]
+    await api.until(lambda: api.sampler.running == UNWRITTEN)
+    await asyncio.sleep(0.2)
+    api.sampler.hold.set()
+    await asyncio.wait_for(asyncio.gather(*(api.result(save) for save in saves)), 40)
