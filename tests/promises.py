@@ -36,7 +36,7 @@ PROMISES = (
         "2",
         "Targets are those given, [T] or [T, K], dense or CSR; any weights; a coefficient of 0 adds exactly 0",
         "targets-rebuilt candidates-in-column-order same-target-twice-counts-once "
-        "sparse-cells-out-of-place negative-weights-dropped zero-times-infinity "
+        "sparse-cells-out-of-place negative-weights-dropped zero-times-infinity threshold-beyond-float32 "
         "switched-off-targets-refused",
         ("training/test_trainer_works.py::test_positions_with_coefficient_zero_add_nothing_whatever_their_target",),
     ),
@@ -162,7 +162,7 @@ PROMISES = (
     Promise(
         "19",
         "No model starts whose trainer and sampler differ; the effect of a loaded adapter is verified",
-        "base-models-not-compared images-not-compared engines-outlive-a-probe "
+        "base-models-not-compared images-not-compared engines-outlive-a-probe image-probe-of-any-size "
         "effect-not-verified unmatched-keys-ignored",
     ),
     Promise(
