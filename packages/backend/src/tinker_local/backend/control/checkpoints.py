@@ -28,8 +28,8 @@ LONGEST_KEY = 255
 
 
 class Checkpoints:
-    """What becomes of checkpoints. One that is deleted or over is found by nobody from then on; samples and loads that
-    have begun with it go on to their end, and its folder is deleted after the last of them."""
+    """Finds, lists and deletes checkpoints. A deleted or expired checkpoint cannot be found any more; samples and loads
+    that already use it finish first, then its folder is deleted."""
 
     def __init__(
         self,
