@@ -1,6 +1,6 @@
 """What the project promises, which tests show it, and which mutations show that those tests work.
 
-The first two tables are what README's tables stand for; the third are mistakes that servers of this kind make.
+The first two tables are what README promises; the third lists mistakes that servers of this kind make.
 `python -m tests.promises` writes `docs/promises.md` from them.
 """
 
@@ -14,8 +14,8 @@ DOCUMENT = ROOT / "docs" / "promises.md"
 
 @dataclass(frozen=True, slots=True)
 class Promise:
-    """`mutations`: names, separated by spaces; the tests that catch them show the promise. `tests`: node ids below
-    `tests/` of more. `note`: what is left out, and why."""
+    """`mutations`: names, separated by spaces; the tests that catch them show the promise. `tests`: more tests, as node
+    ids below `tests/`. `note`: what is left out, and why."""
 
     number: str
     words: str
@@ -27,7 +27,7 @@ class Promise:
 PROMISES = (
     Promise(
         "1",
-        "Losses are plain weighted sums; a + b equals a, then b; no mean, no clamp, no repaired NaN",
+        "Losses are plain weighted sums; a + b at once equals a, then b; no mean, no clamp, no NaN replaced",
         "mean-gradient mean-loss normalised-by-weights last-gradient-only log-ratio-clamped "
         "not-a-number-passes not-a-number-becomes-0",
         ("http/test_http_order_on_fakes.py::test_loss_is_a_sum_so_chunks_add_up_on_fakes",),
@@ -110,14 +110,14 @@ PROMISES = (
     ),
     Promise(
         "12",
-        "Each model's order is that of seq_id; duplicates are one; gaps are skipped and closed; models share calls",
+        "Each run follows the order of seq_id; a duplicate runs once; gaps are skipped and closed; runs share calls",
         "order-of-arrival duplicates-run-twice gap-not-skipped-by-a-step gap-waited-for-for-ever "
         "impatient-with-gaps skipped-id-stays-open skipped-gap-forgotten one-request-per-call "
         "columns-of-other-adapters-count ranks-without-bound",
     ),
     Promise(
         "13",
-        "A step after a failed gradient fails and discards; a bad datum or no memory fails its own request",
+        "A step after a failed gradient fails and discards it; a bad datum or lack of memory fails its own request",
         "step-after-a-failed-gradient partial-gradient-kept one-failure-fails-the-batch "
         "memory-error-not-caught not-a-number-passes other-adapters-multiplied-by-zero "
         "broken-weights-are-multiplied",
@@ -145,7 +145,7 @@ PROMISES = (
     ),
     Promise(
         "17",
-        "An acknowledged checkpoint survives kill -9, with its optimizer, in PEFT's layout; what is lost says so",
+        "An acknowledged checkpoint survives kill -9, with its optimizer, in PEFT's layout; what was lost is named",
         "folder-not-synced database-does-not-wait recorded-before-it-is-written "
         "acknowledged-before-it-is-written optimizer-not-saved optimizer-state-not-restored "
         "saved-with-another-rank last-checkpoint-not-named lost-session-is-404 "
@@ -188,13 +188,15 @@ VISION_RL_PROMISES = (
     ),
     Promise(
         "tokens",
-        "Sampled tokens carry the sampler's logprobs, advantages and their provenance; all else trains nothing",
+        "Sampled tokens carry the sampler's logprobs, advantages and their provenance; nothing else is trained on",
         "observations-trained logprobs-one-off provenance-without-offset",
     ),
-    Promise("tokens", "Text of an observation or a reply is data, whatever is written in it", "special-tokens-forged"),
+    Promise(
+        "tokens", "Text in an observation or a reply is data: it forges no special tokens", "special-tokens-forged"
+    ),
     Promise(
         "templates",
-        "Where a template rewrites what was there, each turn is trained as it was shown; a lost reply is an error",
+        "Where a template rewrites earlier turns, each turn is trained as the model saw it; a lost reply is an error",
         "rewritten-context-taken-for-continued lost-reply-unnoticed",
         ("e2e/test_vision_rl.py::test_thinking_model_trains_each_turn_as_it_was_shown",),
     ),
@@ -214,12 +216,12 @@ VISION_RL_PROMISES = (
     ),
     Promise(
         "rollouts",
-        "Siblings share what they can and no more: one first request, one rendering, no seed",
+        "Episodes of a group share their first request and its rendering, but no seed",
         "siblings-ask-apart one-seed-for-all encoded-images-not-counted",
     ),
     Promise(
         "rollouts",
-        "A slow environment keeps nobody waiting; cancelling and Ctrl-C end everything",
+        "A slow environment delays no other; cancelling and Ctrl-C end everything",
         tests=(
             "rl/test_rl_rollouts_on_fakes.py::test_512_sync_environments_run_at_once_while_a_slow_one_keeps_nobody_waiting",
             "rl/test_rl_rollouts_on_fakes.py::test_cancelling_ends_requests_and_closes_environments",
@@ -233,89 +235,97 @@ MISTAKES = (
     Promise("loss", "An unknown loss trains cross-entropy", "unknown-loss-is-cross-entropy"),
     Promise(
         "loss",
-        "A sequence's ratio is that of a part of it or of several",
+        "A sequence's ratio is taken over a part of it, or over several sequences",
         "gspo-ratio-of-a-chunk gspo-ratio-of-several-data",
     ),
-    Promise("loss", "A penalty on prompts teaches them by heart", "dro-learns-prompts-by-heart"),
+    Promise("loss", "A penalty on prompts makes the model memorise them", "dro-learns-prompts-by-heart"),
     Promise(
         "loss",
-        "Importance sampling that is clipped, log-ratios clamped",
+        "Importance sampling is clipped, or log-ratios are clamped",
         "importance-sampling-clipped log-ratio-clamped ppo-gradient-where-clipped",
     ),
     Promise(
         "loss",
-        "Only the learning rate of a step used",
+        "Only the learning rate of a step is used",
         "only-the-learning-rate-used betas-ignored eps-ignored weight-decay-coupled clip-norm-ignored",
     ),
     Promise("loss", "Targets rebuilt from the input", "targets-rebuilt"),
     Promise(
-        "loss", "One loss for a whole queue, totals as each request's metrics", "first-loss-for-all totals-of-the-batch"
+        "loss",
+        "One loss for a whole queue, or the batch's totals as each request's metrics",
+        "first-loss-for-all totals-of-the-batch",
     ),
     Promise(
         "loss",
-        "Results in packed order",
+        "Results come in packed order",
         "packed-order",
         ("http/test_http_order_on_fakes.py::test_metrics_and_outputs_are_of_each_request_and_in_its_order_on_fakes",),
     ),
     Promise("loss", "NaN reported as 0", "not-a-number-passes not-a-number-becomes-0"),
     Promise(
-        "loss", "Gradients averaged over ranks, fewer datums than ranks", note="There is one rank; comes with FSDP."
+        "loss",
+        "Gradients are averaged over ranks; fewer datums than ranks fail",
+        note="There is one rank; comes with FSDP.",
     ),
     Promise(
         "loss",
-        "Zero adapter gradients under recomputation",
+        "Adapter gradients are zero under recomputation",
         "recomputed-without-adapters recomputed-without-adapters-by-autograd residual-without-gradient",
         ("training/test_trainer_works.py::test_a_gradient_lost_inside_the_model_is_an_error_of_the_server",),
     ),
     Promise("loss", "Two loss modules drift apart", "fake-losses-drift"),
     Promise(
         "sampling",
-        "Old samplers give newer weights, or sampling overwrites training weights",
+        "Old samplers use newer weights, or sampling overwrites training weights",
         "old-samplers-get-new-weights captured-weights-shared saving-replaces-the-adapter lora-ids-used-again",
     ),
     Promise("sampling", "Temperature 0 becomes 1", "temperature-0-is-1 small-temperatures-raised"),
     Promise(
         "sampling",
-        "Seeds dropped, shared by neighbours, or fatal when huge",
+        "Seeds are dropped, shared by neighbours, or fatal when huge",
         "seed-of-samples-dropped neighbouring-seeds-share huge-seeds-reach-the-engine",
     ),
     Promise(
         "sampling",
-        "Stops forgotten or plain strings refused",
+        "Stop strings are dropped, or a plain string is refused",
         "stop-strings-forgotten stop-string-taken-for-a-list empty-stop-is-no-stop",
     ),
-    Promise("sampling", "Finish reasons not mapped", "finish-reason-mapped-wrongly"),
+    Promise("sampling", "Finish reasons are not mapped", "finish-reason-mapped-wrongly"),
     Promise(
-        "sampling", "The base model served because keys do not match", "unmatched-keys-ignored effect-not-verified"
+        "sampling",
+        "The base model answers because the adapter's keys do not match",
+        "unmatched-keys-ignored effect-not-verified",
     ),
     Promise("sampling", "The base model gets a neighbour's adapter", "base-gets-an-adapter"),
     Promise(
         "sampling",
-        "Prompt logprobs one short, NaN turned into something else",
+        "Prompt logprobs are one short, or NaN becomes something else",
         "prompt-logprobs-one-short nan-of-the-first-token-becomes-0",
     ),
     Promise(
         "sampling",
-        "Top-k, target ids, the last n and drawn alternatives ignored, or wrong with adapters, images and long prompts",
+        "Top-k, target ids, last n or alternatives are ignored, or wrong with adapters, images or long prompts",
         "prompts-scored-without-their-lm-head scored-rows-read-from-the-cache "
         "alternatives-at-temperature-1 alternatives-depend-on-the-parts-of-a-prompt "
         "topk-of-the-wrong-requests sparse-targets-read-as-dense",
         ("sampling/test_prompt_scores.py::test_a_prompt_that_is_preempted_in_its_middle_is_answered_rightly",),
     ),
     Promise(
-        "sampling", "Batches run to completion, one task at a time", "one-batch-after-the-other one-sample-at-a-time"
+        "sampling",
+        "A batch runs to completion before the next begins, or samples run one at a time",
+        "one-batch-after-the-other one-sample-at-a-time",
     ),
-    Promise("sampling", "Prefix cache of no use", "prefix-cache-never-read"),
+    Promise("sampling", "The prefix cache is never hit", "prefix-cache-never-read"),
     Promise("sampling", "Absent max_tokens means 16", "16-tokens-by-default"),
     Promise(
         "images",
-        "Image dropped, its position lost, or trained without it",
+        "An image is dropped, its position lost, or its datum trained without it",
         "trained-without-its-image image-position-lost",
         ("types/test_types_values.py::test_tokens_of_several_text_chunks_are_their_concatenation",),
     ),
     Promise(
         "images",
-        "No sampling of a vision model with LoRA",
+        "A vision model with LoRA cannot be sampled",
         tests=(
             "e2e/test_http_equals_in_process.py::test_image_loop_is_the_same_over_http_and_in_process",
             "e2e/test_agreement.py::test_trainer_and_sampler_agree_before_and_after_training",
@@ -325,13 +335,13 @@ MISTAKES = (
     Promise("images", "A batch of text and images crashes", "no-rows-of-pixels images-at-the-start-of-the-batch"),
     Promise(
         "images",
-        "expected_tokens checked in training only, one mismatch fails the batch, lengths not compared",
+        "expected_tokens is checked in training only, one mismatch fails the batch, or lengths are not compared",
         "expected-tokens-for-training-only one-failure-fails-the-batch lengths-not-compared",
     ),
-    Promise("images", "base64 decoded twice or not at all", "base64-not-decoded base64-encoded-twice"),
+    Promise("images", "base64 is decoded twice or not at all", "base64-not-decoded base64-encoded-twice"),
     Promise(
         "images",
-        "LoRA on the vision tower that the sampler ignores",
+        "The vision tower gets LoRA that the sampler ignores",
         tests=("training/test_lora_equals_peft.py::test_files_have_the_names_of_transformers_modules[qwen2_5_vl]",),
     ),
     Promise(
@@ -339,32 +349,32 @@ MISTAKES = (
         "Every sample of a group renders its image again",
         "image-processed-again image-encoded-for-every-sample",
     ),
-    Promise("images", "A fresh event loop per call", "event-loop-per-call"),
+    Promise("images", "Each call makes an event loop", "event-loop-per-call"),
     Promise("operation", "Polling", "results-polled-for scheduler-polls"),
     Promise("operation", "Chunks run in order of arrival", "order-of-arrival"),
     Promise(
         "operation",
-        "Who sends most has the trainer; small runs wait for long ones and never share a call",
+        "The busiest client gets the trainer; small runs wait for long ones and never share a call",
         "budget-of-a-call-not-kept share-of-a-model-not-of-a-session waiting-saves-up steps-are-free "
-        "longest-batch-whoever-waits nobody-expected-back everybody-expected-back "
+        "longest-batch-always clients-never-expected-back clients-always-expected-back "
         "unready-model-holds-others-up",
     ),
     Promise(
         "operation",
-        "Queues without an end, or one at which the SDK's training client hangs",
+        "Queues are unbounded, or have a bound at which the SDK's training client hangs",
         "queue-without-end refused-until-the-sdk-gives-up bound-locks-a-model refused-id-is-a-gap",
     ),
     Promise("operation", "409 for a duplicate name", "409 existing-name-is-refused-at-the-submit"),
     Promise("operation", "5xx for a failed operation", "failed-operation-is-500 lost-model-is-500"),
     Promise(
         "operation",
-        "Bodies and results kept for ever, pools exhausted",
+        "Bodies and results are kept for ever, or pools are exhausted",
         "bodies-in-the-database results-kept-for-ever pool-exhausted",
         ("http/test_http_futures_on_fakes.py::test_five_hundred_samples_at_once_are_all_answered_on_fakes",),
     ),
     Promise(
         "operation",
-        "Large bodies decoded on the event loop",
+        "Large bodies are decoded on the event loop",
         "bodies-parsed-on-the-loop",
         ("http/test_http_event_loop_on_fakes.py::test_large_body_does_not_hold_up_heartbeats_on_fakes",),
     ),
@@ -373,7 +383,7 @@ MISTAKES = (
     ),
     Promise(
         "operation",
-        "TTL, metadata and LoRA flags dropped, a wrong base model accepted",
+        "TTL, metadata or LoRA flags are dropped, or a wrong base model is accepted",
         "ttl-dropped expired-checkpoint-found expired-folder-stays folder-deleted-under-its-users "
         "one-key-two-copies last-reason-of-a-session-wins old-data-folder-as-it-is metadata-dropped "
         "lora-settings-dropped-on-the-way checkpoint-of-another-base-accepted "
@@ -381,27 +391,27 @@ MISTAKES = (
     ),
     Promise(
         "operation",
-        "No keys, everybody listened to, secrets in logs",
+        "No API keys, listening on every address, secrets in logs",
         "keys-not-checked listens-to-everybody binds-to-everything no-key-for-other-machines keys-in-the-log",
     ),
     Promise(
         "operation",
-        "Checkpoints read whole for a download, or given to whom they are not for",
+        "A download reads the whole checkpoint into memory, or is given without a valid signature",
         "download-read-whole export-deleted-under-a-download forged-url-accepted expired-url-accepted",
         ("e2e/test_download.py::test_checkpoint_downloaded_by_the_command_is_what_peft_loads_and_was_trained",),
     ),
     Promise(
         "operation",
-        "No trace of where a session's time went, or one that leaks, grows, or that Perfetto cannot show",
+        "No trace shows where a session's time went, or it leaks, grows without bound, or Perfetto cannot open it",
         "trace-without-the-time-of-preparation trace-with-slices-that-overlap traces-grow-without-bound "
-        "traces-of-sessions-that-never-were trace-for-whoever-asks",
+        "traces-of-sessions-that-never-were trace-without-a-signature",
         (
             "http/test_http_session_trace_on_fakes.py::test_each_request_of_a_session_has_a_slice_with_its_stages_on_fakes",
         ),
     ),
     Promise(
         "operation",
-        "Exports that the cookbook's exporters fail on, or merge into nothing",
+        "The cookbook's exporters fail on an export, or merge nothing",
         "exports-with-paths-of-transformers tied-head-as-a-tensor-of-its-own "
         "untied-head-named-as-a-tied-one export-is-a-checkpoint folder-names-the-first-of-a-models-names",
     ),
@@ -420,27 +430,31 @@ MISTAKES = (
     ),
     Promise(
         "operation",
-        "The sampler keeps memory that training lacks; or sleeps, or wakes, when nobody needs it",
+        "The sampler keeps memory that training needs, or sleeps or wakes without need",
         "sleeps-when-all-fits memory-taken-from-under-samples samples-are-not-held-back "
         "neighbours-run-again wakes-beside-the-trainers-cache removing-a-version-wakes",
         ("http/test_http_memory_sharing_on_fakes.py::test_many_samples_at_once_wake_the_sampler_once_on_fakes",),
     ),
-    Promise("operation", "Healthy before anything works", "healthy-before-it-is ready-before-it-is"),
+    Promise(
+        "operation",
+        "The server is healthy before training and sampling work",
+        "healthy-before-it-is ready-before-it-is",
+    ),
     Promise(
         "attention",
-        "A sliding window, a soft cap or a sink ignored, forward or backward",
+        "A sliding window, a soft cap or a sink is ignored, forward or backward",
         "window-ignored soft-cap-without-its-derivative logits-capped-without-the-derivative sinks-without-a-share",
     ),
     Promise(
         "families",
-        "Rules of a family's LM head that one engine does not know",
+        "One engine ignores a rule of a family's LM head",
         "head-without-a-name-in-vllm logits-not-capped",
     ),
 )
 
 
 def named_tests(promise: Promise, mutations: Sequence[Mutation]) -> list[str]:
-    """Node ids of the tests of its mutations and of its own, each once."""
+    """Node ids of the tests of its mutations and of its `tests`, each once."""
     by_name = {mutation.name: mutation for mutation in mutations}
     of_mutations = [test for name in promise.mutations.split() for test in by_name[name].tests]
     return list(dict.fromkeys([*of_mutations, *(f"tests/{test}" for test in promise.tests)]))

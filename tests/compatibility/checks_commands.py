@@ -131,11 +131,11 @@ def export_trace(world: World) -> None:
         check_trace(file.read_bytes(), run_id)
 
 
-@refused("tinker billing usage", saying="bills nobody")
+@refused("tinker billing usage", saying="no billing")
 def billing_usage(world: World) -> None:
     world.command("billing", "usage", "2026-11-01", "2026-11-02")
 
 
-@refused("tinker billing checkpoint-storage", saying="bills nobody")
+@refused("tinker billing checkpoint-storage", saying="no billing")
 def billing_storage(world: World) -> None:
     world.command("billing", "checkpoint-storage")

@@ -235,8 +235,8 @@ def refused_by_both(method: str, *args: Any, saying: str) -> None:
 
 
 refused_by_both("get_audit_log", saying="no audit log")
-refused_by_both("get_billing_usage", *hours(), saying="bills nobody")
-refused_by_both("get_current_checkpoint_storage_usage", saying="bills nobody")
+refused_by_both("get_billing_usage", *hours(), saying="no billing")
+refused_by_both("get_current_checkpoint_storage_usage", saying="no billing")
 
 
 @works("tinker.auth.get_tinker_token", "tinker.auth.tinker_has_credentials", by="the key of the environment; local")

@@ -228,7 +228,7 @@ async def test_trace_of_a_session_that_lost_its_place_to_others_is_of_what_it_di
 
 
 @pytest.mark.mutation(
-    "trace-for-whoever-asks", "session_traces.py", "        self._signatures.check(token, KIND, session_id)\n", ""
+    "trace-without-a-signature", "session_traces.py", "        self._signatures.check(token, KIND, session_id)\n", ""
 )
 async def test_url_needs_no_key_and_a_forged_or_expired_one_is_403_on_fakes(start_api: StartApi) -> None:
     late = timedelta()

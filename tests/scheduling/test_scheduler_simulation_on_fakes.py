@@ -192,9 +192,7 @@ def test_one_session_with_many_saves_keeps_nobody_waiting_on_fakes() -> None:
     assert sum(saves) == 300
 
 
-@pytest.mark.mutation(
-    "longest-batch-whoever-waits", "fairness.py", "                return []\n", "                pass\n"
-)
+@pytest.mark.mutation("longest-batch-always", "fairness.py", "                return []\n", "                pass\n")
 def test_step_behind_a_gradient_waits_for_one_turn_of_the_others_on_fakes() -> None:
     """A long chain of another session, or of the same session, fills no batch on which a step waits."""
 
@@ -274,10 +272,13 @@ async def closed_loop(world: World, model: Model, rng: random.Random, *, away: f
 
 
 @pytest.mark.mutation(
-    "nobody-expected-back", "train_scheduler.py", "        if self._waits_for_company():\n", "        if False:\n"
+    "clients-never-expected-back",
+    "train_scheduler.py",
+    "        if self._waits_for_company():\n",
+    "        if False:\n",
 )
 def test_clients_that_wait_for_their_results_run_together_on_fakes() -> None:
-    """Whoever is back first does not run alone: half of them would always run while the other half waits."""
+    """The first client back does not run alone; else half of them would always run while the other half waits."""
 
     async def main(loop: VirtualLoop) -> World:
         world, rng = World(loop, seconds_per_call=0.05), random.Random(7)
@@ -290,7 +291,7 @@ def test_clients_that_wait_for_their_results_run_together_on_fakes() -> None:
 
 
 @pytest.mark.mutation(
-    "everybody-expected-back", "train_scheduler.py", "q.runs and q.absence <= self._patience and", "q.runs and"
+    "clients-always-expected-back", "train_scheduler.py", "q.runs and q.absence <= self._patience and", "q.runs and"
 )
 def test_clients_that_stay_away_are_not_waited_for_on_fakes() -> None:
     """Beside one who comes and goes slowly, the trainer works all the time for one who has always something to run."""

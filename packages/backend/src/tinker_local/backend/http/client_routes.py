@@ -37,8 +37,10 @@ REFUSED: dict[tuple[str, str], str] = {
         "SDKs before 0.38 download archives; that of 0.38 takes the files of save_weights_external, so update tinker"
     ),
     ("GET", "/audit"): "a local server has no audit log; see its own log",
-    ("GET", "/billing/usage/events"): "a local server bills nobody",
-    ("GET", "/billing/usage/checkpoints/current"): "a local server bills nobody; list_user_checkpoints gives the sizes",
+    ("GET", "/billing/usage/events"): "a local server has no billing",
+    ("GET", "/billing/usage/checkpoints/current"): (
+        "a local server has no billing; list_user_checkpoints gives the sizes"
+    ),
 }
 
 

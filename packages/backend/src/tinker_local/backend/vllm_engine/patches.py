@@ -1,6 +1,6 @@
-"""Every patch of vLLM's internals and every private name in use, in one table, and the one place that applies them.
+"""One table of every patch of vLLM's internals and every private name in use, and the code that applies it.
 
-Before you change the versions of vLLM, read `PATCHES` and run `make test-vllm`. Public is what vLLM documents:
+Before you change the version of vLLM, read `PATCHES` and run `make test-vllm`. Public means documented by vLLM:
 `EngineArgs`, `LLMEngine`, `SamplingParams`, `LoRARequest`, `vllm.inputs`, the renderer.
 """
 
@@ -16,15 +16,15 @@ from tinker_local.backend.vllm_engine.compat_vllm import lora_worker, model_runn
 
 
 def _ignore(_: Any) -> None:
-    """For an event without a listener."""
+    """Ignore an event."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineEvents:
-    """What an engine calls on the thread that steps it.
+    """Callbacks of an engine, called on the thread that steps it.
 
-    `images_encoded`: the number of images of each run of the vision tower. `sequence_begun`: the request id of a
-    sequence in the step that first runs it, and possibly again after a preemption. `load_adapter`: gives vLLM's
+    `images_encoded` gets the number of images of each run of the vision tower. `sequence_begun` gets the request id of
+    a sequence in the step that first runs it, and possibly again after a preemption. `load_adapter` returns vLLM's
     `LoRAModel` of a `LoRARequest`; None lets vLLM read the request's folder.
     """
 
@@ -47,7 +47,7 @@ def _replace_cpu_operators() -> None:
 
 
 class _Small(int):
-    """A number that is larger than none."""
+    """An int that is never greater than another number."""
 
     def __gt__(self, other: object) -> bool:
         return False
@@ -178,11 +178,10 @@ def _report_begun(engine: Any, events: EngineEvents) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Patch:
-    """`what` is done, `why`, and the `versions` of vLLM that need it (tried ones).
+    """What a patch does, why, and which of the `versions` that we tried need it.
 
-    `names`: the private names of vLLM, and public ones that are assigned to. `tests`: those that fail without it, below
-    `tests/`. `hook`: what vLLM offers in public instead. `used_in`: the modules with the names, for rows that no
-    function of this module applies.
+    `names`: the private names of vLLM, and the public ones that we assign to. `tests`: those below `tests/` that fail
+    without the patch. `hook`: the public alternative in vLLM. `used_in`: other modules that use the names.
     """
 
     what: str
@@ -209,19 +208,19 @@ PATCHES = (
     ),
     Patch(
         "the classes that families name in `vllm_head` declare their LM head as a LoRA target",
-        "they do not, as Qwen3's does, so adapters of the LM head are refused; Gemma 2's has no module of that name",
+        "unlike Qwen3's, they do not, so vLLM refuses adapters of the LM head; Gemma 2's has no module of that name",
         "0.26 to 0.32",
         ("embedding_modules", "lm_head", "__init__"),
         (
             "sampling/test_adapters.py::test_an_adapter_agrees_with_hf",
             "families/test_families_train_and_sample.py::test_trainer_and_sampler_agree",
         ),
-        hook="ModelRegistry.register_model takes a subclass, for the price of another class name in its logs",
+        hook="ModelRegistry.register_model takes a subclass, but then its logs show another class name",
         to_config=_declare_lm_head,
     ),
     Patch(
         "an LM head of any size takes adapters",
-        "vLLM refuses LoRA on more than 258,048 tokens, which none of its kernels needs; Gemma 3 has 262,144",
+        "vLLM refuses LoRA on more than 258,048 tokens, a limit that no kernel of it needs; Gemma 3 has 262,144",
         "0.26 to 0.32",
         ("create_lora_weights", "vocab_size"),
         ("families/test_families_train_and_sample.py::test_gemma_3s_vocabulary_takes_adapters",),
@@ -229,17 +228,17 @@ PATCHES = (
     ),
     Patch(
         "features of images stay on the device for later requests",
-        "vLLM keeps as many positions as one step has. A prompt whose image ends in the last, incomplete block of its "
-        "KV cache needs the features again, so a few images in turn would be encoded by every request",
+        "vLLM keeps only as many positions as one step has. A prompt whose image ends in the last, incomplete block of "
+        "its KV cache needs the features again, so requests that alternate between a few images encode them each time",
         "0.26 to 0.32",
         ("encoder_cache_size",),
         ("sampling/test_image_features_stay.py::test_requests_of_more_images_than_a_step_holds_encode_each_once",),
-        hook="none: EngineArgs sets it to max_num_batched_tokens, which also sizes what a start profiles",
+        hook="none: EngineArgs sets it to max_num_batched_tokens, which also sizes the profiling run at start-up",
         to_config=_keep_images,
     ),
     Patch(
-        "the engine's tables of rotary positions are not shared with other engines of the process",
-        "those of an engine that can sleep lie in memory that goes away, and keep the sleep allocator in use",
+        "engines of one process do not share tables of rotary positions",
+        "an engine that can sleep frees the memory of its tables; while others use them, its allocator stays in use",
         "0.26 to 0.32",
         ("_ROPE_DICT",),
         ("sampling/test_engine_sleeps_on_gpu.py::test_an_engine_that_was_built_anew_can_sleep",),
@@ -264,8 +263,8 @@ PATCHES = (
         to_engine=_draw,
     ),
     Patch(
-        "draws of requests whose prompt is not complete are undone by our own copy of the generator's state",
-        "vLLM rewinds a generator by CUDA's count of random numbers, which raises for a CPU generator",
+        "a draw for a request whose prompt is incomplete is undone from our own copy of the generator's state",
+        "vLLM rewinds a generator by its CUDA offset, which raises for a CPU generator",
         "CPU, 0.26 to 0.32",
         ("_bookkeeping_sync", "generators"),
         ("sampling/test_seeds.py::test_a_seeded_prompt_that_takes_several_steps_draws_the_same",),
@@ -274,7 +273,7 @@ PATCHES = (
     ),
     Patch(
         "a request's output holds one float per token, and arrays of the likeliest tokens if asked for",
-        "vLLM ranks every chosen token in the whole vocabulary, and carries it in objects per token",
+        "vLLM ranks every chosen token in the whole vocabulary, and makes several objects per token",
         "0.26 to 0.32",
         ("add_request", "logprobs_processor"),
         ("sampling/test_sampled_topk.py::test_sampled_topk_of_requests_that_share_steps_agree_with_hf",),
@@ -323,7 +322,7 @@ PATCHES = (
             "test_a_version_without_a_folder_is_served_and_stays_the_same_when_it_is_read_again",
             "sampling/test_adapters.py::test_an_adapter_that_is_not_served_whole_is_refused",
         ),
-        hook="none: a LoRAResolver also gives a folder",
+        hook="none: a LoRAResolver also returns a folder",
         used_in=("compat_vllm.py", "vllm_adapters.py"),
         to_engine=_load_adapters,
     ),
@@ -337,13 +336,13 @@ PATCHES = (
     ),
     Patch(
         "the first step of each sequence is reported",
-        "vLLM's statistics count sequences, but name none",
+        "vLLM's statistics count sequences without naming them",
         "0.26 to 0.32",
         ("schedule",),
         (
             "sampling/test_sequences_waiting.py::test_a_request_begins_when_its_first_sequence_has_a_place_and_is_told_once",
         ),
-        hook="scheduler_cls takes a class, but vLLM calls its interface not public",
+        hook="scheduler_cls takes a class, but vLLM says that its interface is not public",
         to_engine=_report_begun,
     ),
     Patch(
@@ -359,8 +358,8 @@ PATCHES = (
         used_in=("sleep_mode.py", "compat_vllm.py"),
     ),
     Patch(
-        "a released engine leaves no weights, and no notes about its LoRA slots",
-        "vLLM's shutdown cannot be used, dynamo keeps what it compiled, and the LoRA kernels keep slots by address",
+        "releasing an engine frees its weights and forgets its LoRA slots",
+        "vLLM's shutdown breaks other engines, dynamo keeps compiled code, and LoRA kernels cache slots by address",
         "0.26 to 0.32",
         ("_PTR_DICT", "_bytecode_hooks", "model", "lora_manager", "engine_core"),
         ("sampling/test_released_engines.py::test_a_released_engine_leaves_no_weights",),
@@ -378,21 +377,21 @@ PATCHES = (
 
 
 def apply_to_process() -> None:
-    """For engines that are built from now on."""
+    """Patch the process, for engines that are built from now on."""
     for patch in PATCHES:
         if patch.to_process is not None:
             patch.to_process()
 
 
 def apply_to_config(config: Any, image_cache_bytes: int) -> None:
-    """On the `VllmConfig` of an engine to be built."""
+    """Patch the `VllmConfig` of an engine to be built."""
     for patch in PATCHES:
         if patch.to_config is not None:
             patch.to_config(config, image_cache_bytes)
 
 
 def apply_to_engine(engine: Any, events: EngineEvents) -> None:
-    """On an `LLMEngine` that was built and has not stepped yet."""
+    """Patch an `LLMEngine` that was built and has not stepped yet."""
     for patch in PATCHES:
         if patch.to_engine is not None:
             patch.to_engine(engine, events)
