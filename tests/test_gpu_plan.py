@@ -6,7 +6,7 @@ import re
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tinker_local.backend.models.gpu_plan import ModelSizes, plan_gpu
+from tinker_local.backend.models.gpu_plan import ModelSizes, StepSize, plan_gpu, step_sizes
 
 GIB = 2**30
 EIGHT = ModelSizes(
@@ -31,8 +31,7 @@ def plan(sizes, free_gib, **changes):
         "micro_batch_tokens": 8192,
         "max_rank": 128,
         "adapter_slots": 4,
-        "max_sequences": 256,
-        "batched_tokens": 2048,
+        "steps": [StepSize(256, 2048)],
         "image_cache": 0,
         "logits": 2**29,
     }
@@ -79,3 +78,42 @@ def test_parts_never_exceed_what_is_free(free, context, tokens, rank):
         assert found.kv_cache >= context * sizes.kv_bytes
         assert found.activations > 0
         assert found.kv_cache + found.activations + 2 * sizes.weight_bytes < free * GIB
+
+
+LARGE, SMALL = step_sizes(140 * GIB, "NVIDIA H200")
+
+
+def test_steps_are_as_large_as_vllm_takes_them_on_a_card():
+    assert step_sizes(140 * GIB, "NVIDIA H200") == (StepSize(1024, 8192), StepSize(256, 2048))
+    assert step_sizes(79 * GIB, "NVIDIA H100 80GB HBM3") == (LARGE, SMALL)
+    assert step_sizes(79 * GIB, "NVIDIA A100-SXM4-80GB") == (SMALL,)
+    assert step_sizes(24 * GIB, "NVIDIA GeForce RTX 4090") == (SMALL,)
+
+
+def test_a_large_step_takes_its_memory_from_the_cache_or_the_activations():
+    large, small = plan(EIGHT, 134, steps=[LARGE, SMALL]), plan(EIGHT, 134, steps=[SMALL])
+    assert (large.step, small.step) == (LARGE, SMALL)
+    logits = 3 * 4 * EIGHT.vocabulary * (1024 - 256)
+    layer = 2 * (4 * EIGHT.intermediate + 8 * EIGHT.hidden) * (8192 - 2048)
+    assert small.kv_cache + small.activations - large.kv_cache - large.activations == logits + layer
+
+
+def test_a_model_that_leaves_no_room_for_large_steps_takes_small_ones():
+    for free in (x / 10 for x in range(440, 600)):
+        try:
+            small = plan(EIGHT, free, steps=[SMALL])
+        except ValueError:
+            continue
+        break
+    assert plan(EIGHT, free, steps=[LARGE, SMALL]) == small
+    assert plan(EIGHT, free + 5, steps=[LARGE, SMALL]).step == LARGE
+
+
+def test_a_cache_of_given_size_keeps_it_and_the_step_fits_beside_it():
+    found = plan(EIGHT, 134, steps=[LARGE, SMALL], kv_cache=56 * GIB)
+    assert found.step == LARGE
+    assert found.kv_cache == 56 * GIB
+    all_but = found.activations + found.kv_cache  # of which the trainer needs some for one sequence
+    assert plan(EIGHT, 134, steps=[LARGE, SMALL], kv_cache=all_but - 4 * GIB).step == SMALL
+    with pytest.raises(ValueError, match="KV cache"):
+        plan(EIGHT, 134, steps=[LARGE, SMALL], kv_cache=all_but + 4 * GIB)

@@ -40,8 +40,8 @@ async def test_a_batch_that_mixes_all_settings_agrees_with_hf(vl: Any, noise: Ca
 @pytest.mark.mutation(
     "logprobs-after-the-cut",
     "draw_tokens.py",
-    "generators), Probabilities(p_bv, likeliest)",
-    "generators), Probabilities(kept_bv / kept_bv.sum(-1, keepdim=True), likeliest)",
+    "return torch.cat(drawn), Probabilities(p_bv, likeliest)",
+    "return torch.cat(drawn), Probabilities(kept_bv / kept_bv.sum(-1, keepdim=True), likeliest)",
 )
 @pytest.mark.mutation(
     "logprobs-without-temperature",

@@ -4,7 +4,7 @@ Both hold the model's weights. Of the rest, the trainer gets what a full micro-b
 most half; the KV cache gets the remainder, but no more than its sequences can fill.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,13 +47,35 @@ class ModelSizes:
         """Of one position in one layer of the trainer without recomputation (`training/decoders/written_out`)."""
         return self.itemsize * (2 * self.hidden + 2 * self.q_width + 2 * self.kv_width + 2 * self.intermediate)
 
+    def step_bytes(self, step: "StepSize") -> int:
+        """Of one step of vLLM: a layer's activations, and logits, probabilities and noise in float32."""
+        layer = step.positions * (4 * self.intermediate + 8 * self.hidden) * self.itemsize
+        return layer + 3 * step.sequences * self.vocabulary * 4
+
+
+@dataclass(frozen=True, slots=True)
+class StepSize:
+    """Maximum sequences and positions in one step of vLLM."""
+
+    sequences: int = 256
+    positions: int = 2048
+
 
 @dataclass(frozen=True, slots=True)
 class GpuPlan:
-    """Bytes: `kv_cache` for vLLM, and `activations`, the trainer's limit without weights, adapters and logits."""
+    """`step` of vLLM. Bytes: `kv_cache` for vLLM, and `activations`, the trainer's limit without weights, adapters and
+    logits."""
 
+    step: StepSize
     kv_cache: int
     activations: int
+
+
+def step_sizes(total: int, name: str) -> Sequence[StepSize]:
+    """Steps for a card of `total` bytes, the largest first: by default vLLM's server takes the same."""
+    if total >= 70 * _GIB and "a100" not in name.lower():
+        return (StepSize(1024, 8192), StepSize())
+    return (StepSize(),)
 
 
 def model_sizes(config: Mapping[str, Any], parameters: int, itemsize: int) -> ModelSizes:
@@ -79,43 +101,44 @@ def plan_gpu(
     micro_batch_tokens: int,
     max_rank: int,
     adapter_slots: int,
-    max_sequences: int,
-    batched_tokens: int,
+    steps: Sequence[StepSize],
     image_cache: int,
     logits: int,
+    kv_cache: int | None = None,
 ) -> GpuPlan:
-    """Divide `free` bytes of a GPU. `context`: the longest sequence, in positions; `adapter_slots` of `max_rank`:
-    vLLM's; `max_sequences`, `batched_tokens`: in one step of vLLM; `image_cache`, `logits`: bytes of image features and
-    of logits that exist at a time, in both engines each.
+    """Divide `free` bytes of a GPU, with the first of `steps` that fits. `context`: the longest sequence, in positions;
+    `adapter_slots` of `max_rank`: vLLM's; `image_cache`, `logits`: bytes of image features and of logits that exist at
+    a time, in both engines each; `kv_cache`: its size if it is given.
 
-    Raises ValueError with the numbers if one sequence in the KV cache and one in the trainer do not fit.
+    Raises ValueError with the numbers if the KV cache, of one sequence at least, and one sequence in the trainer do not
+    fit with the last of `steps`.
     """
-    slots = adapter_slots * sizes.adapter_parameters(max_rank) * sizes.itemsize
-    step = batched_tokens * (4 * sizes.intermediate + 8 * sizes.hidden) * sizes.itemsize
-    sampler = sizes.weight_bytes + slots + step + 3 * max_sequences * sizes.vocabulary * 4 + logits + image_cache
     # Weights, gradient and two moments in float32, and A, B and their gradients stacked for a micro-batch.
     adapter = sizes.adapter_parameters(min(max_rank, 32))
     adapters = _COUNTED_ADAPTERS * adapter * 4 * 4 + adapter * (2 * sizes.itemsize + 4 * 2)
     trainer = sizes.weight_bytes + adapters + 2 * logits + image_cache
-    left = free - _RUNTIME - sampler - trainer
+    slots = adapter_slots * sizes.adapter_parameters(max_rank) * sizes.itemsize
+    sampler = sizes.weight_bytes + slots + logits + image_cache
 
     longest = min(context, micro_batch_tokens)
     per_layer = sizes.activation_bytes()
     inputs = longest * sizes.hidden * sizes.itemsize * (sizes.layers + 1)
     least = inputs + 4 * longest * per_layer
     most = micro_batch_tokens * per_layer * (sizes.layers + 4)
-    least_kv = context * sizes.kv_bytes
-    if left < least + least_kv:
-        raise ValueError(
-            f"{_gib(free)} of GPU memory are free, but two copies of the weights ({_gib(sizes.weight_bytes)} each), "
-            f"adapters, buffers, a KV cache for one sequence of {context} positions ({_gib(least_kv)}) and the "
-            f"activations of {longest} ({_gib(least)}) take {_gib(free - left + least + least_kv)}; "
-            "a smaller max_context_length, micro_batch_tokens or max_rank needs less"
-        )
-    activations = min(max(least, min(most, left // 2)), left - least_kv)
-    filled = max_sequences * context * sizes.kv_bytes
-    kv_cache = min(left - activations, max(filled, least_kv))
-    return GpuPlan(kv_cache, left - kv_cache)
+    least_kv = context * sizes.kv_bytes if kv_cache is None else kv_cache
+    for step in steps:
+        left = free - _RUNTIME - sampler - sizes.step_bytes(step) - trainer
+        if left >= least + least_kv:
+            activations = min(max(least, min(most, left // 2)), left - least_kv)
+            most_kv = max(least_kv, step.sequences * context * sizes.kv_bytes) if kv_cache is None else kv_cache
+            cache = min(left - activations, most_kv)
+            return GpuPlan(step, cache, left - cache)
+    raise ValueError(
+        f"{_gib(free)} of GPU memory are free, but two copies of the weights ({_gib(sizes.weight_bytes)} each), "
+        f"adapters, buffers, a KV cache for one sequence of {context} positions ({_gib(least_kv)}) and the "
+        f"activations of {longest} ({_gib(least)}) take {_gib(free - left + least + least_kv)}; "
+        "a smaller max_context_length, micro_batch_tokens or max_rank needs less"
+    )
 
 
 def _gib(number: int) -> str:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tinker_local.backend.daemon_thread import in_daemon_thread
-from tinker_local.backend.models.gpu_plan import GpuPlan, model_sizes, plan_gpu
+from tinker_local.backend.models.gpu_plan import GpuPlan, model_sizes, plan_gpu, step_sizes
 from tinker_local.backend.models.served_models import (
     EngineLoader,
     Engines,
@@ -148,16 +148,8 @@ def load_real(source: ModelSource, options: BackendOptions) -> Engines:
         sleeps=options.sampler_sleeps,
     )
     activation_bytes = None
-    if not compat_vllm.runs_on_cpu() and options.kv_cache_bytes is None:
-        plan = plan_for(config, engine, options)
-        log.info(
-            "%s: %.1f GiB of KV cache, %.1f of activations",
-            source.name,
-            plan.kv_cache / 2**30,
-            plan.activations / 2**30,
-        )
-        engine = replace(engine, kv_cache_bytes=plan.kv_cache)
-        activation_bytes = plan.activations
+    if not compat_vllm.runs_on_cpu():
+        engine, activation_bytes = sized_for_gpu(config, engine, options)
     make_trainer = functools.partial(
         HFTrainer,
         source.path,
@@ -210,6 +202,32 @@ def load_renderer(
     return ModelRenderer(vocab_size, images, max_pixels=max_pixels, cache_bytes=cache_bytes)
 
 
+def sized_for_gpu(config: Any, engine: "EngineOptions", options: BackendOptions) -> "tuple[EngineOptions, int | None]":
+    """`engine` with steps and a KV cache that fit the current GPU, and the trainer's limit for activations. With a
+    cache of given size nothing is refused: the limit is None, and steps are small if larger ones do not fit."""
+    try:
+        plan = plan_for(config, engine, options)
+    except ValueError:
+        if engine.kv_cache_bytes is None:
+            raise
+        return engine, None
+    log.info(
+        "%s: %.1f GiB of KV cache, %.1f of activations, %d sequences and %d positions in a step",
+        engine.model,
+        plan.kv_cache / 2**30,
+        plan.activations / 2**30,
+        plan.step.sequences,
+        plan.step.positions,
+    )
+    sized = replace(
+        engine,
+        kv_cache_bytes=plan.kv_cache,
+        max_sequences=plan.step.sequences,
+        max_batched_tokens=plan.step.positions,
+    )
+    return sized, plan.activations if engine.kv_cache_bytes is None else None
+
+
 def plan_for(config: Any, engine: "EngineOptions", options: BackendOptions) -> GpuPlan:
     """The plan for a model of `config` on the current GPU with its free memory."""
     import torch
@@ -223,7 +241,7 @@ def plan_for(config: Any, engine: "EngineOptions", options: BackendOptions) -> G
     if not config.tie_word_embeddings:
         parameters += text_config.vocab_size * text_config.hidden_size
     itemsize = 2 if (engine.dtype or options.dtype) == "bfloat16" else 4
-    free, _ = torch.cuda.mem_get_info()
+    free, total = torch.cuda.mem_get_info()
     return plan_gpu(
         model_sizes(text_config.to_dict(), parameters, itemsize),
         free=int(options.gpu_memory_utilization * free),
@@ -233,10 +251,10 @@ def plan_for(config: Any, engine: "EngineOptions", options: BackendOptions) -> G
         micro_batch_tokens=options.micro_batch_tokens,
         max_rank=options.max_rank,
         adapter_slots=engine.adapters_per_step,
-        max_sequences=engine.max_sequences,
-        batched_tokens=engine.max_batched_tokens,
+        steps=step_sizes(total, torch.cuda.get_device_name()),
         image_cache=engine.image_cache_bytes if hasattr(config, "vision_config") else 0,
         logits=CUDA_LOGITS * itemsize,
+        kv_cache=engine.kv_cache_bytes,
     )
 
 

@@ -36,9 +36,10 @@ class EngineOptions:
     `gpu_memory_utilization` of the card, weights included. `max_rank`: of LoRA adapters. `adapters_per_step`: how many
     different adapters one step may mix (each has a slot of `max_rank` in the device's memory); requests with further
     adapters wait. `cached_adapters`: how many stay in host memory; others are read again from their folder on use.
-    `max_sequences`: in one step. `max_batched_tokens`: most positions in one step. `image_cache_bytes`: image features
-    kept on the device for later requests, if that is more than vLLM's default. `enforce_eager` None: True on CPU, False
-    on CUDA (CUDA graphs). `sleeps`: enable sleep mode; on CUDA, and for one engine of the process at a time.
+    `max_sequences`: in one step. `max_batched_tokens`: most positions in one step (`models/gpu_plan.py`
+    chooses both for a GPU). `image_cache_bytes`: image features kept on the device for later requests, if that is more
+    than vLLM's default. `enforce_eager` None: True on CPU, False on CUDA (CUDA graphs). `sleeps`: enable sleep mode; on
+    CUDA, and for one engine of the process at a time.
     """
 
     model: str

@@ -19,6 +19,10 @@ import torch
 from tinker_local.backend.sampling.prompt_scores import PromptScores
 from torch import nn
 
+ROWS = 256
+"""Requests of a step that are drawn at a time. A step has up to four times as many, and `models/gpu_plan.py` counts
+three arrays as large as its logits."""
+
 StepLogprob = float | tuple[float, npt.NDArray[np.int32], npt.NDArray[np.float32]]
 """Of one sampled token; with ids [k] and logprobs [k] of the likeliest in falling order if the request asks."""
 
@@ -35,9 +39,12 @@ class Likeliest:
     @classmethod
     def of(cls, logits_bv: torch.Tensor, widths: Mapping[int, int]) -> "Likeliest":
         """From logits after the temperature and before top-k and top-p."""
-        log_p_av = logits_bv[list(widths)].log_softmax(dim=-1, dtype=torch.float32)
-        values, ids = log_p_av.topk(max(widths.values()))
-        return cls(widths, ids, values)
+        rows, k = list(widths), max(widths.values())
+        parts = [
+            logits_bv[rows[start : start + ROWS]].log_softmax(dim=-1, dtype=torch.float32).topk(k)
+            for start in range(0, len(rows), ROWS)
+        ]
+        return cls(widths, torch.cat([part.indices for part in parts]), torch.cat([part.values for part in parts]))
 
     def to_cpu_nonblocking(self) -> "Likeliest":
         """On the host once the stream is done."""
@@ -205,14 +212,26 @@ class FullVocabularyDraw(nn.Module):
     ) -> tuple[torch.Tensor, Probabilities]:
         """Token ids int64 [B] and the source of their logprobs. `generators`: by row, of requests with a seed."""
         p_bv = logits_bv.softmax(dim=-1, dtype=torch.float32)
-        kept_bv, likeliest = p_bv, self._likeliest(logits_bv)
-        if top_k_b is not None or top_p_b is not None:
-            from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
+        likeliest = self._likeliest(logits_bv)
+        if self._rewinds:
+            self._states = {row: generator.get_state() for row, generator in generators.items()}
+        drawn = []
+        for start in range(0, len(p_bv), ROWS):
+            rows = slice(start, start + ROWS)
+            kept_bv = p_bv[rows]
+            if top_k_b is not None or top_p_b is not None:
+                from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 
-            # Cuts in place; the logits are not needed after this.
-            cut_bv = apply_top_k_top_p(logits_bv, top_k_b, top_p_b)
-            kept_bv = p_bv.masked_fill(cut_bv == -torch.inf, 0.0)
-        return self._exponential_race(kept_bv, generators), Probabilities(p_bv, likeliest)
+                # Cuts in place; the logits are not needed after this.
+                cut_bv = apply_top_k_top_p(
+                    logits_bv[rows],
+                    None if top_k_b is None else top_k_b[rows],
+                    None if top_p_b is None else top_p_b[rows],
+                )
+                kept_bv = kept_bv.masked_fill(cut_bv == -torch.inf, 0.0)
+            of_rows = {row - start: generators[row] for row in generators.keys() & range(rows.start, rows.stop)}
+            drawn.append(self._exponential_race(kept_bv, of_rows))
+        return torch.cat(drawn), Probabilities(p_bv, likeliest)
 
     def _likeliest(self, logits_bv: torch.Tensor) -> Likeliest | None:
         widths = self._widths()
@@ -221,8 +240,6 @@ class FullVocabularyDraw(nn.Module):
     def _exponential_race(self, p_bv: torch.Tensor, generators: dict[int, torch.Generator]) -> torch.Tensor:
         """argmax p / e with e ~ Exp(1) has the distribution p / sum(p), without synchronising with the host."""
         noise_bv = torch.empty_like(p_bv)
-        if self._rewinds:
-            self._states = {row: generator.get_state() for row, generator in generators.items()}
         if len(generators) < len(noise_bv):
             noise_bv.exponential_(generator=self._unseeded)
         for row, generator in generators.items():
