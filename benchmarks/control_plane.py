@@ -1,11 +1,11 @@
-"""What the server costs beside the work itself: the same requests over HTTP, in process, and on bare vLLM.
+"""Measure the overhead of the server: the same requests over HTTP, in process, and on bare vLLM.
 
     python benchmarks/control_plane.py [--out benchmarks/results]
 
-On a tiny text model, where the work is almost nothing: an empty `optim_step`, a one-token sample, and 64 and 512
-samples at once. `sdk`: the official SDK against `tinker-local serve` in another process. `in process`:
-`InProcessBackend` here. `bare`: vLLM's engine stepped by a plain loop, or the trainer's method called.
-Latencies in milliseconds; the client shares the machine's cores with the server.
+Runs on a tiny text model, so the work itself takes almost no time: an empty `optim_step`, a one-token sample, and 64
+and 512 samples at once. `sdk`: the official SDK against `tinker-local serve` in another process. `in process`:
+`InProcessBackend` here. `bare`: vLLM's engine stepped by a plain loop, or the trainer's method called. Latencies in
+milliseconds; the client shares the machine's cores with the server.
 """
 
 import argparse
@@ -46,7 +46,7 @@ PROMPT = list(range(30, 46))
 
 @dataclass
 class Row:
-    """Latencies of one kind of request by one way, in ms, and how long all of them took in s."""
+    """Latencies in ms of one kind of request sent one way, and the seconds that all of them took."""
 
     what: str
     way: str
@@ -88,7 +88,7 @@ async def at_once(call: Callable[[], Awaitable[object]], count: int) -> tuple[np
 async def measure(
     way: str, step: Callable[[], Awaitable[object]] | None, sample: Callable[[int], Awaitable[object]]
 ) -> list[Row]:
-    """All rows of one way."""
+    """All rows of one way to send requests."""
     rows = []
     if step is not None:
         rows.append(Row("empty optim_step", way, *(await one_by_one(step, 200))))
@@ -141,7 +141,7 @@ async def in_process(backend: InProcessBackend) -> list[Row]:
 
 
 def bare(path: Path) -> list[Row]:
-    """vLLM's engine as a program would step it by itself."""
+    """vLLM's engine, stepped by a plain loop."""
     from tinker_local.backend.vllm_engine import build_engine
 
     engine = build_engine.build_engine(build_engine.EngineOptions(str(path), max_rank=128))

@@ -1,10 +1,10 @@
-"""One draw of the next tokens with their logprobs: ours against vLLM's own sampler, without a model.
+"""Compare one draw of next tokens and their logprobs: ours against vLLM's sampler, without a model.
 
     python benchmarks/draw.py [--rows 256] [--vocab 151936]
 
-On the GPU if there is one, else on the CPU with fewer rows. Milliseconds of the median step, and the largest memory
-that a step takes beside its logits. Both samplers get the same logits and settings; temperatures are applied by vLLM in
-either case. `prompt`: logprobs of prompt tokens, one row each.
+Runs on the GPU if there is one, else on the CPU with fewer rows. Prints the milliseconds of the median step and the
+peak memory of a step without its logits. Both samplers get the same logits and settings; vLLM applies the temperature
+in both cases. `prompt`: logprobs of prompt tokens, one row each.
 """
 
 import argparse
@@ -64,7 +64,7 @@ def main() -> None:
 def sampling_metadata(
     rows: int, device: torch.device, *, temperature: float | None, top_p: float | None = None, top_k: int | None = None
 ) -> object:
-    """vLLM's settings of a step; `temperature` None: 0 and 1 in turn."""
+    """vLLM's settings of a step; a `temperature` of None alternates 0 and 1."""
     from vllm.v1.sample.logits_processor import LogitsProcessors
     from vllm.v1.sample.metadata import SamplingMetadata
 

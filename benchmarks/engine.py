@@ -1,4 +1,4 @@
-"""Training and sampling against what a user would run instead, as ratios within one run.
+"""Compare training and sampling with what a user would run instead, as ratios within one run.
 
     python benchmarks/engine.py --out benchmarks/results     # a GPU with 140 GiB, 25 minutes
     python benchmarks/engine.py --tiny                       # the same code on a CPU, about a minute
@@ -23,7 +23,7 @@ from harness import machine, plan, processes, ratios, report
 from harness.lines import Line
 
 MODEL_BYTES = 36 * 2**30
-"""What both models take on disk at full scale, with some room."""
+"""Disk space of both models at full scale, with some room."""
 TRACES = "TINKER_LOCAL_BENCH_TRACES"
 """Tells `measurements/tracing.py` where to keep the trace."""
 TINY_LIMIT = 600.0
@@ -37,11 +37,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--list", action="store_true", help="print the measurements and stop")
     parser.add_argument("--out", type=Path, help="folder for dated files of the result")
     parser.add_argument("--models", type=Path, help="folder where random models are kept and found again")
-    parser.add_argument("--budget-seconds", type=float, help="skip what would not fit in this time any more")
+    parser.add_argument("--budget-seconds", type=float, help="skip measurements that no longer fit in this time")
     parser.add_argument("--keep-trace", action="store_true", help="keep the chrome trace, gzipped, in --out")
-    parser.add_argument(
-        "--log", type=Path, help="file for what the measurements say besides (default: a temporary one)"
-    )
+    parser.add_argument("--log", type=Path, help="file for other output of the measurements (default: a temporary one)")
     options = parser.parse_args()
     try:
         options.chosen = plan.selected([name for name in options.only.split(",") if name])
@@ -55,8 +53,7 @@ def arguments() -> argparse.Namespace:
 
 
 def room_for_models() -> str:
-    """A folder for temporary models: shared memory where it is large enough, since reading them is part of every
-    start."""
+    """A folder for temporary models: shared memory if it is large enough, since every start reads them."""
     shared = Path("/dev/shm")
     fits = shared.is_dir() and shutil.disk_usage(shared).free > MODEL_BYTES
     return str(shared) if fits else tempfile.gettempdir()
@@ -75,15 +72,15 @@ class Run:
         self.lines: list[Line] = []
 
     def everything(self) -> None:
-        """Run all chosen measurements; one that fails or no longer fits is a line with the reason."""
+        """Run all chosen measurements; one that fails or no longer fits prints a line with the reason."""
         kinds = sorted({kind for measurement in self._chosen for kind in measurement.models})
-        if kinds and not self._tiny:  # tiny ones are written by each process for itself
+        if kinds and not self._tiny:  # each process writes its own tiny models
             outcome = processes.run(["measurements.models", self._scale, str(self._models), *kinds], 300, self._log)
             print(f"-- random models {', '.join(kinds)}: {outcome.seconds:.0f} s {outcome.fault}", flush=True)
             if outcome.fault:
                 self.lines.append(Line("models", error=outcome.fault))
         groups = plan.processes(self._chosen, tiny=self._tiny)
-        if self._tiny:  # the numbers do not count, so measurements may disturb each other
+        if self._tiny:  # numbers of tiny models mean nothing, so measurements may disturb each other
             with ThreadPoolExecutor() as at_once:
                 list(at_once.map(self._group, groups))
         else:
@@ -94,7 +91,7 @@ class Run:
         fitting = [measurement for measurement in group if self._tiny or self._fits(measurement, group)]
         for measurement in group:
             if measurement not in fitting:
-                self.lines.append(Line(measurement.name, skipped="its usual time exceeds what is left of the budget"))
+                self.lines.append(Line(measurement.name, skipped="its usual time exceeds the rest of the budget"))
                 processes.show(self.lines[-1])
         if not fitting:
             return
@@ -111,7 +108,7 @@ class Run:
         print(f"-- {', '.join(names)}: {outcome.seconds:.0f} s", flush=True)
 
     def _fits(self, measurement: plan.Measurement, group: Sequence[plan.Measurement]) -> bool:
-        """Whether `measurement` and those before it in its process usually end in time."""
+        """Whether `measurement` and those before it in its process usually finish in time."""
         if self._end is None:
             return True
         before = group[: group.index(measurement) + 1]
@@ -151,7 +148,7 @@ def main() -> int:
             run = Run(options, models, log)
             run.everything()
         show(options, run, began)
-        print(f"what the measurements said besides: {log.name}")
+        print(f"other output of the measurements: {log.name}")
     if not options.tiny:
         return 0
     unknown = ratios.unknown(run.lines) if len(options.chosen) == len(plan.MEASUREMENTS) else []

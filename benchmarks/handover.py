@@ -1,11 +1,11 @@
-"""A save of ephemeral weights and the first token sampled from them, stage by stage.
+"""Time a save of ephemeral weights and the first token sampled from them, stage by stage.
 
     python benchmarks/handover.py [--layers 12] [--rank 128] [--hidden 1024] [--saves 10]
 
-In process, on a random Qwen3 that is made here: with 36 layers and the other defaults an adapter has the matrices (504)
-and numbers (87 million) of one of rank 32 for an 8B model, on a model that is small. On a GPU the engines compute in
-bfloat16, else in float32. Prints every stage in milliseconds (the least too: on a machine that others use it says more)
-and what it is part of; stages of different threads overlap, and `between two steps` is what samples of others wait for.
+Runs in process, on a small random Qwen3 that it makes. With 36 layers and the other defaults, an adapter has as many
+matrices (504) and parameters (87 million) as one of rank 32 for an 8B model. On a GPU the engines compute in bfloat16,
+else in float32. Prints each stage in milliseconds and what it is part of, with the minimum, which says more on a busy
+machine. Stages of different threads overlap. Samples of other clients wait for `between two steps`.
 """
 
 import argparse
@@ -39,7 +39,7 @@ PROMPT = ModelInput.from_ints(list(range(30, 46)))
 
 
 class Stages:
-    """Milliseconds of each stage, in the order in which the stages were named."""
+    """Milliseconds of each stage, in the order in which the stages were added."""
 
     def __init__(self) -> None:
         self.times: dict[str, list[float]] = {}
@@ -69,7 +69,7 @@ class Stages:
         setattr(owner, name, functools.wraps(original)(timed))
 
     def forget(self) -> None:
-        """Begin anew."""
+        """Forget what was measured."""
         for times in self.times.values():
             times.clear()
 
@@ -119,7 +119,7 @@ async def measure(folder: Path, data_dir: Path, rank: int, saves: int) -> None:
         numbers = sum(tensor.size for tensor in state.tensors.values())
         saved, sampled = [], []
         for number in range(saves + 2):
-            if number == 2:  # the first ones make memory and compile
+            if number == 2:  # the first ones allocate memory and compile
                 stages.forget()
             start = time.perf_counter()
             saving = await backend.training.save_weights_for_sampler(
@@ -131,7 +131,7 @@ async def measure(folder: Path, data_dir: Path, rank: int, saves: int) -> None:
             asked = SampleRequest(sampling_session_id=sampler, seq_id=0, prompt=PROMPT, sampling_params=params)
             await (await backend.sampling.sample(asked))
             sampled.append(1e3 * (time.perf_counter() - start))
-            await asyncio.sleep(1.5)  # what is done behind ends
+            await asyncio.sleep(1.5)  # let background work end
     title = f"{len(state.tensors)} matrices, {numbers / 1e6:.1f} million numbers, medians of {saves} saves"
     table = Table("stage", "part of", "median ms", "least ms", title=title)
     for stage, times in (stages.times | {"save": saved[2:], "save and first token": sampled[2:]}).items():
@@ -141,7 +141,7 @@ async def measure(folder: Path, data_dir: Path, rank: int, saves: int) -> None:
 
 
 def watch(stages: Stages, backend: InProcessBackend) -> None:
-    """Every stage of the way, in its order."""
+    """Every stage, in order."""
     engines = backend.models.get(MODEL).engines
     sampler: Any = engines.sampler._sampler  # inside WakingSampler
     vllm = sampler._engine.live()

@@ -2,7 +2,7 @@
 
     python benchmarks/random_model.py OUT [--shape 4b-vl]
 
-Needs a GPU to be quick. The tokenizer is the tiny models': its ids are the first few hundred of the vocabulary.
+Slow without a GPU. The tokenizer is that of the tiny models: its ids are the first few hundred of the vocabulary.
 """
 
 import argparse
@@ -57,7 +57,7 @@ def _change_vision(config: dict[str, Any], text: TextShape, vision: VisionShape)
 
 
 def write_random_model(out: Path, text: TextShape, vision: VisionShape | None) -> int:
-    """Write the model into the new folder `out`, in files that are read in parallel; returns its parameters."""
+    """Write the model into the new folder `out`, in files that load in parallel; return its number of parameters."""
     import transformers
     from tinker_local.backend.tiny_models import make_tiny_text_model, make_tiny_vl_model
 

@@ -1,9 +1,9 @@
-"""Print README's tables of speed from the results of one commit on one machine.
+"""Print the speed tables of README from results of one commit on one machine.
 
     python benchmarks/readme_table.py benchmarks/results/engine-DATE-TIME.jsonl [MORE.jsonl ...]
 
-Several files are for runs that a time limit split; a line that two of them have counts as the last one has it. Rows are
-fixed, so what is slower than its baseline is shown as well, and what has no value says so.
+Pass several files if a time limit split the run; of a line in two of them, the last one counts. The rows are fixed, so
+the tables also show what is slower than its baseline, and say what has no value.
 """
 
 import argparse
@@ -26,7 +26,7 @@ TRAINING = (
     ("**tinker-local**, every layer recomputed", "text.ours_recompute"),
     ("**tinker-local**, autograd decoder, every layer recomputed", "text.autograd_recompute"),
 )
-"""What a row of the first table says, and its line."""
+"""Label and line of each row of the first table."""
 
 COMPARED = (
     ("8 adapters in one step, the same tokens", "adapters.co_batched", "one adapter", ("adapters.one",)),
@@ -53,7 +53,7 @@ COMPARED = (
     ("a step of 4,096 tokens, SDK over HTTP", "steps.text_sdk", "in process", ("steps.text_in_process",)),
     ("512 samples at once, LoRA, logprobs, SDK over HTTP", "sampling.sdk", "vLLM alone", ("sampling.alone",)),
 )
-"""What a row of the second table says, its line, what it is compared with, and the lines of that: the best counts."""
+"""Rows of the second table: label, line, baseline, and the lines of that baseline, of which the best counts."""
 
 WAITS = (
     ("new weights to the first token sampled from them, trainer idle", "handover.sdk"),
@@ -76,7 +76,7 @@ def main() -> None:
 
 
 def markdown(head: Sequence[str], files: Sequence[str], lines: Mapping[str, Line]) -> str:
-    """Both tables, and under them where the numbers are from."""
+    """Both tables, and below them the source of the numbers."""
     rows = ["| training, 64 sequences, 41,989 tokens a step | tokens/s | peak GiB |", "| --- | ---: | ---: |"]
     rows += [f"| {label} | {_value(lines.get(name))} | {_peak(lines.get(name))} |" for label, name in TRAINING]
     rows += ["", "| | tinker-local | baseline | ratio |", "| --- | ---: | ---: | ---: |"]

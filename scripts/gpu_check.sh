@@ -1,9 +1,9 @@
 #!/bin/sh
-# What is to be seen on a GPU, in one run of about fifteen minutes: the end-to-end suite in bfloat16, the agreement of
+# Checks everything that needs a GPU, in about fifteen minutes: the end-to-end suite in bfloat16, the agreement of
 # trainer and sampler, the demo, RL with images, the control plane. Needs python3 with torch, vLLM and the project's other
-# dependencies; takes the project from this checkout. The summary is printed last.
+# dependencies; imports the project from this checkout. Prints a summary at the end.
 #   sh scripts/gpu_check.sh [OUT]      OUT: folder for the logs (default: runs/gpu)
-#   ONLY=vision_rl sh ...              one step alone
+#   ONLY=vision_rl sh ...              only one step
 set -u
 root=$(cd "$(dirname "$0")/.." && pwd)
 out=${1:-$root/runs/gpu}

@@ -1,7 +1,7 @@
 """Refuse circles of imports between the folders of a package: `make check` runs it.
 
-A folder is a node, and so is a module beside folders (`backend/options.py`). Every import counts: at the top
-of a module, inside a function, under `TYPE_CHECKING`. Within a folder modules may import each other as Python allows.
+Each folder is a node, and so is each module beside the folders (`backend/options.py`). Every import counts: at the top
+of a module, inside a function, under `TYPE_CHECKING`. Modules of one folder may import each other.
 """
 
 import ast
@@ -15,11 +15,11 @@ NAMESPACE = "tinker_local"
 PACKAGES = Path(__file__).parents[1] / "packages"
 
 Graph = dict[str, dict[str, str]]
-"""Of each node those that it imports, each with a place that does."""
+"""For each node, the nodes that it imports, each with the place of one such import."""
 
 
 def imported(tree: ast.Module) -> Iterator[tuple[int, str]]:
-    """The line and the dotted name of each import; of `from a import b` also `a.b`, which may be a module."""
+    """The line and dotted name of each import; for `from a import b` also `a.b`, which may be a module."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
@@ -28,14 +28,14 @@ def imported(tree: ast.Module) -> Iterator[tuple[int, str]]:
 
 
 def node_of(parts: Sequence[str], root: Path) -> str:
-    """The node that holds a dotted name below the namespace; what is no module is a name of the package itself."""
+    """The node that holds a dotted name below the namespace. A name that is not a module belongs to `__init__`."""
     package, name = parts[0], parts[1] if len(parts) > 1 else "__init__"
     is_module = (root / package / name).is_dir() or (root / package / f"{name}.py").is_file()
     return f"{package}/{name if is_module else '__init__'}"
 
 
 def imports(packages: Path) -> Graph:
-    """Which folder imports which, of all packages below `packages`."""
+    """Which folder imports which, for all packages below `packages`."""
     graph: Graph = {}
     for root in sorted(packages.glob(f"*/src/{NAMESPACE}")):
         for path in sorted(root.rglob("*.py")):

@@ -1,9 +1,9 @@
-"""The end-to-end tests with other versions of the tinker SDK, each in an environment of its own; prints a table.
+"""Run the end-to-end tests with other versions of the tinker SDK, each in a separate environment, and print a table.
 
     .venv/bin/python scripts/sdk_versions.py [0.33.0 0.38.0 ...]
 
-Needs `uv` and a package index. An environment has that SDK alone; everything else, the server included, is that of this
-interpreter. Tests of `tinker_local.client` are left out: it is made for one version of the SDK.
+Needs `uv` and a package index. Each environment contains only that SDK; everything else, the server included, comes
+from this interpreter. Tests of `tinker_local.client` are left out, since it supports one version of the SDK.
 """
 
 import re
@@ -28,7 +28,7 @@ def main() -> int:
 
 
 def run(version: str, uv: str) -> tuple[str, str]:
-    """What the tests say of `version`; their output is passed on."""
+    """Run the tests with `version`, pass on their output, and return the result in words."""
     with tempfile.TemporaryDirectory() as folder:
         python = f"{folder}/bin/python"
         commands = (
@@ -40,7 +40,7 @@ def run(version: str, uv: str) -> tuple[str, str]:
             if done.returncode:
                 return version, f"cannot be installed: {' '.join(done.stderr.split())[:200]}"
         (packages,) = Path(folder).glob("lib/python*/site-packages")
-        # Behind its own packages come those of this environment, with its links to the workspace.
+        # The packages of this environment, with its links to the workspace, come after those of the new one.
         (packages / "behind.pth").write_text(f"import site; site.addsitedir({site.getsitepackages()[0]!r})\n")
         tests = subprocess.Popen((python, "-m", "pytest", *ARGUMENTS), cwd=ROOT, stdout=subprocess.PIPE, text=True)
         assert tests.stdout is not None

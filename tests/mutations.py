@@ -199,7 +199,7 @@ class Watch:
 
 
 class Copy:
-    """Packages and tests in a folder of their own, to be broken."""
+    """A copy of packages and tests, to be broken."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

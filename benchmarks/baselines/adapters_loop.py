@@ -1,4 +1,4 @@
-"""Several LoRA runs on one model as a PEFT user would have them: one adapter after the other."""
+"""Several LoRA runs on one model as a PEFT user would train them: one adapter after another."""
 
 import torch
 from harness.scale import Scale

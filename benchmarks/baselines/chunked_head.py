@@ -1,4 +1,4 @@
-"""Cross-entropy without the whole [tokens, vocabulary] in memory: the head in chunks that are computed again."""
+"""Cross-entropy without all [tokens, vocabulary] logits in memory: the LM head runs in chunks and is recomputed."""
 
 import torch
 from torch.utils.checkpoint import checkpoint

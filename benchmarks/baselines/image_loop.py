@@ -1,4 +1,4 @@
-"""LoRA training on images and text as written by hand over Hugging Face's model, packed.
+"""LoRA training on images and text, a packed loop written by hand over Hugging Face's model.
 
 Legend: T positions of a row, I images of a step.
 """
@@ -66,7 +66,7 @@ class ImageLoop:
         return chunked_cross_entropy(self._model.lm_head, hidden[predicted], labels[predicted])
 
     def _position_ids(self, example: ImageExample) -> torch.Tensor:
-        """int64 [3, 1, N], by the model's own rule."""
+        """Position ids, int64 [3, 1, N], by the model's own rule."""
         kinds = (example.tokens == self._model.config.image_token_id).int()
         positions, _ = self._model.model.get_rope_index(
             example.tokens[None], mm_token_type_ids=kinds[None], image_grid_thw=torch.tensor([example.grid])

@@ -30,9 +30,9 @@ def text_model(shape: TextShape, attention: str) -> Any:
 
 
 def with_lora(model: Any, rank: int, *, within: str, in_compute_dtype: bool) -> Any:
-    """`model` in PEFT's wrapping, with one adapter on the projections whose path holds `within`, in train mode.
+    """`model` wrapped by PEFT in train mode, with one adapter on the projections whose path contains `within`.
 
-    PEFT keeps adapters in float32; `in_compute_dtype` casts them to the model's type instead, as few people do.
+    PEFT keeps adapters in float32; `in_compute_dtype` casts them to the model's type instead, which few people do.
     """
     from peft import LoraConfig, get_peft_model
 

@@ -54,11 +54,11 @@ def _varlen(
 
 
 def segment_arguments(lengths: list[int], device: torch.device) -> dict[str, Any]:
-    """What a forward of the model needs beside tokens and positions."""
+    """What the model's forward needs besides tokens and positions."""
     starts = torch.tensor([0, *lengths], dtype=torch.int32, device=device)
     return {"lengths": tuple(lengths), "bounds": starts.cumsum(0, dtype=torch.int32)}
 
 
 def register() -> None:
-    """Make the name known to transformers; without a mask function of that name no mask is built."""
+    """Register the name with transformers; without a mask function of that name it builds no mask."""
     AttentionInterface.register(NAME, attention)

@@ -1,4 +1,4 @@
-"""LoRA training on text as written by hand, from what most people run to the best that is known."""
+"""Hand-written LoRA training on text, from what most people run to the fastest known."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -86,7 +86,7 @@ class TextLoop:
 
 
 def packed_rows(sequences: Sequence[torch.Tensor], budget: int) -> list[list[torch.Tensor]]:
-    """The sequences, longest first, in rows of at most `budget` tokens."""
+    """The sequences packed into rows of at most `budget` tokens, longest first."""
     rows: list[list[torch.Tensor]] = []
     free = 0
     for sequence in sorted(sequences, key=len, reverse=True):

@@ -64,7 +64,7 @@ class VLLMAlone:
         if device() == "cuda":
             # A forked process could not use the GPU once this one has, which measures memory.
             os.environ.setdefault("VLLM_WORKER_MULTIPROCESSING_METHOD", "spawn")
-            if importlib.util.find_spec("flashinfer") is None:  # vLLM does not start without it otherwise
+            if importlib.util.find_spec("flashinfer") is None:  # else vLLM does not start
                 os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
         else:
             os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
@@ -84,7 +84,7 @@ class VLLMAlone:
         self._params = vllm.SamplingParams
 
     def settings(self) -> str:
-        """What vLLM chose by itself, in words."""
+        """What vLLM chose by default, in words."""
         config = self._llm.llm_engine.vllm_config
         scheduler, compilation = config.scheduler_config, config.compilation_config
         graphs = getattr(compilation.cudagraph_mode, "name", compilation.cudagraph_mode)

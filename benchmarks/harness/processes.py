@@ -17,7 +17,7 @@ BENCHMARKS = Path(__file__).parents[1]
 
 
 def environment() -> dict[str, str]:
-    """That of a measurement's process: no hub, no telemetry, no proxy in between, the project from this checkout."""
+    """The environment of a measurement's process: no hub, no telemetry, no proxy, the project from this checkout."""
     packages = BENCHMARKS.parent / "packages"
     sources = [str(packages / name / "src") for name in ("types", "client", "backend")]
     known = [os.environ["PYTHONPATH"]] if os.environ.get("PYTHONPATH") else []
@@ -35,7 +35,7 @@ def environment() -> dict[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a process left behind. `fault` is empty if it ended well."""
+    """The result of a process. `fault` is empty if it ended well."""
 
     lines: list[Line]
     fault: str
@@ -63,7 +63,7 @@ def run(arguments: Sequence[str], limit: float, log: TextIO) -> Outcome:
         _end(process)
 
     def end_children() -> None:
-        process.wait()  # a child left behind would hold the pipe open, and the loop below would wait for it
+        process.wait()  # a remaining child would hold the pipe open, and the loop below would wait for it
         _end(process)
 
     timer = threading.Timer(limit, expire)
@@ -91,7 +91,7 @@ def run(arguments: Sequence[str], limit: float, log: TextIO) -> Outcome:
 
 
 def _end(process: subprocess.Popen[str]) -> None:
-    """The process and its children, if any are left."""
+    """Kill the process and its children, if any remain."""
     try:
         os.killpg(process.pid, signal.SIGKILL)
     except ProcessLookupError:
@@ -99,7 +99,7 @@ def _end(process: subprocess.Popen[str]) -> None:
 
 
 def show(line: Line) -> None:
-    """A line as it comes."""
+    """Print a line as soon as it arrives."""
     text = f"ERROR {line.error}" if line.error else f"skipped: {line.skipped}" if line.skipped else line.note
     value = "" if line.value is None else f"{line.value:,.4g} {line.unit}"
     memory = "" if line.peak_gib is None else f", peak {line.peak_gib:.1f} GiB"

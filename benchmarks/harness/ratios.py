@@ -18,7 +18,7 @@ TEXT_LOOPS = (
 
 @dataclass(frozen=True, slots=True)
 class Ratio:
-    """The `field` of line `of`, over that of the fastest line of `over`, or by itself where `over` is empty. Without a
+    """The `field` of line `of`, divided by that of the fastest line of `over`, or alone if `over` is empty. Without a
     `target` the ratio is only shown."""
 
     title: str
@@ -90,7 +90,7 @@ RATIOS = (
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """The value of a ratio in a run. `base`: the line that it is over. `met`: None without a target."""
+    """The value of a ratio in a run. `base`: the line of its denominator. `met`: None without a target."""
 
     ratio: Ratio
     value: float
@@ -100,7 +100,7 @@ class Result:
 
 
 def results(lines: Sequence[Line], ratios: Sequence[Ratio] = RATIOS) -> list[Result]:
-    """Those of `ratios` whose lines all have values; of `over`, what was measured counts."""
+    """The `ratios` whose lines have values; of `over`, only the measured lines count."""
     by_name = {line.name: line for line in lines if line.value is not None}
     return [result for ratio in ratios if (result := _result(ratio, by_name)) is not None]
 
@@ -126,8 +126,8 @@ def _result(ratio: Ratio, by_name: Mapping[str, Line]) -> Result | None:
 
 
 def unknown(lines: Sequence[Line], ratios: Sequence[Ratio] = RATIOS) -> list[str]:
-    """Names in `ratios` that no line has: one of both was renamed. A measurement that was skipped has one line, whose
-    name begins those of its other lines."""
+    """Names in `ratios` that no line has, because one of the two was renamed. A skipped measurement has a single line,
+    whose name is a prefix of its other lines' names."""
     printed = {line.name for line in lines}
     skipped = tuple(line.name for line in lines if line.skipped)
     named = [name for ratio in ratios for name in (ratio.of, *ratio.over)]

@@ -1,4 +1,4 @@
-"""A run's tables, every line and the ratios, and its files."""
+"""The tables of a run (lines and ratios) and its files."""
 
 import json
 from collections.abc import Sequence
@@ -37,8 +37,8 @@ def line_table(lines: Sequence[Line]) -> "Table":
 
 
 def ratio_table(lines: Sequence[Line], *, judged: bool) -> "Table":
-    """Ours against the baselines of the same run, with targets and both sides' memory. `judged`: whether targets are
-    met is said; they are for models of a real size."""
+    """Ours against the baselines of the same run, with targets and the memory of both. `judged`: say whether targets
+    are met; they are for models of a real size."""
     from rich.table import Table
 
     shown = Table(title="ratios")
@@ -76,13 +76,13 @@ class Kept:
 
 
 def read(path: Path) -> Kept:
-    """What `keep` wrote to `path`, a file of JSON lines."""
+    """Read what `keep` wrote to `path`, a file of JSON lines."""
     first, *others = map(json.loads, path.read_text().splitlines())
     return Kept(first["machine"], [Line(**record) for record in others])
 
 
 def keep(folder: Path, text: str, lines: Sequence[Line], head: Sequence[str]) -> Path:
-    """Write `engine-DATE-TIME.txt`, and the lines beside it as JSON; never over another run's."""
+    """Write `engine-DATE-TIME.txt`, and the lines as JSON beside it; never overwrite another run."""
     folder.mkdir(parents=True, exist_ok=True)
     stem = f"engine-{datetime.now(UTC):%Y%m%d-%H%M%S}"
     path = folder / f"{stem}.txt"

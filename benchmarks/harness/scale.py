@@ -1,4 +1,4 @@
-"""How large a run is: a real model's shape on a GPU, or everything tiny."""
+"""The size of a run: a real model's shape on a GPU, or everything tiny."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -37,7 +37,7 @@ class Scale:
     `kv_cache_bytes` holds all `requests` to their end, so that no engine has to preempt one.
 
     `sequences` of about `median_length` tokens, clipped to `shortest` and `longest`, are one step of text training.
-    `small_runs`: tokens a step of one of several small clients. `patience`: seconds after which a timing stops
+    `small_runs`: tokens in a step of one of several small clients. `patience`: seconds after which a timing stops
     repeating.
     """
 
@@ -70,7 +70,7 @@ class Scale:
 
     @property
     def step_tokens(self) -> int:
-        """Tokens of the step that goes through HTTP."""
+        """Tokens of the step that is sent over HTTP."""
         return self.step_sequences * self.step_length
 
 

@@ -28,8 +28,8 @@ def synchronize() -> None:
 def median_seconds(
     step: Callable[[], object], scale: Scale, *, warmup: int | None = None, repeats: int | None = None
 ) -> float:
-    """Median seconds of `step` after a warm-up. Both stop early once they have taken `scale.patience` seconds, which
-    at least one run of each precedes. Forgets the peak of memory before the timed runs."""
+    """Median seconds of `step` after a warm-up. Both run at least once and stop early after `scale.patience` seconds.
+    Resets the memory peak before the timed runs."""
     for number, limit in enumerate((warmup or scale.warmup, repeats or scale.repeats)):
         found: list[float] = []
         while len(found) < limit and sum(found) < scale.patience:
@@ -44,7 +44,7 @@ def median_seconds(
 
 
 def forget_peak() -> None:
-    """Let `peak_gib` begin anew."""
+    """Reset `peak_gib`."""
     import torch
 
     if torch.cuda.is_available():
@@ -52,14 +52,14 @@ def forget_peak() -> None:
 
 
 def peak_gib() -> float | None:
-    """Most memory that this process's tensors took since `forget_peak`, in GiB; None on a CPU."""
+    """Peak memory of this process's tensors since `forget_peak`, in GiB; None on a CPU."""
     import torch
 
     return torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else None
 
 
 class DeviceMemory:
-    """Watches the memory in use on the whole device, by any process, while it is open: `peak_gib`."""
+    """While open, watches the memory in use on the whole device, by any process; `peak_gib` is its peak."""
 
     def __init__(self, pause: float = 0.05) -> None:
         self.peak_gib: float | None = None
@@ -68,7 +68,7 @@ class DeviceMemory:
         self._thread = threading.Thread(target=self._watch, daemon=True, name="device-memory")
 
     def __enter__(self) -> "DeviceMemory":
-        # A client's process sees no device, and need not load torch to find that out.
+        # A client's process sees no device; this way it does not load torch to find out.
         if os.environ.get("CUDA_VISIBLE_DEVICES") != "" and device() == "cuda":
             self._thread.start()
         return self

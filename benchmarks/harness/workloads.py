@@ -1,4 +1,4 @@
-"""The same random data for everybody who is measured. Token ids stay below the vocabulary of the scale's model.
+"""The same random data for every measurement. Token ids stay below the vocabulary of the scale's model.
 
 Legend: N positions of a sequence.
 """
@@ -35,7 +35,7 @@ def ragged_sequences(scale: Scale) -> list[Int64Array]:
 
 
 def picture(side: int, seed: int) -> bytes:
-    """A JPEG of `side` x `side` pixels: smooth colours with some noise, as large in bytes as a photograph."""
+    """A JPEG of `side` x `side` pixels: smooth colours with some noise, as many bytes as a photograph."""
     from PIL import Image
 
     rng = np.random.default_rng(seed)

@@ -1,1 +1,1 @@
-"""What is measured. Each function prints lines (`harness.lines`) and returns nothing."""
+"""The measurements. Each function prints lines (`harness.lines`) and returns nothing."""

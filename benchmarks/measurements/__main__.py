@@ -23,14 +23,14 @@ TINY_LIMIT = 120.0
 
 
 def function(measurement: Measurement) -> Any:
-    """What to call for `measurement`, with its arguments bound."""
+    """The function of `measurement` with its arguments bound."""
     module, name = measurement.run.split(":")
     found = getattr(importlib.import_module(f"measurements.{module}"), name)
     return functools.partial(found, **dict(measurement.arguments))
 
 
 def run_plain(scale: Scale, models: Path, measurements: Sequence[Measurement], **shared: Any) -> None:
-    """One after the other; what fails prints its error as a line, and the others go on."""
+    """Run measurements one after another; one that fails prints its error as a line, and the others go on."""
     for measurement in measurements:
         try:
             function(measurement)(scale, models, **shared)
@@ -42,7 +42,7 @@ def run_plain(scale: Scale, models: Path, measurements: Sequence[Measurement], *
 
 
 def run_on_trainer(scale: Scale, models: Path, host: str, measurements: Sequence[Measurement]) -> None:
-    """One after the other on one trainer of the text model; if it cannot be made, all of them fail."""
+    """Run measurements one after another on one trainer of the text model; all fail if it cannot be made."""
     from measurements.training import AUTOGRAD, collect, make_trainer
 
     try:
@@ -60,7 +60,7 @@ def run_on_trainer(scale: Scale, models: Path, host: str, measurements: Sequence
 
 
 def run_on_backend(scale: Scale, folder: Path, client: "Client", measurements: Sequence[Measurement]) -> None:
-    """One after the other on one backend."""
+    """Run measurements one after another on one backend."""
     from measurements.hosting import Hosted, run_hosted
 
     tiny = scale.name == "tiny"
@@ -89,7 +89,7 @@ def main(arguments: Sequence[str]) -> None:
             else:
                 run_on_backend(scale, models / host, client, list(group))
     sys.stdout.flush()
-    # Threads of vLLM and its allocator may keep or crash a process that ends; all that it had to say is said.
+    # Threads of vLLM and its allocator may hang or crash a process that ends; all lines are printed by now.
     os._exit(0)
 
 

@@ -1,4 +1,4 @@
-"""Many adapters in one pass: against one adapter, against PEFT one after the other, against ourselves."""
+"""Many adapters in one pass: against one adapter, against PEFT one by one, and against our own single calls."""
 
 import contextlib
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ from measurements.training import collect, parameters_of, rate_line, text_datum,
 
 
 def bare(scale: Scale, models: Path) -> None:
-    """A bare HF + PEFT loop, several small runs one after the other; adapters in float32 and in the model's type."""
+    """Several small runs one after another in a bare HF + PEFT loop; adapters in float32 and in the model's type."""
     from baselines.adapters_loop import AdaptersLoop
 
     length = scale.small_runs[0]

@@ -45,7 +45,7 @@ async def _measure(way: Way, scale: Scale, name: str, note: str) -> None:
 
 @contextlib.asynccontextmanager
 async def _another_trains(host: Host) -> AsyncIterator[None]:
-    """Steps of another model, one after the other, the next one sent before the last one's result."""
+    """Train another model step by step, sending each step before the result of the previous one."""
     run = await host.way.create(host.scale.rank)
     data = host.way.prepared(text_data(host.scale, seed=8))  # type: ignore[arg-type]
 

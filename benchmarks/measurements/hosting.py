@@ -19,7 +19,7 @@ from measurements.ways import DONE, InProcess
 
 
 class Client:
-    """A process of `measurements.sdk_process`; it starts when this is made, and is ended by `close`."""
+    """A process of `measurements.sdk_process`, which starts with this object and ends with `close`."""
 
     def __init__(self, scale: Scale) -> None:
         self._process = subprocess.Popen(
@@ -31,11 +31,11 @@ class Client:
         )
 
     async def measure(self, order: str) -> None:
-        """Send `order` and pass on what it prints until it is done; RuntimeError with what went wrong there."""
+        """Send `order` and pass on its output until it is done; raise RuntimeError with what went wrong there."""
         try:
             fault = await asyncio.to_thread(self._measure, order)
         except asyncio.CancelledError:
-            self._process.kill()  # or its late lines would be taken for those of the next measurement
+            self._process.kill()  # else its late lines would count for the next measurement
             raise
         if fault:
             raise RuntimeError(f"the SDK's process: {fault}")
@@ -85,7 +85,7 @@ class Hosted:
 
 
 def run_hosted(scale: Scale, folder: Path, client: Client, measurements: Sequence[Hosted]) -> None:
-    """Start one backend of the model in `folder` for all `measurements`; each that fails or takes too long prints an
+    """Start one backend with the model in `folder` for all `measurements`; each that fails or takes too long prints its
     error as a line."""
     from tinker_local.backend.http.server import allow_many_connections, event_loop
 

@@ -24,7 +24,7 @@ def vision_of(folder: Path) -> tuple[Any, Any]:
 
 
 def rendered(scale: Scale, folder: Path) -> list[Any]:
-    """`scale.images` different images, processed by the model's processor as the project's renderer does it."""
+    """`scale.images` different images, processed as the project's renderer does."""
     from PIL import Image
     from tinker_local.backend.rendering.hf_images import HFImages
     from tinker_local.backend.rendering.rendered_input import RenderedImage
@@ -48,7 +48,7 @@ def examples(scale: Scale, folder: Path) -> list[Any]:
     rng = np.random.default_rng(3)
     data = []
     for image in rendered(scale, folder):
-        # Below the special tokens, which no text has.
+        # Below the special tokens, which text never contains.
         text = rng.integers(0, min(marks.start, marks.pad, marks.end) - 8, scale.image_text)
         tokens = np.concatenate([[marks.start], np.full(image.num_tokens, marks.pad), [marks.end], text])
         weights = np.zeros(len(tokens), np.float32)
@@ -85,7 +85,7 @@ def _positions(data: list[Any]) -> str:
 
 
 def ours(scale: Scale, models: Path) -> None:
-    """Images never seen before in each step, as every new batch has them; then the same images again and again."""
+    """New images in each step, as in every new batch; then the same images in every step."""
     from tinker_local.types import LoraConfig
 
     folder = models / "vl"
@@ -110,7 +110,7 @@ def ours(scale: Scale, models: Path) -> None:
 
 
 def _with_new_image(datum: Any, number: int) -> Any:
-    """The same pixels under another content hash, so that no feature of an earlier step fits."""
+    """The same pixels under another content hash, so that no cached feature fits."""
     (placement,) = datum.input.images
     image = replace(placement.image, content_hash=f"fresh {number}")
     return replace(datum, input=replace(datum.input, images=(replace(placement, image=image),)))

@@ -10,7 +10,7 @@ from random_model import write_random_model
 
 
 def write_missing(scale: Scale, folder: Path, kinds: Iterable[str]) -> None:
-    """Those of `kinds` that are not in `folder` yet, each in a folder of its name."""
+    """Write the `kinds` that `folder` lacks, each into a folder of its name."""
     for kind in sorted(kinds):
         out = folder / kind
         if (out / COMPLETE).exists():
@@ -21,7 +21,7 @@ def write_missing(scale: Scale, folder: Path, kinds: Iterable[str]) -> None:
 
 
 COMPLETE = "complete"
-"""A file that says that a model was written to its end."""
+"""A file that marks a model as complete."""
 
 
 if __name__ == "__main__":

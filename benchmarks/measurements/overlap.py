@@ -13,8 +13,8 @@ from measurements.ways import step
 
 
 async def measure(host: Host) -> None:
-    """Prints `overlap.sampling_alone`, `…training_alone`, `…sampling_together`, `…training_together`. A quarter of the
-    requests of the sampling measurement, and steps as of the HTTP measurement, sent one after the other."""
+    """Prints `overlap.sampling_alone`, `…training_alone`, `…sampling_together`, `…training_together`. Sampling has a
+    quarter of the sampling measurement's requests; training sends the HTTP measurement's steps one after another."""
     scale, way = host.scale, host.way
     sampled_run, trained_run = await way.create(scale.rank), await way.create(scale.rank)
     sampler = await way.sampler(sampled_run)

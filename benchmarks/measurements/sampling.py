@@ -1,6 +1,6 @@
 """Output tokens per second of many requests that begin together: vLLM alone, our sampler, in process, over HTTP.
 
-All of them send the same number of requests with new random prompts each time, after a short warm-up round.
+Each sends the same number of requests, with new random prompts in every round, after a short warm-up round.
 """
 
 import asyncio
@@ -42,13 +42,13 @@ def alone(scale: Scale, models: Path) -> None:
 
 
 def prompts(scale: Scale, count: int) -> list[list[int]]:
-    """Random tokens that no call got before."""
+    """Random tokens, different in each call."""
     rng = np.random.default_rng(next(_seeds))
     return [rng.integers(0, scale.text.vocab, scale.prompt_tokens).tolist() for _ in range(count)]
 
 
 def rate_line(name: str, scale: Scale, found: Sequence[float], peak_gib: float | None, settings: str = "") -> Line:
-    """The median of the rates `found`, and in its note how far apart they are."""
+    """A line with the median of the rates `found`, and their range in its note."""
     note = (
         f"LoRA of rank {scale.rank}, logprobs, {scale.requests} requests of {scale.prompt_tokens} in, "
         f"{scale.output_tokens} out; {min(found):,.0f} to {max(found):,.0f} in {len(found)} rounds"

@@ -22,7 +22,7 @@ MEASUREMENTS = {
 
 
 async def main() -> None:
-    import tinker  # noqa: F401  takes seconds, in which the engines load
+    import tinker  # noqa: F401  takes seconds, while the engines load
 
     scale = SCALES[sys.argv[1]]
     clients: dict[tuple[str, str], Sdk] = {}

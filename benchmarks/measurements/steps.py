@@ -18,13 +18,13 @@ IMAGE_SIDE_PER_TOKEN = 32
 
 
 async def text(host: Host) -> None:
-    """A step of a few thousand tokens, both ways."""
+    """A step of a few thousand tokens, in process and with the SDK."""
     await text_step(host.way, host.scale)
     await host.in_sdk_process("steps.text")
 
 
 async def images(host: Host) -> None:
-    """A step with images in its body, new ones each time, both ways."""
+    """A step with new images in its body, in process and with the SDK."""
     await images_step(host.way, host.scale)
     await host.in_sdk_process("images.api")
 
@@ -38,9 +38,9 @@ async def text_step(way: Way, scale: Scale) -> None:
 
 
 async def images_step(way: Way, scale: Scale) -> None:
-    """Prints `images.in_process` or `images.sdk`, and the same with `_ahead`: each step is sent before the result of
-    the one before it is there, as the SDK advises, so that its images are decoded while the trainer works."""
-    first = 0 if way.name == "in_process" else 10**6  # images that the other way has not left in a cache
+    """Prints `images.in_process` or `images.sdk`, and the same with `_ahead`: each step is sent before the previous
+    result arrives, as the SDK advises, so that its images are decoded while the trainer works."""
+    first = 0 if way.name == "in_process" else 10**6  # images that are in no cache of the other way
 
     def batch(number: int) -> list[object]:
         return [image_datum(scale, first + scale.images * number + index) for index in range(scale.images)]
@@ -104,7 +104,7 @@ def text_data(scale: Scale, seed: int) -> list[object]:
 
 
 def image_datum(scale: Scale, number: int) -> object:
-    """One image and `scale.image_text` tokens of text, which are what is predicted."""
+    """One image and `scale.image_text` tokens of text; only text tokens are predicted."""
     from tinker_local.types import Datum, EncodedTextChunk, ImageChunk, ModelInput
 
     count = (scale.image_side // IMAGE_SIDE_PER_TOKEN) ** 2

@@ -26,14 +26,14 @@ KINDS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ),
     ("copies and casts", ("memcpy", "memset", "copy_")),
 )
-"""The first kind one of whose words is in an event's name, lower case; what no kind claims is `elementwise`."""
+"""An event has the first kind of which a word is in its lower-case name; all others are `elementwise`."""
 OTHER = "elementwise and others"
 IDLE = "idle"
 
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """Work of the device (of the CPU's operators, where there is no GPU): times in microseconds."""
+    """Work of the device (of the CPU's operators without a GPU); times in microseconds."""
 
     name: str
     start: float
@@ -41,7 +41,7 @@ class Event:
 
 
 def measure(scale: Scale, models: Path, trainer: Any) -> None:
-    """One step as `text.ours` has it, after a warm-up: prints the share of each kind and the kernels that take most."""
+    """One step of `text.ours` after a warm-up: prints the share of each kind and the slowest kernels."""
     import torch
     from tinker_local.types import LoraConfig
 
@@ -80,8 +80,8 @@ def _trace(profile: Any) -> Any:
 
 
 def device_events(events: Iterable[Mapping[str, Any]], *, on_gpu: bool) -> list[Event]:
-    """Kernels, copies and memsets of the GPU in the order of their start; without one, what each operator of the CPU
-    does by itself."""
+    """Kernels, copies and memsets of the GPU by start; without a GPU, each CPU operator's own work, without that of the
+    operators that it calls."""
     kinds = ("kernel", "gpu_memcpy", "gpu_memset") if on_gpu else ("cpu_op",)
     threads: dict[Any, list[Event]] = {}
     for event in events:
@@ -95,7 +95,7 @@ def device_events(events: Iterable[Mapping[str, Any]], *, on_gpu: bool) -> list[
 
 
 def _own_time(events: Sequence[Event]) -> list[Event]:
-    """Nested events of one thread, ordered by start, as pieces in which the innermost one of them runs."""
+    """Split nested events of one thread, ordered by start, into pieces in which only the innermost one runs."""
     pieces: list[Event] = []
     running: list[Event] = []
     now = 0.0
@@ -131,8 +131,8 @@ def span(events: Sequence[Event]) -> float:
 
 
 def shares(events: Sequence[Event]) -> dict[str, float]:
-    """Each kind's share of the step, and that of the time in which nothing ran. Kernels that overlap count once for
-    the time, by the one that began first."""
+    """Each kind's share of the step, and the share of idle time. Overlapping kernels count once, for the one that began
+    first."""
     taken = dict.fromkeys([*(kind for kind, _ in KINDS), OTHER], 0.0)
     now = first = events[0].start
     for event in events:
@@ -145,7 +145,7 @@ def shares(events: Sequence[Event]) -> dict[str, float]:
 
 
 def longest(events: Sequence[Event], count: int) -> list[tuple[str, float]]:
-    """The names that take most, with their microseconds in all."""
+    """The names that take the most time, with their total microseconds."""
     totals: dict[str, float] = {}
     for event in events:
         totals[event.name] = totals.get(event.name, 0.0) + event.duration

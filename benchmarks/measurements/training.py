@@ -14,11 +14,11 @@ from harness.lines import Line, Unavailable, failed
 from harness.scale import Scale
 
 PEAK_FLOPS = 790e12
-"""What bf16 matrix products of an H200 or H100 reach."""
+"""FLOP/s that an H200 or H100 reaches in bfloat16 matrix products."""
 
 
 def rate_line(name: str, tokens: int, seconds: float, parameters: int, note: str = "") -> Line:
-    """Tokens per second and the share of the GPU's arithmetic that they need: 4 FLOP per parameter and token (forward,
+    """Tokens per second, and the share of the GPU's arithmetic that they use: 4 FLOP per parameter and token (forward,
     and backward to the activations; frozen weights have no gradient)."""
     peak = timing.peak_gib()
     rate = tokens / seconds
@@ -44,7 +44,7 @@ def baseline(scale: Scale, models: Path, variant: str) -> None:
 
 
 AUTOGRAD = {"decoder": "autograd"}
-"""Options of a trainer that differentiates transformers' own modules."""
+"""Options of a trainer with the autograd decoder."""
 
 
 def make_trainer(scale: Scale, folder: Path, **options: Any) -> Any:
@@ -59,7 +59,7 @@ def make_trainer(scale: Scale, folder: Path, **options: Any) -> Any:
 
 
 def parameters_of(folder: Path) -> int:
-    """How many numbers the weights in `folder` are."""
+    """The number of parameters in `folder`."""
     from safetensors import safe_open
 
     total = 0
@@ -80,7 +80,7 @@ def text_datum(tokens: workloads.Int64Array, loss_fn: str = "cross_entropy") -> 
 
 
 def work(adapter: str, data: Sequence[Any], loss_fn: str = "cross_entropy") -> Any:
-    """One client's request."""
+    """The request of one client."""
     from tinker_local.backend.training.trainer import TrainWork
 
     return TrainWork(adapter, data, loss_fn)
@@ -98,7 +98,7 @@ def train_step(trainer: Any, works: Sequence[Any]) -> None:
 
 
 def ours(scale: Scale, models: Path, trainer: Any) -> None:
-    """Our trainer as it comes, `trainer`: without and with the LM head trained, another loss, one long sequence."""
+    """Our `trainer` with its defaults: without and with the LM head trained, another loss, one long sequence."""
     from tinker_local.types import LoraConfig
 
     parameters = parameters_of(models / "text")

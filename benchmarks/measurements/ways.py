@@ -21,7 +21,7 @@ from tinker_local.types.sdk import to_sdk
 
 ADAM = AdamParams(learning_rate=1e-5)
 DONE = "sdk measurement done"
-"""What the SDK's process prints when it has measured."""
+"""What the SDK's process prints after a measurement."""
 
 
 class Way(Protocol):
@@ -33,7 +33,7 @@ class Way(Protocol):
         """A fresh adapter without the LM head."""
 
     def prepared(self, data: Sequence[Datum]) -> Any:
-        """`data` as this client's user holds it; requests are made from it when they are sent."""
+        """`data` as a user of this client holds it; sending makes requests from it."""
 
     async def send(self, run: Any, data: Any) -> Sequence[Awaitable[object]]:
         """Send `forward_backward` and `optim_step` together; returns the results to wait for."""
@@ -42,7 +42,7 @@ class Way(Protocol):
         """Save an ephemeral version of the weights and open a sampler of it."""
 
     async def sample(self, sampler: Any, prompt: Sequence[int], max_tokens: int) -> int:
-        """Sample exactly `max_tokens`; returns how many came, each with its logprob."""
+        """Sample exactly `max_tokens`; return how many came, each with its logprob."""
 
 
 async def step(way: Way, run: Any, data: Any) -> None:
@@ -57,7 +57,7 @@ async def results(sent: Sequence[Awaitable[object]]) -> None:
 
 
 class InProcess:
-    """`InProcessBackend`'s own methods, on the event loop that it belongs to."""
+    """The methods of `InProcessBackend`, on its own event loop."""
 
     name = "in_process"
 

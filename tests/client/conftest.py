@@ -145,7 +145,7 @@ def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="session")
 def tokenizer() -> PreTrainedTokenizerFast:
-    """Byte-level BPE like Qwen's, trained on a few lines; unlike Qwen's it begins a text with a token of its own."""
+    """Byte-level BPE like Qwen's, trained on a few lines; unlike Qwen's it begins each text with a special token."""
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()

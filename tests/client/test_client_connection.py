@@ -1,4 +1,4 @@
-"""Where the clients connect, with which key, and how quickly they say that nobody is there."""
+"""Where the clients connect, with which key, and how quickly they report that no server answers."""
 
 import os
 import socket

@@ -225,7 +225,7 @@ def hours() -> tuple[datetime, datetime]:
 
 
 def refused_by_both(method: str, *args: Any, saying: str) -> None:
-    """What an administrator asks is refused to him as to everybody: a check for either client."""
+    """Both clients are refused: the administrator's gets what every client gets."""
     clients: dict[str, Callable[[World], Any]] = {"RestClient": lambda world: world.rest, "AdminClient": admin}
     for name, client in clients.items():
 

@@ -43,7 +43,7 @@ class World:
         return asyncio.run(awaited())
 
     def renew(self) -> None:
-        """A session of its own for the next check; what belonged to the last one is freed."""
+        """A new session for the next check; what belonged to the last one is freed."""
         service = self.__dict__.pop("service", None)
         self.__dict__.pop("rest", None)
         if service is not None:

@@ -204,7 +204,7 @@ def real_sdk(real_server: Any) -> SdkDriver:
 def real_in_process(
     request: pytest.FixtureRequest, tiny_models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[InProcessDriver]:
-    """With the trainer in the same process, and with one in a process of its own."""
+    """With the trainer in the same process, and with one in a separate process."""
     sources = [ModelSource(name, str(path)) for name, path in tiny_models.items()]
     folder = tmp_path_factory.mktemp("in_process")
     options = BackendOptions(data_dir=folder, kv_cache_bytes=2**28, max_rank=32, trainer=request.param)
@@ -236,7 +236,7 @@ def fake_sdk(fake_server: Any) -> SdkDriver:
 def fake_in_process(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[InProcessDriver]:
-    """With the trainer in the same process, and with one in a process of its own."""
+    """With the trainer in the same process, and with one in a separate process."""
     from tinker_local.backend.models.load_engines import load_fake
 
     options = BackendOptions(data_dir=tmp_path_factory.mktemp("fake_in_process"), trainer=request.param)

@@ -47,5 +47,5 @@ def test_saves_and_samples_between_gradient_and_step_change_no_loss(real_in_proc
     disturbed, scores = train(real_in_process, save_in_between=True)
     np.testing.assert_allclose(disturbed, plain, rtol=1e-2 if ON_GPU else 1e-6)
     assert plain[-1] < plain[0]
-    # Each version has weights of its own, so an old one that gave newer weights would have been seen.
+    # Each version has different weights, so an old one that gave newer weights would have been seen.
     assert all(np.abs(one - next_).max() > 1e-3 for one, next_ in pairwise(scores))

@@ -271,7 +271,7 @@ async def test_five_failures_end_their_own_trajectories_and_the_others_train(
     assert np.isfinite(output.metrics["loss:sum"])
     assert len(rollouts.data()) <= len(fine) + 4  # of the others only the truncated ones can count
 
-    # The service's own refusal is told apart too, when nobody said how long the context is.
+    # Without a given context length, the service's own refusal is recognised too.
     alone = [rl.Group(lambda: Scripted("long " * 9000), 1, 0)]
     (trajectory,) = (await rl.rollout(alone, sampler, chat, params)).trajectories
     assert trajectory.end == "context"

@@ -96,7 +96,7 @@ def test_classifier_learns_a_folder_of_images_per_class(real_server: Any, tmp_pa
         real_server, tmp_path / "out", "--data", str(folder), *settings, "--question", "Which of {classes}?"
     )
     assert report["accuracy"] >= 0.9
-    assert report["blank_accuracy"] <= 0.5  # a black image is no colour of these
+    assert report["blank_accuracy"] <= 0.5  # a black image has none of these colours
     assert report["chance"] == pytest.approx(1 / 3)
     first, last = metrics[0], metrics[-1]
     assert last["validation_accuracy"] == report["accuracy"]  # twelve images: the curve is made of all

@@ -162,7 +162,7 @@ def peft_logprobs(model: Any, datum: TrainDatum) -> torch.Tensor:
 
 
 def peft_model(folder: Path, adapter: Path, **options: Any) -> Any:
-    """With transformers' eager attention, which is the only one of its own that has soft caps."""
+    """With eager attention, the only one of transformers' that has soft caps."""
     base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
     return peft.PeftModel.from_pretrained(base, str(adapter), **options).eval()
 

@@ -1,4 +1,4 @@
-"""Bad input: each answered by an error that names the field, the server healthy after, nobody else hurt."""
+"""Bad input is answered by an error that names the field; the server stays healthy and other clients are unaffected."""
 
 import asyncio
 import base64
@@ -93,7 +93,7 @@ async def test_zstd_bodies_whole_and_broken_on_fakes(api: Api) -> None:
     await refused(api, packed + packed, "zstd", **zstd)
     await refused(api, body, "zstd", **zstd)
     await refused(api, streamed.getvalue(), "content size", **zstd)
-    await refused(api, packed)  # without the header it is no protobuf
+    await refused(api, packed)  # without the header it is not protobuf
     for encoding in ("gzip", "br", "zstd, zstd", "ZSTD?"):
         await refused(api, packed, "Content-Encoding", **{"Content-Encoding": encoding})
     answer = await api.send_gradient(packed, **zstd)
@@ -457,7 +457,7 @@ async def test_unknown_base_model_is_refused_with_those_that_are_served_on_fakes
         ("create_model", {"model_seq_id": 0}),
         ("create_sampling_session", {"sampling_session_seq_id": 0}),
     ):
-        for name in ("Fake/Bigram", "fake/bigram:long", "nobody/nothing"):
+        for name in ("Fake/Bigram", "fake/bigram:long", "unknown/model"):
             answer = await api.post(path, {"session_id": session, "base_model": name, **fields})
             assert answer.status_code == 400
             detail = answer.json()["detail"]

@@ -144,7 +144,7 @@ async def test_an_expired_path_is_404_at_once_before_anybody_sweeps_on_fakes(
 ) -> None:
     clock = Clock()
     api = await start_api(clock=clock)
-    monkeypatch.setattr(api.backend.store, "forget_expired", lambda: [])  # nobody sweeps
+    monkeypatch.setattr(api.backend.store, "forget_expired", lambda: [])  # nothing sweeps
     session = await api.session()
     model = await api.model(session)
     paths = {kind: await saved(api, model, n, kind, ttl_seconds=3600) for n, kind in enumerate(KINDS, 1)}
@@ -340,7 +340,7 @@ async def test_a_copy_keeps_kind_name_and_metadata_and_has_its_own_life_on_fakes
     assert info[0] == info[1]
     files = [next(folder.glob("adapter_model.safetensors")).stat().st_ino for folder in on_disk(api)]
     assert len(files) == 3
-    assert len(set(files)) == 1  # no bytes of their own
+    assert len(set(files)) == 1  # hard links share their bytes
     clock.ahead = timedelta(seconds=3601)  # the source's time is over, not theirs
     await api.backend.checkpoints.sweep()
     await api.until(lambda: len(on_disk(api)) == 2)
@@ -406,7 +406,7 @@ async def test_one_idempotency_key_is_one_copy_on_fakes(start_api: StartApi) -> 
     together = await asyncio.gather(*(copied(api, path, "at once") for _ in range(4)))
     assert len(set(together)) == 1
     assert await copied(api, path, "l", ttl_seconds=3600) != first
-    assert await copied(api, path) != await copied(api, path)  # without a key each is a copy of its own
+    assert await copied(api, path) != await copied(api, path)  # without a key each is another copy
     for changed in ({"source_path": other, "ttl_seconds": 3600}, {"source_path": path, "ttl_seconds": 3601}):
         body = {"destination_project_id": "local", **changed}
         answer = await api.post("copy_weights", body, headers={"X-Idempotency-Key": "k"})

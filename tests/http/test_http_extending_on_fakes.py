@@ -101,4 +101,4 @@ async def test_the_route_of_the_guide_answers_on_fakes(
     model = await api.model()
     found = await api.get(f"models/{model}/optimizer")
     assert found.json() == {"type": "adamw", "state": ["exp_avg", "exp_avg_sq"]}
-    assert (await api.get("models/nobody:train:0/optimizer")).status_code == 404
+    assert (await api.get("models/unknown:train:0/optimizer")).status_code == 404

@@ -114,7 +114,7 @@ async def test_export_that_is_deleted_while_a_download_begins_is_404_on_fakes(
     looked_up, loop = api.backend.store.get_checkpoint, asyncio.get_running_loop()
 
     def deleted_at_once(*name: Any) -> Any:
-        """The record, which is deleted, with its folder, before whoever asked can do anything with it."""
+        """The record; it and its folder are deleted before the caller can use it."""
         record = looked_up(*name)
         monkeypatch.setattr(api.backend.store, "get_checkpoint", looked_up)
         deletion = api.backend.checkpoints.delete(record.tinker_path)

@@ -196,7 +196,7 @@ async def test_full_queue_is_429_and_drains_on_fakes(start_api: StartApi) -> Non
     api.sampler.hold.clear()
     requests = [await api.sample(sampler, seq_id) for seq_id in range(3)]
     assert (await api.post("asample", api.sample_body(sampler, 3))).status_code == 429
-    assert await api.sample(sampler, 1) == requests[1]  # a retry of one that is in is no new one
+    assert await api.sample(sampler, 1) == requests[1]  # a retry of an accepted one is not a new one
     api.sampler.hold.set()
     for request in requests:
         await api.result(request)

@@ -336,7 +336,7 @@ def test_no_path_or_parameter_gets_a_5xx_on_fakes(fuzzed: Any) -> None:
     fuzz()
 
 
-WITHOUT_BODY = {"forward_backward", "publish"}  # protobuf, which has a test of its own; no body at all
+WITHOUT_BODY = {"forward_backward", "publish"}  # protobuf, which has a separate test; no body at all
 
 
 def test_every_route_that_takes_a_body_is_fuzzed_on_fakes(fuzzed: Any) -> None:

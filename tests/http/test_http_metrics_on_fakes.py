@@ -99,7 +99,7 @@ async def test_metrics_are_prometheus_text_with_every_series_from_the_start_on_f
     api = await start_api(models=(BASE, "fake/other", f"fake/alias={BASE}"))
     series = await metrics(api)
     kinds = COUNTERS | GAUGES
-    # A copy of weights under two names is told once.
+    # Weights under two names are counted once.
     assert series.keys() == {
         (name, model, value) for name in kinds for value in kinds[name] for model in (BASE, "fake/other")
     }

@@ -66,7 +66,7 @@ async def test_same_seq_id_again_is_the_same_request_and_runs_once_on_fakes(api:
 
 
 async def test_id_of_another_operation_is_refused_by_name_on_fakes(api: Api) -> None:
-    """It is no retry, and the result of the first would be read as the second's."""
+    """It is not a retry: the client would read the result of the first as the second's."""
     session = await api.session()
     model = await api.model(session)
     await api.gradient(model, 1)

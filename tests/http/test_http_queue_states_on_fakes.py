@@ -1,4 +1,4 @@
-"""What a client is told of an operation that is not done: that it is its turn, or who is before it."""
+"""What a client learns of an operation that is not done: that it is its turn, or who is before it."""
 
 import threading
 

@@ -303,8 +303,8 @@ async def test_trace_of_a_session_through_the_sdk_on_fakes(service: Any, rest: R
     answer = await asyncio.to_thread(httpx.get, url)
     assert answer.status_code == 200
     assert read_trace(answer.content).of(f"{run_id}:create").name == "create_model"
-    with pytest.raises(tinker.NotFoundError, match="s-nobody"):
-        await rest("export_session_trace", "s-nobody")
+    with pytest.raises(tinker.NotFoundError, match="s-unknown"):
+        await rest("export_session_trace", "s-unknown")
 
 
 def test_command_writes_the_trace_of_a_session_on_fakes(

@@ -77,7 +77,7 @@ def test_named_checkpoints_survive_kill_9_with_optimizer_state_on_fakes(serve: A
     with pytest.raises(tinker.RequestFailedError, match="ephemeral save, and the server was restarted") as lost:
         scores(nameless)
     assert lost.value.category is tinker.types.RequestErrorCategory.Server
-    # The model is lost; its client is told where to go on.
+    # The model is lost; its client learns where to go on.
     with pytest.raises(tinker.RequestFailedError, match=saved) as lost:
         client.forward_backward([to_sdk(DATA[0])], "cross_entropy").result()
     assert lost.value.category is tinker.types.RequestErrorCategory.Server
@@ -200,4 +200,4 @@ def test_data_folder_has_one_server_on_fakes(serve: Any) -> None:
     assert "ready" not in second.stdout
     assert server.healthy()
     server.kill()
-    assert serve(*MODEL).healthy()  # the lock of a killed process holds nobody up
+    assert serve(*MODEL).healthy()  # the lock of a killed process blocks no one

@@ -76,7 +76,7 @@ async def test_clients_of_one_session_hear_of_their_own_samples_on_fakes(api: Ap
         assert [c["request_id"] for c in answer["completions"]] == [request]
     other = await api.base_sampler(number=0)
     assert other != sampler
-    assert (await api.post("join_sampling_session", {"sampling_session_id": "nobody"})).status_code == 404
+    assert (await api.post("join_sampling_session", {"sampling_session_id": "unknown"})).status_code == 404
 
 
 async def test_number_that_a_copy_drew_by_itself_is_given_to_nobody_on_fakes(api: Api) -> None:
@@ -103,7 +103,7 @@ async def test_retrieved_results_are_dropped_and_nobody_elses_on_fakes(api: Api)
         await api.result(request)
     api.sampler.hold.clear()
     running = await api.sample(sampler, 2)
-    theirs = [*ids, running, f"{model}:create", f"{sampler}:{'9' * 5000}", f"{sampler}:x", "", "nobody:1"]
+    theirs = [*ids, running, f"{model}:create", f"{sampler}:{'9' * 5000}", f"{sampler}:x", "", "unknown:1"]
     await api.ok("retrieve_futures", body(sampler, timeout=0, retrieved_request_ids=[i for i in theirs if i != ids[1]]))
     known = [api.backend.operations.get(request) is not None for request in [*ids, running, f"{model}:create"]]
     assert known == [False, True, True, True, True, True]

@@ -107,7 +107,7 @@ def test_gap_that_the_sdk_leaves_holds_nothing_up_on_fakes(service: Any) -> None
 
 def test_bad_arguments_are_raised_at_once_on_fakes(service: Any) -> None:
     with pytest.raises(tinker.BadRequestError, match="base_model"):
-        service.create_lora_training_client(base_model="nobody/nothing").result()
+        service.create_lora_training_client(base_model="unknown/model").result()
     with pytest.raises(tinker.BadRequestError, match=r"lora_config\.rank"):
         service.create_lora_training_client(base_model="fake/bigram", rank=4096).result()
     with pytest.raises(tinker.NotFoundError, match="no checkpoint"):
@@ -115,7 +115,7 @@ def test_bad_arguments_are_raised_at_once_on_fakes(service: Any) -> None:
     with pytest.raises(tinker.NotFoundError, match="no checkpoint"):
         service.create_sampling_client(model_path="tinker://s:train:0/sampler_weights/none").result()
     with pytest.raises(tinker.BadRequestError, match="base_model"):
-        service.create_sampling_client(base_model="nobody/nothing").result()
+        service.create_sampling_client(base_model="unknown/model").result()
     client = service.create_lora_training_client(base_model="fake/bigram", rank=2)
     with pytest.raises(tinker.RequestFailedError, match="stable_reinforce"):
         client.forward_backward([datum([5, 9])], "stable_reinforce").result(timeout=60)

@@ -1,4 +1,4 @@
-"""Sessions are listed, opened and searched; what became of each is told as it is."""
+"""Sessions are listed, opened and searched, with what became of each."""
 
 import asyncio
 import threading

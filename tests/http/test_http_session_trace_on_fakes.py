@@ -272,9 +272,9 @@ async def test_unknown_session_is_404_and_one_without_requests_says_what_is_reco
     start_api: StartApi,
 ) -> None:
     api = await start_api()
-    answer = await api.get("sessions/s-nobody/trace_export")
+    answer = await api.get("sessions/s-unknown/trace_export")
     assert answer.status_code == 404
-    assert "s-nobody" in answer.json()["detail"]
+    assert "s-unknown" in answer.json()["detail"]
     session = await api.session()
     found = await export(api, session)
     assert (found["status"], found["url"]) == ("failed", None)

@@ -395,7 +395,7 @@ async def test_size_and_time_of_all_images_of_a_prompt_are_bounded(folder: Path,
 
     def slow(handler: Any) -> None:
         time.sleep(0.2)
-        with contextlib.suppress(OSError):  # whoever asked has gone
+        with contextlib.suppress(OSError):  # the client has gone
             handler.send_response(200)
             handler.end_headers()
             handler.wfile.write(png())

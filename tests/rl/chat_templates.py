@@ -33,7 +33,7 @@ DEFAULT_SYSTEM = jinja(
 {% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}
 """
 )
-"""Qwen2.5-VL: a system message of its own."""
+"""Qwen2.5-VL: adds a system message."""
 
 CHATML = jinja(
     r"""

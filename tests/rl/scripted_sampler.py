@@ -90,7 +90,7 @@ Script = Callable[[Request], "str | BaseException | Awaitable[str]"]
 class ScriptedSampler:
     """Answers every sample of a request with what `script` returns for it; an exception is raised by the future.
 
-    As in the SDK, requests run on an event loop of their own, and cancelling a future cancels its request.
+    As in the SDK, requests run on a separate event loop, and cancelling a future cancels its request.
     """
 
     script: Script = lambda request: "ok"

@@ -98,7 +98,7 @@ async def test_what_is_no_action_costs_a_turn_and_is_explained(sampler) -> None:
 
     rollouts = await rl.rollout([rl.Group(make, 1, seed=0)], sampler, make_chat(), PARAMS, max_turns=8)
     (trajectory,) = rollouts.trajectories
-    assert trajectory.end == "truncated"  # Gymnasium's limit of 4 steps; what is no action is none
+    assert trajectory.end == "truncated"  # Gymnasium's limit of 4 steps; an invalid action does not count
     assert [turn.reward for turn in trajectory.turns] == [-2, -0.25, -0.25, -0.25, -0.25]
     assert trajectory.turns[0].info == {"invalid_action": True}
     assert "This is not an action: 'jump!'; the actions are go, back" in sampler.requests[1].text

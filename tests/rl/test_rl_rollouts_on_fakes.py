@@ -65,7 +65,7 @@ async def test_512_sync_environments_run_at_once_while_a_slow_one_keeps_nobody_w
 
     def progress(stats: rl.RolloutStats) -> None:
         if stats.done == 511:
-            release.set()  # nobody but the slow one is left
+            release.set()  # only the slow one is left
 
     start = time.monotonic()
     rollouts = await rl.rollout([rl.Group(maker, 64)] * 8, sampler, make_chat(), PARAMS, progress=progress)
@@ -145,7 +145,7 @@ async def test_equal_first_prompts_go_as_one_request_although_rendering_takes_it
     assert sorted(first) == [4, 16]
     assert sorted(request.count for request in sampler.requests if "assistant\nok" in request.text) == [1] * 20
     names = [turn.sequence_id for trajectory in rollouts.trajectories for turn in trajectory.turns]
-    assert len(set(names)) == 40  # each has a sample of its own
+    assert len(set(names)) == 40  # each has a separate sample
 
 
 async def test_different_first_prompts_go_apart(sampler) -> None:
@@ -554,7 +554,7 @@ def test_on_a_terminal_a_bar_shows_what_happens(script) -> None:
     while True:
         try:
             shown += (block := os.read(terminal, 4096))
-        except OSError:  # how a terminal says that nobody writes to it any more
+        except OSError:  # how a terminal says that its writers are gone
             break
         if not block:
             break

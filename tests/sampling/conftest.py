@@ -263,7 +263,7 @@ def text(tmp_path_factory: pytest.TempPathFactory, engine_thread: EngineThread) 
 
 @pytest.fixture(scope="session")
 def untied(tmp_path_factory: pytest.TempPathFactory, engine_thread: EngineThread) -> Served:
-    """Qwen3 with an LM head of its own."""
+    """Qwen3 with an LM head that is not tied."""
     folder = make_tiny_text_model(tmp_path_factory.mktemp("untied") / "model", seed=1, tie_word_embeddings=False)
     return Served(folder, "Qwen3ForCausalLM", engine_thread, max_context_length=1024)
 

@@ -24,7 +24,7 @@ ALL = r"(q|k|v|o|gate|up|down)_proj$"
 
 
 def free() -> int:
-    """Bytes of the device that nobody has, this process's own cache included."""
+    """Free bytes of the device, this process's own cache included."""
     gc.collect()
     torch.cuda.synchronize()
     torch.cuda.empty_cache()

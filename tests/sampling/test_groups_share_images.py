@@ -54,8 +54,8 @@ async def test_sixteen_samples_of_one_prompt_encode_its_image_once(
 async def test_a_group_with_prompt_logprobs_encodes_its_images_once(
     vl: Any, encoded: list[int], noise: Callable[..., Any], tmp_path: Path, with_adapter: bool
 ) -> None:
-    """A prompt that is scored does not read the prefix cache, so its images are needed again: from memory. So in a
-    request of its own, whether it comes before, beside or after the group, and for another version."""
+    """A prompt that is scored does not read the prefix cache, so it needs its images again, which come from
+    memory. The same holds for a separate request before, beside or after the group, and for another version."""
     seed = 90 + with_adapter
     images = [noise(128, 96, seed), noise(64, 64, seed)]
     version = vl.adapter(tmp_path / "v1", r"(q|k|v|o)_proj$", 4).version if with_adapter else None

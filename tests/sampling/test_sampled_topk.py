@@ -1,4 +1,4 @@
-"""The likeliest tokens beside each sampled one are those of softmax(logits / T), whoever shares the step."""
+"""The likeliest tokens beside each sampled one are those of softmax(logits / T), whichever requests share the step."""
 
 import asyncio
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Bounds of what may be queued: who is refused, for how long, and that nobody is locked out by them."""
+"""Bounds of what may be queued: who is refused, for how long, and that they lock no one out."""
 
 from dataclasses import dataclass, field
 from typing import Any

@@ -171,8 +171,8 @@ class World:
         self.ran.append(sent)
 
     def _nothing_that_could_run_waits(self) -> None:
-        """Before time passes: the trainer works, or nobody has anything that could run (work conservation), but for the
-        moment that a call may wait for company."""
+        """Before time passes: the trainer works, or no model has anything that could run (work conservation), but for
+        the moment that a call may wait for company."""
         now, waits = self.loop.time(), False
         for model in self.models:
             head = model.queue.commands.head(now) if model.queue.runs else None
@@ -187,7 +187,7 @@ class World:
         else:
             self._idle_since = now if self._idle_since is None else self._idle_since
             assert now - self._idle_since < 2 * LONGEST_WAIT, "somebody could run, and the trainer is idle"
-            assert self.batches, "nobody can be expected back"
+            assert self.batches, "no client can be expected back"
 
 
 async def outcome(operation: Operation[Any]) -> ApiError | None:

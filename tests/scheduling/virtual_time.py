@@ -1,7 +1,7 @@
 """An event loop whose clock jumps from one event to the next: the real scheduler's hours pass in milliseconds.
 
-What it runs "in a thread" it runs on the spot, and lets it take the time it is told to, one call at a time for each
-executor. So a run has no races: it is the same every time.
+What should run "in a thread" runs at once and takes as much virtual time as its test says, one call at a time for each
+executor. A run therefore has no races: it is the same every time.
 """
 
 import asyncio
@@ -79,7 +79,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
 
 def run(main: Callable[[VirtualLoop], Any]) -> Any:
-    """`main(loop)` in a virtual loop of its own."""
+    """`main(loop)` in a new virtual loop."""
     with asyncio.Runner(loop_factory=VirtualLoop) as runner:
         loop = runner.get_loop()
         assert isinstance(loop, VirtualLoop)

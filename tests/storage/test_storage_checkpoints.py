@@ -277,7 +277,7 @@ def test_expired_checkpoints_are_gone_at_once_and_their_folders_when_told(tmp_pa
             change()
     assert store.forget_expired() == [records["soon"]]
     assert store.forget_expired() == []
-    # Whoever has it still reads it.
+    # Those that hold it still read it.
     assert same_tensors(store.read_checkpoint(records["soon"], optimizer=True), make_state(1))
     store.remove_folder(records["soon"])
     with pytest.raises(NotFoundError):

@@ -53,7 +53,7 @@ def test_a_copy_has_the_same_content_kind_and_name_and_its_own_end(store: Store,
     assert same_tensors(store.read_checkpoint(made, optimizer=kind == "weights"), state)
     ours, theirs = store.checkpoint_folder(made), store.checkpoint_folder(source)
     tensors = "adapter_model.safetensors"
-    assert (ours / tensors).stat().st_ino == (theirs / tensors).stat().st_ino  # no bytes of its own
+    assert (ours / tensors).stat().st_ino == (theirs / tensors).stat().st_ino  # a hard link
     assert "copy0:train:0" in (ours / "checkpoint.json").read_text()
     assert RUN in (theirs / "checkpoint.json").read_text()
     assert store.get_training_run("copy0:train:0").copied_from == source.tinker_path

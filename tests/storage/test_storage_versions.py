@@ -81,7 +81,7 @@ def test_a_version_is_in_memory_until_its_folder_can_be_read(
     assert versions.path("v") == path
     assert versions.unwritten("v") is state
     assert not path.exists()
-    # One that nobody wants any more, before it is written, leaves nothing.
+    # One that is dropped before it is written leaves nothing.
     gone = versions.publish("gone", make_state(2, optimizer=False))
     versions.write("gone")
     removing = threading.Thread(target=versions.remove, args=("gone",))
@@ -110,7 +110,7 @@ def test_a_folder_is_written_when_the_first_samples_are_over_or_somebody_waits(
     deadline = time.monotonic() + 60
     while versions.unwritten("v") is not None and time.monotonic() < deadline:
         time.sleep(0.02)
-    assert holds(path, 1), "nobody waited, and it was written all the same"
+    assert holds(path, 1), "it was written although nothing waited for it"
     monkeypatch.setattr("tinker_local.backend.storage.versions.WRITE_DELAY", 60.0)
     for number in range(UNWRITTEN):
         versions.publish(f"v{number}", make_state(number, optimizer=False))

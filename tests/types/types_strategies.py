@@ -97,7 +97,7 @@ spans = st.builds(
 
 @st.composite
 def datums(draw: st.DrawFn) -> Datum:
-    # Two empty span lists are no span lists on the wire, so at least one span each.
+    # On the wire, two empty span lists equal none, so at least one span each.
     pair = draw(st.none() | st.tuples(*[st.lists(spans, min_size=1, max_size=3)] * 2))
     return Datum(
         model_input=draw(trainable_inputs),
