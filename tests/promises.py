@@ -404,6 +404,7 @@ MISTAKES = (
         "operation",
         "No trace shows where a session's time went, or it leaks, grows without bound, or Perfetto cannot open it",
         "trace-without-the-time-of-preparation trace-with-slices-that-overlap traces-grow-without-bound "
+        "one-session-drops-the-traces-of-all "
         "traces-of-sessions-that-never-were trace-without-a-signature",
         (
             "http/test_http_session_trace_on_fakes.py::test_each_request_of_a_session_has_a_slice_with_its_stages_on_fakes",

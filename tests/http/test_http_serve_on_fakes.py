@@ -163,6 +163,28 @@ def test_what_cannot_work_is_refused_before_anything_is_loaded_on_fakes(
     assert not (tmp_path / "data").exists()
 
 
+@pytest.mark.mutation(
+    "options-are-not-finite", "cli/backend_options.py", "if not math.isfinite(number * 2**30):", "if False:"
+)
+@pytest.mark.parametrize("value", ["nan", "inf", "-inf", "1e308", "-1"])
+@pytest.mark.parametrize(
+    "flag",
+    [
+        "--max-adapter-memory",
+        "--max-queued-memory",
+        "--max-queued-memory-per-session",
+        "--kv-cache",
+        "--gpu-memory-utilization",
+        "--session-timeout",
+    ],
+)
+def test_numbers_of_options_are_finite_on_fakes(flag: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tinker_local.backend.cli.serve._serve", lambda *given: None)
+    outcome = CliRunner().invoke(main, [*FAKE, flag, value])
+    assert outcome.exit_code == 2, outcome.output
+    assert f"Invalid value for '{flag}': {value}" in outcome.output or "is not in the range" in outcome.output
+
+
 def test_options_of_the_command_are_those_of_a_backend_with_its_defaults_on_fakes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -23,13 +23,14 @@ def fill(traces: TraceRecorder, session: str, count: int) -> None:
 @pytest.mark.mutation(
     "traces-grow-without-bound",
     "recorder.py",
-    "        if len(self._arrivals) > MOST:\n",
-    "        if len(self._arrivals) < 0:\n",
+    "elif len(self._arrivals) > MOST:",
+    "elif len(self._arrivals) < 0:",
 )
 def test_all_sessions_together_keep_no_more_than_the_bound_and_the_oldest_go_first(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(recorder, "MOST", 40)
+    monkeypatch.setattr(recorder, "SESSION_MOST", 1000)
     traces = TraceRecorder()
     for session in ("s-a", "s-b", "s-a"):
         fill(traces, session, 15)
@@ -43,6 +44,22 @@ def test_all_sessions_together_keep_no_more_than_the_bound_and_the_oldest_go_fir
     assert kept(traces, "s-c") == [f"s-c:train:0:{n}" for n in range(960, 1000)]
     assert traces.of("s-a") is traces.of("s-b") is None
     assert len(traces) == 40
+
+
+@pytest.mark.mutation(
+    "one-session-drops-the-traces-of-all", "recorder.py", "if len(session.timelines) > SESSION_MOST:", "if False:"
+)
+def test_a_busy_session_drops_its_own_timelines_and_not_those_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recorder, "MOST", 40)
+    monkeypatch.setattr(recorder, "SESSION_MOST", 10)
+    traces = TraceRecorder()
+    fill(traces, "s-quiet", 3)
+    fill(traces, "s-busy", 1000)
+    assert kept(traces, "s-quiet") == [f"s-quiet:train:0:{n}" for n in range(3)]
+    assert kept(traces, "s-busy") == [f"s-busy:train:0:{n}" for n in range(990, 1000)]
+    found = traces.of("s-busy")
+    assert found is not None
+    assert (found.recorded, found.dropped, len(traces)) == (1000, 990, 13)
 
 
 def test_sessions_without_timelines_leave_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

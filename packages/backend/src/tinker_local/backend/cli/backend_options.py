@@ -1,5 +1,6 @@
 """Makes the options of `tinker-local serve` from the fields of `BackendOptions`."""
 
+import math
 from collections.abc import Callable
 from dataclasses import Field, fields
 from pathlib import Path
@@ -40,7 +41,7 @@ def _click_option(each: "Field[Any]", hint: Any, option: CommandOption) -> Calla
         settings |= {"multiple": True, "callback": each_value(option.parse)}
     elif option.gib:
         default = None if each.default is None else each.default / 2**30  # type: ignore[operator]
-        settings |= {"type": click.FloatRange(0, min_open=True), "metavar": "GIB", "callback": _bytes}
+        settings |= {"type": _FiniteRange(0, min_open=True), "metavar": "GIB", "callback": _bytes}
         settings |= {"default": default, "show_default": True}
     elif kind is bool:
         settings["is_flag"] = True
@@ -51,9 +52,19 @@ def _click_option(each: "Field[Any]", hint: Any, option: CommandOption) -> Calla
     elif get_origin(kind) is Literal:
         settings |= {"type": click.Choice(get_args(kind)), "default": each.default}
     else:
-        number: Any = click.IntRange if kind is int else click.FloatRange
+        number: Any = click.IntRange if kind is int else _FiniteRange
         settings |= {"type": number(option.least, option.most), "default": each.default, "show_default": True}
     return click.option(option.flag or f"--{each.name.replace('_', '-')}", each.name, **settings)
+
+
+class _FiniteRange(click.FloatRange):
+    """A range without NaN, which compares with nothing, and without what is infinite, as a number or in bytes."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        number = float(super().convert(value, param, ctx))
+        if not math.isfinite(number * 2**30):
+            self.fail(f"{value} is not a finite number.", param, ctx)
+        return number
 
 
 def _bytes(_context: click.Context, _parameter: click.Parameter, gib: float | None) -> int | None:

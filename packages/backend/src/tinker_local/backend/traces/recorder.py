@@ -1,6 +1,6 @@
 """The newest requests of all sessions, kept in memory so that a session can be exported as a trace."""
 
-from collections import deque
+from collections import OrderedDict, deque
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 
@@ -9,6 +9,9 @@ from tinker_local.backend.scheduling.operations import Timeline
 
 MOST = 65536
 """Timelines kept for all sessions together: about 64 MiB, at a kilobyte each (up to three with a long error)."""
+
+SESSION_MOST = MOST // 4
+"""Timelines kept for one session, so that a busy one does not drop all of the others'."""
 
 
 @dataclass(slots=True, eq=False)
@@ -29,11 +32,12 @@ class SessionTimelines:
 
 
 class TraceRecorder:
-    """Keeps the newest `MOST` timelines. Beyond that, each new one drops the oldest of all sessions."""
+    """Keeps the newest `SESSION_MOST` timelines of each session and the newest `MOST` of all. Beyond that, each new one
+    drops the oldest of its session, or of all."""
 
     def __init__(self) -> None:
         self._sessions: dict[str, SessionTimelines] = {}
-        self._arrivals: deque[SessionTimelines] = deque()  # the session of each timeline, the oldest first
+        self._arrivals: OrderedDict[int, Timeline] = OrderedDict()  # by `id`, the oldest first
 
     def record(self, timeline: Timeline) -> None:
         """Keep a timeline that has just begun; its request id begins with the id of an existing session."""
@@ -43,15 +47,17 @@ class TraceRecorder:
             session = self._sessions[session_id] = SessionTimelines()
         session.timelines.append(timeline)
         session.recorded += 1
-        self._arrivals.append(session)
-        if len(self._arrivals) > MOST:
-            self._drop_oldest()
+        self._arrivals[id(timeline)] = timeline
+        if len(session.timelines) > SESSION_MOST:
+            self._drop_oldest(session_id)
+        elif len(self._arrivals) > MOST:
+            self._drop_oldest(_session_of(next(iter(self._arrivals.values()))))
 
-    def _drop_oldest(self) -> None:
-        session = self._arrivals.popleft()
-        oldest = session.timelines.popleft()
+    def _drop_oldest(self, session_id: str) -> None:
+        session = self._sessions[session_id]
+        del self._arrivals[id(session.timelines.popleft())]
         if not session.timelines:
-            del self._sessions[_session_of(oldest)]
+            del self._sessions[session_id]
 
     def of(self, session_id: str) -> SessionTimelines | None:
         """The timelines of a session; None if there are none."""
