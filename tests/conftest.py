@@ -105,20 +105,21 @@ class Server:
         return self.process.wait(timeout=280)
 
 
-def start_server(data_dir: Path, *arguments: str, seconds: float = 180) -> Server:
-    """Start `tinker-local serve` on a free port and wait for its `ready:` line."""
-    command = [
-        sys.executable,
-        "-m",
-        "tinker_local.backend.cli.main",
-        "serve",
-        "--port",
-        "0",
-        "--data-dir",
-        str(data_dir),
-    ]
+PATIENT = """
+import sys
+from tinker_local.backend.http import future_routes
+future_routes.LONG_POLL_SECONDS = 1000.0
+from tinker_local.backend.cli.main import main
+main(sys.argv[1:])
+"""
+"""A program: `tinker-local` whose long polls do not end by themselves while a test lasts."""
+
+
+def start_server(data_dir: Path, *arguments: str, seconds: float = 180, program: str | None = None) -> Server:
+    """Start `tinker-local serve` (or `program` in its place) on a free port and wait for its `ready:` line."""
+    command = ["-m", "tinker_local.backend.cli.main"] if program is None else ["-c", program]
     process = subprocess.Popen(
-        [*command, "--data-dir", str(data_dir), *arguments],
+        [sys.executable, *command, "serve", "--port", "0", "--data-dir", str(data_dir), *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         stdin=subprocess.DEVNULL,
@@ -166,11 +167,11 @@ def real_server(tmp_path_factory: pytest.TempPathFactory, tiny_models: dict[str,
 
 @pytest.fixture
 def serve(tmp_path: Path) -> Iterator[Callable[..., Server]]:
-    """Start servers that end with the test; `data_dir=` chooses the folder."""
+    """Start servers that end with the test; `data_dir=` chooses the folder, `program=` what runs."""
     started: list[Server] = []
 
-    def start(*arguments: str, data_dir: Path | None = None) -> Server:
-        server = start_server(data_dir or tmp_path / "data", *arguments)
+    def start(*arguments: str, data_dir: Path | None = None, program: str | None = None) -> Server:
+        server = start_server(data_dir or tmp_path / "data", *arguments, program=program)
         started.append(server)
         return server
 

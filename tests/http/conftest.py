@@ -5,7 +5,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from datetime import datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +102,16 @@ class WatchedSampler(FakeSampler):
         while not self.hold.wait(0.01) and not cancelled.is_set():
             pass
         return super()._sample(work, weights, cancelled)
+
+
+@dataclass
+class Clock:
+    """A time that can be moved."""
+
+    ahead: timedelta = timedelta()
+
+    def __call__(self) -> datetime:
+        return datetime.now(UTC) + self.ahead
 
 
 @dataclass

@@ -15,6 +15,8 @@ import pytest
 from tinker_local.types import Datum, ForwardBackwardRequest, ModelInput
 from tinker_local.types.codec import encode_forward_backward_request
 
+from tests.conftest import PATIENT
+
 MIB = 2**20
 
 
@@ -110,7 +112,7 @@ def test_thousand_idle_polls_on_connections_of_their_own_on_fakes(serve: Any) ->
         pytest.skip(f"the hard limit of open files is {hard}")
     resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
     try:
-        server = serve("--fake", "--model", "fake/bigram")
+        server = serve("--fake", "--model", "fake/bigram", program=PATIENT)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 4096), hard))
     url = server.url
@@ -120,7 +122,7 @@ def test_thousand_idle_polls_on_connections_of_their_own_on_fakes(serve: Any) ->
     def gradient(seq_id: int) -> str:
         request = ForwardBackwardRequest(model_id=model, seq_id=seq_id, data=data, loss_fn="cross_entropy")
         body = encode_forward_backward_request(request)
-        answer = httpx.post(f"{url}/api/v1/forward_backward", content=body, trust_env=False)
+        answer = httpx.post(f"{url}/api/v1/forward_backward", content=body, timeout=60, trust_env=False)
         return str(answer.json()["request_id"])
 
     waiting = gradient(2)  # 1 is not there yet
@@ -130,7 +132,7 @@ def test_thousand_idle_polls_on_connections_of_their_own_on_fakes(serve: Any) ->
     connections = []
     try:
         for _ in range(1000):
-            connection = socket.create_connection((host, int(port)), timeout=30)
+            connection = socket.create_connection((host, int(port)), timeout=60)
             connection.sendall(head + body)
             connections.append(connection)
         beats = Heartbeats(url, session)
@@ -138,7 +140,7 @@ def test_thousand_idle_polls_on_connections_of_their_own_on_fakes(serve: Any) ->
         beats.slowest()
         gradient(1)
         for connection in connections:
-            assert connection.recv(4096).startswith(b"HTTP/1.1 200")  # woken, and not after the long poll's 408
+            assert connection.recv(4096).startswith(b"HTTP/1.1 200")  # woken, and not by the long poll's end
     finally:
         for connection in connections:
             connection.close()

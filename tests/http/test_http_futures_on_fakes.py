@@ -2,12 +2,15 @@
 
 import asyncio
 import time
+from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from tinker_local.backend.scheduling import operations
 from tinker_local.types import NotFoundError
 
-from tests.http.conftest import Api, StartApi
+from tests.http.conftest import Api, Clock, StartApi
 
 FUTURES = "tinker_local.backend.http.future_routes"
 
@@ -58,8 +61,10 @@ def test_long_polls_end_before_the_sdk_gives_up() -> None:
 @pytest.mark.mutation(
     "results-kept-for-ever", "operations.py", "            del self._by_id[request_id]\n", "            pass\n"
 )
-async def test_results_can_be_read_again_until_their_retention_ends_on_fakes(start_api: StartApi) -> None:
-    api = await start_api(result_retention=1.0, session_timeout=0.4)
+async def test_results_can_be_read_again_until_their_retention_ends_on_fakes(
+    start_api: StartApi, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    api = await start_api(session_timeout=0.4)
     session = await api.backend.sessions.create()  # without heartbeats: it stays
     model = await api.model(session)
     sampler = await api.base_sampler(session)
@@ -67,6 +72,8 @@ async def test_results_can_be_read_again_until_their_retention_ends_on_fakes(sta
     first = [await api.poll(request) for request in requests]
     again = [await api.poll(request) for request in requests]
     assert [answer.content for answer in first] == [answer.content for answer in again]
+    later = SimpleNamespace(monotonic=lambda: time.monotonic() + api.backend.options.result_retention)
+    monkeypatch.setattr(operations, "time", later)
     await api.until(lambda: api.backend.operations.get(requests[2]) is None)
     assert (await api.poll(requests[2])).status_code == 410  # the SDK samples again
     lost = await api.poll(requests[0])
@@ -303,15 +310,16 @@ async def test_checkpoint_deleted_without_a_sampler_leaves_the_engine_too_on_fak
     await api.until(lambda: not api.sampler.versions)
 
 
-async def test_expired_checkpoint_is_gone_on_fakes(start_api: StartApi, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tinker_local.backend.control.checkpoint_lifetime.MIN_TTL", 1)
-    api = await start_api(session_timeout=0.4)
+async def test_expired_checkpoint_is_gone_on_fakes(start_api: StartApi) -> None:
+    clock = Clock()
+    api = await start_api(clock=clock, session_timeout=0.4)
     session = await api.backend.sessions.create()
     model = await api.model(session)
-    path = await api.named(model, 1, "short", ttl_seconds=1)
+    path = await api.named(model, 1, "short", ttl_seconds=3600)
     await api.save(model, 2, "kept")
     body = {"session_id": session, "sampling_session_seq_id": 0, "model_path": path}
     sampler = (await api.ok("create_sampling_session", body))["sampling_session_id"]
+    clock.ahead = timedelta(seconds=3601)
     await api.until(lambda: not api.sampler.versions)
     left = (await api.get(f"training_runs/{model}/checkpoints")).json()["checkpoints"]
     assert [checkpoint["checkpoint_id"] for checkpoint in left] == ["weights/kept"]

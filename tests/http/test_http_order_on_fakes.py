@@ -181,6 +181,7 @@ async def test_missing_chunk_is_waited_for_and_then_given_up_on_fakes(start_api:
     await api.result(request)
     assert time.monotonic() - began > 0.35
     assert "seq_id 1 never arrived" in await api.failure(await api.step(model, 3))
+    api.backend.runs.live(model).queue.commands._patience = 600.0
     late = await api.gradient(model, 4)
     request = await api.gradient(model, 6)  # 5 comes while it is waited for
     await asyncio.sleep(0.1)

@@ -3,12 +3,15 @@
 import asyncio
 import multiprocessing
 import pickle
+import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import tinker
 from tinker_local.backend import BackendOptions, InProcessBackend, ModelSource
+from tinker_local.backend.control import sampling_clients
 from tinker_local.backend.http import client_routes
 from tinker_local.backend.http.server import LoopbackServer
 from tinker_local.backend.models.load_engines import load_fake
@@ -109,12 +112,14 @@ async def test_retrieved_results_are_dropped_and_nobody_elses_on_fakes(api: Api)
     assert known == [False, True, True, True, True, True]
 
 
-async def test_what_nobody_asks_for_is_not_kept_longer_than_the_results_on_fakes(start_api: StartApi) -> None:
-    api = await start_api(result_retention=0.2)
+async def test_what_nobody_asks_for_is_not_kept_longer_than_the_results_on_fakes(
+    api: Api, monkeypatch: pytest.MonkeyPatch
+) -> None:
     sampler = await api.base_sampler()
     for seq_id in range(20):
         await api.result(await api.sample(sampler, seq_id))
-    await asyncio.sleep(0.3)
+    later = SimpleNamespace(monotonic=lambda: time.monotonic() + api.backend.options.result_retention)
+    monkeypatch.setattr(sampling_clients, "time", later)
     await api.result(await api.sample(sampler, 20))
     await asyncio.sleep(0)
     assert len(api.backend.sampling._open[sampler].clients._logs[0]) == 1

@@ -21,6 +21,8 @@ from tinker_local.backend.options import BackendOptions
 from tinker_local.types import Datum, ForwardBackwardRequest, ModelInput
 from tinker_local.types.codec import encode_forward_backward_request
 
+from tests.conftest import PATIENT
+
 MAIN = [sys.executable, "-m", "tinker_local.backend.cli.main"]
 FAKE = ["serve", "--fake", "--model", "fake/bigram"]
 
@@ -42,15 +44,6 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [*MAIN, *arguments], capture_output=True, text=True, timeout=280, check=False, stdin=subprocess.DEVNULL
     )
-
-
-PATIENT = """
-import sys
-from tinker_local.backend.http import future_routes
-future_routes.LONG_POLL_SECONDS = 1000.0
-from tinker_local.backend.cli.main import main
-main(sys.argv[1:])
-"""
 
 
 class Scripted:
@@ -78,7 +71,8 @@ class Scripted:
 
     def request(self, method: str, path: str) -> httpx.Response | None:
         try:
-            return httpx.request(method, f"http://127.0.0.1:{self.port}/api/v1/{path}", json={}, trust_env=False)
+            url = f"http://127.0.0.1:{self.port}/api/v1/{path}"
+            return httpx.request(method, url, json={}, timeout=60, trust_env=False)
         except httpx.TransportError:
             return None
 

@@ -4,10 +4,12 @@ import asyncio
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
+from tinker_local.backend.control import sessions
 from tinker_local.backend.storage.versions import UNWRITTEN
 
 from tests.http.conftest import Api, StartApi
@@ -103,19 +105,19 @@ async def test_operations_on_an_ended_session_answer_at_once_and_say_why_on_fake
         assert saved in message  # where to go on from
 
 
-async def test_lost_heartbeats_end_the_session_and_kept_ones_do_not_on_fakes(start_api: StartApi) -> None:
-    api = await start_api(session_timeout=1.0)
+async def test_lost_heartbeats_end_the_session_and_kept_ones_do_not_on_fakes(
+    start_api: StartApi, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seconds = 0.0
+    monkeypatch.setattr(sessions, "time", SimpleNamespace(monotonic=lambda: seconds))
+    api = await start_api(session_timeout=0.4)
     kept, lost = await api.session(), await api.session()
     here = await api.backend.sessions.create()  # of a program of this process, which sends none
     models = [await api.model(session) for session in (kept, lost, here)]
     await api.nameless(models[1], 1, 0)
-
-    async def beat() -> None:
-        while True:
-            await api.ok("session_heartbeat", {"session_id": kept, "type": "session_heartbeat"})
-            await asyncio.sleep(0.1)
-
-    beating = asyncio.create_task(beat())
+    seconds = 0.3
+    await api.ok("session_heartbeat", {"session_id": kept, "type": "session_heartbeat"})
+    seconds = 0.5
     await api.until(lambda: models[1] not in api.trainer.adapters)
     await asyncio.sleep(0.5)
     assert api.trainer.adapters == {models[0], models[2]}
@@ -125,7 +127,7 @@ async def test_lost_heartbeats_end_the_session_and_kept_ones_do_not_on_fakes(sta
     assert "heartbeats_lost" in answer.json()["detail"]
     for model in (models[0], models[2]):
         await api.result(await api.gradient(model, 1))
-    beating.cancel()
+    seconds = 0.8
     await api.until(lambda: models[0] not in api.trainer.adapters)
 
 

@@ -1,14 +1,14 @@
 """The renderer's promises: explicit positions, exact counts, each image once, errors for one input alone."""
 
 import threading
-import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 from tinker_local.backend.models.load_engines import load_renderer
+from tinker_local.backend.rendering import image_cache
 from tinker_local.backend.rendering.image_cache import ImageCache, SizedImage
 from tinker_local.backend.rendering.rendered_input import RenderedImage
 from tinker_local.types import (
@@ -213,24 +213,33 @@ def test_the_cache_keeps_the_images_used_last_within_its_bytes() -> None:
     assert cache.images_processed == 5
 
 
-def test_whoever_waits_for_an_image_that_fails_gets_the_error_and_the_next_tries_again() -> None:
+def test_whoever_waits_for_an_image_that_fails_gets_the_error_and_the_next_tries_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    started, waiting, go = threading.Event(), threading.Event(), threading.Event()
+
+    class WatchedFuture(Future[RenderedImage]):
+        def result(self, timeout: float | None = None) -> RenderedImage:
+            waiting.set()
+            return super().result(timeout)
+
+    monkeypatch.setattr(image_cache, "Future", WatchedFuture)
     cache = ImageCache(100)
-    started, go = threading.Event(), threading.Event()
 
     def fail() -> SizedImage:
         started.set()
-        go.wait(10)
+        assert go.wait(60)
         raise ValueError("broken")
 
     with ThreadPoolExecutor(2) as pool:
         first = pool.submit(cache.get, "a", fail)
-        started.wait(10)
+        assert started.wait(60)
         second = pool.submit(cache.get, "a", lambda: an_image("a", 1))
-        time.sleep(0.02)
+        assert waiting.wait(60)
         go.set()
         for future in (first, second):
             with pytest.raises(ValueError, match="broken"):
-                future.result(10)
+                future.result(60)
     assert cache.get("a", lambda: an_image("a", 1)).content_hash == "a"
 
 

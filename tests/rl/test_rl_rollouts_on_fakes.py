@@ -50,13 +50,14 @@ def _nothing_is_left(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
 
 
 async def test_512_sync_environments_run_at_once_while_a_slow_one_keeps_nobody_waiting(sampler) -> None:
-    release, finished = threading.Event(), []
+    release, others, finished = threading.Event(), threading.Barrier(511), []
 
     def make(index: int) -> Countdown:
         def step(turn: int) -> None:
             if index == 0:
-                release.wait(120)
-            time.sleep(0.2)
+                release.wait(200)
+            else:
+                others.wait(200)  # for each other, while the slow one is in its first step
             finished.append(index)
 
         return Countdown(on_step=step)
@@ -67,11 +68,9 @@ async def test_512_sync_environments_run_at_once_while_a_slow_one_keeps_nobody_w
         if stats.done == 511:
             release.set()  # only the slow one is left
 
-    start = time.monotonic()
     rollouts = await rl.rollout([rl.Group(maker, 64)] * 8, sampler, make_chat(), PARAMS, progress=progress)
     assert release.is_set()
     assert finished[-2:] == [0, 0]
-    assert time.monotonic() - start < 60  # one after the other would be 512 x 0.4 s = 205 s
     assert [len(group) for group in rollouts.groups] == [64] * 8
     assert all(trajectory.end == "terminated" and trajectory.reward == 2 for trajectory in rollouts.trajectories)
     assert [len(environment.threads) for environment in maker.made] == [1] * 512
@@ -96,21 +95,20 @@ class AsyncCountdown(Countdown):
 
 
 async def test_512_async_environments_run_at_once_on_the_event_loop(sampler) -> None:
-    release = asyncio.Event()
+    release, others = asyncio.Event(), asyncio.Barrier(511)
     maker = Maker(lambda index: AsyncCountdown())
 
     async def make() -> AsyncCountdown:
         environment = maker()
-        environment.delay = release.wait if len(maker.made) == 1 else lambda: asyncio.sleep(0.2)
+        environment.delay = release.wait if len(maker.made) == 1 else others.wait
         return environment
 
     def progress(stats: rl.RolloutStats) -> None:
         if stats.done == 511:
             release.set()
 
-    start = time.monotonic()
-    rollouts = await rl.rollout([rl.Group(make, 512)], sampler, make_chat(), PARAMS, progress=progress)
-    assert time.monotonic() - start < 60
+    async with asyncio.timeout(200):
+        rollouts = await rl.rollout([rl.Group(make, 512)], sampler, make_chat(), PARAMS, progress=progress)
     assert rollouts.mean_reward == 2
     assert {thread for environment in maker.made for thread in environment.threads} == {threading.get_ident()}
     assert [environment.closed for environment in maker.made] == [1] * 512
@@ -377,14 +375,12 @@ async def test_cancelling_ends_requests_and_closes_environments(sampler, how: st
 
 async def test_cancelling_leaves_stuck_calls_behind_and_closes_their_environments_when_they_return(sampler) -> None:
     release = threading.Event()
-    maker = Maker(lambda index: Countdown(on_step=lambda turn: release.wait(60) if index < 4 else None, turns=99))
+    maker = Maker(lambda index: Countdown(on_step=lambda turn: release.wait(100) if index < 4 else None, turns=99))
     task = asyncio.create_task(rl.rollout([rl.Group(maker, 8)], sampler, make_chat(), PARAMS))
     await until(lambda: len([environment for environment in maker.made if environment.actions]) == 8)
-    start = time.monotonic()
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    assert time.monotonic() - start < 20
     assert sorted(environment.closed for environment in maker.made) == [0] * 4 + [1] * 4
     release.set()
     await until(lambda: not environment_threads())
