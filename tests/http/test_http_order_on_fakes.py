@@ -203,7 +203,9 @@ async def test_waiting_for_a_missing_chunk_is_no_polling_on_fakes(
     api = await start_api(gap_patience=30)
     model = await api.model()
     await api.gradient(model, 2)
-    await asyncio.sleep(0.2)
+    await api.until(lambda: api.backend.runs.live(model).queue.ready == 1)
+    for _ in range(10):  # turns of the event loop: the round that preparing it wakes is over
+        await asyncio.sleep(0)
     rounds = 0
     original = TrainScheduler._round
 
