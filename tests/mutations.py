@@ -4,15 +4,15 @@
 
 A mutation is a mark of the test that catches it; the table of all of them is read from the test files:
 
-    @pytest.mark.mutation("mean-gradient", "losses.py", "values.sum(), leaf", "values.mean(), leaf")
+    @pytest.mark.mutation("draws-not-rewound", "patches.py", "        to_engine=_rewind_discarded_draws,\\n", "")
 
 Its arguments: a name; a file under `packages/`, by the end of its path; a text that the file holds exactly once; and
 what replaces it. `cases=("one", "two")` says which cases of a parametrized test must fail, otherwise one of them must.
 Another test that catches the same mutation has a mark with its name alone.
 
-The packages and tests are copied to temporary folders, one per worker; nothing here is changed. First all the tests
-must pass on a copy as it is. Then each mutation is made alone, and its tests run and must fail in their bodies, not in
-a fixture and not by a timeout.
+The packages and tests, and what tests read beside them, are copied to temporary folders, one per worker; nothing here
+is changed. First all the tests must pass on a copy as it is. Then each mutation is made alone, and its tests run and
+must fail in their bodies, not in a fixture and not by a timeout.
 
 Not part of the test suite, because it takes minutes. Exit status 0: every mutation was caught; 1: a test stayed green;
 2: a mutation does not apply, or a test does not pass on the unbroken copy, and its mutations were left out.
@@ -42,7 +42,10 @@ import hypothesis
 import pytest
 
 ROOT = Path(__file__).parents[1]
-COPIED = ("packages", "tests", "pyproject.toml")
+COPIED = (
+    *("packages", "tests", "benchmarks", "docs", "examples", "scripts"),
+    *("CONTRIBUTING.md", "LICENSE", "Makefile", "README.md", "pyproject.toml"),
+)
 PACKAGES = ("tinker_local.types", "tinker_local.client", "tinker_local.backend")
 
 HEAVY = (

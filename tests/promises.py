@@ -451,6 +451,11 @@ MISTAKES = (
         "One engine ignores a rule of a family's LM head",
         "head-without-a-name-in-vllm logits-not-capped",
     ),
+    Promise(
+        "vLLM",
+        "A patch of vLLM is not applied, or another version of vLLM passes it by",
+        "vllms-draw draws-not-rewound large-vocabularies-refused images-not-counted begun-sequences-not-reported",
+    ),
 )
 
 

@@ -144,10 +144,14 @@ def test_trainer_and_sampler_agree(
     assert min(effects.values()) > max(0.2, 2 * TOLERANCE), effects
 
 
-def test_gemma_3s_vocabulary_takes_adapters() -> None:
+@pytest.mark.mutation("large-vocabularies-refused", "patches.py", "        to_process=_allow_large_vocabularies,\n", "")
+def test_gemma_3s_vocabulary_takes_adapters(monkeypatch: pytest.MonkeyPatch) -> None:
     apply_to_process()
-    from vllm.lora.layers import LogitsProcessorWithLoRA
+    from vllm.lora.layers import LogitsProcessorWithLoRA, logits_processor
 
+    # Otherwise it asks the group of processes, which the first engine makes.
+    monkeypatch.setattr(logits_processor, "get_tensor_model_parallel_world_size", lambda: 1)
+    monkeypatch.setattr(logits_processor, "get_tensor_model_parallel_rank", lambda: 0)
     processor = torch.nn.Module()
     processor.vocab_size = 262_144
     head = LogitsProcessorWithLoRA(processor, 8, torch.float32, torch.device("cpu"), None)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from tinker_local.backend.vllm_engine.build_engine import prepare_environment
+from tinker_local.backend.vllm_engine.compat_vllm import runs_on_cpu
 from tinker_local.backend.vllm_engine.draw_tokens import ROWS, FullVocabularyDraw, Likeliest
 
 MANY = 2 * ROWS + 3
@@ -10,16 +11,18 @@ MANY = 2 * ROWS + 3
 
 def draws(logits, seeds, top_k):
     """Tokens and logprobs; each request has a seed, unless it is None."""
-    generators = {row: torch.Generator().manual_seed(seed) for row, seed in enumerate(seeds) if seed is not None}
-    module = FullVocabularyDraw(torch.device("cpu"))
-    tokens, scores = module(logits.clone(), generators, torch.tensor(top_k, dtype=torch.int32), None)
+    device = logits.device
+    generators = {row: torch.Generator(device).manual_seed(seed) for row, seed in enumerate(seeds) if seed is not None}
+    module = FullVocabularyDraw(device)
+    tokens, scores = module(logits.clone(), generators, torch.tensor(top_k, dtype=torch.int32, device=device), None)
     return tokens, scores.of(tokens)
 
 
 @pytest.fixture
 def logits():
     prepare_environment()
-    return torch.randn(MANY, 64, generator=torch.Generator().manual_seed(0))
+    device = "cpu" if runs_on_cpu() else "cuda"
+    return torch.randn(MANY, 64, generator=torch.Generator().manual_seed(0)).to(device)
 
 
 def test_each_request_of_a_large_step_draws_what_it_draws_alone(logits):

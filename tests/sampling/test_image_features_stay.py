@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 from tinker_local.backend.sampling.sampler import SampleWork
 from tinker_local.types import SamplingParams
 
@@ -19,6 +20,7 @@ async def test_requests_of_more_images_than_a_step_holds_encode_each_once(vl: An
     assert vl.sampler.images_encoded - before == len(prompts)
 
 
+@pytest.mark.mutation("images-not-counted", "patches.py", "        to_engine=_report_images,\n", "")
 async def test_start_of_an_engine_counts_no_image(vl: Any, text: Any, noise: Callable[..., Any]) -> None:
     """Its profiling runs do; and a text model has no tower."""
     from tinker_local.backend.vllm_engine.engine_thread import EngineThread

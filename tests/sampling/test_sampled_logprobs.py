@@ -51,6 +51,13 @@ async def test_a_batch_that_mixes_all_settings_agrees_with_hf(vl: Any, noise: Ca
     "        sampler.apply_temperature = lambda logits, *_: logits\n",
 )
 @pytest.mark.parametrize("settings", SETTINGS)
+@pytest.mark.mutation(  # what rewinds the draws needs them
+    "vllms-draw",
+    "patches.py",
+    "    draw_tokens.FullVocabularyDraw.install(model_runner(engine))\n\n\n"
+    "def _rewind_discarded_draws(engine: Any, events: EngineEvents) -> None:\n",
+    "    pass\n\n\ndef _rewind_discarded_draws(engine: Any, events: EngineEvents) -> None:\n    return\n",
+)
 async def test_each_setting_alone_agrees_with_hf(text: Any, settings: dict[str, Any]) -> None:
     prompt = text.prompt(list(range(30, 45)))
     params = SamplingParams(max_tokens=8, stop=(), **settings)

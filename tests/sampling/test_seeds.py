@@ -65,6 +65,7 @@ def test_seeds_are_63_bits_and_distinct() -> None:
     assert all(0 <= seed < 2**63 for seed in seeds)
 
 
+@pytest.mark.mutation("draws-not-rewound", "patches.py", "        to_engine=_rewind_discarded_draws,\n", "")
 async def test_a_seeded_prompt_that_takes_several_steps_draws_the_same(vl: Any) -> None:
     """vLLM on CPU would fail the step: it rewinds the generator of a prompt that is not all in yet."""
     long = vl.prompt([i % 300 for i in range(5000)])

@@ -3,6 +3,7 @@
 import asyncio
 from typing import Any
 
+import pytest
 from tinker_local.backend.sampling.sampler import SampleWork
 from tinker_local.types import SamplingParams
 
@@ -25,6 +26,7 @@ async def test_sequences_beyond_those_that_run_are_counted_as_waiting(text: Any)
     assert text.sampler.sequences_waiting == 0
 
 
+@pytest.mark.mutation("begun-sequences-not-reported", "patches.py", "        to_engine=_report_begun,\n", "")
 async def test_a_request_begins_when_its_first_sequence_has_a_place_and_is_told_once(text: Any) -> None:
     limit = await asyncio.wrap_future(
         text.sampler._thread.call(text.sampler._engine, lambda e: e.vllm_config.scheduler_config.max_num_seqs)

@@ -67,12 +67,14 @@ class VLLMHead:
 class Vision:
     """How a family reads images.
 
-    `tower`: path of the vision tower in the model. `tokens(config)`: the ids that mark an image. `read_image(processor,
+    `tower`: path of the vision tower in the model. `vllm_tower`: the same in vLLM; its forward takes `grid_thw`,
+    by name or second, with a row for each image. `tokens(config)`: the ids that mark an image. `read_image(processor,
     batch)`: the image in what the HF image processor returns for one. `encode_images(model, images)`: features of
     images in order, without a gradient.
     """
 
     tower: str
+    vllm_tower: str
     tokens: Callable[[Any], ImageTokens]
     read_image: Callable[[Any, Any], TrainerImage]
     encode_images: Callable[[Any, Sequence[RenderedImage]], ImageFeatures]

@@ -72,4 +72,10 @@ def _joined(features: Any) -> Any:
     return features if isinstance(features, torch.Tensor) else torch.cat(tuple(features))
 
 
-VISION = Vision(tower="model.visual", tokens=_image_tokens, read_image=_read_image, encode_images=_encode_images)
+VISION = Vision(
+    tower="model.visual",
+    vllm_tower="visual",
+    tokens=_image_tokens,
+    read_image=_read_image,
+    encode_images=_encode_images,
+)
