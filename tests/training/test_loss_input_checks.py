@@ -61,7 +61,7 @@ def test_lists_become_arrays_of_the_right_kind():
 
 @pytest.mark.mutation(
     "sparse-cells-out-of-place",
-    "tensors.py",
+    "datum.py",
     "dense[rows, self.sparse_col_indices] = self.data",
     "dense.reshape(-1)[: self.data.size] = self.data",
 )

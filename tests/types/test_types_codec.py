@@ -342,9 +342,7 @@ def test_envelope_refuses_only_what_has_no_place_in_an_order(body: bytes, expect
 UNKNOWN_FIELD = b"\x98\x06\x01"  # field 99, varint 1
 
 
-@pytest.mark.mutation(
-    "unknown-fields-of-protobuf-ignored", "wire_tensors.py", "    if len(unknown):\n", "    if False:\n"
-)
+@pytest.mark.mutation("unknown-fields-of-protobuf-ignored", "codec.py", "    if len(unknown):\n", "    if False:\n")
 @pytest.mark.parametrize(
     "path", ["", "data.0", "data.0.model_input.0", "data.0.model_input.0.encoded_text", "data.0.model_input.1.image"]
 )
@@ -450,7 +448,7 @@ def test_broken_results_are_named(change: dict[str, Any], expected: str) -> None
 
 @pytest.mark.mutation(
     "finish-reason-mapped-wrongly",
-    "sample_output.py",
+    "codec.py",
     'stop_reason=wire.STOP_REASON_LENGTH if sequence.stop_reason == "length" else wire.STOP_REASON_STOP,',
     "stop_reason=wire.STOP_REASON_STOP,",
 )
@@ -471,7 +469,7 @@ def test_sdk_reads_our_sample_output(output: SampleOutput) -> None:
 
 @pytest.mark.mutation(
     "nan-of-the-first-token-becomes-0",
-    "sample_output.py",
+    "codec.py",
     "message.prompt_logprobs = raw_bytes(output.prompt_logprobs, FLOAT32)",
     "message.prompt_logprobs = raw_bytes(__import__('numpy').nan_to_num(output.prompt_logprobs), FLOAT32)",
 )

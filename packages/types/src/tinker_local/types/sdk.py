@@ -17,17 +17,19 @@ from tinker_local.types.datum import (
     ImageChunk,
     ModelInput,
     ProvenanceSpan,
+    TensorData,
 )
 from tinker_local.types.errors import UnsupportedError
-from tinker_local.types.params import AdamParams, LoraConfig, SamplingParams
-from tinker_local.types.results import (
+from tinker_local.types.requests_and_results import (
+    AdamParams,
     ForwardBackwardOutput,
+    LoraConfig,
     PromptAltTokens,
     SampledSequence,
     SampleOutput,
+    SamplingParams,
     TopkLogprobs,
 )
-from tinker_local.types.tensors import TensorData
 
 NO_LOGPROB = -99999.0
 """Logprob of an empty cell of a top-k matrix (its token is 0)."""

@@ -42,7 +42,7 @@ from tinker_local.types import (
     SamplingParams,
     TopkLogprobs,
 )
-from tinker_local.types.results import StopReason
+from tinker_local.types.requests_and_results import StopReason
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -27,7 +27,7 @@ from tinker_local.types import (
     SaveWeightsRequest,
 )
 from tinker_local.types.codec import ForwardBackwardEnvelope, parse_forward_backward_envelope
-from tinker_local.types.requests import TrainingSeqId
+from tinker_local.types.requests_and_results import TrainingSeqId
 
 router = APIRouter(tags=["training"])
 M = TypeVar("M", bound=Frozen)

@@ -1,32 +1,43 @@
-"""`ForwardBackwardRequest` and `ForwardBackwardOutput` as protobuf."""
+"""The wire format: protobuf bytes from and to our types.
+
+Decoding makes no Python lists: an array is a read-only numpy view of the bytes that protobuf hands out (only int32 and
+bfloat16 tensors are widened into new memory). A `forward_backward` body is decoded in two stages, because a server
+accepts every request that it can put in order and reports what is wrong with its data through the future:
+`parse_forward_backward_envelope` fails only if there is no model and no place in its order; `envelope.decode()` fails
+with an InvalidRequestError that names the field, e.g. `data[3].loss_fn_inputs['weights']`.
+
+Arrays are raw little-endian bytes in C order. A field that the schema does not know is refused, never dropped.
+"""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby, pairwise
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
-from tinker_local.types.base import errors_named
-from tinker_local.types.codec.wire_tensors import (
-    INT32,
-    INT64,
-    TENSOR_DTYPES,
-    WIRE_DTYPES,
-    decode_tensor,
-    decode_values,
-    encode_tensor,
-    parse,
-    raw_bytes,
-    refuse_unknown_fields,
-    view,
+from google.protobuf.message import DecodeError, Message
+from google.protobuf.unknown_fields import UnknownFieldSet
+from tinker_local.types.base import errors_named, freeze
+from tinker_local.types.datum import (
+    Datum,
+    EncodedTextChunk,
+    ImageChunk,
+    ModelInput,
+    ProvenanceSpan,
+    TensorData,
+    TensorDtype,
 )
-from tinker_local.types.datum import Datum, EncodedTextChunk, ImageChunk, ModelInput, ProvenanceSpan
 from tinker_local.types.errors import InternalError, InvalidRequestError, UnsupportedError
-from tinker_local.types.requests import ForwardBackwardRequest
-from tinker_local.types.results import ForwardBackwardOutput
-from tinker_local.types.tensors import TensorData
+from tinker_local.types.requests_and_results import (
+    ForwardBackwardOutput,
+    ForwardBackwardRequest,
+    PromptAltTokens,
+    SampledSequence,
+    SampleOutput,
+    TopkLogprobs,
+)
 from tinker_local.types.wire import tinker_local_wire_pb2 as wire
 
 
@@ -210,7 +221,9 @@ def encode_forward_backward_output(output: ForwardBackwardOutput) -> bytes:
     for a tensor like [3, 0], whose first dimension the format cannot hold.
     """
     message = wire.ForwardBackwardOutput(loss_fn_output_type=output.loss_fn_output_type, metrics=output.metrics)
-    datums = [{name: _at_least_1d(tensor) for name, tensor in datum.items()} for datum in output.loss_fn_outputs]
+    datums = [
+        {name: np.atleast_1d(tensor.to_numpy()) for name, tensor in datum.items()} for datum in output.loss_fn_outputs
+    ]
     for layout, group in groupby(datums, key=_layout):
         members = list(group)
         record = message.loss_fn_outputs.add(num_datums=len(members))
@@ -238,10 +251,6 @@ def decode_forward_backward_output(body: bytes) -> ForwardBackwardOutput:
         loss_fn_outputs=tuple(datums),
         metrics=dict(message.metrics),
     )
-
-
-def _at_least_1d(tensor: TensorData) -> npt.NDArray[Any]:
-    return np.atleast_1d(tensor.to_numpy())
 
 
 def _layout(datum: Mapping[str, npt.NDArray[Any]]) -> dict[str, tuple[str, tuple[int, ...]]]:
@@ -281,3 +290,211 @@ def _decode_batch(message: wire.BatchedTensor, num_datums: int, where: str) -> l
         with errors_named(where):
             tensors.append(TensorData(data=values[start:end], dtype=dtype, shape=shape))
     return tensors
+
+
+# The result of a sample (its request is JSON) -------------------------------------------------------------------------
+
+
+def encode_sample_output(output: SampleOutput) -> bytes:
+    """`output` as the SDK reads it; without sequence ids (the SDK takes them from the promise)."""
+    message = wire.SampleResponse(prompt_cache_hit_tokens=output.prompt_cache_hit_tokens)
+    for sequence in output.sequences:
+        target = message.sequences.add(
+            stop_reason=wire.STOP_REASON_LENGTH if sequence.stop_reason == "length" else wire.STOP_REASON_STOP,
+            tokens=raw_bytes(sequence.tokens, INT32),
+        )
+        if sequence.logprobs is not None:
+            target.logprobs = raw_bytes(sequence.logprobs, FLOAT32)
+        if sequence.topk_logprobs is not None:
+            _encode_topk(sequence.topk_logprobs, target.topk_sampled_logprobs)
+    if output.prompt_logprobs is not None:
+        message.prompt_logprobs = raw_bytes(output.prompt_logprobs, FLOAT32)
+    if output.topk_prompt_logprobs is not None:
+        _encode_topk(output.topk_prompt_logprobs, message.topk_prompt_logprobs)
+    if output.target_prompt_logprobs is not None:
+        _encode_shaped(output.target_prompt_logprobs, message.target_prompt_logprobs)
+    if output.prompt_alt_tokens is not None:
+        _encode_shaped(output.prompt_alt_tokens.tokens, message.prompt_alt_tokens.tokens)
+        _encode_shaped(output.prompt_alt_tokens.logprobs, message.prompt_alt_tokens.logprobs)
+    return bytes(message.SerializeToString())
+
+
+def decode_sample_output(body: bytes) -> SampleOutput:
+    """The inverse of `encode_sample_output`; `sequence_id` is None."""
+    message = parse(wire.SampleResponse(), body)
+    refuse_unknown_fields(message, "body")
+    has = message.HasField
+    alternatives = None
+    if has("prompt_alt_tokens"):
+        refuse_unknown_fields(message.prompt_alt_tokens, "prompt_alt_tokens")
+        alternatives = PromptAltTokens(
+            tokens=decode_tensor(message.prompt_alt_tokens.tokens, "prompt_alt_tokens.tokens"),
+            logprobs=decode_tensor(message.prompt_alt_tokens.logprobs, "prompt_alt_tokens.logprobs"),
+        )
+    return SampleOutput(
+        sequences=tuple(
+            _decode_sequence(sequence, f"sequences[{index}]") for index, sequence in enumerate(message.sequences)
+        ),
+        prompt_logprobs=(view(message.prompt_logprobs, FLOAT32, "prompt_logprobs") if has("prompt_logprobs") else None),
+        topk_prompt_logprobs=(
+            _decode_topk(message.topk_prompt_logprobs, "topk_prompt_logprobs") if has("topk_prompt_logprobs") else None
+        ),
+        target_prompt_logprobs=(
+            decode_tensor(message.target_prompt_logprobs, "target_prompt_logprobs")
+            if has("target_prompt_logprobs")
+            else None
+        ),
+        prompt_alt_tokens=alternatives,
+        prompt_cache_hit_tokens=message.prompt_cache_hit_tokens,
+    )
+
+
+def _decode_sequence(message: wire.SampledSequence, where: str) -> SampledSequence:
+    refuse_unknown_fields(message, where)
+    if message.stop_reason not in (wire.STOP_REASON_STOP, wire.STOP_REASON_LENGTH):
+        raise InvalidRequestError(f"{where}.stop_reason: unknown value {message.stop_reason}")
+    tokens = view(message.tokens, INT32, f"{where}.tokens")
+    logprobs = view(message.logprobs, FLOAT32, f"{where}.logprobs") if message.HasField("logprobs") else None
+    topk = None
+    if message.HasField("topk_sampled_logprobs"):
+        topk = _decode_topk(message.topk_sampled_logprobs, f"{where}.topk_sampled_logprobs")
+    with errors_named(where):
+        return SampledSequence(
+            stop_reason="length" if message.stop_reason == wire.STOP_REASON_LENGTH else "stop",
+            tokens=tokens,
+            logprobs=logprobs,
+            topk_logprobs=topk,
+        )
+
+
+def _encode_topk(topk: TopkLogprobs, message: wire.TopkLogprobs) -> None:
+    message.length, message.k = topk.token_ids.shape
+    message.token_ids = raw_bytes(topk.token_ids, INT32)
+    message.logprobs = raw_bytes(topk.logprobs, FLOAT32)
+
+
+def _encode_shaped(tensor: TensorData, message: wire.Tensor) -> None:
+    """With the shape spelled out: in results the SDK reads a missing one as that of a scalar."""
+    encode_tensor(tensor, message)
+    message.shape[:] = tensor.dense_shape
+
+
+def _decode_topk(message: wire.TopkLogprobs, where: str) -> TopkLogprobs:
+    refuse_unknown_fields(message, where)
+    token_ids = view(message.token_ids, INT32, f"{where}.token_ids")
+    logprobs = view(message.logprobs, FLOAT32, f"{where}.logprobs")
+    shape = (message.length, message.k)
+    for name, array in (("token_ids", token_ids), ("logprobs", logprobs)):
+        if array.size != message.length * message.k:
+            raise InvalidRequestError(f"{where}.{name}: {array.size} values for shape {list(shape)}")
+    return TopkLogprobs(token_ids=token_ids.reshape(shape), logprobs=logprobs.reshape(shape))
+
+
+# Tensors --------------------------------------------------------------------------------------------------------------
+
+
+M = TypeVar("M", bound=Message)
+
+
+INT32 = np.dtype("<i4")
+
+
+INT64 = np.dtype("<i8")
+
+
+FLOAT32 = np.dtype("<f4")
+
+
+UINT16 = np.dtype("<u2")
+
+
+WIRE_DTYPES: dict[int, tuple[np.dtype[Any], TensorDtype]] = {
+    wire.DTYPE_FLOAT32: (FLOAT32, "float32"),
+    wire.DTYPE_INT64: (INT64, "int64"),
+    wire.DTYPE_INT32: (INT32, "int64"),
+    wire.DTYPE_BFLOAT16: (UINT16, "float32"),
+}
+"""For each wire dtype: how to read its bytes, and the dtype of the resulting tensor."""
+
+
+TENSOR_DTYPES: dict[TensorDtype, tuple[wire.DType, np.dtype[Any]]] = {
+    "float32": (wire.DTYPE_FLOAT32, FLOAT32),
+    "int64": (wire.DTYPE_INT64, INT64),
+}
+
+
+def encode_tensor(tensor: TensorData, message: wire.Tensor) -> None:
+    dtype, as_numpy = TENSOR_DTYPES[tensor.dtype]
+    message.dtype = dtype
+    message.shape.extend(tensor.shape or ())
+    if tensor.sparse_crow_indices is None or tensor.sparse_col_indices is None:
+        message.dense = raw_bytes(tensor.data, as_numpy)
+        return
+    message.sparse_csr.values = raw_bytes(tensor.data, as_numpy)
+    message.sparse_csr.crow_indices = raw_bytes(tensor.sparse_crow_indices, INT64)
+    message.sparse_csr.col_indices = raw_bytes(tensor.sparse_col_indices, INT64)
+
+
+def decode_tensor(message: wire.Tensor, where: str) -> TensorData:
+    refuse_unknown_fields(message, where)
+    shape = tuple(message.shape) or None
+    encoding = message.WhichOneof("encoding")
+    if encoding is None:
+        raise InvalidRequestError(f"{where}: neither dense nor sparse_csr is set")
+    if encoding == "dense":
+        values, dtype = decode_values(message.dense, message.dtype, where)
+        with errors_named(where):
+            return TensorData(data=values, dtype=dtype, shape=shape)
+    csr = message.sparse_csr
+    refuse_unknown_fields(csr, where)
+    values, dtype = decode_values(csr.values, message.dtype, where)
+    crow = view(csr.crow_indices, INT64, f"{where}.crow_indices")
+    col = view(csr.col_indices, INT64, f"{where}.col_indices")
+    with errors_named(where):
+        return TensorData(data=values, dtype=dtype, shape=shape, sparse_crow_indices=crow, sparse_col_indices=col)
+
+
+def decode_values(raw: bytes, wire_dtype: int, where: str) -> tuple[npt.NDArray[Any], TensorDtype]:
+    """The numbers in `raw`, and the dtype of the resulting tensor."""
+    if wire_dtype not in WIRE_DTYPES:
+        known = ", ".join(f"{number} {wire.DType.Name(number)}" for number in WIRE_DTYPES)
+        raise InvalidRequestError(f"{where}.dtype: unknown value {wire_dtype}, known are {known}")
+    numpy_dtype, dtype = WIRE_DTYPES[wire_dtype]
+    values = view(raw, numpy_dtype, where)
+    if wire_dtype == wire.DTYPE_INT32:
+        return freeze(values.astype(np.int64)), dtype
+    if wire_dtype == wire.DTYPE_BFLOAT16:  # the upper half of a float32
+        halves = freeze(values.astype(np.uint32) << 16)
+        return halves.view(np.float32), dtype
+    return values, dtype
+
+
+def view(raw: bytes, dtype: np.dtype[Any], where: str) -> npt.NDArray[Any]:
+    """`raw` as a flat read-only array, without a copy."""
+    if len(raw) % dtype.itemsize:
+        raise InvalidRequestError(f"{where}: {len(raw)} bytes are not a multiple of {dtype.itemsize} ({dtype})")
+    return np.frombuffer(raw, dtype)
+
+
+def raw_bytes(array: npt.NDArray[Any], dtype: np.dtype[Any]) -> bytes:
+    """The bytes of `array` in C order and little-endian `dtype`."""
+    return np.ascontiguousarray(array, dtype).tobytes()
+
+
+def parse(message: M, body: bytes) -> M:
+    """`message` filled from `body`; InvalidRequestError if that is not protobuf."""
+    try:
+        message.ParseFromString(body)
+    except DecodeError as error:
+        raise InvalidRequestError(
+            f"body: {len(body)} bytes that are not a {type(message).__name__} ({error})"
+        ) from None
+    return message
+
+
+def refuse_unknown_fields(message: Message, where: str) -> None:
+    """UnsupportedError for fields of `message` itself that the schema lacks: a later SDK gives them a meaning."""
+    unknown = UnknownFieldSet(message)
+    if len(unknown):
+        numbers = sorted({unknown[index].field_number for index in range(len(unknown))})
+        raise UnsupportedError(f"{where}: field numbers {numbers} are not known to this server")
