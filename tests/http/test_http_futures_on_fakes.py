@@ -30,7 +30,8 @@ async def test_result_wakes_the_poll_within_milliseconds_on_fakes(api: Api) -> N
     # fastest of 40, which a busy machine does not slow down.
     assert min(took) < 0.02
 
-    operation = await api.backend.futures.get(await api.gradient(model, 47))  # 46 is missing: it waits
+    operation = api.backend.operations.get(await api.gradient(model, 47))  # 46 is missing: it waits
+    assert operation is not None
     waiting = [asyncio.create_task(operation.wait(30)) for _ in range(5)]
     await asyncio.sleep(0.05)
     operation.fail(NotFoundError("enough"))
@@ -179,7 +180,7 @@ async def test_cancelling_before_the_work_began_frees_the_slot_too_on_fakes(api:
     sampler = await api.base_sampler()
     request = SampleRequest(sampling_session_id=sampler, seq_id=0, prompt=ModelInput.from_ints([5]))
     operation = await api.backend.sampling.sample(request)
-    api.backend.futures.cancel(operation.request_id)  # its task has not had a turn yet
+    api.backend.operations.cancel(operation.request_id)  # its task has not had a turn yet
     await asyncio.sleep(0.05)
     await api.until(lambda: api.backend.sampling._queued == 0)
     assert not api.backend.sampling._open[sampler].running
@@ -384,9 +385,9 @@ async def test_saves_in_flight_are_finished_when_the_server_stops_on_fakes(
         return original(*args, **kwargs)
 
     monkeypatch.setattr(api.backend.store, "write_checkpoint", slow)
-    operation = await api.backend.futures.get(
-        await api.submit("save_weights", {"model_id": model, "seq_id": 1, "path": "a"})
-    )
+    request_id = await api.submit("save_weights", {"model_id": model, "seq_id": 1, "path": "a"})
+    operation = api.backend.operations.get(request_id)
+    assert operation is not None
     await api.until(lambda: bool(api.backend.runs.live(model).captures))
     await api.backend.close()
     path = (await operation)["path"]

@@ -311,7 +311,7 @@ async def test_a_cancelled_sample_lets_the_trainer_have_its_memory_on_fakes(api)
     await api.until(lambda: len(gradients(api)) == 1)
     held_back = await api.sample(sampler, 1)
     for request_id in (held_back, flying):
-        api.backend.futures.cancel(request_id)
+        api.backend.operations.cancel(request_id)
     await api.result(gradient)
     assert (sleeps(api), api.sampler.begun) == ((1, True), 1)
 
@@ -325,7 +325,7 @@ async def test_a_sample_cancelled_while_the_sampler_wakes_holds_up_nobody_on_fak
     await api.until(lambda: api.trainer.entered)
     first, second = await samples(api, sampler, (0, 1))
     await asyncio.sleep(0.05)
-    api.backend.futures.cancel(first)
+    api.backend.operations.cancel(first)
     api.trainer.hold.set()
     await api.result(gradient)
     await api.result(second)

@@ -203,7 +203,7 @@ async def test_running_and_waiting_requests_are_told_apart_on_fakes(api: Api) ->
     }
     cancelled = await api.sample(sampler, 4)
     await api.until(lambda: api.sampler.running == 5)
-    api.backend.futures.cancel(cancelled)
+    api.backend.operations.cancel(cancelled)
     await api.until(lambda: api.sampler.running == 4)
     assert (await metrics(api))[("requests_running", BASE, "sampler")] == 4
     api.trainer.hold.set()

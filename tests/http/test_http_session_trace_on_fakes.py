@@ -12,7 +12,7 @@ import httpx
 import pytest
 from tinker_local.backend.control import session_traces
 from tinker_local.backend.control.sessions import now
-from tinker_local.backend.traces import recorder
+from tinker_local.backend.scheduling import operations
 
 from tests.http.conftest import Api, StartApi
 from tests.traces.trace_reading import ReadTrace, Slice, read_trace
@@ -165,7 +165,7 @@ async def test_failed_and_cancelled_requests_say_why_on_fakes(api: Api, make_dat
     unended = await trace_of(api, session)
     assert unended.of(stopped).end is None
     assert unended.of(stopped).arguments["outcome"] == "not ended"
-    api.backend.futures.cancel(stopped)
+    api.backend.operations.cancel(stopped)
     api.sampler.hold.set()
     trace = await trace_of(api, session)
     assert trace.of(bad).arguments["outcome"] == "user"
@@ -216,7 +216,7 @@ async def test_trace_of_a_session_that_lost_its_place_to_others_is_of_what_it_di
     sampler = await api.base_sampler(session)
     await api.result(await api.sample(sampler, 1))
     assert "all 1 requests since" in (await trace_of(api, session)).notes[0]
-    monkeypatch.setattr(recorder, "MOST", 1)
+    monkeypatch.setattr(operations, "MOST_TIMELINES", 1)
     await api.model()  # of another session
     monkeypatch.undo()
     began = now()
@@ -328,8 +328,8 @@ async def test_build_that_fails_says_so_and_is_tried_again_on_fakes(api: Api, mo
 @pytest.mark.mutation(
     "traces-of-sessions-that-never-were",
     "operations.py",
-    "        if operation.failures is not None:\n            self._record",
-    "        if True:\n            self._record",
+    "        if operation.failures is not None:\n            self.recorder.record",
+    "        if True:\n            self.recorder.record",
 )
 async def test_requests_of_unknown_models_are_recorded_for_nobody_on_fakes(api: Api) -> None:
     session = await api.session()

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-from tinker_local.backend.scheduling.command_log import (
+from tinker_local.backend.scheduling.run_queue import (
     LONGEST_RETRY,
     PATIENCE,
     REFUSED_PATIENCE,
@@ -52,7 +52,7 @@ def refusal(
 
 @pytest.mark.mutation(
     "queue-without-end",
-    "command_log.py",
+    "run_queue.py",
     "        if reason is not None and waited < PATIENCE:\n",
     "        if False:\n",
 )
@@ -77,7 +77,7 @@ def test_all_are_refused_beyond_the_bounds_of_all() -> None:
 
 
 @pytest.mark.mutation(
-    "bound-locks-a-model", "command_log.py", "        if not queue.commands.can_run(now):\n            return\n", ""
+    "bound-locks-a-model", "run_queue.py", "        if not queue.commands.can_run(now):\n            return\n", ""
 )
 def test_model_that_cannot_run_without_it_is_never_refused() -> None:
     """The first chunk comes last; a lower id may have been refused while a higher one was taken."""
@@ -93,7 +93,7 @@ def test_model_that_cannot_run_without_it_is_never_refused() -> None:
 
 @pytest.mark.mutation(
     "refused-until-the-sdk-gives-up",
-    "command_log.py",
+    "run_queue.py",
     "        if reason is not None and waited < PATIENCE:\n",
     "        if reason is not None:\n",
 )
@@ -110,7 +110,7 @@ def test_nobody_is_refused_for_as_long_as_the_sdk_tries() -> None:
     assert refusal(queue, 6) is not None  # each on its own
 
 
-@pytest.mark.mutation("refused-id-is-a-gap", "command_log.py", "            queue.commands.refuse(seq_id, now)\n", "")
+@pytest.mark.mutation("refused-id-is-a-gap", "run_queue.py", "            queue.commands.refuse(seq_id, now)\n", "")
 def test_refused_id_is_no_gap_for_a_step_to_skip() -> None:
     queue = Queue().add(1, 2, 3, 4)
     assert refusal(queue, 5) is not None

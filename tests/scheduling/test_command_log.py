@@ -3,7 +3,7 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tinker_local.backend.scheduling.command_log import CommandLog
+from tinker_local.backend.scheduling.run_queue import CommandLog
 
 
 def drain(log: CommandLog[str], now: float = 0.0) -> list[str]:
@@ -27,7 +27,7 @@ def test_chunks_run_in_seq_id_order_whatever_the_arrival_order(order: list[int])
 
 @pytest.mark.mutation(
     "order-of-arrival",
-    "command_log.py",
+    "run_queue.py",
     "            if not self._skipped(now) and not overdue:\n",
     "            if False:\n",
 )
@@ -40,9 +40,7 @@ def test_first_chunk_last_as_the_sdk_sends_them() -> None:
     assert drain(log) == ["a", "b", "c"]
 
 
-@pytest.mark.mutation(
-    "gap-not-skipped-by-a-step", "command_log.py", "self._skip_to = max(self._skip_to, seq_id)", "pass"
-)
+@pytest.mark.mutation("gap-not-skipped-by-a-step", "run_queue.py", "self._skip_to = max(self._skip_to, seq_id)", "pass")
 def test_gap_is_skipped_at_once_by_an_operation_that_is_not_forward_backward() -> None:
     log: CommandLog[str] = CommandLog()
     log.add(2, "gradient", chunk=True, now=0)
@@ -53,7 +51,7 @@ def test_gap_is_skipped_at_once_by_an_operation_that_is_not_forward_backward() -
 
 @pytest.mark.mutation(
     "gap-waited-for-for-ever",
-    "command_log.py",
+    "run_queue.py",
     "overdue = self._gap_since is not None and now - self._gap_since >= self._patience",
     "overdue = False",
 )
@@ -68,7 +66,7 @@ def test_gap_below_forward_backward_waits_until_patience_ends() -> None:
 
 @pytest.mark.mutation(
     "skipped-id-stays-open",
-    "command_log.py",
+    "run_queue.py",
     "return seq_id >= self.next_seq_id and seq_id not in self._entries",
     "return seq_id not in self._entries",
 )
@@ -82,7 +80,7 @@ def test_skipped_id_is_closed() -> None:
 
 @pytest.mark.mutation(
     "skipped-gap-forgotten",
-    "command_log.py",
+    "run_queue.py",
     '            self.poison(f"the request with seq_id {missing} never arrived")\n',
     "",
 )

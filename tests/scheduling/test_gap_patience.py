@@ -2,7 +2,7 @@
 
 import pytest
 from tinker_local.backend.options import BackendOptions
-from tinker_local.backend.scheduling.command_log import GAP_PATIENCE, CommandLog
+from tinker_local.backend.scheduling.run_queue import GAP_PATIENCE, CommandLog
 
 SDK_RETRIES_SECONDS = 300
 

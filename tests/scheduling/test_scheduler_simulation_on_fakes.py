@@ -11,8 +11,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
-from tinker_local.backend.scheduling.command_log import Bounds, Load
-from tinker_local.backend.scheduling.run_queue import COPY_COST
+from tinker_local.backend.scheduling.run_queue import COPY_COST, Bounds, Load
 from tinker_local.types import GoneError, InvalidRequestError
 
 from tests.scheduling.traffic import UNBOUNDED, Model, Sent, World, lock_step, outcome, pipelined

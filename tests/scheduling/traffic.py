@@ -7,11 +7,10 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
-from tinker_local.backend.scheduling.command_log import Bounds, Load
 from tinker_local.backend.scheduling.fairness import gradient_cost
 from tinker_local.backend.scheduling.memory_sharing import MemorySharing
 from tinker_local.backend.scheduling.operations import Operation, OperationKind
-from tinker_local.backend.scheduling.run_queue import COPY_COST, GradientCommand, RunQueue, StepCommand
+from tinker_local.backend.scheduling.run_queue import COPY_COST, Bounds, GradientCommand, Load, RunQueue, StepCommand
 from tinker_local.backend.scheduling.train_scheduler import LONGEST_WAIT, TrainScheduler
 from tinker_local.backend.training.trainer import TrainResult, TrainWork
 from tinker_local.types import ApiError, InvalidRequestError, TooManyRequestsError

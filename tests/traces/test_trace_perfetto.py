@@ -1,8 +1,8 @@
 """Timelines as Perfetto's packets."""
 
 import pytest
+from tinker_local.backend.perfetto import OwnerTrack, SessionTrace, packets
 from tinker_local.backend.scheduling.operations import Stage, Timeline
-from tinker_local.backend.traces.perfetto import OwnerTrack, SessionTrace, packets
 from tinker_local.types.wire.perfetto_trace_pb2 import Trace
 
 from tests.traces.trace_reading import ReadTrace, read_trace

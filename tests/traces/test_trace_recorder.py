@@ -3,10 +3,9 @@
 from typing import Any
 
 import pytest
-from tinker_local.backend.scheduling.operations import LONGEST_ERROR, Timeline
-from tinker_local.backend.traces import recorder
-from tinker_local.backend.traces.perfetto import OwnerTrack, SessionTrace, packets
-from tinker_local.backend.traces.recorder import TraceRecorder
+from tinker_local.backend.perfetto import OwnerTrack, SessionTrace, packets
+from tinker_local.backend.scheduling import operations
+from tinker_local.backend.scheduling.operations import LONGEST_ERROR, Timeline, TraceRecorder
 from tinker_local.types import InternalError
 
 
@@ -22,15 +21,15 @@ def fill(traces: TraceRecorder, session: str, count: int) -> None:
 
 @pytest.mark.mutation(
     "traces-grow-without-bound",
-    "recorder.py",
-    "elif len(self._arrivals) > MOST:",
+    "operations.py",
+    "elif len(self._arrivals) > MOST_TIMELINES:",
     "elif len(self._arrivals) < 0:",
 )
 def test_all_sessions_together_keep_no_more_than_the_bound_and_the_oldest_go_first(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(recorder, "MOST", 40)
-    monkeypatch.setattr(recorder, "SESSION_MOST", 1000)
+    monkeypatch.setattr(operations, "MOST_TIMELINES", 40)
+    monkeypatch.setattr(operations, "MOST_OF_A_SESSION", 1000)
     traces = TraceRecorder()
     for session in ("s-a", "s-b", "s-a"):
         fill(traces, session, 15)
@@ -47,11 +46,14 @@ def test_all_sessions_together_keep_no_more_than_the_bound_and_the_oldest_go_fir
 
 
 @pytest.mark.mutation(
-    "one-session-drops-the-traces-of-all", "recorder.py", "if len(session.timelines) > SESSION_MOST:", "if False:"
+    "one-session-drops-the-traces-of-all",
+    "operations.py",
+    "if len(session.timelines) > MOST_OF_A_SESSION:",
+    "if False:",
 )
 def test_a_busy_session_drops_its_own_timelines_and_not_those_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recorder, "MOST", 40)
-    monkeypatch.setattr(recorder, "SESSION_MOST", 10)
+    monkeypatch.setattr(operations, "MOST_TIMELINES", 40)
+    monkeypatch.setattr(operations, "MOST_OF_A_SESSION", 10)
     traces = TraceRecorder()
     fill(traces, "s-quiet", 3)
     fill(traces, "s-busy", 1000)
@@ -63,7 +65,7 @@ def test_a_busy_session_drops_its_own_timelines_and_not_those_of_others(monkeypa
 
 
 def test_sessions_without_timelines_leave_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recorder, "MOST", 10)
+    monkeypatch.setattr(operations, "MOST_TIMELINES", 10)
     traces = TraceRecorder()
     for number in range(1000):
         fill(traces, f"s-{number}", 1)

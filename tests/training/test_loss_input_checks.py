@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from tinker_local.backend.rendering.rendered_input import RenderedInput
 from tinker_local.backend.training.losses import LOSSES, NEAREST, loss_of
-from tinker_local.backend.training.losses.loss_inputs import make_train_datum
+from tinker_local.backend.training.losses.loss import make_train_datum
 from tinker_local.types import (
     Datum,
     EncodedTextChunk,
@@ -32,7 +32,7 @@ def datum(spans=None, **inputs):
 
 def check(loss_fn="cross_entropy", spans=None, **inputs):
     rendered = RenderedInput(np.arange(N, dtype=np.int32))
-    return make_train_datum(datum(spans, **inputs), rendered, loss_fn, VOCAB, "data[3]")
+    return make_train_datum(datum(spans, **inputs), rendered, loss_of(loss_fn), VOCAB, "data[3]")
 
 
 def refusal(*words, loss_fn="cross_entropy", spans=None, **inputs):
@@ -79,9 +79,7 @@ def test_sparse_targets_and_weights_are_made_dense():
     assert result.loss_inputs["weights"].tolist() == [[0, 0, 0.5], [0, 0, 0], [-1, 2, 0], [0, 0, 0]]
 
 
-@pytest.mark.mutation(
-    "lengths-not-compared", "loss_inputs.py", "    if targets.shape[0] != length:\n", "    if False:\n"
-)
+@pytest.mark.mutation("lengths-not-compared", "loss.py", "    if targets.shape[0] != length:\n", "    if False:\n")
 def test_lengths_that_differ_are_refused_with_both_numbers():
     refusal("data[3].loss_fn_inputs.target_tokens", 5, 4, target_tokens=np.arange(5))
     refusal("data[3].loss_fn_inputs.weights", [3], [4], target_tokens=TARGETS, weights=np.ones(3, np.float32))
@@ -97,7 +95,7 @@ def test_unknown_and_missing_inputs_are_refused_by_name():
 
 @pytest.mark.mutation(
     "not-a-number-becomes-0",
-    "loss_inputs.py",
+    "loss.py",
     "    values = np.asarray(tensor.to_numpy(), dtype=np.float32)\n",
     "    values = np.nan_to_num(np.asarray(tensor.to_numpy(), dtype=np.float32))\n",
 )
@@ -111,7 +109,7 @@ def test_numbers_that_are_not_finite_are_refused_with_their_position(name, value
 
 @pytest.mark.mutation(
     "switched-off-targets-refused",
-    "loss_inputs.py",
+    "loss.py",
     "(targets >= vocab_size)) & any_of(inputs, loss.target_inputs)",
     "(targets >= vocab_size))",
 )
@@ -232,7 +230,7 @@ def test_settings_that_make_no_sense_are_refused_by_name(loss_fn, config):
 
 def test_checks_and_families_load_without_torch():
     code = (
-        "import sys, tinker_local.backend.training.losses.loss_inputs, tinker_local.backend.training.optimizers\n"
+        "import sys, tinker_local.backend.training.losses.loss, tinker_local.backend.training.optimizers\n"
         "import tinker_local.backend.families\n"
         "assert not {'torch', 'transformers', 'vllm'} & sys.modules.keys()"
     )

@@ -148,6 +148,11 @@ class ModelInput(Frozen):
         """An input without chunks, to append to."""
         return cls()
 
+    @property
+    def names_images(self) -> bool:
+        """Whether any of its images is named and not sent."""
+        return any(isinstance(chunk, ImageAssetPointerChunk) for chunk in self.chunks)
+
     def append(self, chunk: EncodedTextChunk | ImageChunk | ImageAssetPointerChunk) -> Self:
         """A new input with `chunk` at the end."""
         return type(self)(chunks=(*self.chunks, chunk))

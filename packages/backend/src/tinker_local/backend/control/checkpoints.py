@@ -7,11 +7,11 @@ from collections.abc import Callable
 from datetime import datetime
 from typing import Any
 
-from tinker_local.backend import ids
 from tinker_local.backend.control.checkpoint_lifetime import CheckpointUses, check_ttl, expiry
 from tinker_local.backend.control.sampling_sessions import SamplerVersions, Sampling
 from tinker_local.backend.control.sessions import Sessions, check_no_token, check_project
 from tinker_local.backend.control.training_runs import TrainingRuns
+from tinker_local.backend.scheduling.operations import model_id_in
 from tinker_local.backend.storage.names import parse_tinker_path
 from tinker_local.backend.storage.records import CheckpointRecord, CopyRecord, SessionRecord, TrainingRunRecord
 from tinker_local.backend.storage.store import Store
@@ -135,7 +135,7 @@ class Checkpoints:
                 )
             keys.append(f"key {idempotency_key}")
         if request.session_id is not None and request.model_seq_id is not None:
-            keys.append(f"run {ids.model_id(request.session_id, request.model_seq_id)}")
+            keys.append(f"run {model_id_in(request.session_id, request.model_seq_id)}")
         asked = request.model_dump(exclude_none=True)
         async with self._one_copy_at_a_time:  # concurrent requests with one key make one copy
             for key in keys:
@@ -171,7 +171,7 @@ class Checkpoints:
         else:
             session_id, number, session = request.session_id, request.model_seq_id, None
             await self._sessions.require(session_id)
-        run_id = ids.model_id(session_id, number)
+        run_id = model_id_in(session_id, number)
         if session is None:
             self._runs.reserve(run_id)
         run = TrainingRunRecord(

@@ -10,8 +10,8 @@ from typing import Any
 from tinker_local.backend.control.checkpoint_lifetime import CheckpointUses
 from tinker_local.backend.control.checkpoints import Checkpoints
 from tinker_local.backend.control.exports import Exports
-from tinker_local.backend.control.futures import Futures
 from tinker_local.backend.control.load_weights import LoadWeights
+from tinker_local.backend.control.lost_requests import LostRequests
 from tinker_local.backend.control.sampling_sessions import SamplerVersions, Sampling
 from tinker_local.backend.control.save_weights_for_sampler import SaveWeightsForSampler
 from tinker_local.backend.control.session_traces import SessionTraces
@@ -26,7 +26,6 @@ from tinker_local.backend.options import BackendOptions, ModelSource
 from tinker_local.backend.scheduling.operations import Operations
 from tinker_local.backend.storage.store import Store
 from tinker_local.backend.storage.versions import VersionFolders
-from tinker_local.backend.traces.recorder import TraceRecorder
 from tinker_local.types import InternalError
 
 log = logging.getLogger(__name__)
@@ -37,8 +36,8 @@ class ControlPlane:
 
     `sessions`: create, heartbeat, finish, list, search. `runs`: training runs, created and ended. `training`: the
     commands of a run. `sampling`: sampling sessions and samples. `checkpoints`: look-up, expiry, deletion, copies.
-    `exports`: signed downloads. `futures`: operations by request id. `traces`: where a session's time went. `models`:
-    the base models.
+    `exports`: signed downloads. `operations`: by request id. `lost_requests`: why an operation is not there. `traces`:
+    where a session's time went. `models`: the base models.
     """
 
     def __init__(
@@ -80,8 +79,7 @@ class ControlPlane:
         self._closing.push_async_callback(self.models.close)
         await load_base_models(self.models, self._sources, options, self._load, self._progress)
         self.sessions = Sessions(self.store, options.session_timeout, self._end_session)
-        recorder = TraceRecorder()
-        self.operations = Operations(options.result_retention, recorder.record)
+        self.operations = Operations(options.result_retention)
         uses = CheckpointUses()
         signatures = Signatures(options.data_dir, self._clock)
         versions = SamplerVersions(self.store, self.folders, self.models)
@@ -95,11 +93,13 @@ class ControlPlane:
         saves = SaveWeightsForSampler(self.store, self.folders, versions, self.sampling)
         self.training = Training(options, self.store, self.runs, self.operations, loads, saves, self.exports)
         self._closing.callback(self.training.close)
-        self.futures = Futures(self.store, self.sessions, self.runs, self.sampling, self.operations)
+        self.lost_requests = LostRequests(self.store, self.sessions, self.runs, self.sampling)
         self.checkpoints = Checkpoints(self.store, versions, self.sampling, self.sessions, self.runs, uses, self._clock)
         self._closing.push_async_callback(self.checkpoints.close)
         await self.checkpoints.sweep()
-        self.traces = SessionTraces(recorder, self.store, self.sessions, signatures, options.data_dir / "traces")
+        self.traces = SessionTraces(
+            self.operations.recorder, self.store, self.sessions, signatures, options.data_dir / "traces"
+        )
         self._closing.push_async_callback(self.traces.close)
         housekeeping = asyncio.create_task(self._keep_house(), name="housekeeping")
         self._closing.push_async_callback(_cancel, housekeeping)

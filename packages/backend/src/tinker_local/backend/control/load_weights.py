@@ -4,12 +4,11 @@ import asyncio
 from dataclasses import replace
 from typing import Any
 
-from tinker_local.backend import ids
 from tinker_local.backend.control.checkpoint_lifetime import CheckpointUses
 from tinker_local.backend.control.sessions import Sessions, check_no_token, check_user_metadata
 from tinker_local.backend.control.training_runs import Command, TrainingRun, TrainingRuns, new_run
 from tinker_local.backend.models.served_models import ServedModel, ServedModels
-from tinker_local.backend.scheduling.operations import Operation
+from tinker_local.backend.scheduling.operations import Operation, model_id_in
 from tinker_local.backend.storage.names import parse_tinker_path
 from tinker_local.backend.storage.records import CheckpointRecord
 from tinker_local.backend.storage.store import Store
@@ -47,7 +46,7 @@ class LoadWeights:
         """A training run that starts from a checkpoint's weights (and optimizer state, if requested)."""
         assert request.session_id is not None
         assert request.model_seq_id is not None
-        model_id = ids.model_id(request.session_id, request.model_seq_id)
+        model_id = model_id_in(request.session_id, request.model_seq_id)
         if (known := self._runs.creation(model_id, "load_weights")) is not None:
             return known
         await self._sessions.require(request.session_id)

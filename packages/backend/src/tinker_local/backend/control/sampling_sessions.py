@@ -8,17 +8,26 @@ from datetime import UTC, datetime
 from functools import partial
 from typing import Any
 
-from tinker_local.backend import ids
 from tinker_local.backend.control.checkpoint_lifetime import CheckpointUses, version_of
 from tinker_local.backend.control.sampling_clients import Completion, SamplingClients, client_of
 from tinker_local.backend.control.sessions import Sessions
 from tinker_local.backend.models.served_models import ServedModel, ServedModels
 from tinker_local.backend.options import BackendOptions
-from tinker_local.backend.rendering.image_assets import ImageAssets, names_images
+from tinker_local.backend.rendering.image_assets import ImageAssets
 from tinker_local.backend.rendering.rendered_input import RenderedInput
 from tinker_local.backend.sampling.sampler import AdapterVersion, SampleWork, token_budget
-from tinker_local.backend.scheduling.operations import Operation, Operations, Timeline
-from tinker_local.backend.scheduling.queue_states import ACTIVE, QueueState, SamplerQueue, memory_state
+from tinker_local.backend.scheduling.operations import (
+    ACTIVE,
+    Operation,
+    Operations,
+    QueueState,
+    SamplerQueue,
+    Timeline,
+    memory_state,
+    owner_of,
+    request_id_of,
+    sampling_id_in,
+)
 from tinker_local.backend.storage.names import parse_tinker_path
 from tinker_local.backend.storage.records import CheckpointRecord, SamplingSessionRecord
 from tinker_local.backend.storage.store import Store
@@ -114,7 +123,7 @@ class Sampling:
 
     async def create_session(self, request: CreateSamplingSessionRequest) -> str:
         """A sampling session's id; the same request again gives the same one."""
-        session_id = ids.sampling_session_id(request.session_id, request.sampling_session_seq_id)
+        session_id = sampling_id_in(request.session_id, request.sampling_session_seq_id)
         if session_id in self._open:
             return self._same(session_id, request)
         await self._sessions.require(request.session_id)
@@ -153,7 +162,7 @@ class Sampling:
         self, session_id: str, sampling_seq_id: int, base_name: str, base: ServedModel, version: str
     ) -> str:
         """A sampling session of an ephemeral version, which it owns from now on."""
-        sampling_id = ids.sampling_session_id(session_id, sampling_seq_id)
+        sampling_id = sampling_id_in(session_id, sampling_seq_id)
         await self._sessions.require(session_id)
         if sampling_id in self._open:
             raise InvalidRequestError(f"sampling_session_seq_id: {sampling_seq_id} is taken in session {session_id}")
@@ -275,7 +284,7 @@ class Sampling:
 
     async def sample(self, request: SampleRequest) -> Operation[SampleOutput]:
         """Queue a sample; the same (sampling session, seq_id) again is the same operation."""
-        request_id = ids.request_id(request.sampling_session_id, request.seq_id)
+        request_id = request_id_of(request.sampling_session_id, request.seq_id)
         if (known := self._operations.get(request_id)) is not None:
             return known
         self._check(request)  # before allocating anything per sample
@@ -367,7 +376,7 @@ class Sampling:
     async def _prompt(self, base: ServedModel, request: SampleRequest, timeline: Timeline) -> RenderedInput:
         """The prompt with its images fetched and rendered; it must fit in the context with what is sampled."""
         loop, given = asyncio.get_running_loop(), request.prompt
-        if names_images(given):
+        if given.names_images:
             async with self._images.turn(given):
                 timeline.enter("fetching")
                 try:
@@ -388,7 +397,7 @@ class Sampling:
 
     def state_of(self, operation: Operation[Any]) -> QueueState:
         """What an unfinished sample waits for."""
-        session = self._open.get(ids.owner_of(operation.request_id))
+        session = self._open.get(owner_of(operation.request_id))
         if session is None:
             return ACTIVE
         base = session.base

@@ -95,9 +95,9 @@ class SaveWeightsForSampler:
         if request.path is not None:
             check_checkpoint_name(request.path, "path")
             check_user_metadata(request.user_metadata)
+            check_ttl(request.ttl_seconds)
         elif request.ttl_seconds is not None or request.user_metadata is not None:
             raise UnsupportedError("ttl_seconds, user_metadata: only for a named save")
-        check_ttl(request.ttl_seconds)
 
     async def _publish_named(
         self,

@@ -9,14 +9,19 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import BinaryIO, Literal
 
-from tinker_local.backend import ids
 from tinker_local.backend.control.sessions import Sessions
 from tinker_local.backend.control.signatures import LIFETIME, Signatures
-from tinker_local.backend.scheduling.operations import Timeline, as_api_error, clock
+from tinker_local.backend.perfetto import OwnerTrack, SessionTrace, packets
+from tinker_local.backend.scheduling.operations import (
+    SessionTimelines,
+    Timeline,
+    TraceRecorder,
+    as_api_error,
+    clock,
+    owner_of,
+)
 from tinker_local.backend.storage.records import SessionRecord
 from tinker_local.backend.storage.store import Store
-from tinker_local.backend.traces.perfetto import OwnerTrack, SessionTrace, packets
-from tinker_local.backend.traces.recorder import SessionTimelines, TraceRecorder
 from tinker_local.types import NotFoundError
 from tinker_local.types.wire.perfetto_trace_pb2 import Trace
 
@@ -139,7 +144,7 @@ class SessionTraces:
     def _trace(self, record: SessionRecord, timelines: Iterable[Timeline], note: str) -> SessionTrace:
         owners: dict[str, list[Timeline]] = {}
         for timeline in timelines:
-            owners.setdefault(ids.owner_of(timeline.request_id), []).append(timeline)
+            owners.setdefault(owner_of(timeline.request_id), []).append(timeline)
         training = [self._run_track(owner, of) for owner, of in owners.items() if of[0].kind != "sample"]
         sampling = [self._sampler_track(owner, of) for owner, of in owners.items() if of[0].kind == "sample"]
         name = record.session_id

@@ -7,7 +7,6 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
-from tinker_local.backend import ids
 from tinker_local.backend.control.checkpoint_lifetime import check_ttl
 from tinker_local.backend.control.exports import Exports
 from tinker_local.backend.control.load_weights import LoadWeights
@@ -16,13 +15,12 @@ from tinker_local.backend.control.sessions import check_user_metadata
 from tinker_local.backend.control.training_runs import Command, TrainingRun, TrainingRuns, lost_model
 from tinker_local.backend.models.served_models import ServedModel
 from tinker_local.backend.options import BackendOptions
-from tinker_local.backend.scheduling.command_log import Bounds, Load
-from tinker_local.backend.scheduling.operations import Operation, OperationKind, Operations
-from tinker_local.backend.scheduling.run_queue import GradientCommand, StepCommand, positions
+from tinker_local.backend.scheduling.operations import Operation, OperationKind, Operations, request_id_of
+from tinker_local.backend.scheduling.run_queue import Bounds, GradientCommand, Load, StepCommand, positions
 from tinker_local.backend.storage.names import check_checkpoint_name
 from tinker_local.backend.storage.store import Store
 from tinker_local.backend.training.losses import loss_of
-from tinker_local.backend.training.losses.loss_inputs import make_train_datum
+from tinker_local.backend.training.losses.loss import Loss, make_train_datum
 from tinker_local.backend.training.optimizers import step_settings
 from tinker_local.backend.training.trainer import TrainDatum, TrainWork
 from tinker_local.types import (
@@ -91,7 +89,7 @@ class Training:
         """`forward_backward` of a request of `size` bytes that `decode` unpacks in a thread. Invalid data fails the
         operation."""
         kind: OperationKind = "forward" if forward_only else "forward_backward"
-        operation: Operation[ForwardBackwardOutput] = Operation(ids.request_id(model_id, seq_id), kind)
+        operation: Operation[ForwardBackwardOutput] = Operation(request_id_of(model_id, seq_id), kind)
         model = await self._place(operation, model_id, seq_id, size)
         if isinstance(model, Operation):
             return model
@@ -184,7 +182,7 @@ class Training:
 
     async def _in_order(self, kind: OperationKind, model_id: str, seq_id: int, run: Command) -> Operation[Any]:
         """Queue `run` at `seq_id` of the training run."""
-        operation: Operation[Any] = Operation(ids.request_id(model_id, seq_id), kind)
+        operation: Operation[Any] = Operation(request_id_of(model_id, seq_id), kind)
         model = await self._place(operation, model_id, seq_id)
         if isinstance(model, Operation):
             return model
@@ -194,8 +192,8 @@ class Training:
     async def _place(
         self, operation: Operation[Any], model_id: str, seq_id: int, size: int = 0
     ) -> TrainingRun | Operation[Any]:
-        """The model that a new operation of `size` bytes goes to, or the operation that stands for its id already, be
-        it because it failed here."""
+        """The run that a new operation of `size` bytes goes to; or the operation of that id, if it exists already or
+        has just failed."""
         if (known := self._operations.repeated(operation.request_id, operation.kind)) is not None:
             return known
         model = self._runs.live(model_id)
@@ -247,9 +245,10 @@ def prepare_work(base: ServedModel, model_id: str, decode: Callable[[], ForwardB
     request = decode()
     if not request.data:
         raise InvalidRequestError("data: at least one datum is needed")
-    config = loss_of(request.loss_fn).complete_settings(request.loss_fn_config)
+    loss = loss_of(request.loss_fn)
+    config = loss.complete_settings(request.loss_fn_config)
     check_cells(request.data)
-    data = [prepare_datum(base, datum, request.loss_fn, f"data[{i}]") for i, datum in enumerate(request.data)]
+    data = [prepare_datum(base, datum, loss, f"data[{i}]") for i, datum in enumerate(request.data)]
     return TrainWork(model_id, data, request.loss_fn, config, backward=not request.forward_only)
 
 
@@ -266,14 +265,14 @@ def check_cells(data: Sequence[Datum]) -> None:
                 )
 
 
-def prepare_datum(base: ServedModel, datum: Datum, loss_fn: str, where: str) -> TrainDatum:
+def prepare_datum(base: ServedModel, datum: Datum, loss: Loss, where: str) -> TrainDatum:
     """One datum rendered and checked."""
     rendered = base.engines.renderer.render(datum.model_input, f"{where}.model_input")
     if rendered.length > base.max_context_length:
         raise InvalidRequestError(
             f"{where}.model_input: {rendered.length} positions exceed the context length of {base.max_context_length}"
         )
-    return make_train_datum(datum, rendered, loss_fn, base.engines.trainer.vocab_size, where)
+    return make_train_datum(datum, rendered, loss, base.engines.trainer.vocab_size, where)
 
 
 def bytes_of(request: ForwardBackwardRequest) -> int:

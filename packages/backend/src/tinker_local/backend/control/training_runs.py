@@ -6,13 +6,21 @@ from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
-from tinker_local.backend import ids
 from tinker_local.backend.control.checkpoint_lifetime import expiry
 from tinker_local.backend.control.sessions import Sessions, check_user_metadata
 from tinker_local.backend.models.served_models import ServedModel, ServedModels
 from tinker_local.backend.options import BackendOptions
-from tinker_local.backend.scheduling.operations import Operation, OperationKind, Operations
-from tinker_local.backend.scheduling.queue_states import ACTIVE, QueueState
+from tinker_local.backend.scheduling.operations import (
+    ACTIVE,
+    Operation,
+    OperationKind,
+    Operations,
+    QueueState,
+    model_id_in,
+    owner_of,
+    request_id_of,
+    session_of,
+)
 from tinker_local.backend.scheduling.run_queue import RunQueue
 from tinker_local.backend.storage.records import CheckpointKind, CheckpointRecord, SessionRecord, TrainingRunRecord
 from tinker_local.backend.storage.store import Store
@@ -119,7 +127,7 @@ class TrainingRuns:
 
     async def create(self, request: CreateModelRequest) -> Operation[dict[str, Any]]:
         """A fresh adapter. Validation errors are raised at once; the operation ends with `model_id`."""
-        model_id = ids.model_id(request.session_id, request.model_seq_id)
+        model_id = model_id_in(request.session_id, request.model_seq_id)
         if (known := self.creation(model_id, "create_model")) is not None:
             return known
         base = self._base_models.get(request.base_model)
@@ -137,7 +145,7 @@ class TrainingRuns:
 
     def creation(self, model_id: str, kind: OperationKind) -> Operation[dict[str, Any]] | None:
         """The operation that creates a run, if there is one; InvalidRequestError if it is not a `kind`."""
-        return self._operations.repeated(ids.request_id(model_id, "create"), kind)
+        return self._operations.repeated(request_id_of(model_id, "create"), kind)
 
     def begin(
         self,
@@ -158,7 +166,7 @@ class TrainingRuns:
             raise InvalidRequestError(f"model_seq_id: {model_id} is a copy; give the new model another number")
         size = self._check_limits(base, record.lora_config, optimizer)
         queue = base.scheduler.open(model_id, record.session_id, self._options.gap_patience)
-        operation: Operation[dict[str, Any]] = Operation(ids.request_id(model_id, "create"), kind)
+        operation: Operation[dict[str, Any]] = Operation(request_id_of(model_id, "create"), kind)
         operation.failures = base.counts.failures
         model = self._live[model_id] = TrainingRun(record, base, queue, operation, size, optimizer)
         self._operations.add(operation)
@@ -220,7 +228,7 @@ class TrainingRuns:
             await self._free(model, f"the session {session_id} has ended")
 
         await asyncio.gather(*(end(m) for m in list(self._live.values()) if m.record.session_id == session_id))
-        self._copies = {run for run in self._copies if ids.session_of(run) != session_id}
+        self._copies = {run for run in self._copies if session_of(run) != session_id}
 
     async def finish_saves(self) -> None:
         """Wait for saves in progress."""
@@ -264,7 +272,7 @@ class TrainingRuns:
 
     def state_of(self, operation: Operation[Any]) -> QueueState:
         """What an unfinished operation waits for."""
-        model = self._live.get(ids.owner_of(operation.request_id))
+        model = self._live.get(owner_of(operation.request_id))
         return ACTIVE if model is None else model.base.scheduler.state_of(model.queue, operation)
 
     async def info(self, model_id: str) -> TrainingRun:
@@ -293,7 +301,7 @@ def new_run(
     """The record of a run that begins now."""
     when = datetime.now(UTC)
     return TrainingRunRecord(
-        model_id, ids.session_of(model_id), base_model, config, when, when, user_metadata=user_metadata or {}
+        model_id, session_of(model_id), base_model, config, when, when, user_metadata=user_metadata or {}
     )
 
 

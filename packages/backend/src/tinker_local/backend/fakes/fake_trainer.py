@@ -20,9 +20,8 @@ from tinker_local.backend.fakes.fake_model import (
     tensor_name,
 )
 from tinker_local.backend.rendering.rendered_input import RenderedInput
-from tinker_local.backend.training.losses import LOSSES, loss_of
-from tinker_local.backend.training.losses.loss import Loss, Terms, any_of
-from tinker_local.backend.training.losses.loss_inputs import check_train_datum
+from tinker_local.backend.training.losses import loss_of
+from tinker_local.backend.training.losses.loss import Loss, Terms, any_of, check_train_datum
 from tinker_local.backend.training.optimizers import OPTIMIZERS
 from tinker_local.backend.training.optimizers.optimizer import Optimizer
 from tinker_local.backend.training.trainer import (
@@ -160,14 +159,15 @@ class FakeTrainer:
 
     def _run(self, work: TrainWork) -> TrainResult:
         adapter = self._adapter(work.adapter_id)
-        settings = loss_of(work.loss_fn).complete_settings(work.loss_config)
+        loss = loss_of(work.loss_fn)
+        settings = loss.complete_settings(work.loss_config)
         gradients = {name: np.zeros_like(tensor) for name, tensor in adapter.tensors().items()}
         outputs = []
         total = 0.0
         for index, datum in enumerate(work.data):
-            output, loss = self._datum(adapter, datum, LOSSES[work.loss_fn], settings, f"data[{index}]", gradients)
+            output, value = self._datum(adapter, datum, loss, settings, f"data[{index}]", gradients)
             outputs.append(output)
-            total += loss
+            total += value
         if work.backward:
             for name, gradient in gradients.items():
                 adapter.gradients[name] = adapter.gradients.get(name, 0.0) + gradient
@@ -187,7 +187,7 @@ class FakeTrainer:
             raise InvalidRequestError(
                 f"{where}.model_input: {datum.input.length} positions, the limit is {self.max_context_length}"
             )
-        check_train_datum(datum, loss.name, where)
+        check_train_datum(datum, loss, where)
         targets_n_k = datum.target_tokens.reshape(datum.input.length, -1)
         known = (targets_n_k >= 0) & (targets_n_k < self.vocab_size)
         wrong = ~known & any_of(datum.loss_inputs, loss.target_inputs).reshape(targets_n_k.shape)

@@ -16,7 +16,7 @@ from tinker_local.types import UnsupportedError
 router = APIRouter(tags=["client"])
 
 SAMPLE_USE_RETRIEVE_FUTURES = False
-"""Whether the SDK waits for all samples of one client with one poll. It is no faster here: 512 samples of one token
+"""Whether the SDK waits for all samples of one client with one poll. It is not faster here: 512 samples of one token
 take 2.4 s either way, 2 s of that the client's CPU and 1 s the server's, over as many connections, as each result is
 fetched by itself anyway. And with it the SDK gives up for good when the server was restarted (else it samples again),
 and never tells its user what it waits for."""

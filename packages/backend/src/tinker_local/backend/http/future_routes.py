@@ -67,12 +67,15 @@ def promise(operation: Operation[Any]) -> dict[str, object]:
 async def retrieve_future(request: Request, backend: Backend) -> Response:
     """The result; 408 if it is not there yet; a failure is 200 with `error` and `category`."""
     body = await parse(request, RetrieveBody)
-    try:
-        operation = await backend.futures.get(body.request_id)
-    except InternalError as error:
-        return failure(error)
+    operation = backend.operations.get(body.request_id)
+    if operation is None:
+        error = await backend.lost_requests.why(body.request_id)
+        if isinstance(error, InternalError):
+            return failure(error)
+        raise error
     if not await operation.wait(LONG_POLL_SECONDS):
-        state = backend.futures.queue_state(operation)
+        owners = backend.sampling if operation.kind == "sample" else backend.runs
+        state = owners.state_of(operation)
         waiting = {"type": "try_again", "request_id": body.request_id, "queue_state": state.state}
         if state.reason is not None:
             waiting["queue_state_reason"] = state.reason
@@ -105,7 +108,7 @@ async def retrieve_futures(request: Request, backend: Backend) -> dict[str, Any]
 
 @router.post("/cancel_future", status_code=204)
 async def cancel_future(request: Request, backend: Backend) -> Response:
-    backend.futures.cancel((await parse(request, CancelBody)).request_id)
+    backend.operations.cancel((await parse(request, CancelBody)).request_id)
     return Response(status_code=204)
 
 

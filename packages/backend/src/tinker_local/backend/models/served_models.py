@@ -57,10 +57,10 @@ class ServedModel:
     probes: Probes = field(default_factory=lambda: Probes((), ()))
     counts: Counts = field(default_factory=Counts)
     images_of_start: tuple[int, int, int] = (0, 0, 0)
+    max_context_length: int = field(init=False)
 
-    @property
-    def max_context_length(self) -> int:
-        return min(self.engines.trainer.max_context_length, self.engines.sampler.max_context_length)
+    def __post_init__(self) -> None:
+        self.max_context_length = min(self.engines.trainer.max_context_length, self.engines.sampler.max_context_length)
 
     def images(self) -> tuple[int, int, int]:
         """Images that were rendered, encoded by the sampler, and encoded by the trainer, the probe's included."""

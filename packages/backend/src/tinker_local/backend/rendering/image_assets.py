@@ -281,8 +281,3 @@ def _is_public(text: str) -> bool:
         elif address.sixtofour is not None:
             address = address.sixtofour
     return address.is_global and not address.is_multicast
-
-
-def names_images(model_input: ModelInput) -> bool:
-    """Whether any image of it is named and not sent."""
-    return any(isinstance(chunk, ImageAssetPointerChunk) for chunk in model_input.chunks)

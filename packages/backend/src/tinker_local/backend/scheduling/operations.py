@@ -1,15 +1,16 @@
-"""Operations: what was submitted, when it was in which stage, and results that clients may still read."""
+"""Operations: what was submitted, its stages in time, what it waits for, and results that clients may still read."""
 
 import asyncio
 import logging
 import time
-from collections import Counter, OrderedDict
-from collections.abc import Callable, Generator
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Collection, Generator, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from typing import Any, Generic, Literal, ParamSpec, TypeVar
 
-from tinker_local.types import ApiError, InternalError, InvalidRequestError
+from tinker_local.types import ApiError, GoneError, InternalError, InvalidRequestError
 from tinker_local.types.errors import Category
 
 log = logging.getLogger(__name__)
@@ -17,6 +18,32 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 P = ParamSpec("P")
 R = TypeVar("R")
+
+
+def model_id_in(session_id: str, model_seq_id: int) -> str:
+    """The id of a training run and of its model. The SDK computes the same id."""
+    return f"{session_id}:train:{model_seq_id}"
+
+
+def sampling_id_in(session_id: str, seq_id: int) -> str:
+    """The id of a sampling session."""
+    return f"{session_id}:sample:{seq_id}"
+
+
+def request_id_of(owner: str, seq_id: int | str) -> str:
+    """The request id of operation `seq_id` of a model or sampling session."""
+    return f"{owner}:{seq_id}"
+
+
+def owner_of(request_id: str) -> str:
+    """The model or sampling session that a request id belongs to."""
+    return request_id.rpartition(":")[0]
+
+
+def session_of(owner: str) -> str:
+    """The session that a model or sampling session belongs to."""
+    return owner.rsplit(":", 2)[0]
+
 
 OperationKind = Literal[
     "create_model",
@@ -37,8 +64,10 @@ Stage = Literal["waiting", "fetching", "preparing", "running", "finishing", "rea
 has its place there. `finishing`: results become public types. `reading`, `writing`: a checkpoint. `loading`: a version
 into the sampler, and seeing that it is right."""
 
+
 LONGEST_ERROR = 500
 """Characters of an error that are kept."""
+
 
 clock = time.monotonic_ns
 
@@ -186,18 +215,18 @@ def as_api_error(error: BaseException) -> ApiError:
 class Operations:
     """All operations by request id. A result can be read for `retention` seconds.
 
-    `record` gets the timeline of each operation whose base model is known.
+    `recorder` keeps the timeline of each operation whose base model is known.
     """
 
-    def __init__(self, retention: float, record: Callable[[Timeline], None] = lambda _: None) -> None:
+    def __init__(self, retention: float) -> None:
         self._retention = retention
-        self._record = record
+        self.recorder = TraceRecorder()
         self._by_id: OrderedDict[str, Operation[Any]] = OrderedDict()
 
     def add(self, operation: Operation[Any]) -> None:
         self._by_id[operation.request_id] = operation
         if operation.failures is not None:
-            self._record(operation.timeline)
+            self.recorder.record(operation.timeline)
 
     def get(self, request_id: str) -> Operation[Any] | None:
         return self._by_id.get(request_id)
@@ -208,6 +237,12 @@ class Operations:
         if known is not None and known.kind != kind:
             raise InvalidRequestError(f"seq_id: {request_id} is a {known.kind} already, it cannot be a {kind}")
         return known
+
+    def cancel(self, request_id: str) -> None:
+        """Stop a sample and free what it holds; ignores unknown ids and finished operations."""
+        operation = self._by_id.get(request_id)
+        if operation is not None and operation.kind == "sample":
+            operation.cancel(GoneError("the request was cancelled"))
 
     def forget(self, request_id: str) -> None:
         """Drop the result of a finished operation; ignores others and unknown ids."""
@@ -227,3 +262,166 @@ class Operations:
 
     def __len__(self) -> int:
         return len(self._by_id)
+
+
+# The timelines of a session -------------------------------------------------------------------------------------------
+
+
+MOST_TIMELINES = 65536
+"""Timelines kept for all sessions together: about 64 MiB, at a kilobyte each (up to three with a long error)."""
+
+MOST_OF_A_SESSION = MOST_TIMELINES // 4
+"""Timelines kept for one session, so that a busy one does not drop all of the others'."""
+
+
+@dataclass(slots=True, eq=False)
+class SessionTimelines:
+    """The newest requests of one session, in the order of their arrival.
+
+    `since`: when the first of them arrived, dropped ones included. `recorded`: how many have arrived since then.
+    """
+
+    timelines: deque[Timeline] = field(default_factory=deque)
+    since: datetime = field(default_factory=lambda: datetime.now(UTC))
+    recorded: int = 0
+
+    @property
+    def dropped(self) -> int:
+        """How many of the oldest have been dropped."""
+        return self.recorded - len(self.timelines)
+
+
+class TraceRecorder:
+    """Keeps the newest `MOST_OF_A_SESSION` timelines of each session and the newest `MOST_TIMELINES` of all.
+
+    Beyond that, each new one drops the oldest of its session, or of all.
+    """
+
+    def __init__(self) -> None:
+        self._sessions: dict[str, SessionTimelines] = {}
+        self._arrivals: OrderedDict[int, Timeline] = OrderedDict()  # by `id`, the oldest first
+
+    def record(self, timeline: Timeline) -> None:
+        """Keep a timeline that has just begun; its request id begins with the id of an existing session."""
+        session_id = session_of(owner_of(timeline.request_id))
+        session = self._sessions.get(session_id)
+        if session is None:
+            session = self._sessions[session_id] = SessionTimelines()
+        session.timelines.append(timeline)
+        session.recorded += 1
+        self._arrivals[id(timeline)] = timeline
+        if len(session.timelines) > MOST_OF_A_SESSION:
+            self._drop_oldest(session_id)
+        elif len(self._arrivals) > MOST_TIMELINES:
+            self._drop_oldest(session_of(owner_of(next(iter(self._arrivals.values())).request_id)))
+
+    def _drop_oldest(self, session_id: str) -> None:
+        session = self._sessions[session_id]
+        del self._arrivals[id(session.timelines.popleft())]
+        if not session.timelines:
+            del self._sessions[session_id]
+
+    def of(self, session_id: str) -> SessionTimelines | None:
+        """The timelines of a session; None if there are none."""
+        return self._sessions.get(session_id)
+
+    def __len__(self) -> int:
+        """The number of timelines of all sessions."""
+        return len(self._arrivals)
+
+
+# What an operation waits for ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class QueueState:
+    """The wire's two fields; `reason` is what the SDK shows its user."""
+
+    state: Literal["active", "paused_capacity"]
+    reason: str | None = None
+
+
+ACTIVE = QueueState("active")
+
+
+COUNT_SECONDS = 1.0
+"""How old the state that a poll of a sample gets may be."""
+
+
+def training_state(session_id: str, running: Collection[str], queued: Iterable[tuple[str, int]]) -> QueueState:
+    """The state of a command of `session_id` that has not run.
+
+    `running`: the session of each command in the trainer. `queued`: sessions and how many commands they have queued.
+    Sessions take turns, so not all of these come first. While its session runs another command, it is active.
+    """
+    if not running or session_id in running:
+        return ACTIVE
+    others = [session for session in running if session != session_id]
+    counted = [(session, count) for session, count in queued if session != session_id and count]
+    requests = len(others) + sum(count for _, count in counted)
+    return _paused("the trainer is busy with", requests, len({*others, *(session for session, _ in counted)}))
+
+
+def sample_states(in_flight: Iterable[tuple[str, int]], sequences_waiting: int) -> list[QueueState]:
+    """The states of the samples in a sampler.
+
+    `in_flight`: the session and the number of sequences of each sample, in the order in which the sampler takes them.
+    `sequences_waiting`: how many sequences, the last in that order, have no place on the device yet. A sample waits if
+    none of its sequences has one.
+    """
+    order = list(in_flight)
+    left = sum(sequences for _, sequences in order)
+    before: Counter[str] = Counter()
+    states = []
+    for place, (session, sequences) in enumerate(order):
+        requests, sessions = place - before[session], len(before) - (session in before)
+        waits = left <= sequences_waiting and requests > 0
+        states.append(_paused("the sampler is full with", requests, sessions) if waits else ACTIVE)
+        left -= sequences
+        before[session] += 1
+    return states
+
+
+class SamplerQueue:
+    """The samples in one sampler, in order, and what each waits for. Thousands of polls share one count, which is
+    repeated at most every `COUNT_SECONDS`."""
+
+    def __init__(self) -> None:
+        self._samples: dict[object, tuple[str, int]] = {}
+        self._states: dict[object, QueueState] = {}
+        self._counted_at = -COUNT_SECONDS
+
+    def enter(self, sample: object, session_id: str, sequences: int) -> None:
+        """Add a sample of `sequences` sequences."""
+        self._samples[sample] = (session_id, sequences)
+
+    def leave(self, sample: object) -> None:
+        """Remove a sample that has ended."""
+        self._samples.pop(sample, None)
+        self._states.pop(sample, None)
+
+    def __contains__(self, sample: object) -> bool:
+        return sample in self._samples
+
+    def state(self, sample: object, sequences_waiting: int) -> QueueState:
+        """What a sample that is in the sampler waits for."""
+        now = time.monotonic()
+        if sample not in self._states or now - self._counted_at >= COUNT_SECONDS:
+            states = sample_states(self._samples.values(), sequences_waiting)
+            self._states = dict(zip(self._samples, states, strict=True))
+            self._counted_at = now
+        return self._states[sample]
+
+
+def memory_state(session_id: str, running: Collection[str]) -> QueueState:
+    """State of a sample that waits while the trainer uses the sampler's memory."""
+    others = [session for session in running if session != session_id]
+    return _paused("the trainer is using the sampler's memory for", len(others), len(set(others))) if others else ACTIVE
+
+
+def _paused(why: str, requests: int, sessions: int) -> QueueState:
+    return QueueState(
+        "paused_capacity",
+        f"{why} {requests} {'request' if requests == 1 else 'requests'} of {sessions} other "
+        f"{'session' if sessions == 1 else 'sessions'}",
+    )

@@ -1,27 +1,173 @@
-"""The queue of one training run: its commands in order, and which of them are being prepared."""
+"""The queue of one training run: its commands in order, which of them are prepared, and how many may be queued.
+
+Order (`CommandLog`):
+
+1. Commands run in `seq_id` order, from 1. A `seq_id` that was taken again is the same command (the caller dedupes).
+2. A gap (a `seq_id` that never came) is skipped at once when a command arrives that is not a forward/backward and has a
+   higher id: the SDK sends it only after it has submitted or given up everything before. The chunks of one
+   forward/backward arrive as 2, 3, ..., 1, so a gap below a forward/backward waits, but at most `patience` seconds.
+3. A skipped id is closed: `accepts` is false for it.
+4. A skipped gap, like a failed forward/backward, poisons the gradient: the next optimizer step must fail.
+5. An id that was refused for now (there was no room) will be sent again: no higher command skips it before
+   `REFUSED_PATIENCE` seconds after its last refusal.
+
+Room (`Bounds`):
+
+1. A submit beyond a bound is refused, and the client sends it again after a while, with the same `seq_id`. (The SDK
+   does: HTTP 429 with Retry-After.) Only its first refusal time is stored, so the queue waits for it like a late chunk.
+2. It is refused only while its training run has something that can run without it. So a bound cannot lock a run: what
+   is needed to continue (the first of several chunks, which the SDK sends last; a lower `seq_id` than one that was
+   taken) is always taken, and the queue of one client never keeps another's run from running.
+3. A submit is not refused for longer than `PATIENCE`. The SDK gives up after five minutes of refusals, and its training
+   client does not survive that; a queue of long requests may be full for longer.
+4. What can never fit (a single forward_backward of more bytes than the bound of all together) fails, in its place.
+"""
 
 import asyncio
 import heapq
 import logging
-from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+import math
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
-from tinker_local.backend.scheduling.command_log import CommandLog, Load
 from tinker_local.backend.scheduling.fairness import gradient_cost
 from tinker_local.backend.scheduling.operations import Operation, as_api_error
 from tinker_local.backend.training.trainer import TrainDatum, TrainWork
-from tinker_local.types import ApiError, ForwardBackwardOutput, GoneError
+from tinker_local.types import ApiError, ForwardBackwardOutput, GoneError, TooManyRequestsError
 
 log = logging.getLogger(__name__)
+C = TypeVar("C")
 
-AT_ONCE = 4
-"""Concurrent preparations: twice the number of threads, so that a thread never waits for work."""
+
+GAP_PATIENCE = 360.0
+"""Seconds to wait for a missing chunk: the SDK retries a submit for five minutes."""
+
+
+REFUSED_PATIENCE = 60.0
+"""Seconds to wait for a refused id to be sent again: the longest pause of the SDK between two is half of it."""
+
+
+MOST_REFUSED = 4096
+"""Refused ids to remember; a refused client sends a few chunks at once and then waits."""
+
 
 OPTIM_STEP_COST, COPY_COST = 128, 1024
 """Costs in positions through forward and backward: milliseconds on a GPU that trains about ten thousand positions a
 second. An optimizer step updates an adapter; the others copy one between device and host."""
+
+
+@dataclass(slots=True)
+class Refusals:
+    """When one id was refused, first and last."""
+
+    first: float
+    last: float
+
+
+class CommandLog(Generic[C]):
+    """The commands of one training run that have not run yet, in order."""
+
+    def __init__(self, patience: float = GAP_PATIENCE) -> None:
+        self.next_seq_id = 1
+        self._entries: dict[int, C] = {}
+        self._refused: dict[int, Refusals] = {}
+        self._skip_to = 1
+        self._patience = patience
+        self._gap_since: float | None = None
+        self._poisoned: str | None = None
+
+    def __len__(self) -> int:
+        """Commands not taken yet."""
+        return len(self._entries)
+
+    def accepts(self, seq_id: int) -> bool:
+        """Whether a new command with this id can still run; false if the run has passed it."""
+        return seq_id >= self.next_seq_id and seq_id not in self._entries
+
+    def add(self, seq_id: int, command: C, *, chunk: bool, now: float) -> None:
+        """Take a command that `accepts` accepted. `chunk`: a forward/backward, below which gaps may still fill."""
+        self._entries[seq_id] = command
+        self._refused.pop(seq_id, None)
+        if not chunk:
+            self._skip_to = max(self._skip_to, seq_id)
+        self._look_for_gap(now)
+
+    def head(self, now: float) -> C | None:
+        """The next command in order, skipping gaps that the rules say to skip; None if there is none yet."""
+        if not self._entries:
+            return None
+        if self.next_seq_id not in self._entries:
+            overdue = self._gap_since is not None and now - self._gap_since >= self._patience
+            if not self._skipped(now) and not overdue:
+                return None
+            first = min(self._entries)
+            missing = f"{self.next_seq_id}" if first == self.next_seq_id + 1 else f"{self.next_seq_id} to {first - 1}"
+            self.poison(f"the request with seq_id {missing} never arrived")
+            self.next_seq_id = first
+            self._gap_since = None
+            self._refused = {seq_id: times for seq_id, times in self._refused.items() if seq_id >= first}
+        return self._entries[self.next_seq_id]
+
+    def can_run(self, now: float) -> bool:
+        """Whether there is a command that does not wait for another to arrive."""
+        return bool(self._entries) and (self.next_seq_id in self._entries or self._skipped(now))
+
+    def refuse(self, seq_id: int, now: float) -> None:
+        """Note that a command was refused for now, and will be sent again."""
+        if (times := self._refused.get(seq_id)) is not None:
+            times.last = now
+        elif len(self._refused) < MOST_REFUSED:
+            self._refused[seq_id] = Refusals(now, now)
+
+    def refused_since(self, seq_id: int) -> float | None:
+        """When a command that was not taken yet was first refused; None if it never was."""
+        times = self._refused.get(seq_id)
+        return None if times is None else times.first
+
+    def pop(self, now: float) -> None:
+        """Remove the head, which runs now."""
+        del self._entries[self.next_seq_id]
+        self.next_seq_id += 1
+        self._look_for_gap(now)
+
+    def deadline(self) -> float | None:
+        """When a gap at the front is to be skipped, or None if there is none."""
+        if self._gap_since is None:
+            return None
+        deadline = self._gap_since + self._patience
+        first = min(self._entries)
+        return min(deadline, self._refused_until(first)) if first <= self._skip_to else deadline
+
+    def pending(self) -> list[C]:
+        """Commands that have not been taken, in order."""
+        return [self._entries[seq_id] for seq_id in sorted(self._entries)]
+
+    def poison(self, reason: str) -> None:
+        """The gradient accumulated since the last step is not what the client expects: the next step must fail."""
+        self._poisoned = self._poisoned or reason
+
+    def take_poisoned(self) -> str | None:
+        """Why the gradient is poisoned, if it is; the next window starts clean."""
+        reason, self._poisoned = self._poisoned, None
+        return reason
+
+    def _skipped(self, now: float) -> bool:
+        """Whether to skip the gap at the front."""
+        first = min(self._entries)
+        return first <= self._skip_to and self._refused_until(first) <= now
+
+    def _refused_until(self, first: int) -> float:
+        """When the wait for refused ids below `first` ends."""
+        last = (times.last for seq_id, times in self._refused.items() if seq_id < first)
+        return max((when + REFUSED_PATIENCE for when in last), default=-math.inf)
+
+    def _look_for_gap(self, now: float) -> None:
+        if self._entries and self.next_seq_id not in self._entries:
+            if self._gap_since is None:
+                self._gap_since = now
+        else:
+            self._gap_since = None
 
 
 @dataclass(slots=True, eq=False)
@@ -94,6 +240,22 @@ Command = GradientCommand | StepCommand
 def positions(data: Sequence[TrainDatum]) -> int:
     """Tokens of `data`, image positions included."""
     return sum(datum.input.length for datum in data)
+
+
+class Load(NamedTuple):
+    """Queued commands and the bytes of their requests."""
+
+    commands: int = 0
+    size: int = 0
+
+
+def total(loads: Iterable[Load]) -> Load:
+    """The sum."""
+    commands = size = 0
+    for load in loads:
+        commands += load.commands
+        size += load.size
+    return Load(commands, size)
 
 
 @dataclass(slots=True, eq=False)
@@ -217,45 +379,78 @@ class RunQueue:
         return command.prepared
 
 
-class Preparations:
-    """Starts the preparation of gradients.
+# Room -----------------------------------------------------------------------------------------------------------------
 
-    Prepared data (above all pixels) takes more memory than the request, and a client that sends much must not occupy
-    the threads. So sessions take turns, and so do the runs of each. A run prepares what fits into one call of `ahead`
-    positions and one gradient more, so that its session always has something to take.
-    """
 
-    def __init__(self, ahead: int) -> None:
-        self._ahead = ahead
-        self._under_way = 0
-        self._sessions: OrderedDict[str, OrderedDict[int, RunQueue]] = OrderedDict()
+PATIENCE = 120.0
+"""Seconds after its first refusal at which a submit is taken whatever the bounds; well below the SDK's 300."""
 
-    def add(self, queue: RunQueue) -> None:
-        self._sessions.setdefault(queue.session_id, OrderedDict())[id(queue)] = queue
 
-    def remove(self, queue: RunQueue) -> None:
-        """Unknown queues are ignored."""
-        models = self._sessions.get(queue.session_id, OrderedDict())
-        if models.pop(id(queue), None) is not None and not models:
-            del self._sessions[queue.session_id]
+SHORTEST_RETRY, LONGEST_RETRY = 0.5, 4.0
+"""Seconds after which a refused submit is to be sent again: half the time that it has been refused for."""
 
-    def start(self) -> list[asyncio.Task[TrainWork]]:
-        """Start as many as there is room for; call it again when one is done."""
-        started = []
-        while self._under_way < AT_ONCE and (queue := self._next()) is not None:
-            self._under_way += 1
-            started.append(queue.prepare())
-            started[-1].add_done_callback(self._done)
-        return started
 
-    def _done(self, task: asyncio.Task[TrainWork]) -> None:
-        self._under_way -= 1
+class Queued(Protocol):
+    """A queue as the bounds see it."""
 
-    def _next(self) -> RunQueue | None:
-        for session_id, models in self._sessions.items():
-            for queue in models.values():
-                if queue.next_unprepared(self._ahead):
-                    models.move_to_end(id(queue))
-                    self._sessions.move_to_end(session_id)
-                    return queue
+    @property
+    def session_id(self) -> str: ...
+
+    @property
+    def commands(self) -> CommandLog[Any]: ...
+
+    @property
+    def load(self) -> Load: ...
+
+    @property
+    def now(self) -> Callable[[], float]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """The most that may be queued, for all sessions together and for one."""
+
+    all: Load
+    session: Load
+
+    def check(self, queue: Queued, queues: Iterable[Queued], seq_id: int, size: int) -> None:
+        """TooManyRequestsError if a command of `size` bytes is refused for now; `queues`: of all training runs."""
+        now = queue.now()
+        if not queue.commands.can_run(now):
+            return
+        loads = [(other.session_id, other.load) for other in queues]
+        reason = self._exceeded(
+            size, total(load for name, load in loads if name == queue.session_id), total(load for _, load in loads)
+        )
+        since = queue.commands.refused_since(seq_id)
+        waited = 0.0 if since is None else now - since
+        if reason is not None and waited < PATIENCE:
+            queue.commands.refuse(seq_id, now)
+            raise TooManyRequestsError(reason, retry_after=retry_after(waited))
+
+    def too_large(self, queue: Queued, seq_id: int, size: int) -> str | None:
+        """Why a gradient of `size` bytes could never run behind what its queue holds; None if it can."""
+        waiting = 0 if seq_id == queue.commands.next_seq_id or queue.commands.can_run(queue.now()) else queue.load.size
+        if waiting + size <= self.all.size:
+            return None
+        behind = f" behind {waiting} bytes of the model that cannot run yet" if waiting else ""
+        return (
+            f"{size} bytes{behind} exceed the {self.all.size} bytes that the server queues; send fewer datums at once"
+        )
+
+    def _exceeded(self, size: int, session: Load, everything: Load) -> str | None:
+        """The bound that a command of `size` bytes would exceed, in words; None if none."""
+        for load, bound, whose in ((session, self.session, "this session"), (everything, self.all, "all sessions")):
+            if load.commands + 1 > bound.commands:
+                return f"{load.commands} training requests of {whose} are queued, the most is {bound.commands}"
+            if load.size + size > bound.size:
+                return (
+                    f"training requests of {load.size} bytes of {whose} are queued, with this one of {size} bytes "
+                    f"they would exceed the most, {bound.size} bytes"
+                )
         return None
+
+
+def retry_after(waited: float) -> float:
+    """Seconds until a submit that has been refused for `waited` seconds is to be sent again."""
+    return min(LONGEST_RETRY, max(SHORTEST_RETRY, waited / 2))

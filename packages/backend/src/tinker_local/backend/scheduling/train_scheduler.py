@@ -2,18 +2,18 @@
 
 import asyncio
 import logging
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-from tinker_local.backend.scheduling.command_log import GAP_PATIENCE, CommandLog
 from tinker_local.backend.scheduling.fairness import FairQueue, gradient_of
 from tinker_local.backend.scheduling.memory_sharing import MemorySharing
-from tinker_local.backend.scheduling.operations import Operation, as_api_error
-from tinker_local.backend.scheduling.queue_states import ACTIVE, QueueState, training_state
+from tinker_local.backend.scheduling.operations import ACTIVE, Operation, QueueState, as_api_error, training_state
 from tinker_local.backend.scheduling.run_queue import (
+    GAP_PATIENCE,
     Command,
+    CommandLog,
     GradientCommand,
-    Preparations,
     RunQueue,
     StepCommand,
 )
@@ -27,6 +27,10 @@ WAIT_SHARE, LONGEST_WAIT = 0.25, 0.02
 """Batching window for runs expected to submit again: a share of the last call's time, and at most so many seconds.
 (Eight clients of 64 tokens a step that send a step when they have the gradient's result, and calls of 50 ms: 8 instead
 of 4 share a call, and make 40 % more steps.)"""
+
+
+AT_ONCE = 4
+"""Concurrent preparations: twice the number of threads, so that a thread never waits for work."""
 
 
 class TrainScheduler:
@@ -240,6 +244,50 @@ class TrainScheduler:
             deadlines.append(self._wait_until)
         if deadlines:
             self._timer = self._loop.call_at(min(deadlines), self._wake.set)
+
+
+class Preparations:
+    """Starts the preparation of gradients.
+
+    Prepared data (above all pixels) takes more memory than the request, and a client that sends much must not occupy
+    the threads. So sessions take turns, and so do the runs of each. A run prepares what fits into one call of `ahead`
+    positions and one gradient more, so that its session always has something to take.
+    """
+
+    def __init__(self, ahead: int) -> None:
+        self._ahead = ahead
+        self._under_way = 0
+        self._sessions: OrderedDict[str, OrderedDict[int, RunQueue]] = OrderedDict()
+
+    def add(self, queue: RunQueue) -> None:
+        self._sessions.setdefault(queue.session_id, OrderedDict())[id(queue)] = queue
+
+    def remove(self, queue: RunQueue) -> None:
+        """Unknown queues are ignored."""
+        models = self._sessions.get(queue.session_id, OrderedDict())
+        if models.pop(id(queue), None) is not None and not models:
+            del self._sessions[queue.session_id]
+
+    def start(self) -> list[asyncio.Task[TrainWork]]:
+        """Start as many as there is room for; call it again when one is done."""
+        started = []
+        while self._under_way < AT_ONCE and (queue := self._next()) is not None:
+            self._under_way += 1
+            started.append(queue.prepare())
+            started[-1].add_done_callback(self._done)
+        return started
+
+    def _done(self, task: asyncio.Task[TrainWork]) -> None:
+        self._under_way -= 1
+
+    def _next(self) -> RunQueue | None:
+        for session_id, models in self._sessions.items():
+            for queue in models.values():
+                if queue.next_unprepared(self._ahead):
+                    models.move_to_end(id(queue))
+                    self._sessions.move_to_end(session_id)
+                    return queue
+        return None
 
 
 def to_output(result: TrainResult) -> ForwardBackwardOutput:

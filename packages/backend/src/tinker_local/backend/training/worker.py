@@ -20,7 +20,7 @@ from tinker_local.backend.training import lora
 from tinker_local.backend.training.load_model import load_model
 from tinker_local.backend.training.lora import Adapter, TensorSpec
 from tinker_local.backend.training.losses import loss_of
-from tinker_local.backend.training.losses.loss_inputs import check_train_datum
+from tinker_local.backend.training.losses.loss import check_train_datum
 from tinker_local.backend.training.micro_batch import MicroBatchRunner
 from tinker_local.backend.training.optimizers import OPTIMIZERS
 from tinker_local.backend.training.optimizers.optimizer import OptimizerState
@@ -256,10 +256,11 @@ class HFTrainer:
             raise InvalidRequestError(
                 f"model {work.adapter_id}: its weights are not finite any more; load a checkpoint, take smaller steps"
             )
-        config = loss_of(work.loss_fn).complete_settings(work.loss_config)
+        loss = loss_of(work.loss_fn)
+        config = loss.complete_settings(work.loss_config)
         for i, datum in enumerate(work.data):
             self._check_input(datum.input, f"data[{i}].model_input")
-            check_train_datum(datum, work.loss_fn, f"data[{i}]")
+            check_train_datum(datum, loss, f"data[{i}]")
         return replace(work, loss_config=config)
 
     def _check_input(self, input: RenderedInput, where: str) -> None:
