@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tinker_local.backend.fakes import FakeMemory
+from tinker_local.backend.scheduling.memory_sharing import MemorySharing
 from tinker_local.types import Datum, EncodedTextChunk, InternalError, ModelInput
 
 from tests.http.conftest import Api
@@ -271,12 +272,19 @@ async def test_a_waking_that_fails_fails_the_samples_that_waited_and_the_next_tr
         tries.append(None)
         raise InternalError("no memory")
 
+    woken, waiters = MemorySharing._woken, []
+
+    async def counted(self: MemorySharing) -> None:
+        waiters.append(self)
+        await woken(self)
+
     monkeypatch.setattr(api.sampler, "wake", no_memory)
+    monkeypatch.setattr(MemorySharing, "_woken", counted)
     api.trainer.hold.clear()
     gradient = await api.gradient(model, 2, [datum(FITS)])
     await api.until(lambda: api.trainer.entered)
     waiting = await samples(api, sampler, range(3))
-    await asyncio.sleep(0.05)
+    await api.until(lambda: len(waiters) == 3)
     api.trainer.hold.set()
     await api.result(gradient)
     for request_id in waiting:
