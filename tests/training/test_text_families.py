@@ -4,6 +4,7 @@ The models have windows of 16 positions, soft caps that take effect, and grouped
 """
 
 import json
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,8 +14,10 @@ import pytest
 import torch
 import transformers
 from safetensors.numpy import save_file
+from tinker_local.backend.training.attention import attend_backward
 from tinker_local.backend.training.decoders.autograd import AutogradDecoder
 from tinker_local.backend.training.decoders.written_out.layers import WrittenOutDecoder
+from tinker_local.backend.training.lm_head import LmHead
 from tinker_local.backend.training.recompute_policy import Keep
 from tinker_local.backend.training.trainer import TrainDatum, TrainWork
 from tinker_local.types import UnsupportedError
@@ -141,6 +144,62 @@ def test_checkpointed_layers_of_autograd_give_the_same_gradients(
     assert set(policies[2]) == {Keep.ALL}
     for gradient in seen[:-1]:
         assert_close(gradient, seen[-1], 1e-6)
+
+
+@pytest.mark.mutation(
+    "gated-mlp-as-autograd-keeps-it", "training/decoders/autograd.py", "if is_gated(module)]", "if False]"
+)
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_a_gated_mlp_keeps_gate_and_up_alone_with_the_same_gradients(
+    family, trainer, make, add_adapter, gradients, assert_close, monkeypatch
+):
+    """The activation and the product are computed again, in place of the gradients of gate and up."""
+    kept, seen = [], []
+    data = [make.datum(9), make.datum(30)]
+    monkeypatch.setattr("tinker_local.backend.training.decoders.gated_mlp._ROWS", 16)
+    for plain in (False, True):
+        if plain:
+            monkeypatch.setattr("tinker_local.backend.training.decoders.autograd.is_gated", lambda module: False)
+        ours = trainer(family, decoder="autograd")
+        add_adapter(ours, "a")
+        kept.append(ours._loaded.decoder.memory(1, 0).layers[0].lean)
+        ours.forward_backward([TrainWork("a", data, "cross_entropy")])
+        seen.append(gradients(ours, "a"))
+    assert kept[1] - kept[0] == 2 * 48 * 4
+    assert_close(seen[0], seen[1], 1e-6)
+
+
+@pytest.mark.mutation(
+    "gradient-of-hidden-states-kept",
+    "training/micro_batch.py",
+    "done.backward(found.pop())",
+    "done.backward(found[1])",
+)
+@pytest.mark.parametrize("decoder", ["written-out", "autograd"])
+def test_layers_run_backward_without_hidden_states_and_their_gradient_in_memory(
+    decoder, trainer, make, add_adapter, monkeypatch
+):
+    held: list[weakref.ref[torch.Tensor]] = []
+    alive: list[bool] = []
+    head = LmHead.logprobs_and_gradient
+
+    def watched_head(self: LmHead, hidden: torch.Tensor, *rest: Any) -> Any:
+        found = head(self, hidden, *rest)
+        held.extend(weakref.ref(tensor) for tensor in (hidden, found[1]))
+        return found
+
+    def watched_attention(*given: Any) -> Any:
+        alive.append(any(ref() is not None for ref in held))
+        return attend_backward(*given)
+
+    monkeypatch.setattr(LmHead, "logprobs_and_gradient", watched_head)
+    for module in ("written_out.attention_block", "packed_attention"):
+        monkeypatch.setattr(f"tinker_local.backend.training.decoders.{module}.attend_backward", watched_attention)
+    ours = trainer("llama", decoder=decoder)
+    add_adapter(ours, "a")
+    ours.forward_backward([TrainWork("a", [make.datum(9)], "cross_entropy")])
+    assert len(held) == 2
+    assert alive == [False] * 3
 
 
 def test_auto_takes_the_written_out_decoder_where_it_knows_the_layers(trainer):

@@ -116,11 +116,12 @@ class MicroBatchRunner:
             logprobs = self._head.logprobs(done.hidden, targets, batch.group(HEAD))
             losses.derive(np.arange(len(targets.rows)), logprobs)
             return Pending(packed, losses.numbers(logprobs)), None
-        logprobs, grad_hidden = self._head.logprobs_and_gradient(done.hidden, targets, batch.group(HEAD), losses.derive)
+        found = [*self._head.logprobs_and_gradient(done.hidden, targets, batch.group(HEAD), losses.derive)]
+        logprobs = found[0]
 
-        # 3. Back through the decoder.
+        # 3. Back through the decoder, which alone holds the gradient from here on.
         if through_decoder:
-            done.backward(grad_hidden)
+            done.backward(found.pop())
         return Pending(packed, losses.numbers(logprobs)), Gradients(batch, tuple(groups))
 
     @staticmethod

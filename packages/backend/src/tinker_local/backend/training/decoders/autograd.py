@@ -1,9 +1,10 @@
 """A decoder for any causal language model of transformers: its own modules and autograd, plus adapters and packing.
 
-New families start here, and the written-out decoder is compared with it. Three things change, without patching
+New families start here, and the written-out decoder is compared with it. Four things change, without patching
 transformers. Attention is a registered function that receives the segments of the row, so that sequences share it
 without padding and without seeing each other. The Linear modules that adapters train add the adapters of all sequences
-in the row. Layers can be checkpointed. Legend: T tokens, H hidden size, N heads, D head size.
+in the row. Layers can be checkpointed. Gated MLPs keep less (`gated_mlp.py`). Legend: T tokens, H hidden size, N heads,
+D head size.
 """
 
 import functools
@@ -16,6 +17,7 @@ import torch
 from tinker_local.backend.families.family import LoraNames
 from tinker_local.backend.training.attention import Segments
 from tinker_local.backend.training.decoder import PackedRow
+from tinker_local.backend.training.decoders.gated_mlp import GatedDown, is_gated
 from tinker_local.backend.training.decoders.packed_attention import ATTENTION, PackedCall, attending, attention_rules
 from tinker_local.backend.training.lora import Adapter, AdapterSlice, Flag, Target, groups_of, layout
 from tinker_local.backend.training.lora_batch import LoraBatch, LowRank, project, project_backward, whole
@@ -41,9 +43,14 @@ class AutogradDecoder:
         self.targets = find_targets(modules, path, lora)
         self._modules = modules
         self._run: _Run | None = None
+        self._by_module: dict[Any, Target] = {}
+        gated = [module for module in modules.modules() if is_gated(module)]
         for target in self.targets:
             linear = modules.get_submodule(target.path.removeprefix(f"{path}."))
-            linear.forward = functools.partial(self._linear, target, linear, linear.forward)
+            self._by_module[linear] = target
+            linear.forward = functools.partial(self._linear, linear, linear.forward)
+        for mlp in gated:
+            mlp.forward = functools.partial(self._mlp, mlp, mlp.forward)
         for index, layer in enumerate(modules.layers):
             layer.forward = functools.partial(self._layer, index, layer.forward)
 
@@ -57,8 +64,9 @@ class AutogradDecoder:
             output = self._modules(
                 inputs_embeds=embeds[None], position_ids=row.position_ids, use_cache=False, packed=packed
             )
-            hidden = output.last_hidden_state[0]
-        return AutogradPass(self, run, embeds, hidden, hidden.detach())
+            hidden, grad_hidden = output.last_hidden_state[0], list[torch.Tensor]()
+            root = _Gradient.apply(hidden, grad_hidden)
+        return AutogradPass(self, run, embeds, root, grad_hidden, hidden.detach())
 
     def memory(self, tokens: int, columns: int) -> ActivationMemory:
         """Extrapolate from a measurement on few tokens; a layer's backward takes about what its forward keeps."""
@@ -87,11 +95,23 @@ class AutogradDecoder:
         finally:
             self._run = None
 
-    def _linear(self, target: Target, linear: Any, original: Callable[..., Any], x: torch.Tensor) -> Any:
-        low_rank = None if self._run is None else self._run.lora.group(target.group, target.index)
+    def _low_rank(self, linear: Any) -> LowRank | None:
+        target = self._by_module.get(linear)
+        return None if target is None or self._run is None else self._run.lora.group(target.group, target.index)
+
+    def _linear(self, linear: Any, original: Callable[..., Any], x: torch.Tensor) -> Any:
+        low_rank = self._low_rank(linear)
         if low_rank is None:
             return original(x)
         return _AdaptedLinear.apply(x, linear.weight, linear.bias, low_rank)
+
+    def _mlp(self, mlp: Any, original: Callable[..., Any], x: torch.Tensor) -> Any:
+        if self._run is None:
+            return original(x)
+        down = mlp.down_proj
+        return GatedDown.apply(
+            mlp.gate_proj(x), mlp.up_proj(x), mlp.act_fn, down.weight, down.bias, self._low_rank(down)
+        )
 
     def _layer(self, index: int, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         run = self._run
@@ -145,21 +165,38 @@ class AutogradDecoder:
 
 @dataclass(slots=True, eq=False)
 class AutogradPass:
-    """A `DecoderPass`. `root`: the output with its graph; `hidden` [T, H]: the same without it."""
+    """A `DecoderPass`. `root`: where the graph ends; it takes the gradient of `hidden` [T, H] from `grad_hidden`."""
 
     decoder: AutogradDecoder
     run: _Run
     embeds: torch.Tensor
     root: torch.Tensor
+    grad_hidden: list[torch.Tensor]
     hidden: torch.Tensor
 
     def backward(self, grad_hidden: torch.Tensor) -> torch.Tensor:
         """See `DecoderPass.backward`."""
+        self.grad_hidden.append(grad_hidden)
+        del grad_hidden, self.hidden  # no layer's backward needs them
         with self.decoder._running(self.run):
-            torch.autograd.backward(self.root, grad_hidden)
+            torch.autograd.backward(self.root)
         del self.root
         assert self.embeds.grad is not None
         return self.embeds.grad
+
+
+class _Gradient(torch.autograd.Function):
+    """A root for `hidden` whose backward hands over the gradient in `gradients`: an argument of
+    `torch.autograd.backward` would stay in memory until the end."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor, gradients: list[torch.Tensor]) -> torch.Tensor:
+        ctx.gradients = gradients
+        return hidden.new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, _: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return ctx.gradients.pop(), None
 
 
 def find_targets(modules: Any, path: str, lora: LoraNames) -> list[Target]:

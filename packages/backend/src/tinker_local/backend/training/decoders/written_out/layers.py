@@ -176,6 +176,7 @@ class WrittenOutPass:
         grad = decoder.kernels.rms_norm_backward(
             grad_hidden, self.last, decoder.norm, decoder.epsilon, torch.zeros_like(self.last)
         )
+        del grad_hidden, self.hidden, self.last  # no layer's backward needs them
         while self.kept:
             passes = list(self.kept.pop().restore(self.context))
             while passes:
