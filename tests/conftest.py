@@ -115,7 +115,7 @@ main(sys.argv[1:])
 """A program: `tinker-local` whose long polls do not end by themselves while a test lasts."""
 
 
-def start_server(data_dir: Path, *arguments: str, seconds: float = 180, program: str | None = None) -> Server:
+def start_server(data_dir: Path, *arguments: str, seconds: float = 600, program: str | None = None) -> Server:
     """Start `tinker-local serve` (or `program` in its place) on a free port and wait for its `ready:` line."""
     command = ["-m", "tinker_local.backend.cli.main"] if program is None else ["-c", program]
     process = subprocess.Popen(

@@ -3,13 +3,11 @@
 import threading
 from pathlib import Path
 
-import pytest
 import tinker_local.client as tinker
 from tinker_local.backend import BackendOptions, InProcessBackend, ModelSource
 from tinker_local.backend.models.load_engines import load_fake
 
 
-@pytest.mark.timeout(60)
 def test_a_backend_of_fake_engines_trains_and_samples_in_this_process(tmp_path: Path) -> None:
     before = set(threading.enumerate())
     backend = InProcessBackend([ModelSource("fake", "fake")], BackendOptions(data_dir=tmp_path), load=load_fake)

@@ -112,7 +112,6 @@ def dead_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(name, f"http://127.0.0.1:{unused_port()}")
 
 
-@pytest.mark.timeout(30)
 @pytest.mark.usefixtures("dead_proxy")
 def test_no_request_to_a_fake_server_on_loopback_goes_through_a_proxy(fake_server) -> None:
     with local.ServiceClient(base_url=fake_server.url) as service:
@@ -136,7 +135,6 @@ def test_no_proxy_keeps_what_it_held_and_gains_loopback(
     assert len(entries) == len(set(entries))
 
 
-@pytest.mark.timeout(30)
 def test_backend_of_a_fake_is_served_on_loopback_with_its_own_key(fake_backend, monkeypatch) -> None:
     monkeypatch.setenv("TINKER_API_KEY", "tml-of-the-hosted-service")
     monkeypatch.setenv("TINKER_BASE_URL", "http://192.0.2.1")
