@@ -1,0 +1,171 @@
+"""Runs an attack against a server with a victim beside it, and says what the victim and the memory felt."""
+
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tests.attacks.programs import ATTACKS, Attack, Serving
+from tests.attacks.victim import LONGEST, Memory, Victim
+from tests.conftest import Server, start_server
+
+KEYS = ("tml-victim-victim", "tml-attacker-attacker")
+ROOT = Path(__file__).parents[2]
+
+LEAST_MS, LEAST_MIB = 100.0, 100.0
+"""What the victim may lose and the memory may grow in any case."""
+
+
+@dataclass
+class Outcome:
+    """Milliseconds and MiB. `during`: of the two attacks; `memory`: before, after one, after two; `answers`."""
+
+    attack: Attack
+    before: tuple[float, float]
+    during: list[tuple[float, float]] = field(default_factory=list)
+    worst: list[tuple[float, float]] = field(default_factory=list)
+    memory: list[float] = field(default_factory=list)
+    peak: float = 0.0
+    seconds: list[float] = field(default_factory=list)
+    answers: list[tuple[str, int]] = field(default_factory=list)
+    failures: list[str] = field(default_factory=list)
+    alive: bool = True
+
+    def faults(self) -> list[str]:
+        """What breaks the promise: a victim slower than twice or 100 ms more (p99), memory that stays, a death."""
+        found = [] if self.alive else ["the server is dead"]
+        found += [f"the victim was refused: {text}" for text in dict.fromkeys(self.failures)]
+        for number, (sample, step) in enumerate(self.during, 1):
+            for what, now, was in (("sample", sample, self.before[0]), ("step", step, self.before[1])):
+                if now > max(2 * was, was + LEAST_MS):
+                    found.append(f"attack {number}: {what} p99 {now:.0f} ms, without {was:.0f} ms")
+        start, *after = self.memory
+        if after and after[0] > max(1.1 * start, start + LEAST_MIB):
+            found.append(f"memory {start:.0f} MiB before, {after[0]:.0f} after")
+        if len(after) > 1 and after[1] > max(1.1 * after[0], after[0] + LEAST_MIB):
+            found.append(f"memory {after[0]:.0f} MiB after one attack, {after[1]:.0f} after two")
+        return found
+
+
+@contextmanager
+def server_of(serving: Serving, arguments: Sequence[str], folder: Path) -> Iterator[tuple[Server, str]]:
+    """A server with the two keys, and the name of the model that it serves."""
+    keys = folder / "keys"
+    keys.write_text("".join(f"{key}\n" for key in KEYS))
+    keys.chmod(0o600)
+    given = ["--api-key-file", str(keys), *arguments]
+    name = "fake/bigram" if serving == "fake" else f"tiny/{serving}"
+    if serving == "fake":
+        given += ["--fake", "--model", name]
+    else:
+        from tinker_local.backend.tiny_models import make_tiny_text_model, make_tiny_vl_model
+
+        (make_tiny_text_model if serving == "text" else make_tiny_vl_model)(folder / serving)
+        given += ["--kv-cache", "0.25", "--max-rank", "32", "--model", f"{name}={folder / serving}"]
+    server = start_server(folder / "data", *given)
+    try:
+        yield server, name
+    finally:
+        server.kill()
+
+
+def measure(attack: Attack, *, calm: float = 5.0, settle: float = 10.0, times: int = 2) -> Outcome:
+    """Start a server, feel `calm` seconds without and then `times` attacks; memory is the least within `settle`."""
+    with (
+        tempfile.TemporaryDirectory() as scratch,
+        server_of(attack.serving, attack.arguments, Path(scratch)) as (server, name),
+    ):
+        memory = Memory(server.process.pid)
+        victim = Victim(server.url, KEYS[0], name)
+        with victim.feel():  # caches, threads and what the first requests import
+            time.sleep(2)
+        with victim.feel() as felt:
+            time.sleep(calm)
+        sample, step = felt.p99()
+        outcome = Outcome(attack, (1e3 * sample, 1e3 * step), memory=[memory.settled(1)])
+        for _ in range(times):
+            with armed(attack, server.url, name) as go:
+                start = time.monotonic()
+                with victim.feel() as felt:
+                    outcome.answers = go()
+                    time.sleep(max(0.0, start + 3 - time.monotonic()))
+            outcome.seconds.append(time.monotonic() - start)
+            sample, step = felt.p99()
+            outcome.during.append((1e3 * sample, 1e3 * step))
+            sample, step = felt.most()
+            outcome.worst.append((1e3 * sample, 1e3 * step))
+            outcome.failures += felt.failures
+            outcome.memory.append(memory.settled(settle))
+            if max(outcome.worst[-1]) >= 1e3 * LONGEST:  # a second attack would measure the rest of the first
+                break
+        outcome.alive = server.process.poll() is None
+        outcome.peak = memory.peak
+        victim.close()
+        memory.close()
+        return outcome
+
+
+@contextmanager
+def armed(attack: Attack, url: str, base_model: str) -> Iterator[Callable[[], list[tuple[str, int]]]]:
+    """A process that is ready to attack; the function lets it begin and returns what it was answered."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tests.attacks", "attacker", attack.name, url, KEYS[1], base_model],
+        cwd=ROOT,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+    def go() -> list[tuple[str, int]]:
+        try:
+            answered, _ = process.communicate("go\n", timeout=attack.seconds)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.communicate()
+            return [(f"no answer within {attack.seconds:g} s", 1)]
+        return [(text, count) for text, count in json.loads(answered)] if answered else [("the attacker died", 1)]
+
+    try:
+        assert process.stdout is not None
+        if process.stdout.readline().strip() != "armed":
+            raise RuntimeError(f"{attack.name}: the attacker could not prepare")
+        yield go
+    finally:
+        process.kill()
+        process.wait()
+
+
+HEAD = (
+    "| item | attack | sample p99 ms: without, with | step p99 ms: without, with | worst ms | "
+    "MiB: before, after one, after two (peak) | the attacker got |\n|---|---|---|---|---|---|---|"
+)
+
+
+def line(outcome: Outcome) -> str:
+    """A row of the table."""
+    samples = " / ".join(f"{sample:.0f}" for sample, _ in outcome.during)
+    steps = " / ".join(f"{step:.0f}" for _, step in outcome.during)
+    worst = max(max(pair) for pair in outcome.worst)
+    memory = ", ".join(f"{each:.0f}" for each in outcome.memory)
+    got = "; ".join(f"{count} x {text}" if count > 1 else text for text, count in outcome.answers[:3])
+    got = got.replace("|", "\\|").replace("\n", " ")
+    if not outcome.alive:
+        got = f"THE SERVER IS DEAD; {got}"
+    verdict = "holds" if not outcome.faults() else "**fails**"
+    return (
+        f"| {outcome.attack.item} | {outcome.attack.name}: {verdict} | {outcome.before[0]:.0f}, {samples} | "
+        f"{outcome.before[1]:.0f}, {steps} | {worst:.0f} | {memory} ({outcome.peak:.0f}) | {got} |"
+    )
+
+
+def chosen(names: Sequence[str]) -> list[Attack]:
+    """By name or item; all without names."""
+    found = [each for each in ATTACKS.values() if not names or each.name in names or each.item in names]
+    if not found:
+        raise SystemExit(f"no attack is called {', '.join(names)}; there are {', '.join(ATTACKS)}")
+    return found
