@@ -1,0 +1,70 @@
+"""Nothing acknowledged is lost and no command runs twice or out of order, whatever happens to the server."""
+
+import pytest
+from tinker_local.types import AdamParams, Datum, LoraConfig, ModelInput
+
+from tests.chaos.chaos_run import chaos
+from tests.chaos.chaos_users import ADAM
+from tests.chaos.possible_states import Oracle, Run, Violation
+
+DATA = [Datum(model_input=ModelInput.from_ints([5, 9, 20]), loss_fn_inputs={"target_tokens": [9, 20, 31]})]
+OTHER = [Datum(model_input=ModelInput.from_ints([7, 8]), loss_fn_inputs={"target_tokens": [8, 99]})]
+
+
+@pytest.mark.more
+@pytest.mark.timeout(900)
+def test_a_minute_of_faults_breaks_no_promise_on_fakes() -> None:
+    report = chaos(60, seed=1)
+    print(report)
+    assert report.violations == []
+    assert sum(report.faults.values()) >= 8
+    assert report.done["step"] > 20
+    assert report.done["sample"] > 20
+    assert report.recoveries > 0
+    assert report.audit["loaded and trained on"] > 0
+
+
+def other_history(oracle: Oracle, *commands: object) -> tuple[list[object], float]:
+    """What a server that ran `commands` (data, or None for a step) answers: the last logprobs, the last norm."""
+    name, logprobs, norm = oracle.new(LoraConfig(rank=2, seed=3)), [], 0.0
+    for command in commands:
+        if isinstance(command, AdamParams):
+            norm = oracle.step(name, command)
+        else:
+            logprobs = oracle.gradient(name, command)
+    return logprobs, norm
+
+
+@pytest.mark.parametrize(
+    ("ran", "fits"),
+    [
+        ((DATA, OTHER, ADAM), True),
+        ((DATA, DATA, OTHER, ADAM), False),  # a gradient twice
+        ((DATA, ADAM), False),  # a gradient lost
+        ((DATA, OTHER, ADAM, OTHER, ADAM), False),  # a step twice
+    ],
+)
+def test_the_checker_tells_a_history_with_a_command_lost_or_run_twice_on_fakes(ran: tuple, fits: bool) -> None:
+    oracle = Oracle("fake/bigram")
+    run = Run(oracle, [oracle.new(LoraConfig(rank=2, seed=3))])
+    first, _ = other_history(oracle, DATA)
+    second, _ = other_history(oracle, DATA, OTHER)
+    _, norm = other_history(oracle, *ran)
+    run.gradient(DATA, first, "gradient 1")
+    run.gradient(OTHER, second, "gradient 2")
+    if fits:
+        run.step(ADAM, norm, "step 3")
+    else:
+        with pytest.raises(Violation):
+            run.step(ADAM, norm, "step 3")
+
+
+def test_the_checker_follows_both_when_an_answer_is_lost_on_fakes() -> None:
+    oracle = Oracle("fake/bigram")
+    for ran in ((DATA, ADAM, OTHER), (OTHER,)):
+        run = Run(oracle, [oracle.new(LoraConfig(rank=2, seed=3))])
+        run.gradient(DATA, other_history(oracle, DATA)[0], "gradient 1")
+        run.failed_step(ADAM)
+        assert len(run.states()) == 2
+        run.forward(OTHER, other_history(oracle, *ran)[0], "forward 3")
+        assert len(run.states()) == 1
