@@ -4,6 +4,7 @@ import random
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from signal import SIGKILL, SIGTERM
@@ -50,7 +51,14 @@ class Report:
         )
 
 
-def chaos(seconds: float, seed: int, *, pause: tuple[float, float] = (1.0, 4.0), calm: float = 10.0) -> Report:
+def chaos(
+    seconds: float,
+    seed: int,
+    *,
+    pause: tuple[float, float] = (1.0, 4.0),
+    calm: float = 10.0,
+    say: Callable[[str], None] = lambda text: None,
+) -> Report:
     """`seconds` of faults, then `calm` seconds in which every user must get on, a kill, and an audit."""
     rng = random.Random(seed)
     ledger, start = Ledger(), time.monotonic()
@@ -63,8 +71,9 @@ def chaos(seconds: float, seed: int, *, pause: tuple[float, float] = (1.0, 4.0),
             users += [Samples(url, BASE, seed * 100 + 10 + number, ledger, images=number == 1) for number in range(2)]
             for user in users:
                 user.start()
-            faults = Faults(subject, rng, pause)
-            faults.run(start + seconds)
+            faults = Faults(subject, rng, pause, say)
+            faults.run(time.monotonic() + seconds)
+            say(f"calm, {dict(ledger.done)}, {len(ledger.violations)} violations")
             _calm(users, ledger, calm)
             for user in users:
                 user.stop()

@@ -42,7 +42,7 @@ def break_sampler() -> None:
             time.sleep(0.05)
         return sample(self, *arguments)
 
-    FakeSampler._sample = sample_or_fail
+    FakeSampler._sample = sample_or_fail  # type: ignore[assignment]
 
 
 if __name__ == "__main__":

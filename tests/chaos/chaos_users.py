@@ -149,7 +149,7 @@ class User:
         self.session = ""
         self._numbers = itertools.count()
         self._stop = threading.Event()
-        self._threads = [threading.Thread(target=self._loop), threading.Thread(target=self._beat)]
+        self._threads = [threading.Thread(target=each, daemon=True) for each in (self._loop, self._beat)]
 
     def start(self) -> None:
         for thread in self._threads:

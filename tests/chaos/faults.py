@@ -134,8 +134,10 @@ class Subject:
 class Faults:
     """One fault after the other, every `pause` seconds or so, chosen by a seed."""
 
-    def __init__(self, subject: Subject, rng: random.Random, pause: tuple[float, float]) -> None:
-        self._subject, self._rng, self._pause = subject, rng, pause
+    def __init__(
+        self, subject: Subject, rng: random.Random, pause: tuple[float, float], say: Callable[[str], None]
+    ) -> None:
+        self._subject, self._rng, self._pause, self._say = subject, rng, pause, say
         self.counts: Counter[str] = Counter()
         self.stops: list[float] = []
         self.kinds: dict[str, Callable[[], None]] = {
@@ -157,6 +159,7 @@ class Faults:
         while time.monotonic() < until:
             time.sleep(self._rng.uniform(*self._pause))
             kind = order.pop() if order else self._rng.choice(list(self.kinds))
+            self._say(kind)
             self.kinds[kind]()
             self.counts[kind] += 1
         for file in self._subject.faults.iterdir():

@@ -12,7 +12,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import numpy.typing as npt
 from tinker_local.backend.fakes import FakeModel, FakeRenderer, FakeTrainer
-from tinker_local.backend.training.losses.loss_inputs import make_train_datum
+from tinker_local.backend.training.losses import LOSSES
+from tinker_local.backend.training.losses.loss import make_train_datum
 from tinker_local.backend.training.trainer import AdapterState, TrainWork
 from tinker_local.types import AdamParams, Datum, LoraConfig, ModelInput
 
@@ -62,7 +63,7 @@ class Oracle:
             make_train_datum(
                 datum,
                 self._renderer.render(datum.model_input, "data"),
-                "cross_entropy",
+                LOSSES["cross_entropy"],
                 self._trainer.vocab_size,
                 "data",
             )

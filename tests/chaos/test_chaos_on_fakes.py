@@ -1,5 +1,7 @@
 """Nothing acknowledged is lost and no command runs twice or out of order, whatever happens to the server."""
 
+from typing import Any
+
 import pytest
 from tinker_local.types import AdamParams, Datum, LoraConfig, ModelInput
 
@@ -24,7 +26,7 @@ def test_a_minute_of_faults_breaks_no_promise_on_fakes() -> None:
     assert report.audit["loaded and trained on"] > 0
 
 
-def other_history(oracle: Oracle, *commands: object) -> tuple[list[object], float]:
+def other_history(oracle: Oracle, *commands: object) -> tuple[Any, float]:
     """What a server that ran `commands` (data, or None for a step) answers: the last logprobs, the last norm."""
     name, logprobs, norm = oracle.new(LoraConfig(rank=2, seed=3)), [], 0.0
     for command in commands:
@@ -44,7 +46,9 @@ def other_history(oracle: Oracle, *commands: object) -> tuple[list[object], floa
         ((DATA, OTHER, ADAM, OTHER, ADAM), False),  # a step twice
     ],
 )
-def test_the_checker_tells_a_history_with_a_command_lost_or_run_twice_on_fakes(ran: tuple, fits: bool) -> None:
+def test_the_checker_tells_a_history_with_a_command_lost_or_run_twice_on_fakes(
+    ran: tuple[Any, ...], fits: bool
+) -> None:
     oracle = Oracle("fake/bigram")
     run = Run(oracle, [oracle.new(LoraConfig(rank=2, seed=3))])
     first, _ = other_history(oracle, DATA)
