@@ -126,7 +126,7 @@ async def test_ttl_of_nothing_or_of_no_number_is_refused_on_fakes(api: Api) -> N
 @pytest.mark.mutation(
     "expired-checkpoint-found",
     "store.py",
-    "        return expires_at.is_(None) | (expires_at > self._clock())\n",
+    "        return expires_at.is_(None) | (expires_at > self._clock.now())\n",
     "        return sa.true()\n",
 )
 async def test_an_expired_path_is_404_at_once_before_anybody_sweeps_on_fakes(
@@ -174,7 +174,7 @@ async def test_an_expired_path_is_404_at_once_before_anybody_sweeps_on_fakes(
 @pytest.mark.mutation(
     "expired-folder-stays",
     "store.py",
-    "            expired = self._checkpoints(tables.checkpoints.c.expires_at <= self._clock())\n",
+    "            expired = self._checkpoints(tables.checkpoints.c.expires_at <= self._clock.now())\n",
     "            expired: list[CheckpointRecord] = []\n",
 )
 async def test_expired_checkpoints_leave_the_disk_and_the_engine_by_themselves_on_fakes(start_api: StartApi) -> None:

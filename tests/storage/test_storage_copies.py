@@ -16,7 +16,7 @@ from tinker_local.backend.storage.records import (
     SessionRecord,
     TrainingRunRecord,
 )
-from tinker_local.types import LoraConfig, NotFoundError
+from tinker_local.types import LoraConfig, NotFoundError, StorageFullError
 
 from tests.storage.store_states import RUN, START, make_record, make_state, same_tensors
 
@@ -93,7 +93,7 @@ def test_a_copy_that_the_disk_has_no_room_for_leaves_nothing(
 
     source = store.write_checkpoint(make_record("a"), make_state(1), overwrite=False)
     monkeypatch.setattr(Path, "hardlink_to", full)
-    with pytest.raises(OSError, match="no room"):
+    with pytest.raises(StorageFullError, match=f"the disk of {tmp_path} is full"):
         copy(store, source)
     assert [folder.name[:2] for folder in (tmp_path / "checkpoints").glob("*/*/*")] == ["a@"]
     assert store.get_training_run("copy0:train:0") is None

@@ -28,7 +28,7 @@ def run_record(run: str, minutes: int = 0) -> TrainingRunRecord:
     return TrainingRunRecord(run, "s", "org/base", config, created, created, {"note": "x"})
 
 
-@pytest.mark.mutation("last-reason-of-a-session-wins", "store.py", " & table.c.ended_at.is_(None)\n", "\n")
+@pytest.mark.mutation("last-reason-of-a-session-wins", "metadata.py", " & table.c.ended_at.is_(None)\n", "\n")
 def test_sessions_come_back_equal_and_end_once(store: Store) -> None:
     plain = SessionRecord("s1", START)
     full = SessionRecord("s2", START, {"a": {"b": 1}}, ("t1", "t2"), "name")
@@ -85,7 +85,7 @@ def test_touching_a_run_is_seen_at_once_writes_nothing_and_survives_a_restart(tm
 
 def test_a_touched_run_reaches_the_disk_in_time(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     store.add_training_run(run_record("r"))
-    monkeypatch.setattr("tinker_local.backend.storage.store.TOUCH_SECONDS", 0.0)
+    monkeypatch.setattr("tinker_local.backend.storage.metadata.TOUCH_SECONDS", 0.0)
     store.touch_training_run("r", START + timedelta(hours=1))
     with store._engine.connect() as connection:
         on_disk = connection.execute(sa.select(tables.training_runs.c.last_request_at)).scalar()

@@ -27,6 +27,7 @@ from tinker_local.types.errors import InvalidRequestError as InvalidRequestError
 from tinker_local.types.errors import NotEnoughMemoryError as NotEnoughMemoryError
 from tinker_local.types.errors import NotFoundError as NotFoundError
 from tinker_local.types.errors import PermissionDeniedError as PermissionDeniedError
+from tinker_local.types.errors import StorageFullError as StorageFullError
 from tinker_local.types.errors import TooManyRequestsError as TooManyRequestsError
 from tinker_local.types.errors import UnsupportedError as UnsupportedError
 from tinker_local.types.requests_and_results import AdamParams as AdamParams

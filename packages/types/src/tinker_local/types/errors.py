@@ -8,6 +8,7 @@
     ├─ NotFoundError            user    HTTP 404   no such model, session, checkpoint, route
     ├─ GoneError                user    HTTP 410   the session has ended; a sampling promise has expired
     ├─ TooManyRequestsError     user    HTTP 429   back-pressure: send the same again after a while
+    ├─ StorageFullError         server  HTTP 400   the disk is full: says how to free it
     └─ InternalError            server  HTTP 500   our fault; on a future it is still HTTP 200
        └─ NotEnoughMemoryError  server  HTTP 500   a training request does not fit in the trainer's memory
 
@@ -78,6 +79,12 @@ class TooManyRequestsError(ApiError):
     def __init__(self, message: str, retry_after: float | None = None) -> None:
         super().__init__(message)
         self.retry_after = retry_after
+
+
+class StorageFullError(ApiError):
+    """The disk of the data folder is full. Not a 5xx, which the SDK would repeat for minutes without a word."""
+
+    status = 400
 
 
 class InternalError(ApiError):

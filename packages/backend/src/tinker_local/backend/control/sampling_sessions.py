@@ -69,10 +69,10 @@ class SamplerVersions:
         self._folders = folders
         self._base_models = models
 
-    def named(self, record: CheckpointRecord) -> AdapterVersion:
+    def named(self, record: CheckpointRecord, *, just_written: bool = False) -> AdapterVersion:
         """Of a checkpoint; one that was saved again under the same name is another version."""
         name = f"{record.tinker_path}@{record.created_at.isoformat()}"
-        return AdapterVersion(name, self._store.checkpoint_folder(record))
+        return AdapterVersion(name, self._store.checkpoint_folder(record), just_written=just_written)
 
     def ephemeral(self, name: str) -> AdapterVersion:
         """The version that was published as `name`; NotFoundError if there is none."""

@@ -108,7 +108,7 @@ class SaveWeightsForSampler:
         expected: Expected,
     ) -> None:
         written = await asyncio.to_thread(self._store.write_checkpoint, record, state, overwrite=False)
-        version = self._versions.named(written)
+        version = self._versions.named(written, just_written=True)
         operation.timeline.enter("loading")
         try:
             await self._load_and_verify(model.base, version, expected)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 from safetensors.numpy import load_file
+from tinker_local.backend.checksums import check_files
 from tinker_local.backend.fakes.fake_memory import FakeMemory
 from tinker_local.backend.fakes.fake_model import (
     EOS_ID,
@@ -32,6 +33,7 @@ from tinker_local.backend.sampling.prompt_scores import (
     prompt_questions,
 )
 from tinker_local.backend.sampling.sampler import AdapterVersion, SampleWork
+from tinker_local.backend.storage.adapter_files import CONFIG, WEIGHTS
 from tinker_local.backend.training.trainer import LORA_ALPHA, AdapterDType
 from tinker_local.types import (
     InternalError,
@@ -160,10 +162,12 @@ class FakeSampler:
             return _Weights(self._model.read_adapter(state.tensors, state.lora_config.rank), state.lora_config.rank)
         if not version.path.is_dir():
             raise NotFoundError(f"sampler version {version.name}: its folder is gone")
-        config = json.loads((version.path / "adapter_config.json").read_text())
+        if not version.just_written:
+            check_files(version.path, (CONFIG, WEIGHTS), f"sampler version {version.name}")
+        config = json.loads((version.path / CONFIG).read_text())
         if config["lora_alpha"] != LORA_ALPHA:
             raise InvalidRequestError(f"lora_alpha: {config['lora_alpha']} in {version.name}, expected {LORA_ALPHA}")
-        tensors = load_file(version.path / "adapter_model.safetensors")
+        tensors = load_file(version.path / WEIGHTS)
         return _Weights(self._model.read_adapter(tensors, config["r"]), config["r"])
 
     def _begin(self, work: SampleWork, weights: _Weights, cancelled: threading.Event) -> SampleOutput:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from tinker_local.backend.adapter_tensors import FlatTensors, as_torch
+from tinker_local.backend.checksums import check_files
 from tinker_local.backend.sampling.sampler import AdapterVersion
 from tinker_local.types import InvalidRequestError, NotFoundError
 
@@ -46,7 +47,9 @@ def read_adapter(version: AdapterVersion, max_rank: int) -> HostAdapter:
     else:
         for name in (CONFIG_FILE, WEIGHTS_FILE):
             if not (version.path / name).is_file():
-                raise NotFoundError(f"{where}: there is no {name} in its folder")
+                raise NotFoundError(f"{where}: there is no {name} in its folder, {version.path}")
+        if not version.just_written:
+            check_files(version.path, (CONFIG_FILE, WEIGHTS_FILE), where)
         config = _config(version.path / CONFIG_FILE, where)
         tensors = _tensors(version.path / WEIGHTS_FILE, where)
     rank = _rank(config, where)

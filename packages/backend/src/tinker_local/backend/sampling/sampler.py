@@ -23,13 +23,15 @@ class AdapterVersion:
     """One immutable version of an adapter, in a folder in PEFT's layout.
 
     `name` is never used again: a new save is a new version. `path` holds `adapter_config.json` and
-    `adapter_model.safetensors`. Until that folder can be read, `unwritten()` gives its content; afterwards it gives
+    `adapter_model.safetensors`, which are compared with their checksums before they are loaded, if there are any and
+    unless they were `just_written`. Until that folder can be read, `unwritten()` gives its content; afterwards it gives
     None. It may be called from any thread.
     """
 
     name: str
     path: Path
     unwritten: Callable[[], AdapterState | None] = field(default=_written, compare=False)
+    just_written: bool = field(default=False, compare=False)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -1,8 +1,11 @@
 """Checkpoint folders: `ROOT/<run>/<kind>/<name>@<time>/`, written whole or not at all.
 
 The time in the name makes every write a new folder. An overwritten checkpoint therefore stays whole until its record
-points to the new folder, and an engine that caches by path never serves old weights. Only the records in the database
-decide which folders are checkpoints.
+points to the new folder, and an engine that caches by path never serves old weights.
+
+A file in a folder marks what a kill must not leave behind: `.unfinished` until the record is committed, `.removing`
+before the record is deleted. Only marked folders without a record are ever deleted at a start. `checkpoint.json` says
+what a folder is, in case its record is lost.
 """
 
 import errno
@@ -11,21 +14,25 @@ import logging
 import re
 import shutil
 import uuid
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import Any
 
-from tinker_local.backend.storage.adapter_files import WEIGHTS, write_adapter
+from tinker_local.backend.checksums import CHECKSUMS, DESCRIPTION, checksums_of, recorded_checksums
+from tinker_local.backend.storage.adapter_files import CONFIG, OPTIMIZER, WEIGHTS, write_adapter
 from tinker_local.backend.storage.data_folder import fsync_path, make_durable_folder
-from tinker_local.backend.storage.names import check_checkpoint_name, safe_segment
+from tinker_local.backend.storage.names import check_checkpoint_name, parse_tinker_path, safe_segment
 from tinker_local.backend.storage.records import CheckpointRecord
 from tinker_local.backend.training.trainer import AdapterState
+from tinker_local.types import ApiError, LoraConfig
 
 log = logging.getLogger(__name__)
 
-METADATA = "checkpoint.json"
-_UNFINISHED = re.compile(r"\.(unfinished|removing)-[0-9a-f]{32}")
+UNFINISHED, REMOVING = ".unfinished", ".removing"
+ASIDE = ".aside-"
+_LEFTOVER = re.compile(r"\.(unfinished|removing)-[0-9a-f]{32}")
 _FINISHED = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*@\d{8}T\d{6}\.\d{6}")
 
 
@@ -43,15 +50,16 @@ class CheckpointFolders:
         return self.root / safe_segment(record.training_run_id) / safe_segment(record.kind) / f"{name}@{time}"
 
     def write(self, record: CheckpointRecord, state: AdapterState) -> CheckpointRecord:
-        """Write `state`; when this returns, its folder is complete, in place and on disk.
+        """Write `state`; when this returns, its folder is complete, in place and on disk, and marked as unfinished.
 
         Returns the record with its size, whether it has an optimizer state, and its `created_at`, which is some
         microseconds later if another write used the same time.
         """
 
-        def fill(folder: Path) -> None:
+        def fill(folder: Path) -> dict[str, Any]:
             # A trainer knows only the first name of its base model; the folder records the one that the run used.
             write_adapter(folder, replace(state, base_model=record.base_model))
+            return checksums_of(folder.iterdir())
 
         return self._make(replace(record, has_optimizer=state.optimizer is not None), fill)
 
@@ -61,22 +69,24 @@ class CheckpointFolders:
         Sharing is safe because checkpoint files never change once they are written.
         """
 
-        def fill(folder: Path) -> None:
-            for file in self.path(source).iterdir():
-                if file.name != METADATA:
-                    _link(file, folder / file.name)
+        def fill(folder: Path) -> Mapping[str, Any]:
+            for file in content_of(self.path(source)):
+                _link(file, folder / file.name)
+            return recorded_checksums(self.path(source))
 
         return self._make(record, fill)
 
-    def _make(self, record: CheckpointRecord, fill: Callable[[Path], None]) -> CheckpointRecord:
+    def _make(self, record: CheckpointRecord, fill: Callable[[Path], Mapping[str, Any]]) -> CheckpointRecord:
+        """`fill` writes the files and returns their checksums."""
         parent = self.path(record).parent
         make_durable_folder(parent)
         unfinished = parent / f".unfinished-{uuid.uuid4().hex}"
         unfinished.mkdir()
         try:
-            fill(unfinished)
-            record = replace(record, size_bytes=_size(unfinished))
-            (unfinished / METADATA).write_text(json.dumps(_describe(record), indent=2))
+            checksums = fill(unfinished)
+            record = replace(record, size_bytes=size_of(unfinished))
+            (unfinished / DESCRIPTION).write_text(json.dumps(_describe(record, checksums), indent=2))
+            (unfinished / UNFINISHED).touch()
             for file in unfinished.iterdir():
                 fsync_path(file)
             fsync_path(unfinished)
@@ -98,53 +108,125 @@ class CheckpointFolders:
                     raise
                 record = replace(record, created_at=record.created_at + timedelta(microseconds=1))
 
+    def mark_removing(self, record: CheckpointRecord) -> None:
+        """Let the next start delete the folder, if it exists, unless it has a record."""
+        folder = self.path(record)
+        if folder.is_dir():
+            (folder / REMOVING).touch()
+            fsync_path(folder)
+
+    def unmark(self, record: CheckpointRecord) -> None:
+        """Let the folder be found again if its record is lost."""
+        folder = self.path(record)
+        marks = [folder / mark for mark in (UNFINISHED, REMOVING) if (folder / mark).exists()]
+        for mark in marks:
+            mark.unlink()
+        if marks:
+            fsync_path(folder)
+
     def remove(self, record: CheckpointRecord) -> None:
         """Delete the folder of `record`, if it exists."""
         _remove_folder(self.path(record))
 
-    def sweep(self, keep: Collection[Path]) -> None:
-        """Delete what a killed process left behind: unfinished folders, and finished ones that are not in `keep`.
+    def put_aside(self, record: CheckpointRecord) -> Path:
+        """Rename the folder of `record`, so that no start takes it for a checkpoint; its new path."""
+        folder = self.path(record)
+        aside = folder.with_name(f"{ASIDE}{folder.name}")
+        folder.rename(aside)
+        fsync_path(folder.parent)
+        return aside
 
-        Any other file or folder is left alone, with a warning.
-        """
-        for path in self.root.glob("*/*/*"):
-            if path in keep:
-                continue
-            if _UNFINISHED.fullmatch(path.name) or _FINISHED.fullmatch(path.name):
-                log.info("removing %s, which belongs to no checkpoint", path)
+    def remove_leftovers(self) -> None:
+        """Delete folders that a killed process was still writing or already deleting, and empty ones above them."""
+        for path in self._all():
+            if _LEFTOVER.fullmatch(path.name):
                 _remove_folder(path)
-            else:
-                log.warning("%s is not a checkpoint folder of this server; it is left alone", path)
         for folder in [*self.root.glob("*/*"), *self.root.glob("*")]:
             if folder.is_dir() and not any(folder.iterdir()):
                 folder.rmdir()
 
+    def unrecorded(self, records: Mapping[Path, CheckpointRecord]) -> tuple[list[CheckpointRecord], list[str]]:
+        """Complete checkpoints that have a folder and none of the `records`, by their folders; and what is left alone:
+        paths, and why it is not a checkpoint. Deletes marked folders."""
+        found, strange = [], []
+        for path in self._all():
+            if path in records or path.name.startswith(ASIDE):
+                continue
+            if not _FINISHED.fullmatch(path.name) or not path.is_dir():
+                strange.append(f"{path} (not a name that this server gives)")
+            elif any((path / mark).exists() for mark in (UNFINISHED, REMOVING)):
+                log.info("removing %s, which was not finished, or being removed", path)
+                _remove_folder(path)
+            else:
+                try:
+                    found.append(self._described(path))
+                except (ValueError, LookupError, TypeError, OSError, ApiError) as error:
+                    strange.append(f"{path} ({error})")
+        return found, strange
 
-def refuse_halves(root: Path, new_database: bool, records: Sequence[CheckpointRecord]) -> None:
-    """RuntimeError if the database or the checkpoints are missing, because recovery would delete the other half."""
-    folders = [folder for folder in root.glob("*/*/*") if (folder / WEIGHTS).exists()]
-    if new_database and folders:
-        raise RuntimeError(
-            f"{root} holds {len(folders)} checkpoints, but there was no database for them; "
-            "put the database back, or move the checkpoints away"
+    def _described(self, folder: Path) -> CheckpointRecord:
+        """The record that `folder` describes. It is private and does not expire: its record may have been changed."""
+        given = json.loads((folder / DESCRIPTION).read_text("utf-8"))
+        run, kind, name = parse_tinker_path(given["tinker_path"], DESCRIPTION)
+        record = CheckpointRecord(
+            training_run_id=run,
+            kind=kind,
+            name=name,
+            base_model=str(given["base_model"]),
+            lora_config=LoraConfig.model_validate(given["lora_config"]),
+            created_at=datetime.fromisoformat(given["created_at"]),
+            size_bytes=int(given["size_bytes"]),
+            has_optimizer=bool(given["has_optimizer"]),
+            user_metadata=dict(given["user_metadata"]),
         )
+        files = (WEIGHTS, CONFIG, *([OPTIMIZER] if record.has_optimizer else []))
+        # A write that another one of the same microsecond preceded has a later time in its name.
+        begin, _, time = folder.name.rpartition("@")
+        when = datetime.strptime(time, "%Y%m%dT%H%M%S.%f").replace(tzinfo=UTC)
+        record = replace(record, created_at=when)
+        if begin != name or self.path(record) != folder:
+            raise ValueError(f"{DESCRIPTION} describes {record.tinker_path}")
+        missing = [file for file in files if not (folder / file).is_file()]
+        if missing:
+            raise ValueError(f"it has no {' and no '.join(missing)}")
+        if size_of(folder) != record.size_bytes:
+            raise ValueError(f"it has {size_of(folder)} bytes and was written with {record.size_bytes}")
+        return record
+
+    def _all(self) -> Iterator[Path]:
+        return self.root.glob("*/*/*")
+
+
+def content_of(folder: Path) -> list[Path]:
+    """The files of a checkpoint's adapter: neither marks nor description."""
+    return [file for file in folder.iterdir() if file.name not in (DESCRIPTION, UNFINISHED, REMOVING)]
+
+
+def size_of(folder: Path) -> int:
+    """Bytes of `content_of`."""
+    return sum(file.stat().st_size for file in content_of(folder))
+
+
+def refuse_without_folders(root: Path, records: int) -> None:
+    """RuntimeError if there are records and no folder for checkpoints at all: it may not be mounted yet."""
     if records and not root.exists():
         raise RuntimeError(
-            f"the database knows {len(records)} checkpoints, but {root} does not exist; "
-            "put it back, or make it an empty folder to forget them"
+            f"the database knows {records} checkpoints, but {root} does not exist; "
+            "put it back, or make it an empty folder to start without them"
         )
 
 
-def _describe(record: CheckpointRecord) -> dict[str, object]:
-    """A description for people; the server itself only reads the database."""
+def _describe(record: CheckpointRecord, checksums: Mapping[str, Any]) -> dict[str, object]:
+    """What a folder is, for people, and for a server that has lost the record."""
     times: dict[str, datetime | None] = {"created_at": record.created_at, "expires_at": record.expires_at}
-    return {
+    described = {
         **asdict(record),
         "tinker_path": record.tinker_path,
         "lora_config": record.lora_config.model_dump(),
         "user_metadata": dict(record.user_metadata),
         **{name: time and time.isoformat() for name, time in times.items()},
     }
+    return described | ({CHECKSUMS: dict(checksums)} if checksums else {})
 
 
 def _link(file: Path, target: Path) -> None:
@@ -155,10 +237,6 @@ def _link(file: Path, target: Path) -> None:
         if error.errno not in (errno.EPERM, errno.EMLINK, errno.EXDEV, errno.EOPNOTSUPP, errno.ENOSYS):
             raise
         shutil.copyfile(file, target)
-
-
-def _size(folder: Path) -> int:
-    return sum(file.stat().st_size for file in folder.iterdir())
 
 
 def _remove_folder(folder: Path) -> None:

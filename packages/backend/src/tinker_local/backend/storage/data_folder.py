@@ -2,6 +2,7 @@
 
 import fcntl
 import os
+from contextlib import suppress
 from pathlib import Path
 
 
@@ -47,7 +48,8 @@ class FolderLock:
                 "stop it, or give this one another data folder"
             ) from None
         os.ftruncate(self._file, 0)
-        os.write(self._file, f"{os.getpid()}\n".encode())
+        with suppress(OSError):  # only tells people who holds it; the disk may be full
+            os.write(self._file, f"{os.getpid()}\n".encode())
 
     def release(self) -> None:
         """Release the lock; a second call does nothing."""

@@ -9,16 +9,38 @@ from tinker_local.backend.storage import tables
 log = logging.getLogger(__name__)
 
 
-def open_database(url: str | sa.URL) -> tuple[sa.Engine, bool]:
-    """The engine, and whether the database was new.
-
-    Upgrades an older database; RuntimeError if a newer server wrote it.
-    """
+def open_database(url: str | sa.URL) -> sa.Engine:
+    """The engine. Upgrades an older database; RuntimeError if a newer server wrote it, or if it is damaged."""
     # No limit: every thread gets a connection at once.
     engine = sa.create_engine(url, pool_size=8, max_overflow=-1)
-    if engine.dialect.name == "sqlite":
-        sa.event.listen(engine, "connect", _set_pragmas)
-    is_new = not sa.inspect(engine).has_table(tables.schema.name)
+    try:
+        if engine.dialect.name == "sqlite":
+            sa.event.listen(engine, "connect", _set_pragmas)
+            _check(engine)
+        _bring_up_to_date(engine)
+    except BaseException:
+        engine.dispose()
+        raise
+    return engine
+
+
+def _check(engine: sa.Engine) -> None:
+    """RuntimeError, in one sentence, if SQLite finds the database damaged."""
+    try:
+        with engine.connect() as connection:
+            found = " ".join(str(connection.exec_driver_sql("PRAGMA quick_check(1)").scalar()).split())
+    except sa.exc.OperationalError:  # it is busy, or cannot be opened
+        raise
+    except sa.exc.DatabaseError as error:
+        found = str(error.orig)
+    if found != "ok":
+        raise RuntimeError(
+            f"the database {engine.url.database} is damaged ({found}): put it back from a backup, or move it away "
+            "with its -wal and -shm files to start without its records; checkpoints are found by their folders"
+        )
+
+
+def _bring_up_to_date(engine: sa.Engine) -> None:
     tables.metadata.create_all(engine)
     with engine.begin() as connection:
         version = connection.execute(sa.select(tables.schema.c.version)).scalar()
@@ -31,7 +53,6 @@ def open_database(url: str | sa.URL) -> tuple[sa.Engine, bool]:
             )
     if version is not None and version < tables.SCHEMA_VERSION:
         _migrate(engine, version)
-    return engine, is_new
 
 
 def _set_pragmas(connection: Any, _record: Any) -> None:
@@ -51,6 +72,8 @@ def _migrate(engine: sa.Engine, version: int) -> None:
     log.info("the database %s goes from schema version %d to %d", engine.url, version, tables.SCHEMA_VERSION)
     if version == 1:
         _from_1_to_2(engine)
+    if version <= 2:
+        _from_2_to_3(engine)
 
 
 def _from_1_to_2(engine: sa.Engine) -> None:
@@ -69,6 +92,13 @@ def _from_1_to_2(engine: sa.Engine) -> None:
                 .values(end_reason=reason, end_detail=detail or None)
             )
         connection.execute(sa.update(tables.schema).values(version=2))
+
+
+def _from_2_to_3(engine: sa.Engine) -> None:
+    """Adds the mark of checkpoints whose folder is missing."""
+    _add_column(engine, "checkpoints", "missing BOOLEAN DEFAULT false NOT NULL")
+    with engine.begin() as connection:
+        connection.execute(sa.update(tables.schema).values(version=3))
 
 
 def _add_column(engine: sa.Engine, table: str, definition: str) -> None:

@@ -66,6 +66,8 @@ class SamplingSessionRecord:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointRecord:
+    """A checkpoint. `missing`: the server found no folder of it when it started."""
+
     training_run_id: str
     kind: CheckpointKind
     name: str
@@ -77,6 +79,7 @@ class CheckpointRecord:
     expires_at: datetime | None = None
     user_metadata: Mapping[str, Any] = field(default_factory=dict)
     public: bool = False
+    missing: bool = False
 
     @property
     def checkpoint_id(self) -> str:

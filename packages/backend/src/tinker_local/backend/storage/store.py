@@ -6,9 +6,8 @@ and on disk, and deleted before the folder is. The next start removes whatever a
 
 import logging
 import threading
-import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Collection, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -16,53 +15,60 @@ from typing import Any
 
 import sqlalchemy as sa
 from safetensors import SafetensorError
+from tinker_local.backend.checksums import check_files
+from tinker_local.backend.ids import session_of
 from tinker_local.backend.storage import tables
-from tinker_local.backend.storage.adapter_files import WEIGHTS, optimizer_type, read_adapter
-from tinker_local.backend.storage.checkpoint_folders import CheckpointFolders, refuse_halves
+from tinker_local.backend.storage.adapter_files import CONFIG, OPTIMIZER, WEIGHTS, optimizer_type, read_adapter
+from tinker_local.backend.storage.checkpoint_folders import CheckpointFolders, refuse_without_folders
 from tinker_local.backend.storage.data_folder import FolderLock, make_durable_folder
 from tinker_local.backend.storage.database import open_database
+from tinker_local.backend.storage.disk_space import RESERVE_BYTES, DiskSpace
+from tinker_local.backend.storage.metadata import Metadata, insert
 from tinker_local.backend.storage.names import check_checkpoint_name
 from tinker_local.backend.storage.records import (
     CheckpointKind,
     CheckpointRecord,
     CopyRecord,
-    EndReason,
-    SamplingSessionRecord,
     SessionRecord,
     TrainingRunRecord,
 )
+from tinker_local.backend.storage.recovery import compare
+from tinker_local.backend.storage.steady_clock import SteadyClock
 from tinker_local.backend.training.trainer import AdapterState
-from tinker_local.types import InvalidRequestError, LoraConfig, NotFoundError
+from tinker_local.types import InvalidRequestError, LoraConfig, NotFoundError, StorageFullError
 
 log = logging.getLogger(__name__)
 
 DATABASE = "metadata.sqlite3"
 CHECKPOINTS = "checkpoints"
-TOUCH_SECONDS = 30.0
-"""How far a run's `last_request_at` on disk may lag behind."""
 
 
-class Store:
+class Store(Metadata):
     """The durable state in `data_dir`, which it locks (FolderInUseError if another process holds the lock).
 
     Every method blocks on the disk and may be called from any thread. Its changes are durable when it returns, except
     those of `touch_training_run`, which are written with the next change or after `TOUCH_SECONDS`. An expired
-    checkpoint counts as gone: only `forget_expired` returns it.
+    checkpoint counts as gone: only `forget_expired` returns it. On a full disk, methods that write raise
+    StorageFullError, and those that delete or end something use a reserve.
 
     `url`: an SQLAlchemy URL for the metadata; None: SQLite in `data_dir`. Checkpoints are always folders in
-    `data_dir`. `clock` decides when checkpoints expire.
+    `data_dir`. `clock` decides when checkpoints expire; `forget_expired` does nothing for `grace` seconds after it
+    jumped, or the store was opened. `reserve_bytes` are kept free for a full disk.
     """
 
     def __init__(
-        self, data_dir: Path, url: str | None = None, *, clock: Callable[[], datetime] = lambda: datetime.now(UTC)
+        self,
+        data_dir: Path,
+        url: str | None = None,
+        *,
+        clock: Callable[[], datetime] = lambda: datetime.now(UTC),
+        grace: float = 0.0,
+        reserve_bytes: int = RESERVE_BYTES,
     ) -> None:
         data_dir = data_dir.absolute()
         make_durable_folder(data_dir, mode=0o700)
-        self._clock = clock
-        self._closed = False
-        self._writing = threading.RLock()
-        self._touched: dict[str, datetime] = {}
-        self._touches_written = time.monotonic()
+        disk = DiskSpace(data_dir, reserve_bytes)
+        self._clock = SteadyClock(clock, grace)
         # Expired checkpoints whose name a new one took before `forget_expired` ran; their folders still exist.
         self._replaced_expired: list[CheckpointRecord] = []
         # Held while a checkpoint is read and while one is removed, so that no folder vanishes while it is read.
@@ -70,155 +76,61 @@ class Store:
         with ExitStack() as opened:
             lock = FolderLock(data_dir)
             opened.callback(lock.release)
-            engine, is_new = open_database(url or sa.URL.create("sqlite", database=str(data_dir / DATABASE)))
-            opened.callback(engine.dispose)
-            self._engine = engine
-            refuse_halves(data_dir / CHECKPOINTS, is_new, self._checkpoints(sa.true()))
-            self._folders = CheckpointFolders(data_dir / CHECKPOINTS)
-            self._recover()
+            opened.callback(disk.close)
+            disk.close()  # left by a server that was killed: this start may need the space
+            with disk.explained():
+                engine = open_database(url or sa.URL.create("sqlite", database=str(data_dir / DATABASE)))
+                opened.callback(engine.dispose)
+                super().__init__(engine, disk)
+                self._recover(data_dir / CHECKPOINTS)
+                disk.fill_reserve()
             self._opened = opened.pop_all()
 
-    def _recover(self) -> None:
-        """Make records and folders agree after a kill."""
-        present = set()
-        for record in self._checkpoints(sa.true()):
-            folder = self._folders.path(record)
-            if (folder / WEIGHTS).is_file():
-                present.add(folder)
-            else:
-                log.warning("checkpoint %s is dropped: its folder is gone", record.tinker_path)
-                self._forget(record)
-        self._folders.sweep(present)
+    def _recover(self, root: Path) -> None:
+        """Make records and folders agree after a kill, or after one of them was lost or put back."""
+        records = self._checkpoints(sa.true())
+        refuse_without_folders(root, len(records))
+        self._folders = CheckpointFolders(root)
+        found = compare(self._folders, records)
+        missing = {record.tinker_path for record in found.missing}
+        with self._transaction() as connection:
+            for record in found.adopted:
+                self._adopt(connection, record)
+            for record in records:
+                if record.missing != (record.tinker_path in missing):
+                    change = sa.update(tables.checkpoints).where(_is(record))
+                    connection.execute(change.values(missing=not record.missing))
+        warning = found.warning(self._folders)
+        for record in (*found.superseded, *found.aside):
+            self._folders.put_aside(record)
+        if warning is not None:
+            log.warning("%s", warning)
+
+    def _adopt(self, connection: sa.Connection, record: CheckpointRecord) -> None:
+        """Record a checkpoint that has a folder; and its run and session, as ended, if they were lost too."""
+        run_id, session_id, when = record.training_run_id, session_of(record.training_run_id), record.created_at
+        sessions, runs = tables.sessions, tables.training_runs
+        connection.execute(sa.delete(tables.checkpoints).where(_is(record)))
+        insert(connection, tables.checkpoints, record)
+        if connection.execute(sa.select(runs.c.number).where(runs.c.training_run_id == run_id)).first() is None:
+            run = TrainingRunRecord(run_id, session_id, record.base_model, record.lora_config, when, when)
+            insert(connection, runs, run)
+            if (
+                connection.execute(sa.select(sessions.c.number).where(sessions.c.session_id == session_id)).first()
+                is None
+            ):
+                insert(connection, sessions, SessionRecord(session_id, when))
 
     def close(self) -> None:
         """Write what is pending and release the folder; a second call does nothing."""
-        if self._touched and not self._closed:
-            with self._transaction():
-                pass
-        self._closed = True
-        self._opened.close()
-
-    @contextmanager
-    def _transaction(self) -> Iterator[sa.Connection]:
-        """One writer at a time: SQLite has one write lock, and waiting for it in Python is fair and has no timeout."""
-        if self._closed:
-            raise RuntimeError("the store is closed")
-        with self._writing, self._engine.begin() as connection:
-            touched = dict(self._touched)
-            for run_id, when in touched.items():
-                row = tables.training_runs.c.training_run_id == run_id
-                connection.execute(sa.update(tables.training_runs).where(row).values(last_request_at=when))
-            yield connection
-            self._touches_written = time.monotonic()
-            for run_id, when in touched.items():
-                if self._touched[run_id] == when:
-                    del self._touched[run_id]
-
-    def _insert(self, table: sa.Table, values: Mapping[str, Any]) -> None:
-        with self._transaction() as connection:
-            connection.execute(sa.insert(table).values(values))
-
-    def _rows(self, query: sa.Select[Any]) -> list[dict[str, Any]]:
-        with self._engine.connect() as connection:
-            return [_without_number(row) for row in connection.execute(query).mappings()]
-
-    def _page(
-        self, table: sa.Table, limit: int, offset: int, condition: sa.ColumnElement[bool] | None = None
-    ) -> tuple[list[dict[str, Any]], int]:
-        counted = sa.true() if condition is None else condition
-        newest_first = sa.select(table).where(counted).order_by(table.c.created_at.desc(), table.c.number.desc())
-        with self._engine.connect() as connection:
-            total = connection.execute(sa.select(sa.func.count()).select_from(table).where(counted)).scalar_one()
-            rows = connection.execute(newest_first.limit(limit).offset(offset)).mappings()
-            return [_without_number(row) for row in rows], total
-
-    # Sessions
-
-    def add_session(self, record: SessionRecord) -> None:
-        """Record a new session."""
-        self._insert(tables.sessions, _session_values(record))
-
-    def end_session(self, session_id: str, reason: EndReason, detail: str | None, when: datetime) -> None:
-        """Record the end of a session; the first end counts."""
-        table = tables.sessions
-        open_session = (table.c.session_id == session_id) & table.c.ended_at.is_(None)
-        values = {"ended_at": when, "end_reason": reason, "end_detail": detail}
-        with self._transaction() as connection:
-            connection.execute(sa.update(table).where(open_session).values(values))
-
-    def get_session(self, session_id: str) -> SessionRecord | None:
-        """The session, or None."""
-        rows = self._rows(sa.select(tables.sessions).where(tables.sessions.c.session_id == session_id))
-        return _session(rows[0]) if rows else None
-
-    def list_sessions(self, limit: int, offset: int) -> tuple[list[SessionRecord], int]:
-        """Newest first, and the count of all."""
-        rows, total = self._page(tables.sessions, limit, offset)
-        return [_session(row) for row in rows], total
-
-    def sessions_before(self, before: tuple[datetime, str] | None, limit: int) -> list[SessionRecord]:
-        """Newest first, equal times by descending id; starts after the session with that time and id."""
-        table = tables.sessions
-        query = sa.select(table).order_by(table.c.created_at.desc(), table.c.session_id.desc()).limit(limit)
-        if before is not None:
-            when, session_id = before
-            query = query.where(
-                (table.c.created_at < when) | ((table.c.created_at == when) & (table.c.session_id < session_id))
-            )
-        return [_session(row) for row in self._rows(query)]
-
-    def session_members(self, session_id: str) -> tuple[list[str], list[str]]:
-        """The ids of a session's training runs and of its sampling sessions, oldest first."""
-        runs, samplers = tables.training_runs, tables.sampling_sessions
-        found = []
-        with self._engine.connect() as connection:
-            for table, column in ((runs, runs.c.training_run_id), (samplers, samplers.c.sampling_session_id)):
-                query = sa.select(column).where(table.c.session_id == session_id).order_by(table.c.number)
-                found.append(list(connection.execute(query).scalars()))
-        return found[0], found[1]
-
-    # Training runs
-
-    def add_training_run(self, record: TrainingRunRecord) -> None:
-        """Record a new training run."""
-        self._insert(tables.training_runs, _training_run_values(record))
-
-    def touch_training_run(self, training_run_id: str, when: datetime) -> None:
-        """Record the time of a request, in memory first, because this happens with every request."""
-        with self._writing:
-            self._touched[training_run_id] = when
-            if time.monotonic() - self._touches_written > TOUCH_SECONDS:
-                with self._transaction():
-                    pass
-
-    def get_training_run(self, training_run_id: str) -> TrainingRunRecord | None:
-        """The training run, or None."""
-        table = tables.training_runs
-        rows = self._rows(sa.select(table).where(table.c.training_run_id == training_run_id))
-        return self._training_run(rows[0]) if rows else None
-
-    def list_training_runs(self, limit: int, offset: int) -> tuple[list[TrainingRunRecord], int]:
-        """Newest first, and the count of all."""
-        rows, total = self._page(tables.training_runs, limit, offset)
-        return [self._training_run(row) for row in rows], total
-
-    def _training_run(self, row: dict[str, Any]) -> TrainingRunRecord:
-        touched = self._touched.get(row["training_run_id"], row["last_request_at"])
-        config = LoraConfig.model_validate(row["lora_config"])
-        return TrainingRunRecord(**{**row, "last_request_at": touched, "lora_config": config})
-
-    # Sampling sessions
-
-    def add_sampling_session(self, record: SamplingSessionRecord) -> None:
-        """Record a new sampling session."""
-        values = {name: getattr(record, name) for name in SamplingSessionRecord.__slots__}
-        self._insert(tables.sampling_sessions, values)
-
-    def get_sampling_session(self, sampling_session_id: str) -> SamplingSessionRecord | None:
-        """The sampling session, or None."""
-        table = tables.sampling_sessions
-        rows = self._rows(sa.select(table).where(table.c.sampling_session_id == sampling_session_id))
-        return SamplingSessionRecord(**rows[0]) if rows else None
+        try:
+            if self._touched and not self._closed:
+                self._change_on_a_full_disk(lambda connection: None)
+        except StorageFullError as error:
+            log.warning("the times of the last requests were not recorded: %s", error)
+        finally:
+            self._closed = True
+            self._opened.close()
 
     # Checkpoints: writing
 
@@ -231,25 +143,36 @@ class Store:
         check_checkpoint_name(record.name)
         if not overwrite:  # before megabytes are written; `_commit` checks again
             _refuse_existing(self.get_checkpoint(record.training_run_id, record.kind, record.name))
-        written = self._folders.write(record, state)
-        try:
-            replaced = self._commit(written, overwrite)
-        except InvalidRequestError:
-            self._folders.remove(written)
-            raise
-        if replaced is not None:
-            self.remove_folder(replaced)
+        with self._disk.explained():
+            written = self._folders.write(record, state)
+            try:
+                replaced = self._commit(written, overwrite)
+            except (InvalidRequestError, StorageFullError, OSError):
+                self._folders.remove(written)
+                raise
+            if replaced is not None:
+                self.remove_folder(replaced)
+            self._disk.fill_reserve()
         return written
 
     def _commit(self, record: CheckpointRecord, overwrite: bool) -> CheckpointRecord | None:
         """Commit `record`; return the checkpoint that it replaces, if its folder has to be removed now."""
-        with self._transaction() as connection:
+        with self._writing:
             replaced = self._current(record)
             expired = replaced is not None and self._is_over(replaced)
             if not overwrite and not expired:
                 _refuse_existing(replaced)
-            connection.execute(sa.delete(tables.checkpoints).where(_is(record)))
-            connection.execute(sa.insert(tables.checkpoints).values(_values(record)))
+            if replaced is not None:
+                self._folders.mark_removing(replaced)
+            try:
+                with self._transaction() as connection:
+                    connection.execute(sa.delete(tables.checkpoints).where(_is(record)))
+                    insert(connection, tables.checkpoints, record)
+            except BaseException:
+                if replaced is not None:
+                    self._folders.unmark(replaced)
+                raise
+            self._folders.unmark(record)
             if replaced is not None and expired:
                 self._replaced_expired.append(replaced)
         return None if expired else replaced
@@ -295,19 +218,21 @@ class Store:
                 expires_at=expires_at,
                 public=False,
             )
-            written = self._folders.link(record, current)
-        try:
-            with self._transaction() as connection:
-                if session is not None:
-                    connection.execute(sa.insert(tables.sessions).values(_session_values(session)))
-                connection.execute(sa.insert(tables.training_runs).values(_training_run_values(run)))
-                connection.execute(sa.insert(tables.checkpoints).values(_values(written)))
-                for copy in copies:
-                    values = {"key": copy.key, "request": dict(copy.request), "tinker_path": copy.tinker_path}
-                    connection.execute(sa.insert(tables.copies).values(values))
-        except BaseException:
-            self._folders.remove(written)
-            raise
+            with self._disk.explained():
+                written = self._folders.link(record, current)
+        with self._writing:
+            try:
+                with self._transaction() as connection:
+                    if session is not None:
+                        insert(connection, tables.sessions, session)
+                    insert(connection, tables.training_runs, run)
+                    insert(connection, tables.checkpoints, written)
+                    for copy in copies:
+                        insert(connection, tables.copies, copy)
+            except BaseException:
+                self._folders.remove(written)
+                raise
+            self._folders.unmark(written)
         return written
 
     # Checkpoints: reading
@@ -327,6 +252,21 @@ class Store:
     def list_checkpoints(self, training_run_id: str) -> list[CheckpointRecord]:
         """The checkpoints of one run, newest first."""
         return self._checkpoints((tables.checkpoints.c.training_run_id == training_run_id) & self._in_time())
+
+    def last_checkpoints(self, training_run_ids: Collection[str]) -> dict[str, dict[CheckpointKind, CheckpointRecord]]:
+        """The last checkpoint of each kind, of each of these runs that has any."""
+        table = tables.checkpoints
+        time = sa.func.max(table.c.created_at).over(partition_by=(table.c.training_run_id, table.c.kind))
+        wanted = table.c.training_run_id.in_(training_run_ids) & self._in_time()
+        ranked = sa.select(table, time.label("last_of_its_kind")).where(wanted).subquery()
+        query = sa.select(*(ranked.c[column.name] for column in table.c)).where(
+            ranked.c.created_at == ranked.c.last_of_its_kind
+        )
+        found: dict[str, dict[CheckpointKind, CheckpointRecord]] = {}
+        for row in self._rows(query.order_by(ranked.c.number)):
+            record = _checkpoint(row)
+            found.setdefault(record.training_run_id, {})[record.kind] = record
+        return found
 
     def list_all_checkpoints(self, limit: int, offset: int) -> tuple[list[CheckpointRecord], int]:
         """Newest first, and the count of all."""
@@ -357,18 +297,40 @@ class Store:
     def read_checkpoint(self, record: CheckpointRecord, *, optimizer: bool) -> AdapterState:
         """The newest checkpoint of the record's name. If that was forgotten: the record's own folder, while it exists.
 
-        NotFoundError if neither exists.
+        NotFoundError if neither exists, InvalidRequestError if its files are not what was written.
         """
         with self._folder_access:
-            current = self._current(record) or record
-            folder = self._folders.path(current)
-            if not folder.exists():
-                raise NotFoundError(f"checkpoint {record.tinker_path} does not exist any more")
+            current, folder = self._folder_of(record)
             if optimizer and not current.has_optimizer:
                 raise InvalidRequestError(
                     f"checkpoint {record.tinker_path} was saved without optimizer state; load its weights alone"
                 )
-            return read_adapter(folder, current.base_model, current.lora_config, optimizer=optimizer)
+            where = f"checkpoint {record.tinker_path}"
+            check_files(folder, (WEIGHTS, CONFIG), where)
+            if optimizer:
+                try:
+                    check_files(folder, (OPTIMIZER,), where)
+                except InvalidRequestError as error:
+                    raise InvalidRequestError(f"{error}, or load its weights alone") from None
+            try:
+                return read_adapter(folder, current.base_model, current.lora_config, optimizer=optimizer)
+            except (OSError, ValueError, LookupError, SafetensorError) as error:  # without checksums, or unreadable
+                raise InvalidRequestError(f"{where} cannot be read ({error}); it is in {folder}") from error
+
+    def check_checkpoint(self, record: CheckpointRecord, field: str) -> None:
+        """NotFoundError naming `field` if the folder is missing, InvalidRequestError if the weights are damaged."""
+        with self._folder_access:
+            _, folder = self._folder_of(record)
+        check_files(folder, (WEIGHTS, CONFIG), f"{field}: {record.tinker_path}")
+
+    def _folder_of(self, record: CheckpointRecord) -> tuple[CheckpointRecord, Path]:
+        """The newest checkpoint of the record's name or else the record itself, and its folder, which exists."""
+        current = self._current(record)
+        folder = self._folders.path(current or record)
+        if not folder.exists():
+            gone = "does not exist any more" if current is None else f"is missing: put its folder {folder} back"
+            raise NotFoundError(f"checkpoint {record.tinker_path} {gone}")
+        return current or record, folder
 
     def checkpoint_optimizer(self, record: CheckpointRecord) -> str:
         """The type of the optimizer whose state a checkpoint holds, from its file's header.
@@ -393,15 +355,16 @@ class Store:
         """
         with self._writing:
             current = self._require(record)
-            self._forget(current)
+            self._forget([current])
         return current
 
     def forget_expired(self) -> list[CheckpointRecord]:
         """`forget_checkpoint` of all that have expired; their folders stay until `remove_folder`."""
+        if not self._clock.is_steady():
+            return []
         with self._writing:
-            expired = self._checkpoints(tables.checkpoints.c.expires_at <= self._clock())
-            for record in expired:
-                self._forget(record)
+            expired = self._checkpoints(tables.checkpoints.c.expires_at <= self._clock.now())
+            self._forget(expired)
             replaced, self._replaced_expired = self._replaced_expired, []
         return [*expired, *replaced]
 
@@ -413,6 +376,7 @@ class Store:
         """Delete the folder of a forgotten checkpoint, if it exists."""
         with self._folder_access:
             self._folders.remove(record)
+        self._disk.fill_reserve()
 
     def _require(self, record: CheckpointRecord) -> CheckpointRecord:
         current = self.get_checkpoint(record.training_run_id, record.kind, record.name)
@@ -427,46 +391,31 @@ class Store:
 
     def _in_time(self) -> sa.ColumnElement[bool]:
         expires_at = tables.checkpoints.c.expires_at
-        return expires_at.is_(None) | (expires_at > self._clock())
+        return expires_at.is_(None) | (expires_at > self._clock.now())
 
     def _is_over(self, record: CheckpointRecord) -> bool:
-        return record.expires_at is not None and record.expires_at <= self._clock()
+        return record.expires_at is not None and record.expires_at <= self._clock.now()
 
     def _checkpoints(self, condition: sa.ColumnElement[bool]) -> list[CheckpointRecord]:
         table = tables.checkpoints
         query = sa.select(table).where(condition).order_by(table.c.created_at.desc(), table.c.number.desc())
         return [_checkpoint(row) for row in self._rows(query)]
 
-    def _forget(self, record: CheckpointRecord) -> None:
-        with self._transaction() as connection:
-            connection.execute(sa.delete(tables.checkpoints).where(_is(record)))
+    def _forget(self, records: Sequence[CheckpointRecord]) -> None:
+        """Delete these records; until then, marks on their folders have no effect."""
+        if not records:
+            return
 
+        def forget(connection: sa.Connection) -> None:
+            for record in records:
+                self._folders.mark_removing(record)
+                connection.execute(sa.delete(tables.checkpoints).where(_is(record)))
 
-def _without_number(row: Mapping[Any, Any]) -> dict[str, Any]:
-    return {name: value for name, value in row.items() if name != "number"}
-
-
-def _session(row: dict[str, Any]) -> SessionRecord:
-    return SessionRecord(**{**row, "tags": tuple(row["tags"])})
-
-
-def _session_values(record: SessionRecord) -> dict[str, Any]:
-    values = {name: getattr(record, name) for name in SessionRecord.__slots__}
-    return values | {"user_metadata": dict(record.user_metadata), "tags": list(record.tags)}
-
-
-def _training_run_values(record: TrainingRunRecord) -> dict[str, Any]:
-    values = {name: getattr(record, name) for name in TrainingRunRecord.__slots__}
-    return values | {"user_metadata": dict(record.user_metadata), "lora_config": record.lora_config.model_dump()}
+        self._change_on_a_full_disk(forget)
 
 
 def _checkpoint(row: dict[str, Any]) -> CheckpointRecord:
     return CheckpointRecord(**{**row, "lora_config": LoraConfig.model_validate(row["lora_config"])})
-
-
-def _values(record: CheckpointRecord) -> dict[str, Any]:
-    values = {name: getattr(record, name) for name in CheckpointRecord.__slots__}
-    return values | {"user_metadata": dict(record.user_metadata), "lora_config": record.lora_config.model_dump()}
 
 
 def _named(training_run_id: str, kind: str, name: str) -> sa.ColumnElement[bool]:
