@@ -307,7 +307,8 @@ async def open_api(
         return engines[source.name]
 
     sources = [ModelSource.parse(name) for name in models]
-    backend = InProcessBackend(sources, BackendOptions(**options), load=load, clock=clock)
+    chosen = BackendOptions(**{"expiry_grace": 0.0, **options})  # the `clock` of a test jumps
+    backend = InProcessBackend(sources, chosen, load=load, clock=clock)
     await backend.start()
     for started in engines.values():
         started.sampler.begun = 0  # type: ignore[attr-defined]  # those of the probes

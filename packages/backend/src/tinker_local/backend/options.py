@@ -160,6 +160,20 @@ class BackendOptions:
     session_timeout: Annotated[
         float, CommandOption("Seconds without a heartbeat after which a session ends.", least=1)
     ] = 300.0
+    expiry_grace: Annotated[
+        float,
+        CommandOption(
+            "Seconds after the start, and after a jump of the machine's clock, for which nothing that has expired is "
+            "deleted.",
+            least=0,
+        ),
+    ] = 3600.0
+    keep_sessions: Annotated[
+        float,
+        CommandOption(
+            "Days for which the record of an ended session is kept. One with checkpoints is kept longer.", least=1
+        ),
+    ] = 365.0
     module_gradient_norms: Annotated[
         bool,
         CommandOption(

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from datetime import datetime
 from typing import Any
 
@@ -13,7 +13,13 @@ from tinker_local.backend.control.sessions import Sessions, check_no_token, chec
 from tinker_local.backend.control.training_runs import TrainingRuns
 from tinker_local.backend.scheduling.operations import model_id_in
 from tinker_local.backend.storage.names import parse_tinker_path
-from tinker_local.backend.storage.records import CheckpointRecord, CopyRecord, SessionRecord, TrainingRunRecord
+from tinker_local.backend.storage.records import (
+    CheckpointKind,
+    CheckpointRecord,
+    CopyRecord,
+    SessionRecord,
+    TrainingRunRecord,
+)
 from tinker_local.backend.storage.store import Store
 from tinker_local.types import CopyWeightsRequest, GoneError, InvalidRequestError, NotFoundError, OptimizerConfig
 
@@ -60,6 +66,10 @@ class Checkpoints:
         """All checkpoints of a training run."""
         await self._runs.get(training_run_id)
         return await asyncio.to_thread(self._store.list_checkpoints, training_run_id)
+
+    async def last(self, training_run_ids: Collection[str]) -> dict[str, dict[CheckpointKind, CheckpointRecord]]:
+        """The last checkpoint of each kind, of each of these runs that has any."""
+        return await asyncio.to_thread(self._store.last_checkpoints, training_run_ids)
 
     async def newest(self, limit: int, offset: int) -> tuple[list[CheckpointRecord], int]:
         """Newest first, and the count of all."""

@@ -91,6 +91,7 @@ class Exports:
                 f"(tinker://{run}/external_weights/...) has URLs"
             )
         record = await self._record(run, name)
+        await asyncio.to_thread(self._store.check_checkpoint, record, "tinker_path")
         until = self._clock() + LIFETIME
         if record.expires_at is not None:
             until = min(until, record.expires_at)

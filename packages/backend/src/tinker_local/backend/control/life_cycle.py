@@ -4,7 +4,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
-from datetime import datetime
+from datetime import datetime, timedelta
 from typing import Any
 
 from tinker_local.backend.control.checkpoint_lifetime import CheckpointUses
@@ -72,7 +72,7 @@ class ControlPlane:
 
     async def _start(self) -> None:
         options = self.options
-        self.store = Store(options.data_dir, clock=self._clock)
+        self.store = Store(options.data_dir, clock=self._clock, grace=options.expiry_grace)
         self._closing.callback(self.store.close)
         self.folders = VersionFolders(options.data_dir)
         self._closing.callback(self.folders.close)
@@ -127,13 +127,15 @@ class ControlPlane:
         pause = max(0.05, min(5.0, self.options.session_timeout / 4))
         while True:
             await asyncio.sleep(pause)
-            try:
-                await self.sessions.end_silent()
-                self.operations.forget_old()
-                await self.checkpoints.sweep()
-                await self.traces.forget_old()
-            except Exception:
-                log.exception("housekeeping failed; it goes on")
+            self.operations.forget_old()
+            for chore in (self.sessions.end_silent, self.checkpoints.sweep, self._prune, self.traces.forget_old):
+                try:
+                    await chore()
+                except Exception:
+                    log.exception("housekeeping failed; it goes on")
+
+    async def _prune(self) -> None:
+        await self.sessions.prune(timedelta(days=self.options.keep_sessions))
 
     async def _end_session(self, session_id: str) -> None:
         """Free everything that a session holds; one failure does not stop the rest."""

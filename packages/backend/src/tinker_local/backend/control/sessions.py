@@ -6,7 +6,7 @@ import secrets
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from typing import Any, Literal
 
 from tinker_local.backend.storage.records import EndReason, SessionRecord
@@ -24,12 +24,29 @@ from tinker_local.types import (
     UserQuery,
 )
 
+LONGEST_NAME = 256
+"""Characters of a session's name, of a tag and of a key of metadata."""
+LONGEST_VALUE = 4096
+"""Characters of a value of metadata."""
+MOST_ENTRIES = 64
+"""Tags of a session, and entries of metadata."""
+
 
 def check_user_metadata(metadata: Mapping[str, Any] | None) -> None:
-    """InvalidRequestError for a value that is not a string: the SDK could not read listings with it."""
+    """InvalidRequestError for metadata that is too large, or a value that is not a string: the SDK could not read
+    listings with it."""
+    check_at_most(len(metadata or {}), MOST_ENTRIES, "user_metadata", "entries")
     for name, value in (metadata or {}).items():
+        check_at_most(len(name), LONGEST_NAME, f"user_metadata: the key {name[:40]!r}", "characters")
         if not isinstance(value, str):
             raise InvalidRequestError(f"user_metadata[{name!r}]: must be a text, not {type(value).__name__}")
+        check_at_most(len(value), LONGEST_VALUE, f"user_metadata[{name!r}]", "characters")
+
+
+def check_at_most(count: int, most: int, what: str, unit: str) -> None:
+    """InvalidRequestError if `what` has too many."""
+    if count > most:
+        raise InvalidRequestError(f"{what}: {count} {unit} are more than {most}")
 
 
 OWNER = "tml:organization_user:local"
@@ -59,6 +76,10 @@ StatusType = Literal["active", "cancelled", "client_finished"]
 
 LONGEST_DETAIL = 500
 """Characters of a `finish`'s detail that are kept with the session."""
+
+
+PRUNE_SECONDS = 3600.0
+"""How often the records of old sessions are looked for."""
 
 
 def now() -> datetime:
@@ -121,12 +142,17 @@ class Sessions:
         self._timeout = timeout
         self._on_end = on_end
         self._live: dict[str, Session] = {}
+        self._prune_at = 0.0
 
     async def create(self, request: CreateSessionRequest | None = None, *, heartbeats: bool = False) -> str:
         """A new session's id. `heartbeats`: it ends when they stop, for clients that may vanish."""
         request = request or CreateSessionRequest()
         check_project(request.project_id, "project_id")
         check_user_metadata(request.user_metadata)
+        check_at_most(len(request.display_name or ""), LONGEST_NAME, "display_name", "characters")
+        check_at_most(len(request.tags), MOST_ENTRIES, "tags", "entries")
+        for index, tag in enumerate(request.tags):
+            check_at_most(len(tag), LONGEST_NAME, f"tags[{index}]", "characters")
         session = Session(f"s-{secrets.token_hex(8)}", heartbeats)
         record = SessionRecord(
             session.session_id, now(), request.user_metadata, request.tags, request.display_name or session.session_id
@@ -188,13 +214,15 @@ class Sessions:
         end = SessionEnd(reason, detail[:LONGEST_DETAIL] if detail else None)
         if session is not None:
             session.ended = end
-        # Record it first, so that requests during the clean-up get the reason.
-        await asyncio.to_thread(self._store.end_session, session_id, end.reason, end.detail, now())
-        if session is not None:
-            try:
-                await self._on_end(session_id)
-            finally:
-                del self._live[session_id]
+        try:
+            # Record it first, so that requests during the clean-up get the reason.
+            await asyncio.to_thread(self._store.end_session, session_id, end.reason, end.detail, now())
+        finally:  # if that fails, say because the disk is full, its runs end all the same
+            if session is not None:
+                try:
+                    await self._on_end(session_id)
+                finally:
+                    del self._live[session_id]
 
     async def end_silent(self) -> None:
         """End the sessions whose heartbeats have stopped."""
@@ -204,6 +232,15 @@ class Sessions:
             log.warning("session %s: no heartbeat for %.0f s, ended", session.session_id, self._timeout)
         detail = f"none for {self._timeout:g} s"
         await asyncio.gather(*(self.finish(session.session_id, "heartbeats_lost", detail) for session in silent))
+
+    async def prune(self, age: timedelta) -> None:
+        """Once an hour, delete the records of sessions that ended so long ago."""
+        if time.monotonic() < self._prune_at:
+            return
+        pruned = await asyncio.to_thread(self._store.prune_sessions, age, self._live.keys())
+        self._prune_at = time.monotonic() + (0 if pruned else PRUNE_SECONDS)
+        if pruned:
+            log.info("the records of %d sessions were deleted: they ended more than %s ago", pruned, age)
 
     # Listings -------------------------------------------------------------------------------------------------------
 

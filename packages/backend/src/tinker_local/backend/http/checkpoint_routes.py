@@ -1,13 +1,13 @@
 """Training runs as recorded; checkpoints: listing, publishing, expiry, deleting, copying, and what a path holds."""
 
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Header, Query, Request, Response
-from tinker_local.backend.control.life_cycle import ControlPlane
 from tinker_local.backend.control.sessions import OWNER
 from tinker_local.backend.http.access import Backend, Offset, ServerKeys, one_owner
 from tinker_local.backend.http.bodies import discard_body, parse
-from tinker_local.backend.storage.records import CheckpointRecord, TrainingRunRecord
+from tinker_local.backend.storage.records import CheckpointKind, CheckpointRecord, TrainingRunRecord
 from tinker_local.types import CopyWeightsRequest, Frozen
 
 router = APIRouter(tags=["training runs and checkpoints"], dependencies=[Depends(one_owner)])
@@ -106,6 +106,8 @@ def checkpoint_json(record: CheckpointRecord) -> dict[str, Any]:
         "public": record.public,
         "user_metadata": dict(record.user_metadata),
     }
+    if record.missing:
+        found["missing"] = True  # and the SDK ignores it
     if record.expires_at is not None:
         found["expires_at"] = record.expires_at.isoformat()
     return found
@@ -117,19 +119,21 @@ async def list_training_runs(
 ) -> dict[str, Any]:
     """Newest first."""
     records, total = await backend.runs.newest(limit, offset)
+    last = await backend.checkpoints.last([record.training_run_id for record in records])
     return {
-        "training_runs": [await run_json(backend, record) for record in records],
+        "training_runs": [run_json(record, last.get(record.training_run_id, {})) for record in records],
         "cursor": {"offset": offset, "limit": limit, "total_count": total},
     }
 
 
 @router.get("/training_runs/{run_id}")
 async def get_training_run(run_id: str, backend: Backend) -> dict[str, Any]:
-    return await run_json(backend, await backend.runs.get(run_id))
+    record = await backend.runs.get(run_id)
+    return run_json(record, (await backend.checkpoints.last([run_id])).get(run_id, {}))
 
 
-async def run_json(backend: ControlPlane, record: TrainingRunRecord) -> dict[str, Any]:
-    """A training run on the wire, with its last checkpoints."""
+def run_json(record: TrainingRunRecord, last: Mapping[CheckpointKind, CheckpointRecord]) -> dict[str, Any]:
+    """A training run on the wire, with its last checkpoint of each kind."""
     found: dict[str, Any] = {
         "training_run_id": record.training_run_id,
         "base_model": record.base_model,
@@ -140,9 +144,8 @@ async def run_json(backend: ControlPlane, record: TrainingRunRecord) -> dict[str
         "last_request_time": record.last_request_at.isoformat(),
         "user_metadata": dict(record.user_metadata),
     }
-    checkpoints = sorted(await backend.checkpoints.of(record.training_run_id), key=lambda c: c.created_at)
-    for kind, field in (("weights", "last_checkpoint"), ("sampler_weights", "last_sampler_checkpoint")):
-        last = [c for c in checkpoints if c.kind == kind][-1:]
-        if last:
-            found[field] = checkpoint_json(last[0])
+    if "weights" in last:
+        found["last_checkpoint"] = checkpoint_json(last["weights"])
+    if "sampler_weights" in last:
+        found["last_sampler_checkpoint"] = checkpoint_json(last["sampler_weights"])
     return found

@@ -18,13 +18,15 @@ log = logging.getLogger(__name__)
 
 RESERVE = "reserve"
 RESERVE_BYTES = 8 * 2**20
+RESERVE_STEP = 2**18
+"""How much of the reserve is used at a time: other programs may fill the disk again at once."""
 NEARLY_FULL = 2**20
 """With less free space, SQLite's other failures to write are taken for the same one."""
 
 
 class DiskSpace:
-    """The disk of `folder`. A file of `reserve_bytes` there keeps space until `give_reserve`; `fill_reserve` makes it
-    anew. Its methods may be called from any thread."""
+    """The disk of `folder`. A file of `reserve_bytes` there keeps space that `give_reserve` gives back in steps. Its
+    methods may be called from any thread."""
 
     def __init__(self, folder: Path, reserve_bytes: int) -> None:
         self._folder = folder
@@ -36,26 +38,32 @@ class DiskSpace:
         return shutil.disk_usage(self._folder).free
 
     def fill_reserve(self) -> None:
-        """Take the space, if it is not taken and there is as much."""
-        if not self._bytes or (self._path.exists() and self._path.stat().st_size) or self.free() < self._bytes:
+        """Take what is missing of the reserve, or all that is free."""
+        size = self._size()
+        wanted = min(self._bytes, size + self.free())
+        if wanted <= size:
             return
         descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o600)
         try:
-            os.posix_fallocate(descriptor, 0, self._bytes)
+            os.posix_fallocate(descriptor, 0, wanted)
         except OSError as error:
-            os.ftruncate(descriptor, 0)
+            os.ftruncate(descriptor, size)
             log.warning("no space can be reserved in %s (%s)", self._folder, error)
         finally:
             os.close(descriptor)
 
     def give_reserve(self) -> bool:
-        """Give the reserved space back to the disk; false if there was none."""
-        if not self._path.exists() or not self._path.stat().st_size:
+        """Give `RESERVE_STEP` bytes of the reserve back to the disk; false if nothing is left of it."""
+        size = self._size()
+        if not size:
             return False
-        os.truncate(self._path, 0)
+        os.truncate(self._path, max(0, size - RESERVE_STEP))
         fsync_path(self._path)  # some file systems free the blocks only then
-        log.warning("%s is full: what was reserved for deleting there is in use now", self._folder)
+        log.warning("%s is full: using space that was reserved for deleting", self._folder)
         return True
+
+    def _size(self) -> int:
+        return self._path.stat().st_size if self._path.exists() else 0
 
     def close(self) -> None:
         """Delete the reserve."""

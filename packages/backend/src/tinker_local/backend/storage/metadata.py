@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields
-from datetime import datetime
+from datetime import datetime, timedelta
 from typing import Any, TypeVar
 
 import sqlalchemy as sa
@@ -19,6 +19,7 @@ from tinker_local.backend.storage.records import (
     SessionRecord,
     TrainingRunRecord,
 )
+from tinker_local.backend.storage.steady_clock import SteadyClock
 from tinker_local.types import LoraConfig, StorageFullError
 
 TOUCH_SECONDS = 30.0
@@ -32,9 +33,10 @@ Record = SessionRecord | TrainingRunRecord | SamplingSessionRecord | CheckpointR
 class Metadata:
     """Base of `Store`, which says what its methods promise."""
 
-    def __init__(self, engine: sa.Engine, disk: DiskSpace) -> None:
+    def __init__(self, engine: sa.Engine, disk: DiskSpace, clock: SteadyClock) -> None:
         self._engine = engine
         self._disk = disk
+        self._clock = clock
         self._closed = False
         self._writing = threading.RLock()
         self._touched: dict[str, datetime] = {}
@@ -57,15 +59,14 @@ class Metadata:
                     del self._touched[run_id]
 
     def _change_on_a_full_disk(self, change: Callable[[sa.Connection], T]) -> T:
-        """`change` in a transaction; on a full disk, once more with the space that is reserved for this."""
-        try:
-            with self._transaction() as connection:
-                return change(connection)
-        except StorageFullError:
-            if not self._disk.give_reserve():
-                raise
-        with self._transaction() as connection:
-            return change(connection)
+        """`change` in a transaction; on a full disk, again with the space that is reserved for this."""
+        while True:
+            try:
+                with self._transaction() as connection:
+                    return change(connection)
+            except StorageFullError:
+                if not self._disk.give_reserve():
+                    raise
 
     def _rows(self, query: sa.Select[Any]) -> list[dict[str, Any]]:
         with self._engine.connect() as connection:
@@ -126,13 +127,16 @@ class Metadata:
                 found.append(list(connection.execute(query).scalars()))
         return found[0], found[1]
 
-    def prune_sessions(self, before: datetime, live: Collection[str]) -> int:
-        """Delete the records of some sessions that ended before that time, with their runs and sampling sessions.
+    def prune_sessions(self, age: timedelta, live: Collection[str]) -> int:
+        """Delete the records of sessions that ended so long ago, with their runs and sampling sessions.
 
         Keeps every session of which a checkpoint exists, and of those whose end is not recorded the `live` ones and
-        those that sample from a named checkpoint, which outlives restarts. Returns how many were deleted; at most
-        `PRUNED_AT_ONCE` are.
+        those that sample from a named checkpoint, which outlives restarts. Returns how many were deleted: at most
+        `PRUNED_AT_ONCE`, and none in the grace period of the clock.
         """
+        if not self._clock.is_steady():
+            return 0
+        before = self._clock.now() - age
         sessions, runs, samplers = tables.sessions.c, tables.training_runs.c, tables.sampling_sessions.c
         saved = tables.checkpoints.c.training_run_id == runs.training_run_id
         kept = sa.exists().where((runs.session_id == sessions.session_id) & saved)

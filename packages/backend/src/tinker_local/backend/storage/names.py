@@ -8,6 +8,7 @@ from tinker_local.backend.storage.records import CheckpointKind
 from tinker_local.types import InvalidRequestError
 
 MAX_NAME_LENGTH = 128
+MAX_PATH_LENGTH = 512
 _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*")
 KINDS: tuple[CheckpointKind, ...] = get_args(CheckpointKind)
 
@@ -25,6 +26,10 @@ def check_checkpoint_name(name: str, field: str = "name") -> str:
 
 def parse_tinker_path(path: str, field: str = "path") -> tuple[str, CheckpointKind, str]:
     """Training run id, kind and name of `tinker://RUN/KIND/NAME`; InvalidRequestError with `field` for other paths."""
+    if len(path) > MAX_PATH_LENGTH:
+        raise InvalidRequestError(
+            f"{field}: a path of {len(path)} characters, {path[:40]!r}…, is longer than {MAX_PATH_LENGTH}"
+        )
     parts = path.removeprefix("tinker://").split("/")
     if not path.startswith("tinker://") or len(parts) != 3 or not parts[0]:
         raise InvalidRequestError(f"{field}: {path!r} is not of the form tinker://RUN/KIND/NAME")

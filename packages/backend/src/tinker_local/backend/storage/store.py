@@ -68,7 +68,6 @@ class Store(Metadata):
         data_dir = data_dir.absolute()
         make_durable_folder(data_dir, mode=0o700)
         disk = DiskSpace(data_dir, reserve_bytes)
-        self._clock = SteadyClock(clock, grace)
         # Expired checkpoints whose name a new one took before `forget_expired` ran; their folders still exist.
         self._replaced_expired: list[CheckpointRecord] = []
         # Held while a checkpoint is read and while one is removed, so that no folder vanishes while it is read.
@@ -81,7 +80,7 @@ class Store(Metadata):
             with disk.explained():
                 engine = open_database(url or sa.URL.create("sqlite", database=str(data_dir / DATABASE)))
                 opened.callback(engine.dispose)
-                super().__init__(engine, disk)
+                super().__init__(engine, disk, SteadyClock(clock, grace))
                 self._recover(data_dir / CHECKPOINTS)
                 disk.fill_reserve()
             self._opened = opened.pop_all()
