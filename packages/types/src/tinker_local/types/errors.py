@@ -84,7 +84,7 @@ class TooManyRequestsError(ApiError):
 class StorageFullError(ApiError):
     """The disk of the data folder is full. Not a 5xx, which the SDK would repeat for minutes without a word."""
 
-    status = 400
+    status = InvalidRequestError.status
 
 
 class InternalError(ApiError):

@@ -109,11 +109,11 @@ class CheckpointFolders:
                 record = replace(record, created_at=record.created_at + timedelta(microseconds=1))
 
     def mark_removing(self, record: CheckpointRecord) -> None:
-        """Let the next start delete the folder, if it exists, unless it has a record."""
+        """Let the next start delete the folder, if it exists, unless it has a record. After a power cut, which may undo
+        the mark, it is found again or put aside."""
         folder = self.path(record)
         if folder.is_dir():
             (folder / REMOVING).touch()
-            fsync_path(folder)
 
     def unmark(self, record: CheckpointRecord) -> None:
         """Let the folder be found again if its record is lost."""

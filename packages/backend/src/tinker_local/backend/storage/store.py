@@ -16,7 +16,6 @@ from typing import Any
 import sqlalchemy as sa
 from safetensors import SafetensorError
 from tinker_local.backend.checksums import check_files
-from tinker_local.backend.ids import session_of
 from tinker_local.backend.storage import tables
 from tinker_local.backend.storage.adapter_files import CONFIG, OPTIMIZER, WEIGHTS, optimizer_type, read_adapter
 from tinker_local.backend.storage.checkpoint_folders import CheckpointFolders, refuse_without_folders
@@ -107,7 +106,8 @@ class Store(Metadata):
 
     def _adopt(self, connection: sa.Connection, record: CheckpointRecord) -> None:
         """Record a checkpoint that has a folder; and its run and session, as ended, if they were lost too."""
-        run_id, session_id, when = record.training_run_id, session_of(record.training_run_id), record.created_at
+        run_id, when = record.training_run_id, record.created_at
+        session_id = run_id.rsplit(":", 2)[0]  # as in `SESSION:train:NUMBER`
         sessions, runs = tables.sessions, tables.training_runs
         connection.execute(sa.delete(tables.checkpoints).where(_is(record)))
         insert(connection, tables.checkpoints, record)
@@ -191,8 +191,8 @@ class Store(Metadata):
             return self._change(self._require(record), expires_at=expires_at)
 
     def _change(self, record: CheckpointRecord, **values: Any) -> CheckpointRecord:
-        with self._transaction() as connection:
-            connection.execute(sa.update(tables.checkpoints).where(_is(record)).values(values))
+        change = sa.update(tables.checkpoints).where(_is(record)).values(values)
+        self._change_on_a_full_disk(lambda connection: connection.execute(change))
         return self._require(record)
 
     def copy_checkpoint(
