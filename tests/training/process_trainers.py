@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from tinker_local.backend.fakes import FakeMemory, FakeModel, FakeTrainer
+from tinker_local.backend.process.child import NO_MEMORY
 from tinker_local.backend.rendering.rendered_input import RenderedInput
-from tinker_local.backend.training.process.child import NO_MEMORY
 from tinker_local.backend.training.trainer import AdapterDType, AdapterState
 from tinker_local.types import LoraConfig, UnsupportedError
 
@@ -116,11 +116,11 @@ def exits() -> FakeTrainer:
 def main() -> None:
     """Start an `OddTrainer` in a process, print its id, and wait inside or outside a call until a test kills this."""
     import process_trainers  # type: ignore[import-not-found]  # by the name under which the process finds it
-    from tinker_local.backend.training.process import ProcessTrainer, TrainerProcess
+    from tinker_local.backend.training.process_trainer import ProcessTrainer
 
-    process = TrainerProcess(process_trainers.odd)
-    trainer = ProcessTrainer(process)
-    print(process.pid, flush=True)
+    trainer = ProcessTrainer(process_trainers.odd)
+    trainer.load()
+    print(*trainer.pids, flush=True)
     if sys.argv[1] == "busy":
         trainer.discard_gradients("sleep 600")
     else:

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tinker_local.backend.training.process.blocks import Block, Blocks
-from tinker_local.backend.training.process.channel import BLOCK_BYTES, Channel
+from tinker_local.backend.process.blocks import Block, Blocks
+from tinker_local.backend.process.channel import BLOCK_BYTES, Channel
 
 MIB = 2**20
 

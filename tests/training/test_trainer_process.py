@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tinker_local.backend.training.process import ProcessTrainer, TrainerProcess
+from tinker_local.backend.training.process_trainer import ProcessTrainer
 from tinker_local.backend.training.trainer import Trainer, TrainWork
 from tinker_local.backend.training.worker import HFTrainer
 from tinker_local.types import AdamParams, ApiError, InternalError, InvalidRequestError, LoraConfig, UnsupportedError
@@ -23,7 +23,8 @@ def in_process(model_path: Callable[[str], Path]) -> Iterator[Start]:
 
     def start(name: str) -> ProcessTrainer:
         factory = partial(HFTrainer, str(model_path(name)), name=name, dtype="float32", device="cpu")
-        started.append(ProcessTrainer(TrainerProcess(factory)))
+        started.append(ProcessTrainer(factory))
+        started[-1].load()
         return started[-1]
 
     yield start
@@ -95,7 +96,7 @@ def test_an_unsupported_model_is_the_same_error_in_a_process(tmp_path: Path) -> 
     with pytest.raises(UnsupportedError) as inline:
         HFTrainer(str(tmp_path), name="gpt")
     with pytest.raises(UnsupportedError) as apart:
-        ProcessTrainer(TrainerProcess(partial(HFTrainer, str(tmp_path), name="gpt")))
+        ProcessTrainer(partial(HFTrainer, str(tmp_path), name="gpt")).load()
     assert str(apart.value) == str(inline.value)
 
 
@@ -105,7 +106,8 @@ def test_a_fault_on_the_device_ends_the_process(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.syspath_prepend(str(Path(__file__).parent))
     import process_trainers  # type: ignore[import-not-found]
 
-    trainer = ProcessTrainer(TrainerProcess(process_trainers.odd))
+    trainer = ProcessTrainer(process_trainers.odd)
+    trainer.load()
     with pytest.raises(InternalError, match="CUDA error"):
         trainer.discard_gradients("break_cuda")
     with pytest.raises(InternalError, match="exit code 70"):

@@ -20,10 +20,11 @@ import numpy as np
 import pytest
 from tinker_local.backend import BackendOptions, InProcessBackend, ModelSource
 from tinker_local.backend.models.load_engines import load_fake, trainer_place
+from tinker_local.backend.process import calls
+from tinker_local.backend.process.channel import Channel
+from tinker_local.backend.process.messages import KeepImage
 from tinker_local.backend.rendering.rendered_input import ImagePlacement, RenderedImage, RenderedInput
-from tinker_local.backend.training.process import ProcessTrainer, TrainerProcess, process
-from tinker_local.backend.training.process.channel import Channel
-from tinker_local.backend.training.process.messages import KeepImage
+from tinker_local.backend.training.process_trainer import ProcessTrainer
 from tinker_local.backend.training.trainer import TrainDatum, Trainer, TrainResult, TrainWork
 from tinker_local.types import (
     AdamParams,
@@ -60,7 +61,7 @@ def start(trainers: ModuleType) -> Iterator[Make]:
     started: list[ProcessTrainer] = []
 
     def make(factory: Any = None, **options: Any) -> ProcessTrainer:
-        started.append(ProcessTrainer(TrainerProcess(factory or trainers.odd, **options)))
+        started.append(loaded(factory or trainers.odd, **options))
         return started[-1]
 
     yield make
@@ -68,8 +69,15 @@ def start(trainers: ModuleType) -> Iterator[Make]:
         trainer.close()
 
 
+def loaded(factory: Any, **options: Any) -> ProcessTrainer:
+    trainer = ProcessTrainer(factory, **options)
+    trainer.load()
+    return trainer
+
+
 def pid_of(trainer: ProcessTrainer) -> int:
-    return trainer._process.pid
+    (pid,) = trainer.pids
+    return pid
 
 
 def open_files(pid: str) -> set[str]:
@@ -339,7 +347,7 @@ def test_kill_in_the_middle_of_a_call_fails_it_and_later_ones_at_once_on_fakes(s
 
 def test_the_exit_code_is_reported_on_fakes(start: Make, caplog: pytest.LogCaptureFixture) -> None:
     trainer = start()
-    with pytest.raises(InternalError, match="exit code 9;"):
+    with pytest.raises(InternalError, match=r"exit code 9$"):
         trainer.discard_gradients("exit 9")
     assert "exit code 9" in caplog.text
 
@@ -372,17 +380,17 @@ def test_lack_of_locked_host_memory_is_not_a_device_error_on_fakes(start: Make) 
 
 def test_errors_of_the_factory_are_raised_on_fakes(trainers: ModuleType) -> None:
     with pytest.raises(UnsupportedError, match="model_type 'gpt': not supported"):
-        ProcessTrainer(TrainerProcess(trainers.no_such_model))
+        loaded(trainers.no_such_model)
     with pytest.raises(FileNotFoundError) as missing:
-        ProcessTrainer(TrainerProcess(trainers.no_file))
+        loaded(trainers.no_file)
     assert str(missing.value) == "[Errno 2] No such file or directory: '/nowhere/config.json'"
     assert "in no_file" in missing.value.__notes__[0]
     with pytest.raises(RuntimeError, match="StubbornError: weights are torn"):
-        ProcessTrainer(TrainerProcess(trainers.stubborn))
-    failed = TrainerProcess(trainers.exits)
+        loaded(trainers.stubborn)
+    failed = ProcessTrainer(trainers.exits)
     with pytest.raises(InternalError, match="exit code 3"):
-        ProcessTrainer(failed)
-    assert gone(failed.pid)
+        failed.load()
+    assert gone(pid_of(failed))
 
 
 # How it ends ---------------------------------------------------------------------------------------------------------
@@ -409,7 +417,7 @@ def test_close_ends_the_process_and_may_come_twice_on_fakes(start: Make) -> None
 def test_close_ends_a_call_that_does_not_end_on_fakes(
     start: Make, monkeypatch: pytest.MonkeyPatch, stuck: bool
 ) -> None:
-    monkeypatch.setattr(process, "CLOSE_SECONDS", 0.5)
+    monkeypatch.setattr(calls, "CLOSE_SECONDS", 0.5)
     trainer = start()
     errors: list[BaseException] = []
 
@@ -433,7 +441,7 @@ def test_close_ends_a_call_that_does_not_end_on_fakes(
 
 
 def test_a_released_trainer_ends_its_process_on_fakes(trainers: ModuleType) -> None:
-    trainer = ProcessTrainer(TrainerProcess(trainers.odd))
+    trainer = loaded(trainers.odd)
     pid = pid_of(trainer)
     del trainer
     gc.collect()

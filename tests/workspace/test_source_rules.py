@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 PICKLES = {"pickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}
 """Modules that run what they read."""
 
-BETWEEN_OWN_PROCESSES = {"backend/training/process/messages.py"}
+BETWEEN_OWN_PROCESSES = {"backend/process/messages.py"}
 """Reads what the process that it started writes, over a socket that only the two have."""
 
 OTHER_READERS = {"torch.load", "torch.save", "np.load", "numpy.load"}
@@ -55,6 +55,7 @@ PLAIN = (
     "packages/backend/src/tinker_local/backend/models",
     "packages/backend/src/tinker_local/backend/options.py",
     "packages/backend/src/tinker_local/backend/perfetto.py",
+    "packages/backend/src/tinker_local/backend/process",
     "packages/backend/src/tinker_local/backend/rendering",
     "packages/backend/src/tinker_local/backend/sampling",
     "packages/backend/src/tinker_local/backend/scheduling",

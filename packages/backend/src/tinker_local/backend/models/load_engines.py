@@ -28,7 +28,7 @@ from tinker_local.backend.scheduling.memory_sharing import MemorySharing, Waking
 from tinker_local.backend.scheduling.train_scheduler import TrainScheduler
 
 if TYPE_CHECKING:
-    from tinker_local.backend.training.process.messages import TrainerFactory
+    from tinker_local.backend.training.process_trainer import TrainerFactory
     from tinker_local.backend.training.trainer import Trainer
     from tinker_local.backend.vllm_engine.build_engine import EngineOptions
     from tinker_local.backend.vllm_engine.engine_thread import EngineThread
@@ -113,13 +113,18 @@ def starting(place: TrainerPlace, factory: "TrainerFactory") -> "Iterator[Traine
     if place == "inline":
         yield factory
         return
-    from tinker_local.backend.training.process import ProcessTrainer, TrainerProcess
+    from tinker_local.backend.training.process_trainer import ProcessTrainer
 
-    process = TrainerProcess(factory)
+    trainer = ProcessTrainer(factory)
+
+    def load() -> ProcessTrainer:
+        trainer.load()
+        return trainer
+
     try:
-        yield functools.partial(ProcessTrainer, process)
+        yield load
     except BaseException:
-        process.close()
+        trainer.close()
         raise
 
 

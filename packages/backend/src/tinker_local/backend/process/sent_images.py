@@ -1,4 +1,4 @@
-"""Which images the trainer's process has. Only the server decides, so that the two cannot disagree."""
+"""Which images a child process has. Only the server decides, so that the two cannot disagree."""
 
 import math
 from collections.abc import Mapping
@@ -8,7 +8,7 @@ from tinker_local.backend.rendering.rendered_input import RenderedImage
 
 
 class SentImages:
-    """Recently used images stay in the trainer's process, up to `max_bytes` of pixel values between two calls."""
+    """Recently used images stay in the child process, up to `max_bytes` of pixel values between two calls."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes

@@ -14,12 +14,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from tinker_local.backend.rendering.rendered_input import RenderedImage
-from tinker_local.backend.training.trainer import Trainer
 from tinker_local.types import ApiError
 
-TrainerFactory = Callable[[], Trainer]
-"""Makes the trainer in its process: a function of a module that can be imported (so not `__main__`), or a
-`functools.partial` of one or of a class."""
+Program = Callable[..., None]
+"""What a child process runs, called with its `child.Inbox`: a function of a module that can be imported (so not
+`__main__`), or a `functools.partial` of one."""
 
 
 ALIGNMENT = 64
@@ -28,9 +27,11 @@ ALIGNMENT = 64
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Start:
-    """The first message. `log_level`: the lowest level of log records to send back."""
+    """The first message. `name`: what the process is called in log records. `log_level`: the lowest level of log
+    records to send back."""
 
-    factory: TrainerFactory
+    name: str
+    program: Program
     log_level: int
 
 
@@ -53,7 +54,7 @@ class KeepImage:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Call:
-    """Run a method of the trainer and answer under `number`."""
+    """Run a method of what the process serves and answer under `number`."""
 
     number: int
     method: str
@@ -69,22 +70,12 @@ class ForgetImages:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Loaded:
-    """The trainer is loaded. `adapter_bytes`: the size of an adapter at some ranks, by (optimizer, unembed, mlp,
-    attn)."""
-
-    vocab_size: int
-    max_context_length: int
-    adapter_bytes: Mapping[tuple[str, bool, bool, bool], Mapping[int, int]]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
 class Answer:
-    """The result of a call. `images_encoded`: the trainer's count so far."""
+    """The result of a call. `state`: attributes of what the process serves, as they are now."""
 
     number: int
     value: Any
-    images_encoded: int
+    state: Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -93,7 +84,7 @@ class Failure:
 
     number: int
     error: Exception
-    images_encoded: int
+    state: Mapping[str, Any]
     final: bool = False
 
 

@@ -1,8 +1,7 @@
-"""The child process: builds the trainer, runs one call at a time, and ends with the process that started it."""
+"""What runs in a child process: it serves an object that a factory makes, and ends with its parent."""
 
 import faulthandler
 import gc
-import itertools
 import logging
 import os
 import signal
@@ -10,31 +9,19 @@ import socket
 import sys
 import threading
 import traceback
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
+from tinker_local.backend.process.channel import Channel
+from tinker_local.backend.process.messages import Answer, Call, Failure, ForgetImages, KeepImage, Log, Start, travels
 from tinker_local.backend.rendering.rendered_input import RenderedImage
-from tinker_local.backend.training.optimizers import OPTIMIZERS
-from tinker_local.backend.training.process.channel import Channel
-from tinker_local.backend.training.process.messages import (
-    Answer,
-    Call,
-    Failure,
-    ForgetImages,
-    KeepImage,
-    Loaded,
-    Log,
-    Start,
-    TrainerFactory,
-    travels,
-)
-from tinker_local.backend.training.trainer import Trainer
-from tinker_local.types import ApiError, InternalError, LoraConfig
+from tinker_local.types import ApiError, InternalError
 
 log = logging.getLogger(__name__)
 
 LOAD, CLOSE = "load", "close"
-"""Calls other than the methods of `Trainer`."""
+"""Calls that make the object, and that close it and end the process; others are its methods."""
 
 DEVICE_LOST = 70
 """Exit code after a device error, because any later result could be wrong."""
@@ -45,23 +32,23 @@ memory is short; if device memory is short, the error is an OutOfMemoryError."""
 
 _LOG_CHARACTERS = 16_000
 _HOST_THREADS = 4
-_SIZED_RANKS = tuple(2**power for power in range(10))
 
 
 def main(descriptor: int) -> None:
-    """Serve the socket `descriptor` until the other end closes it or sends `CLOSE`."""
+    """Run the program that comes over the socket `descriptor`, until that is closed."""
     # Ctrl-C and a service manager's SIGTERM reach all processes. The parent ends this process in order, after the calls
     # that it still needs. (SIG_IGN would be inherited by processes that libraries start here.)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: None)
     os.dup2(2, 1)  # what libraries print must not mix with the server's output
+    os.set_inheritable(descriptor, False)
     faulthandler.enable()
     channel = Channel(socket.socket(fileno=descriptor), os.getppid())
     threading.Thread(target=_end_with, args=(channel,), daemon=True, name="parent").start()
-    start: Start = channel.receive()  # imports what the factory needs
-    logging.basicConfig(level=start.log_level, handlers=[_Forwarding(channel)])
+    start: Start = channel.receive()  # imports what the program needs
+    logging.basicConfig(level=start.log_level, handlers=[_Forwarding(channel, start.name)])
     with suppress(EOFError, BrokenPipeError, ConnectionResetError):
-        _Server(channel, start.factory).run()
+        start.program(Inbox(channel))
     os._exit(0)  # everything is closed; with torch loaded, the interpreter's own exit takes seconds
 
 
@@ -77,9 +64,10 @@ def _end_with(channel: Channel) -> None:
 class _Forwarding(logging.Handler):
     """Sends log records to the parent, which logs them."""
 
-    def __init__(self, channel: Channel) -> None:
+    def __init__(self, channel: Channel, name: str) -> None:
         super().__init__()
         self._channel = channel
+        self._process = name
 
     def emit(self, record: logging.LogRecord) -> None:
         text = record.getMessage()
@@ -95,7 +83,7 @@ class _Forwarding(logging.Handler):
             "funcName": record.funcName,
             "created": record.created,
             "process": record.process,
-            "processName": "trainer",
+            "processName": self._process,
             "threadName": record.threadName,
             "msg": text[:_LOG_CHARACTERS],
             "exc_text": trace and trace[-_LOG_CHARACTERS:],
@@ -106,15 +94,16 @@ class _Forwarding(logging.Handler):
             self.handleError(record)
 
 
-class _Server:
-    def __init__(self, channel: Channel, factory: TrainerFactory) -> None:
+class Inbox:
+    """The calls of the parent, whose images are kept here until it says to forget them. One thread may receive;
+    any thread may send."""
+
+    def __init__(self, channel: Channel) -> None:
         self._channel = channel
-        self._factory = factory
-        self._trainer: Trainer | None = None
         self._images: dict[str, RenderedImage] = {}
 
-    def run(self) -> None:
-        """Take messages until `CLOSE`."""
+    def next(self) -> Any:
+        """The next message that is not about images alone; EOFError if the parent has ended."""
         while True:
             message = self._channel.receive(self._images)
             if isinstance(message, KeepImage):
@@ -122,61 +111,84 @@ class _Server:
             elif isinstance(message, ForgetImages):
                 for content_hash in message.content_hashes:
                     self._images.pop(content_hash, None)
-            elif message.method != CLOSE:
-                self._answer(message)
             else:
-                if self._trainer is not None:
-                    self._trainer.close()
-                return
+                return message
 
-    def _answer(self, call: Call) -> None:
+    def send(self, message: Any) -> None:
+        """Send a message to the parent."""
+        self._channel.send(message)
+
+
+def serve_calls(
+    inbox: Inbox, make: Callable[[], Any], describe: Callable[[Any], Any], told: tuple[str, ...] = ()
+) -> None:
+    """Run one call at a time, until `CLOSE`. The program of a child process, with all but `inbox` given.
+
+    `LOAD` makes the object with `make` and answers what `describe` returns of it. Each answer has the attributes `told`
+    of the object.
+    """
+    server = _Server(inbox, make, describe, told)
+    while server.answer(inbox.next()):
+        pass
+
+
+class _Server:
+    def __init__(
+        self, inbox: Inbox, make: Callable[[], Any], describe: Callable[[Any], Any], told: tuple[str, ...]
+    ) -> None:
+        self._inbox = inbox
+        self._make = make
+        self._describe = describe
+        self._told = told
+        self._target: Any = None
+
+    def answer(self, call: Call) -> bool:
+        """Run `call`; whether there may be more."""
+        if call.method == CLOSE:
+            if self._target is not None:
+                self._target.close()
+            return False
         try:
             value = (
-                self._load() if call.method == LOAD else getattr(self._trainer, call.method)(*call.args, **call.kwargs)
+                self._load() if call.method == LOAD else getattr(self._target, call.method)(*call.args, **call.kwargs)
             )
-            self._channel.send(Answer(call.number, value, self._encoded()))
+            self._inbox.send(Answer(call.number, value, self._state()))
         except (BrokenPipeError, ConnectionResetError):
             raise
         except Exception as error:
-            self._fail(call, error)
+            fail(self._inbox, call, error, self._state())
+        return True
 
-    def _fail(self, call: Call, error: Exception) -> None:
-        lost = not isinstance(error, ApiError) and device_is_lost(error)
-        if call.method == LOAD:
-            raised = portable(error)
-        elif isinstance(error, ApiError):
-            raised = error
-        else:
-            log.error("%s failed in the trainer's process", call.method, exc_info=error)
-            raised = InternalError(f"{type(error).__name__}: {message_of(error)}")
-        self._channel.send(Failure(call.number, raised, self._encoded(), final=lost))
-        if lost:
-            os._exit(DEVICE_LOST)  # even an orderly end would ask the device
+    def _load(self) -> Any:
+        self._target = self._make()
+        settle_after_load()
+        return self._describe(self._target)
 
-    def _load(self) -> Loaded:
-        trainer = self._trainer = self._factory()
-        _few_threads_beside_a_device()
-        # Freeze long-lived objects so that garbage collection does not delay kernel launches.
-        gc.collect()
-        gc.freeze()
-        switch = (False, True)
-        sizes = {key: adapter_sizes(trainer, *key) for key in itertools.product(OPTIMIZERS, switch, switch, switch)}
-        return Loaded(trainer.vocab_size, trainer.max_context_length, sizes)
-
-    def _encoded(self) -> int:
-        return 0 if self._trainer is None else self._trainer.images_encoded
+    def _state(self) -> Mapping[str, Any]:
+        return {} if self._target is None else {name: getattr(self._target, name) for name in self._told}
 
 
-def adapter_sizes(trainer: Trainer, optimizer: str, unembed: bool, mlp: bool, attn: bool) -> dict[int, int]:
-    """The size of an adapter in bytes at each rank of 2^i that the trainer accepts."""
-    sizes = {}
-    for rank in _SIZED_RANKS:
-        config = LoraConfig(rank=rank, train_unembed=unembed, train_mlp=mlp, train_attn=attn)
-        try:
-            sizes[rank] = trainer.adapter_bytes(config, optimizer)
-        except ApiError:
-            break
-    return sizes
+def settle_after_load() -> None:
+    """Few host threads beside a device, and long-lived objects that garbage collection leaves alone, so that it does
+    not delay kernel launches."""
+    _few_threads_beside_a_device()
+    gc.collect()
+    gc.freeze()
+
+
+def fail(inbox: Inbox, call: Call, error: Exception, state: Mapping[str, Any]) -> None:
+    """Answer `call` with `error`, and end this process if its device no longer works."""
+    lost = not isinstance(error, ApiError) and device_is_lost(error)
+    if call.method == LOAD:
+        raised = portable(error)
+    elif isinstance(error, ApiError):
+        raised = error
+    else:
+        log.error("%s failed in its process", call.method, exc_info=error)
+        raised = InternalError(f"{type(error).__name__}: {message_of(error)}")
+    inbox.send(Failure(call.number, raised, state, final=lost))
+    if lost:
+        os._exit(DEVICE_LOST)  # even an orderly end would ask the device
 
 
 def device_is_lost(error: Exception) -> bool:
@@ -204,7 +216,7 @@ def portable(error: Exception) -> Exception:
         kinds = (kind for kind in (OSError, ValueError) if isinstance(error, kind))
         raised = next(kinds, RuntimeError)(f"{type(error).__name__}: {message_of(error)}")
     trace = "".join(traceback.format_exception(error))
-    raised.add_note(f"In the trainer's process:\n{trace}")
+    raised.add_note(f"In the child process:\n{trace}")
     return raised
 
 

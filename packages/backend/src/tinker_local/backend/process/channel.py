@@ -17,9 +17,9 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
+from tinker_local.backend.process.blocks import Block, Blocks, received
+from tinker_local.backend.process.messages import ALIGNMENT, Encoded, decode, encode
 from tinker_local.backend.rendering.rendered_input import RenderedImage
-from tinker_local.backend.training.process.blocks import Block, Blocks, received
-from tinker_local.backend.training.process.messages import ALIGNMENT, Encoded, decode, encode
 
 INLINE_BYTES = 2**16
 """The largest message sent as a record of the socket, whose buffer holds three of these by default."""
@@ -50,6 +50,11 @@ class Channel:
         self._poll.register(end, select.POLLIN)
         self._poll.register(self._peer, select.POLLIN)
         self._blocks = Blocks()
+
+    @property
+    def files(self) -> tuple[int, int]:
+        """What becomes readable when there is something to receive or the peer has ended."""
+        return self._socket.fileno(), self._peer.fileno()
 
     def send(self, message: Any) -> None:
         """Send `message`; see `send_encoded`."""

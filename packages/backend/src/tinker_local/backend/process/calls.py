@@ -1,0 +1,101 @@
+"""Calls to a group of processes that run `child.serve_calls`: one at a time, each waiting for its answer."""
+
+import itertools
+import select
+import threading
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any
+
+from tinker_local.backend.process.child import CLOSE
+from tinker_local.backend.process.messages import Answer, Call, Failure, ForgetImages, KeepImage, Log, encode
+from tinker_local.backend.process.process_group import CHANNEL_ENDED, ProcessEndedError, ProcessGroup, log_here
+from tinker_local.backend.process.sent_images import SentImages
+
+CLOSE_SECONDS = 2.0
+"""How long to wait for the end of a call, and for the end of the processes, before killing them."""
+
+
+class Calls:
+    """Calls methods of the objects that the processes of `group` serve, from any thread; one call runs, others wait.
+
+    Every process gets every call in the same order; the first one's result counts. After the group has ended, every
+    call raises ProcessEndedError at once. `image_bytes`: how many bytes of pixel values a process keeps. `state`: what
+    the first process told with its last answer.
+    """
+
+    def __init__(self, group: ProcessGroup, *, image_bytes: int = 2**30) -> None:
+        self.group = group
+        self.state: Mapping[str, Any] = {}
+        self._numbers = itertools.count(1)
+        self._images = SentImages(image_bytes)
+        self._turn = threading.Lock()
+
+    def call(self, seconds: float | None, method: str, /, *args: Any, **kwargs: Any) -> Any:
+        """Return or raise what `method` of the object does. Arrays of the result own their memory. After `seconds` the
+        group is killed; None: never."""
+        with self._turn:
+            if self.group.ended:
+                raise ProcessEndedError(self.group.why)
+            number = next(self._numbers)
+            try:
+                with self.group.limit(seconds):
+                    self._ask(number, method, args, kwargs)
+                    messages = self._answers(number)
+            except CHANNEL_ENDED:
+                raise self.group.error() from None
+            self.state = messages[0].state
+            for message in messages:
+                if isinstance(message, Failure):
+                    raise message.error
+            first = messages[0]
+            assert isinstance(first, Answer)
+            return first.value
+
+    def close(self) -> None:
+        """End the processes in order; after `CLOSE_SECONDS`, kill them together with a running call."""
+        self.group.closing()
+        in_turn = self._turn.acquire(timeout=CLOSE_SECONDS)
+        if in_turn and not self.group.ended:
+            with suppress(*CHANNEL_ENDED):
+                for member in self.group.members:
+                    member.channel.send(Call(next(self._numbers), CLOSE))
+        if not in_turn:
+            self.group.kill("was closed")
+            self._turn.acquire()  # a running call has ended with the processes
+        self.group.close(CLOSE_SECONDS)
+        self._turn.release()
+
+    def _ask(self, number: int, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Send the images that the processes lack, then the call, then which images to forget after it."""
+        call = encode(Call(number, method, args, kwargs))
+        members = [member.channel for member in self.group.members]
+        for image in self._images.missing(call.images):
+            for channel in members:
+                channel.send(KeepImage.of(image))
+            self._images.sent(image)
+        for channel in members:
+            channel.send_encoded(call)
+        if too_many := self._images.too_many():
+            for channel in members:
+                channel.send(ForgetImages(too_many))
+
+    def _answers(self, number: int) -> list[Answer | Failure]:
+        """Wait for the answer of each process; handle log records that arrive before it."""
+        answers: dict[int, Answer | Failure] = {}
+        poll = select.poll()
+        channels = [member.channel for member in self.group.members]
+        waited = {file: at for at, channel in enumerate(channels) for file in channel.files}
+        for file in waited:
+            poll.register(file, select.POLLIN)
+        while len(answers) < len(channels):
+            at = waited[poll.poll()[0][0]]
+            message = channels[at].receive()
+            if isinstance(message, Log):
+                log_here(message)
+            elif message.number == number:  # earlier numbers belong to interrupted calls (KeyboardInterrupt)
+                answers[at] = message
+                if isinstance(message, Failure) and message.final:
+                    self.group.note(message.error)
+                    raise EOFError
+        return [answers[at] for at in range(len(channels))]

@@ -1,0 +1,156 @@
+"""`ProcessTrainer`: `training.trainer.Trainer` on a trainer in a separate process."""
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, cast
+
+import numpy as np
+import numpy.typing as npt
+from tinker_local.backend.process.calls import Calls
+from tinker_local.backend.process.child import LOAD, serve_calls
+from tinker_local.backend.process.process_group import ProcessGroup
+from tinker_local.backend.rendering.rendered_input import RenderedInput
+from tinker_local.backend.training.optimizers import OPTIMIZERS
+from tinker_local.backend.training.trainer import AdapterDType, AdapterState, Trainer, TrainResult, TrainWork
+from tinker_local.types import ApiError, LoraConfig
+from tinker_local.types.base import Frozen
+
+TrainerFactory = Callable[[], Trainer]
+"""Makes the trainer in its process: a function of a module that can be imported (so not `__main__`), or a
+`functools.partial` of one or of a class."""
+
+SECONDS_PER_POSITION = 0.01
+"""The time limit of a call grows by this much: a hundred times what an 8B model takes on an H200."""
+
+_SIZED_RANKS = tuple(2**power for power in range(10))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Loaded:
+    """The trainer is loaded. `adapter_bytes`: the size of an adapter at some ranks, by (optimizer, unembed, mlp,
+    attn)."""
+
+    vocab_size: int
+    max_context_length: int
+    adapter_bytes: Mapping[tuple[str, bool, bool, bool], Mapping[int, int]]
+
+
+def loaded(trainer: Trainer) -> Loaded:
+    """What a `ProcessTrainer` has to know of the trainer; called in its process."""
+    switch = (False, True)
+    sizes = {key: adapter_sizes(trainer, *key) for key in itertools.product(OPTIMIZERS, switch, switch, switch)}
+    return Loaded(trainer.vocab_size, trainer.max_context_length, sizes)
+
+
+def adapter_sizes(trainer: Trainer, optimizer: str, unembed: bool, mlp: bool, attn: bool) -> dict[int, int]:
+    """The size of an adapter in bytes at each rank of 2^i that the trainer accepts."""
+    sizes = {}
+    for rank in _SIZED_RANKS:
+        config = LoraConfig(rank=rank, train_unembed=unembed, train_mlp=mlp, train_attn=attn)
+        try:
+            sizes[rank] = trainer.adapter_bytes(config, optimizer)
+        except ApiError:
+            break
+    return sizes
+
+
+class ProcessTrainer:
+    """Implements `Trainer` with the trainer that `make` makes in a separate process, which starts at once.
+
+    Call `load` before anything else. Errors of the trainer are raised here: an ApiError unchanged, others as
+    InternalError with the traceback in the log. If the process ends, the running call and every later one raise
+    ProcessEndedError with its exit code or signal. A call may take `timeout` seconds, and more the more positions it
+    computes; then the process is killed. `image_bytes`: how many bytes of pixel values it keeps.
+    """
+
+    vocab_size: int
+    max_context_length: int
+
+    def __init__(self, make: TrainerFactory, *, timeout: float = 120.0, image_bytes: int = 2**30) -> None:
+        self._program = partial(serve_calls, make=make, describe=loaded, told=("images_encoded",))
+        self._timeout = timeout
+        self._image_bytes = image_bytes
+        self._calls = Calls(ProcessGroup("trainer", [self._program]), image_bytes=image_bytes)
+
+    def load(self) -> None:
+        """Wait until the trainer is loaded. If its factory raises, close the process and raise the same error."""
+        try:
+            told = self._calls.call(None, LOAD)
+        except BaseException:
+            self.close()
+            raise
+        assert isinstance(told, Loaded)
+        self.vocab_size = told.vocab_size
+        self.max_context_length = told.max_context_length
+        self._adapter_bytes = told.adapter_bytes
+
+    @property
+    def pids(self) -> list[int]:
+        """The ids of its processes."""
+        return [member.pid for member in self._calls.group.members]
+
+    @property
+    def images_encoded(self) -> int:
+        """Images that had passed the vision tower when the last call ended."""
+        return cast(int, self._calls.state.get("images_encoded", 0))
+
+    def adapter_bytes(self, config: LoraConfig, optimizer: str = "adamw") -> int:
+        """The size that the trainer reported when it was loaded, so that this does not wait for a running call.
+
+        Sizes between two ranks are interpolated: an adapter's matrices are [rank, in] and [out, rank].
+        """
+        sizes = self._adapter_bytes[optimizer, config.train_unembed, config.train_mlp, config.train_attn]
+        if not sizes:  # nothing would be trained; the trainer raises the error
+            return cast(int, self._call("adapter_bytes", config, optimizer))
+        largest = max(sizes)
+        if config.rank > largest:
+            return sizes[largest] * config.rank // largest
+        return round(float(np.interp(config.rank, list(sizes), list(sizes.values()))))
+
+    def create_adapter(self, adapter_id: str, config: LoraConfig, optimizer: str = "adamw") -> None:
+        self._call("create_adapter", adapter_id, config, optimizer)
+
+    def load_adapter(self, adapter_id: str, state: AdapterState) -> None:
+        self._call("load_adapter", adapter_id, state)
+
+    def remove_adapter(self, adapter_id: str) -> None:
+        self._call("remove_adapter", adapter_id)
+
+    def forward_backward(self, work: Sequence[TrainWork]) -> list[TrainResult | ApiError]:
+        return cast(
+            list[TrainResult | ApiError],
+            self._call("forward_backward", work, positions=sum(d.input.length for w in work for d in w.data)),
+        )
+
+    def discard_gradients(self, adapter_id: str) -> None:
+        self._call("discard_gradients", adapter_id)
+
+    def optim_step(self, adapter_id: str, params: Frozen) -> dict[str, float]:
+        return cast(dict[str, float], self._call("optim_step", adapter_id, params))
+
+    def capture(self, adapter_id: str, *, optimizer: bool, dtype: AdapterDType = "float32") -> AdapterState:
+        """The arrays are in memory that the process has handed over; it is freed with the last of them."""
+        return cast(AdapterState, self._call("capture", adapter_id, optimizer=optimizer, dtype=dtype))
+
+    def export(self, adapter_id: str) -> AdapterState:
+        """As for `capture`, the arrays are in memory that the process has handed over."""
+        return cast(AdapterState, self._call("export", adapter_id))
+
+    def logprobs(self, adapter_id: str | None, *inputs: RenderedInput) -> npt.NDArray[np.float32]:
+        return cast(
+            npt.NDArray[np.float32],
+            self._call("logprobs", adapter_id, *inputs, positions=sum(each.length for each in inputs)),
+        )
+
+    def release_memory(self) -> None:
+        self._call("release_memory")
+
+    def close(self) -> None:
+        """End the process within seconds, a running call with it."""
+        self._calls.close()
+
+    def _call(self, method: str, *args: Any, positions: int = 0, **kwargs: Any) -> Any:
+        seconds = self._timeout + positions * SECONDS_PER_POSITION
+        return self._calls.call(seconds, method, *args, **kwargs)
