@@ -120,7 +120,7 @@ async def test_neighbours_of_a_request_that_does_not_fit_run_once_on_fakes(api, 
 @pytest.mark.mutation(
     "wakes-beside-the-trainers-cache",
     "memory_sharing.py",
-    "                await self._in_thread(self._trainer.release_memory)\n",
+    "                await self.in_turn(self._trainer.release_memory)\n",
     "                pass\n",
 )
 async def test_the_next_sample_wakes_the_sampler_on_fakes(api):

@@ -239,10 +239,10 @@ def test_port_in_use_is_refused_before_anything_is_loaded_on_fakes(tmp_path: Pat
 @pytest.mark.mutation(
     "ready-before-it-is",
     "access.py",
-    'if scope["type"] == "http" and not self._backend.ready and scope["path"] != HEALTH:',
+    'if scope["type"] == "http" and not self._backend.ready and scope["path"] not in HEALTH:',
     "if False:",
 )
-@pytest.mark.mutation("healthy-before-it-is", "client_routes.py", "    if backend.ready:\n", "    if True:\n")
+@pytest.mark.mutation("healthy-before-it-is", "client_routes.py", "    if not backend.ready:\n", "    if False:\n")
 def test_ready_is_said_when_it_is_and_health_is_503_before_on_fakes(slow: Any) -> None:
     server = slow(3)
     answer = server.first_answer()

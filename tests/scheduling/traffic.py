@@ -13,7 +13,7 @@ from tinker_local.backend.scheduling.operations import Operation, OperationKind
 from tinker_local.backend.scheduling.run_queue import COPY_COST, Bounds, GradientCommand, Load, RunQueue, StepCommand
 from tinker_local.backend.scheduling.train_scheduler import LONGEST_WAIT, TrainScheduler
 from tinker_local.backend.training.trainer import TrainResult, TrainWork
-from tinker_local.types import ApiError, InvalidRequestError, TooManyRequestsError
+from tinker_local.types import ApiError, GoneError, InvalidRequestError, TooManyRequestsError
 
 from tests.scheduling.virtual_time import VirtualLoop
 
@@ -122,7 +122,7 @@ class World:
             await asyncio.sleep(pause)
 
     async def close(self, model: Model) -> None:
-        await self.scheduler.close_run(model.queue, "closed")
+        await self.scheduler.close_run(model.queue, GoneError("closed"))
 
     async def finish(self, *clients: Coroutine[Any, Any, Any]) -> None:
         """Until all clients are done, and whatever they sent; then stop."""

@@ -6,6 +6,7 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -13,12 +14,25 @@ import numpy.typing as npt
 from tinker_local.backend.fakes import FakeMemory, FakeModel, FakeTrainer
 from tinker_local.backend.process.child import NO_MEMORY
 from tinker_local.backend.rendering.rendered_input import RenderedInput
-from tinker_local.backend.training.trainer import AdapterDType, AdapterState
-from tinker_local.types import LoraConfig, UnsupportedError
+from tinker_local.backend.training.trainer import AdapterDType, AdapterState, TrainResult, TrainWork
+from tinker_local.types import ApiError, LoraConfig, UnsupportedError
 
 
-def fake() -> FakeTrainer:
-    return FakeTrainer(FakeModel("fake/bigram"))
+def fake(name: str = "fake/bigram") -> FakeTrainer:
+    return FakeTrainer(FakeModel(name))
+
+
+class HangingTrainer(FakeTrainer):
+    """Hangs on importance sampling."""
+
+    def forward_backward(self, work: Sequence[TrainWork]) -> list[TrainResult | ApiError]:
+        if any(item.loss_fn == "importance_sampling" for item in work):
+            time.sleep(600)
+        return super().forward_backward(work)
+
+
+def hanging() -> FakeTrainer:
+    return HangingTrainer(FakeModel("fake/bigram"))
 
 
 def short_of_memory() -> FakeTrainer:

@@ -89,10 +89,19 @@ class BackendOptions:
     trainer: Annotated[
         TrainerPlace | None,
         CommandOption(
-            "Train in the server's process, or in a separate one, which does not share the GIL. "
+            "Train in the server's process, or in a separate one, which does not share the GIL, and is started again "
+            "if it ends or hangs. "
             "Default: process on GPU, inline on CPU and with --fake."
         ),
     ] = None
+    trainer_timeout: Annotated[
+        float,
+        CommandOption(
+            "Seconds that a call of a separate trainer process may take, besides 0.01 for each position in it. After "
+            "that the process is ended and started again.",
+            least=1,
+        ),
+    ] = 120.0
     decoder: Annotated[
         DecoderChoice,
         CommandOption(

@@ -12,6 +12,7 @@ from tinker_local.backend.control.checkpoints import Checkpoints
 from tinker_local.backend.control.exports import Exports
 from tinker_local.backend.control.load_weights import LoadWeights
 from tinker_local.backend.control.lost_requests import LostRequests
+from tinker_local.backend.control.restore_runs import RestoreRuns
 from tinker_local.backend.control.sampling_sessions import SamplerVersions, Sampling
 from tinker_local.backend.control.save_weights_for_sampler import SaveWeightsForSampler
 from tinker_local.backend.control.session_traces import SessionTraces
@@ -88,6 +89,9 @@ class ControlPlane:
         )
         self._closing.callback(self.sampling.close)
         self.runs = TrainingRuns(options, self.store, self.models, self.sessions, self.operations)
+        for model in self.models.distinct():
+            if model.supervision is not None:
+                model.supervision.adapters = RestoreRuns(model, self.store, self.runs, uses)
         self.exports = Exports(self.store, uses, signatures, self._clock)
         loads = LoadWeights(self.store, self.models, self.sessions, self.runs, uses)
         saves = SaveWeightsForSampler(self.store, self.folders, versions, self.sampling)
@@ -143,6 +147,10 @@ class ControlPlane:
         for error in await asyncio.gather(*freed, return_exceptions=True):
             if isinstance(error, BaseException):
                 log.error("the session %s was not freed completely", session_id, exc_info=error)
+
+    def problems(self) -> list[str]:
+        """What does not work now but will again, a sentence for each base model; empty unless `ready`."""
+        return [f"{m.names[0]}: {m.problem}" for m in self.models.distinct() if m.problem] if self.ready else []
 
     def metrics(self) -> dict[str, ModelMetrics]:
         """What was counted since the start, by the first name of each base model; empty unless `ready`."""

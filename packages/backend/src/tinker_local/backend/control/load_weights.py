@@ -70,6 +70,8 @@ class LoadWeights:
             state = await self._read(base, record, request, optimizer)
             operation.timeline.enter("running")
             await base.scheduler.call(base.engines.trainer.load_adapter, model_id, state)
+            if (model := self._runs.live(model_id)) is not None:
+                model.source, model.source_optimizer = record, request.optimizer
             return {"path": request.path, "model_id": model_id}
 
         run = new_run(model_id, name, record.lora_config, request.user_metadata)
@@ -107,6 +109,7 @@ class LoadWeights:
             if model.queue.closed:  # and the adapter removed
                 raise GoneError(f"model_id: {model.model_id} ended while the checkpoint was read")
             await model.base.scheduler.call(model.base.engines.trainer.load_adapter, model.model_id, state)
+            model.source, model.source_optimizer = record, request.optimizer
             operation.succeed({"path": request.path, "model_id": model.model_id})
 
         return run

@@ -4,7 +4,7 @@ import asyncio
 
 from tinker_local.backend.control.sampling_sessions import Sampling
 from tinker_local.backend.control.sessions import Sessions
-from tinker_local.backend.control.training_runs import TrainingRuns, lost_model, why_lost
+from tinker_local.backend.control.training_runs import TrainingRuns, why_lost
 from tinker_local.backend.scheduling.operations import owner_of, session_of
 from tinker_local.backend.storage.store import Store
 from tinker_local.types import ApiError, GoneError, InternalError, NotFoundError
@@ -25,7 +25,7 @@ class LostRequests:
         if await asyncio.to_thread(self._store.get_training_run, owner) is not None:
             if self._training.live(owner) is not None:
                 return InternalError(f"request_id: {request_id} is unknown here, or its result was kept too long ago")
-            return await lost_model(self._store, owner)
+            return await self._training.lost_model(owner)
         if await asyncio.to_thread(self._store.get_sampling_session, owner) is not None:
             try:
                 await self._sampling.get(owner)

@@ -12,7 +12,7 @@ from tinker_local.backend.control.exports import Exports
 from tinker_local.backend.control.load_weights import LoadWeights
 from tinker_local.backend.control.save_weights_for_sampler import SaveWeightsForSampler
 from tinker_local.backend.control.sessions import check_user_metadata
-from tinker_local.backend.control.training_runs import Command, TrainingRun, TrainingRuns, lost_model
+from tinker_local.backend.control.training_runs import Command, TrainingRun, TrainingRuns
 from tinker_local.backend.models.served_models import ServedModel
 from tinker_local.backend.options import BackendOptions
 from tinker_local.backend.scheduling.operations import Operation, OperationKind, Operations, request_id_of
@@ -120,10 +120,17 @@ class Training:
             params = step_settings(request, model.optimizer)
             if (reason := model.queue.commands.take_poisoned()) is not None:
                 await scheduler.call(trainer.discard_gradients, model.model_id)
+                model.queue.gradient = False
                 raise InvalidRequestError(
                     f"the optimizer step was not taken and the gradient was discarded, because {reason}"
                 )
-            metrics = await scheduler.call(trainer.optim_step, model.model_id, params)
+            try:
+                metrics = await scheduler.call(trainer.optim_step, model.model_id, params)
+            except InvalidRequestError:
+                model.queue.gradient = False
+                raise
+            model.queue.gradient = False
+            model.steps += 1
             model.base.counts.optimizer_steps += 1
             operation.succeed(OptimStepOutput(metrics=metrics))
 
@@ -137,12 +144,13 @@ class Training:
             check_ttl(request.ttl_seconds)
             check_user_metadata(request.user_metadata)
             state = await model.base.scheduler.call(model.base.engines.trainer.capture, model.model_id, optimizer=True)
-            record = model.checkpoint("weights", name, request.ttl_seconds, request.user_metadata)
+            record, steps = model.checkpoint("weights", name, request.ttl_seconds, request.user_metadata), model.steps
 
             async def write() -> None:
                 written = await asyncio.to_thread(
                     self._store.write_checkpoint, record, state, overwrite=request.overwrite
                 )
+                model.saved(written, steps)
                 operation.succeed({"path": written.tinker_path})
 
             model.beside(operation, write())
@@ -198,7 +206,7 @@ class Training:
             return known
         model = self._runs.live(model_id)
         if model is None:
-            error = await lost_model(self._store, model_id)
+            error = await self._runs.lost_model(model_id)
             if (known := self._operations.repeated(operation.request_id, operation.kind)) is not None:
                 return known
             self._operations.add(operation)

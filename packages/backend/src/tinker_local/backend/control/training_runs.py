@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable, Collection, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -10,6 +11,7 @@ from tinker_local.backend.control.checkpoint_lifetime import expiry
 from tinker_local.backend.control.sessions import Sessions, check_user_metadata
 from tinker_local.backend.models.served_models import ServedModel, ServedModels
 from tinker_local.backend.options import BackendOptions
+from tinker_local.backend.process.process_group import ProcessEndedError
 from tinker_local.backend.scheduling.operations import (
     ACTIVE,
     Operation,
@@ -49,6 +51,10 @@ class TrainingRun:
     ready: its adapter exists, and it is recorded.
     adapter_bytes: of the adapter with its optimizer.
     creation: the operation that creates it.
+    made: the trainer has its adapter.
+    steps, saved_steps: optimizer steps taken since it was created or loaded, and those of them in `source`.
+    source: the last durable checkpoint of its weights, or the one that it was loaded from; None: it was created.
+    source_optimizer: its optimizer is that of `source`.
     captures: tasks that write or publish what was captured of it.
     """
 
@@ -59,11 +65,26 @@ class TrainingRun:
     adapter_bytes: int
     optimizer: Optimizer
     ready: bool = False
+    made: bool = False
+    steps: int = 0
+    saved_steps: int = 0
+    source: CheckpointRecord | None = None
+    source_optimizer: bool = False
     captures: set[asyncio.Task[None]] = field(default_factory=set)
 
     @property
     def model_id(self) -> str:
         return self.record.training_run_id
+
+    @property
+    def unsaved_steps(self) -> int:
+        """Optimizer steps since the last durable checkpoint."""
+        return self.steps - self.saved_steps
+
+    def saved(self, record: CheckpointRecord, steps: int) -> None:
+        """A checkpoint with the optimizer, taken after `steps`, is durable."""
+        if steps >= self.saved_steps:
+            self.source, self.source_optimizer, self.saved_steps = record, True, steps
 
     def checkpoint(
         self, kind: CheckpointKind, name: str, ttl_seconds: int | None, user_metadata: Mapping[str, Any] | None
@@ -102,11 +123,11 @@ Command = Callable[[TrainingRun, Operation[Any]], Awaitable[None]]
 """Runs at its place in a run's order: gives the operation its result, or raises."""
 
 
-async def finish_saves(models: Collection[TrainingRun]) -> None:
-    """Wait for the saves in progress of `models`, at most `FINISH_SECONDS`."""
+async def finish_saves(models: Collection[TrainingRun], seconds: float = FINISH_SECONDS) -> None:
+    """Wait for the saves in progress of `models`, at most `seconds`."""
     saves = [task for model in models for task in model.captures]
     if saves:
-        await asyncio.wait(saves, timeout=FINISH_SECONDS)
+        await asyncio.wait(saves, timeout=seconds)
 
 
 class TrainingRuns:
@@ -122,6 +143,7 @@ class TrainingRuns:
         self._operations = operations
         self._live: dict[str, TrainingRun] = {}
         self._copies: set[str] = set()
+        self._losses: dict[str, str] = {}
 
     # Creation -------------------------------------------------------------------------------------------------------
 
@@ -175,6 +197,7 @@ class TrainingRuns:
             operation.timeline.enter("running")
             try:
                 result = await make()
+                model.made = True
                 await asyncio.to_thread(self._store.add_training_run, model.record)
                 model.ready = True
                 base.scheduler.release(queue)
@@ -217,8 +240,18 @@ class TrainingRuns:
         self._live.pop(model.model_id, None)
         if not model.creation.done:
             model.creation.cancel(GoneError(reason))  # first, or the adapter could be created after its removal
-        await model.base.scheduler.close_run(model.queue, reason)
-        await model.base.scheduler.call(model.base.engines.trainer.remove_adapter, model.model_id)
+        await model.base.scheduler.close_run(model.queue, GoneError(reason))
+        if model.base.memory_sharing.trainer_works:  # a new trainer does not get the adapter
+            with suppress(ProcessEndedError):
+                await model.base.scheduler.call(model.base.engines.trainer.remove_adapter, model.model_id)
+
+    async def lose(self, model: TrainingRun, why: str) -> None:
+        """End a run whose adapter the trainer has lost: what it was asked for, and will be, fails with `why`."""
+        self._losses[model.model_id] = why
+        error = await self.lost_model(model.model_id)
+        if self._live.get(model.model_id) is model:
+            del self._live[model.model_id]
+            model.base.scheduler.lose_run(model.queue, error)
 
     async def end_session(self, session_id: str) -> None:
         """Free the runs of a session that has ended, after finishing their saves."""
@@ -229,6 +262,7 @@ class TrainingRuns:
 
         await asyncio.gather(*(end(m) for m in list(self._live.values()) if m.record.session_id == session_id))
         self._copies = {run for run in self._copies if session_of(run) != session_id}
+        self._losses = {run: why for run, why in self._losses.items() if session_of(run) != session_id}
 
     async def finish_saves(self) -> None:
         """Wait for saves in progress."""
@@ -279,12 +313,27 @@ class TrainingRuns:
         """The live run; NotFoundError if there never was one, GoneError with the reason if it has ended."""
         model = self._live.get(model_id)
         if model is None:
-            lost = await lost_model(self._store, model_id)
+            lost = await self.lost_model(model_id)
             # Not a 5xx: the SDK would retry for five minutes.
             raise GoneError(str(lost)) if isinstance(lost, InternalError) else lost
         if not model.ready:
             raise NotFoundError(f"model_id: {model_id} is still being created; wait for the future of its creation")
         return model
+
+    async def lost_model(self, model_id: str) -> ApiError:
+        """Why a run that is not alive takes no commands."""
+        record = await asyncio.to_thread(self._store.get_training_run, model_id)
+        if record is None:
+            return NotFoundError(f"model_id: there is no model {model_id!r}")
+        if record.copied_from is not None:
+            return InvalidRequestError(
+                f"model_id: {model_id} is a copy of {record.copied_from}, which cannot be trained on; "
+                "begin a new model with create_training_client_from_state"
+            )
+        why = self._losses.get(model_id)
+        if why is None:
+            why = why_lost(await asyncio.to_thread(self._store.get_session, record.session_id))
+        return InternalError(f"model {model_id} is gone: {why}. {await _how_to_go_on(self._store, model_id)}")
 
     def touch(self, model: TrainingRun) -> None:
         """Note the time of the last request; written to disk at most once a minute."""
@@ -310,20 +359,6 @@ def why_lost(session: SessionRecord | None) -> str:
     if session is not None and session.why_ended is not None:
         return f"its session has ended ({session.why_ended})"
     return "the server was restarted"
-
-
-async def lost_model(store: Store, model_id: str) -> ApiError:
-    """Why a run that is not alive takes no commands."""
-    record = await asyncio.to_thread(store.get_training_run, model_id)
-    if record is None:
-        return NotFoundError(f"model_id: there is no model {model_id!r}")
-    if record.copied_from is not None:
-        return InvalidRequestError(
-            f"model_id: {model_id} is a copy of {record.copied_from}, which cannot be trained on; "
-            "begin a new model with create_training_client_from_state"
-        )
-    session = await asyncio.to_thread(store.get_session, record.session_id)
-    return InternalError(f"model {model_id} is gone: {why_lost(session)}. {await _how_to_go_on(store, model_id)}")
 
 
 async def _how_to_go_on(store: Store, model_id: str) -> str:

@@ -23,7 +23,8 @@ from tinker_local.types import AuthenticationError, CopyWeightsRequest, LoadWeig
 
 R = TypeVar("R", CopyWeightsRequest, LoadWeightsRequest)
 
-HEALTH = "/api/v1/healthz"
+HEALTH = frozenset({"/api/v1/healthz", "/api/v1/livez"})
+"""Readiness and liveness: open to all, at any time."""
 
 EXPORT_FILES, TRACE_FILES = "/api/v1/external_weights/", "/api/v1/session_traces/"
 """Below these, the signature in the URL takes the place of the key."""
@@ -66,14 +67,14 @@ class Keys:
 
 
 class RequireReady:
-    """Answer 503 to everything but the health check until the models are loaded; the SDK tries again."""
+    """Answer 503 to everything but the health checks until the models are loaded; the SDK tries again."""
 
     def __init__(self, app: ASGIApp, backend: ControlPlane) -> None:
         self._app = app
         self._backend = backend
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and not self._backend.ready and scope["path"] != HEALTH:
+        if scope["type"] == "http" and not self._backend.ready and scope["path"] not in HEALTH:
             await JSONResponse({"detail": "the server is loading its models"}, 503)(scope, receive, send)
             return
         await self._app(scope, receive, send)
@@ -99,7 +100,7 @@ class RequireKey:
 
 def _open_to_all(path: str) -> bool:
     """Whether a path needs no key: health, and files whose URL is signed."""
-    return path == HEALTH or path.startswith((EXPORT_FILES, TRACE_FILES))
+    return path in HEALTH or path.startswith((EXPORT_FILES, TRACE_FILES))
 
 
 class RequireOwnMachine:

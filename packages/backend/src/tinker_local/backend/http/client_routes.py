@@ -66,10 +66,20 @@ async def client_dynamic_config(request: Request) -> dict[str, Any]:
 
 @router.get("/healthz")
 async def healthz(backend: Backend) -> JSONResponse:
-    """200 when training and sampling work, 503 before."""
-    if backend.ready:
-        return JSONResponse({"status": "ok"})
-    return JSONResponse({"status": "loading"}, 503)
+    """Readiness: 200 while training and sampling work for every base model; 503 before, and while one recovers. Other
+    requests are taken all the same then, and those that need what is missing wait for it."""
+    if not backend.ready:
+        return JSONResponse({"status": "loading"}, 503)
+    if problems := backend.problems():
+        return JSONResponse({"status": "recovering", "detail": "; ".join(problems)}, 503)
+    return JSONResponse({"status": "ok"})
+
+
+@router.get("/livez")
+async def livez() -> dict[str, str]:
+    """Liveness: 200 as long as the server answers at all, also while it loads or recovers. Not part of the Tinker
+    API."""
+    return {"status": "alive"}
 
 
 @router.get("/get_server_capabilities")

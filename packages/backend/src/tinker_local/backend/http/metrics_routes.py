@@ -128,6 +128,18 @@ EXPORTED = (
         "1 while the sampler is asleep so that the trainer can use its memory.",
         lambda m: {"": int(m.sampler_asleep)},
     ),
+    Exported(
+        CounterMetricFamily,
+        "tinker_local_trainer_restarts",
+        "How often the trainer's process was started again because it had ended or did not answer.",
+        lambda m: {"": m.trainer_restarts},
+    ),
+    Exported(
+        GaugeMetricFamily,
+        "tinker_local_trainer_up",
+        "0 while the trainer's process has ended and the next one is not ready.",
+        lambda m: {"": int(m.trainer_works)},
+    ),
 )
 
 

@@ -21,14 +21,15 @@ from tinker_local.backend.models.served_models import (
     ServedModels,
     tokenizer_id,
 )
+from tinker_local.backend.models.supervision import Supervision
 from tinker_local.backend.options import BackendOptions, DType, ModelSource, TrainerPlace
 from tinker_local.backend.rendering.decoding import MAX_PIXELS
 from tinker_local.backend.rendering.renderer import CACHE_BYTES, ImageReading, ModelRenderer
 from tinker_local.backend.scheduling.memory_sharing import MemorySharing, WakingSampler
 from tinker_local.backend.scheduling.train_scheduler import TrainScheduler
+from tinker_local.backend.training.process_trainer import ProcessTrainer, TrainerFactory
 
 if TYPE_CHECKING:
-    from tinker_local.backend.training.process_trainer import TrainerFactory
     from tinker_local.backend.training.trainer import Trainer
     from tinker_local.backend.vllm_engine.build_engine import EngineOptions
     from tinker_local.backend.vllm_engine.engine_thread import EngineThread
@@ -63,10 +64,12 @@ async def load_base_models(
         scheduler = TrainScheduler(
             memory_sharing, batch_tokens=options.batch_tokens, quantum=max(2, options.micro_batch_tokens)
         )
+        trainer = engines.trainer
+        supervision = Supervision(trainer, memory_sharing) if isinstance(trainer, ProcessTrainer) else None
         engines = replace(engines, sampler=WakingSampler(engines.sampler, memory_sharing))
         ident = tokenizer_id(path, options.data_dir)
         start = time.monotonic()
-        model = ServedModel(tuple(names), path, ident, engines, scheduler, memory_sharing, seconds)
+        model = ServedModel(tuple(names), path, ident, engines, scheduler, memory_sharing, seconds, supervision)
         models.add(model)  # from here on `models` closes it
         agreement = await model.check_agreement(options.max_image_pixels)
         progress(
@@ -102,8 +105,9 @@ def engine_thread() -> "EngineThread":
 
 
 @contextmanager
-def starting(place: TrainerPlace, factory: "TrainerFactory") -> "Iterator[TrainerFactory]":
-    """A function that makes the trainer of `factory` at `place`; call it within the context.
+def starting(place: TrainerPlace, factory: TrainerFactory, timeout: float) -> Iterator[TrainerFactory]:
+    """A function that makes the trainer of `factory` at `place`; call it within the context. `timeout`: of a call to a
+    trainer process.
 
     A trainer process starts and imports at once, but allocates nothing on the device before that call. So the sampler
     is built first, while the process starts: vLLM refuses to start on less free memory than it asks for and counts
@@ -113,9 +117,7 @@ def starting(place: TrainerPlace, factory: "TrainerFactory") -> "Iterator[Traine
     if place == "inline":
         yield factory
         return
-    from tinker_local.backend.training.process_trainer import ProcessTrainer
-
-    trainer = ProcessTrainer(factory)
+    trainer = ProcessTrainer(factory, timeout=timeout)
 
     def load() -> ProcessTrainer:
         trainer.load()
@@ -167,7 +169,7 @@ def load_real(source: ModelSource, options: BackendOptions) -> Engines:
         module_gradient_norms=options.module_gradient_norms,
         decoder=options.decoder,
     )
-    with starting(trainer_place(options), make_trainer) as make:
+    with starting(trainer_place(options), make_trainer, options.trainer_timeout) as make:
         sampler = VLLMSampler(engine, engine_thread())
         trainer: Trainer = make()
     renderer = load_renderer(source.path, dtype=dtype, max_pixels=options.max_image_pixels)
@@ -269,7 +271,7 @@ def load_fake(source: ModelSource, options: BackendOptions) -> Engines:
 
     model = FakeModel(source.name)
     make_trainer = functools.partial(FakeTrainer, model, module_gradient_norms=options.module_gradient_norms)
-    with starting(options.trainer or "inline", make_trainer) as make:
+    with starting(options.trainer or "inline", make_trainer, options.trainer_timeout) as make:
         trainer = make()
     return Engines(FakeRenderer(model), trainer, FakeSampler(model), arch="fake", tolerance=1e-4)
 

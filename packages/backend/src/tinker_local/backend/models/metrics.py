@@ -41,6 +41,7 @@ class ModelMetrics:
     submits_refused: training requests refused because the queue was full; a request that is sent and refused again
         counts again.
     sampler_sleeps: how often the sampler went to sleep for training requests that did not fit otherwise.
+    trainer_restarts: how often the trainer's process was started again.
     failures: failed operations by the category that the client saw; cancelled ones count as the user's. Requests
         refused at submission are not operations.
 
@@ -51,6 +52,7 @@ class ModelMetrics:
     adapters: adapters that are being trained.
     sampler_versions: adapter versions that the sampler has verified.
     sampler_asleep: whether the sampler is asleep so that the trainer can use its memory; the next sample wakes it.
+    trainer_works: false while the trainer's process has ended and the next one is not ready.
     """
 
     images_rendered: int
@@ -71,3 +73,5 @@ class ModelMetrics:
     sampler_versions: int
     sampler_sleeps: int
     sampler_asleep: bool
+    trainer_restarts: int
+    trainer_works: bool

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from tinker_local.backend.models.agreement import Agreement, Probes, compare, make_probes, sampler_logprobs
 from tinker_local.backend.models.metrics import Counts, ModelMetrics
+from tinker_local.backend.models.supervision import Supervision
 from tinker_local.backend.options import BackendOptions, ModelSource
 from tinker_local.backend.rendering.rendered_input import Renderer
 from tinker_local.backend.sampling.sampler import Sampler
@@ -43,8 +44,8 @@ Progress = Callable[[str], None]
 class ServedModel:
     """One copy of a base model's weights with its engines and scheduler.
 
-    `check_agreement` sets `probes`, the prompts on which trainer and sampler must agree, and `images_of_start`, the
-    counts of `images()` until then.
+    `supervision`: of a trainer in a separate process, else None. `check_agreement` sets `probes`, the
+    prompts on which trainer and sampler must agree, and `images_of_start`, the counts of `images()` until then.
     """
 
     names: tuple[str, ...]
@@ -54,6 +55,7 @@ class ServedModel:
     scheduler: TrainScheduler
     memory_sharing: MemorySharing
     load_seconds: float
+    supervision: Supervision | None = None
     probes: Probes = field(default_factory=lambda: Probes((), ()))
     counts: Counts = field(default_factory=Counts)
     images_of_start: tuple[int, int, int] = (0, 0, 0)
@@ -61,6 +63,11 @@ class ServedModel:
 
     def __post_init__(self) -> None:
         self.max_context_length = min(self.engines.trainer.max_context_length, self.engines.sampler.max_context_length)
+
+    @property
+    def problem(self) -> str | None:
+        """What does not work now but will again; None if everything works."""
+        return None if self.supervision is None else self.supervision.problem
 
     def images(self) -> tuple[int, int, int]:
         """Images that were rendered, encoded by the sampler, and encoded by the trainer, the probe's included."""
@@ -114,13 +121,20 @@ class ServedModel:
             sampler_versions=engines.sampler.versions_loaded,
             sampler_sleeps=self.memory_sharing.sleeps,
             sampler_asleep=self.memory_sharing.asleep,
+            trainer_restarts=0 if self.supervision is None else self.supervision.restarts,
+            trainer_works=self.memory_sharing.trainer_works,
         )
 
     async def close(self) -> None:
-        """Stop the scheduler, then the engines."""
-        await self.scheduler.close()
-        await self.engines.sampler.close()
-        await asyncio.to_thread(self.engines.trainer.close)
+        """Stop the scheduler, then the engines. A trainer in a separate process may hang, and ends with its call."""
+        if self.supervision is None:
+            await self.scheduler.close()
+            await self.engines.sampler.close()
+            await asyncio.to_thread(self.engines.trainer.close)
+        else:
+            self.supervision.close()
+            await asyncio.gather(self.scheduler.close(), asyncio.to_thread(self.engines.trainer.close))
+            await self.engines.sampler.close()
 
 
 class ServedModels:

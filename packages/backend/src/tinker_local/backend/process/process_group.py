@@ -73,8 +73,8 @@ class ChildProcess:
 class ProcessGroup:
     """Runs each of `programs` in a process. When one of them ends, or a `limit` is over, all are killed.
 
-    `name` says what they are ("trainer"). `on_end` is called once, in a thread, when all have ended and been reaped,
-    whatever the reason.
+    `name` says what they are ("trainer"). `on_end` is called once, in a thread, when all have been reaped, whatever the
+    reason, and before any call fails for it.
     """
 
     def __init__(self, name: str, programs: Sequence[Program], on_end: Callable[[], None] = lambda: None) -> None:
@@ -205,11 +205,11 @@ class _Watch:
         if not self.closing:
             self.why = self._how(first)
             log.error("%s", self.why)
+        self._on_end()  # before `ended`, so that it comes before the failure of a call
         with self._lock:
             self.ended.set()
             for file in (self._wake, *self._files):
                 os.close(file)
-        self._on_end()
 
     def _wait(self) -> "subprocess.Popen[bytes] | None":
         """Wait for the reason to end: a process that ended by itself, or None."""

@@ -2,16 +2,18 @@
 
 `gpu_plan.py` gives each its part. When a training request does not fit into the trainer's part, the sampler goes to
 sleep as soon as it has nothing in flight, and the request runs once more with the sampler's memory. The next sample
-wakes the sampler, after the trainer has released its unused memory.
+wakes the sampler, after the trainer has released its unused memory. If the trainer's process has ended, its calls wait
+for the next one, which loads while the sampler is awake, as the first did.
 """
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
+from tinker_local.backend.process.process_group import ProcessEndedError
 from tinker_local.backend.sampling.sampler import AdapterVersion, Sampler, SampleWork
 from tinker_local.backend.scheduling.operations import as_api_error
 from tinker_local.backend.training.trainer import Trainer, TrainResult, TrainWork
@@ -28,7 +30,8 @@ class MemorySharing:
     trainer call. When a trainer call needs the sampler's memory, it waits for the samples in flight; later samples wait
     until the call ends. Without a sampler, or with one that cannot sleep, the trainer only has its own memory.
 
-    `sleeps`: how often the sampler was put to sleep.
+    A call that runs when the trainer's process ends raises ProcessEndedError; later calls wait for the next process,
+    or raise it too if that is not to be expected soon (`refuse`). `sleeps`: how often the sampler was put to sleep.
     """
 
     def __init__(self, trainer: Trainer, sampler: Sampler | None = None) -> None:
@@ -43,6 +46,12 @@ class MemorySharing:
         self._unused.set()
         self._waking: asyncio.Task[None] | None = None
         self._closed = False
+        self._life = 0
+        self._refusal: str | None = None
+        self._open = asyncio.Event()
+        self._open.set()
+        self._settled = asyncio.Event()
+        self._settled.set()
         self.sleeps = 0
 
     @property
@@ -58,6 +67,8 @@ class MemorySharing:
     async def close(self) -> None:
         """Cancel a wake-up and wait for the last trainer call."""
         self._closed = True
+        self.settle()
+        self.refuse("the trainer was closed")
         if self._waking is not None:
             self._waking.cancel()
             await asyncio.wait((self._waking,))
@@ -67,18 +78,20 @@ class MemorySharing:
 
     async def call(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         """Run a method of the trainer in the trainer's thread."""
-        async with self._turn:
-            return await self._in_thread(function, *args, **kwargs)
+        async with self._trainers_turn():
+            return await self.in_turn(function, *args, **kwargs)
 
     async def forward_backward(self, works: Sequence[TrainWork]) -> list[TrainResult | ApiError]:
         """`Trainer.forward_backward`; what ran out of memory runs once more if the sampler can sleep."""
-        async with self._turn:
-            results = list(await self._in_thread(self._trainer.forward_backward, works))
+        async with self._trainers_turn():
+            life = self._life
+            results = list(await self.in_turn(self._trainer.forward_backward, works))
             short = {at: result for at, result in enumerate(results) if isinstance(result, NotEnoughMemoryError)}
             if short:
                 again = await self._again([works[at] for at in short], list(short.values()))
                 for at, result in zip(short, again, strict=True):
                     results[at] = result
+            self._check_life(life)  # or gradients that were lost would count
             return results
 
     async def _again(
@@ -94,9 +107,11 @@ class MemorySharing:
             log.exception("the sampler could not be put to sleep")
             return [InternalError(f"{e}, and the sampler could not make room: {as_api_error(error)}") for e in errors]
         try:
-            results = await self._in_thread(self._trainer.forward_backward, works)
+            results = await self.in_turn(self._trainer.forward_backward, works)
             if len(results) != len(works):
                 raise RuntimeError(f"the trainer gave {len(results)} results for {len(works)} requests")
+        except ProcessEndedError:
+            raise
         except Exception as error:
             log.exception("a batch of %d requests failed", len(works))
             return [as_api_error(error)] * len(works)
@@ -116,8 +131,78 @@ class MemorySharing:
         self.sleeps += 1
         return True
 
-    async def _in_thread(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-        return await self._loop.run_in_executor(self._thread, lambda: function(*args, **kwargs))
+    async def in_turn(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+        """Run a method of the trainer in its thread, for a caller whose turn it is."""
+        life = self._life
+        result = await self._loop.run_in_executor(self._thread, lambda: function(*args, **kwargs))
+        self._check_life(life)
+        return result
+
+    def _check_life(self, life: int) -> None:
+        """ProcessEndedError if the trainer has ended since then: what it did is lost, even if its answer came."""
+        if life != self._life:
+            raise ProcessEndedError("the trainer's process ended")
+
+    @asynccontextmanager
+    async def _trainers_turn(self) -> AsyncIterator[None]:
+        """A turn while there is a trainer."""
+        while True:
+            await self._open.wait()
+            if self._refusal is not None:
+                raise ProcessEndedError(self._refusal)
+            async with self._turn:
+                if self._open.is_set() and self._refusal is None:
+                    yield
+                    return
+
+    # When the trainer's process has ended ---------------------------------------------------------------------------
+
+    def trainer_lost(self) -> None:
+        """Its process has ended: calls wait until `trainer_back`, and failures until `settle`."""
+        self._life += 1
+        self._open.clear()
+        self._settled.clear()
+
+    def settle(self) -> None:
+        """The training runs that lost their adapters are closed."""
+        self._settled.set()
+
+    async def settled(self) -> None:
+        """Wait for `settle` before telling a client that the trainer has ended: its run may have been closed."""
+        await self._settled.wait()
+
+    def refuse(self, reason: str | None) -> None:
+        """Fail calls with `reason` instead of letting them wait; None: let them wait again."""
+        if self._refusal == reason or (self._closed and reason is None):
+            return
+        self._refusal = reason
+        if reason is None:
+            self._open.clear()
+        else:
+            self._open.set()
+
+    async def load_trainer(self, load: Callable[[], None], restore: Callable[[], Awaitable[None]]) -> None:
+        """Load a new trainer with `load`, and its adapters with `restore`, before any other call. A sampler that was
+        asleep wakes first: both then have the memory that they had at the start."""
+        async with self._turn:
+            if self._sampler is not None and self._sampler.asleep:
+                try:
+                    await self._sampler.wake()
+                except Exception:
+                    log.exception("the sampler could not be woken; the next sample tries again")
+            await self.in_turn(load)
+            await restore()
+
+    def trainer_back(self) -> None:
+        """The new trainer works."""
+        if not self._closed:
+            self._refusal = None
+            self._open.set()
+
+    @property
+    def trainer_works(self) -> bool:
+        """Whether calls do not wait for a new trainer, and do not fail for the lack of one."""
+        return self._open.is_set() and self._refusal is None
 
     # The sampler's side ---------------------------------------------------------------------------------------------
 
@@ -159,8 +244,10 @@ class MemorySharing:
             if self._sampler is None or not self._sampler.asleep:
                 return
             try:
-                await self._in_thread(self._trainer.release_memory)
-            except Exception:  # its process may have ended, and then holds no memory
+                await self.in_turn(self._trainer.release_memory)
+            except ProcessEndedError:
+                pass  # and so holds no memory
+            except Exception:
                 log.exception("the trainer could not release memory")
             await self._sampler.wake()
 

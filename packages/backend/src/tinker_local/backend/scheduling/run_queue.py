@@ -34,7 +34,7 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 from tinker_local.backend.scheduling.fairness import gradient_cost
 from tinker_local.backend.scheduling.operations import Operation, as_api_error
 from tinker_local.backend.training.trainer import TrainDatum, TrainWork
-from tinker_local.types import ApiError, ForwardBackwardOutput, GoneError, TooManyRequestsError
+from tinker_local.types import ApiError, ForwardBackwardOutput, TooManyRequestsError
 
 log = logging.getLogger(__name__)
 C = TypeVar("C")
@@ -268,6 +268,7 @@ class RunQueue:
     released: its adapter exists, so its commands may run.
     ended_at, absence: when its last command ended, and how long after that its last gradient was ready, in seconds.
     ready, ahead: prepared gradients that were not taken yet, and their positions.
+    gradient: whether the trainer holds a gradient that no optimizer step has used.
     """
 
     model_id: str
@@ -280,6 +281,7 @@ class RunQueue:
     absence: float = 0.0
     ready: int = 0
     ahead: int = 0
+    gradient: bool = False
     _bytes: int = 0
     _preparing: int = 0
     _unprepared: list[tuple[int, GradientCommand]] = field(default_factory=list)
@@ -301,11 +303,11 @@ class RunQueue:
         if isinstance(command, GradientCommand):
             heapq.heappush(self._unprepared, (seq_id, command))
 
-    def close(self, reason: str) -> None:
+    def close(self, reason: ApiError) -> None:
         """Fail what is queued."""
         self.closed = True
         for command in self.commands.pending():
-            command.operation.fail(GoneError(reason))
+            command.operation.fail(reason)
             if isinstance(command, GradientCommand) and command.prepared is not None:
                 command.prepared.cancel()
 

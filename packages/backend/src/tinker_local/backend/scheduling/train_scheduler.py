@@ -6,6 +6,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
+from tinker_local.backend.process.process_group import ProcessEndedError
 from tinker_local.backend.scheduling.fairness import FairQueue, gradient_of
 from tinker_local.backend.scheduling.memory_sharing import MemorySharing
 from tinker_local.backend.scheduling.operations import ACTIVE, Operation, QueueState, as_api_error, training_state
@@ -55,6 +56,7 @@ class TrainScheduler:
         self._batch_tokens = batch_tokens
         self.trained_tokens = 0
         self.running: tuple[RunQueue, ...] = ()
+        self._taken: tuple[Command, ...] = ()
         self._queues: FairQueue[Command] = FairQueue(quantum)
         self._open: set[RunQueue] = set()
         self._preparations = Preparations(batch_tokens)
@@ -107,9 +109,20 @@ class TrainScheduler:
         queue.released = True
         self._wake.set()
 
-    async def close_run(self, queue: RunQueue, reason: str) -> None:
+    async def close_run(self, queue: RunQueue, reason: ApiError) -> None:
         """Fail the queued commands and forget the run."""
         queue.close(reason)
+        self._forget(queue)
+
+    def lose_run(self, queue: RunQueue, reason: ApiError) -> None:
+        """`close_run` of a run whose adapter is lost: a command in the trainer fails with `reason` too."""
+        queue.close(reason)
+        for command in self._taken:
+            if command.queue is queue:
+                command.operation.fail(reason)
+        self._forget(queue)
+
+    def _forget(self, queue: RunQueue) -> None:
         self._open.discard(queue)
         self._queues.remove(queue)
         self._preparations.remove(queue)
@@ -170,15 +183,16 @@ class TrainScheduler:
     async def _run_step(self, command: Command) -> None:
         assert isinstance(command, StepCommand)
         queue = command.queue
-        self.running = (queue,)
+        self.running, self._taken = (queue,), (command,)
         command.operation.timeline.enter("running")
         began = self._loop.time()
         try:
             await command.run()
         except Exception as error:
+            await self._settled(error)
             command.operation.fail_from(error)
         finally:
-            self.running = ()
+            self.running = self._taken = ()
             queue.ended_at = self._loop.time()
             self._wait_limit += queue.ended_at - began  # the step did not use up the window
 
@@ -186,7 +200,7 @@ class TrainScheduler:
         batch = [command for command in taken if isinstance(command, GradientCommand)]
         works = [command.work for command in batch]
         results: Sequence[TrainResult | ApiError]
-        self.running = tuple(command.queue for command in batch)
+        self.running, self._taken = tuple(command.queue for command in batch), tuple(batch)
         for command in batch:
             command.operation.timeline.enter("running")
         began = self._loop.time()
@@ -196,18 +210,25 @@ class TrainScheduler:
                 raise RuntimeError(f"the trainer gave {len(results)} results for {len(works)} requests")
         except Exception as error:
             log.exception("a batch of %d requests failed", len(works))
+            await self._settled(error)
             results = [as_api_error(error)] * len(works)
         finally:
-            self.running = ()
+            self.running = self._taken = ()
         self._note_end(batch, began)
         for command, result in zip(batch, results, strict=True):
             if isinstance(result, ApiError):
                 command.queue.fail(command, result)
             else:
                 self.trained_tokens += command.positions if command.work.backward else 0
+                command.queue.gradient = command.queue.gradient or command.work.backward
                 task = asyncio.create_task(self._deliver(command, result))
                 self._deliveries.add(task)
                 task.add_done_callback(self._deliveries.discard)
+
+    async def _settled(self, error: Exception) -> None:
+        """After the end of the trainer's process, wait until the runs that it lost have told their clients more."""
+        if isinstance(error, ProcessEndedError):
+            await self._memory_sharing.settled()
 
     def _note_end(self, batch: Sequence[GradientCommand], began: float) -> None:
         now = self._loop.time()

@@ -1,6 +1,8 @@
 """`ProcessTrainer`: `training.trainer.Trainer` on a trainer in a separate process."""
 
 import itertools
+import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -61,30 +63,68 @@ class ProcessTrainer:
 
     Call `load` before anything else. Errors of the trainer are raised here: an ApiError unchanged, others as
     InternalError with the traceback in the log. If the process ends, the running call and every later one raise
-    ProcessEndedError with its exit code or signal. A call may take `timeout` seconds, and more the more positions it
-    computes; then the process is killed. `image_bytes`: how many bytes of pixel values it keeps.
+    ProcessEndedError with its exit code or signal, until `restart`. A call may take `timeout` seconds, and
+    `SECONDS_PER_POSITION` for each position in it; then the process is killed. `image_bytes`: how many bytes of pixel
+    values it keeps. `on_end` is called in a thread when the process has ended by itself or was killed.
     """
 
     vocab_size: int
     max_context_length: int
 
     def __init__(self, make: TrainerFactory, *, timeout: float = 120.0, image_bytes: int = 2**30) -> None:
+        self.on_end: Callable[[], None] = lambda: None
         self._program = partial(serve_calls, make=make, describe=loaded, told=("images_encoded",))
         self._timeout = timeout
         self._image_bytes = image_bytes
-        self._calls = Calls(ProcessGroup("trainer", [self._program]), image_bytes=image_bytes)
+        self._closed = False
+        self._load_limit: float | None = None
+        self._images_encoded = 0
+        self._calls = self._begin()
+
+    def _begin(self) -> Calls:
+        ended = weakref.WeakMethod(self._ended)
+
+        def on_end() -> None:
+            if (method := ended()) is not None:
+                method()
+
+        self.ended = False
+        self._began = time.monotonic()
+        return Calls(ProcessGroup("trainer", [self._program], on_end), image_bytes=self._image_bytes)
+
+    def _ended(self) -> None:
+        if not self._closed:
+            self.ended = True
+            self.on_end()
 
     def load(self) -> None:
-        """Wait until the trainer is loaded. If its factory raises, close the process and raise the same error."""
+        """Wait until the trainer is loaded. If its factory raises, end the process and raise the same error. The first
+        time it may take as long as it takes, and later ten times that."""
         try:
-            told = self._calls.call(None, LOAD)
+            told = self._calls.call(self._load_limit, LOAD)
         except BaseException:
-            self.close()
+            self._calls.close()
             raise
         assert isinstance(told, Loaded)
+        self._load_limit = self._load_limit or max(self._timeout, 10 * (time.monotonic() - self._began))
         self.vocab_size = told.vocab_size
         self.max_context_length = told.max_context_length
         self._adapter_bytes = told.adapter_bytes
+
+    # As `models.supervision.Supervised` ------------------------------------------------------------------------------
+
+    @property
+    def why(self) -> str:
+        """How its process ended; only if `ended`."""
+        return self._calls.group.why
+
+    def restart(self) -> None:
+        """Start a new process after the last one has ended; `load` is next. It has no adapters."""
+        self._images_encoded = self.images_encoded
+        self._calls.close()
+        self._calls = self._begin()
+        if self._closed:
+            self._calls.close()
 
     @property
     def pids(self) -> list[int]:
@@ -93,8 +133,8 @@ class ProcessTrainer:
 
     @property
     def images_encoded(self) -> int:
-        """Images that had passed the vision tower when the last call ended."""
-        return cast(int, self._calls.state.get("images_encoded", 0))
+        """Images that had passed the vision tower when the last call ended, of all processes so far."""
+        return self._images_encoded + cast(int, self._calls.state.get("images_encoded", 0))
 
     def adapter_bytes(self, config: LoraConfig, optimizer: str = "adamw") -> int:
         """The size that the trainer reported when it was loaded, so that this does not wait for a running call.
@@ -148,7 +188,8 @@ class ProcessTrainer:
         self._call("release_memory")
 
     def close(self) -> None:
-        """End the process within seconds, a running call with it."""
+        """End the process within seconds, a running call with it. It does not start again."""
+        self._closed = True
         self._calls.close()
 
     def _call(self, method: str, *args: Any, positions: int = 0, **kwargs: Any) -> Any:
