@@ -32,6 +32,7 @@ COUNTERS = {
     "optimizer_steps_total": {""},
     "submits_refused_total": {""},
     "sampler_sleeps_total": {""},
+    "trainer_restarts_total": {""},
     "operations_failed_total": {"user", "server", "unknown"},
 }
 GAUGES = {
@@ -40,6 +41,7 @@ GAUGES = {
     "adapters": {""},
     "sampler_versions": {""},
     "sampler_asleep": {""},
+    "trainer_up": {""},
 }
 
 
