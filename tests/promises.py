@@ -438,6 +438,16 @@ MISTAKES = (
     ),
     Promise(
         "operation",
+        "Training keeps activations and gradients in memory that no layer's backward reads",
+        "gated-mlp-as-autograd-keeps-it gradient-of-hidden-states-kept",
+    ),
+    Promise(
+        "operation",
+        "An option that is NaN or infinite is a traceback or no limit",
+        "options-are-not-finite",
+    ),
+    Promise(
+        "operation",
         "The server is healthy before training and sampling work",
         "healthy-before-it-is ready-before-it-is",
     ),
