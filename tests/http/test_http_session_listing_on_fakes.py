@@ -262,3 +262,50 @@ async def test_another_project_is_refused_everywhere_with_what_to_do_on_fakes(ap
         assert answer.status_code == 400
         assert PROJECT_ADVICE in answer.json()["detail"]
     assert len((await api.get("training_runs", project_id="local")).json()["training_runs"]) == 1
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "words"),
+    [
+        ("display_name", "x" * 257, "display_name: 257 characters are more than 256"),
+        ("tags", ["t"] * 65, "tags: 65 entries are more than 64"),
+        ("tags", ["t", "x" * 257], "tags[1]: 257 characters are more than 256"),
+        ("user_metadata", {"k": "x" * 4097}, "user_metadata['k']: 4097 characters are more than 4096"),
+        ("user_metadata", {"k" * 257: "x"}, f"user_metadata: the key {'k' * 40!r}: 257 characters are more than 256"),
+        ("user_metadata", {f"k{n}": "" for n in range(65)}, "user_metadata: 65 entries are more than 64"),
+    ],
+)
+async def test_what_a_session_is_called_has_a_length_on_fakes(api: Api, field: str, value: Any, words: str) -> None:
+    answer = await api.post("create_session", {field: value})
+    assert (answer.status_code, answer.json()["detail"]) == (400, words)
+    if field == "user_metadata":
+        session = await api.session()
+        body = {"session_id": session, "model_seq_id": 0, "base_model": BASE, "lora_config": {"rank": 4}, field: value}
+        answer = await api.post("create_model", body)
+        assert (answer.status_code, answer.json()["detail"]) == (400, words)
+
+
+@pytest.mark.mutation(
+    "listing-asks-once-for-each-run",
+    "checkpoint_routes.py",
+    "    last = await backend.checkpoints.last([record.training_run_id for record in records])\n",
+    "    last = {r.training_run_id: (await backend.checkpoints.last([r.training_run_id])).get(r.training_run_id, {})"
+    " for r in records}\n",
+)
+async def test_a_listing_of_many_runs_asks_the_database_as_often_as_one_of_few_on_fakes(api: Api) -> None:
+    session = await api.session()
+    for number in range(6):
+        model = await api.model(session, number)
+        await api.save(model, 1, "a")
+        await api.save(model, 2, "b")
+    statements: list[str] = []
+    sa.event.listen(
+        api.backend.store._engine, "before_cursor_execute", lambda c, cursor, statement, *rest: statements.append(statement)
+    )
+    counts = []
+    for limit in (1, 6):
+        statements.clear()
+        runs = (await api.get(f"training_runs?limit={limit}")).json()["training_runs"]
+        assert [run["last_checkpoint"]["checkpoint_id"] for run in runs] == ["weights/b"] * limit
+        counts.append(len(statements))
+    assert counts[0] == counts[1]

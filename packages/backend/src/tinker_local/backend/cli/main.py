@@ -1,6 +1,7 @@
 """The `tinker-local` command. Heavy libraries are imported only when a command needs them."""
 
 import click
+from tinker_local.backend.cli.backup import backup, restore
 from tinker_local.backend.cli.serve import serve
 from tinker_local.backend.cli.tiny_model import tiny_model
 
@@ -12,6 +13,8 @@ def main() -> None:
 
 
 main.add_command(serve)
+main.add_command(backup)
+main.add_command(restore)
 main.add_command(tiny_model)
 
 

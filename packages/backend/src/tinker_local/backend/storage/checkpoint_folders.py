@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 UNFINISHED, REMOVING = ".unfinished", ".removing"
 ASIDE = ".aside-"
 _LEFTOVER = re.compile(r"\.(unfinished|removing)-[0-9a-f]{32}")
-_FINISHED = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*@\d{8}T\d{6}\.\d{6}")
+FINISHED = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*@\d{8}T\d{6}\.\d{6}")
 
 
 class CheckpointFolders:
@@ -45,9 +45,7 @@ class CheckpointFolders:
 
     def path(self, record: CheckpointRecord) -> Path:
         """The folder of `record`, computed from the record alone."""
-        time = record.created_at.astimezone(UTC).strftime("%Y%m%dT%H%M%S.%f")
-        name = check_checkpoint_name(record.name)
-        return self.root / safe_segment(record.training_run_id) / safe_segment(record.kind) / f"{name}@{time}"
+        return self.root / folder_of(record.training_run_id, record.kind, record.name, record.created_at)
 
     def write(self, record: CheckpointRecord, state: AdapterState) -> CheckpointRecord:
         """Write `state`; when this returns, its folder is complete, in place and on disk, and marked as unfinished.
@@ -152,7 +150,7 @@ class CheckpointFolders:
         for path in self._all():
             if path in records or path.name.startswith(ASIDE):
                 continue
-            if not _FINISHED.fullmatch(path.name) or not path.is_dir():
+            if not FINISHED.fullmatch(path.name) or not path.is_dir():
                 strange.append(f"{path} (not a name that this server gives)")
             elif any((path / mark).exists() for mark in (UNFINISHED, REMOVING)):
                 log.info("removing %s, which was not finished, or being removed", path)
@@ -195,6 +193,12 @@ class CheckpointFolders:
 
     def _all(self) -> Iterator[Path]:
         return self.root.glob("*/*/*")
+
+
+def folder_of(training_run_id: str, kind: str, name: str, created_at: datetime) -> Path:
+    """A checkpoint's folder, relative to the one of all checkpoints."""
+    time = created_at.astimezone(UTC).strftime("%Y%m%dT%H%M%S.%f")
+    return Path(safe_segment(training_run_id), safe_segment(kind), f"{check_checkpoint_name(name)}@{time}")
 
 
 def content_of(folder: Path) -> list[Path]:

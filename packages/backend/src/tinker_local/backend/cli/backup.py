@@ -1,0 +1,68 @@
+"""`tinker-local backup` and `tinker-local restore`: a data folder's database and checkpoints, copied and put back."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+from tinker_local.backend.options import default_data_dir
+
+if TYPE_CHECKING:
+    from tinker_local.backend.storage.backups import Copied
+
+_data_dir = click.option(
+    "--data-dir",
+    type=click.Path(path_type=Path, file_okay=False),
+    default=default_data_dir,
+    show_default="~/.local/share/tinker-local",
+    help="The server's folder for checkpoints and metadata.",
+)
+
+
+@click.command()
+@_data_dir
+@click.option(
+    "--to",
+    type=click.Path(path_type=Path, file_okay=False),
+    required=True,
+    help="Folder of the backup: a new one, or an earlier backup, which is brought up to date.",
+)
+def backup(data_dir: Path, to: Path) -> None:
+    """Copy the database and all checkpoints, while a server runs or not."""
+    from tinker_local.backend.storage.backups import back_up
+
+    try:
+        copied = back_up(data_dir, to)
+    except (ValueError, RuntimeError, OSError) as error:
+        raise click.ClickException(str(error)) from error
+    _tell(copied, f"{data_dir} to {to}")
+
+
+@click.command()
+@click.option(
+    "--from",
+    "source",
+    type=click.Path(path_type=Path, file_okay=False, exists=True),
+    required=True,
+    help="The backup.",
+)
+@_data_dir
+def restore(source: Path, data_dir: Path) -> None:
+    """Copy a backup into a data folder that has neither a database nor checkpoints."""
+    from tinker_local.backend.storage.backups import restore as put_back
+
+    try:
+        copied = put_back(source, data_dir)
+    except (ValueError, RuntimeError, OSError) as error:
+        raise click.ClickException(str(error)) from error
+    _tell(copied, f"{source} to {data_dir}")
+
+
+def _tell(copied: "Copied", what: str) -> None:
+    """The counts; ClickException, after everything was copied, if a checkpoint is damaged."""
+    click.echo(
+        f"copied the database and {copied.checkpoints} checkpoints ({copied.size_bytes / 2**20:.1f} MiB): {what}"
+    )
+    for folder in copied.missing:
+        click.echo(f"recorded without a folder: {folder}", err=True)
+    if copied.damaged:
+        raise click.ClickException(f"{len(copied.damaged)} checkpoints are damaged:\n" + "\n".join(copied.damaged))
