@@ -6,9 +6,10 @@ from datetime import datetime
 from typing import Any
 
 import pytest
+import sqlalchemy as sa
 import tinker.types as sdk
 
-from tests.http.conftest import Api, StartApi
+from tests.http.conftest import BASE, Api, StartApi
 
 PROJECT_ADVICE = "unset TINKER_PROJECT_ID"
 
@@ -276,7 +277,7 @@ async def test_another_project_is_refused_everywhere_with_what_to_do_on_fakes(ap
     ],
 )
 async def test_what_a_session_is_called_has_a_length_on_fakes(api: Api, field: str, value: Any, words: str) -> None:
-    answer = await api.post("create_session", {field: value})
+    answer = await api.post("create_session", {"tags": [], field: value})
     assert (answer.status_code, answer.json()["detail"]) == (400, words)
     if field == "user_metadata":
         session = await api.session()
@@ -300,12 +301,14 @@ async def test_a_listing_of_many_runs_asks_the_database_as_often_as_one_of_few_o
         await api.save(model, 2, "b")
     statements: list[str] = []
     sa.event.listen(
-        api.backend.store._engine, "before_cursor_execute", lambda c, cursor, statement, *rest: statements.append(statement)
+        api.backend.store._engine,
+        "before_cursor_execute",
+        lambda c, cursor, statement, *rest: statements.append(statement),
     )
     counts = []
     for limit in (1, 6):
         statements.clear()
-        runs = (await api.get(f"training_runs?limit={limit}")).json()["training_runs"]
+        runs = (await api.get("training_runs", limit=limit)).json()["training_runs"]
         assert [run["last_checkpoint"]["checkpoint_id"] for run in runs] == ["weights/b"] * limit
         counts.append(len(statements))
     assert counts[0] == counts[1]

@@ -117,7 +117,9 @@ def test_sessions_that_ended_long_ago_are_pruned_with_all_their_records(tmp_path
     saved = add_session(store, "saved", 31)
     store.write_checkpoint(make_record("a", run=saved), make_state(1), overwrite=False)
     add_session(store, "serving", None)
-    named = SamplingSessionRecord("serving:sample:1", "serving", "org/base", "tinker://r/sampler_weights/a", False, START)
+    named = SamplingSessionRecord(
+        "serving:sample:1", "serving", "org/base", "tinker://r/sampler_weights/a", False, START
+    )
     store.add_sampling_session(named)
     copied = store.copy_checkpoint(
         make_record("a", run=saved),
