@@ -140,7 +140,7 @@ def test_a_tokenizer_without_the_markers_adds_none(tokenizer) -> None:
     assert outline(model_input("a", IMAGE, "b", tokenizer=Plain())) == [[97], "image", [98]]
 
     class Missing(Plain):
-        def convert_tokens_to_ids(self, token: str) -> None:
+        def convert_tokens_to_ids(self, token: str) -> Any:
             return None
 
     assert outline(model_input("a", IMAGE, "b", tokenizer=Missing())) == [[97], "image", [98]]
@@ -163,6 +163,7 @@ def test_chunks_and_model_inputs_are_taken_over(tokenizer) -> None:
 
 def test_image_format_reaches_the_images(tokenizer) -> None:
     built = model_input(IMAGE, tokenizer=tokenizer, image_format="jpeg")
+    assert isinstance(built.chunks[1], tinker.types.ImageChunk)
     assert built.chunks[1].format == "jpeg"
 
 

@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 import tinker_local.client as local
+from tinker import types
 from tinker.lib import internal_client_holder
 
 PROGRAM = """
@@ -55,5 +56,6 @@ def test_a_prompt_with_an_image_reaches_a_fake_server_whole(fake_server, tokeniz
         sampler.sample(prompt, num_samples=1, sampling_params=local.SamplingParams(max_tokens=2)).result()
     sent = fake_server.body("asample")["prompt"]["chunks"]
     assert [chunk["type"] for chunk in sent] == ["encoded_text", "image", "encoded_text"]
+    assert isinstance(prompt.chunks[1], types.ImageChunk)
     assert base64.b64decode(sent[1]["data"]) == prompt.chunks[1].data
     assert fake_server.headers[-1]["x-api-key"] == "tml-local"

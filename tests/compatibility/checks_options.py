@@ -36,7 +36,9 @@ def _loss(loss_fn: str, formula: Callable[[Any, Any, Any], Any]) -> None:
         given = datum(TOKENS, logprobs=sampler, advantages=ADVANTAGES)
         output = client.forward_backward([given], loss_fn).result()  # type: ignore[arg-type]
         assert output.metrics["loss:sum"] == pytest.approx(float(formula(learner, sampler, ADVANTAGES).sum()), rel=1e-3)
-        assert client.optim_step(ADAM).result().metrics["grad_norm"] > 0
+        metrics = client.optim_step(ADAM).result().metrics
+        assert metrics is not None
+        assert metrics["grad_norm"] > 0
 
 
 for _name, _formula in FORMULAS.items():
@@ -145,8 +147,10 @@ def alternatives(world: World) -> None:
     sampler = world.training().save_weights_and_get_sampling_client().result()
     params = tinker.SamplingParams(max_tokens=1, seed=3)
     drawn = sampler.sample(prompt(), 1, params, prompt_alt_tokens_k=4).result().prompt_alt_tokens
+    assert drawn is not None
     ids = drawn.tokens.to_numpy()
     again = sampler.sample(prompt(), 1, params, target_prompt_logprobs=tinker.TensorData.from_numpy(ids)).result()
+    assert again.target_prompt_logprobs is not None
     same(drawn.logprobs.to_numpy(), again.target_prompt_logprobs.to_numpy())
     assert len(np.unique(ids)) > 4
 

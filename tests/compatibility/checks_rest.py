@@ -156,14 +156,12 @@ def search_sessions(world: World) -> None:
     session = service.holder.get_session_id()
     request = tinker.types.SessionSearchRequest(user_metadata=mark)
     (found,) = world.rest.search_sessions(request).result().sessions
-    assert (found.session_id, found.status.type, found.user_metadata) == (session, "active", mark)
+    assert isinstance(found.status, tinker.types.SessionActive)
+    assert (found.session_id, found.user_metadata) == (session, mark)
     service.close("errored", "a reason").result()
     (found,) = world.rest.search_sessions(request).result().sessions
-    assert (found.status.type, found.status.reason.type, found.status.detail) == (
-        "client_finished",
-        "errored",
-        "a reason",
-    )
+    assert isinstance(found.status, tinker.types.ClientSessionFinished)
+    assert (found.status.reason.type, found.status.detail) == ("errored", "a reason")
 
 
 @works("RestClient.get_sampler", by="the base model, and the path it was made of")

@@ -122,7 +122,7 @@ def close(world: World) -> None:
     service.close("success").result()
     request = tinker.types.SessionSearchRequest(session_id=session)
     (found,) = world.rest.search_sessions(request).result().sessions
-    assert found.status.type == "client_finished"
+    assert isinstance(found.status, tinker.types.ClientSessionFinished)
     assert found.status.reason.type == "success"
 
 
@@ -143,7 +143,9 @@ def forward(world: World) -> None:
     client = world.service.create_lora_training_client(base_model=world.model, rank=4).result()
     output = world.call(client, "forward", [datum(TOKENS)], "cross_entropy")
     same(output.loss_fn_outputs[0]["logprobs"].to_numpy(), world.base())
-    assert client.optim_step(ADAM).result().metrics["grad_norm"] == 0
+    metrics = client.optim_step(ADAM).result().metrics
+    assert metrics is not None
+    assert metrics["grad_norm"] == 0
 
 
 @works("TrainingClient.forward_backward", by="the loss is minus the sum of the logprobs, and a step lowers it")
@@ -169,7 +171,9 @@ def forward_backward_custom(world: World) -> None:
         else:
             weights = (-2 * logprobs).astype(np.float32)  # d(l^2) = 2 l dl
             client.forward_backward([datum(TOKENS, weights=weights)], "cross_entropy").result()
-        norms.append(client.optim_step(ADAM).result().metrics["grad_norm"])
+        metrics = client.optim_step(ADAM).result().metrics
+        assert metrics is not None
+        norms.append(metrics["grad_norm"])
     assert norms[0] == pytest.approx(norms[1], rel=1e-3)
 
 

@@ -31,8 +31,9 @@ def inputs_of(base_model: str, picture: Any) -> list[tuple[ModelInput, np.ndarra
     found = [(ModelInput.from_ints(t), np.array(t)) for t in (tokens(5, 9), tokens(6, 23), tokens(7, 2))]
     if base_model == "tiny/vision":
         for seed, sizes in ((1, [(70, 50)]), (2, [(33, 90), (64, 64)]), (3, [(128, 40)])):
-            chunks: list[EncodedTextChunk | ImageChunk] = [EncodedTextChunk(tokens=tokens(10 * seed, 3))]
-            ids = list(chunks[0].tokens)
+            text = EncodedTextChunk(tokens=tokens(10 * seed, 3))
+            chunks: list[EncodedTextChunk | ImageChunk] = [text]
+            ids = list(text.tokens)
             for k, (width, height) in enumerate(sizes):
                 image, count = picture(width, height, seed + k)
                 after = tokens(10 * seed + k + 1, 5)

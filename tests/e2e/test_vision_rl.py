@@ -74,7 +74,11 @@ def elements(model_input: tinker.ModelInput) -> list[Any]:
     """Token ids, and the bytes of images."""
     flat: list[Any] = []
     for chunk in model_input.chunks:
-        flat += chunk.tokens if isinstance(chunk, tinker.EncodedTextChunk) else [chunk.data]
+        if isinstance(chunk, tinker.EncodedTextChunk):
+            flat += chunk.tokens
+        else:
+            assert isinstance(chunk, tinker.types.ImageChunk)
+            flat.append(chunk.data)
     return flat
 
 

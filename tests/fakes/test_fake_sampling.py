@@ -72,6 +72,7 @@ async def test_fake_sampler_and_trainer_agree(tmp_path: Path, with_image: bool) 
     prompt = FakeRenderer(MODEL).render(image_input(png(64, 64)), "prompt") if with_image else PROMPT
     for adapter_id, used in [("m", version), (None, None)]:
         result = await sample(used, prompt, num_samples=3, prompt_logprobs=True, max_tokens=20, seed=1)
+        assert result.prompt_logprobs is not None
         assert np.isnan(result.prompt_logprobs[0])
         np.testing.assert_allclose(result.prompt_logprobs[1:], trainer.logprobs(adapter_id, prompt), atol=1e-6)
         for sequence in result.sequences:

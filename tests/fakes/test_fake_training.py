@@ -229,6 +229,8 @@ def test_fake_restored_adapter_goes_on_bit_for_bit() -> None:
     expected, got = trainer.capture("m", optimizer=True), restored.capture("m", optimizer=True)
     assert got.step == expected.step == 4
     assert all(np.array_equal(got.tensors[name], value) for name, value in expected.tensors.items())
+    assert got.optimizer is not None
+    assert expected.optimizer is not None
     assert all(np.array_equal(got.optimizer[name], value) for name, value in expected.optimizer.items())
     # What was captured is a copy.
     assert not np.array_equal(

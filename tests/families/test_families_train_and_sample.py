@@ -16,7 +16,7 @@ from tinker_local.backend.rendering.rendered_input import RenderedInput
 from tinker_local.backend.sampling.sampler import AdapterVersion, SampleWork
 from tinker_local.backend.storage.adapter_files import write_adapter
 from tinker_local.backend.tiny_models import make_tiny_text_model
-from tinker_local.backend.training.trainer import AdapterState, TrainDatum, TrainWork
+from tinker_local.backend.training.trainer import AdapterState, TrainDatum, TrainResult, TrainWork
 from tinker_local.backend.training.worker import HFTrainer
 from tinker_local.backend.vllm_engine.build_engine import EngineOptions
 from tinker_local.backend.vllm_engine.engine_thread import EngineThread
@@ -109,8 +109,8 @@ def test_trainer_and_sampler_agree(
     """On the base and on adapters of different ranks, in the same steps; prompts and what is sampled are longer than
     the window."""
     trainer = models[family].trainer
-    for name in ADAPTERS:
-        written(tmp_path / name, trainer.capture(name, optimizer=False))
+    for adapter in ADAPTERS:
+        written(tmp_path / adapter, trainer.capture(adapter, optimizer=False))
     asked = [(name, seed, length) for name in (None, *ADAPTERS) for seed, length in enumerate(LENGTHS)]
 
     async def sample() -> list[Any]:
@@ -181,6 +181,7 @@ def test_peft_loads_the_checkpoint_and_the_export(models: Mapping[str, Trained],
     (result,) = trainer.forward_backward([TrainWork("everything", data(7), "cross_entropy", backward=False)])
     for kind, options in {"checkpoint": {}, "export": {"key_mapping": {r"^model\.unembed_tokens": "lm_head"}}}.items():
         theirs = peft_model(models[family].folder, tmp_path / kind, **options)
+        assert isinstance(result, TrainResult)
         for datum, output in zip(data(7), result.outputs, strict=True):
             with torch.no_grad():
                 expected = peft_logprobs(theirs, datum)

@@ -198,7 +198,9 @@ def train(service: tinker.ServiceClient, steps: int) -> list[float]:
         gradient = client.forward_backward([datum([5, 9, 20 + at, 31])], "cross_entropy")
         futures.append((gradient, client.optim_step(ADAM)))
     for _, step in futures:
-        assert step.result(timeout=120).metrics["grad_norm"] > 0
+        metrics = step.result(timeout=120).metrics
+        assert metrics is not None
+        assert metrics["grad_norm"] > 0
     return [gradient.result(timeout=120).metrics[LOSS] for gradient, _ in futures]
 
 

@@ -93,6 +93,7 @@ async def test_ttl_counts_from_now_and_null_takes_it_away_on_fakes(start_api: St
     answer = await api.put(url(path, "ttl"), {"ttl_seconds": 5000})
     assert (answer.status_code, answer.content) == (204, b"")
     expires_at = (await listed(api, path)).expires_at
+    assert expires_at is not None
     assert before <= expires_at - timedelta(seconds=5000) <= clock()
     assert (await api.put(url(path, "ttl"), {"ttl_seconds": None})).status_code == 204
     assert (await listed(api, path)).expires_at is None
@@ -326,6 +327,7 @@ async def test_a_copy_keeps_kind_name_and_metadata_and_has_its_own_life_on_fakes
     copy = await listed(api, await copied(api, path, ttl_seconds=9000))
     assert (copy.checkpoint_id, copy.checkpoint_type) == (source.checkpoint_id, source.checkpoint_type)
     assert (copy.size_bytes, copy.user_metadata, copy.public) == (source.size_bytes, source.user_metadata, False)
+    assert copy.expires_at is not None
     assert copy.expires_at - copy.time == timedelta(seconds=9000)
     forever = await listed(api, await copied(api, path))
     assert forever.expires_at is None
@@ -368,6 +370,7 @@ async def test_the_run_of_a_copy_is_listed_and_cannot_be_trained_on_on_fakes(api
     copy = await copied(api, path)
     run_id = copy.split("/")[2]
     run = sdk.TrainingRun.model_validate((await api.get(f"training_runs/{run_id}")).json())
+    assert run.last_checkpoint is not None
     assert (run.base_model, run.lora_rank, run.last_checkpoint.tinker_path) == ("fake/bigram", 4, copy)
     session = sdk.GetSessionResponse.model_validate((await api.get(f"sessions/{run_id.split(':')[0]}")).json())
     assert (session.training_run_ids, session.display_name) == ([run_id], f"copy of {path}")
@@ -535,6 +538,8 @@ async def test_runs_tell_their_last_checkpoints_of_each_kind_on_fakes(api: Api) 
     ):
         found = sdk.TrainingRun.model_validate(run)
         assert found.user_metadata == {"recipe": "x", "é": ""}
+        assert found.last_checkpoint is not None
+        assert found.last_sampler_checkpoint is not None
         assert found.last_checkpoint.checkpoint_id == "weights/a"
         assert found.last_sampler_checkpoint.checkpoint_id == "sampler_weights/a"
 

@@ -99,6 +99,8 @@ async def test_models_and_checkpoints_are_answered_as_the_sdk_reads_them_on_fake
     run = sdk.TrainingRun.model_validate((await api.get(f"training_runs/{model}", access_scope="owned")).json())
     assert run.user_metadata == {"renderer_name": "role_colon"}
     assert run.model_owner.startswith("tml:organization_user:")
+    assert run.last_checkpoint is not None
+    assert run.last_sampler_checkpoint is not None
     assert (run.last_checkpoint.checkpoint_id, run.last_sampler_checkpoint.checkpoint_id) == (
         "weights/0001",
         "sampler_weights/0001",
@@ -114,9 +116,11 @@ async def test_models_and_checkpoints_are_answered_as_the_sdk_reads_them_on_fake
     assert {c.checkpoint_type for c in listed.checkpoints} == {"training", "sampler"}
     for checkpoint in listed.checkpoints:
         assert checkpoint.time.tzinfo is not None
+        assert checkpoint.size_bytes is not None
         assert checkpoint.size_bytes > 0
         assert not checkpoint.public
     sampler = next(c for c in listed.checkpoints if c.checkpoint_type == "sampler")
+    assert sampler.expires_at is not None
     assert sampler.expires_at - sampler.time == timedelta(seconds=3600)
     for path in (f"training_runs/{model}/checkpoints", "checkpoints"):  # which SDKs from 0.39 on read
         told = (await api.get(path)).json()["checkpoints"]
@@ -125,6 +129,7 @@ async def test_models_and_checkpoints_are_answered_as_the_sdk_reads_them_on_fake
     assert told["last_checkpoint"]["base_model"] == told["last_sampler_checkpoint"]["base_model"] == "fake/bigram"
     everything = sdk.CheckpointsListResponse.model_validate((await api.get("checkpoints", limit=100)).json())
     assert [c.checkpoint_id for c in everything.checkpoints] == ["sampler_weights/0001", "weights/0001"]
+    assert everything.cursor is not None
     assert everything.cursor.total_count == 2
     assert run.last_request_time.tzinfo is not None
 

@@ -116,6 +116,7 @@ async def test_export_that_is_deleted_while_a_download_begins_is_404_on_fakes(
     def deleted_at_once(*name: Any) -> Any:
         """The record; it and its folder are deleted before the caller can use it."""
         record = looked_up(*name)
+        assert record is not None
         monkeypatch.setattr(api.backend.store, "get_checkpoint", looked_up)
         deletion = api.backend.checkpoints.delete(record.tinker_path)
         asyncio.run_coroutine_threadsafe(deletion, loop).result(10)

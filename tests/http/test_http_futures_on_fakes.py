@@ -388,7 +388,9 @@ async def test_saves_in_flight_are_finished_when_the_server_stops_on_fakes(
     request_id = await api.submit("save_weights", {"model_id": model, "seq_id": 1, "path": "a"})
     operation = api.backend.operations.get(request_id)
     assert operation is not None
-    await api.until(lambda: bool(api.backend.runs.live(model).captures))
+    run = api.backend.runs.live(model)
+    assert run is not None
+    await api.until(lambda: bool(run.captures))
     await api.backend.close()
     path = (await operation)["path"]
     again = await start_api()

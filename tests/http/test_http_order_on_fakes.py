@@ -337,7 +337,9 @@ async def test_models_share_a_call_of_the_trainer_and_stay_apart_on_fakes(api: A
     await api.gradient(blocker, 1)
     await api.until(lambda: api.trainer.entered)
     pair = asyncio.create_task(train(models))
-    queues = [api.backend.runs.live(model).queue for model in models.values()]
+    runs = [api.backend.runs.live(model) for model in models.values()]
+    queues = [run.queue for run in runs if run is not None]
+    assert len(queues) == len(models)
     await api.until(lambda: all(len(queue.commands.pending()) == 6 for queue in queues))
     await api.all_prepared()
     api.trainer.hold.set()

@@ -57,7 +57,9 @@ async def test_save_that_is_being_written_waits_for_nobody_on_fakes(api: Api, mo
     disk, write = threading.Event(), api.backend.store.write_checkpoint
     monkeypatch.setattr(api.backend.store, "write_checkpoint", lambda *a, **k: disk.wait(30) and write(*a, **k))
     save = await api.submit("save_weights", {"model_id": model, "seq_id": 1, "path": "a"})
-    await api.until(lambda: bool(api.backend.runs.live(model).captures))
+    run = api.backend.runs.live(model)
+    assert run is not None
+    await api.until(lambda: bool(run.captures))
     api.trainer.hold.clear()
     gradient = await api.gradient(other, 1)
     await api.until(lambda: api.trainer.entered)
@@ -112,8 +114,9 @@ def test_counting_is_exact_with_thousands_of_samples() -> None:
             if left > waiting or not others:
                 assert states[place] is ACTIVE
             else:
-                assert states[place].reason is not None
-                assert f"{len(others)} requests of {len(set(others))} other" in states[place].reason
+                reason = states[place].reason
+                assert reason is not None
+                assert f"{len(others)} requests of {len(set(others))} other" in reason
         left -= count
     assert states[-1] is not ACTIVE
 

@@ -93,7 +93,9 @@ async def test_checkpoints_through_the_rest_client_on_fakes(service: Any, rest: 
         (exported, "external"),
     }
     assert (await found()).user_metadata == {"step": "3"}
-    assert (await found()).expires_at - (await found()).time == timedelta(seconds=7200)
+    listed = await found()
+    assert listed.expires_at is not None
+    assert listed.expires_at - listed.time == timedelta(seconds=7200)
     page = await rest("list_user_checkpoints", limit=2, offset=1)
     assert [c.tinker_path for c in page.checkpoints] == [sampler, path]
     assert (page.cursor.offset, page.cursor.limit) == (1, 2)
@@ -112,8 +114,9 @@ async def test_checkpoints_through_the_rest_client_on_fakes(service: Any, rest: 
     with pytest.raises(tinker.BadRequestError, match="private already"):
         await rest("unpublish_checkpoint_from_tinker_path", path)
     await rest("set_checkpoint_ttl_from_tinker_path", path, 86400)
-    left = (await found()).expires_at - datetime.now(UTC)
-    assert timedelta(hours=23, minutes=59) < left <= timedelta(hours=24)
+    expires_at = (await found()).expires_at
+    assert expires_at is not None
+    assert timedelta(hours=23, minutes=59) < expires_at - datetime.now(UTC) <= timedelta(hours=24)
     await rest("set_checkpoint_ttl_from_tinker_path", path, None)
     assert (await found()).expires_at is None
     with pytest.raises(tinker.BadRequestError, match="ttl_seconds: 3599"):
@@ -281,7 +284,9 @@ def test_commands_on_checkpoints_and_runs_on_fakes(service: Any, server: Any, co
     command("checkpoint", "unpublish", path)
     assert not now_of().public
     command("checkpoint", "set-ttl", path, "--ttl", "86400")
-    assert timedelta(hours=23) < now_of().expires_at - datetime.now(UTC) <= timedelta(hours=24)
+    expires_at = now_of().expires_at
+    assert expires_at is not None
+    assert timedelta(hours=23) < expires_at - datetime.now(UTC) <= timedelta(hours=24)
     assert "Never" not in command("checkpoint", "info", path, table=True)
     command("checkpoint", "set-ttl", path, "--remove")
     assert now_of().expires_at is None

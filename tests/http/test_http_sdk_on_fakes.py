@@ -203,6 +203,7 @@ def test_metadata_and_listings_round_trip_on_fakes(server: Any, service: Any) ->
         assert (run.user_metadata or {}) == metadata
         assert (run.base_model, run.lora_rank, run.is_lora) == ("fake/bigram", 2, True)
     found = rest.get_training_run_by_tinker_path(path).result()
+    assert found.last_checkpoint is not None
     assert found.last_checkpoint.user_metadata == {"loss": "0.5"}
     assert found.last_checkpoint.expires_at is not None
     assert path in [c.tinker_path for c in rest.list_user_checkpoints().result().checkpoints]

@@ -137,12 +137,17 @@ async def test_search_tells_what_became_of_each_session_on_fakes(start_api: Star
     assert (await api.post(f"sessions/{ended['errored']}/finish", {})).status_code == 204
     await api.until(lambda: not api.backend.sessions.is_live(lost))
     statuses = {session.session_id: session.status for session in await search(api)}
-    assert statuses[running].type == "active"
-    assert (statuses[lost].type, statuses[lost].detail) == ("cancelled", "heartbeats_lost: none for 0.4 s")
+    assert isinstance(statuses[running], sdk.SessionActive)
+    cancelled = statuses[lost]
+    assert isinstance(cancelled, sdk.SessionCancelled)
+    assert cancelled.detail == "heartbeats_lost: none for 0.4 s"
+    details = {}
     for reason, session in ended.items():
-        assert (statuses[session].type, statuses[session].reason.type) == ("client_finished", reason)
-    assert statuses[ended["errored"]].detail == "ValueError: bad luck"
-    assert statuses[ended["success"]].detail is None
+        finished = statuses[session]
+        assert isinstance(finished, sdk.ClientSessionFinished)
+        assert finished.reason.type == reason
+        details[reason] = finished.detail
+    assert (details["errored"], details["success"]) == ("ValueError: bad luck", None)
 
     async def having(*queries: Any) -> set[str]:
         return set(await found_ids(api, statuses=list(queries)))
@@ -173,7 +178,7 @@ async def test_a_session_that_ends_during_a_search_has_a_status_in_it_on_fakes(
     assert (await api.post(f"sessions/{session}/finish", {})).status_code == 204
     go_on.set()
     (summary,) = await searching
-    assert summary.status.type == "active"  # as it was when the search began
+    assert isinstance(summary.status, sdk.SessionActive)  # as it was when the search began
 
 
 async def test_a_session_that_a_restart_lost_has_no_status_until_it_is_finished_on_fakes(
@@ -190,6 +195,7 @@ async def test_a_session_that_a_restart_lost_has_no_status_until_it_is_finished_
         assert await found_ids(api, statuses=[{"type": kind}]) == []
     await api.post(f"sessions/{session}/finish", {"reason": {"type": "interrupted"}})
     (summary,) = await search(api)
+    assert isinstance(summary.status, sdk.ClientSessionFinished)
     assert summary.status.reason.type == "interrupted"
 
 

@@ -103,7 +103,12 @@ async def test_time_is_where_it_was_spent_on_fakes(api: Api, monkeypatch: pytest
     model, sampler = await api.model(session), await api.base_sampler(session)
     renderer = api.engines["fake/bigram"].renderer
     render = renderer.render
-    monkeypatch.setattr(renderer, "render", lambda *given: (time.sleep(0.2), render(*given))[1])
+
+    def slow(*given: Any) -> Any:
+        time.sleep(0.2)
+        return render(*given)
+
+    monkeypatch.setattr(renderer, "render", slow)
     api.trainer.hold.clear()
     api.sampler.hold.clear()
     sent = time.monotonic()

@@ -94,6 +94,7 @@ def test_engines_that_do_not_agree_fail_with_all_numbers(
     qwen3_vl: Any, pictures: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     renderer = load_renderer(str(qwen3_vl.folder))
+    assert renderer._images is not None
     hf = renderer._images.trainer
     process = hf.process
     monkeypatch.setattr(hf, "process", lambda image: replace(process(image), num_tokens=12))

@@ -85,6 +85,7 @@ ERRORS = [
 @pytest.mark.parametrize("kind", [Countdown, AsyncCountdown])
 async def test_an_environment_that_raises_fails_alone(sampler, error, message, kind) -> None:
     failed, _ = await one_fails(sampler, lambda: kind(on_reset=raises(error)))
+    assert failed.failure is not None
     assert failed.failure.kind == "environment"
     assert (failed.failure.message, failed.failure.error) == (f"reset: {message}", error)
     assert failed.turns == ()
@@ -96,6 +97,7 @@ async def test_an_environment_that_raises_fails_alone(sampler, error, message, k
 @pytest.mark.parametrize("error", [StopIteration(5), KeyboardInterrupt(), asyncio.CancelledError("theirs")])
 async def test_exceptions_that_steer_python_itself_fail_their_environment_alone(sampler, error) -> None:
     failed, _ = await one_fails(sampler, lambda: Countdown(on_step=raises(error)))
+    assert failed.failure is not None
     assert failed.failure.message == f"step: {type(error).__name__}: {error}"
     assert failed.failure.error is error
 
@@ -120,6 +122,7 @@ async def test_an_environment_that_cannot_be_made_fails_alone(sampler, error, me
 
 async def test_what_is_no_environment_is_named(sampler) -> None:
     failed, _ = await one_fails(sampler, lambda: None)
+    assert failed.failure is not None
     assert failed.failure.message == "make: returned NoneType, which has no reset"
 
 
@@ -158,6 +161,7 @@ STEPS = [
 @pytest.mark.parametrize(("returned", "message"), STEPS)
 async def test_a_step_of_the_wrong_shape_is_named(sampler, returned, message) -> None:
     failed, _ = await one_fails(sampler, lambda: Countdown(on_step=lambda turn: returned))
+    assert failed.failure is not None
     assert failed.failure.kind == "environment"
     assert failed.failure.message.startswith(message)
     assert len(failed.turns) == 1
@@ -186,6 +190,7 @@ async def test_an_environment_that_takes_no_seed_says_so(sampler) -> None:
             return "hi", {}
 
     failed, _ = await one_fails(sampler, Seedless)
+    assert failed.failure is not None
     assert "unexpected keyword argument 'seed'" in failed.failure.message
 
 
@@ -214,6 +219,7 @@ BROKEN = [
 async def test_an_observation_that_cannot_be_rendered_fails_alone(sampler, observation, message, when) -> None:
     shown = observation() if callable(observation) else observation
     failed, _ = await one_fails(sampler, lambda: Countdown(**{{"reset": "first", "step": "shown"}[when]: shown}))
+    assert failed.failure is not None
     assert failed.failure.kind == "observation"
     assert message in failed.failure.message
     assert len(failed.turns) == (when == "step")
@@ -232,6 +238,7 @@ async def test_the_last_observation_is_not_rendered(sampler) -> None:
 async def test_an_image_in_a_chat_of_text_fails_alone(sampler) -> None:
     picture = np.zeros((8, 8, 3), np.uint8)
     failed, _ = await one_fails(sampler, lambda: Countdown(shown=picture), chat=make_chat(images=False))
+    assert failed.failure is not None
     assert failed.failure.kind == "observation"
     assert "has no image_processor to count its tokens" in failed.failure.message
 
@@ -248,6 +255,7 @@ async def test_expected_tokens_that_the_service_refuses_fail_alone(sampler) -> N
     failed, _ = await one_fails(sampler, lambda: Countdown(first=wrong))
     assert str(failed.failure) == "sampling: TinkerError: expected_tokens: 9 instead of 4"
     failed, _ = await one_fails(sampler, lambda: Countdown(shown=wrong))
+    assert failed.failure is not None
     assert (failed.failure.kind, len(failed.turns)) == ("sampling", 1)
 
 

@@ -121,10 +121,13 @@ async def test_no_more_than_max_concurrency_environments_are_open(sampler) -> No
         nonlocal most
         open_now.add(index)
         most = max(most, len(open_now))
-        environment = Countdown(on_step=lambda turn: time.sleep(0.01))
-        close = environment.close
-        environment.close = lambda: (open_now.discard(index), close())[1]
-        return environment
+
+        class Counted(Countdown):
+            def close(self) -> None:
+                open_now.discard(index)
+                super().close()
+
+        return Counted(on_step=lambda turn: time.sleep(0.01))
 
     maker = Maker(make)
     await rl.rollout([rl.Group(maker, 8)] * 4, sampler, make_chat(), PARAMS, max_concurrency=5)
@@ -157,7 +160,12 @@ async def test_different_first_prompts_go_apart(sampler) -> None:
 
 async def test_a_slow_reset_goes_on_its_own(sampler) -> None:
     answered = threading.Event()
-    sampler.script = lambda request: (answered.set(), "ok")[1]
+
+    def answer(request: Any) -> str:
+        answered.set()
+        return "ok"
+
+    sampler.script = answer
     maker = Maker(lambda index: Countdown(1, on_reset=(lambda: answered.wait(60)) if index == 3 else lambda: None))
     await rl.rollout([rl.Group(maker, 4)], sampler, make_chat(), PARAMS)
     assert [request.count for request in sampler.requests] == [3, 1]

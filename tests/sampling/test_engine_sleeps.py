@@ -93,7 +93,7 @@ def works(text: Any, tmp_path: Path) -> list[SampleWork]:
     return [SampleWork(prompt, version, greedy) for version in (None, adapter.version)]
 
 
-async def outputs(sampler: VLLMSampler, works: list[SampleWork]) -> list[np.ndarray]:
+async def outputs(sampler: VLLMSampler, works: list[SampleWork]) -> list[np.ndarray | None]:
     sequences = [(await sampler.sample(work)).sequences[0] for work in works]
     return [array for sequence in sequences for array in (sequence.tokens, sequence.logprobs)]
 

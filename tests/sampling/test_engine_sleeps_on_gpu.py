@@ -49,7 +49,7 @@ def greedy_works(text: Any, folder: Path) -> list[SampleWork]:
 
 async def outputs(sampler: VLLMSampler, works: list[SampleWork]) -> list[np.ndarray]:
     """Tokens, logprobs and prompt logprobs; one request at a time, so that the batches are the same."""
-    arrays = []
+    arrays: list[Any] = []
     for work in works:
         output = await sampler.sample(work)
         arrays += [output.sequences[0].tokens, output.sequences[0].logprobs]

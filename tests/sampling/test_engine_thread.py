@@ -88,6 +88,7 @@ async def test_an_exception_in_a_step_fails_what_was_in_flight_and_the_engine_co
     prompt = text.prompt(TEXT)
     scoring = SampleWork(prompt, adapter.version, SamplingParams(max_tokens=1), prompt_logprobs=True)
     before = (await sampler.sample(scoring)).prompt_logprobs
+    assert before is not None
 
     def break_step(engine: Any) -> None:
         def step() -> None:
@@ -106,6 +107,7 @@ async def test_an_exception_in_a_step_fails_what_was_in_flight_and_the_engine_co
     assert sampler._engine.restarts == 1
     # The adapter is read again.
     after = (await sampler.sample(scoring)).prompt_logprobs
+    assert after is not None
     text.same(after[1:], before[1:])
     assert (await bystander).sequences[0].tokens.size == 200
     await sampler.close()

@@ -149,7 +149,12 @@ async def test_requests_that_do_not_fit_the_kv_cache_together_give_what_they_giv
     def watch(engine: Any) -> None:
         scheduler = engine.engine_core.engine_core.scheduler
         preempt = scheduler._preempt_request
-        scheduler._preempt_request = lambda *a, **k: (preempted.append(1), preempt(*a, **k))
+
+        def counted(*args: Any, **named: Any) -> Any:
+            preempted.append(1)
+            return preempt(*args, **named)
+
+        scheduler._preempt_request = counted
 
     await asyncio.wrap_future(thread.call(small._engine, watch))
     works = [
@@ -167,6 +172,7 @@ async def test_requests_that_do_not_fit_the_kv_cache_together_give_what_they_giv
         (sequence,) = output.sequences
         text.same(sequence.logprobs, text.hf.logprobs(work.prompt, sequence.tokens))
         if work.prompt_logprobs:
+            assert output.prompt_logprobs is not None
             text.same(output.prompt_logprobs[1:], text.hf.prompt_logprobs(work.prompt))
     await small.close()
 

@@ -56,9 +56,13 @@ def test_a_copy_has_the_same_content_kind_and_name_and_its_own_end(store: Store,
     assert (ours / tensors).stat().st_ino == (theirs / tensors).stat().st_ino  # a hard link
     assert "copy0:train:0" in (ours / "checkpoint.json").read_text()
     assert RUN in (theirs / "checkpoint.json").read_text()
-    assert store.get_training_run("copy0:train:0").copied_from == source.tinker_path
-    assert store.get_session("copy0").created_at == LATER
-    assert store.find_copy("key0").tinker_path == made.tinker_path
+    run, session, found = store.get_training_run("copy0:train:0"), store.get_session("copy0"), store.find_copy("key0")
+    assert run is not None
+    assert run.copied_from == source.tinker_path
+    assert session is not None
+    assert session.created_at == LATER
+    assert found is not None
+    assert found.tinker_path == made.tinker_path
     # Neither needs the other.
     store.delete_checkpoint(source)
     assert same_tensors(store.read_checkpoint(made, optimizer=kind == "weights"), state)

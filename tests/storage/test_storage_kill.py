@@ -30,18 +30,21 @@ def run_and_kill(tmp_path: Path) -> Iterator[Callable[[int, float], list[Said]]]
     """Runs a writer, kills it so many seconds after it was ready, and returns what it said."""
     command = [sys.executable, "-u", str(WRITER)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1) as forker:
+        told, said = forker.stdin, forker.stdout
+        assert told is not None
+        assert said is not None
 
         def run(first_seed: int, seconds: float) -> list[Said]:
-            forker.stdin.write(f"{tmp_path} {first_seed}\n")
-            ready, pid = forker.stdout.readline().split()
+            told.write(f"{tmp_path} {first_seed}\n")
+            ready, pid = said.readline().split()
             assert ready == "ready"
             time.sleep(seconds)
             os.kill(int(pid), signal.SIGKILL)
-            lines = iter(forker.stdout.readline, "dead\n")
+            lines = iter(said.readline, "dead\n")
             return [(word, name, int(seed)) for word, name, seed in map(str.split, lines)]
 
         yield run
-        forker.stdin.close()
+        told.close()
 
 
 def check(store: Store, allowed: dict[str, set[int]]) -> None:

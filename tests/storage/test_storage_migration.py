@@ -87,6 +87,7 @@ def check(folder: Path) -> None:
     done = store.get_session("done")
     assert done == replace(base, session_id="done", display_name="done", ended_at=ended, end_reason="success")
     broken = store.get_session("broken")
+    assert broken is not None
     assert (broken.end_reason, broken.end_detail) == ("errored", "ValueError: bad: luck")
     assert store.get_training_run(RUN) == TrainingRunRecord(RUN, "live", "org/base", CONFIG, START, START)
     sampler = SamplingSessionRecord("live:sample:0", "live", "org/base", None, False, START)

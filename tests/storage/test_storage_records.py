@@ -69,11 +69,15 @@ def test_touching_a_run_is_seen_at_once_writes_nothing_and_survives_a_restart(tm
         store.touch_training_run("r", when + timedelta(seconds=second))
     assert statements == []
     when += timedelta(seconds=99)
-    assert store.get_training_run("r").last_request_at == when
+    run = store.get_training_run("r")
+    assert run is not None
+    assert run.last_request_at == when
     assert store.list_training_runs(1, 0)[0][0].last_request_at == when
     store.close()
     store = Store(tmp_path)
-    assert store.get_training_run("r").last_request_at == when
+    run = store.get_training_run("r")
+    assert run is not None
+    assert run.last_request_at == when
     # The next change of anything carries it to the disk.
     store.touch_training_run("r", when + timedelta(seconds=1))
     store.add_session(SessionRecord("s", START))
@@ -106,7 +110,9 @@ def test_sampling_sessions_come_back_equal(store: Store) -> None:
 def test_times_keep_the_moment_in_any_zone(store: Store) -> None:
     moment = datetime(2026, 5, 1, 12, 0, 0, 123457, tzinfo=timezone(timedelta(hours=5, minutes=30)))
     store.add_session(SessionRecord("s", moment))
-    assert store.get_session("s").created_at == moment
+    session = store.get_session("s")
+    assert session is not None
+    assert session.created_at == moment
     with pytest.raises(sa.exc.StatementError, match="no time zone"):
         store.add_session(SessionRecord("t", datetime(2026, 5, 1)))
 

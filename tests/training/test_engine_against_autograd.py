@@ -317,7 +317,8 @@ def overwrite(ours: HFTrainer) -> None:
 def keep_at_random(ours: HFTrainer, rng: np.random.Generator) -> None:
     """Choose a random recompute policy, also ones that `ActivationMemory.policy` never chooses."""
     layers = len(ours._loaded.decoder.memory(1, 0).layers)
-    ours._runner._policy = lambda packed, batch: [tuple(Keep)[rng.integers(3)] for _ in range(layers)]
+    runner: Any = ours._runner
+    runner._policy = lambda packed, batch: [tuple(Keep)[rng.integers(3)] for _ in range(layers)]
 
 
 def add_adapter(ours: HFTrainer, adapter_id: str, config: LoraConfig, rng: np.random.Generator) -> None:

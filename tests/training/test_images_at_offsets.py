@@ -101,11 +101,12 @@ def test_an_image_is_encoded_once_per_content(family, make, trainer, add_adapter
     add_adapter(ours, "a")
     encoded = []
     original = ours._loaded.model.model.get_image_features
-    monkeypatch.setattr(
-        ours._loaded.model.model,
-        "get_image_features",
-        lambda pixels, grid, **options: encoded.extend(grid.tolist()) or original(pixels, grid, **options),
-    )
+
+    def counted(pixels, grid, **options):
+        encoded.extend(grid.tolist())
+        return original(pixels, grid, **options)
+
+    monkeypatch.setattr(ours._loaded.model.model, "get_image_features", counted)
     image, other = make.image(4, 4), make.image(2, 4)
     group = [make.datum(20 + i, [(2, image)]) for i in range(16)]
     ours.forward_backward([TrainWork("a", [*group, make.datum(12, [(1, other), (4, image)])], "cross_entropy")])

@@ -14,6 +14,7 @@ from tinker.proto.response_conv import deserialize_forward_backward_output, dese
 from tinker.types.forward_backward_request import ForwardBackwardRequest as SdkForwardBackwardRequest
 from tinker_local.types import (
     Datum,
+    EncodedTextChunk,
     ForwardBackwardOutput,
     ForwardBackwardRequest,
     ImageAssetPointerChunk,
@@ -118,9 +119,12 @@ def test_decoded_arrays_are_views_of_the_message_and_not_copies() -> None:
     )
     body = encode_forward_backward_request(ForwardBackwardRequest(model_id="m", seq_id=1, data=[datum], loss_fn="x"))
     decoded = decode_forward_backward_request(body).data[0]
-    weights = decoded.loss_fn_inputs["weights"]
+    weights, text = decoded.loss_fn_inputs["weights"], decoded.model_input.chunks[0]
+    assert isinstance(text, EncodedTextChunk)
+    assert weights.sparse_crow_indices is not None
+    assert weights.sparse_col_indices is not None
     arrays = [
-        decoded.model_input.chunks[0].tokens,
+        text.tokens,
         decoded.loss_fn_inputs["target_tokens"].data,
         decoded.loss_fn_inputs["target_tokens"].to_numpy(),
         weights.data,

@@ -77,7 +77,8 @@ SCALARS = {
 
 def fill(draw: st.DrawFn, message: Message) -> None:
     """Set a random choice of the fields of `message`, which may be of either schema."""
-    for field in message.DESCRIPTOR.fields:
+    fields: list[Any] = list(message.DESCRIPTOR.fields)
+    for field in fields:
         if not draw(st.booleans()):
             continue
         repeated = field.label == FieldDescriptor.LABEL_REPEATED
