@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -25,7 +26,7 @@ THIRTY_TWO = dataclasses.replace(
 HALF = dataclasses.replace(EIGHT, parameters=600_000_000, hidden=1024, intermediate=3072, layers=28, q_width=2048)
 
 
-def plan(sizes, free_gib, **changes):
+def plan(sizes: Any, free_gib: Any, **changes: Any) -> Any:
     settings = {
         "context": 40960,
         "micro_batch_tokens": 8192,
@@ -38,7 +39,7 @@ def plan(sizes, free_gib, **changes):
     return plan_gpu(sizes, free=int(free_gib * GIB), **{**settings, **changes})
 
 
-def test_on_a_large_card_the_trainer_computes_nothing_again_and_the_cache_gets_the_rest():
+def test_on_a_large_card_the_trainer_computes_nothing_again_and_the_cache_gets_the_rest() -> None:
     found = plan(EIGHT, 134)
     everything_kept = 8192 * EIGHT.activation_bytes() * EIGHT.layers
     assert found.activations > everything_kept
@@ -46,20 +47,20 @@ def test_on_a_large_card_the_trainer_computes_nothing_again_and_the_cache_gets_t
     assert 2 * EIGHT.weight_bytes + found.kv_cache + found.activations < 134 * GIB
 
 
-def test_a_model_whose_weights_fill_most_of_the_card_is_served_still():
+def test_a_model_whose_weights_fill_most_of_the_card_is_served_still() -> None:
     """A fixed share of the card for vLLM would not even hold its copy of the weights."""
     found = plan(THIRTY_TWO, 176, context=8192, max_rank=32)
     assert found.kv_cache >= 8192 * THIRTY_TWO.kv_bytes
     assert found.activations > 0
 
 
-def test_the_cache_takes_no_more_than_its_sequences_can_fill():
+def test_the_cache_takes_no_more_than_its_sequences_can_fill() -> None:
     found = plan(HALF, 134, context=1024)
     assert found.kv_cache == 256 * 1024 * HALF.kv_bytes
     assert found.activations > 60 * GIB
 
 
-def test_what_cannot_fit_is_refused_with_the_numbers():
+def test_what_cannot_fit_is_refused_with_the_numbers() -> None:
     with pytest.raises(ValueError, match=re.escape("44.0 GiB of GPU memory are free")) as refusal:
         plan(EIGHT, 44)
     assert "15.3 GiB each" in str(refusal.value)
@@ -69,7 +70,7 @@ def test_what_cannot_fit_is_refused_with_the_numbers():
 
 
 @given(st.floats(20, 300), st.integers(512, 65536), st.integers(64, 32768), st.sampled_from([8, 64, 256]))
-def test_parts_never_exceed_what_is_free(free, context, tokens, rank):
+def test_parts_never_exceed_what_is_free(free: Any, context: Any, tokens: Any, rank: Any) -> None:
     for sizes in (HALF, EIGHT, THIRTY_TWO):
         try:
             found = plan(sizes, free, context=context, micro_batch_tokens=tokens, max_rank=rank)
@@ -83,14 +84,14 @@ def test_parts_never_exceed_what_is_free(free, context, tokens, rank):
 LARGE, SMALL = step_sizes(140 * GIB, "NVIDIA H200")
 
 
-def test_steps_are_as_large_as_vllm_takes_them_on_a_card():
+def test_steps_are_as_large_as_vllm_takes_them_on_a_card() -> None:
     assert step_sizes(140 * GIB, "NVIDIA H200") == (StepSize(1024, 8192), StepSize(256, 2048))
     assert step_sizes(79 * GIB, "NVIDIA H100 80GB HBM3") == (LARGE, SMALL)
     assert step_sizes(79 * GIB, "NVIDIA A100-SXM4-80GB") == (SMALL,)
     assert step_sizes(24 * GIB, "NVIDIA GeForce RTX 4090") == (SMALL,)
 
 
-def test_a_large_step_takes_its_memory_from_the_cache_or_the_activations():
+def test_a_large_step_takes_its_memory_from_the_cache_or_the_activations() -> None:
     large, small = plan(EIGHT, 134, steps=[LARGE, SMALL]), plan(EIGHT, 134, steps=[SMALL])
     assert (large.step, small.step) == (LARGE, SMALL)
     logits = 3 * 4 * EIGHT.vocabulary * (1024 - 256)
@@ -98,7 +99,7 @@ def test_a_large_step_takes_its_memory_from_the_cache_or_the_activations():
     assert small.kv_cache + small.activations - large.kv_cache - large.activations == logits + layer
 
 
-def test_a_model_that_leaves_no_room_for_large_steps_takes_small_ones():
+def test_a_model_that_leaves_no_room_for_large_steps_takes_small_ones() -> None:
     for free in (x / 10 for x in range(440, 600)):
         try:
             small = plan(EIGHT, free, steps=[SMALL])
@@ -109,7 +110,7 @@ def test_a_model_that_leaves_no_room_for_large_steps_takes_small_ones():
     assert plan(EIGHT, free + 5, steps=[LARGE, SMALL]).step == LARGE
 
 
-def test_a_cache_of_given_size_keeps_it_and_the_step_fits_beside_it():
+def test_a_cache_of_given_size_keeps_it_and_the_step_fits_beside_it() -> None:
     found = plan(EIGHT, 134, steps=[LARGE, SMALL], kv_cache=56 * GIB)
     assert found.step == LARGE
     assert found.kv_cache == 56 * GIB

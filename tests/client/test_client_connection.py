@@ -5,6 +5,7 @@ import socket
 import threading
 import time
 from concurrent.futures import Future
+from typing import Any
 
 import httpx
 import pytest
@@ -84,17 +85,17 @@ def test_a_server_elsewhere_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> Non
     assert "NO_PROXY" not in os.environ
 
 
-def test_a_fake_server_that_still_loads_is_waited_for(fake_server, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_fake_server_that_still_loads_is_waited_for(fake_server: Any, caplog: pytest.LogCaptureFixture) -> None:
     fake_server.health = 503
     local.ServiceClient(base_url=fake_server.url)
     assert fake_server.paths() == ["healthz"]
     assert "still loading" in caplog.text
 
 
-def test_a_fake_server_that_comes_up_late_is_found(fake_server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fake_server_that_comes_up_late_is_found(fake_server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     real_get, attempts = httpx.get, []
 
-    def refused_once(*args, **kwargs):
+    def refused_once(*args: Any, **kwargs: Any) -> Any:
         attempts.append(args)
         if len(attempts) == 1:
             raise httpx.ConnectError("refused")
@@ -113,7 +114,7 @@ def dead_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("dead_proxy")
-def test_no_request_to_a_fake_server_on_loopback_goes_through_a_proxy(fake_server) -> None:
+def test_no_request_to_a_fake_server_on_loopback_goes_through_a_proxy(fake_server: Any) -> None:
     with local.ServiceClient(base_url=fake_server.url) as service:
         sampler = service.create_sampling_client(base_model="tiny")
         sampled = sampler.sample(local.ModelInput.from_ints([1]), 1, local.SamplingParams(max_tokens=2)).result()
@@ -122,7 +123,7 @@ def test_no_request_to_a_fake_server_on_loopback_goes_through_a_proxy(fake_serve
 
 @pytest.mark.parametrize(("upper", "lower"), [("", ""), ("a.example,b", ""), ("", "c.example"), ("a, b", "b ,c")])
 def test_no_proxy_keeps_what_it_held_and_gains_loopback(
-    upper: str, lower: str, fake_server, monkeypatch: pytest.MonkeyPatch
+    upper: str, lower: str, fake_server: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("NO_PROXY", upper)
     monkeypatch.setenv("no_proxy", lower)
@@ -135,7 +136,9 @@ def test_no_proxy_keeps_what_it_held_and_gains_loopback(
     assert len(entries) == len(set(entries))
 
 
-def test_backend_of_a_fake_is_served_on_loopback_with_its_own_key(fake_backend, monkeypatch) -> None:
+def test_backend_of_a_fake_is_served_on_loopback_with_its_own_key(
+    fake_backend: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("TINKER_API_KEY", "tml-of-the-hosted-service")
     monkeypatch.setenv("TINKER_BASE_URL", "http://192.0.2.1")
     with local.ServiceClient(backend=fake_backend) as service:
@@ -148,14 +151,16 @@ def test_backend_of_a_fake_is_served_on_loopback_with_its_own_key(fake_backend, 
     assert server.closed == 1
 
 
-async def test_closing_a_client_of_a_fake_backend_can_be_awaited_and_repeated(fake_backend) -> None:
+async def test_closing_a_client_of_a_fake_backend_can_be_awaited_and_repeated(fake_backend: Any) -> None:
     service = local.ServiceClient(backend=fake_backend)
     await service.close("success")
     await service.close("errored")
     assert fake_backend.server.closed == 1
 
 
-def test_the_server_of_a_fake_backend_stops_even_if_finishing_fails(fake_backend, monkeypatch) -> None:
+def test_the_server_of_a_fake_backend_stops_even_if_finishing_fails(
+    fake_backend: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     service = local.ServiceClient(backend=fake_backend)
     failed = tinker.lib.public_interfaces.api_future.AwaitableConcurrentFuture(_failed_future())
     monkeypatch.setattr(tinker.ServiceClient, "close", lambda *args, **kwargs: failed)
@@ -164,14 +169,14 @@ def test_the_server_of_a_fake_backend_stops_even_if_finishing_fails(fake_backend
     assert fake_backend.server.closed == 1
 
 
-def _failed_future():
+def _failed_future() -> Any:
     future: Future[None] = Future()
     future.set_exception(RuntimeError("finish failed"))
     return future
 
 
 @pytest.mark.parametrize("name", ["base_url", "api_key"])
-def test_backend_excludes_url_and_key_by_name(name: str, fake_backend) -> None:
+def test_backend_excludes_url_and_key_by_name(name: str, fake_backend: Any) -> None:
     with pytest.raises(InvalidRequestError, match=name):
         local.ServiceClient(backend=fake_backend, **{name: "http://127.0.0.1:1"})
     assert fake_backend.bound_to is None

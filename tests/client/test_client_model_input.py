@@ -32,7 +32,7 @@ def outline(built: tinker.ModelInput) -> list[object]:
     return [list(c.tokens) if isinstance(c, tinker.EncodedTextChunk) else c.type for c in built.chunks]
 
 
-def test_a_prompt_with_an_image_is_the_sdks_own_object(tokenizer, processor) -> None:
+def test_a_prompt_with_an_image_is_the_sdks_own_object(tokenizer: Any, processor: Any) -> None:
     built = model_input("What is this? ", IMAGE, "It is", tokenizer=tokenizer, image_processor=processor)
     assert type(built) is tinker.ModelInput
     before, image, after = built.chunks
@@ -43,7 +43,7 @@ def test_a_prompt_with_an_image_is_the_sdks_own_object(tokenizer, processor) -> 
     tinker.Datum(model_input=built, loss_fn_inputs={"target_tokens": np.zeros(built.length, np.int64)})
 
 
-def test_it_is_what_hf_makes_of_the_same_text(tokenizer, processor) -> None:
+def test_it_is_what_hf_makes_of_the_same_text(tokenizer: Any, processor: Any) -> None:
     """HF tokenizes one string with a pad between the markers, then repeats the pad once per patch."""
     built = model_input("What is this? ", IMAGE, "It is a", IMAGE, tokenizer=tokenizer, image_processor=processor)
     whole = f"What is this? {START}<|image_pad|>{END}It is a{START}<|image_pad|>{END}"
@@ -57,14 +57,14 @@ def test_it_is_what_hf_makes_of_the_same_text(tokenizer, processor) -> None:
     assert ours == expected
 
 
-def test_special_tokens_in_text_are_recognised_and_none_are_added(tokenizer) -> None:
+def test_special_tokens_in_text_are_recognised_and_none_are_added(tokenizer: Any) -> None:
     built = model_input("<|im_start|>What<|im_end|>", tokenizer=tokenizer)
     names = tokenizer.convert_ids_to_tokens(built.to_ints())
     assert (names[0], names[-1]) == ("<|im_start|>", "<|im_end|>")
     assert "<|endoftext|>" not in names
 
 
-def test_neighbouring_strings_mean_the_same_as_one(tokenizer) -> None:
+def test_neighbouring_strings_mean_the_same_as_one(tokenizer: Any) -> None:
     whole = model_input("What is this?", tokenizer=tokenizer)
     for cut in range(14):
         assert model_input("What is this?"[:cut], "What is this?"[cut:], tokenizer=tokenizer) == whole
@@ -72,18 +72,18 @@ def test_neighbouring_strings_mean_the_same_as_one(tokenizer) -> None:
 
 
 @pytest.mark.parametrize("tokens", [[5, 6], (5, 6), np.array([5, 6]), np.array([5, 6], np.int32), [np.int64(5), 6]])
-def test_token_ids_are_taken_as_they_are(tokens, tokenizer) -> None:
+def test_token_ids_are_taken_as_they_are(tokens: Any, tokenizer: Any) -> None:
     built = model_input("a", tokens, "b", tokenizer=tokenizer)
     assert outline(built) == [[*ids(tokenizer, "a"), 5, 6, *ids(tokenizer, "b")]]
     assert all(type(token) is int for token in built.to_ints())
 
 
-def test_empty_parts_leave_nothing(tokenizer) -> None:
+def test_empty_parts_leave_nothing(tokenizer: Any) -> None:
     assert model_input("", [], np.array([], np.int64), tokenizer=tokenizer).chunks == []
     assert outline(model_input("", IMAGE, "", vision_markers=False, tokenizer=tokenizer)) == ["image"]
 
 
-def test_every_kind_of_image_gives_the_same_chunk(tokenizer, tmp_path: Path) -> None:
+def test_every_kind_of_image_gives_the_same_chunk(tokenizer: Any, tmp_path: Path) -> None:
     file = BytesIO()
     IMAGE.save(file, "png", compress_level=1)
     path = tmp_path / "image.png"
@@ -93,7 +93,7 @@ def test_every_kind_of_image_gives_the_same_chunk(tokenizer, tmp_path: Path) -> 
     assert all(item == built[0] for item in built)
 
 
-def test_markers_are_put_around_images(tokenizer) -> None:
+def test_markers_are_put_around_images(tokenizer: Any) -> None:
     start, end = ids(tokenizer, START), ids(tokenizer, END)
     what, it = ids(tokenizer, "What"), ids(tokenizer, "It")
     assert outline(model_input("What", IMAGE, "It", tokenizer=tokenizer)) == [what + start, "image", end + it]
@@ -104,27 +104,27 @@ def test_markers_are_put_around_images(tokenizer) -> None:
 @pytest.mark.parametrize(
     ("before", "after"), [("What" + START, END + "It"), ("What", END + "It"), ("What" + START, "It"), ("What", "It")]
 )
-def test_markers_that_are_written_already_are_not_doubled(before: str, after: str, tokenizer) -> None:
+def test_markers_that_are_written_already_are_not_doubled(before: str, after: str, tokenizer: Any) -> None:
     complete = model_input("What" + START, IMAGE, END + "It", tokenizer=tokenizer, vision_markers=False)
     assert model_input(before, IMAGE, after, tokenizer=tokenizer) == complete
     as_ids = model_input(ids(tokenizer, before), IMAGE, ids(tokenizer, after), tokenizer=tokenizer)
     assert as_ids == complete
 
 
-def test_written_markers_between_two_images_are_not_doubled(tokenizer) -> None:
+def test_written_markers_between_two_images_are_not_doubled(tokenizer: Any) -> None:
     plain = model_input(IMAGE, IMAGE, tokenizer=tokenizer)
     assert model_input(START, IMAGE, END + START, IMAGE, END, tokenizer=tokenizer) == plain
     assert model_input(IMAGE, START, IMAGE, tokenizer=tokenizer) == plain
     assert model_input(IMAGE, END, IMAGE, tokenizer=tokenizer) == plain
 
 
-def test_without_vision_markers_nothing_is_added(tokenizer) -> None:
+def test_without_vision_markers_nothing_is_added(tokenizer: Any) -> None:
     built = model_input("What", IMAGE, "It", tokenizer=tokenizer, vision_markers=False)
     assert outline(built) == [ids(tokenizer, "What"), "image", ids(tokenizer, "It")]
     assert outline(model_input([1], IMAGE, [2], vision_markers=False)) == [[1], "image", [2]]
 
 
-def test_a_tokenizer_without_the_markers_adds_none(tokenizer) -> None:
+def test_a_tokenizer_without_the_markers_adds_none(tokenizer: Any) -> None:
     class Plain:
         """Answers with its unknown token, as tokenizers that have one do."""
 
@@ -146,7 +146,7 @@ def test_a_tokenizer_without_the_markers_adds_none(tokenizer) -> None:
     assert outline(model_input("a", IMAGE, "b", tokenizer=Missing())) == [[97], "image", [98]]
 
 
-def test_chunks_and_model_inputs_are_taken_over(tokenizer) -> None:
+def test_chunks_and_model_inputs_are_taken_over(tokenizer: Any) -> None:
     chunk = image_chunk(IMAGE)
     theirs = tinker.ModelInput(chunks=[tinker.EncodedTextChunk(tokens=[1, 2]), chunk])
     ours = local.ModelInput(chunks=(local.EncodedTextChunk(tokens=[1, 2]), local.ImageChunk(**dict(chunk))))
@@ -161,7 +161,7 @@ def test_chunks_and_model_inputs_are_taken_over(tokenizer) -> None:
     assert outline(model_input(tinker.EncodedTextChunk(tokens=[1]), local.EncodedTextChunk(tokens=[2]))) == [[1, 2]]
 
 
-def test_image_format_reaches_the_images(tokenizer) -> None:
+def test_image_format_reaches_the_images(tokenizer: Any) -> None:
     built = model_input(IMAGE, tokenizer=tokenizer, image_format="jpeg")
     assert isinstance(built.chunks[1], tinker.types.ImageChunk)
     assert built.chunks[1].format == "jpeg"
@@ -196,7 +196,7 @@ def test_a_part_that_cannot_be_used_is_named(parts: tuple[Any, ...], message: st
         model_input(*parts)
 
 
-def test_text_chunk_is_the_sdks_and_never_empty(tokenizer) -> None:
+def test_text_chunk_is_the_sdks_and_never_empty(tokenizer: Any) -> None:
     chunk = text_chunk("What<|im_end|>", tokenizer)
     assert type(chunk) is tinker.EncodedTextChunk
     assert chunk.tokens == ids(tokenizer, "What<|im_end|>")

@@ -4,6 +4,7 @@ import base64
 from typing import Any
 
 import numpy as np
+import pytest
 import tinker_local.client as local
 from tinker import types
 from tinker.lib import internal_client_holder
@@ -28,7 +29,9 @@ except tinker.TinkerError:
 """
 
 
-def run(module: str, fake_server, monkeypatch) -> tuple[list[int], list[tuple[str, dict[str, Any]]]]:
+def run(
+    module: str, fake_server: Any, monkeypatch: pytest.MonkeyPatch
+) -> tuple[list[int], list[tuple[str, dict[str, Any]]]]:
     monkeypatch.setenv("TINKER_BASE_URL", fake_server.url)
     monkeypatch.setenv("TINKER_API_KEY", f"tml-{module}")
     # For good, RestClient() means the server that the environment named when the process first asked for one.
@@ -40,7 +43,9 @@ def run(module: str, fake_server, monkeypatch) -> tuple[list[int], list[tuple[st
     return names["tokens"], [request for request in fake_server.requests if request[0] not in dropped]
 
 
-def test_an_unchanged_program_sends_a_fake_server_what_the_sdk_sends(fake_server, monkeypatch) -> None:
+def test_an_unchanged_program_sends_a_fake_server_what_the_sdk_sends(
+    fake_server: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     official = run("tinker", fake_server, monkeypatch)
     ours = run("tinker_local.client", fake_server, monkeypatch)
     assert ours == official
@@ -48,7 +53,7 @@ def test_an_unchanged_program_sends_a_fake_server_what_the_sdk_sends(fake_server
     assert dict(ours[1])["create_session"]["user_metadata"] == {"purpose": "test"}
 
 
-def test_a_prompt_with_an_image_reaches_a_fake_server_whole(fake_server, tokenizer) -> None:
+def test_a_prompt_with_an_image_reaches_a_fake_server_whole(fake_server: Any, tokenizer: Any) -> None:
     pixels = np.random.default_rng(0).integers(0, 256, (8, 8, 3), np.uint8)
     prompt = local.model_input("What is this? ", pixels, tokenizer=tokenizer)
     with local.ServiceClient(base_url=fake_server.url) as service:

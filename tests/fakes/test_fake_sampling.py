@@ -4,6 +4,7 @@ import asyncio
 import io
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -57,7 +58,7 @@ def trained(folder: Path) -> tuple[FakeTrainer, AdapterVersion]:
     return trainer, AdapterVersion("m-1", folder)
 
 
-async def sample(version: AdapterVersion | None = None, prompt: RenderedInput = PROMPT, **options) -> SampleOutput:
+async def sample(version: AdapterVersion | None = None, prompt: RenderedInput = PROMPT, **options: Any) -> SampleOutput:
     params = {name: options.pop(name) for name in list(options) if name not in ("num_samples", "prompt_logprobs")}
     sampler = FakeSampler(MODEL)
     try:

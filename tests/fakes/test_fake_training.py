@@ -1,5 +1,7 @@
 """The fake trainer keeps the trainer's contract: gradients against autograd, sums, steps, state."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -38,7 +40,7 @@ def random_datum(seed: int, loss_fn: str = "cross_entropy", length: int = 12, co
     return TrainDatum(RenderedInput(tokens, images), rng.integers(0, VOCAB, shape), inputs)
 
 
-def run(trainer: FakeTrainer, data: list[TrainDatum], loss_fn: str = "cross_entropy", **options) -> TrainResult:
+def run(trainer: FakeTrainer, data: list[TrainDatum], loss_fn: str = "cross_entropy", **options: Any) -> TrainResult:
     (result,) = trainer.forward_backward([TrainWork("m", data, loss_fn, **options)])
     if isinstance(result, Exception):
         raise result

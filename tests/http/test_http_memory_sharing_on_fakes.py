@@ -3,6 +3,7 @@ samples."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ from tinker_local.backend.fakes import FakeMemory
 from tinker_local.backend.scheduling.memory_sharing import MemorySharing
 from tinker_local.types import Datum, EncodedTextChunk, InternalError, ModelInput
 
-from tests.http.conftest import Api
+from tests.http.conftest import Api, StartApi
 
 SIZE, SAMPLERS = 100, 60
 FITS, NEEDS_ALL, TOO_LONG = 30, 50, 120
@@ -60,7 +61,7 @@ async def samples(api: Api, sampler: str, seq_ids: Sequence[int]) -> list[str]:
 @pytest.mark.mutation(
     "sleeps-when-all-fits", "memory_sharing.py", "if isinstance(result, NotEnoughMemoryError)", "if True"
 )
-async def test_training_that_fits_never_puts_the_sampler_to_sleep_and_never_wakes_it_on_fakes(api):
+async def test_training_that_fits_never_puts_the_sampler_to_sleep_and_never_wakes_it_on_fakes(api: Api) -> None:
     model = await api.model()
     for seq_id in range(1, 9, 2):
         await train(api, model, seq_id, FITS, FITS)
@@ -75,7 +76,9 @@ async def test_training_that_fits_never_puts_the_sampler_to_sleep_and_never_wake
     assert api.sampler.wakes == 0
 
 
-async def test_a_request_that_does_not_fit_gets_the_samplers_memory_on_fakes(api, start_api, tmp_path):
+async def test_a_request_that_does_not_fit_gets_the_samplers_memory_on_fakes(
+    api: Api, start_api: StartApi, tmp_path: Path
+) -> None:
     roomy = await start_api(data_dir=tmp_path / "roomy")
     seen = []
     for each in (api, roomy):
@@ -95,7 +98,9 @@ async def test_a_request_that_does_not_fit_gets_the_samplers_memory_on_fakes(api
     "self._again([works[at] for at in short], list(short.values()))",
     "self._again([work for work in works], [*short.values()] * len(works)); short = dict(enumerate(works))",
 )
-async def test_neighbours_of_a_request_that_does_not_fit_run_once_on_fakes(api, start_api, tmp_path):
+async def test_neighbours_of_a_request_that_does_not_fit_run_once_on_fakes(
+    api: Api, start_api: StartApi, tmp_path: Path
+) -> None:
     roomy = await start_api(data_dir=tmp_path / "roomy")
     norms = []
     for each in (api, roomy):
@@ -103,7 +108,11 @@ async def test_neighbours_of_a_request_that_does_not_fit_run_once_on_fakes(api, 
         models = [await each.model(session, number) for number in range(3)]
         each.trainer.hold.clear()
         waiting = [await each.gradient(models[0], 1, [datum(FITS)])]
-        await each.until(lambda each=each: each.trainer.entered)
+
+        def entered(trainer: Any = each.trainer) -> bool:
+            return bool(trainer.entered)
+
+        await each.until(entered)
         waiting += [await each.gradient(model, 1 + (model == models[0]), [datum(FITS)]) for model in models[:2]]
         waiting += [await each.gradient(models[2], 1, [datum(NEEDS_ALL)])]
         await each.all_prepared()
@@ -123,7 +132,7 @@ async def test_neighbours_of_a_request_that_does_not_fit_run_once_on_fakes(api, 
     "                await self.in_turn(self._trainer.release_memory)\n",
     "                pass\n",
 )
-async def test_the_next_sample_wakes_the_sampler_on_fakes(api):
+async def test_the_next_sample_wakes_the_sampler_on_fakes(api: Api) -> None:
     model = await api.model()
     sampler = await api.base_sampler()
     before = (await api.result(await api.sample(sampler, 0))).sequences[0]
@@ -137,7 +146,7 @@ async def test_the_next_sample_wakes_the_sampler_on_fakes(api):
     assert sleeps(api) == (2, True)
 
 
-async def test_many_samples_at_once_wake_the_sampler_once_on_fakes(api):
+async def test_many_samples_at_once_wake_the_sampler_once_on_fakes(api: Api) -> None:
     model = await api.model()
     sampler = await api.base_sampler()
     await train(api, model, 1, NEEDS_ALL)
@@ -146,7 +155,7 @@ async def test_many_samples_at_once_wake_the_sampler_once_on_fakes(api):
     assert api.sampler.wakes == 1
 
 
-async def test_a_save_for_sampling_wakes_the_sampler_and_is_sampled_from_on_fakes(api):
+async def test_a_save_for_sampling_wakes_the_sampler_and_is_sampled_from_on_fakes(api: Api) -> None:
     model = await api.model()
     await train(api, model, 1, NEEDS_ALL)
     await grad_norm(api, model, 2)
@@ -164,12 +173,12 @@ async def test_a_save_for_sampling_wakes_the_sampler_and_is_sampled_from_on_fake
 @pytest.mark.mutation(
     "samples-are-not-held-back", "memory_sharing.py", "while self._wanted or self.asleep", "while self.asleep"
 )
-async def test_the_trainer_waits_for_samples_in_flight_and_later_ones_for_it_on_fakes(api):
+async def test_the_trainer_waits_for_samples_in_flight_and_later_ones_for_it_on_fakes(api: Api) -> None:
     model = await api.model()
     sampler = await api.base_sampler()
     api.sampler.hold.clear()
     first = await api.sample(sampler, 0)
-    await api.until(lambda: api.sampler.running)
+    await api.until(lambda: bool(api.sampler.running))
     gradient = await api.gradient(model, 1, [datum(NEEDS_ALL)])
     await api.until(lambda: len(gradients(api)) == 1)
     later = await samples(api, sampler, (1, 2))
@@ -188,7 +197,7 @@ async def test_the_trainer_waits_for_samples_in_flight_and_later_ones_for_it_on_
     assert (sleeps(api), api.sampler.wakes) == ((1, False), 1)
 
 
-async def test_an_endless_stream_of_samples_does_not_keep_the_trainer_from_its_memory_on_fakes(api):
+async def test_an_endless_stream_of_samples_does_not_keep_the_trainer_from_its_memory_on_fakes(api: Api) -> None:
     model = await api.model()
     sampler = await api.base_sampler()
     trained = asyncio.Event()
@@ -209,7 +218,7 @@ async def test_an_endless_stream_of_samples_does_not_keep_the_trainer_from_its_m
     assert 1 <= sleeps(api)[0] <= 5
 
 
-async def test_a_sampler_that_cannot_sleep_leaves_the_error_as_it_is_on_fakes(start_api):
+async def test_a_sampler_that_cannot_sleep_leaves_the_error_as_it_is_on_fakes(start_api: StartApi) -> None:
     api = await start_api(memory=FakeMemory(SIZE, SAMPLERS), sampler_sleeps=False)
     model = await api.model()
     failure = await api.failure(await api.gradient(model, 1, [datum(NEEDS_ALL)]))
@@ -218,7 +227,7 @@ async def test_a_sampler_that_cannot_sleep_leaves_the_error_as_it_is_on_fakes(st
     assert sleeps(api) == (0, False)
 
 
-async def test_with_several_base_models_no_sampler_sleeps_on_fakes(start_api):
+async def test_with_several_base_models_no_sampler_sleeps_on_fakes(start_api: StartApi) -> None:
     memory = FakeMemory(SIZE, SAMPLERS)
     api = await start_api(memory=memory, models=("fake/bigram", "fake/other"))
     model = await api.model()
@@ -226,7 +235,7 @@ async def test_with_several_base_models_no_sampler_sleeps_on_fakes(start_api):
     assert not memory.asleep
 
 
-async def test_what_fits_nowhere_fails_after_one_more_try_on_fakes(api):
+async def test_what_fits_nowhere_fails_after_one_more_try_on_fakes(api: Api) -> None:
     model = await api.model()
     expected = f"server: data[1]: {TOO_LONG} positions do not fit in the trainer's memory"
     assert await api.failure(await api.gradient(model, 1, [datum(FITS), datum(TOO_LONG)])) == expected
@@ -237,7 +246,9 @@ async def test_what_fits_nowhere_fails_after_one_more_try_on_fakes(api):
     assert await api.healthy()
 
 
-async def test_a_sleep_that_fails_fails_the_requests_that_needed_it_on_fakes(api, monkeypatch):
+async def test_a_sleep_that_fails_fails_the_requests_that_needed_it_on_fakes(
+    api: Api, monkeypatch: pytest.MonkeyPatch
+) -> None:
     session = await api.session()
     models = [await api.model(session, number) for number in range(2)]
 
@@ -262,7 +273,9 @@ async def test_a_sleep_that_fails_fails_the_requests_that_needed_it_on_fakes(api
     await train(api, models[0], 3, NEEDS_ALL)
 
 
-async def test_a_waking_that_fails_fails_the_samples_that_waited_and_the_next_tries_again_on_fakes(api, monkeypatch):
+async def test_a_waking_that_fails_fails_the_samples_that_waited_and_the_next_tries_again_on_fakes(
+    api: Api, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = await api.model()
     sampler = await api.base_sampler()
     await train(api, model, 1, NEEDS_ALL)
@@ -296,12 +309,15 @@ async def test_a_waking_that_fails_fails_the_samples_that_waited_and_the_next_tr
     assert sleeps(api) == (1, False)
 
 
-async def test_the_sampler_wakes_beside_a_trainer_that_has_died_on_fakes(api, monkeypatch):
+async def test_the_sampler_wakes_beside_a_trainer_that_has_died_on_fakes(
+    api: Api, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = await api.model()
     sampler = await api.base_sampler()
     await train(api, model, 1, NEEDS_ALL)
 
     def gone() -> None:
+        assert api.trainer._memory is not None
         api.trainer._memory.cached = 0
         raise InternalError("the trainer's process was ended")
 
@@ -309,12 +325,12 @@ async def test_the_sampler_wakes_beside_a_trainer_that_has_died_on_fakes(api, mo
     await api.result(await api.sample(sampler, 0))
 
 
-async def test_a_cancelled_sample_lets_the_trainer_have_its_memory_on_fakes(api):
+async def test_a_cancelled_sample_lets_the_trainer_have_its_memory_on_fakes(api: Api) -> None:
     model = await api.model()
     sampler = await api.base_sampler()
     api.sampler.hold.clear()
     flying = await api.sample(sampler, 0)
-    await api.until(lambda: api.sampler.running)
+    await api.until(lambda: bool(api.sampler.running))
     gradient = await api.gradient(model, 1, [datum(NEEDS_ALL)])
     await api.until(lambda: len(gradients(api)) == 1)
     held_back = await api.sample(sampler, 1)
@@ -324,7 +340,7 @@ async def test_a_cancelled_sample_lets_the_trainer_have_its_memory_on_fakes(api)
     assert (sleeps(api), api.sampler.begun) == ((1, True), 1)
 
 
-async def test_a_sample_cancelled_while_the_sampler_wakes_holds_up_nobody_on_fakes(api):
+async def test_a_sample_cancelled_while_the_sampler_wakes_holds_up_nobody_on_fakes(api: Api) -> None:
     model = await api.model()
     sampler = await api.base_sampler()
     await train(api, model, 1, NEEDS_ALL)
@@ -347,7 +363,7 @@ async def test_a_sample_cancelled_while_the_sampler_wakes_holds_up_nobody_on_fak
     "        await self._sampler.remove_version(version)\n",
     "        async with self._memory_sharing.awake():\n            await self._sampler.remove_version(version)\n",
 )
-async def test_the_end_of_a_session_wakes_nobody_on_fakes(api):
+async def test_the_end_of_a_session_wakes_nobody_on_fakes(api: Api) -> None:
     session = await api.session()
     model = await api.model(session)
     await api.nameless(model, 1, 0)
@@ -358,7 +374,9 @@ async def test_the_end_of_a_session_wakes_nobody_on_fakes(api):
 
 
 @pytest.mark.parametrize("moment", ["samples end", "sleep", "train again", "wake", "asleep"])
-async def test_closing_at_any_moment_ends_everything_on_fakes(api, monkeypatch, moment):
+async def test_closing_at_any_moment_ends_everything_on_fakes(
+    api: Api, monkeypatch: pytest.MonkeyPatch, moment: Any
+) -> None:
     model = await api.model()
     sampler = await api.base_sampler()
     began, go_on = asyncio.Event(), asyncio.Event()
@@ -376,19 +394,19 @@ async def test_closing_at_any_moment_ends_everything_on_fakes(api, monkeypatch, 
     if moment == "samples end":
         api.sampler.hold.clear()
         await api.sample(sampler, 0)
-        await api.until(lambda: api.sampler.running)
+        await api.until(lambda: bool(api.sampler.running))
     gradient = await api.gradient(model, 1, [datum(NEEDS_ALL)])
     if moment in ("wake", "asleep"):
         await api.result(gradient)
     if moment == "wake":
         await samples(api, sampler, (1, 2))
     if moment == "train again":
-        await api.until(lambda: gradients(api))
+        await api.until(lambda: bool(gradients(api)))
         api.trainer.hold.clear()
     if moment in ("sleep", "wake"):
         await began.wait()
     elif moment == "samples end":
-        await api.until(lambda: gradients(api))
+        await api.until(lambda: bool(gradients(api)))
     asyncio.get_running_loop().call_later(0.2, go_on.set)
     asyncio.get_running_loop().call_later(0.2, api.trainer.hold.set)
     async with asyncio.timeout(60):

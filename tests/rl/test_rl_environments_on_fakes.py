@@ -83,7 +83,9 @@ ERRORS = [
 )
 @pytest.mark.parametrize(("error", "message"), ERRORS)
 @pytest.mark.parametrize("kind", [Countdown, AsyncCountdown])
-async def test_an_environment_that_raises_fails_alone(sampler, error, message, kind) -> None:
+async def test_an_environment_that_raises_fails_alone(
+    sampler: ScriptedSampler, error: Any, message: Any, kind: Any
+) -> None:
     failed, _ = await one_fails(sampler, lambda: kind(on_reset=raises(error)))
     assert failed.failure is not None
     assert failed.failure.kind == "environment"
@@ -95,14 +97,16 @@ async def test_an_environment_that_raises_fails_alone(sampler, error, message, k
 
 
 @pytest.mark.parametrize("error", [StopIteration(5), KeyboardInterrupt(), asyncio.CancelledError("theirs")])
-async def test_exceptions_that_steer_python_itself_fail_their_environment_alone(sampler, error) -> None:
+async def test_exceptions_that_steer_python_itself_fail_their_environment_alone(
+    sampler: ScriptedSampler, error: Any
+) -> None:
     failed, _ = await one_fails(sampler, lambda: Countdown(on_step=raises(error)))
     assert failed.failure is not None
     assert failed.failure.message == f"step: {type(error).__name__}: {error}"
     assert failed.failure.error is error
 
 
-async def test_an_async_environment_whose_own_task_was_cancelled_fails_alone(sampler) -> None:
+async def test_an_async_environment_whose_own_task_was_cancelled_fails_alone(sampler: ScriptedSampler) -> None:
     class Cancelled(AsyncCountdown):
         async def step(self, action: str) -> Any:  # type: ignore[override]
             other = asyncio.ensure_future(asyncio.sleep(10))
@@ -114,13 +118,15 @@ async def test_an_async_environment_whose_own_task_was_cancelled_fails_alone(sam
 
 
 @pytest.mark.parametrize(("error", "message"), ERRORS)
-async def test_an_environment_that_cannot_be_made_fails_alone(sampler, error, message) -> None:
+async def test_an_environment_that_cannot_be_made_fails_alone(
+    sampler: ScriptedSampler, error: Any, message: Any
+) -> None:
     failed, made = await one_fails(sampler, raises(error))
     assert str(failed.failure) == f"environment: make: {message}"
     assert len(made) == 3
 
 
-async def test_what_is_no_environment_is_named(sampler) -> None:
+async def test_what_is_no_environment_is_named(sampler: ScriptedSampler) -> None:
     failed, _ = await one_fails(sampler, lambda: None)
     assert failed.failure is not None
     assert failed.failure.message == "make: returned NoneType, which has no reset"
@@ -159,7 +165,7 @@ STEPS = [
 
 
 @pytest.mark.parametrize(("returned", "message"), STEPS)
-async def test_a_step_of_the_wrong_shape_is_named(sampler, returned, message) -> None:
+async def test_a_step_of_the_wrong_shape_is_named(sampler: ScriptedSampler, returned: Any, message: Any) -> None:
     failed, _ = await one_fails(sampler, lambda: Countdown(on_step=lambda turn: returned))
     assert failed.failure is not None
     assert failed.failure.kind == "environment"
@@ -175,7 +181,7 @@ async def test_a_step_of_the_wrong_shape_is_named(sampler, returned, message) ->
         (("hi", ["info"]), "reset: info must be a mapping, not list"),
     ],
 )
-async def test_a_reset_of_the_wrong_shape_is_named(sampler, returned, message) -> None:
+async def test_a_reset_of_the_wrong_shape_is_named(sampler: ScriptedSampler, returned: Any, message: Any) -> None:
     class Wrong(Countdown):
         def reset(self, *, seed: int | None = None) -> Any:
             return returned
@@ -184,7 +190,7 @@ async def test_a_reset_of_the_wrong_shape_is_named(sampler, returned, message) -
     assert str(failed.failure) == f"environment: {message}"
 
 
-async def test_an_environment_that_takes_no_seed_says_so(sampler) -> None:
+async def test_an_environment_that_takes_no_seed_says_so(sampler: ScriptedSampler) -> None:
     class Seedless(Countdown):
         def reset(self) -> Any:  # type: ignore[override]
             return "hi", {}
@@ -216,7 +222,9 @@ BROKEN = [
 @pytest.mark.mutation("one-failure-fails-the-rollout")
 @pytest.mark.parametrize(("observation", "message"), BROKEN)
 @pytest.mark.parametrize("when", ["reset", "step"])
-async def test_an_observation_that_cannot_be_rendered_fails_alone(sampler, observation, message, when) -> None:
+async def test_an_observation_that_cannot_be_rendered_fails_alone(
+    sampler: ScriptedSampler, observation: Any, message: Any, when: Any
+) -> None:
     shown = observation() if callable(observation) else observation
     failed, _ = await one_fails(sampler, lambda: Countdown(**{{"reset": "first", "step": "shown"}[when]: shown}))
     assert failed.failure is not None
@@ -225,17 +233,17 @@ async def test_an_observation_that_cannot_be_rendered_fails_alone(sampler, obser
     assert len(failed.turns) == (when == "step")
 
 
-async def test_reasons_are_counted_where_their_messages_name_objects(sampler) -> None:
+async def test_reasons_are_counted_where_their_messages_name_objects(sampler: ScriptedSampler) -> None:
     with pytest.raises(rl.AllTrajectoriesFailedError, match=r"3 x observation: .* no image that can be read"):
         await rl.rollout([rl.Group(lambda: Countdown(first=b"broken"), 3)], sampler, make_chat(), PARAMS)
 
 
-async def test_the_last_observation_is_not_rendered(sampler) -> None:
+async def test_the_last_observation_is_not_rendered(sampler: ScriptedSampler) -> None:
     rollouts = await rl.rollout([rl.Group(lambda: Countdown(1, shown=b"broken"))], sampler, make_chat(), PARAMS)
     assert rollouts.failures == []
 
 
-async def test_an_image_in_a_chat_of_text_fails_alone(sampler) -> None:
+async def test_an_image_in_a_chat_of_text_fails_alone(sampler: ScriptedSampler) -> None:
     picture = np.zeros((8, 8, 3), np.uint8)
     failed, _ = await one_fails(sampler, lambda: Countdown(shown=picture), chat=make_chat(images=False))
     assert failed.failure is not None
@@ -243,7 +251,7 @@ async def test_an_image_in_a_chat_of_text_fails_alone(sampler) -> None:
     assert "has no image_processor to count its tokens" in failed.failure.message
 
 
-async def test_expected_tokens_that_the_service_refuses_fail_alone(sampler) -> None:
+async def test_expected_tokens_that_the_service_refuses_fail_alone(sampler: ScriptedSampler) -> None:
     def script(request: Request) -> Any:
         for chunk in request.prompt.chunks:
             if isinstance(chunk, tinker.types.ImageChunk) and chunk.expected_tokens != IMAGE_TOKENS:
@@ -259,7 +267,7 @@ async def test_expected_tokens_that_the_service_refuses_fail_alone(sampler) -> N
     assert (failed.failure.kind, len(failed.turns)) == ("sampling", 1)
 
 
-async def test_a_sync_call_that_takes_too_long_fails_alone(sampler) -> None:
+async def test_a_sync_call_that_takes_too_long_fails_alone(sampler: ScriptedSampler) -> None:
     release = threading.Event()
     maker = Maker(lambda index: Countdown(on_step=(lambda turn: release.wait(60)) if index == 0 else lambda turn: None))
     rollouts = await rl.rollout([rl.Group(maker, 4)], sampler, make_chat(), PARAMS, step_timeout=3.0)
@@ -275,7 +283,7 @@ async def test_a_sync_call_that_takes_too_long_fails_alone(sampler) -> None:
     assert [environment.closed for environment in maker.made] == [1] * 4
 
 
-async def test_an_async_call_that_takes_too_long_fails_alone(sampler) -> None:
+async def test_an_async_call_that_takes_too_long_fails_alone(sampler: ScriptedSampler) -> None:
     class Slow(AsyncCountdown):
         async def reset(self, *, seed: int | None = None) -> Any:  # type: ignore[override]
             await asyncio.sleep(3600)
@@ -284,7 +292,7 @@ async def test_an_async_call_that_takes_too_long_fails_alone(sampler) -> None:
     assert str(failed.failure) == "timeout: reset: took longer than 3.0 s"
 
 
-async def test_making_may_take_too_long_and_what_comes_of_it_is_closed(sampler) -> None:
+async def test_making_may_take_too_long_and_what_comes_of_it_is_closed(sampler: ScriptedSampler) -> None:
     release = threading.Event()
 
     def make() -> Countdown:
@@ -302,7 +310,9 @@ async def test_making_may_take_too_long_and_what_comes_of_it_is_closed(sampler) 
 
 
 @pytest.mark.parametrize("kind", [Countdown, AsyncCountdown])
-async def test_errors_of_close_are_logged_only(sampler, caplog, kind) -> None:
+async def test_errors_of_close_are_logged_only(
+    sampler: ScriptedSampler, caplog: pytest.LogCaptureFixture, kind: Any
+) -> None:
     class Unclosable(kind):  # type: ignore[misc, valid-type]
         if kind is Countdown:
 
@@ -319,7 +329,7 @@ async def test_errors_of_close_are_logged_only(sampler, caplog, kind) -> None:
     assert [record.getMessage() for record in caplog.records] == ["environment 0.0: close failed: SystemExit: not now"]
 
 
-async def test_methods_may_return_awaitables_and_close_may_be_missing(sampler) -> None:
+async def test_methods_may_return_awaitables_and_close_may_be_missing(sampler: ScriptedSampler) -> None:
     class Mixed:
         def reset(self, *, seed: int | None = None) -> Any:
             return self._later(("hi", {}))
@@ -340,7 +350,7 @@ async def test_methods_may_return_awaitables_and_close_may_be_missing(sampler) -
     assert rollouts.trajectories[0].turns[0].info == {"word": "ok"}
 
 
-async def test_rendering_does_not_wait_for_asyncios_own_threads(sampler) -> None:
+async def test_rendering_does_not_wait_for_asyncios_own_threads(sampler: ScriptedSampler) -> None:
     """Async environments often call `asyncio.to_thread`, and may fill its pool."""
     loop, release = asyncio.get_running_loop(), threading.Event()
     filled = [loop.run_in_executor(None, release.wait, 60) for _ in range(64)]

@@ -67,7 +67,9 @@ def sampler() -> Iterator[ScriptedSampler]:
 
 
 @pytest.mark.parametrize("render_mode", ["rgb_array", None])
-async def test_an_environment_of_images_runs_with_a_start_of_its_own_seed(sampler, render_mode) -> None:
+async def test_an_environment_of_images_runs_with_a_start_of_its_own_seed(
+    sampler: ScriptedSampler, render_mode: Any
+) -> None:
     made: list[Any] = []
 
     def make() -> GymnasiumEnvironment:
@@ -84,12 +86,13 @@ async def test_an_environment_of_images_runs_with_a_start_of_its_own_seed(sample
         assert trajectory.reward == pytest.approx(1 - 0.25 * len(trajectory.turns))
         assert trajectory.turns[-1].info == {"cell": 3}
     assert sampler.requests[0].text == "<|im_start|>user\nGo or back?[image]<|im_end|>\n<|im_start|>assistant\n"
-    first = {request.prompt.chunks[1].data for request in sampler.requests}
+    images: list[Any] = [request.prompt.chunks[1] for request in sampler.requests]
+    first = {image.data for image in images}
     assert len(first) == len(set(expected))  # equal pixels are equal files
     assert [environment.unwrapped.closed for environment in made] == [1] * 12
 
 
-async def test_what_is_no_action_costs_a_turn_and_is_explained(sampler) -> None:
+async def test_what_is_no_action_costs_a_turn_and_is_explained(sampler: ScriptedSampler) -> None:
     sampler.script = lambda request: " BACK\n" if "This is not an action" in request.text else "jump!"
 
     def make() -> GymnasiumEnvironment:
@@ -104,7 +107,7 @@ async def test_what_is_no_action_costs_a_turn_and_is_explained(sampler) -> None:
     assert "This is not an action: 'jump!'; the actions are go, back" in sampler.requests[1].text
 
 
-async def test_frozen_lake_is_walked_as_text(sampler) -> None:
+async def test_frozen_lake_is_walked_as_text(sampler: ScriptedSampler) -> None:
     path = iter(["down", "Down", " right ", "RIGHT", "down", "right"])
     sampler.script = lambda request: next(path)
 
@@ -119,7 +122,7 @@ async def test_frozen_lake_is_walked_as_text(sampler) -> None:
     assert all(turn.info["prob"] == 1.0 for turn in trajectory.turns)
 
 
-async def test_frozen_lake_shows_its_number_or_what_observe_makes_of_it(sampler) -> None:
+async def test_frozen_lake_shows_its_number_or_what_observe_makes_of_it(sampler: ScriptedSampler) -> None:
     sampler.script = lambda request: "down"
 
     def seen(**settings: Any) -> Any:
@@ -137,7 +140,7 @@ async def test_frozen_lake_shows_its_number_or_what_observe_makes_of_it(sampler)
     assert "user\nWalk.<|im_end|>" in sampler.requests[-1].text
 
 
-async def test_a_function_may_read_actions(sampler) -> None:
+async def test_a_function_may_read_actions(sampler: ScriptedSampler) -> None:
     def read(text: str) -> int:
         return int(text.rpartition("=")[2])
 
@@ -156,7 +159,7 @@ async def test_a_function_may_read_actions(sampler) -> None:
     assert trajectory.end == "terminated"
 
 
-async def test_an_observation_that_cannot_be_shown_says_what_to_do(sampler) -> None:
+async def test_an_observation_that_cannot_be_shown_says_what_to_do(sampler: ScriptedSampler) -> None:
     def make() -> GymnasiumEnvironment:
         return GymnasiumEnvironment(Corridor(images=False), {"go": 1})
 

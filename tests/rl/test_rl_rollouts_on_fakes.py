@@ -20,7 +20,7 @@ import tinker
 from tinker_local.client import rl
 from tinker_local.types import InvalidRequestError
 
-from tests.rl.scripted_sampler import END, Countdown, Maker, Request, make_chat
+from tests.rl.scripted_sampler import END, Countdown, Maker, Request, ScriptedSampler, make_chat
 
 PARAMS = tinker.SamplingParams(max_tokens=16)
 PIXELS = np.zeros((8, 8, 3), np.uint8)
@@ -49,7 +49,9 @@ def _nothing_is_left(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
     assert environment_threads() == []
 
 
-async def test_512_sync_environments_run_at_once_while_a_slow_one_keeps_nobody_waiting(sampler) -> None:
+async def test_512_sync_environments_run_at_once_while_a_slow_one_keeps_nobody_waiting(
+    sampler: ScriptedSampler,
+) -> None:
     release, others, finished = threading.Event(), threading.Barrier(511), []
 
     def make(index: int) -> Countdown:
@@ -94,7 +96,7 @@ class AsyncCountdown(Countdown):
         super().close()
 
 
-async def test_512_async_environments_run_at_once_on_the_event_loop(sampler) -> None:
+async def test_512_async_environments_run_at_once_on_the_event_loop(sampler: ScriptedSampler) -> None:
     release, others = asyncio.Event(), asyncio.Barrier(511)
     maker = Maker(lambda index: AsyncCountdown())
 
@@ -114,7 +116,7 @@ async def test_512_async_environments_run_at_once_on_the_event_loop(sampler) -> 
     assert [environment.closed for environment in maker.made] == [1] * 512
 
 
-async def test_no_more_than_max_concurrency_environments_are_open(sampler) -> None:
+async def test_no_more_than_max_concurrency_environments_are_open(sampler: ScriptedSampler) -> None:
     open_now, most = set(), 0
 
     def make(index: int) -> Countdown:
@@ -138,7 +140,9 @@ async def test_no_more_than_max_concurrency_environments_are_open(sampler) -> No
 @pytest.mark.mutation(
     "siblings-ask-apart", "rl/sample_replies.py", "if turn == 0 and params.seed is None:", "if turn < 0:"
 )
-async def test_equal_first_prompts_go_as_one_request_although_rendering_takes_its_time(sampler) -> None:
+async def test_equal_first_prompts_go_as_one_request_although_rendering_takes_its_time(
+    sampler: ScriptedSampler,
+) -> None:
     picture = np.random.default_rng(0).integers(0, 256, (600, 600, 3), dtype=np.uint8)
     maker = Maker(lambda index: Countdown(first=["look", picture.copy()]))
     rollouts = await rl.rollout([rl.Group(maker, 16), rl.Group(maker, 4)], sampler, make_chat(), PARAMS)
@@ -149,7 +153,7 @@ async def test_equal_first_prompts_go_as_one_request_although_rendering_takes_it
     assert len(set(names)) == 40  # each has a separate sample
 
 
-async def test_different_first_prompts_go_apart(sampler) -> None:
+async def test_different_first_prompts_go_apart(sampler: ScriptedSampler) -> None:
     maker = Maker(lambda index: Countdown(1, first=["ab"[index % 2], np.full((8, 8, 3), index // 2 % 2, np.uint8)]))
     rollouts = await rl.rollout([rl.Group(maker, 8)], sampler, make_chat(), PARAMS)
     assert sorted(request.count for request in sampler.requests) == [2, 2, 2, 2]
@@ -158,7 +162,7 @@ async def test_different_first_prompts_go_apart(sampler) -> None:
         assert trajectory.turns[0].prompt in prompts
 
 
-async def test_a_slow_reset_goes_on_its_own(sampler) -> None:
+async def test_a_slow_reset_goes_on_its_own(sampler: ScriptedSampler) -> None:
     answered = threading.Event()
 
     def answer(request: Any) -> str:
@@ -171,7 +175,7 @@ async def test_a_slow_reset_goes_on_its_own(sampler) -> None:
     assert [request.count for request in sampler.requests] == [3, 1]
 
 
-async def test_a_refused_shared_request_fails_those_who_shared_it_and_no_other(sampler) -> None:
+async def test_a_refused_shared_request_fails_those_who_shared_it_and_no_other(sampler: ScriptedSampler) -> None:
     sampler.script = lambda request: tinker.TinkerError("no 7 today") if "bad" in request.text else "ok"
     maker = Maker(lambda index: Countdown(1, first="bad" if index < 3 else "good"))
     rollouts = await rl.rollout([rl.Group(maker, 8)], sampler, make_chat(), PARAMS)
@@ -184,13 +188,15 @@ async def test_a_refused_shared_request_fails_those_who_shared_it_and_no_other(s
 @pytest.mark.mutation(
     "one-seed-for-all", "rl/sample_replies.py", "% 2**64, self._index, member, turn])", "% 2**64, self._index, turn])"
 )
-async def test_with_a_seed_every_reply_has_its_own_and_again_the_same(sampler) -> None:
+async def test_with_a_seed_every_reply_has_its_own_and_again_the_same(sampler: ScriptedSampler) -> None:
     async def seeds(seed: int) -> list[int]:
         sampler.requests.clear()
         params = tinker.SamplingParams(max_tokens=16, seed=seed)
         await rl.rollout([rl.Group(Countdown, 8), rl.Group(Countdown, 8)], sampler, make_chat(), params)
         assert all(request.count == 1 for request in sampler.requests)
-        return sorted(request.params.seed for request in sampler.requests)
+        seeds = [request.params.seed for request in sampler.requests]
+        assert None not in seeds
+        return sorted(seed for seed in seeds if seed is not None)
 
     first = await seeds(5)
     assert len(set(first)) == 2 * 8 * 2
@@ -199,13 +205,13 @@ async def test_with_a_seed_every_reply_has_its_own_and_again_the_same(sampler) -
     assert len(set(await seeds(-1))) == 32
 
 
-async def test_the_groups_seed_resets_every_member(sampler) -> None:
+async def test_the_groups_seed_resets_every_member(sampler: ScriptedSampler) -> None:
     maker = Maker()
     await rl.rollout([rl.Group(maker, 3, seed=11), rl.Group(maker, 2)], sampler, make_chat(), PARAMS)
     assert sorted(map(str, (environment.seeds[0] for environment in maker.made))) == ["11", "11", "11", "None", "None"]
 
 
-async def test_replies_stop_where_the_template_ends_them_unless_told_otherwise(sampler) -> None:
+async def test_replies_stop_where_the_template_ends_them_unless_told_otherwise(sampler: ScriptedSampler) -> None:
     await rl.rollout([rl.Group(Countdown, 1)], sampler, make_chat(), PARAMS)
     assert sampler.requests[0].params.stop == [END]
     await rl.rollout([rl.Group(Countdown, 1)], sampler, make_chat(), tinker.SamplingParams(max_tokens=16, stop=["."]))
@@ -213,7 +219,7 @@ async def test_replies_stop_where_the_template_ends_them_unless_told_otherwise(s
     assert PARAMS.stop is None
 
 
-async def test_max_turns_ends_an_episode_with_what_it_has(sampler) -> None:
+async def test_max_turns_ends_an_episode_with_what_it_has(sampler: ScriptedSampler) -> None:
     maker = Maker(lambda index: Countdown(index + 1, shown=["more", PIXELS]))
     rollouts = await rl.rollout([rl.Group(maker, 4)], sampler, make_chat(), PARAMS, max_turns=2)
     ends = sorted((len(trajectory.turns), trajectory.end, trajectory.reason) for trajectory in rollouts.trajectories)
@@ -228,7 +234,9 @@ async def test_max_turns_ends_an_episode_with_what_it_has(sampler) -> None:
     "        if self._context_length is not None:\n",
     "        if False:\n",
 )
-async def test_replies_get_what_is_left_of_the_context_and_an_episode_that_fills_it_ends(sampler) -> None:
+async def test_replies_get_what_is_left_of_the_context_and_an_episode_that_fills_it_ends(
+    sampler: ScriptedSampler,
+) -> None:
     rollouts = await rl.rollout(
         [rl.Group(lambda: Countdown(99, first="x", shown="yy"), 2)], sampler, make_chat(), PARAMS, context_length=100
     )
@@ -243,7 +251,7 @@ async def test_replies_get_what_is_left_of_the_context_and_an_episode_that_fills
         assert trajectory.reason.endswith("the context 100")
 
 
-async def test_the_services_refusal_of_a_full_context_ends_the_episode(sampler) -> None:
+async def test_the_services_refusal_of_a_full_context_ends_the_episode(sampler: ScriptedSampler) -> None:
     refusal = "Prompt length plus max_tokens exceeds the model's context window: 90 prompt tokens + 16 max_tokens > 100"
     sampler.script = lambda request: tinker.TinkerError(refusal) if request.prompt.length > 84 else "ok"
     rollouts = await rl.rollout([rl.Group(lambda: Countdown(99), 3)], sampler, make_chat(), PARAMS)
@@ -253,14 +261,16 @@ async def test_the_services_refusal_of_a_full_context_ends_the_episode(sampler) 
 
 
 @pytest.mark.parametrize("limit", [10, 41])
-async def test_a_context_that_the_first_prompt_fills_leaves_nothing_to_train(sampler, limit: int) -> None:
+async def test_a_context_that_the_first_prompt_fills_leaves_nothing_to_train(
+    sampler: ScriptedSampler, limit: int
+) -> None:
     groups = [rl.Group(lambda: Countdown(first="x" * 30), 2)]
     with pytest.raises(rl.AllTrajectoriesFailedError, match=rf"2 x the prompt of turn 1 has \d+ .* context {limit}"):
         await rl.rollout(groups, sampler, make_chat(), PARAMS, context_length=limit)
     assert sampler.requests == []
 
 
-async def test_if_all_fail_the_error_counts_the_reasons(sampler) -> None:
+async def test_if_all_fail_the_error_counts_the_reasons(sampler: ScriptedSampler) -> None:
     def reset(index: int) -> None:
         raise ValueError("cannot" if index else "will not")
 
@@ -283,7 +293,9 @@ async def test_if_all_fail_the_error_counts_the_reasons(sampler) -> None:
         ({"step_timeout": 0.0}, "step_timeout: must be above 0 seconds, not 0.0"),
     ],
 )
-async def test_an_argument_out_of_range_is_named(sampler, settings: dict[str, Any], message: str) -> None:
+async def test_an_argument_out_of_range_is_named(
+    sampler: ScriptedSampler, settings: dict[str, Any], message: str
+) -> None:
     with pytest.raises(InvalidRequestError) as caught:
         await rl.rollout([rl.Group(Countdown)], sampler, make_chat(), PARAMS, **settings)
     assert str(caught.value) == message
@@ -298,7 +310,9 @@ async def test_an_argument_out_of_range_is_named(sampler, settings: dict[str, An
         (asyncio.CancelledError(), "the request was cancelled by the client"),
     ],
 )
-async def test_whatever_a_request_raises_ends_its_own_trajectory(sampler, answer: Any, message: str) -> None:
+async def test_whatever_a_request_raises_ends_its_own_trajectory(
+    sampler: ScriptedSampler, answer: Any, message: str
+) -> None:
     sampler.script = lambda request: answer if "bad" in request.text else "ok"
     maker = Maker(lambda index: Countdown(shown="bad" if index == 1 else "good"))
     rollouts = await rl.rollout([rl.Group(maker, 4)], sampler, make_chat(), PARAMS)
@@ -308,20 +322,21 @@ async def test_whatever_a_request_raises_ends_its_own_trajectory(sampler, answer
     assert [environment.closed for environment in maker.made] == [1] * 4
 
 
-async def test_samples_without_logprobs_or_too_few_are_failures(sampler) -> None:
+async def test_samples_without_logprobs_or_too_few_are_failures(sampler: ScriptedSampler) -> None:
     sampler.logprobs = False
     with pytest.raises(rl.AllTrajectoriesFailedError, match="2 x sampling: the service returned no logprobs"):
         await rl.rollout([rl.Group(Countdown, 2)], sampler, make_chat(), PARAMS)
     sampler.logprobs = True
-    sample = sampler.sample
-    sampler.sample = lambda prompt, count, params: sample(prompt, count - 1, params)  # type: ignore[method-assign]
+    scripted: Any = sampler
+    sample = scripted.sample
+    scripted.sample = lambda prompt, count, params: sample(prompt, count - 1, params)
     with pytest.raises(
         rl.AllTrajectoriesFailedError, match="2 x sampling: the service returned 1 samples instead of 2"
     ):
         await rl.rollout([rl.Group(Countdown, 2)], sampler, make_chat(), PARAMS)
 
 
-async def test_stats_count_what_happened(sampler) -> None:
+async def test_stats_count_what_happened(sampler: ScriptedSampler) -> None:
     sampler.script = lambda request: "abc"
     seen: list[tuple[int, ...]] = []
 
@@ -343,7 +358,7 @@ async def test_stats_count_what_happened(sampler) -> None:
     assert sum(trajectory.num_tokens for trajectory in rollouts.trajectories) == 28
 
 
-async def test_what_progress_raises_comes_out_as_it_is_and_everything_is_closed(sampler) -> None:
+async def test_what_progress_raises_comes_out_as_it_is_and_everything_is_closed(sampler: ScriptedSampler) -> None:
     def progress(stats: rl.RolloutStats) -> None:
         raise KeyError("mine")
 
@@ -360,7 +375,7 @@ async def hang(request: Request) -> str:
 
 
 @pytest.mark.parametrize("how", ["cancel", "timeout"])
-async def test_cancelling_ends_requests_and_closes_environments(sampler, how: str) -> None:
+async def test_cancelling_ends_requests_and_closes_environments(sampler: ScriptedSampler, how: str) -> None:
     sampler.script = lambda request: hang(request) if "[image]" in request.text or "go on" in request.text else "ok"
     maker = Maker(lambda index: Countdown(first=["a", PIXELS] if index % 2 else "b"))
     limit = asyncio.timeout(None)
@@ -381,7 +396,9 @@ async def test_cancelling_ends_requests_and_closes_environments(sampler, how: st
     await until(lambda: sampler.cancelled == 1 + 8)  # the eight's shared one, and the second ones of the other eight
 
 
-async def test_cancelling_leaves_stuck_calls_behind_and_closes_their_environments_when_they_return(sampler) -> None:
+async def test_cancelling_leaves_stuck_calls_behind_and_closes_their_environments_when_they_return(
+    sampler: ScriptedSampler,
+) -> None:
     release = threading.Event()
     maker = Maker(lambda index: Countdown(on_step=lambda turn: release.wait(100) if index < 4 else None, turns=99))
     task = asyncio.create_task(rl.rollout([rl.Group(maker, 8)], sampler, make_chat(), PARAMS))
@@ -395,7 +412,7 @@ async def test_cancelling_leaves_stuck_calls_behind_and_closes_their_environment
     assert [environment.closed for environment in maker.made] == [1] * 8
 
 
-async def test_an_environment_that_is_made_after_the_cancelling_is_closed(sampler) -> None:
+async def test_an_environment_that_is_made_after_the_cancelling_is_closed(sampler: ScriptedSampler) -> None:
     release, making = threading.Event(), threading.Event()
 
     def make(index: int) -> Countdown:
@@ -414,7 +431,9 @@ async def test_an_environment_that_is_made_after_the_cancelling_is_closed(sample
     assert [environment.closed for environment in maker.made] == [1]
 
 
-async def test_an_async_environment_that_catches_the_cancelling_does_not_stop_it(sampler) -> None:
+async def test_an_async_environment_that_catches_the_cancelling_does_not_stop_it(sampler: ScriptedSampler) -> None:
+    started = asyncio.Event()
+
     class Stubborn(AsyncCountdown):
         async def step(self, action: str) -> Any:  # type: ignore[override]
             started.set()
@@ -423,7 +442,6 @@ async def test_an_async_environment_that_catches_the_cancelling_does_not_stop_it
                 await asyncio.sleep(60 if len(self.actions) == 1 else 0)
             return "go on", 0.0, len(self.actions) == 3, False, {}
 
-    started = asyncio.Event()
     maker = Maker(lambda index: Stubborn())
     task = asyncio.create_task(rl.rollout([rl.Group(maker, 1)], sampler, make_chat(), PARAMS))
     await started.wait()
@@ -433,7 +451,7 @@ async def test_an_async_environment_that_catches_the_cancelling_does_not_stop_it
     assert (maker.made[0].actions, maker.made[0].closed) == (["ok"], 1)
 
 
-async def test_rollouts_run_side_by_side(sampler) -> None:
+async def test_rollouts_run_side_by_side(sampler: ScriptedSampler) -> None:
     async def one(text: str) -> rl.Rollouts:
         return await rl.rollout([rl.Group(lambda: Countdown(first=text), 8)], sampler, make_chat(), PARAMS)
 
@@ -442,14 +460,14 @@ async def test_rollouts_run_side_by_side(sampler) -> None:
         assert rollouts.stats.turns == 16
 
 
-def test_rollouts_run_in_one_event_loop_after_the_other(sampler) -> None:
+def test_rollouts_run_in_one_event_loop_after_the_other(sampler: ScriptedSampler) -> None:
     chat, group = make_chat(), rl.Group(Countdown, 8)
     for _ in range(2):
         rollouts = asyncio.run(rl.rollout([group], sampler, chat, PARAMS))
         assert rollouts.mean_reward == 2
 
 
-async def test_rendering_large_images_leaves_the_event_loop_free(sampler) -> None:
+async def test_rendering_large_images_leaves_the_event_loop_free(sampler: ScriptedSampler) -> None:
     """What others compute while the loop waits for its turn, in CPU time: wall time says how busy the machine is."""
     picture = np.random.default_rng(0).integers(0, 256, (1500, 2000, 3), dtype=np.uint8)
     worst, total = 0.0, time.process_time()
@@ -527,7 +545,7 @@ def _start_script(kind: str, **settings: Any) -> subprocess.Popen[bytes]:
     return subprocess.Popen(command, stdout=subprocess.PIPE, env={**os.environ, "NO_COLOR": "1"}, **settings)
 
 
-def test_ctrl_c_ends_a_rollout_with_stuck_environments_and_closes_the_others(script) -> None:
+def test_ctrl_c_ends_a_rollout_with_stuck_environments_and_closes_the_others(script: Any) -> None:
     process = script("stuck", stderr=subprocess.PIPE)
     assert process.stdout is not None
     for _ in range(4):
@@ -541,7 +559,7 @@ def test_ctrl_c_ends_a_rollout_with_stuck_environments_and_closes_the_others(scr
         assert complaint not in err.decode()
 
 
-def test_a_rollout_leaves_nothing_on_stderr_and_no_thread(script) -> None:
+def test_a_rollout_leaves_nothing_on_stderr_and_no_thread(script: Any) -> None:
     out, err = script("failing", stderr=subprocess.PIPE).communicate(timeout=280)
     lines = out.decode().splitlines()
     assert lines[-2:] == ["mean 1.0 failures 4", "threads 1"]
@@ -550,7 +568,7 @@ def test_a_rollout_leaves_nothing_on_stderr_and_no_thread(script) -> None:
     assert [line for line in err.decode().splitlines() if not line.startswith("Executing <")] == []
 
 
-def test_on_a_terminal_a_bar_shows_what_happens(script) -> None:
+def test_on_a_terminal_a_bar_shows_what_happens(script: Any) -> None:
     terminal, stderr = pty.openpty()
     process = script("failing", stderr=stderr)
     os.close(stderr)

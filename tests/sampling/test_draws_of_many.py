@@ -1,5 +1,7 @@
 """Steps of more requests than are drawn at a time, without an engine."""
 
+from typing import Any
+
 import pytest
 import torch
 from tinker_local.backend.vllm_engine.build_engine import prepare_environment
@@ -9,7 +11,7 @@ from tinker_local.backend.vllm_engine.draw_tokens import ROWS, FullVocabularyDra
 MANY = 2 * ROWS + 3
 
 
-def draws(logits, seeds, top_k):
+def draws(logits: Any, seeds: Any, top_k: Any) -> Any:
     """Tokens and logprobs; each request has a seed, unless it is None."""
     device = logits.device
     generators = {row: torch.Generator(device).manual_seed(seed) for row, seed in enumerate(seeds) if seed is not None}
@@ -19,13 +21,13 @@ def draws(logits, seeds, top_k):
 
 
 @pytest.fixture
-def logits():
+def logits() -> Any:
     prepare_environment()
     device = "cpu" if runs_on_cpu() else "cuda"
     return torch.randn(MANY, 64, generator=torch.Generator().manual_seed(0)).to(device)
 
 
-def test_each_request_of_a_large_step_draws_what_it_draws_alone(logits):
+def test_each_request_of_a_large_step_draws_what_it_draws_alone(logits: Any) -> None:
     seeds = [None if row % 5 == 4 else row for row in range(MANY)]
     top_k = [1 + row % 7 if seed is not None else 1 for row, seed in enumerate(seeds)]
     tokens, logprobs = draws(logits, seeds, top_k)
@@ -36,7 +38,7 @@ def test_each_request_of_a_large_step_draws_what_it_draws_alone(logits):
     torch.testing.assert_close(logprobs, logits.log_softmax(-1).gather(-1, tokens[:, None])[:, 0])
 
 
-def test_the_likeliest_of_a_large_step_belong_to_their_requests(logits):
+def test_the_likeliest_of_a_large_step_belong_to_their_requests(logits: Any) -> None:
     widths = {row: 1 + row % 3 for row in range(0, MANY) if row % 10}
     of_row = Likeliest.of(logits, widths).by_row()
     assert of_row.keys() == widths.keys()

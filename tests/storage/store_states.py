@@ -1,6 +1,7 @@
 """Adapter states and records for the storage tests, each given by a seed; imported by tests and run by the writer."""
 
 from datetime import UTC, datetime
+from typing import Any
 
 import numpy as np
 from tinker_local.backend.storage.records import CheckpointKind, CheckpointRecord
@@ -33,7 +34,7 @@ def make_state(seed: int, *, optimizer: bool = True, width: int = 64) -> Adapter
     )
 
 
-def make_record(name: str, *, run: str = RUN, kind: CheckpointKind = "weights", **changes) -> CheckpointRecord:
+def make_record(name: str, *, run: str = RUN, kind: CheckpointKind = "weights", **changes: Any) -> CheckpointRecord:
     values = {
         "base_model": "org/base",
         "lora_config": LoraConfig(rank=4, train_mlp=False),

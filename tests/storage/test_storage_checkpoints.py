@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -119,7 +120,7 @@ def test_overwrite_keeps_the_old_one_whole_until_the_new_one_is_recorded(
     seen = []
     commit = store._commit
 
-    def look_then_commit(record, overwrite):
+    def look_then_commit(record: Any, overwrite: Any) -> Any:
         seen.append(same_tensors(store.read_checkpoint(make_record("a"), optimizer=True), make_state(1)))
         return commit(record, overwrite)
 
@@ -129,7 +130,7 @@ def test_overwrite_keeps_the_old_one_whole_until_the_new_one_is_recorded(
 
 
 def test_a_write_that_fails_leaves_nothing(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(_path):
+    def full(_path: Any) -> None:
         raise OSError(28, "No space left on device")
 
     store.write_checkpoint(make_record("a"), make_state(1), overwrite=False)
@@ -145,11 +146,11 @@ def test_everything_is_on_the_disk_before_the_record(store: Store, monkeypatch: 
     events: list[str] = []
     fsync, commit = os.fsync, store._commit
 
-    def note_fsync(descriptor):
+    def note_fsync(descriptor: Any) -> None:
         events.append(str(Path(f"/proc/self/fd/{descriptor}").readlink()))
         fsync(descriptor)
 
-    def note_commit(record, overwrite):
+    def note_commit(record: Any, overwrite: Any) -> Any:
         events.append("commit")
         return commit(record, overwrite)
 

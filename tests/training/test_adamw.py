@@ -1,6 +1,7 @@
 """AdamW equals torch.optim.AdamW with the settings of each step, and clips the norm of all tensors together."""
 
 import itertools
+from typing import Any
 
 import pytest
 import torch
@@ -36,7 +37,7 @@ STEPS = [
     "    if (settings.grad_clip_norm or 1.0) < norm:\n"
     "        gradient = gradient * ((settings.grad_clip_norm or 1.0) / norm)\n",
 )
-def test_equals_torch_over_steps_with_changing_settings():
+def test_equals_torch_over_steps_with_changing_settings() -> None:
     generator = torch.Generator().manual_seed(0)
     weights = torch.randn(300, generator=generator, dtype=torch.float64)
     theirs = weights.clone().requires_grad_()
@@ -74,7 +75,7 @@ def test_equals_torch_over_steps_with_changing_settings():
         {"grad_clip_norm": 0.1},
     ],
 )
-def test_every_setting_of_a_step_matters(changed):
+def test_every_setting_of_a_step_matters(changed: Any) -> None:
     results = []
     for params in (AdamParams(learning_rate=1e-2), AdamParams(**{"learning_rate": 1e-2, **changed})):
         weights, state = torch.ones(4), ADAMW.new_state(torch, torch.ones(4))
@@ -85,12 +86,12 @@ def test_every_setting_of_a_step_matters(changed):
     assert not torch.equal(*results)
 
 
-def test_the_norm_of_large_finite_gradients_is_finite():
+def test_the_norm_of_large_finite_gradients_is_finite() -> None:
     assert gradient_norm(torch.full((4,), 1e30)) == pytest.approx(2e30)
 
 
 @pytest.mark.parametrize("params", [{"learning_rate": 1e38}, {"learning_rate": 1e30, "weight_decay": 1e30}])
-def test_a_learning_rate_that_overflows_is_refused_and_changes_nothing(params):
+def test_a_learning_rate_that_overflows_is_refused_and_changes_nothing(params: Any) -> None:
     weights, state = torch.ones(4), ADAMW.new_state(torch, torch.ones(4))
     with pytest.raises(InvalidRequestError, match="learning_rate"):
         ADAMW.update(torch, weights, torch.ones(4), state, AdamParams(**params), 2.0)
@@ -100,7 +101,7 @@ def test_a_learning_rate_that_overflows_is_refused_and_changes_nothing(params):
 
 
 @pytest.mark.parametrize("clip", [0.0, 0.1])
-def test_memory_that_runs_out_leaves_the_step_undone(clip, monkeypatch):
+def test_memory_that_runs_out_leaves_the_step_undone(clip: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """For every allocation of the step that can fail."""
     params = AdamParams(learning_rate=1e-2, weight_decay=0.1, grad_clip_norm=clip)
     for allowed in itertools.count():
@@ -128,7 +129,7 @@ class AllocationsUpTo(TorchDispatchMode):
         self.left = allowed
         self.failed = False
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         in_place = func._schema.name.endswith("_") or any(a.is_out for a in func._schema.arguments)
         if not in_place:
             if not self.left:

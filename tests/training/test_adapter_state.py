@@ -1,6 +1,7 @@
 """Adapters: how they start, what trains, and that a captured one continues exactly where it was."""
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,12 +11,12 @@ from tinker_local.types import AdamParams, InvalidRequestError, LoraConfig, NotF
 PARAMS = AdamParams(learning_rate=1e-2, weight_decay=0.1)
 
 
-def step(trainer, adapter_id, work):
+def step(trainer: Any, adapter_id: Any, work: Any) -> Any:
     (result,) = trainer.forward_backward([replace(work, adapter_id=adapter_id)])
     return result.metrics["loss:sum"], trainer.optim_step(adapter_id, PARAMS)["grad_norm"]
 
 
-def tensors_equal(first, second):
+def tensors_equal(first: Any, second: Any) -> Any:
     return first.keys() == second.keys() and all(np.array_equal(first[name], second[name]) for name in first)
 
 
@@ -26,7 +27,7 @@ def tensors_equal(first, second):
     "        if True:\n            bound",
 )
 @pytest.mark.parametrize("name", ["qwen3", "qwen3_vl"])
-def test_a_new_adapter_is_the_base_model(name, trainer, make):
+def test_a_new_adapter_is_the_base_model(name: Any, trainer: Any, make: Any) -> None:
     ours = trainer(name)
     ours.create_adapter("a", LoraConfig(rank=8))
     rendered = make.input(20)
@@ -36,7 +37,7 @@ def test_a_new_adapter_is_the_base_model(name, trainer, make):
 @pytest.mark.mutation(
     "seed-of-lora-ignored", "lora.py", "if seed is None else seed) % 2**64", "if seed is None else 0) % 2**64"
 )
-def test_the_seed_alone_decides_the_first_weights(trainer):
+def test_the_seed_alone_decides_the_first_weights(trainer: Any) -> None:
     ours = trainer()
     state = {}
     for name, seed in {"one": 7, "again": 7, "other": 8, "negative": -1, "huge": 2**100 + 3, "none": None}.items():
@@ -53,7 +54,7 @@ def test_the_seed_alone_decides_the_first_weights(trainer):
             assert not array.any()
 
 
-def test_the_global_random_state_is_left_alone(trainer, make):
+def test_the_global_random_state_is_left_alone(trainer: Any, make: Any) -> None:
     ours = trainer()
     torch_state, numpy_state = torch.random.get_rng_state(), np.random.get_state()[1].copy()  # type: ignore[index]
     ours.create_adapter("a", LoraConfig(rank=4))
@@ -62,7 +63,7 @@ def test_the_global_random_state_is_left_alone(trainer, make):
     np.testing.assert_array_equal(numpy_state, np.random.get_state()[1])  # type: ignore[index]
 
 
-def test_training_lowers_the_loss(trainer, make):
+def test_training_lowers_the_loss(trainer: Any, make: Any) -> None:
     ours = trainer("qwen3_vl")
     ours.create_adapter("a", LoraConfig(rank=8, seed=0))
     work = make.work("a", [9, 4])
@@ -74,7 +75,7 @@ def test_training_lowers_the_loss(trainer, make):
 
 @pytest.mark.mutation("flags-of-lora-ignored", "lora.py", '"attn": config.train_attn', '"attn": True')
 @pytest.mark.parametrize("flag", ["train_attn", "train_mlp", "train_unembed"])
-def test_flags_decide_what_trains(flag, trainer, make):
+def test_flags_decide_what_trains(flag: Any, trainer: Any, make: Any) -> None:
     ours = trainer()
     flags = dict.fromkeys(["train_attn", "train_mlp", "train_unembed"], False) | {flag: True}
     ours.create_adapter("a", LoraConfig(rank=4, seed=0, **flags))
@@ -86,7 +87,7 @@ def test_flags_decide_what_trains(flag, trainer, make):
     assert before.shape == (4,)
 
 
-def test_the_embedding_of_a_tied_model_is_never_trained(trainer, make):
+def test_the_embedding_of_a_tied_model_is_never_trained(trainer: Any, make: Any) -> None:
     ours = trainer("qwen3")
     ours.create_adapter("a", LoraConfig(rank=4, seed=0))
     before = {name: p.clone() for name, p in ours._loaded.model.named_parameters()}
@@ -98,7 +99,7 @@ def test_the_embedding_of_a_tied_model_is_never_trained(trainer, make):
 @pytest.mark.mutation(
     "optimizer-state-not-restored", "worker.py", "        if state.optimizer is not None:\n", "        if False:\n"
 )
-def test_a_restored_adapter_continues_bit_for_bit(trainer, make):
+def test_a_restored_adapter_continues_bit_for_bit(trainer: Any, make: Any) -> None:
     ours = trainer()
     ours.create_adapter("a", LoraConfig(rank=4, seed=0))
     works = [make.work("a", [9, 4, 12]) for _ in range(6)]
@@ -114,7 +115,7 @@ def test_a_restored_adapter_continues_bit_for_bit(trainer, make):
     assert first.step == second.step == 6
 
 
-def test_without_optimizer_state_the_optimizer_starts_afresh(trainer, make):
+def test_without_optimizer_state_the_optimizer_starts_afresh(trainer: Any, make: Any) -> None:
     ours = trainer()
     ours.create_adapter("a", LoraConfig(rank=4, seed=0))
     for _ in range(3):
@@ -131,7 +132,7 @@ def test_without_optimizer_state_the_optimizer_starts_afresh(trainer, make):
 @pytest.mark.mutation(
     "captured-weights-shared", "transfer.py", 'tensor.to("cpu", dtype, copy=True)', 'tensor.to("cpu", dtype)'
 )
-def test_later_steps_do_not_change_what_was_captured(trainer, make):
+def test_later_steps_do_not_change_what_was_captured(trainer: Any, make: Any) -> None:
     ours = trainer()
     ours.create_adapter("a", LoraConfig(rank=4, seed=0))
     step(ours, "a", make.work("a", [9]))
@@ -143,7 +144,7 @@ def test_later_steps_do_not_change_what_was_captured(trainer, make):
     assert not tensors_equal(ours.capture("a", optimizer=False).tensors, state.tensors)
 
 
-def test_loading_replaces_and_forgets_the_gradient(trainer, make, gradients):
+def test_loading_replaces_and_forgets_the_gradient(trainer: Any, make: Any, gradients: Any) -> None:
     ours = trainer()
     ours.create_adapter("a", LoraConfig(rank=4, seed=0))
     state = ours.capture("a", optimizer=True)
@@ -154,7 +155,7 @@ def test_loading_replaces_and_forgets_the_gradient(trainer, make, gradients):
     assert not any(array.any() for array in gradients(ours, "a").values())
 
 
-def test_tensors_that_do_not_fit_are_refused(trainer):
+def test_tensors_that_do_not_fit_are_refused(trainer: Any) -> None:
     ours = trainer()
     ours.create_adapter("a", LoraConfig(rank=4, seed=0))
     state = ours.capture("a", optimizer=True)
@@ -173,18 +174,18 @@ def test_tensors_that_do_not_fit_are_refused(trainer):
 
 
 @pytest.mark.parametrize("rank", [129, 4096])
-def test_ranks_above_the_maximum_are_refused_with_the_limits(rank, trainer):
+def test_ranks_above_the_maximum_are_refused_with_the_limits(rank: Any, trainer: Any) -> None:
     with pytest.raises(InvalidRequestError, match=f"rank: must be from 1 to 128, not {rank}"):
         trainer().create_adapter("a", LoraConfig(rank=rank))
 
 
-def test_an_adapter_that_trains_nothing_is_refused(trainer):
+def test_an_adapter_that_trains_nothing_is_refused(trainer: Any) -> None:
     config = LoraConfig(train_attn=False, train_mlp=False, train_unembed=False)
     with pytest.raises(InvalidRequestError, match="all false"):
         trainer().create_adapter("a", config)
 
 
-def test_adapter_bytes_count_weights_gradient_and_two_moments(trainer):
+def test_adapter_bytes_count_weights_gradient_and_two_moments(trainer: Any) -> None:
     ours = trainer()
     ours.create_adapter("a", LoraConfig(rank=4))
     weights = sum(array.nbytes for array in ours.capture("a", optimizer=False).tensors.values())
@@ -192,7 +193,7 @@ def test_adapter_bytes_count_weights_gradient_and_two_moments(trainer):
     assert ours.adapter_bytes(LoraConfig(rank=8)) == 8 * weights
 
 
-def test_gradients_add_up_until_a_step_and_are_gone_after_it(trainer, make, gradients):
+def test_gradients_add_up_until_a_step_and_are_gone_after_it(trainer: Any, make: Any, gradients: Any) -> None:
     ours = trainer()
     ours.create_adapter("a", LoraConfig(rank=4, seed=0))
     work = make.work("a", [9])
@@ -206,7 +207,7 @@ def test_gradients_add_up_until_a_step_and_are_gone_after_it(trainer, make, grad
     assert ours.optim_step("a", PARAMS)["grad_norm"] == 0
 
 
-def test_a_step_without_a_gradient_takes_a_zero_gradient(trainer, make):
+def test_a_step_without_a_gradient_takes_a_zero_gradient(trainer: Any, make: Any) -> None:
     ours = trainer()
     ours.create_adapter("a", LoraConfig(rank=4, seed=0))
     step(ours, "a", make.work("a", [9]))
@@ -219,7 +220,7 @@ def test_a_step_without_a_gradient_takes_a_zero_gradient(trainer, make):
     np.testing.assert_allclose(after.optimizer[name], before.optimizer[name] / 2, rtol=1e-6)
 
 
-def test_a_removed_adapter_is_gone_and_its_name_is_free(trainer):
+def test_a_removed_adapter_is_gone_and_its_name_is_free(trainer: Any) -> None:
     ours = trainer()
     ours.create_adapter("a", LoraConfig(rank=4))
     ours.remove_adapter("a")

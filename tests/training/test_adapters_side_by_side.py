@@ -1,6 +1,7 @@
 """Adapters of all kinds share matmuls: each gets the same results as alone, and their cost is bounded."""
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,7 @@ KINDS = {
 
 
 @pytest.fixture
-def many(trainer, add_adapter):
+def many(trainer: Any, add_adapter: Any) -> Any:
     """A trainer with an adapter of each of `KINDS`."""
     ours = trainer("qwen3_vl")
     for name, config in KINDS.items():
@@ -30,7 +31,7 @@ def many(trainer, add_adapter):
     return ours
 
 
-def works_of(make):
+def works_of(make: Any) -> Any:
     data = {name: [make.datum(5 + 3 * i), make.datum(20, [(2, (4, 4))])] for i, name in enumerate(KINDS)}
     return [TrainWork(name, parts, "cross_entropy") for name, parts in data.items()]
 
@@ -38,7 +39,9 @@ def works_of(make):
 @pytest.mark.mutation(
     "columns-of-other-adapters-count", "lora_batch.py", "h if self.others is None else", "h if True else"
 )
-def test_ranks_and_flags_of_all_kinds_in_one_micro_batch_equal_each_alone(many, make, gradients, assert_close):
+def test_ranks_and_flags_of_all_kinds_in_one_micro_batch_equal_each_alone(
+    many: Any, make: Any, gradients: Any, assert_close: Any
+) -> None:
     works = works_of(make)
     together = many.forward_backward(works)
     seen = {name: gradients(many, name) for name in KINDS}
@@ -62,7 +65,9 @@ def test_ranks_and_flags_of_all_kinds_in_one_micro_batch_equal_each_alone(many, 
     "self._computable = True",
 )
 @pytest.mark.parametrize("broken", [float("nan"), float("-inf"), 3e38, 8e37, 1e25])
-def test_broken_weights_leave_adapters_that_share_their_matmuls_alone(broken, many, make, gradients, assert_close):
+def test_broken_weights_leave_adapters_that_share_their_matmuls_alone(
+    broken: Any, many: Any, make: Any, gradients: Any, assert_close: Any
+) -> None:
     works = works_of(make)
     many.forward_backward(works)
     expected = {name: gradients(many, name) for name in KINDS}
@@ -78,7 +83,7 @@ def test_broken_weights_leave_adapters_that_share_their_matmuls_alone(broken, ma
     assert many._adapters["c"].gradient is None
 
 
-def test_the_base_model_is_unaffected_by_its_adapters(many, make):
+def test_the_base_model_is_unaffected_by_its_adapters(many: Any, make: Any) -> None:
     """Rows without an adapter: `logprobs` of the base before and after the adapters have trained."""
     rendered = make.input(17)
     before = many.logprobs(None, rendered)
@@ -88,7 +93,7 @@ def test_the_base_model_is_unaffected_by_its_adapters(many, make):
 
 
 @pytest.mark.mutation("ranks-without-bound", "packing.py", "columns + wider > MAX_COLUMNS", "columns + wider > 10**9")
-def test_a_micro_batch_has_no_more_ranks_than_its_bound(make, monkeypatch):
+def test_a_micro_batch_has_no_more_ranks_than_its_bound(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each token is multiplied by all ranks of its micro-batch."""
     monkeypatch.setattr(packing, "MAX_COLUMNS", 20)
     ranks = {name: config["rank"] for name, config in KINDS.items()} | {"huge": 64}
@@ -102,7 +107,7 @@ def test_a_micro_batch_has_no_more_ranks_than_its_bound(make, monkeypatch):
     assert len(batches) == 3, "each batch is as full as possible"
 
 
-def test_joined_weights_are_the_models_own(model_path):
+def test_joined_weights_are_the_models_own(model_path: Any) -> None:
     """Joined projections take no extra memory: the modules' weights are views of them."""
     loaded = load_model(str(model_path("qwen3")), "float32", "cpu")
     decoder: Any = loaded.decoder
@@ -116,7 +121,7 @@ def test_joined_weights_are_the_models_own(model_path):
         assert modules[1].weight.data_ptr() == joined[len(modules[0].weight) :].data_ptr()
 
 
-def test_a_decoder_of_another_kind_is_refused_by_name(model_path, tmp_path):
+def test_a_decoder_of_another_kind_is_refused_by_name(model_path: Any, tmp_path: Path) -> None:
     import json
     import shutil
 
@@ -130,7 +135,9 @@ def test_a_decoder_of_another_kind_is_refused_by_name(model_path, tmp_path):
         load_model(str(folder), "float32", "cpu", "written-out")
 
 
-def test_scores_beyond_the_rank_bound_train_in_turn(many, make, gradients, assert_close, monkeypatch):
+def test_scores_beyond_the_rank_bound_train_in_turn(
+    many: Any, make: Any, gradients: Any, assert_close: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The bound changes only how micro-batches are split."""
     works = [replace(work, data=work.data[:1]) for work in works_of(make)]
     seen = []

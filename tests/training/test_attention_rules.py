@@ -1,6 +1,7 @@
 """Attention alone against transformers' eager attention: windows, soft caps and sinks, forward and backward."""
 
 import itertools
+from typing import Any
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ class Module(torch.nn.Module):
         self.sinks = sinks
 
 
-def theirs(query, key, value, rule: AttentionRule) -> torch.Tensor:
+def theirs(query: Any, key: Any, value: Any, rule: AttentionRule) -> torch.Tensor:
     """Attend in one segment [L, heads, D] with transformers and a mask [1, 1, L, L]."""
     places = torch.arange(len(query))
     distance = places[:, None] - places[None]
@@ -50,7 +51,9 @@ def theirs(query, key, value, rule: AttentionRule) -> torch.Tensor:
 @pytest.mark.parametrize("window", [None, 1, 4, 100])
 @pytest.mark.parametrize(("softcap", "sinks"), [(None, False), (1.5, False), (None, True)])
 @pytest.mark.parametrize("scores", [1, 2**26])
-def test_each_segment_attends_as_in_transformers_alone(window, softcap, sinks, scores, monkeypatch):
+def test_each_segment_attends_as_in_transformers_alone(
+    window: Any, softcap: Any, sinks: Any, scores: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Forward and the three gradients in float64, in portions of any size; nothing leaks between segments."""
     monkeypatch.setattr(attention, "SCORES", scores)
     lengths = (3, 9, 9, 1, 14)

@@ -1,5 +1,8 @@
 """A bfloat16 sampler receives half the bytes: the weights rounded to nearest. Checkpoints are never rounded."""
 
+from pathlib import Path
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -8,13 +11,13 @@ from tinker_local.backend.storage.adapter_files import WEIGHTS, adapter_bytes, w
 
 
 @pytest.fixture
-def captured(trainer, add_adapter):
+def captured(trainer: Any, add_adapter: Any) -> Any:
     ours = trainer("qwen3")
     add_adapter(ours, "a", rank=5)
     return {dtype: ours.capture("a", optimizer=False, dtype=dtype) for dtype in ("float32", "bfloat16")}
 
 
-def test_bfloat16_is_the_weights_rounded_to_the_nearest_in_half_the_bytes(captured):
+def test_bfloat16_is_the_weights_rounded_to_the_nearest_in_half_the_bytes(captured: Any) -> None:
     exact, short = captured["float32"].tensors, captured["bfloat16"].tensors
     assert exact.keys() == short.keys()
     for name, array in short.items():
@@ -23,7 +26,7 @@ def test_bfloat16_is_the_weights_rounded_to_the_nearest_in_half_the_bytes(captur
     assert adapter_bytes(captured["bfloat16"]) * 2 == adapter_bytes(captured["float32"])
 
 
-def test_a_folder_of_bfloat16_is_read_by_safetensors_as_it_was(captured, tmp_path):
+def test_a_folder_of_bfloat16_is_read_by_safetensors_as_it_was(captured: Any, tmp_path: Path) -> None:
     from safetensors.torch import load_file
 
     write_adapter(tmp_path, captured["bfloat16"])
@@ -33,7 +36,7 @@ def test_a_folder_of_bfloat16_is_read_by_safetensors_as_it_was(captured, tmp_pat
         assert torch.equal(tensors[name], as_torch(array))
 
 
-def test_bits_without_torch_are_those_of_torch():
+def test_bits_without_torch_are_those_of_torch() -> None:
     """Round to nearest, ties to even, including the smallest and largest numbers."""
     rng = np.random.default_rng(0)
     drawn = rng.integers(0, 2**32, 100_000, dtype=np.uint32).view(np.float32)
@@ -44,7 +47,7 @@ def test_bits_without_torch_are_those_of_torch():
     np.testing.assert_array_equal(bfloat16_bits(values), expected)
 
 
-def test_a_captured_adapter_is_one_vector_whose_parts_are_the_matrices(captured):
+def test_a_captured_adapter_is_one_vector_whose_parts_are_the_matrices(captured: Any) -> None:
     """Hundreds of matrices are copied, sent and checked as one, also after pickling."""
     import pickle
 

@@ -299,10 +299,10 @@ def some_works(rng: np.random.Generator, adapters: Sequence[str], vocabulary: in
 class Overwriting(TorchKernels):
     """`Kernels` that overwrite their inputs wherever the interface permits it, as those in Triton do."""
 
-    def rms_norm_backward(self, grad, x, weight, epsilon, residual):
+    def rms_norm_backward(self, grad: Any, x: Any, weight: Any, epsilon: Any, residual: Any) -> Any:
         return grad.copy_(super().rms_norm_backward(grad, x, weight, epsilon, residual))
 
-    def swiglu_backward(self, grad, gate_up):
+    def swiglu_backward(self, grad: Any, gate_up: Any) -> Any:
         by_gate_up, value = super().swiglu_backward(grad, gate_up)
         return gate_up.copy_(by_gate_up), grad.copy_(value)
 
@@ -368,7 +368,7 @@ def assert_gradients_near(ours: HFTrainer, theirs: Hooked, adapter_id: str) -> N
 @pytest.mark.parametrize("decoder", ["written-out", "autograd"])
 @bounded
 @given(shape=shapes(), seed=st.integers(0, 2**32 - 1), ranks=st.lists(st.integers(1, 20), min_size=1, max_size=4))
-def test_values_and_gradients_equal_transformers_with_autograd(decoder, shape, seed, ranks):
+def test_values_and_gradients_equal_transformers_with_autograd(decoder: Any, shape: Any, seed: Any, ranks: Any) -> None:
     rng = np.random.default_rng(seed)
     options = {
         "decoder": decoder,

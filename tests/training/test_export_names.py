@@ -86,7 +86,9 @@ def logprobs(trainer: HFTrainer, adapter: str | None, inputs: list[RenderedInput
     cases=("qwen3_vl_untied",),
 )
 @pytest.mark.parametrize("name", UNTIED)
-def test_merged_export_of_an_untied_model_is_what_was_trained(name, trainer, model_path, make, add_adapter, tmp_path):
+def test_merged_export_of_an_untied_model_is_what_was_trained(
+    name: Any, trainer: Any, model_path: Any, make: Any, add_adapter: Any, tmp_path: Path
+) -> None:
     ours, inputs = trainer(name), inputs_for(name, make)
     add_adapter(ours, "a")
     state = ours.export("a")
@@ -105,8 +107,8 @@ def test_merged_export_of_an_untied_model_is_what_was_trained(name, trainer, mod
 )
 @pytest.mark.parametrize("name", TIED)
 def test_merged_export_of_a_tied_model_differs_by_its_input_embedding_alone(
-    name, trainer, model_path, make, add_adapter, tmp_path
-):
+    name: Any, trainer: Any, model_path: Any, make: Any, add_adapter: Any, tmp_path: Path
+) -> None:
     ours, inputs = trainer(name), inputs_for(name, make)
     add_adapter(ours, "a")
     add_adapter(ours, "no head", train_unembed=False)
@@ -129,7 +131,9 @@ def test_merged_export_of_a_tied_model_differs_by_its_input_embedding_alone(
     cases=("qwen3_untied",),
 )
 @pytest.mark.parametrize("name", [*UNTIED, *TIED])
-def test_export_is_loaded_by_peft_as_documented(name, trainer, model_path, make, add_adapter, tmp_path):
+def test_export_is_loaded_by_peft_as_documented(
+    name: Any, trainer: Any, model_path: Any, make: Any, add_adapter: Any, tmp_path: Path
+) -> None:
     ours = trainer(name)
     add_adapter(ours, "a")
     write_adapter(tmp_path, ours.export("a"))
@@ -157,7 +161,7 @@ def test_export_is_loaded_by_peft_as_documented(name, trainer, model_path, make,
 
 @pytest.mark.parametrize("config", [{}, {"train_attn": False, "train_mlp": False}, {"train_unembed": False}])
 @pytest.mark.parametrize("name", [*UNTIED, *TIED])
-def test_export_is_the_capture_by_other_names(name, config, trainer, add_adapter):
+def test_export_is_the_capture_by_other_names(name: Any, config: Any, trainer: Any, add_adapter: Any) -> None:
     ours = trainer(name)
     add_adapter(ours, "a", **config)
     export, capture = ours.export("a"), ours.capture("a", optimizer=False)

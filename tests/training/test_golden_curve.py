@@ -6,6 +6,7 @@ change what training means; say why.
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,7 +22,7 @@ STEPS = 12
 
 
 @pytest.fixture
-def golden_model(tmp_path, model_path):
+def golden_model(tmp_path: Path, model_path: Any) -> Any:
     """The tiny Qwen3-VL, whose weights depend only on their names, not on the order in which they are drawn."""
     model = transformers.AutoModelForImageTextToText.from_pretrained(model_path("qwen3_vl"), dtype=torch.float32)
     for name, parameter in sorted(model.named_parameters()):
@@ -33,7 +34,7 @@ def golden_model(tmp_path, model_path):
     return tmp_path / "golden"
 
 
-def curve(trainer, make):
+def curve(trainer: Any, make: Any) -> Any:
     """The losses of two adapters with different ranks and loss functions, trained together on text and images."""
     trainer.create_adapter("a", LoraConfig(rank=8, seed=1))
     trainer.create_adapter("b", LoraConfig(rank=4, seed=2, train_mlp=False))
@@ -56,7 +57,7 @@ def curve(trainer, make):
 
 
 @pytest.mark.mutation("residual-without-gradient")
-def test_the_loss_curve_equals_the_stored_one(golden_model, make):
+def test_the_loss_curve_equals_the_stored_one(golden_model: Any, make: Any) -> None:
     trainer = HFTrainer(str(golden_model), name="golden", dtype="float32", device="cpu")
     losses = curve(trainer, make)
     stored = np.array(json.loads(STORED.read_text()))

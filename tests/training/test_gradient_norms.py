@@ -2,6 +2,7 @@
 
 import math
 from collections import defaultdict
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +15,9 @@ CLIPPED = AdamParams(grad_clip_norm=1e-3)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_each_module_reports_the_norm_of_its_own_gradient(dtype, trainer, add_adapter, make, gradients):
+def test_each_module_reports_the_norm_of_its_own_gradient(
+    dtype: Any, trainer: Any, add_adapter: Any, make: Any, gradients: Any
+) -> None:
     ours = trainer("qwen3", dtype=dtype, module_gradient_norms=True)
     add_adapter(ours, "a", train_unembed=False)
     ours.forward_backward([make.work("a", [9, 4, 20])])
@@ -30,14 +33,14 @@ def test_each_module_reports_the_norm_of_its_own_gradient(dtype, trainer, add_ad
     assert total > CLIPPED.grad_clip_norm
 
 
-def test_module_norms_are_reported_only_if_enabled(trainer, add_adapter, make):
+def test_module_norms_are_reported_only_if_enabled(trainer: Any, add_adapter: Any, make: Any) -> None:
     ours = trainer("qwen3")
     add_adapter(ours, "a")
     ours.forward_backward([make.work("a", [9])])
     assert ours.optim_step("a", CLIPPED).keys() == {"grad_norm"}
 
 
-def test_the_fake_trainer_reports_modules_too():
+def test_the_fake_trainer_reports_modules_too() -> None:
     fake = FakeTrainer(FakeModel(), module_gradient_norms=True)
     fake.create_adapter("a", LoraConfig(rank=4, seed=1))
     inputs = RenderedInput(np.arange(5, dtype=np.int32))

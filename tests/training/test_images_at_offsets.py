@@ -1,5 +1,7 @@
 """Only offsets say where images are: they determine positions and features, and pad ids elsewhere are text."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -13,11 +15,11 @@ VISION = ("qwen2_5_vl", "qwen3_vl")
 IMAGE_PAD = 111
 
 
-def hf_model(path):
+def hf_model(path: Any) -> Any:
     return transformers.AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32).eval()
 
 
-def image_arguments(rendered: RenderedInput):
+def image_arguments(rendered: RenderedInput) -> Any:
     is_image = np.zeros(rendered.length, np.int32)
     for placement in rendered.images:
         is_image[placement.offset : placement.offset + placement.image.num_tokens] = 1
@@ -38,7 +40,7 @@ def image_arguments(rendered: RenderedInput):
     [[(0, (4, 6))], [(3, (2, 2))], [(5, (8, 2)), (20, (2, 10)), (30, (4, 4))], [(29, (4, 14))]],
 )
 @pytest.mark.parametrize("family", VISION)
-def test_positions_equal_those_of_transformers(family, images, make, model_path):
+def test_positions_equal_those_of_transformers(family: str, images: Any, make: Any, model_path: Any) -> None:
     model = hf_model(model_path(family))
     rendered = make.input(43, images)
     token_ids = torch.from_numpy(rendered.token_ids.astype(np.int64))[None]
@@ -55,7 +57,7 @@ def test_positions_equal_those_of_transformers(family, images, make, model_path)
     " loaded.model.config.image_token_id)[: len(packed.image_rows)], device)",
 )
 @pytest.mark.parametrize("family", VISION)
-def test_a_pad_id_that_came_as_text_is_text(family, make, trainer, model_path):
+def test_a_pad_id_that_came_as_text_is_text(family: str, make: Any, trainer: Any, model_path: Any) -> None:
     """Compare text with stray pads before, between and after images with embeddings assembled by hand."""
     ours = trainer(family)
     rendered = make.input(40, [(6, (4, 6)), (22, (2, 4))])
@@ -79,7 +81,7 @@ def test_a_pad_id_that_came_as_text_is_text(family, make, trainer, model_path):
 
 
 @pytest.mark.parametrize("family", VISION)
-def test_pad_ids_in_pure_text_are_text(family, make, trainer, model_path):
+def test_pad_ids_in_pure_text_are_text(family: str, make: Any, trainer: Any, model_path: Any) -> None:
     rendered = make.input(20)
     rendered.token_ids[[0, 5, 6, 19]] = IMAGE_PAD
     model = hf_model(model_path(family))
@@ -96,13 +98,15 @@ def test_pad_ids_in_pure_text_are_text(family, make, trainer, model_path):
     "            if True:\n",
 )
 @pytest.mark.parametrize("family", VISION)
-def test_an_image_is_encoded_once_per_content(family, make, trainer, add_adapter, monkeypatch):
+def test_an_image_is_encoded_once_per_content(
+    family: str, make: Any, trainer: Any, add_adapter: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ours = trainer(family)
     add_adapter(ours, "a")
     encoded = []
     original = ours._loaded.model.model.get_image_features
 
-    def counted(pixels, grid, **options):
+    def counted(pixels: Any, grid: Any, **options: Any) -> Any:
         encoded.extend(grid.tolist())
         return original(pixels, grid, **options)
 
@@ -115,7 +119,9 @@ def test_an_image_is_encoded_once_per_content(family, make, trainer, add_adapter
     assert len(encoded) == 2
 
 
-def test_cached_features_change_nothing_and_are_bounded(make, trainer, add_adapter, gradients, assert_close):
+def test_cached_features_change_nothing_and_are_bounded(
+    make: Any, trainer: Any, add_adapter: Any, gradients: Any, assert_close: Any
+) -> None:
     images = [make.image(4, 4) for _ in range(6)]
     data = [make.datum(12, [(2, image)]) for image in images] + [make.datum(20, [(1, images[4]), (9, images[0])])]
     seen = []
@@ -133,7 +139,7 @@ def test_cached_features_change_nothing_and_are_bounded(make, trainer, add_adapt
         assert_close(gradient, seen[-1][1], 1e-6)
 
 
-def test_images_for_a_text_model_fail_their_own_request(make, trainer, add_adapter):
+def test_images_for_a_text_model_fail_their_own_request(make: Any, trainer: Any, add_adapter: Any) -> None:
     ours = trainer("qwen3")
     add_adapter(ours, "a")
     bad = TrainDatum(make.input(12, [(2, (4, 4))]), np.zeros(12, np.int64), {"weights": np.ones(12, np.float32)})

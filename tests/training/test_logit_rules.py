@@ -1,5 +1,7 @@
 """The chunked LM head with a bias, a scale and a soft cap, against autograd."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -19,7 +21,7 @@ ROWS, HIDDEN, VOCABULARY = 11, 6, 23
 @pytest.mark.parametrize("rule", [LogitRule(), LogitRule(scale=0.3), LogitRule(softcap=2.0), LogitRule(0.3, 2.0)])
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize("chunk", [VOCABULARY, 4 * VOCABULARY, 10**6])
-def test_logprobs_and_gradient_follow_the_rule_of_the_family(rule, has_bias, chunk):
+def test_logprobs_and_gradient_follow_the_rule_of_the_family(rule: Any, has_bias: Any, chunk: Any) -> None:
     generator = torch.Generator().manual_seed(0)
     weight, hidden, bias = (
         2 * torch.randn(shape, generator=generator, dtype=torch.float64)

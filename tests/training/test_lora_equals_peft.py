@@ -91,8 +91,18 @@ def peft_logprobs(model: Any, datum: TrainDatum) -> torch.Tensor:
 @pytest.mark.parametrize("config", CONFIGS)
 @pytest.mark.parametrize("name", ["qwen3", "qwen3_untied", "qwen2_5_vl", "qwen3_vl"])
 def test_values_and_gradients_equal_peft(
-    name, config, dtype, tolerance, trainer, model_path, make, add_adapter, gradients, assert_close, tmp_path
-):
+    name: Any,
+    config: Any,
+    dtype: Any,
+    tolerance: Any,
+    trainer: Any,
+    model_path: Any,
+    make: Any,
+    add_adapter: Any,
+    gradients: Any,
+    assert_close: Any,
+    tmp_path: Path,
+) -> None:
     ours = trainer(name, dtype=dtype)
     state = add_adapter(ours, "a", **CONFIGS[config])
     data = [make.datum(11), make.datum(5)]
@@ -118,7 +128,7 @@ def test_values_and_gradients_equal_peft(
 
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen3_untied", "qwen2_5_vl", "qwen3_vl"])
-def test_files_have_the_names_of_transformers_modules(name, trainer):
+def test_files_have_the_names_of_transformers_modules(name: Any, trainer: Any) -> None:
     ours = trainer(name)
     ours.create_adapter("a", LoraConfig(rank=2))
     state = ours.capture("a", optimizer=False)

@@ -1,5 +1,7 @@
 """Promise 4: the LoRA scale is 32 / rank, as on the hosted service, and PEFT's files say so."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -11,7 +13,9 @@ ALPHA = 32
 
 @pytest.mark.mutation("another-alpha", "training/trainer.py", "LORA_ALPHA = 32\n", "LORA_ALPHA = 16\n")
 @pytest.mark.parametrize("rank", [1, 4, 32])
-def test_an_adapter_is_the_base_plus_32_over_rank_times_b_a(rank, trainer, model_path, make, add_adapter):
+def test_an_adapter_is_the_base_plus_32_over_rank_times_b_a(
+    rank: Any, trainer: Any, model_path: Any, make: Any, add_adapter: Any
+) -> None:
     ours = trainer("qwen3_untied")
     state = add_adapter(ours, "a", rank=rank)
     assert state.peft_config()["lora_alpha"] == ALPHA

@@ -60,7 +60,7 @@ def run(
     cases=("cross_entropy",),
 )
 @pytest.mark.parametrize("loss_fn", LOSSES)
-def test_values_equal_a_numpy_reference(loss_fn):
+def test_values_equal_a_numpy_reference(loss_fn: Any) -> None:
     rng = np.random.default_rng(1)
     for config in settings_of(loss_fn):
         logprobs, inputs = random_inputs(loss_fn, 200, rng)
@@ -69,7 +69,7 @@ def test_values_equal_a_numpy_reference(loss_fn):
 
 
 @pytest.mark.parametrize("loss_fn", LOSSES)
-def test_derivatives_equal_finite_differences(loss_fn):
+def test_derivatives_equal_finite_differences(loss_fn: Any) -> None:
     rng = np.random.default_rng(2)
     for config in settings_of(loss_fn):
         logprobs, inputs = random_inputs(loss_fn, 50, rng)
@@ -83,7 +83,7 @@ def test_derivatives_equal_finite_differences(loss_fn):
             assert derivative[t] == pytest.approx((above - below) / 2e-6, rel=1e-4, abs=1e-6)
 
 
-def test_cispo_derivative_takes_the_clipped_ratio_for_a_constant():
+def test_cispo_derivative_takes_the_clipped_ratio_for_a_constant() -> None:
     rng = np.random.default_rng(3)
     config = {"clip_low_threshold": 0.9, "clip_high_threshold": 1.1}
     logprobs, inputs = random_inputs("cispo", 50, rng)
@@ -97,14 +97,14 @@ def test_cispo_derivative_takes_the_clipped_ratio_for_a_constant():
     ("advantage", "ratio", "kept"),
     [(1, 1.5, False), (1, 0.5, True), (-1, 1.5, True), (-1, 0.5, False), (1, 1.0, True), (-1, 1.0, True)],
 )
-def test_ppo_has_no_gradient_where_the_clipped_term_is_smaller(advantage, ratio, kept):
+def test_ppo_has_no_gradient_where_the_clipped_term_is_smaller(advantage: Any, ratio: Any, kept: Any) -> None:
     inputs = {"logprobs": [-1.0], "advantages": [float(advantage)]}
     config = loss_of("ppo").complete_settings({})
     _, derivative = run("ppo", [-1.0 + np.log(ratio)], inputs, config, torch.float64)
     assert derivative[0] == pytest.approx(-ratio * advantage if kept else 0.0, rel=1e-12)
 
 
-def test_ppo_survives_a_ratio_that_overflows_where_it_is_clipped():
+def test_ppo_survives_a_ratio_that_overflows_where_it_is_clipped() -> None:
     values, derivative = run(
         "ppo", [-1.0], {"logprobs": [-300.0], "advantages": [2.0]}, loss_of("ppo").complete_settings({}), torch.float32
     )
@@ -120,7 +120,7 @@ def test_ppo_survives_a_ratio_that_overflows_where_it_is_clipped():
     cases=("importance_sampling",),
 )
 @pytest.mark.parametrize("loss_fn", ["importance_sampling", "ppo"])
-def test_a_ratio_that_overflows_is_not_clamped(loss_fn):
+def test_a_ratio_that_overflows_is_not_clamped(loss_fn: Any) -> None:
     inputs = {"logprobs": [-300.0], "advantages": [-2.0]}
     values, _ = run(loss_fn, [-1.0], inputs, loss_of(loss_fn).complete_settings({}), torch.float32)
     assert np.isinf(values[0])
@@ -133,7 +133,7 @@ def test_a_ratio_that_overflows_is_not_clamped(loss_fn):
     "Terms(values, derivative)",
 )
 @pytest.mark.parametrize("advantage", [0.0, 2.0])
-def test_dro_pulls_to_the_sampler_but_leaves_a_prompt_alone(advantage):
+def test_dro_pulls_to_the_sampler_but_leaves_a_prompt_alone(advantage: Any) -> None:
     """Sampled tokens are penalised whatever their advantage; prompts arrive with advantage and logprob both 0."""
     config = {"beta": 0.4}
     inputs = {"logprobs": [-2.0, 0.0], "advantages": [advantage, 0.0]}
@@ -142,7 +142,7 @@ def test_dro_pulls_to_the_sampler_but_leaves_a_prompt_alone(advantage):
     assert derivative.tolist() == pytest.approx([-advantage - 0.4, 0.0])
 
 
-def test_gspo_has_one_ratio_for_each_datum():
+def test_gspo_has_one_ratio_for_each_datum() -> None:
     """It is the mean over the datum's own marked positions, and also applies to advantages outside of them."""
     inputs = {
         "logprobs": [0.0, -1.0, -1.0, -2.0, -2.0],
@@ -157,7 +157,7 @@ def test_gspo_has_one_ratio_for_each_datum():
     assert derivative.tolist() == pytest.approx(values.tolist())
 
 
-def test_gspo_keeps_or_drops_the_whole_sequence():
+def test_gspo_keeps_or_drops_the_whole_sequence() -> None:
     inputs = {"logprobs": [-1.0] * 4, "advantages": [1.0, -1.0] * 2, "sequence_ratio_mask": [1.0] * 4}
     logprobs = [-0.5, -0.9, -2.0, -3.0]
     values, derivative = run(
@@ -168,7 +168,7 @@ def test_gspo_keeps_or_drops_the_whole_sequence():
     assert derivative.tolist() == pytest.approx([0.0, above, -below, 0.0])
 
 
-def test_gspo_survives_a_datum_without_a_marked_position():
+def test_gspo_survives_a_datum_without_a_marked_position() -> None:
     inputs = {
         "logprobs": [-1.0] * 4,
         "advantages": [0.0, 0.0, 1.0, 1.0],
@@ -180,7 +180,7 @@ def test_gspo_survives_a_datum_without_a_marked_position():
     assert values.tolist() == derivative.tolist() == [0.0, 0.0, -1.0, -1.0]
 
 
-def test_the_ratio_of_a_long_sequence_is_exact_in_float32():
+def test_the_ratio_of_a_long_sequence_is_exact_in_float32() -> None:
     """Sums of 100 000 float32 numbers would be off by more than the default thresholds are from 1."""
     rng = np.random.default_rng(6)
     logprobs = -rng.uniform(0, 20, 100_000).astype(np.float32)
@@ -201,7 +201,7 @@ def test_the_ratio_of_a_long_sequence_is_exact_in_float32():
 )
 @pytest.mark.parametrize("loss_fn", LOSSES)
 @pytest.mark.parametrize("hostile", [-np.inf, -1e30, -200.0, 200.0, 1e30])
-def test_a_position_with_coefficient_zero_adds_exactly_nothing(loss_fn, hostile):
+def test_a_position_with_coefficient_zero_adds_exactly_nothing(loss_fn: Any, hostile: Any) -> None:
     rng = np.random.default_rng(4)
     config = loss_of(loss_fn).complete_settings({})
     logprobs, inputs = random_inputs(loss_fn, 20, rng)
@@ -234,7 +234,7 @@ def test_a_position_with_coefficient_zero_adds_exactly_nothing(loss_fn, hostile)
     cases=("gspo",),
 )
 @pytest.mark.parametrize("loss_fn", LOSSES)
-def test_the_fake_trainer_has_the_same_losses(loss_fn):
+def test_the_fake_trainer_has_the_same_losses(loss_fn: Any) -> None:
     rng = np.random.default_rng(5)
     config = loss_of(loss_fn).complete_settings({})
     logprobs, inputs = random_inputs(loss_fn, 100, rng)

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,7 +22,7 @@ from tinker_local.types import (
 N, VOCAB = 4, 100
 
 
-def datum(spans=None, **inputs):
+def datum(spans: Any = None, **inputs: Any) -> Any:
     return Datum(
         model_input=ModelInput(chunks=(EncodedTextChunk(tokens=[1, 2, 3, 4]),)),
         loss_fn_inputs=inputs,
@@ -30,12 +31,12 @@ def datum(spans=None, **inputs):
     )
 
 
-def check(loss_fn="cross_entropy", spans=None, **inputs):
+def check(loss_fn: Any = "cross_entropy", spans: Any = None, **inputs: Any) -> Any:
     rendered = RenderedInput(np.arange(N, dtype=np.int32))
     return make_train_datum(datum(spans, **inputs), rendered, loss_of(loss_fn), VOCAB, "data[3]")
 
 
-def refusal(*words, loss_fn="cross_entropy", spans=None, **inputs):
+def refusal(*words: Any, loss_fn: Any = "cross_entropy", spans: Any = None, **inputs: Any) -> None:
     with pytest.raises(InvalidRequestError) as caught:
         check(loss_fn, spans, **inputs)
     for word in words:
@@ -46,13 +47,13 @@ TARGETS = np.array([5, 6, 7, 8])
 ONES = np.ones(N, np.float32)
 
 
-def test_absent_weights_are_ones():
+def test_absent_weights_are_ones() -> None:
     result = check(target_tokens=TARGETS)
     np.testing.assert_array_equal(result.loss_inputs["weights"], ONES)
     assert result.target_tokens.dtype == np.int64
 
 
-def test_lists_become_arrays_of_the_right_kind():
+def test_lists_become_arrays_of_the_right_kind() -> None:
     result = check("ppo", target_tokens=[1, 2, 3, 4], logprobs=[0, 0, 0, 0], advantages=[0, 1, 0, -1])
     assert {name: array.dtype for name, array in result.loss_inputs.items()} == dict.fromkeys(
         ("logprobs", "advantages"), np.dtype(np.float32)
@@ -65,7 +66,7 @@ def test_lists_become_arrays_of_the_right_kind():
     "dense[rows, self.sparse_col_indices] = self.data",
     "dense.reshape(-1)[: self.data.size] = self.data",
 )
-def test_sparse_targets_and_weights_are_made_dense():
+def test_sparse_targets_and_weights_are_made_dense() -> None:
     sparse = {
         "shape": (N, 3),
         "sparse_crow_indices": np.array([0, 1, 1, 3, 3]),
@@ -80,13 +81,13 @@ def test_sparse_targets_and_weights_are_made_dense():
 
 
 @pytest.mark.mutation("lengths-not-compared", "loss.py", "    if targets.shape[0] != length:\n", "    if False:\n")
-def test_lengths_that_differ_are_refused_with_both_numbers():
+def test_lengths_that_differ_are_refused_with_both_numbers() -> None:
     refusal("data[3].loss_fn_inputs.target_tokens", 5, 4, target_tokens=np.arange(5))
     refusal("data[3].loss_fn_inputs.weights", [3], [4], target_tokens=TARGETS, weights=np.ones(3, np.float32))
     refusal("weights", [4], [4, 2], target_tokens=np.ones((4, 2), np.int64), weights=ONES)
 
 
-def test_unknown_and_missing_inputs_are_refused_by_name():
+def test_unknown_and_missing_inputs_are_refused_by_name() -> None:
     refusal("data[3].loss_fn_inputs.mask", "target_tokens, weights", target_tokens=TARGETS, mask=ONES)
     refusal("loss_fn_inputs.weights", "unknown to ppo", loss_fn="ppo", target_tokens=TARGETS, weights=ONES)
     refusal("data[3].loss_fn_inputs.target_tokens", "missing", weights=ONES)
@@ -101,7 +102,7 @@ def test_unknown_and_missing_inputs_are_refused_by_name():
 )
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("name", ["logprobs", "advantages"])
-def test_numbers_that_are_not_finite_are_refused_with_their_position(name, value):
+def test_numbers_that_are_not_finite_are_refused_with_their_position(name: Any, value: Any) -> None:
     inputs = {"logprobs": ONES.copy(), "advantages": ONES.copy()}
     inputs[name][2] = value
     refusal(f"data[3].loss_fn_inputs.{name}", value, "position 2", loss_fn="cispo", target_tokens=TARGETS, **inputs)
@@ -115,7 +116,7 @@ def test_numbers_that_are_not_finite_are_refused_with_their_position(name, value
 )
 @pytest.mark.parametrize("token", [-1, VOCAB, 2**40])
 @pytest.mark.parametrize("loss_fn", LOSSES)
-def test_targets_outside_the_vocabulary_are_refused_only_where_they_count(loss_fn, token):
+def test_targets_outside_the_vocabulary_are_refused_only_where_they_count(loss_fn: Any, token: Any) -> None:
     targets = TARGETS.copy()
     targets[1] = token
     loss = LOSSES[loss_fn]
@@ -126,7 +127,7 @@ def test_targets_outside_the_vocabulary_are_refused_only_where_they_count(loss_f
     assert check(loss_fn, target_tokens=targets, **inputs).target_tokens[1] == token
 
 
-def test_candidates_are_for_cross_entropy_only():
+def test_candidates_are_for_cross_entropy_only() -> None:
     wide = np.ones((N, 2), np.int64)
     assert check(target_tokens=wide).loss_inputs["weights"].shape == (N, 2)
     refusal("target_tokens", [4, 2], loss_fn="ppo", target_tokens=wide, logprobs=ONES, advantages=ONES)
@@ -134,12 +135,12 @@ def test_candidates_are_for_cross_entropy_only():
     refusal("target_tokens", [4, 0], target_tokens=np.ones((N, 0), np.int64))
 
 
-def test_float_targets_are_refused():
+def test_float_targets_are_refused() -> None:
     refusal("target_tokens", "int64", target_tokens=TARGETS.astype(np.float32))
 
 
-def test_provenance_is_accepted_and_must_tile():
-    def spans(*lengths):
+def test_provenance_is_accepted_and_must_tile() -> None:
+    def spans(*lengths: Any) -> Any:
         return tuple(ProvenanceSpan(source="sampled", sequence_id="s", offset=0, length=n) for n in lengths)
 
     check(spans=(spans(3, 1), spans(0, 4)), target_tokens=TARGETS)
@@ -149,7 +150,7 @@ def test_provenance_is_accepted_and_must_tile():
 
 @pytest.mark.mutation("unknown-loss-is-cross-entropy")
 @pytest.mark.parametrize("loss_fn", NEAREST)
-def test_losses_of_the_sdk_that_are_not_here_are_refused_with_the_nearest(loss_fn):
+def test_losses_of_the_sdk_that_are_not_here_are_refused_with_the_nearest(loss_fn: Any) -> None:
     with pytest.raises(UnsupportedError, match=NEAREST[loss_fn]):
         loss_of(loss_fn).complete_settings({})
     with pytest.raises(UnsupportedError):
@@ -162,14 +163,14 @@ def test_losses_of_the_sdk_that_are_not_here_are_refused_with_the_nearest(loss_f
     '    known = ", ".join(LOSSES)\n',
     '    known = ", ".join(LOSSES)\n    return LOSSES.get(loss_fn, CROSS_ENTROPY)\n',
 )
-def test_an_unknown_loss_is_refused_with_the_known_ones():
+def test_an_unknown_loss_is_refused_with_the_known_ones() -> None:
     with pytest.raises(InvalidRequestError, match="cross_entropy, importance_sampling, ppo, cispo"):
         loss_of("cross-entropy").complete_settings({})
 
 
 @pytest.mark.parametrize("loss_fn", ["ppo", "cispo", "gspo"])
 @pytest.mark.parametrize("name", ["clip_low_threshold", "clip_high_threshold"])
-def test_thresholds_as_tensors_are_refused_with_what_to_do(loss_fn, name):
+def test_thresholds_as_tensors_are_refused_with_what_to_do(loss_fn: Any, name: Any) -> None:
     inputs = dict.fromkeys(LOSSES[loss_fn].inputs, ONES)
     refusal(
         f"data[3].loss_fn_inputs.{name}",
@@ -181,7 +182,7 @@ def test_thresholds_as_tensors_are_refused_with_what_to_do(loss_fn, name):
     )
 
 
-def test_the_mask_of_the_sequence_ratio_is_checked():
+def test_the_mask_of_the_sequence_ratio_is_checked() -> None:
     """The mask is required, finite, as long as the targets, and not empty if an advantage counts."""
     policy = {"loss_fn": "gspo", "target_tokens": TARGETS, "logprobs": -ONES}
     field = "data[3].loss_fn_inputs.sequence_ratio_mask"
@@ -196,7 +197,7 @@ def test_the_mask_of_the_sequence_ratio_is_checked():
     refusal("sequence_ratio_mask", "unknown to ppo", loss_fn="ppo", advantages=ONES, sequence_ratio_mask=ONES, **policy)
 
 
-def test_settings_are_completed_by_the_documented_defaults():
+def test_settings_are_completed_by_the_documented_defaults() -> None:
     assert loss_of("ppo").complete_settings({}) == {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}
     assert loss_of("cispo").complete_settings({}) == {"clip_low_threshold": 0.0, "clip_high_threshold": 4.0}
     assert loss_of("dro").complete_settings({}) == {"beta": 0.05}
@@ -223,12 +224,12 @@ def test_settings_are_completed_by_the_documented_defaults():
         ("dro", {"kl_coeff": 0.01}),
     ],
 )
-def test_settings_that_make_no_sense_are_refused_by_name(loss_fn, config):
+def test_settings_that_make_no_sense_are_refused_by_name(loss_fn: Any, config: Any) -> None:
     with pytest.raises(InvalidRequestError, match=f"{next(iter(config))}"):
         loss_of(loss_fn).complete_settings(config)
 
 
-def test_checks_and_families_load_without_torch():
+def test_checks_and_families_load_without_torch() -> None:
     code = (
         "import sys, tinker_local.backend.training.losses.loss, tinker_local.backend.training.optimizers\n"
         "import tinker_local.backend.families\n"

@@ -1,6 +1,7 @@
 """Data that share a micro-batch do not see each other."""
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,12 +11,12 @@ from tinker_local.backend.training.trainer import TrainDatum, TrainWork
 FAMILIES = ("qwen3", "qwen2_5_vl", "qwen3_vl")
 
 
-def logprobs_of(trainer, data):
+def logprobs_of(trainer: Any, data: Any) -> Any:
     (result,) = trainer.forward_backward([TrainWork("a", data, "cross_entropy", backward=False)])
     return [output["logprobs"] for output in result.outputs]
 
 
-def with_other_tokens(datum, make):
+def with_other_tokens(datum: Any, make: Any) -> Any:
     token_ids = datum.input.token_ids.copy()
     images = [p.image for p in datum.input.images]
     pixels = {image.content_hash: make.image(*image.grid_thw[1:]) for image in images}
@@ -38,7 +39,9 @@ def with_other_tokens(datum, make):
 @pytest.mark.parametrize(
     ("family", "with_images"), [(f, i) for f in FAMILIES for i in (False, True) if f != "qwen3" or not i]
 )
-def test_changing_one_datum_leaves_the_others_logprobs_unchanged(family, with_images, trainer, make, add_adapter):
+def test_changing_one_datum_leaves_the_others_logprobs_unchanged(
+    family: str, with_images: Any, trainer: Any, make: Any, add_adapter: Any
+) -> None:
     ours = trainer(family)
     add_adapter(ours, "a")
     images = [(2, (4, 6)), (9, (2, 2))] if with_images else []
@@ -65,7 +68,9 @@ def test_changing_one_datum_leaves_the_others_logprobs_unchanged(family, with_im
     cases=("qwen3_vl",),
 )
 @pytest.mark.parametrize("family", FAMILIES)
-def test_packed_data_equal_each_alone(family, trainer, make, add_adapter, gradients, assert_close):
+def test_packed_data_equal_each_alone(
+    family: str, trainer: Any, make: Any, add_adapter: Any, gradients: Any, assert_close: Any
+) -> None:
     """Values and gradients of text alone, images, and text beside images in one micro-batch."""
     ours = trainer(family)
     add_adapter(ours, "a")
@@ -85,7 +90,9 @@ def test_packed_data_equal_each_alone(family, trainer, make, add_adapter, gradie
     assert_close(together, gradients(ours, "a"), 1e-6)
 
 
-def test_the_split_into_micro_batches_does_not_matter(trainer, make, add_adapter, gradients, assert_close):
+def test_the_split_into_micro_batches_does_not_matter(
+    trainer: Any, make: Any, add_adapter: Any, gradients: Any, assert_close: Any
+) -> None:
     data = [make.datum(n) for n in (7, 1, 12, 7, 30, 3, 3, 25)]
     seen = []
     for budget in (1, 13, 8192):
@@ -100,7 +107,9 @@ def test_the_split_into_micro_batches_does_not_matter(trainer, make, add_adapter
             np.testing.assert_allclose(output["logprobs"], expected["logprobs"], atol=2e-6)
 
 
-def test_chunks_of_the_lm_head_do_not_matter(trainer, make, add_adapter, gradients, assert_close):
+def test_chunks_of_the_lm_head_do_not_matter(
+    trainer: Any, make: Any, add_adapter: Any, gradients: Any, assert_close: Any
+) -> None:
     """One row of logits at a time or all, with several adapters, several candidates, and rows without a gradient."""
     data = [make.datum(9), make.datum(5, candidates=3), make.datum(30)]
     data[2].loss_inputs["weights"][::2] = 0
@@ -123,7 +132,9 @@ def test_chunks_of_the_lm_head_do_not_matter(trainer, make, add_adapter, gradien
     "self.h_down = low_rank.down(self.context.kernels.swiglu(present(self.gate_up)))",
     "self.h_down = 0 * low_rank.down(self.context.kernels.swiglu(present(self.gate_up)))",
 )
-def test_recomputed_layers_give_the_same_gradients(trainer, make, add_adapter, gradients, assert_close):
+def test_recomputed_layers_give_the_same_gradients(
+    trainer: Any, make: Any, add_adapter: Any, gradients: Any, assert_close: Any
+) -> None:
     """With nothing kept, some activations kept, and everything kept."""
     seen, kept = [], []
     data = [make.datum(9), make.datum(30, [(2, (4, 4))])]
@@ -143,11 +154,11 @@ def test_recomputed_layers_give_the_same_gradients(trainer, make, add_adapter, g
             assert_close(gradient[name], seen[-1][name], 1e-7)
 
 
-def record_plans(ours):
+def record_plans(ours: Any) -> Any:
     """Record the recompute policy of each micro-batch that follows."""
     plans, original = [], ours._runner._policy
 
-    def record(packed, batch):
+    def record(packed: Any, batch: Any) -> Any:
         plans.append(original(packed, batch))
         return plans[-1]
 

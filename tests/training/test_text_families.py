@@ -6,6 +6,7 @@ The models have windows of 16 positions, soft caps that take effect, and grouped
 import json
 import weakref
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -38,7 +39,9 @@ def works_of(make: Any, adapters: Sequence[str]) -> list[TrainWork]:
 
 
 @every_decoder
-def test_several_adapters_in_one_row_equal_transformers_with_each_alone(family, decoder, trainer, make, add_adapter):
+def test_several_adapters_in_one_row_equal_transformers_with_each_alone(
+    family: str, decoder: Any, trainer: Any, make: Any, add_adapter: Any
+) -> None:
     """Logprobs, loss, and gradients of every matrix of adapters of three ranks, in float64 to 1e-9."""
     ours = trainer(family, decoder=decoder, dtype="float64")
     theirs = transformers.AutoModelForCausalLM.from_pretrained(
@@ -71,7 +74,9 @@ def test_several_adapters_in_one_row_equal_transformers_with_each_alone(family, 
 
 
 @every_decoder
-def test_packed_sequences_equal_each_alone(family, decoder, trainer, make, add_adapter, gradients, assert_close):
+def test_packed_sequences_equal_each_alone(
+    family: str, decoder: Any, trainer: Any, make: Any, add_adapter: Any, gradients: Any, assert_close: Any
+) -> None:
     ours = trainer(family, decoder=decoder)
     add_adapter(ours, "a")
     (work,) = works_of(make, "a")
@@ -86,8 +91,15 @@ def test_packed_sequences_equal_each_alone(family, decoder, trainer, make, add_a
 
 @every_decoder
 def test_gradients_equal_peft_on_the_files_of_the_adapter(
-    family, decoder, trainer, make, add_adapter, gradients, assert_close, tmp_path
-):
+    family: str,
+    decoder: Any,
+    trainer: Any,
+    make: Any,
+    add_adapter: Any,
+    gradients: Any,
+    assert_close: Any,
+    tmp_path: Path,
+) -> None:
     ours = trainer(family, decoder=decoder)
     state = add_adapter(ours, "a")
     (work,) = works_of(make, "a")
@@ -125,8 +137,8 @@ def peft_logprobs(model: Any, datum: TrainDatum) -> torch.Tensor:
 )
 @pytest.mark.parametrize("family", ["gemma2", "qwen3_vl"])
 def test_checkpointed_layers_of_autograd_give_the_same_gradients(
-    family, trainer, make, add_adapter, gradients, assert_close
-):
+    family: str, trainer: Any, make: Any, add_adapter: Any, gradients: Any, assert_close: Any
+) -> None:
     """With nothing kept, one layer kept and everything kept, also if image features are added between layers."""
     data = [make.datum(9), make.datum(30, [(2, (4, 4))] if family == "qwen3_vl" else [])]
     seen, policies = [], []
@@ -151,8 +163,14 @@ def test_checkpointed_layers_of_autograd_give_the_same_gradients(
 )
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
 def test_a_gated_mlp_keeps_gate_and_up_alone_with_the_same_gradients(
-    family, trainer, make, add_adapter, gradients, assert_close, monkeypatch
-):
+    family: str,
+    trainer: Any,
+    make: Any,
+    add_adapter: Any,
+    gradients: Any,
+    assert_close: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """The activation and the product are computed again, in place of the gradients of gate and up."""
     kept, seen = [], []
     data = [make.datum(9), make.datum(30)]
@@ -177,8 +195,8 @@ def test_a_gated_mlp_keeps_gate_and_up_alone_with_the_same_gradients(
 )
 @pytest.mark.parametrize("decoder", ["written-out", "autograd"])
 def test_layers_run_backward_without_hidden_states_and_their_gradient_in_memory(
-    decoder, trainer, make, add_adapter, monkeypatch
-):
+    decoder: str, trainer: Any, make: Any, add_adapter: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     held: list[weakref.ref[torch.Tensor]] = []
     alive: list[bool] = []
     head = LmHead.logprobs_and_gradient
@@ -202,19 +220,19 @@ def test_layers_run_backward_without_hidden_states_and_their_gradient_in_memory(
     assert alive == [False] * 3
 
 
-def test_auto_takes_the_written_out_decoder_where_it_knows_the_layers(trainer):
+def test_auto_takes_the_written_out_decoder_where_it_knows_the_layers(trainer: Any) -> None:
     for family in (*LIKE_QWEN, "qwen3", "qwen3_vl"):
         assert isinstance(trainer(family)._loaded.decoder, WrittenOutDecoder), family
     for family in GEMMA:
         assert isinstance(trainer(family)._loaded.decoder, AutogradDecoder), family
 
 
-def test_a_model_that_the_chosen_decoder_cannot_train_is_refused_with_the_reason(trainer):
+def test_a_model_that_the_chosen_decoder_cannot_train_is_refused_with_the_reason(trainer: Any) -> None:
     with pytest.raises(UnsupportedError, match=r"written-out decoder .*hidden_act 'gelu_pytorch_tanh' is not 'silu'"):
         trainer("gemma2", decoder="written-out")
 
 
-def test_a_model_with_its_own_attention_is_refused(trainer, monkeypatch):
+def test_a_model_with_its_own_attention_is_refused(trainer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its layers would let the sequences of a packed row see each other."""
     from transformers.models.llama import modeling_llama
 
@@ -230,7 +248,9 @@ def test_a_model_with_its_own_attention_is_refused(trainer, monkeypatch):
     "decoder-never-compared", "training/decoders/__init__.py", "if not difference <= tolerance:", "if False:"
 )
 @pytest.mark.parametrize("decoder", ["written-out", "autograd"])
-def test_a_model_that_computes_more_than_its_modules_show_is_refused(decoder, trainer, monkeypatch):
+def test_a_model_that_computes_more_than_its_modules_show_is_refused(
+    decoder: Any, trainer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A factor between the blocks, as in Granite, is not visible in the weights."""
     from transformers.models.llama import modeling_llama
 

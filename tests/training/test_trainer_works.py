@@ -3,6 +3,7 @@
 import itertools
 import sys
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,20 +16,20 @@ from tinker_local.types import AdamParams, InternalError, InvalidRequestError, N
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
-def scaled(datum, name, factor):
+def scaled(datum: Any, name: Any, factor: Any) -> Any:
     return replace(
         datum, loss_inputs={**datum.loss_inputs, name: (datum.loss_inputs[name] * factor).astype(np.float32)}
     )
 
 
-def run(trainer, *works):
+def run(trainer: Any, *works: Any) -> Any:
     results = trainer.forward_backward(works)
     assert all(isinstance(result, TrainResult) for result in results), results
     return results
 
 
 @pytest.fixture
-def ours(trainer, add_adapter):
+def ours(trainer: Any, add_adapter: Any) -> Any:
     made = trainer("qwen3")
     add_adapter(made, "a")
     add_adapter(made, "b", rank=8, seed=2, train_unembed=False)
@@ -37,10 +38,10 @@ def ours(trainer, add_adapter):
 
 
 @pytest.fixture
-def gradient_of(ours, gradients):
+def gradient_of(ours: Any, gradients: Any) -> Any:
     """The gradient that requests add to adapter a, starting from none."""
 
-    def read(*calls):
+    def read(*calls: Any) -> Any:
         ours.discard_gradients("a")
         for works in calls:
             run(ours, *works)
@@ -60,7 +61,9 @@ def gradient_of(ours, gradients):
     cases=("cross_entropy",),
 )
 @pytest.mark.parametrize("loss_fn", LOSSES)
-def test_ten_times_the_coefficient_is_ten_times_loss_and_gradient(loss_fn, ours, make, gradient_of, assert_close):
+def test_ten_times_the_coefficient_is_ten_times_loss_and_gradient(
+    loss_fn: Any, ours: Any, make: Any, gradient_of: Any, assert_close: Any
+) -> None:
     """For `dro`, this includes the penalty."""
     work = make.work("a", [9, 4, 20], loss_fn)
     config = {name: value * (10 if name == "beta" else 1) for name, value in work.loss_config.items()}
@@ -87,7 +90,9 @@ def test_ten_times_the_coefficient_is_ten_times_loss_and_gradient(loss_fn, ours,
     cases=("cross_entropy",),
 )
 @pytest.mark.parametrize("loss_fn", LOSSES)
-def test_four_copies_give_four_times_the_gradient(loss_fn, ours, make, gradient_of, assert_close):
+def test_four_copies_give_four_times_the_gradient(
+    loss_fn: Any, ours: Any, make: Any, gradient_of: Any, assert_close: Any
+) -> None:
     work = make.work("a", [9, 4], loss_fn)
     four = replace(work, data=[*work.data] * 4)
     once, quadruple = run(ours, work, four)
@@ -104,7 +109,7 @@ def test_four_copies_give_four_times_the_gradient(loss_fn, ours, make, gradient_
     cases=("ppo",),
 )
 @pytest.mark.parametrize("loss_fn", LOSSES)
-def test_a_plus_b_is_a_then_b(loss_fn, ours, make, gradient_of, assert_close):
+def test_a_plus_b_is_a_then_b(loss_fn: Any, ours: Any, make: Any, gradient_of: Any, assert_close: Any) -> None:
     """As one request, as two requests of one call, and as two calls."""
     first, second = make.work("a", [9, 4], loss_fn), make.work("a", [6, 30, 2], loss_fn)
     union = replace(first, data=[*first.data, *second.data])
@@ -114,7 +119,7 @@ def test_a_plus_b_is_a_then_b(loss_fn, ours, make, gradient_of, assert_close):
 
 
 @pytest.mark.mutation("mean-loss")
-def test_loss_is_the_sum_of_what_is_reported_per_position(ours, make):
+def test_loss_is_the_sum_of_what_is_reported_per_position(ours: Any, make: Any) -> None:
     (result,) = run(ours, make.work("a", [9, 4, 20]))
     total = sum(float(output["elementwise_loss"].astype(np.float64).sum()) for output in result.outputs)
     assert result.metrics == {"loss:sum": pytest.approx(total, rel=1e-6)}
@@ -130,7 +135,7 @@ def test_loss_is_the_sum_of_what_is_reported_per_position(ours, make):
     "targets = [np.append(item.datum.input.token_ids[1:], 0).astype(np.int64) if"
     " item.datum.target_tokens.ndim == 1 else item.datum.target_tokens for item in items]",
 )
-def test_targets_are_those_given(ours, make):
+def test_targets_are_those_given(ours: Any, make: Any) -> None:
     """Targets are neither shifted nor derived from the input: the same hidden states score any targets."""
     datum = make.datum(12)
     other = replace(datum, target_tokens=np.roll(datum.target_tokens, 3))
@@ -159,7 +164,9 @@ def test_targets_are_those_given(ours, make):
     "of_target = _sums(derivative, chunk.same, len(chunk.same))[chunk.same]",
     "of_target = derivative",
 )
-def test_candidates_add_up_like_separate_data(trainer, add_adapter, make, gradients, assert_close):
+def test_candidates_add_up_like_separate_data(
+    trainer: Any, add_adapter: Any, make: Any, gradients: Any, assert_close: Any
+) -> None:
     ours = trainer("qwen3", dtype="float64")
     add_adapter(ours, "a")
     wide = make.datum(12, candidates=3)
@@ -182,8 +189,8 @@ def test_candidates_add_up_like_separate_data(trainer, add_adapter, make, gradie
 
 @pytest.mark.parametrize("loss_fn", LOSSES)
 def test_positions_with_coefficient_zero_add_nothing_whatever_their_target(
-    loss_fn, ours, make, gradient_of, assert_close
-):
+    loss_fn: Any, ours: Any, make: Any, gradient_of: Any, assert_close: Any
+) -> None:
     datum = make.datum(20, loss_fn=loss_fn)
     loss = LOSSES[loss_fn]
     for name in loss.target_inputs:
@@ -202,7 +209,7 @@ def test_positions_with_coefficient_zero_add_nothing_whatever_their_target(
     assert_close(gradient_of([works[1]]), expected, 0.0)
 
 
-def test_all_weights_zero_reports_logprobs_and_leaves_no_gradient(ours, make, gradients):
+def test_all_weights_zero_reports_logprobs_and_leaves_no_gradient(ours: Any, make: Any, gradients: Any) -> None:
     datum = scaled(make.datum(12), "weights", 0)
     (result,) = run(ours, TrainWork("a", [datum], "cross_entropy"))
     assert result.metrics["loss:sum"] == 0
@@ -231,7 +238,7 @@ def test_all_weights_zero_reports_logprobs_and_leaves_no_gradient(ours, make, gr
     "outputs[item.index] = output",
     "outputs[self.works[item.work].outputs.index({})] = output",
 )
-def test_results_come_in_request_order_with_several_losses_in_one_call(ours, make):
+def test_results_come_in_request_order_with_several_losses_in_one_call(ours: Any, make: Any) -> None:
     works = [
         make.work(adapter, lengths, loss_fn)
         for adapter, lengths, loss_fn in [
@@ -254,7 +261,9 @@ def test_results_come_in_request_order_with_several_losses_in_one_call(ours, mak
         assert result.metrics["loss:sum"] == pytest.approx(alone.metrics["loss:sum"], rel=1e-5)
 
 
-def test_adapters_that_share_micro_batches_compute_what_each_does_alone(ours, make, gradients, assert_close):
+def test_adapters_that_share_micro_batches_compute_what_each_does_alone(
+    ours: Any, make: Any, gradients: Any, assert_close: Any
+) -> None:
     """Ranks 4, 8 and 1 with different flags in one forward."""
     works = {name: make.work(name, [9, 4, 20, 9]) for name in "abc"}
     together = dict(zip(works, run(ours, *works.values()), strict=True))
@@ -267,7 +276,7 @@ def test_adapters_that_share_micro_batches_compute_what_each_does_alone(ours, ma
         assert_close(cobatched[name], gradients(ours, name), 1e-6)
 
 
-def test_a_forward_never_touches_gradients(ours, make, gradients, assert_close):
+def test_a_forward_never_touches_gradients(ours: Any, make: Any, gradients: Any, assert_close: Any) -> None:
     work = make.work("a", [9, 4])
     (trained,) = run(ours, work)
     before = gradients(ours, "a")
@@ -276,7 +285,7 @@ def test_a_forward_never_touches_gradients(ours, make, gradients, assert_close):
     assert forward.metrics["loss:sum"] == pytest.approx(trained.metrics["loss:sum"], rel=1e-6)
 
 
-def test_logprobs_of_a_sequence_are_those_of_its_own_next_tokens(ours, make):
+def test_logprobs_of_a_sequence_are_those_of_its_own_next_tokens(ours: Any, make: Any) -> None:
     datum = make.datum(12)
     datum = replace(datum, target_tokens=np.append(datum.input.token_ids[1:], 0).astype(np.int64))
     (result,) = run(ours, TrainWork("a", [datum], "cross_entropy"))
@@ -288,7 +297,9 @@ def test_logprobs_of_a_sequence_are_those_of_its_own_next_tokens(ours, make):
 # Failures
 
 
-def test_requests_that_cannot_run_fail_alone_and_name_the_datum(ours, make, gradients, assert_close):
+def test_requests_that_cannot_run_fail_alone_and_name_the_datum(
+    ours: Any, make: Any, gradients: Any, assert_close: Any
+) -> None:
     good = make.work("a", [9, 4])
     out_of_range = make.work("a", [3, 5])
     out_of_range.data[1].input.token_ids[2] = 120
@@ -310,7 +321,7 @@ def test_requests_that_cannot_run_fail_alone_and_name_the_datum(ours, make, grad
     assert_close(gradients(ours, "a"), together, 1e-6)
 
 
-def test_malformed_data_fails_its_own_request(ours, make):
+def test_malformed_data_fails_its_own_request(ours: Any, make: Any) -> None:
     """Data that bypassed `make_train_datum`."""
     good = make.work("a", [9, 4])
     datum = make.datum(5)
@@ -333,13 +344,13 @@ def test_malformed_data_fails_its_own_request(ours, make):
         assert message in str(result)
 
 
-def test_absent_settings_take_their_defaults(ours, make):
+def test_absent_settings_take_their_defaults(ours: Any, make: Any) -> None:
     work = make.work("a", [9, 4], "ppo")
     given, absent = run(ours, work, replace(work, loss_config={}))
     assert given.metrics == absent.metrics
 
 
-def infinite_ratio(make, adapter_id):
+def infinite_ratio(make: Any, adapter_id: Any) -> Any:
     work = make.work(adapter_id, [6, 8, 3], "importance_sampling")
     work.data[1].loss_inputs["logprobs"][4] = -500
     return work
@@ -351,7 +362,9 @@ def infinite_ratio(make, adapter_id):
 @pytest.mark.mutation(
     "one-failure-fails-the-batch", "worker.py", "for part in [again] if failed else", "for part in [] if failed else"
 )
-def test_a_loss_that_is_not_finite_fails_its_request_and_leaves_no_gradient(ours, make, gradients, assert_close):
+def test_a_loss_that_is_not_finite_fails_its_request_and_leaves_no_gradient(
+    ours: Any, make: Any, gradients: Any, assert_close: Any
+) -> None:
     good, sibling, other = make.work("a", [9, 4]), make.work("a", [6, 30, 2], "ppo"), make.work("b", [5, 7])
     run(ours, good)
     run(ours, sibling, other)
@@ -375,7 +388,7 @@ def test_a_loss_that_is_not_finite_fails_its_request_and_leaves_no_gradient(ours
     'largest = float("inf")',
 )
 @pytest.mark.parametrize("loss_fn", ["ppo", "cispo", "gspo"])
-def test_a_threshold_that_float32_cannot_hold_means_no_bound(loss_fn, ours, make):
+def test_a_threshold_that_float32_cannot_hold_means_no_bound(loss_fn: Any, ours: Any, make: Any) -> None:
     """Clients send it for "no upper bound", here next to a request of another model."""
     work, other = make.work("a", [6, 8], loss_fn), make.work("b", [5])
     results = [
@@ -387,11 +400,13 @@ def test_a_threshold_that_float32_cannot_hold_means_no_bound(loss_fn, ours, make
     assert others == [first, first]
 
 
-def test_a_failed_request_costs_the_others_one_more_pass_in_all(ours, make, monkeypatch):
+def test_a_failed_request_costs_the_others_one_more_pass_in_all(
+    ours: Any, make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One pass each would let a client slow the others down to one request at a time."""
     passes, original = [], ours._runner.run
 
-    def counted(packed, *args, **options):
+    def counted(packed: Any, *args: Any, **options: Any) -> Any:
         passes.append(packed)
         return original(packed, *args, **options)
 
@@ -402,7 +417,9 @@ def test_a_failed_request_costs_the_others_one_more_pass_in_all(ours, make, monk
     assert len(passes) == 2
 
 
-def test_a_failure_in_a_late_micro_batch_takes_the_earlier_ones_back(trainer, add_adapter, make, gradients):
+def test_a_failure_in_a_late_micro_batch_takes_the_earlier_ones_back(
+    trainer: Any, add_adapter: Any, make: Any, gradients: Any
+) -> None:
     ours = trainer("qwen3", micro_batch_tokens=8)
     add_adapter(ours, "a")
     work = make.work("a", [3, 4, 5, 8], "importance_sampling")
@@ -412,7 +429,9 @@ def test_a_failure_in_a_late_micro_batch_takes_the_earlier_ones_back(trainer, ad
     assert not any(array.any() for array in gradients(ours, "a").values())
 
 
-def test_a_gradient_that_is_not_finite_fails_its_request_only(ours, make, gradients, assert_close):
+def test_a_gradient_that_is_not_finite_fails_its_request_only(
+    ours: Any, make: Any, gradients: Any, assert_close: Any
+) -> None:
     """The loss is finite, but its gradient overflows float32."""
     good = make.work("c", [9, 4])
     run(ours, good)
@@ -429,7 +448,7 @@ def test_a_gradient_that_is_not_finite_fails_its_request_only(ours, make, gradie
         assert_close(gradients(ours, "c"), expected, 1e-6)
 
 
-def test_broken_weights_fail_only_their_own_requests(ours, make, gradients):
+def test_broken_weights_fail_only_their_own_requests(ours: Any, make: Any, gradients: Any) -> None:
     run(ours, make.work("a", [9]))
     ours.optim_step("a", AdamParams(learning_rate=1e30))
     broken, fine = ours.forward_backward([make.work("a", [9, 4]), make.work("b", [5])])
@@ -439,7 +458,9 @@ def test_broken_weights_fail_only_their_own_requests(ours, make, gradients):
     assert all(np.isfinite(array).all() for array in gradients(ours, "b").values())
 
 
-def test_a_gradient_lost_inside_the_model_is_an_error_of_the_server(ours, make, monkeypatch):
+def test_a_gradient_lost_inside_the_model_is_an_error_of_the_server(
+    ours: Any, make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As with reentrant activation checkpointing, where autograd gives zeros and torch raises no error."""
     monkeypatch.setattr(LoraBatch, "add_gradients", lambda self, adapter, flat, groups: None)
     work = make.work("a", [9])
@@ -451,7 +472,7 @@ def test_a_gradient_lost_inside_the_model_is_an_error_of_the_server(ours, make, 
     assert "zero" in str(result)
 
 
-def test_a_first_gradient_that_cancels_to_zero_is_not_an_error(ours, make, gradients):
+def test_a_first_gradient_that_cancels_to_zero_is_not_an_error(ours: Any, make: Any, gradients: Any) -> None:
     """The same candidate twice with opposite weights. Later gradients are still checked."""
     datum = make.datum(9, candidates=2)
     work = TrainWork("a", [datum], "cross_entropy")
@@ -464,7 +485,7 @@ def test_a_first_gradient_that_cancels_to_zero_is_not_an_error(ours, make, gradi
     assert ours._adapters["a"].gradient_seen
 
 
-def test_a_first_gradient_of_a_certain_target_is_not_an_error(trainer, make, add_adapter):
+def test_a_first_gradient_of_a_certain_target_is_not_an_error(trainer: Any, make: Any, add_adapter: Any) -> None:
     """A loaded adapter that has memorised its data: p rounds to 1 in float32, so log p = 0."""
     ours = trainer("qwen3")
     ours._loaded.model.lm_head.weight.mul_(1000)
@@ -478,7 +499,7 @@ def test_a_first_gradient_of_a_certain_target_is_not_an_error(trainer, make, add
     assert result.outputs[0]["logprobs"] == 0
 
 
-def test_a_loaded_adapter_whose_a_is_zero_is_not_an_error(ours, make):
+def test_a_loaded_adapter_whose_a_is_zero_is_not_an_error(ours: Any, make: Any) -> None:
     """If A is zero, so is B's gradient, but not A's."""
     adapter = ours._adapters["a"]
     for spec in adapter.specs:
@@ -492,12 +513,12 @@ def test_a_loaded_adapter_whose_a_is_zero_is_not_an_error(ours, make):
 # Memory
 
 
-def out_of_memory_above(ours, monkeypatch, positions):
+def out_of_memory_above(ours: Any, monkeypatch: pytest.MonkeyPatch, positions: Any) -> Any:
     """Make the decoder run out of memory, as CUDA does, for rows longer than `positions`; returns the lengths tried."""
     tried = []
     original = ours._runner._decoder.forward
 
-    def forward(row, lora, policy):
+    def forward(row: Any, lora: Any, policy: Any) -> Any:
         tried.append(len(row.embeds))
         if tried[-1] > positions:
             raise torch.OutOfMemoryError("CUDA out of memory")
@@ -513,7 +534,9 @@ def out_of_memory_above(ours, monkeypatch, positions):
     "except torch.OutOfMemoryError:\n            return None",
     "except torch.OutOfMemoryError:\n            raise",
 )
-def test_running_out_of_memory_halves_the_budget_and_tries_again(ours, make, gradients, assert_close, monkeypatch):
+def test_running_out_of_memory_halves_the_budget_and_tries_again(
+    ours: Any, make: Any, gradients: Any, assert_close: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     works = [make.work("a", [9, 4, 20, 9]), make.work("b", [5, 6, 7])]
     expected = run(ours, *works)
     expected_gradients = {name: gradients(ours, name) for name in "ab"}
@@ -530,7 +553,9 @@ def test_running_out_of_memory_halves_the_budget_and_tries_again(ours, make, gra
         assert_close(gradients(ours, name), expected_gradients[name], 1e-6)
 
 
-def test_waiting_batches_are_split_to_the_halved_budget_too(ours, make, monkeypatch):
+def test_waiting_batches_are_split_to_the_halved_budget_too(
+    ours: Any, make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """At their old size, each would run out of memory in turn and halve the budget once more."""
     ours._budget.tokens = 40
     tried = out_of_memory_above(ours, monkeypatch, 25)
@@ -540,7 +565,9 @@ def test_waiting_batches_are_split_to_the_halved_budget_too(ours, make, monkeypa
     assert max(tried[1:]) <= 20
 
 
-def test_a_budget_that_was_halved_grows_back_when_memory_suffices(ours, make, monkeypatch):
+def test_a_budget_that_was_halved_grows_back_when_memory_suffices(
+    ours: Any, make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """If memory still does not suffice, the budget is tried again, less often each time."""
     work = make.work("a", [9, 4, 20, 9, 18])
     monkeypatch.setattr(ours._budget, "_most", 60)
@@ -560,15 +587,15 @@ def test_a_budget_that_was_halved_grows_back_when_memory_suffices(ours, make, mo
 
 
 def test_memory_that_runs_out_in_the_backward_leaves_nothing_half_done(
-    ours, make, gradients, assert_close, monkeypatch
-):
+    ours: Any, make: Any, gradients: Any, assert_close: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     work = make.work("a", [9, 4, 20, 9])
     run(ours, work)
     expected = gradients(ours, "a")
     ours.discard_gradients("a")
     original, calls = WrittenOutPass.backward, []
 
-    def backward(done, grad):
+    def backward(done: Any, grad: Any) -> Any:
         calls.append(len(grad))
         embeds_grad = original(done, grad)
         if len(calls) == 1:
@@ -581,11 +608,13 @@ def test_memory_that_runs_out_in_the_backward_leaves_nothing_half_done(
     assert_close(gradients(ours, "a"), expected, 1e-6)
 
 
-def test_memory_that_runs_out_after_the_last_micro_batch_leaves_nothing_half_done(ours, make, monkeypatch):
+def test_memory_that_runs_out_after_the_last_micro_batch_leaves_nothing_half_done(
+    ours: Any, make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The first adapter would have its gradient by then, if that was added before the others were checked."""
     original = ours._gradient_fault
 
-    def look(adapter_id, tally):
+    def look(adapter_id: Any, tally: Any) -> Any:
         if adapter_id == "b":
             raise torch.OutOfMemoryError("CUDA out of memory")
         return original(adapter_id, tally)
@@ -604,7 +633,7 @@ class OneAllocationFails(TorchDispatchMode):
         self.at = at
         self.sizes: list[int] = []
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         in_place = func._schema.name.endswith("_") or any(argument.is_out for argument in func._schema.arguments)
         if in_place or func.is_view:
             return func(*args, **(kwargs or {}))
@@ -617,7 +646,9 @@ class OneAllocationFails(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("decoder", ["written-out", "autograd"])
-def test_memory_that_runs_out_anywhere_leaves_nothing_half_done(decoder, trainer, add_adapter, make):
+def test_memory_that_runs_out_anywhere_leaves_nothing_half_done(
+    decoder: Any, trainer: Any, add_adapter: Any, make: Any
+) -> None:
     """Whichever allocation fails, a request adds all of its gradient to its adapter or none."""
     ours = trainer("qwen3_vl", dtype="float64", image_cache_bytes=0, decoder=decoder)
     add_adapter(ours, "a")
@@ -633,7 +664,7 @@ def test_memory_that_runs_out_anywhere_leaves_nothing_half_done(decoder, trainer
         alone.append(ours._adapters[work.adapter_id].gradient)
         ours.discard_gradients(work.adapter_id)
 
-    def attempt(at):
+    def attempt(at: Any) -> Any:
         ours._budget.tokens = 13  # one micro-batch has both adapters, some have one datum
         with OneAllocationFails(at) as memory:
             try:
@@ -661,7 +692,9 @@ def test_memory_that_runs_out_anywhere_leaves_nothing_half_done(decoder, trainer
 
 
 @pytest.mark.mutation("memory-error-not-caught")
-def test_a_datum_that_does_not_fit_alone_fails_its_request_only(ours, make, gradients, assert_close, monkeypatch):
+def test_a_datum_that_does_not_fit_alone_fails_its_request_only(
+    ours: Any, make: Any, gradients: Any, assert_close: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     good, other = make.work("a", [9, 4]), make.work("b", [5])
     run(ours, good, other)
     expected = {name: gradients(ours, name) for name in "ab"}

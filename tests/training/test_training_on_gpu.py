@@ -1,6 +1,7 @@
 """Behaviour that needs CUDA: variable-length attention in bfloat16, recomputed layers, and running out of memory."""
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,20 +18,20 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 FAMILIES = ("qwen3", "qwen2_5_vl", "qwen3_vl")
 
 
-def data_for(family, make):
+def data_for(family: str, make: Any) -> Any:
     data = [make.datum(n) for n in (40, 7, 200, 7)]
     if family != "qwen3":
         data += [make.datum(60, [(3, (4, 6)), (30, (8, 8))]), make.datum(20, [(0, (4, 4))])]
     return data
 
 
-def cosine(first, second):
+def cosine(first: Any, second: Any) -> Any:
     a, b = (np.concatenate([array.ravel() for array in tensors.values()]) for tensors in (first, second))
     return float(a @ b / np.linalg.norm(a) / np.linalg.norm(b))
 
 
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
-def test_variable_length_attention_equals_float32(kv_heads):
+def test_variable_length_attention_equals_float32(kv_heads: Any) -> None:
     lengths = (5, 1, 64, 64, 130)
     generator = torch.Generator("cuda").manual_seed(0)
     shapes = [(sum(lengths), heads, 32) for heads in (4, kv_heads, kv_heads)]
@@ -53,21 +54,21 @@ def test_variable_length_attention_equals_float32(kv_heads):
 
 @pytest.mark.parametrize(("rows", "width", "heads", "size"), [*SHAPES, (33, 4096, 32, 128)])
 @pytest.mark.parametrize("has_norm", [True, False])
-def test_triton_kernels_equal_plain_torch(rows, width, heads, size, has_norm):
+def test_triton_kernels_equal_plain_torch(rows: Any, width: Any, heads: Any, size: Any, has_norm: Any) -> None:
     # With few numbers a single rounding shows.
     check_kernels("cuda", rows, width, heads, size, has_norm=has_norm, relative=5e-3 if rows * width > 200 else 1e-2)
 
 
 @pytest.mark.parametrize("row", ROWS)
 @pytest.mark.parametrize("width", [4, 5000, 151936])
-def test_nan_logits_stay_in_the_sum(row, width):
+def test_nan_logits_stay_in_the_sum(row: Any, width: Any) -> None:
     check_logsumexp("cuda", row, width)
 
 
 @pytest.mark.parametrize("heads", [3, 28])
 @pytest.mark.parametrize("size", [8, 40, 72, 80, 96, 256, 20])
 @pytest.mark.parametrize("kind", ["plain", "window", "sinks", "window and sinks", "softcap"])
-def test_attention_takes_head_sizes_and_rules_of_all_kinds(kind, heads, size):
+def test_attention_takes_head_sizes_and_rules_of_all_kinds(kind: Any, heads: Any, size: Any) -> None:
     """As blocks call it: key and value are parts of one wide row. The flash kernel needs a multiple of 8 and knows no
     soft cap."""
     lengths = (1, 3, 3, 70)
@@ -98,7 +99,9 @@ def test_attention_takes_head_sizes_and_rules_of_all_kinds(kind, heads, size):
 
 @pytest.mark.parametrize("decoder", ["written-out", "autograd"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_bfloat16_on_the_gpu_is_near_float32_on_the_cpu(family, decoder, trainer, make, add_adapter, gradients):
+def test_bfloat16_on_the_gpu_is_near_float32_on_the_cpu(
+    family: str, decoder: Any, trainer: Any, make: Any, add_adapter: Any, gradients: Any
+) -> None:
     data = data_for(family, make)
     seen = []
     for options in ({"dtype": "float32"}, {"dtype": "float32", "device": "cuda"}, {"dtype": None, "device": None}):
@@ -122,7 +125,9 @@ def test_bfloat16_on_the_gpu_is_near_float32_on_the_cpu(family, decoder, trainer
 
 
 @pytest.mark.parametrize("loss_fn", LOSSES)
-def test_each_loss_on_the_gpu_is_near_that_on_the_cpu(loss_fn, trainer, make, add_adapter, gradients):
+def test_each_loss_on_the_gpu_is_near_that_on_the_cpu(
+    loss_fn: Any, trainer: Any, make: Any, add_adapter: Any, gradients: Any
+) -> None:
     """Several data in one micro-batch, each split over several chunks of logits."""
     works = [make.work("a", [40, 7, 200, 7], loss_fn), make.work("a", [30], "cross_entropy")]
     if loss_fn == "gspo":  # by default most sequences of random data are clipped
@@ -142,7 +147,9 @@ def test_each_loss_on_the_gpu_is_near_that_on_the_cpu(loss_fn, trainer, make, ad
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_data_in_one_micro_batch_do_not_see_one_another_in_bfloat16(family, trainer, make, add_adapter):
+def test_data_in_one_micro_batch_do_not_see_one_another_in_bfloat16(
+    family: str, trainer: Any, make: Any, add_adapter: Any
+) -> None:
     ours = trainer(family, dtype=None, device="cuda")
     add_adapter(ours, "a")
     data = data_for(family, make)
@@ -156,7 +163,7 @@ def test_data_in_one_micro_batch_do_not_see_one_another_in_bfloat16(family, trai
         np.testing.assert_array_equal(seen[0][place], seen[1][place])
 
 
-def test_training_in_bfloat16_lowers_the_loss(trainer, make, add_adapter):
+def test_training_in_bfloat16_lowers_the_loss(trainer: Any, make: Any, add_adapter: Any) -> None:
     ours = trainer("qwen3_vl", dtype=None, device="cuda")
     add_adapter(ours, "a", rank=8)
     data = [
@@ -170,7 +177,7 @@ def test_training_in_bfloat16_lowers_the_loss(trainer, make, add_adapter):
     assert losses[-1] < 0.8 * losses[0]
 
 
-def test_real_memory_running_out_halves_the_budget(trainer, make, add_adapter):
+def test_real_memory_running_out_halves_the_budget(trainer: Any, make: Any, add_adapter: Any) -> None:
     """The process may allocate 64 MiB more than it has."""
     ours = trainer("qwen3", dtype=None, device="cuda", micro_batch_tokens=2**20)
     add_adapter(ours, "a")

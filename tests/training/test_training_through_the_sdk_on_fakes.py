@@ -127,7 +127,9 @@ def spread(data: Sequence[tinker.Datum], logprobs: list[torch.Tensor]) -> tuple[
 
 
 @pytest.mark.parametrize("loss", [preference, spread])
-def test_a_custom_loss_has_the_gradient_of_autograd_on_the_whole_on_fakes(loss, client, trainer, hooked):
+def test_a_custom_loss_has_the_gradient_of_autograd_on_the_whole_on_fakes(
+    loss: Any, client: Any, trainer: Any, hooked: Any
+) -> None:
     data = [random_datum(seed, length) for seed, length in enumerate((9, 4, 30, 17))]
     for datum in data:
         del datum.loss_fn_inputs["weights"]
@@ -138,7 +140,9 @@ def test_a_custom_loss_has_the_gradient_of_autograd_on_the_whole_on_fakes(loss, 
     assert_same_gradient(trainer, hooked, client.model_id)
 
 
-def test_a_custom_loss_reads_several_candidates_of_each_position_on_fakes(client, trainer, hooked):
+def test_a_custom_loss_reads_several_candidates_of_each_position_on_fakes(
+    client: Any, trainer: Any, hooked: Any
+) -> None:
     data = [with_candidates(random_datum(seed), 3, seed) for seed in range(2)]
     client.forward_backward_custom(data, spread).result()
     whole_loss(hooked, client.model_id, data, spread)
@@ -158,7 +162,9 @@ def with_candidates(datum: tinker.Datum, candidates: int, seed: int, share: floa
 
 
 @pytest.mark.parametrize("share", [1.0, 0.2])
-def test_several_targets_per_position_with_weights_of_either_sign_on_fakes(share, client, trainer, hooked):
+def test_several_targets_per_position_with_weights_of_either_sign_on_fakes(
+    share: Any, client: Any, trainer: Any, hooked: Any
+) -> None:
     """Dense, or sparse if the SDK sends CSR; cells that are not listed are token 0 with weight 0."""
     data = [with_candidates(random_datum(seed, length), 7, seed, share) for seed, length in enumerate((9, 1, 30))]
     sparse = [tensor.sparse_crow_indices is not None for d in data for tensor in d.loss_fn_inputs.values()]
@@ -171,7 +177,9 @@ def test_several_targets_per_position_with_weights_of_either_sign_on_fakes(share
 
 
 @pytest.mark.parametrize("loss_fn", LOSSES)
-def test_each_loss_is_its_formula_and_its_gradient_that_of_a_custom_loss_on_fakes(loss_fn, client, trainer, hooked):
+def test_each_loss_is_its_formula_and_its_gradient_that_of_a_custom_loss_on_fakes(
+    loss_fn: Any, client: Any, trainer: Any, hooked: Any
+) -> None:
     """The value is computed in NumPy from the reported logprobs; the derivative by its finite differences."""
     data = [random_datum(seed, length, loss_fn) for seed, length in enumerate((9, 4, 30, 17))]
     given = {"clip_low_threshold": 0.3, "clip_high_threshold": 3.0} if "clip_low_threshold" in names(loss_fn) else {}
@@ -203,7 +211,9 @@ def names(loss_fn: str) -> Sequence[str]:
 
 
 @pytest.mark.parametrize("loss_fn", LOSSES)
-def test_chunks_combine_as_the_sdk_combines_them_to_what_one_request_gives_on_fakes(loss_fn, client, trainer):
+def test_chunks_combine_as_the_sdk_combines_them_to_what_one_request_gives_on_fakes(
+    loss_fn: Any, client: Any, trainer: Any
+) -> None:
     data = [random_datum(seed, length, loss_fn) for seed, length in enumerate((9, 4, 30, 17, 2))]
     whole = client.forward_backward(data, loss_fn).result()
     of_whole = trainer._adapters[client.model_id].gradient.clone()
@@ -219,7 +229,7 @@ def test_chunks_combine_as_the_sdk_combines_them_to_what_one_request_gives_on_fa
     torch.testing.assert_close(trainer._adapters[client.model_id].gradient, of_whole, rtol=1e-9, atol=1e-12)
 
 
-def test_steps_are_those_of_torch_with_every_setting_on_fakes(service, trainer):
+def test_steps_are_those_of_torch_with_every_setting_on_fakes(service: Any, trainer: Any) -> None:
     client = service.create_lora_training_client(base_model=BASE, rank=4, seed=5)
     adapter = trainer._adapters[client.model_id]
     theirs = adapter.weights.clone().requires_grad_()
@@ -250,7 +260,7 @@ def test_steps_are_those_of_torch_with_every_setting_on_fakes(service, trainer):
     "    if config.type not in OPTIMIZERS:\n",
     "    if config.type not in OPTIMIZERS:\n        return ADAMW\n    if False:\n",
 )
-def test_dimuon_is_refused_with_what_to_do_on_fakes(service):
+def test_dimuon_is_refused_with_what_to_do_on_fakes(service: Any) -> None:
     with pytest.raises(tinker.BadRequestError, match=r"optimizer_config\.type: 'dimuon'.*leave it out"):
         service.create_lora_training_client(base_model=BASE, rank=4, optimizer=tinker.DimuonOptimizerConfig()).result()
     client = service.create_lora_training_client(base_model=BASE, rank=4)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 
-def test_triton_kernels_equal_plain_torch_in_the_interpreter():
+def test_triton_kernels_equal_plain_torch_in_the_interpreter() -> None:
     pytest.importorskip("triton")
     cases = Path(__file__).with_name("kernel_cases.py")
     done = subprocess.run(

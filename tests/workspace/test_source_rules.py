@@ -162,7 +162,7 @@ def test_phrases_that_readers_stumble_over_are_found(tmp_path: Path, text: str, 
     assert len(stumbles(tmp_path / "page.md")) == count
 
 
-def test_names_of_python_files_are_unique_and_so_tell_what_is_inside():
+def test_names_of_python_files_are_unique_and_so_tell_what_is_inside() -> None:
     folders = ("packages", "tests", "benchmarks", "examples", "scripts")
     paths = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
     by_name: dict[str, list[str]] = {}
