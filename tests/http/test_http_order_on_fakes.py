@@ -181,7 +181,9 @@ async def test_missing_chunk_is_waited_for_and_then_given_up_on_fakes(start_api:
     await api.result(request)
     assert time.monotonic() - began > 0.35
     assert "seq_id 1 never arrived" in await api.failure(await api.step(model, 3))
-    api.backend.runs.live(model).queue.commands._patience = 600.0
+    run = api.backend.runs.live(model)
+    assert run is not None
+    run.queue.commands._patience = 600.0
     late = await api.gradient(model, 4)
     request = await api.gradient(model, 6)  # 5 comes while it is waited for
     await asyncio.sleep(0.1)
@@ -203,7 +205,9 @@ async def test_waiting_for_a_missing_chunk_is_no_polling_on_fakes(
     api = await start_api(gap_patience=30)
     model = await api.model()
     await api.gradient(model, 2)
-    await api.until(lambda: api.backend.runs.live(model).queue.ready == 1)
+    run = api.backend.runs.live(model)
+    assert run is not None
+    await api.until(lambda: run.queue.ready == 1)
     for _ in range(10):  # turns of the event loop: the round that preparing it wakes is over
         await asyncio.sleep(0)
     rounds = 0
