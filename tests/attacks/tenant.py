@@ -9,7 +9,7 @@ import json
 import socket
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 from urllib.parse import urlsplit
 
 from tinker_local.types.wire import tinker_local_wire_pb2 as wire
@@ -39,7 +39,7 @@ class Connection:
         """Status, content type, content. `path` is below /api/v1."""
         if self._http.sock is None:
             self._http.connect()
-            stream: socket.socket = self._http.sock
+            stream = cast(socket.socket, self._http.sock)
             stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         named = {name.replace("_", "-"): value for name, value in headers.items()}
         try:

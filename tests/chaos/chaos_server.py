@@ -30,7 +30,7 @@ def break_disk() -> None:
 
 
 def break_sampler() -> None:
-    """Samples raise what nobody expects, or hang for some seconds."""
+    """Samples raise an unexpected error, or hang for some seconds."""
     from tinker_local.backend.fakes import FakeSampler
 
     sample = FakeSampler._sample

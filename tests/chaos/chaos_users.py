@@ -220,8 +220,8 @@ class Trains(User):
     def lose(self) -> None:
         super().lose()
         if self._run is not None:
-            self.forks += self._run.forks
-            self._run.forget()
+            self.forks += self._current().forks
+            self._current().forget()
         self._run, self._model, self._seq_id = None, "", 0
 
     def round(self) -> None:
@@ -260,7 +260,7 @@ class Trains(User):
             self.recoveries += 1
             self.ledger.count("continued from a checkpoint")
         self._model = str(made["model_id"])
-        self._saved, self._history = [], self._run.states()
+        self._saved, self._history = [], self._current().states()
         self._forward("first forward")
 
     def _lost(self, why: str) -> None:
@@ -290,15 +290,19 @@ class Trains(User):
             )
         return tuple(found)
 
+    def _current(self) -> Run:
+        assert self._run is not None
+        return self._run
+
     def _forward(self, what: str) -> None:
         data = self._data()
         got = self.wire.result(self.wire.gradient(self._model, self._ids(), data, forward_only=True))
-        self._run.forward(data, _logprobs(got), f"{self._model}: {what}")
+        self._current().forward(data, _logprobs(got), f"{self._model}: {what}")
         self.ledger.count("forward")
 
     def _train(self) -> None:
         """Up to three gradients in any order, each perhaps twice, then a step."""
-        run, bad = self._run, self.rng.random() < 0.05
+        run, bad = self._current(), self.rng.random() < 0.05
         chunks = [(self._ids(), self._data(bad)) for _ in range(self.rng.randint(1, 3))]
         step = self._ids()
         asked: dict[int, str] = {}
@@ -336,7 +340,7 @@ class Trains(User):
     def _save(self) -> None:
         name, seq_id = f"c{next(self._numbers)}", self._ids()
         path = f"tinker://{self._model}/weights/{name}"
-        states = self._run.states()
+        states = self._current().states()
         self.ledger.undecided[path] = states
         body = {"model_id": self._model, "seq_id": seq_id, "path": name, "overwrite": False, "type": "save_weights"}
         try:
@@ -376,7 +380,7 @@ class Trains(User):
                 if error.lost or number == 20:
                     raise
                 time.sleep(0.3)
-        self._run.scores(PROMPT, got, f"{sampler}: logprobs of a version")
+        self._current().scores(PROMPT, got, f"{sampler}: logprobs of a version")
         return got
 
     def _delete(self) -> None:

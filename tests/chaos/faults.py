@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 
 
 class Wire:
-    """Forwards a port of its own to the server's, whichever that is by now, and cuts connections."""
+    """Forwards one port to the server's present port, and cuts connections."""
 
     def __init__(self) -> None:
         self._listening = socket.create_server(("127.0.0.1", 0), backlog=256)

@@ -104,7 +104,7 @@ Field = tuple[int, int, Any]
 
 
 def fields_of(data: bytes) -> list[Field] | None:
-    """(number, wire type, value) of each field; None if it is no protobuf."""
+    """(number, wire type, value) of each field; None if it is not protobuf."""
     found, at = [], 0
     while at < len(data):
         value: Any = None

@@ -4,8 +4,10 @@ import asyncio
 import json
 import shutil
 import sys
+from collections.abc import Awaitable
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 from tinker_local.backend.backend import InProcessBackend
 from tinker_local.backend.models.load_engines import load_fake
@@ -32,7 +34,7 @@ def fill(disk: Path) -> None:
                 pass
 
 
-async def failure(work) -> str:
+async def failure(work: Awaitable[Any]) -> str:
     try:
         await work
     except ApiError as error:

@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tinker_local.types import StorageFullError
@@ -15,7 +16,7 @@ MOUNTED = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c"]
 
 
 def may_mount() -> bool:
-    """Whether this user can mount a file system for a process of their own."""
+    """Whether this user can mount a file system for one process."""
     try:
         done = subprocess.run([*MOUNTED, "mount -t tmpfs tmpfs /mnt"], capture_output=True, check=False)
     except FileNotFoundError:
@@ -54,7 +55,7 @@ def test_a_full_disk_is_freed_through_the_api_on_fakes(tmp_path: Path) -> None:
 async def test_a_session_whose_end_cannot_be_recorded_leaves_no_live_model_on_fakes(
     api: Api, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(*_):
+    def full(*_: Any) -> None:
         raise StorageFullError("the disk of /data is full")
 
     session = await api.session()

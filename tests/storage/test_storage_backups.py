@@ -5,6 +5,7 @@ import threading
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
@@ -77,7 +78,7 @@ def test_a_checkpoint_replaced_while_another_is_copied_is_in_the_backup(
 ) -> None:
     copyfile, left = shutil.copyfile, [1, 2]
 
-    def replace_meanwhile(source, target):
+    def replace_meanwhile(source: Path, target: Path) -> Any:
         if left:
             hour = left.pop(0)
             for number in range(3):

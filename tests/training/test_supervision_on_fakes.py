@@ -236,13 +236,20 @@ def hanging() -> Datum:
     return datum([5, 9, 20], logprobs=[-1.0, -1.0], advantages=[1.0, 1.0])
 
 
-async def test_the_time_limit_grows_with_the_positions_on_fakes(trainers: ModuleType) -> None:
+async def test_the_time_limit_grows_with_the_positions_on_fakes(
+    trainers: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
     limits: list[float | None] = []
     trainer = ProcessTrainer(trainers.fake, timeout=5)
     try:
         trainer.load()
         call = trainer._calls.call
-        trainer._calls.call = lambda seconds, *args, **kwargs: limits.append(seconds) or call(seconds, *args, **kwargs)
+
+        def noted(seconds: float | None, *args: Any, **kwargs: Any) -> Any:
+            limits.append(seconds)
+            return call(seconds, *args, **kwargs)
+
+        monkeypatch.setattr(trainer._calls, "call", noted)
         model = FakeRenderer(FakeModel(BASE))
         for count in (1, 300):
             trainer.logprobs(None, model.render(ModelInput.from_ints([5] * count), "test"))
@@ -341,4 +348,6 @@ async def test_a_server_stops_within_seconds_whatever_its_trainer_does_on_fakes(
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
     if request is not None:
-        assert "the server was stopped" in str(api.backend.operations.get(request)._future.exception())
+        operation = api.backend.operations.get(request)
+        assert operation is not None
+        assert "the server was stopped" in str(operation._future.exception())
