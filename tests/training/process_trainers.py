@@ -22,6 +22,10 @@ def fake(name: str = "fake/bigram") -> FakeTrainer:
     return FakeTrainer(FakeModel(name))
 
 
+def described(_: FakeTrainer) -> str:
+    return "loaded"
+
+
 class HangingTrainer(FakeTrainer):
     """Hangs on importance sampling."""
 

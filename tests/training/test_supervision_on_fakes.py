@@ -19,8 +19,10 @@ from tinker_local.backend.http.app import create_app
 from tinker_local.backend.models import supervision
 from tinker_local.backend.models.served_models import Engines, ServedModel
 from tinker_local.backend.process import calls, process_group
+from tinker_local.backend.process.child import LOAD, serve_calls
+from tinker_local.backend.process.process_group import ProcessEndedError, ProcessGroup
 from tinker_local.backend.training.process_trainer import ProcessTrainer
-from tinker_local.types import Datum, ModelInput
+from tinker_local.types import Datum, LoraConfig, ModelInput, NotFoundError
 
 from tests.http.conftest import BASE, Api, datum
 
@@ -100,6 +102,12 @@ async def loss(api: Api, model: str, seq_id: int) -> float:
     return float(found.metrics["loss:sum"])
 
 
+@pytest.mark.mutation(
+    "adapters-not-restored",
+    "restore_runs.py",
+    "        for run in self._adapters():\n            try:",
+    "        for run in []:\n            try:",
+)
 async def test_a_run_that_was_saved_goes_on_in_a_new_process_to_the_same_bits_on_fakes(start: Start) -> None:
     api = await start()
     session = await api.session()
@@ -123,6 +131,9 @@ async def test_a_run_that_was_saved_goes_on_in_a_new_process_to_the_same_bits_on
     assert losses == expected
 
 
+@pytest.mark.mutation(
+    "goes-on-from-an-older-state", "restore_runs.py", "if (gone := what_is_lost(run)) is not None:", "if gone := '':"
+)
 async def test_a_run_that_was_not_saved_ends_and_says_what_is_lost_and_how_to_go_on_on_fakes(start: Start) -> None:
     api = await start()
     model = await api.model()
@@ -143,6 +154,9 @@ async def test_a_run_that_was_not_saved_ends_and_says_what_is_lost_and_how_to_go
     assert await api.healthy()
 
 
+@pytest.mark.mutation(
+    "lost-gradient-forgotten", "restore_runs.py", 'lost" if run.queue.gradient else None', 'lost" if False else None'
+)
 async def test_a_gradient_that_waited_for_its_step_is_not_dropped_in_silence_on_fakes(start: Start) -> None:
     api = await start()
     model = await api.model()
@@ -180,6 +194,9 @@ async def test_a_killed_call_fails_its_request_with_the_checkpoint_and_queued_on
     assert path in await api.failure(queued)
 
 
+@pytest.mark.mutation(
+    "healthy-without-a-trainer", "client_routes.py", "if problems := backend.problems():", "if problems := []:"
+)
 async def test_health_is_503_from_the_death_to_the_restored_trainer_and_liveness_stays_200_on_fakes(
     start: Start,
 ) -> None:
@@ -215,6 +232,13 @@ async def test_other_base_models_and_sampling_do_not_notice_on_fakes(start: Star
     assert pid_of(api, OTHER) == untouched
 
 
+@pytest.mark.mutation(
+    "hangs-for-ever",
+    "process_group.py",
+    "            if late is not None:\n",
+    "            if False:\n",
+    cases=("stopped",),
+)
 @pytest.mark.parametrize("how", ["stopped", "hangs"])
 async def test_a_process_that_does_not_answer_in_time_is_replaced_on_fakes(
     start: Start, trainers: ModuleType, monkeypatch: pytest.MonkeyPatch, how: str
@@ -259,11 +283,35 @@ async def test_the_time_limit_grows_with_the_positions_on_fakes(
     assert limits == [5.01, 8.0, 5.0]
 
 
+async def test_the_processes_of_a_group_end_together_on_fakes(trainers: ModuleType) -> None:
+    ends: list[str] = []
+    program = functools.partial(serve_calls, make=trainers.fake, describe=trainers.described, told=("images_encoded",))
+    group = ProcessGroup("trainer", [program, program], lambda: ends.append("ended"))
+    both = calls.Calls(group)
+    assert both.call(None, LOAD) == "loaded"
+    both.call(60, "create_adapter", "a", LoraConfig(rank=2))
+    with pytest.raises(NotFoundError, match="b"):
+        both.call(60, "discard_gradients", "b")
+    pids = [member.pid for member in group.members]
+    os.kill(pids[1], signal.SIGTERM)  # ignored
+    both.call(60, "discard_gradients", "a")
+    os.kill(pids[1], signal.SIGKILL)
+    assert group.wait(60)
+    with pytest.raises(ProcessEndedError, match="SIGKILL"):
+        both.call(60, "discard_gradients", "a")
+    for pid in pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+    both.close()
+    assert ends == ["ended"]
+
+
 async def test_a_process_that_keeps_dying_is_started_ever_less_often_and_the_error_says_so_on_fakes(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert [supervision.pause_after(lives) for lives in (2, 3, 4, 50)] == [1.0, 2.0, 4.0, 60.0]
     monkeypatch.setattr(supervision, "SHORT_LIFE", 1000.0)
+    monkeypatch.setattr(supervision, "PATIENCE", 0.0)
     api = await start()
     model = await api.model()
     await kill(api)

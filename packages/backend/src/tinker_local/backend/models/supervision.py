@@ -19,6 +19,10 @@ FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0
 """Seconds before the start after the second short life in a row, doubled for each later one, and the most."""
 
 
+PATIENCE = 5.0
+"""Seconds. Calls wait for a start that is at most this far away, and fail otherwise."""
+
+
 class Supervised(Protocol):
     """An engine in processes that end together. Only `ended` and `why` do not block."""
 
@@ -52,8 +56,8 @@ class Adapters(Protocol):
 class Supervision:
     """Starts the trainer of a base model again, and restores its adapters, each time that its processes have ended.
 
-    The first start follows at once. A trainer that ends within `SHORT_LIFE` of its start is started after a pause that
-    doubles, and meanwhile every call of it fails. `problem`: what is wrong now; None if the trainer works. `restarts`:
+    The first start follows at once. A trainer that ends within `SHORT_LIFE` of its start, twice in a row, is started
+    after a pause that doubles, and during a long one every call fails. `problem`: what is wrong now; None if the trainer works. `restarts`:
     how often it was started again.
     """
 
@@ -127,7 +131,8 @@ class Supervision:
             f"{seconds:.0f} s"
         )
         log.error("%s", self.problem)
-        self._memory_sharing.refuse(self.problem)
+        if seconds > PATIENCE:
+            self._memory_sharing.refuse(self.problem)
         await asyncio.sleep(seconds)
         self._memory_sharing.refuse(None)
 
