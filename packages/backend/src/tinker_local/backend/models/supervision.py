@@ -57,8 +57,8 @@ class Supervision:
     """Starts the trainer of a base model again, and restores its adapters, each time that its processes have ended.
 
     The first start follows at once. A trainer that ends within `SHORT_LIFE` of its start, twice in a row, is started
-    after a pause that doubles, and during a long one every call fails. `problem`: what is wrong now; None if the trainer works. `restarts`:
-    how often it was started again.
+    after a pause that doubles, and during a long one every call fails. `problem`: what is wrong now; None if the
+    trainer works. `restarts`: how often it was started again.
     """
 
     def __init__(self, trainer: Supervised, memory_sharing: MemorySharing) -> None:
