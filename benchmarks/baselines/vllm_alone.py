@@ -63,7 +63,7 @@ class VLLMAlone:
         settings: dict[str, Any] = {}
         if device() == "cuda":
             # A forked process could not use the GPU once this one has, which measures memory.
-            os.environ.setdefault("VLLM_WORKER_MULTIPROCESSING_METHOD", "spawn")
+            os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
             if importlib.util.find_spec("flashinfer") is None:  # else vLLM does not start
                 os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
         else:
