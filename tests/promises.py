@@ -145,11 +145,13 @@ PROMISES = (
     ),
     Promise(
         "17",
-        "An acknowledged checkpoint survives kill -9, with its optimizer, in PEFT's layout; what was lost is named",
+        "An acknowledged checkpoint survives kill -9, with its optimizer, in PEFT's layout; what was lost is named; a "
+        "trainer that ends or hangs is replaced, and a run goes on in the new one if nothing of it was lost",
         "folder-not-synced database-does-not-wait recorded-before-it-is-written "
         "acknowledged-before-it-is-written optimizer-not-saved optimizer-state-not-restored "
         "saved-with-another-rank last-checkpoint-not-named lost-session-is-404 "
-        "lost-samplers-of-named-versions",
+        "lost-samplers-of-named-versions adapters-not-restored goes-on-from-an-older-state lost-gradient-forgotten "
+        "healthy-without-a-trainer hangs-for-ever",
         ("storage/test_storage_kill.py::test_acknowledged_checkpoints_survive_kill_minus_nine",),
     ),
     Promise(
