@@ -125,6 +125,7 @@ def _serve(
     from tinker_local.backend.backend import InProcessBackend
     from tinker_local.backend.http.server import allow_many_connections, bind, event_loop, run, url_of
     from tinker_local.backend.models.load_engines import load_fake
+    from tinker_local.types import ApiError
 
     allow_many_connections()
     try:
@@ -142,7 +143,7 @@ def _serve(
     try:
         with event_loop() as runner:
             loaded = runner.run(run(backend, listening, api_keys=keys, on_ready=ready))
-    except (ValueError, RuntimeError, OSError) as error:
+    except (ApiError, ValueError, RuntimeError, OSError) as error:
         raise click.ClickException(str(error)) from error
     console.print("stopped")
     if not loaded:  # the loading thread would crash while the interpreter shuts down

@@ -22,6 +22,7 @@ from tinker_local.types import LoraConfig
 WEIGHTS = "adapter_model.safetensors"
 CONFIG = "adapter_config.json"
 OPTIMIZER = "optimizer.safetensors"
+READ_AT_ONCE = 2**26
 
 
 def write_adapter(folder: Path, state: AdapterState) -> None:
@@ -40,8 +41,8 @@ def read_adapter(folder: Path, base_model: str, lora_config: LoraConfig, *, opti
         base_model=base_model,
         lora_config=lora_config,
         target_modules=tuple(config["target_modules"]),
-        tensors=load_file(folder / WEIGHTS),
-        optimizer=load_file(folder / OPTIMIZER) if optimizer else None,
+        tensors=_load(folder / WEIGHTS),
+        optimizer=_load(folder / OPTIMIZER) if optimizer else None,
         step=int(_optimizer_metadata(folder)["step"]) if optimizer else 0,
         optimizer_type=optimizer_type(folder) if optimizer else "adamw",
     )
@@ -60,6 +61,28 @@ def _optimizer_metadata(folder: Path) -> dict[str, str]:
 def adapter_bytes(state: AdapterState) -> int:
     """The approximate size of what `write_adapter` writes."""
     return sum(tensor.nbytes for tensors in (state.tensors, state.optimizer or {}) for tensor in tensors.values())
+
+
+def _load(path: Path) -> dict[str, npt.NDArray[Any]]:
+    """The tensors of a file. Reads it without holding the GIL, which `safetensors` does for as long as the disk takes.
+
+    SafetensorError for a file that is not whole.
+    """
+    with safe_open(path, framework="numpy"):
+        pass  # it has checked the header and all places
+    with path.open("rb", buffering=0) as file:
+        header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+        content = np.empty(path.stat().st_size - file.tell(), np.uint8)
+        read = 0
+        while read < content.size:
+            read += file.readinto(content.data[read : read + READ_AT_ONCE])
+    header.pop("__metadata__", None)
+    if any(place["dtype"] != "F32" for place in header.values()):
+        return dict(load_file(path))
+    return {
+        name: content[slice(*place["data_offsets"])].view(np.float32).reshape(place["shape"])
+        for name, place in header.items()
+    }
 
 
 def _save(path: Path, tensors: Mapping[str, npt.NDArray[Any]], metadata: Mapping[str, Any]) -> None:

@@ -76,12 +76,15 @@ class Store(Metadata):
             opened.callback(lock.release)
             opened.callback(disk.close)
             disk.close()  # left by a server that was killed: this start may need the space
-            with disk.explained():
-                engine = open_database(url or sa.URL.create("sqlite", database=str(data_dir / DATABASE)))
-                opened.callback(engine.dispose)
-                super().__init__(engine, disk, SteadyClock(clock, grace))
-                self._recover(data_dir / CHECKPOINTS)
-                disk.fill_reserve()
+            try:
+                with disk.explained():
+                    engine = open_database(url or sa.URL.create("sqlite", database=str(data_dir / DATABASE)))
+                    opened.callback(engine.dispose)
+                    super().__init__(engine, disk, SteadyClock(clock, grace))
+                    self._recover(data_dir / CHECKPOINTS)
+                    disk.fill_reserve()
+            except sa.exc.OperationalError as error:
+                raise RuntimeError(f"the database in {data_dir} cannot be used: {error.orig}") from error
             self._opened = opened.pop_all()
 
     def _recover(self, root: Path) -> None:
