@@ -126,7 +126,7 @@ PROMISES = (
     Promise(
         "14",
         "Nothing polls; a control-plane step costs milliseconds",
-        "results-polled-for scheduler-polls engine-thread-spins nagle",
+        "results-polled-for scheduler-polls engine-thread-spins nagle listing-asks-once-for-each-run",
         ("http/test_http_sockets_on_fakes.py::test_step_over_a_socket_takes_milliseconds_on_fakes",),
     ),
     Promise(
@@ -151,7 +151,9 @@ PROMISES = (
         "acknowledged-before-it-is-written optimizer-not-saved optimizer-state-not-restored "
         "saved-with-another-rank last-checkpoint-not-named lost-session-is-404 "
         "lost-samplers-of-named-versions adapters-not-restored goes-on-from-an-older-state lost-gradient-forgotten "
-        "healthy-without-a-trainer hangs-for-ever",
+        "healthy-without-a-trainer hangs-for-ever start-deletes-what-has-no-record record-without-folder-dropped "
+        "older-folder-wins deleted-checkpoint-comes-back flipped-bytes-are-loaded backup-without-a-second-look "
+        "jump-of-the-clock-deletes model-of-a-finished-session-lives",
         ("storage/test_storage_kill.py::test_acknowledged_checkpoints_survive_kill_minus_nine",),
     ),
     Promise(
@@ -172,6 +174,7 @@ PROMISES = (
         "Loopback or keys; no secret in a log or on disk; bounds before decoding; no fetches, no pickle",
         "listens-to-everybody binds-to-everything no-key-for-other-machines rebound-names-let-in "
         "web-pages-let-in keys-not-checked keys-in-the-log zstd-bomb endless-bodies any-number-of-pixels "
+        "sparse-tensors-out-of-proportion "
         "bound-of-tensors-raised image-pointers-fetched image-host-drips-for-ever "
         "dead-hosts-hold-up-files image-folder-takes-everybodys-threads paths-leave-their-folder pickle "
         "adapters-read-as-pickles",

@@ -1,6 +1,6 @@
 """Attacks on a server that it starts: python -m tests.attacks [NAME or ITEM ...] prints a table.
 
-`--list` names them; `attacker NAME URL KEY MODEL` is the process of one (programs.py); `faults` prints the matrix of
+`--list` names them; `attacker NAME URL KEY MODEL` is the process of one (attacker.py); `faults` prints the matrix of
 start-up faults.
 """
 
@@ -13,9 +13,9 @@ from datetime import UTC, datetime
 
 def main() -> int:
     if sys.argv[1:2] == ["attacker"]:
-        from tests.attacks import programs
+        from tests.attacks import attacker
 
-        programs.main(*sys.argv[2:6])
+        attacker.main(*sys.argv[2:6])
     if sys.argv[1:2] == ["faults"]:
         from tests.attacks.start_up_faults import print_matrix
 

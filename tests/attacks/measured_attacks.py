@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tests.attacks.programs import ATTACKS, Attack, Serving
+from tests.attacks.attacker import Attack, Serving, programs
 from tests.attacks.victim import LONGEST, Memory, Victim
 from tests.conftest import Server, start_server
 
@@ -165,7 +165,7 @@ def line(outcome: Outcome) -> str:
 
 def chosen(names: Sequence[str]) -> list[Attack]:
     """By name or item; all without names."""
-    found = [each for each in ATTACKS.values() if not names or each.name in names or each.item in names]
+    found = [each for each in programs().values() if not names or each.name in names or each.item in names]
     if not found:
-        raise SystemExit(f"no attack is called {', '.join(names)}; there are {', '.join(ATTACKS)}")
+        raise SystemExit(f"no attack is called {', '.join(names)}; there are {', '.join(programs())}")
     return found

@@ -30,7 +30,9 @@ PATIENCE = 150.0
 """Seconds for which a request is repeated."""
 
 ADAM = AdamParams(learning_rate=0.03, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.0, grad_clip_norm=0.0)
-LOST = re.compile(r"is gone|has ended|was restarted|last checkpoint|no saved checkpoint|there is no (model|session)")
+LOST = re.compile(
+    r"model \S+ is gone|has ended|was restarted|last checkpoint|no saved checkpoint|there is no (model|session)"
+)
 PATH = re.compile(r"tinker://[^\s;,]+?(?=[\s;,]|\.?$|\. )")
 
 
@@ -268,7 +270,7 @@ class Trains(User):
         self.ledger.count("runs lost")
         found = PATH.findall(why)
         named = next((path for path in found if "/weights/" in path), None)
-        if self._saved and self._model and "is gone" in why:
+        if self._saved and self._model and f"{self._model} is gone" in why:
             if named is None:
                 raise Violation(f"the error of a lost run names no checkpoint, {self._saved[-1]} was saved: {why}")
             if named in self._saved[:-1]:
@@ -361,8 +363,9 @@ class Trains(User):
         self.ledger.count("named version")
         body = {"session_id": self.session, "sampling_session_seq_id": next(self._numbers), "model_path": path}
         sampler = str(self.wire.post("create_sampling_session", body)["sampling_session_id"])
+        found = self._check_scores(sampler)
         with self.ledger.lock:
-            self.ledger.versions[path] = self._check_scores(sampler)
+            self.ledger.versions[path] = found
 
     def _sample_ephemeral(self) -> None:
         number = next(self._numbers)

@@ -26,6 +26,7 @@ class Wire:
         self.url = f"http://127.0.0.1:{self._listening.getsockname()[1]}"
         self.port: int | None = None
         self._open: set[socket.socket] = set()
+        self._lock = threading.Lock()
         threading.Thread(target=self._accept, daemon=True).start()
 
     def _accept(self) -> None:
@@ -35,16 +36,19 @@ class Wire:
             except OSError:
                 return
             try:
-                server = socket.create_connection(("127.0.0.1", self.port or 1), timeout=10)
-            except OSError:
+                self._join(client)
+            except OSError:  # no server, or cut meanwhile
                 client.close()
-                continue
-            server.settimeout(None)
-            for stream in (client, server):
-                stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def _join(self, client: socket.socket) -> None:
+        server = socket.create_connection(("127.0.0.1", self.port or 1), timeout=10)
+        server.settimeout(None)
+        for stream in (client, server):
+            stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        with self._lock:
             self._open |= {client, server}
-            for one, other in ((client, server), (server, client)):
-                threading.Thread(target=self._pump, args=(one, other), daemon=True).start()
+        for one, other in ((client, server), (server, client)):
+            threading.Thread(target=self._pump, args=(one, other), daemon=True).start()
 
     def _pump(self, one: socket.socket, other: socket.socket) -> None:
         with contextlib.suppress(OSError):
@@ -53,15 +57,18 @@ class Wire:
         self._end(one, other)
 
     def _end(self, *streams: socket.socket) -> None:
+        with self._lock:
+            self._open -= set(streams)
         for stream in streams:
-            self._open.discard(stream)
             with contextlib.suppress(OSError):
                 stream.shutdown(socket.SHUT_RDWR)
             stream.close()
 
     def cut(self) -> None:
         """All connections, in the middle of whatever they carry."""
-        self._end(*list(self._open))
+        with self._lock:
+            streams = list(self._open)
+        self._end(*streams)
 
     def close(self) -> None:
         self._listening.close()

@@ -107,7 +107,9 @@ class App:
                 status, content = self.ask("POST", "/api/v1/retrieve_future", asked, content_type="application/json")
                 if status >= 500:
                     raise Fault(f"retrieve_future: {status} {content[:300]!r}")
-                if content.startswith(b'{"error"') and json.loads(content)["category"] != "user":
+                if b"is gone: its session has ended" in content:  # by an earlier case, so that this is as it should be
+                    self.renew()
+                elif content.startswith(b'{"error"') and json.loads(content)["category"] != "user":
                     raise Fault(f"{path}: {content[:400]!r}")
 
     def renew(self) -> None:

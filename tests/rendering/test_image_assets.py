@@ -212,6 +212,8 @@ async def test_other_hosts_and_schemes_are_not_asked(site: Site, location: str) 
         "::ffff:127.0.0.1",
         "::127.0.0.1",
         "64:ff9b::a9fe:a9fe",
+        "64:ff9b:1::a9fe:a9fe",
+        "fec0::1",
         "2002:7f00:1::",
     ],
 )

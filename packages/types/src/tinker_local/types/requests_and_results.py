@@ -10,7 +10,14 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 from tinker_local.types.base import AsList, Frozen, Logprobs, Tokens, TupleOf, float32_array, integer_array
-from tinker_local.types.datum import Datum, ModelInput, TensorData
+from tinker_local.types.datum import (
+    CELLS_PER_VALUE,
+    FREE_SPARSE_CELLS,
+    MAX_SPARSE_CELLS,
+    Datum,
+    ModelInput,
+    TensorData,
+)
 
 Metadata = dict[str, Any]
 
@@ -75,6 +82,19 @@ class ForwardBackwardRequest(Frozen):
     loss_fn: str
     loss_fn_config: dict[str, float | str] = Field(default_factory=dict)
     forward_only: bool = False
+
+    @model_validator(mode="after")
+    def _sparse_in_proportion(self) -> Self:
+        """A datum of 80 bytes may name a matrix of 2**26 cells; twenty of them were 40 GiB."""
+        sparse = [each for datum in self.data for each in datum.loss_fn_inputs.values() if each.is_sparse]
+        cells, values = sum(math.prod(each.dense_shape) for each in sparse), sum(each.data.size for each in sparse)
+        limit = min(MAX_SPARSE_CELLS, FREE_SPARSE_CELLS + CELLS_PER_VALUE * values)
+        if cells > limit:
+            raise ValueError(
+                f"data: the sparse tensors have {cells} cells in all and list {values} values; "
+                f"the limit for so few values is {limit} cells"
+            )
+        return self
 
 
 class ForwardBackwardOutput(Frozen):
@@ -214,6 +234,10 @@ class CreateSamplingSessionRequest(Frozen):
     type: Literal["create_sampling_session"] = "create_sampling_session"
 
 
+MAX_STOPS, MAX_STOP_CHARACTERS = 64, 4096
+"""Texts or ids in `stop`, and characters of all texts. Every text is looked for after every token of every sequence."""
+
+
 class SamplingParams(Frozen):
     """How to sample.
 
@@ -232,6 +256,11 @@ class SamplingParams(Frozen):
     @classmethod
     def _stop(cls, stop: Any) -> Any:
         stop = tuple(stop) if isinstance(stop, list) else stop
+        items = (stop,) if isinstance(stop, str) else stop if isinstance(stop, tuple) else ()
+        if len(items) > MAX_STOPS:
+            raise ValueError(f"{len(items)} stops are more than {MAX_STOPS}")
+        if (characters := sum(len(item) for item in items if isinstance(item, str))) > MAX_STOP_CHARACTERS:
+            raise ValueError(f"{characters} characters are more than {MAX_STOP_CHARACTERS}")
         if stop is None or (isinstance(stop, str) and stop):
             return stop
         if isinstance(stop, tuple) and (

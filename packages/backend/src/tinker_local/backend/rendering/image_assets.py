@@ -46,6 +46,9 @@ returns; further look-ups wait for a place until the time is up."""
 
 _IPV4_AT_THE_END = [ipaddress.IPv6Network(text) for text in ("::/96", "::ffff:0:0/96", "64:ff9b::/96")]
 
+_LOCAL = [ipaddress.IPv6Network(text) for text in ("64:ff9b:1::/48", "fec0::/10")]
+"""Of one network (RFC 8215, RFC 3879), and `is_global` for Python 3.11."""
+
 Addresses = Callable[[str, int], Iterable[str]]
 
 
@@ -276,6 +279,8 @@ def _is_public(text: str) -> bool:
     """Whether an address is one host's in the public network; of one that stands for an IPv4 address, that one."""
     address = ipaddress.ip_address(text)
     if isinstance(address, ipaddress.IPv6Address):
+        if any(address in network for network in _LOCAL):
+            return False
         if any(address in network for network in _IPV4_AT_THE_END):
             address = ipaddress.IPv4Address(int(address) & 0xFFFFFFFF)
         elif address.sixtofour is not None:

@@ -34,11 +34,10 @@ UNWRITTEN = 4
 class _Version:
     link: Path
     """The path that users of the version get: a symbolic link that follows its folder from memory to disk."""
+    size: int
     unwritten: AdapterState | None
     """What the folder will contain; None once the folder exists."""
     folder: Path | None = None
-    size: int = 0
-    """Bytes of the folder, known once it is written."""
     writing: Future[None] | None = None
     removed: bool = False
     takes_room: bool = True
@@ -80,7 +79,7 @@ class VersionFolders:
     def publish(self, name: str, state: AdapterState) -> Path:
         """Make `state` the version `name`; its path, where `write` will make a folder. ValueError if the name is in
         use."""
-        version = _Version(self._disk / f"{uuid.uuid4().hex}.link", state)
+        version = _Version(self._disk / f"{uuid.uuid4().hex}.link", adapter_bytes(state), state)
         if self._versions.setdefault(name, version) is not version:
             raise ValueError(f"version {name!r} exists")
         if not self._room.acquire(blocking=False):
@@ -173,7 +172,6 @@ class VersionFolders:
         """Write the folder of a version; on the writer's thread."""
         state = version.unwritten
         assert state is not None
-        version.size = adapter_bytes(state)
         with self._changing:
             if version.removed:
                 return
