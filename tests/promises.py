@@ -444,7 +444,7 @@ MISTAKES = (
     Promise(
         "operation",
         "Training keeps activations and gradients in memory that no layer's backward reads",
-        "gated-mlp-as-autograd-keeps-it gradient-of-hidden-states-kept",
+        "gated-mlp-as-autograd-keeps-it norm-as-autograd-keeps-it gradient-of-hidden-states-kept",
     ),
     Promise(
         "operation",

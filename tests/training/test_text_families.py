@@ -187,6 +187,36 @@ def test_a_gated_mlp_keeps_gate_and_up_alone_with_the_same_gradients(
     assert_close(seen[0], seen[1], 1e-6)
 
 
+@pytest.mark.mutation("norm-as-autograd-keeps-it", "training/decoders/autograd.py", "if is_norm(module)]", "if False]")
+@pytest.mark.parametrize(
+    ("family", "fewer"), [("llama", 2 * 132), ("gemma2", 4 * 132), ("gemma3_text", 732), ("qwen3", 352)]
+)
+def test_a_norm_in_bfloat16_keeps_its_input_and_no_float32_copy_with_the_same_gradients(
+    family: str,
+    fewer: int,
+    trainer: Any,
+    make: Any,
+    add_adapter: Any,
+    gradients: Any,
+    assert_close: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """`fewer`: bytes per token of a layer, two for each number, and four for each row's reciprocal root."""
+    kept, seen = [], []
+    data = [make.datum(9), make.datum(30)]
+    monkeypatch.setattr("tinker_local.backend.training.decoders.recomputed_norm._ROWS", 16)
+    for plain in (False, True):
+        if plain:
+            monkeypatch.setattr("tinker_local.backend.training.decoders.autograd.is_norm", lambda module: False)
+        ours = trainer(family, decoder="autograd", dtype="bfloat16")
+        add_adapter(ours, "a")
+        kept.append(ours._loaded.decoder.memory(1, 0).layers[0].lean)
+        ours.forward_backward([TrainWork("a", data, "cross_entropy")])
+        seen.append(gradients(ours, "a"))
+    assert kept[1] - kept[0] == fewer
+    assert_close(seen[0], seen[1], 1e-6)
+
+
 @pytest.mark.mutation(
     "gradient-of-hidden-states-kept",
     "training/micro_batch.py",

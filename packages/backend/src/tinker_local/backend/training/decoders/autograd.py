@@ -3,8 +3,8 @@
 New families start here, and the written-out decoder is compared with it. Four things change, without patching
 transformers. Attention is a registered function that receives the segments of the row, so that sequences share it
 without padding and without seeing each other. The Linear modules that adapters train add the adapters of all sequences
-in the row. Layers can be checkpointed. Gated MLPs keep less (`gated_mlp.py`). Legend: T tokens, H hidden size, N heads,
-D head size.
+in the row. Layers can be checkpointed. Gated MLPs and norms keep less (`gated_mlp.py`, `recomputed_norm.py`). Legend: T
+tokens, H hidden size, N heads, D head size.
 """
 
 import functools
@@ -19,6 +19,7 @@ from tinker_local.backend.training.attention import Segments
 from tinker_local.backend.training.decoder import PackedRow
 from tinker_local.backend.training.decoders.gated_mlp import GatedDown, is_gated
 from tinker_local.backend.training.decoders.packed_attention import ATTENTION, PackedCall, attending, attention_rules
+from tinker_local.backend.training.decoders.recomputed_norm import RecomputedNorm, is_norm
 from tinker_local.backend.training.lora import Adapter, AdapterSlice, Flag, Target, groups_of, layout
 from tinker_local.backend.training.lora_batch import LoraBatch, LowRank, project, project_backward, whole
 from tinker_local.backend.training.recompute_policy import ActivationMemory, Keep, LayerMemory, RecomputePolicy
@@ -45,12 +46,15 @@ class AutogradDecoder:
         self._run: _Run | None = None
         self._by_module: dict[Any, Target] = {}
         gated = [module for module in modules.modules() if is_gated(module)]
+        norms = [module for module in modules.modules() if is_norm(module)]
         for target in self.targets:
             linear = modules.get_submodule(target.path.removeprefix(f"{path}."))
             self._by_module[linear] = target
             linear.forward = functools.partial(self._linear, linear, linear.forward)
         for mlp in gated:
             mlp.forward = functools.partial(self._mlp, mlp, mlp.forward)
+        for norm in norms:
+            norm.forward = functools.partial(self._norm, norm.forward)
         for index, layer in enumerate(modules.layers):
             layer.forward = functools.partial(self._layer, index, layer.forward)
 
@@ -112,6 +116,9 @@ class AutogradDecoder:
         return GatedDown.apply(
             mlp.gate_proj(x), mlp.up_proj(x), mlp.act_fn, down.weight, down.bias, self._low_rank(down)
         )
+
+    def _norm(self, original: Callable[..., Any], x: torch.Tensor) -> Any:
+        return original(x) if self._run is None else RecomputedNorm.apply(x, original)
 
     def _layer(self, index: int, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         run = self._run
