@@ -190,6 +190,7 @@ class MemorySharing:
                     await self._sampler.wake()
                 except Exception:
                     log.exception("the sampler could not be woken; the next sample tries again")
+        async with self._turn:  # another turn: samples that wait for the wake-up come first
             await self.in_turn(load)
             await restore()
 

@@ -189,7 +189,8 @@ class TrainScheduler:
         try:
             await command.run()
         except Exception as error:
-            await self._settled(error)
+            if isinstance(error, ProcessEndedError):
+                await self._memory_sharing.settled()
             command.operation.fail_from(error)
         finally:
             self.running = self._taken = ()
@@ -208,9 +209,11 @@ class TrainScheduler:
             results = await self._memory_sharing.forward_backward(works)
             if len(results) != len(works):
                 raise RuntimeError(f"the trainer gave {len(results)} results for {len(works)} requests")
+        except ProcessEndedError as error:
+            await self._memory_sharing.settled()
+            results = [error] * len(works)
         except Exception as error:
             log.exception("a batch of %d requests failed", len(works))
-            await self._settled(error)
             results = [as_api_error(error)] * len(works)
         finally:
             self.running = self._taken = ()
@@ -224,11 +227,6 @@ class TrainScheduler:
                 task = asyncio.create_task(self._deliver(command, result))
                 self._deliveries.add(task)
                 task.add_done_callback(self._deliveries.discard)
-
-    async def _settled(self, error: Exception) -> None:
-        """After the end of the trainer's process, wait until the runs that it lost have told their clients more."""
-        if isinstance(error, ProcessEndedError):
-            await self._memory_sharing.settled()
 
     def _note_end(self, batch: Sequence[GradientCommand], began: float) -> None:
         now = self._loop.time()
