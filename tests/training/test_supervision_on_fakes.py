@@ -239,7 +239,7 @@ async def test_other_base_models_and_sampling_do_not_notice_on_fakes(start: Star
     "            if False:\n",
     cases=("stopped",),
 )
-@pytest.mark.parametrize("how", ["stopped", "hangs"])
+@pytest.mark.parametrize("how", ["stopped", pytest.param("hangs", marks=pytest.mark.more)])
 async def test_a_process_that_does_not_answer_in_time_is_replaced_on_fakes(
     start: Start, trainers: ModuleType, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
@@ -366,7 +366,9 @@ async def test_twenty_kills_leave_nothing_behind_on_fakes(start: Start, monkeypa
     assert counts[-1] == counts[1]
 
 
-@pytest.mark.parametrize("state", ["stopped", "hangs", "restarts", "pauses"])
+@pytest.mark.parametrize(
+    "state", ["stopped", "hangs", *(pytest.param(e, marks=pytest.mark.more) for e in ("restarts", "pauses"))]
+)
 async def test_a_server_stops_within_seconds_whatever_its_trainer_does_on_fakes(
     start: Start, trainers: ModuleType, state: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
