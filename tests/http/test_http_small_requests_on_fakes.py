@@ -4,9 +4,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tinker_local.types import Datum, ForwardBackwardRequest, ModelInput, SamplingParams, TensorData
-from tinker_local.types.codec import encode_forward_backward_request
-from tinker_local.types.datum import CELLS_PER_VALUE, FREE_SPARSE_CELLS
+from tinker_local.backend.control.training_commands import CELLS_PER_VALUE, FREE_CELLS, check_cells
+from tinker_local.types import Datum, ModelInput, SamplingParams, TensorData
 
 from tests.http.conftest import Api
 
@@ -26,38 +25,25 @@ def datum(columns: int, values: int = 1) -> Datum:
     return Datum(model_input=ModelInput.from_ints([5, 9]), loss_fn_inputs={"target_tokens": sparse(2, columns, values)})
 
 
-def body(**changes: Any) -> bytes:
-    """A request of one sparse datum that is as large as it may be, as bytes that were not checked here."""
-    request = ForwardBackwardRequest(model_id="m", seq_id=1, data=(datum(2),), loss_fn="cross_entropy")
-    return encode_forward_backward_request(request.model_copy(update=changes))
-
-
-async def test_sparse_tensors_of_a_few_bytes_are_refused_before_they_are_dense_on_fakes(api: Api) -> None:
-    """1,620 bytes, twenty matrices of 2**26 cells: the server was killed for want of memory."""
-    model = await api.model()
-    sent = body(model_id=model, data=(datum(2**25),) * 20)
-    assert len(sent) < 2500
-    answer = await api.send_gradient(sent)
-    message = await api.failure(answer.json()["request_id"])
-    cells = 20 * 2**26
-    assert message.startswith(f"user: data: the sparse tensors have {cells} cells in all and list 20 values")
-    assert str(FREE_SPARSE_CELLS + 20 * CELLS_PER_VALUE) in message
-    assert await api.healthy()
-
-
 @pytest.mark.mutation(
     "sparse-tensors-out-of-proportion",
-    "requests_and_results.py",
-    "        if cells > limit:\n",
-    "        if False:\n",
+    "control/training_commands.py",
+    "    if cells > (limit := FREE_CELLS + CELLS_PER_VALUE * values):\n",
+    "    if cells > (limit := MAX_CELLS):\n",
 )
-def test_sparse_tensors_may_have_256_cells_for_each_value_beyond_a_million() -> None:
-    values = 4096
-    columns = (FREE_SPARSE_CELLS + values * CELLS_PER_VALUE) // 2
-    request = {"model_id": "m", "seq_id": 1, "loss_fn": "cross_entropy"}
-    ForwardBackwardRequest(**request, data=(datum(columns, values),))
-    with pytest.raises(ValueError, match="the limit for so few values"):
-        ForwardBackwardRequest(**request, data=(datum(columns + 1, values),))
+async def test_sparse_tensors_may_have_256_cells_for_each_value_beyond_a_million_on_fakes(api: Api) -> None:
+    """A request of 400 bytes could ask for a gigabyte, several of each run at once."""
+    model = await api.model()
+    values = 64
+    columns = (FREE_CELLS + values * CELLS_PER_VALUE) // 2
+    fits, exceeds = datum(columns, values), datum(columns + 1, values)
+    check_cells([fits])
+    limit = FREE_CELLS + CELLS_PER_VALUE * values
+    message = await api.failure(await api.gradient(model, 1, [exceeds]))
+    assert f"data: sparse tensors of {values} values have {limit + 2} cells in all" in message
+    assert message.startswith("user: ")
+    assert message.endswith(f" {limit}")
+    assert await api.healthy()
 
 
 @pytest.mark.parametrize(

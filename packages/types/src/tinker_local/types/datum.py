@@ -175,11 +175,8 @@ TensorDtype = Literal["float32", "int64"]
 
 
 MAX_SPARSE_CELLS = 2**27
-"""Largest size of a sparse tensor, and of all in a request, once they are dense.
-Without a limit, a few bytes of CSR could ask for any amount of memory."""
-
-FREE_SPARSE_CELLS, CELLS_PER_VALUE = 2**20, 256
-"""All sparse tensors of a request may have so many cells, and this many more for each value that they list."""
+"""Largest size of a sparse tensor once it is dense. Without a limit, a few bytes of CSR could ask for any amount of
+memory."""
 
 
 _Flat = Annotated[npt.NDArray[Any], BeforeValidator(number_array), AsList]

@@ -10,14 +10,7 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 from tinker_local.types.base import AsList, Frozen, Logprobs, Tokens, TupleOf, float32_array, integer_array
-from tinker_local.types.datum import (
-    CELLS_PER_VALUE,
-    FREE_SPARSE_CELLS,
-    MAX_SPARSE_CELLS,
-    Datum,
-    ModelInput,
-    TensorData,
-)
+from tinker_local.types.datum import Datum, ModelInput, TensorData
 
 Metadata = dict[str, Any]
 
@@ -82,19 +75,6 @@ class ForwardBackwardRequest(Frozen):
     loss_fn: str
     loss_fn_config: dict[str, float | str] = Field(default_factory=dict)
     forward_only: bool = False
-
-    @model_validator(mode="after")
-    def _sparse_in_proportion(self) -> Self:
-        """A datum of 80 bytes may name a matrix of 2**26 cells; twenty of them were 40 GiB."""
-        sparse = [each for datum in self.data for each in datum.loss_fn_inputs.values() if each.is_sparse]
-        cells, values = sum(math.prod(each.dense_shape) for each in sparse), sum(each.data.size for each in sparse)
-        limit = min(MAX_SPARSE_CELLS, FREE_SPARSE_CELLS + CELLS_PER_VALUE * values)
-        if cells > limit:
-            raise ValueError(
-                f"data: the sparse tensors have {cells} cells in all and list {values} values; "
-                f"the limit for so few values is {limit} cells"
-            )
-        return self
 
 
 class ForwardBackwardOutput(Frozen):

@@ -247,6 +247,9 @@ async def _fail(error: ApiError) -> TrainWork:
 MAX_CELLS = 2**26
 """Of all tensors of one request when dense: a few bytes of CSR could otherwise demand any amount of memory."""
 
+FREE_CELLS, CELLS_PER_VALUE = 2**20, 256
+"""The tensors of a request may have so many cells when dense, and this many more for each value that was sent."""
+
 
 def prepare_work(base: ServedModel, model_id: str, decode: Callable[[], ForwardBackwardRequest]) -> TrainWork:
     """Decode, render and check one request; InvalidRequestError names the datum and the field."""
@@ -261,8 +264,9 @@ def prepare_work(base: ServedModel, model_id: str, decode: Callable[[], ForwardB
 
 
 def check_cells(data: Sequence[Datum]) -> None:
-    """InvalidRequestError if the dense tensors of `data` would have more than `MAX_CELLS` cells in all."""
-    cells = 0
+    """InvalidRequestError if the tensors of `data` would have more than `MAX_CELLS` cells when dense, or many more
+    than the values that were sent."""
+    cells = values = 0
     for i, datum in enumerate(data):
         for name, tensor in datum.loss_fn_inputs.items():
             cells += math.prod(tensor.dense_shape)
@@ -271,6 +275,11 @@ def check_cells(data: Sequence[Datum]) -> None:
                     f"data[{i}].loss_fn_inputs.{name}: shape {list(tensor.dense_shape)} brings the request to {cells} "
                     f"cells, the limit is {MAX_CELLS}; send fewer datums at once"
                 )
+            values += tensor.data.size
+    if cells > (limit := FREE_CELLS + CELLS_PER_VALUE * values):
+        raise InvalidRequestError(
+            f"data: sparse tensors of {values} values have {cells} cells in all, the limit for so few values is {limit}"
+        )
 
 
 def prepare_datum(base: ServedModel, datum: Datum, loss: Loss, where: str) -> TrainDatum:
