@@ -110,6 +110,8 @@ def test_fake_cross_entropy_takes_k_targets_per_position() -> None:
     assert result.metrics["loss:sum"] == pytest.approx(expected_loss, rel=1e-12)
     np.testing.assert_allclose(result.outputs[0]["logprobs"], expected_logprobs, rtol=1e-6)
     assert "elementwise_loss" not in result.outputs[0]
+    mixed = run(trainer_with_adapter(), [random_datum(4), datum])
+    assert [list(output) for output in mixed.outputs] == [["logprobs"]] * 2  # the SDK reads the same fields of all
     for name, gradient in gradients(trainer).items():
         np.testing.assert_allclose(gradient, expected[name], atol=1e-12)
 

@@ -149,6 +149,8 @@ def test_targets_are_those_given(ours: Any, make: Any) -> None:
     np.testing.assert_array_equal(both["logprobs"], np.stack([one["logprobs"], two["logprobs"]], axis=1))
     assert "elementwise_loss" in one
     assert "elementwise_loss" not in both
+    mixed = run(ours, TrainWork("a", [datum, wide], "cross_entropy"))[0]
+    assert [list(output) for output in mixed.outputs] == [["logprobs"]] * 2  # the SDK reads the same fields of all
     assert np.abs(one["logprobs"] - two["logprobs"]).max() > 1e-3
 
 

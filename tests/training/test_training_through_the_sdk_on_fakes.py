@@ -176,6 +176,23 @@ def test_several_targets_per_position_with_weights_of_either_sign_on_fakes(
     assert_same_gradient(trainer, hooked, client.model_id)
 
 
+@pytest.mark.mutation(
+    "all-data-have-the-same-outputs",
+    "losses/loss.py",
+    "return self.elementwise and all(datum.target_tokens.ndim == 1 for datum in data)",
+    "return self.elementwise",
+)
+def test_one_and_several_targets_per_position_in_one_request_are_answered_on_fakes(client, trainer, hooked):
+    """A client that could not read the answer would send it again, and count its gradient twice."""
+    data = [random_datum(0, 9), with_candidates(random_datum(1, 5), 3, 1), random_datum(2, 30)]
+    result = client.forward_backward(data, "cross_entropy").result()
+    assert [tuple(o["logprobs"].shape) for o in result.loss_fn_outputs] == [(9,), (5, 3), (30,)]
+    assert [list(output) for output in result.loss_fn_outputs] == [["logprobs"]] * 3
+    wanted = whole_loss(hooked, client.model_id, data, weighted)
+    assert result.metrics["loss:sum"] == pytest.approx(wanted, rel=1e-6)
+    assert_same_gradient(trainer, hooked, client.model_id)
+
+
 @pytest.mark.parametrize("loss_fn", LOSSES)
 def test_each_loss_is_its_formula_and_its_gradient_that_of_a_custom_loss_on_fakes(
     loss_fn: Any, client: Any, trainer: Any, hooked: Any

@@ -165,9 +165,11 @@ class FakeTrainer:
         outputs = []
         total = 0.0
         for index, datum in enumerate(work.data):
-            output, value = self._datum(adapter, datum, loss, settings, f"data[{index}]", gradients)
-            outputs.append(output)
-            total += value
+            logprobs, values = self._datum(adapter, datum, loss, settings, f"data[{index}]", gradients)
+            outputs.append({"logprobs": logprobs})
+            if loss.gives_elementwise(work.data):
+                outputs[-1]["elementwise_loss"] = values.astype(np.float32)
+            total += float(values.sum())
         if work.backward:
             for name, gradient in gradients.items():
                 adapter.gradients[name] = adapter.gradients.get(name, 0.0) + gradient
@@ -181,8 +183,8 @@ class FakeTrainer:
         settings: Mapping[str, float],
         where: str,
         gradients: Gradients,
-    ) -> tuple[dict[str, npt.NDArray[np.float32]], float]:
-        """The outputs of one datum, and its loss; its gradient is added to `gradients`."""
+    ) -> tuple[npt.NDArray[np.float32], Float64Array]:
+        """Logprobs of one datum, and the loss of each; its gradient is added to `gradients`."""
         if datum.input.length > self.max_context_length:
             raise InvalidRequestError(
                 f"{where}.model_input: {datum.input.length} positions, the limit is {self.max_context_length}"
@@ -217,11 +219,7 @@ class FakeTrainer:
         d_logits_n_v = -derivative_n_k.sum(axis=1, keepdims=True) * np.exp(log_p_n_v)
         np.add.at(d_logits_n_v, (np.arange(datum.input.length)[:, None], safe_n_k), derivative_n_k)
         _add_lora_gradients(adapter, features, d_logits_n_v, gradients)
-        shape = datum.target_tokens.shape
-        outputs = {"logprobs": logprobs.reshape(shape).astype(np.float32)}
-        if loss.elementwise and len(shape) == 1:
-            outputs["elementwise_loss"] = values.astype(np.float32)
-        return outputs, float(values.sum())
+        return logprobs.reshape(datum.target_tokens.shape).astype(np.float32), values
 
     def discard_gradients(self, adapter_id: str) -> None:
         """Forget the gradients added up since the last step."""

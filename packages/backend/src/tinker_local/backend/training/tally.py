@@ -18,9 +18,11 @@ Output = Mapping[str, npt.NDArray[np.float32]]
 
 @dataclass(slots=True, eq=False)
 class WorkTally:
-    """The results of one request: the outputs of its computed data, the sum of its loss so far, or its error."""
+    """The results of one request: the outputs of its computed data (`elementwise`: with each position's loss), the sum
+    of its loss so far, or its error."""
 
     outputs: list[Output]
+    elementwise: bool
     loss: float = 0.0
     error: ApiError | None = None
 
@@ -31,7 +33,10 @@ class Tally:
     target's own logit, widened to include 0."""
 
     def __init__(self, works: Mapping[int, TrainWork]) -> None:
-        self.works = {at: WorkTally([{}] * len(work.data)) for at, work in works.items()}
+        self.works = {
+            at: WorkTally([{}] * len(work.data), LOSSES[work.loss_fn].gives_elementwise(work.data))
+            for at, work in works.items()
+        }
         self.gradients: dict[str, torch.Tensor] = {}
         self.logit_gradients: dict[str, tuple[float, float]] = {}
         self._requests = works
@@ -49,8 +54,10 @@ class Tally:
                 )
         for place, item in enumerate(packed.items):
             span = packed.targets_of(place)
-            output = _output(item, self._requests[item.work].loss_fn, computed.logprobs[span], computed.losses[span])
-            self.works[item.work].outputs[item.index] = output
+            tally = self.works[item.work]
+            tally.outputs[item.index] = _output(
+                item, tally.elementwise, computed.logprobs[span], computed.losses[span]
+            )
 
     def add_gradients(self, found: Gradients, adapters: Mapping[str, Adapter]) -> None:
         """Add the gradients of one micro-batch. Allocates first, so that lack of memory leaves no partial sum."""
@@ -76,9 +83,8 @@ class Tally:
         return work.error or TrainResult(outputs=tuple(work.outputs), metrics={"loss:sum": work.loss})
 
 
-def _output(item: Item, loss_fn: str, logprobs: torch.Tensor, losses: torch.Tensor) -> Output:
-    shape = item.datum.target_tokens.shape
-    output = {"logprobs": logprobs.to(torch.float32).numpy().reshape(shape)}
-    if LOSSES[loss_fn].elementwise and len(shape) == 1:
+def _output(item: Item, elementwise: bool, logprobs: torch.Tensor, losses: torch.Tensor) -> Output:
+    output = {"logprobs": logprobs.to(torch.float32).numpy().reshape(item.datum.target_tokens.shape)}
+    if elementwise:
         output["elementwise_loss"] = losses.to(torch.float32).numpy()
     return output

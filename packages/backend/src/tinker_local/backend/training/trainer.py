@@ -43,7 +43,7 @@ class TrainWork:
 @dataclass(frozen=True, slots=True, eq=False)
 class TrainResult:
     """`outputs`, per datum in order: `logprobs` float32 in the shape of `target_tokens`, and for cross_entropy
-    `elementwise_loss`. `metrics`: `loss:sum` and others, named `name:reduction`."""
+    `elementwise_loss` (of all data or of none). `metrics`: `loss:sum` and others, named `name:reduction`."""
 
     outputs: Sequence[Mapping[str, npt.NDArray[np.float32]]]
     metrics: Mapping[str, float]

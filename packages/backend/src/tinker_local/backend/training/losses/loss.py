@@ -71,7 +71,7 @@ class Loss:
     settings: the settings in `loss_fn_config` and their defaults.
     check: raises InvalidRequestError for complete settings that do not fit together.
     candidates: whether targets may be [N, K].
-    elementwise: whether the result has each position's loss, where targets are [N].
+    elementwise: whether the result has each position's loss, if the targets of all data are [N].
     per_datum_input: an input that marks, by not being 0, the positions whose logprobs all positions of their datum
         depend on. They are computed first, and count as constants in the derivative.
     per_datum: `per_datum(xp, logprobs, inputs, datum_sum)`, further inputs [M] that the marked positions determine. Of
@@ -96,6 +96,11 @@ class Loss:
     def target_inputs(self) -> tuple[str, ...]:
         """The inputs of which one is not 0 wherever the loss depends on the target's logprob."""
         return self.mask_inputs if self.per_datum_input is None else (*self.mask_inputs, self.per_datum_input)
+
+    def gives_elementwise(self, data: Sequence[TrainDatum]) -> bool:
+        """Whether the outputs of a request of `data` have `elementwise_loss`: those of all data or of none, because
+        the SDK reads only outputs that have the same fields."""
+        return self.elementwise and all(datum.target_tokens.ndim == 1 for datum in data)
 
     def active(self, inputs: Inputs) -> Array:
         """Where a position is not masked, bool of the inputs' shape."""
