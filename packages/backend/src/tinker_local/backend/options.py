@@ -197,6 +197,7 @@ class BackendOptions:
     max_num_samples: int = 1024
     """Maximum `num_samples` of one sampling request."""
     max_queued_samples: int = 20000
+    max_queued_samples_per_session: int = 10000
     sampler_sleeps: bool = True
     """vLLM gives its GPU memory to the trainer when a training request would not fit otherwise. Its weights move to
     host memory until the next sample. Requires a single base model, because vLLM can put only one engine per process

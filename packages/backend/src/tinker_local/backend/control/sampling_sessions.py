@@ -1,6 +1,7 @@
 """Sampling sessions, each on a base model or on one immutable version of an adapter; and the samples of each."""
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ from tinker_local.backend.models.served_models import ServedModel, ServedModels
 from tinker_local.backend.options import BackendOptions
 from tinker_local.backend.rendering.image_assets import ImageAssets
 from tinker_local.backend.rendering.rendered_input import RenderedInput
+from tinker_local.backend.sampling.prompt_scores import check_sample_topk
 from tinker_local.backend.sampling.sampler import AdapterVersion, SampleWork, token_budget
 from tinker_local.backend.scheduling.operations import (
     ACTIVE,
@@ -116,7 +118,7 @@ class Sampling:
         self._open: dict[str, SamplingSession] = {}
         self._rendering = ThreadPoolExecutor(2, thread_name_prefix="render")
         self._images = ImageAssets(options.image_folder, options.image_hosts)
-        self._queued = 0
+        self._queued: Counter[str] = Counter()
         self._in_samplers: dict[ServedModel, SamplerQueue] = {}
 
     # Sessions -------------------------------------------------------------------------------------------------------
@@ -300,12 +302,11 @@ class Sampling:
         if (known := self._operations.get(request_id)) is not None:
             return known
         _check_context(request, session.base.engines.sampler.max_context_length)
-        if self._queued >= self._options.max_queued_samples:
-            raise TooManyRequestsError(f"{self._queued} samples are queued, which is the most this server takes")
+        self._check_room(session.record.session_id)
         operation.failures = session.base.counts.failures
         self._operations.add(operation)
         session.clients.watch(request.seq_id, operation)
-        self._queued += 1
+        self._queued[session.record.session_id] += 1
         session.base.counts.samples_accepted += 1
         session.running.add(operation)
         if session.checkpoint is not None:
@@ -314,6 +315,16 @@ class Sampling:
         task.add_done_callback(lambda _: self._ended(session, operation))  # it may be cancelled before it starts
         operation.run_as(task)
         return operation
+
+    def _check_room(self, session_id: str) -> None:
+        """TooManyRequestsError if as many samples are queued as the options allow, in all or for one session."""
+        options, queued, own = self._options, self._queued.total(), self._queued[session_id]
+        if own >= options.max_queued_samples_per_session:
+            raise TooManyRequestsError(
+                f"{own} samples of this session are queued, which is the most this server takes from one"
+            )
+        if queued >= options.max_queued_samples:
+            raise TooManyRequestsError(f"{queued} samples are queued, which is the most this server takes")
 
     def _check(self, request: SampleRequest) -> None:
         if request.record_stability_info:
@@ -346,7 +357,9 @@ class Sampling:
             if session.checkpoint is not None:
                 self._uses.leave(session.checkpoint)
             session.base.counts.samples_accepted -= 1
-            self._queued -= 1
+            self._queued[session.record.session_id] -= 1
+            if not self._queued[session.record.session_id]:
+                del self._queued[session.record.session_id]
 
     async def _sample(
         self, session: SamplingSession, request: SampleRequest, operation: Operation[SampleOutput]
@@ -365,13 +378,20 @@ class Sampling:
             begun=partial(operation.timeline.enter, "running"),
         )
         queue = self._in_samplers.setdefault(session.base, SamplerQueue())
-        queue.enter(operation, session.record.session_id, request.num_samples)
+        session_id, sampler = session.record.session_id, session.base.engines.sampler
+
+        async def run(piece: SampleWork) -> SampleOutput:
+            queue.enter(operation, session_id, request.num_samples)
+            return await sampler.sample(piece)
+
+        queue.wait(operation, session_id)
         try:
-            output = await sample_counted(session.base, work)
-            operation.timeline.note(sampled_tokens=sampled_tokens(output))
-            return output
+            output = await session.base.sample_turns.sample(session_id, work, run)
         finally:
             queue.leave(operation)
+        count(session.base, work, output)
+        operation.timeline.note(sampled_tokens=sampled_tokens(output))
+        return output
 
     async def _prompt(self, base: ServedModel, request: SampleRequest, timeline: Timeline) -> RenderedInput:
         """The prompt with its images fetched and rendered; it must fit in the context with what is sampled."""
@@ -386,7 +406,9 @@ class Sampling:
         render = timeline.during("preparing", base.engines.renderer.render)
         prompt = await loop.run_in_executor(self._rendering, render, given, "prompt")
         timeline.note(num_samples=request.num_samples, prompt_tokens=prompt.length, images=len(prompt.images))
-        token_budget(prompt.length, request.sampling_params.max_tokens, base.engines.sampler.max_context_length)
+        limit, engines = base.engines.sampler.max_context_length, base.engines
+        budget = token_budget(prompt.length, request.sampling_params.max_tokens, limit)
+        check_sample_topk(request.topk_sample_logprobs, request.num_samples, budget, engines.trainer.vocab_size)
         return prompt
 
     def _version(self, session: SamplingSession) -> AdapterVersion | None:
@@ -403,7 +425,7 @@ class Sampling:
         base = session.base
         queue = self._in_samplers.get(base)
         if queue is None or operation not in queue:
-            return ACTIVE
+            return ACTIVE  # its prompt is being prepared
         if base.memory_sharing.trainer_has_memory:
             return memory_state(session.record.session_id, [model.session_id for model in base.scheduler.running])
         return queue.state(operation, base.engines.sampler.sequences_waiting)
@@ -423,18 +445,12 @@ def _check_context(request: SampleRequest, limit: int) -> None:
     token_budget(length, request.sampling_params.max_tokens, limit)
 
 
-async def sample_counted(base: ServedModel, work: SampleWork) -> SampleOutput:
-    """Run the sampler and count what it does."""
+def count(base: ServedModel, work: SampleWork, output: SampleOutput) -> None:
+    """Count what the sampler did."""
     counts = base.counts
-    counts.samples_running += 1
-    try:
-        output = await base.engines.sampler.sample(work)
-    finally:
-        counts.samples_running -= 1
     counts.samples += len(output.sequences)
     counts.prompt_tokens += work.prompt.length
     counts.sampled_tokens += sampled_tokens(output)
-    return output
 
 
 def sampled_tokens(output: SampleOutput) -> int:

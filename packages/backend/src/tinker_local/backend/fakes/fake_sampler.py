@@ -55,9 +55,16 @@ class _Weights:
 
 _BASE = _Weights({}, 1)
 
+TOKENS_AT_ONCE = 64
+
+Steps = Iterator[SampleOutput | None]
+"""None while there is more to sample, and then the result."""
+
 
 class FakeSampler:
     """Implements `sampling.sampler.Sampler` on a `FakeModel`. NumPy runs in worker threads, never on the event loop.
+
+    The requests in it take turns of `TOKENS_AT_ONCE`, as sequences in a real sampler advance together.
 
     Sequences stop at EOS (token 0) as well as at the given stop strings or ids; `stop=[]` disables EOS, too. Stop
     strings are matched on the sampled text, one character per token. Sleep mode needs `memory` shared with a trainer.
@@ -113,7 +120,10 @@ class FakeSampler:
             loop = asyncio.get_running_loop()
             self._waiting[stop_thread] = work.num_samples
             try:
-                return await loop.run_in_executor(self._threads, self._begin, work, weights, stop_thread)
+                output, steps = None, await loop.run_in_executor(self._threads, self._begin, work, weights, stop_thread)
+                while output is None:
+                    output = await loop.run_in_executor(self._threads, next, steps)
+                return output
             finally:
                 self._waiting.pop(stop_thread, None)
                 stop_thread.set()
@@ -170,12 +180,12 @@ class FakeSampler:
         tensors = load_file(version.path / WEIGHTS)
         return _Weights(self._model.read_adapter(tensors, config["r"]), config["r"])
 
-    def _begin(self, work: SampleWork, weights: _Weights, cancelled: threading.Event) -> SampleOutput:
+    def _begin(self, work: SampleWork, weights: _Weights, cancelled: threading.Event) -> Steps:
         self._waiting.pop(cancelled, None)
         work.begun()
         return self._sample(work, weights, cancelled)
 
-    def _sample(self, work: SampleWork, weights: _Weights, cancelled: threading.Event) -> SampleOutput:
+    def _sample(self, work: SampleWork, weights: _Weights, cancelled: threading.Event) -> Steps:
         prompt, params = work.prompt, work.params
         room = self.max_context_length - prompt.length
         if prompt.length < 1 or room < 1:
@@ -187,7 +197,7 @@ class FakeSampler:
         features = self._model.features(prompt)
         sequences = [
             _Sequence(
-                np.random.default_rng(_mixed_seed(params.seed, index)),
+                np.random.default_rng(_mixed_seed(params.seed, work.first_sample + index)),
                 int(features.tokens[-1]),
                 work.topk_sample_logprobs,
             )
@@ -196,10 +206,15 @@ class FakeSampler:
         budget = room if params.max_tokens is None else min(params.max_tokens, room)
         questions = prompt_questions(work, self._model.vocab_size)
         check_sample_topk(work.topk_sample_logprobs, work.num_samples, budget, self._model.vocab_size)
+        spent = 0
         for _ in range(budget):
             running = [sequence for sequence in sequences if not sequence.stopped]
             if not running:
                 break
+            if spent >= TOKENS_AT_ONCE:
+                yield None
+                spent = 0
+            spent += len(running)
             if cancelled.is_set() or self._closed.is_set():
                 raise InternalError("the sampler was closed, or the request cancelled")
             tokens = np.array([sequence.last_token for sequence in running], np.int64)
@@ -207,8 +222,10 @@ class FakeSampler:
             logits = self._model.logits(Features(tokens, codes), weights.matrices, weights.rank)
             for sequence, row in zip(running, logits, strict=True):
                 sequence.extend(row, params, is_stop)
+                if sequence.stopped:
+                    work.ended()
         asked = {} if questions is None else self._answers(questions, work, weights).fields(questions)
-        return SampleOutput(sequences=tuple(sequence.result() for sequence in sequences), **asked)
+        yield SampleOutput(sequences=tuple(sequence.result() for sequence in sequences), **asked)
 
     def _answers(self, questions: PromptQuestions, work: SampleWork, weights: _Weights) -> PromptScores:
         log_p = log_softmax(self._model.logits(self._model.features(work.prompt), weights.matrices, weights.rank))[:-1]

@@ -180,6 +180,7 @@ def load_real(source: ModelSource, options: BackendOptions) -> Engines:
         arch=config.model_type,
         tolerance=TOLERANCE[dtype],
         sliding_window=sliding_window(config.get_text_config()),
+        sequences=engine.max_sequences,
     )
 
 

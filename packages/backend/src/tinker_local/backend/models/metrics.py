@@ -12,7 +12,7 @@ class Counts:
     """Counts of the control plane for one base model since its start. Used on the event loop only.
 
     `samples`: sequences returned. `prompt_tokens`: positions of their prompts, once per request. `sampled_tokens`: of
-    these sequences. `samples_accepted`: unfinished requests; `samples_running` of them are in the sampler.
+    these sequences. `samples_accepted`: unfinished requests.
     `submits_refused`: training requests refused because the queue was full. `failures`: failed operations by category.
     """
 
@@ -20,7 +20,6 @@ class Counts:
     prompt_tokens: int = 0
     sampled_tokens: int = 0
     samples_accepted: int = 0
-    samples_running: int = 0
     optimizer_steps: int = 0
     submits_refused: int = 0
     failures: Counter[Category] = field(default_factory=Counter)

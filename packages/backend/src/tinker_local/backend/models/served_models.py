@@ -13,6 +13,7 @@ from tinker_local.backend.options import BackendOptions, ModelSource
 from tinker_local.backend.rendering.rendered_input import Renderer
 from tinker_local.backend.sampling.sampler import Sampler
 from tinker_local.backend.scheduling.memory_sharing import MemorySharing
+from tinker_local.backend.scheduling.sample_turns import SampleTurns
 from tinker_local.backend.scheduling.train_scheduler import TrainScheduler
 from tinker_local.backend.training.trainer import Trainer
 from tinker_local.types import ApiError, InvalidRequestError
@@ -23,7 +24,8 @@ class Engines:
     """What serves one copy of the weights.
 
     `tolerance`: largest mean difference of logprobs (nats) between trainer and sampler on a probe. `sliding_window`: of
-    the base model's attention, in positions; None if it has none.
+    the base model's attention, in positions; None if it has none. `sequences`: how many the sampler is to run at once;
+    it has room for `RESERVED` more.
     """
 
     renderer: Renderer
@@ -32,6 +34,7 @@ class Engines:
     arch: str
     tolerance: float
     sliding_window: int | None = None
+    sequences: int = 256
 
 
 EngineLoader = Callable[[ModelSource, BackendOptions], Engines]
@@ -60,8 +63,10 @@ class ServedModel:
     counts: Counts = field(default_factory=Counts)
     images_of_start: tuple[int, int, int] = (0, 0, 0)
     max_context_length: int = field(init=False)
+    sample_turns: SampleTurns = field(init=False)
 
     def __post_init__(self) -> None:
+        self.sample_turns = SampleTurns(self.engines.sequences)
         self.max_context_length = min(self.engines.trainer.max_context_length, self.engines.sampler.max_context_length)
 
     @property
@@ -113,8 +118,8 @@ class ServedModel:
             optimizer_steps=counts.optimizer_steps,
             submits_refused=counts.submits_refused,
             failures=dict(counts.failures),
-            samples_running=counts.samples_running,
-            samples_waiting=counts.samples_accepted - counts.samples_running,
+            samples_running=self.sample_turns.requests,
+            samples_waiting=counts.samples_accepted - self.sample_turns.requests,
             commands_running=scheduler.commands_running,
             commands_waiting=scheduler.commands_waiting,
             adapters=scheduler.adapters,

@@ -9,13 +9,17 @@ from tinker_local.backend.rendering.rendered_input import RenderedInput
 from tinker_local.backend.training.trainer import AdapterDType, AdapterState
 from tinker_local.types import InvalidRequestError, SampleOutput, SamplingParams, TensorData
 
+RESERVED = 32
+"""Sequences for which a sampler has room besides those that it is to run at once, so that the first samples of a
+session need not wait until others end."""
+
 
 def _written() -> AdapterState | None:
     return None
 
 
 def ignore_begin() -> None:
-    """The default of `SampleWork.begun`."""
+    """The default of `SampleWork.begun` and `SampleWork.ended`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +44,11 @@ class SampleWork:
 
     `topk_sample_logprobs`: how many of the likeliest tokens come with every sampled one. The other fields after
     `num_samples` are questions about the prompt (`prompt_scores`). `target_prompt_logprobs`: int64 [P - 1, K], -1 for
-    none. `prompt_logprobs_last_n` None: all positions. `begun` is called once, from any thread, when the first sequence
-    runs on the device.
+    none. `prompt_logprobs_last_n` None: all positions. `first_sample`: the index of the first sequence in the client's
+    request, on which its seed depends.
+
+    `begun` is called once, from any thread, when the first sequence runs on the device. `ended` may be called, from any
+    thread, when one of the sequences has ended before the last.
     """
 
     prompt: RenderedInput
@@ -54,6 +61,8 @@ class SampleWork:
     target_prompt_logprobs: TensorData | None = None
     prompt_alt_tokens_k: int = 0
     prompt_logprobs_last_n: int | None = None
+    first_sample: int = 0
+    ended: Callable[[], None] = ignore_begin
     begun: Callable[[], None] = ignore_begin
 
 

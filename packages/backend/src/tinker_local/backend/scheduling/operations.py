@@ -383,32 +383,43 @@ def sample_states(in_flight: Iterable[tuple[str, int]], sequences_waiting: int) 
 
 
 class SamplerQueue:
-    """The samples in one sampler, in order, and what each waits for. Thousands of polls share one count, which is
-    repeated at most every `COUNT_SECONDS`."""
+    """The samples in one sampler, in order, and those that wait for a place in it; and what each waits for. Thousands
+    of polls share one count, which is repeated at most every `COUNT_SECONDS`."""
 
     def __init__(self) -> None:
         self._samples: dict[object, tuple[str, int]] = {}
+        self._outside: dict[object, str] = {}
         self._states: dict[object, QueueState] = {}
         self._counted_at = -COUNT_SECONDS
 
+    def wait(self, sample: object, session_id: str) -> None:
+        """Add a sample that has no place."""
+        self._outside[sample] = session_id
+
     def enter(self, sample: object, session_id: str, sequences: int) -> None:
-        """Add a sample of `sequences` sequences."""
-        self._samples[sample] = (session_id, sequences)
+        """Let a sample of `sequences` sequences into the sampler, if it is not there."""
+        if self._outside.pop(sample, None) is not None:
+            self._samples[sample] = (session_id, sequences)
 
     def leave(self, sample: object) -> None:
         """Remove a sample that has ended."""
         self._samples.pop(sample, None)
+        self._outside.pop(sample, None)
         self._states.pop(sample, None)
 
     def __contains__(self, sample: object) -> bool:
-        return sample in self._samples
+        return sample in self._samples or sample in self._outside
 
     def state(self, sample: object, sequences_waiting: int) -> QueueState:
-        """What a sample that is in the sampler waits for."""
+        """What a sample waits for that is in the sampler or has no place in it."""
         now = time.monotonic()
         if sample not in self._states or now - self._counted_at >= COUNT_SECONDS:
             states = sample_states(self._samples.values(), sequences_waiting)
             self._states = dict(zip(self._samples, states, strict=True))
+            inside = Counter(session for session, _ in self._samples.values())
+            for outside, session in self._outside.items():
+                requests, sessions = inside.total() - inside[session], len(inside) - (session in inside)
+                self._states[outside] = _paused("the sampler is full with", requests, sessions) if requests else ACTIVE
             self._counted_at = now
         return self._states[sample]
 

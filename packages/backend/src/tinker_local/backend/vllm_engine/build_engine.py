@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 from tinker_local.backend.options import DType
+from tinker_local.backend.sampling.sampler import RESERVED
 from tinker_local.backend.vllm_engine import patches
 from tinker_local.backend.vllm_engine.compat_vllm import (
     LORA_RANKS,
@@ -36,10 +37,10 @@ class EngineOptions:
     `gpu_memory_utilization` of the card, weights included. `max_rank`: of LoRA adapters. `adapters_per_step`: how many
     different adapters one step may mix (each has a slot of `max_rank` in the device's memory); requests with further
     adapters wait. `cached_adapters`: how many stay in host memory; others are read again from their folder on use.
-    `max_sequences`: in one step. `max_batched_tokens`: most positions in one step (`models/gpu_plan.py`
-    chooses both for a GPU). `image_cache_bytes`: image features kept on the device for later requests, if that is more
-    than vLLM's default. `enforce_eager` None: True on CPU, False on CUDA (CUDA graphs). `sleeps`: enable sleep mode; on
-    CUDA, and for one engine of the process at a time.
+    `max_sequences`: in one step, and `RESERVED` more. `max_batched_tokens`: most positions in one step
+    (`models/gpu_plan.py` chooses both for a GPU). `image_cache_bytes`: image features kept on the device for later
+    requests, if that is more than vLLM's default. `enforce_eager` None: True on CPU, False on CUDA (CUDA graphs).
+    `sleeps`: enable sleep mode; on CUDA, and for one engine of the process at a time.
     """
 
     model: str
@@ -155,8 +156,8 @@ def _engine_arguments(options: EngineOptions) -> dict[str, Any]:
         # -1: as much as the KV cache holds of the model's own context.
         "max_model_len": options.max_context_length or -1,
         "enforce_eager": eager,
-        "max_num_seqs": options.max_sequences,
-        "max_num_batched_tokens": max(options.max_batched_tokens, options.max_sequences),
+        "max_num_seqs": options.max_sequences + RESERVED,
+        "max_num_batched_tokens": max(options.max_batched_tokens, options.max_sequences + RESERVED),
         "enable_lora": True,
         "max_lora_rank": rank,
         "max_loras": options.adapters_per_step,

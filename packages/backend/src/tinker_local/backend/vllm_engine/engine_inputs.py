@@ -61,7 +61,7 @@ def engine_params(work: SampleWork, limit: int, vocab_size: int, questions: Prom
     for index in range(work.num_samples):
         sample = copy.copy(params)
         if work.params.seed is not None:
-            sample.seed = sample_seed(work.params.seed, index)
+            sample.seed = sample_seed(work.params.seed, work.first_sample + index)
         if questions is not None and index == 0:
             ask(sample, questions)
         samples.append(sample)

@@ -39,11 +39,13 @@ MakeRequest = Callable[[Any], EngineRequest]
 
 @dataclass(slots=True, eq=False)
 class SequenceGroup:
-    """The sequences of one request in an engine; `ids` are theirs, in order. `on_begin`: as `SampleWork.begun`."""
+    """The sequences of one request in an engine; `ids` are theirs, in order. `on_begin`, `on_end`: as
+    `SampleWork.begun` and `SampleWork.ended`."""
 
     make: MakeRequest
     future: Future[list[Any]]
     on_begin: Callable[[], None]
+    on_end: Callable[[], None]
     begun: bool = False
     lora_name: str | None = None
     ids: list[str] = field(default_factory=list)
@@ -169,14 +171,18 @@ class EngineThread:
         return self._call(lambda: fn(engine.live()))
 
     def submit(
-        self, engine: Engine, make: MakeRequest, on_begin: Callable[[], None] = ignore_begin
+        self,
+        engine: Engine,
+        make: MakeRequest,
+        on_begin: Callable[[], None] = ignore_begin,
+        on_end: Callable[[], None] = ignore_begin,
     ) -> Future[list[Any]]:
         """Run a request. The future gives vLLM's final `RequestOutput` of each sequence, in order.
 
         It fails with what `make` or vLLM's checks raise, and with InternalError if the engine fails. `on_begin` is
-        called on the thread when the first sequence runs.
+        called on the thread when the first sequence runs, and `on_end` when one has ended before the last.
         """
-        group = SequenceGroup(make, Future(), on_begin)
+        group = SequenceGroup(make, Future(), on_begin, on_end)
         self._put(_Command(lambda: self._admit(engine, group), group.future))
         group.future.add_done_callback(lambda future: self._put_abort(engine, group) if future.cancelled() else None)
         return group.future
@@ -291,7 +297,9 @@ class EngineThread:
             if group is None:
                 continue
             group.outputs[output.request_id] = output
-            if len(group.outputs) == len(group.ids) and group.future.set_running_or_notify_cancel():
+            if len(group.outputs) < len(group.ids):
+                group.on_end()
+            elif group.future.set_running_or_notify_cancel():
                 group.future.set_result([group.outputs[request_id] for request_id in group.ids])
 
     def _restart(self, engine: Engine, error: Exception) -> None:

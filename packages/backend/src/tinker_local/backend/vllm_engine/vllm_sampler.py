@@ -109,7 +109,7 @@ class VLLMSampler:
                 lora = None if work.version is None else self._adapters.request(work.version, engine, prepared)
                 return EngineRequest(prompt, params, lora)
 
-            outputs = await asyncio.wrap_future(self._thread.submit(self._engine, make, work.begun))
+            outputs = await asyncio.wrap_future(self._thread.submit(self._engine, make, work.begun, work.ended))
         return sample_output(outputs, work, questions)
 
     async def sleep(self) -> None:
