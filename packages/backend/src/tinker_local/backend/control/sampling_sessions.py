@@ -16,6 +16,7 @@ from tinker_local.backend.models.served_models import ServedModel, ServedModels
 from tinker_local.backend.options import BackendOptions
 from tinker_local.backend.rendering.image_assets import ImageAssets
 from tinker_local.backend.rendering.rendered_input import RenderedInput
+from tinker_local.backend.rendering.turns import Turns
 from tinker_local.backend.sampling.prompt_scores import check_sample_topk
 from tinker_local.backend.sampling.sampler import AdapterVersion, SampleWork, token_budget
 from tinker_local.backend.scheduling.operations import (
@@ -37,6 +38,7 @@ from tinker_local.backend.storage.versions import VersionFolders
 from tinker_local.types import (
     CreateSamplingSessionRequest,
     GoneError,
+    ImageChunk,
     InternalError,
     InvalidRequestError,
     NotFoundError,
@@ -116,7 +118,11 @@ class Sampling:
         self._uses = uses
         self._clock = clock
         self._open: dict[str, SamplingSession] = {}
+        self._of_session: dict[str, dict[str, None]] = {}  # their ids
         self._rendering = ThreadPoolExecutor(2, thread_name_prefix="render")
+        # An image may take seconds: text does not wait for it, and two of a session leave a thread to the others.
+        self._rendering_images = ThreadPoolExecutor(3, thread_name_prefix="render-images")
+        self._image_turns = Turns(2)
         self._images = ImageAssets(options.image_folder, options.image_hosts)
         self._queued: Counter[str] = Counter()
         self._in_samplers: dict[ServedModel, SamplerQueue] = {}
@@ -175,12 +181,19 @@ class Sampling:
     async def _add(self, session: SamplingSession) -> None:
         """Open `session` at once, so that its end finds it, and record it."""
         sampling_id = session.record.sampling_session_id
-        self._open[sampling_id] = session
+        self._remember(session)
         try:
             await asyncio.to_thread(self._store.add_sampling_session, session.record)
         except Exception:
             self._open.pop(sampling_id, None)
+            self._of_session[session.record.session_id].pop(sampling_id, None)
             raise
+
+    def _remember(self, session: SamplingSession) -> SamplingSession:
+        """`session`, or the one that is open under its id already."""
+        record = session.record
+        self._of_session.setdefault(record.session_id, {})[record.sampling_session_id] = None
+        return self._open.setdefault(record.sampling_session_id, session)
 
     async def get(self, sampling_session_id: str) -> SamplingSession:
         """An open session, or one of a named version from before a restart."""
@@ -202,7 +215,7 @@ class Sampling:
         checkpoint = None if record.model_path is None else await self._checkpoint(record.model_path)
         base = self._base_models.get(record.base_model)
         session = SamplingSession(record, base, self._clients(reopened=True), checkpoint=checkpoint)
-        return self._open.setdefault(sampling_session_id, session)
+        return self._remember(session)
 
     def _clients(self, *, reopened: bool = False) -> SamplingClients:
         return SamplingClients(self._options.result_retention, reopened=reopened)
@@ -247,7 +260,7 @@ class Sampling:
 
     async def end_session(self, session_id: str) -> None:
         """Cancel the samples of a session and free its ephemeral versions."""
-        ending = [s for s in self._open.values() if s.record.session_id == session_id]
+        ending = [self._open[name] for name in self._of_session.pop(session_id, ())]
         for session in ending:
             del self._open[session.record.sampling_session_id]
             for operation in list(session.running):
@@ -365,7 +378,7 @@ class Sampling:
         self, session: SamplingSession, request: SampleRequest, operation: Operation[SampleOutput]
     ) -> SampleOutput:
         work = SampleWork(
-            await self._prompt(session.base, request, operation.timeline),
+            await self._prompt(session, request, operation.timeline),
             self._version(session),
             request.sampling_params,
             request.num_samples,
@@ -393,9 +406,9 @@ class Sampling:
         operation.timeline.note(sampled_tokens=sampled_tokens(output))
         return output
 
-    async def _prompt(self, base: ServedModel, request: SampleRequest, timeline: Timeline) -> RenderedInput:
+    async def _prompt(self, session: SamplingSession, request: SampleRequest, timeline: Timeline) -> RenderedInput:
         """The prompt with its images fetched and rendered; it must fit in the context with what is sampled."""
-        loop, given = asyncio.get_running_loop(), request.prompt
+        loop, given, base = asyncio.get_running_loop(), request.prompt, session.base
         if given.names_images:
             async with self._images.turn(given):
                 timeline.enter("fetching")
@@ -404,7 +417,11 @@ class Sampling:
                 finally:
                     timeline.enter("waiting")
         render = timeline.during("preparing", base.engines.renderer.render)
-        prompt = await loop.run_in_executor(self._rendering, render, given, "prompt")
+        if any(isinstance(chunk, ImageChunk) for chunk in given.chunks):
+            async with self._image_turns.at(frozenset((session.record.session_id,))):
+                prompt = await loop.run_in_executor(self._rendering_images, render, given, "prompt")
+        else:
+            prompt = await loop.run_in_executor(self._rendering, render, given, "prompt")
         timeline.note(num_samples=request.num_samples, prompt_tokens=prompt.length, images=len(prompt.images))
         limit, engines = base.engines.sampler.max_context_length, base.engines
         budget = token_budget(prompt.length, request.sampling_params.max_tokens, limit)
@@ -431,7 +448,8 @@ class Sampling:
         return queue.state(operation, base.engines.sampler.sequences_waiting)
 
     def close(self) -> None:
-        self._rendering.shutdown(wait=False, cancel_futures=True)
+        for pool in (self._rendering, self._rendering_images):
+            pool.shutdown(wait=False, cancel_futures=True)
 
 
 def _check_context(request: SampleRequest, limit: int) -> None:

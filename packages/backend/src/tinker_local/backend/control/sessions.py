@@ -78,6 +78,9 @@ LONGEST_DETAIL = 500
 """Characters of a `finish`'s detail that are kept with the session."""
 
 
+MOST_ENDING = 4
+"""Silent sessions that end at one time: thousands would take every thread and the event loop from the others."""
+
 PRUNE_SECONDS = 3600.0
 """How often the records of old sessions are looked for."""
 
@@ -231,7 +234,13 @@ class Sessions:
         for session in silent:
             log.warning("session %s: no heartbeat for %.0f s, ended", session.session_id, self._timeout)
         detail = f"none for {self._timeout:g} s"
-        await asyncio.gather(*(self.finish(session.session_id, "heartbeats_lost", detail) for session in silent))
+        left = iter(silent)
+
+        async def end() -> None:
+            for session in left:
+                await self.finish(session.session_id, "heartbeats_lost", detail)
+
+        await asyncio.gather(*(end() for _ in range(MOST_ENDING)))
 
     async def prune(self, age: timedelta) -> None:
         """Once an hour, delete the records of sessions that ended so long ago."""

@@ -1,6 +1,10 @@
 """From the bytes of a PNG or JPEG file to the RGB image that both vLLM and the HF processor get."""
 
+import ctypes
 import io
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -14,6 +18,44 @@ _DEEP_MODES = ("I", "F")
 
 class ImageError(ValueError):
     """Why an image cannot be used. The client sees the message after the name of the field."""
+
+
+class PixelBudget:
+    """Bounds the pixels of the images that threads decode and process at one time. A larger image goes alone."""
+
+    def __init__(self, pixels: int) -> None:
+        self._pixels = pixels
+        self._changed = threading.Condition()
+        self.in_flight = 0
+
+    @contextmanager
+    def taken(self, pixels: int) -> Iterator[None]:
+        """Wait until there is room for an image of `pixels`, and keep it within this context."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self.in_flight or self.in_flight + pixels <= self._pixels)
+            self.in_flight += pixels
+        try:
+            yield
+        finally:
+            with self._changed:
+                self.in_flight -= pixels
+                self._changed.notify_all()
+            if pixels >= LARGE_IMAGE:
+                give_memory_back()
+
+
+IN_FLIGHT = PixelBudget(MAX_PIXELS)
+"""Of this process, whatever the models: an image takes about 20 bytes for each pixel."""
+
+LARGE_IMAGE = 4 * 2**20
+"""Pixels of an image whose memory goes back to the operating system at once."""
+
+
+def give_memory_back() -> None:
+    """Return memory that is free in this process. glibc otherwise keeps what large images have taken in each thread."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 def image_size(data: bytes) -> tuple[int, int]:

@@ -63,7 +63,7 @@ FOLDER = ""
 
 class ImageAssets:
     """`folder`: of the files that may be named, by a path relative to it, an absolute one, or a `file:` URL. `hosts`:
-    `name` or `name:port` of the hosts that may be asked by http(s). Images have at most `max_bytes`, those of one
+    `name` (at the ports of http and https) or `name:port` of the hosts that may be asked by http(s). Images have at most `max_bytes`, those of one
     prompt `max_prompt_bytes`, and they all are there within `seconds`. Belongs to one event loop, on which only the
     network is waited for: files, and the bytes of images, are looked at in threads."""
 
@@ -159,7 +159,7 @@ class ImageAssets:
             if not path.is_relative_to(self._folder) or not path.is_file():
                 raise outside
             descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-        except (OSError, ValueError):
+        except (OSError, ValueError, RuntimeError):  # RuntimeError: links that lead to each other, before Python 3.13
             raise outside from None
         try:
             # Once more of what was opened, as names may change meanwhile.
@@ -197,8 +197,9 @@ class ImageAssets:
             url = httpx.URL(asked)
         except httpx.InvalidURL as error:
             raise InvalidRequestError(f"{field}: {location}: {error}") from None
-        port = url.port or (443 if url.scheme == "https" else 80)
-        if url.scheme not in ("http", "https") or not {url.host.lower(), f"{url.host.lower()}:{port}"} & self._hosts:
+        own = {"http": 80, "https": 443}.get(url.scheme)
+        port, host = url.port or own or 0, url.host.lower()
+        if own is None or f"{host}:{port}" not in self._hosts and (port != own or host not in self._hosts):
             allowed = ", ".join(sorted(self._hosts)) or "none"
             raise InvalidRequestError(f"{field}: the host of {location} is not one that this server asks ({allowed})")
         if url.userinfo:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-from tinker_local.backend.rendering.decoding import MAX_PIXELS, ImageError, decode_image, image_size
+from tinker_local.backend.rendering.decoding import IN_FLIGHT, MAX_PIXELS, ImageError, decode_image, image_size
 from tinker_local.backend.rendering.image_cache import ImageCache, SizedImage
 from tinker_local.backend.rendering.rendered_input import (
     ImagePlacement,
@@ -115,8 +115,11 @@ class ModelRenderer:
         return image, reading.tokens.pad
 
     def _process(self, reading: ImageReading, chunk: ImageChunk, content_hash: str) -> SizedImage:
-        decoded = decode_image(chunk.data, self._max_pixels)
-        trainer, sampler = reading.trainer.process(decoded), reading.sampler.process(decoded)
+        width, height = image_size(chunk.data)
+        with IN_FLIGHT.taken(min(width * height, self._max_pixels)):
+            decoded = decode_image(chunk.data, self._max_pixels)
+            trainer, sampler = reading.trainer.process(decoded), reading.sampler.process(decoded)
+            del decoded  # or its memory would not be given back
         if trainer.num_tokens != sampler.num_tokens:
             raise _disagreement(chunk, sampler.num_tokens, trainer.num_tokens)
         image = RenderedImage(content_hash, sampler.num_tokens, trainer.pixel_values, trainer.grid_thw, sampler.item)
