@@ -35,7 +35,7 @@ PROMISES = (
     Promise(
         "2",
         "Targets are those given, [T] or [T, K], dense or CSR; any weights; a coefficient of 0 adds exactly 0",
-        "targets-rebuilt candidates-in-column-order same-target-twice-counts-once "
+        "targets-rebuilt candidates-in-column-order same-target-twice-counts-once all-data-have-the-same-outputs "
         "sparse-cells-out-of-place negative-weights-dropped zero-times-infinity threshold-beyond-float32 "
         "switched-off-targets-refused",
         ("training/test_trainer_works.py::test_positions_with_coefficient_zero_add_nothing_whatever_their_target",),
@@ -132,7 +132,8 @@ PROMISES = (
     Promise(
         "15",
         "Decoding, encoding, image work and disk stay off the event loop",
-        "bodies-parsed-on-the-loop results-encoded-on-the-loop images-rendered-on-the-loop disk-on-the-loop",
+        "bodies-parsed-on-the-loop results-encoded-on-the-loop images-rendered-on-the-loop disk-on-the-loop "
+        "all-silent-sessions-at-once images-take-the-threads-of-text places-kept-for-newcomers",
         ("http/test_http_event_loop_on_fakes.py::test_large_body_does_not_hold_up_heartbeats_on_fakes",),
     ),
     Promise(
@@ -174,6 +175,7 @@ PROMISES = (
         "Loopback or keys; no secret in a log or on disk; bounds before decoding; no fetches, no pickle",
         "listens-to-everybody binds-to-everything no-key-for-other-machines rebound-names-let-in "
         "web-pages-let-in keys-not-checked keys-in-the-log zstd-bomb endless-bodies any-number-of-pixels "
+        "pixels-in-flight image-hosts-at-any-port "
         "sparse-tensors-out-of-proportion "
         "bound-of-tensors-raised image-pointers-fetched image-host-drips-for-ever "
         "dead-hosts-hold-up-files image-folder-takes-everybodys-threads paths-leave-their-folder pickle "

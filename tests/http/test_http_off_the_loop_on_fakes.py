@@ -65,7 +65,7 @@ class Threads:
 @pytest.mark.mutation(
     "images-rendered-on-the-loop",
     "control/sampling_sessions.py",
-    'prompt = await loop.run_in_executor(self._rendering, render, given, "prompt")\n',
+    'prompt = await loop.run_in_executor(pool, render, given, "prompt")\n',
     'prompt = render(given, "prompt")\n',
 )
 @pytest.mark.mutation(
@@ -161,3 +161,38 @@ async def test_nothing_that_takes_long_runs_on_the_event_loop_on_fakes(
     wanted |= {"encode_forward_backward_output", "encode_sample_output", "frame_content_size", "_read", "_sample"}
     wanted |= set(methods(Trainer)) - {"adapter_bytes", "close", "release_memory"}  # the last after a sleep alone
     assert threads.seen >= wanted
+
+
+@pytest.mark.mutation(
+    "images-take-the-threads-of-text",
+    "control/sampling_sessions.py",
+    "pool = self._rendering_images if with_images else self._rendering",
+    "pool = self._rendering_images",
+)
+async def test_images_that_take_long_hold_up_neither_text_nor_the_images_of_others_on_fakes(
+    api: Api, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Five images of 64 megapixels of one session once kept another's text waiting for 30 seconds."""
+    slow, text, other = [await api.base_sampler() for _ in range(3)]
+    renderer, go = api.engines["fake/bigram"].renderer, threading.Event()
+    render = renderer.render
+
+    def held(given: ModelInput, where: str) -> Any:
+        if len(given.chunks) == 2:
+            assert go.wait(60)
+        return render(given, where)
+
+    monkeypatch.setattr(renderer, "render", held)
+    image = {"type": "image", "data": base64.b64encode(png()).decode(), "format": "png"}
+    words = {"type": "encoded_text", "tokens": [5]}
+
+    async def sample(sampler: str, number: int, *chunks: Any) -> str:
+        body = api.sample_body(sampler, number)
+        return await api.submit("asample", {**body, "prompt": {"chunks": list(chunks)}})
+
+    stuck = [await sample(slow, number, words, image) for number in range(5)]
+    assert await api.result(await sample(text, 0, words))
+    assert await api.result(await sample(other, 0, image))
+    go.set()
+    for request in stuck:
+        assert await api.result(request)

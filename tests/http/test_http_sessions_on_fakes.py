@@ -131,6 +131,36 @@ async def test_lost_heartbeats_end_the_session_and_kept_ones_do_not_on_fakes(
     await api.until(lambda: models[0] not in api.trainer.adapters)
 
 
+@pytest.mark.mutation("all-silent-sessions-at-once", "control/sessions.py", "in range(MOST_ENDING)", "in silent")
+async def test_thousands_of_silent_sessions_end_a_few_at_a_time_on_fakes(
+    start_api: StartApi, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Seven thousand that ended together took every thread from the others, and the event loop for nine seconds."""
+    api = await start_api()
+    control, ending, most = api.backend.sessions, 0, 0
+    ids = [await api.session() for _ in range(30)]
+    samplers = [await api.base_sampler(session) for session in ids]
+    free = control._on_end
+
+    async def freed(session_id: str) -> None:
+        nonlocal ending, most
+        ending += 1
+        most = max(most, ending)
+        await asyncio.sleep(0.01)
+        await free(session_id)
+        ending -= 1
+
+    monkeypatch.setattr(control, "_on_end", freed)
+    for session in control._live.values():
+        session.last_heartbeat -= 1000
+    await control.end_silent()
+    assert most == sessions.MOST_ENDING
+    assert not any(control.is_live(session) for session in ids)
+    assert samplers
+    assert not api.backend.sampling._open
+    assert not api.backend.sampling._of_session
+
+
 async def test_adapter_limit_is_told_with_the_numbers_and_lifted_by_finish_on_fakes(start_api: StartApi) -> None:
     api = await start_api(max_adapters=3)
     session = await api.session()

@@ -2,6 +2,7 @@
 
 import io
 import struct
+import threading
 import tracemalloc
 import zlib
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image
-from tinker_local.backend.rendering.decoding import ImageError, decode_image
+from tinker_local.backend.rendering.decoding import ImageError, PixelBudget, decode_image
 
 
 def load_with_hf(data: bytes) -> Image.Image:
@@ -128,3 +129,35 @@ def test_16_bits_of_grey_are_refused_because_pil_would_clip_them_to_white() -> N
     Image.fromarray(np.full((10, 10), 30_000, np.uint16)).save(buffer, "PNG")
     with pytest.raises(ImageError, match=r"10x10 pixels: mode I;16 .* send 8 bits per channel"):
         decode_image(buffer.getvalue())
+
+
+@pytest.mark.mutation(
+    "pixels-in-flight",
+    "decoding.py",
+    "not self.in_flight or self.in_flight + pixels <= self._pixels",
+    "True",
+)
+def test_images_wait_while_others_fill_the_budget_of_pixels_and_a_larger_one_goes_alone() -> None:
+    budget, seen = PixelBudget(100), []
+
+    def one(pixels: int) -> None:
+        with budget.taken(pixels):
+            seen.append(budget.in_flight)
+            threading.Event().wait(0.01)
+
+    threads = [threading.Thread(target=one, args=(pixels,)) for pixels in [60, 30, 250, 10, 80, 40] * 3]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert budget.in_flight == 0
+    assert len(seen) == 18
+    assert all(pixels <= 100 or pixels == 250 for pixels in seen)
+
+
+def test_the_budget_is_free_again_after_an_image_that_cannot_be_decoded() -> None:
+    budget = PixelBudget(100)
+    with pytest.raises(ImageError), budget.taken(80):
+        raise ImageError("broken")
+    with budget.taken(100):
+        assert budget.in_flight == 100

@@ -176,7 +176,8 @@ def site(monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
 
 
 def assets_of(site: Site, **options: Any) -> ImageAssets:
-    return ImageAssets(hosts=["pictures.example"], addresses=lambda host, port: ["93.184.216.34"], **options)
+    hosts = ["pictures.example", f"pictures.example:{site.port}"]
+    return ImageAssets(hosts=hosts, addresses=lambda host, port: ["93.184.216.34"], **options)
 
 
 def url(site: Site, path: str, host: str = "pictures.example") -> str:
@@ -218,7 +219,8 @@ async def test_other_hosts_and_schemes_are_not_asked(site: Site, location: str) 
     ],
 )
 async def test_an_allowed_name_with_a_private_address_is_not_asked(site: Site, address: str) -> None:
-    assets = ImageAssets(hosts=["pictures.example"], addresses=lambda host, port: ["93.184.216.34", address])
+    hosts = [f"pictures.example:{site.port}"]
+    assets = ImageAssets(hosts=hosts, addresses=lambda host, port: ["93.184.216.34", address])
     with pytest.raises(InvalidRequestError, match="private address"):
         await bytes_of(assets, url(site, "/red.png"))
     assert site.hosts == []
@@ -230,6 +232,23 @@ async def test_a_port_may_be_part_of_the_permission(site: Site) -> None:
     assert await bytes_of(exact, url(site, "/red.png")) == png()
     with pytest.raises(InvalidRequestError, match="not one that this server asks"):
         await bytes_of(exact, "http://pictures.example:1/red.png")
+
+
+@pytest.mark.mutation("image-hosts-at-any-port", "image_assets.py", "(port != own or host not in", "(host not in")
+async def test_a_host_without_a_port_is_asked_at_the_ports_of_http_and_https_alone(site: Site) -> None:
+    """Otherwise a client could look for whatever else the host serves."""
+    assets = ImageAssets(hosts=["pictures.example"], addresses=lambda host, port: ["93.184.216.34"])
+    for scheme, port in (("http", site.port), ("http", 443), ("https", 80), ("https", 22)):
+        with pytest.raises(InvalidRequestError, match="not one that this server asks"):
+            await bytes_of(assets, f"{scheme}://pictures.example:{port}/red.png")
+    assert site.hosts == []
+
+
+async def test_a_link_that_leads_to_itself_is_not_a_file(folder: Path) -> None:
+    (folder / "loop").symlink_to(folder / "pool")
+    (folder / "pool").symlink_to(folder / "loop")
+    with pytest.raises(InvalidRequestError, match="loop is not a file below the folder"):
+        await bytes_of(ImageAssets(folder), "loop")
 
 
 async def test_redirects_are_followed_on_the_same_host_alone_and_not_for_ever(site: Site) -> None:
@@ -306,7 +325,7 @@ async def test_look_ups_of_names_end_in_time_and_hold_no_more_threads_than_they_
         return ["93.184.216.34"]
 
     site.page("/red.png", png())
-    assets = ImageAssets(hosts=["pictures.example"], addresses=stuck, seconds=0.2)
+    assets = ImageAssets(hosts=[f"pictures.example:{site.port}"], addresses=stuck, seconds=0.2)
     for _ in range(image_assets.MAX_LOOK_UPS + 2):
         with pytest.raises(InvalidRequestError, match=r"/red\.png was not there within 0\.2 seconds, as the name pict"):
             await bytes_of(assets, url(site, "/red.png"))
@@ -332,7 +351,7 @@ async def test_a_host_that_does_not_answer_holds_up_nobody_who_reads_elsewhere(f
             assert answer.wait(60)
         return ["93.184.216.34"]
 
-    hosts = ["dead.example", "pictures.example", "2001:db8::1"]
+    hosts = [f"dead.example:{site.port}", f"pictures.example:{site.port}", "2001:db8::1"]
     assets = ImageAssets(folder, hosts, addresses=addresses, seconds=30)
 
     async def read(*locations: str) -> list[bytes]:
@@ -362,7 +381,7 @@ async def test_a_name_without_an_address_is_said(site: Site) -> None:
         raise OSError("no such name")
 
     with pytest.raises(InvalidRequestError, match=r"/red\.png: no such name"):
-        await bytes_of(ImageAssets(hosts=["pictures.example"], addresses=unknown), url(site, "/red.png"))
+        await bytes_of(ImageAssets(hosts=[f"pictures.example:{site.port}"], addresses=unknown), url(site, "/red.png"))
 
 
 async def test_what_the_host_refuses_is_said(site: Site) -> None:

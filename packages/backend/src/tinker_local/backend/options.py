@@ -134,8 +134,8 @@ class BackendOptions:
     image_hosts: Annotated[
         tuple[str, ...],
         CommandOption(
-            "Prompts may name images on this public host, by http or https at their own ports, or at PORT. Repeat for more "
-            "hosts. Default: none.",
+            "Prompts may name images on this public host, by http or https at their own ports, or at PORT. Repeat for "
+            "more hosts. Default: none.",
             flag="--image-host",
             metavar="HOST[:PORT]",
             parse=check_image_host,

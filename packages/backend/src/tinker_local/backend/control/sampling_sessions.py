@@ -417,11 +417,10 @@ class Sampling:
                 finally:
                     timeline.enter("waiting")
         render = timeline.during("preparing", base.engines.renderer.render)
-        if any(isinstance(chunk, ImageChunk) for chunk in given.chunks):
-            async with self._image_turns.at(frozenset((session.record.session_id,))):
-                prompt = await loop.run_in_executor(self._rendering_images, render, given, "prompt")
-        else:
-            prompt = await loop.run_in_executor(self._rendering, render, given, "prompt")
+        with_images = any(isinstance(chunk, ImageChunk) for chunk in given.chunks)
+        pool = self._rendering_images if with_images else self._rendering
+        async with self._image_turns.at(frozenset({session.record.session_id} if with_images else ())):
+            prompt = await loop.run_in_executor(pool, render, given, "prompt")
         timeline.note(num_samples=request.num_samples, prompt_tokens=prompt.length, images=len(prompt.images))
         limit, engines = base.engines.sampler.max_context_length, base.engines
         budget = token_budget(prompt.length, request.sampling_params.max_tokens, limit)

@@ -63,9 +63,9 @@ FOLDER = ""
 
 class ImageAssets:
     """`folder`: of the files that may be named, by a path relative to it, an absolute one, or a `file:` URL. `hosts`:
-    `name` (at the ports of http and https) or `name:port` of the hosts that may be asked by http(s). Images have at most `max_bytes`, those of one
-    prompt `max_prompt_bytes`, and they all are there within `seconds`. Belongs to one event loop, on which only the
-    network is waited for: files, and the bytes of images, are looked at in threads."""
+    `name` (at the ports of http and https) or `name:port` of the hosts that may be asked by http(s). Images have at
+    most `max_bytes`, those of one prompt `max_prompt_bytes`, and they all are there within `seconds`. Belongs to one
+    event loop, on which only the network is waited for: files, and the bytes of images, are looked at in threads."""
 
     def __init__(
         self,
@@ -199,7 +199,7 @@ class ImageAssets:
             raise InvalidRequestError(f"{field}: {location}: {error}") from None
         own = {"http": 80, "https": 443}.get(url.scheme)
         port, host = url.port or own or 0, url.host.lower()
-        if own is None or f"{host}:{port}" not in self._hosts and (port != own or host not in self._hosts):
+        if own is None or (f"{host}:{port}" not in self._hosts and (port != own or host not in self._hosts)):
             allowed = ", ".join(sorted(self._hosts)) or "none"
             raise InvalidRequestError(f"{field}: the host of {location} is not one that this server asks ({allowed})")
         if url.userinfo:

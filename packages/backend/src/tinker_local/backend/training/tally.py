@@ -55,7 +55,8 @@ class Tally:
         for place, item in enumerate(packed.items):
             span = packed.targets_of(place)
             tally = self.works[item.work]
-            tally.outputs[item.index] = _output(item, tally.elementwise, computed.logprobs[span], computed.losses[span])
+            output = _output(item, tally.elementwise, computed.logprobs[span], computed.losses[span])
+            tally.outputs[item.index] = output
 
     def add_gradients(self, found: Gradients, adapters: Mapping[str, Adapter]) -> None:
         """Add the gradients of one micro-batch. Allocates first, so that lack of memory leaves no partial sum."""
