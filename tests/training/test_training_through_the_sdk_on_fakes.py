@@ -182,7 +182,9 @@ def test_several_targets_per_position_with_weights_of_either_sign_on_fakes(
     "return self.elementwise and all(datum.target_tokens.ndim == 1 for datum in data)",
     "return self.elementwise",
 )
-def test_one_and_several_targets_per_position_in_one_request_are_answered_on_fakes(client, trainer, hooked):
+def test_one_and_several_targets_per_position_in_one_request_are_answered_on_fakes(
+    client: Any, trainer: HFTrainer, hooked: Hooked
+) -> None:
     """A client that could not read the answer would send it again, and count its gradient twice."""
     data = [random_datum(0, 9), with_candidates(random_datum(1, 5), 3, 1), random_datum(2, 30)]
     result = client.forward_backward(data, "cross_entropy").result()
