@@ -90,7 +90,7 @@ async def test_nothing_that_takes_long_runs_on_the_event_loop_on_fakes(
     for owner, name in [
         (zstandard, "frame_content_size"),
         (route, "parse_forward_backward_envelope"),
-        (training_commands, "prepare_work"),
+        (training_commands, "prepare_datum"),
         (train_scheduler, "to_output"),
         (futures, "encode_forward_backward_output"),
         (futures, "encode_sample_output"),
@@ -151,7 +151,7 @@ async def test_nothing_that_takes_long_runs_on_the_event_loop_on_fakes(
     wanted = of_the_store - rare
     wanted |= {
         "parse_forward_backward_envelope",
-        "prepare_work",
+        "prepare_datum",
         "to_output",
         "render",
         "validate",

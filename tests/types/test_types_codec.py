@@ -346,7 +346,9 @@ def test_envelope_refuses_only_what_has_no_place_in_an_order(body: bytes, expect
 UNKNOWN_FIELD = b"\x98\x06\x01"  # field 99, varint 1
 
 
-@pytest.mark.mutation("unknown-fields-of-protobuf-ignored", "codec.py", "    if len(unknown):\n", "    if False:\n")
+@pytest.mark.mutation(
+    "unknown-fields-of-protobuf-ignored", "wire_fields.py", "    if len(unknown):\n", "    if False:\n"
+)
 @pytest.mark.parametrize(
     "path", ["", "data.0", "data.0.model_input.0", "data.0.model_input.0.encoded_text", "data.0.model_input.1.image"]
 )

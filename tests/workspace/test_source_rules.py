@@ -85,8 +85,8 @@ def test_nothing_reads_or_writes_pickles() -> None:
 @pytest.mark.mutation(
     "event-loop-per-call",
     "control/training_commands.py",
-    "    request = decode()\n",
-    "    import asyncio\n\n    request = asyncio.run(asyncio.to_thread(decode))\n",
+    "    check_cells(request.data)\n",
+    "    import asyncio\n\n    asyncio.run(asyncio.to_thread(check_cells, request.data))\n",
 )
 def test_event_loops_are_made_where_a_server_begins_and_nowhere_else() -> None:
     assert {path for path, tree in sources() if dotted(tree) & EVENT_LOOPS} <= BEGINNINGS

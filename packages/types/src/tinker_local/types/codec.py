@@ -10,16 +10,14 @@ Arrays are raw little-endian bytes in C order. A field that the schema does not 
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby, pairwise
 from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
-from google.protobuf.message import DecodeError, Message
-from google.protobuf.unknown_fields import UnknownFieldSet
-from tinker_local.types.base import errors_named, freeze
+from tinker_local.types.base import errors_named
 from tinker_local.types.datum import (
     Datum,
     EncodedTextChunk,
@@ -27,10 +25,10 @@ from tinker_local.types.datum import (
     ModelInput,
     ProvenanceSpan,
     TensorData,
-    TensorDtype,
 )
-from tinker_local.types.errors import InternalError, InvalidRequestError, UnsupportedError
+from tinker_local.types.errors import ApiError, InternalError, InvalidRequestError, UnsupportedError
 from tinker_local.types.requests_and_results import (
+    LONGEST_ID,
     ForwardBackwardOutput,
     ForwardBackwardRequest,
     PromptAltTokens,
@@ -39,43 +37,152 @@ from tinker_local.types.requests_and_results import (
     TopkLogprobs,
 )
 from tinker_local.types.wire import tinker_local_wire_pb2 as wire
+from tinker_local.types.wire_fields import (
+    BYTES,
+    VARINT,
+    NotProtobuf,
+    fields,
+    parse,
+    refuse_unknown_fields,
+    unknown_fields,
+)
+from tinker_local.types.wire_tensors import (
+    FLOAT32,
+    INT32,
+    INT64,
+    TENSOR_DTYPES,
+    WIRE_DTYPES,
+    decode_tensor,
+    decode_values,
+    encode_tensor,
+    raw_bytes,
+    view,
+)
+
+T = TypeVar("T")
+
+
+MAX_DATUMS = 2**14
+"""Of one request; a chunk of the SDK has at most 1,024."""
+
+MAX_PARTS = 2**18
+"""Chunks, tensors and spans of one request."""
+
+MAX_OTHER_FIELDS, MAX_OTHER_BYTES = 1024, 2**20
+"""Of one request, besides its data."""
+
+_REQUEST_FIELDS = {1: BYTES, 2: VARINT, 3: BYTES, 4: BYTES, 5: BYTES, 6: VARINT, 7: BYTES}
+_DATA = 3
+_DATUM_FIELDS = {1: BYTES, 2: BYTES, 3: BYTES, 4: BYTES}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ForwardBackwardEnvelope:
-    """A `forward_backward` body with only the envelope decoded: `model_id`, `seq_id` >= 1, `forward_only`."""
+    """A `forward_backward` body with only the envelope decoded: `model_id`, `seq_id` >= 1, `forward_only`.
+
+    The data are bytes of `_body` between the `_data`; `_problem`: why they cannot be decoded.
+    """
 
     model_id: str
     seq_id: int
     forward_only: bool
     _message: wire.ForwardBackwardRequest = field(repr=False)
+    _body: bytes = field(repr=False)
+    _data: list[tuple[int, int]] = field(repr=False)
+    _problem: ApiError | None = None
 
     def decode(self) -> ForwardBackwardRequest:
         """The whole request; InvalidRequestError (or UnsupportedError) names the first wrong field."""
-        message = self._message
-        refuse_unknown_fields(message, "body")
-        data = tuple(_decode_datum(datum, f"data[{index}]") for index, datum in enumerate(message.data))
+        return exhausted(self.decoding())
+
+    def decoding(self) -> Generator[None, None, ForwardBackwardRequest]:
+        """`decode` in steps, one for each datum."""
+        if self._problem is not None:
+            raise self._problem
+        parts, data = 0, []
+        for index, (start, end) in enumerate(self._data):
+            raw = self._body[start:end]
+            parts += _count_parts(raw, MAX_PARTS - parts, f"data[{index}]")
+            data.append(_decode_datum(parse(wire.Datum(), raw, f"data[{index}]"), f"data[{index}]"))
+            yield
         with errors_named(""):
             return ForwardBackwardRequest(
                 model_id=self.model_id,
                 seq_id=self.seq_id,
-                data=data,
-                loss_fn=message.loss_fn,
-                loss_fn_config=_decode_loss_fn_config(message),
+                data=tuple(data),
+                loss_fn=self._message.loss_fn,
+                loss_fn_config=_decode_loss_fn_config(self._message),
                 forward_only=self.forward_only,
             )
 
 
+def exhausted(steps: Generator[None, None, T]) -> T:
+    """What `steps` return at their end."""
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            found: T = end.value
+            return found
+
+
 def parse_forward_backward_envelope(body: bytes) -> ForwardBackwardEnvelope:
-    """Decode the envelope; InvalidRequestError only if `body` is not protobuf or lacks `model_id` or `seq_id`."""
-    message = parse(wire.ForwardBackwardRequest(), body)
+    """Decode the envelope; InvalidRequestError only if `body` is not protobuf or lacks `model_id` or `seq_id`.
+
+    Reads at most `MAX_DATUMS` data and `MAX_OTHER_FIELDS` other fields, and builds none of the data.
+    """
+    data: list[tuple[int, int]] = []
+    others: list[bytes] = []
+    unknown: list[int] = []
+    problem: ApiError | None = None
+    size = 0
+    try:
+        for number, kind, begin, value, end in fields(body):
+            if kind != _REQUEST_FIELDS.get(number):
+                unknown.append(number)
+                problem = unknown_fields("body", set(unknown))
+            elif number == _DATA:
+                data.append((value, end))
+            else:
+                size += end - begin
+                if size > MAX_OTHER_BYTES:
+                    raise InvalidRequestError(f"body: more than {MAX_OTHER_BYTES} bytes besides the data")
+                others.append(body[begin:end])
+            if len(data) > MAX_DATUMS:
+                problem = InvalidRequestError(f"data: more than {MAX_DATUMS} datums; send fewer at once")
+            elif len(others) + len(unknown) > MAX_OTHER_FIELDS:
+                problem = problem or InvalidRequestError(f"body: more than {MAX_OTHER_FIELDS} fields besides the data")
+            if len(data) > MAX_DATUMS or len(others) + len(unknown) > MAX_OTHER_FIELDS:
+                break
+    except NotProtobuf as error:
+        raise InvalidRequestError(f"body: {len(body)} bytes that are not a ForwardBackwardRequest ({error})") from None
+    message = parse(wire.ForwardBackwardRequest(), b"".join(others))
     if not message.model_id:
         raise InvalidRequestError("model_id: missing")
+    if len(message.model_id) > LONGEST_ID:
+        raise InvalidRequestError(f"model_id: {len(message.model_id)} characters, the most is {LONGEST_ID}")
     if message.seq_id < 1:
         raise InvalidRequestError(
             f"seq_id: must be at least 1, not {message.seq_id} (0 is what a missing one reads as)"
         )
-    return ForwardBackwardEnvelope(message.model_id, message.seq_id, message.forward_only, message)
+    return ForwardBackwardEnvelope(message.model_id, message.seq_id, message.forward_only, message, body, data, problem)
+
+
+def _count_parts(raw: bytes, most: int, where: str) -> int:
+    """How many chunks, tensors and spans a datum has; InvalidRequestError as soon as it has more than `most`."""
+    found = 0
+    try:
+        for number, kind, *_ in fields(raw):
+            if kind != _DATUM_FIELDS.get(number):
+                raise unknown_fields(where, {number})
+            found += 1
+            if found > most:
+                raise InvalidRequestError(
+                    f"{where}: with it the request has more than {MAX_PARTS} chunks, tensors and spans"
+                )
+    except NotProtobuf as error:
+        raise InvalidRequestError(f"{where}: {len(raw)} bytes that are not a Datum ({error})") from None
+    return found
 
 
 def decode_forward_backward_request(body: bytes) -> ForwardBackwardRequest:
@@ -116,7 +223,6 @@ def _decode_loss_fn_config(message: wire.ForwardBackwardRequest) -> dict[str, fl
 
 
 def _decode_datum(message: wire.Datum, where: str) -> Datum:
-    refuse_unknown_fields(message, where)
     chunks = tuple(
         _decode_chunk(chunk, f"{where}.model_input.chunks[{index}]") for index, chunk in enumerate(message.model_input)
     )
@@ -388,113 +494,3 @@ def _decode_topk(message: wire.TopkLogprobs, where: str) -> TopkLogprobs:
         if array.size != message.length * message.k:
             raise InvalidRequestError(f"{where}.{name}: {array.size} values for shape {list(shape)}")
     return TopkLogprobs(token_ids=token_ids.reshape(shape), logprobs=logprobs.reshape(shape))
-
-
-# Tensors --------------------------------------------------------------------------------------------------------------
-
-
-M = TypeVar("M", bound=Message)
-
-
-INT32 = np.dtype("<i4")
-
-
-INT64 = np.dtype("<i8")
-
-
-FLOAT32 = np.dtype("<f4")
-
-
-UINT16 = np.dtype("<u2")
-
-
-WIRE_DTYPES: dict[int, tuple[np.dtype[Any], TensorDtype]] = {
-    wire.DTYPE_FLOAT32: (FLOAT32, "float32"),
-    wire.DTYPE_INT64: (INT64, "int64"),
-    wire.DTYPE_INT32: (INT32, "int64"),
-    wire.DTYPE_BFLOAT16: (UINT16, "float32"),
-}
-"""For each wire dtype: how to read its bytes, and the dtype of the resulting tensor."""
-
-
-TENSOR_DTYPES: dict[TensorDtype, tuple[wire.DType, np.dtype[Any]]] = {
-    "float32": (wire.DTYPE_FLOAT32, FLOAT32),
-    "int64": (wire.DTYPE_INT64, INT64),
-}
-
-
-def encode_tensor(tensor: TensorData, message: wire.Tensor) -> None:
-    dtype, as_numpy = TENSOR_DTYPES[tensor.dtype]
-    message.dtype = dtype
-    message.shape.extend(tensor.shape or ())
-    if tensor.sparse_crow_indices is None or tensor.sparse_col_indices is None:
-        message.dense = raw_bytes(tensor.data, as_numpy)
-        return
-    message.sparse_csr.values = raw_bytes(tensor.data, as_numpy)
-    message.sparse_csr.crow_indices = raw_bytes(tensor.sparse_crow_indices, INT64)
-    message.sparse_csr.col_indices = raw_bytes(tensor.sparse_col_indices, INT64)
-
-
-def decode_tensor(message: wire.Tensor, where: str) -> TensorData:
-    refuse_unknown_fields(message, where)
-    shape = tuple(message.shape) or None
-    encoding = message.WhichOneof("encoding")
-    if encoding is None:
-        raise InvalidRequestError(f"{where}: neither dense nor sparse_csr is set")
-    if encoding == "dense":
-        values, dtype = decode_values(message.dense, message.dtype, where)
-        with errors_named(where):
-            return TensorData(data=values, dtype=dtype, shape=shape)
-    csr = message.sparse_csr
-    refuse_unknown_fields(csr, where)
-    values, dtype = decode_values(csr.values, message.dtype, where)
-    crow = view(csr.crow_indices, INT64, f"{where}.crow_indices")
-    col = view(csr.col_indices, INT64, f"{where}.col_indices")
-    with errors_named(where):
-        return TensorData(data=values, dtype=dtype, shape=shape, sparse_crow_indices=crow, sparse_col_indices=col)
-
-
-def decode_values(raw: bytes, wire_dtype: int, where: str) -> tuple[npt.NDArray[Any], TensorDtype]:
-    """The numbers in `raw`, and the dtype of the resulting tensor."""
-    if wire_dtype not in WIRE_DTYPES:
-        known = ", ".join(f"{number} {wire.DType.Name(number)}" for number in WIRE_DTYPES)
-        raise InvalidRequestError(f"{where}.dtype: unknown value {wire_dtype}, known are {known}")
-    numpy_dtype, dtype = WIRE_DTYPES[wire_dtype]
-    values = view(raw, numpy_dtype, where)
-    if wire_dtype == wire.DTYPE_INT32:
-        return freeze(values.astype(np.int64)), dtype
-    if wire_dtype == wire.DTYPE_BFLOAT16:  # the upper half of a float32
-        halves = freeze(values.astype(np.uint32) << 16)
-        return halves.view(np.float32), dtype
-    return values, dtype
-
-
-def view(raw: bytes, dtype: np.dtype[Any], where: str) -> npt.NDArray[Any]:
-    """`raw` as a flat read-only array, without a copy."""
-    if len(raw) % dtype.itemsize:
-        raise InvalidRequestError(f"{where}: {len(raw)} bytes are not a multiple of {dtype.itemsize} ({dtype})")
-    return np.frombuffer(raw, dtype)
-
-
-def raw_bytes(array: npt.NDArray[Any], dtype: np.dtype[Any]) -> bytes:
-    """The bytes of `array` in C order and little-endian `dtype`."""
-    return np.ascontiguousarray(array, dtype).tobytes()
-
-
-def parse(message: M, body: bytes) -> M:
-    """`message` filled from `body`; InvalidRequestError if that is not protobuf."""
-    try:
-        message.ParseFromString(body)
-    except DecodeError as error:
-        raise InvalidRequestError(
-            f"body: {len(body)} bytes that are not a {type(message).__name__} ({error})"
-        ) from None
-    return message
-
-
-def refuse_unknown_fields(message: Message, where: str) -> None:
-    """UnsupportedError for fields of `message` itself that the schema lacks: a later SDK gives them a meaning."""
-    unknown = UnknownFieldSet(message)
-    if len(unknown):
-        numbers = sorted({unknown[index].field_number for index in range(len(unknown))})
-        raise UnsupportedError(f"{where}: field numbers {numbers} are not known to this server")

@@ -15,6 +15,18 @@ from tinker_local.types.datum import Datum, ModelInput, TensorData
 Metadata = dict[str, Any]
 
 
+LONGEST_ID = 256
+"""Characters of an id."""
+
+
+Id = Annotated[str, Field(max_length=LONGEST_ID)]
+"""Of a session, a model or a sampler. Those of this server have about 60 characters."""
+
+
+RequestId = Annotated[str, Field(max_length=2 * LONGEST_ID)]
+"""An `Id` and what belongs to the request."""
+
+
 TrainingSeqId = Annotated[int, Field(ge=1, le=2**31 - 1)]
 """Position of an operation in its model's order; int32 on the wire."""
 
@@ -57,7 +69,7 @@ class OptimizerConfig(Frozen):
 class CreateModelRequest(Frozen):
     """A new LoRA adapter on `base_model`; its id is `{session_id}:train:{model_seq_id}`."""
 
-    session_id: str
+    session_id: Id
     model_seq_id: SlotId
     base_model: Annotated[str, Field(min_length=1)]
     lora_config: LoraConfig = LoraConfig()
@@ -69,7 +81,7 @@ class CreateModelRequest(Frozen):
 class ForwardBackwardRequest(Frozen):
     """Data, loss and its configuration; `forward_only` computes the same without a gradient."""
 
-    model_id: str
+    model_id: Id
     seq_id: TrainingSeqId
     data: TupleOf[Datum]
     loss_fn: str
@@ -124,7 +136,7 @@ class AdamParams(Frozen):
 class OptimStepRequest(Frozen):
     """One optimizer step: `adam_params`, or `optimizer_params` with the `type` of another optimizer."""
 
-    model_id: str
+    model_id: Id
     seq_id: TrainingSeqId
     adam_params: AdamParams | None = None
     optimizer_params: dict[str, Any] | None = None
@@ -140,7 +152,7 @@ class OptimStepOutput(Frozen):
 class SaveWeightsRequest(Frozen):
     """A durable checkpoint named `path`, with optimizer state; `ttl_seconds` None: kept for ever."""
 
-    model_id: str
+    model_id: Id
     seq_id: TrainingSeqId
     path: str
     ttl_seconds: int | None = None
@@ -154,9 +166,9 @@ class LoadWeightsRequest(Frozen):
 
     path: str
     optimizer: bool
-    session_id: str | None = None
+    session_id: Id | None = None
     model_seq_id: SlotId | None = None
-    model_id: str | None = None
+    model_id: Id | None = None
     seq_id: TrainingSeqId | None = None
     base_model: str | None = None
     user_metadata: Metadata | None = None
@@ -171,7 +183,7 @@ class CopyWeightsRequest(Frozen):
 
     source_path: str
     destination_project_id: str | None = None
-    session_id: str | None = None
+    session_id: Id | None = None
     model_seq_id: SlotId | None = None
     ttl_seconds: int | None = None
     weights_access_token: str | None = None
@@ -180,7 +192,7 @@ class CopyWeightsRequest(Frozen):
 class SaveWeightsForSamplerRequest(Frozen):
     """Named (`path`) or nameless (`sampling_session_seq_id`)."""
 
-    model_id: str
+    model_id: Id
     seq_id: TrainingSeqId
     path: str | None = None
     sampling_session_seq_id: SlotId | None = None
@@ -193,7 +205,7 @@ class SaveWeightsForSamplerRequest(Frozen):
 class SaveWeightsExternalRequest(Frozen):
     """A PEFT folder named `path`, to be downloaded. `age_encryption_recipients`: keys to encrypt its files to."""
 
-    model_id: str
+    model_id: Id
     seq_id: TrainingSeqId
     path: str
     ttl_seconds: int | None = None
@@ -207,7 +219,7 @@ class SaveWeightsExternalRequest(Frozen):
 class CreateSamplingSessionRequest(Frozen):
     """A sampling client of `base_model`, or of the saved weights at `model_path` (`tinker://...`)."""
 
-    session_id: str
+    session_id: Id
     sampling_session_seq_id: SlotId
     base_model: str | None = None
     model_path: str | None = None
@@ -278,7 +290,7 @@ class SampleRequest(Frozen):
     score at prompt positions 1 to P-1, -1 for none.
     """
 
-    sampling_session_id: str
+    sampling_session_id: Id
     seq_id: SlotId
     prompt: ModelInput
     num_samples: Annotated[int, Field(ge=1)] = 1

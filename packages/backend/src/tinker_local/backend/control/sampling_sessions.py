@@ -302,18 +302,20 @@ class Sampling:
         request_id = request_id_of(request.sampling_session_id, request.seq_id)
         if (known := self._operations.get(request_id)) is not None:
             return known
-        self._check(request)  # before allocating anything per sample
-        sequence_ids = tuple(f"{request_id}:{index}" for index in range(request.num_samples))
-        operation: Operation[SampleOutput] = Operation(request_id, "sample", sequence_ids)
+        self._check(request)
+        lost: InternalError | None = None
         try:
-            session = await self.get(request.sampling_session_id)
+            session = await self.get(request.sampling_session_id)  # before allocating anything per sample
         except InternalError as error:
-            # Lost for good: fail the future, because the SDK would submit again after a 5xx.
-            self._operations.add(operation)
-            operation.fail(error)
-            return operation
+            lost = error
         if (known := self._operations.get(request_id)) is not None:
             return known
+        sequence_ids = tuple(f"{request_id}:{index}" for index in range(request.num_samples))
+        operation: Operation[SampleOutput] = Operation(request_id, "sample", sequence_ids)
+        if lost is not None:  # for good: fail the future, because the SDK would submit again after a 5xx
+            self._operations.add(operation)
+            operation.fail(lost)
+            return operation
         _check_context(request, session.base.engines.sampler.max_context_length)
         self._check_room(session.record.session_id)
         operation.failures = session.base.counts.failures

@@ -2,7 +2,8 @@
 
 import asyncio
 import math
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -15,7 +16,7 @@ from tinker_local.backend.control.sessions import check_user_metadata
 from tinker_local.backend.control.training_runs import Command, TrainingRun, TrainingRuns
 from tinker_local.backend.models.served_models import ServedModel
 from tinker_local.backend.options import BackendOptions
-from tinker_local.backend.scheduling.operations import Operation, OperationKind, Operations, request_id_of
+from tinker_local.backend.scheduling.operations import Operation, OperationKind, Operations, Timeline, request_id_of
 from tinker_local.backend.scheduling.run_queue import Bounds, GradientCommand, Load, StepCommand, positions
 from tinker_local.backend.storage.names import check_checkpoint_name
 from tinker_local.backend.storage.store import Store
@@ -80,14 +81,20 @@ class Training:
             request.seq_id,
             forward_only=request.forward_only,
             size=bytes_of(request),
-            decode=lambda: request,
+            decoding=_decoded(request),
         )
 
     async def forward_backward_encoded(
-        self, model_id: str, seq_id: int, *, forward_only: bool, size: int, decode: Callable[[], ForwardBackwardRequest]
+        self,
+        model_id: str,
+        seq_id: int,
+        *,
+        forward_only: bool,
+        size: int,
+        decoding: Generator[None, None, ForwardBackwardRequest],
     ) -> Operation[ForwardBackwardOutput]:
-        """`forward_backward` of a request of `size` bytes that `decode` unpacks in a thread. Invalid data fails the
-        operation."""
+        """`forward_backward` of a request of `size` bytes that `decoding` unpacks in a thread, step by step. Invalid
+        data fails the operation."""
         kind: OperationKind = "forward" if forward_only else "forward_backward"
         operation: Operation[ForwardBackwardOutput] = Operation(request_id_of(model_id, seq_id), kind)
         model = await self._place(operation, model_id, seq_id, size)
@@ -95,21 +102,35 @@ class Training:
             return model
         base = model.base
 
-        def prepared() -> TrainWork:
-            work = prepare_work(base, model_id, decode)
+        steps = in_stage(operation.timeline, prepare_work(base, model_id, decoding))
+
+        async def prepare() -> TrainWork:
+            work = await self._prepared(steps)
             images = sum(len(datum.input.images) for datum in work.data)
             operation.timeline.note(datums=len(work.data), tokens=positions(work.data), images=images)
             return work
-
-        async def prepare() -> TrainWork:
-            loop = asyncio.get_running_loop()
-            return await loop.run_in_executor(self._preparing, operation.timeline.during("preparing", prepared))
 
         command = GradientCommand(operation, prepare, size)
         if (reason := self._bounds.too_large(model.queue, seq_id, size)) is not None:
             command = GradientCommand(operation, partial(_fail, InvalidRequestError(f"data: {reason}")))
         base.scheduler.submit(model.queue, seq_id, command)
         return operation
+
+    async def _prepared(self, steps: Generator[None, None, TrainWork]) -> TrainWork:
+        """What `steps` return, in a thread. Every request has it for one slice at a time, so that a small one waits
+        for slices of the others. Cancelling it ends it after the slice."""
+        loop = asyncio.get_running_loop()
+        spent = 0.0
+        while True:
+            work, took = await loop.run_in_executor(self._preparing, run_slice, steps)
+            spent += took
+            if work is not None:
+                return work
+            if spent > MAX_PREPARATION_SECONDS:
+                raise InvalidRequestError(
+                    f"data: decoding and rendering took more than {MAX_PREPARATION_SECONDS:g} s; send fewer datums at "
+                    "once"
+                )
 
     async def optim_step(self, request: OptimStepRequest) -> Operation[OptimStepOutput]:
         """One update with the accumulated gradient, which is cleared. It fails, and discards the gradient, if a
@@ -251,15 +272,57 @@ FREE_CELLS, CELLS_PER_VALUE = 2**20, 256
 """The tensors of a request may have so many cells when dense, and this many more for each value that was sent."""
 
 
-def prepare_work(base: ServedModel, model_id: str, decode: Callable[[], ForwardBackwardRequest]) -> TrainWork:
-    """Decode, render and check one request; InvalidRequestError names the datum and the field."""
-    request = decode()
+SLICE_SECONDS = 0.01
+"""For which a request is prepared before the next one has its turn. One datum is never divided."""
+
+MAX_PREPARATION_SECONDS = 120.0
+"""Of a thread, for one request."""
+
+
+def run_slice(steps: Generator[None, None, TrainWork]) -> tuple[TrainWork | None, float]:
+    """Go on for a slice: what `steps` return if they have ended, and the seconds that it took."""
+    start = time.perf_counter()
+    try:
+        while True:
+            next(steps)
+            if (took := time.perf_counter() - start) >= SLICE_SECONDS:
+                return None, took
+    except StopIteration as end:
+        return end.value, time.perf_counter() - start
+
+
+def in_stage(timeline: Timeline, steps: Generator[None, None, TrainWork]) -> Generator[None, None, TrainWork]:
+    """`steps`; the operation is in `preparing` from the first to the last, and waits afterwards."""
+    timeline.enter("preparing")
+    try:
+        work = yield from steps
+    except Exception:
+        timeline.enter("waiting")
+        raise
+    timeline.enter("waiting")
+    return work
+
+
+def _decoded(request: ForwardBackwardRequest) -> Generator[None, None, ForwardBackwardRequest]:
+    """The steps to a request that needs no decoding."""
+    yield
+    return request
+
+
+def prepare_work(
+    base: ServedModel, model_id: str, decoding: Generator[None, None, ForwardBackwardRequest]
+) -> Generator[None, None, TrainWork]:
+    """Decode, render and check one request, a datum in each step; InvalidRequestError names the datum and the field."""
+    request = yield from decoding
     if not request.data:
         raise InvalidRequestError("data: at least one datum is needed")
     loss = loss_of(request.loss_fn)
     config = loss.complete_settings(request.loss_fn_config)
     check_cells(request.data)
-    data = [prepare_datum(base, datum, loss, f"data[{i}]") for i, datum in enumerate(request.data)]
+    data = []
+    for index, datum in enumerate(request.data):
+        data.append(prepare_datum(base, datum, loss, f"data[{index}]"))
+        yield
     return TrainWork(model_id, data, request.loss_fn, config, backward=not request.forward_only)
 
 

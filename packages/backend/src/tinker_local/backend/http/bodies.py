@@ -1,6 +1,7 @@
 """Reading request bodies: bounded before they are held, unpacked or parsed."""
 
 import asyncio
+from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 from fastapi import Request
@@ -17,6 +18,9 @@ MAX_SAMPLE_BYTES = 128 * 2**20
 
 MAX_JSON_BYTES = 2**20
 """Of any other JSON body. Parsed JSON takes many times the memory of its text."""
+
+MAX_JSON_VALUES = 2**16
+"""In any JSON body but those with a bound of their own."""
 
 INLINE_BYTES = 32 * 1024
 """JSON up to this size is parsed on the event loop; larger bodies in a thread."""
@@ -70,16 +74,25 @@ def unpack(body: bytes, encoding: str | None) -> bytes:
         raise InvalidRequestError(f"body: {len(body)} bytes are not one whole zstd frame: {error}") from None
 
 
-async def parse(request: Request, model: type[M], limit: int = MAX_JSON_BYTES) -> M:
-    """The JSON body as `model`; an empty body reads as `{}`."""
-    return await parse_json(await read_body(request, limit) or b"{}", model)
+async def parse(request: Request, model: type[M], limit: int = MAX_JSON_BYTES, values: int = MAX_JSON_VALUES) -> M:
+    """The JSON body as `model`, if it has at most `limit` bytes and `values` values; an empty body reads as `{}`."""
+    return await parse_json(await read_body(request, limit) or b"{}", model, values)
 
 
-async def parse_json(body: bytes, model: type[M]) -> M:
+async def parse_json(body: bytes, model: type[M], values: int = MAX_JSON_VALUES) -> M:
     """`body` as `model`; InvalidRequestError names what is wrong."""
     if len(body) <= INLINE_BYTES:
         return validate(body, model)
-    return await asyncio.to_thread(validate, body, model)
+    return await asyncio.get_running_loop().run_in_executor(_PARSING, _validate_large, body, model, values)
+
+
+_PARSING = ThreadPoolExecutor(2, thread_name_prefix="parse")
+"""For large bodies. The parser holds the GIL, so that more threads would only keep others waiting."""
+
+
+def _validate_large(body: bytes, model: type[M], values: int) -> M:
+    check_values(body, values)
+    return validate(body, model)
 
 
 def validate(body: bytes, model: type[M]) -> M:
@@ -88,3 +101,19 @@ def validate(body: bytes, model: type[M]) -> M:
         return model.model_validate_json(body)
     except ValidationError as error:
         raise invalid(error) from None
+
+
+COUNTED_AT_ONCE = 2**20
+"""Bytes that are counted without letting another thread run."""
+
+
+def check_values(body: bytes, most: int) -> None:
+    """InvalidRequestError if a JSON text may have more than `most` values: it has at most one for each comma and each
+    opening bracket. Counted at the speed of memory; the parser needs a hundred times as long, and memory for each."""
+    found = 1
+    for start in range(0, len(body), COUNTED_AT_ONCE):
+        found += sum(body.count(mark, start, start + COUNTED_AT_ONCE) for mark in (b",", b"[", b"{"))
+        if found > most:
+            raise InvalidRequestError(
+                f"body: {len(body)} bytes with more than {most} JSON values, the most that this request can need"
+            )

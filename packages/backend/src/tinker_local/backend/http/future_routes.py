@@ -16,6 +16,7 @@ from tinker_local.backend.scheduling.operations import Operation, as_api_error
 from tinker_local.types import ApiError, ForwardBackwardOutput, Frozen, InternalError, OptimStepOutput, SampleOutput
 from tinker_local.types.base import TupleOf
 from tinker_local.types.codec import encode_forward_backward_output, encode_sample_output
+from tinker_local.types.requests_and_results import Id, RequestId
 
 log = logging.getLogger(__name__)
 router = APIRouter(tags=["futures"])
@@ -23,21 +24,21 @@ router = APIRouter(tags=["futures"])
 LONG_POLL_SECONDS = 30.0
 """How long a poll is held; the SDK gives up at 45."""
 
-MAX_RETRIEVED_BYTES = 16 * 2**20
+MAX_RETRIEVED_BYTES, MAX_RETRIEVED_VALUES = 16 * 2**20, 2**17
 """Of a call that reports which results were read: a hundred thousand ids and more."""
 
 PROTOBUF = "application/x-protobuf"
 
 
 class RetrieveBody(Frozen):
-    request_id: str
+    request_id: RequestId
     allow_metadata_only: bool = False
 
 
 class SamplingClientTarget(Frozen):
     """One client of a sampling session: the original is 0, a copy is what its `seq_id`s begin with."""
 
-    sampling_session_id: str
+    sampling_session_id: Id
     cloned_sampler_id: Annotated[int, Field(ge=0)] = 0
     type: Literal["sampling_session"] = "sampling_session"
 
@@ -48,11 +49,11 @@ class RetrieveManyBody(Frozen):
     target: SamplingClientTarget
     prev_cursor: Annotated[int, Field(ge=0)] = 0
     timeout: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
-    retrieved_request_ids: TupleOf[str] = ()
+    retrieved_request_ids: TupleOf[RequestId] = ()
 
 
 class CancelBody(Frozen):
-    request_id: str
+    request_id: RequestId
 
 
 def promise(operation: Operation[Any]) -> dict[str, object]:
@@ -92,7 +93,7 @@ async def retrieve_future(request: Request, backend: Backend) -> Response:
 @router.post("/retrieve_futures")
 async def retrieve_futures(request: Request, backend: Backend) -> dict[str, Any]:
     """Which samples of one client ended since its last call; their results are got from `retrieve_future`."""
-    body = await parse(request, RetrieveManyBody, MAX_RETRIEVED_BYTES)
+    body = await parse(request, RetrieveManyBody, MAX_RETRIEVED_BYTES, MAX_RETRIEVED_VALUES)
     sampling_session_id, client = body.target.sampling_session_id, body.target.cloned_sampler_id
     backend.sampling.retrieved(sampling_session_id, client, body.retrieved_request_ids)
     timeout = LONG_POLL_SECONDS if body.timeout is None else min(body.timeout, LONG_POLL_SECONDS)

@@ -4,15 +4,20 @@ from typing import Any, Literal
 
 from fastapi import APIRouter, Request
 from tinker_local.backend.http.access import Backend
-from tinker_local.backend.http.bodies import MAX_SAMPLE_BYTES, parse
+from tinker_local.backend.http.bodies import MAX_JSON_VALUES, MAX_SAMPLE_BYTES, parse
 from tinker_local.backend.http.future_routes import promise
 from tinker_local.types import CreateSamplingSessionRequest, Frozen, SampleRequest
+from tinker_local.types.requests_and_results import Id
 
 router = APIRouter(tags=["sampling"])
 
+VALUES_PER_POSITION = 64
+"""JSON values in a request for samples for each position of the context: its token, and targets of
+`target_prompt_logprobs`."""
+
 
 class JoinBody(Frozen):
-    sampling_session_id: str
+    sampling_session_id: Id
     type: Literal["join_sampling_session"] = "join_sampling_session"
 
 
@@ -31,7 +36,8 @@ async def join_sampling_session(request: Request, backend: Backend) -> dict[str,
 
 @router.post("/asample")
 async def asample(request: Request, backend: Backend) -> dict[str, Any]:
-    return promise(await backend.sampling.sample(await parse(request, SampleRequest, MAX_SAMPLE_BYTES)))
+    most = MAX_JSON_VALUES + VALUES_PER_POSITION * backend.models.longest_context
+    return promise(await backend.sampling.sample(await parse(request, SampleRequest, MAX_SAMPLE_BYTES, most)))
 
 
 @router.get("/samplers/{sampler_id}")

@@ -7,12 +7,13 @@ from tinker_local.backend.control.sessions import OWNER, PROJECT, FoundSession, 
 from tinker_local.backend.http.access import Backend, Offset, one_owner
 from tinker_local.backend.http.bodies import parse
 from tinker_local.types import CreateSessionRequest, FinishType, Frozen, SessionSearchRequest
+from tinker_local.types.requests_and_results import Id
 
 router = APIRouter(tags=["sessions"], dependencies=[Depends(one_owner)])
 
 
 class HeartbeatBody(Frozen):
-    session_id: str
+    session_id: Id
     type: Literal["session_heartbeat"] = "session_heartbeat"
 
 

@@ -27,7 +27,7 @@ from tinker_local.types import (
     SaveWeightsRequest,
 )
 from tinker_local.types.codec import ForwardBackwardEnvelope, parse_forward_backward_envelope
-from tinker_local.types.requests_and_results import TrainingSeqId
+from tinker_local.types.requests_and_results import Id, TrainingSeqId
 
 router = APIRouter(tags=["training"])
 M = TypeVar("M", bound=Frozen)
@@ -37,12 +37,12 @@ class Place(BaseModel):
     """Model and `seq_id` of a body that is otherwise wrong."""
 
     model_config = ConfigDict(strict=True, extra="ignore")
-    model_id: str
+    model_id: Id
     seq_id: TrainingSeqId
 
 
 class GetInfoBody(Frozen):
-    model_id: str
+    model_id: Id
     type: Literal["get_info"] = "get_info"
 
 
@@ -79,7 +79,7 @@ async def forward_backward(request: Request, backend: Backend) -> dict[str, Any]
     found, size = await asyncio.to_thread(envelope)
     return promise(
         await backend.training.forward_backward_encoded(
-            found.model_id, found.seq_id, forward_only=found.forward_only, size=size, decode=found.decode
+            found.model_id, found.seq_id, forward_only=found.forward_only, size=size, decoding=found.decoding()
         )
     )
 

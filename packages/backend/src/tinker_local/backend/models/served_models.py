@@ -166,6 +166,11 @@ class ServedModels:
         """Each loaded copy once."""
         return list({id(model): model for model in self._by_name.values()}.values())
 
+    @property
+    def longest_context(self) -> int:
+        """Of the models that are served."""
+        return max((model.max_context_length for model in self.distinct()), default=0)
+
     async def close(self) -> None:
         """Stop all models."""
         for model in self.distinct():
