@@ -32,6 +32,7 @@ COUNTERS = {
     "optimizer_steps_total": {""},
     "submits_refused_total": {""},
     "sampler_sleeps_total": {""},
+    "ephemeral_versions_dropped_total": {""},
     "trainer_restarts_total": {""},
     "operations_failed_total": {"user", "server", "unknown"},
 }
@@ -41,6 +42,8 @@ GAUGES = {
     "adapters": {""},
     "sampler_versions": {""},
     "sampler_asleep": {""},
+    "sequences": {""},
+    "ephemeral_version_bytes": {""},
     "trainer_up": {""},
 }
 
@@ -158,11 +161,14 @@ async def test_training_is_counted_on_fakes(api: Api, make_datum: Any) -> None:
     changed = {("trained_tokens_total", ""): 4, ("optimizer_steps_total", ""): 1, ("adapters", ""): 1}
     assert moved(before, await metrics(api)) == changed
     sampler = await api.nameless(model, 4, 0)
-    assert moved(before, await metrics(api)) == {**changed, ("sampler_versions", ""): 1}
+    size = api.backend.folders.size(f"{model}/4#1")
+    saved = {("sampler_versions", ""): 1, ("ephemeral_version_bytes", ""): size}
+    assert moved(before, await metrics(api)) == {**changed, **saved}
     await api.result(await api.sample(sampler, 0))
     await api.post(f"sessions/{session}/finish", {})
     after = await metrics(api)
     assert after[("adapters", BASE, "")] == after[("sampler_versions", BASE, "")] == 0
+    assert after[("ephemeral_version_bytes", BASE, "")] == 0
     assert after[("trained_tokens_total", BASE, "")] == 4
 
 

@@ -24,8 +24,8 @@ def version_folders(api: Api) -> list[Path]:
 @pytest.mark.mutation(
     "versions-outlive-their-session",
     "control/sampling_sessions.py",
-    "for s in ending if s.ephemeral is not None)\n",
-    "for s in ending if s.ephemeral is not None and s.base is None)\n",
+    "for session in ending if session.ephemeral and not session.deleted)\n",
+    "for session in ending if session.ephemeral and session.deleted)\n",
 )
 async def test_finish_frees_adapters_and_nameless_versions_and_nobody_elses_on_fakes(api: Api) -> None:
     mine, other = await api.session(), await api.session()
@@ -159,6 +159,60 @@ async def test_thousands_of_silent_sessions_end_a_few_at_a_time_on_fakes(
     assert samplers
     assert not api.backend.sampling._open
     assert not api.backend.sampling._of_session
+
+
+@pytest.mark.mutation(
+    "versions-without-bound", "control/sampling_sessions.py", "if too_many > 0 and not session.running", "if False"
+)
+@pytest.mark.mutation(
+    "versions-dropped-under-samples",
+    "control/sampling_sessions.py",
+    "too_many > 0 and not session.running",
+    "too_many > 0",
+)
+async def test_ephemeral_versions_beyond_the_limit_drop_the_least_recently_used_on_fakes(start_api: StartApi) -> None:
+    """A thousand steps of a long run would fill the disk. What is being sampled from is never dropped."""
+    api = await start_api()
+    model, other = await api.model(), await api.model()
+    foreign = await api.nameless(other, 1, 0)
+    first = await api.nameless(model, 1, 0)
+    size = api.backend.folders.size(f"{model}/1#2")
+    object.__setattr__(api.backend.options, "max_ephemeral_bytes_per_session", 3 * size)
+    samplers = [first, *[await api.nameless(model, seq_id, seq_id) for seq_id in (2, 3)]]
+    await api.score(first, 0)  # now the second is the least recently used
+    api.sampler.hold.clear()
+    held = await api.sample(samplers[2], 0)
+    await api.until(lambda: api.sampler.running == 1)
+    api.backend.sampling._drop_versions(model.partition(":")[0])
+    api.sampler.hold.set()
+    await api.result(held)
+    samplers.append(await api.nameless(model, 4, 4))
+    answer = await api.post("asample", api.sample_body(samplers[1], 0))
+    assert answer.status_code == 404
+    assert "was dropped: the ephemeral versions of its session have more than" in answer.json()["detail"]
+    for sampler in (foreign, first, *samplers[2:]):
+        await api.score(sampler, 9)
+    await api.until(lambda: len(version_folders(api)) == 4)
+    assert len(api.sampler.versions) == 4
+    metrics = api.backend.metrics()["fake/bigram"]
+    assert (metrics.ephemeral_bytes, metrics.versions_dropped) == (4 * size, 1)
+
+    # All three are sampled from: the next is beyond the limit until one of them has ended.
+    api.sampler.hold.clear()
+    live = [first, *samplers[2:]]
+    held_back = [await api.sample(sampler, 20) for sampler in live]
+    for sampler in live:
+        session = api.backend.sampling._open[sampler]
+        await api.until(lambda session=session: bool(session.running))  # type: ignore[misc]
+    newest = (await api.backend.sampling.get(samplers[3])).record.session_id
+    object.__setattr__(api.backend.options, "max_ephemeral_bytes_per_session", size)
+    api.backend.sampling._drop_versions(newest)
+    assert api.backend.metrics()["fake/bigram"].versions_dropped == 1
+    api.sampler.hold.set()
+    for request in held_back:
+        assert await api.result(request)
+    await api.until(lambda: api.backend.metrics()["fake/bigram"].versions_dropped == 3)
+    assert api.backend.metrics()["fake/bigram"].ephemeral_bytes == 2 * size
 
 
 async def test_adapter_limit_is_told_with_the_numbers_and_lifted_by_finish_on_fakes(start_api: StartApi) -> None:

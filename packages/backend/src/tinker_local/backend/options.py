@@ -156,6 +156,15 @@ class BackendOptions:
     max_queued_bytes_per_session: Annotated[
         int, CommandOption("The same, for one session.", flag="--max-queued-memory-per-session", gib=True)
     ] = 2**30
+    max_ephemeral_bytes_per_session: Annotated[
+        int,
+        CommandOption(
+            "Maximum size of the ephemeral sampler versions of one session, on disk and in memory. Beyond it, the "
+            "least recently used are dropped.",
+            flag="--max-ephemeral-versions-per-session",
+            gib=True,
+        ),
+    ] = 16 * 2**30
     kv_cache_bytes: Annotated[
         int | None,
         CommandOption(

@@ -8,7 +8,8 @@ from datetime import datetime
 from typing import Any
 
 from tinker_local.backend.control.checkpoint_lifetime import CheckpointUses, check_ttl, expiry
-from tinker_local.backend.control.sampling_sessions import SamplerVersions, Sampling
+from tinker_local.backend.control.sampler_versions import SamplerVersions
+from tinker_local.backend.control.sampling_sessions import Sampling
 from tinker_local.backend.control.sessions import Sessions, check_no_token, check_project
 from tinker_local.backend.control.training_runs import TrainingRuns
 from tinker_local.backend.scheduling.operations import model_id_in

@@ -13,7 +13,8 @@ from tinker_local.backend.control.exports import Exports
 from tinker_local.backend.control.load_weights import LoadWeights
 from tinker_local.backend.control.lost_requests import LostRequests
 from tinker_local.backend.control.restore_runs import RestoreRuns
-from tinker_local.backend.control.sampling_sessions import SamplerVersions, Sampling
+from tinker_local.backend.control.sampler_versions import SamplerVersions
+from tinker_local.backend.control.sampling_sessions import Sampling
 from tinker_local.backend.control.save_weights_for_sampler import SaveWeightsForSampler
 from tinker_local.backend.control.session_traces import SessionTraces
 from tinker_local.backend.control.sessions import Sessions, now

@@ -1,6 +1,7 @@
 """Sampling sessions, each on a base model or on one immutable version of an adapter; and the samples of each."""
 
 import asyncio
+import logging
 from collections import Counter
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -10,6 +11,7 @@ from functools import partial
 from typing import Any
 
 from tinker_local.backend.control.checkpoint_lifetime import CheckpointUses, version_of
+from tinker_local.backend.control.sampler_versions import SamplerVersions
 from tinker_local.backend.control.sampling_clients import Completion, SamplingClients, client_of
 from tinker_local.backend.control.sessions import Sessions
 from tinker_local.backend.models.served_models import ServedModel, ServedModels
@@ -34,7 +36,6 @@ from tinker_local.backend.scheduling.operations import (
 from tinker_local.backend.storage.names import parse_tinker_path
 from tinker_local.backend.storage.records import CheckpointRecord, SamplingSessionRecord
 from tinker_local.backend.storage.store import Store
-from tinker_local.backend.storage.versions import VersionFolders
 from tinker_local.types import (
     CreateSamplingSessionRequest,
     GoneError,
@@ -48,51 +49,26 @@ from tinker_local.types import (
     UnsupportedError,
 )
 
+log = logging.getLogger(__name__)
+
 
 @dataclass(slots=True, eq=False)
 class SamplingSession:
-    """`ephemeral`: the name of a version that lives as long as the session; `checkpoint`: a named one, maybe `deleted`.
+    """`ephemeral`: the name of a version of `size` bytes that lives as long as the session, or until it is dropped for
+    newer ones (then `deleted`); `checkpoint`: a named one, maybe `deleted`.
 
-    A session whose checkpoint is deleted refuses new samples and finishes those that it has accepted.
+    A session whose checkpoint is deleted refuses new samples and finishes those that it has accepted. An ephemeral
+    version with unfinished samples is not dropped.
     """
 
     record: SamplingSessionRecord
     base: ServedModel
     clients: SamplingClients
     ephemeral: str | None = None
+    size: int = 0
     checkpoint: CheckpointRecord | None = None
     deleted: bool = False
     running: set[Operation[SampleOutput]] = field(default_factory=set)
-
-
-class SamplerVersions:
-    """Where the weights of each version are, and how to remove them from the sampler."""
-
-    def __init__(self, store: Store, folders: VersionFolders, models: ServedModels) -> None:
-        self._store = store
-        self._folders = folders
-        self._base_models = models
-
-    def named(self, record: CheckpointRecord, *, just_written: bool = False) -> AdapterVersion:
-        """Of a checkpoint; one that was saved again under the same name is another version."""
-        name = f"{record.tinker_path}@{record.created_at.isoformat()}"
-        return AdapterVersion(name, self._store.checkpoint_folder(record), just_written=just_written)
-
-    def ephemeral(self, name: str) -> AdapterVersion:
-        """The version that was published as `name`; NotFoundError if there is none."""
-        return AdapterVersion(name, self._folders.path(name), partial(self._folders.unwritten, name))
-
-    async def unload(self, record: CheckpointRecord) -> None:
-        """Take a checkpoint's weights from its sampler; waits for samples of it that run."""
-        if record.kind == "sampler_weights" and record.base_model in self._base_models.names():
-            await self._base_models.get(record.base_model).engines.sampler.remove_version(self.named(record))
-
-    async def remove_ephemeral(self, base: ServedModel, name: str) -> None:
-        """Remove an ephemeral version from its sampler and delete it."""
-        try:
-            await base.engines.sampler.remove_version(self.ephemeral(name))
-        finally:
-            await asyncio.to_thread(self._folders.remove, name)
 
 
 class Sampling:
@@ -118,7 +94,8 @@ class Sampling:
         self._uses = uses
         self._clock = clock
         self._open: dict[str, SamplingSession] = {}
-        self._of_session: dict[str, dict[str, None]] = {}  # their ids
+        self._of_session: dict[str, dict[str, None]] = {}  # their ids, the least recently used first
+        self._dropping: set[asyncio.Task[None]] = set()
         self._rendering = ThreadPoolExecutor(2, thread_name_prefix="render")
         # An image may take seconds: text does not wait for it, and two of a session leave a thread to the others.
         self._rendering_images = ThreadPoolExecutor(3, thread_name_prefix="render-images")
@@ -175,8 +152,38 @@ class Sampling:
         if sampling_id in self._open:
             raise InvalidRequestError(f"sampling_session_seq_id: {sampling_seq_id} is taken in session {session_id}")
         record = SamplingSessionRecord(sampling_id, session_id, base_name, None, True, datetime.now(UTC))
-        await self._add(SamplingSession(record, base, self._clients(), ephemeral=version))
+        session = SamplingSession(record, base, self._clients(), version, self._versions.size(version))
+        base.counts.ephemeral_bytes += session.size
+        try:
+            await self._add(session)
+        except Exception:
+            base.counts.ephemeral_bytes -= session.size
+            raise
+        self._drop_versions(session_id, kept=session)
         return sampling_id
+
+    def _drop_versions(self, session_id: str, kept: SamplingSession | None = None) -> None:
+        """Drop the least recently used ephemeral versions of a session beyond its limit, except those with unfinished
+        samples, and except `kept`."""
+        own = [self._open[name] for name in self._of_session.get(session_id, ())]
+        held = [session for session in own if session.ephemeral is not None and not session.deleted]
+        too_many = sum(session.size for session in held) - self._options.max_ephemeral_bytes_per_session
+        for session in held:  # the least recently used first
+            if too_many > 0 and not session.running and session is not kept:
+                too_many -= session.size
+                session.deleted = True
+                session.base.counts.versions_dropped += 1
+                task = asyncio.create_task(self._remove_version(session))
+                self._dropping.add(task)
+                task.add_done_callback(self._dropping.discard)
+
+    async def _remove_version(self, session: SamplingSession) -> None:
+        assert session.ephemeral is not None
+        session.base.counts.ephemeral_bytes -= session.size
+        try:
+            await self._versions.remove_ephemeral(session.base, session.ephemeral)
+        except Exception:
+            log.exception("the sampler version %s was not removed completely", session.ephemeral)
 
     async def _add(self, session: SamplingSession) -> None:
         """Open `session` at once, so that its end finds it, and record it."""
@@ -186,7 +193,7 @@ class Sampling:
             await asyncio.to_thread(self._store.add_sampling_session, session.record)
         except Exception:
             self._open.pop(sampling_id, None)
-            self._of_session[session.record.session_id].pop(sampling_id, None)
+            self._of_session.get(session.record.session_id, {}).pop(sampling_id, None)
             raise
 
     def _remember(self, session: SamplingSession) -> SamplingSession:
@@ -266,13 +273,21 @@ class Sampling:
             for operation in list(session.running):
                 operation.cancel(GoneError(f"the session {session_id} has ended"))
         await asyncio.gather(
-            *(self._versions.remove_ephemeral(s.base, s.ephemeral) for s in ending if s.ephemeral is not None)
+            *(self._remove_version(session) for session in ending if session.ephemeral and not session.deleted)
         )
 
     def _check_there(self, session: SamplingSession) -> None:
         checkpoint = session.checkpoint
         if checkpoint is not None and checkpoint.expires_at is not None and checkpoint.expires_at <= self._clock():
             raise NotFoundError(f"model_path: {checkpoint.tinker_path} expired at {checkpoint.expires_at.isoformat()}")
+        if session.ephemeral is not None and session.deleted:
+            limit = self._options.max_ephemeral_bytes_per_session
+            raise NotFoundError(
+                f"sampling_session_id: {session.record.sampling_session_id} was dropped: the ephemeral versions of its "
+                f"session have more than {limit / 2**30:g} GiB, and others were used since; sample from a newer one, "
+                "save with save_weights_for_sampler(name), or start the server with a larger "
+                "--max-ephemeral-versions-per-session"
+            )
         if checkpoint is not None and session.deleted:
             raise NotFoundError(f"model_path: there is no checkpoint {checkpoint.tinker_path} any more")
 
@@ -322,6 +337,8 @@ class Sampling:
         self._operations.add(operation)
         session.clients.watch(request.seq_id, operation)
         self._queued[session.record.session_id] += 1
+        own = self._of_session[session.record.session_id]
+        own[session.record.sampling_session_id] = own.pop(session.record.sampling_session_id)  # the last used
         session.base.counts.samples_accepted += 1
         session.running.add(operation)
         if session.checkpoint is not None:
@@ -375,6 +392,8 @@ class Sampling:
             self._queued[session.record.session_id] -= 1
             if not self._queued[session.record.session_id]:
                 del self._queued[session.record.session_id]
+            if session.ephemeral is not None and not session.running:
+                self._drop_versions(session.record.session_id)
 
     async def _sample(
         self, session: SamplingSession, request: SampleRequest, operation: Operation[SampleOutput]

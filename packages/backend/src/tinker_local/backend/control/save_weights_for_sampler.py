@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from tinker_local.backend.control.checkpoint_lifetime import check_ttl
-from tinker_local.backend.control.sampling_sessions import SamplerVersions, Sampling
+from tinker_local.backend.control.sampler_versions import SamplerVersions
+from tinker_local.backend.control.sampling_sessions import Sampling
 from tinker_local.backend.control.sessions import check_user_metadata
 from tinker_local.backend.control.training_runs import Command, TrainingRun
 from tinker_local.backend.models.agreement import compare, sampler_logprobs

@@ -117,6 +117,24 @@ EXPORTED = (
         lambda m: {"": m.sampler_versions},
     ),
     Exported(
+        GaugeMetricFamily,
+        "tinker_local_sequences",
+        "Sequences in the sampler, its own queue included.",
+        lambda m: {"": m.sequences},
+    ),
+    Exported(
+        GaugeMetricFamily,
+        "tinker_local_ephemeral_version_bytes",
+        "Size of the ephemeral sampler versions that are kept, in shared memory or on disk.",
+        lambda m: {"": m.ephemeral_bytes},
+    ),
+    Exported(
+        CounterMetricFamily,
+        "tinker_local_ephemeral_versions_dropped",
+        "Ephemeral sampler versions dropped because those of their session were too large.",
+        lambda m: {"": m.versions_dropped},
+    ),
+    Exported(
         CounterMetricFamily,
         "tinker_local_sampler_sleeps",
         "How often the sampler gave its memory to the trainer, for requests that did not fit otherwise.",

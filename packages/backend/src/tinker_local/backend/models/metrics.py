@@ -13,13 +13,17 @@ class Counts:
 
     `samples`: sequences returned. `prompt_tokens`: positions of their prompts, once per request. `sampled_tokens`: of
     these sequences. `samples_accepted`: unfinished requests.
-    `submits_refused`: training requests refused because the queue was full. `failures`: failed operations by category.
+    `ephemeral_bytes`: of the ephemeral sampler versions that are kept; `versions_dropped`: of them, because of a
+    session's limit. `submits_refused`: training requests refused because the queue was full. `failures`: failed
+    operations by category.
     """
 
     samples: int = 0
     prompt_tokens: int = 0
     sampled_tokens: int = 0
     samples_accepted: int = 0
+    ephemeral_bytes: int = 0
+    versions_dropped: int = 0
     optimizer_steps: int = 0
     submits_refused: int = 0
     failures: Counter[Category] = field(default_factory=Counter)
@@ -40,6 +44,7 @@ class ModelMetrics:
     submits_refused: training requests refused because the queue was full; a request that is sent and refused again
         counts again.
     sampler_sleeps: how often the sampler went to sleep for training requests that did not fit otherwise.
+    versions_dropped: ephemeral sampler versions dropped because their session had too many bytes of them.
     trainer_restarts: how often the trainer's process was started again.
     failures: failed operations by the category that the client saw; cancelled ones count as the user's. Requests
         refused at submission are not operations.
@@ -50,6 +55,8 @@ class ModelMetrics:
     commands_running, commands_waiting: training commands in the trainer, and queued for it.
     adapters: adapters that are being trained.
     sampler_versions: adapter versions that the sampler has verified.
+    ephemeral_bytes: of the ephemeral sampler versions, in shared memory or on disk.
+    sequences: sequences in the sampler, its own queue included.
     sampler_asleep: whether the sampler is asleep so that the trainer can use its memory; the next sample wakes it.
     trainer_works: false while the trainer's process has ended and the next one is not ready.
     """
@@ -70,6 +77,9 @@ class ModelMetrics:
     commands_waiting: int
     adapters: int
     sampler_versions: int
+    ephemeral_bytes: int
+    versions_dropped: int
+    sequences: int
     sampler_sleeps: int
     sampler_asleep: bool
     trainer_restarts: int

@@ -102,6 +102,10 @@ class VersionFolders:
         """What the folder of `name` will contain; None once it can be read. NotFoundError if the version is unknown."""
         return self._version(name).unwritten
 
+    def size(self, name: str) -> int:
+        """Bytes of the adapter of `name`. NotFoundError if there is no such version."""
+        return self._version(name).size
+
     def flush(self) -> None:
         """Wait until every folder that `write` was called for exists."""
         with self._hurrying():
