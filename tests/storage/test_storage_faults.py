@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 from tinker_local.backend.storage import Store
-from tinker_local.backend.storage.records import CheckpointRecord, SessionRecord
-from tinker_local.types import NotFoundError
+from tinker_local.backend.storage.records import CheckpointRecord, SessionRecord, TrainingRunRecord
+from tinker_local.types import LoraConfig, NotFoundError
 
 from tests.storage.store_states import RUN, START, make_record, make_state, same_tensors
 
@@ -212,6 +212,26 @@ def test_a_checkpoint_of_an_older_server_is_adopted_too(tmp_path: Path) -> None:
     lose_the_database(tmp_path)
     store = Store(tmp_path)
     assert same_tensors(store.read_checkpoint(make_record("a"), optimizer=True), make_state(1))
+    store.close()
+
+
+def test_run_and_session_of_an_adopted_checkpoint_are_recorded_as_they_were(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    session = SessionRecord("5f1c9d5e-0000", START, {"k": "v"}, ("t",), "my run")
+    run = TrainingRunRecord(
+        RUN, session.session_id, "org/base", LoraConfig(rank=4, train_mlp=False), START, START, {"a": "b"}
+    )
+    store.add_session(session)
+    store.add_training_run(run)
+    source = store.write_checkpoint(make_record("a"), make_state(1), overwrite=False)
+    copy_session = SessionRecord("copy", START, display_name="copy of a")
+    copy_run = replace(run, training_run_id="copy:train:0", session_id="copy", copied_from=source.tinker_path)
+    store.copy_checkpoint(source, copy_run, session=copy_session, expires_at=None, copies=[])
+    store.close()
+    lose_the_database(tmp_path)
+    store = Store(tmp_path)
+    assert [store.get_session(each.session_id) for each in (session, copy_session)] == [session, copy_session]
+    assert [store.get_training_run(each.training_run_id) for each in (run, copy_run)] == [run, copy_run]
     store.close()
 
 

@@ -47,9 +47,12 @@ class CheckpointFolders:
         """The folder of `record`, computed from the record alone."""
         return self.root / folder_of(record.training_run_id, record.kind, record.name, record.created_at)
 
-    def write(self, record: CheckpointRecord, state: AdapterState) -> CheckpointRecord:
+    def write(
+        self, record: CheckpointRecord, state: AdapterState, belongs_to: Mapping[str, object] | None = None
+    ) -> CheckpointRecord:
         """Write `state`; when this returns, its folder is complete, in place and on disk, and marked as unfinished.
 
+        `belongs_to` is added to the description: what to record of its run and session if they are lost, too.
         Returns the record with its size, whether it has an optimizer state, and its `created_at`, which is some
         microseconds later if another write used the same time.
         """
@@ -59,9 +62,11 @@ class CheckpointFolders:
             write_adapter(folder, replace(state, base_model=record.base_model))
             return checksums_of(folder.iterdir())
 
-        return self._make(replace(record, has_optimizer=state.optimizer is not None), fill)
+        return self._make(replace(record, has_optimizer=state.optimizer is not None), fill, belongs_to)
 
-    def link(self, record: CheckpointRecord, source: CheckpointRecord) -> CheckpointRecord:
+    def link(
+        self, record: CheckpointRecord, source: CheckpointRecord, belongs_to: Mapping[str, object] | None = None
+    ) -> CheckpointRecord:
         """Like `write`, with the content of `source`; the two share files on disk if the file system supports it.
 
         Sharing is safe because checkpoint files never change once they are written.
@@ -72,9 +77,14 @@ class CheckpointFolders:
                 _link(file, folder / file.name)
             return recorded_checksums(self.path(source))
 
-        return self._make(record, fill)
+        return self._make(record, fill, belongs_to)
 
-    def _make(self, record: CheckpointRecord, fill: Callable[[Path], Mapping[str, Any]]) -> CheckpointRecord:
+    def _make(
+        self,
+        record: CheckpointRecord,
+        fill: Callable[[Path], Mapping[str, Any]],
+        belongs_to: Mapping[str, object] | None,
+    ) -> CheckpointRecord:
         """`fill` writes the files and returns their checksums."""
         parent = self.path(record).parent
         make_durable_folder(parent)
@@ -83,7 +93,8 @@ class CheckpointFolders:
         try:
             checksums = fill(unfinished)
             record = replace(record, size_bytes=size_of(unfinished))
-            (unfinished / DESCRIPTION).write_text(json.dumps(_describe(record, checksums), indent=2))
+            described = _describe(record) | dict(belongs_to or {}) | ({CHECKSUMS: dict(checksums)} if checksums else {})
+            (unfinished / DESCRIPTION).write_text(json.dumps(described, indent=2, default=datetime.isoformat))
             (unfinished / UNFINISHED).touch()
             for file in unfinished.iterdir():
                 fsync_path(file)
@@ -191,6 +202,11 @@ class CheckpointFolders:
             raise ValueError(f"it has {size_of(folder)} bytes and was written with {record.size_bytes}")
         return record
 
+    def belongs_to(self, record: CheckpointRecord, name: str) -> dict[str, Any]:
+        """What the folder of `record` says of its run or session; empty for an older checkpoint."""
+        given = json.loads((self.path(record) / DESCRIPTION).read_text("utf-8")).get(name)
+        return dict(given) if isinstance(given, dict) else {}
+
     def _all(self) -> Iterator[Path]:
         return self.root.glob("*/*/*")
 
@@ -220,17 +236,14 @@ def refuse_without_folders(root: Path, records: int) -> None:
         )
 
 
-def _describe(record: CheckpointRecord, checksums: Mapping[str, Any]) -> dict[str, object]:
+def _describe(record: CheckpointRecord) -> dict[str, object]:
     """What a folder is, for people, and for a server that has lost the record."""
-    times: dict[str, datetime | None] = {"created_at": record.created_at, "expires_at": record.expires_at}
-    described = {
+    return {
         **asdict(record),
         "tinker_path": record.tinker_path,
         "lora_config": record.lora_config.model_dump(),
         "user_metadata": dict(record.user_metadata),
-        **{name: time and time.isoformat() for name, time in times.items()},
     }
-    return described | ({CHECKSUMS: dict(checksums)} if checksums else {})
 
 
 def _link(file: Path, target: Path) -> None:

@@ -202,12 +202,15 @@ class Metadata:
 
 def insert(connection: sa.Connection, table: sa.Table, record: Record) -> None:
     """Add `record` as a row: its fields are the table's columns."""
-    row = {field.name: _plain(getattr(record, field.name)) for field in fields(record)}
-    connection.execute(sa.insert(table).values(row))
+    connection.execute(sa.insert(table).values(plain_fields(record)))
+
+
+def plain_fields(record: Record) -> dict[str, Any]:
+    """The fields of a record, as JSON but for times."""
+    return {field.name: _plain(getattr(record, field.name)) for field in fields(record)}
 
 
 def _plain(value: Any) -> Any:
-    """What a column of JSON takes."""
     if isinstance(value, LoraConfig):
         return value.model_dump()
     if isinstance(value, Mapping):

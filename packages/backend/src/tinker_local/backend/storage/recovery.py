@@ -1,11 +1,16 @@
 """What a start does where records and checkpoint folders disagree: it deletes neither, and says so."""
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from datetime import datetime
+from typing import Any, TypeVar
 
 from tinker_local.backend.storage.adapter_files import WEIGHTS
 from tinker_local.backend.storage.checkpoint_folders import REMOVING, CheckpointFolders
-from tinker_local.backend.storage.records import CheckpointRecord
+from tinker_local.backend.storage.metadata import plain_fields
+from tinker_local.backend.storage.records import CheckpointRecord, SessionRecord, TrainingRunRecord
+
+Described = TypeVar("Described", SessionRecord, TrainingRunRecord)
 
 NAMED = 20
 """How many names of each kind a warning has."""
@@ -52,6 +57,25 @@ class Disagreement:
 def _part(names: Sequence[str], what: str) -> str:
     more = f", and {len(names) - NAMED} more" if len(names) > NAMED else ""
     return f"{len(names)} {what} ({', '.join(names[:NAMED])}{more})" if names else ""
+
+
+def description_of(run: TrainingRunRecord, session: SessionRecord | None) -> dict[str, object]:
+    """What `checkpoint.json` says of the run and session of a checkpoint, to record them again if they are lost."""
+    found: dict[str, object] = {"training_run": plain_fields(run)}
+    return found if session is None else found | {"session": plain_fields(session)}
+
+
+def as_described(record: Described, given: Mapping[str, Any]) -> Described:
+    """`record` with what a description says of it: names, labels and times, not how it ended."""
+    kinds = {"user_metadata": dict, "tags": list, "display_name": str, "copied_from": str, "owner": str}
+    known = {field.name for field in fields(record)} & given.keys()
+    values = {name: given[name] for name, kind in kinds.items() if name in known and isinstance(given[name], kind)}
+    if isinstance(values.get("tags"), list):
+        values["tags"] = tuple(values["tags"])
+    for name in ("created_at", "last_request_at"):
+        if name in known and isinstance(given[name], str):
+            values[name] = datetime.fromisoformat(given[name])
+    return replace(record, **values)
 
 
 def compare(folders: CheckpointFolders, records: Iterable[CheckpointRecord]) -> Disagreement:

@@ -31,7 +31,7 @@ from tinker_local.backend.storage.records import (
     SessionRecord,
     TrainingRunRecord,
 )
-from tinker_local.backend.storage.recovery import compare
+from tinker_local.backend.storage.recovery import as_described, compare, description_of
 from tinker_local.backend.storage.steady_clock import SteadyClock
 from tinker_local.backend.training.trainer import AdapterState
 from tinker_local.types import InvalidRequestError, LoraConfig, NotFoundError, StorageFullError
@@ -116,12 +116,11 @@ class Store(Metadata):
         insert(connection, tables.checkpoints, record)
         if connection.execute(sa.select(runs.c.number).where(runs.c.training_run_id == run_id)).first() is None:
             run = TrainingRunRecord(run_id, session_id, record.base_model, record.lora_config, when, when)
-            insert(connection, runs, run)
-            if (
-                connection.execute(sa.select(sessions.c.number).where(sessions.c.session_id == session_id)).first()
-                is None
-            ):
-                insert(connection, sessions, SessionRecord(session_id, when))
+            insert(connection, runs, as_described(run, self._folders.belongs_to(record, "training_run")))
+            known = sa.select(sessions.c.number).where(sessions.c.session_id == session_id)
+            if connection.execute(known).first() is None:
+                session = SessionRecord(session_id, when)
+                insert(connection, sessions, as_described(session, self._folders.belongs_to(record, "session")))
 
     def close(self) -> None:
         """Write what is pending and release the folder; a second call does nothing."""
@@ -146,7 +145,7 @@ class Store(Metadata):
         if not overwrite:  # before megabytes are written; `_commit` checks again
             _refuse_existing(self.get_checkpoint(record.training_run_id, record.kind, record.name))
         with self._disk.explained():
-            written = self._folders.write(record, state)
+            written = self._folders.write(record, state, self._belongs_to(record))
             try:
                 replaced = self._commit(written, overwrite)
             except (InvalidRequestError, StorageFullError, OSError):
@@ -156,6 +155,11 @@ class Store(Metadata):
                 self.remove_folder(replaced)
             self._disk.fill_reserve()
         return written
+
+    def _belongs_to(self, record: CheckpointRecord) -> dict[str, object]:
+        """What to record of the run and session of a checkpoint if they are lost with the database."""
+        run = self.get_training_run(record.training_run_id)
+        return {} if run is None else description_of(run, self.get_session(run.session_id))
 
     def _commit(self, record: CheckpointRecord, overwrite: bool) -> CheckpointRecord | None:
         """Commit `record`; return the checkpoint that it replaces, if its folder has to be removed now."""
@@ -221,7 +225,9 @@ class Store(Metadata):
                 public=False,
             )
             with self._disk.explained():
-                written = self._folders.link(record, current)
+                written = self._folders.link(
+                    record, current, description_of(run, session or self.get_session(run.session_id))
+                )
         with self._writing:
             try:
                 with self._transaction() as connection:
