@@ -12,6 +12,7 @@ from typing import Any
 import httpx
 import pytest
 from tinker_local.backend import BackendOptions, InProcessBackend, ModelSource
+from tinker_local.backend.control.callers import KeyFile
 from tinker_local.backend.control.sessions import now
 from tinker_local.backend.fakes import FakeMemory, FakeModel, FakeRenderer, FakeSampler, FakeTrainer
 from tinker_local.backend.http.app import create_app
@@ -286,7 +287,7 @@ StartApi = Callable[..., Awaitable[Api]]
 
 async def open_api(
     models: Sequence[str] = (BASE,),
-    api_keys: Sequence[str] | None = None,
+    api_keys: Sequence[str] | KeyFile | None = None,
     memory: FakeMemory | None = None,
     clock: Callable[[], datetime] = now,
     **options: Any,

@@ -150,8 +150,7 @@ async def test_runs_through_the_rest_client_on_fakes(service: Any, rest: Rest) -
     assert second.cursor.total_count == listed.cursor.total_count >= 2
     with pytest.raises(tinker.NotFoundError):
         await rest("get_training_run", "s-none:train:0")
-    with pytest.raises(tinker.BadRequestError, match="unset TINKER_PROJECT_ID"):
-        await rest("list_training_runs", project_id="proj-1")
+    assert (await rest("list_training_runs", project_id="proj-1")).training_runs == []
 
 
 async def test_sessions_through_the_rest_client_on_fakes(service: Any, rest: Rest) -> None:
@@ -218,8 +217,7 @@ async def test_copies_through_the_sdk_on_fakes(server: Any, service: Any, rest: 
     with tinker.ServiceClient(base_url=server.url, api_key=server.api_key, project_id="local") as there:
         path = there.copy_weights(copy).result()
     assert path.endswith("/weights/a")
-    with pytest.raises(tinker.BadRequestError, match=r"one project, 'local', and not 'proj-1'"):
-        await rest("copy_weights", source, "proj-1")
+    assert (await rest("copy_weights", source, "proj-1")).endswith("/weights/a")
     opened = await rest("copy_weights", source, "local", weights_access_token=server.api_key)
     assert opened.endswith("/weights/a")
     assert service.create_training_client_from_state(opened, weights_access_token=server.api_key)

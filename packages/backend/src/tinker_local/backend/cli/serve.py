@@ -2,7 +2,6 @@
 
 import logging
 import os
-import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,25 +13,17 @@ from tinker_local.backend.options import BackendOptions, ModelSource
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from tinker_local.backend.control.callers import KeyFile
 
 
-def read_keys(path: Path) -> list[str]:
-    """API keys, one per line. The SDK requires the prefix `tml-`, and an HTTP header allows only visible ASCII."""
+def read_keys(path: Path) -> "KeyFile":
+    """The API keys of a file, and who has them."""
+    from tinker_local.backend.control.callers import KeyFile
+
     try:
-        lines = path.read_text("utf-8").splitlines()
-    except UnicodeDecodeError:
-        raise click.BadParameter(f"{path} is not UTF-8 text", param_hint="--api-key-file") from None
-    keys = [line.strip() for line in lines if line.strip() and not line.startswith("#")]
-    if not keys:
-        raise click.BadParameter(f"{path} contains no key", param_hint="--api-key-file")
-    for number, key in enumerate(keys, 1):
-        if not re.fullmatch(r"tml-[!-~]{8,}", key):
-            raise click.BadParameter(
-                f"key {number} of {path} must begin with 'tml-' and have at least 12 characters, all visible ASCII "
-                "(put comments on separate lines)",
-                param_hint="--api-key-file",
-            )
-    return keys
+        return KeyFile(path)
+    except ValueError as error:
+        raise click.BadParameter(str(error), param_hint="--api-key-file") from None
 
 
 @click.command()
@@ -56,7 +47,8 @@ def read_keys(path: Path) -> list[str]:
 @click.option(
     "--api-key-file",
     type=click.Path(path_type=Path, exists=True, dir_okay=False),
-    help="File of API keys, one per line. Required if other machines can reach the address.",
+    help="File of API keys, `KEY` or `NAME KEY` a line, read again when it changes. Required if other machines can "
+    "reach the address.",
 )
 @backend_options
 @click.option(
@@ -119,7 +111,7 @@ def _serve(
     options: BackendOptions,
     host: str,
     port: int,
-    keys: list[str] | None,
+    keys: "KeyFile | None",
     fake: bool,
 ) -> None:
     from tinker_local.backend.backend import InProcessBackend

@@ -7,14 +7,17 @@ from collections.abc import Callable, Collection
 from datetime import datetime
 from typing import Any
 
+from tinker_local.backend.control.callers import LOCAL, Caller
 from tinker_local.backend.control.checkpoint_lifetime import CheckpointUses, check_ttl, expiry
 from tinker_local.backend.control.sampler_versions import SamplerVersions
 from tinker_local.backend.control.sampling_sessions import Sampling
-from tinker_local.backend.control.sessions import Sessions, check_no_token, check_project
+from tinker_local.backend.control.sessions import Sessions, check_no_token, project_label
 from tinker_local.backend.control.training_runs import TrainingRuns
 from tinker_local.backend.scheduling.operations import model_id_in
+from tinker_local.backend.storage.metadata import EVERYTHING, Owned
 from tinker_local.backend.storage.names import parse_tinker_path
 from tinker_local.backend.storage.records import (
+    LOCAL_OWNER,
     CheckpointKind,
     CheckpointRecord,
     CopyRecord,
@@ -72,9 +75,9 @@ class Checkpoints:
         """The last checkpoint of each kind, of each of these runs that has any."""
         return await asyncio.to_thread(self._store.last_checkpoints, training_run_ids)
 
-    async def newest(self, limit: int, offset: int) -> tuple[list[CheckpointRecord], int]:
+    async def newest(self, limit: int, offset: int, owned: Owned = EVERYTHING) -> tuple[list[CheckpointRecord], int]:
         """Newest first, and the count of all."""
-        return await asyncio.to_thread(self._store.list_all_checkpoints, limit, offset)
+        return await asyncio.to_thread(self._store.list_all_checkpoints, limit, offset, owned)
 
     async def optimizer_of(self, record: CheckpointRecord) -> str:
         """The type of the optimizer that a checkpoint was trained by; the default one if its state cannot be read."""
@@ -127,11 +130,13 @@ class Checkpoints:
 
     # Copies ---------------------------------------------------------------------------------------------------------
 
-    async def copy(self, request: CopyWeightsRequest, idempotency_key: str | None = None) -> str:
+    async def copy(
+        self, request: CopyWeightsRequest, idempotency_key: str | None = None, *, caller: Caller = LOCAL
+    ) -> str:
         """The copy's tinker path. The same request under the same key, or for the same run, is the same copy; GoneError
         if that was deleted."""
         check_no_token(request.weights_access_token)
-        check_project(request.destination_project_id, "destination_project_id")
+        project_label(request.destination_project_id, "destination_project_id")
         check_ttl(request.ttl_seconds)
         into_session = request.session_id is not None and request.model_seq_id is not None
         if (request.session_id is None) != (request.model_seq_id is None) or into_session == (
@@ -144,7 +149,8 @@ class Checkpoints:
                 raise InvalidRequestError(
                     f"X-Idempotency-Key: {len(idempotency_key)} characters are not 1 to {LONGEST_KEY}"
                 )
-            keys.append(f"key {idempotency_key}")
+            mine = "key" if caller.owner == LOCAL_OWNER else f"key@{caller.owner}"
+            keys.append(f"{mine} {idempotency_key}")
         if request.session_id is not None and request.model_seq_id is not None:
             keys.append(f"run {model_id_in(request.session_id, request.model_seq_id)}")
         asked = request.model_dump(exclude_none=True)
@@ -153,13 +159,13 @@ class Checkpoints:
                 known = await asyncio.to_thread(self._store.find_copy, key)
                 if known is not None:
                     return await self._made(known, asked)
-            return await self._make(request, keys, asked)
+            return await self._make(request, keys, asked, caller)
 
     async def _made(self, known: CopyRecord, asked: dict[str, Any]) -> str:
         """The path of a copy that was asked for before. GoneError if it is there no more: a new copy is not what a
         request that is merely sent again means, and a path that leads nowhere would fail later, somewhere else."""
         kind, _, name = known.key.partition(" ")
-        field = "X-Idempotency-Key" if kind == "key" else "model_seq_id"
+        field = "model_seq_id" if kind == "run" else "X-Idempotency-Key"
         if known.request != asked:
             raise InvalidRequestError(
                 f"{field}: {name!r} stands for another copy already ({known.tinker_path}); give this one another"
@@ -173,12 +179,18 @@ class Checkpoints:
             ) from None
         return known.tinker_path
 
-    async def _make(self, request: CopyWeightsRequest, keys: list[str], asked: dict[str, Any]) -> str:
+    async def _make(self, request: CopyWeightsRequest, keys: list[str], asked: dict[str, Any], caller: Caller) -> str:
         source = await self.get(request.source_path, "source_path")
         when = self._clock()
         if request.session_id is None or request.model_seq_id is None:
             session_id, number = f"s-{secrets.token_hex(8)}", 0
-            session = SessionRecord(session_id, when, display_name=f"copy of {source.tinker_path}")
+            session = SessionRecord(
+                session_id,
+                when,
+                display_name=f"copy of {source.tinker_path}",
+                owner=caller.owner,
+                project_id=project_label(request.destination_project_id, "destination_project_id"),
+            )
         else:
             session_id, number, session = request.session_id, request.model_seq_id, None
             await self._sessions.require(session_id)

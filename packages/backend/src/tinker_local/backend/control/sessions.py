@@ -4,12 +4,14 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from typing import Any, Literal
 
-from tinker_local.backend.storage.records import EndReason, SessionRecord
+from tinker_local.backend.control.callers import LOCAL, Caller, owner_urn
+from tinker_local.backend.storage.metadata import EVERYTHING, Owned
+from tinker_local.backend.storage.records import LOCAL_OWNER, LOCAL_PROJECT, EndReason, SessionRecord
 from tinker_local.backend.storage.store import Store
 from tinker_local.types import (
     ClientFinishedQuery,
@@ -49,19 +51,10 @@ def check_at_most(count: int, most: int, what: str, unit: str) -> None:
         raise InvalidRequestError(f"{what}: {count} {unit} are more than {most}")
 
 
-OWNER = "tml:organization_user:local"
-
-PROJECT = "local"
-"""The id of the only project, for callers that have to name one: `copy_weights` of the SDK does."""
-
-
-def check_project(project_id: str | None, field: str) -> None:
-    """UnsupportedError for a project other than `PROJECT` or None."""
-    if project_id is not None and project_id != PROJECT:
-        raise UnsupportedError(
-            f"{field}: a local server has one project, {PROJECT!r}, and not {project_id!r}; leave it out "
-            f"(unset TINKER_PROJECT_ID), or give {PROJECT!r} where one is demanded"
-        )
+def project_label(project_id: str | None, field: str) -> str | None:
+    """`project_id` as it is recorded; InvalidRequestError if it is too long. Any text is a project."""
+    check_at_most(len(project_id or ""), LONGEST_NAME, field, "characters")
+    return None if project_id == LOCAL_PROJECT else project_id
 
 
 def check_no_token(token: str | None) -> None:
@@ -133,6 +126,7 @@ class Session:
 
     session_id: str
     heartbeats: bool
+    owner: str = LOCAL_OWNER
     last_heartbeat: float = field(default_factory=time.monotonic)
     ended: SessionEnd | None = None
 
@@ -147,18 +141,26 @@ class Sessions:
         self._live: dict[str, Session] = {}
         self._prune_at = 0.0
 
-    async def create(self, request: CreateSessionRequest | None = None, *, heartbeats: bool = False) -> str:
+    async def create(
+        self, request: CreateSessionRequest | None = None, *, heartbeats: bool = False, caller: Caller = LOCAL
+    ) -> str:
         """A new session's id. `heartbeats`: it ends when they stop, for clients that may vanish."""
         request = request or CreateSessionRequest()
-        check_project(request.project_id, "project_id")
+        project = project_label(request.project_id, "project_id")
         check_user_metadata(request.user_metadata)
         check_at_most(len(request.display_name or ""), LONGEST_NAME, "display_name", "characters")
         check_at_most(len(request.tags), MOST_ENTRIES, "tags", "entries")
         for index, tag in enumerate(request.tags):
             check_at_most(len(tag), LONGEST_NAME, f"tags[{index}]", "characters")
-        session = Session(f"s-{secrets.token_hex(8)}", heartbeats)
+        session = Session(f"s-{secrets.token_hex(8)}", heartbeats, caller.owner)
         record = SessionRecord(
-            session.session_id, now(), request.user_metadata, request.tags, request.display_name or session.session_id
+            session.session_id,
+            now(),
+            request.user_metadata,
+            request.tags,
+            request.display_name or session.session_id,
+            owner=caller.owner,
+            project_id=project,
         )
         await asyncio.to_thread(self._store.add_session, record)
         session.last_heartbeat = time.monotonic()
@@ -185,6 +187,19 @@ class Sessions:
         if record is None:
             raise NotFoundError(f"session_id: there is no session {session_id!r}")
         return record
+
+    async def owner_of(self, id_: str) -> str | None:
+        """Who owns the session that `id_` names or begins with: that of a training run, a sampler or a request. None
+        if there never was such a session."""
+        session_id = id_.partition(":")[0]
+        session = self._live.get(session_id)
+        if session is not None:
+            return session.owner
+        return (await self.owners_of([session_id])).get(session_id)
+
+    async def owners_of(self, session_ids: Collection[str]) -> dict[str, str]:
+        """Who owns each of these sessions that exists."""
+        return await asyncio.to_thread(self._store.owners_of, session_ids)
 
     def status(self, record: SessionRecord) -> SessionStatus | None:
         """The status of a recorded session; None if it was lost when the server stopped."""
@@ -253,9 +268,9 @@ class Sessions:
 
     # Listings -------------------------------------------------------------------------------------------------------
 
-    async def newest(self, limit: int, offset: int) -> list[str]:
+    async def newest(self, limit: int, offset: int, owned: Owned = EVERYTHING) -> list[str]:
         """Ids, newest first."""
-        records, _ = await asyncio.to_thread(self._store.list_sessions, limit, offset)
+        records, _ = await asyncio.to_thread(self._store.list_sessions, limit, offset, owned)
         return [record.session_id for record in records]
 
     async def get(self, session_id: str) -> tuple[SessionRecord, list[str], list[str]]:
@@ -263,18 +278,16 @@ class Sessions:
         record = await self.record(session_id)
         return record, *(await asyncio.to_thread(self._store.session_members, session_id))
 
-    async def search(self, request: SessionSearchRequest) -> tuple[list[FoundSession], SessionCursor | None]:
+    async def search(
+        self, request: SessionSearchRequest, owned: Owned = EVERYTHING
+    ) -> tuple[list[FoundSession], SessionCursor | None]:
         """A page of the matching sessions, newest first, and where the next page begins; None after the last."""
-        for project_id in request.project_ids or ():
-            check_project(project_id, "project_ids")
-        if isinstance(request.owner, UserQuery) and OWNER not in request.owner.owner_urns:
-            return [], None
         cursor = request.cursor
         before = None if cursor is None else (cursor.last_created_at, cursor.last_session_id)
         found: list[tuple[SessionRecord, SessionStatus | None]] = []
         while len(found) <= request.limit:
             live = self.live_statuses()
-            batch = await asyncio.to_thread(self._store.sessions_before, before, BATCH)
+            batch = await asyncio.to_thread(self._store.sessions_before, before, BATCH, owned)
             told = [(record, live.get(record.session_id) or self.status(record)) for record in batch]
             found += [(record, status) for record, status in told if fits(record, status, request)]
             if len(batch) < BATCH:
@@ -301,7 +314,11 @@ def _status(end: SessionEnd | None) -> SessionStatus:
 
 
 def fits(record: SessionRecord, status: SessionStatus | None, request: SessionSearchRequest) -> bool:
-    """Whether a session matches `request`, apart from owner and project."""
+    """Whether a session matches `request`."""
+    if isinstance(request.owner, UserQuery) and owner_urn(record.owner) not in request.owner.owner_urns:
+        return False
+    if request.project_ids is not None and (record.project_id or LOCAL_PROJECT) not in request.project_ids:
+        return False
     named = [] if request.session_id is None else [record.session_id == request.session_id]
     if request.display_name is not None:
         name = (record.display_name or "").casefold()

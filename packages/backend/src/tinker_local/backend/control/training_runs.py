@@ -24,6 +24,7 @@ from tinker_local.backend.scheduling.operations import (
     session_of,
 )
 from tinker_local.backend.scheduling.run_queue import RunQueue
+from tinker_local.backend.storage.metadata import EVERYTHING, Owned
 from tinker_local.backend.storage.records import CheckpointKind, CheckpointRecord, SessionRecord, TrainingRunRecord
 from tinker_local.backend.storage.store import Store
 from tinker_local.backend.training.optimizers import optimizer_of
@@ -289,9 +290,9 @@ class TrainingRuns:
             raise NotFoundError(f"training_run_id: there is no training run {training_run_id!r}")
         return record
 
-    async def newest(self, limit: int, offset: int) -> tuple[list[TrainingRunRecord], int]:
+    async def newest(self, limit: int, offset: int, owned: Owned = EVERYTHING) -> tuple[list[TrainingRunRecord], int]:
         """Newest first, and the count of all."""
-        return await asyncio.to_thread(self._store.list_training_runs, limit, offset)
+        return await asyncio.to_thread(self._store.list_training_runs, limit, offset, owned)
 
     # Look-ups -------------------------------------------------------------------------------------------------------
 

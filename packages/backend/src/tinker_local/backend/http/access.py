@@ -6,20 +6,31 @@ rebinding) counts as same-site. `Origin` gives the first away, `Host` the second
 keys neither matters, because a page knows none.
 """
 
-import hmac
+import asyncio
 import ipaddress
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Literal, TypeVar, cast
 
 from fastapi import Depends, Header, Query, Request
 from fastapi.responses import JSONResponse
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
+from tinker_local.backend.control.callers import LOCAL, Caller, KeyFile, fingerprint
 from tinker_local.backend.control.life_cycle import ControlPlane
-from tinker_local.backend.control.sessions import check_project
 from tinker_local.backend.http import error_responses
-from tinker_local.types import AuthenticationError, CopyWeightsRequest, LoadWeightsRequest, PermissionDeniedError
+from tinker_local.backend.storage.metadata import Owned
+from tinker_local.backend.storage.names import parse_tinker_path
+from tinker_local.types import (
+    AuthenticationError,
+    CopyWeightsRequest,
+    Frozen,
+    InvalidRequestError,
+    LoadWeightsRequest,
+    NotFoundError,
+    PermissionDeniedError,
+    SessionSearchRequest,
+)
 
 R = TypeVar("R", CopyWeightsRequest, LoadWeightsRequest)
 
@@ -33,28 +44,34 @@ _HOST = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^\[\]:@/?#\s]+)(:\d{0,5})?")
 
 
 class Keys:
-    """The API keys of a server; None accepts any. Access tokens for checkpoints of another owner are such keys, too."""
+    """Who has which API key. A list of keys, or None for any key, is one owner's. Access tokens for checkpoints of
+    another owner are such keys, too."""
 
-    def __init__(self, keys: Sequence[str] | None) -> None:
-        self._keys = None if keys is None else [key.encode() for key in keys]
+    def __init__(self, keys: Sequence[str] | KeyFile | None) -> None:
+        self._file = keys if isinstance(keys, KeyFile) else None
+        self._list = None if keys is None or isinstance(keys, KeyFile) else {fingerprint(key): LOCAL for key in keys}
 
-    def known(self, given: str) -> bool:
-        """Whether `given` is a key of this server."""
-        if self._keys is None:
-            return True
-        # Compare with every key, so that the time taken reveals nothing.
-        return sum(hmac.compare_digest(given.encode(), key) for key in self._keys) > 0
+    def caller(self, given: str) -> Caller | None:
+        """Whose key this is; None if it is not one of this server."""
+        if self._file is None and self._list is None:
+            return LOCAL
+        callers = self._list if self._file is None else self._file.callers()
+        # Found by its digest, so that the time taken reveals nothing of a key.
+        return (callers or {}).get(fingerprint(given))
+
+    def has_one_owner(self) -> bool:
+        """Whether all keys are of one owner."""
+        return self._file is None or len(set(self._file.callers().values())) == 1
 
     def check_token(self, token: str | None, field: str) -> None:
         """PermissionDeniedError for an access token that is not a key of this server.
 
-        The hosted service accepts an API key of the checkpoint's owner as such a token. A local server has one owner,
-        so a valid token grants what its bearer has already.
+        As on the hosted service, it is an API key of the checkpoint's owner.
         """
-        if token is not None and not self.known(token):
+        if token is not None and self.caller(token) is None:
             raise PermissionDeniedError(
-                f"{field}: it is not a key of this server; give one, or leave it out: every key of this server reads "
-                "every checkpoint"
+                f"{field}: it is not a key of this server; give a key of the checkpoint's owner, or leave it out: "
+                "every key reads the checkpoints of its owner and public ones"
             )
 
     def opened(self, request: R) -> R:
@@ -81,21 +98,21 @@ class RequireReady:
 
 
 class RequireKey:
-    """Answer 401 to a request without a known `X-API-Key`."""
+    """Answer 401 to a request without a known `X-API-Key`; `caller_of` tells whose it is."""
 
     def __init__(self, app: ASGIApp, keys: Keys) -> None:
         self._app = app
         self._keys = keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and not _open_to_all(scope["path"]) and not self._known(Headers(scope=scope)):
-            error = AuthenticationError("X-API-Key: missing or unknown; set TINKER_API_KEY to a key of this server")
-            await error_responses.answer(error)(scope, receive, send)
-            return
+        if scope["type"] == "http" and not _open_to_all(scope["path"]):
+            caller = self._keys.caller(Headers(scope=scope).get("x-api-key", ""))
+            if caller is None:
+                error = AuthenticationError("X-API-Key: missing or unknown; set TINKER_API_KEY to a key of this server")
+                await error_responses.answer(error)(scope, receive, send)
+                return
+            scope[CALLER] = caller
         await self._app(scope, receive, send)
-
-    def _known(self, headers: Headers) -> bool:
-        return self._keys.known(headers.get("x-api-key", ""))
 
 
 def _open_to_all(path: str) -> bool:
@@ -117,6 +134,7 @@ class RequireOwnMachine:
             error = PermissionDeniedError(f"{reason}; give the server --api-key-file, and its callers TINKER_API_KEY")
             await error_responses.answer(error)(scope, receive, send)
             return
+        scope[CALLER] = LOCAL
         await self._app(scope, receive, send)
 
 
@@ -146,6 +164,76 @@ def is_loopback(host: str) -> bool:
         return host.lower() == "localhost"
 
 
+# Whose it is ----------------------------------------------------------------------------------------------------------
+
+
+CALLER = "tinker_local.caller"
+"""Where the middleware puts the caller in a request's scope. A signed URL has none."""
+
+OWNED = {
+    "session_id": "session",
+    "model_id": "model",
+    "run_id": "training run",
+    "request_id": "request",
+    "sampling_session_id": "sampling session",
+    "sampler_id": "sampling session",
+}
+"""The fields of bodies and paths that name something of a session, by an id that begins with the session's."""
+
+
+def caller_of(request: Request) -> Caller:
+    """Who sent a request with a key."""
+    return cast(Caller, request.scope[CALLER])
+
+
+async def check_ids(request: Request, ids: Mapping[str, object]) -> None:
+    """NotFoundError if one of `ids`, by their field of `OWNED`, is not of the caller: in the same words if it does not
+    exist."""
+    caller = caller_of(request)
+    if caller.admin:
+        return
+    sessions = cast(ControlPlane, request.app.state.backend).sessions
+    for field, id_ in ids.items():
+        if isinstance(id_, str) and field in OWNED and await sessions.owner_of(id_) != caller.owner:
+            raise NotFoundError(f"{field}: there is no {OWNED[field]} {id_!r}")
+
+
+async def check_own_path(request: Request) -> None:
+    """`check_ids` of what a route's path names, for every route."""
+    if not _open_to_all(request.scope["path"]):
+        await check_ids(request, request.path_params)
+
+
+async def check_own_body(request: Request, body: Frozen) -> None:
+    """`check_ids` of what a body names, and `check_readable` of its checkpoints, for every body."""
+    if caller_of(request).admin or isinstance(body, SessionSearchRequest):  # the ids of a search only filter
+        return
+    given = dict(body)
+    for part in [given, *(dict(value) for value in given.values() if isinstance(value, Frozen))]:
+        await check_ids(request, part)
+    for field, value in given.items():
+        if isinstance(value, str) and value.startswith("tinker://"):
+            await check_readable(request, field, value, given.get("weights_access_token"))
+
+
+async def check_readable(request: Request, field: str, path: str, token: str | None) -> None:
+    """NotFoundError for a checkpoint that is neither public, nor the caller's, nor of the owner of a given token."""
+    try:
+        run, kind, name = parse_tinker_path(path, field)
+    except InvalidRequestError:
+        return  # and the route refuses it
+    backend = cast(ControlPlane, request.app.state.backend)
+    keys = cast(Keys, request.app.state.keys)
+    tokens = (token, request.headers.get("x-tinker-weights-access-token"))
+    readers = [caller_of(request), *(keys.caller(token) for token in tokens if token is not None)]
+    owner = await backend.sessions.owner_of(run)
+    if owner is not None and any(reader and (reader.admin or reader.owner == owner) for reader in readers):
+        return
+    record = await asyncio.to_thread(backend.store.get_checkpoint, run, kind, name)
+    if record is None or not record.public:
+        raise NotFoundError(f"{field}: there is no checkpoint {path}")
+
+
 # What routes depend on -----------------------------------------------------------------------------------------------
 
 
@@ -159,9 +247,15 @@ Offset = Annotated[int, Query(ge=0, le=2**63 - 1)]
 """Where a page begins; the database counts in 64 bits."""
 
 
-async def one_owner(access_scope: Literal["owned", "accessible"] = "owned", project_id: str | None = None) -> None:
-    """Reject unknown scopes and projects. With a single owner and project, every valid value selects everything."""
-    check_project(project_id, "project_id")
+async def owned(
+    request: Request, access_scope: Literal["owned", "accessible"] = "owned", project_id: str | None = None
+) -> Owned:
+    """What a listing shows: what the caller owns, or everything for an admin; of one project, if it names one."""
+    caller = caller_of(request)
+    return Owned(None if caller.admin else caller.owner, project_id)
+
+
+ToList = Annotated[Owned, Depends(owned)]
 
 
 async def _keys(request: Request) -> Keys:

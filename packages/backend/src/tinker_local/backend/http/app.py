@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from fastapi import Depends, FastAPI
+from tinker_local.backend.control.callers import KeyFile
 from tinker_local.backend.control.life_cycle import ControlPlane
 from tinker_local.backend.http import (
     checkpoint_routes,
@@ -15,7 +16,14 @@ from tinker_local.backend.http import (
     session_routes,
     training_routes,
 )
-from tinker_local.backend.http.access import Keys, RequireKey, RequireOwnMachine, RequireReady, known_weights_token
+from tinker_local.backend.http.access import (
+    Keys,
+    RequireKey,
+    RequireOwnMachine,
+    RequireReady,
+    check_own_path,
+    known_weights_token,
+)
 
 ROUTES = (
     client_routes,
@@ -28,10 +36,11 @@ ROUTES = (
 )
 
 
-def create_app(backend: ControlPlane, *, api_keys: Sequence[str] | None = None) -> FastAPI:
+def create_app(backend: ControlPlane, *, api_keys: Sequence[str] | KeyFile | None = None) -> FastAPI:
     """The app over `backend`, which the caller starts and closes, on the same event loop.
 
-    `api_keys`: the keys that are accepted; None accepts any, from programs of this machine (so bind to loopback).
+    `api_keys`: the keys that are accepted, of one owner, or the file that names their owners; None accepts any, from
+    programs of this machine (so bind to loopback).
     """
     app = FastAPI(title="tinker-local", version="0.1.0", redirect_slashes=False)
     app.state.backend = backend
@@ -44,6 +53,8 @@ def create_app(backend: ControlPlane, *, api_keys: Sequence[str] | None = None) 
     else:
         app.add_middleware(RequireKey, keys=keys)
     for module in ROUTES:
-        app.include_router(module.router, prefix="/api/v1", dependencies=[Depends(known_weights_token)])
+        app.include_router(
+            module.router, prefix="/api/v1", dependencies=[Depends(known_weights_token), Depends(check_own_path)]
+        )
     app.include_router(metrics_routes.router)
     return app

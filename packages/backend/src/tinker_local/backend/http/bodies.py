@@ -6,6 +6,7 @@ from typing import TypeVar
 
 from fastapi import Request
 from pydantic import ValidationError
+from tinker_local.backend.http.access import check_own_body
 from tinker_local.types import Frozen, InvalidRequestError, invalid
 
 M = TypeVar("M", bound=Frozen)
@@ -75,8 +76,11 @@ def unpack(body: bytes, encoding: str | None) -> bytes:
 
 
 async def parse(request: Request, model: type[M], limit: int = MAX_JSON_BYTES, values: int = MAX_JSON_VALUES) -> M:
-    """The JSON body as `model`, if it has at most `limit` bytes and `values` values; an empty body reads as `{}`."""
-    return await parse_json(await read_body(request, limit) or b"{}", model, values)
+    """The JSON body as `model`, if it has at most `limit` bytes and `values` values, and names nothing of another owner;
+    an empty body reads as `{}`."""
+    body = await parse_json(await read_body(request, limit) or b"{}", model, values)
+    await check_own_body(request, body)
+    return body
 
 
 async def parse_json(body: bytes, model: type[M], values: int = MAX_JSON_VALUES) -> M:

@@ -4,13 +4,13 @@ from collections.abc import Mapping
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Header, Query, Request, Response
-from tinker_local.backend.control.sessions import OWNER
-from tinker_local.backend.http.access import Backend, Offset, ServerKeys, one_owner
+from tinker_local.backend.control.callers import owner_urn
+from tinker_local.backend.http.access import Backend, Offset, ServerKeys, ToList, caller_of, owned
 from tinker_local.backend.http.bodies import discard_body, parse
-from tinker_local.backend.storage.records import CheckpointKind, CheckpointRecord, TrainingRunRecord
+from tinker_local.backend.storage.records import LOCAL_OWNER, CheckpointKind, CheckpointRecord, TrainingRunRecord
 from tinker_local.types import CopyWeightsRequest, Frozen
 
-router = APIRouter(tags=["training runs and checkpoints"], dependencies=[Depends(one_owner)])
+router = APIRouter(tags=["training runs and checkpoints"], dependencies=[Depends(owned)])
 
 WIRE_TYPE = {"weights": "training", "sampler_weights": "sampler", "external_weights": "external"}
 
@@ -32,10 +32,10 @@ async def list_checkpoints(run_id: str, backend: Backend) -> dict[str, Any]:
 
 @router.get("/checkpoints")
 async def list_all_checkpoints(
-    backend: Backend, limit: Annotated[int, Query(ge=1, le=1000)] = 100, offset: Offset = 0
+    backend: Backend, owned: ToList, limit: Annotated[int, Query(ge=1, le=1000)] = 100, offset: Offset = 0
 ) -> dict[str, Any]:
     """Newest first."""
-    records, total = await backend.checkpoints.newest(limit, offset)
+    records, total = await backend.checkpoints.newest(limit, offset, owned)
     return {
         "checkpoints": [checkpoint_json(record) for record in records],
         "cursor": {"offset": offset, "limit": limit, "total_count": total},
@@ -76,7 +76,8 @@ async def copy_weights(
     request: Request, backend: Backend, keys: ServerKeys, x_idempotency_key: Annotated[str | None, Header()] = None
 ) -> dict[str, Any]:
     asked = keys.opened(await parse(request, CopyWeightsRequest))
-    return {"tinker_path": await backend.checkpoints.copy(asked, x_idempotency_key)}
+    path = await backend.checkpoints.copy(asked, x_idempotency_key, caller=caller_of(request))
+    return {"tinker_path": path}
 
 
 @router.post("/weights_info")
@@ -115,13 +116,17 @@ def checkpoint_json(record: CheckpointRecord) -> dict[str, Any]:
 
 @router.get("/training_runs")
 async def list_training_runs(
-    backend: Backend, limit: Annotated[int, Query(ge=1, le=1000)] = 20, offset: Offset = 0
+    backend: Backend, owned: ToList, limit: Annotated[int, Query(ge=1, le=1000)] = 20, offset: Offset = 0
 ) -> dict[str, Any]:
     """Newest first."""
-    records, total = await backend.runs.newest(limit, offset)
+    records, total = await backend.runs.newest(limit, offset, owned)
     last = await backend.checkpoints.last([record.training_run_id for record in records])
+    owners = await backend.sessions.owners_of({record.session_id for record in records})
     return {
-        "training_runs": [run_json(record, last.get(record.training_run_id, {})) for record in records],
+        "training_runs": [
+            run_json(record, last.get(record.training_run_id, {}), owners.get(record.session_id, LOCAL_OWNER))
+            for record in records
+        ],
         "cursor": {"offset": offset, "limit": limit, "total_count": total},
     }
 
@@ -129,15 +134,16 @@ async def list_training_runs(
 @router.get("/training_runs/{run_id}")
 async def get_training_run(run_id: str, backend: Backend) -> dict[str, Any]:
     record = await backend.runs.get(run_id)
-    return run_json(record, (await backend.checkpoints.last([run_id])).get(run_id, {}))
+    last = (await backend.checkpoints.last([run_id])).get(run_id, {})
+    return run_json(record, last, await backend.sessions.owner_of(record.session_id) or LOCAL_OWNER)
 
 
-def run_json(record: TrainingRunRecord, last: Mapping[CheckpointKind, CheckpointRecord]) -> dict[str, Any]:
+def run_json(record: TrainingRunRecord, last: Mapping[CheckpointKind, CheckpointRecord], owner: str) -> dict[str, Any]:
     """A training run on the wire, with its last checkpoint of each kind."""
     found: dict[str, Any] = {
         "training_run_id": record.training_run_id,
         "base_model": record.base_model,
-        "model_owner": OWNER,
+        "model_owner": owner_urn(owner),
         "is_lora": True,
         "lora_rank": record.lora_config.rank,
         "corrupted": False,

@@ -31,7 +31,7 @@ REFUSED: dict[tuple[str, str], str] = {
     ("POST", "/unload_model"): "a model lives as long as its session; ServiceClient.close() ends both",
     ("POST", "/create_custom_loss"): "uploaded losses are not taken; pass a function to forward_backward_custom",
     ("PUT", "/sessions/{session_id}/project"): (
-        "a local server has one project, to which every session belongs; unset TINKER_PROJECT_ID"
+        "a session stays in the project that it was created in (TINKER_PROJECT_ID)"
     ),
     ("GET", f"{_CHECKPOINT}/archive"): (
         "SDKs before 0.38 download archives; that of 0.38 takes the files of save_weights_external, so update tinker"

@@ -14,7 +14,9 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_l
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 from tinker_local.backend.control.life_cycle import ControlPlane
+from tinker_local.backend.http.access import caller_of
 from tinker_local.backend.models.metrics import ModelMetrics
+from tinker_local.types import PermissionDeniedError
 from tinker_local.types.errors import Category
 
 router = APIRouter(tags=["metrics"])
@@ -187,5 +189,9 @@ def registry_of(backend: ControlPlane) -> CollectorRegistry:
 
 @router.get("/metrics")
 async def metrics(request: Request) -> Response:
-    """The metrics of this app's backend."""
+    """The metrics of this app's backend. They are of all owners together, so that only an admin sees those of many."""
+    if not (caller_of(request).admin or request.app.state.keys.has_one_owner()):
+        raise PermissionDeniedError(
+            "X-API-Key: the metrics are of all owners together; use a key of the owner 'admin' of --api-key-file"
+        )
     return Response(generate_latest(request.app.state.metrics), media_type=CONTENT_TYPE_LATEST)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import uvicorn
 import uvloop
+from tinker_local.backend.control.callers import KeyFile
 from tinker_local.backend.control.life_cycle import ControlPlane
 from tinker_local.backend.http.app import create_app
 
@@ -75,7 +76,7 @@ class _Server(uvicorn.Server):
                 signal.signal(number, handler)
 
 
-def _server(backend: ControlPlane, api_keys: Sequence[str] | None) -> _Server:
+def _server(backend: ControlPlane, api_keys: Sequence[str] | KeyFile | None) -> _Server:
     config = uvicorn.Config(
         create_app(backend, api_keys=api_keys),
         log_level="warning",
@@ -92,7 +93,7 @@ async def run(
     backend: ControlPlane,
     listening: socket.socket,
     *,
-    api_keys: Sequence[str] | None,
+    api_keys: Sequence[str] | KeyFile | None,
     on_ready: Callable[[], None],
 ) -> bool:
     """Serve until SIGINT or SIGTERM comes. Answers 503 while models load; raises what stopped them from loading.

@@ -3,13 +3,15 @@
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Depends, Query, Request, Response
-from tinker_local.backend.control.sessions import OWNER, PROJECT, FoundSession, SessionStatus
-from tinker_local.backend.http.access import Backend, Offset, one_owner
+from tinker_local.backend.control.callers import owner_urn
+from tinker_local.backend.control.sessions import FoundSession, SessionStatus
+from tinker_local.backend.http.access import Backend, Offset, ToList, caller_of, owned
 from tinker_local.backend.http.bodies import parse
+from tinker_local.backend.storage.records import LOCAL_PROJECT
 from tinker_local.types import CreateSessionRequest, FinishType, Frozen, SessionSearchRequest
 from tinker_local.types.requests_and_results import Id
 
-router = APIRouter(tags=["sessions"], dependencies=[Depends(one_owner)])
+router = APIRouter(tags=["sessions"], dependencies=[Depends(owned)])
 
 
 class HeartbeatBody(Frozen):
@@ -29,7 +31,8 @@ class FinishBody(Frozen):
 @router.post("/create_session")
 async def create_session(request: Request, backend: Backend) -> dict[str, Any]:
     body = await parse(request, CreateSessionRequest)
-    return {"session_id": await backend.sessions.create(body, heartbeats=True), "type": "create_session"}
+    session_id = await backend.sessions.create(body, heartbeats=True, caller=caller_of(request))
+    return {"session_id": session_id, "type": "create_session"}
 
 
 @router.post("/session_heartbeat")
@@ -47,10 +50,10 @@ async def finish(session_id: str, request: Request, backend: Backend) -> Respons
 
 @router.get("/sessions")
 async def list_sessions(
-    backend: Backend, limit: Annotated[int, Query(ge=1, le=1000)] = 20, offset: Offset = 0
+    backend: Backend, owned: ToList, limit: Annotated[int, Query(ge=1, le=1000)] = 20, offset: Offset = 0
 ) -> dict[str, Any]:
     """Newest first."""
-    return {"sessions": await backend.sessions.newest(limit, offset)}
+    return {"sessions": await backend.sessions.newest(limit, offset, owned)}
 
 
 @router.get("/sessions/{session_id}")
@@ -65,9 +68,9 @@ async def get_session(session_id: str, backend: Backend) -> dict[str, Any]:
 
 
 @router.post("/sessions/search")
-async def search_sessions(request: Request, backend: Backend) -> dict[str, Any]:
+async def search_sessions(request: Request, backend: Backend, owned: ToList) -> dict[str, Any]:
     """Newest first."""
-    found, cursor = await backend.sessions.search(await parse(request, SessionSearchRequest))
+    found, cursor = await backend.sessions.search(await parse(request, SessionSearchRequest), owned)
     return {
         "sessions": [summary_json(session) for session in found],
         "next_cursor": None if cursor is None else cursor.model_dump(mode="json"),
@@ -79,8 +82,8 @@ def summary_json(found: FoundSession) -> dict[str, Any]:
     return {
         "session_id": found.record.session_id,
         "created_at": found.record.created_at.isoformat(),
-        "owner": OWNER,
-        "project_id": PROJECT,
+        "owner": owner_urn(found.record.owner),
+        "project_id": found.record.project_id or LOCAL_PROJECT,
         "status": None if found.status is None else status_json(found.status),
         "checkpoints_count": found.checkpoints_count,
         "checkpoint_storage_bytes": found.checkpoint_storage_bytes,

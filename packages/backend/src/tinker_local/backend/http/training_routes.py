@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeVar
 from fastapi import APIRouter, Request
 from pydantic import BaseModel, ConfigDict, ValidationError
 from tinker_local.backend.control.life_cycle import ControlPlane
-from tinker_local.backend.http.access import Backend, ServerKeys
+from tinker_local.backend.http.access import Backend, ServerKeys, check_ids, check_own_body
 from tinker_local.backend.http.bodies import MAX_GRADIENT_BYTES, parse, parse_json, read_body, unpack
 from tinker_local.backend.http.future_routes import promise
 from tinker_local.backend.scheduling.operations import Operation, OperationKind
@@ -20,6 +20,7 @@ from tinker_local.types import (
     Frozen,
     InvalidRequestError,
     LoadWeightsRequest,
+    NotFoundError,
     OptimStepRequest,
     PermissionDeniedError,
     SaveWeightsExternalRequest,
@@ -77,6 +78,7 @@ async def forward_backward(request: Request, backend: Backend) -> dict[str, Any]
         return parse_forward_backward_envelope(unpacked), len(unpacked)
 
     found, size = await asyncio.to_thread(envelope)
+    await check_ids(request, {"model_id": found.model_id})
     return promise(
         await backend.training.forward_backward_encoded(
             found.model_id, found.seq_id, forward_only=found.forward_only, size=size, decoding=found.decoding()
@@ -129,10 +131,13 @@ async def _ordered(
 ) -> dict[str, Any]:
     body = await read_body(request)
     try:
-        return promise(await submit(await parse_json(body, model)))
-    except (InvalidRequestError, PermissionDeniedError) as error:
+        asked = await parse_json(body, model)
+        await check_own_body(request, asked)
+        return promise(await submit(asked))
+    except (InvalidRequestError, PermissionDeniedError, NotFoundError) as error:
         try:
             place = Place.model_validate_json(body)
         except ValidationError:
             raise error from None
+        await check_ids(request, {"model_id": place.model_id})
         return promise(await backend.training.refuse(kind, place.model_id, place.seq_id, error))

@@ -95,8 +95,10 @@ def _from_1_to_2(engine: sa.Engine) -> None:
 
 
 def _from_2_to_3(engine: sa.Engine) -> None:
-    """Adds the mark of checkpoints whose folder is missing."""
+    """Adds the mark of checkpoints whose folder is missing; the owners and projects of sessions."""
     _add_column(engine, "checkpoints", "missing BOOLEAN DEFAULT false NOT NULL")
+    _add_column(engine, "sessions", "owner VARCHAR DEFAULT 'local' NOT NULL")
+    _add_column(engine, "sessions", "project_id VARCHAR")
     with engine.begin() as connection:
         connection.execute(sa.update(tables.schema).values(version=3))
 

@@ -4,7 +4,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from datetime import datetime, timedelta
 from typing import Any, TypeVar
 
@@ -12,6 +12,7 @@ import sqlalchemy as sa
 from tinker_local.backend.storage import tables
 from tinker_local.backend.storage.disk_space import DiskSpace
 from tinker_local.backend.storage.records import (
+    LOCAL_PROJECT,
     CheckpointRecord,
     CopyRecord,
     EndReason,
@@ -28,6 +29,38 @@ PRUNED_AT_ONCE = 500
 
 T = TypeVar("T")
 Record = SessionRecord | TrainingRunRecord | SamplingSessionRecord | CheckpointRecord | CopyRecord
+
+
+@dataclass(frozen=True, slots=True)
+class Owned:
+    """What a listing shows: the sessions of `owner` in `project_id`, or of all where that is None."""
+
+    owner: str | None = None
+    project_id: str | None = None
+
+    def sessions(self) -> sa.ColumnElement[bool]:
+        """The condition on rows of `sessions`."""
+        table = tables.sessions.c
+        chosen = sa.true() if self.owner is None else table.owner == self.owner
+        if self.project_id is None:
+            return chosen
+        return chosen & (sa.func.coalesce(table.project_id, LOCAL_PROJECT) == self.project_id)
+
+    def runs(self) -> sa.ColumnElement[bool]:
+        """The condition on rows of `training_runs`."""
+        if self == EVERYTHING:
+            return sa.true()
+        return tables.training_runs.c.session_id.in_(sa.select(tables.sessions.c.session_id).where(self.sessions()))
+
+    def checkpoints(self) -> sa.ColumnElement[bool]:
+        """The condition on rows of `checkpoints`."""
+        if self == EVERYTHING:
+            return sa.true()
+        runs = tables.training_runs.c.training_run_id
+        return tables.checkpoints.c.training_run_id.in_(sa.select(runs).where(self.runs()))
+
+
+EVERYTHING = Owned()
 
 
 class Metadata:
@@ -73,9 +106,8 @@ class Metadata:
             return [_without_number(row) for row in connection.execute(query).mappings()]
 
     def _page(
-        self, table: sa.Table, limit: int, offset: int, condition: sa.ColumnElement[bool] | None = None
+        self, table: sa.Table, limit: int, offset: int, counted: sa.ColumnElement[bool]
     ) -> tuple[list[dict[str, Any]], int]:
-        counted = sa.true() if condition is None else condition
         newest_first = sa.select(table).where(counted).order_by(table.c.created_at.desc(), table.c.number.desc())
         with self._engine.connect() as connection:
             total = connection.execute(sa.select(sa.func.count()).select_from(table).where(counted)).scalar_one()
@@ -101,15 +133,29 @@ class Metadata:
         rows = self._rows(sa.select(tables.sessions).where(tables.sessions.c.session_id == session_id))
         return _session(rows[0]) if rows else None
 
-    def list_sessions(self, limit: int, offset: int) -> tuple[list[SessionRecord], int]:
+    def owners_of(self, session_ids: Collection[str]) -> dict[str, str]:
+        """Who owns each of these sessions that exists."""
+        table = tables.sessions.c
+        query = sa.select(table.session_id, table.owner).where(table.session_id.in_(session_ids))
+        with self._engine.connect() as connection:
+            return {row.session_id: row.owner for row in connection.execute(query)}
+
+    def list_sessions(self, limit: int, offset: int, owned: Owned = EVERYTHING) -> tuple[list[SessionRecord], int]:
         """Newest first, and the count of all."""
-        rows, total = self._page(tables.sessions, limit, offset)
+        rows, total = self._page(tables.sessions, limit, offset, owned.sessions())
         return [_session(row) for row in rows], total
 
-    def sessions_before(self, before: tuple[datetime, str] | None, limit: int) -> list[SessionRecord]:
+    def sessions_before(
+        self, before: tuple[datetime, str] | None, limit: int, owned: Owned = EVERYTHING
+    ) -> list[SessionRecord]:
         """Newest first, equal times by descending id; starts after the session with that time and id."""
         table = tables.sessions
-        query = sa.select(table).order_by(table.c.created_at.desc(), table.c.session_id.desc()).limit(limit)
+        query = (
+            sa.select(table)
+            .where(owned.sessions())
+            .order_by(table.c.created_at.desc(), table.c.session_id.desc())
+            .limit(limit)
+        )
         if before is not None:
             when, session_id = before
             query = query.where(
@@ -176,9 +222,11 @@ class Metadata:
         rows = self._rows(sa.select(table).where(table.c.training_run_id == training_run_id))
         return self._training_run(rows[0]) if rows else None
 
-    def list_training_runs(self, limit: int, offset: int) -> tuple[list[TrainingRunRecord], int]:
+    def list_training_runs(
+        self, limit: int, offset: int, owned: Owned = EVERYTHING
+    ) -> tuple[list[TrainingRunRecord], int]:
         """Newest first, and the count of all."""
-        rows, total = self._page(tables.training_runs, limit, offset)
+        rows, total = self._page(tables.training_runs, limit, offset, owned.runs())
         return [self._training_run(row) for row in rows], total
 
     def _training_run(self, row: dict[str, Any]) -> TrainingRunRecord:

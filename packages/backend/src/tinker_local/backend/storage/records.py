@@ -9,13 +9,22 @@ from tinker_local.types import LoraConfig
 
 CheckpointKind = Literal["weights", "sampler_weights", "external_weights"]
 
+LOCAL_OWNER = "local"
+"""The owner of sessions from before there were others, and of those of keys without a name."""
+
+LOCAL_PROJECT = "local"
+"""The project of sessions that name none."""
+
 EndReason = Literal["success", "errored", "interrupted", "heartbeats_lost"]
 """Why a session ended: what its client reported, or that its heartbeats stopped."""
 
 
 @dataclass(frozen=True, slots=True)
 class SessionRecord:
-    """A session. If it is not live and has no `end_reason`, it was lost when the server stopped."""
+    """A session. If it is not live and has no `end_reason`, it was lost when the server stopped.
+
+    `owner`: who created it. `project_id`: a label; None is the project `local`.
+    """
 
     session_id: str
     created_at: datetime
@@ -25,6 +34,8 @@ class SessionRecord:
     ended_at: datetime | None = None
     end_reason: EndReason | None = None
     end_detail: str | None = None
+    owner: str = LOCAL_OWNER
+    project_id: str | None = None
 
     @property
     def why_ended(self) -> str | None:

@@ -22,7 +22,7 @@ from tinker_local.backend.storage.checkpoint_folders import CheckpointFolders, r
 from tinker_local.backend.storage.data_folder import FolderLock, make_durable_folder
 from tinker_local.backend.storage.database import open_database
 from tinker_local.backend.storage.disk_space import RESERVE_BYTES, DiskSpace
-from tinker_local.backend.storage.metadata import Metadata, insert
+from tinker_local.backend.storage.metadata import EVERYTHING, Metadata, Owned, insert
 from tinker_local.backend.storage.names import check_checkpoint_name
 from tinker_local.backend.storage.records import (
     CheckpointKind,
@@ -276,9 +276,11 @@ class Store(Metadata):
             found.setdefault(record.training_run_id, {})[record.kind] = record
         return found
 
-    def list_all_checkpoints(self, limit: int, offset: int) -> tuple[list[CheckpointRecord], int]:
+    def list_all_checkpoints(
+        self, limit: int, offset: int, owned: Owned = EVERYTHING
+    ) -> tuple[list[CheckpointRecord], int]:
         """Newest first, and the count of all."""
-        rows, total = self._page(tables.checkpoints, limit, offset, self._in_time())
+        rows, total = self._page(tables.checkpoints, limit, offset, self._in_time() & owned.checkpoints())
         return [_checkpoint(row) for row in rows], total
 
     def session_storage(self, session_ids: Collection[str]) -> dict[str, tuple[int, int]]:

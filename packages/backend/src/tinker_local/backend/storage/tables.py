@@ -45,6 +45,8 @@ sessions = Table(
     Column("ended_at", UtcTime),
     Column("end_reason", String),
     Column("end_detail", String),
+    Column("owner", String, nullable=False, server_default="local"),
+    Column("project_id", String),
 )
 
 training_runs = Table(
