@@ -389,7 +389,7 @@ async def test_the_run_of_a_copy_is_listed_and_cannot_be_trained_on_on_fakes(api
 @pytest.mark.mutation(
     "one-key-two-copies",
     "control/checkpoints.py",
-    '            keys.append(f"key {idempotency_key}")\n',
+    '            keys.append(f"{mine} {idempotency_key}")\n',
     "            pass\n",
 )
 async def test_one_idempotency_key_is_one_copy_on_fakes(start_api: StartApi) -> None:
