@@ -243,7 +243,7 @@ async def test_published_checkpoints_are_everybodys_to_load_and_their_owners_to_
     for ids in checkpoints:
         for method, route, body in (
             ("DELETE", f"{one}/publish", None),
-            ("PUT", f"{one}/ttl", {"ttl_seconds": 1}),
+            ("PUT", f"{one}/ttl", {"ttl_seconds": 3600}),
             ("DELETE", one, None),
         ):
             assert (await Call(method, route, ids, body).send(api, BOB)).status_code == 404
