@@ -76,8 +76,8 @@ def unpack(body: bytes, encoding: str | None) -> bytes:
 
 
 async def parse(request: Request, model: type[M], limit: int = MAX_JSON_BYTES, values: int = MAX_JSON_VALUES) -> M:
-    """The JSON body as `model`, if it has at most `limit` bytes and `values` values, and names nothing of another owner;
-    an empty body reads as `{}`."""
+    """The JSON body as `model`, if it has at most `limit` bytes and `values` values and names nothing of another
+    owner; an empty body reads as `{}`."""
     body = await parse_json(await read_body(request, limit) or b"{}", model, values)
     await check_own_body(request, body)
     return body
