@@ -67,7 +67,14 @@ def description_of(run: TrainingRunRecord, session: SessionRecord | None) -> dic
 
 def as_described(record: Described, given: Mapping[str, Any]) -> Described:
     """`record` with what a description says of it: names, labels and times, not how it ended."""
-    kinds = {"user_metadata": dict, "tags": list, "display_name": str, "copied_from": str, "owner": str}
+    kinds = {
+        "user_metadata": dict,
+        "tags": list,
+        "display_name": str,
+        "copied_from": str,
+        "owner": str,
+        "project_id": str,
+    }
     known = {field.name for field in fields(record)} & given.keys()
     values = {name: given[name] for name, kind in kinds.items() if name in known and isinstance(given[name], kind)}
     if isinstance(values.get("tags"), list):
