@@ -5,6 +5,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import partial
@@ -440,7 +441,8 @@ class Sampling:
         render = timeline.during("preparing", base.engines.renderer.render)
         with_images = any(isinstance(chunk, ImageChunk) for chunk in given.chunks)
         pool = self._rendering_images if with_images else self._rendering
-        async with self._image_turns.at(frozenset({session.record.session_id} if with_images else ())):
+        turn = self._image_turns.at(frozenset((session.record.session_id,))) if with_images else nullcontext()
+        async with turn:
             prompt = await loop.run_in_executor(pool, render, given, "prompt")
         timeline.note(num_samples=request.num_samples, prompt_tokens=prompt.length, images=len(prompt.images))
         limit, engines = base.engines.sampler.max_context_length, base.engines
