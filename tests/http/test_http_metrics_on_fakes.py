@@ -210,6 +210,7 @@ async def test_running_and_waiting_requests_are_told_apart_on_fakes(api: Api) ->
         ("requests_running", "trainer"): 1,
         ("requests_waiting", "trainer"): 2,
         ("requests_running", "sampler"): 4,
+        ("sequences", ""): 4,
     }
     cancelled = await api.sample(sampler, 4)
     await api.until(lambda: api.sampler.running == 5)
