@@ -306,6 +306,27 @@ async def test_the_processes_of_a_group_end_together_on_fakes(trainers: ModuleTy
     assert ends == ["ended"]
 
 
+def test_a_process_that_hangs_in_the_kernel_holds_up_neither_calls_nor_the_end_on_fakes(
+    trainers: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one does whose device hangs: no signal ends it."""
+    monkeypatch.setattr(process_group, "TICK", 0.1)
+    monkeypatch.setattr(process_group, "_REAP_SECONDS", 0.2)
+    monkeypatch.setattr(calls, "TICK", 0.1)
+    monkeypatch.setattr(calls, "CLOSE_SECONDS", 0.2)
+    trainer = ProcessTrainer(trainers.hanging, timeout=0.2)
+    trainer.load()
+    (pid,) = trainer.pids
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "killpg", lambda *_: None)
+        os.kill(pid, signal.SIGSTOP)
+        with pytest.raises(ProcessEndedError, match="gave no answer for 0 s, and was killed"):
+            trainer.release_memory()
+        trainer.close()
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+
+
 async def test_a_process_that_keeps_dying_is_started_ever_less_often_and_the_error_says_so_on_fakes(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:

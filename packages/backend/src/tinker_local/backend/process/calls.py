@@ -9,7 +9,7 @@ from typing import Any
 
 from tinker_local.backend.process.child import CLOSE
 from tinker_local.backend.process.messages import Answer, Call, Failure, ForgetImages, KeepImage, Log, encode
-from tinker_local.backend.process.process_group import CHANNEL_ENDED, ProcessEndedError, ProcessGroup, log_here
+from tinker_local.backend.process.process_group import CHANNEL_ENDED, TICK, ProcessEndedError, ProcessGroup, log_here
 from tinker_local.backend.process.sent_images import SentImages
 
 CLOSE_SECONDS = 2.0
@@ -89,7 +89,12 @@ class Calls:
         for file in waited:
             poll.register(file, select.POLLIN)
         while len(answers) < len(channels):
-            at = waited[poll.poll()[0][0]]
+            ready = poll.poll(TICK * 1000)
+            if not ready:
+                if self.group.ended:  # killed, but it hangs in the kernel
+                    raise EOFError
+                continue
+            at = waited[ready[0][0]]
             message = channels[at].receive()
             if isinstance(message, Log):
                 log_here(message)
