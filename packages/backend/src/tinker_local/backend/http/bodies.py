@@ -1,13 +1,14 @@
 """Reading request bodies: bounded before they are held, unpacked or parsed."""
 
 import asyncio
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 from fastapi import Request
 from pydantic import ValidationError
 from tinker_local.backend.http.access import check_own_body
-from tinker_local.types import Frozen, InvalidRequestError, invalid
+from tinker_local.types import Frozen, InvalidRequestError, TooManyRequestsError, invalid
 
 M = TypeVar("M", bound=Frozen)
 
@@ -36,13 +37,38 @@ async def read_body(request: Request, limit: int = MAX_JSON_BYTES) -> bytes:
     declared = request.headers.get("content-length")
     if declared is not None and declared.isdigit() and int(declared) > limit:
         raise InvalidRequestError(f"body: {declared} bytes are over the limit of {limit}")
-    parts, size = [], 0
-    async for part in request.stream():
-        size += len(part)
-        if size > limit:
-            raise InvalidRequestError(f"body: over the limit of {limit} bytes")
-        parts.append(part)
-    return b"".join(parts)
+    parts, size, key = [], 0, request.headers.get("x-api-key", "")
+    try:
+        async for part in request.stream():
+            size += len(part)
+            _unfinished[key] += len(part)
+            if size > limit:
+                raise InvalidRequestError(f"body: over the limit of {limit} bytes")
+            _check_unfinished(key)
+            parts.append(part)
+        return b"".join(parts)
+    finally:
+        _unfinished[key] -= size
+        if not _unfinished[key]:
+            del _unfinished[key]
+
+
+MAX_UNFINISHED_BYTES, MAX_UNFINISHED_BYTES_OF_A_KEY = 2**30, MAX_GRADIENT_BYTES
+"""Of all bodies that have begun to come and have not ended."""
+
+_unfinished: Counter[str] = Counter()
+
+
+def _check_unfinished(key: str) -> None:
+    """TooManyRequestsError if more is held of bodies that have not ended."""
+    for held, most, whose in (
+        (_unfinished[key], MAX_UNFINISHED_BYTES_OF_A_KEY, "this API key"),
+        (_unfinished.total(), MAX_UNFINISHED_BYTES, "all clients"),
+    ):
+        if held > most:
+            raise TooManyRequestsError(
+                f"body: {held} bytes of unfinished requests of {whose} are held, the most is {most}", retry_after=1.0
+            )
 
 
 async def discard_body(request: Request) -> None:

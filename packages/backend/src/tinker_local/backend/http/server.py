@@ -14,6 +14,7 @@ import uvloop
 from tinker_local.backend.control.callers import KeyFile
 from tinker_local.backend.control.life_cycle import ControlPlane
 from tinker_local.backend.http.app import create_app
+from tinker_local.backend.http.connections import bounded_http
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -79,6 +80,7 @@ class _Server(uvicorn.Server):
 def _server(backend: ControlPlane, api_keys: Sequence[str] | KeyFile | None) -> _Server:
     config = uvicorn.Config(
         create_app(backend, api_keys=api_keys),
+        http=bounded_http(),
         log_level="warning",
         access_log=False,
         lifespan="off",

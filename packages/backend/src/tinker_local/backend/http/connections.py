@@ -1,0 +1,169 @@
+"""Connections: heads that are bounded, times in which a head and a body must come, and not too many at once.
+
+uvicorn reads whatever is sent before it asks for a key: a head of any length, for any time, on any number of
+connections.
+"""
+
+import asyncio
+import resource
+from collections import OrderedDict
+from typing import ClassVar
+
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+
+MAX_HEAD_BYTES = 64 * 1024
+"""Of a request line and its headers. Also of what a chunked body has besides its content."""
+
+MAX_HEADERS = 256
+
+HEAD_SECONDS = 20.0
+"""In which a whole head must come: from when the connection was opened, or from the first byte of a later head."""
+
+BODY_SECONDS, BODY_BYTES_A_SECOND = 60.0, 16 * 1024
+"""In which a body must come, with a second more for every so many of its bytes."""
+
+MAX_CONNECTIONS = 16384
+"""Beyond this, and beyond what the limit of open files leaves, the one that has been idle for longest is closed."""
+
+SPARE_FILES = 256
+"""Open files for everything but connections."""
+
+
+def most_connections() -> int:
+    """How many connections are taken."""
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return MAX_CONNECTIONS if files == resource.RLIM_INFINITY else max(1, min(MAX_CONNECTIONS, files - SPARE_FILES))
+
+
+class TooLarge(Exception):
+    """A head over its bounds."""
+
+
+class BoundedHttp(HttpToolsProtocol):
+    """uvicorn's protocol with bounds; make a class for each server with `bounded_http`.
+
+    `_idle`: the connections of the server that have no whole head, the one that waits for longest first.
+    """
+
+    _idle: "ClassVar[OrderedDict[BoundedHttp, None]]"
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._received = self._delivered = self._url_bytes = self._header_bytes = 0
+        self._body_begun: float | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._wait_for_head()
+        if len(self.connections) > most_connections():
+            oldest = next(iter(self._idle))  # at least this one
+            oldest.transport.abort()
+            oldest._forget()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._forget()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if self.transport.is_closing():
+            return
+        if self._body_begun is None and self._timer is None:
+            self._idle.pop(self, None)
+            self._wait_for_head()
+        self._received += len(data)
+        super().data_received(data)
+        if not self.transport.is_closing() and self._received > MAX_HEAD_BYTES + 8 * self._delivered:
+            self._refuse(431 if self._body_begun is None else 400)
+
+    # What the parser calls; an exception ends the connection ---------------------------------------------------------
+
+    def on_message_begin(self) -> None:
+        self._url_bytes = self._header_bytes = 0
+        super().on_message_begin()
+
+    def on_url(self, url: bytes) -> None:
+        self._url_bytes += len(url)
+        if self._url_bytes > MAX_HEAD_BYTES:
+            raise TooLarge
+        super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._header_bytes += len(name) + len(value)
+        if len(self.headers) >= MAX_HEADERS or self._header_bytes + self._url_bytes > MAX_HEAD_BYTES:
+            raise TooLarge
+        super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        self._forget()
+        self._received = self._delivered = 0
+        self._body_begun = self.loop.time()
+        self._timer = self.loop.call_later(BODY_SECONDS, self._body_is_late)
+        super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        self._delivered += len(body)
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self._forget()
+        self._received = self._delivered = 0
+        self._body_begun = None
+        super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self.timeout_keep_alive_task is not None:
+            self._idle[self] = None
+
+    def send_400_response(self, msg: str) -> None:
+        over = len(self.headers or ()) >= MAX_HEADERS or self._url_bytes + self._header_bytes > MAX_HEAD_BYTES
+        self._refuse(431 if over else 400)
+
+    # Times ------------------------------------------------------------------------------------------------------------
+
+    def _wait_for_head(self) -> None:
+        self._idle[self] = None
+        self._timer = self.loop.call_later(HEAD_SECONDS, self._head_is_late)
+
+    def _forget(self) -> None:
+        """End the wait for a head or a body."""
+        self._idle.pop(self, None)
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _head_is_late(self) -> None:
+        self._timer = None
+        if self._received:
+            self._refuse(408)
+        else:
+            self._forget()
+            self.transport.close()
+
+    def _body_is_late(self) -> None:
+        assert self._body_begun is not None
+        self._timer = None
+        left = self._body_begun + BODY_SECONDS + self._delivered / BODY_BYTES_A_SECOND - self.loop.time()
+        if self.flow.read_paused:  # it is the server that does not read
+            left = max(left, 1.0)
+        if left > 0:
+            self._timer = self.loop.call_later(left, self._body_is_late)
+        else:
+            self._refuse(408)
+
+    def _refuse(self, status: int) -> None:
+        """Answer, unless an answer has begun, and close."""
+        self._forget()
+        if self.transport.is_closing():
+            return
+        answered = self.cycle is None or self.cycle.response_complete
+        if answered or (self._body_begun is not None and not self.cycle.response_started):
+            self.transport.write(STATUS_LINE[status] + b"content-length: 0\r\nconnection: close\r\n\r\n")
+        self.transport.close()
+
+
+def bounded_http() -> type[BoundedHttp]:
+    """The protocol of one server."""
+
+    class Http(BoundedHttp):
+        _idle: ClassVar[OrderedDict[BoundedHttp, None]] = OrderedDict()
+
+    return Http

@@ -1,0 +1,125 @@
+"""Connections whose heads or bodies do not end: bounded in size, time and number."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+import uvicorn
+from tinker_local.backend.http import bodies, connections
+from tinker_local.types import TooManyRequestsError
+from uvicorn.server import ServerState
+
+GET, POST = b"GET /x HTTP/1.1\r\nHost: h\r\n", b"POST /x HTTP/1.1\r\nHost: h\r\n"
+
+
+async def app(scope: Any, receive: Any, send: Any) -> None:
+    """Answers with the length of the body."""
+    size, more = 0, True
+    while more:
+        message = await receive()
+        size, more = size + len(message.get("body", b"")), message.get("more_body", False)
+    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"8")]})
+    await send({"type": "http.response.body", "body": b"%08d" % size})
+
+
+@asynccontextmanager
+async def serving() -> AsyncIterator[tuple[Any, ...]]:
+    config = uvicorn.Config(app, http=connections.bounded_http(), log_level="critical", ws="none", lifespan="off")
+    config.load()
+    state, protocol = ServerState(), connections.bounded_http()
+    server = await asyncio.get_running_loop().create_server(lambda: protocol(config, state, {}), "127.0.0.1", 0)
+    async with server:
+        yield server.sockets[0].getsockname()
+
+
+async def answer(address: tuple[Any, ...], *pieces: bytes) -> bytes:
+    """The first line of the answer to `pieces`; nothing if the connection is closed without."""
+    reader, writer = await asyncio.open_connection(*address)
+    try:
+        for piece in pieces:
+            writer.write(piece)
+            await writer.drain()
+        return (await asyncio.wait_for(reader.readline(), 30)).strip()
+    except ConnectionError:
+        return b""
+    finally:
+        writer.close()
+
+
+@pytest.mark.parametrize(
+    ("pieces", "status"),
+    [
+        ((b"GET /" + b"a" * 70_000 + b" HTTP/1.1\r\n\r\n",), b"431"),
+        ((b"GET /", *[b"a" * 5_000] * 14), b"431"),
+        ((GET, b"X: " + b"a" * 70_000), b"431"),
+        ((GET, b"a:b\r\n" * 300, b"\r\n"), b"431"),
+        ((POST + b"Transfer-Encoding: chunked\r\n\r\n5;", *[b"a" * 2**20] * 2), b"400"),
+        ((POST + b"Transfer-Encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\n", b"a:b\r\n" * 300), b"431"),
+    ],
+    ids=["url", "url in pieces", "header", "headers", "chunk extension", "trailers"],
+)
+async def test_a_head_that_does_not_end_is_refused(pieces: tuple[bytes, ...], status: bytes) -> None:
+    async with serving() as address:
+        assert (await answer(address, *pieces)).split()[1:2] in ([status], [])  # or reset while it was sent
+        assert b"200" in await answer(address, GET + b"\r\n")
+
+
+async def test_large_heads_and_bodies_within_the_bounds_are_served() -> None:
+    async with serving() as address:
+        assert b"200" in await answer(address, GET, b"X: " + b"a" * 60_000, b"\r\n" + b"a:b\r\n" * 200 + b"\r\n")
+        assert b"200" in await answer(address, POST + b"Content-Length: 3000000\r\n\r\n", b"a" * 3_000_000)
+        chunks = b"1\r\na\r\n" * 100_000 + b"0\r\n\r\n"
+        assert b"200" in await answer(address, POST + b"Transfer-Encoding: chunked\r\n\r\n", chunks)
+        assert b"200" in await answer(address, GET + b"\r\n", GET + b"\r\n")
+
+
+async def test_heads_and_bodies_have_a_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "HEAD_SECONDS", 0.05)
+    monkeypatch.setattr(connections, "BODY_SECONDS", 0.05)
+    async with serving() as address:
+        assert await answer(address) == b""
+        assert b"408" in await answer(address, b"GET / HT")
+        assert b"408" in await answer(address, POST + b"Content-Length: 5\r\n\r\n12")
+
+
+async def test_beyond_the_most_connections_the_oldest_idle_one_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "MAX_CONNECTIONS", 2)
+    async with serving() as address:
+        pairs = [await asyncio.open_connection(*address) for _ in range(2)]
+        assert b"200" in await answer(address, GET + b"\r\n")
+        with pytest.raises((ConnectionError, asyncio.IncompleteReadError)):
+            await asyncio.wait_for(pairs[0][0].readexactly(1), 30)
+        pairs[1][1].write(GET + b"\r\n")
+        assert b"200" in await asyncio.wait_for(pairs[1][0].readline(), 30)
+        for _, writer in pairs:
+            writer.close()
+
+
+async def test_unfinished_bodies_are_bounded_for_a_key_and_in_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Sent:
+        """A request whose body has begun."""
+
+        def __init__(self, key: str) -> None:
+            self.headers, self.goes_on = {"x-api-key": key}, asyncio.Event()
+
+        async def stream(self) -> AsyncIterator[bytes]:
+            yield bytes(60)
+            await self.goes_on.wait()
+            yield b"end"
+
+    monkeypatch.setattr(bodies, "MAX_UNFINISHED_BYTES", 130)
+    monkeypatch.setattr(bodies, "MAX_UNFINISHED_BYTES_OF_A_KEY", 100)
+    first, second = Sent("a"), Sent("b")
+    async with asyncio.TaskGroup() as group:
+        held = [group.create_task(bodies.read_body(each)) for each in (first, second)]  # type: ignore[arg-type]
+        await asyncio.sleep(0)
+        with pytest.raises(TooManyRequestsError, match="120 bytes of unfinished requests of this API key"):
+            await bodies.read_body(Sent("a"))  # type: ignore[arg-type]
+        with pytest.raises(TooManyRequestsError, match="180 bytes of unfinished requests of all clients"):
+            await bodies.read_body(Sent("c"))  # type: ignore[arg-type]
+        first.goes_on.set()
+        second.goes_on.set()
+    assert [len(task.result()) for task in held] == [63, 63]
+    assert not bodies._unfinished
