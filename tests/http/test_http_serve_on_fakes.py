@@ -39,6 +39,30 @@ from tinker_local.backend.cli.main import main
 main(sys.argv[1:])
 """
 
+SLOW_DISK = f"""
+import time
+from tinker_local.backend.storage.store import Store
+write = Store.write_checkpoint
+def slowly(self, *args, **kwargs):
+    time.sleep(5)
+    return write(self, *args, **kwargs)
+Store.write_checkpoint = slowly
+{PATIENT}
+"""
+
+BROKEN_PIPE = f"""
+import os
+from tinker_local.backend.control.life_cycle import ControlPlane
+stop = ControlPlane.stop
+async def break_and_stop(self):
+    ours, theirs = os.pipe()
+    os.close(ours)
+    os.dup2(theirs, 1)
+    await stop(self)
+ControlPlane.stop = break_and_stop
+{PATIENT}
+"""
+
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
@@ -317,12 +341,101 @@ def test_signal_ends_long_polls_and_cleans_up_on_fakes(
     assert server.process.wait(120) == 0
     server.reader.join(60)
     for poll in polls:
-        assert poll.recv(4096).startswith(b"HTTP/1.1 408")  # not yet: the SDK asks again, and finds the next server
+        final = poll.recv(4096)  # training does not go on; a sample's poll gets 408 and is repeated
+        assert final.startswith(b"HTTP/1.1 200")
+        assert b"the server was stopped. It has no saved checkpoint." in final
         poll.close()
     assert not [line for line in server.lines if "Traceback" in line or "ERROR" in line], server.lines
     assert server.lines[-1] == "stopped"
     assert not memory[0].exists()
     assert not (server.data_dir / "ephemeral").exists()
+
+
+@pytest.mark.more
+@pytest.mark.mutation(
+    "hangup-kills",
+    "server.py",
+    "for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):",
+    "for number in (signal.SIGINT, signal.SIGTERM):",
+)
+def test_a_terminal_that_is_closed_stops_the_server_once_and_saves_on_fakes(
+    scripted: Callable[[str], Scripted],
+) -> None:
+    """A shell sends SIGHUP more than once, and nothing can be printed any more."""
+    server = scripted(SLOW_DISK)
+    model = trained(server)
+    for number in (signal.SIGHUP, signal.SIGHUP, signal.SIGHUP):
+        server.process.send_signal(number)
+        time.sleep(1)
+    assert server.process.wait(120) == 0
+    server.reader.join(60)
+    assert f"saved tinker://{model}/weights/autosave after 1 optimizer step" in server.lines
+    assert saved(scripted, model) == ["weights/autosave"]
+
+
+@pytest.mark.more
+def test_a_second_signal_skips_what_the_first_saves_on_fakes(scripted: Callable[[str], Scripted]) -> None:
+    server = scripted(SLOW_DISK.replace("sleep(5)", "sleep(1000)"))
+    model = trained(server)
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGINT):  # the second is that of a wrapper
+        server.process.send_signal(number)
+        time.sleep(0.05 if number == signal.SIGTERM else 2)
+    assert server.process.wait(120) == 0
+    server.reader.join(60)
+    assert f"NOT saved: 1 optimizer step of {model}: it was skipped" in server.lines, server.lines
+    assert server.lines[-1] == "stopped"
+
+
+@pytest.mark.more
+def test_a_server_under_nohup_goes_on_when_the_terminal_is_closed_on_fakes(
+    scripted: Callable[[str], Scripted],
+) -> None:
+    server = scripted(f"import signal\nsignal.signal(signal.SIGHUP, signal.SIG_IGN)\n{PATIENT}")
+    server.ready()
+    server.process.send_signal(signal.SIGHUP)
+    time.sleep(1)
+    answer = server.request("GET", "healthz")
+    assert answer is not None
+    assert answer.json() == {"status": "ok"}
+
+
+@pytest.mark.more
+def test_a_broken_pipe_behind_the_server_loses_no_training_on_fakes(scripted: Callable[[str], Scripted]) -> None:
+    """`tinker-local serve | tee log`: Ctrl-C ends `tee`, too."""
+    server = scripted(BROKEN_PIPE)
+    model = trained(server)
+    server.process.send_signal(signal.SIGINT)
+    server.process.wait(120)
+    assert saved(scripted, model) == ["weights/autosave"]
+
+
+def saved(scripted: Callable[[str], Scripted], model: str) -> list[str]:
+    """The checkpoints of a run that a next server lists."""
+    again = scripted(PATIENT)
+    again.ready()
+    answer = again.request("GET", f"training_runs/{model}/checkpoints")
+    assert answer is not None
+    return [entry["checkpoint_id"] for entry in answer.json()["checkpoints"]]
+
+
+def trained(server: Scripted) -> str:
+    """A run that has taken a step."""
+    url = f"{server.ready()}/api/v1"
+    with httpx.Client(trust_env=False, timeout=60) as http:
+
+        def result(path: str, **body: Any) -> httpx.Response:
+            content = body.pop("content", None)
+            sent = http.post(f"{url}/{path}", **({"json": body} if content is None else {"content": content}))
+            return http.post(f"{url}/retrieve_future", json={"request_id": sent.json()["request_id"]})
+
+        session = http.post(f"{url}/create_session", json={}).json()["session_id"]
+        model = result("create_model", session_id=session, model_seq_id=0, base_model="fake/bigram").json()["model_id"]
+        data = (Datum(model_input=ModelInput.from_ints([5, 9]), loss_fn_inputs={"target_tokens": [9, 20]}),)
+        gradient = ForwardBackwardRequest(model_id=model, seq_id=1, data=data, loss_fn="cross_entropy")
+        result("forward_backward", content=encode_forward_backward_request(gradient))
+        step = result("optim_step", model_id=model, seq_id=2, adam_params={"learning_rate": 0.1})
+        assert "grad_norm" in step.json()["metrics"], step.text
+    return str(model)
 
 
 def version_folders(pid: int) -> list[Path]:

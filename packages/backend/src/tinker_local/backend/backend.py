@@ -24,6 +24,8 @@ class InProcessBackend(ControlPlane):
 
     Use it only from the event loop that started it. `load` makes the engines that serve a model: real ones by default,
     fakes in tests. Errors are those of `tinker_local.types.errors`.
+
+    `close` saves no training by itself; `stop` does. The context manager calls both if it is left by an exception.
     """
 
     async def __aenter__(self) -> Self:
@@ -33,6 +35,8 @@ class InProcessBackend(ControlPlane):
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if error is not None:
+            await self.stop()
         await self.close()
 
     def serve_in_thread(self, host: str = "127.0.0.1", port: int = 0) -> "LoopbackServer":

@@ -179,6 +179,27 @@ class BackendOptions:
     session_timeout: Annotated[
         float, CommandOption("Seconds without a heartbeat after which a session ends.", least=1)
     ] = 300.0
+    autosave: Annotated[
+        float | None,
+        CommandOption(
+            "Save each training run that has unsaved optimizer steps every so many minutes. Default: only when the "
+            "server stops, or a session ends without success.",
+            metavar="MINUTES",
+            least=0.001,
+        ),
+    ] = None
+    autosave_ttl: Annotated[
+        float,
+        CommandOption(
+            "Days after which what the server saved by itself expires.", metavar="DAYS", least=1 / 24, most=3650
+        ),
+    ] = 7.0
+    stop_timeout: Annotated[
+        float,
+        CommandOption(
+            "Seconds that a stop may take to save training runs with unsaved optimizer steps; 0 saves none.", least=0
+        ),
+    ] = 60.0
     expiry_grace: Annotated[
         float,
         CommandOption(

@@ -1,9 +1,10 @@
-"""`tinker-local serve`: checks its options, loads the models and serves until Ctrl-C."""
+"""`tinker-local serve`: checks its options, loads the models and serves until Ctrl-C, which saves."""
 
 import logging
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -119,25 +120,30 @@ def _serve(
     from tinker_local.backend.models.load_engines import load_fake
     from tinker_local.types import ApiError
 
+    def say(text: str) -> None:
+        with suppress(OSError, SystemExit):  # the terminal is closed, or the pipe behind us: no reason to lose training
+            console.print(text)
+
     allow_many_connections()
     try:
         listening = bind(host, port)
     except OSError as error:
         raise click.UsageError(f"--port {port} on {host}: {error.strerror}") from None
     backend = InProcessBackend(
-        models, options, load=load_fake if fake else None, progress=lambda text: console.print(f"[dim]{text}[/dim]")
+        models, options, load=load_fake if fake else None, progress=lambda text: say(f"[dim]{text}[/dim]")
     )
 
     def ready() -> None:
-        console.print(f"data folder: {options.data_dir}")
-        console.print(f"[bold green]ready:[/bold green] {url_of(listening)}")
+        say(f"data folder: {options.data_dir}")
+        say(f"[bold green]ready:[/bold green] {url_of(listening)}")
 
     try:
         with event_loop() as runner:
             loaded = runner.run(run(backend, listening, api_keys=keys, on_ready=ready))
     except (ApiError, ValueError, RuntimeError, OSError) as error:
         raise click.ClickException(str(error)) from error
-    console.print("stopped")
+    say("stopped")
     if not loaded:  # the loading thread would crash while the interpreter shuts down
-        sys.stdout.flush()
+        with suppress(OSError):
+            sys.stdout.flush()
         os._exit(0)

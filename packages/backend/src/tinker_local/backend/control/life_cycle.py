@@ -7,6 +7,7 @@ from contextlib import AsyncExitStack
 from datetime import datetime, timedelta
 from typing import Any
 
+from tinker_local.backend.control.autosaves import Autosaves
 from tinker_local.backend.control.checkpoint_lifetime import CheckpointUses
 from tinker_local.backend.control.checkpoints import Checkpoints
 from tinker_local.backend.control.exports import Exports
@@ -17,7 +18,7 @@ from tinker_local.backend.control.sampler_versions import SamplerVersions
 from tinker_local.backend.control.sampling_sessions import Sampling
 from tinker_local.backend.control.save_weights_for_sampler import SaveWeightsForSampler
 from tinker_local.backend.control.session_traces import SessionTraces
-from tinker_local.backend.control.sessions import Sessions, now
+from tinker_local.backend.control.sessions import SessionEnd, Sessions, now
 from tinker_local.backend.control.signatures import Signatures
 from tinker_local.backend.control.training_commands import Training
 from tinker_local.backend.control.training_runs import TrainingRuns
@@ -60,6 +61,7 @@ class ControlPlane:
         self.options = options or BackendOptions()
         self.models = ServedModels()
         self.ready = False
+        self._stopping = False
         self._closing = AsyncExitStack()
 
     # Life cycle -----------------------------------------------------------------------------------------------------
@@ -90,6 +92,7 @@ class ControlPlane:
         )
         self._closing.callback(self.sampling.close)
         self.runs = TrainingRuns(options, self.store, self.models, self.sessions, self.operations)
+        self.autosaves = Autosaves(options, self.store, self.runs)
         for model in self.models.distinct():
             if model.supervision is not None:
                 model.supervision.adapters = RestoreRuns(model, self.store, self.runs, uses)
@@ -106,9 +109,29 @@ class ControlPlane:
             self.operations.recorder, self.store, self.sessions, signatures, options.data_dir / "traces"
         )
         self._closing.push_async_callback(self.traces.close)
-        housekeeping = asyncio.create_task(self._keep_house(), name="housekeeping")
-        self._closing.push_async_callback(_cancel, housekeeping)
+        for name, work in ("housekeeping", self._keep_house()), ("autosaves", self.autosaves.save_now_and_then()):
+            self._closing.push_async_callback(_cancel, asyncio.create_task(work, name=name))
         self.ready = True
+
+    async def stop(self) -> None:
+        """End training: save every run that would lose optimizer steps, within `stop_timeout` seconds, then fail its
+        requests with the path. `close` follows; by itself, it saves nothing."""
+        if not self.ready or self._stopping:
+            return
+        self._stopping = True
+        runs, seconds = self.runs.all_live(), self.options.stop_timeout
+        if unsaved := sum(run.unsaved_steps > 0 for run in runs):
+            self._progress(f"saving {unsaved} training runs, for {seconds:g} s at most; a second signal skips this")
+        await self.autosaves.save_all(runs, seconds, self._progress)
+        for run in self.runs.all_live():
+            if run.ready:
+                gone = run.would_lose()
+                await self.runs.lose(run, f"the server was stopped, and {gone}" if gone else "the server was stopped")
+
+    def skip_saving(self) -> None:
+        """Let `stop` end at once."""
+        if self.ready:
+            self.autosaves.skip()
 
     def stop_waiting(self) -> None:
         """End all long polls, finished or not: the server is about to stop."""
@@ -142,16 +165,26 @@ class ControlPlane:
     async def _prune(self) -> None:
         await self.sessions.prune(timedelta(days=self.options.keep_sessions))
 
-    async def _end_session(self, session_id: str) -> None:
-        """Free everything that a session holds; one failure does not stop the rest."""
-        freed = (self.sampling.end_session(session_id), self.runs.end_session(session_id))
+    async def _end_session(self, session_id: str, end: SessionEnd) -> None:
+        """Free everything that a session holds; one failure does not stop the rest. If its client did not finish as it
+        wanted to, its training is saved first."""
+
+        async def end_runs() -> None:
+            if not end.clean:
+                await self.autosaves.save_all(self.runs.of_session(session_id), self.options.stop_timeout, log.warning)
+            await self.runs.end_session(session_id)
+
+        freed = (self.sampling.end_session(session_id), end_runs())
         for error in await asyncio.gather(*freed, return_exceptions=True):
             if isinstance(error, BaseException):
                 log.error("the session %s was not freed completely", session_id, exc_info=error)
 
     def problems(self) -> list[str]:
         """What does not work now but will again, a sentence for each base model; empty unless `ready`."""
-        return [f"{m.names[0]}: {m.problem}" for m in self.models.distinct() if m.problem] if self.ready else []
+        if not self.ready:
+            return []
+        stops = ["the server is stopping"] if self._stopping else []
+        return stops + [f"{model.names[0]}: {model.problem}" for model in self.models.distinct() if model.problem]
 
     def metrics(self) -> dict[str, ModelMetrics]:
         """What was counted since the start, by the first name of each base model; empty unless `ready`."""

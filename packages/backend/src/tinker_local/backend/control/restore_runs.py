@@ -38,7 +38,7 @@ class RestoreRuns:
         runs = self._adapters()
         await finish_saves(runs, SAVES_SECONDS)
         for run in runs:
-            if (gone := what_is_lost(run)) is not None:
+            if (gone := run.would_lose()) is not None:
                 await self._runs.lose(run, f"{why}, and {gone}")
 
     async def restore(self) -> None:
@@ -73,10 +73,3 @@ class RestoreRuns:
         with self._uses.using(source):
             state = await asyncio.to_thread(read)
         return replace(state, base_model=self._base.names[0], optimizer_type=run.optimizer.name)
-
-
-def what_is_lost(run: TrainingRun) -> str | None:
-    """What of a run was in the trainer alone; None if nothing."""
-    if steps := run.unsaved_steps:
-        return f"{steps} optimizer step{'s are' if steps > 1 else ' is'} lost that no checkpoint has"
-    return "the gradient since the last optimizer step is lost" if run.queue.gradient else None

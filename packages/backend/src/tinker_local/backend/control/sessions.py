@@ -90,6 +90,11 @@ class SessionEnd:
     reason: EndReason
     detail: str | None = None
 
+    @property
+    def clean(self) -> bool:
+        """Whether the client had done what it wanted to."""
+        return self.reason == "success"
+
     def __str__(self) -> str:
         return f"{self.reason}: {self.detail}" if self.detail else self.reason
 
@@ -132,9 +137,9 @@ class Session:
 
 
 class Sessions:
-    """Live sessions; `on_end` frees what belongs to one."""
+    """Live sessions; `on_end` frees what belongs to one that has ended."""
 
-    def __init__(self, store: Store, timeout: float, on_end: Callable[[str], Awaitable[None]]) -> None:
+    def __init__(self, store: Store, timeout: float, on_end: Callable[[str, SessionEnd], Awaitable[None]]) -> None:
         self._store = store
         self._timeout = timeout
         self._on_end = on_end
@@ -238,7 +243,7 @@ class Sessions:
         finally:  # if that fails, say because the disk is full, its runs end all the same
             if session is not None:
                 try:
-                    await self._on_end(session_id)
+                    await self._on_end(session_id, end)
                 finally:
                     del self._live[session_id]
 

@@ -18,7 +18,7 @@ from tinker_local.backend.models.served_models import ServedModel
 from tinker_local.backend.options import BackendOptions
 from tinker_local.backend.scheduling.operations import Operation, OperationKind, Operations, Timeline, request_id_of
 from tinker_local.backend.scheduling.run_queue import Bounds, GradientCommand, Load, StepCommand, positions
-from tinker_local.backend.storage.names import check_checkpoint_name
+from tinker_local.backend.storage.names import AUTOSAVE, check_checkpoint_name
 from tinker_local.backend.storage.store import Store
 from tinker_local.backend.training.losses import loss_of
 from tinker_local.backend.training.losses.loss import Loss, make_train_datum
@@ -151,7 +151,7 @@ class Training:
                 model.queue.gradient = False
                 raise
             model.queue.gradient = False
-            model.steps += 1
+            model.stepped()
             model.base.counts.optimizer_steps += 1
             operation.succeed(OptimStepOutput(metrics=metrics))
 
@@ -162,6 +162,8 @@ class Training:
 
         async def run(model: TrainingRun, operation: Operation[dict[str, Any]]) -> None:
             name = check_checkpoint_name(request.path, "path")
+            if name == AUTOSAVE:
+                raise InvalidRequestError(f"path: {AUTOSAVE!r} is the name of what the server saves by itself")
             check_ttl(request.ttl_seconds)
             check_user_metadata(request.user_metadata)
             state = await model.base.scheduler.call(model.base.engines.trainer.capture, model.model_id, optimizer=True)

@@ -1,11 +1,12 @@
 """Training runs: how they begin and end, which are alive, and the errors for those that are gone."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Collection, Mapping
+import time
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 from tinker_local.backend.control.checkpoint_lifetime import expiry
 from tinker_local.backend.control.sessions import Sessions, check_user_metadata
@@ -39,6 +40,8 @@ from tinker_local.types import (
     NotFoundError,
 )
 
+T = TypeVar("T")
+
 FINISH_SECONDS = 60.0
 """How long the end of a session or server waits for saves in progress: longer than a working disk takes."""
 
@@ -54,6 +57,8 @@ class TrainingRun:
     creation: the operation that creates it.
     made: the trainer has its adapter.
     steps, saved_steps: optimizer steps taken since it was created or loaded, and those of them in `source`.
+    stepped_at: when it took the last of them; of the monotonic clock.
+    autosaving, autosaved_at: held during an autosave; when the last one began, or the run.
     source: the last durable checkpoint of its weights, or the one that it was loaded from; None: it was created.
     source_optimizer: its optimizer is that of `source`.
     captures: tasks that write or publish what was captured of it.
@@ -69,9 +74,12 @@ class TrainingRun:
     made: bool = False
     steps: int = 0
     saved_steps: int = 0
+    stepped_at: float = 0.0
+    autosaving: asyncio.Lock = field(default_factory=asyncio.Lock)
+    autosaved_at: float = field(default_factory=time.monotonic)
     source: CheckpointRecord | None = None
     source_optimizer: bool = False
-    captures: set[asyncio.Task[None]] = field(default_factory=set)
+    captures: set[asyncio.Task[Any]] = field(default_factory=set)
 
     @property
     def model_id(self) -> str:
@@ -81,6 +89,17 @@ class TrainingRun:
     def unsaved_steps(self) -> int:
         """Optimizer steps since the last durable checkpoint."""
         return self.steps - self.saved_steps
+
+    def stepped(self) -> None:
+        """The trainer took an optimizer step."""
+        self.steps += 1
+        self.stepped_at = time.monotonic()
+
+    def would_lose(self) -> str | None:
+        """What of it only the trainer has, in words; None if nothing."""
+        if steps := self.unsaved_steps:
+            return f"{count_of_steps(steps)} {'are' if steps > 1 else 'is'} lost that no checkpoint has"
+        return "the gradient since the last optimizer step is lost" if self.queue.gradient else None
 
     def saved(self, record: CheckpointRecord, steps: int) -> None:
         """A checkpoint with the optimizer, taken after `steps`, is durable."""
@@ -115,9 +134,17 @@ class TrainingRun:
             except Exception as error:
                 operation.fail_from(error)
 
-        task = asyncio.create_task(run())
+        self._capture(run())
+
+    async def write_beside(self, work: Coroutine[Any, Any, T]) -> T:
+        """`work`, which writes what was captured; ends with the caller if that is cancelled."""
+        return await self._capture(work)
+
+    def _capture(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        task = asyncio.create_task(work)
         self.captures.add(task)
         task.add_done_callback(self.captures.discard)
+        return task
 
 
 Command = Callable[[TrainingRun, Operation[Any]], Awaitable[None]]
@@ -259,9 +286,12 @@ class TrainingRuns:
 
         async def end(model: TrainingRun) -> None:
             await finish_saves([model])
-            await self._free(model, f"the session {session_id} has ended")
+            reason = f"the session {session_id} has ended"
+            if model.queue.commands:
+                reason += f". {await _how_to_go_on(self._store, model.model_id)}"
+            await self._free(model, reason)
 
-        await asyncio.gather(*(end(m) for m in list(self._live.values()) if m.record.session_id == session_id))
+        await asyncio.gather(*(end(model) for model in self.of_session(session_id)))
         self._copies = {run for run in self._copies if session_of(run) != session_id}
         self._losses = {run: why for run, why in self._losses.items() if session_of(run) != session_id}
 
@@ -301,6 +331,10 @@ class TrainingRuns:
 
     def all_live(self) -> list[TrainingRun]:
         return list(self._live.values())
+
+    def of_session(self, session_id: str) -> list[TrainingRun]:
+        """Its live runs."""
+        return [run for run in self._live.values() if run.record.session_id == session_id]
 
     def count(self) -> int:
         return len(self._live)
@@ -353,6 +387,11 @@ def new_run(
     return TrainingRunRecord(
         model_id, session_of(model_id), base_model, config, when, when, user_metadata=user_metadata or {}
     )
+
+
+def count_of_steps(steps: int) -> str:
+    """In words."""
+    return f"{steps} optimizer step{'' if steps == 1 else 's'}"
 
 
 def why_lost(session: SessionRecord | None) -> str:

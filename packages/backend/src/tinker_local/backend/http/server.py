@@ -8,6 +8,7 @@ import signal
 import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import uvicorn
 import uvloop
@@ -51,33 +52,69 @@ def event_loop() -> asyncio.Runner:
 
 
 class _Server(uvicorn.Server):
-    """uvicorn that ends long polls when it stops, and leaves signals of the process alone."""
+    """uvicorn that ends long polls when it stops, and leaves signals of the process alone.
 
-    def __init__(self, config: uvicorn.Config, backend: ControlPlane) -> None:
+    `saves`: it first stops the backend's training, and answers requests until that is saved.
+    """
+
+    def __init__(self, config: uvicorn.Config, backend: ControlPlane, *, saves: bool) -> None:
         super().__init__(config)
         self._backend = backend
+        self._saves = saves
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """End pending long polls with 408 so that shutdown is not blocked."""
+        if self._saves:
+            await self._backend.stop()
         self._backend.stop_waiting()
         await super().shutdown(sockets)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Signals only end `serve`. (uvicorn would raise them again at its end and cut short the clean-up of the
-        caller.)"""
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-        before = {number: signal.signal(number, self.handle_exit) for number in (signal.SIGINT, signal.SIGTERM)}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
+        """None: uvicorn would raise them again at its end and cut short the clean-up of the caller."""
+        yield
 
 
-def _server(backend: ControlPlane, api_keys: Sequence[str] | KeyFile | None) -> _Server:
+SAME_SIGNAL = 0.5
+"""Seconds for which another signal is the same: a wrapper passes on what the terminal sent already."""
+
+
+@contextlib.contextmanager
+def _stopped_by_signals(server: _Server, backend: ControlPlane) -> Iterator[None]:
+    """SIGINT, SIGTERM and SIGHUP stop `server`. A second SIGINT or SIGTERM skips what `backend` saves, and a third ends
+    the process. A SIGHUP never does: shells and systemd send it beside other signals, and more than once. A process
+    that was started with SIGHUP ignored (`nohup`) still ignores it."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    loop = asyncio.get_running_loop()
+    first = 0.0
+    before: dict[signal.Signals, Any] = {}
+
+    def stop(number: signal.Signals) -> None:
+        nonlocal first
+        if not server.should_exit:
+            server.should_exit = True
+            first = loop.time()
+        elif number != signal.SIGHUP and loop.time() - first >= SAME_SIGNAL:
+            backend.skip_saving()
+            server.force_exit = True
+            for other in (signal.SIGINT, signal.SIGTERM):
+                signal.signal(other, before[other])
+
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+            before[number] = signal.signal(
+                number, lambda number, _: loop.call_soon_threadsafe(stop, signal.Signals(number))
+            )
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _server(backend: ControlPlane, api_keys: Sequence[str] | KeyFile | None, *, saves: bool) -> _Server:
     config = uvicorn.Config(
         create_app(backend, api_keys=api_keys),
         http=bounded_http(),
@@ -88,7 +125,7 @@ def _server(backend: ControlPlane, api_keys: Sequence[str] | KeyFile | None) -> 
         timeout_graceful_shutdown=3,
         server_header=False,
     )
-    return _Server(config, backend)
+    return _Server(config, backend, saves=saves)
 
 
 async def run(
@@ -98,11 +135,12 @@ async def run(
     api_keys: Sequence[str] | KeyFile | None,
     on_ready: Callable[[], None],
 ) -> bool:
-    """Serve until SIGINT or SIGTERM comes. Answers 503 while models load; raises what stopped them from loading.
+    """Serve until SIGINT, SIGTERM or SIGHUP comes, then save training. Answers 503 while models load; raises what
+    stopped them from loading.
 
     Returns false if the signal came while models were loading: a thread goes on with that, and cannot be stopped.
     """
-    server = _server(backend, api_keys)
+    server = _server(backend, api_keys, saves=True)
 
     async def load() -> None:
         try:
@@ -112,13 +150,14 @@ async def run(
             raise
         on_ready()
 
-    loading = asyncio.create_task(load())
-    try:
-        await server.serve(sockets=[listening])
-    finally:
-        if not loading.done():
-            loading.cancel()
-        await backend.close()
+    with _stopped_by_signals(server, backend):
+        loading = asyncio.create_task(load())
+        try:
+            await server.serve(sockets=[listening])
+        finally:
+            if not loading.done():
+                loading.cancel()
+            await backend.close()
     outcome = (await asyncio.gather(loading, return_exceptions=True))[0]
     if isinstance(outcome, Exception):
         raise outcome
@@ -128,7 +167,8 @@ async def run(
 class LoopbackServer:
     """Serves `backend` over HTTP on this machine, in a daemon thread with its own event loop.
 
-    Starts the backend there and returns when it is ready; `close` stops both. `url` and `api_key` (random) are what a
+    Starts the backend there and returns when it is ready; `close` stops both, and saves no training: the program that
+    trains also decides when this ends. `url` and `api_key` (random) are what a
     client needs.
     """
 
@@ -138,7 +178,7 @@ class LoopbackServer:
         self.api_key = f"tml-{secrets.token_urlsafe(24)}"
         self._socket = bind(host, port)
         self.url = url_of(self._socket)
-        self._server = _server(backend, [self.api_key])
+        self._server = _server(backend, [self.api_key], saves=False)
         self._failure: BaseException | None = None
         self._ready = threading.Event()
         self._thread = threading.Thread(target=self._main, args=(backend,), daemon=True, name="tinker-local")

@@ -109,6 +109,14 @@ class TrainScheduler:
         queue.released = True
         self._wake.set()
 
+    def hold(self, queue: RunQueue) -> None:
+        """Run no more of its commands; one that runs ends."""
+        queue.released = False
+
+    def takes_step(self, queue: RunQueue) -> bool:
+        """Whether an optimizer step of the run is in the trainer now."""
+        return any(command.queue is queue and command.operation.kind == "optim_step" for command in self._taken)
+
     async def close_run(self, queue: RunQueue, reason: ApiError) -> None:
         """Fail the queued commands and forget the run."""
         queue.close(reason)

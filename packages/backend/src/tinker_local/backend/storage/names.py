@@ -10,6 +10,8 @@ from tinker_local.types import InvalidRequestError
 MAX_NAME_LENGTH = 128
 MAX_PATH_LENGTH = 512
 _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*")
+AUTOSAVE = "autosave"
+"""The name under `weights` that only the server gives."""
 KINDS: tuple[CheckpointKind, ...] = get_args(CheckpointKind)
 
 
