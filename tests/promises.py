@@ -148,14 +148,16 @@ PROMISES = (
     Promise(
         "17",
         "An acknowledged checkpoint survives kill -9, with its optimizer, in PEFT's layout; what was lost is named; a "
-        "trainer that ends or hangs is replaced, and a run goes on in the new one if nothing of it was lost",
+        "trainer that ends or hangs is replaced, and a run goes on in the new one if nothing of it was lost; "
+        "a stop and a silent session save training",
         "folder-not-synced database-does-not-wait recorded-before-it-is-written "
         "acknowledged-before-it-is-written optimizer-not-saved optimizer-state-not-restored "
         "saved-with-another-rank last-checkpoint-not-named lost-session-is-404 "
         "lost-samplers-of-named-versions adapters-not-restored goes-on-from-an-older-state lost-gradient-forgotten "
         "healthy-without-a-trainer hangs-for-ever start-deletes-what-has-no-record record-without-folder-dropped "
         "older-folder-wins deleted-checkpoint-comes-back flipped-bytes-are-loaded backup-without-a-second-look "
-        "jump-of-the-clock-deletes model-of-a-finished-session-lives",
+        "jump-of-the-clock-deletes model-of-a-finished-session-lives stop-loses-training autosave-without-optimizer "
+        "silent-session-loses-training hangup-kills",
         ("storage/test_storage_kill.py::test_acknowledged_checkpoints_survive_kill_minus_nine",),
     ),
     Promise(

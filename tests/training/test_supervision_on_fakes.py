@@ -132,7 +132,7 @@ async def test_a_run_that_was_saved_goes_on_in_a_new_process_to_the_same_bits_on
 
 
 @pytest.mark.mutation(
-    "goes-on-from-an-older-state", "restore_runs.py", "if (gone := what_is_lost(run)) is not None:", "if gone := '':"
+    "goes-on-from-an-older-state", "restore_runs.py", "if (gone := run.would_lose()) is not None:", "if gone := '':"
 )
 async def test_a_run_that_was_not_saved_ends_and_says_what_is_lost_and_how_to_go_on_on_fakes(start: Start) -> None:
     api = await start()
@@ -155,7 +155,7 @@ async def test_a_run_that_was_not_saved_ends_and_says_what_is_lost_and_how_to_go
 
 
 @pytest.mark.mutation(
-    "lost-gradient-forgotten", "restore_runs.py", 'lost" if run.queue.gradient else None', 'lost" if False else None'
+    "lost-gradient-forgotten", "training_runs.py", 'lost" if self.queue.gradient else None', 'lost" if False else None'
 )
 async def test_a_gradient_that_waited_for_its_step_is_not_dropped_in_silence_on_fakes(start: Start) -> None:
     api = await start()

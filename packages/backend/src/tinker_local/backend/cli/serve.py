@@ -75,7 +75,7 @@ def serve(
     from tinker_local.backend.cli.start_up_noise import silence
     from tinker_local.backend.http.access import is_loopback
 
-    console = Console(highlight=False, soft_wrap=True)
+    console = Console(highlight=False, soft_wrap=True, emoji=False)
     logging.basicConfig(
         level=logging.INFO if verbose else logging.WARNING, format="%(levelname)s %(name)s: %(message)s"
     )
@@ -115,6 +115,7 @@ def _serve(
     keys: "KeyFile | None",
     fake: bool,
 ) -> None:
+    from rich.markup import escape
     from tinker_local.backend.backend import InProcessBackend
     from tinker_local.backend.http.server import allow_many_connections, bind, event_loop, run, url_of
     from tinker_local.backend.models.load_engines import load_fake
@@ -130,7 +131,7 @@ def _serve(
     except OSError as error:
         raise click.UsageError(f"--port {port} on {host}: {error.strerror}") from None
     backend = InProcessBackend(
-        models, options, load=load_fake if fake else None, progress=lambda text: say(f"[dim]{text}[/dim]")
+        models, options, load=load_fake if fake else None, progress=lambda text: say(f"[dim]{escape(text)}[/dim]")
     )
 
     def ready() -> None:

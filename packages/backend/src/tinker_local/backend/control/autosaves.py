@@ -103,7 +103,7 @@ class Autosaves:
 
     async def save_all(self, runs: Collection[TrainingRun], seconds: float, say: Callable[[str], None]) -> None:
         """Take no more commands of `runs` from their queues and save them, those that trained last first, within
-        `seconds`. Each result is told to `say`; no failure is raised."""
+        `seconds`. `say` gets each result, failures too."""
         for run in runs:
             run.base.scheduler.hold(run.queue)
         if not runs or self._skipped:
