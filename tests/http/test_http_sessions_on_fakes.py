@@ -142,12 +142,12 @@ async def test_thousands_of_silent_sessions_end_a_few_at_a_time_on_fakes(
     samplers = [await api.base_sampler(session) for session in ids]
     free = control._on_end
 
-    async def freed(session_id: str) -> None:
+    async def freed(session_id: str, end: sessions.SessionEnd) -> None:
         nonlocal ending, most
         ending += 1
         most = max(most, ending)
         await asyncio.sleep(0.01)
-        await free(session_id)
+        await free(session_id, end)
         ending -= 1
 
     monkeypatch.setattr(control, "_on_end", freed)
