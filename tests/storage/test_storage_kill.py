@@ -26,21 +26,22 @@ Said = tuple[str, str, int]
 
 
 @pytest.fixture
-def run_and_kill(tmp_path: Path) -> Iterator[Callable[[int, float], list[Said]]]:
-    """Runs a writer, kills it so many seconds after it was ready, and returns what it said."""
+def run_and_kill(tmp_path: Path) -> Iterator[Callable[[int, int, float], list[Said]]]:
+    """Runs a writer, kills it so many seconds after it said so many lines, and returns what it said."""
     command = [sys.executable, "-u", str(WRITER)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1) as forker:
         told, said = forker.stdin, forker.stdout
         assert told is not None
         assert said is not None
 
-        def run(first_seed: int, seconds: float) -> list[Said]:
+        def run(first_seed: int, count: int, seconds: float) -> list[Said]:
             told.write(f"{tmp_path} {first_seed}\n")
             ready, pid = said.readline().split()
             assert ready == "ready"
+            first = [said.readline() for _ in range(count)]
             time.sleep(seconds)
             os.kill(int(pid), signal.SIGKILL)
-            lines = iter(said.readline, "dead\n")
+            lines = [*first, *iter(said.readline, "dead\n")]
             return [(word, name, int(seed)) for word, name, seed in map(str.split, lines)]
 
         yield run
@@ -64,13 +65,13 @@ def check(store: Store, allowed: dict[str, set[int]]) -> None:
 
 
 def test_acknowledged_checkpoints_survive_kill_minus_nine(
-    tmp_path: Path, run_and_kill: Callable[[int, float], list[Said]]
+    tmp_path: Path, run_and_kill: Callable[[int, int, float], list[Said]]
 ) -> None:
     rng = random.Random(0)
     allowed: dict[str, set[int]] = {}
     acknowledged = interrupted = 0
     for kill in range(KILLS):
-        for word, name, seed in run_and_kill(1 + kill * 1000, rng.uniform(0, 0.25)):
+        for word, name, seed in run_and_kill(1 + kill * 1000, rng.randint(0, 8), rng.uniform(0, 0.02)):
             if word == "try":  # from now on either the old or the new one
                 allowed[name] = allowed.get(name, {DELETED}) | {seed}
             else:
