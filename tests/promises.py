@@ -406,6 +406,11 @@ MISTAKES = (
     ),
     Promise(
         "operation",
+        "One owner sees, samples, changes or deletes what belongs to another",
+        "ids-of-others-in-paths ids-of-others-in-bodies",
+    ),
+    Promise(
+        "operation",
         "A download reads the whole checkpoint into memory, or is given without a valid signature",
         "download-read-whole export-deleted-under-a-download forged-url-accepted expired-url-accepted",
         ("e2e/test_download.py::test_checkpoint_downloaded_by_the_command_is_what_peft_loads_and_was_trained",),

@@ -20,7 +20,7 @@ from tinker_local.types.codec import encode_forward_backward_request
 from tests.http.conftest import ADAM, BASE, PROTOBUF, Api, StartApi, datum
 
 ALICE, BOB, ADMIN, NAMELESS = (f"tml-{word}-horse-battery" for word in ("alice", "bob", "admin", "nameless"))
-NOBODY = "s-0000000000000000"
+UNKNOWN = "s-0000000000000000"
 SAMPLE = {"prompt": {"chunks": [{"type": "encoded_text", "tokens": [5]}]}, "sampling_params": {"max_tokens": 1}}
 
 NAMES_NOTHING = {
@@ -181,10 +181,10 @@ async def seen(api: Api, key: str) -> list[Any]:
 async def test_what_another_owner_has_does_not_exist_on_any_route_on_fakes(api: Api) -> None:
     alices, bobs = await world(api, ALICE), await world(api, BOB)
     before = await seen(api, ALICE)
-    for of_alice, of_nobody in zip(calls(alices, bobs), calls(NOBODY, bobs), strict=True):
-        answers = [await call.send(api, BOB) for call in (of_alice, of_nobody)]
+    for of_alice, of_unknown in zip(calls(alices, bobs), calls(UNKNOWN, bobs), strict=True):
+        answers = [await call.send(api, BOB) for call in (of_alice, of_unknown)]
         assert [answer.status_code for answer in answers] == [404, 404], (of_alice, answers[0].text)
-        assert answers[0].text.replace(alices, NOBODY) == answers[1].text, of_alice
+        assert answers[0].text.replace(alices, UNKNOWN) == answers[1].text, of_alice
     assert await seen(api, ALICE) == before
     for listing in LISTINGS:
         assert alices not in (await listing.send(api, BOB)).text, listing
@@ -281,8 +281,8 @@ async def test_owners_are_kept_over_a_restart_on_fakes(start_api: StartApi, tmp_
     again = await start_api(api_keys=keys)
     assert alices in json.dumps(await seen(again, ALICE))
     assert alices not in json.dumps(await seen(again, BOB))
-    for of_alice, of_nobody in zip(calls(alices, bobs), calls(NOBODY, bobs), strict=True):
-        answers = [await call.send(again, BOB) for call in (of_alice, of_nobody)]
+    for of_alice, of_unknown in zip(calls(alices, bobs), calls(UNKNOWN, bobs), strict=True):
+        answers = [await call.send(again, BOB) for call in (of_alice, of_unknown)]
         assert [answer.status_code for answer in answers] == [404, 404], (of_alice, answers[0].text)
 
 
@@ -297,7 +297,7 @@ async def test_a_key_is_revoked_and_another_let_in_without_a_restart_on_fakes(
     assert (await api.get(f"sessions/{session}")).status_code == 401
     api.http.headers["x-api-key"] = BOB
     assert (await api.get(f"sessions/{session}")).status_code == 200
-    (tmp_path / "keys").write_text("neither a key nor a name\n")  # half an edit locks nobody out
+    (tmp_path / "keys").write_text("neither a key nor a name\n")  # half an edit locks no one out
     assert (await api.get(f"sessions/{session}")).status_code == 200
 
 

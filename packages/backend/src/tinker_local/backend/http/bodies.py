@@ -22,7 +22,7 @@ MAX_JSON_BYTES = 2**20
 """Of any other JSON body. Parsed JSON takes many times the memory of its text."""
 
 MAX_JSON_VALUES = 2**16
-"""In any JSON body but those with a bound of their own."""
+"""In any JSON body that has no other bound."""
 
 INLINE_BYTES = 32 * 1024
 """JSON up to this size is parsed on the event loop; larger bodies in a thread."""

@@ -3,7 +3,7 @@
 A place is one sequence in the sampler. A free place goes to the session that has the fewest, and among equals to the
 one that has waited longest. So sessions that always have something to sample get equal numbers of places, however many
 requests they send and however long their sequences are. (Deficit round robin, as in `fairness.py`, needs the cost of a
-request before it runs; nobody knows how long a sequence will be.)
+request before it runs; the length of a sequence is not known then.)
 
 A session that is alone gets `places`, as many sequences as the sampler is to run at once. The sampler has room for
 `RESERVED` more, which go to sessions that have nothing in it. So a short sample starts at once while another session
@@ -48,7 +48,7 @@ class _Request:
     pieces: list[asyncio.Task[SampleOutput]] = field(default_factory=list)
 
     def next_piece(self) -> SampleWork:
-        """The next sequences. What is asked about the prompt, and when it begins, is told by the first piece."""
+        """The next sequences. The first piece answers what is asked about the prompt, and reports the begin."""
         work, first = self.work, self.handed
         self.handed = min(first + PIECE, work.num_samples)
         piece = replace(work, num_samples=self.handed - first, first_sample=work.first_sample + first)
