@@ -120,6 +120,8 @@ async def test_nothing_that_takes_long_runs_on_the_event_loop_on_fakes(
     await api.failure(await api.step(model, 8))
     body = {"model_id": model, "seq_id": 9, "path": "a"}
     await api.result(await api.submit("save_weights_external", body))
+    signed = f"training_runs/{model}/checkpoints/external_weights/a/external_weights_urls"
+    assert (await api.get(signed)).status_code == 200
 
     chunks = [{"type": "image", "format": "png", "data": base64.b64encode(png()).decode()}]
     large = [{"type": "encoded_text", "tokens": [100] * 12_000}]
