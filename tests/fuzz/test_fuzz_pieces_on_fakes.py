@@ -4,11 +4,18 @@ import random
 from pathlib import Path
 
 import pytest
+from tinker_local.backend.http import future_routes
 
 from tests.fuzz import mutate
 from tests.fuzz.corpus import corpus
 from tests.fuzz.fuzz_run import Progress, load, run_piece, save
 from tests.fuzz.targets import TARGETS
+
+
+@pytest.fixture(autouse=True)
+def long_polls_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Targets make them short for the whole process."""
+    monkeypatch.setattr(future_routes, "LONG_POLL_SECONDS", 0.02)
 
 
 @pytest.mark.parametrize("name", TARGETS)

@@ -106,7 +106,7 @@ async def test_retrieved_results_are_dropped_and_nobody_elses_on_fakes(api: Api)
         await api.result(request)
     api.sampler.hold.clear()
     running = await api.sample(sampler, 2)
-    theirs = [*ids, running, f"{model}:create", f"{sampler}:{'9' * 5000}", f"{sampler}:x", "", "unknown:1"]
+    theirs = [*ids, running, f"{model}:create", f"{sampler}:{'9' * 400}", f"{sampler}:x", "", "unknown:1"]
     await api.ok("retrieve_futures", body(sampler, timeout=0, retrieved_request_ids=[i for i in theirs if i != ids[1]]))
     known = [api.backend.operations.get(request) is not None for request in [*ids, running, f"{model}:create"]]
     assert known == [False, True, True, True, True, True]

@@ -162,6 +162,18 @@ async def test_a_piece_that_fails_ends_its_request_and_frees_all_of_its_places()
     assert len((await other).sequences) == 4
 
 
+async def test_requests_that_are_cancelled_together_free_all_of_their_places() -> None:
+    """Each hands its places to the next, whose pieces are then cancelled before they start."""
+    places = Places(64)
+    tasks = [places.sample("a", 200) for _ in range(4)]
+    await settle()
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    await settle()
+    assert (places.turns.sequences, places.held()) == (0, {})
+
+
 async def test_turns_need_memory_for_the_sessions_that_wait_alone() -> None:
     places = Places(32)
     tasks = [places.sample("a", 3000), places.sample("b", 3000)]

@@ -45,7 +45,7 @@ class _Request:
     run: Run
     done: asyncio.Future[None]
     handed: int = 0
-    pieces: list[asyncio.Task[SampleOutput]] = field(default_factory=list)
+    pieces: list[asyncio.Future[SampleOutput]] = field(default_factory=list)
 
     def next_piece(self) -> SampleWork:
         """The next sequences. The first piece answers what is asked about the prompt, and reports the begin."""
@@ -64,7 +64,7 @@ class _Request:
             begun=ignore_begin,
         )
 
-    def piece_ended(self, task: asyncio.Task[SampleOutput]) -> None:
+    def piece_ended(self, task: asyncio.Future[SampleOutput]) -> None:
         error = None if task.cancelled() else task.exception()
         if self.done.done():
             return
@@ -139,10 +139,10 @@ class SampleTurns:
             piece = request.next_piece()
             if request.handed == request.work.num_samples:
                 del session.waiting[request]
-            task = asyncio.get_running_loop().create_task(self._run(request, piece))
+            self._take(session, piece.num_samples)
+            task = self._begin(request, piece)
             request.pieces.append(task)
             task.add_done_callback(request.piece_ended)
-            self._take(session, piece.num_samples)
 
     def _take(self, session: _Session, places: int) -> None:
         """Count `places` of a session; negative: they are free."""
@@ -151,7 +151,8 @@ class SampleTurns:
         if session.waiting:
             self._enqueue(session)
 
-    async def _run(self, request: _Request, piece: SampleWork) -> SampleOutput:
+    def _begin(self, request: _Request, piece: SampleWork) -> asyncio.Future[SampleOutput]:
+        """Run a piece; it frees a place with each sequence, and at its end those that are left."""
         loop, left = asyncio.get_running_loop(), piece.num_samples
 
         def free(places: int) -> None:
@@ -166,7 +167,6 @@ class SampleTurns:
             if not loop.is_closed():
                 loop.call_soon_threadsafe(free, 1)
 
-        try:
-            return await request.run(replace(piece, ended=ended))
-        finally:
-            free(left)
+        task = asyncio.ensure_future(request.run(replace(piece, ended=ended)))
+        task.add_done_callback(lambda _: free(left))  # not in the task, which may be cancelled before it starts
+        return task
