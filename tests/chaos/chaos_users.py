@@ -26,7 +26,7 @@ from tinker_local.types.codec import (
 from tests.attacks.tenant import PROTOBUF, Connection
 from tests.chaos.possible_states import Oracle, Run, Violation
 
-PATIENCE = 150.0
+PATIENCE = 300.0
 """Seconds for which a request is repeated."""
 
 ADAM = AdamParams(learning_rate=0.03, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.0, grad_clip_norm=0.0)
