@@ -9,6 +9,7 @@ from tinker_local.types.wire import tinker_local_wire_pb2 as wire
 
 from tests.attacks.attacker import Attacker, attack
 from tests.attacks.tenant import PROTOBUF, gradient_message, sample_body
+from tests.fuzz.mutate import varint
 
 
 def zstd(body: bytes) -> bytes:
@@ -83,14 +84,6 @@ def sparse_tensors(attacker: Attacker) -> Iterator[None]:
         bodies.append(message.SerializeToString())
     yield
     attacker.all_at_once([functools.partial(attacker.send, "forward_backward", body, **GRADIENT) for body in bodies])
-
-
-def varint(number: int) -> bytes:
-    found = bytearray()
-    while number > 127:
-        found.append(number & 127 | 128)
-        number >>= 7
-    return bytes([*found, number])
 
 
 @attack("9")

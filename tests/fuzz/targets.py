@@ -12,8 +12,10 @@ import socket
 import tempfile
 from abc import abstractmethod
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, ClassVar
+from unittest import mock
 
 import numpy as np
 from PIL import Image
@@ -40,11 +42,18 @@ class Fault(AssertionError):
     """What must not happen."""
 
 
+def short_polls() -> ExitStack:
+    """Long polls of this process end after 0.02 s, until this is closed."""
+    stack = ExitStack()
+    stack.enter_context(mock.patch.object(future_routes, "LONG_POLL_SECONDS", 0.02))
+    return stack
+
+
 class App:
     """The app over fakes in its own event loop, asked without a socket."""
 
     def __init__(self) -> None:
-        future_routes.LONG_POLL_SECONDS = 0.02
+        self._short_polls = short_polls()
         self._scratch = tempfile.TemporaryDirectory()
         self._loop = asyncio.new_event_loop()
         options = BackendOptions(data_dir=Path(self._scratch.name), gap_patience=1.0)
@@ -58,6 +67,7 @@ class App:
         self._loop.run_until_complete(self._backend.close())
         self._loop.close()
         self._scratch.cleanup()
+        self._short_polls.close()
 
     def ask(self, method: str, path: str, body: bytes, **headers: str) -> tuple[int, bytes]:
         """Status and content. `path` begins with /api/v1."""
@@ -320,7 +330,7 @@ class Heads(Target):
     )
 
     def __init__(self) -> None:
-        future_routes.LONG_POLL_SECONDS = 0.02
+        self._short_polls = short_polls()
         self._count = 0
         self._scratch = tempfile.TemporaryDirectory()
         options = BackendOptions(data_dir=Path(self._scratch.name))
@@ -354,6 +364,7 @@ class Heads(Target):
     def close(self) -> None:
         self._server.close()
         self._scratch.cleanup()
+        self._short_polls.close()
 
 
 TARGETS: dict[str, type[Target]] = {each.name: each for each in (Protobuf, Zstd, Json, Images, Heads)}

@@ -16,6 +16,7 @@ from tinker_local.backend.training.losses import LOSSES
 from tinker_local.types import Datum, ForwardBackwardRequest, ModelInput
 from tinker_local.types.codec import encode_forward_backward_request
 
+from tests.fuzz.mutate import places, replaced
 from tests.http.conftest import Api
 
 BOUNDED = settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
@@ -145,20 +146,6 @@ def filled(value: Any, names: dict[str, str]) -> Any:
     if isinstance(value, dict):
         return {filled(key, names): filled(item, names) for key, item in value.items()}
     return value
-
-
-def places(value: Any, at: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    """Where something is in a JSON value."""
-    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    return [at, *(place for key, item in inner for place in places(item, (*at, key)))]
-
-
-def replaced(value: Any, at: tuple[Any, ...], new: Any) -> Any:
-    if not at:
-        return new
-    copy = dict(value) if isinstance(value, dict) else list(value)
-    copy[at[0]] = replaced(value[at[0]], at[1:], new)
-    return copy
 
 
 def check(answer: Any) -> None:

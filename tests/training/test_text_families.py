@@ -5,7 +5,7 @@ The models have windows of 16 positions, soft caps that take effect, and grouped
 
 import json
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -158,33 +158,44 @@ def test_checkpointed_layers_of_autograd_give_the_same_gradients(
         assert_close(gradient, seen[-1], 1e-6)
 
 
-@pytest.mark.mutation(
-    "gated-mlp-as-autograd-keeps-it", "training/decoders/autograd.py", "if is_gated(module)]", "if False]"
-)
-@pytest.mark.parametrize("family", ["llama", "gemma2"])
-def test_a_gated_mlp_keeps_gate_and_up_alone_with_the_same_gradients(
-    family: str,
+@pytest.fixture
+def bytes_saved(
     trainer: Any,
     make: Any,
     add_adapter: Any,
     gradients: Any,
     assert_close: Any,
     monkeypatch: pytest.MonkeyPatch,
+) -> Callable[..., int]:
+    """Bytes per token that a layer keeps less with modules that `written_in` writes out, with the same gradients."""
+
+    def saved(family: str, written_in: str, recognised_by: str, dtype: str) -> int:
+        kept, seen, data = [], [], [make.datum(9), make.datum(30)]
+        decoders = "tinker_local.backend.training.decoders"
+        monkeypatch.setattr(f"{decoders}.{written_in}._ROWS", 16)
+        for plain in (False, True):
+            if plain:
+                monkeypatch.setattr(f"{decoders}.autograd.{recognised_by}", lambda module: False)
+            ours = trainer(family, decoder="autograd", dtype=dtype)
+            add_adapter(ours, "a")
+            kept.append(ours._loaded.decoder.memory(1, 0).layers[0].lean)
+            ours.forward_backward([TrainWork("a", data, "cross_entropy")])
+            seen.append(gradients(ours, "a"))
+        assert_close(seen[0], seen[1], 1e-6)
+        return int(kept[1] - kept[0])
+
+    return saved
+
+
+@pytest.mark.mutation(
+    "gated-mlp-as-autograd-keeps-it", "training/decoders/autograd.py", "if is_gated(module)]", "if False]"
+)
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_a_gated_mlp_keeps_gate_and_up_alone_with_the_same_gradients(
+    family: str, bytes_saved: Callable[..., int]
 ) -> None:
     """The activation and the product are computed again, in place of the gradients of gate and up."""
-    kept, seen = [], []
-    data = [make.datum(9), make.datum(30)]
-    monkeypatch.setattr("tinker_local.backend.training.decoders.gated_mlp._ROWS", 16)
-    for plain in (False, True):
-        if plain:
-            monkeypatch.setattr("tinker_local.backend.training.decoders.autograd.is_gated", lambda module: False)
-        ours = trainer(family, decoder="autograd")
-        add_adapter(ours, "a")
-        kept.append(ours._loaded.decoder.memory(1, 0).layers[0].lean)
-        ours.forward_backward([TrainWork("a", data, "cross_entropy")])
-        seen.append(gradients(ours, "a"))
-    assert kept[1] - kept[0] == 2 * 48 * 4
-    assert_close(seen[0], seen[1], 1e-6)
+    assert bytes_saved(family, "gated_mlp", "is_gated", "float32") == 2 * 48 * 4
 
 
 @pytest.mark.mutation("norm-as-autograd-keeps-it", "training/decoders/autograd.py", "if is_norm(module)]", "if False]")
@@ -192,29 +203,10 @@ def test_a_gated_mlp_keeps_gate_and_up_alone_with_the_same_gradients(
     ("family", "fewer"), [("llama", 2 * 132), ("gemma2", 4 * 132), ("gemma3_text", 732), ("qwen3", 352)]
 )
 def test_a_norm_in_bfloat16_keeps_its_input_and_no_float32_copy_with_the_same_gradients(
-    family: str,
-    fewer: int,
-    trainer: Any,
-    make: Any,
-    add_adapter: Any,
-    gradients: Any,
-    assert_close: Any,
-    monkeypatch: pytest.MonkeyPatch,
+    family: str, fewer: int, bytes_saved: Callable[..., int]
 ) -> None:
-    """`fewer`: bytes per token of a layer, two for each number, and four for each row's reciprocal root."""
-    kept, seen = [], []
-    data = [make.datum(9), make.datum(30)]
-    monkeypatch.setattr("tinker_local.backend.training.decoders.recomputed_norm._ROWS", 16)
-    for plain in (False, True):
-        if plain:
-            monkeypatch.setattr("tinker_local.backend.training.decoders.autograd.is_norm", lambda module: False)
-        ours = trainer(family, decoder="autograd", dtype="bfloat16")
-        add_adapter(ours, "a")
-        kept.append(ours._loaded.decoder.memory(1, 0).layers[0].lean)
-        ours.forward_backward([TrainWork("a", data, "cross_entropy")])
-        seen.append(gradients(ours, "a"))
-    assert kept[1] - kept[0] == fewer
-    assert_close(seen[0], seen[1], 1e-6)
+    """`fewer`: two bytes for each number, and four for each row's reciprocal root."""
+    assert bytes_saved(family, "recomputed_norm", "is_norm", "bfloat16") == fewer
 
 
 @pytest.mark.mutation(

@@ -2,9 +2,10 @@
 
 Decoding makes no Python lists: an array is a read-only numpy view of the bytes that protobuf hands out (only int32 and
 bfloat16 tensors are widened into new memory). A `forward_backward` body is decoded in two stages, because a server
-accepts every request that it can put in order and reports what is wrong with its data through the future:
-`parse_forward_backward_envelope` fails only if there is no model and no place in its order; `envelope.decode()` fails
-with an InvalidRequestError that names the field, e.g. `data[3].loss_fn_inputs['weights']`.
+accepts every request that it can put in order and reports errors in its data through the future.
+`parse_forward_backward_envelope` fails only if the body is not protobuf or lacks `model_id` or `seq_id`, without which
+the request has no place in an order. `envelope.decode()` fails with an InvalidRequestError that names the field, e.g.
+`data[3].loss_fn_inputs['weights']`.
 
 Arrays are raw little-endian bytes in C order. A field that the schema does not know is refused, never dropped.
 """

@@ -19,7 +19,7 @@ VARINT, FIXED64, BYTES, FIXED32 = 0, 1, 2, 5
 _FIXED = {FIXED64: 8, FIXED32: 4}
 
 UNKNOWN_BYTES = 4096
-"""Unknown fields of a message up to this size are told by their numbers."""
+"""If the unknown fields of a message are larger, in bytes, the error names their size instead of their numbers."""
 
 
 class NotProtobuf(ValueError):

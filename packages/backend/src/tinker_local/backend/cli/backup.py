@@ -7,6 +7,8 @@ import click
 from tinker_local.backend.options import default_data_dir
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from tinker_local.backend.storage.backups import Copied
 
 _data_dir = click.option(
@@ -30,11 +32,7 @@ def backup(data_dir: Path, to: Path) -> None:
     """Copy the database and all checkpoints, while a server runs or not."""
     from tinker_local.backend.storage.backups import back_up
 
-    try:
-        copied = back_up(data_dir, to)
-    except (ValueError, RuntimeError, OSError) as error:
-        raise click.ClickException(str(error)) from error
-    _tell(copied, f"{data_dir} to {to}")
+    _copy(back_up, data_dir, to)
 
 
 @click.command()
@@ -50,18 +48,17 @@ def restore(source: Path, data_dir: Path) -> None:
     """Copy a backup into a data folder that has neither a database nor checkpoints."""
     from tinker_local.backend.storage.backups import restore as put_back
 
+    _copy(put_back, source, data_dir)
+
+
+def _copy(copy: "Callable[[Path, Path], Copied]", source: Path, target: Path) -> None:
+    """Print the counts. ClickException if `copy` refuses, or, after everything was copied, if a checkpoint is damaged."""
     try:
-        copied = put_back(source, data_dir)
+        copied = copy(source, target)
     except (ValueError, RuntimeError, OSError) as error:
         raise click.ClickException(str(error)) from error
-    _tell(copied, f"{source} to {data_dir}")
-
-
-def _tell(copied: "Copied", what: str) -> None:
-    """The counts; ClickException, after everything was copied, if a checkpoint is damaged."""
-    click.echo(
-        f"copied the database and {copied.checkpoints} checkpoints ({copied.size_bytes / 2**20:.1f} MiB): {what}"
-    )
+    size = f"{copied.size_bytes / 2**20:.1f} MiB"
+    click.echo(f"copied the database and {copied.checkpoints} checkpoints ({size}): {source} to {target}")
     for folder in copied.missing:
         click.echo(f"recorded without a folder: {folder}", err=True)
     if copied.damaged:

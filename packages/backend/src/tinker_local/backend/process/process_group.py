@@ -89,7 +89,7 @@ class ProcessGroup:
                 member.channel.close()
                 _end(member.popen)
             raise
-        # The watch refers to no channel, so that a group that is no longer referenced ends with its channels.
+        # The watch gets the processes and not the channels, so that dropping the group closes its channels.
         self._watch = _Watch(name, [member.popen for member in self.members], on_end)
         weakref.finalize(self, self._watch.expect_end).atexit = False
 
