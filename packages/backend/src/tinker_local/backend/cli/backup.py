@@ -52,7 +52,7 @@ def restore(source: Path, data_dir: Path) -> None:
 
 
 def _copy(copy: "Callable[[Path, Path], Copied]", source: Path, target: Path) -> None:
-    """Print the counts. ClickException if `copy` refuses, or, after everything was copied, if a checkpoint is damaged."""
+    """Copy, and print the counts. ClickException if `copy` refuses, or at the end if a checkpoint is damaged."""
     try:
         copied = copy(source, target)
     except (ValueError, RuntimeError, OSError) as error:
