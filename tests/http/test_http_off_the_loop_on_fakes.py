@@ -70,9 +70,9 @@ class Threads:
 )
 @pytest.mark.mutation(
     "disk-on-the-loop",
-    "save_weights_for_sampler.py",
-    "await loop.run_in_executor(self._publishing, self._folders.publish, name, state)",
-    "self._folders.publish(name, state)",
+    "sampler_versions.py",
+    "await asyncio.to_thread(self._folders.remove, name)",
+    "self._folders.remove(name)",
 )
 async def test_nothing_that_takes_long_runs_on_the_event_loop_on_fakes(
     api: Api, monkeypatch: pytest.MonkeyPatch
@@ -95,7 +95,6 @@ async def test_nothing_that_takes_long_runs_on_the_event_loop_on_fakes(
         (futures, "encode_forward_backward_output"),
         (futures, "encode_sample_output"),
         (api.engines["fake/bigram"].renderer, "render"),
-        (api.backend.folders, "publish"),
         (api.backend.folders, "remove"),
         (api.sampler, "_read"),
         (api.sampler, "_sample"),
@@ -157,7 +156,6 @@ async def test_nothing_that_takes_long_runs_on_the_event_loop_on_fakes(
         "to_output",
         "render",
         "validate",
-        "publish",
         "remove",
     }
     wanted |= {"encode_forward_backward_output", "encode_sample_output", "frame_content_size", "_read", "_sample"}

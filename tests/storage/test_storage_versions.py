@@ -1,5 +1,6 @@
 """Promise 16: folders of nameless sampler versions: immutable, the newest in shared memory, gone with the process."""
 
+import asyncio
 import subprocess
 import sys
 import threading
@@ -32,9 +33,9 @@ def holds(path: Path, seed: int) -> bool:
     return same_tensors(read_adapter(path, state.base_model, state.lora_config, optimizer=False), state)
 
 
-def add(versions: VersionFolders, name: str, state: AdapterState) -> Path:
+async def add(versions: VersionFolders, name: str, state: AdapterState) -> Path:
     """Publish, and wait until the folder is there."""
-    path = versions.publish(name, state)
+    path = await versions.publish(name, state)
     versions.write(name)
     versions.flush()
     return path
@@ -44,14 +45,14 @@ def in_memory(path: Path, memory: Path) -> bool:
     return path.resolve().is_relative_to(memory.resolve())
 
 
-def test_versions_are_written_in_memory_and_removed(tmp_path: Path, memory: Path) -> None:
+async def test_versions_are_written_in_memory_and_removed(tmp_path: Path, memory: Path) -> None:
     versions = VersionFolders(tmp_path / "data", shared_memory=memory)
-    path = add(versions, "m:train:0/1", make_state(1, optimizer=False))
+    path = await add(versions, "m:train:0/1", make_state(1, optimizer=False))
     assert holds(path, 1)
     assert in_memory(path, memory)
     assert {file.name for file in path.iterdir()} == {"adapter_model.safetensors", "adapter_config.json"}
     with pytest.raises(ValueError, match="exists"):
-        versions.publish("m:train:0/1", make_state(2))
+        await versions.publish("m:train:0/1", make_state(2))
     folder = path.resolve()
     versions.remove("m:train:0/1")
     versions.remove("m:train:0/1")
@@ -59,12 +60,12 @@ def test_versions_are_written_in_memory_and_removed(tmp_path: Path, memory: Path
     assert not path.is_symlink()
     with pytest.raises(NotFoundError, match="m:train:0/1"):
         versions.path("m:train:0/1")
-    again = add(versions, "m:train:0/1", make_state(2, optimizer=False))
+    again = await add(versions, "m:train:0/1", make_state(2, optimizer=False))
     assert again != path, "a path must never be used twice"
     versions.close()
 
 
-def test_a_version_is_in_memory_until_its_folder_can_be_read(
+async def test_a_version_is_in_memory_until_its_folder_can_be_read(
     tmp_path: Path, memory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     may_write = threading.Event()
@@ -76,13 +77,13 @@ def test_a_version_is_in_memory_until_its_folder_can_be_read(
     monkeypatch.setattr("tinker_local.backend.storage.versions.write_adapter", slow)
     versions = VersionFolders(tmp_path / "data", shared_memory=memory)
     state = make_state(1, optimizer=False)
-    path = versions.publish("v", state)
+    path = await versions.publish("v", state)
     versions.write("v")
     assert versions.path("v") == path
     assert versions.unwritten("v") is state
     assert not path.exists()
     # One that is dropped before it is written leaves nothing.
-    gone = versions.publish("gone", make_state(2, optimizer=False))
+    gone = await versions.publish("gone", make_state(2, optimizer=False))
     versions.write("gone")
     removing = threading.Thread(target=versions.remove, args=("gone",))
     removing.start()
@@ -99,12 +100,12 @@ def test_a_version_is_in_memory_until_its_folder_can_be_read(
     versions.close()
 
 
-def test_a_folder_is_written_when_the_first_samples_are_over_or_somebody_waits(
+async def test_a_folder_is_written_when_the_first_samples_are_over_or_somebody_waits(
     tmp_path: Path, memory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tinker_local.backend.storage.versions.WRITE_DELAY", 1.0)
     versions = VersionFolders(tmp_path / "data", shared_memory=memory)
-    path = versions.publish("v", make_state(1, optimizer=False))
+    path = await versions.publish("v", make_state(1, optimizer=False))
     versions.write("v")
     assert versions.unwritten("v") is not None
     deadline = time.monotonic() + 60
@@ -113,19 +114,19 @@ def test_a_folder_is_written_when_the_first_samples_are_over_or_somebody_waits(
     assert holds(path, 1), "it was written although nothing waited for it"
     monkeypatch.setattr("tinker_local.backend.storage.versions.WRITE_DELAY", 60.0)
     for number in range(UNWRITTEN):
-        versions.publish(f"v{number}", make_state(number, optimizer=False))
+        await versions.publish(f"v{number}", make_state(number, optimizer=False))
         versions.write(f"v{number}")
     start = time.monotonic()
-    versions.publish("more", make_state(9, optimizer=False))  # there is no room, so the writer hurries
+    await versions.publish("more", make_state(9, optimizer=False))  # there is no room, so the writer hurries
     versions.write("more")
     versions.flush()
-    versions.publish("last", make_state(8, optimizer=False))
+    await versions.publish("last", make_state(8, optimizer=False))
     versions.write("last")
     versions.close()
     assert time.monotonic() - start < 50, "it waited for the delay"
 
 
-def test_a_version_that_cannot_be_written_stays_in_memory(
+async def test_a_version_that_cannot_be_written_stays_in_memory(
     tmp_path: Path, memory: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def full(folder: Path, state: AdapterState) -> None:
@@ -136,7 +137,7 @@ def test_a_version_that_cannot_be_written_stays_in_memory(
     monkeypatch.setattr("tinker_local.backend.storage.versions.write_adapter", full)
     states = [make_state(seed, optimizer=False) for seed in range(UNWRITTEN + 1)]
     for number, state in enumerate(states):
-        add(versions, f"v{number}", state)
+        await add(versions, f"v{number}", state)
     assert [versions.unwritten(f"v{number}") for number in range(len(states))] == states
     assert "no space left" in caplog.text
     assert list(memory.glob("tinker-local-*/*/*")) == []
@@ -144,19 +145,39 @@ def test_a_version_that_cannot_be_written_stays_in_memory(
     versions.close()
 
 
+@pytest.mark.mutation(
+    "any-number-of-unwritten-versions", "versions.py", "            await self._room.acquire()", "            pass"
+)
+@pytest.mark.mutation(
+    "written-version-keeps-its-place",
+    "versions.py",
+    "            version.writing.add_done_callback(lambda _: self._leave_room(version))\n",
+    "",
+    cases=("write",),
+)
+@pytest.mark.mutation(
+    "removed-version-keeps-its-place",
+    "versions.py",
+    "if version.writing is None:\n                self._leave_room(version)",
+    "if version.writing is None:\n                pass",
+    cases=("remove",),
+)
 @pytest.mark.parametrize("relieve", ["write", "remove"])
-def test_only_a_few_versions_are_in_memory_alone(tmp_path: Path, relieve: str) -> None:
+async def test_only_a_few_versions_are_in_memory_alone(tmp_path: Path, relieve: str) -> None:
     """Who saves faster than the disk takes it waits, until a version has its folder or is not wanted any more."""
     versions = VersionFolders(tmp_path / "data", shared_memory=None)
     for number in range(UNWRITTEN):
-        versions.publish(f"v{number}", make_state(number, optimizer=False))
-    publishing = threading.Thread(target=versions.publish, args=("more", make_state(9, optimizer=False)))
-    publishing.start()
-    publishing.join(0.2)
-    assert publishing.is_alive()
-    getattr(versions, relieve)("v1")
-    publishing.join(10)
-    assert not publishing.is_alive()
+        await versions.publish(f"v{number}", make_state(number, optimizer=False))
+    given_up = asyncio.create_task(versions.publish("given-up", make_state(8, optimizer=False)))
+    publishing = asyncio.create_task(versions.publish("more", make_state(9, optimizer=False)))
+    await asyncio.wait((publishing,), timeout=0.2)
+    given_up.cancel()
+    await asyncio.wait((given_up,))
+    assert not publishing.done()
+    await asyncio.to_thread(getattr(versions, relieve), "v1")
+    await asyncio.wait_for(publishing, 20)
+    with pytest.raises(NotFoundError):
+        versions.path("given-up")
     for name in ("v1", "v2", "more"):
         versions.remove(name)
     versions.remove("v1")
@@ -166,50 +187,50 @@ def test_only_a_few_versions_are_in_memory_alone(tmp_path: Path, relieve: str) -
 @pytest.mark.mutation(
     "newest-version-spilled-first", "versions.py", "self._spill(older.pop(0))", "self._spill(older.pop())"
 )
-def test_older_versions_move_to_disk_and_keep_their_path_and_content(tmp_path: Path, memory: Path) -> None:
+async def test_older_versions_move_to_disk_and_keep_their_path_and_content(tmp_path: Path, memory: Path) -> None:
     versions = VersionFolders(tmp_path / "data", shared_memory=memory, memory_bytes=2 * SIZE)
-    paths = [add(versions, f"v{n}", make_state(n, optimizer=False)) for n in range(5)]
+    paths = [await add(versions, f"v{n}", make_state(n, optimizer=False)) for n in range(5)]
     assert [in_memory(path, memory) for path in paths] == [False, False, False, True, True]
     assert all(versions.path(f"v{n}") == path and holds(path, n) for n, path in enumerate(paths))
     assert versions.bytes_in_memory() == 2 * SIZE
     versions.remove("v4")
-    add(versions, "v5", make_state(5, optimizer=False))
+    await add(versions, "v5", make_state(5, optimizer=False))
     assert in_memory(paths[3], memory)
     versions.close()
 
 
-def test_a_version_too_large_for_memory_goes_to_disk_alone(tmp_path: Path, memory: Path) -> None:
+async def test_a_version_too_large_for_memory_goes_to_disk_alone(tmp_path: Path, memory: Path) -> None:
     versions = VersionFolders(tmp_path / "data", shared_memory=memory, memory_bytes=2 * SIZE)
-    small = add(versions, "small", make_state(1, optimizer=False))
-    large = add(versions, "large", make_state(2, optimizer=False, width=1024))
+    small = await add(versions, "small", make_state(1, optimizer=False))
+    large = await add(versions, "large", make_state(2, optimizer=False, width=1024))
     assert in_memory(small, memory)
     assert not in_memory(large, memory)
     versions.close()
 
 
-def test_a_shared_memory_that_is_nearly_full_is_spared(
+async def test_a_shared_memory_that_is_nearly_full_is_spared(
     tmp_path: Path, memory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("shutil.disk_usage", lambda _path: SimpleNamespace(free=SIZE))
     versions = VersionFolders(tmp_path / "data", shared_memory=memory)
-    assert not in_memory(add(versions, "v", make_state(1, optimizer=False)), memory)
+    assert not in_memory(await add(versions, "v", make_state(1, optimizer=False)), memory)
     versions.close()
 
 
 @pytest.mark.parametrize("shared_memory", [None, Path("/does/not/exist")])
-def test_without_shared_memory_versions_lie_on_disk(tmp_path: Path, shared_memory: Path | None) -> None:
+async def test_without_shared_memory_versions_lie_on_disk(tmp_path: Path, shared_memory: Path | None) -> None:
     versions = VersionFolders(tmp_path, shared_memory=shared_memory)
-    path = add(versions, "v", make_state(1, optimizer=False))
+    path = await add(versions, "v", make_state(1, optimizer=False))
     assert holds(path, 1)
     assert path.resolve().is_relative_to(tmp_path.resolve())
     versions.close()
 
 
-def test_whoever_reads_while_a_version_moves_reads_the_same(tmp_path: Path, memory: Path) -> None:
+async def test_whoever_reads_while_a_version_moves_reads_the_same(tmp_path: Path, memory: Path) -> None:
     versions = VersionFolders(tmp_path / "data", shared_memory=memory, memory_bytes=2 * SIZE)
     errors: list[BaseException] = []
     stop = threading.Event()
-    path = add(versions, "v0", make_state(0, optimizer=False))
+    path = await add(versions, "v0", make_state(0, optimizer=False))
 
     def read() -> None:
         while not stop.is_set():
@@ -223,7 +244,7 @@ def test_whoever_reads_while_a_version_moves_reads_the_same(tmp_path: Path, memo
     for reader in readers:
         reader.start()
     for number in range(1, 20):
-        add(versions, f"v{number}", make_state(number, optimizer=False))
+        await add(versions, f"v{number}", make_state(number, optimizer=False))
     stop.set()
     for reader in readers:
         reader.join()
@@ -232,32 +253,32 @@ def test_whoever_reads_while_a_version_moves_reads_the_same(tmp_path: Path, memo
     versions.close()
 
 
-def test_close_leaves_nothing(tmp_path: Path, memory: Path) -> None:
+async def test_close_leaves_nothing(tmp_path: Path, memory: Path) -> None:
     versions = VersionFolders(tmp_path / "data", shared_memory=memory, memory_bytes=SIZE)
     for number in range(3):
-        add(versions, f"v{number}", make_state(number, optimizer=False))
+        await add(versions, f"v{number}", make_state(number, optimizer=False))
     versions.close()
     versions.close()
     assert [path for path in memory.iterdir() if path.is_dir()] == []
     assert list((tmp_path / "data").iterdir()) == []
 
 
-def test_what_a_killed_server_left_is_removed_but_not_what_a_living_one_has(tmp_path: Path, memory: Path) -> None:
+async def test_what_a_killed_server_left_is_removed_but_not_what_a_living_one_has(tmp_path: Path, memory: Path) -> None:
     code = f"""
-import os, sys
+import asyncio, os, sys
 sys.path.insert(0, {str(Path(__file__).parent)!r})
 from pathlib import Path
 from store_states import make_state
 from tinker_local.backend.storage import VersionFolders
 versions = VersionFolders(Path(sys.argv[1]), shared_memory=Path({str(memory)!r}), memory_bytes={SIZE})
 for number in range(2):
-    versions.publish(str(number), make_state(number, optimizer=False))
+    asyncio.run(versions.publish(str(number), make_state(number, optimizer=False)))
     versions.write(str(number))
 versions.flush()
 os.kill(os.getpid(), 9)
 """
     living = VersionFolders(tmp_path / "living", shared_memory=memory)
-    path = add(living, "v", make_state(7, optimizer=False))
+    path = await add(living, "v", make_state(7, optimizer=False))
     killed = subprocess.run([sys.executable, "-c", code, str(tmp_path / "killed")], check=False)
     assert killed.returncode == -9
     assert len([folder for folder in memory.iterdir() if folder.is_dir()]) == 2

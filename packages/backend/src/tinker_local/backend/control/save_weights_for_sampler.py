@@ -3,7 +3,6 @@
 import asyncio
 import logging
 from collections.abc import Awaitable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -50,8 +49,6 @@ class SaveWeightsForSampler:
         self._versions = versions
         self._sampling = sampling
         self._count = 0
-        # A publish may wait for earlier versions, which need the threads of everything else to make room.
-        self._publishing = ThreadPoolExecutor(1, thread_name_prefix="publish")
 
     def save(self, request: SaveWeightsForSamplerRequest) -> Command:
         """Capture and publish a version. The operation ends once it is durable (if named), loaded and verified."""
@@ -129,8 +126,7 @@ class SaveWeightsForSampler:
     ) -> None:
         self._count += 1
         name = f"{model.model_id}/{request.seq_id}#{self._count}"
-        loop = asyncio.get_running_loop()
-        await loop.run_in_executor(self._publishing, self._folders.publish, name, state)
+        await self._folders.publish(name, state)
         operation.timeline.enter("loading")
         try:
             await self._load_and_verify(model.base, self._versions.ephemeral(name), expected)

@@ -1,5 +1,6 @@
 """`VersionFolders`: the adapters of ephemeral sampler versions, the newest in shared memory, older ones on disk."""
 
+import asyncio
 import fcntl
 import logging
 import os
@@ -10,7 +11,7 @@ import time
 import uuid
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,6 +36,8 @@ class _Version:
     link: Path
     """The path that users of the version get: a symbolic link that follows its folder from memory to disk."""
     size: int
+    loop: asyncio.AbstractEventLoop
+    """Of its `publish`."""
     unwritten: AdapterState | None
     """What the folder will contain; None once the folder exists."""
     folder: Path | None = None
@@ -53,8 +56,8 @@ class VersionFolders:
     The newest versions are in `shared_memory` (a RAM file system; None or missing: on disk), as long as they fit into
     `memory_bytes` and into half of the free space there. Older ones move to `data_dir/ephemeral`. A version's path
     stays valid when it moves, and readers see the same content at any time. The caller holds the lock of `data_dir`
-    (`Store`). Methods may be called from several threads. All except `path` and `unwritten` may block; `publish` only
-    while `UNWRITTEN` versions have no folder.
+    (`Store`). Versions are published on one event loop; the other methods may be called from several threads, and
+    `flush`, `remove` and `close` block.
     """
 
     def __init__(
@@ -71,20 +74,21 @@ class VersionFolders:
         self._versions: dict[str, _Version] = {}
         self._changing = threading.Lock()  # held while folders are written, moved and deleted
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="versions")
-        self._room = threading.BoundedSemaphore(UNWRITTEN)
+        self._room = asyncio.BoundedSemaphore(UNWRITTEN)  # changed on the event loop alone
         self._hurry = threading.Event()
         self._waiting = 0
         self._counting = threading.Lock()
 
-    def publish(self, name: str, state: AdapterState) -> Path:
+    async def publish(self, name: str, state: AdapterState) -> Path:
         """Make `state` the version `name`; its path, where `write` will make a folder. ValueError if the name is in
-        use."""
-        version = _Version(self._disk / f"{uuid.uuid4().hex}.link", adapter_bytes(state), state)
+        use. Waits, in the order of the calls, while `UNWRITTEN` versions have no folder."""
+        with self._hurrying() if self._room.locked() else nullcontext():
+            await self._room.acquire()
+        link, loop = self._disk / f"{uuid.uuid4().hex}.link", asyncio.get_running_loop()
+        version = _Version(link, adapter_bytes(state), loop, state)
         if self._versions.setdefault(name, version) is not version:
+            self._room.release()
             raise ValueError(f"version {name!r} exists")
-        if not self._room.acquire(blocking=False):
-            with self._hurrying():
-                self._room.acquire()
         return version.link
 
     def write(self, name: str) -> None:
@@ -152,7 +156,7 @@ class VersionFolders:
         with self._counting:
             if version.takes_room:
                 version.takes_room = False
-                self._room.release()
+                version.loop.call_soon_threadsafe(self._room.release)
 
     @contextmanager
     def _hurrying(self) -> Iterator[None]:
