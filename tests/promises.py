@@ -141,7 +141,8 @@ PROMISES = (
         "A sampler version never changes, lives as long as promised, and leaves training alone",
         "old-samplers-get-new-weights lora-ids-used-again captured-weights-shared "
         "saving-replaces-the-adapter newest-version-spilled-first versions-outlive-their-session "
-        "versions-without-bound versions-dropped-under-samples "
+        "versions-without-bound versions-dropped-under-samples any-number-of-unwritten-versions "
+        "written-version-keeps-its-place removed-version-keeps-its-place "
         "lost-samplers-of-named-versions",
         ("sampling/test_adapters.py::test_a_version_stays_what_it_was_when_newer_ones_are_loaded",),
     ),
