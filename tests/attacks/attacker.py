@@ -4,6 +4,7 @@ A program prepares what it will send, yields once, and attacks when it is resume
 """
 
 import contextlib
+import functools
 import json
 import os
 import re
@@ -22,6 +23,8 @@ from tests.attacks.tenant import Connection, Refused, Tenant
 
 Serving = Literal["fake", "text", "vision"]
 """What the server serves: the fakes, or a tiny real model."""
+
+JSON = {"Content_Type": "application/json"}
 
 
 @dataclass
@@ -55,6 +58,10 @@ class Attacker:
                 self.say(str(error))
             except (OSError, HTTPException, TimeoutError) as error:
                 self.say(f"{type(error).__name__}: {error}")
+
+    def post_at_once(self, path: str, bodies: Sequence[bytes], **headers: str) -> None:
+        """`send` each of `bodies` on another connection."""
+        self.all_at_once([functools.partial(self.send, path, body, **headers) for body in bodies])
 
     def all_at_once(self, calls: Sequence[Callable[[], object]]) -> None:
         """Each call in a thread."""

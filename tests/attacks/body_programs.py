@@ -1,13 +1,12 @@
 """Attacks with the bodies of requests: protobuf, ids, JSON."""
 
-import functools
 import json
 import struct
 from collections.abc import Iterator
 
 from tinker_local.types.wire import tinker_local_wire_pb2 as wire
 
-from tests.attacks.attacker import Attacker, attack
+from tests.attacks.attacker import JSON, Attacker, attack
 from tests.attacks.tenant import PROTOBUF, gradient_message, sample_body
 from tests.fuzz.mutate import varint
 
@@ -31,12 +30,7 @@ def empty_data(attacker: Attacker) -> Iterator[None]:
         for seq_id in (1, 2)
     ]
     yield
-    attacker.all_at_once(
-        [
-            functools.partial(attacker.send, "forward_backward", body, Content_Encoding="zstd", **GRADIENT)
-            for body in bodies
-        ]
-    )
+    attacker.post_at_once("forward_backward", bodies, Content_Encoding="zstd", **GRADIENT)
 
 
 @attack("8")
@@ -48,12 +42,7 @@ def empty_chunks(attacker: Attacker) -> Iterator[None]:
     datum = b"\x1a" + varint(len(chunks)) + chunks
     bodies = [zstd(gradient_message(model, seq_id, [1, 2], 0).SerializeToString() + datum) for seq_id in (1, 2)]
     yield
-    attacker.all_at_once(
-        [
-            functools.partial(attacker.send, "forward_backward", body, Content_Encoding="zstd", **GRADIENT)
-            for body in bodies
-        ]
-    )
+    attacker.post_at_once("forward_backward", bodies, Content_Encoding="zstd", **GRADIENT)
 
 
 @attack("8")
@@ -64,7 +53,7 @@ def unknown_fields(attacker: Attacker) -> Iterator[None]:
     unknown = b"\xa0\x06\x00" * 3_400_000
     bodies = [gradient_message(model, seq_id, [1, 2]).SerializeToString() + unknown for seq_id in (1, 2)]
     yield
-    attacker.all_at_once([functools.partial(attacker.send, "forward_backward", body, **GRADIENT) for body in bodies])
+    attacker.post_at_once("forward_backward", bodies, **GRADIENT)
 
 
 @attack("8")
@@ -83,7 +72,7 @@ def sparse_tensors(attacker: Attacker) -> Iterator[None]:
         message.data.extend([datum] * 8)
         bodies.append(message.SerializeToString())
     yield
-    attacker.all_at_once([functools.partial(attacker.send, "forward_backward", body, **GRADIENT) for body in bodies])
+    attacker.post_at_once("forward_backward", bodies, **GRADIENT)
 
 
 @attack("9")
@@ -91,7 +80,7 @@ def long_sampler_id(attacker: Attacker) -> Iterator[None]:
     """One request for 1,024 samples of a sampling session that does not exist, whose id has 2 MB."""
     body = json.dumps(sample_body("x" * 2_000_000, 0, num_samples=1024)).encode()
     yield
-    attacker.send("asample", body, Content_Type="application/json")
+    attacker.send("asample", body, **JSON)
 
 
 @attack("10")
@@ -112,7 +101,7 @@ def many_unknown_models(attacker: Attacker) -> Iterator[None]:
     ]
     yield
     for body in bodies:
-        attacker.send("optim_step", body, Content_Type="application/json")
+        attacker.send("optim_step", body, **JSON)
 
 
 @attack("12", seconds=150)
@@ -125,7 +114,7 @@ def long_json(attacker: Attacker) -> Iterator[None]:
         .replace(b'"tokens": []', b'"tokens": [%s1]' % (b"1," * 50_000_000))
     )
     yield
-    attacker.send("asample", body, Content_Type="application/json")
+    attacker.send("asample", body, **JSON)
 
 
 @attack("12")
@@ -137,7 +126,7 @@ def deep_json(attacker: Attacker) -> Iterator[None]:
     ]
     yield
     for body in bodies * 2:
-        attacker.send("create_session", body, Content_Type="application/json")
+        attacker.send("create_session", body, **JSON)
 
 
 @attack("12")
@@ -148,4 +137,4 @@ def retrieved_ids(attacker: Attacker) -> Iterator[None]:
     ids = b",".join(b'"a"' for _ in range(3_800_000))
     body = json.dumps(target).encode()[:-1] + b', "retrieved_request_ids": [%s]}' % ids
     yield
-    attacker.all_at_once([lambda: attacker.send("retrieve_futures", body, Content_Type="application/json")] * 2)
+    attacker.post_at_once("retrieve_futures", [body] * 2, **JSON)

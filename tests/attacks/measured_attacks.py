@@ -23,10 +23,11 @@ LEAST_MS, LEAST_MIB = 100.0, 100.0
 
 @dataclass
 class Outcome:
-    """Milliseconds and MiB. `during`: of the two attacks; `memory`: before, after one, after two; `answers`."""
+    """Milliseconds and MiB. `before`, `during`: p99 of samples and of steps right before each attack and while it ran;
+    `memory`: before, after one, after two."""
 
     attack: Attack
-    before: tuple[float, float]
+    before: list[tuple[float, float]] = field(default_factory=list)
     during: list[tuple[float, float]] = field(default_factory=list)
     worst: list[tuple[float, float]] = field(default_factory=list)
     memory: list[float] = field(default_factory=list)
@@ -40,8 +41,8 @@ class Outcome:
         """What breaks the promise: a victim slower than twice or 100 ms more (p99), memory that stays, a death."""
         found = [] if self.alive else ["the server is dead"]
         found += [f"the victim was refused: {text}" for text in dict.fromkeys(self.failures)]
-        for number, (sample, step) in enumerate(self.during, 1):
-            for what, now, was in (("sample", sample, self.before[0]), ("step", step, self.before[1])):
+        for number, (calm, attacked) in enumerate(zip(self.before, self.during, strict=True), 1):
+            for what, was, now in zip(("sample", "step"), calm, attacked, strict=True):
                 if now > max(2 * was, was + LEAST_MS):
                     found.append(f"attack {number}: {what} p99 {now:.0f} ms, without {was:.0f} ms")
         start, *after = self.memory
@@ -74,8 +75,9 @@ def server_of(serving: Serving, arguments: Sequence[str], folder: Path) -> Itera
         server.kill()
 
 
-def measure(attack: Attack, *, calm: float = 5.0, settle: float = 10.0, times: int = 2) -> Outcome:
-    """Start a server, feel `calm` seconds without and then `times` attacks; memory is the least within `settle`."""
+def measure(attack: Attack, *, calm: float = 6.0, settle: float = 10.0, times: int = 2) -> Outcome:
+    """Start a server, and `times` feel `calm` seconds without the attack and then the attack, under one load of the
+    machine; memory is the least within `settle` seconds."""
     with (
         tempfile.TemporaryDirectory() as scratch,
         server_of(attack.serving, attack.arguments, Path(scratch)) as (server, name),
@@ -84,21 +86,20 @@ def measure(attack: Attack, *, calm: float = 5.0, settle: float = 10.0, times: i
         victim = Victim(server.url, KEYS[0], name)
         with victim.feel():  # caches, threads and what the first requests import
             time.sleep(2)
-        with victim.feel() as felt:
-            time.sleep(calm)
-        sample, step = felt.p99()
-        outcome = Outcome(attack, (1e3 * sample, 1e3 * step), memory=[memory.settled(1)])
+        outcome = Outcome(attack, memory=[memory.settled(1)])
         for _ in range(times):
             with armed(attack, server.url, name) as go:
+                with victim.feel() as felt:
+                    time.sleep(calm)
+                outcome.before.append(milliseconds(felt.p99()))
+                outcome.failures += felt.failures
                 start = time.monotonic()
                 with victim.feel() as felt:
                     outcome.answers = go()
                     time.sleep(max(0.0, start + 3 - time.monotonic()))
             outcome.seconds.append(time.monotonic() - start)
-            sample, step = felt.p99()
-            outcome.during.append((1e3 * sample, 1e3 * step))
-            sample, step = felt.most()
-            outcome.worst.append((1e3 * sample, 1e3 * step))
+            outcome.during.append(milliseconds(felt.p99()))
+            outcome.worst.append(milliseconds(felt.most()))
             outcome.failures += felt.failures
             outcome.memory.append(memory.settled(settle))
             if max(outcome.worst[-1]) >= 1e3 * LONGEST:  # a second attack would measure the rest of the first
@@ -108,6 +109,10 @@ def measure(attack: Attack, *, calm: float = 5.0, settle: float = 10.0, times: i
         victim.close()
         memory.close()
         return outcome
+
+
+def milliseconds(seconds: tuple[float, float]) -> tuple[float, float]:
+    return 1e3 * seconds[0], 1e3 * seconds[1]
 
 
 @contextmanager
@@ -141,15 +146,20 @@ def armed(attack: Attack, url: str, base_model: str) -> Iterator[Callable[[], li
 
 
 HEAD = (
-    "| item | attack | sample p99 ms: without, with | step p99 ms: without, with | worst ms | "
+    "| item | attack | sample p99 ms: without → with | step p99 ms: without → with | worst ms | "
     "MiB: before, after one, after two (peak) | the attacker got |\n|---|---|---|---|---|---|---|"
 )
 
 
 def line(outcome: Outcome) -> str:
     """A row of the table."""
-    samples = " / ".join(f"{sample:.0f}" for sample, _ in outcome.during)
-    steps = " / ".join(f"{step:.0f}" for _, step in outcome.during)
+    samples, steps = (
+        ", ".join(
+            f"{calm[kind]:.0f} → {attacked[kind]:.0f}"
+            for calm, attacked in zip(outcome.before, outcome.during, strict=True)
+        )
+        for kind in (0, 1)
+    )
     worst = max(max(pair) for pair in outcome.worst)
     memory = ", ".join(f"{each:.0f}" for each in outcome.memory)
     got = "; ".join(f"{count} x {text}" if count > 1 else text for text, count in outcome.answers[:3])
@@ -158,8 +168,8 @@ def line(outcome: Outcome) -> str:
         got = f"THE SERVER IS DEAD; {got}"
     verdict = "holds" if not outcome.faults() else "**fails**"
     return (
-        f"| {outcome.attack.item} | {outcome.attack.name}: {verdict} | {outcome.before[0]:.0f}, {samples} | "
-        f"{outcome.before[1]:.0f}, {steps} | {worst:.0f} | {memory} ({outcome.peak:.0f}) | {got} |"
+        f"| {outcome.attack.item} | {outcome.attack.name}: {verdict} | {samples} | {steps} | "
+        f"{worst:.0f} | {memory} ({outcome.peak:.0f}) | {got} |"
     )
 
 

@@ -1,7 +1,6 @@
 """Attacks with images, samples and sessions."""
 
 import contextlib
-import functools
 import io
 import json
 import os
@@ -11,7 +10,7 @@ import time
 import zlib
 from collections.abc import Iterator
 
-from tests.attacks.attacker import Attacker, attack
+from tests.attacks.attacker import JSON, Attacker, attack
 from tests.attacks.tenant import Connection, Refused, sample_body
 
 
@@ -42,9 +41,7 @@ def _huge_images(attacker: Attacker) -> Iterator[None]:
         prompt = {"chunks": [{"type": "encoded_text", "tokens": [5]}, image]}
         bodies.append(json.dumps({**sample_body(sampler, tenant.next_sample()), "prompt": prompt}).encode())
     yield
-    attacker.all_at_once(
-        [functools.partial(attacker.send, "asample", body, Content_Type="application/json") for body in bodies]
-    )
+    attacker.post_at_once("asample", bodies, **JSON)
 
 
 @attack("13", serving="vision", seconds=120)
@@ -101,9 +98,7 @@ def _many_stops(attacker: Attacker) -> Iterator[None]:
         json.dumps(sample_body(sampler, number, num_samples=8, sampling_params=params)).encode() for number in range(4)
     ]
     yield
-    attacker.all_at_once(
-        [functools.partial(attacker.send, "asample", body, Content_Type="application/json") for body in bodies]
-    )
+    attacker.post_at_once("asample", bodies, **JSON)
 
 
 @attack("14", serving="text", seconds=100)
@@ -148,7 +143,7 @@ def sampling_sessions(attacker: Attacker) -> Iterator[None]:
         tenant.connection.post(f"sessions/{tenant.session}/finish", {})
 
 
-@attack("15", arguments=("--session-timeout", "20"), seconds=90)
+@attack("15", arguments=("--session-timeout", "40"), seconds=90)
 def silent_sessions(attacker: Attacker) -> Iterator[None]:
     """7,000 sessions that fall silent together."""
     tenants: list[str] = []
@@ -173,4 +168,4 @@ def silent_sessions(attacker: Attacker) -> Iterator[None]:
         thread.join()
     attacker.say(f"about {round(len(tenants), -2)} sessions")
     yield
-    time.sleep(35)
+    time.sleep(55)

@@ -125,8 +125,8 @@ async def test_zstd_bomb_is_refused_without_its_memory_on_fakes(api: Api) -> Non
 @pytest.mark.mutation(
     "endless-bodies",
     "bodies.py",
-    '            if size > limit:\n                raise InvalidRequestError(f"body: over',
-    '            if size > 64 * limit:\n                raise InvalidRequestError(f"body: over',
+    '            if counted > limit:\n                raise InvalidRequestError(f"body: over',
+    '            if counted > 64 * limit:\n                raise InvalidRequestError(f"body: over',
 )
 async def test_bodies_over_their_limits_are_refused_before_they_are_read_on_fakes(api: Api) -> None:
     read = 0

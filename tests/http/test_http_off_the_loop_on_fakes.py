@@ -53,19 +53,17 @@ class Threads:
         self._patch(owner, name, noting)
 
 
-@pytest.mark.mutation(
-    "bodies-parsed-on-the-loop", "training_routes.py", "await asyncio.to_thread(envelope)", "envelope()"
-)
+@pytest.mark.mutation("bodies-parsed-on-the-loop", "training_routes.py", "await PARSING.run(envelope)", "envelope()")
 @pytest.mark.mutation(
     "results-encoded-on-the-loop",
     "future_routes.py",
-    "await asyncio.to_thread(encode_sample_output, result)",
+    "await ENCODING.run(encode_sample_output, result)",
     "encode_sample_output(result)",
 )
 @pytest.mark.mutation(
     "images-rendered-on-the-loop",
     "control/sampling_sessions.py",
-    'prompt = await loop.run_in_executor(pool, render, given, "prompt")\n',
+    'prompt = await threads.run(render, given, "prompt")\n',
     'prompt = render(given, "prompt")\n',
 )
 @pytest.mark.mutation(
@@ -166,8 +164,8 @@ async def test_nothing_that_takes_long_runs_on_the_event_loop_on_fakes(
 @pytest.mark.mutation(
     "images-take-the-threads-of-text",
     "control/sampling_sessions.py",
-    "pool = self._rendering_images if with_images else self._rendering",
-    "pool = self._rendering_images",
+    "threads = RENDERING_IMAGES if with_images else RENDERING",
+    "threads = RENDERING_IMAGES",
 )
 async def test_images_that_take_long_hold_up_neither_text_nor_the_images_of_others_on_fakes(
     api: Api, monkeypatch: pytest.MonkeyPatch
@@ -196,3 +194,56 @@ async def test_images_that_take_long_hold_up_neither_text_nor_the_images_of_othe
     go.set()
     for request in stuck:
         assert await api.result(request)
+
+
+@pytest.mark.mutation(
+    "images-of-training-take-the-threads-of-text",
+    "control/training_commands.py",
+    "await PREPARING_IMAGES.run(run_slice, steps, images)",
+    "await PREPARING.run(run_slice, steps, images)",
+)
+@pytest.mark.mutation(
+    "images-of-a-session-take-all-preparations",
+    "train_scheduler.py",
+    "if self._under_way[session_id] >= AT_ONCE_OF_A_SESSION:",
+    "if self._under_way[session_id] >= AT_ONCE:",
+)
+@pytest.mark.mutation(
+    "images-of-training-take-no-turns",
+    "control/training_commands.py",
+    "async with self._image_turns.at(frozenset((session_id,))):",
+    "if True:",
+)
+async def test_images_to_train_on_hold_up_neither_text_nor_the_images_of_others_on_fakes(
+    api: Api, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sessions = [await api.session() for _ in range(3)]
+    slow = [await api.model(sessions[0], number) for number in range(7)]
+    text, other = [await api.model(session) for session in sessions[1:]]
+    renderer, go = api.engines["fake/bigram"].renderer, threading.Event()
+    render = renderer.render
+
+    def held(given: ModelInput, where: str) -> Any:
+        if len(given.chunks) == 3:
+            assert go.wait(60)
+        return render(given, where)
+
+    monkeypatch.setattr(renderer, "render", held)
+    words = EncodedTextChunk(tokens=[5, 6])
+    image = ImageChunk(data=png(), format="png")
+
+    async def gradient(model: str, *chunks: Any) -> str:
+        given = ModelInput(chunks=chunks)
+        length = renderer.render(given, "").length if len(chunks) < 3 else length_of_both
+        targets = {"target_tokens": [1] * length, "weights": [1.0] * length}
+        datum = Datum(model_input=given, loss_fn_inputs=targets)
+        request = ForwardBackwardRequest(model_id=model, seq_id=1, data=(datum,), loss_fn="cross_entropy")
+        return str((await api.send_gradient(encode_forward_backward_request(request))).json()["request_id"])
+
+    length_of_both = render(ModelInput(chunks=(words, image, words)), "").length
+    stuck = [await gradient(model, words, image, words) for model in slow]
+    assert await api.result(await gradient(text, words))
+    assert await api.result(await gradient(other, words, image))
+    go.set()
+    for request_id in stuck:
+        assert await api.result(request_id)

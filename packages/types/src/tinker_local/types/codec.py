@@ -88,7 +88,7 @@ class ForwardBackwardEnvelope:
     seq_id: int
     forward_only: bool
     _message: wire.ForwardBackwardRequest = field(repr=False)
-    _body: bytes = field(repr=False)
+    _body: bytes | bytearray = field(repr=False)
     _data: list[tuple[int, int]] = field(repr=False)
     _problem: ApiError | None = None
 
@@ -127,13 +127,13 @@ def exhausted(steps: Generator[None, None, T]) -> T:
             return found
 
 
-def parse_forward_backward_envelope(body: bytes) -> ForwardBackwardEnvelope:
+def parse_forward_backward_envelope(body: bytes | bytearray) -> ForwardBackwardEnvelope:
     """Decode the envelope; InvalidRequestError only if `body` is not protobuf or lacks `model_id` or `seq_id`.
 
     Reads at most `MAX_DATUMS` data and `MAX_OTHER_FIELDS` other fields, and builds none of the data.
     """
     data: list[tuple[int, int]] = []
-    others: list[bytes] = []
+    others: list[bytes | bytearray] = []
     unknown: list[int] = []
     problem: ApiError | None = None
     size = 0
@@ -169,7 +169,7 @@ def parse_forward_backward_envelope(body: bytes) -> ForwardBackwardEnvelope:
     return ForwardBackwardEnvelope(message.model_id, message.seq_id, message.forward_only, message, body, data, problem)
 
 
-def _count_parts(raw: bytes, most: int, where: str) -> int:
+def _count_parts(raw: bytes | bytearray, most: int, where: str) -> int:
     """How many chunks, tensors and spans a datum has; InvalidRequestError as soon as it has more than `most`."""
     found = 0
     try:

@@ -26,7 +26,7 @@ class NotProtobuf(ValueError):
     """Bytes that no protobuf message begins with."""
 
 
-def fields(raw: bytes) -> Iterator[tuple[int, int, int, int, int]]:
+def fields(raw: bytes | bytearray) -> Iterator[tuple[int, int, int, int, int]]:
     """Number, way of writing, begin of the field, begin of its value and end, of each field of `raw`, in order.
 
     Raises NotProtobuf where `raw` is not protobuf.
@@ -51,7 +51,7 @@ def fields(raw: bytes) -> Iterator[tuple[int, int, int, int, int]]:
         yield number, kind, begin, value, at
 
 
-def _varint(raw: bytes, at: int) -> tuple[int, int]:
+def _varint(raw: bytes | bytearray, at: int) -> tuple[int, int]:
     """The number at `at`, of at most 64 bits, and where it ends."""
     found = 0
     for shift, byte in enumerate(raw[at : at + 10]):
@@ -61,10 +61,10 @@ def _varint(raw: bytes, at: int) -> tuple[int, int]:
     raise NotProtobuf(f"no number at byte {at}")
 
 
-def parse(message: M, body: bytes, where: str = "body") -> M:
+def parse(message: M, body: bytes | bytearray, where: str = "body") -> M:
     """`message` filled from `body`; InvalidRequestError if that is not protobuf."""
     try:
-        message.ParseFromString(body)
+        message.ParseFromString(body)  # type: ignore[arg-type]  # the stub lacks bytearray
     except DecodeError as error:
         raise InvalidRequestError(
             f"{where}: {len(body)} bytes that are not a {type(message).__name__} ({error})"

@@ -13,6 +13,7 @@ from tinker_local.backend.scheduling.operations import as_api_error
 from tinker_local.backend.storage.names import AUTOSAVE
 from tinker_local.backend.storage.records import CheckpointRecord
 from tinker_local.backend.storage.store import Store
+from tinker_local.backend.threads import DATABASE
 from tinker_local.backend.training.trainer import AdapterState
 from tinker_local.types import InternalError
 
@@ -75,7 +76,7 @@ class Autosaves:
         source = run.source
         if source is None or not run.steps:
             return False
-        current = await asyncio.to_thread(self._store.get_checkpoint, source.training_run_id, source.kind, source.name)
+        current = await DATABASE.run(self._store.get_checkpoint, source.training_run_id, source.kind, source.name)
         return current is None or version_of(current) != version_of(source)
 
     # Every few minutes ----------------------------------------------------------------------------------------------

@@ -25,6 +25,7 @@ from tinker_local.backend.storage.records import (
     TrainingRunRecord,
 )
 from tinker_local.backend.storage.store import Store
+from tinker_local.backend.threads import DATABASE, DISK
 from tinker_local.types import CopyWeightsRequest, GoneError, InvalidRequestError, NotFoundError, OptimizerConfig
 
 log = logging.getLogger(__name__)
@@ -64,50 +65,50 @@ class Checkpoints:
     async def get(self, tinker_path: str, field: str = "tinker_path") -> CheckpointRecord:
         """The checkpoint behind a tinker path."""
         run, kind, name = parse_tinker_path(tinker_path, field)
-        return await asyncio.to_thread(self._store.existing_checkpoint, run, kind, name, field)
+        return await DATABASE.run(self._store.existing_checkpoint, run, kind, name, field)
 
     async def of(self, training_run_id: str) -> list[CheckpointRecord]:
         """All checkpoints of a training run."""
         await self._runs.get(training_run_id)
-        return await asyncio.to_thread(self._store.list_checkpoints, training_run_id)
+        return await DATABASE.run(self._store.list_checkpoints, training_run_id)
 
     async def last(self, training_run_ids: Collection[str]) -> dict[str, dict[CheckpointKind, CheckpointRecord]]:
         """The last checkpoint of each kind, of each of these runs that has any."""
-        return await asyncio.to_thread(self._store.last_checkpoints, training_run_ids)
+        return await DATABASE.run(self._store.last_checkpoints, training_run_ids)
 
     async def newest(self, limit: int, offset: int, owned: Owned = EVERYTHING) -> tuple[list[CheckpointRecord], int]:
         """Newest first, and the count of all."""
-        return await asyncio.to_thread(self._store.list_all_checkpoints, limit, offset, owned)
+        return await DATABASE.run(self._store.list_all_checkpoints, limit, offset, owned)
 
     async def optimizer_of(self, record: CheckpointRecord) -> str:
         """The type of the optimizer that a checkpoint was trained by; the default one if its state cannot be read."""
         try:
-            return await asyncio.to_thread(self._store.checkpoint_optimizer, record)
+            return await DISK.run(self._store.checkpoint_optimizer, record)
         except InvalidRequestError:
             return OptimizerConfig().type
 
     async def set_public(self, tinker_path: str, public: bool) -> None:
         """Publish or unpublish; InvalidRequestError if nothing would change."""
         record = await self.get(tinker_path)
-        await asyncio.to_thread(self._store.set_public, record, public)
+        await DATABASE.run(self._store.set_public, record, public)
 
     async def set_ttl(self, tinker_path: str, ttl_seconds: int | None) -> None:
         """Let a checkpoint expire `ttl_seconds` from now, or never."""
         check_ttl(ttl_seconds)
         record = await self.get(tinker_path)
         expires_at = expiry(self._clock(), ttl_seconds)
-        self._sampling.checkpoint_changed(await asyncio.to_thread(self._store.set_expiry, record, expires_at))
+        self._sampling.checkpoint_changed(await DATABASE.run(self._store.set_expiry, record, expires_at))
 
     async def delete(self, tinker_path: str) -> None:
         """Delete a checkpoint, on disk too; its sampling sessions end."""
-        record = await asyncio.to_thread(self._store.forget_checkpoint, await self.get(tinker_path))
+        record = await DATABASE.run(self._store.forget_checkpoint, await self.get(tinker_path))
         removal = self._remove(record)
         if not self._uses.in_use(record):
             await asyncio.wait([removal], timeout=DELETION_SECONDS)
 
     async def sweep(self) -> None:
         """Delete expired checkpoints."""
-        for record in await asyncio.to_thread(self._store.forget_expired):
+        for record in await DATABASE.run(self._store.forget_expired):
             log.info("checkpoint %s expired at %s", record.tinker_path, record.expires_at)
             self._remove(record)
 
@@ -121,7 +122,7 @@ class Checkpoints:
                 await self._versions.unload(record)
             except Exception:
                 log.exception("the sampler did not let %s go", record.tinker_path)
-            await asyncio.to_thread(self._store.remove_folder, record)
+            await DISK.run(self._store.remove_folder, record)
 
         task = asyncio.create_task(remove(), name=f"remove {record.tinker_path}")
         self._removals.add(task)
@@ -156,7 +157,7 @@ class Checkpoints:
         asked = request.model_dump(exclude_none=True)
         async with self._one_copy_at_a_time:  # concurrent requests with one key make one copy
             for key in keys:
-                known = await asyncio.to_thread(self._store.find_copy, key)
+                known = await DATABASE.run(self._store.find_copy, key)
                 if known is not None:
                     return await self._made(known, asked)
             return await self._make(request, keys, asked, caller)
@@ -202,7 +203,7 @@ class Checkpoints:
         )
         path = f"tinker://{run_id}/{source.kind}/{source.name}"
         try:
-            await asyncio.to_thread(
+            await DISK.run(
                 self._store.copy_checkpoint,
                 source,
                 run,

@@ -1,6 +1,5 @@
 """Exports: adapters as PEFT folders to be downloaded, by URLs that are signed and need no key."""
 
-import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from tinker_local.backend.storage.adapter_files import CONFIG, WEIGHTS
 from tinker_local.backend.storage.names import check_checkpoint_name, parse_tinker_path
 from tinker_local.backend.storage.records import CheckpointRecord
 from tinker_local.backend.storage.store import Store
+from tinker_local.backend.threads import DATABASE, DISK
 from tinker_local.types import (
     InvalidRequestError,
     NotFoundError,
@@ -75,7 +75,7 @@ class Exports:
             record = model.checkpoint("external_weights", name, request.ttl_seconds, None)
 
             async def write() -> None:
-                written = await asyncio.to_thread(self._store.write_checkpoint, record, state, overwrite=False)
+                written = await DISK.run(self._store.write_checkpoint, record, state, overwrite=False)
                 operation.succeed({"path": written.tinker_path, "size_bytes": written.size_bytes})
 
             model.beside(operation, write())
@@ -91,7 +91,7 @@ class Exports:
                 f"(tinker://{run}/external_weights/...) has URLs"
             )
         record = await self._record(run, name)
-        await asyncio.to_thread(self._store.check_checkpoint, record, "tinker_path")
+        await DISK.run(self._store.check_checkpoint, record, "tinker_path")
         until = self._clock() + LIFETIME
         if record.expires_at is not None:
             until = min(until, record.expires_at)
@@ -122,7 +122,7 @@ class Exports:
         return record
 
     async def _record(self, run: str, name: str) -> CheckpointRecord:
-        return await asyncio.to_thread(self._store.existing_checkpoint, run, "external_weights", name, "tinker_path")
+        return await DATABASE.run(self._store.existing_checkpoint, run, "external_weights", name, "tinker_path")
 
 
 def _microseconds(when: datetime) -> int:

@@ -90,7 +90,6 @@ class ControlPlane:
         self.sampling = Sampling(
             options, self.store, versions, self.models, self.sessions, self.operations, uses, self._clock
         )
-        self._closing.callback(self.sampling.close)
         self.runs = TrainingRuns(options, self.store, self.models, self.sessions, self.operations)
         self.autosaves = Autosaves(options, self.store, self.runs)
         for model in self.models.distinct():
@@ -100,7 +99,6 @@ class ControlPlane:
         loads = LoadWeights(self.store, self.models, self.sessions, self.runs, uses)
         saves = SaveWeightsForSampler(self.store, self.folders, versions, self.sampling)
         self.training = Training(options, self.store, self.runs, self.operations, loads, saves, self.exports)
-        self._closing.callback(self.training.close)
         self.lost_requests = LostRequests(self.store, self.sessions, self.runs, self.sampling)
         self.checkpoints = Checkpoints(self.store, versions, self.sampling, self.sessions, self.runs, uses, self._clock)
         self._closing.push_async_callback(self.checkpoints.close)

@@ -1,6 +1,5 @@
 """`load_weights`: a checkpoint into a new training run, or into an existing one as its first command."""
 
-import asyncio
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +11,7 @@ from tinker_local.backend.scheduling.operations import Operation, model_id_in
 from tinker_local.backend.storage.names import parse_tinker_path
 from tinker_local.backend.storage.records import CheckpointRecord
 from tinker_local.backend.storage.store import Store
+from tinker_local.backend.threads import DATABASE, DISK
 from tinker_local.backend.training.optimizers import OPTIMIZERS, optimizer_of
 from tinker_local.backend.training.optimizers.optimizer import Optimizer
 from tinker_local.backend.training.trainer import AdapterState
@@ -123,7 +123,7 @@ class LoadWeights:
                 f"path: {request.path} was saved for {'sampling' if kind == 'sampler_weights' else 'download'}; "
                 f"training goes on from tinker://{run}/weights/..."
             )
-        record = await asyncio.to_thread(self._store.existing_checkpoint, run, kind, name, "path")
+        record = await DATABASE.run(self._store.existing_checkpoint, run, kind, name, "path")
         if request.optimizer and not record.has_optimizer:
             raise InvalidRequestError(f"path: {request.path} holds no optimizer state")
         return record
@@ -131,7 +131,7 @@ class LoadWeights:
     async def _optimizer(self, record: CheckpointRecord) -> Optimizer:
         """The optimizer whose state a checkpoint holds."""
         with self._uses.using(record):
-            found = await asyncio.to_thread(self._store.checkpoint_optimizer, record)
+            found = await DISK.run(self._store.checkpoint_optimizer, record)
         if found not in OPTIMIZERS:
             raise UnsupportedError(f"path: {record.tinker_path} has state of an unknown optimizer, {found!r}")
         return OPTIMIZERS[found]
@@ -141,7 +141,7 @@ class LoadWeights:
     ) -> AdapterState:
         """The state for the trainer of `base`, which knows its base model by the first of its names."""
         with self._uses.using(record):
-            state = await asyncio.to_thread(self._store.read_checkpoint, record, optimizer=request.optimizer)
+            state = await DISK.run(self._store.read_checkpoint, record, optimizer=request.optimizer)
         return replace(state, base_model=base.names[0], optimizer_type=optimizer.name)
 
 

@@ -1,12 +1,11 @@
 """Why this process knows nothing of a request."""
 
-import asyncio
-
 from tinker_local.backend.control.sampling_sessions import Sampling
 from tinker_local.backend.control.sessions import Sessions
 from tinker_local.backend.control.training_runs import TrainingRuns, why_lost
 from tinker_local.backend.scheduling.operations import owner_of, session_of
 from tinker_local.backend.storage.store import Store
+from tinker_local.backend.threads import DATABASE
 from tinker_local.types import ApiError, GoneError, InternalError, NotFoundError
 
 
@@ -22,18 +21,18 @@ class LostRequests:
     async def why(self, request_id: str) -> ApiError:
         """The error that a poll of an unknown request gets."""
         owner = owner_of(request_id)
-        if await asyncio.to_thread(self._store.get_training_run, owner) is not None:
+        if await DATABASE.run(self._store.get_training_run, owner) is not None:
             if self._training.live(owner) is not None:
                 return InternalError(f"request_id: {request_id} is unknown here, or its result was kept too long ago")
             return await self._training.lost_model(owner)
-        if await asyncio.to_thread(self._store.get_sampling_session, owner) is not None:
+        if await DATABASE.run(self._store.get_sampling_session, owner) is not None:
             try:
                 await self._sampling.get(owner)
             except ApiError as error:
                 return error
             return GoneError(f"request_id: the result of {request_id} is gone; sample again")
         session_id = session_of(owner)
-        session = await asyncio.to_thread(self._store.get_session, session_id)
+        session = await DATABASE.run(self._store.get_session, session_id)
         if session is not None and not self._sessions.is_live(session_id):
             return InternalError(f"request_id: {request_id} is lost or never was: {why_lost(session)}")
         return NotFoundError(f"request_id: there is no request {request_id!r}")

@@ -1,6 +1,5 @@
 """What happens to training runs when their trainer's process has ended: some go on in a new one, the others end."""
 
-import asyncio
 import logging
 from dataclasses import replace
 
@@ -10,6 +9,7 @@ from tinker_local.backend.models.served_models import ServedModel
 from tinker_local.backend.process.process_group import ProcessEndedError
 from tinker_local.backend.storage.records import CheckpointRecord
 from tinker_local.backend.storage.store import Store
+from tinker_local.backend.threads import DISK
 from tinker_local.backend.training.trainer import AdapterState
 from tinker_local.types import NotFoundError
 
@@ -71,5 +71,5 @@ class RestoreRuns:
             return self._store.read_checkpoint(source, optimizer=run.source_optimizer)
 
         with self._uses.using(source):
-            state = await asyncio.to_thread(read)
+            state = await DISK.run(read)
         return replace(state, base_model=self._base.names[0], optimizer_type=run.optimizer.name)

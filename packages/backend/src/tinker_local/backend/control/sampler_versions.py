@@ -1,6 +1,5 @@
 """Where the weights of each sampler version are."""
 
-import asyncio
 from functools import partial
 
 from tinker_local.backend.models.served_models import ServedModel, ServedModels
@@ -8,6 +7,7 @@ from tinker_local.backend.sampling.sampler import AdapterVersion
 from tinker_local.backend.storage.records import CheckpointRecord
 from tinker_local.backend.storage.store import Store
 from tinker_local.backend.storage.versions import VersionFolders
+from tinker_local.backend.threads import DISK
 
 
 class SamplerVersions:
@@ -41,4 +41,4 @@ class SamplerVersions:
         try:
             await base.engines.sampler.remove_version(self.ephemeral(name))
         finally:
-            await asyncio.to_thread(self._folders.remove, name)
+            await DISK.run(self._folders.remove, name)

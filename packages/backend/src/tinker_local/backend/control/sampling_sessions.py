@@ -4,7 +4,6 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -37,6 +36,7 @@ from tinker_local.backend.scheduling.operations import (
 from tinker_local.backend.storage.names import parse_tinker_path
 from tinker_local.backend.storage.records import CheckpointRecord, SamplingSessionRecord
 from tinker_local.backend.storage.store import Store
+from tinker_local.backend.threads import DATABASE, IMAGE_THREADS, RENDERING, RENDERING_IMAGES
 from tinker_local.types import (
     CreateSamplingSessionRequest,
     GoneError,
@@ -97,10 +97,7 @@ class Sampling:
         self._open: dict[str, SamplingSession] = {}
         self._of_session: dict[str, dict[str, None]] = {}  # their ids, the least recently used first
         self._dropping: set[asyncio.Task[None]] = set()
-        self._rendering = ThreadPoolExecutor(2, thread_name_prefix="render")
-        # An image may take seconds: text does not wait for it, and two of a session leave a thread to the others.
-        self._rendering_images = ThreadPoolExecutor(3, thread_name_prefix="render-images")
-        self._image_turns = Turns(2)
+        self._image_turns = Turns(IMAGE_THREADS - 1)  # of a session, which leaves a thread to the others
         self._images = ImageAssets(options.image_folder, options.image_hosts)
         self._queued: Counter[str] = Counter()
         self._in_samplers: dict[ServedModel, SamplerQueue] = {}
@@ -191,7 +188,7 @@ class Sampling:
         sampling_id = session.record.sampling_session_id
         self._remember(session)
         try:
-            await asyncio.to_thread(self._store.add_sampling_session, session.record)
+            await DATABASE.run(self._store.add_sampling_session, session.record)
         except Exception:
             self._open.pop(sampling_id, None)
             self._of_session.get(session.record.session_id, {}).pop(sampling_id, None)
@@ -209,10 +206,10 @@ class Sampling:
         if session is not None:
             self._check_there(session)
             return session
-        record = await asyncio.to_thread(self._store.get_sampling_session, sampling_session_id)
+        record = await DATABASE.run(self._store.get_sampling_session, sampling_session_id)
         if record is None:
             raise NotFoundError(f"sampling_session_id: there is no sampling session {sampling_session_id!r}")
-        owner = await asyncio.to_thread(self._store.get_session, record.session_id)
+        owner = await DATABASE.run(self._store.get_session, record.session_id)
         if owner is not None and owner.why_ended is not None:
             raise GoneError(f"sampling_session_id: its session has ended ({owner.why_ended})")
         if record.nameless:
@@ -264,7 +261,7 @@ class Sampling:
                 "sample from what save_weights_for_sampler saved "
                 f"(tinker://{run}/sampler_weights/...)"
             )
-        return await asyncio.to_thread(self._store.existing_checkpoint, run, kind, name, "model_path")
+        return await DATABASE.run(self._store.existing_checkpoint, run, kind, name, "model_path")
 
     async def end_session(self, session_id: str) -> None:
         """Cancel the samples of a session and free its ephemeral versions."""
@@ -430,7 +427,7 @@ class Sampling:
 
     async def _prompt(self, session: SamplingSession, request: SampleRequest, timeline: Timeline) -> RenderedInput:
         """The prompt with its images fetched and rendered; it must fit in the context with what is sampled."""
-        loop, given, base = asyncio.get_running_loop(), request.prompt, session.base
+        given, base = request.prompt, session.base
         if given.names_images:
             async with self._images.turn(given):
                 timeline.enter("fetching")
@@ -440,10 +437,10 @@ class Sampling:
                     timeline.enter("waiting")
         render = timeline.during("preparing", base.engines.renderer.render)
         with_images = any(isinstance(chunk, ImageChunk) for chunk in given.chunks)
-        pool = self._rendering_images if with_images else self._rendering
+        threads = RENDERING_IMAGES if with_images else RENDERING
         turn = self._image_turns.at(frozenset((session.record.session_id,))) if with_images else nullcontext()
         async with turn:
-            prompt = await loop.run_in_executor(pool, render, given, "prompt")
+            prompt = await threads.run(render, given, "prompt")
         timeline.note(num_samples=request.num_samples, prompt_tokens=prompt.length, images=len(prompt.images))
         limit, engines = base.engines.sampler.max_context_length, base.engines
         budget = token_budget(prompt.length, request.sampling_params.max_tokens, limit)
@@ -468,10 +465,6 @@ class Sampling:
         if base.memory_sharing.trainer_has_memory:
             return memory_state(session.record.session_id, [model.session_id for model in base.scheduler.running])
         return queue.state(operation, base.engines.sampler.sequences_waiting)
-
-    def close(self) -> None:
-        for pool in (self._rendering, self._rendering_images):
-            pool.shutdown(wait=False, cancel_futures=True)
 
 
 def _check_context(request: SampleRequest, limit: int) -> None:

@@ -20,6 +20,7 @@ from tinker_local.backend.storage.names import check_checkpoint_name
 from tinker_local.backend.storage.records import CheckpointRecord
 from tinker_local.backend.storage.store import Store
 from tinker_local.backend.storage.versions import VersionFolders
+from tinker_local.backend.threads import DISK
 from tinker_local.backend.training.trainer import AdapterDType, AdapterState
 from tinker_local.types import (
     InternalError,
@@ -105,14 +106,14 @@ class SaveWeightsForSampler:
         state: AdapterState,
         expected: Expected,
     ) -> None:
-        written = await asyncio.to_thread(self._store.write_checkpoint, record, state, overwrite=False)
+        written = await DISK.run(self._store.write_checkpoint, record, state, overwrite=False)
         version = self._versions.named(written, just_written=True)
         operation.timeline.enter("loading")
         try:
             await self._load_and_verify(model.base, version, expected)
         except Exception:
             await model.base.engines.sampler.remove_version(version)
-            await asyncio.to_thread(self._store.delete_checkpoint, written)
+            await DISK.run(self._store.delete_checkpoint, written)
             raise
         operation.succeed({"path": written.tinker_path})
 

@@ -22,6 +22,7 @@ from tinker_local.backend.scheduling.operations import (
 )
 from tinker_local.backend.storage.records import SessionRecord
 from tinker_local.backend.storage.store import Store
+from tinker_local.backend.threads import DISK
 from tinker_local.types import NotFoundError
 from tinker_local.types.wire.perfetto_trace_pb2 import Trace
 
@@ -97,7 +98,7 @@ class SessionTraces:
         """The file; PermissionDeniedError if `token` is wrong or expired, NotFoundError if the trace was dropped."""
         self._signatures.check(token, KIND, session_id)
         try:
-            return await asyncio.to_thread(self._path(session_id).open, "rb")
+            return await DISK.run(self._path(session_id).open, "rb")
         except FileNotFoundError:
             raise NotFoundError(f"session_id: {self._why_nothing(session_id)}") from None
 
@@ -107,7 +108,7 @@ class SessionTraces:
         for session_id, build in list(self._builds.items()):
             if build.task.done() and build.until < now:
                 del self._builds[session_id]
-                await asyncio.to_thread(self._path(session_id).unlink, missing_ok=True)
+                await DISK.run(self._path(session_id).unlink, missing_ok=True)
 
     async def close(self) -> None:
         """Stop building, and delete the files."""
@@ -115,14 +116,14 @@ class SessionTraces:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        await asyncio.to_thread(shutil.rmtree, self._folder, ignore_errors=True)
+        await DISK.run(shutil.rmtree, self._folder, ignore_errors=True)
 
     def _begin(self, record: SessionRecord, kept: SessionTimelines) -> _Build:
         timelines, note = list(kept.timelines), self._note(kept)
 
         async def build() -> None:
             async with self._one_at_a_time:  # each takes a thread's whole time
-                await asyncio.to_thread(self._write, record, timelines, note)
+                await DISK.run(self._write, record, timelines, note)
 
         return _Build(asyncio.create_task(build(), name="session-trace"))
 

@@ -13,6 +13,7 @@ from tinker_local.backend.control.callers import LOCAL, Caller, owner_urn
 from tinker_local.backend.storage.metadata import EVERYTHING, Owned
 from tinker_local.backend.storage.records import LOCAL_OWNER, LOCAL_PROJECT, EndReason, SessionRecord
 from tinker_local.backend.storage.store import Store
+from tinker_local.backend.threads import DATABASE
 from tinker_local.types import (
     ClientFinishedQuery,
     CreateSessionRequest,
@@ -71,7 +72,7 @@ LONGEST_DETAIL = 500
 """Characters of a `finish`'s detail that are kept with the session."""
 
 
-MOST_ENDING = 4
+MOST_ENDING = 2
 """Silent sessions that end at one time: thousands would take every thread and the event loop from the others."""
 
 PRUNE_SECONDS = 3600.0
@@ -167,7 +168,7 @@ class Sessions:
             owner=caller.owner,
             project_id=project,
         )
-        await asyncio.to_thread(self._store.add_session, record)
+        await DATABASE.run(self._store.add_session, record)
         session.last_heartbeat = time.monotonic()
         self._live[session.session_id] = session
         return session.session_id
@@ -188,7 +189,7 @@ class Sessions:
 
     async def record(self, session_id: str) -> SessionRecord:
         """What is recorded of a session, live or not; NotFoundError if there never was one."""
-        record = await asyncio.to_thread(self._store.get_session, session_id)
+        record = await DATABASE.run(self._store.get_session, session_id)
         if record is None:
             raise NotFoundError(f"session_id: there is no session {session_id!r}")
         return record
@@ -204,7 +205,7 @@ class Sessions:
 
     async def owners_of(self, session_ids: Collection[str]) -> dict[str, str]:
         """Who owns each of these sessions that exists."""
-        return await asyncio.to_thread(self._store.owners_of, session_ids)
+        return await DATABASE.run(self._store.owners_of, session_ids)
 
     def status(self, record: SessionRecord) -> SessionStatus | None:
         """The status of a recorded session; None if it was lost when the server stopped."""
@@ -239,7 +240,7 @@ class Sessions:
             session.ended = end
         try:
             # Record it first, so that requests during the clean-up get the reason.
-            await asyncio.to_thread(self._store.end_session, session_id, end.reason, end.detail, now())
+            await DATABASE.run(self._store.end_session, session_id, end.reason, end.detail, now())
         finally:  # if that fails, say because the disk is full, its runs end all the same
             if session is not None:
                 try:
@@ -266,7 +267,7 @@ class Sessions:
         """Once an hour, delete the records of sessions that ended so long ago."""
         if time.monotonic() < self._prune_at:
             return
-        pruned = await asyncio.to_thread(self._store.prune_sessions, age, self._live.keys())
+        pruned = await DATABASE.run(self._store.prune_sessions, age, self._live.keys())
         self._prune_at = time.monotonic() + (0 if pruned else PRUNE_SECONDS)
         if pruned:
             log.info("the records of %d sessions were deleted: they ended more than %s ago", pruned, age)
@@ -275,13 +276,13 @@ class Sessions:
 
     async def newest(self, limit: int, offset: int, owned: Owned = EVERYTHING) -> list[str]:
         """Ids, newest first."""
-        records, _ = await asyncio.to_thread(self._store.list_sessions, limit, offset, owned)
+        records, _ = await DATABASE.run(self._store.list_sessions, limit, offset, owned)
         return [record.session_id for record in records]
 
     async def get(self, session_id: str) -> tuple[SessionRecord, list[str], list[str]]:
         """A session, and the ids of its training runs and samplers."""
         record = await self.record(session_id)
-        return record, *(await asyncio.to_thread(self._store.session_members, session_id))
+        return record, *(await DATABASE.run(self._store.session_members, session_id))
 
     async def search(
         self, request: SessionSearchRequest, owned: Owned = EVERYTHING
@@ -292,14 +293,14 @@ class Sessions:
         found: list[tuple[SessionRecord, SessionStatus | None]] = []
         while len(found) <= request.limit:
             live = self.live_statuses()
-            batch = await asyncio.to_thread(self._store.sessions_before, before, BATCH, owned)
+            batch = await DATABASE.run(self._store.sessions_before, before, BATCH, owned)
             told = [(record, live.get(record.session_id) or self.status(record)) for record in batch]
             found += [(record, status) for record, status in told if fits(record, status, request)]
             if len(batch) < BATCH:
                 break
             before = (batch[-1].created_at, batch[-1].session_id)
         page = found[: request.limit]
-        storage = await asyncio.to_thread(self._store.session_storage, [record.session_id for record, _ in page])
+        storage = await DATABASE.run(self._store.session_storage, [record.session_id for record, _ in page])
         summaries = [FoundSession(record, status, *storage.get(record.session_id, (0, 0))) for record, status in page]
         if len(found) == len(page):
             return summaries, None

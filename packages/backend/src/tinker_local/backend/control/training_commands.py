@@ -1,10 +1,8 @@
 """What a training run is asked for, in order of `seq_id`: gradients, optimizer steps, saves; and how each is queued."""
 
-import asyncio
 import math
 import time
 from collections.abc import Generator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -16,10 +14,12 @@ from tinker_local.backend.control.sessions import check_user_metadata
 from tinker_local.backend.control.training_runs import Command, TrainingRun, TrainingRuns
 from tinker_local.backend.models.served_models import ServedModel
 from tinker_local.backend.options import BackendOptions
+from tinker_local.backend.rendering.turns import Turns
 from tinker_local.backend.scheduling.operations import Operation, OperationKind, Operations, Timeline, request_id_of
 from tinker_local.backend.scheduling.run_queue import Bounds, GradientCommand, Load, StepCommand, positions
 from tinker_local.backend.storage.names import AUTOSAVE, check_checkpoint_name
 from tinker_local.backend.storage.store import Store
+from tinker_local.backend.threads import DISK, IMAGE_THREADS, PREPARING, PREPARING_IMAGES
 from tinker_local.backend.training.losses import loss_of
 from tinker_local.backend.training.losses.loss import Loss, make_train_datum
 from tinker_local.backend.training.optimizers import step_settings
@@ -40,6 +40,9 @@ from tinker_local.types import (
     SaveWeightsRequest,
     TooManyRequestsError,
 )
+
+Steps = Generator[bool | None, None, TrainWork]
+"""The steps to a prepared request. Each yields whether the next one renders images."""
 
 
 class Training:
@@ -64,7 +67,7 @@ class Training:
         self._loads = loads
         self._saves_for_sampler = saves_for_sampler
         self._exports = exports
-        self._preparing = ThreadPoolExecutor(2, thread_name_prefix="prepare")
+        self._image_turns = Turns(IMAGE_THREADS - 1)  # of a session, which leaves a thread to the others
         self._bounds = Bounds(
             all=Load(options.max_queued_requests, options.max_queued_bytes),
             session=Load(options.max_queued_requests_per_session, options.max_queued_bytes_per_session),
@@ -105,7 +108,7 @@ class Training:
         steps = in_stage(operation.timeline, prepare_work(base, model_id, decoding))
 
         async def prepare() -> TrainWork:
-            work = await self._prepared(steps)
+            work = await self._prepared(model.record.session_id, steps)
             images = sum(len(datum.input.images) for datum in work.data)
             operation.timeline.note(datums=len(work.data), tokens=positions(work.data), images=images)
             return work
@@ -116,13 +119,16 @@ class Training:
         base.scheduler.submit(model.queue, seq_id, command)
         return operation
 
-    async def _prepared(self, steps: Generator[None, None, TrainWork]) -> TrainWork:
+    async def _prepared(self, session_id: str, steps: Steps) -> TrainWork:
         """What `steps` return, in a thread. Every request has it for one slice at a time, so that a small one waits
-        for slices of the others. Cancelling it ends it after the slice."""
-        loop = asyncio.get_running_loop()
-        spent = 0.0
+        for slices of the others; text never waits for images. Cancelling it ends it after the slice."""
+        spent, images = 0.0, False
         while True:
-            work, took = await loop.run_in_executor(self._preparing, run_slice, steps)
+            if images:
+                async with self._image_turns.at(frozenset((session_id,))):
+                    work, took, images = await PREPARING_IMAGES.run(run_slice, steps, images)
+            else:
+                work, took, images = await PREPARING.run(run_slice, steps, images)
             spent += took
             if work is not None:
                 return work
@@ -170,9 +176,7 @@ class Training:
             record, steps = model.checkpoint("weights", name, request.ttl_seconds, request.user_metadata), model.steps
 
             async def write() -> None:
-                written = await asyncio.to_thread(
-                    self._store.write_checkpoint, record, state, overwrite=request.overwrite
-                )
+                written = await DISK.run(self._store.write_checkpoint, record, state, overwrite=request.overwrite)
                 model.saved(written, steps)
                 operation.succeed({"path": written.tinker_path})
 
@@ -258,9 +262,6 @@ class Training:
             model.base.counts.submits_refused += 1
             raise
 
-    def close(self) -> None:
-        self._preparing.shutdown(wait=False, cancel_futures=True)
-
 
 async def _fail(error: ApiError) -> TrainWork:
     """The preparation of a request that can never run."""
@@ -281,19 +282,21 @@ MAX_PREPARATION_SECONDS = 120.0
 """Of a thread, for one request."""
 
 
-def run_slice(steps: Generator[None, None, TrainWork]) -> tuple[TrainWork | None, float]:
-    """Go on for a slice: what `steps` return if they have ended, and the seconds that it took."""
+def run_slice(steps: Steps, images: bool) -> tuple[TrainWork | None, float, bool]:
+    """Go on for a slice of steps that render images, or of steps that do not: what they return if they have ended, the
+    seconds that it took, and whether the next step renders images."""
     start = time.perf_counter()
     try:
         while True:
-            next(steps)
-            if (took := time.perf_counter() - start) >= SLICE_SECONDS:
-                return None, took
+            next_images = bool(next(steps))
+            took = time.perf_counter() - start
+            if took >= SLICE_SECONDS or next_images != images:
+                return None, took, next_images
     except StopIteration as end:
-        return end.value, time.perf_counter() - start
+        return end.value, time.perf_counter() - start, False
 
 
-def in_stage(timeline: Timeline, steps: Generator[None, None, TrainWork]) -> Generator[None, None, TrainWork]:
+def in_stage(timeline: Timeline, steps: Steps) -> Steps:
     """`steps`; the operation is in `preparing` from the first to the last, and waits afterwards."""
     timeline.enter("preparing")
     try:
@@ -311,9 +314,7 @@ def _decoded(request: ForwardBackwardRequest) -> Generator[None, None, ForwardBa
     return request
 
 
-def prepare_work(
-    base: ServedModel, model_id: str, decoding: Generator[None, None, ForwardBackwardRequest]
-) -> Generator[None, None, TrainWork]:
+def prepare_work(base: ServedModel, model_id: str, decoding: Generator[None, None, ForwardBackwardRequest]) -> Steps:
     """Decode, render and check one request, a datum in each step; InvalidRequestError names the datum and the field."""
     request = yield from decoding
     if not request.data:
@@ -323,8 +324,8 @@ def prepare_work(
     check_cells(request.data)
     data = []
     for index, datum in enumerate(request.data):
+        yield any(isinstance(chunk, ImageChunk) for chunk in datum.model_input.chunks)
         data.append(prepare_datum(base, datum, loss, f"data[{index}]"))
-        yield
     return TrainWork(model_id, data, request.loss_fn, config, backward=not request.forward_only)
 
 

@@ -28,6 +28,7 @@ from tinker_local.backend.scheduling.run_queue import RunQueue
 from tinker_local.backend.storage.metadata import EVERYTHING, Owned
 from tinker_local.backend.storage.records import CheckpointKind, CheckpointRecord, SessionRecord, TrainingRunRecord
 from tinker_local.backend.storage.store import Store
+from tinker_local.backend.threads import DATABASE
 from tinker_local.backend.training.optimizers import optimizer_of
 from tinker_local.backend.training.optimizers.optimizer import Optimizer
 from tinker_local.types import (
@@ -226,7 +227,7 @@ class TrainingRuns:
             try:
                 result = await make()
                 model.made = True
-                await asyncio.to_thread(self._store.add_training_run, model.record)
+                await DATABASE.run(self._store.add_training_run, model.record)
                 model.ready = True
                 base.scheduler.release(queue)
                 operation.succeed(result)
@@ -315,14 +316,14 @@ class TrainingRuns:
 
     async def get(self, training_run_id: str) -> TrainingRunRecord:
         """What is recorded of a training run, alive or not."""
-        record = await asyncio.to_thread(self._store.get_training_run, training_run_id)
+        record = await DATABASE.run(self._store.get_training_run, training_run_id)
         if record is None:
             raise NotFoundError(f"training_run_id: there is no training run {training_run_id!r}")
         return record
 
     async def newest(self, limit: int, offset: int, owned: Owned = EVERYTHING) -> tuple[list[TrainingRunRecord], int]:
         """Newest first, and the count of all."""
-        return await asyncio.to_thread(self._store.list_training_runs, limit, offset, owned)
+        return await DATABASE.run(self._store.list_training_runs, limit, offset, owned)
 
     # Look-ups -------------------------------------------------------------------------------------------------------
 
@@ -357,7 +358,7 @@ class TrainingRuns:
 
     async def lost_model(self, model_id: str) -> ApiError:
         """Why a run that is not alive takes no commands."""
-        record = await asyncio.to_thread(self._store.get_training_run, model_id)
+        record = await DATABASE.run(self._store.get_training_run, model_id)
         if record is None:
             return NotFoundError(f"model_id: there is no model {model_id!r}")
         if record.copied_from is not None:
@@ -367,7 +368,7 @@ class TrainingRuns:
             )
         why = self._losses.get(model_id)
         if why is None:
-            why = why_lost(await asyncio.to_thread(self._store.get_session, record.session_id))
+            why = why_lost(await DATABASE.run(self._store.get_session, record.session_id))
         return InternalError(f"model {model_id} is gone: {why}. {await _how_to_go_on(self._store, model_id)}")
 
     def touch(self, model: TrainingRun) -> None:
@@ -376,7 +377,7 @@ class TrainingRuns:
         if when - model.record.last_request_at > timedelta(minutes=1):
             model.record = replace(model.record, last_request_at=when)
             if model.ready:
-                asyncio.get_running_loop().run_in_executor(None, self._store.touch_training_run, model.model_id, when)
+                DATABASE.run(self._store.touch_training_run, model.model_id, when)
 
 
 def new_run(
@@ -402,7 +403,7 @@ def why_lost(session: SessionRecord | None) -> str:
 
 
 async def _how_to_go_on(store: Store, model_id: str) -> str:
-    checkpoints = await asyncio.to_thread(store.list_checkpoints, model_id)
+    checkpoints = await DATABASE.run(store.list_checkpoints, model_id)
     saved = [c for c in checkpoints if c.kind == "weights"]
     if not saved:
         return "It has no saved checkpoint."

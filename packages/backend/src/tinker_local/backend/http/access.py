@@ -6,7 +6,6 @@ rebinding) counts as same-site. `Origin` gives the first away, `Host` the second
 keys neither matters, because a page knows none.
 """
 
-import asyncio
 import ipaddress
 import re
 from collections.abc import Mapping, Sequence
@@ -21,6 +20,7 @@ from tinker_local.backend.control.life_cycle import ControlPlane
 from tinker_local.backend.http import error_responses
 from tinker_local.backend.storage.metadata import Owned
 from tinker_local.backend.storage.names import parse_tinker_path
+from tinker_local.backend.threads import DATABASE
 from tinker_local.types import (
     AuthenticationError,
     CopyWeightsRequest,
@@ -229,7 +229,7 @@ async def check_readable(request: Request, field: str, path: str, token: str | N
     owner = await backend.sessions.owner_of(run)
     if owner is not None and any(reader and (reader.admin or reader.owner == owner) for reader in readers):
         return
-    record = await asyncio.to_thread(backend.store.get_checkpoint, run, kind, name)
+    record = await DATABASE.run(backend.store.get_checkpoint, run, kind, name)
     if record is None or not record.public:
         raise NotFoundError(f"{field}: there is no checkpoint {path}")
 

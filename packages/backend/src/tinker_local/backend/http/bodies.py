@@ -1,16 +1,17 @@
 """Reading request bodies: bounded before they are held, unpacked or parsed."""
 
-import asyncio
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 from fastapi import Request
 from pydantic import ValidationError
 from tinker_local.backend.http.access import check_own_body
+from tinker_local.backend.threads import PARSING
 from tinker_local.types import Frozen, InvalidRequestError, TooManyRequestsError, invalid
 
 M = TypeVar("M", bound=Frozen)
+
+Body = bytes | bytearray
 
 MAX_GRADIENT_BYTES = 512 * 2**20
 """Of a forward/backward, as sent and as unpacked: one datum may hold many images. A chunk of the SDK is about 5 MB."""
@@ -32,23 +33,25 @@ MAX_RATIO, ANY_RATIO_BYTES = 200, 32 * 2**20
 to about a tenth; a bomb reaches a ratio of 30,000.)"""
 
 
-async def read_body(request: Request, limit: int = MAX_JSON_BYTES) -> bytes:
+async def read_body(request: Request, limit: int = MAX_JSON_BYTES) -> bytearray:
     """The body as sent; InvalidRequestError as soon as it is over `limit`."""
     declared = request.headers.get("content-length")
     if declared is not None and declared.isdigit() and int(declared) > limit:
         raise InvalidRequestError(f"body: {declared} bytes are over the limit of {limit}")
-    parts, size, key = [], 0, request.headers.get("x-api-key", "")
+    # It grows with each part. To join the parts of 200 MB at their end would hold the event loop for as long as the
+    # system needs to hand out so much memory, up to a second.
+    body, counted, key = bytearray(), 0, request.headers.get("x-api-key", "")
     try:
         async for part in request.stream():
-            size += len(part)
+            counted += len(part)
             _unfinished[key] += len(part)
-            if size > limit:
+            if counted > limit:
                 raise InvalidRequestError(f"body: over the limit of {limit} bytes")
             _check_unfinished(key)
-            parts.append(part)
-        return b"".join(parts)
+            body += part
+        return body
     finally:
-        _unfinished[key] -= size
+        _unfinished[key] -= counted
         if not _unfinished[key]:
             del _unfinished[key]
 
@@ -77,7 +80,7 @@ async def discard_body(request: Request) -> None:
         pass
 
 
-def unpack(body: bytes, encoding: str | None) -> bytes:
+def unpack(body: Body, encoding: str | None) -> Body:
     """The body without its Content-Encoding (zstd or none); blocks, so call it in a thread."""
     if encoding in (None, "", "identity"):
         return body
@@ -109,23 +112,19 @@ async def parse(request: Request, model: type[M], limit: int = MAX_JSON_BYTES, v
     return body
 
 
-async def parse_json(body: bytes, model: type[M], values: int = MAX_JSON_VALUES) -> M:
+async def parse_json(body: Body, model: type[M], values: int = MAX_JSON_VALUES) -> M:
     """`body` as `model`; InvalidRequestError names what is wrong."""
     if len(body) <= INLINE_BYTES:
         return validate(body, model)
-    return await asyncio.get_running_loop().run_in_executor(_PARSING, _validate_large, body, model, values)
+    return await PARSING.run(_validate_large, body, model, values)
 
 
-_PARSING = ThreadPoolExecutor(2, thread_name_prefix="parse")
-"""For large bodies. The parser holds the GIL, so that more threads would only keep others waiting."""
-
-
-def _validate_large(body: bytes, model: type[M], values: int) -> M:
+def _validate_large(body: Body, model: type[M], values: int) -> M:
     check_values(body, values)
     return validate(body, model)
 
 
-def validate(body: bytes, model: type[M]) -> M:
+def validate(body: Body, model: type[M]) -> M:
     """`parse_json` that blocks."""
     try:
         return model.model_validate_json(body)
@@ -137,7 +136,7 @@ COUNTED_AT_ONCE = 2**20
 """Bytes that are counted without letting another thread run."""
 
 
-def check_values(body: bytes, most: int) -> None:
+def check_values(body: Body, most: int) -> None:
     """InvalidRequestError if a JSON text may have more than `most` values: it has at most one for each comma and each
     opening bracket. Counted at the speed of memory; the parser needs a hundred times as long, and memory for each."""
     found = 1

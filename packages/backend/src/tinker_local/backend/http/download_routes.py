@@ -1,6 +1,5 @@
 """Files to download: exports and session traces. Their URLs are signed and need no key."""
 
-import asyncio
 import os
 import re
 from collections.abc import AsyncIterator
@@ -12,6 +11,7 @@ from fastapi.responses import FileResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 from tinker_local.backend.control.exports import Exports, SignedFile
 from tinker_local.backend.http.access import EXPORT_FILES, TRACE_FILES, Backend
+from tinker_local.backend.threads import DISK
 from tinker_local.types import InvalidRequestError
 
 router = APIRouter(tags=["downloads"])
@@ -105,5 +105,5 @@ async def download_trace(session_id: str, backend: Backend, token: Token) -> Res
 
 async def _parts(file: BinaryIO) -> AsyncIterator[bytes]:
     with file:
-        while part := await asyncio.to_thread(file.read, PART):
+        while part := await DISK.run(file.read, PART):
             yield part

@@ -1,6 +1,5 @@
 """Polling: a long poll that an event ends, and cancelling."""
 
-import asyncio
 import logging
 import math
 from collections.abc import Mapping
@@ -13,6 +12,7 @@ from tinker_local.backend.http.access import Backend
 from tinker_local.backend.http.bodies import parse
 from tinker_local.backend.http.error_responses import message
 from tinker_local.backend.scheduling.operations import Operation, as_api_error
+from tinker_local.backend.threads import ENCODING
 from tinker_local.types import ApiError, ForwardBackwardOutput, Frozen, InternalError, OptimStepOutput, SampleOutput
 from tinker_local.types.base import TupleOf
 from tinker_local.types.codec import encode_forward_backward_output, encode_sample_output
@@ -121,9 +121,9 @@ def failure(error: ApiError) -> JSONResponse:
 async def encode(result: Any) -> Response:
     """Gradients and samples as protobuf (encoded in a thread), everything else as JSON."""
     if isinstance(result, ForwardBackwardOutput):
-        return Response(await asyncio.to_thread(encode_forward_backward_output, result), media_type=PROTOBUF)
+        return Response(await ENCODING.run(encode_forward_backward_output, result), media_type=PROTOBUF)
     if isinstance(result, SampleOutput):
-        return Response(await asyncio.to_thread(encode_sample_output, result), media_type=PROTOBUF)
+        return Response(await ENCODING.run(encode_sample_output, result), media_type=PROTOBUF)
     if isinstance(result, OptimStepOutput):
         return JSONResponse({"metrics": finite(result.metrics)})
     return JSONResponse(result)

@@ -4,7 +4,6 @@ A malformed body that names its model and `seq_id` is not refused here. Its oper
 because the SDK's training client hangs if a submit in the middle of a group is refused.
 """
 
-import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any, Literal, TypeVar
 
@@ -15,6 +14,7 @@ from tinker_local.backend.http.access import Backend, ServerKeys, check_ids, che
 from tinker_local.backend.http.bodies import MAX_GRADIENT_BYTES, parse, parse_json, read_body, unpack
 from tinker_local.backend.http.future_routes import promise
 from tinker_local.backend.scheduling.operations import Operation, OperationKind
+from tinker_local.backend.threads import PARSING
 from tinker_local.types import (
     CreateModelRequest,
     Frozen,
@@ -77,7 +77,7 @@ async def forward_backward(request: Request, backend: Backend) -> dict[str, Any]
         unpacked = unpack(body, encoding)
         return parse_forward_backward_envelope(unpacked), len(unpacked)
 
-    found, size = await asyncio.to_thread(envelope)
+    found, size = await PARSING.run(envelope)
     await check_ids(request, {"model_id": found.model_id})
     return promise(
         await backend.training.forward_backward_encoded(

@@ -23,6 +23,7 @@ from pydantic import ValidationError
 from tinker_local.backend.daemon_thread import in_daemon_thread
 from tinker_local.backend.options import check_image_host
 from tinker_local.backend.rendering.turns import Turns
+from tinker_local.backend.threads import DISK, RENDERING_IMAGES
 from tinker_local.types import (
     ImageAssetPointerChunk,
     ImageChunk,
@@ -131,7 +132,7 @@ class ImageAssets:
             data = await self._data(chunk.location, field, end)
         except ValueError as error:  # of the parsers of URLs and addresses
             raise InvalidRequestError(f"{field}: {chunk.location}: {error}") from None
-        return await asyncio.to_thread(_as_sent, chunk, data, where)
+        return await RENDERING_IMAGES.run(_as_sent, chunk, data, where)
 
     async def _data(self, location: str, field: str, end: float) -> bytes:
         scheme = urlsplit(location).scheme.lower()
@@ -242,7 +243,7 @@ class ImageAssets:
         """
         head = {"Host": url.netloc.decode(), "Accept": "image/png, image/jpeg", "Accept-Encoding": "identity"}
         if self._tls is None:
-            self._tls = await asyncio.to_thread(httpx.create_ssl_context, trust_env=False)
+            self._tls = await DISK.run(httpx.create_ssl_context, trust_env=False)
         async with (
             asyncio.timeout(end - time.monotonic()),
             httpx.AsyncClient(trust_env=False, timeout=None, verify=self._tls) as client,

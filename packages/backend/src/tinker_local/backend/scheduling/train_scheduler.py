@@ -2,8 +2,9 @@
 
 import asyncio
 import logging
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 from tinker_local.backend.process.process_group import ProcessEndedError
@@ -18,6 +19,7 @@ from tinker_local.backend.scheduling.run_queue import (
     RunQueue,
     StepCommand,
 )
+from tinker_local.backend.threads import ENCODING
 from tinker_local.backend.training.trainer import TrainResult, TrainWork
 from tinker_local.types import ApiError, ForwardBackwardOutput, TensorData
 
@@ -30,8 +32,9 @@ WAIT_SHARE, LONGEST_WAIT = 0.25, 0.02
 of 4 share a call, and make 40 % more steps.)"""
 
 
-AT_ONCE = 4
-"""Concurrent preparations: twice the number of threads, so that a thread never waits for work."""
+AT_ONCE, AT_ONCE_OF_A_SESSION = 6, 3
+"""Concurrent preparations: more than threads, so that a thread never waits for work. A session whose images take long
+leaves some to the others."""
 
 
 class TrainScheduler:
@@ -256,7 +259,7 @@ class TrainScheduler:
         """Convert a result to public types in a thread (a thousand datums take a while) while the trainer continues."""
         command.operation.timeline.enter("finishing")
         try:
-            command.operation.succeed(await asyncio.to_thread(to_output, result))
+            command.operation.succeed(await ENCODING.run(to_output, result))
         except Exception as error:
             log.exception("%s failed", command.operation.request_id)
             command.queue.fail(command, as_api_error(error))
@@ -283,7 +286,7 @@ class Preparations:
 
     def __init__(self, ahead: int) -> None:
         self._ahead = ahead
-        self._under_way = 0
+        self._under_way: Counter[str] = Counter()
         self._sessions: OrderedDict[str, OrderedDict[int, RunQueue]] = OrderedDict()
 
     def add(self, queue: RunQueue) -> None:
@@ -298,17 +301,21 @@ class Preparations:
     def start(self) -> list[asyncio.Task[TrainWork]]:
         """Start as many as there is room for; call it again when one is done."""
         started = []
-        while self._under_way < AT_ONCE and (queue := self._next()) is not None:
-            self._under_way += 1
+        while self._under_way.total() < AT_ONCE and (queue := self._next()) is not None:
+            self._under_way[queue.session_id] += 1
             started.append(queue.prepare())
-            started[-1].add_done_callback(self._done)
+            started[-1].add_done_callback(partial(self._done, queue.session_id))
         return started
 
-    def _done(self, task: asyncio.Task[TrainWork]) -> None:
-        self._under_way -= 1
+    def _done(self, session_id: str, task: asyncio.Task[TrainWork]) -> None:
+        self._under_way[session_id] -= 1
+        if not self._under_way[session_id]:
+            del self._under_way[session_id]
 
     def _next(self) -> RunQueue | None:
         for session_id, models in self._sessions.items():
+            if self._under_way[session_id] >= AT_ONCE_OF_A_SESSION:
+                continue
             for queue in models.values():
                 if queue.next_unprepared(self._ahead):
                     models.move_to_end(id(queue))

@@ -1,0 +1,53 @@
+"""The threads of the server, by what they do: work of one kind never waits for work of another.
+
+The event loop computes and waits for nothing itself. What holds the GIL gets few threads, since more would only keep
+others from it. All base models share these. The trainer, the sampler and what writes ephemeral versions have threads
+elsewhere, because each does one thing after the other.
+"""
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import ParamSpec, TypeVar
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class Threads:
+    """`count` threads with a queue."""
+
+    def __init__(self, name: str, count: int) -> None:
+        self._executor = ThreadPoolExecutor(count, thread_name_prefix=name)
+
+    def run(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> asyncio.Future[T]:
+        """Call `function` in one of the threads. Cancelling takes the call out of the queue, unless it has begun."""
+        return asyncio.get_running_loop().run_in_executor(self._executor, partial(function, *args, **kwargs))
+
+
+DATABASE = Threads("database", 4)
+"""Statements, of milliseconds each. SQLite writes one transaction after the other."""
+
+DISK = Threads("disk", 4)
+"""Files of any size: checkpoints, exports, traces, downloads."""
+
+PARSING = Threads("parse", 2)
+"""Large bodies of requests."""
+
+ENCODING = Threads("encode", 2)
+"""Results into public types and protobuf."""
+
+RENDERING = Threads("render", 2)
+"""Prompts of samples that are text alone."""
+
+IMAGE_THREADS = 3
+
+RENDERING_IMAGES = Threads("render-images", IMAGE_THREADS)
+"""Prompts of samples with images, which may take seconds each."""
+
+PREPARING = Threads("prepare", 2)
+"""Data of training requests, in short slices: decoding, rendering, checking."""
+
+PREPARING_IMAGES = Threads("prepare-images", IMAGE_THREADS)
+"""Slices of these that render images."""
