@@ -69,7 +69,7 @@ class Threads:
 @pytest.mark.mutation(
     "disk-on-the-loop",
     "sampler_versions.py",
-    "await asyncio.to_thread(self._folders.remove, name)",
+    "await DISK.run(self._folders.remove, name)",
     "self._folders.remove(name)",
 )
 async def test_nothing_that_takes_long_runs_on_the_event_loop_on_fakes(
