@@ -1,6 +1,7 @@
 """How trainer and sampler divide a GPU, in numbers alone."""
 
 import dataclasses
+import functools
 import re
 from typing import Any
 
@@ -8,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tinker_local.backend.models.gpu_plan import ModelSizes, StepSize, plan_gpu, step_sizes
+from tinker_local.backend.training.recompute_policy import ActivationMemory, LayerMemory
 
 GIB = 2**30
 EIGHT = ModelSizes(
@@ -26,7 +28,15 @@ THIRTY_TWO = dataclasses.replace(
 HALF = dataclasses.replace(EIGHT, parameters=600_000_000, hidden=1024, intermediate=3072, layers=28, q_width=2048)
 
 
-def plan(sizes: Any, free_gib: Any, **changes: Any) -> Any:
+def activations(sizes: ModelSizes, tokens: int) -> ActivationMemory:
+    """What a decoder needs that keeps all inputs and outputs of the matrices."""
+    inputs = tokens * sizes.hidden * sizes.itemsize * (sizes.layers + 1)
+    widths = sizes.hidden + sizes.q_width + sizes.kv_width + sizes.intermediate
+    layer = 2 * widths * sizes.itemsize * tokens
+    return ActivationMemory(inputs + 4 * layer, [LayerMemory(layer, 0)] * sizes.layers)
+
+
+def plan(sizes: Any, free_gib: Any, memory: Any = activations, **changes: Any) -> Any:
     settings = {
         "context": 40960,
         "micro_batch_tokens": 8192,
@@ -36,15 +46,23 @@ def plan(sizes: Any, free_gib: Any, **changes: Any) -> Any:
         "image_cache": 0,
         "logits": 2**29,
     }
-    return plan_gpu(sizes, free=int(free_gib * GIB), **{**settings, **changes})
+    return plan_gpu(sizes, functools.partial(memory, sizes), free=int(free_gib * GIB), **{**settings, **changes})
 
 
 def test_on_a_large_card_the_trainer_computes_nothing_again_and_the_cache_gets_the_rest() -> None:
     found = plan(EIGHT, 134)
-    everything_kept = 8192 * EIGHT.activation_bytes() * EIGHT.layers
-    assert found.activations > everything_kept
+    assert found.activations >= activations(EIGHT, 8192).everything
     assert found.kv_cache > 40 * GIB
     assert 2 * EIGHT.weight_bytes + found.kv_cache + found.activations < 134 * GIB
+
+
+def test_a_decoder_that_keeps_more_gets_more() -> None:
+    def twice(sizes: ModelSizes, tokens: int) -> ActivationMemory:
+        return activations(sizes, 2 * tokens)
+
+    found, more = plan(EIGHT, 200), plan(EIGHT, 200, twice)
+    assert more.activations >= activations(EIGHT, 16384).everything > found.activations
+    assert more.kv_cache < found.kv_cache
 
 
 def test_a_model_whose_weights_fill_most_of_the_card_is_served_still() -> None:

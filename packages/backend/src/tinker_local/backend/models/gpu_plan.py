@@ -4,15 +4,20 @@ Both hold the model's weights. Of the rest, the trainer gets what a full micro-b
 most half; the KV cache gets the remainder, but no more than its sequences can fill.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tinker_local.backend.training.recompute_policy import ActivationMemory
 
 _GIB = 2**30
 _RUNTIME = 3 * _GIB
 """CUDA contexts of two processes, workspaces of libraries, CUDA graphs, fragmentation."""
 _COUNTED_ADAPTERS = 4
 """Training adapters with reserved memory; more of them take memory from activations, which are then recomputed."""
+COUNTED_RANK = 32
+"""The largest rank of these adapters."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,10 +47,6 @@ class ModelSizes:
         """Of an adapter with that rank on all projections and the LM head."""
         widths = 6 * self.hidden + 2 * self.q_width + 2 * self.kv_width + 3 * self.intermediate
         return rank * (self.layers * widths + self.hidden + self.vocabulary)
-
-    def activation_bytes(self) -> int:
-        """Of one position in one layer of the trainer without recomputation (`training/decoders/written_out`)."""
-        return self.itemsize * (2 * self.hidden + 2 * self.q_width + 2 * self.kv_width + 2 * self.intermediate)
 
     def step_bytes(self, step: "StepSize") -> int:
         """Of one step of vLLM: a layer's activations, and logits, probabilities and noise in float32."""
@@ -95,6 +96,7 @@ def model_sizes(config: Mapping[str, Any], parameters: int, itemsize: int) -> Mo
 
 def plan_gpu(
     sizes: ModelSizes,
+    activations: "Callable[[int], ActivationMemory]",
     *,
     free: int,
     context: int,
@@ -106,7 +108,8 @@ def plan_gpu(
     logits: int,
     kv_cache: int | None = None,
 ) -> GpuPlan:
-    """Divide `free` bytes of a GPU, with the first of `steps` that fits. `context`: the longest sequence, in positions;
+    """Divide `free` bytes of a GPU, with the first of `steps` that fits. `activations`: what the trainer's decoder takes
+    for a micro-batch of so many positions. `context`: the longest sequence, in positions;
     `adapter_slots` of `max_rank`: vLLM's; `image_cache`, `logits`: bytes of image features and of logits that exist at
     a time, in both engines each; `kv_cache`: its size if it is given.
 
@@ -114,24 +117,21 @@ def plan_gpu(
     fit with the last of `steps`.
     """
     # Weights, gradient and two moments in float32, and A, B and their gradients stacked for a micro-batch.
-    adapter = sizes.adapter_parameters(min(max_rank, 32))
+    adapter = sizes.adapter_parameters(min(max_rank, COUNTED_RANK))
     adapters = _COUNTED_ADAPTERS * adapter * 4 * 4 + adapter * (2 * sizes.itemsize + 4 * 2)
     trainer = sizes.weight_bytes + adapters + 2 * logits + image_cache
     slots = adapter_slots * sizes.adapter_parameters(max_rank) * sizes.itemsize
     sampler = sizes.weight_bytes + slots + logits + image_cache
 
     longest = min(context, micro_batch_tokens)
-    per_layer = sizes.activation_bytes()
-    inputs = longest * sizes.hidden * sizes.itemsize * (sizes.layers + 1)
-    least = inputs + 4 * longest * per_layer
-    most = micro_batch_tokens * per_layer * (sizes.layers + 4)
+    least, most = activations(longest).always, activations(micro_batch_tokens).everything
     least_kv = context * sizes.kv_bytes if kv_cache is None else kv_cache
     for step in steps:
         left = free - _RUNTIME - sampler - sizes.step_bytes(step) - trainer
         if left >= least + least_kv:
-            activations = min(max(least, min(most, left // 2)), left - least_kv)
+            trained = min(max(least, min(most, left // 2)), left - least_kv)
             most_kv = max(least_kv, step.sequences * context * sizes.kv_bytes) if kv_cache is None else kv_cache
-            cache = min(left - activations, most_kv)
+            cache = min(left - trained, most_kv)
             return GpuPlan(step, cache, left - cache)
     raise ValueError(
         f"{_gib(free)} of GPU memory are free, but two copies of the weights ({_gib(sizes.weight_bytes)} each), "

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tinker_local.backend.daemon_thread import in_daemon_thread
-from tinker_local.backend.models.gpu_plan import GpuPlan, model_sizes, plan_gpu, step_sizes
+from tinker_local.backend.models.gpu_plan import COUNTED_RANK, GpuPlan, model_sizes, plan_gpu, step_sizes
 from tinker_local.backend.models.served_models import (
     EngineLoader,
     Engines,
@@ -239,19 +239,17 @@ def sized_for_gpu(config: Any, engine: "EngineOptions", options: BackendOptions)
 def plan_for(config: Any, engine: "EngineOptions", options: BackendOptions) -> GpuPlan:
     """The plan for a model of `config` on the current GPU with its free memory."""
     import torch
+    from tinker_local.backend.training.load_model import decoder_of_sizes
     from tinker_local.backend.training.worker import CUDA_LOGITS
-    from transformers import AutoModel
 
-    with torch.device("meta"):
-        text = AutoModel.from_config(config)
-    parameters = sum(parameter.numel() for parameter in text.parameters())
     text_config = config.get_text_config()
-    if not config.tie_word_embeddings:
-        parameters += text_config.vocab_size * text_config.hidden_size
-    itemsize = 2 if (engine.dtype or options.dtype) == "bfloat16" else 4
+    dtype = engine.dtype or options.dtype or "float32"
+    decoder, parameters = decoder_of_sizes(config, dtype, options.decoder)
+    itemsize = 2 if dtype == "bfloat16" else 4
     free, total = torch.cuda.mem_get_info()
     return plan_gpu(
         model_sizes(text_config.to_dict(), parameters, itemsize),
+        functools.partial(decoder.memory, columns=min(options.max_rank, COUNTED_RANK)),
         free=int(options.gpu_memory_utilization * free),
         context=min(
             options.max_context_length or text_config.max_position_embeddings, text_config.max_position_embeddings

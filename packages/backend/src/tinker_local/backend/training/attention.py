@@ -75,6 +75,8 @@ def attend(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Attend: `query` [T, N, D]; `key`, `value` [T, M, D], rows may be strided -> output [T, N, D], and the `logsumexp`
     for `attend_backward` (None if it needs none). T is the sum of the segments' lengths."""
+    if query.is_meta:  # it has no values; kernels give the output this layout
+        return query.new_empty(query.shape), None
     if rule.softcap is None and compat_torch.flash_attention_works(query):
         output, logsumexp = compat_torch.flash_attention(
             query, key, value, segments.bounds, segments.longest, rule.scaling, causal=True, window=rule.window

@@ -43,6 +43,20 @@ class LoadedModel:
         return Target.of("lm_head", HEAD, 0, self.model.lm_head, "unembed")
 
 
+def decoder_of_sizes(config: Any, dtype: str, decoder: DecoderChoice) -> tuple[Decoder, int]:
+    """The decoder that `load_model` chooses for a model of `config`, and the model's parameters. Its tensors are on
+    torch's meta device: they have shapes and no values, so that it can tell its memory before anything is loaded."""
+    family = family_of(config.model_type, config.name_or_path)
+    place = torch.device("meta")
+    with place:
+        auto_class = getattr(transformers, family.auto_class)
+        model = auto_class.from_config(config, dtype=DTYPES[dtype], attn_implementation="sdpa")
+    model.eval().requires_grad_(False)
+    kernels = kernels_for(place, DTYPES[dtype])
+    found = make_decoder(model, family, kernels, decoder, config.name_or_path)
+    return found, sum(parameter.numel() for parameter in model.parameters())
+
+
 def load_model(path: str, dtype: str | None, device: str | None, decoder: DecoderChoice = "auto") -> LoadedModel:
     """Load the model at `path` (a folder or hub name) with the class of its family.
 

@@ -152,12 +152,13 @@ class AutogradDecoder:
             groups_of(self.targets), [AdapterSlice(adapter, 0, tokens)], parameter.dtype, torch.float32, gradient=False
         )
         kept: list[dict[int, int]] = []
-        known = {tensor.untyped_storage().data_ptr() for tensor in self._modules.parameters()}
+        # A storage's identity is the address of its object, since data on the meta device have no address.
+        known = {tensor.untyped_storage()._cdata for tensor in self._modules.parameters()}
 
         def keep(tensor: torch.Tensor) -> torch.Tensor:
             storage = tensor.untyped_storage()
-            if kept and storage.data_ptr() not in known:
-                kept[-1][storage.data_ptr()] = storage.nbytes()
+            if kept and storage._cdata not in known:
+                kept[-1][storage._cdata] = storage.nbytes()
             return tensor
 
         hooks = [layer.register_forward_pre_hook(lambda *_: kept.append({})) for layer in self._modules.layers]

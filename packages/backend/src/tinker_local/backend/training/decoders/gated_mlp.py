@@ -17,12 +17,15 @@ _ROWS = 2048
 
 @torch.no_grad()
 def is_gated(mlp: Any) -> bool:
-    """Whether the module `mlp` computes down_proj(act_fn(gate_proj(x)) * up_proj(x)) and nothing else."""
+    """Whether the module `mlp` computes down_proj(act_fn(gate_proj(x)) * up_proj(x)) and nothing else. Without values
+    (on the meta device) it is assumed to, if it has these parts."""
     if not all(isinstance(getattr(mlp, name, None), torch.nn.Linear) for name in ("gate_proj", "up_proj", "down_proj")):
         return False
     if not callable(getattr(mlp, "act_fn", None)):
         return False
     weight = mlp.gate_proj.weight
+    if weight.is_meta:
+        return True
     x = torch.linspace(-2, 2, 2 * weight.shape[1], dtype=weight.dtype, device=weight.device).view(1, 2, -1)
     return bool(torch.equal(mlp(x), mlp.down_proj(mlp.act_fn(mlp.gate_proj(x)) * mlp.up_proj(x))))
 

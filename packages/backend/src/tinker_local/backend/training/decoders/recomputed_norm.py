@@ -11,7 +11,8 @@ _ROWS = 2048
 
 @torch.no_grad()
 def is_norm(module: Any) -> bool:
-    """Whether `module` maps each row [..., D] to one of the same shape by itself, with weights [D] alone."""
+    """Whether `module` maps each row [..., D] to one of the same shape by itself, with weights [D] alone. Without
+    values (on the meta device) only shapes are compared."""
     weights = list(module.parameters())
     if not weights or any(module.children()) or any(weight.dim() != 1 for weight in weights):
         return False
@@ -22,7 +23,9 @@ def is_norm(module: Any) -> bool:
         rows = [module(row[None]) for row in x]
     except (RuntimeError, TypeError):  # it takes something else
         return False
-    return isinstance(both, torch.Tensor) and torch.equal(both, torch.cat(rows))
+    if not isinstance(both, torch.Tensor) or both.shape != x.shape:
+        return False
+    return both.is_meta or torch.equal(both, torch.cat(rows))
 
 
 class RecomputedNorm(torch.autograd.Function):
