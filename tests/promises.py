@@ -56,7 +56,7 @@ PROMISES = (
         "5",
         "Sampled logprobs are log softmax(logits / T) over the whole vocabulary; trainer and sampler agree to 1e-4",
         "logprobs-after-the-cut logprobs-without-temperature small-temperatures-raised temperature-0-is-1 "
-        "trainers-positions",
+        "trainers-positions frequencies-by-the-row",
         (
             "sampling/test_sampled_logprobs.py::test_a_batch_that_mixes_all_settings_agrees_with_hf",
             "e2e/test_agreement.py::test_sampled_logprobs_are_the_trainers",
@@ -457,7 +457,8 @@ MISTAKES = (
     Promise(
         "operation",
         "Training keeps activations and gradients in memory that no layer's backward reads",
-        "gated-mlp-as-autograd-keeps-it norm-as-autograd-keeps-it gradient-of-hidden-states-kept",
+        "gated-mlp-as-autograd-keeps-it norm-as-autograd-keeps-it gradient-of-hidden-states-kept "
+        "kept-on-meta-counted-once plan-of-the-other-decoder",
     ),
     Promise(
         "operation",

@@ -16,13 +16,13 @@ from tinker_local.backend.vllm_engine.compat_vllm import default_dtype, runs_on_
 NAME = "tiny/probed"
 
 
-async def start(folder: Path, data_dir: Path) -> list[str]:
+async def start(folder: Path, data_dir: Path, max_context_length: int | None = 256) -> list[str]:
     """Start a server of the model and end it; what it said meanwhile."""
     said: list[str] = []
     options = BackendOptions(
         data_dir=data_dir,
         kv_cache_bytes=2**26,
-        max_context_length=256,
+        max_context_length=max_context_length,
         max_rank=8,
         sampler_sleeps=False,  # leaves sleep mode to other tests of this process
     )
@@ -103,3 +103,26 @@ async def test_a_model_that_the_engines_compute_alike_starts_and_says_how_close_
     shutil.copytree(tiny_models["tiny/vision"], tmp_path / "model")
     *_, said = await start(tmp_path / "model", tmp_path / "data")
     assert said.startswith(f"{NAME}: trainer and sampler agree to ")
+
+
+@pytest.mark.mutation(
+    "frequencies-by-the-row", "training/load_model.py", '        if kind == "longrope":', '        if kind == "never":'
+)
+@pytest.mark.parametrize("max_context_length", [None, 64, 256])
+async def test_longrope_has_the_frequencies_of_the_context_length_in_both_engines(
+    tmp_path: Path, max_context_length: int | None
+) -> None:
+    """Of the model's first 64 positions alone unless more are asked for."""
+    folder = make_tiny_text_model(tmp_path / "model", family="llama")
+    head = json.loads((folder / "config.json").read_text())["head_dim"]
+    # vLLM keeps one rotary module for all models of a process with the same parameters.
+    long = 9.0 if max_context_length is None else 9.0 + max_context_length / 1000
+    factors = {"short_factor": [1.5] * (head // 2), "long_factor": [long] * (head // 2)}
+    rope = {"rope_type": "longrope", "original_max_position_embeddings": 64, **factors}
+    edit(
+        folder, lambda text: text.update(rope_parameters={"rope_theta": text["rope_parameters"]["rope_theta"], **rope})
+    )
+    *_, said = await start(folder, tmp_path / "data", max_context_length)
+    agreed = re.search(r"trainer and sampler agree to (\S+) nats", said)
+    assert agreed is not None
+    assert float(agreed[1]) < (1e-4 if runs_on_cpu() else TOLERANCE["bfloat16"])

@@ -21,7 +21,7 @@ FAMILIES = ("llama", "mistral", "qwen2", "gemma2", "gemma3_text", "qwen3", "qwen
     "plan-of-the-other-decoder",
     "training/load_model.py",
     "found = make_decoder(model, family, kernels, decoder, config.name_or_path)",
-    "found = make_decoder(model, family, kernels, \"auto\", config.name_or_path)",
+    'found = make_decoder(model, family, kernels, "auto", config.name_or_path)',
 )
 @pytest.mark.parametrize("decoder", ["auto", "autograd"])
 @pytest.mark.parametrize("family", FAMILIES)

@@ -120,7 +120,11 @@ class BackendOptions:
         ),
     ] = None
     max_context_length: Annotated[
-        int | None, CommandOption("Limit the context length of the models. Default: the model's own.", least=16)
+        int | None,
+        CommandOption(
+            "Limit the context length of the models. Default: the model's own, with longrope before its extension.",
+            least=16,
+        ),
     ] = None
     micro_batch_tokens: Annotated[
         int, CommandOption("Maximum positions in one forward pass of the trainer.", least=1)

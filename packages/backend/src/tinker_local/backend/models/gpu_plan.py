@@ -108,10 +108,10 @@ def plan_gpu(
     logits: int,
     kv_cache: int | None = None,
 ) -> GpuPlan:
-    """Divide `free` bytes of a GPU, with the first of `steps` that fits. `activations`: what the trainer's decoder takes
-    for a micro-batch of so many positions. `context`: the longest sequence, in positions;
-    `adapter_slots` of `max_rank`: vLLM's; `image_cache`, `logits`: bytes of image features and of logits that exist at
-    a time, in both engines each; `kv_cache`: its size if it is given.
+    """Divide `free` bytes of a GPU, with the first of `steps` that fits. `activations`: what the trainer's decoder
+    takes for a micro-batch of so many positions. `context`: the longest sequence, in positions; `adapter_slots` of
+    `max_rank`: vLLM's; `image_cache`, `logits`: bytes of image features and of logits that exist at a time, in both
+    engines each; `kv_cache`: its size if it is given.
 
     Raises ValueError with the numbers if the KV cache, of one sequence at least, and one sequence in the trainer do not
     fit with the last of `steps`.

@@ -146,6 +146,9 @@ def load_real(source: ModelSource, options: BackendOptions) -> Engines:
 
     dtype = options.dtype or compat_vllm.default_dtype()
     config = AutoConfig.from_pretrained(source.path)
+    options = replace(
+        options, max_context_length=options.max_context_length or longrope_context(config.get_text_config())
+    )
     engine = build_engine.EngineOptions(
         source.path,
         dtype=dtype,
@@ -189,6 +192,18 @@ def sliding_window(config: Any) -> int | None:
     window = getattr(config, "sliding_window", None)
     layers = getattr(config, "layer_types", None)
     return None if window is None or (layers and "sliding_attention" not in layers) else int(window)
+
+
+def longrope_context(config: Any) -> int | None:
+    """The length of sequences before they were extended by longrope, if the text config of transformers has that.
+
+    Both engines choose the frequencies of all sequences by the context length. Longer ones would make the short worse,
+    so that vLLM's server, too, extends nothing unless it is told to.
+    """
+    rope = getattr(config, "rope_parameters", None) or {}
+    kinds = [rope] if "rope_type" in rope else [kind for kind in rope.values() if isinstance(kind, dict)]
+    lengths = [kind["original_max_position_embeddings"] for kind in kinds if kind.get("rope_type") == "longrope"]
+    return min(lengths, default=None)
 
 
 def load_renderer(

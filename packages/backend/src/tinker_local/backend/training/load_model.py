@@ -13,6 +13,7 @@ from tinker_local.backend.training.decoders import make_decoder
 from tinker_local.backend.training.kernels import Kernels, kernels_for
 from tinker_local.backend.training.lora import HEAD, Target
 from tinker_local.backend.training.vision_attention import use_packed_attention
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
@@ -20,7 +21,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch
 @dataclass(frozen=True, slots=True, eq=False)
 class LoadedModel:
     """`model`: transformers' whole model. `decoder`: runs from its embeddings to its LM head. `kernels`: the operations
-    of both besides matmuls. `logit_rule`: what follows the LM head."""
+    of both besides matmuls. `logit_rule`: what follows the LM head. `max_positions`: the most of a sequence."""
 
     model: Any
     decoder: Decoder
@@ -52,16 +53,24 @@ def decoder_of_sizes(config: Any, dtype: str, decoder: DecoderChoice) -> tuple[D
         auto_class = getattr(transformers, family.auto_class)
         model = auto_class.from_config(config, dtype=DTYPES[dtype], attn_implementation="sdpa")
     model.eval().requires_grad_(False)
+    _fix_frequencies(model.get_submodule(family.decoder_path), config.get_text_config().max_position_embeddings)
     kernels = kernels_for(place, DTYPES[dtype])
     found = make_decoder(model, family, kernels, decoder, config.name_or_path)
     return found, sum(parameter.numel() for parameter in model.parameters())
 
 
-def load_model(path: str, dtype: str | None, device: str | None, decoder: DecoderChoice = "auto") -> LoadedModel:
+def load_model(
+    path: str,
+    dtype: str | None,
+    device: str | None,
+    decoder: DecoderChoice = "auto",
+    max_context_length: int | None = None,
+) -> LoadedModel:
     """Load the model at `path` (a folder or hub name) with the class of its family.
 
-    `device` None: CUDA if available. `dtype` None: bfloat16 on CUDA, float32 elsewhere. Raises UnsupportedError if the
-    family or the architecture is not supported.
+    `device` None: CUDA if available. `dtype` None: bfloat16 on CUDA, float32 elsewhere. `max_context_length`: the most
+    positions of a sequence, if fewer than the model's own. Raises UnsupportedError if the family or the architecture is
+    not supported.
     """
     config = transformers.AutoConfig.from_pretrained(path)
     family = family_of(config.model_type, path)
@@ -70,6 +79,8 @@ def load_model(path: str, dtype: str | None, device: str | None, decoder: Decode
     chosen = DTYPES[dtype or ("bfloat16" if place.type == "cuda" else "float32")]
     model = getattr(transformers, family.auto_class).from_pretrained(path, dtype=chosen, attn_implementation="sdpa")
     model = model.to(place).eval().requires_grad_(False)
+    max_positions = min(max_context_length or text_config.max_position_embeddings, text_config.max_position_embeddings)
+    _fix_frequencies(model.get_submodule(family.decoder_path), max_positions)
     if family.vision is not None:
         use_packed_attention(model.get_submodule(family.vision.tower))
     kernels = kernels_for(place, chosen)
@@ -80,7 +91,27 @@ def load_model(path: str, dtype: str | None, device: str | None, decoder: Decode
         logit_rule=family.logits(text_config),
         family=family,
         vocab_size=model.lm_head.out_features,
-        max_positions=text_config.max_position_embeddings,
+        max_positions=max_positions,
         dtype=chosen,
         device=place,
     )
+
+
+def _fix_frequencies(modules: Any, max_positions: int) -> None:
+    """Make the rotary frequencies of the decoder `modules` constant: those for sequences of up to `max_positions`.
+
+    transformers chooses them in each forward by its longest sequence ("longrope"), so that a sequence would depend on
+    the others in its packed row. vLLM chooses by its configured length. ("dynamic" frequencies change only beyond the
+    model's own length.)
+    """
+    rotary = getattr(modules, "rotary_emb", None)
+    kinds = getattr(rotary, "rope_type", None)
+    if rotary is None or kinds is None:
+        return
+    for layers, kind in kinds.items() if isinstance(kinds, dict) else [(None, kinds)]:
+        if kind == "longrope":
+            name = "inv_freq" if layers is None else f"{layers}_inv_freq"
+            place = getattr(rotary, name).device
+            found, _ = ROPE_INIT_FUNCTIONS[kind](rotary.config, place, seq_len=max_positions, layer_type=layers)
+            rotary.register_buffer(name, found, persistent=False)
+    rotary.rope_type = dict.fromkeys(kinds, "default") if isinstance(kinds, dict) else "default"

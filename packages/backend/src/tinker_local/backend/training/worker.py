@@ -73,10 +73,10 @@ class HFTrainer:
         module_gradient_norms: bool = False,
         decoder: DecoderChoice = "auto",
     ) -> None:
-        loaded = load_model(model_path, dtype, device, decoder)
+        loaded = load_model(model_path, dtype, device, decoder, max_context_length)
         self.name = name
         self.vocab_size = loaded.vocab_size
-        self.max_context_length = min(max_context_length or loaded.max_positions, loaded.max_positions)
+        self.max_context_length = loaded.max_positions
         self.max_rank = max_rank
         self._budget = TokenBudget(micro_batch_tokens)
         self._loaded = loaded
