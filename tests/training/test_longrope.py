@@ -36,7 +36,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return found
 
 
-def trainer_of(folder: Path, decoder: Any, context: int | None) -> HFTrainer:
+def trainer_of(folder: Path, decoder: Any, context: int | None) -> Any:
     options: Any = {"dtype": "float32", "device": "cpu", "decoder": decoder}
     return HFTrainer(str(folder), name="longrope", max_context_length=context, **options)
 
