@@ -25,7 +25,7 @@ def is_norm(module: Any) -> bool:
         return False
     if not isinstance(both, torch.Tensor) or both.shape != x.shape:
         return False
-    return both.is_meta or torch.equal(both, torch.cat(rows))
+    return both.is_meta or bool(torch.equal(both, torch.cat(rows)))
 
 
 class RecomputedNorm(torch.autograd.Function):
