@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from tinker_local.backend import BackendOptions, InProcessBackend, ModelSource
 from tinker_local.backend.fakes import FakeModel, FakeRenderer, FakeSampler, FakeTrainer
-from tinker_local.backend.models.agreement import make_probes
+from tinker_local.backend.models.agreement import Agreement, make_probes, rounding_limit
 from tinker_local.backend.models.served_models import Engines
 from tinker_local.backend.rendering.decoding import image_size
 from tinker_local.backend.rendering.rendered_input import RenderedInput
@@ -38,7 +38,9 @@ class WrongSampler(FakeSampler):
         return output.model_copy(update={"prompt_logprobs": changed})
 
 
-async def start(tmp_path: Path, wrong: Wrong, error: float = 0.5, **fields: Any) -> tuple[list[int], list[str]]:
+async def start(
+    tmp_path: Path, wrong: Wrong, error: float = 0.5, tolerance: float = 1e-4, **fields: Any
+) -> tuple[list[int], list[str]]:
     """Lengths of the prompts that the sampler was compared on, and what the server said."""
     samplers: list[WrongSampler] = []
     said: list[str] = []
@@ -46,7 +48,9 @@ async def start(tmp_path: Path, wrong: Wrong, error: float = 0.5, **fields: Any)
     def load(source: ModelSource, options: BackendOptions) -> Engines:
         model = FakeModel(source.name)
         samplers.append(WrongSampler(model, wrong, error))
-        return Engines(FakeRenderer(model), FakeTrainer(model), samplers[-1], arch="fake", tolerance=1e-4, **fields)
+        return Engines(
+            FakeRenderer(model), FakeTrainer(model), samplers[-1], arch="fake", tolerance=tolerance, **fields
+        )
 
     backend = InProcessBackend(
         [ModelSource.parse("fake/bigram")], BackendOptions(data_dir=tmp_path), load=load, progress=said.append
@@ -65,7 +69,7 @@ async def test_engines_that_agree_start_and_count_no_image_of_the_probe_on_fakes
 @pytest.mark.mutation(
     "base-models-not-compared",
     "served_models.py",
-    "        if not agreement.difference <= engines.tolerance:\n",
+    "        if not agreement.difference <= normal:\n",
     "        if False:\n",
 )
 @pytest.mark.mutation(
@@ -96,6 +100,27 @@ async def test_engines_that_differ_on_one_kind_of_prompt_do_not_start_on_fakes(
 async def test_without_a_window_no_long_prompt_is_computed_on_fakes(tmp_path: Path) -> None:
     lengths, _ = await start(tmp_path, lambda prompt: prompt.length > WINDOW and not prompt.images)
     assert max(lengths) < 2 * WINDOW
+
+
+@pytest.mark.mutation(
+    "rounding-of-text-not-compared",
+    "agreement.py",
+    "    return min(tolerance, max(ROUNDING, SPREAD * least))",
+    "    return tolerance",
+)
+async def test_an_image_may_differ_by_rounding_alone_where_text_agrees_on_fakes(tmp_path: Path) -> None:
+    """As much as the tolerance of bfloat16 is too much if the same weights agree on text."""
+    with pytest.raises(ValueError, match=r"they differ by 0.2 on average \(at most 0.1 is normal\)"):
+        await start(tmp_path / "a", lambda prompt: bool(prompt.images), 0.2, 0.3)
+    _, said = await start(tmp_path / "b", lambda prompt: bool(prompt.images), 0.09, 0.3)
+    assert "trainer and sampler agree to 0.09 nats" in said[-1]
+
+
+@pytest.mark.parametrize(("text", "limit"), [(0.0, 0.1), (0.02, 0.1), (0.05, 0.2), (0.2, 0.3)])
+def test_a_model_with_more_rounding_may_differ_more_up_to_the_tolerance(text: float, limit: float) -> None:
+    found = [Agreement(difference, 16, False, 1, 0.0, 0.0) for difference in (text, 0.25)]
+    assert rounding_limit(found, 0.3) == pytest.approx(limit)
+    assert rounding_limit(found, 1e-3) == 1e-3
 
 
 async def test_nan_is_a_difference_on_fakes(tmp_path: Path) -> None:

@@ -9,20 +9,26 @@ from typing import Any
 
 import pytest
 from tinker_local.backend import BackendOptions, InProcessBackend, ModelSource
+from tinker_local.backend.models.agreement import ROUNDING
 from tinker_local.backend.models.load_engines import TOLERANCE
+from tinker_local.backend.options import DType
 from tinker_local.backend.tiny_models import make_tiny_text_model, make_tiny_vl_model
+from tinker_local.backend.tiny_models.text_families import TEXT_FAMILIES
 from tinker_local.backend.vllm_engine.compat_vllm import default_dtype, runs_on_cpu
 
 NAME = "tiny/probed"
 
 
-async def start(folder: Path, data_dir: Path, max_context_length: int | None = 256) -> list[str]:
+async def start(
+    folder: Path, data_dir: Path, max_context_length: int | None = 256, dtype: DType | None = None
+) -> list[str]:
     """Start a server of the model and end it; what it said meanwhile."""
     said: list[str] = []
     options = BackendOptions(
         data_dir=data_dir,
         kv_cache_bytes=2**26,
         max_context_length=max_context_length,
+        dtype=dtype,
         max_rank=8,
         sampler_sleeps=False,  # leaves sleep mode to other tests of this process
     )
@@ -71,30 +77,33 @@ def with_sections_in_a_row(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("make", "change", "where"),
+    ("make", "change", "where", "dtype"),
     [
-        (make_tiny_text_model, with_attention_bias, "positions of text"),
-        (lambda out: make_tiny_vl_model(out, family="qwen2_5_vl"), with_yarn, "positions"),
-        pytest.param(
-            make_tiny_vl_model,
-            with_sections_in_a_row,
-            "positions with an image",
-            marks=pytest.mark.skipif(not runs_on_cpu(), reason="0.2 nats on average, in bfloat16 that may be rounding"),
-        ),
+        (make_tiny_text_model, with_attention_bias, "positions of text", default_dtype()),
+        (lambda out: make_tiny_vl_model(out, family="qwen2_5_vl"), with_yarn, "positions", default_dtype()),
+        (make_tiny_vl_model, with_sections_in_a_row, "positions with an image", "float32"),
+        (make_tiny_vl_model, with_sections_in_a_row, "positions with an image", "bfloat16"),
     ],
-    ids=["qwen3-attention-bias", "qwen2.5-vl-yarn", "qwen3-vl-not-interleaved"],
+    ids=[
+        "qwen3-attention-bias",
+        "qwen2.5-vl-yarn",
+        "qwen3-vl-not-interleaved",
+        "qwen3-vl-not-interleaved-in-bfloat16",
+    ],
 )
 async def test_a_model_that_the_engines_compute_differently_is_refused_in_one_line(
-    tmp_path: Path, make: Callable[[Path], Path], change: Callable[[Path], None], where: str
+    tmp_path: Path, make: Callable[[Path], Path], change: Callable[[Path], None], where: str, dtype: DType
 ) -> None:
     folder = make(tmp_path / "model")
     change(folder)
     with pytest.raises(ValueError, match=rf"^{NAME}: trainer and sampler compute this model differently: ") as refused:
-        await start(folder, tmp_path / "data")
+        await start(folder, tmp_path / "data", dtype=dtype)
     message = str(refused.value)
     assert "\n" not in message
     assert re.search(rf"the logprob at position \d+ of \d+ {where}", message)
-    assert message.endswith(f"(at most {TOLERANCE[default_dtype()]:.3g} is normal)")
+    normal = re.search(r"\(at most (\S+) is normal\)$", message)
+    assert normal is not None
+    assert float(normal[1]) <= TOLERANCE[dtype]
 
 
 async def test_a_model_that_the_engines_compute_alike_starts_and_says_how_close_they_are(
@@ -103,6 +112,17 @@ async def test_a_model_that_the_engines_compute_alike_starts_and_says_how_close_
     shutil.copytree(tiny_models["tiny/vision"], tmp_path / "model")
     *_, said = await start(tmp_path / "model", tmp_path / "data")
     assert said.startswith(f"{NAME}: trainer and sampler agree to ")
+
+
+@pytest.mark.more
+@pytest.mark.parametrize("family", [*TEXT_FAMILIES, "qwen3_vl", "qwen2_5_vl"])
+async def test_rounding_of_bfloat16_takes_less_than_half_of_what_is_normal(tmp_path: Path, family: Any) -> None:
+    make = make_tiny_text_model if family in TEXT_FAMILIES else make_tiny_vl_model
+    make(tmp_path / "model", family=family)
+    *_, said = await start(tmp_path / "model", tmp_path / "data", dtype="bfloat16")
+    agreed = re.search(r"trainer and sampler agree to (\S+) nats", said)
+    assert agreed is not None
+    assert float(agreed[1]) < ROUNDING / 2
 
 
 @pytest.mark.mutation(

@@ -12,7 +12,7 @@ from tinker_local.backend.control.sampler_versions import SamplerVersions
 from tinker_local.backend.control.sampling_sessions import Sampling
 from tinker_local.backend.control.sessions import check_user_metadata
 from tinker_local.backend.control.training_runs import Command, TrainingRun
-from tinker_local.backend.models.agreement import compare, sampler_logprobs
+from tinker_local.backend.models.agreement import compare, sampler_logprobs, worst
 from tinker_local.backend.models.served_models import ServedModel
 from tinker_local.backend.sampling.sampler import AdapterVersion
 from tinker_local.backend.scheduling.operations import Operation
@@ -147,7 +147,7 @@ class SaveWeightsForSampler:
         sampler, probes, tolerance = base.engines.sampler, base.probes.adapter, base.engines.tolerance
         await sampler.load_version(version)
         found = await sampler_logprobs(sampler, version, probes)
-        agreement = compare(probes, await expected, found)
+        agreement = worst(compare(probes, await expected, found))
         if not agreement.difference <= tolerance:
             raise InternalError(
                 f"the sampler does not serve the weights that were saved: its logprobs of a probe differ from the "

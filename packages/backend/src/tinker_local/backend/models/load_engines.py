@@ -39,7 +39,8 @@ log = logging.getLogger(__name__)
 TOLERANCE: dict[DType, float] = {"float32": 1e-3, "bfloat16": 0.3}
 """Mean difference (nats) of a probe's logprobs between trainer and sampler above which weights are not served.
 
-In float32 they agree to 1e-5. bfloat16 keeps 8 bits, and differences of 0.05 to 0.2 are rounding.
+In float32 they agree to 1e-5. bfloat16 keeps 8 bits, and differences of 0.05 to 0.2 are rounding. The probes of a base
+model are compared with each other as well (`agreement.rounding_limit`).
 """
 
 
