@@ -2,6 +2,7 @@
 
 import threading
 from pathlib import Path
+from typing import Any
 
 import tinker_local.client as tinker
 from tinker_local.backend import BackendOptions, InProcessBackend, ModelSource
@@ -13,10 +14,8 @@ def test_a_backend_of_fake_engines_trains_and_samples_in_this_process(tmp_path: 
     backend = InProcessBackend([ModelSource("fake", "fake")], BackendOptions(data_dir=tmp_path), load=load_fake)
     with tinker.ServiceClient(backend=backend) as service:
         trainer = service.create_lora_training_client(base_model="fake", rank=4).result()
-        datum = tinker.Datum(
-            model_input=tinker.ModelInput.from_ints([5, 6, 7]),
-            loss_fn_inputs={"target_tokens": [6, 7, 8], "weights": [1.0, 1.0, 1.0]},
-        )
+        loss_inputs: Any = {"target_tokens": [6, 7, 8], "weights": [1.0, 1.0, 1.0]}
+        datum = tinker.Datum(model_input=tinker.ModelInput.from_ints([5, 6, 7]), loss_fn_inputs=loss_inputs)
         output = trainer.forward_backward([datum], "cross_entropy").result()
         trainer.optim_step(tinker.AdamParams(learning_rate=1e-2)).result()
         again = trainer.forward_backward([datum], "cross_entropy").result()

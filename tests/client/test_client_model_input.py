@@ -40,7 +40,8 @@ def test_a_prompt_with_an_image_is_the_sdks_own_object(tokenizer: Any, processor
     assert image == image_chunk(IMAGE, processor)
     assert image.expected_tokens == 2
     assert built.length == before.length + 2 + after.length
-    tinker.Datum(model_input=built, loss_fn_inputs={"target_tokens": np.zeros(built.length, np.int64)})
+    targets: Any = {"target_tokens": np.zeros(built.length, np.int64)}
+    tinker.Datum(model_input=built, loss_fn_inputs=targets)
 
 
 def test_it_is_what_hf_makes_of_the_same_text(tokenizer: Any, processor: Any) -> None:

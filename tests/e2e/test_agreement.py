@@ -49,9 +49,8 @@ def trainer_logprobs(client: Any, inputs: list[tuple[ModelInput, np.ndarray]]) -
     for model_input, ids in inputs:
         targets = np.append(np.maximum(ids[1:], 0), 0).astype(np.int64)
         weights = np.append(ids[1:] >= 0, 0).astype(np.float32)
-        data.append(
-            tinker.Datum(model_input=to_sdk(model_input), loss_fn_inputs={"target_tokens": targets, "weights": weights})
-        )
+        loss_inputs: Any = {"target_tokens": targets, "weights": weights}
+        data.append(tinker.Datum(model_input=to_sdk(model_input), loss_fn_inputs=loss_inputs))
     outputs = client.forward(data, "cross_entropy").result().loss_fn_outputs
     return [
         np.where(ids[1:] >= 0, output["logprobs"].to_numpy()[:-1], np.nan)

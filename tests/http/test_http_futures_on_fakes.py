@@ -269,7 +269,8 @@ async def test_version_that_the_sampler_does_not_serve_is_an_error_and_leaves_no
         return await original(None)
 
     monkeypatch.setattr(api.sampler, "_weights", base_only)
-    for seq_id, fields in enumerate([{"path": "a"}, {"sampling_session_seq_id": 0}], 3):
+    saves: list[dict[str, Any]] = [{"path": "a"}, {"sampling_session_seq_id": 0}]
+    for seq_id, fields in enumerate(saves, 3):
         body = {"model_id": model, "seq_id": seq_id, **fields}
         message = await api.failure(await api.submit("save_weights_for_sampler", body))
         assert message.startswith("server: the sampler does not serve the weights")

@@ -269,7 +269,7 @@ async def test_malformed_step_fails_in_its_place_and_keeps_the_order_on_fakes(ap
     model = await api.model()
     api.trainer.hold.clear()
     gradient = await api.gradient(model, 1)
-    bodies = [
+    bodies: list[dict[str, Any]] = [
         {"adam_params": {"learning_rate": "fast"}},
         {"adam_params": {"learning_rate": 0.1, "beta1": 1.5}},
         {"adam_params": {"learning_rate": -0.1}},

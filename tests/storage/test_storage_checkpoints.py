@@ -6,7 +6,7 @@ import sqlite3
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -267,11 +267,12 @@ def test_expired_checkpoints_are_gone_at_once_and_their_folders_when_told(tmp_pa
         {"later", "never"},
         2,
     )
-    for change in (
+    changes: list[Callable[[], object]] = [
         lambda: store.set_expiry(records["soon"], None),
         lambda: store.set_public(records["soon"], True),
         lambda: store.forget_checkpoint(records["soon"]),
-    ):
+    ]
+    for change in changes:
         with pytest.raises(NotFoundError):
             change()
     assert store.forget_expired() == [records["soon"]]

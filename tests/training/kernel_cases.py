@@ -4,8 +4,10 @@ An environment variable selects the interpreter before Triton is imported, for t
 file checks all cases on the CPU.
 """
 
+from collections.abc import Callable
+
 import torch
-from tinker_local.backend.training.kernels import TorchKernels
+from tinker_local.backend.training.kernels import Kernels, TorchKernels
 
 SHAPES = [
     (5, 48, 3, 16),
@@ -48,7 +50,11 @@ def check_kernels(
     scale[off] = 0
     logits[off, 0] = float("nan")
     seen = []
-    for kernels, cast in ((TritonKernels(), lambda t: t.clone()), (TorchKernels(), lambda t: t.float())):
+    ways: list[tuple[Kernels, Callable[[torch.Tensor], torch.Tensor]]] = [
+        (TritonKernels(), torch.Tensor.clone),
+        (TorchKernels(), torch.Tensor.float),
+    ]
+    for kernels, cast in ways:
         inner = cast(heads_x)[:, : heads * size].unflatten(1, (heads, size))
         out = torch.zeros(rows, heads + 1, size, device=device, dtype=inner.dtype)
         optional = None if norm is None else cast(norm)

@@ -201,22 +201,24 @@ def test_sdk_objects_are_accepted_wherever_ours_are() -> None:
         sdk.SampledProvenanceSpan(sequence_id="s:0", offset=1, length=2),
         ProvenanceSpan(source="sampled", sequence_id="s:0", offset=1, length=2),
     )
+    inputs: dict[str, Any] = {"target_tokens": [1, 2], "weights": np.ones((2, 1), np.float32)}
     their_datum = sdk.Datum(
         model_input=SDK_INPUT,
-        loss_fn_inputs={"target_tokens": [1, 2], "weights": np.ones((2, 1), np.float32)},
+        loss_fn_inputs=inputs,
         model_input_spans=[their_span],
         loss_fn_input_spans=[their_span],
     )
     datum = Datum(
         model_input=OUR_INPUT,
-        loss_fn_inputs={"target_tokens": [1, 2], "weights": np.ones((2, 1), np.float32)},
+        loss_fn_inputs=inputs,
         model_input_spans=[span],
         loss_fn_input_spans=[span],
     )
+    theirs: dict[str, Any] = {"target_tokens": their_datum.loss_fn_inputs["target_tokens"], "span": their_span}
     mixed = Datum(
         model_input=SDK_INPUT,
-        loss_fn_inputs={"target_tokens": their_datum.loss_fn_inputs["target_tokens"], "weights": np.ones((2, 1), "f4")},
-        model_input_spans=[their_span],
+        loss_fn_inputs={"target_tokens": theirs["target_tokens"], "weights": inputs["weights"]},
+        model_input_spans=[theirs["span"]],
         loss_fn_input_spans=[span],
     )
     assert mixed == datum

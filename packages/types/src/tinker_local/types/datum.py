@@ -4,7 +4,7 @@ import base64
 import binascii
 import math
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -297,6 +297,17 @@ class Datum(Frozen):
     loss_fn_inputs: dict[str, TensorData] = Field(default_factory=dict)
     model_input_spans: Spans | None = None
     loss_fn_input_spans: Spans | None = None
+
+    if TYPE_CHECKING:  # what is accepted, which is more than what is kept
+
+        def __init__(
+            self,
+            *,
+            model_input: ModelInput,
+            loss_fn_inputs: Mapping[str, TensorData | npt.NDArray[Any] | Sequence[Any]] = ...,
+            model_input_spans: Sequence[ProvenanceSpan] | None = None,
+            loss_fn_input_spans: Sequence[ProvenanceSpan] | None = None,
+        ) -> None: ...
 
     @field_validator("loss_fn_inputs", mode="before")
     @classmethod
