@@ -9,7 +9,7 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 from prometheus_client.core import CounterMetricFamily
 from tinker_local.backend import options
-from tinker_local.backend.http.metrics_routes import EXPORTED
+from tinker_local.backend.http.metrics_routes import EXPORTED, OF_OWNERS, OWNER_LABELS
 from tinker_local.backend.options import BackendOptions, CommandOption
 
 PAGE = Path(__file__).parent.parent / "docs" / "operations.md"
@@ -24,6 +24,8 @@ def metrics() -> str:
         name = f"{each.name}_total" if kind == "counter" else each.name
         labels = ", ".join(f"`{label}`" for label in ("model", each.label) if label)
         lines.append(f"| `{name}` | {kind} | {labels} | {each.help} |")
+    labels = ", ".join(f"`{label}`" for label in OWNER_LABELS)
+    lines += [f"| `{gauge.name}` | gauge | {labels} | {gauge.help} |" for gauge in OF_OWNERS]
     return "\n".join(lines) + "\n"
 
 

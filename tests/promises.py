@@ -414,6 +414,20 @@ MISTAKES = (
     ),
     Promise(
         "operation",
+        "One owner takes what is left from the others, or is refused without the numbers and what helps",
+        "half-for-the-only-owner quota-of-an-owner-for-all adapters-of-all-owners-alone queues-of-owners-not-bounded "
+        "samples-of-owners-not-bounded storage-quota-not-checked saves-at-once-share-the-room autosaves-refused "
+        "usage-of-others",
+        (
+            "http/test_http_quotas_on_fakes.py::"
+            "test_sdk_beyond_the_quota_of_queued_requests_is_slowed_down_and_loses_nothing_on_fakes",
+            "http/test_http_quotas_on_fakes.py::test_sdk_beyond_the_quota_of_samples_waits_and_gets_all_on_fakes",
+            "http/test_http_quotas_on_fakes.py::"
+            "test_sdk_beyond_other_quotas_stops_at_once_and_goes_on_after_a_deletion_on_fakes",
+        ),
+    ),
+    Promise(
+        "operation",
         "A download reads the whole checkpoint into memory, or is given without a valid signature",
         "download-read-whole export-deleted-under-a-download forged-url-accepted expired-url-accepted",
         ("e2e/test_download.py::test_checkpoint_downloaded_by_the_command_is_what_peft_loads_and_was_trained",),

@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 import uvicorn
+from tinker_local.backend.control.callers import Caller
 from tinker_local.backend.http import bodies, connections
+from tinker_local.backend.http.access import CALLER
 from tinker_local.types import TooManyRequestsError
 from uvicorn.server import ServerState
 
@@ -97,12 +99,13 @@ async def test_beyond_the_most_connections_the_oldest_idle_one_is_closed(monkeyp
             writer.close()
 
 
-async def test_unfinished_bodies_are_bounded_for_a_key_and_in_all(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_unfinished_bodies_are_bounded_for_an_owner_and_in_all(monkeypatch: pytest.MonkeyPatch) -> None:
     class Sent:
         """A request whose body has begun."""
 
-        def __init__(self, key: str) -> None:
-            self.headers, self.goes_on = {"x-api-key": key}, asyncio.Event()
+        def __init__(self, owner: str) -> None:
+            self.headers: dict[str, str] = {}
+            self.scope, self.goes_on = {CALLER: Caller(owner)}, asyncio.Event()
 
         async def stream(self) -> AsyncIterator[bytes]:
             yield bytes(60)
@@ -110,12 +113,12 @@ async def test_unfinished_bodies_are_bounded_for_a_key_and_in_all(monkeypatch: p
             yield b"end"
 
     monkeypatch.setattr(bodies, "MAX_UNFINISHED_BYTES", 130)
-    monkeypatch.setattr(bodies, "MAX_UNFINISHED_BYTES_OF_A_KEY", 100)
+    monkeypatch.setattr(bodies, "MAX_UNFINISHED_BYTES_OF_AN_OWNER", 100)
     first, second = Sent("a"), Sent("b")
     async with asyncio.TaskGroup() as group:
         held = [group.create_task(bodies.read_body(each)) for each in (first, second)]  # type: ignore[arg-type]
         await asyncio.sleep(0)
-        with pytest.raises(TooManyRequestsError, match="120 bytes of unfinished requests of this API key"):
+        with pytest.raises(TooManyRequestsError, match="120 bytes of unfinished requests of the owner 'a'"):
             await bodies.read_body(Sent("a"))  # type: ignore[arg-type]
         with pytest.raises(TooManyRequestsError, match="180 bytes of unfinished requests of all clients"):
             await bodies.read_body(Sent("c"))  # type: ignore[arg-type]

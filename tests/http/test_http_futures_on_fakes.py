@@ -168,10 +168,10 @@ async def test_cancelling_frees_the_slot_on_fakes(api: Api) -> None:
     for poll in polls[:3]:
         assert (await poll).json()["category"] == "user"
     await api.until(lambda: api.sampler.running == 1)
-    await api.until(lambda: api.backend.sampling._queued.total() == 1)
+    await api.until(lambda: len(api.backend.sampling.in_flight) == 1)
     api.sampler.hold.set()
     assert (await polls[3]).headers["content-type"] == "application/x-protobuf"
-    await api.until(lambda: not api.backend.sampling._queued)
+    await api.until(lambda: not api.backend.sampling.in_flight)
 
 
 async def test_cancelling_before_the_work_began_frees_the_slot_too_on_fakes(api: Api) -> None:
@@ -182,7 +182,7 @@ async def test_cancelling_before_the_work_began_frees_the_slot_too_on_fakes(api:
     operation = await api.backend.sampling.sample(request)
     api.backend.operations.cancel(operation.request_id)  # its task has not had a turn yet
     await asyncio.sleep(0.05)
-    await api.until(lambda: not api.backend.sampling._queued)
+    await api.until(lambda: not api.backend.sampling.in_flight)
     assert not api.backend.sampling._open[sampler].running
 
 
@@ -220,7 +220,7 @@ async def test_five_hundred_samples_at_once_are_all_answered_on_fakes(api: Api) 
     outputs = await asyncio.gather(*(one(seq_id) for seq_id in range(512)))
     assert len(outputs) == 512
     assert len(api.backend.operations) >= 512
-    await api.until(lambda: not api.backend.sampling._queued)
+    await api.until(lambda: not api.backend.sampling.in_flight)
 
 
 @pytest.mark.mutation(

@@ -29,6 +29,7 @@ NAMES_NOTHING = {
     ("GET", "/api/v1/healthz"),
     ("GET", "/api/v1/livez"),
     ("GET", "/api/v1/get_server_capabilities"),
+    ("GET", "/api/v1/usage"),  # of the caller alone: test_http_quotas_on_fakes.py
     ("POST", "/api/v1/telemetry"),
     ("POST", "/api/v1/create_session"),
     *((method, f"/api/v1{path}") for method, path in REFUSED if "{" not in path),

@@ -166,12 +166,12 @@ async def test_abandoned_sample_frees_its_slot_on_fakes(server: Any, service: An
         return await future
 
     waiting = [asyncio.create_task(wait(sampler.sample(PROMPT, 200, params))) for _ in range(4)]
-    await until_async(lambda: server.backend.sampling._queued.total() == 4)
+    await until_async(lambda: len(server.backend.sampling.in_flight) == 4)
     await asyncio.sleep(1)  # the SDK cancels what it polls, not what it submits
     for task in waiting:
         task.cancel()
     await asyncio.gather(*waiting, return_exceptions=True)
-    await until_async(lambda: not server.backend.sampling._queued)
+    await until_async(lambda: not server.backend.sampling.in_flight)
     short = await sampler.sample(PROMPT, 1, tinker.SamplingParams(max_tokens=2))
     assert len(short.sequences[0].tokens) <= 2
 

@@ -17,7 +17,7 @@ import httpx
 import pytest
 from click.testing import CliRunner
 from tinker_local.backend.cli.main import main
-from tinker_local.backend.options import BackendOptions
+from tinker_local.backend.options import BackendOptions, OwnerQuota
 from tinker_local.types import Datum, ForwardBackwardRequest, ModelInput
 from tinker_local.types.codec import encode_forward_backward_request
 
@@ -173,6 +173,7 @@ def test_what_cannot_work_is_refused_before_anything_is_loaded_on_fakes(
         ([*FAKE, "--image-host", "*.pictures.example"], "--image-host"),
         ([*FAKE, "--image-host", "pictures.example:http"], "--image-host"),
         ([*FAKE, "--image-host", ""], "--image-host"),
+        ([*FAKE, "--quota", "adapters=-1"], "--quota"),
     ]
     for arguments, words in cases:
         outcome = CliRunner().invoke(main, [*arguments, *data])
@@ -223,6 +224,7 @@ def test_options_of_the_command_are_those_of_a_backend_with_its_defaults_on_fake
         "--max-queued-requests-per-session": ("4", {"max_queued_requests_per_session": 4}),
         "--max-queued-memory": ("2", {"max_queued_bytes": 2**31}),
         "--max-queued-memory-per-session": ("0.25", {"max_queued_bytes_per_session": 2**28}),
+        "--quota": ("bob:adapters=2", {"quotas": (OwnerQuota("bob", (("adapters", 2),)),)}),
         "--kv-cache": ("1.5", {"kv_cache_bytes": 3 * 2**29}),
         "--gpu-memory-utilization": ("0.5", {"gpu_memory_utilization": 0.5}),
         "--session-timeout": ("60", {"session_timeout": 60.0}),

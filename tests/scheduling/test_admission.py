@@ -9,19 +9,21 @@ from tinker_local.backend.scheduling.run_queue import (
     PATIENCE,
     REFUSED_PATIENCE,
     SHORTEST_RETRY,
-    Bounds,
     CommandLog,
     Load,
 )
 from tinker_local.types import TooManyRequestsError
 
+from tests.scheduling.traffic import bounds_of
+
 SDK_RETRIES_SECONDS = 300
-BOUNDS = Bounds(all=Load(6, 600), session=Load(4, 400))
+BOUNDS = bounds_of(Load(6, 600), Load(4, 400))
 
 
 @dataclass(eq=False)
 class Queue:
     session_id: str = "s"
+    owner: str = "local"
     clock: float = 0.0
     size: int = 0
     commands: CommandLog[Any] = field(default_factory=CommandLog)

@@ -14,10 +14,10 @@ import pytest
 from tinker_local.backend.scheduling.run_queue import COPY_COST, Bounds, Load
 from tinker_local.types import GoneError, InvalidRequestError
 
-from tests.scheduling.traffic import UNBOUNDED, Model, Sent, World, lock_step, outcome, pipelined
+from tests.scheduling.traffic import UNBOUNDED, Model, Sent, World, bounds_of, lock_step, outcome, pipelined
 from tests.scheduling.virtual_time import VirtualLoop, run
 
-TIGHT = Bounds(all=Load(60, 30_000), session=Load(20, 12_000))
+TIGHT = bounds_of(Load(60, 30_000), Load(20, 12_000))
 LARGEST = 1500
 
 

@@ -7,9 +7,11 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
+from tinker_local.backend.options import BackendOptions
 from tinker_local.backend.scheduling.fairness import gradient_cost
 from tinker_local.backend.scheduling.memory_sharing import MemorySharing
 from tinker_local.backend.scheduling.operations import Operation, OperationKind
+from tinker_local.backend.scheduling.quotas import Quotas
 from tinker_local.backend.scheduling.run_queue import COPY_COST, Bounds, GradientCommand, Load, RunQueue, StepCommand
 from tinker_local.backend.scheduling.train_scheduler import LONGEST_WAIT, TrainScheduler
 from tinker_local.backend.training.trainer import TrainResult, TrainWork
@@ -17,7 +19,22 @@ from tinker_local.types import ApiError, GoneError, InvalidRequestError, TooMany
 
 from tests.scheduling.virtual_time import VirtualLoop
 
-UNBOUNDED = Bounds(all=Load(10**9, 10**15), session=Load(10**9, 10**15))
+
+def bounds_of(all: Load, session: Load) -> Bounds:
+    """Bounds of all sessions and of each."""
+    return Bounds(
+        Quotas(
+            BackendOptions(
+                max_queued_requests=all.commands,
+                max_queued_bytes=all.size,
+                max_queued_requests_per_session=session.commands,
+                max_queued_bytes_per_session=session.size,
+            )
+        )
+    )
+
+
+UNBOUNDED = bounds_of(Load(10**9, 10**15), Load(10**9, 10**15))
 
 
 @dataclass(slots=True, eq=False)

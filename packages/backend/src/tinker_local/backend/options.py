@@ -4,6 +4,7 @@
 """
 
 import ipaddress
+import math
 import os
 import re
 from collections.abc import Callable
@@ -48,6 +49,50 @@ class ModelSource:
         if not name or (separator and not path):
             raise ValueError(f"expected NAME or NAME=PATH, got {text!r}")
         return cls(name, path or name)
+
+
+QUOTAS = {
+    "adapters": "adapters",
+    "adapter-memory": "adapter_bytes",
+    "queued-requests": "queued_requests",
+    "queued-memory": "queued_bytes",
+    "samples": "samples",
+    "storage": "storage_bytes",
+}
+"""What `--quota` can limit, and the field of `Amounts` that it is."""
+
+
+@dataclass(frozen=True, slots=True)
+class OwnerQuota:
+    """Limits of `owner`, or of each owner (None), by the fields of `Amounts`; infinity is none."""
+
+    owner: str | None
+    most: tuple[tuple[str, float], ...]
+
+    @classmethod
+    def parse(cls, text: str) -> "OwnerQuota":
+        """Parse `[OWNER:]NAME=NUMBER[,NAME=NUMBER...]`, memory and storage in GiB, `none` for no limit; ValueError."""
+        owner, separator, limits = text.rpartition(":")
+        if bool(separator) != bool(owner):
+            raise ValueError(f"expected [OWNER:]NAME=NUMBER[,NAME=NUMBER...], got {text!r}")
+        most = {}
+        for limit in limits.split(","):
+            name, _, number = limit.partition("=")
+            if name not in QUOTAS:
+                raise ValueError(f"{name!r} in {text!r} is not one of {', '.join(QUOTAS)}")
+            most[QUOTAS[name]] = math.inf if number == "none" else _amount(name, number)
+        return cls(owner or None, tuple(most.items()))
+
+
+def _amount(name: str, number: str) -> float:
+    """A limit of `--quota`; GiB become bytes."""
+    try:
+        value = float(number) * 2**30 if QUOTAS[name].endswith("bytes") else int(number)
+    except ValueError:
+        value = math.nan
+    if not 0 <= value < math.inf:
+        raise ValueError(f"{name}={number}: expected a number from 0, or none")
+    return int(value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,6 +214,18 @@ class BackendOptions:
             gib=True,
         ),
     ] = 16 * 2**30
+    quotas: Annotated[
+        tuple[OwnerQuota, ...],
+        CommandOption(
+            "Limits of each owner of keys, or of OWNER. NAME: adapters, adapter-memory (GiB), queued-requests, "
+            "queued-memory (GiB), samples (requests in flight), storage (GiB of checkpoints); NUMBER may be none. "
+            "Repeat for more owners. Default: half of what all may have, and of the disk, if --api-key-file names "
+            "several owners, otherwise none.",
+            flag="--quota",
+            metavar="[OWNER:]NAME=NUMBER[,...]",
+            parse=OwnerQuota.parse,
+        ),
+    ] = ()
     kv_cache_bytes: Annotated[
         int | None,
         CommandOption(

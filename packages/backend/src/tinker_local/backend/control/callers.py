@@ -13,12 +13,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from tinker_local.backend.storage.records import LOCAL_OWNER
+from tinker_local.backend.storage.records import ADMIN, LOCAL_OWNER
 
 log = logging.getLogger(__name__)
-
-ADMIN = "admin"
-"""The owner whose keys see everything."""
 
 REREAD_SECONDS = 1.0
 """How often a key file is looked at."""
@@ -60,8 +57,13 @@ class KeyFile:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._state = self._stat()
-        self._callers = parse_keys(path)
+        self._use(parse_keys(path))
         self._looked = time.monotonic()
+
+    def owners(self) -> frozenset[str]:
+        """Who has a key, admins included."""
+        self.callers()
+        return self._owners
 
     def callers(self) -> Mapping[bytes, Caller]:
         """Who has which key, by `fingerprint`. A file that cannot be read leaves the keys as they were."""
@@ -75,11 +77,15 @@ class KeyFile:
 
     def _read_again(self) -> None:
         try:
-            self._callers = parse_keys(self._path)
+            self._use(parse_keys(self._path))
         except (OSError, ValueError) as error:
             log.error("the keys stay as they were, because the key file cannot be read: %s", error)
         else:
             log.warning("the key file %s was read again: %d keys", self._path, len(self._callers))
+
+    def _use(self, callers: dict[bytes, Caller]) -> None:
+        self._callers = callers
+        self._owners = frozenset(caller.owner for caller in callers.values())
 
     def _stat(self) -> tuple[int, int, int, int] | None:
         try:

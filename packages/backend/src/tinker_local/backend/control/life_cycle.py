@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import shutil
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from datetime import datetime, timedelta
@@ -27,6 +28,9 @@ from tinker_local.backend.models.metrics import ModelMetrics
 from tinker_local.backend.models.served_models import EngineLoader, Progress, ServedModels, by_path
 from tinker_local.backend.options import BackendOptions, ModelSource
 from tinker_local.backend.scheduling.operations import Operations
+from tinker_local.backend.scheduling.quotas import Amounts, Quotas
+from tinker_local.backend.scheduling.run_queue import total
+from tinker_local.backend.storage.records import LOCAL_OWNER
 from tinker_local.backend.storage.store import Store
 from tinker_local.backend.storage.versions import VersionFolders
 from tinker_local.types import InternalError
@@ -59,6 +63,7 @@ class ControlPlane:
         self._progress = progress
         self._clock = clock
         self.options = options or BackendOptions()
+        self.quotas = Quotas(self.options)
         self.models = ServedModels()
         self.ready = False
         self._stopping = False
@@ -76,7 +81,13 @@ class ControlPlane:
 
     async def _start(self) -> None:
         options = self.options
-        self.store = Store(options.data_dir, clock=self._clock, grace=options.expiry_grace)
+        self.store = Store(
+            options.data_dir,
+            clock=self._clock,
+            grace=options.expiry_grace,
+            most_bytes=lambda owner: self.quotas.of(owner).storage_bytes,
+        )
+        self.quotas.disk_bytes = shutil.disk_usage(options.data_dir).total
         self._closing.callback(self.store.close)
         self.folders = VersionFolders(options.data_dir)
         self._closing.callback(self.folders.close)
@@ -88,9 +99,9 @@ class ControlPlane:
         signatures = Signatures(options.data_dir, self._clock)
         versions = SamplerVersions(self.store, self.folders, self.models)
         self.sampling = Sampling(
-            options, self.store, versions, self.models, self.sessions, self.operations, uses, self._clock
+            options, self.quotas, self.store, versions, self.models, self.sessions, self.operations, uses, self._clock
         )
-        self.runs = TrainingRuns(options, self.store, self.models, self.sessions, self.operations)
+        self.runs = TrainingRuns(options, self.quotas, self.store, self.models, self.sessions, self.operations)
         self.autosaves = Autosaves(options, self.store, self.runs)
         for model in self.models.distinct():
             if model.supervision is not None:
@@ -98,7 +109,7 @@ class ControlPlane:
         self.exports = Exports(self.store, uses, signatures, self._clock)
         loads = LoadWeights(self.store, self.models, self.sessions, self.runs, uses)
         saves = SaveWeightsForSampler(self.store, self.folders, versions, self.sampling)
-        self.training = Training(options, self.store, self.runs, self.operations, loads, saves, self.exports)
+        self.training = Training(self.quotas, self.store, self.runs, self.operations, loads, saves, self.exports)
         self.lost_requests = LostRequests(self.store, self.sessions, self.runs, self.sampling)
         self.checkpoints = Checkpoints(self.store, versions, self.sampling, self.sessions, self.runs, uses, self._clock)
         self._closing.push_async_callback(self.checkpoints.close)
@@ -187,6 +198,28 @@ class ControlPlane:
     def metrics(self) -> dict[str, ModelMetrics]:
         """What was counted since the start, by the first name of each base model; empty unless `ready`."""
         return {model.names[0]: model.metrics() for model in self.models.distinct()} if self.ready else {}
+
+    async def usage(self) -> dict[str, tuple[Amounts, Amounts]]:
+        """For each owner of a key, and each that has anything: what it uses, and the most that it may."""
+        if not self.ready:
+            return {}
+        stored = await DATABASE.run(self.store.quota.used)
+        in_flight, live = self.sampling.in_flight, self.runs.all_live()
+        owners = {*self.quotas.owners(), *stored, *in_flight.owners(), *(run.owner for run in live)} or {LOCAL_OWNER}
+        found = {}
+        for owner in sorted(owners):
+            runs = self.runs.of_owner(owner)
+            queued = total(run.queue.load for run in runs)
+            used = Amounts(
+                adapters=len(runs),
+                adapter_bytes=sum(run.adapter_bytes for run in runs),
+                queued_requests=queued.commands,
+                queued_bytes=queued.size,
+                samples=in_flight.of(owner),
+                storage_bytes=stored.get(owner, 0),
+            )
+            found[owner] = used, self.quotas.of(owner)
+        return found
 
     def capabilities(self) -> list[dict[str, Any]]:
         """The models served, by every name."""

@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -33,8 +32,9 @@ from tinker_local.backend.scheduling.operations import (
     request_id_of,
     sampling_id_in,
 )
+from tinker_local.backend.scheduling.quotas import InFlight, Quotas
 from tinker_local.backend.storage.names import parse_tinker_path
-from tinker_local.backend.storage.records import CheckpointRecord, SamplingSessionRecord
+from tinker_local.backend.storage.records import LOCAL_OWNER, CheckpointRecord, SamplingSessionRecord
 from tinker_local.backend.storage.store import Store
 from tinker_local.backend.threads import DATABASE, IMAGE_THREADS, RENDERING, RENDERING_IMAGES
 from tinker_local.types import (
@@ -46,7 +46,6 @@ from tinker_local.types import (
     NotFoundError,
     SampleOutput,
     SampleRequest,
-    TooManyRequestsError,
     UnsupportedError,
 )
 
@@ -63,6 +62,7 @@ class SamplingSession:
     """
 
     record: SamplingSessionRecord
+    owner: str
     base: ServedModel
     clients: SamplingClients
     ephemeral: str | None = None
@@ -78,6 +78,7 @@ class Sampling:
     def __init__(
         self,
         options: BackendOptions,
+        quotas: Quotas,
         store: Store,
         versions: SamplerVersions,
         models: ServedModels,
@@ -99,7 +100,7 @@ class Sampling:
         self._dropping: set[asyncio.Task[None]] = set()
         self._image_turns = Turns(IMAGE_THREADS - 1)  # of a session, which leaves a thread to the others
         self._images = ImageAssets(options.image_folder, options.image_hosts)
-        self._queued: Counter[str] = Counter()
+        self.in_flight = InFlight(quotas)
         self._in_samplers: dict[ServedModel, SamplerQueue] = {}
 
     # Sessions -------------------------------------------------------------------------------------------------------
@@ -120,13 +121,13 @@ class Sampling:
                 f"base_model: {request.model_path} is for {checkpoint.base_model!r}, not {name!r}"
             )
         # While the checkpoint was looked up, the session may have ended, or the same request may have come again.
-        await self._sessions.require(request.session_id)
+        owner = (await self._sessions.require(request.session_id)).owner
         if session_id in self._open:
             return self._same(session_id, request)
         record = SamplingSessionRecord(
             session_id, request.session_id, name, request.model_path, False, datetime.now(UTC)
         )
-        await self._add(SamplingSession(record, base, self._clients(), checkpoint=checkpoint))
+        await self._add(SamplingSession(record, owner, base, self._clients(), checkpoint=checkpoint))
         return session_id
 
     def _same(self, session_id: str, request: CreateSamplingSessionRequest) -> str:
@@ -146,11 +147,11 @@ class Sampling:
     ) -> str:
         """A sampling session of an ephemeral version, which it owns from now on."""
         sampling_id = sampling_id_in(session_id, sampling_seq_id)
-        await self._sessions.require(session_id)
+        owner = (await self._sessions.require(session_id)).owner
         if sampling_id in self._open:
             raise InvalidRequestError(f"sampling_session_seq_id: {sampling_seq_id} is taken in session {session_id}")
         record = SamplingSessionRecord(sampling_id, session_id, base_name, None, True, datetime.now(UTC))
-        session = SamplingSession(record, base, self._clients(), version, self._versions.size(version))
+        session = SamplingSession(record, owner, base, self._clients(), version, self._versions.size(version))
         base.counts.ephemeral_bytes += session.size
         try:
             await self._add(session)
@@ -209,9 +210,9 @@ class Sampling:
         record = await DATABASE.run(self._store.get_sampling_session, sampling_session_id)
         if record is None:
             raise NotFoundError(f"sampling_session_id: there is no sampling session {sampling_session_id!r}")
-        owner = await DATABASE.run(self._store.get_session, record.session_id)
-        if owner is not None and owner.why_ended is not None:
-            raise GoneError(f"sampling_session_id: its session has ended ({owner.why_ended})")
+        parent = await DATABASE.run(self._store.get_session, record.session_id)
+        if parent is not None and parent.why_ended is not None:
+            raise GoneError(f"sampling_session_id: its session has ended ({parent.why_ended})")
         if record.nameless:
             raise InternalError(
                 f"the sampler {sampling_session_id} was of an ephemeral save, and the server was restarted since; "
@@ -219,7 +220,8 @@ class Sampling:
             )
         checkpoint = None if record.model_path is None else await self._checkpoint(record.model_path)
         base = self._base_models.get(record.base_model)
-        session = SamplingSession(record, base, self._clients(reopened=True), checkpoint=checkpoint)
+        owner = LOCAL_OWNER if parent is None else parent.owner
+        session = SamplingSession(record, owner, base, self._clients(reopened=True), checkpoint=checkpoint)
         return self._remember(session)
 
     def _clients(self, *, reopened: bool = False) -> SamplingClients:
@@ -330,11 +332,11 @@ class Sampling:
             operation.fail(lost)
             return operation
         _check_context(request, session.base.engines.sampler.max_context_length)
-        self._check_room(session.record.session_id)
+        self.in_flight.check(session.record.session_id, session.owner)
         operation.failures = session.base.counts.failures
         self._operations.add(operation)
         session.clients.watch(request.seq_id, operation)
-        self._queued[session.record.session_id] += 1
+        self.in_flight.enter(session.record.session_id, session.owner)
         own = self._of_session[session.record.session_id]
         own[session.record.sampling_session_id] = own.pop(session.record.sampling_session_id)  # the last used
         session.base.counts.samples_accepted += 1
@@ -345,16 +347,6 @@ class Sampling:
         task.add_done_callback(lambda _: self._ended(session, operation))  # it may be cancelled before it starts
         operation.run_as(task)
         return operation
-
-    def _check_room(self, session_id: str) -> None:
-        """TooManyRequestsError if as many samples are queued as the options allow, in all or for one session."""
-        options, queued, own = self._options, self._queued.total(), self._queued[session_id]
-        if own >= options.max_queued_samples_per_session:
-            raise TooManyRequestsError(
-                f"{own} samples of this session are queued, which is the most this server takes from one"
-            )
-        if queued >= options.max_queued_samples:
-            raise TooManyRequestsError(f"{queued} samples are queued, which is the most this server takes")
 
     def _check(self, request: SampleRequest) -> None:
         if request.record_stability_info:
@@ -387,9 +379,7 @@ class Sampling:
             if session.checkpoint is not None:
                 self._uses.leave(session.checkpoint)
             session.base.counts.samples_accepted -= 1
-            self._queued[session.record.session_id] -= 1
-            if not self._queued[session.record.session_id]:
-                del self._queued[session.record.session_id]
+            self.in_flight.leave(session.record.session_id, session.owner)
             if session.ephemeral is not None and not session.running:
                 self._drop_versions(session.record.session_id)
 

@@ -194,6 +194,10 @@ class Sessions:
             raise NotFoundError(f"session_id: there is no session {session_id!r}")
         return record
 
+    def live_owner(self, session_id: str) -> str:
+        """Who owns a session that is live."""
+        return self._live[session_id].owner
+
     async def owner_of(self, id_: str) -> str | None:
         """Who owns the session that `id_` names or begins with: that of a training run, a sampler or a request. None
         if there never was such a session."""

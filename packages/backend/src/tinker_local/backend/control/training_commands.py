@@ -13,10 +13,10 @@ from tinker_local.backend.control.save_weights_for_sampler import SaveWeightsFor
 from tinker_local.backend.control.sessions import check_user_metadata
 from tinker_local.backend.control.training_runs import Command, TrainingRun, TrainingRuns
 from tinker_local.backend.models.served_models import ServedModel
-from tinker_local.backend.options import BackendOptions
 from tinker_local.backend.rendering.turns import Turns
 from tinker_local.backend.scheduling.operations import Operation, OperationKind, Operations, Timeline, request_id_of
-from tinker_local.backend.scheduling.run_queue import Bounds, GradientCommand, Load, StepCommand, positions
+from tinker_local.backend.scheduling.quotas import Quotas
+from tinker_local.backend.scheduling.run_queue import Bounds, GradientCommand, StepCommand, positions
 from tinker_local.backend.storage.names import AUTOSAVE, check_checkpoint_name
 from tinker_local.backend.storage.store import Store
 from tinker_local.backend.threads import DISK, IMAGE_THREADS, PREPARING, PREPARING_IMAGES
@@ -53,7 +53,7 @@ class Training:
 
     def __init__(
         self,
-        options: BackendOptions,
+        quotas: Quotas,
         store: Store,
         runs: TrainingRuns,
         operations: Operations,
@@ -68,10 +68,7 @@ class Training:
         self._saves_for_sampler = saves_for_sampler
         self._exports = exports
         self._image_turns = Turns(IMAGE_THREADS - 1)  # of a session, which leaves a thread to the others
-        self._bounds = Bounds(
-            all=Load(options.max_queued_requests, options.max_queued_bytes),
-            session=Load(options.max_queued_requests_per_session, options.max_queued_bytes_per_session),
-        )
+        self._bounds = Bounds(quotas)
 
     async def forward_backward(self, request: ForwardBackwardRequest) -> Operation[ForwardBackwardOutput]:
         """Logprobs, loss and (unless `forward_only`) the gradient, which is added to that of earlier calls.

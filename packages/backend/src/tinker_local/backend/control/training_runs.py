@@ -24,6 +24,7 @@ from tinker_local.backend.scheduling.operations import (
     request_id_of,
     session_of,
 )
+from tinker_local.backend.scheduling.quotas import Quotas
 from tinker_local.backend.scheduling.run_queue import RunQueue
 from tinker_local.backend.storage.metadata import EVERYTHING, Owned
 from tinker_local.backend.storage.records import CheckpointKind, CheckpointRecord, SessionRecord, TrainingRunRecord
@@ -55,6 +56,7 @@ class TrainingRun:
     ----------
     ready: its adapter exists, and it is recorded.
     adapter_bytes: of the adapter with its optimizer.
+    owner: of its session.
     creation: the operation that creates it.
     made: the trainer has its adapter.
     steps, saved_steps: optimizer steps taken since it was created or loaded, and those of them in `source`.
@@ -66,6 +68,7 @@ class TrainingRun:
     """
 
     record: TrainingRunRecord
+    owner: str
     base: ServedModel
     queue: RunQueue
     creation: Operation[dict[str, Any]]
@@ -163,9 +166,16 @@ class TrainingRuns:
     """Creates and ends training runs, and finds the live ones."""
 
     def __init__(
-        self, options: BackendOptions, store: Store, models: ServedModels, sessions: Sessions, operations: Operations
+        self,
+        options: BackendOptions,
+        quotas: Quotas,
+        store: Store,
+        models: ServedModels,
+        sessions: Sessions,
+        operations: Operations,
     ) -> None:
         self._options = options
+        self._quotas = quotas
         self._store = store
         self._base_models = models
         self._sessions = sessions
@@ -215,11 +225,12 @@ class TrainingRuns:
             raise InvalidRequestError(f"model_seq_id: {model_id} is alive; give the new model another number")
         if model_id in self._copies:
             raise InvalidRequestError(f"model_seq_id: {model_id} is a copy; give the new model another number")
-        size = self._check_limits(base, record.lora_config, optimizer)
-        queue = base.scheduler.open(model_id, record.session_id, self._options.gap_patience)
+        owner = self._sessions.live_owner(record.session_id)
+        size = self._check_limits(base, owner, record.lora_config, optimizer)
+        queue = base.scheduler.open(model_id, record.session_id, self._options.gap_patience, owner)
         operation: Operation[dict[str, Any]] = Operation(request_id_of(model_id, "create"), kind)
         operation.failures = base.counts.failures
-        model = self._live[model_id] = TrainingRun(record, base, queue, operation, size, optimizer)
+        model = self._live[model_id] = TrainingRun(record, owner, base, queue, operation, size, optimizer)
         self._operations.add(operation)
 
         async def run() -> None:
@@ -238,8 +249,8 @@ class TrainingRuns:
         operation.run_as(asyncio.create_task(run()))
         return operation
 
-    def _check_limits(self, base: ServedModel, config: LoraConfig, optimizer: Optimizer) -> int:
-        """The bytes of an adapter and its optimizer; InvalidRequestError if the server has no room for them."""
+    def _check_limits(self, base: ServedModel, owner: str, config: LoraConfig, optimizer: Optimizer) -> int:
+        """The bytes of an adapter and its optimizer; InvalidRequestError if there is no room for them."""
         options = self._options
         if not 1 <= config.rank <= options.max_rank:
             raise InvalidRequestError(
@@ -249,18 +260,25 @@ class TrainingRuns:
             raise InvalidRequestError(
                 "lora_config: at least one of train_unembed, train_mlp and train_attn must be true"
             )
-        if len(self._live) >= options.max_adapters:
-            raise InvalidRequestError(
-                f"create_model: {len(self._live)} adapters are alive and this server holds at most "
-                f"{options.max_adapters}; finish a session or raise --max-adapters"
-            )
         size = base.engines.trainer.adapter_bytes(config, optimizer.name)
-        used = sum(model.adapter_bytes for model in self._live.values())
-        if options.max_adapter_bytes is not None and used + size > options.max_adapter_bytes:
-            raise InvalidRequestError(
-                f"create_model: an adapter of rank {config.rank} with its optimizer takes {size / 2**20:.1f} MiB; "
-                f"{used / 2**20:.1f} of {options.max_adapter_bytes / 2**20:.1f} MiB are taken"
-            )
+        own = self.of_owner(owner)
+        for whose, most, live in (
+            (f" of the owner {owner!r}", self._quotas.of(owner), own),
+            ("", self._quotas.all, self.all_live()),
+        ):
+            advice = "wait until others finish theirs" if live else "choose a smaller rank"
+            if own:
+                advice = f"finish a session; the least recently used: {_least_used(own)}"
+            if len(live) >= most.adapters:
+                raise InvalidRequestError(
+                    f"create_model: {len(live)} adapters{whose} are alive, the most is {most.adapters}: {advice}"
+                )
+            used = sum(model.adapter_bytes for model in live)
+            if used + size > most.adapter_bytes:
+                raise InvalidRequestError(
+                    f"create_model: an adapter of rank {config.rank} with its optimizer takes {size / 2**20:.1f} MiB; "
+                    f"{used / 2**20:.1f} of {most.adapter_bytes / 2**20:.1f} MiB{whose} are taken: {advice}"
+                )
         return size
 
     # End ------------------------------------------------------------------------------------------------------------
@@ -337,6 +355,10 @@ class TrainingRuns:
         """Its live runs."""
         return [run for run in self._live.values() if run.record.session_id == session_id]
 
+    def of_owner(self, owner: str) -> list[TrainingRun]:
+        """Its live runs."""
+        return [run for run in self._live.values() if run.owner == owner]
+
     def count(self) -> int:
         return len(self._live)
 
@@ -388,6 +410,17 @@ def new_run(
     return TrainingRunRecord(
         model_id, session_of(model_id), base_model, config, when, when, user_metadata=user_metadata or {}
     )
+
+
+NAMED = 3
+"""Runs that an error names as those to end first."""
+
+
+def _least_used(runs: Collection[TrainingRun]) -> str:
+    """In words, those of `runs` that had no request for longest."""
+    first = sorted(runs, key=lambda run: run.record.last_request_at)[:NAMED]
+    found = (f"{run.model_id} (last request at {run.record.last_request_at:%Y-%m-%d %H:%M} UTC)" for run in first)
+    return ", ".join(found)
 
 
 def count_of_steps(steps: int) -> str:

@@ -59,9 +59,9 @@ class Keys:
         # Found by its digest, so that the time taken reveals nothing of a key.
         return (callers or {}).get(fingerprint(given))
 
-    def has_one_owner(self) -> bool:
-        """Whether all keys are of one owner."""
-        return self._file is None or len(set(self._file.callers().values())) == 1
+    def owners(self) -> frozenset[str]:
+        """Who has a key."""
+        return frozenset({LOCAL.owner}) if self._file is None else self._file.owners()
 
     def check_token(self, token: str | None, field: str) -> None:
         """PermissionDeniedError for an access token that is not a key of this server.

@@ -45,7 +45,7 @@ def create_app(backend: ControlPlane, *, api_keys: Sequence[str] | KeyFile | Non
     app = FastAPI(title="tinker-local", version="0.1.0", redirect_slashes=False)
     app.state.backend = backend
     app.state.keys = keys = Keys(api_keys)
-    app.state.metrics = metrics_routes.registry_of(backend)
+    backend.quotas.owners = keys.owners
     error_responses.install(app)
     app.add_middleware(RequireReady, backend=backend)
     if api_keys is None:

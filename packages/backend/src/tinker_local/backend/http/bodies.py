@@ -5,7 +5,7 @@ from typing import TypeVar
 
 from fastapi import Request
 from pydantic import ValidationError
-from tinker_local.backend.http.access import check_own_body
+from tinker_local.backend.http.access import caller_of, check_own_body
 from tinker_local.backend.threads import PARSING
 from tinker_local.types import Frozen, InvalidRequestError, TooManyRequestsError, invalid
 
@@ -40,32 +40,32 @@ async def read_body(request: Request, limit: int = MAX_JSON_BYTES) -> bytearray:
         raise InvalidRequestError(f"body: {declared} bytes are over the limit of {limit}")
     # It grows with each part. To join the parts of 200 MB at their end would hold the event loop for as long as the
     # system needs to hand out so much memory, up to a second.
-    body, counted, key = bytearray(), 0, request.headers.get("x-api-key", "")
+    body, counted, owner = bytearray(), 0, caller_of(request).owner
     try:
         async for part in request.stream():
             counted += len(part)
-            _unfinished[key] += len(part)
+            _unfinished[owner] += len(part)
             if counted > limit:
                 raise InvalidRequestError(f"body: over the limit of {limit} bytes")
-            _check_unfinished(key)
+            _check_unfinished(owner)
             body += part
         return body
     finally:
-        _unfinished[key] -= counted
-        if not _unfinished[key]:
-            del _unfinished[key]
+        _unfinished[owner] -= counted
+        if not _unfinished[owner]:
+            del _unfinished[owner]
 
 
-MAX_UNFINISHED_BYTES, MAX_UNFINISHED_BYTES_OF_A_KEY = 2**30, MAX_GRADIENT_BYTES
+MAX_UNFINISHED_BYTES, MAX_UNFINISHED_BYTES_OF_AN_OWNER = 2**30, MAX_GRADIENT_BYTES
 """Of all bodies that have begun to come and have not ended."""
 
 _unfinished: Counter[str] = Counter()
 
 
-def _check_unfinished(key: str) -> None:
+def _check_unfinished(owner: str) -> None:
     """TooManyRequestsError if more is held of bodies that have not ended."""
     for held, most, whose in (
-        (_unfinished[key], MAX_UNFINISHED_BYTES_OF_A_KEY, "this API key"),
+        (_unfinished[owner], MAX_UNFINISHED_BYTES_OF_AN_OWNER, f"the owner {owner!r}"),
         (_unfinished.total(), MAX_UNFINISHED_BYTES, "all clients"),
     ):
         if held > most:

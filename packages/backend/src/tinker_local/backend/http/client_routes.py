@@ -3,14 +3,17 @@
 Also the endpoints that this server lacks: each is refused by name, with what to do instead.
 """
 
+import math
 from collections.abc import Awaitable, Callable
+from dataclasses import asdict
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
-from tinker_local.backend.http.access import Backend
+from tinker_local.backend.http.access import Backend, caller_of
 from tinker_local.backend.http.bodies import discard_body
 from tinker_local.backend.http.error_responses import answer
+from tinker_local.backend.scheduling.quotas import Amounts
 from tinker_local.types import UnsupportedError
 
 router = APIRouter(tags=["client"])
@@ -86,6 +89,25 @@ async def livez() -> dict[str, str]:
 async def get_server_capabilities(backend: Backend) -> dict[str, Any]:
     """The models served."""
     return {"supported_models": backend.capabilities()}
+
+
+@router.get("/usage")
+async def usage(request: Request, backend: Backend) -> dict[str, Any]:
+    """What the caller uses of its quotas, or for an admin what each owner uses; null is no limit. Not part of the
+    Tinker API."""
+    caller = caller_of(request)
+    return {
+        "owners": [
+            {"owner": owner, "used": amounts_json(used), "limits": amounts_json(most)}
+            for owner, (used, most) in (await backend.usage()).items()
+            if caller.admin or owner == caller.owner
+        ]
+    }
+
+
+def amounts_json(amounts: Amounts) -> dict[str, float | None]:
+    """Amounts on the wire."""
+    return {name: None if math.isinf(amount) else amount for name, amount in asdict(amounts).items()}
 
 
 @router.post("/telemetry")

@@ -1,12 +1,14 @@
-"""`GET /metrics`: what `InProcessBackend.metrics()` tells, in Prometheus' text format, one series per base model.
+"""`GET /metrics`: what `InProcessBackend.metrics()` and `.usage()` tell, in Prometheus' text format, per base model or
+owner.
 
 It needs a key where every request does: Prometheus sends one with `http_headers: {X-API-Key: {files: [...]}}` in its
 scrape configuration. A base model that is served under several names is reported once, under the first. Not
 part of the Tinker API.
 """
 
+import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import get_args
 
 from fastapi import APIRouter, Request, Response
@@ -14,8 +16,9 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_l
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 from tinker_local.backend.control.life_cycle import ControlPlane
-from tinker_local.backend.http.access import caller_of
+from tinker_local.backend.http.access import Backend, caller_of
 from tinker_local.backend.models.metrics import ModelMetrics
+from tinker_local.backend.scheduling.quotas import Amounts
 from tinker_local.types import PermissionDeniedError
 from tinker_local.types.errors import Category
 
@@ -163,11 +166,34 @@ EXPORTED = (
 )
 
 
-class BackendCollector(Collector):
-    """Reads the backend at every scrape; stores nothing itself."""
+@dataclass(frozen=True, slots=True)
+class OwnerGauge:
+    """A gauge of each owner and resource. `value`: which of what it uses and the most that it may; infinity is left
+    out."""
 
-    def __init__(self, backend: ControlPlane) -> None:
+    name: str
+    help: str
+    value: Callable[[Amounts, Amounts], Amounts]
+
+
+OF_OWNERS = (
+    OwnerGauge(
+        "tinker_local_owner_used",
+        "What an owner uses of what quotas limit; the resources that end with bytes are in bytes.",
+        lambda used, most: used,
+    ),
+    OwnerGauge("tinker_local_owner_limit", "The quota of an owner, where it has one.", lambda used, most: most),
+)
+
+OWNER_LABELS = ("owner", "resource")
+
+
+class BackendCollector(Collector):
+    """Reads the backend; `usage` is that of `ControlPlane.usage`."""
+
+    def __init__(self, backend: ControlPlane, usage: Mapping[str, tuple[Amounts, Amounts]]) -> None:
         self._backend = backend
+        self._usage = usage
 
     def collect(self) -> Iterable[CounterMetricFamily | GaugeMetricFamily]:
         models = self._backend.metrics()
@@ -178,20 +204,23 @@ class BackendCollector(Collector):
                 for value, number in metric.values(metrics).items():
                     family.add_metric([model] if metric.label is None else [model, value], number)
             yield family
-
-
-def registry_of(backend: ControlPlane) -> CollectorRegistry:
-    """A registry of `backend` alone, so that two backends of a process share nothing."""
-    registry = CollectorRegistry()
-    registry.register(BackendCollector(backend))
-    return registry
+        for gauge in OF_OWNERS:
+            family = GaugeMetricFamily(gauge.name, gauge.help, labels=OWNER_LABELS)
+            for owner, amounts in self._usage.items():
+                for resource, amount in asdict(gauge.value(*amounts)).items():
+                    if not math.isinf(amount):
+                        family.add_metric([owner, resource], amount)
+            yield family
 
 
 @router.get("/metrics")
-async def metrics(request: Request) -> Response:
+async def metrics(request: Request, backend: Backend) -> Response:
     """The metrics of this app's backend. They are of all owners together, so that only an admin sees those of many."""
-    if not (caller_of(request).admin or request.app.state.keys.has_one_owner()):
+    if not (caller_of(request).admin or len(request.app.state.keys.owners()) == 1):
         raise PermissionDeniedError(
-            "X-API-Key: the metrics are of all owners together; use a key of the owner 'admin' of --api-key-file"
+            "X-API-Key: the metrics are of all owners together; use a key of the owner 'admin' of --api-key-file, or "
+            "GET /api/v1/usage for what is yours"
         )
-    return Response(generate_latest(request.app.state.metrics), media_type=CONTENT_TYPE_LATEST)
+    registry = CollectorRegistry()  # not the global one, so that two backends of a process share nothing
+    registry.register(BackendCollector(backend, await backend.usage()))
+    return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)

@@ -33,6 +33,7 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from tinker_local.backend.scheduling.fairness import gradient_cost
 from tinker_local.backend.scheduling.operations import Operation, as_api_error
+from tinker_local.backend.scheduling.quotas import Quotas
 from tinker_local.backend.training.trainer import TrainDatum, TrainWork
 from tinker_local.types import ApiError, ForwardBackwardOutput, TooManyRequestsError
 
@@ -273,6 +274,7 @@ class RunQueue:
 
     model_id: str
     session_id: str
+    owner: str
     commands: CommandLog[Command]
     now: Callable[[], float]
     released: bool = False
@@ -399,6 +401,9 @@ class Queued(Protocol):
     def session_id(self) -> str: ...
 
     @property
+    def owner(self) -> str: ...
+
+    @property
     def commands(self) -> CommandLog[Any]: ...
 
     @property
@@ -410,20 +415,16 @@ class Queued(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """The most that may be queued, for all sessions together and for one."""
+    """The most that may be queued, for a session, for an owner and for all together."""
 
-    all: Load
-    session: Load
+    quotas: Quotas
 
     def check(self, queue: Queued, queues: Iterable[Queued], seq_id: int, size: int) -> None:
         """TooManyRequestsError if a command of `size` bytes is refused for now; `queues`: of all training runs."""
         now = queue.now()
         if not queue.commands.can_run(now):
             return
-        loads = [(other.session_id, other.load) for other in queues]
-        reason = self._exceeded(
-            size, total(load for name, load in loads if name == queue.session_id), total(load for _, load in loads)
-        )
+        reason = self._exceeded(queue, list(queues), size)
         since = queue.commands.refused_since(seq_id)
         waited = 0.0 if since is None else now - since
         if reason is not None and waited < PATIENCE:
@@ -433,22 +434,30 @@ class Bounds:
     def too_large(self, queue: Queued, seq_id: int, size: int) -> str | None:
         """Why a gradient of `size` bytes could never run behind what its queue holds; None if it can."""
         waiting = 0 if seq_id == queue.commands.next_seq_id or queue.commands.can_run(queue.now()) else queue.load.size
-        if waiting + size <= self.all.size:
+        most = self.quotas.all.queued_bytes
+        if waiting + size <= most:
             return None
         behind = f" behind {waiting} bytes of the model that cannot run yet" if waiting else ""
-        return (
-            f"{size} bytes{behind} exceed the {self.all.size} bytes that the server queues; send fewer datums at once"
-        )
+        return f"{size} bytes{behind} exceed the {most} bytes that the server queues; send fewer datums at once"
 
-    def _exceeded(self, size: int, session: Load, everything: Load) -> str | None:
+    def _exceeded(self, queue: Queued, queues: Sequence[Queued], size: int) -> str | None:
         """The bound that a command of `size` bytes would exceed, in words; None if none."""
-        for load, bound, whose in ((session, self.session, "this session"), (everything, self.all, "all sessions")):
-            if load.commands + 1 > bound.commands:
-                return f"{load.commands} training requests of {whose} are queued, the most is {bound.commands}"
-            if load.size + size > bound.size:
+        for whose, most, those in (
+            ("this session", self.quotas.session, [other for other in queues if other.session_id == queue.session_id]),
+            (
+                f"the owner {queue.owner!r}",
+                self.quotas.of(queue.owner),
+                [other for other in queues if other.owner == queue.owner],
+            ),
+            ("all sessions", self.quotas.all, queues),
+        ):
+            load = total(other.load for other in those)
+            if load.commands + 1 > most.queued_requests:
+                return f"{load.commands} training requests of {whose} are queued, the most is {most.queued_requests}"
+            if load.size + size > most.queued_bytes:
                 return (
                     f"training requests of {load.size} bytes of {whose} are queued, with this one of {size} bytes "
-                    f"they would exceed the most, {bound.size} bytes"
+                    f"they would exceed the most, {most.queued_bytes} bytes"
                 )
         return None
 

@@ -19,6 +19,7 @@ from tinker_local.backend.scheduling.run_queue import (
     RunQueue,
     StepCommand,
 )
+from tinker_local.backend.storage.records import LOCAL_OWNER
 from tinker_local.backend.threads import ENCODING
 from tinker_local.backend.training.trainer import TrainResult, TrainWork
 from tinker_local.types import ApiError, ForwardBackwardOutput, TensorData
@@ -99,9 +100,11 @@ class TrainScheduler:
         """Run a trainer's method in the trainer's thread."""
         return await self._memory_sharing.call(function, *args, **kwargs)
 
-    def open(self, model_id: str, session_id: str, gap_patience: float = GAP_PATIENCE) -> RunQueue:
+    def open(
+        self, model_id: str, session_id: str, gap_patience: float = GAP_PATIENCE, owner: str = LOCAL_OWNER
+    ) -> RunQueue:
         """A queue for a new training run; its commands wait until `release`."""
-        queue = RunQueue(model_id, session_id, CommandLog(gap_patience), self._loop.time)
+        queue = RunQueue(model_id, session_id, owner, CommandLog(gap_patience), self._loop.time)
         self._open.add(queue)
         self._queues.add(queue)
         self._preparations.add(queue)

@@ -12,6 +12,9 @@ CheckpointKind = Literal["weights", "sampler_weights", "external_weights"]
 LOCAL_OWNER = "local"
 """The owner of sessions from before there were others, and of those of keys without a name."""
 
+ADMIN = "admin"
+"""The owner whose keys see everything."""
+
 LOCAL_PROJECT = "local"
 """The project of sessions that name none."""
 

@@ -5,9 +5,10 @@ and on disk, and deleted before the folder is. The next start removes whatever a
 """
 
 import logging
+import math
 import threading
 from collections.abc import Callable, Collection, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -17,14 +18,22 @@ import sqlalchemy as sa
 from safetensors import SafetensorError
 from tinker_local.backend.checksums import check_files
 from tinker_local.backend.storage import tables
-from tinker_local.backend.storage.adapter_files import CONFIG, OPTIMIZER, WEIGHTS, optimizer_type, read_adapter
+from tinker_local.backend.storage.adapter_files import (
+    CONFIG,
+    OPTIMIZER,
+    WEIGHTS,
+    adapter_bytes,
+    optimizer_type,
+    read_adapter,
+)
 from tinker_local.backend.storage.checkpoint_folders import CheckpointFolders, refuse_without_folders
 from tinker_local.backend.storage.data_folder import FolderLock, make_durable_folder
 from tinker_local.backend.storage.database import open_database
 from tinker_local.backend.storage.disk_space import RESERVE_BYTES, DiskSpace
 from tinker_local.backend.storage.metadata import EVERYTHING, Metadata, Owned, insert
-from tinker_local.backend.storage.names import check_checkpoint_name
+from tinker_local.backend.storage.names import AUTOSAVE, check_checkpoint_name
 from tinker_local.backend.storage.records import (
+    LOCAL_OWNER,
     CheckpointKind,
     CheckpointRecord,
     CopyRecord,
@@ -33,6 +42,7 @@ from tinker_local.backend.storage.records import (
 )
 from tinker_local.backend.storage.recovery import as_described, compare, description_of
 from tinker_local.backend.storage.steady_clock import SteadyClock
+from tinker_local.backend.storage.storage_quota import StorageQuota
 from tinker_local.backend.training.trainer import AdapterState
 from tinker_local.types import InvalidRequestError, LoraConfig, NotFoundError, StorageFullError
 
@@ -52,7 +62,8 @@ class Store(Metadata):
 
     `url`: an SQLAlchemy URL for the metadata; None: SQLite in `data_dir`. Checkpoints are always folders in
     `data_dir`. `clock` decides when checkpoints expire; `forget_expired` does nothing for `grace` seconds after it
-    jumped, or the store was opened. `reserve_bytes` are kept free for a full disk.
+    jumped, or the store was opened. `reserve_bytes` are kept free for a full disk. `most_bytes` gives the most of an
+    owner's checkpoints.
     """
 
     def __init__(
@@ -63,6 +74,7 @@ class Store(Metadata):
         clock: Callable[[], datetime] = lambda: datetime.now(UTC),
         grace: float = 0.0,
         reserve_bytes: int = RESERVE_BYTES,
+        most_bytes: Callable[[str], float] = lambda owner: math.inf,
     ) -> None:
         data_dir = data_dir.absolute()
         make_durable_folder(data_dir, mode=0o700)
@@ -81,6 +93,7 @@ class Store(Metadata):
                     engine = open_database(url or sa.URL.create("sqlite", database=str(data_dir / DATABASE)))
                     opened.callback(engine.dispose)
                     super().__init__(engine, disk, SteadyClock(clock, grace))
+                    self.quota = StorageQuota(engine, self._clock, most_bytes)
                     self._recover(data_dir / CHECKPOINTS)
                     disk.fill_reserve()
             except sa.exc.OperationalError as error:
@@ -138,13 +151,14 @@ class Store(Metadata):
     def write_checkpoint(self, record: CheckpointRecord, state: AdapterState, *, overwrite: bool) -> CheckpointRecord:
         """Write and record a checkpoint; when this returns it survives `kill -9` and a power cut.
 
-        Returns the record with its size. InvalidRequestError if the name exists and `overwrite` is false; with
+        Returns the record with its size. InvalidRequestError if its owner has too many bytes of checkpoints, or if the
+        name exists and `overwrite` is false; with
         `overwrite`, the old checkpoint stays whole until the new one is in place.
         """
         check_checkpoint_name(record.name)
         if not overwrite:  # before megabytes are written; `_commit` checks again
             _refuse_existing(self.get_checkpoint(record.training_run_id, record.kind, record.name))
-        with self._disk.explained():
+        with self._disk.explained(), self._room_for(record, state):
             written = self._folders.write(record, state, self._belongs_to(record))
             try:
                 replaced = self._commit(written, overwrite)
@@ -155,6 +169,13 @@ class Store(Metadata):
                 self.remove_folder(replaced)
             self._disk.fill_reserve()
         return written
+
+    def _room_for(self, record: CheckpointRecord, state: AdapterState) -> AbstractContextManager[None]:
+        run = self.get_training_run(record.training_run_id)
+        session = None if run is None else self.get_session(run.session_id)
+        owner = LOCAL_OWNER if session is None else session.owner
+        autosave = record.kind == "weights" and record.name == AUTOSAVE
+        return self.quota.room(record, adapter_bytes(state), owner, refuse=not autosave)
 
     def _belongs_to(self, record: CheckpointRecord) -> dict[str, object]:
         """What to record of the run and session of a checkpoint if they are lost with the database."""
@@ -215,33 +236,34 @@ class Store(Metadata):
 
         `copies` are recorded in the same transaction; `find_copy` finds them by their key.
         """
-        with self._folder_access:  # the source cannot be removed meanwhile
-            current = self._require(source)
-            record = replace(
-                current,
-                training_run_id=run.training_run_id,
-                created_at=run.created_at,
-                expires_at=expires_at,
-                public=False,
-            )
-            with self._disk.explained():
-                written = self._folders.link(
-                    record, current, description_of(run, session or self.get_session(run.session_id))
+        into = session or self.get_session(run.session_id)
+        copied = replace(source, training_run_id=run.training_run_id)
+        with self.quota.room(copied, source.size_bytes, into.owner if into else LOCAL_OWNER):
+            with self._folder_access:  # the source cannot be removed meanwhile
+                current = self._require(source)
+                record = replace(
+                    current,
+                    training_run_id=run.training_run_id,
+                    created_at=run.created_at,
+                    expires_at=expires_at,
+                    public=False,
                 )
-        with self._writing:
-            try:
-                with self._transaction() as connection:
-                    if session is not None:
-                        insert(connection, tables.sessions, session)
-                    insert(connection, tables.training_runs, run)
-                    insert(connection, tables.checkpoints, written)
-                    for copy in copies:
-                        insert(connection, tables.copies, copy)
-            except BaseException:
-                self._folders.remove(written)
-                raise
-            self._folders.unmark(written)
-        return written
+                with self._disk.explained():
+                    written = self._folders.link(record, current, description_of(run, into))
+            with self._writing:
+                try:
+                    with self._transaction() as connection:
+                        if session is not None:
+                            insert(connection, tables.sessions, session)
+                        insert(connection, tables.training_runs, run)
+                        insert(connection, tables.checkpoints, written)
+                        for copy in copies:
+                            insert(connection, tables.copies, copy)
+                except BaseException:
+                    self._folders.remove(written)
+                    raise
+                self._folders.unmark(written)
+            return written
 
     # Checkpoints: reading
 

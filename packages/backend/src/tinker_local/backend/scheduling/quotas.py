@@ -1,0 +1,127 @@
+"""Quotas: the most that a session, an owner, and all owners together may have of what they share.
+
+A server with one owner has no quota for it: it may have all. With several owners each may have half, so that one alone
+never takes what is left from the others; `--quota` says otherwise. Admins have no quota, unless it is theirs by name.
+
+Over a quota that waiting helps (queued requests, samples) a request is HTTP 429, and the client sends it again. Over
+one that it does not (adapters, storage) it is refused, with the numbers and what to end or delete.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, fields, replace
+
+from tinker_local.backend.options import BackendOptions
+from tinker_local.backend.storage.records import ADMIN
+from tinker_local.types import TooManyRequestsError
+
+
+@dataclass(frozen=True, slots=True)
+class Amounts:
+    """So much of each: what is used, or the most that may be (infinity: no limit).
+
+    Attributes
+    ----------
+    adapters, adapter_bytes: of training runs in memory, and their bytes with gradients and optimizer state.
+    queued_requests, queued_bytes: training requests that have not run.
+    samples: requests for samples that have not ended.
+    storage_bytes: of checkpoints of every kind, autosaves included; a copy counts in full.
+    """
+
+    adapters: float = math.inf
+    adapter_bytes: float = math.inf
+    queued_requests: float = math.inf
+    queued_bytes: float = math.inf
+    samples: float = math.inf
+    storage_bytes: float = math.inf
+
+
+class Quotas:
+    """The limits of `options`.
+
+    `owners`: gives the owners of keys, if there is a key file. `disk_bytes`: of the disk of the data folder.
+    """
+
+    def __init__(self, options: BackendOptions) -> None:
+        self.all = Amounts(
+            adapters=options.max_adapters,
+            adapter_bytes=math.inf if options.max_adapter_bytes is None else options.max_adapter_bytes,
+            queued_requests=options.max_queued_requests,
+            queued_bytes=options.max_queued_bytes,
+            samples=options.max_queued_samples,
+        )
+        self.session = Amounts(
+            queued_requests=options.max_queued_requests_per_session,
+            queued_bytes=options.max_queued_bytes_per_session,
+            samples=options.max_queued_samples_per_session,
+        )
+        self.owners: Callable[[], Collection[str]] = frozenset
+        self.disk_bytes = math.inf
+        self._given = options.quotas
+
+    def of(self, owner: str) -> Amounts:
+        """The most that `owner` may have."""
+        most = Amounts()
+        if owner != ADMIN and len({*self.owners()} - {ADMIN}) > 1:
+            most = replace(_half(self.all), storage_bytes=_half_of(self.disk_bytes))
+        for given in sorted(self._given, key=lambda given: given.owner is not None):  # by name comes last
+            if given.owner == owner or (given.owner is None and owner != ADMIN):
+                most = replace(most, **dict(given.most))
+        return most
+
+
+def _half(amounts: Amounts) -> Amounts:
+    return Amounts(*(_half_of(getattr(amounts, field.name)) for field in fields(amounts)))
+
+
+def _half_of(amount: float) -> float:
+    return amount if math.isinf(amount) else math.ceil(amount / 2)
+
+
+SAMPLE_RETRY = 1.0
+"""Seconds after which a request for samples is to be sent again; the SDK waits for 1 or 5, whatever this is."""
+
+
+class InFlight:
+    """Requests for samples that have not ended."""
+
+    def __init__(self, quotas: Quotas) -> None:
+        self._quotas = quotas
+        self._by_session: Counter[str] = Counter()
+        self._by_owner: Counter[str] = Counter()
+
+    def check(self, session_id: str, owner: str) -> None:
+        """TooManyRequestsError if one more is too many."""
+        for whose, most, samples in (
+            ("this session", self._quotas.session, self._by_session[session_id]),
+            (f"the owner {owner!r}", self._quotas.of(owner), self._by_owner[owner]),
+            ("all sessions", self._quotas.all, len(self)),
+        ):
+            if samples >= most.samples:
+                raise TooManyRequestsError(
+                    f"{samples} requests for samples of {whose} are in flight, the most is {most.samples}", SAMPLE_RETRY
+                )
+
+    def enter(self, session_id: str, owner: str) -> None:
+        """Count one more."""
+        self._by_session[session_id] += 1
+        self._by_owner[owner] += 1
+
+    def leave(self, session_id: str, owner: str) -> None:
+        """Count one less."""
+        for counts, key in ((self._by_session, session_id), (self._by_owner, owner)):
+            counts[key] -= 1
+            if not counts[key]:
+                del counts[key]
+
+    def of(self, owner: str) -> int:
+        """Those of `owner`."""
+        return self._by_owner[owner]
+
+    def owners(self) -> Collection[str]:
+        """Owners that have any."""
+        return self._by_owner.keys()
+
+    def __len__(self) -> int:
+        return self._by_owner.total()

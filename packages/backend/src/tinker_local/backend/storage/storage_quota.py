@@ -1,0 +1,99 @@
+"""`StorageQuota`: the bytes of each owner's checkpoints, and the most that they may be."""
+
+import math
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import sqlalchemy as sa
+from tinker_local.backend.storage import tables
+from tinker_local.backend.storage.metadata import Owned
+from tinker_local.backend.storage.records import CheckpointRecord
+from tinker_local.backend.storage.steady_clock import SteadyClock
+from tinker_local.types import InvalidRequestError
+
+LARGEST = 3
+"""Checkpoints that a refusal names."""
+
+
+class StorageQuota:
+    """Counts checkpoints of every kind. `most_bytes` gives the limit of an owner, infinity for none.
+
+    Autosaves count and are never refused: each run has one, and without it training would be lost. Methods block on the
+    database and may be called from any thread.
+    """
+
+    def __init__(self, engine: sa.Engine, clock: SteadyClock, most_bytes: Callable[[str], float]) -> None:
+        self._engine = engine
+        self._clock = clock
+        self._most_bytes = most_bytes
+        self._writing: Counter[str] = Counter()  # bytes that `room` has granted and that are not recorded yet
+        self._granting = threading.Lock()
+
+    def used(self) -> dict[str, int]:
+        """The bytes of each owner that has any."""
+        sessions, runs, checkpoints = tables.sessions.c, tables.training_runs.c, tables.checkpoints.c
+        query = (
+            sa.select(sessions.owner, sa.func.sum(checkpoints.size_bytes))
+            .select_from(tables.checkpoints)
+            .join(tables.training_runs, checkpoints.training_run_id == runs.training_run_id)
+            .join(tables.sessions, runs.session_id == sessions.session_id)
+            .where(self._in_time())
+            .group_by(sessions.owner)
+        )
+        with self._engine.connect() as connection:
+            return {owner: int(size) for owner, size in connection.execute(query)}
+
+    @contextmanager
+    def room(self, record: CheckpointRecord, size: int, owner: str, *, refuse: bool = True) -> Iterator[None]:
+        """Write and record `record` of `owner`, of `size` bytes, inside. A checkpoint of the same name, which is
+        replaced, counts no more. With `refuse`, InvalidRequestError if the owner may not have so many bytes.
+        """
+        most = self._most_bytes(owner)
+        if math.isinf(most):
+            yield
+            return
+        with self._granting:
+            used = self._used_by(owner, record) + self._writing[owner]
+            if refuse and used + size > most:
+                raise InvalidRequestError(self._refusal(owner, used, size, most))
+            self._writing[owner] += size
+        try:
+            yield
+        finally:
+            with self._granting:
+                self._writing[owner] -= size
+
+    def _refusal(self, owner: str, used: int, size: int, most: float) -> str:
+        table = tables.checkpoints.c
+        query = sa.select(table.training_run_id, table.kind, table.name, table.size_bytes).where(
+            Owned(owner).checkpoints() & self._in_time()
+        )
+        with self._engine.connect() as connection:
+            rows = connection.execute(query.order_by(table.size_bytes.desc(), table.number).limit(LARGEST)).all()
+        largest = ", ".join(f"tinker://{run}/{kind}/{name} ({_mib(bytes_)})" for run, kind, name, bytes_ in rows)
+        return (
+            f"storage: the checkpoints of the owner {owner!r} take {_mib(used)}; with this one of {_mib(size)} they "
+            f"would exceed the most, {_mib(most)}: delete some (`tinker checkpoint delete PATH`) and save again"
+            f"{f'; the largest: {largest}' if largest else ''}"
+        )
+
+    def _used_by(self, owner: str, without: CheckpointRecord) -> int:
+        table = tables.checkpoints.c
+        same = (
+            (table.training_run_id == without.training_run_id)
+            & (table.kind == without.kind)
+            & (table.name == without.name)
+        )
+        query = sa.select(sa.func.sum(table.size_bytes)).where(Owned(owner).checkpoints() & self._in_time() & ~same)
+        with self._engine.connect() as connection:
+            return int(connection.execute(query).scalar() or 0)
+
+    def _in_time(self) -> sa.ColumnElement[bool]:
+        expires_at = tables.checkpoints.c.expires_at
+        return expires_at.is_(None) | (expires_at > self._clock.now())
+
+
+def _mib(size: float) -> str:
+    return f"{size / 2**20:.1f} MiB"

@@ -1,0 +1,371 @@
+"""Quotas: what one owner may have at most. Beyond it the owner waits or is refused, and the others notice nothing."""
+
+import math
+import threading
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import tinker
+from prometheus_client.parser import text_string_to_metric_families
+from tinker_local.backend import BackendOptions
+from tinker_local.backend.options import OwnerQuota
+from tinker_local.backend.scheduling.quotas import Amounts, Quotas
+
+from tests.http.conftest import BASE, Api, StartApi
+from tests.http.test_http_back_pressure_on_fakes import ADAM, Served, datum, served
+from tests.http.test_http_owners_on_fakes import ADMIN, ALICE, BOB, key_file
+
+__all__ = ["served"]
+
+MIB = 2**20
+
+
+def quotas(*given: str) -> tuple[OwnerQuota, ...]:
+    return tuple(OwnerQuota.parse(text) for text in given)
+
+
+@pytest.fixture
+def start(start_api: StartApi, tmp_path: Path) -> Callable[..., Awaitable[Api]]:
+    """A server with the keys of alice, bob and an admin: `start(*quotas, **options)`."""
+
+    async def begin(*given: str, **options: Any) -> Api:
+        keys = key_file(tmp_path, f"alice {ALICE}\nbob {BOB}\nadmin {ADMIN}\n")
+        return await start_api(api_keys=keys, quotas=quotas(*given), **options)
+
+    return begin
+
+
+def as_owner(api: Api, key: str) -> Api:
+    """The same app for the owner of `key`."""
+    http = httpx.AsyncClient(
+        transport=api.http._transport, base_url="http://localhost", headers={"X-API-Key": key}, trust_env=False
+    )
+    return Api(api.backend, http, api.engines)
+
+
+# What the limits are --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.mutation(
+    "half-for-the-only-owner",
+    "quotas.py",
+    "if owner != ADMIN and len({*self.owners()} - {ADMIN}) > 1:",
+    "if owner != ADMIN:",
+)
+def test_one_owner_may_have_all_and_several_half_each_on_fakes() -> None:
+    limits = Quotas(BackendOptions(max_adapters=5, max_adapter_bytes=100, max_queued_samples=10))
+    limits.disk_bytes = 1000
+    for owners in ((), ("local",), ("alice",), ("alice", "admin")):
+        limits.owners = lambda owners=owners: owners  # type: ignore[misc]
+        assert {limits.of(owner) for owner in ("local", "alice", "admin")} == {Amounts()}
+    limits.owners = lambda: ("alice", "local")
+    half = Amounts(3, 50, 4096, 2 * 2**30, 5, 500)
+    assert (limits.of("alice"), limits.of("local"), limits.of("admin")) == (half, half, Amounts())
+
+
+@pytest.mark.mutation("quota-of-an-owner-for-all", "quotas.py", "if given.owner == owner or (", "if True or (")
+def test_quotas_are_given_for_each_owner_and_for_one_by_name_on_fakes() -> None:
+    given = quotas("alice:adapters=8,storage=none", "adapters=2,storage=1.5", "admin:samples=3", "bob:queued-memory=1")
+    limits = Quotas(BackendOptions(quotas=given))
+    assert limits.of("alice") == Amounts(adapters=8)
+    assert limits.of("bob") == Amounts(adapters=2, storage_bytes=3 * 2**29, queued_bytes=2**30)
+    assert limits.of("local") == Amounts(adapters=2, storage_bytes=3 * 2**29)
+    assert limits.of("admin") == Amounts(samples=3)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "adapters", "adapters=", "adapters=-1", "adapters=1.5", "disk=1", ":adapters=1", "storage=nan",
+             "storage=inf", "samples=1e3", "alice:"],
+)  # fmt: skip
+def test_a_quota_that_is_none_is_refused_on_fakes(text: str) -> None:
+    with pytest.raises(ValueError):
+        OwnerQuota.parse(text)
+
+
+# What happens beyond them ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.mutation(
+    "adapters-of-all-owners-alone", "training_runs.py", "            if len(live) >= most.adapters:\n",
+    "            if not whose and len(live) >= most.adapters:\n",
+)  # fmt: skip
+async def test_adapters_beyond_the_quota_are_refused_with_what_to_end_on_fakes(start: Any) -> None:
+    api = await start("adapters=2", max_adapters=4)
+    alice, bob = as_owner(api, ALICE), as_owner(api, BOB)
+    models = [await alice.model() for _ in range(2)]
+    session = await alice.session()
+    body = {"session_id": session, "model_seq_id": 0, "base_model": BASE, "lora_config": {"rank": 4}}
+    answer = await alice.post("create_model", body)
+    assert answer.status_code == 400
+    assert "2 adapters of the owner 'alice' are alive, the most is 2: finish a session" in answer.json()["detail"]
+    for model in models:
+        assert f"{model} (last request at " in answer.json()["detail"]
+    assert [await bob.model() for _ in range(2)]
+    await alice.post(f"sessions/{models[0].partition(':')[0]}/finish", {})
+    await alice.model(session)
+    answer = await as_owner(api, ADMIN).post("create_model", {**body, "model_seq_id": 1})  # the session is alice's
+    assert "the owner 'alice'" in answer.json()["detail"]
+
+
+async def test_adapter_memory_has_a_quota_too_on_fakes(start: Any) -> None:
+    api = await start("alice:adapter-memory=0.001")
+    alice = as_owner(api, ALICE)
+    await alice.model()
+    body = {"session_id": await alice.session(), "model_seq_id": 0, "base_model": BASE, "lora_config": {"rank": 4}}
+    assert "MiB of the owner 'alice' are taken" in (await alice.post("create_model", body)).json()["detail"]
+    await as_owner(api, BOB).model()
+
+
+@pytest.mark.mutation(
+    "queues-of-owners-not-bounded",
+    "run_queue.py",
+    "                [other for other in queues if other.owner == queue.owner],\n",
+    "                [],\n",
+)
+async def test_queued_training_beyond_the_quota_waits_and_other_owners_do_not_on_fakes(start: Any) -> None:
+    api = await start("queued-requests=3")
+    alice, bob = as_owner(api, ALICE), as_owner(api, BOB)
+    first, second, bobs = await alice.model(), await alice.model(), await bob.model()
+    api.trainer.hold.clear()
+    requests = [await alice.gradient(first, 1)]
+    await api.until(lambda: api.trainer.entered)
+    requests += [await alice.gradient(first, seq_id) for seq_id in (2, 3)]
+    requests += [await alice.gradient(second, 1)]
+    answer = await alice.gradient_answer(second, 2)
+    assert answer.status_code == 429
+    assert 0 < int(answer.headers["retry-after-ms"]) <= 1000
+    assert "3 training requests of the owner 'alice' are queued, the most is 3" in answer.json()["detail"]
+    bobs_requests = [await bob.gradient(bobs, seq_id) for seq_id in (1, 2, 3)]
+    api.trainer.hold.set()
+    for owner, ids in ((alice, requests), (bob, bobs_requests)):
+        for request in ids:
+            await owner.result(request)
+    await alice.result(await alice.gradient(second, 2))
+
+
+@pytest.mark.mutation(
+    "samples-of-owners-not-bounded",
+    "quotas.py",
+    "        self._by_owner[owner] += 1\n",
+    "",
+)
+async def test_samples_beyond_the_quota_wait_and_other_owners_do_not_on_fakes(start: Any) -> None:
+    api = await start("samples=2")
+    alice, bob = as_owner(api, ALICE), as_owner(api, BOB)
+    api.sampler.hold.clear()
+    first, second = await alice.base_sampler(), await alice.base_sampler()
+    requests = [await alice.sample(first, 0), await alice.sample(second, 0)]
+    answer = await alice.post("asample", alice.sample_body(second, 1))
+    assert answer.status_code == 429
+    assert answer.headers["retry-after"] == "1"
+    assert "2 requests for samples of the owner 'alice' are in flight, the most is 2" in answer.json()["detail"]
+    bobs = await bob.sample(await bob.base_sampler(), 0)
+    api.sampler.hold.set()
+    for owner, request in ((alice, requests[0]), (alice, requests[1]), (bob, bobs)):
+        await owner.result(request)
+    await api.until(lambda: not api.backend.sampling.in_flight)
+    await alice.result(await alice.sample(second, 1))
+
+
+def bytes_of(api: Api, owner: str) -> int:
+    return api.backend.store.quota.used().get(owner, 0)
+
+
+@pytest.mark.mutation(
+    "storage-quota-not-checked", "storage_quota.py", "            if refuse and used + size > most:\n",
+    "            if False:\n",
+)  # fmt: skip
+async def test_saves_beyond_the_storage_quota_fail_with_what_to_delete_and_training_goes_on_on_fakes(
+    start: Any,
+) -> None:
+    api = await start()
+    alice, bob = as_owner(api, ALICE), as_owner(api, BOB)
+    model, bobs = await alice.model(), await bob.model()
+    first = await alice.save(model, 1, "first")
+    size = bytes_of(api, "alice")
+    api.backend.quotas._given = (OwnerQuota("alice", (("storage_bytes", 2 * size + 100),)),)
+    await alice.named(model, 2, "sampler")  # without the optimizer: a third of it
+    body = {"model_id": model, "path": "later", "overwrite": False}
+    for seq_id, route in enumerate(("save_weights", "save_weights"), 3):
+        failure = await alice.failure(await alice.submit(route, {**body, "seq_id": seq_id}))
+        assert failure.startswith("user: storage: the checkpoints of the owner 'alice' take ")
+        assert f"the largest: {first} (" in failure
+        assert f"exceed the most, {(2 * size + 100) / MIB:.1f} MiB: delete some" in failure
+    copy = {"source_path": first, "destination_project_id": "local"}
+    answer = await alice.post("copy_weights", copy)
+    assert (answer.status_code, "the owner 'alice'" in answer.json()["detail"]) == (400, True)
+    await bob.save(bobs, 1, "any")
+    await alice.save(model, 5, "first", overwrite=True)  # it takes the place of the one before
+    run, kind, name = first.removeprefix("tinker://").split("/")
+    assert (await alice.delete(f"training_runs/{run}/checkpoints/{kind}/{name}")).status_code == 204
+    await alice.save(model, 6, "later")
+    await alice.result(await alice.gradient(model, 7))
+    assert (await alice.result(await alice.step(model, 8)))["metrics"]["grad_norm"] > 0
+
+
+@pytest.mark.mutation(
+    "saves-at-once-share-the-room", "storage_quota.py", "            self._writing[owner] += size\n", ""
+)
+async def test_saves_at_once_do_not_exceed_the_quota_together_on_fakes(
+    start: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    api = await start()
+    alice = as_owner(api, ALICE)
+    models = [await alice.model() for _ in range(4)]
+    await alice.save(models[0], 1, "size")
+    size = bytes_of(api, "alice")
+    api.backend.quotas._given = (OwnerQuota("alice", (("storage_bytes", 3 * size),)),)
+    write, all_there = api.backend.store._folders.write, threading.Barrier(2)
+
+    def write_together(*args: Any) -> Any:
+        all_there.wait(30)  # two have been granted room before either is recorded
+        return write(*args)
+
+    monkeypatch.setattr(api.backend.store._folders, "write", write_together)
+    requests = [
+        await alice.submit("save_weights", {"model_id": model, "seq_id": 2, "path": "a", "overwrite": False})
+        for model in models
+    ]
+    ends = [(await alice.outcome(request)).json() for request in requests]
+    assert sorted("error" in end for end in ends) == [False, False, True, True]
+    assert bytes_of(api, "alice") == 3 * size
+
+
+@pytest.mark.mutation("autosaves-refused", "store.py", "refuse=not autosave)", "refuse=True)")
+async def test_an_autosave_counts_and_is_not_refused_on_fakes(start: Any) -> None:
+    api = await start("alice:storage=0")
+    alice = as_owner(api, ALICE)
+    model = await alice.model()
+    await alice.result(await alice.gradient(model, 1))
+    await alice.result(await alice.step(model, 2))
+    session = model.partition(":")[0]
+    await alice.post(f"sessions/{session}/finish", {"reason": {"type": "errored"}})
+    saved = (await alice.get(f"training_runs/{model}/checkpoints")).json()["checkpoints"]
+    assert [checkpoint["checkpoint_id"] for checkpoint in saved] == ["weights/autosave"]
+    assert bytes_of(api, "alice") == saved[0]["size_bytes"]
+    copy = {"source_path": saved[0]["tinker_path"], "destination_project_id": "local"}
+    assert "storage: " in (await alice.post("copy_weights", copy)).json()["detail"]
+
+
+# What is seen of them -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.mutation(
+    "usage-of-others", "client_routes.py", "            if caller.admin or owner == caller.owner\n", ""
+)
+async def test_each_owner_sees_what_it_uses_and_may_use_and_an_admin_sees_all_on_fakes(start: Any) -> None:
+    api = await start("alice:adapters=7,storage=1", "bob:samples=none", max_queued_samples=10)
+    alice, bob, admin = (as_owner(api, key) for key in (ALICE, BOB, ADMIN))
+    model = await alice.model()
+    await alice.save(model, 1, "a")
+    api.trainer.hold.clear()
+    await alice.gradient(model, 2)
+    await api.until(lambda: api.trainer.entered)
+    await alice.gradient(model, 3)
+    api.sampler.hold.clear()
+    await bob.sample(await bob.base_sampler(), 0)
+    told = {key: (await (as_owner(api, key)).get("usage")).json()["owners"] for key in (ALICE, BOB, ADMIN)}
+    assert [[one["owner"] for one in told[key]] for key in (ALICE, BOB, ADMIN)] == [
+        ["alice"], ["bob"], ["admin", "alice", "bob"]
+    ]  # fmt: skip
+    (found,) = told[ALICE]
+    used, limits = found["used"], found["limits"]
+    assert (used["adapters"], used["queued_requests"], used["samples"]) == (1, 1, 0)
+    assert used["adapter_bytes"] > 0
+    assert used["queued_bytes"] > 0
+    assert used["storage_bytes"] == bytes_of(api, "alice") > 0
+    assert (limits["adapters"], limits["storage_bytes"], limits["samples"]) == (7, 2**30, 5)
+    assert (told[BOB][0]["used"]["samples"], told[BOB][0]["limits"]["samples"]) == (1, None)
+    assert set(told[ADMIN][0]["limits"].values()) == {None}
+    metrics: dict[tuple[str, str, str], float] = {}
+    for family in text_string_to_metric_families((await admin.http.get("/metrics")).text):
+        for sample in family.samples:
+            if "owner" in sample.labels:
+                metrics[sample.name, sample.labels["owner"], sample.labels["resource"]] = sample.value
+    for one in told[ADMIN]:
+        for resource, value in one["used"].items():
+            assert metrics.pop(("tinker_local_owner_used", one["owner"], resource)) == value
+        for resource, value in one["limits"].items():
+            if value is not None:
+                assert metrics.pop(("tinker_local_owner_limit", one["owner"], resource)) == value
+    assert not metrics
+    assert (await alice.http.get("/metrics")).status_code == 403
+    for end in (api.trainer.hold, api.sampler.hold):
+        end.set()
+
+
+async def test_without_a_key_file_the_one_owner_has_no_quota_on_fakes(api: Api) -> None:
+    (found,) = (await api.get("usage")).json()["owners"]
+    assert found["owner"] == "local"
+    assert set(found["limits"].values()) == {None}
+    assert asdict(api.backend.quotas.of("local")) == dict.fromkeys(asdict(Amounts()), math.inf)
+
+
+# The official SDK -----------------------------------------------------------------------------------------------------
+
+
+def test_sdk_beyond_the_quota_of_queued_requests_is_slowed_down_and_loses_nothing_on_fakes(served: Any) -> None:
+    tight, wide = served(quotas=quotas("queued-requests=3")), served()
+    losses = []
+    for server in (tight, wide):
+        with server.service() as service:
+            client = service.create_lora_training_client(base_model="m", rank=2, seed=1).result()
+            server.trainer.go.clear()
+            futures = []
+            for at in range(8):
+                gradient = client.forward_backward([datum([5, 9, 20 + at, 31])], "cross_entropy")
+                futures.append((gradient, client.optim_step(ADAM)))
+            end = time.monotonic() + 60
+            while server is tight and not server.refused:
+                assert time.monotonic() < end
+                time.sleep(0.01)
+            server.trainer.go.set()
+            for _, step in futures:
+                assert step.result(timeout=120).metrics["grad_norm"] > 0
+            losses.append([gradient.result(timeout=120).metrics["loss:sum"] for gradient, _ in futures])
+    assert losses[0] == losses[1]
+    assert wide.refused == 0
+
+
+def test_sdk_beyond_the_quota_of_samples_waits_and_gets_all_on_fakes(served: Any) -> None:
+    server: Served = served(quotas=quotas("samples=2"))
+    refusals: list[str] = []
+    check = server.backend.sampling.in_flight.check
+
+    def counted(session_id: str, owner: str) -> None:
+        try:
+            check(session_id, owner)
+        except Exception as error:
+            refusals.append(str(error))
+            raise
+
+    server.backend.sampling.in_flight.check = counted  # type: ignore[method-assign]
+    with server.service() as service:
+        client = service.create_sampling_client(base_model="m")
+        params = tinker.SamplingParams(max_tokens=64)
+        prompt = tinker.ModelInput.from_ints([5, 9])
+        futures = [client.sample(prompt, num_samples=8, sampling_params=params) for _ in range(12)]
+        assert [len(future.result(timeout=120).sequences) for future in futures] == [8] * 12
+    assert refusals
+    assert all("the owner 'local'" in refusal for refusal in refusals)
+
+
+def test_sdk_beyond_other_quotas_stops_at_once_and_goes_on_after_a_deletion_on_fakes(served: Any) -> None:
+    server: Served = served(quotas=quotas(f"adapters=1,storage={0.7 / 1024}"))
+    with server.service() as service:
+        client = service.create_lora_training_client(base_model="m", rank=8).result()  # saved in 0.4 MiB
+        with pytest.raises(tinker.BadRequestError, match=r"the most is 1: finish a session; .*train:0"):
+            service.create_lora_training_client(base_model="m", rank=8).result()
+        first = client.save_state("first").result(timeout=60).path
+        with pytest.raises(tinker.RequestFailedError, match=r"the largest: tinker://.*weights/first") as failed:
+            client.save_state("second").result(timeout=60)
+        assert failed.value.category is tinker.types.RequestErrorCategory.User
+        client.forward_backward([datum([5, 9])], "cross_entropy").result(timeout=60)
+        client.optim_step(ADAM).result(timeout=60)
+        service.create_rest_client().delete_checkpoint_from_tinker_path(first).result(timeout=60)
+        assert client.save_state("again").result(timeout=60).path
