@@ -102,7 +102,10 @@ async def test_adapters_beyond_the_quota_are_refused_with_what_to_end_on_fakes(s
     body = {"session_id": session, "model_seq_id": 0, "base_model": BASE, "lora_config": {"rank": 4}}
     answer = await alice.post("create_model", body)
     assert answer.status_code == 400
-    assert "2 adapters of the owner 'alice' are alive, the most is 2: finish a session" in answer.json()["detail"]
+    assert (
+        "2 adapters of the owner 'alice' are alive, the most is 2 (--quota): finish a session"
+        in answer.json()["detail"]
+    )
     for model in models:
         assert f"{model} (last request at " in answer.json()["detail"]
     assert [await bob.model() for _ in range(2)]
@@ -117,7 +120,10 @@ async def test_adapter_memory_has_a_quota_too_on_fakes(start: Any) -> None:
     alice = as_owner(api, ALICE)
     await alice.model()
     body = {"session_id": await alice.session(), "model_seq_id": 0, "base_model": BASE, "lora_config": {"rank": 4}}
-    assert "MiB of the owner 'alice' are taken" in (await alice.post("create_model", body)).json()["detail"]
+    assert (
+        "MiB of the owner 'alice' are taken (--quota): finish"
+        in (await alice.post("create_model", body)).json()["detail"]
+    )
     await as_owner(api, BOB).model()
 
 
@@ -359,7 +365,7 @@ def test_sdk_beyond_other_quotas_stops_at_once_and_goes_on_after_a_deletion_on_f
     server: Served = served(quotas=quotas(f"adapters=1,storage={0.7 / 1024}"))
     with server.service() as service:
         client = service.create_lora_training_client(base_model="m", rank=8).result()  # saved in 0.4 MiB
-        with pytest.raises(tinker.BadRequestError, match=r"the most is 1: finish a session; .*train:0"):
+        with pytest.raises(tinker.BadRequestError, match=r"the most is 1 \(--quota\): finish a session; .*train:0"):
             service.create_lora_training_client(base_model="m", rank=8).result()
         first = client.save_state("first").result(timeout=60).path
         with pytest.raises(tinker.RequestFailedError, match=r"the largest: tinker://.*weights/first") as failed:

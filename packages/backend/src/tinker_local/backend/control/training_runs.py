@@ -262,22 +262,24 @@ class TrainingRuns:
             )
         size = base.engines.trainer.adapter_bytes(config, optimizer.name)
         own = self.of_owner(owner)
-        for whose, most, live in (
-            (f" of the owner {owner!r}", self._quotas.of(owner), own),
-            ("", self._quotas.all, self.all_live()),
+        for whose, most, live, flags in (
+            (f" of the owner {owner!r}", self._quotas.of(owner), own, ("--quota", "--quota")),
+            ("", self._quotas.all, self.all_live(), ("--max-adapters", "--max-adapter-memory")),
         ):
             advice = "wait until others finish theirs" if live else "choose a smaller rank"
             if own:
                 advice = f"finish a session; the least recently used: {_least_used(own)}"
             if len(live) >= most.adapters:
                 raise InvalidRequestError(
-                    f"create_model: {len(live)} adapters{whose} are alive, the most is {most.adapters}: {advice}"
+                    f"create_model: {len(live)} adapters{whose} are alive, the most is {most.adapters} ({flags[0]}): "
+                    f"{advice}"
                 )
             used = sum(model.adapter_bytes for model in live)
             if used + size > most.adapter_bytes:
                 raise InvalidRequestError(
                     f"create_model: an adapter of rank {config.rank} with its optimizer takes {size / 2**20:.1f} MiB; "
-                    f"{used / 2**20:.1f} of {most.adapter_bytes / 2**20:.1f} MiB{whose} are taken: {advice}"
+                    f"{used / 2**20:.1f} of {most.adapter_bytes / 2**20:.1f} MiB{whose} are taken ({flags[1]}): "
+                    f"{advice}"
                 )
         return size
 

@@ -93,7 +93,7 @@ async def get_server_capabilities(backend: Backend) -> dict[str, Any]:
 
 @router.get("/usage")
 async def usage(request: Request, backend: Backend) -> dict[str, Any]:
-    """What the caller uses of its quotas, or for an admin what each owner uses; null is no limit. Not part of the
+    """What the caller uses of its quotas, or for an admin what each owner uses; null: unlimited. Not part of the
     Tinker API."""
     caller = caller_of(request)
     return {
