@@ -33,6 +33,7 @@ from tinker_local.backend.scheduling.run_queue import total
 from tinker_local.backend.storage.records import LOCAL_OWNER
 from tinker_local.backend.storage.store import Store
 from tinker_local.backend.storage.versions import VersionFolders
+from tinker_local.backend.threads import DATABASE
 from tinker_local.types import InternalError
 
 log = logging.getLogger(__name__)
