@@ -70,6 +70,10 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+TERMINAL = "import signal\nsignal.signal(signal.SIGHUP, signal.SIG_DFL)\n"
+"""The tests themselves may run under nohup, which a child would inherit."""
+
+
 class Scripted:
     """A server that `script` starts with the command's arguments."""
 
@@ -79,7 +83,7 @@ class Scripted:
             free.bind(("127.0.0.1", 0))
             self.port = free.getsockname()[1]
         self.process = subprocess.Popen(
-            [sys.executable, "-c", script, *FAKE, "--port", str(self.port), "--data-dir", str(data_dir)],
+            [sys.executable, "-c", TERMINAL + script, *FAKE, "--port", str(self.port), "--data-dir", str(data_dir)],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

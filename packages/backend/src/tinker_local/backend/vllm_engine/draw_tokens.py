@@ -8,6 +8,7 @@ two more vectors per token.
 Shape suffixes: b requests of a step, a those of them that ask for the likeliest, k how many, v vocabulary.
 """
 
+import functools
 import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -167,18 +168,22 @@ class FullVocabularyDraw(nn.Module):
     """In place of vLLM's `TopKTopPSampler`, which gets logits that are divided by each request's temperature.
 
     Logprobs are log softmax(logits / T) before top-k and top-p, from the probabilities that the draw needs anyway: one
-    softmax per step. Greedy rows are divided by 1; a step with only greedy rows skips this module.
+    softmax per step. Greedy rows are divided by 1; a step with only greedy rows skips this module. On CUDA most steps
+    need neither: `one_pass_draw`.
 
-    Unseeded requests draw from a separate generator, seeded by the operating system: samples do not repeat when the
+    Unseeded requests draw from separate generators, seeded by the operating system: samples do not repeat when the
     program seeds torch's global generator, and do not change that program's random numbers.
     """
 
     def __init__(self, device: torch.device, widths: Callable[[], Mapping[int, int]] = dict) -> None:
         """`widths`: how many of the likeliest tokens the requests of the current step ask for, by row."""
         super().__init__()
+        self._device = device
         self._widths = widths
         self._unseeded = torch.Generator(device)
         self._unseeded.seed()
+        self._seeds = torch.Generator()
+        self._seeds.seed()
         self._rewinds = False
         self._states: dict[int, torch.Tensor] = {}
 
@@ -196,6 +201,8 @@ class FullVocabularyDraw(nn.Module):
 
     def install_in(self, sampler: Any) -> None:
         """Make vLLM's `Sampler` draw with it and return `ChosenLogprobs`."""
+        if self._device.type == "cuda":
+            sampler.forward = functools.partial(self.in_one_pass, sampler.forward)
         sampler.topk_topp_sampler = self
         # vLLM takes what the module returns for the processed logprobs; it need not be a tensor.
         sampler.logprobs_mode = "processed_logprobs"
@@ -232,6 +239,26 @@ class FullVocabularyDraw(nn.Module):
             of_rows = {row - start: generators[row] for row in generators.keys() & range(rows.start, rows.stop)}
             drawn.append(self._exponential_race(kept_bv, of_rows))
         return torch.cat(drawn), Probabilities(p_bv, likeliest)
+
+    def in_one_pass(
+        self, otherwise: Callable[..., Any], logits_bv: torch.Tensor, settings: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        """In place of `Sampler.forward`: a step without seeds, top-k, top-p and requests for the likeliest tokens reads
+        its logits once. Of vLLM's other settings, `engine_inputs.py` uses none."""
+        cuts = settings.top_k is not None or settings.top_p is not None
+        if cuts or settings.generators or self._widths() or args or kwargs:
+            return otherwise(logits_bv, settings, *args, **kwargs)
+        from tinker_local.backend.vllm_engine.one_pass_draw import draw
+        from vllm.v1.outputs import SamplerOutput
+
+        temperature_b = settings.temperature
+        if temperature_b is None:  # only greedy rows
+            temperature_b = torch.zeros(len(logits_bv), device=self._device)
+        ids_b, logprobs_b = draw(logits_bv, temperature_b, int(torch.randint(2**62, (), generator=self._seeds)))
+        return SamplerOutput(
+            sampled_token_ids=ids_b.unsqueeze(-1),
+            logprobs_tensors=ChosenLogprobs(logprobs_b),
+        )
 
     def _likeliest(self, logits_bv: torch.Tensor) -> Likeliest | None:
         widths = self._widths()

@@ -259,7 +259,7 @@ PATCHES = (
         "tokens are drawn by FullVocabularyDraw, with logprobs after the temperature and before top-k and top-p",
         "raw_logprobs ignore the temperature, processed_logprobs renormalise over what top-k and top-p keep",
         "0.26 to 0.32",
-        ("topk_topp_sampler", "logprobs_mode", "compute_logprobs", "gather_logprobs"),
+        ("topk_topp_sampler", "logprobs_mode", "compute_logprobs", "gather_logprobs", "forward"),
         ("sampling/test_sampled_logprobs.py::test_each_setting_alone_agrees_with_hf",),
         hook="none: a custom LogitsProcessor runs before the temperature and returns no logprobs",
         used_in=("draw_tokens.py",),
