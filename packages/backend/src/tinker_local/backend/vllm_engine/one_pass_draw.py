@@ -21,8 +21,8 @@ def draw(logits_bv: torch.Tensor, temperature_b: torch.Tensor, seed: int) -> tup
     """Token ids, int32 [B], drawn from softmax(logits / T), and their logprobs, float32 [B].
 
     `logits_bv`: any floating dtype; rows may lie apart. `temperature_b`: float32; rows below
-    `SAMPLED_TEMPERATURE_MIN` take the likeliest token, with its logprob at T = 1. `seed` of at most 62 bits: another for
-    each call. A row with NaN has a logprob of NaN.
+    `SAMPLED_TEMPERATURE_MIN` take the likeliest token, with its logprob at T = 1. `seed` of at most 62 bits: another
+    for each call. A row with NaN has a logprob of NaN.
 
     Ids are the argmax of logits / T + g with g ~ Gumbel(0, 1), which has the distribution of the softmax
     (Gumbel-max; Maddison, Tarlow and Minka, "A* Sampling", 2014, section 2).
