@@ -64,6 +64,7 @@ def test_what_the_kernel_cannot_do_goes_through_vllm(changes: dict[str, Any], wi
     draw = FullVocabularyDraw(torch.device("cpu"), lambda: widths)
     seen: list[Any] = []
     asked = settings(**changes)
+    draw._has_kernel = True
     draw.in_one_pass(lambda *args: seen.append(args), torch.zeros(2, 9), asked)
     assert len(seen) == 1
     assert seen[0][1] is asked

@@ -178,7 +178,7 @@ class FullVocabularyDraw(nn.Module):
     def __init__(self, device: torch.device, widths: Callable[[], Mapping[int, int]] = dict) -> None:
         """`widths`: how many of the likeliest tokens the requests of the current step ask for, by row."""
         super().__init__()
-        self._device = device
+        self._has_kernel = device.type == "cuda"
         self._widths = widths
         self._unseeded = torch.Generator(device)
         self._unseeded.seed()
@@ -201,8 +201,7 @@ class FullVocabularyDraw(nn.Module):
 
     def install_in(self, sampler: Any) -> None:
         """Make vLLM's `Sampler` draw with it and return `ChosenLogprobs`."""
-        if self._device.type == "cuda":
-            sampler.forward = functools.partial(self.in_one_pass, sampler.forward)
+        sampler.forward = functools.partial(self.in_one_pass, sampler.forward)
         sampler.topk_topp_sampler = self
         # vLLM takes what the module returns for the processed logprobs; it need not be a tensor.
         sampler.logprobs_mode = "processed_logprobs"
@@ -240,21 +239,20 @@ class FullVocabularyDraw(nn.Module):
             drawn.append(self._exponential_race(kept_bv, of_rows))
         return torch.cat(drawn), Probabilities(p_bv, likeliest)
 
-    def in_one_pass(
-        self, otherwise: Callable[..., Any], logits_bv: torch.Tensor, settings: Any, *args: Any, **kwargs: Any
-    ) -> Any:
-        """In place of `Sampler.forward`: a step without seeds, top-k, top-p and requests for the likeliest tokens reads
-        its logits once. Of vLLM's other settings, `engine_inputs.py` uses none."""
+    def in_one_pass(self, otherwise: Callable[..., Any], logits: torch.Tensor, sampling_metadata: Any) -> Any:
+        """In place of `Sampler.forward`: a step on CUDA without seeds, top-k, top-p and requests for the likeliest
+        tokens reads its logits [B, V] once. Of vLLM's other settings, `engine_inputs.py` uses none."""
+        settings = sampling_metadata
         cuts = settings.top_k is not None or settings.top_p is not None
-        if cuts or settings.generators or self._widths() or args or kwargs:
-            return otherwise(logits_bv, settings, *args, **kwargs)
+        if not self._has_kernel or cuts or settings.generators or self._widths():
+            return otherwise(logits, settings)
         from tinker_local.backend.vllm_engine.one_pass_draw import draw
         from vllm.v1.outputs import SamplerOutput
 
         temperature_b = settings.temperature
         if temperature_b is None:  # only greedy rows
-            temperature_b = torch.zeros(len(logits_bv), device=self._device)
-        ids_b, logprobs_b = draw(logits_bv, temperature_b, int(torch.randint(2**62, (), generator=self._seeds)))
+            temperature_b = torch.zeros(len(logits), device=logits.device)
+        ids_b, logprobs_b = draw(logits, temperature_b, int(torch.randint(2**62, (), generator=self._seeds)))
         return SamplerOutput(
             sampled_token_ids=ids_b.unsqueeze(-1),
             logprobs_tensors=ChosenLogprobs(logprobs_b),
