@@ -49,7 +49,7 @@ def settings(**changes: Any) -> Any:
     return SimpleNamespace(**{**plain, **changes})
 
 
-@pytest.mark.mutation("one-pass-ignores-seeds", "draw_tokens.py", "if cuts or settings.generators or", "if cuts or")
+@pytest.mark.mutation("one-pass-ignores-seeds", "draw_tokens.py", "or cuts or settings.generators or", "or cuts or")
 @pytest.mark.parametrize(
     ("changes", "widths"),
     [
