@@ -79,7 +79,9 @@ async def test_sample_that_finds_no_place_is_told_whose_are_before_it_on_fakes(a
     api.sampler.hold.clear()
     running = [await api.sample(first, 0), await api.sample(second, 0)]  # the fake has two threads
     await api.until(lambda: api.sampler.running == 2 and api.sampler.sequences_waiting == 0)
-    waiting = [await api.sample(mine, 0, num_samples=3), await api.sample(first, 1)]
+    waiting = [await api.sample(mine, 0, num_samples=3)]
+    await api.until(lambda: api.sampler.sequences_waiting == 3)
+    waiting.append(await api.sample(first, 1))
     await api.until(lambda: api.sampler.sequences_waiting == 4)
     for request in running:
         assert await state(api, request) == ("active", None)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from tinker_local.backend.rendering.rendered_input import RenderedInput
 from tinker_local.backend.sampling.sampler import RESERVED, SampleWork
-from tinker_local.backend.scheduling.sample_turns import PIECE, SampleTurns
+from tinker_local.backend.scheduling.sample_turns import PIECE, PROMPTS_AHEAD, SampleTurns
 from tinker_local.types import InternalError, SampledSequence, SampleOutput, SamplingParams
 
 PROMPT = RenderedInput(np.arange(5, dtype=np.int32))
@@ -22,8 +22,10 @@ class Places:
         self.turns = SampleTurns(places)
         self.inside: list[tuple[str, SampleWork, asyncio.Future[None]]] = []
 
-    def sample(self, session: str, num_samples: int = 1, **fields: object) -> asyncio.Task[SampleOutput]:
-        work = SampleWork(PROMPT, None, SamplingParams(max_tokens=2000), num_samples, **fields)  # type: ignore[arg-type]
+    def sample(
+        self, session: str, num_samples: int = 1, owner: str = "local", prompt: RenderedInput = PROMPT, **fields: object
+    ) -> asyncio.Task[SampleOutput]:
+        work = SampleWork(prompt, None, SamplingParams(max_tokens=2000), num_samples, **fields)  # type: ignore[arg-type]
 
         async def run(piece: SampleWork) -> SampleOutput:
             entry = (session, piece, asyncio.get_running_loop().create_future())
@@ -38,7 +40,7 @@ class Places:
             scores = np.zeros(5, np.float32) if piece.prompt_logprobs else None
             return SampleOutput(sequences=sequences, prompt_logprobs=scores)
 
-        return asyncio.create_task(self.turns.sample(session, work, run))
+        return asyncio.create_task(self.turns.sample(owner, session, work, run))
 
     def held(self) -> Counter[str]:
         found: Counter[str] = Counter()
@@ -61,8 +63,8 @@ async def settle() -> None:
 @pytest.mark.mutation(
     "places-kept-for-newcomers",
     "sample_turns.py",
-    "room = self.places + (0 if held else RESERVED)",
-    "room = self.places",
+    "if self.sequences >= self.places + RESERVED:",
+    "if self.sequences >= self.places:",
 )
 async def test_a_short_sample_starts_at_once_beside_any_number_of_long_ones() -> None:
     """64 requests of 1,024 sequences; a real sampler has room for them all, and would finish them first."""
@@ -80,7 +82,8 @@ async def test_a_short_sample_starts_at_once_beside_any_number_of_long_ones() ->
         task.cancel()
     await asyncio.gather(*long, return_exceptions=True)
     assert places.turns.sequences == 0
-    assert not places.turns._sessions
+    assert not places.turns._owners
+    assert not places.turns._new
 
 
 @pytest.mark.parametrize(("requests", "num_samples"), [(400, 1), (64, 16), (3, 1024)])
@@ -120,6 +123,52 @@ async def test_sessions_get_equal_places_whatever_they_send() -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
+
+
+@pytest.mark.mutation(
+    "owners-get-places-by-their-sessions",
+    "sample_turns.py",
+    "        session.owner.held += places\n",
+    "",
+)
+async def test_owners_get_equal_places_however_many_sessions_they_have() -> None:
+    places = Places(240)
+    tasks = [places.sample(f"a{number}", 1024, owner="a") for number in range(9)]
+    tasks += [places.sample("b", 1024, owner="b"), places.sample("c", 1024, owner="c")]
+    await settle()
+    for _ in range(60):
+        await places.end()
+    held = places.held()
+    of_a = sum(count for session, count in held.items() if session.startswith("a"))
+    assert max(of_a, held["b"], held["c"]) - min(of_a, held["b"], held["c"]) <= PIECE + RESERVED, held
+    assert max(held[f"a{number}"] for number in range(9)) <= 2 * PIECE
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    assert not places.turns._owners
+
+
+@pytest.mark.mutation(
+    "prompts-without-bound", "sample_turns.py", "self.unread + length > PROMPTS_AHEAD", "self.unread > 2**60"
+)
+async def test_a_sampler_has_few_unread_prompts_and_one_of_a_newcomer() -> None:
+    """64 prompts of 4,000 positions once came before another session's two tokens."""
+    places, long = Places(256), RenderedInput(np.zeros(PROMPTS_AHEAD // 8, np.int32))
+    tasks = [places.sample("greedy", prompt=long) for _ in range(64)]
+    await settle()
+    assert len(places.inside) == 8
+    short = places.sample("short", owner="b")
+    await settle()
+    assert places.held() == {"greedy": 8, "short": 1}
+    for entry in (places.inside[0], places.inside[-1]):  # their prompts are read
+        entry[1].begun()
+    await settle()
+    assert places.held() == {"greedy": 9, "short": 1}
+    while places.inside:
+        await places.end()
+    await asyncio.gather(short, *tasks)
+    assert (places.turns.sequences, places.turns.unread) == (0, 0)
+    assert not places.turns._owners
 
 
 async def test_places_are_free_as_each_sequence_ends() -> None:

@@ -408,7 +408,7 @@ class Sampling:
 
         queue.wait(operation, session_id)
         try:
-            output = await session.base.sample_turns.sample(session_id, work, run)
+            output = await session.base.sample_turns.sample(session.owner, session_id, work, run)
         finally:
             queue.leave(operation)
         count(session.base, work, output)

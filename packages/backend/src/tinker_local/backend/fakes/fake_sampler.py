@@ -5,7 +5,7 @@ import hashlib
 import json
 import secrets
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -55,7 +55,7 @@ class _Weights:
 
 _BASE = _Weights({}, 1)
 
-TOKENS_AT_ONCE = 64
+TOKENS_AT_ONCE, PROMPT_ROWS_AT_ONCE = 16, 64
 
 Steps = Iterator[SampleOutput | None]
 """None while there is more to sample, and then the result."""
@@ -64,7 +64,8 @@ Steps = Iterator[SampleOutput | None]
 class FakeSampler:
     """Implements `sampling.sampler.Sampler` on a `FakeModel`. NumPy runs in worker threads, never on the event loop.
 
-    The requests in it take turns of `TOKENS_AT_ONCE`, as sequences in a real sampler advance together.
+    The requests in it take turns of `TOKENS_AT_ONCE` or `PROMPT_ROWS_AT_ONCE`, as sequences in a real sampler advance
+    together. A request has begun when what is asked about its prompt is answered.
 
     Sequences stop at EOS (token 0) as well as at the given stop strings or ids; `stop=[]` disables EOS, too. Stop
     strings are matched on the sampled text, one character per token. Sleep mode needs `memory` shared with a trainer.
@@ -120,7 +121,7 @@ class FakeSampler:
             loop = asyncio.get_running_loop()
             self._waiting[stop_thread] = work.num_samples
             try:
-                output, steps = None, await loop.run_in_executor(self._threads, self._begin, work, weights, stop_thread)
+                steps, output = await loop.run_in_executor(self._threads, self._begin, work, weights, stop_thread)
                 while output is None:
                     output = await loop.run_in_executor(self._threads, next, steps)
                 return output
@@ -180,10 +181,13 @@ class FakeSampler:
         tensors = load_file(version.path / WEIGHTS)
         return _Weights(self._model.read_adapter(tensors, config["r"]), config["r"])
 
-    def _begin(self, work: SampleWork, weights: _Weights, cancelled: threading.Event) -> Steps:
+    def _begin(
+        self, work: SampleWork, weights: _Weights, cancelled: threading.Event
+    ) -> tuple[Steps, SampleOutput | None]:
+        """The steps, and what the first of them gives."""
         self._waiting.pop(cancelled, None)
-        work.begun()
-        return self._sample(work, weights, cancelled)
+        steps = self._sample(work, weights, cancelled)
+        return steps, next(steps)
 
     def _sample(self, work: SampleWork, weights: _Weights, cancelled: threading.Event) -> Steps:
         prompt, params = work.prompt, work.params
@@ -206,6 +210,11 @@ class FakeSampler:
         budget = room if params.max_tokens is None else min(params.max_tokens, room)
         questions = prompt_questions(work, self._model.vocab_size)
         check_sample_topk(work.topk_sample_logprobs, work.num_samples, budget, self._model.vocab_size)
+        asked = {}
+        if questions is not None:
+            scores = yield from self._answers(questions, work, weights)
+            asked = scores.fields(questions)
+        work.begun()
         spent = 0
         for _ in range(budget):
             running = [sequence for sequence in sequences if not sequence.stopped]
@@ -224,16 +233,19 @@ class FakeSampler:
                 sequence.extend(row, params, is_stop)
                 if sequence.stopped:
                     work.ended()
-        asked = {} if questions is None else self._answers(questions, work, weights).fields(questions)
         yield SampleOutput(sequences=tuple(sequence.result() for sequence in sequences), **asked)
 
-    def _answers(self, questions: PromptQuestions, work: SampleWork, weights: _Weights) -> PromptScores:
+    def _answers(
+        self, questions: PromptQuestions, work: SampleWork, weights: _Weights
+    ) -> Generator[None, None, PromptScores]:
         log_p = log_softmax(self._model.logits(self._model.features(work.prompt), weights.matrices, weights.rank))[:-1]
         scores = questions.unanswered()
         first = questions.chosen_from
         scores.chosen[first:] = np.take_along_axis(log_p, questions.next_ids[:, None], axis=1)[first:, 0]
-        ids, logprobs = likeliest(log_p, questions.topk)
-        scores.topk_ids[first:], scores.topk_logprobs[first:] = ids[first:], logprobs[first:]
+        for begin in range(first, len(log_p) if questions.topk else first, PROMPT_ROWS_AT_ONCE):
+            rows = slice(begin, begin + PROMPT_ROWS_AT_ONCE)
+            scores.topk_ids[rows], scores.topk_logprobs[rows] = likeliest(log_p[rows], questions.topk)
+            yield
         if questions.targets is not None:
             scores.targets[:] = log_p[questions.targets.rows, questions.targets.ids]
         if questions.draws is not None:

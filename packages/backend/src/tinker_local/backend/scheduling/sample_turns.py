@@ -1,13 +1,16 @@
-"""Whose samples the sampler gets next: sessions share its places, in pieces of a few sequences.
+"""Whose samples the sampler gets next: owners share its places, and sessions those of their owner, in pieces of a few
+sequences.
 
-A place is one sequence in the sampler. A free place goes to the session that has the fewest, and among equals to the
-one that has waited longest. So sessions that always have something to sample get equal numbers of places, however many
-requests they send and however long their sequences are. (Deficit round robin, as in `fairness.py`, needs the cost of a
-request before it runs; the length of a sequence is not known then.)
+A place is one sequence in the sampler. A free place goes to the owner that has the fewest, and there to the session
+that has the fewest; among equals to the one that has waited longest. So owners that always have something to sample get
+equal numbers of places, however many sessions they have, requests they send and tokens they ask for. (Deficit round
+robin, as in `fairness.py`, needs the cost of a request before it runs; the length of a sequence is not known then.)
 
-A session that is alone gets `places`, as many sequences as the sampler is to run at once. The sampler has room for
-`RESERVED` more, which go to sessions that have nothing in it. So a short sample starts at once while another session
-fills all places with long ones.
+Who is alone gets `places`, as many sequences as the sampler is to run at once. The sampler has room for `RESERVED`
+more, which go to sessions that have nothing in it. So a short sample starts at once while others fill all places.
+
+Prompts are read one after the other, before their sequences run. So only `PROMPTS_AHEAD` positions of prompts that are
+not read are handed over, and one prompt of each session that has none there.
 """
 
 import asyncio
@@ -16,6 +19,7 @@ import itertools
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
+from typing import Generic, Protocol, TypeVar
 
 from tinker_local.backend.sampling.sampler import RESERVED, SampleWork, ignore_begin
 from tinker_local.types import SampleOutput
@@ -23,16 +27,82 @@ from tinker_local.types import SampleOutput
 PIECE = RESERVED // 2
 """Most sequences of a request that are handed to the sampler at once. The last of them may exceed the places."""
 
+PROMPTS_AHEAD = 2**15
+"""A few steps of a GPU, so that none of them waits for the next prompts."""
+
 Run = Callable[[SampleWork], Awaitable[SampleOutput]]
+
+
+class _Member(Protocol):
+    """`held`: its places. `turn`: which of its entries in `_Turns` counts, None if it waits for nothing."""
+
+    held: int
+    turn: int | None
+
+    @property
+    def waits(self) -> bool:
+        """Whether it has something to hand over."""
+
+
+Member = TypeVar("Member", bound=_Member)
+
+
+class _Turns(Generic[Member]):
+    """Who is next: the one with the fewest places, and among equals the one that has waited longest."""
+
+    _count = itertools.count()
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[int, int, Member]] = []  # places, which turn; old entries are skipped
+
+    def enqueue(self, member: Member, members: int) -> None:
+        """Give one of `members` a turn according to its places now, instead of its last one."""
+        member.turn = next(self._count)
+        heapq.heappush(self._heap, (member.held, member.turn, member))
+        if len(self._heap) > 2 * members + 1000:
+            self._heap = [entry for entry in self._heap if entry[1] == entry[2].turn and entry[2].waits]
+            heapq.heapify(self._heap)
+
+    def first(self) -> Member | None:
+        """Who is next."""
+        while self._heap:
+            _, turn, member = self._heap[0]
+            if turn == member.turn and member.waits:
+                return member
+            heapq.heappop(self._heap)
+        return None
+
+    def __len__(self) -> int:
+        return len(self._heap)
+
+
+@dataclass(slots=True, eq=False)
+class _Owner:
+    held: int = 0
+    turn: int | None = None
+    sessions: "dict[str, _Session]" = field(default_factory=dict)
+    turns: "_Turns[_Session]" = field(default_factory=_Turns)
+
+    @property
+    def waits(self) -> bool:
+        return self.turns.first() is not None
 
 
 @dataclass(slots=True, eq=False)
 class _Session:
-    """`held`: its places. `turn`: which of its entries in the heap counts, None if it waits for nothing."""
+    """`unread`: positions of its prompts that were handed over and are not read; `too_many`: its next prompt waits for
+    others to be read."""
 
+    owner: _Owner
     waiting: "OrderedDict[_Request, None]" = field(default_factory=OrderedDict)
     held: int = 0
     turn: int | None = None
+    unread: int = 0
+    too_many: bool = False
+
+    @property
+    def waits(self) -> bool:
+        return bool(self.waiting) and not self.too_many
 
 
 @dataclass(slots=True, eq=False)
@@ -77,23 +147,26 @@ class _Request:
 
 
 class SampleTurns:
-    """Hands the samples of all sessions to one sampler.
+    """Hands the samples of all owners to one sampler.
 
-    `places`: how many sequences it is to run at once. `sequences`: how many it has now, of `requests` requests. Belongs
-    to one event loop.
+    `places`: how many sequences it is to run at once. `sequences`: how many it has now, of `requests` requests;
+    `unread`: positions of prompts that it has and has not read. Belongs to one event loop.
     """
 
     def __init__(self, places: int) -> None:
         self.places = places
         self.sequences = 0
         self.requests = 0
-        self._sessions: dict[str, _Session] = {}
-        self._turns: list[tuple[int, int, _Session]] = []  # a heap: places, which turn; old entries are skipped
-        self._count = itertools.count()
+        self.unread = 0
+        self._owners: dict[str, _Owner] = {}
+        self._turns: _Turns[_Owner] = _Turns()
+        self._new: dict[_Session, None] = {}  # that wait and hold nothing, the oldest first
+        self._too_many: list[_Session] = []
 
-    async def sample(self, session_id: str, work: SampleWork, run: Run) -> SampleOutput:
+    async def sample(self, owner_name: str, session_id: str, work: SampleWork, run: Run) -> SampleOutput:
         """Run `work` in pieces, each with `run`, and join their results; cancelling it cancels them."""
-        session = self._sessions.setdefault(session_id, _Session())
+        owner = self._owners.setdefault(owner_name, _Owner())
+        session = owner.sessions.setdefault(session_id, _Session(owner))
         request = _Request(session, work, run, asyncio.get_running_loop().create_future())
         session.waiting[request] = None
         self._enqueue(session)
@@ -108,39 +181,58 @@ class SampleTurns:
                 piece.cancel()
             await asyncio.gather(*running, return_exceptions=True)
             self.requests -= bool(request.handed)
-            if not session.waiting and not session.held and self._sessions.get(session_id) is session:
-                del self._sessions[session_id]
+            self._forget(owner_name, session_id, session)
         sequences = tuple(sequence for output in outputs for sequence in output.sequences)
         return outputs[0].model_copy(update={"sequences": sequences})
 
+    def _forget(self, owner_name: str, session_id: str, session: _Session) -> None:
+        """Forget a session that has nothing, and its owner if it has no other."""
+        owner = session.owner
+        if session.waiting or session.held:
+            return
+        self._new.pop(session, None)
+        if owner.sessions.get(session_id) is session:
+            del owner.sessions[session_id]
+        if not owner.sessions and self._owners.get(owner_name) is owner:
+            del self._owners[owner_name]
+
     def _enqueue(self, session: _Session) -> None:
-        """Give `session` a turn according to the places that it has now, instead of its last one."""
-        session.turn = next(self._count)
-        heapq.heappush(self._turns, (session.held, session.turn, session))
-        if len(self._turns) > 2 * len(self._sessions) + 1000:
-            self._turns = [entry for entry in self._turns if entry[1] == entry[2].turn and entry[2].waiting]
-            heapq.heapify(self._turns)
+        if session.held or not session.waiting:
+            self._new.pop(session, None)
+        else:
+            self._new.setdefault(session)
+        if session.waits:
+            session.owner.turns.enqueue(session, len(session.owner.sessions))
+        self._turns.enqueue(session.owner, len(self._owners))
 
     def _next(self) -> _Session | None:
         """The session whose turn it is, if there is a place for it."""
-        while self._turns:
-            held, turn, session = self._turns[0]
-            if turn == session.turn and session.waiting:
-                room = self.places + (0 if held else RESERVED)
-                return session if self.sequences < room else None
-            heapq.heappop(self._turns)
+        if self.sequences < self.places:
+            owner = self._turns.first()
+            return None if owner is None else owner.turns.first()
+        if self.sequences >= self.places + RESERVED:
+            return None
+        next_owner = self._turns.first() if self.sequences < self.places + RESERVED // 2 else None
+        for session in self._new:  # the last half is for owners that have nothing
+            if session.waits and (not session.owner.held or session.owner is next_owner):
+                return session
         return None
 
     def _hand_over(self) -> None:
         """Fill the places."""
         while (session := self._next()) is not None:
             request = next(iter(session.waiting))
+            length = 0 if request.handed else request.work.prompt.length
+            if length and session.unread and self.unread + length > PROMPTS_AHEAD:
+                session.too_many = True
+                self._too_many.append(session)
+                continue
             self.requests += not request.handed
             piece = request.next_piece()
             if request.handed == request.work.num_samples:
                 del session.waiting[request]
             self._take(session, piece.num_samples)
-            task = self._begin(request, piece)
+            task = self._begin(request, piece, length)
             request.pieces.append(task)
             task.add_done_callback(request.piece_ended)
 
@@ -148,25 +240,53 @@ class SampleTurns:
         """Count `places` of a session; negative: they are free."""
         self.sequences += places
         session.held += places
-        if session.waiting:
-            self._enqueue(session)
+        session.owner.held += places
+        self._enqueue(session)
 
-    def _begin(self, request: _Request, piece: SampleWork) -> asyncio.Future[SampleOutput]:
-        """Run a piece; it frees a place with each sequence, and at its end those that are left."""
-        loop, left = asyncio.get_running_loop(), piece.num_samples
+    def _begin(self, request: _Request, piece: SampleWork, length: int) -> asyncio.Future[SampleOutput]:
+        """Run a piece, for which `length` positions of the prompt are read; it frees a place with each sequence, and at
+        its end those that are left."""
+        loop, session, left, unread = asyncio.get_running_loop(), request.session, piece.num_samples, length
+        session.unread += length
+        self.unread += length
 
         def free(places: int) -> None:
             nonlocal left
             places = min(places, left)
             if places:
                 left -= places
-                self._take(request.session, -places)
+                self._take(session, -places)
+                self._hand_over()
+
+        def read() -> None:
+            nonlocal unread
+            if unread:
+                session.unread -= unread
+                self.unread -= unread
+                unread = 0
+                self._look_again()
                 self._hand_over()
 
         def ended() -> None:
             if not loop.is_closed():
                 loop.call_soon_threadsafe(free, 1)
 
-        task = asyncio.ensure_future(request.run(replace(piece, ended=ended)))
-        task.add_done_callback(lambda _: free(left))  # not in the task, which may be cancelled before it starts
+        def begun() -> None:
+            piece.begun()
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(read)
+
+        def all_ended(_: object) -> None:
+            read()
+            free(left)
+
+        task = asyncio.ensure_future(request.run(replace(piece, ended=ended, begun=begun if length else piece.begun)))
+        task.add_done_callback(all_ended)  # not in the task, which may be cancelled before it starts
         return task
+
+    def _look_again(self) -> None:
+        """Prompts were read: let those that wait for that have their turns again."""
+        waiting, self._too_many = self._too_many, []
+        for session in waiting:
+            session.too_many = False
+            self._enqueue(session)
