@@ -1,7 +1,8 @@
 #!/bin/sh
 # Checks everything that needs a GPU, in about fifteen minutes: the end-to-end suite in bfloat16, the agreement of
-# trainer and sampler, a trainer that is killed, the demo, RL with images, the control plane. Needs python3 with torch,
-# vLLM and the project's other dependencies; imports the project from this checkout. Prints a summary at the end.
+# trainer and sampler, a trainer and a sampler that are killed, the demo, RL with images, the control plane. Needs
+# python3 with torch, vLLM and the project's other dependencies; imports the project from this checkout. Prints a
+# summary at the end.
 #   sh scripts/gpu_check.sh [OUT]      OUT: folder for the logs (default: runs/gpu)
 #   ONLY=vision_rl sh ...              only one step
 set -u
@@ -34,6 +35,8 @@ grep -hE 'effect of training|KL\(sampler' "$out/agreement.log" | sed 's/^\.//' >
 step same_numbers 200 python3 -m pytest tests/e2e/test_http_equals_in_process.py -q -s -p no:cacheprovider
 step restarts 200 python3 -m pytest tests/e2e/test_trainer_restarts.py -q -s -p no:cacheprovider
 grep -h 'after the kill' "$out/restarts.log" >>"$summary"
+step sampler_restarts 200 python3 -m pytest tests/e2e/test_sampler_restarts.py -q -s -p no:cacheprovider
+grep -hE 'started in|after it' "$out/sampler_restarts.log" >>"$summary"
 step demo 240 python3 examples/demo.py --out "$out/demo"
 grep -E '│|┃|accuracy' "$out/demo.log" >>"$summary"
 step vision_rl 400 python3 -m pytest tests/e2e/test_vision_rl.py tests/examples/test_examples_rl.py -q -s -p no:cacheprovider

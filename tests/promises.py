@@ -464,6 +464,21 @@ MISTAKES = (
     ),
     Promise(
         "operation",
+        "A sampler whose process ends or hangs stays dead, or what was in it is lost",
+        "sampler-death-fails-what-runs sampler-asked-again-too-soon hanging-sampler-not-noticed "
+        "trainer-sleeps-a-dead-sampler",
+        (
+            "sampling/test_process_sampler.py::test_a_step_that_hangs_ends_the_process",
+            "e2e/test_sampler_restarts.py::test_sampling_goes_on_after_a_kill_and_a_hang_as_if_there_had_been_none",
+        ),
+    ),
+    Promise(
+        "operation",
+        "A sampler in a process keeps what is not needed any more: cancelled samples, versions, memory of other results",
+        "cancelled-samples-run-on unwritten-version-sent-each-time large-messages-joined",
+    ),
+    Promise(
+        "operation",
         "The sampler keeps memory that training needs, or sleeps or wakes without need",
         "sleeps-when-all-fits memory-taken-from-under-samples samples-are-not-held-back "
         "neighbours-run-again wakes-beside-the-trainers-cache removing-a-version-wakes",

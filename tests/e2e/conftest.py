@@ -236,10 +236,11 @@ def fake_sdk(fake_server: Any) -> SdkDriver:
 def fake_in_process(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[InProcessDriver]:
-    """With the trainer in the same process, and with one in a separate process."""
+    """With both engines in the same process, and with each in a separate process."""
     from tinker_local.backend.models.load_engines import load_fake
 
-    options = BackendOptions(data_dir=tmp_path_factory.mktemp("fake_in_process"), trainer=request.param)
+    folder = tmp_path_factory.mktemp("fake_in_process")
+    options = BackendOptions(data_dir=folder, trainer=request.param, sampler=request.param)
     driver = InProcessDriver(InProcessBackend([ModelSource("fake/bigram", "fake/bigram")], options, load=load_fake))
     yield driver
     driver.close()

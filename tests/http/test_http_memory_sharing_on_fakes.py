@@ -129,8 +129,8 @@ async def test_neighbours_of_a_request_that_does_not_fit_run_once_on_fakes(
 @pytest.mark.mutation(
     "wakes-beside-the-trainers-cache",
     "memory_sharing.py",
-    "                await self.in_turn(self._trainer.release_memory)\n",
-    "                pass\n",
+    "            await self.in_turn(self._trainer.release_memory)\n",
+    "            pass\n",
 )
 async def test_the_next_sample_wakes_the_sampler_on_fakes(api: Api) -> None:
     model = await api.model()

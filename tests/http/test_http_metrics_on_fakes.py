@@ -34,6 +34,7 @@ COUNTERS = {
     "sampler_sleeps_total": {""},
     "ephemeral_versions_dropped_total": {""},
     "trainer_restarts_total": {""},
+    "sampler_restarts_total": {""},
     "operations_failed_total": {"user", "server", "unknown"},
 }
 GAUGES = {
@@ -45,6 +46,7 @@ GAUGES = {
     "sequences": {""},
     "ephemeral_version_bytes": {""},
     "trainer_up": {""},
+    "sampler_up": {""},
 }
 
 
@@ -111,7 +113,7 @@ async def test_metrics_are_prometheus_text_with_every_series_from_the_start_on_f
         (name, model, value) for name in kinds for value in kinds[name] for model in (BASE, "fake/other")
     }
     assert {key for key, value in series.items() if value} == {
-        ("trainer_up", name, "") for name in (BASE, "fake/other")
+        (kind, name, "") for kind in ("trainer_up", "sampler_up") for name in (BASE, "fake/other")
     }
 
 

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tinker_local.backend import BackendOptions, InProcessBackend, ModelSource
-from tinker_local.backend.models.load_engines import load_fake, trainer_place
+from tinker_local.backend.models.load_engines import engine_place, load_fake
 from tinker_local.backend.process import calls
 from tinker_local.backend.process.channel import Channel
 from tinker_local.backend.process.messages import KeepImage
@@ -513,13 +513,13 @@ async def test_sampling_goes_on_without_the_trainer_on_fakes(tmp_path: Path) -> 
         assert len((await sample).sequences[0].tokens) > 0
 
 
-def test_a_trainer_gets_a_separate_process_on_a_gpu_unless_configured_otherwise(
+def test_an_engine_gets_a_separate_process_on_a_gpu_unless_configured_otherwise(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     import torch
 
     for cuda, expected in ((True, "process"), (False, "inline")):
         monkeypatch.setattr(torch.cuda, "is_available", lambda cuda=cuda: cuda)
-        assert trainer_place(BackendOptions()) == expected
-        assert trainer_place(BackendOptions(trainer="inline")) == "inline"
-        assert trainer_place(BackendOptions(trainer="process")) == "process"
+        assert engine_place(None) == expected
+        assert engine_place("inline") == "inline"
+        assert engine_place("process") == "process"

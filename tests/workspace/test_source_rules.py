@@ -18,7 +18,7 @@ BETWEEN_OWN_PROCESSES = {"backend/process/messages.py"}
 
 OTHER_READERS = {"torch.load", "torch.save", "np.load", "numpy.load"}
 EVENT_LOOPS = {"asyncio.run", "asyncio.Runner", "asyncio.new_event_loop", "uvloop.new_event_loop"}
-BEGINNINGS = {"backend/cli/serve.py", "backend/http/server.py"}
+BEGINNINGS = {"backend/cli/serve.py", "backend/http/server.py", "backend/process/async_child.py"}
 """Where a process or a thread of the server begins."""
 
 

@@ -44,6 +44,14 @@ def as_torch(array: npt.NDArray[Any]) -> "torch.Tensor":
     return tensor.view(torch.bfloat16) if array.dtype == np.uint16 else tensor
 
 
+def as_numpy(tensor: "torch.Tensor") -> npt.NDArray[Any]:
+    """The reverse of `as_torch`, for a tensor in host memory."""
+    import torch
+
+    array: npt.NDArray[Any] = (tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
+    return array
+
+
 def bfloat16_bits(array: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
     """Round `array` to bfloat16 (nearest, ties to even) and return the bits. Values must be finite."""
     bits = np.ascontiguousarray(array, np.float32).view(np.uint32)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 DType = Literal["float32", "bfloat16"]
-TrainerPlace = Literal["inline", "process"]
+EnginePlace = Literal["inline", "process"]
 DecoderChoice = Literal["auto", "written-out", "autograd"]
 
 _IMAGE_HOST = re.compile(r"[^\s/\\@?#*:\[\]]+(:\d{1,5})?")
@@ -132,7 +132,7 @@ class BackendOptions:
         DType | None, CommandOption("Element type of the base model. Default: float32 on CPU, bfloat16 on GPU.")
     ] = None
     trainer: Annotated[
-        TrainerPlace | None,
+        EnginePlace | None,
         CommandOption(
             "Train in the server's process, or in a separate one, which does not share the GIL, and is started again "
             "if it ends or hangs. "
@@ -144,6 +144,21 @@ class BackendOptions:
         CommandOption(
             "Seconds that a call of a separate trainer process may take, besides 0.01 for each position in it. After "
             "that the process is ended and started again.",
+            least=1,
+        ),
+    ] = 120.0
+    sampler: Annotated[
+        EnginePlace | None,
+        CommandOption(
+            "Sample in the server's process, or in a separate one for each base model, which does not share the GIL, "
+            "and is started again if it ends or hangs. Default: inline."
+        ),
+    ] = None
+    sampler_timeout: Annotated[
+        float,
+        CommandOption(
+            "Seconds that a step of a separate sampler process may take, besides as many as its first start took. "
+            "After that the process is ended and started again.",
             least=1,
         ),
     ] = 120.0

@@ -21,6 +21,7 @@ def silence() -> None:
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     # Raised because vLLM reads every attribute of torch.distributed.
     warnings.filterwarnings("ignore", r"`torch\.distributed\.reduce_op` is deprecated", FutureWarning)
+    os.environ.setdefault("PYTHONWARNINGS", "ignore:`torch.distributed.reduce_op`:FutureWarning")  # in processes
     logging.getLogger("torch.utils.cpp_extension").addFilter(_is_worth_saying)
 
 

@@ -51,7 +51,7 @@ class Autosaves:
             await finish_saves([run], SAVES_SECONDS)
             if not (run.unsaved_steps or run.base.scheduler.takes_step(run.queue) or await self._was_deleted(run)):
                 return None
-            if not run.base.memory_sharing.trainer_works:
+            if not run.base.memory_sharing.trainer_gate.is_open:
                 raise InternalError(run.base.problem or "the trainer has ended")
             scheduler, trainer = run.base.scheduler, run.base.engines.trainer
 

@@ -290,7 +290,7 @@ class TrainingRuns:
         if not model.creation.done:
             model.creation.cancel(GoneError(reason))  # first, or the adapter could be created after its removal
         await model.base.scheduler.close_run(model.queue, GoneError(reason))
-        if model.base.memory_sharing.trainer_works:  # a new trainer does not get the adapter
+        if model.base.memory_sharing.trainer_gate.is_open:  # a new trainer does not get the adapter
             with suppress(ProcessEndedError):
                 await model.base.scheduler.call(model.base.engines.trainer.remove_adapter, model.model_id)
 

@@ -144,6 +144,9 @@ class FakeSampler:
         await asyncio.sleep(0.01)
         self._memory.wake()
 
+    async def pulse(self) -> None:
+        """Return at once: what runs in threads takes turns."""
+
     @contextmanager
     def _using(self) -> Iterator[None]:
         if self.asleep:

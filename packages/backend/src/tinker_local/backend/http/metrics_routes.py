@@ -163,6 +163,18 @@ EXPORTED = (
         "0 while the trainer's process has ended and the next one is not ready.",
         lambda m: {"": int(m.trainer_works)},
     ),
+    Exported(
+        CounterMetricFamily,
+        "tinker_local_sampler_restarts",
+        "How often the sampler's process was started again because it had ended or did not answer.",
+        lambda m: {"": m.sampler_restarts},
+    ),
+    Exported(
+        GaugeMetricFamily,
+        "tinker_local_sampler_up",
+        "0 while the sampler's process has ended and the next one is not ready.",
+        lambda m: {"": int(m.sampler_works)},
+    ),
 )
 
 

@@ -5,11 +5,11 @@ import json
 import logging
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from tinker_local.backend.daemon_thread import in_daemon_thread
 from tinker_local.backend.models.gpu_plan import COUNTED_RANK, GpuPlan, model_sizes, plan_gpu, step_sizes
@@ -21,18 +21,21 @@ from tinker_local.backend.models.served_models import (
     ServedModels,
     tokenizer_id,
 )
-from tinker_local.backend.models.supervision import Supervision
-from tinker_local.backend.options import BackendOptions, DType, ModelSource, TrainerPlace
+from tinker_local.backend.models.supervision import SamplerSupervision, TrainerSupervision
+from tinker_local.backend.options import BackendOptions, DType, EnginePlace, ModelSource
 from tinker_local.backend.rendering.decoding import MAX_PIXELS
 from tinker_local.backend.rendering.renderer import CACHE_BYTES, ImageReading, ModelRenderer
+from tinker_local.backend.sampling.process_sampler import ProcessSampler, SamplerFactory
 from tinker_local.backend.scheduling.memory_sharing import MemorySharing, WakingSampler
 from tinker_local.backend.scheduling.train_scheduler import TrainScheduler
 from tinker_local.backend.training.process_trainer import ProcessTrainer, TrainerFactory
 
 if TYPE_CHECKING:
+    from tinker_local.backend.sampling.sampler import Sampler
     from tinker_local.backend.training.trainer import Trainer
     from tinker_local.backend.vllm_engine.build_engine import EngineOptions
     from tinker_local.backend.vllm_engine.engine_thread import EngineThread
+    from tinker_local.backend.vllm_engine.vllm_sampler import VLLMSampler
 
 log = logging.getLogger(__name__)
 
@@ -65,12 +68,15 @@ async def load_base_models(
         scheduler = TrainScheduler(
             memory_sharing, batch_tokens=options.batch_tokens, quantum=max(2, options.micro_batch_tokens)
         )
-        trainer = engines.trainer
-        supervision = Supervision(trainer, memory_sharing) if isinstance(trainer, ProcessTrainer) else None
-        engines = replace(engines, sampler=WakingSampler(engines.sampler, memory_sharing))
+        trainer, sampler = engines.trainer, engines.sampler
+        of_trainer = TrainerSupervision(trainer, memory_sharing) if isinstance(trainer, ProcessTrainer) else None
+        of_sampler = SamplerSupervision(sampler, memory_sharing) if isinstance(sampler, ProcessSampler) else None
+        engines = replace(engines, sampler=WakingSampler(sampler, memory_sharing))
         ident = tokenizer_id(path, options.data_dir)
         start = time.monotonic()
-        model = ServedModel(tuple(names), path, ident, engines, scheduler, memory_sharing, seconds, supervision)
+        model = ServedModel(
+            tuple(names), path, ident, engines, scheduler, memory_sharing, seconds, of_trainer, of_sampler
+        )
         models.add(model)  # from here on `models` closes it
         agreement = await model.check_agreement(options.max_image_pixels)
         progress(
@@ -106,43 +112,60 @@ def engine_thread() -> "EngineThread":
 
 
 @contextmanager
-def starting(place: TrainerPlace, factory: TrainerFactory, timeout: float) -> Iterator[TrainerFactory]:
-    """A function that makes the trainer of `factory` at `place`; call it within the context. `timeout`: of a call to a
-    trainer process.
+def starting(
+    options: BackendOptions,
+    sampler_place: EnginePlace,
+    make_sampler: SamplerFactory,
+    trainer_place: EnginePlace,
+    make_trainer: TrainerFactory,
+) -> Iterator[tuple[SamplerFactory, TrainerFactory]]:
+    """Functions that make both engines, each at its place; call them within the context, the sampler's first.
 
-    A trainer process starts and imports at once, but allocates nothing on the device before that call. So the sampler
-    is built first, while the process starts: vLLM refuses to start on less free memory than it asks for and counts
-    concurrent changes as its own, and the trainer then sees what is really left. The process is closed if the context
-    fails.
+    Processes start and import at once, but allocate nothing on the device before these calls: vLLM refuses to start on
+    less free memory than it asks for and counts concurrent changes as its own, and the trainer then sees what is really
+    left. They end if the context fails.
     """
-    if place == "inline":
-        yield factory
-        return
-    trainer = ProcessTrainer(factory, timeout=timeout)
-
-    def load() -> ProcessTrainer:
-        trainer.load()
-        return trainer
-
-    try:
-        yield load
-    except BaseException:
-        trainer.close()
-        raise
+    with ExitStack() as failed:
+        if sampler_place == "process":
+            make_sampler = _loading(failed, ProcessSampler(make_sampler, timeout=options.sampler_timeout))
+        if trainer_place == "process":
+            make_trainer = _loading(failed, ProcessTrainer(make_trainer, timeout=options.trainer_timeout))
+        yield make_sampler, make_trainer
+        failed.pop_all()
 
 
-def trainer_place(options: BackendOptions) -> TrainerPlace:
-    """Where a real trainer runs: as `options` say, otherwise in a separate process if there is a GPU."""
+Engine = TypeVar("Engine", ProcessSampler, ProcessTrainer)
+
+
+def _loading(failed: ExitStack, engine: Engine) -> Callable[[], Engine]:
+    """A function that loads `engine` and returns it. `failed` ends its process."""
+    failed.callback(engine.end)
+
+    def load() -> Engine:
+        engine.load()
+        return engine
+
+    return load
+
+
+def engine_place(chosen: EnginePlace | None) -> EnginePlace:
+    """Where a real engine runs: as `chosen`, otherwise in a separate process if there is a GPU."""
     import torch
 
-    return options.trainer or ("process" if torch.cuda.is_available() else "inline")
+    return chosen or ("process" if torch.cuda.is_available() else "inline")
+
+
+def make_vllm_sampler(engine: "EngineOptions") -> "VLLMSampler":
+    """The sampler of this process, with others on one thread."""
+    from tinker_local.backend.vllm_engine.vllm_sampler import VLLMSampler
+
+    return VLLMSampler(engine, engine_thread())
 
 
 def load_real(source: ModelSource, options: BackendOptions) -> Engines:
     """vLLM for sampling and HF transformers for training, each with its own copy of the weights."""
     from tinker_local.backend.training.worker import HFTrainer
     from tinker_local.backend.vllm_engine import build_engine, compat_vllm
-    from tinker_local.backend.vllm_engine.vllm_sampler import VLLMSampler
     from transformers import AutoConfig
 
     dtype = options.dtype or compat_vllm.default_dtype()
@@ -173,9 +196,11 @@ def load_real(source: ModelSource, options: BackendOptions) -> Engines:
         module_gradient_norms=options.module_gradient_norms,
         decoder=options.decoder,
     )
-    with starting(trainer_place(options), make_trainer, options.trainer_timeout) as make:
-        sampler = VLLMSampler(engine, engine_thread())
-        trainer: Trainer = make()
+    make_sampler = functools.partial(make_vllm_sampler, engine)
+    places = options.sampler or "inline", make_sampler, engine_place(options.trainer), make_trainer
+    with starting(options, *places) as (load_sampler, load_trainer):
+        sampler: Sampler = load_sampler()
+        trainer: Trainer = load_trainer()
     renderer = load_renderer(source.path, dtype=dtype, max_pixels=options.max_image_pixels)
     return Engines(
         renderer,
@@ -286,9 +311,10 @@ def load_fake(source: ModelSource, options: BackendOptions) -> Engines:
 
     model = FakeModel(source.name)
     make_trainer = functools.partial(FakeTrainer, model, module_gradient_norms=options.module_gradient_norms)
-    with starting(options.trainer or "inline", make_trainer, options.trainer_timeout) as make:
-        trainer = make()
-    return Engines(FakeRenderer(model), trainer, FakeSampler(model), arch="fake", tolerance=1e-4)
+    make_sampler = functools.partial(FakeSampler, model)
+    places = options.sampler or "inline", make_sampler, options.trainer or "inline", make_trainer
+    with starting(options, *places) as (load_sampler, load_trainer):
+        return Engines(FakeRenderer(model), load_trainer(), load_sampler(), arch="fake", tolerance=1e-4)
 
 
 def check_source(source: ModelSource) -> None:

@@ -45,7 +45,7 @@ class ModelMetrics:
         counts again.
     sampler_sleeps: how often the sampler went to sleep for training requests that did not fit otherwise.
     versions_dropped: ephemeral sampler versions dropped because their session had too many bytes of them.
-    trainer_restarts: how often the trainer's process was started again.
+    trainer_restarts, sampler_restarts: how often the process of each was started again.
     failures: failed operations by the category that the client saw; cancelled ones count as the user's. Requests
         refused at submission are not operations.
 
@@ -58,7 +58,7 @@ class ModelMetrics:
     ephemeral_bytes: of the ephemeral sampler versions, in shared memory or on disk.
     sequences: sequences in the sampler, its own queue included.
     sampler_asleep: whether the sampler is asleep so that the trainer can use its memory; the next sample wakes it.
-    trainer_works: false while the trainer's process has ended and the next one is not ready.
+    trainer_works, sampler_works: false while the process of each has ended and the next one is not ready.
     """
 
     images_rendered: int
@@ -84,3 +84,5 @@ class ModelMetrics:
     sampler_asleep: bool
     trainer_restarts: int
     trainer_works: bool
+    sampler_restarts: int
+    sampler_works: bool

@@ -16,7 +16,7 @@ from tinker_local.backend.models.agreement import (
     worst,
 )
 from tinker_local.backend.models.metrics import Counts, ModelMetrics
-from tinker_local.backend.models.supervision import Supervision
+from tinker_local.backend.models.supervision import SamplerSupervision, TrainerSupervision
 from tinker_local.backend.options import BackendOptions, ModelSource
 from tinker_local.backend.rendering.rendered_input import Renderer
 from tinker_local.backend.sampling.sampler import Sampler
@@ -55,8 +55,9 @@ Progress = Callable[[str], None]
 class ServedModel:
     """One copy of a base model's weights with its engines and scheduler.
 
-    `supervision`: of a trainer in a separate process, else None. `check_agreement` sets `probes`, the
-    prompts on which trainer and sampler must agree, and `images_of_start`, the counts of `images()` until then.
+    `supervision`, `sampler_supervision`: of a trainer and a sampler in a separate process, else None. `check_agreement`
+    sets `probes`, the prompts on which trainer and sampler must agree, and `images_of_start`, the counts of `images()`
+    until then.
     """
 
     names: tuple[str, ...]
@@ -66,7 +67,8 @@ class ServedModel:
     scheduler: TrainScheduler
     memory_sharing: MemorySharing
     load_seconds: float
-    supervision: Supervision | None = None
+    supervision: TrainerSupervision | None = None
+    sampler_supervision: SamplerSupervision | None = None
     probes: Probes = field(default_factory=lambda: Probes((), ()))
     counts: Counts = field(default_factory=Counts)
     images_of_start: tuple[int, int, int] = (0, 0, 0)
@@ -80,7 +82,8 @@ class ServedModel:
     @property
     def problem(self) -> str | None:
         """What does not work now but will again; None if everything works."""
-        return None if self.supervision is None else self.supervision.problem
+        supervisions = (self.supervision, self.sampler_supervision)
+        return "; ".join(each.problem for each in supervisions if each is not None and each.problem) or None
 
     def images(self) -> tuple[int, int, int]:
         """Images that were rendered, encoded by the sampler, and encoded by the trainer, the probe's included."""
@@ -139,19 +142,26 @@ class ServedModel:
             sampler_sleeps=self.memory_sharing.sleeps,
             sampler_asleep=self.memory_sharing.asleep,
             trainer_restarts=0 if self.supervision is None else self.supervision.restarts,
-            trainer_works=self.memory_sharing.trainer_works,
+            trainer_works=self.memory_sharing.trainer_gate.is_open,
+            sampler_restarts=0 if self.sampler_supervision is None else self.sampler_supervision.restarts,
+            sampler_works=self.memory_sharing.sampler_gate.is_open,
         )
 
     async def close(self) -> None:
-        """Stop the scheduler, then the engines. A trainer in a separate process may hang, and ends with its call."""
-        if self.supervision is None:
-            await self.scheduler.close()
-            await self.engines.sampler.close()
-            await asyncio.to_thread(self.engines.trainer.close)
-        else:
+        """Stop the scheduler, then the engines. One in a separate process may hang, and ends with its calls, for which
+        the scheduler waits."""
+        stops = [self.scheduler.close()]
+        if self.supervision is not None:
             self.supervision.close()
-            await asyncio.gather(self.scheduler.close(), asyncio.to_thread(self.engines.trainer.close))
+            stops.append(asyncio.to_thread(self.engines.trainer.close))
+        if self.sampler_supervision is not None:
+            self.sampler_supervision.close()
+            stops.append(self.engines.sampler.close())
+        await asyncio.gather(*stops)
+        if self.sampler_supervision is None:
             await self.engines.sampler.close()
+        if self.supervision is None:
+            await asyncio.to_thread(self.engines.trainer.close)
 
 
 class ServedModels:

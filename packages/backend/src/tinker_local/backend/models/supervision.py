@@ -3,12 +3,13 @@
 import asyncio
 import logging
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Protocol
 
 from tinker_local.backend.daemon_thread import in_daemon_thread
-from tinker_local.backend.scheduling.memory_sharing import MemorySharing
+from tinker_local.backend.scheduling.memory_sharing import Gate, MemorySharing
 
 log = logging.getLogger(__name__)
 
@@ -53,28 +54,28 @@ class Adapters(Protocol):
         """A new trainer is loaded: put the adapters of all others into it, with `MemorySharing.in_turn`."""
 
 
-class Supervision:
-    """Starts the trainer of a base model again, and restores its adapters, each time that its processes have ended.
+class Supervision(ABC):
+    """Starts an engine of a base model again, each time that its processes have ended.
 
-    The first start follows at once. A trainer that ends within `SHORT_LIFE` of its start, twice in a row, is started
-    after a pause that doubles, and during a long one every call fails. `problem`: what is wrong now; None if the
-    trainer works. `restarts`: how often it was started again.
+    The first start follows at once. An engine that ends within `SHORT_LIFE` of its start, twice in a row, is started
+    after a pause that doubles, and during a long one every call fails. `name`: of the engine. `gate`: closed while it
+    does not work. `problem`: what is wrong now; None if it works. `restarts`: how often it was started again.
     """
 
-    def __init__(self, trainer: Supervised, memory_sharing: MemorySharing) -> None:
+    def __init__(self, name: str, engine: Supervised, gate: Gate) -> None:
         self.problem: str | None = None
         self.restarts = 0
-        self.adapters: Adapters | None = None
-        self._trainer = trainer
-        self._memory_sharing = memory_sharing
+        self._name = name
+        self._engine = engine
+        self._gate = gate
         self._loop = asyncio.get_running_loop()
         self._task: asyncio.Task[None] | None = None
         self._closed = False
         self._up_since: float | None = time.monotonic()
         self._short_lives = 0
         self._dead = False
-        trainer.on_end = self._on_end
-        if trainer.ended:
+        engine.on_end = self._on_end
+        if engine.ended:
             self._lost()
 
     def close(self) -> None:
@@ -83,6 +84,18 @@ class Supervision:
         if self._task is not None:
             self._task.cancel()
 
+    @abstractmethod
+    async def _load(self, load: Callable[[], None]) -> None:
+        """Load the engine with `load`, which blocks, and what it had."""
+
+    @abstractmethod
+    def _ended(self) -> None:
+        """The engine has ended; calls will fail next."""
+
+    @abstractmethod
+    async def _settle(self, why: str) -> None:
+        """Fail what cannot go on."""
+
     def _on_end(self) -> None:
         """In a thread."""
         with suppress(RuntimeError):  # the loop is closed
@@ -90,33 +103,33 @@ class Supervision:
 
     def _lost(self) -> None:
         self._dead = True
+        if self._closed:
+            return
+        self._gate.close()
         recovers = self._task is not None and not self._task.done()  # and will see it
-        if not self._closed and not recovers:
-            self.problem = f"{self._trainer.why}; a new one is starting"
-            self._memory_sharing.trainer_lost()
-            self._task = asyncio.create_task(self._recover(), name="restart-trainer")
+        if not recovers:
+            self.problem = f"{self._engine.why}; a new one is starting"
+            self._ended()
+            self._task = asyncio.create_task(self._recover(), name=f"restart-{self._name}")
 
     async def _recover(self) -> None:
-        why = self._trainer.why
-        if self.adapters is not None:
-            try:
-                await self.adapters.lost(why)
-            except Exception:
-                log.exception("training runs were not told that their trainer has ended")
-        self._memory_sharing.settle()
+        why = self._engine.why
+        await self._settle(why)
         while self._dead:
             await self._pause(why)
             self._dead = False
             try:
-                await self._start()
+                self.restarts += 1
+                await in_daemon_thread(self._engine.restart)
+                await self._load(self._engine.load)
             except Exception as error:
                 self._dead = True
-                log.exception("the trainer could not be started again")
-                why = f"a new trainer could not be started: {error}"
+                log.exception("the %s could not be started again", self._name)
+                why = f"a new {self._name} could not be started: {error}"
         self.problem = None
         self._up_since = time.monotonic()
-        self._memory_sharing.trainer_back()
-        log.warning("the trainer works again")
+        self._gate.open()
+        log.warning("the %s works again", self._name)
 
     async def _pause(self, why: str) -> None:
         """Wait before the next start if the last lives were short."""
@@ -132,18 +145,54 @@ class Supervision:
         )
         log.error("%s", self.problem)
         if seconds > PATIENCE:
-            self._memory_sharing.refuse(self.problem)
+            self._gate.refuse(self.problem)
         await asyncio.sleep(seconds)
-        self._memory_sharing.refuse(None)
+        self._gate.refuse(None)
 
-    async def _start(self) -> None:
-        self.restarts += 1
-        await in_daemon_thread(self._trainer.restart)
-        await self._memory_sharing.load_trainer(self._trainer.load, self._restore)
+
+class TrainerSupervision(Supervision):
+    """Supervises a trainer, and restores its `adapters`."""
+
+    def __init__(self, trainer: Supervised, memory_sharing: MemorySharing) -> None:
+        self.adapters: Adapters | None = None
+        self._memory_sharing = memory_sharing
+        super().__init__("trainer", trainer, memory_sharing.trainer_gate)
+
+    def _ended(self) -> None:
+        self._memory_sharing.trainer_lost()
+
+    async def _settle(self, why: str) -> None:
+        if self.adapters is not None:
+            try:
+                await self.adapters.lost(why)
+            except Exception:
+                log.exception("training runs were not told that their trainer has ended")
+        self._memory_sharing.settle()
+
+    async def _load(self, load: Callable[[], None]) -> None:
+        await self._memory_sharing.load_trainer(load, self._restore)
 
     async def _restore(self) -> None:
         if self.adapters is not None:
             await self.adapters.restore()
+
+
+class SamplerSupervision(Supervision):
+    """Supervises a sampler. Its versions are loaded again when they are sampled from, and requests that were in it run
+    once more (`WakingSampler`)."""
+
+    def __init__(self, sampler: Supervised, memory_sharing: MemorySharing) -> None:
+        self._memory_sharing = memory_sharing
+        super().__init__("sampler", sampler, memory_sharing.sampler_gate)
+
+    def _ended(self) -> None:
+        """Nothing waits for it but calls."""
+
+    async def _settle(self, why: str) -> None:
+        """Everything goes on."""
+
+    async def _load(self, load: Callable[[], None]) -> None:
+        await self._memory_sharing.load_sampler(load)
 
 
 def pause_after(short_lives: int) -> float:

@@ -12,13 +12,13 @@ import os
 import select
 import socket
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 from tinker_local.backend.process.blocks import Block, Blocks, received
-from tinker_local.backend.process.messages import ALIGNMENT, Encoded, decode, encode
+from tinker_local.backend.process.messages import ALIGNMENT, Encoded, decode, encode, join
 from tinker_local.backend.rendering.rendered_input import RenderedImage
 
 INLINE_BYTES = 2**16
@@ -29,6 +29,9 @@ MAPPED_BYTES = 2**20
 
 BLOCK_BYTES = 2**22
 """The smallest message that uses a block; its arrays are copied into the block one by one."""
+
+_JOINED_BYTES = 2**8
+"""More than what a joined message takes besides its head and arrays."""
 
 PIECE_BYTES = 2**23
 """The most bytes that one thread copies at a time."""
@@ -86,8 +89,25 @@ class Channel:
         finally:
             os.close(memory)
 
+    def send_joined(self, messages: Sequence[Encoded]) -> None:
+        """Send messages in order, neighbours together as long as they fit into a record: each record wakes the
+        receiver, and each time this thread gives up the GIL. A large one stays alone, because one array keeps the
+        memory of all that came with it."""
+        together: list[Encoded] = []
+        size = 0
+        for message in messages:
+            bytes_of = len(message.head) + message.offsets[-1] + _JOINED_BYTES
+            if together and size + bytes_of > INLINE_BYTES:
+                self.send_encoded(join(together) if len(together) > 1 else together[0])
+                together, size = [], 0
+            together.append(message)
+            size += bytes_of
+        if together:
+            self.send_encoded(join(together) if len(together) > 1 else together[0])
+
     def receive(self, images: Mapping[str, RenderedImage] | None = None) -> Any:
-        """The next message; its images are looked up in `images`. EOFError if the peer has ended."""
+        """The next message, or a list of joined ones, whose images are looked up in `images`. EOFError if the peer has
+        ended."""
         ready = dict(self._poll.poll())
         if self._socket.fileno() not in ready:
             raise EOFError

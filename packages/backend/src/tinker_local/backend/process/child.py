@@ -14,7 +14,18 @@ from contextlib import suppress
 from typing import Any
 
 from tinker_local.backend.process.channel import Channel
-from tinker_local.backend.process.messages import Answer, Call, Failure, ForgetImages, KeepImage, Log, Start, travels
+from tinker_local.backend.process.messages import (
+    Answer,
+    Call,
+    Failure,
+    Forget,
+    ForgetImages,
+    Keep,
+    KeepImage,
+    Log,
+    Start,
+    travels,
+)
 from tinker_local.backend.rendering.rendered_input import RenderedImage
 from tinker_local.types import ApiError, InternalError
 
@@ -95,28 +106,44 @@ class _Forwarding(logging.Handler):
 
 
 class Inbox:
-    """The calls of the parent, whose images are kept here until it says to forget them. One thread may receive;
-    any thread may send."""
+    """The calls of the parent, whose images and `values` are kept here until it says to forget them. One thread may
+    receive; any thread may send."""
 
     def __init__(self, channel: Channel) -> None:
-        self._channel = channel
+        self.channel = channel
+        self.values: dict[str, Any] = {}
         self._images: dict[str, RenderedImage] = {}
 
     def next(self) -> Any:
-        """The next message that is not about images alone; EOFError if the parent has ended."""
+        """The next message that is not about what to keep; EOFError if the parent has ended."""
         while True:
-            message = self._channel.receive(self._images)
-            if isinstance(message, KeepImage):
-                self._images[message.content_hash] = message.rendered()
-            elif isinstance(message, ForgetImages):
-                for content_hash in message.content_hashes:
-                    self._images.pop(content_hash, None)
-            else:
+            for message in self.take():
                 return message
+
+    def take(self) -> list[Any]:
+        """The messages of the next record, without those about what to keep. EOFError if the parent has ended."""
+        received = self.channel.receive(self._images)
+        return [each for each in (received if isinstance(received, list) else [received]) if not self._kept(each)]
+
+    def _kept(self, message: Any) -> bool:
+        """Whether `message` was about what to keep."""
+        if isinstance(message, KeepImage):
+            self._images[message.content_hash] = message.rendered()
+        elif isinstance(message, ForgetImages):
+            for content_hash in message.content_hashes:
+                self._images.pop(content_hash, None)
+        elif isinstance(message, Keep):
+            self.values[message.name] = message.value
+        elif isinstance(message, Forget):
+            for name in message.names:
+                self.values.pop(name, None)
+        else:
+            return False
+        return True
 
     def send(self, message: Any) -> None:
         """Send a message to the parent."""
-        self._channel.send(message)
+        self.channel.send(message)
 
 
 def serve_calls(
@@ -156,7 +183,7 @@ class _Server:
         except (BrokenPipeError, ConnectionResetError):
             raise
         except Exception as error:
-            fail(self._inbox, call, error, self._state())
+            fail(self._inbox.send, call, error, self._state())
         return True
 
     def _load(self) -> Any:
@@ -176,9 +203,17 @@ def settle_after_load() -> None:
     gc.freeze()
 
 
-def fail(inbox: Inbox, call: Call, error: Exception, state: Mapping[str, Any]) -> None:
-    """Answer `call` with `error`, and end this process if its device no longer works."""
-    lost = not isinstance(error, ApiError) and device_is_lost(error)
+def fail(
+    send: Callable[[Failure], None],
+    call: Call,
+    error: Exception,
+    state: Mapping[str, Any],
+    cause: BaseException | None = None,
+) -> None:
+    """Answer `call` with `error`, and end this process if its device no longer works. `cause`: what an engine raised if
+    `error` is an ApiError, which a client may see. The last message has to be sent when `send` returns."""
+    failure = cause if isinstance(error, ApiError) else error
+    lost = isinstance(failure, Exception) and not isinstance(failure, ApiError) and device_is_lost(failure)
     if call.method == LOAD:
         raised = portable(error)
     elif isinstance(error, ApiError):
@@ -186,7 +221,7 @@ def fail(inbox: Inbox, call: Call, error: Exception, state: Mapping[str, Any]) -
     else:
         log.error("%s failed in its process", call.method, exc_info=error)
         raised = InternalError(f"{type(error).__name__}: {message_of(error)}")
-    inbox.send(Failure(call.number, raised, state, final=lost))
+    send(Failure(call.number, raised, state, final=lost))
     if lost:
         os._exit(DEVICE_LOST)  # even an orderly end would ask the device
 

@@ -1,7 +1,8 @@
 """The messages between the two processes, as bytes: pickles whose arrays are sent outside of the pickle (PEP 574).
 
-A process only reads pickles of its child or parent. Images are named by their content hash: the server sends each image
-before the first call that needs it, and later sends a message to forget it (`sent_images.py`).
+Tensors travel as arrays. A process only reads pickles of its child or parent. Images are named by their content hash:
+the server sends each image before the first call that needs it, and later sends a message to forget it
+(`sent_images.py`).
 """
 
 import io
@@ -13,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from tinker_local.backend.adapter_tensors import as_numpy, as_torch
 from tinker_local.backend.rendering.rendered_input import RenderedImage
 from tinker_local.types import ApiError
 
@@ -37,19 +39,23 @@ class Start:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KeepImage:
-    """A `RenderedImage` for later calls, without vLLM's own item, which only the sampler reads."""
+    """A `RenderedImage` for later calls, with what its reader needs: the sampler vLLM's own item if there is one, the
+    trainer only the pixel values."""
 
     content_hash: str
     num_tokens: int
     pixel_values: npt.NDArray[np.float32]
     grid_thw: tuple[int, int, int]
+    vllm_item: Any = None
 
     @classmethod
-    def of(cls, image: RenderedImage) -> "KeepImage":
-        return cls(image.content_hash, image.num_tokens, image.pixel_values, image.grid_thw)
+    def of(cls, image: RenderedImage, *, sampler: bool = False) -> "KeepImage":
+        item = image.vllm_item if sampler else None
+        pixels = image.pixel_values if item is None else np.zeros((0, 0), np.float32)
+        return cls(image.content_hash, image.num_tokens, pixels, image.grid_thw, item)
 
     def rendered(self) -> RenderedImage:
-        return RenderedImage(self.content_hash, self.num_tokens, self.pixel_values, self.grid_thw)
+        return RenderedImage(self.content_hash, self.num_tokens, self.pixel_values, self.grid_thw, self.vllm_item)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -67,6 +73,44 @@ class ForgetImages:
     """Forget these images."""
 
     content_hashes: Sequence[str]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Keep:
+    """A value that later calls refer to by its name."""
+
+    name: str
+    value: Any
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Forget:
+    """Forget these values."""
+
+    names: Sequence[str]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Cancel:
+    """Cancel a call, which is not answered."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Note:
+    """`what` happened in a call that goes on."""
+
+    number: int
+    what: str
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Joined:
+    """Several messages in one: their heads, and where the arrays of each start."""
+
+    heads: Sequence[bytes]
+    starts: Sequence[int]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -131,8 +175,10 @@ class _Pickler(pickle.Pickler):
     def reducer_override(self, obj: Any) -> Any:
         """Reduce dataclasses to their fields, and errors that clients see to their message."""
         kind = type(obj)
-        if hasattr(kind, "__dataclass_fields__"):
+        if hasattr(kind, "__dataclass_fields__") and kind.__module__.startswith("tinker_local."):
             return kind, tuple([getattr(obj, name) for name in kind.__dataclass_fields__])
+        if kind.__module__ == "torch" and kind.__name__ == "Tensor":  # of vLLM's images; torch may not be imported
+            return as_torch, (as_numpy(obj),)
         return (kind, (str(obj),)) if isinstance(obj, ApiError) else NotImplemented
 
 
@@ -159,11 +205,25 @@ def encode(message: Any) -> Encoded:
     return Encoded(pickle.dumps((file.getvalue(), places), protocol=5), arrays, offsets, pickler.images)
 
 
+def join(messages: Sequence[Encoded]) -> Encoded:
+    """One message, which is received as a list of `messages`."""
+    starts = list(itertools.accumulate((message.offsets[-1] for message in messages), initial=0))
+    offsets = [start + at for start, each in zip(starts, messages, strict=False) for at in each.offsets[:-1]]
+    arrays = [array for message in messages for array in message.arrays]
+    images = {name: image for message in messages for name, image in message.images.items()}
+    head = encode(Joined([message.head for message in messages], starts[:-1])).head
+    return Encoded(head, arrays, [*offsets, starts[-1]], images)
+
+
 def decode(head: bytes, memory: Any, first: int, images: Mapping[str, RenderedImage]) -> Any:
     """The message whose arrays are in the buffer `memory` from `first` on. The arrays keep the buffer alive."""
     pickled, places = pickle.loads(head)
     arrays = [np.ndarray(shape, dtype, memory, first + at) for dtype, shape, at in zip(*places, strict=True)]
-    return _Unpickler(io.BytesIO(pickled), arrays, images).load()
+    message = _Unpickler(io.BytesIO(pickled), arrays, images).load()
+    if isinstance(message, Joined):
+        starts = zip(message.heads, message.starts, strict=True)
+        return [decode(head, memory, first + start, images) for head, start in starts]
+    return message
 
 
 def travels(error: Exception) -> bool:

@@ -14,7 +14,7 @@ RESERVED = 32
 session need not wait until others end."""
 
 
-def _written() -> AdapterState | None:
+def written() -> AdapterState | None:
     return None
 
 
@@ -34,7 +34,7 @@ class AdapterVersion:
 
     name: str
     path: Path
-    unwritten: Callable[[], AdapterState | None] = field(default=_written, compare=False)
+    unwritten: Callable[[], AdapterState | None] = field(default=written, compare=False)
     just_written: bool = field(default=False, compare=False)
 
 
@@ -119,6 +119,10 @@ class Sampler(Protocol):
 
     async def wake(self) -> None:
         """Take the memory again. If it fails, the sampler stays asleep, and `wake` may be called again."""
+
+    async def pulse(self) -> None:
+        """Return as soon as the engine has made progress, asleep or not: at the end of a step that runs. One that hangs
+        never does."""
 
     async def close(self) -> None:
         """Stop the engine."""

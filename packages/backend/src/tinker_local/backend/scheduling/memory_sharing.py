@@ -2,17 +2,20 @@
 
 `gpu_plan.py` gives each its part. When a training request does not fit into the trainer's part, the sampler goes to
 sleep as soon as it has nothing in flight, and the request runs once more with the sampler's memory. The next sample
-wakes the sampler, after the trainer has released its unused memory. If the trainer's process has ended, its calls wait
-for the next one, which loads while the sampler is awake, as the first did.
+wakes the sampler, after the trainer has released its unused memory. If the process of one of them has ended, its calls
+wait for the next one. A trainer loads while the sampler is awake, as the first did; a sampler after the trainer has
+released its unused memory.
 """
 
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
 from typing import Any, TypeVar
 
+from tinker_local.backend.daemon_thread import in_daemon_thread
 from tinker_local.backend.process.process_group import ProcessEndedError
 from tinker_local.backend.sampling.sampler import AdapterVersion, Sampler, SampleWork
 from tinker_local.backend.scheduling.operations import as_api_error
@@ -23,6 +26,57 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
+class Gate:
+    """Whether an engine works. Calls wait while it does not, or fail with `refusal` if there is one."""
+
+    def __init__(self) -> None:
+        self.works = True
+        self._refusal: str | None = None
+        self._shut = False
+        self._passable = asyncio.Event()
+        self._passable.set()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether calls neither wait nor fail."""
+        return self.works and self._refusal is None
+
+    async def passed(self) -> None:
+        """Wait for the engine; ProcessEndedError with the refusal."""
+        while not self.is_open:
+            await self._passable.wait()
+            if self._refusal is not None:
+                raise ProcessEndedError(self._refusal)
+
+    def close(self) -> None:
+        """The engine has ended."""
+        self.works = False
+        self._change()
+
+    def open(self) -> None:
+        """The next one works."""
+        if not self._shut:
+            self.works, self._refusal = True, None
+            self._change()
+
+    def refuse(self, reason: str | None) -> None:
+        """Fail calls with `reason` instead of letting them wait; None: let them wait again."""
+        if not self._shut:
+            self._refusal = reason
+            self._change()
+
+    def shut(self, reason: str) -> None:
+        """Fail all calls from here on."""
+        self.refuse(reason)
+        self._shut = True
+
+    def _change(self) -> None:
+        if self.works or self._refusal is not None:
+            self._passable.set()
+        else:
+            self._passable.clear()
+
+
 class MemorySharing:
     """Runs every call of `trainer`, and puts `sampler` to sleep and wakes it.
 
@@ -30,8 +84,9 @@ class MemorySharing:
     trainer call. When a trainer call needs the sampler's memory, it waits for the samples in flight; later samples wait
     until the call ends. Without a sampler, or with one that cannot sleep, the trainer only has its own memory.
 
-    A call that runs when the trainer's process ends raises ProcessEndedError; later calls wait for the next process,
-    or raise it too if that is not to be expected soon (`refuse`). `sleeps`: how often the sampler was put to sleep.
+    A call that runs when an engine's process ends raises ProcessEndedError; later calls wait for the next process, or
+    raise it too if that is not to be expected soon (`Gate.refuse`). `trainer_gate`, `sampler_gate`: whether they work.
+    `sleeps`: how often the sampler was put to sleep.
     """
 
     def __init__(self, trainer: Trainer, sampler: Sampler | None = None) -> None:
@@ -47,9 +102,10 @@ class MemorySharing:
         self._waking: asyncio.Task[None] | None = None
         self._closed = False
         self._life = 0
-        self._refusal: str | None = None
-        self._open = asyncio.Event()
-        self._open.set()
+        self.trainer_gate = Gate()
+        self.sampler_gate = Gate()
+        self._sampler_is_loaded = asyncio.Event()
+        self._sampler_is_loaded.set()
         self._settled = asyncio.Event()
         self._settled.set()
         self.sleeps = 0
@@ -68,7 +124,8 @@ class MemorySharing:
         """Cancel a wake-up and wait for the last trainer call."""
         self._closed = True
         self.settle()
-        self.refuse("the trainer was closed")
+        self.trainer_gate.shut("the trainer was closed")
+        self.sampler_gate.shut("the sampler was closed")
         if self._waking is not None:
             self._waking.cancel()
             await asyncio.wait((self._waking,))
@@ -118,14 +175,19 @@ class MemorySharing:
         return results
 
     async def _put_sampler_to_sleep(self) -> bool:
-        """Whether the sampler went to sleep: False if it cannot, or already is asleep. Called within a turn."""
+        """Whether the sampler went to sleep, or has ended, and so holds no memory: False if it cannot, or already is
+        asleep. Called within a turn."""
         sampler = self._sampler
         if sampler is None or not sampler.can_sleep or sampler.asleep:
             return False
+        await self._sampler_is_loaded.wait()
         self._wanted = True
         try:
             await self._unused.wait()
-            await _to_its_end(sampler.sleep())
+            if self.sampler_gate.works:
+                await _to_its_end(sampler.sleep())
+        except ProcessEndedError:
+            return True
         finally:
             self._wanted = False
         self.sleeps += 1
@@ -147,20 +209,17 @@ class MemorySharing:
     async def _trainers_turn(self) -> AsyncIterator[None]:
         """A turn while there is a trainer."""
         while True:
-            await self._open.wait()
-            if self._refusal is not None:
-                raise ProcessEndedError(self._refusal)
+            await self.trainer_gate.passed()
             async with self._turn:
-                if self._open.is_set() and self._refusal is None:
+                if self.trainer_gate.is_open:
                     yield
                     return
 
-    # When the trainer's process has ended ---------------------------------------------------------------------------
+    # When a process has ended ---------------------------------------------------------------------------------------
 
     def trainer_lost(self) -> None:
-        """Its process has ended: calls wait until `trainer_back`, and failures until `settle`."""
+        """Its process has ended, and `trainer_gate` is closed: failures wait until `settle`."""
         self._life += 1
-        self._open.clear()
         self._settled.clear()
 
     def settle(self) -> None:
@@ -170,16 +229,6 @@ class MemorySharing:
     async def settled(self) -> None:
         """Wait for `settle` before telling a client that the trainer has ended: its run may have been closed."""
         await self._settled.wait()
-
-    def refuse(self, reason: str | None) -> None:
-        """Fail calls with `reason` instead of letting them wait; None: let them wait again."""
-        if self._refusal == reason or (self._closed and reason is None):
-            return
-        self._refusal = reason
-        if reason is None:
-            self._open.clear()
-        else:
-            self._open.set()
 
     async def load_trainer(self, load: Callable[[], None], restore: Callable[[], Awaitable[None]]) -> None:
         """Load a new trainer with `load`, and its adapters with `restore`, before any other call. A sampler that was
@@ -194,24 +243,30 @@ class MemorySharing:
             await self.in_turn(load)
             await restore()
 
-    def trainer_back(self) -> None:
-        """The new trainer works."""
-        if not self._closed:
-            self._refusal = None
-            self._open.set()
-
-    @property
-    def trainer_works(self) -> bool:
-        """Whether calls do not wait for a new trainer, and do not fail for the lack of one."""
-        return self._open.is_set() and self._refusal is None
+    async def load_sampler(self, load: Callable[[], None]) -> None:
+        """Load a new sampler with `load`, in a thread, when the trainer does not use its memory. Trainer calls go on
+        meanwhile with their own, and the sampler waits for none of them, so that one may wait for the sampler."""
+        async with self._turn:
+            await self._release_trainer()
+            self._sampler_is_loaded.clear()
+        try:
+            await in_daemon_thread(load)
+            self.sampler_gate.open()
+        finally:
+            self._sampler_is_loaded.set()
 
     # The sampler's side ---------------------------------------------------------------------------------------------
 
     @asynccontextmanager
     async def awake(self) -> AsyncIterator[None]:
-        """Keep the sampler awake within this context."""
-        while self._wanted or self.asleep:
-            await self._woken()
+        """Keep the sampler awake within this context. InternalError if there is none to be expected soon."""
+        try:
+            await self.sampler_gate.passed()
+            while self._wanted or self.asleep:
+                await self._woken()
+                await self.sampler_gate.passed()
+        except ProcessEndedError as error:
+            raise InternalError(str(error)) from error  # of the sampler: the trainer goes on
         self._users += 1
         self._unused.clear()
         try:
@@ -244,17 +299,23 @@ class MemorySharing:
         async with self._turn:
             if self._sampler is None or not self._sampler.asleep:
                 return
-            try:
-                await self.in_turn(self._trainer.release_memory)
-            except ProcessEndedError:
-                pass  # and so holds no memory
-            except Exception:
-                log.exception("the trainer could not release memory")
-            await self._sampler.wake()
+            await self._release_trainer()
+            with suppress(ProcessEndedError):  # the next one starts awake
+                await self._sampler.wake()
+
+    async def _release_trainer(self) -> None:
+        """Have the trainer release its unused memory. Called within a turn."""
+        try:
+            await self.in_turn(self._trainer.release_memory)
+        except ProcessEndedError:
+            pass  # and so holds no memory
+        except Exception:
+            log.exception("the trainer could not release memory")
 
 
 class WakingSampler:
-    """Implements `Sampler` on one that may be asleep: wakes it before each use."""
+    """Implements `Sampler` on one that may be asleep, or in a process that may end: wakes it before each use, and runs
+    what was in the process once more in the next one. Nothing of it was given out, so clients see no difference."""
 
     def __init__(self, sampler: Sampler, memory_sharing: MemorySharing) -> None:
         self._sampler = sampler
@@ -288,16 +349,27 @@ class WakingSampler:
         return self._sampler.sequences_waiting
 
     async def load_version(self, version: AdapterVersion) -> None:
-        async with self._memory_sharing.awake():
-            await self._sampler.load_version(version)
+        await self._use(lambda: self._sampler.load_version(version))
 
     async def remove_version(self, version: AdapterVersion) -> None:
         """Needs no wake-up."""
         await self._sampler.remove_version(version)
 
     async def sample(self, work: SampleWork) -> SampleOutput:
-        async with self._memory_sharing.awake():
-            return await self._sampler.sample(work)
+        told = _Told(work)
+        return await self._use(lambda: self._sampler.sample(told.again()))
+
+    async def _use(self, call: Callable[[], Awaitable[T]]) -> T:
+        ended_before = False
+        while True:
+            async with self._memory_sharing.awake():
+                try:
+                    return await call()
+                except ProcessEndedError as error:
+                    if ended_before:
+                        raise InternalError(f"{error}, the second time that this request was in it") from error
+                    ended_before = True
+            await asyncio.sleep(0)  # the supervision was told first, and closes the gate
 
     async def sleep(self) -> None:
         await self._sampler.sleep()
@@ -305,8 +377,36 @@ class WakingSampler:
     async def wake(self) -> None:
         await self._sampler.wake()
 
+    async def pulse(self) -> None:
+        await self._sampler.pulse()
+
     async def close(self) -> None:
         await self._sampler.close()
+
+
+class _Told:
+    """What a sample that may run twice has told: each thing once."""
+
+    def __init__(self, work: SampleWork) -> None:
+        self._work = work
+        self._begun = False
+        self._ended = self._told = 0
+
+    def again(self) -> SampleWork:
+        """The work, from its beginning."""
+        self._ended = 0
+        return replace(self._work, begun=self._begin, ended=self._end)
+
+    def _begin(self) -> None:
+        if not self._begun:
+            self._begun = True
+            self._work.begun()
+
+    def _end(self) -> None:
+        self._ended += 1
+        if self._ended > self._told:
+            self._told = self._ended
+            self._work.ended()
 
 
 async def _to_its_end(work: Coroutine[Any, Any, None]) -> None:

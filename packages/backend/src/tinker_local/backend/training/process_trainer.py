@@ -1,8 +1,6 @@
 """`ProcessTrainer`: `training.trainer.Trainer` on a trainer in a separate process."""
 
 import itertools
-import time
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -11,7 +9,8 @@ from typing import Any, cast
 import numpy as np
 import numpy.typing as npt
 from tinker_local.backend.process.calls import Calls
-from tinker_local.backend.process.child import LOAD, serve_calls
+from tinker_local.backend.process.child import serve_calls
+from tinker_local.backend.process.process_engine import ProcessEngine
 from tinker_local.backend.process.process_group import ProcessGroup
 from tinker_local.backend.rendering.rendered_input import RenderedInput
 from tinker_local.backend.training.optimizers import OPTIMIZERS
@@ -58,78 +57,44 @@ def adapter_sizes(trainer: Trainer, optimizer: str, unembed: bool, mlp: bool, at
     return sizes
 
 
-class ProcessTrainer:
+class ProcessTrainer(ProcessEngine):
     """Implements `Trainer` with the trainer that `make` makes in a separate process, which starts at once.
 
     Call `load` before anything else. Errors of the trainer are raised here: an ApiError unchanged, others as
     InternalError with the traceback in the log. If the process ends, the running call and every later one raise
     ProcessEndedError with its exit code or signal, until `restart`. A call may take `timeout` seconds, and
     `SECONDS_PER_POSITION` for each position in it; then the process is killed. `image_bytes`: how many bytes of pixel
-    values it keeps. `on_end` is called in a thread when the process has ended by itself or was killed.
+    values it keeps.
     """
 
     vocab_size: int
     max_context_length: int
 
     def __init__(self, make: TrainerFactory, *, timeout: float = 120.0, image_bytes: int = 2**30) -> None:
-        self.on_end: Callable[[], None] = lambda: None
-        self._program = partial(serve_calls, make=make, describe=loaded, told=("images_encoded",))
-        self._timeout = timeout
         self._image_bytes = image_bytes
-        self._closed = False
-        self._load_limit: float | None = None
         self._images_encoded = 0
-        self._calls = self._begin()
+        program = partial(serve_calls, make=make, describe=loaded, told=("images_encoded",))
+        super().__init__("trainer", [program], timeout)
 
-    def _begin(self) -> Calls:
-        ended = weakref.WeakMethod(self._ended)
+    def _connect(self, group: ProcessGroup) -> None:
+        self._calls = Calls(group, image_bytes=self._image_bytes)
 
-        def on_end() -> None:
-            if (method := ended()) is not None:
-                method()
-
-        self.ended = False
-        self._began = time.monotonic()
-        return Calls(ProcessGroup("trainer", [self._program], on_end), image_bytes=self._image_bytes)
-
-    def _ended(self) -> None:
-        if not self._closed:
-            self.ended = True
-            self.on_end()
+    def _disconnect(self) -> None:
+        self._calls.close()
 
     def load(self) -> None:
         """Wait until the trainer is loaded. If its factory raises, end the process and raise the same error. The first
         time it may take as long as it takes, and later ten times that."""
-        try:
-            told = self._calls.call(self._load_limit, LOAD)
-        except BaseException:
-            self._calls.close()
-            raise
+        told = self._load(self._calls)
         assert isinstance(told, Loaded)
-        self._load_limit = self._load_limit or max(self._timeout, 10 * (time.monotonic() - self._began))
         self.vocab_size = told.vocab_size
         self.max_context_length = told.max_context_length
         self._adapter_bytes = told.adapter_bytes
 
-    # As `models.supervision.Supervised` ------------------------------------------------------------------------------
-
-    @property
-    def why(self) -> str:
-        """How its process ended; only if `ended`."""
-        return self._calls.group.why
-
     def restart(self) -> None:
         """Start a new process after the last one has ended; `load` is next. It has no adapters."""
         self._images_encoded = self.images_encoded
-        self._calls.close()
-        self._calls = self._begin()
-        if self._closed:
-            self._calls.close()
-
-    @property
-    def pids(self) -> list[int]:
-        """The ids of its processes."""
-        return [member.pid for member in self._calls.group.members]
+        super().restart()
 
     @property
     def images_encoded(self) -> int:
@@ -189,8 +154,7 @@ class ProcessTrainer:
 
     def close(self) -> None:
         """End the process within seconds, a running call with it. It does not start again."""
-        self._closed = True
-        self._calls.close()
+        self.end()
 
     def _call(self, method: str, *args: Any, positions: int = 0, **kwargs: Any) -> Any:
         seconds = self._timeout + positions * SECONDS_PER_POSITION

@@ -170,6 +170,10 @@ class EngineThread:
         """Run `fn(vLLM engine)` between two steps."""
         return self._call(lambda: fn(engine.live()))
 
+    def between_steps(self) -> Future[None]:
+        """Done when no engine is in a step or being built."""
+        return self._call(lambda: None)
+
     def submit(
         self,
         engine: Engine,

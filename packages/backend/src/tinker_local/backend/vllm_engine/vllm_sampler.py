@@ -122,6 +122,10 @@ class VLLMSampler:
         with _as_api_errors():
             await asyncio.wrap_future(self._thread.call(self._engine, self._wake_up))
 
+    async def pulse(self) -> None:
+        """Return between two steps."""
+        await asyncio.wrap_future(self._thread.between_steps())
+
     def _fall_asleep(self, engine: Any) -> None:
         if not self.can_sleep or self.asleep or self._engine.in_flight:
             raise InternalError(

@@ -1,0 +1,216 @@
+"""`ProcessSampler`: `sampling.sampler.Sampler` on a sampler in a separate process."""
+
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, cast
+
+from tinker_local.backend.daemon_thread import in_daemon_thread
+from tinker_local.backend.process.async_calls import AsyncCalls, ignore
+from tinker_local.backend.process.async_child import Tell, serve_async_calls
+from tinker_local.backend.process.calls import Calls
+from tinker_local.backend.process.child import Inbox
+from tinker_local.backend.process.process_engine import ProcessEngine
+from tinker_local.backend.process.process_group import ProcessEndedError, ProcessGroup
+from tinker_local.backend.sampling.sampler import AdapterVersion, Sampler, SampleWork, ignore_begin, written
+from tinker_local.backend.training.trainer import AdapterDType
+from tinker_local.types import SampleOutput
+
+SamplerFactory = Callable[[], Sampler]
+"""Makes the sampler in its process: a function of a module that can be imported (so not `__main__`), or a
+`functools.partial` of one or of a class."""
+
+_BEGUN, _ENDED = "begun", "ended"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Loaded:
+    """The sampler is loaded."""
+
+    max_context_length: int
+    adapter_dtype: AdapterDType
+    can_sleep: bool
+
+
+class ServedSampler:
+    """A sampler for the calls of a `ProcessSampler`; in the sampler's process. Versions without a folder are among the
+    values that `inbox` keeps."""
+
+    def __init__(self, make: SamplerFactory, inbox: Inbox) -> None:
+        self.sampler = make()
+        self._unwritten = inbox.values
+
+    async def load_version(self, _: Tell, version: AdapterVersion) -> None:
+        await self.sampler.load_version(self._whole(version))
+
+    async def remove_version(self, _: Tell, version: AdapterVersion) -> None:
+        await self.sampler.remove_version(version)
+
+    async def sample(self, tell: Tell, work: SampleWork) -> SampleOutput:
+        version = None if work.version is None else self._whole(work.version)
+        begun, ended = partial(tell, _BEGUN), partial(tell, _ENDED)
+        return await self.sampler.sample(replace(work, version=version, begun=begun, ended=ended))
+
+    async def sleep(self, _: Tell) -> None:
+        await self.sampler.sleep()
+
+    async def wake(self, _: Tell) -> None:
+        await self.sampler.wake()
+
+    async def pulse(self, _: Tell) -> None:
+        await self.sampler.pulse()
+
+    def _whole(self, version: AdapterVersion) -> AdapterVersion:
+        return replace(version, unwritten=partial(self._unwritten.get, version.name))
+
+
+def loaded(served: ServedSampler) -> Loaded:
+    """What a `ProcessSampler` has to know of the sampler; called in its process."""
+    sampler = served.sampler
+    return Loaded(sampler.max_context_length, sampler.adapter_dtype, sampler.can_sleep)
+
+
+def state(served: ServedSampler) -> Mapping[str, Any]:
+    """What changes of the sampler; called in its process."""
+    sampler = served.sampler
+    return {
+        "asleep": sampler.asleep,
+        "images_encoded": sampler.images_encoded,
+        "versions_loaded": sampler.versions_loaded,
+        "sequences_waiting": sampler.sequences_waiting,
+    }
+
+
+class ProcessSampler(ProcessEngine):
+    """Implements `Sampler` with the sampler that `make` makes in a separate process, which starts at once.
+
+    Call `load` before anything else. Errors of the sampler are raised here: an ApiError unchanged, others as
+    InternalError with the traceback in the log. If the process ends, all calls and later ones raise ProcessEndedError
+    with its exit code or signal, until `restart` and `load`; the next process has no versions, and `sample` loads them.
+    A step may take `timeout` seconds, and as long as the first start took, in case the engine is built again in it;
+    then the process is killed. `image_bytes`: how many bytes of pixel values it keeps.
+    """
+
+    max_context_length: int
+    adapter_dtype: AdapterDType
+    can_sleep: bool
+
+    def __init__(self, make: SamplerFactory, *, timeout: float = 120.0, image_bytes: int = 2**30) -> None:
+        self._image_bytes = image_bytes
+        self._images_encoded = 0
+        self._changing = threading.Lock()
+        program = partial(serve_async_calls, make=partial(ServedSampler, make), describe=loaded, state=state)
+        super().__init__("sampler", [program], timeout)
+
+    def _connect(self, group: ProcessGroup) -> None:
+        self._loading = Calls(group)
+        self._calls: AsyncCalls | None = None
+
+    def _disconnect(self) -> None:
+        with self._changing:
+            calls = self._calls or self._loading
+        calls.close()
+
+    def _ended(self) -> None:
+        super()._ended()
+        with self._changing:
+            calls = self._calls
+        if calls is not None:
+            calls.lost()
+
+    def load(self) -> None:
+        """Wait until the sampler can sample. If its factory raises, end the process and raise the same error. The first
+        time it may take as long as it takes, and later ten times that."""
+        told = self._load(self._loading)
+        assert isinstance(told, Loaded)
+        self.max_context_length = told.max_context_length
+        self.adapter_dtype = told.adapter_dtype
+        self.can_sleep = told.can_sleep
+        with self._changing:
+            if self.ended or self._closed:
+                raise ProcessEndedError(self.why)
+            limit = self._timeout + self.load_seconds
+            self._calls = AsyncCalls(self._group, limit, image_bytes=self._image_bytes)
+
+    def restart(self) -> None:
+        """Start a new process after the last one has ended; `load` is next."""
+        self._images_encoded = self.images_encoded
+        super().restart()
+
+    def _told(self, name: str) -> Any:
+        calls = self._calls
+        return 0 if calls is None or self.ended else calls.state.get(name, 0)
+
+    @property
+    def asleep(self) -> bool:
+        """Whether it is asleep; a process that has ended holds no memory, and the next one is awake."""
+        return bool(self._told("asleep"))
+
+    @property
+    def images_encoded(self) -> int:
+        """Images that had passed the vision tower when the last call ended, of all processes so far."""
+        calls = self._calls
+        return self._images_encoded + cast(int, 0 if calls is None else calls.state.get("images_encoded", 0))
+
+    @property
+    def versions_loaded(self) -> int:
+        """How many versions were loaded when the last call ended."""
+        return cast(int, self._told("versions_loaded"))
+
+    @property
+    def sequences_waiting(self) -> int:
+        """How many sequences waited when the last call ended, or a second ago."""
+        return cast(int, self._told("sequences_waiting"))
+
+    async def load_version(self, version: AdapterVersion) -> None:
+        await self._call("load_version", _named(version), version=version)
+
+    async def remove_version(self, version: AdapterVersion) -> None:
+        """A process that has ended has no versions."""
+        try:
+            await self._call("remove_version", _named(version))
+        except ProcessEndedError:
+            return
+
+    async def sample(self, work: SampleWork) -> SampleOutput:
+        """Cancelling this cancels the sample in the process."""
+
+        def heard(what: str) -> None:
+            work.begun() if what == _BEGUN else work.ended()
+
+        version = None if work.version is None else _named(work.version)
+        sent = replace(work, version=version, begun=ignore_begin, ended=ignore_begin)
+        return cast(SampleOutput, await self._call("sample", sent, version=work.version, heard=heard))
+
+    async def sleep(self) -> None:
+        await self._call("sleep")
+
+    async def wake(self) -> None:
+        await self._call("wake")
+
+    async def pulse(self) -> None:
+        await self._call("pulse")
+
+    async def close(self) -> None:
+        """End the process within seconds; what is in flight fails. It does not start again."""
+        await in_daemon_thread(self.end)
+
+    async def _call(
+        self,
+        method: str,
+        *args: Any,
+        version: AdapterVersion | None = None,
+        heard: Callable[[str], None] = ignore,
+    ) -> Any:
+        """`version`: which the process needs for it."""
+        calls = self._calls
+        if calls is None:
+            raise ProcessEndedError(self.why if self.ended else "the sampler is not loaded")
+        values = {} if version is None else {version.name: version.unwritten}
+        return await calls.call(method, *args, values=values, heard=heard)
+
+
+def _named(version: AdapterVersion) -> AdapterVersion:
+    """`version` without its content, to be sent."""
+    return replace(version, unwritten=written)

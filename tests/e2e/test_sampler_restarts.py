@@ -1,0 +1,94 @@
+"""vLLM's process is killed and stopped under load: training goes on, and samples too, with the same numbers."""
+
+import asyncio
+import os
+import signal
+import time
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tinker_local.backend import BackendOptions, InProcessBackend, ModelSource
+from tinker_local.types import LoraConfig, SampleOutput, SampleRequest, SamplingParams
+
+from tests.e2e.test_trainer_restarts import GREEDY, PROMPT, free_memory, trained
+
+LOAD = 48
+
+
+def begin(driver: Any, sampler: str, count: int) -> list["Future[SampleOutput]"]:
+    """Long samples, all at once."""
+
+    async def one(seq_id: int) -> SampleOutput:
+        request = SampleRequest(
+            sampling_session_id=sampler,
+            seq_id=seq_id,
+            prompt=PROMPT,
+            num_samples=2,
+            sampling_params=SamplingParams(max_tokens=200, seed=seq_id, stop=()),
+        )
+        result: SampleOutput = await (await driver.backend.sampling.sample(request))
+        return result
+
+    return [asyncio.run_coroutine_threadsafe(one(driver.next(sampler, 0)), driver.loop) for _ in range(count)]
+
+
+def wait_until(condition: Any, seconds: float = 300) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it never came true"
+        time.sleep(0.001)
+
+
+@pytest.mark.more
+def test_sampling_goes_on_after_a_kill_and_a_hang_as_if_there_had_been_none(
+    start_in_process: Any, tiny_models: dict[str, Path], tmp_path: Path
+) -> None:
+    options = BackendOptions(
+        data_dir=tmp_path / "data",
+        sampler="process",
+        sampler_timeout=3.0,
+        max_rank=8,
+        kv_cache_bytes=2**28,
+        max_context_length=256,
+    )
+    began = time.monotonic()
+    driver = start_in_process(InProcessBackend([ModelSource("tiny/text", str(tiny_models["tiny/text"]))], options))
+    print(f"started in {time.monotonic() - began:.1f} s on {'a GPU' if torch.cuda.is_available() else 'CPU'}")
+    base = driver.backend.models.get("tiny/text")
+    process = base.engines.sampler._sampler
+    process.load_seconds = 12.0  # so that the hang, in the next process, is noticed after 15 s
+    model = driver.create("tiny/text", LoraConfig(rank=4, seed=7))
+    trained(driver, model, 2)
+    samplers = [driver.sampler(model), driver.named_sampler(model, "two-steps")[1], driver.base_sampler("tiny/text")]
+    before = [driver.sample(each, PROMPT, 1, GREEDY)[0] for each in samplers]
+    free = free_memory()
+    for number, how in enumerate((signal.SIGKILL, signal.SIGSTOP), 1):
+        load = begin(driver, samplers[0], LOAD)
+        wait_until(lambda: base.sample_turns.sequences >= LOAD)
+        began = time.monotonic()
+        os.kill(process.pids[0], how)
+        wait_until(lambda: base.problem is not None)
+        noticed = time.monotonic() - began
+        assert driver.backend.problems()[0].startswith("tiny/text: the sampler's process")
+        trained(driver, model, 1)
+        trains = base.problem is not None
+        driver.sample(samplers[0], PROMPT, 1, GREEDY)
+        print(
+            f"{how.name}: noticed after {noticed:.2f} s, sampled {time.monotonic() - began:.1f} s after it; "
+            f"trained meanwhile: {trains}"
+        )
+        for output in (each.result(300) for each in load):
+            assert [len(sequence.tokens) for sequence in output.sequences] == [200, 200]
+        after = [driver.sample(each, PROMPT, 1, GREEDY)[0] for each in samplers]  # alone, as before
+        for (tokens, logprobs, _), (wanted_tokens, wanted, _) in zip(after, before, strict=True):
+            assert tokens == wanted_tokens
+            np.testing.assert_array_equal(logprobs, wanted)
+        assert base.sampler_supervision.restarts == number
+        assert driver.backend.problems() == []
+    assert free_memory() >= free - 2**28
+    newest = driver.sample(driver.sampler(model), PROMPT, 1, GREEDY)[0]
+    assert newest[0] != before[2][0] or not np.array_equal(newest[1], before[2][1])
