@@ -474,7 +474,7 @@ MISTAKES = (
     ),
     Promise(
         "operation",
-        "A sampler in a process keeps what is not needed any more: cancelled samples, versions, memory of other results",
+        "A sampler in a process keeps what is not needed: cancelled samples, versions, memory of other results",
         "cancelled-samples-run-on unwritten-version-sent-each-time large-messages-joined",
     ),
     Promise(
