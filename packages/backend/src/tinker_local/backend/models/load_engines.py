@@ -224,7 +224,7 @@ def longrope_context(config: Any) -> int | None:
     """The length of sequences before they were extended by longrope, if the text config of transformers has that.
 
     Both engines choose the frequencies of all sequences by the context length. Longer ones would make the short worse,
-    so that vLLM's server, too, extends nothing unless it is told to.
+    so that vLLM's server does not extend it by itself either.
     """
     rope = getattr(config, "rope_parameters", None) or {}
     kinds = [rope] if "rope_type" in rope else [kind for kind in rope.values() if isinstance(kind, dict)]
