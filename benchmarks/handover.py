@@ -1,6 +1,6 @@
 """Time a save of ephemeral weights and the first token sampled from them, stage by stage.
 
-    python benchmarks/handover.py [--layers 12] [--rank 128] [--hidden 1024] [--saves 10]
+    python benchmarks/handover.py [--layers 12] [--rank 128] [--hidden 1024] [--saves 10] [--sampler process]
 
 Runs in process, on a small random Qwen3 that it makes. With 36 layers and the other defaults, an adapter has as many
 matrices (504) and parameters (87 million) as one of rank 32 for an 8B model. On a GPU the engines compute in bfloat16,
@@ -21,6 +21,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 from tinker_local.backend import BackendOptions, InProcessBackend, ModelSource
+from tinker_local.backend.options import EnginePlace
+from tinker_local.backend.sampling.process_sampler import ProcessSampler
 from tinker_local.backend.storage import versions
 from tinker_local.backend.tiny_models import make_tiny_text_model
 from tinker_local.backend.tiny_models.shapes import TextShape
@@ -80,13 +82,14 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=1024)
     parser.add_argument("--rank", type=int, default=128)
     parser.add_argument("--saves", type=int, default=10)
+    parser.add_argument("--sampler", choices=("inline", "process"), help="where vLLM runs; default: the server's")
     parser.add_argument("--model", type=Path, help="a folder to use or make; default: a temporary one")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         folder = options.model or Path(scratch) / "model"
         if not folder.exists():
             make_tiny_text_model(folder, shape=shape(options.layers, options.hidden))
-        asyncio.run(measure(folder, Path(scratch) / "data", options.rank, options.saves))
+        asyncio.run(measure(folder, Path(scratch) / "data", options.rank, options.saves, options.sampler))
 
 
 def shape(layers: int, hidden: int) -> TextShape:
@@ -102,9 +105,9 @@ def shape(layers: int, hidden: int) -> TextShape:
     )
 
 
-async def measure(folder: Path, data_dir: Path, rank: int, saves: int) -> None:
+async def measure(folder: Path, data_dir: Path, rank: int, saves: int, sampler: EnginePlace | None) -> None:
     """Print the table."""
-    options = BackendOptions(data_dir=data_dir, max_rank=rank, max_context_length=256)
+    options = BackendOptions(data_dir=data_dir, max_rank=rank, max_context_length=256, sampler=sampler)
     stages = Stages()
     async with InProcessBackend([ModelSource(MODEL, str(folder))], options) as backend:
         watch(stages, backend)
@@ -125,10 +128,10 @@ async def measure(folder: Path, data_dir: Path, rank: int, saves: int) -> None:
             saving = await backend.training.save_weights_for_sampler(
                 SaveWeightsForSamplerRequest(model_id=model_id, seq_id=number + 1, sampling_session_seq_id=number)
             )
-            sampler = (await saving)["sampling_session_id"]
+            version = (await saving)["sampling_session_id"]
             saved.append(1e3 * (time.perf_counter() - start))
             params = SamplingParams(max_tokens=1)
-            asked = SampleRequest(sampling_session_id=sampler, seq_id=0, prompt=PROMPT, sampling_params=params)
+            asked = SampleRequest(sampling_session_id=version, seq_id=0, prompt=PROMPT, sampling_params=params)
             await (await backend.sampling.sample(asked))
             sampled.append(1e3 * (time.perf_counter() - start))
             await asyncio.sleep(1.5)  # let background work end
@@ -144,15 +147,17 @@ def watch(stages: Stages, backend: InProcessBackend) -> None:
     """Every stage, in order."""
     engines = backend.models.get(MODEL).engines
     sampler: Any = engines.sampler._sampler  # inside WakingSampler
-    vllm = sampler._engine.live()
     stages.watch(engines.trainer, "capture", "capture", "trainer's thread")
     stages.watch(engines.trainer, "logprobs", "probe, trainer", "trainer's thread")
-    stages.watch(sampler._adapters, "_make", "make ready", "a thread, beside the trainer's probe")
-    stages.watch(vllm_adapters, "read_adapter", "check names and shapes", "make ready")
-    stages.watch(sampler._adapters, "_copy", "copy and convert", "make ready")
-    stages.watch(vllm_adapters, "build_lora_model", "vLLM's objects, scaling", "make ready")
-    stages.watch(vllm_adapters, "check_adapter_taken", "all taken, all finite", "make ready")
-    stages.watch(vllm, "add_lora", "register and fill a slot", "between two steps")
+    if isinstance(sampler, ProcessSampler):
+        stages.watch(sampler._calls, "_send_values", "send to the process", "load")
+    else:
+        stages.watch(sampler._adapters, "_make", "make ready", "a thread, beside the trainer's probe")
+        stages.watch(vllm_adapters, "read_adapter", "check names and shapes", "make ready")
+        stages.watch(sampler._adapters, "_copy", "copy and convert", "make ready")
+        stages.watch(vllm_adapters, "build_lora_model", "vLLM's objects, scaling", "make ready")
+        stages.watch(vllm_adapters, "check_adapter_taken", "all taken, all finite", "make ready")
+        stages.watch(sampler._engine.live(), "add_lora", "register and fill a slot", "between two steps")
     stages.watch(sampler, "load_version", "load", "save")
     stages.watch(sampler, "sample", "a request of one token (probe, sample)", "save, sample")
     stages.watch(backend.store, "add_sampling_session", "record the session", "save")
