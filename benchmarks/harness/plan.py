@@ -56,6 +56,7 @@ MEASUREMENTS = (
     Measurement("sampling.ours", "sampling:ours", 340, 270, models=("text",), host="text"),
     Measurement("steps.text", "steps:text", 240, 40, models=("text",), host="text"),
     Measurement("handover", "handovers:measure", 120, 25, models=("text",), host="text"),
+    Measurement("autosave", "handovers:autosave", 90, 20, models=("text",), host="text"),
     Measurement("overlap", "overlap:measure", 150, 25, models=("text",), host="text"),
 )
 """The most important come first: a budget drops the end."""

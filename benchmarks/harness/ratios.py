@@ -83,6 +83,7 @@ RATIOS = (
     Ratio("hand-over: SDK, trainer idle, ms", "handover.sdk", (), 300, "at most"),
     Ratio("hand-over: in process, trainer idle, ms", "handover.in_process", (), 300, "at most"),
     Ratio("hand-over: another model trains, ms", "handover.busy", (), 1000, "at most"),
+    Ratio("autosave: how long a step waits, ms", "autosave.wait", (), 50, "at most"),
     Ratio("overlap: sampling while training / alone", "overlap.sampling_together", ("overlap.sampling_alone",)),
     Ratio("overlap: training while sampling / alone", "overlap.training_together", ("overlap.training_alone",)),
 )

@@ -1,4 +1,4 @@
-"""From a save of ephemeral weights to the first sampled token."""
+"""From a save of ephemeral weights to the first sampled token; how long steps wait for an autosave."""
 
 import asyncio
 import contextlib
@@ -41,6 +41,39 @@ async def _measure(way: Way, scale: Scale, name: str, note: str) -> None:
     found = found[1:]
     note = f"{note}; {min(found):.0f} to {max(found):.0f} ms, {len(found)} saves"
     Line(name, statistics.median(found), "ms", peak_gib=memory.peak_gib, note=note).emit()
+
+
+async def autosave(host: Host) -> None:
+    """Prints `autosave.wait`: how much longer the slowest short step takes while its run is saved with its optimizer,
+    than the median step without."""
+    way, run = host.way, await host.way.create(host.scale.rank)
+    data = way.prepared(text_data(host.scale, seed=9)[:1])
+    (model,) = [model for model in host.backend.runs.all_live() if model.model_id == run]
+
+    async def timed() -> float:
+        start = time.perf_counter()
+        await step(way, run, data)  # type: ignore[arg-type]
+        return 1e3 * (time.perf_counter() - start)
+
+    for _ in range(3):
+        await timed()
+    usual = statistics.median([await timed() for _ in range(10)])
+    waits, seconds = [], []
+    with DeviceMemory() as memory:
+        for _ in range(1 + host.scale.repeats):
+            start = time.perf_counter()
+            saving = asyncio.create_task(host.backend.autosaves.save(model))
+            slowest = 0.0
+            while not saving.done():
+                slowest = max(slowest, await timed())
+            assert saving.result() is not None
+            waits.append(slowest - usual)
+            seconds.append(time.perf_counter() - start)
+    note = (
+        f"rank {host.scale.rank}, steps of {host.scale.step_length} tokens take {usual:.0f} ms; the longest of each of "
+        f"{len(waits)} saves: {', '.join(f'{wait:.0f}' for wait in waits)} ms; a save takes {max(seconds):.1f} s"
+    )
+    Line("autosave.wait", max(waits), "ms", peak_gib=memory.peak_gib, note=note).emit()
 
 
 @contextlib.asynccontextmanager

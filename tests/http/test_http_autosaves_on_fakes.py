@@ -6,6 +6,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from tinker_local.backend.control import autosaves
 from tinker_local.backend.storage.records import CheckpointRecord
@@ -67,8 +68,8 @@ class HeldWrites:
 @pytest.mark.mutation(
     "autosave-without-optimizer",
     "control/autosaves.py",
-    "(run.model_id, optimizer=True)",
-    "(run.model_id, optimizer=False)",
+    "layout.filled(vectors.pop(WEIGHTS), vectors)",
+    "layout.filled(vectors.pop(WEIGHTS))",
 )
 async def test_training_goes_on_to_the_same_bits_from_what_a_stop_saved_on_fakes(tmp_path: Path) -> None:
     api = await open_api(data_dir=tmp_path)
@@ -267,6 +268,55 @@ async def test_steps_do_not_wait_while_an_autosave_is_written_on_fakes(start_api
     await trained(api, model, at, steps=3)
     assert writes.begun == [model]
     writes.go.set()
+
+
+@pytest.mark.mutation(
+    "autosave-reads-the-run-itself",
+    "autosaves.py",
+    "call(trainer.read_adapter, copy_id,",
+    "call(trainer.read_adapter, run.model_id,",
+)
+async def test_steps_run_between_the_parts_of_an_autosave_which_is_as_before_them_on_fakes(
+    start_api: StartApi, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(autosaves, "PART", 1000)
+    api = await start_api(autosave=1000)
+    model = await api.model()
+    at = await trained(api, model)
+    (run,) = api.backend.runs.all_live()
+    trainer = run.base.engines.trainer
+    expected = trainer.capture(model, optimizer=True)
+    read, calls = type(trainer).read_adapter, list[str]()
+    call, stepped = run.base.scheduler.call, asyncio.Event()
+
+    def read_and_tell(self: Any, adapter_id: str, vector: str, start: int, stop: int) -> Any:
+        calls.append(vector)
+        return read(self, adapter_id, vector, start, stop)
+
+    async def third_after_the_steps(function: Any, *args: Any, **kwargs: Any) -> Any:
+        if len(calls) == 2 and function == trainer.read_adapter:
+            await stepped.wait()
+        return await call(function, *args, **kwargs)
+
+    monkeypatch.setattr(type(trainer), "read_adapter", read_and_tell)
+    monkeypatch.setattr(run.base.scheduler, "call", third_after_the_steps)
+    saving = asyncio.create_task(api.backend.autosaves.save(run))
+    await api.until(lambda: len(calls) == 2)
+    await trained(api, model, at, steps=2)
+    stepped.set()
+    record = await saving
+    assert record is not None
+    assert record.user_metadata == {"optimizer_steps": "1"}
+    assert len(calls) > 3
+    assert set(calls) == {"weights", "exp_avg", "exp_avg_sq"}
+    written = api.backend.store.read_checkpoint(record, optimizer=True)
+    assert written.optimizer is not None
+    assert expected.optimizer is not None
+    for found, wanted in ((written.tensors, expected.tensors), (written.optimizer, expected.optimizer)):
+        assert found.keys() == wanted.keys()
+        assert all(np.array_equal(found[name], wanted[name]) for name in wanted)
+    assert run.unsaved_steps == 2
+    await api.until(lambda: api.trainer.adapters == {model})
 
 
 async def test_a_client_cannot_take_the_name_of_autosaves_on_fakes(api: Api) -> None:

@@ -228,3 +228,34 @@ def test_a_removed_adapter_is_gone_and_its_name_is_free(trainer: Any) -> None:
     with pytest.raises(NotFoundError):
         ours.optim_step("a", PARAMS)
     ours.create_adapter("a", LoraConfig(rank=2))
+
+
+@pytest.mark.mutation(
+    "copy-shares-its-numbers", "worker.py", "adapter.copied(torch.clone)", "adapter.copied(lambda flat: flat)"
+)
+@pytest.mark.parametrize("memory_is_short", [False, True])
+def test_a_copy_keeps_the_numbers_of_its_moment_also_where_the_device_has_no_room(
+    trainer: Any, make: Any, add_adapter: Any, monkeypatch: pytest.MonkeyPatch, memory_is_short: bool
+) -> None:
+    ours, work = trainer("qwen3"), make.work("a", [9, 5])
+    add_adapter(ours, "a", rank=4)
+    step(ours, "a", work)
+    before = ours.capture("a", optimizer=True)
+    with monkeypatch.context() as patched:
+        if memory_is_short:
+
+            def refuse(*args: Any, **kwargs: Any) -> Any:
+                raise torch.OutOfMemoryError
+
+            patched.setattr(torch, "clone", refuse)
+        layout = ours.copy_adapter("a", "copy")
+    step(ours, "a", work)
+    read = {
+        name: np.concatenate([ours.read_adapter("copy", name, at, at + 500) for at in range(0, layout.size, 500)])
+        for name in ("weights", *layout.states)
+    }
+    copied = layout.filled(read.pop("weights"), read)
+    assert tensors_equal(copied.tensors, before.tensors)
+    assert tensors_equal(copied.optimizer, before.optimizer)
+    assert (copied.step, copied.peft_config()) == (before.step, before.peft_config())
+    assert not tensors_equal(copied.tensors, ours.capture("a", optimizer=False).tensors)

@@ -61,12 +61,18 @@ def run(trainer: Trainer, make: Any, add_adapter: Any, *, images: bool) -> dict[
     trainer.load_adapter("c", state)
     trainer.forward_backward([TrainWork("c", data, "cross_entropy")])
     trainer.optim_step("c", AdamParams(learning_rate=0.01, weight_decay=0.1))
+    layout = trainer.copy_adapter("c", "copy")
+    trainer.optim_step("c", AdamParams(learning_rate=0.01))
     last = trainer.capture("c", optimizer=True)
+    for vector in ("weights", *layout.states):
+        parts = [trainer.read_adapter("copy", vector, start, start + 999) for start in range(0, layout.size, 999)]
+        seen[f"copied {vector}"] = np.concatenate(parts)
     seen |= {f"export {key}": array for key, array in trainer.export("a").tensors.items()}
     for name, captured in (("a", state), ("c", last)):
         assert captured.optimizer is not None
         seen |= {f"{name} {key}": array for key, array in {**captured.tensors, **captured.optimizer}.items()}
         seen[f"{name} config"] = (captured.peft_config(), captured.step)
+    trainer.remove_adapter("copy")
     trainer.remove_adapter("b")
     seen["logprobs"] = trainer.logprobs("c", first.input)
     seen["base"] = trainer.logprobs(None, data[1].input)

@@ -5,6 +5,7 @@ import logging
 import time
 from collections.abc import Callable, Collection
 
+import numpy as np
 from tinker_local.backend.control.checkpoint_lifetime import version_of
 from tinker_local.backend.control.training_runs import TrainingRun, TrainingRuns, count_of_steps, finish_saves
 from tinker_local.backend.daemon_thread import in_daemon_thread
@@ -13,8 +14,8 @@ from tinker_local.backend.scheduling.operations import as_api_error
 from tinker_local.backend.storage.names import AUTOSAVE
 from tinker_local.backend.storage.records import CheckpointRecord
 from tinker_local.backend.storage.store import Store
-from tinker_local.backend.threads import DATABASE
-from tinker_local.backend.training.trainer import AdapterState
+from tinker_local.backend.threads import DATABASE, DISK
+from tinker_local.backend.training.trainer import WEIGHTS, AdapterLayout, AdapterState
 from tinker_local.types import InternalError
 
 log = logging.getLogger(__name__)
@@ -24,6 +25,9 @@ AT_ONCE = 2
 
 SAVES_SECONDS = 10.0
 """How long an autosave waits for the run's own saves in progress, which may make it unnecessary."""
+
+PART = 2**24
+"""Numbers of an adapter that are copied from the trainer at a time, 64 MiB."""
 
 TICK = 5.0
 """Seconds, at most, between two looks at which runs are due."""
@@ -43,6 +47,7 @@ class Autosaves:
         self._ttl_seconds = round(86400 * options.autosave_ttl)
         self._room = asyncio.Semaphore(AT_ONCE)
         self._last_saves: set[asyncio.Task[None]] = set()
+        self._removals: set[asyncio.Future[None]] = set()
         self._skipped = False
 
     async def save(self, run: TrainingRun) -> CheckpointRecord | None:
@@ -53,16 +58,36 @@ class Autosaves:
                 return None
             if not run.base.memory_sharing.trainer_gate.is_open:
                 raise InternalError(run.base.problem or "the trainer has ended")
-            scheduler, trainer = run.base.scheduler, run.base.engines.trainer
-
-            def capture() -> tuple[AdapterState, int]:
-                return trainer.capture(run.model_id, optimizer=True), run.steps  # steps change between calls only
-
             run.autosaved_at = time.monotonic()
-            state, steps = await scheduler.call(capture)
+            state, steps = await self._capture(run)
             metadata = {"optimizer_steps": str(steps)}
             record = run.checkpoint("weights", AUTOSAVE, self._ttl_seconds, metadata)
             return await run.write_beside(self._write(run, record, state, steps))
+
+    async def _capture(self, run: TrainingRun) -> tuple[AdapterState, int]:
+        """The run as it is now, and its optimizer steps. Commands of all runs go on meanwhile. They wait for a copy
+        within the trainer and for one part at a time: an adapter of rank 32 for an 8B model, with its optimizer, has
+        1 GB."""
+        scheduler, trainer = run.base.scheduler, run.base.engines.trainer
+        copy_id = f"{run.model_id}/autosave"
+
+        def copy() -> tuple[AdapterLayout, int]:
+            return trainer.copy_adapter(run.model_id, copy_id), run.steps  # steps change between calls only
+
+        try:
+            layout, steps = await scheduler.call(copy)
+            vectors = {name: np.empty(layout.size, np.float32) for name in (WEIGHTS, *layout.states)}
+            for name, vector in vectors.items():
+                for start in range(0, layout.size, PART):
+                    part = await scheduler.call(trainer.read_adapter, copy_id, name, start, start + PART)
+                    await DISK.run(np.copyto, vector[start : start + PART], part)
+        finally:
+            # Not awaited: a trainer that hangs must not hold up a stop.
+            removal = asyncio.ensure_future(scheduler.call(trainer.remove_adapter, copy_id))
+            self._removals.add(removal)
+            removal.add_done_callback(self._removals.discard)
+            removal.add_done_callback(lambda done: done.cancelled() or done.exception())
+        return layout.filled(vectors.pop(WEIGHTS), vectors), steps
 
     async def _write(
         self, run: TrainingRun, record: CheckpointRecord, state: AdapterState, steps: int

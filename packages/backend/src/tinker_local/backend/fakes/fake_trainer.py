@@ -1,5 +1,6 @@
 """`FakeTrainer`: LoRA training of the bigram model with exact gradients."""
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -23,10 +24,12 @@ from tinker_local.backend.rendering.rendered_input import RenderedInput
 from tinker_local.backend.training.losses import loss_of
 from tinker_local.backend.training.losses.loss import Loss, Terms, any_of, check_train_datum
 from tinker_local.backend.training.optimizers import OPTIMIZERS
-from tinker_local.backend.training.optimizers.optimizer import Optimizer
+from tinker_local.backend.training.optimizers.optimizer import Optimizer, OptimizerState
 from tinker_local.backend.training.trainer import (
     LORA_ALPHA,
+    WEIGHTS,
     AdapterDType,
+    AdapterLayout,
     AdapterState,
     TrainDatum,
     TrainResult,
@@ -78,6 +81,19 @@ class _Adapter:
             for state, flat in self.state.tensors.items()
             for name, tensor in self.tensors(flat).items()
         }
+
+    def places(self) -> dict[str, tuple[int, tuple[int, int]]]:
+        """As `AdapterLayout.places`."""
+        starts = itertools.accumulate((math.prod(shape) for shape in self._shapes.values()), initial=0)
+        return {
+            name: (start, (shape[0], shape[1]))
+            for start, (name, shape) in zip(starts, self._shapes.items(), strict=False)
+        }
+
+    def vector(self, name: str) -> Float64Array:
+        """The weights, or a state of the optimizer, [n]."""
+        flat: Float64Array = self.flat if name == WEIGHTS else self.state.tensors[name]
+        return flat
 
 
 class FakeTrainer:
@@ -246,17 +262,32 @@ class FakeTrainer:
 
     def capture(self, adapter_id: str, *, optimizer: bool, dtype: AdapterDType = "float32") -> AdapterState:
         """A copy under PEFT's names."""
+        adapter, layout = self._adapter(adapter_id), self._layout_of(adapter_id)
+        weights = adapter.flat.astype(np.float32)
+        states = {name: adapter.vector(name).astype(np.float32) for name in layout.states} if optimizer else None
+        return layout.filled(weights if dtype == "float32" else bfloat16_bits(weights), states)
+
+    def copy_adapter(self, adapter_id: str, copy_id: str) -> AdapterLayout:
+        """A copy without the gradient."""
         adapter = self._adapter(adapter_id)
-        return AdapterState(
+        copied = _Adapter(adapter.config, adapter.weights, adapter.optimizer)
+        copied.state = OptimizerState({n: flat.copy() for n, flat in adapter.state.tensors.items()}, adapter.state.step)
+        self._adapters[copy_id] = copied
+        return self._layout_of(copy_id)
+
+    def read_adapter(self, adapter_id: str, vector: str, start: int, stop: int) -> npt.NDArray[np.float32]:
+        """See `Trainer.read_adapter`."""
+        return self._adapter(adapter_id).vector(vector)[start:stop].astype(np.float32)
+
+    def _layout_of(self, adapter_id: str) -> AdapterLayout:
+        adapter = self._adapter(adapter_id)
+        return AdapterLayout(
             base_model=self._model.name,
             lora_config=adapter.config,
             target_modules=[module.rsplit(".", 1)[-1] for module in adapter.weights],
-            tensors={
-                name: tensor.astype(np.float32) if dtype == "float32" else bfloat16_bits(tensor.astype(np.float32))
-                for name, tensor in adapter.tensors().items()
-            },
-            optimizer={n: t.astype(np.float32) for n, t in adapter.state_tensors().items()} if optimizer else None,
-            step=adapter.state.step if optimizer else 0,
+            places=adapter.places(),
+            states=tuple(adapter.state.tensors),
+            step=adapter.state.step,
             optimizer_type=adapter.optimizer.name,
         )
 

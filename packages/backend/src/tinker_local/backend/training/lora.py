@@ -7,7 +7,7 @@ adapters of a micro-batch."""
 
 import math
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -18,7 +18,7 @@ from tinker_local.backend.adapter_tensors import FlatTensors
 from tinker_local.backend.families.family import Family
 from tinker_local.backend.training.optimizers.adamw import ADAMW
 from tinker_local.backend.training.optimizers.optimizer import Optimizer, OptimizerState
-from tinker_local.backend.training.trainer import LORA_ALPHA, AdapterDType, AdapterState
+from tinker_local.backend.training.trainer import LORA_ALPHA, WEIGHTS, AdapterDType, AdapterLayout, AdapterState
 from tinker_local.backend.training.transfer import to_host
 from tinker_local.types import InvalidRequestError, LoraConfig
 
@@ -144,6 +144,17 @@ class Adapter:
             key = (spec.target.group, spec.target.projection, spec.factor)
             self._stacks.setdefault(key, []).append(spec)
 
+    def vector(self, name: str) -> torch.Tensor:
+        """The weights, or a state of the optimizer, [n]."""
+        return self.weights if name == WEIGHTS else self.optimizer_state.tensors[name]
+
+    def copied(self, copy: Callable[[torch.Tensor], torch.Tensor]) -> "Adapter":
+        """Another adapter with the same numbers and no gradient."""
+        state = OptimizerState(
+            {name: copy(flat) for name, flat in self.optimizer_state.tensors.items()}, self.optimizer_state.step
+        )
+        return Adapter(self.config, self.specs, copy(self.weights), self.optimizer, state)
+
     @property
     def computable(self) -> bool:
         """Whether all weights are finite, also when scaled and in any dtype of activations. Non-finite adapters must
@@ -202,14 +213,6 @@ def flatten(specs: Sequence[TensorSpec], tensors: Mapping[str, npt.NDArray[Any]]
     return flat
 
 
-def unflatten(specs: Sequence[TensorSpec], flat: torch.Tensor, dtype: AdapterDType = "float32") -> FlatTensors:
-    """A host copy of the vector as matrices by PEFT name: float32, or the bits of bfloat16 as uint16."""
-    host = to_host(flat.detach(), torch.float32 if dtype == "float32" else torch.bfloat16)
-    if dtype == "bfloat16":
-        host = host.view(torch.uint16)
-    return FlatTensors(host.numpy(), {spec.name: (spec.start, spec.shape) for spec in specs})
-
-
 def gradient_norm(gradient: torch.Tensor) -> float:
     """Euclidean norm, summed in float64 so that large finite gradients have a finite norm."""
     return float(torch.linalg.vector_norm(gradient, dtype=torch.float64))
@@ -230,25 +233,24 @@ def without_prefix(tensors: Mapping[str, npt.NDArray[np.float32]], prefix: str) 
     return {name.removeprefix(start): array for name, array in tensors.items() if name.startswith(start)}
 
 
-def capture(
-    adapter: Adapter, base_model: str, target_modules: Sequence[str], *, optimizer: bool, dtype: AdapterDType
-) -> AdapterState:
-    """A host copy of `adapter`, its weights in `dtype`."""
-    state = {
-        f"{prefix}.{name}": array
-        for prefix, flat in adapter.optimizer_state.tensors.items()
-        if optimizer
-        for name, array in unflatten(adapter.specs, flat).items()
-    }
-    return AdapterState(
+def adapter_layout(adapter: Adapter, base_model: str, target_modules: Sequence[str]) -> AdapterLayout:
+    """All of `adapter` but its numbers."""
+    return AdapterLayout(
         base_model=base_model,
         lora_config=adapter.config,
         target_modules=target_modules,
-        tensors=unflatten(adapter.specs, adapter.weights, dtype),
-        optimizer=state if optimizer else None,
-        step=adapter.optimizer_state.step if optimizer else 0,
+        places={spec.name: (spec.start, spec.shape) for spec in adapter.specs},
+        states=tuple(adapter.optimizer_state.tensors),
+        step=adapter.optimizer_state.step,
         optimizer_type=adapter.optimizer.name,
     )
+
+
+def host_vector(flat: torch.Tensor, dtype: AdapterDType = "float32") -> npt.NDArray[Any]:
+    """A host copy of `flat`: float32, or the bits of bfloat16 as uint16."""
+    host = to_host(flat.detach(), torch.float32 if dtype == "float32" else torch.bfloat16)
+    array: npt.NDArray[Any] = (host.view(torch.uint16) if dtype == "bfloat16" else host).numpy()
+    return array
 
 
 def export(
@@ -267,7 +269,7 @@ def export(
         base_model=base_model,
         lora_config=adapter.config,
         target_modules=[module.removeprefix(f"{family.decoder_path}.") for module in target_modules],
-        tensors=unflatten(specs, adapter.weights),
+        tensors=FlatTensors(host_vector(adapter.weights), {spec.name: (spec.start, spec.shape) for spec in specs}),
     )
 
 

@@ -14,7 +14,14 @@ from tinker_local.backend.process.process_engine import ProcessEngine
 from tinker_local.backend.process.process_group import ProcessGroup
 from tinker_local.backend.rendering.rendered_input import RenderedInput
 from tinker_local.backend.training.optimizers import OPTIMIZERS
-from tinker_local.backend.training.trainer import AdapterDType, AdapterState, Trainer, TrainResult, TrainWork
+from tinker_local.backend.training.trainer import (
+    AdapterDType,
+    AdapterLayout,
+    AdapterState,
+    Trainer,
+    TrainResult,
+    TrainWork,
+)
 from tinker_local.types import ApiError, LoraConfig
 from tinker_local.types.base import Frozen
 
@@ -138,6 +145,13 @@ class ProcessTrainer(ProcessEngine):
     def capture(self, adapter_id: str, *, optimizer: bool, dtype: AdapterDType = "float32") -> AdapterState:
         """The arrays are in memory that the process has handed over; it is freed with the last of them."""
         return cast(AdapterState, self._call("capture", adapter_id, optimizer=optimizer, dtype=dtype))
+
+    def copy_adapter(self, adapter_id: str, copy_id: str) -> AdapterLayout:
+        return cast(AdapterLayout, self._call("copy_adapter", adapter_id, copy_id))
+
+    def read_adapter(self, adapter_id: str, vector: str, start: int, stop: int) -> npt.NDArray[np.float32]:
+        """As for `capture`, the array is in memory that the process has handed over."""
+        return cast(npt.NDArray[np.float32], self._call("read_adapter", adapter_id, vector, start, stop))
 
     def export(self, adapter_id: str) -> AdapterState:
         """As for `capture`, the arrays are in memory that the process has handed over."""

@@ -6,11 +6,15 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
+from tinker_local.backend.adapter_tensors import FlatTensors
 from tinker_local.backend.rendering.rendered_input import RenderedInput
 from tinker_local.types import ApiError, LoraConfig
 from tinker_local.types.base import Frozen
 
 AdapterDType = Literal["float32", "bfloat16"]
+
+WEIGHTS = "weights"
+"""The vector of an adapter's weights, for `Trainer.read_adapter`."""
 
 LORA_ALPHA = 32
 """The LoRA scale is alpha / rank with this alpha, as on the hosted service."""
@@ -86,6 +90,46 @@ class AdapterState:
         }
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class AdapterLayout:
+    """All of an adapter but its numbers, which are vectors of the same layout: its weights, and the optimizer's states.
+
+    `places`: each matrix's offset in a vector and its shape, by PEFT name. `states`: the names of the optimizer's
+    vectors. The other fields are those of `AdapterState`.
+    """
+
+    base_model: str
+    lora_config: LoraConfig
+    target_modules: Sequence[str]
+    places: Mapping[str, tuple[int, tuple[int, int]]]
+    states: Sequence[str]
+    step: int
+    optimizer_type: str
+
+    @property
+    def size(self) -> int:
+        """Numbers in a vector."""
+        return sum(rows * columns for _, (rows, columns) in self.places.values())
+
+    def filled(
+        self, weights: npt.NDArray[Any], states: Mapping[str, npt.NDArray[np.float32]] | None = None
+    ) -> AdapterState:
+        """The adapter with these vectors; without `states`, its weights alone."""
+        optimizer = None
+        if states is not None:
+            flats = {state: FlatTensors(states[state], self.places) for state in self.states}
+            optimizer = {f"{state}.{name}": array for state, flat in flats.items() for name, array in flat.items()}
+        return AdapterState(
+            base_model=self.base_model,
+            lora_config=self.lora_config,
+            target_modules=self.target_modules,
+            tensors=FlatTensors(weights, self.places),
+            optimizer=optimizer,
+            step=0 if states is None else self.step,
+            optimizer_type=self.optimizer_type,
+        )
+
+
 class Trainer(Protocol):
     """The adapters of one base model. Methods block; call them one at a time, from one worker thread."""
 
@@ -131,6 +175,13 @@ class Trainer(Protocol):
 
     def capture(self, adapter_id: str, *, optimizer: bool, dtype: AdapterDType = "float32") -> AdapterState:
         """A host copy of the adapter, with weights rounded to `dtype`. Later steps do not change it."""
+
+    def copy_adapter(self, adapter_id: str, copy_id: str) -> AdapterLayout:
+        """Keep a copy of the adapter and its optimizer as another adapter, which is only to be read and removed. Much
+        faster than `capture`: on a GPU nothing leaves its memory, unless that is short."""
+
+    def read_adapter(self, adapter_id: str, vector: str, start: int, stop: int) -> npt.NDArray[np.float32]:
+        """A host copy of the numbers [start, stop) of one vector: `WEIGHTS`, or one of `AdapterLayout.states`."""
 
     def export(self, adapter_id: str) -> AdapterState:
         """A float32 host copy of the weights for programs that read the hosted service's exports. Tensors have the

@@ -28,7 +28,15 @@ from tinker_local.backend.training.packing import Item, pack
 from tinker_local.backend.training.passes import Passes, release_unused_memory
 from tinker_local.backend.training.tally import Tally
 from tinker_local.backend.training.token_budget import TokenBudget
-from tinker_local.backend.training.trainer import AdapterDType, AdapterState, TrainDatum, TrainResult, TrainWork
+from tinker_local.backend.training.trainer import (
+    AdapterDType,
+    AdapterLayout,
+    AdapterState,
+    TrainDatum,
+    TrainResult,
+    TrainWork,
+)
+from tinker_local.backend.training.transfer import to_host
 from tinker_local.types import ApiError, InternalError, InvalidRequestError, LoraConfig, NotFoundError
 from tinker_local.types.base import Frozen
 
@@ -128,8 +136,27 @@ class HFTrainer:
 
     def capture(self, adapter_id: str, *, optimizer: bool, dtype: AdapterDType = "float32") -> AdapterState:
         """A host copy as it is now; a gradient not yet stepped is not part of it."""
+        adapter, layout = self._adapter(adapter_id), self._layout_of(adapter_id)
+        states = {name: lora.host_vector(adapter.vector(name)) for name in layout.states} if optimizer else None
+        return layout.filled(lora.host_vector(adapter.weights, dtype), states)
+
+    def copy_adapter(self, adapter_id: str, copy_id: str) -> AdapterLayout:
+        """Where the device's memory is short, the copy is on the host."""
         adapter = self._adapter(adapter_id)
-        return lora.capture(adapter, self.name, self._target_modules(adapter), optimizer=optimizer, dtype=dtype)
+        try:
+            copied = adapter.copied(torch.clone)
+        except torch.OutOfMemoryError:
+            copied = adapter.copied(lambda flat: to_host(flat, flat.dtype))
+        self._adapters[copy_id] = copied
+        return self._layout_of(copy_id)
+
+    def read_adapter(self, adapter_id: str, vector: str, start: int, stop: int) -> npt.NDArray[np.float32]:
+        """See `Trainer.read_adapter`."""
+        return lora.host_vector(self._adapter(adapter_id).vector(vector)[start:stop])
+
+    def _layout_of(self, adapter_id: str) -> AdapterLayout:
+        adapter = self._adapter(adapter_id)
+        return lora.adapter_layout(adapter, self.name, self._target_modules(adapter))
 
     def export(self, adapter_id: str) -> AdapterState:
         """A host copy as it is now, by the names of the hosted service's exports."""
