@@ -83,13 +83,6 @@ def train(client: Any, inputs: list[tuple[ModelInput, np.ndarray]], steps: int) 
         client.optim_step(tinker.AdamParams(learning_rate=0.02)).result()
 
 
-@pytest.mark.mutation(
-    "trainers-positions",
-    "families/family.py",
-    "np.arange(input.length, dtype=np.int64)[None]",
-    "2 * np.arange(input.length, dtype=np.int64)[None]",
-    cases=("all-tiny/text",),
-)
 @pytest.mark.parametrize("base_model", ["tiny/text", "tiny/vision"])
 @pytest.mark.parametrize("flags", FLAGS)
 def test_trainer_and_sampler_agree_before_and_after_training(

@@ -87,6 +87,13 @@ def peft_logprobs(model: Any, datum: TrainDatum) -> torch.Tensor:
     "return 0 * residual + _norm_backward(",
     cases=("qwen3-attention-float32-1e-05",),
 )
+@pytest.mark.mutation(
+    "trainers-positions",
+    "families/family.py",
+    "np.arange(input.length, dtype=np.int64)[None]",
+    "2 * np.arange(input.length, dtype=np.int64)[None]",
+    cases=("qwen3-attention-float32-1e-05",),
+)
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float64", 1e-9), ("float32", 1e-5)])
 @pytest.mark.parametrize("config", CONFIGS)
 @pytest.mark.parametrize("name", ["qwen3", "qwen3_untied", "qwen2_5_vl", "qwen3_vl"])
