@@ -430,6 +430,20 @@ MISTAKES = (
     ),
     Promise(
         "operation",
+        "A log holds secrets, loses what happened, or fails or delays requests when its disk is full or hangs",
+        "urls-in-the-access-log audit-without-the-end audit-twice log-of-a-renamed-file full-disk-ends-the-log",
+        (
+            "http/test_http_request_logs_on_fakes.py::"
+            "test_a_log_that_cannot_be_written_or_hangs_fails_and_delays_no_request_on_fakes",
+        ),
+    ),
+    Promise(
+        "operation",
+        "Keys are guessed at any speed, or those who guess keep right keys of their address waiting",
+        "wrong-keys-at-any-speed every-address-remembered right-keys-wait-too",
+    ),
+    Promise(
+        "operation",
         "A download reads the whole checkpoint into memory, or is given without a valid signature",
         "download-read-whole export-deleted-under-a-download forged-url-accepted expired-url-accepted",
         ("e2e/test_download.py::test_checkpoint_downloaded_by_the_command_is_what_peft_loads_and_was_trained",),

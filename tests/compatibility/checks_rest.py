@@ -232,7 +232,7 @@ def refused_by_both(method: str, *args: Any, saying: str) -> None:
             world.call(client(world), method, *args)
 
 
-refused_by_both("get_audit_log", saying="no audit log")
+refused_by_both("get_audit_log", saying="audit log")
 refused_by_both("get_billing_usage", *hours(), saying="no billing")
 refused_by_both("get_current_checkpoint_storage_usage", saying="no billing")
 

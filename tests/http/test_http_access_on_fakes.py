@@ -1,5 +1,6 @@
 """Who is let in: keys, loopback, and what never reaches a log or the disk."""
 
+import asyncio
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -9,6 +10,7 @@ import httpx
 import pytest
 from click.testing import CliRunner
 from tinker_local.backend.cli.main import main
+from tinker_local.backend.http import access
 
 from tests.http.conftest import Api, StartApi
 
@@ -41,7 +43,10 @@ def refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., st
     "return (callers or {}).get(fingerprint(given))",
     "return (callers or {}).get(fingerprint(given), LOCAL)",
 )
-async def test_request_without_a_key_is_401_before_its_body_is_read_on_fakes(start_api: StartApi) -> None:
+async def test_request_without_a_key_is_401_before_its_body_is_read_on_fakes(
+    start_api: StartApi, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(access, "FREE_WRONG_KEYS", 1000)
     api = await start_api(api_keys=[KEY, "tml-another-good-key"])
     read = 0
 
@@ -233,3 +238,70 @@ def test_loopback_server_of_a_program_lets_only_its_own_client_in_on_fakes(tmp_p
             httpx.get(f"{server.url}/api/v1/healthz")
     assert keys[0] != keys[1]
     assert all(key.startswith("tml-") and len(key) > 30 for key in keys)
+
+
+# Wrong keys -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.mutation(
+    "wrong-keys-at-any-speed",
+    "access.py",
+    "        return 0.0 if beyond <= 0 else",
+    "        return 0.0 if True else",
+)
+def test_wrong_keys_of_an_address_wait_longer_and_longer_and_are_forgiven_on_fakes() -> None:
+    now = 0.0
+    wrong = access.WrongKeys(lambda: now)
+    assert [wrong.delay("10.0.0.1") for _ in range(10)] == [0.0] * 10
+    assert [wrong.delay("10.0.0.1") for _ in range(3)] == [0.1, 0.2, 0.4]
+    assert [wrong.delay("10.0.0.1") for _ in range(1000)][-1] == 5.0
+    assert wrong.delay("10.0.0.2") == 0.0
+    now = 2 * 10 * 6.0
+    assert wrong.delay("10.0.0.1") == 0.0
+    for host in range(12):
+        last = wrong.delay(f"2001:db8:0:1::{host}")
+    assert last > 0
+    assert wrong.delay("2001:db8:0:2::1") == 0.0
+    assert wrong.delay("::ffff:10.0.0.9") == wrong.delay("") == wrong.delay("a socket") == 0.0
+
+
+@pytest.mark.mutation(
+    "every-address-remembered", "access.py", "            self._seen.popitem(last=False)\n", "            pass\n"
+)
+def test_of_many_addresses_the_last_are_remembered_on_fakes() -> None:
+    wrong = access.WrongKeys()
+    for number in range(access.MOST_ADDRESSES + 100):
+        wrong.delay(f"10.{number >> 16}.{number >> 8 & 255}.{number & 255}")
+    assert len(wrong._seen) == access.MOST_ADDRESSES
+
+
+@pytest.mark.mutation(
+    "right-keys-wait-too",
+    "access.py",
+    "            if caller is None:\n                error",
+    '            await self._wrong.wait((scope.get("client") or ("",))[0])\n'
+    "            if caller is None:\n                error",
+)
+async def test_a_right_key_waits_for_no_wrong_ones_of_its_address_on_fakes(
+    start_api: StartApi, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(access, "MOST_DELAYED", 2)
+    monkeypatch.setattr(access.WrongKeys, "delay", lambda self, address: 3600.0)
+    api = await start_api(api_keys=[KEY])
+
+    async def ask(key: str) -> httpx.Response:
+        return await api.http.get("/api/v1/sessions", headers={"X-API-Key": key})
+
+    first = asyncio.create_task(ask("tml-wrong-wrong"))
+    await asyncio.sleep(0)
+    async with asyncio.timeout(30):  # it would be an hour
+        assert (await ask(KEY)).status_code == 200
+        done, waiting = await asyncio.wait(
+            [first, *(asyncio.create_task(ask("tml-wrong-wrong")) for _ in range(2))],
+            return_when=asyncio.FIRST_COMPLETED,
+        )
+    assert [(one.result().status_code, one.result().headers["connection"]) for one in done] == [(401, "close")]
+    assert len(waiting) == 2
+    for one in waiting:
+        one.cancel()
+    await asyncio.gather(*waiting, return_exceptions=True)

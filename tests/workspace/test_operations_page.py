@@ -16,7 +16,17 @@ def test_the_tables_of_operations_are_those_of_the_code() -> None:
 
 def test_the_table_of_options_has_every_option_of_serve_that_is_one_of_the_backend() -> None:
     table = operations_tables.settings()
-    own = {"--model", "--host", "--port", "--api-key-file", "--fake", "--verbose", "--help"}
+    own = {
+        "--model",
+        "--host",
+        "--port",
+        "--api-key-file",
+        "--access-log",
+        "--audit-log",
+        "--fake",
+        "--verbose",
+        "--help",
+    }
     flags = {option for parameter in serve.params for option in parameter.opts if option.startswith("--")}
     assert len(flags - own) > 15
     assert {flag for flag in flags - own if f"| `{flag}` |" not in table} <= {"--stop-timeout"}

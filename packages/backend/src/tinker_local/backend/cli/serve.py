@@ -3,7 +3,7 @@
 import logging
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +15,7 @@ from tinker_local.backend.options import BackendOptions, ModelSource
 if TYPE_CHECKING:
     from rich.console import Console
     from tinker_local.backend.control.callers import KeyFile
+    from tinker_local.backend.http.request_logs import Logs
 
 
 def read_keys(path: Path) -> "KeyFile":
@@ -25,6 +26,22 @@ def read_keys(path: Path) -> "KeyFile":
         return KeyFile(path)
     except ValueError as error:
         raise click.BadParameter(str(error), param_hint="--api-key-file") from None
+
+
+def open_logs(files: "Mapping[str, str | None]") -> "Logs":
+    """The logs of requests, each in the file of its option; two options may name one file."""
+    from tinker_local.backend.http.log_files import JsonLines
+    from tinker_local.backend.http.request_logs import Logs
+
+    opened: dict[str, JsonLines] = {}
+    for option, path in files.items():
+        if path is not None and path not in opened:
+            try:
+                opened[path] = JsonLines(path)
+            except OSError as error:
+                raise click.BadParameter(f"{path}: {error.strerror}", param_hint=option) from None
+    access, audit = (None if path is None else opened[path] for path in files.values())
+    return Logs(access, audit)
 
 
 @click.command()
@@ -51,6 +68,16 @@ def read_keys(path: Path) -> "KeyFile":
     help="File of API keys, `KEY` or `NAME KEY` a line, read again when it changes. Required if other machines can "
     "reach the address.",
 )
+@click.option(
+    "--access-log",
+    metavar="FILE",
+    help="Append a line of JSON for each request; `-` is standard output. Keys, URLs and contents are left out.",
+)
+@click.option(
+    "--audit-log",
+    metavar="FILE",
+    help="Append a line of JSON for each thing that is created, saved, published, deleted or downloaded; `-` as above.",
+)
 @backend_options
 @click.option(
     "--fake", is_flag=True, help="Serve a stand-in written in numpy instead of the models, to try out the protocol."
@@ -61,6 +88,8 @@ def serve(
     host: str,
     port: int,
     api_key_file: Path | None,
+    access_log: str | None,
+    audit_log: str | None,
     fake: bool,
     verbose: bool,
     **options: Any,
@@ -85,7 +114,8 @@ def serve(
         raise click.UsageError(f"--host {host} can be reached by other machines; pass --api-key-file")
     keys = None if api_key_file is None else read_keys(api_key_file)
     _check_models(models, fake)
-    _serve(console, models, BackendOptions(**options), host, port, keys, fake)
+    logs = {"--access-log": access_log, "--audit-log": audit_log}
+    _serve(console, models, BackendOptions(**options), host, port, keys, fake, logs)
 
 
 def _check_models(models: Sequence[ModelSource], fake: bool) -> None:
@@ -114,6 +144,7 @@ def _serve(
     port: int,
     keys: "KeyFile | None",
     fake: bool,
+    log_files: "Mapping[str, str | None]",
 ) -> None:
     from rich.markup import escape
     from tinker_local.backend.backend import InProcessBackend
@@ -130,6 +161,7 @@ def _serve(
         listening = bind(host, port)
     except OSError as error:
         raise click.UsageError(f"--port {port} on {host}: {error.strerror}") from None
+    logs = open_logs(log_files)
     backend = InProcessBackend(
         models, options, load=load_fake if fake else None, progress=lambda text: say(f"[dim]{escape(text)}[/dim]")
     )
@@ -140,9 +172,11 @@ def _serve(
 
     try:
         with event_loop() as runner:
-            loaded = runner.run(run(backend, listening, api_keys=keys, on_ready=ready))
+            loaded = runner.run(run(backend, listening, api_keys=keys, on_ready=ready, logs=logs))
     except (ApiError, ValueError, RuntimeError, OSError) as error:
         raise click.ClickException(str(error)) from error
+    finally:
+        logs.close()
     say("stopped")
     if not loaded:  # the loading thread would crash while the interpreter shuts down
         with suppress(OSError):

@@ -40,7 +40,10 @@ class Autosaves:
     run is saved only while it has optimizer steps that no checkpoint has.
     """
 
-    def __init__(self, options: BackendOptions, store: Store, runs: TrainingRuns) -> None:
+    def __init__(
+        self, options: BackendOptions, store: Store, runs: TrainingRuns, on_save: Callable[[str], None]
+    ) -> None:
+        self._on_save = on_save
         self._store = store
         self._runs = runs
         self._interval = None if options.autosave is None else 60.0 * options.autosave
@@ -94,6 +97,7 @@ class Autosaves:
     ) -> CheckpointRecord:
         written = await in_daemon_thread(self._store.write_checkpoint, record, state, overwrite=True)
         run.saved(written, steps)
+        self._on_save(written.tinker_path)
         return written
 
     async def _was_deleted(self, run: TrainingRun) -> bool:

@@ -51,7 +51,9 @@ class Checkpoints:
         runs: TrainingRuns,
         uses: CheckpointUses,
         clock: Callable[[], datetime],
+        on_expiry: Callable[[str], None],
     ) -> None:
+        self._on_expiry = on_expiry
         self._store = store
         self._versions = versions
         self._sampling = sampling
@@ -110,6 +112,7 @@ class Checkpoints:
         """Delete expired checkpoints."""
         for record in await DATABASE.run(self._store.forget_expired):
             log.info("checkpoint %s expired at %s", record.tinker_path, record.expires_at)
+            self._on_expiry(record.tinker_path)
             self._remove(record)
 
     def _remove(self, record: CheckpointRecord) -> asyncio.Task[None]:

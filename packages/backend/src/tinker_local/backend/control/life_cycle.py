@@ -65,6 +65,8 @@ class ControlPlane:
         self._clock = clock
         self.options = options or BackendOptions()
         self.quotas = Quotas(self.options)
+        self.on_own_change: Callable[[str, str], None] = lambda action, path: None
+        """Called when the server changes checkpoints by itself: what it did, and to which path."""
         self.models = ServedModels()
         self.ready = False
         self._stopping = False
@@ -103,7 +105,9 @@ class ControlPlane:
             options, self.quotas, self.store, versions, self.models, self.sessions, self.operations, uses, self._clock
         )
         self.runs = TrainingRuns(options, self.quotas, self.store, self.models, self.sessions, self.operations)
-        self.autosaves = Autosaves(options, self.store, self.runs)
+        self.autosaves = Autosaves(
+            options, self.store, self.runs, lambda path: self.on_own_change("save checkpoint", path)
+        )
         for model in self.models.distinct():
             if model.supervision is not None:
                 model.supervision.adapters = RestoreRuns(model, self.store, self.runs, uses)
@@ -112,7 +116,16 @@ class ControlPlane:
         saves = SaveWeightsForSampler(self.store, self.folders, versions, self.sampling)
         self.training = Training(self.quotas, self.store, self.runs, self.operations, loads, saves, self.exports)
         self.lost_requests = LostRequests(self.store, self.sessions, self.runs, self.sampling)
-        self.checkpoints = Checkpoints(self.store, versions, self.sampling, self.sessions, self.runs, uses, self._clock)
+        self.checkpoints = Checkpoints(
+            self.store,
+            versions,
+            self.sampling,
+            self.sessions,
+            self.runs,
+            uses,
+            self._clock,
+            lambda path: self.on_own_change("delete checkpoint", path),
+        )
         self._closing.push_async_callback(self.checkpoints.close)
         await self.checkpoints.sweep()
         self.traces = SessionTraces(

@@ -6,9 +6,12 @@ rebinding) counts as same-site. `Origin` gives the first away, `Host` the second
 keys neither matters, because a page knows none.
 """
 
+import asyncio
 import ipaddress
 import re
-from collections.abc import Mapping, Sequence
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Literal, TypeVar, cast
 
 from fastapi import Depends, Header, Query, Request
@@ -97,19 +100,83 @@ class RequireReady:
         await self._app(scope, receive, send)
 
 
+FREE_WRONG_KEYS, FORGIVEN_SECONDS = 10, 6.0
+"""How many wrong keys of an address are answered at once, and how long it takes until one more is again."""
+
+FIRST_DELAY, LONGEST_DELAY = 0.1, 5.0
+"""Seconds that the answer to the next one waits, doubled with each; and at most."""
+
+MOST_ADDRESSES, MOST_DELAYED = 4096, 512
+"""Addresses that are remembered, and answers that wait; those beyond close their connection at once."""
+
+
+MOST_COUNTED = 2 * FREE_WRONG_KEYS
+"""Of one address, so that it is forgiven in minutes, however many it sent."""
+
+
+class WrongKeys:
+    """How long the answer to a wrong key waits, by its address. A right key never waits, so that many users may share
+    one address, behind a proxy."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._seen: OrderedDict[str, tuple[float, float]] = OrderedDict()  # how many, and when the last came
+        self._delayed = 0
+
+    def delay(self, address: str) -> float:
+        """Count a wrong key; how many seconds its answer waits."""
+        now, network = self._clock(), network_of(address)
+        count, last = self._seen.pop(network, (0.0, now))
+        count = max(0.0, count - (now - last) / FORGIVEN_SECONDS) + 1
+        self._seen[network] = min(count, MOST_COUNTED), now
+        if len(self._seen) > MOST_ADDRESSES:
+            self._seen.popitem(last=False)
+        beyond = count - FREE_WRONG_KEYS
+        return 0.0 if beyond <= 0 else min(LONGEST_DELAY, FIRST_DELAY * 2 ** (beyond - 1))
+
+    async def wait(self, address: str) -> bool:
+        """Count a wrong key and wait; false if too many wait already."""
+        seconds = self.delay(address)
+        if not seconds:
+            return True
+        if self._delayed >= MOST_DELAYED:
+            return False
+        self._delayed += 1
+        try:
+            await asyncio.sleep(seconds)
+        finally:
+            self._delayed -= 1
+        return True
+
+
+def network_of(address: str) -> str:
+    """An IPv4 address, or the network of 64 bits of an IPv6 one, which one person has whole."""
+    try:
+        parsed = ipaddress.ip_address(address)
+    except ValueError:
+        return address
+    if parsed.version == 4:
+        return address
+    return str(parsed.ipv4_mapped or ipaddress.ip_network((parsed, 64), strict=False))
+
+
 class RequireKey:
     """Answer 401 to a request without a known `X-API-Key`; `caller_of` tells whose it is."""
 
     def __init__(self, app: ASGIApp, keys: Keys) -> None:
         self._app = app
         self._keys = keys
+        self._wrong = WrongKeys()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and not _open_to_all(scope["path"]):
             caller = self._keys.caller(Headers(scope=scope).get("x-api-key", ""))
             if caller is None:
                 error = AuthenticationError("X-API-Key: missing or unknown; set TINKER_API_KEY to a key of this server")
-                await error_responses.answer(error)(scope, receive, send)
+                answer = error_responses.answer(error)
+                if not await self._wrong.wait((scope.get("client") or ("",))[0]):
+                    answer.headers["Connection"] = "close"
+                await answer(scope, receive, send)
                 return
             scope[CALLER] = caller
         await self._app(scope, receive, send)

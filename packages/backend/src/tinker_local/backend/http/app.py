@@ -24,6 +24,7 @@ from tinker_local.backend.http.access import (
     check_own_path,
     known_weights_token,
 )
+from tinker_local.backend.http.request_logs import Logs, RequestLogs
 
 ROUTES = (
     client_routes,
@@ -36,11 +37,13 @@ ROUTES = (
 )
 
 
-def create_app(backend: ControlPlane, *, api_keys: Sequence[str] | KeyFile | None = None) -> FastAPI:
+def create_app(
+    backend: ControlPlane, *, api_keys: Sequence[str] | KeyFile | None = None, logs: Logs | None = None
+) -> FastAPI:
     """The app over `backend`, which the caller starts and closes, on the same event loop.
 
     `api_keys`: the keys that are accepted, of one owner, or the file that names their owners; None accepts any, from
-    programs of this machine (so bind to loopback).
+    programs of this machine (so bind to loopback). `logs`: which of all requests there are.
     """
     app = FastAPI(title="tinker-local", version="0.1.0", redirect_slashes=False)
     app.state.backend = backend
@@ -52,6 +55,9 @@ def create_app(backend: ControlPlane, *, api_keys: Sequence[str] | KeyFile | Non
         app.add_middleware(RequireOwnMachine)
     else:
         app.add_middleware(RequireKey, keys=keys)
+    if logs is not None and (logs.access or logs.audit):
+        backend.on_own_change = logs.changed_by_server
+        app.add_middleware(RequestLogs, backend=backend, logs=logs)
     for module in ROUTES:
         app.include_router(
             module.router, prefix="/api/v1", dependencies=[Depends(known_weights_token), Depends(check_own_path)]

@@ -39,7 +39,7 @@ REFUSED: dict[tuple[str, str], str] = {
     ("GET", f"{_CHECKPOINT}/archive"): (
         "SDKs before 0.38 download archives; that of 0.38 takes the files of save_weights_external, so update tinker"
     ),
-    ("GET", "/audit"): "a local server has no audit log; see its own log",
+    ("GET", "/audit"): "a local server writes its audit log to the file of --audit-log",
     ("GET", "/billing/usage/events"): "a local server has no billing",
     ("GET", "/billing/usage/checkpoints/current"): (
         "a local server has no billing; list_user_checkpoints gives the sizes"

@@ -16,6 +16,7 @@ from tinker_local.backend.control.callers import KeyFile
 from tinker_local.backend.control.life_cycle import ControlPlane
 from tinker_local.backend.http.app import create_app
 from tinker_local.backend.http.connections import bounded_http
+from tinker_local.backend.http.request_logs import Logs
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -114,9 +115,11 @@ def _stopped_by_signals(server: _Server, backend: ControlPlane) -> Iterator[None
             signal.signal(number, handler)
 
 
-def _server(backend: ControlPlane, api_keys: Sequence[str] | KeyFile | None, *, saves: bool) -> _Server:
+def _server(
+    backend: ControlPlane, api_keys: Sequence[str] | KeyFile | None, *, saves: bool, logs: Logs | None = None
+) -> _Server:
     config = uvicorn.Config(
-        create_app(backend, api_keys=api_keys),
+        create_app(backend, api_keys=api_keys, logs=logs),
         http=bounded_http(),
         log_level="warning",
         access_log=False,
@@ -134,13 +137,14 @@ async def run(
     *,
     api_keys: Sequence[str] | KeyFile | None,
     on_ready: Callable[[], None],
+    logs: Logs | None = None,
 ) -> bool:
     """Serve until SIGINT, SIGTERM or SIGHUP comes, then save training. Answers 503 while models load; raises what
     stopped them from loading.
 
     Returns false if the signal came while models were loading: a thread goes on with that, and cannot be stopped.
     """
-    server = _server(backend, api_keys, saves=True)
+    server = _server(backend, api_keys, saves=True, logs=logs)
 
     async def load() -> None:
         try:
