@@ -134,6 +134,7 @@ async def test_building_an_engine_leaves_the_process_as_it_was(text: Any) -> Non
     assert state() == before
 
 
+@pytest.mark.mutation("engines-shut-vllm-down", "patches.py", "        to_engine=_prevent_shutdown,\n", "")
 async def test_closing_one_engine_leaves_the_others_and_the_process_alone(text: Any) -> None:
     """vLLM's own shutdown would destroy the distributed groups that all engines of a process share."""
     import torch.distributed

@@ -9,6 +9,7 @@ from tinker_local.backend.sampling.sampler import SampleWork
 from tinker_local.types import SamplingParams
 
 
+@pytest.mark.mutation("images-encoded-each-time", "patches.py", "        to_config=_keep_images,\n", "")
 async def test_requests_of_more_images_than_a_step_holds_encode_each_once(vl: Any, noise: Callable[..., Any]) -> None:
     """The images end in the last block of each prompt, which the prefix cache does not share."""
     prompts = [vl.prompt([5, 6], noise(640, 640, 300 + number), [7, 8]) for number in range(12)]

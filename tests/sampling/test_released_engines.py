@@ -61,6 +61,17 @@ print("left", sum(weight() is not None for weight in weights), "of", len(weights
 """
 
 
+@pytest.mark.mutation("released-weights-stay", "release_engine.py", "    runner.model = None\n", "")
+@pytest.mark.mutation(
+    "slots-of-released-engines-noted", "release_engine.py", "    _forget_lora_pointers(lora_worker(engine))\n", ""
+)
+@pytest.mark.mutation(
+    "compiled-code-of-released-engines-stays",
+    "release_engine.py",
+    "    _let_dynamo_forget(engine.kept_by_dynamo)\n",
+    "",
+    cases=("compiled-3",),
+)
 @pytest.mark.parametrize(("how", "mode"), [("eager", 0), ("compiled", 3)])
 def test_a_released_engine_leaves_no_weights(tiny_models: dict[str, Path], how: str, mode: int) -> None:
     command = (sys.executable, "-W", "ignore", "-c", SCRIPT, str(tiny_models["tiny/text"]), how)

@@ -81,6 +81,9 @@ async def test_temperature_0_is_greedy_with_logprobs_of_temperature_1(text: Any)
     assert np.array_equal(first.tokens, second.tokens)
 
 
+@pytest.mark.mutation(
+    "temperature-through-vllms-checks", "engine_inputs.py", "    result.temperature = params.temperature\n", ""
+)
 @pytest.mark.parametrize("temperature", [1e-5, 0.003, 0.009, 30.0])
 async def test_temperatures_that_vllm_would_change_or_refuse_are_honoured(text: Any, temperature: float) -> None:
     prompt = text.prompt(list(range(30, 45)))

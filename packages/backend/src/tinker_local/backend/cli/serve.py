@@ -1,5 +1,6 @@
 """`tinker-local serve`: checks its options, loads the models and serves until Ctrl-C, which saves."""
 
+import atexit
 import logging
 import os
 import sys
@@ -178,7 +179,8 @@ def _serve(
     finally:
         logs.close()
     say("stopped")
-    if not loaded:  # the loading thread would crash while the interpreter shuts down
-        with suppress(OSError):
-            sys.stdout.flush()
-        os._exit(0)
+    if loaded:  # else a thread still loads models, and uses what these take away
+        atexit._run_exitfuncs()
+    with suppress(OSError):
+        sys.stdout.flush()
+    os._exit(0)  # everything is closed; with torch and vLLM loaded, the interpreter's own exit takes seconds
