@@ -528,7 +528,9 @@ MISTAKES = (
     Promise(
         "vLLM",
         "A patch of vLLM is not applied, or another version of vLLM passes it by",
-        "vllms-draw draws-not-rewound large-vocabularies-refused images-not-counted begun-sequences-not-reported",
+        "vllms-draw draws-not-rewound large-vocabularies-refused images-not-counted begun-sequences-not-reported "
+        "temperature-through-vllms-checks released-weights-stay slots-of-released-engines-noted "
+        "compiled-code-of-released-engines-stays half-a-waking-stays engines-shut-vllm-down images-encoded-each-time",
     ),
 )
 

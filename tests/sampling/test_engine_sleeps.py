@@ -172,7 +172,6 @@ async def test_a_sleep_that_fails_before_anything_moved_keeps_what_is_cached(
     "sleep_mode.py",
     "            allocator.sleep(offload_tags=_BACKED_UP)\n",
     "            pass\n",
-    cases=("2",),
 )
 @pytest.mark.parametrize("at", [0, 2])
 async def test_a_waking_that_fails_leaves_the_engine_asleep_and_may_be_tried_again(

@@ -68,7 +68,14 @@ class LowRank:
         assert self.grad_a is not None
         compat_torch.mm_into_float32(grad_h.flatten(1).T, x, self.grad_a)
 
-    def rows(self, index: torch.Tensor) -> "LowRank":
+    def add_a_gradient(self, grad_h: torch.Tensor, x: torch.Tensor) -> None:
+        """The same, added to what `write_a_gradient` wrote for other rows."""
+        assert self.grad_a is not None
+        found = torch.empty_like(self.grad_a)
+        compat_torch.mm_into_float32(grad_h.flatten(1).T, x, found)
+        self.grad_a.add_(found)
+
+    def rows(self, index: torch.Tensor | slice) -> "LowRank":
         """The same, for the tokens of `index` only."""
         others = None if self.others is None else self.others[index]
         return LowRank(self.a, self.b, others, self.grad_a, self.grad_b)

@@ -1,7 +1,7 @@
 """down(act(gate) * up), the second half of a gated MLP of transformers, in less memory than autograd takes.
 
 Autograd keeps four tensors [T, I] and has six at once in the backward. Here gate and up are kept, and the backward
-overwrites them with their gradients and the product's gradient with the product: three at once. The sums are the same.
+overwrites them with their gradients. The product and its gradient exist for a few rows at a time: two tensors at once.
 Legend: T tokens, I intermediate size, H hidden size.
 """
 
@@ -12,7 +12,7 @@ import torch
 from tinker_local.backend.training.lora_batch import LowRank, project, through, whole
 
 _ROWS = 2048
-"""Rows of the elementwise operations at a time."""
+"""Rows whose product, or gradient of it, is in memory at a time; enough to keep a GPU busy."""
 
 
 @torch.no_grad()
@@ -44,30 +44,38 @@ class GatedDown(torch.autograd.Function):
         bias: torch.Tensor | None,
         low_rank: LowRank | None,
     ) -> torch.Tensor:
-        product = torch.empty_like(up).flatten(0, -2)
-        for gate_rows, up_rows, rows in _parts(gate, up, product):
-            torch.mul(act(gate_rows), up_rows, out=rows)
-        h, output = project(product, weight, bias, low_rank, whole)
+        found = gate.new_empty(*gate.shape[:-1], len(weight))
+        output, hs = found.flatten(0, -2), list[torch.Tensor]()
+        for part, gate_rows, up_rows in _parts(gate, up):
+            of_rows = None if low_rank is None else low_rank.rows(part)
+            h_rows, output[part] = project(act(gate_rows) * up_rows, weight, bias, of_rows, whole)
+            if h_rows is not None:
+                hs.append(h_rows)
+        h = torch.cat(hs) if hs else None
         ctx.save_for_backward(gate, up, weight, h)
         ctx.act, ctx.low_rank = act, low_rank
-        return output.unflatten(0, gate.shape[:-1])
+        return found
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         gate, up, weight, h = ctx.saved_tensors
         low_rank, rows = ctx.low_rank, grad.flatten(0, -2)
         grad_h = None if low_rank is None else low_rank.up_gradient(h, (rows,))
-        product = through(rows, weight, low_rank, grad_h)  # its gradient, until `_overwrite`
-        for part in _parts(gate, up, product):
-            _overwrite(ctx.act, *part)
-        if low_rank is not None and grad_h is not None:
-            low_rank.write_a_gradient(grad_h, product)
+        for part, gate_rows, up_rows, grad_rows in _parts(gate, up, rows):
+            of_rows = None if grad_h is None else grad_h[part]
+            product = through(grad_rows, weight, low_rank, of_rows)  # its gradient, until `_overwrite`
+            _overwrite(ctx.act, gate_rows, up_rows, product)
+            if low_rank is not None and of_rows is not None:
+                (low_rank.add_a_gradient if part.start else low_rank.write_a_gradient)(of_rows, product)
         return gate.detach(), up.detach(), None, None, None, None
 
 
-def _parts(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
-    """Views of the same `_ROWS` rows of all `tensors`, [..., I]."""
-    return zip(*(tensor.detach().flatten(0, -2).split(_ROWS) for tensor in tensors), strict=True)
+def _parts(*tensors: torch.Tensor) -> Iterator[tuple[Any, ...]]:
+    """Slices of `_ROWS` rows, each with the views of all `tensors`, [..., I], there."""
+    flat = [tensor.detach().flatten(0, -2) for tensor in tensors]
+    for start in range(0, len(flat[0]), _ROWS):
+        part = slice(start, start + _ROWS)
+        yield part, *(tensor[part] for tensor in flat)
 
 
 def _overwrite(
