@@ -60,7 +60,7 @@ def test_long_polls_end_before_the_sdk_gives_up() -> None:
 
 
 @pytest.mark.mutation(
-    "results-kept-for-ever", "operations.py", "            del self._by_id[request_id]\n", "            pass\n"
+    "results-kept-for-ever", "operations.py", "for request_id in old:\n            self._drop(request_id)", "pass"
 )
 async def test_results_can_be_read_again_until_their_retention_ends_on_fakes(
     start_api: StartApi, monkeypatch: pytest.MonkeyPatch
@@ -396,3 +396,41 @@ async def test_saves_in_flight_are_finished_when_the_server_stops_on_fakes(
     path = (await operation)["path"]
     again = await start_api()
     assert (await again.ok("weights_info", {"tinker_path": path}))["lora_rank"] == 4
+
+
+@pytest.mark.mutation("results-without-bound", "operations.py", "own.size > self._session_bytes and", "False and")
+@pytest.mark.mutation(
+    "unread-results-dropped-first", "operations.py", "self.read or self.unread", "self.unread or self.read"
+)
+async def test_results_beyond_their_memory_drop_those_that_were_read_first_on_fakes(start_api: StartApi) -> None:
+    """64 answers that nobody read once kept 750 MiB."""
+    of_one = operations.OPERATION_BYTES + 2 * 100 * 4  # tokens and logprobs
+    api = await start_api(max_result_bytes_per_session=3 * of_one, max_result_bytes=4 * of_one)
+    sampler, other = await api.base_sampler(), await api.base_sampler()
+    kept = api.backend.operations
+
+    async def sample(sampler: str, seq_id: int) -> str:
+        request = await api.sample(sampler, seq_id, sampling_params={"max_tokens": 100, "stop": []})
+        known = kept.get(request)
+        assert known is not None
+        await known
+        await asyncio.sleep(0)
+        return request
+
+    first, second, third = [await sample(sampler, seq_id) for seq_id in range(3)]
+    assert kept.kept_bytes == 3 * of_one
+    await api.poll(second)
+    fourth = await sample(sampler, 3)
+    assert [request for request in (first, second, third, fourth) if kept.get(request) is None] == [second]
+    await sample(sampler, 4)  # nothing was read: the oldest goes
+    assert kept.get(first) is None
+    answer = await api.poll(first)
+    assert answer.status_code == 410  # the SDK samples again
+    assert "--max-results-memory-per-session" in answer.text
+    mine = [await sample(other, seq_id) for seq_id in range(2)]  # beyond what all may have: of whom has most
+    assert kept.get(third) is None
+    assert all(kept.get(request) is not None for request in mine)
+    assert kept.kept_bytes == 4 * of_one
+    for request in (*mine, fourth):
+        kept.forget(request)
+    assert kept.kept_bytes == of_one

@@ -228,6 +228,8 @@ def test_options_of_the_command_are_those_of_a_backend_with_its_defaults_on_fake
         "--max-queued-requests-per-session": ("4", {"max_queued_requests_per_session": 4}),
         "--max-queued-memory": ("2", {"max_queued_bytes": 2**31}),
         "--max-queued-memory-per-session": ("0.25", {"max_queued_bytes_per_session": 2**28}),
+        "--max-results-memory": ("3", {"max_result_bytes": 3 * 2**30}),
+        "--max-results-memory-per-session": ("0.5", {"max_result_bytes_per_session": 2**29}),
         "--quota": ("bob:adapters=2", {"quotas": (OwnerQuota("bob", (("adapters", 2),)),)}),
         "--kv-cache": ("1.5", {"kv_cache_bytes": 3 * 2**29}),
         "--gpu-memory-utilization": ("0.5", {"gpu_memory_utilization": 0.5}),

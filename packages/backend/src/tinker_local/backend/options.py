@@ -220,6 +220,18 @@ class BackendOptions:
     max_queued_bytes_per_session: Annotated[
         int, CommandOption("The same, for one session.", flag="--max-queued-memory-per-session", gib=True)
     ] = 2**30
+    max_result_bytes: Annotated[
+        int,
+        CommandOption(
+            "Maximum size of all results that clients may still read. Beyond it, those are dropped that were read "
+            "first, and then those that nobody has read for longest, of the session that has most.",
+            flag="--max-results-memory",
+            gib=True,
+        ),
+    ] = 8 * 2**30
+    max_result_bytes_per_session: Annotated[
+        int, CommandOption("The same, for one session.", flag="--max-results-memory-per-session", gib=True)
+    ] = 2 * 2**30
     max_ephemeral_bytes_per_session: Annotated[
         int,
         CommandOption(

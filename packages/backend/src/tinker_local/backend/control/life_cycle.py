@@ -97,7 +97,9 @@ class ControlPlane:
         self._closing.push_async_callback(self.models.close)
         await load_base_models(self.models, self._sources, options, self._load, self._progress)
         self.sessions = Sessions(self.store, options.session_timeout, self._end_session)
-        self.operations = Operations(options.result_retention)
+        self.operations = Operations(
+            options.result_retention, options.max_result_bytes_per_session, options.max_result_bytes
+        )
         uses = CheckpointUses()
         signatures = Signatures(options.data_dir, self._clock)
         versions = SamplerVersions(self.store, self.folders, self.models)

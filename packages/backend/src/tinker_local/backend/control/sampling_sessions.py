@@ -367,7 +367,7 @@ class Sampling:
                 for sequence, sequence_id in zip(output.sequences, operation.sequence_ids, strict=True)
             )
             self._ended(session, operation)
-            operation.succeed(output.model_copy(update={"sequences": sequences}))
+            operation.succeed(output.model_copy(update={"sequences": sequences}), bytes_of(output))
         except Exception as error:
             self._ended(session, operation)
             operation.fail_from(error)
@@ -474,6 +474,19 @@ def count(base: ServedModel, work: SampleWork, output: SampleOutput) -> None:
     counts.samples += len(output.sequences)
     counts.prompt_tokens += work.prompt.length
     counts.sampled_tokens += sampled_tokens(output)
+
+
+def bytes_of(output: SampleOutput) -> int:
+    """Of its arrays."""
+    scores, alternatives = output.target_prompt_logprobs, output.prompt_alt_tokens
+    tensors = [] if scores is None else [scores]
+    if alternatives is not None:
+        tensors += [alternatives.tokens, alternatives.logprobs]
+    topk = [output.topk_prompt_logprobs, *(sequence.topk_logprobs for sequence in output.sequences)]
+    arrays = [output.prompt_logprobs, *(tensor.data for tensor in tensors)]
+    arrays += [array for each in topk if each is not None for array in (each.token_ids, each.logprobs)]
+    arrays += [array for sequence in output.sequences for array in (sequence.tokens, sequence.logprobs)]
+    return sum(array.nbytes for array in arrays if array is not None)
 
 
 def sampled_tokens(output: SampleOutput) -> int:

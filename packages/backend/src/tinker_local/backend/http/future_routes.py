@@ -82,7 +82,9 @@ async def retrieve_future(request: Request, backend: Backend) -> Response:
             waiting["queue_state_reason"] = state.reason
         return JSONResponse(waiting, 408)
     try:
-        return await encode(await operation)
+        answer = await encode(await operation)
+        backend.operations.was_read(operation)
+        return answer
     except ApiError as error:
         return failure(error)
     except Exception as error:  # a 5xx would be polled again for ever

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import math
 import time
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Collection, Generator, Iterable
@@ -129,6 +130,7 @@ class Operation(Generic[T]):
     sequence_ids: of a sample, one per requested sequence.
     failures: counts errors by category; None until the base model is known.
     timeline: when it was in which stage.
+    size: bytes of its result, if they are many.
     """
 
     def __init__(self, request_id: str, kind: OperationKind, sequence_ids: tuple[str, ...] = ()) -> None:
@@ -138,6 +140,7 @@ class Operation(Generic[T]):
         self.finished_at: float | None = None
         self.failures: Counter[Category] | None = None
         self.timeline = Timeline(request_id, kind)
+        self.size = 0
         self._future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
@@ -158,9 +161,10 @@ class Operation(Generic[T]):
         """Call `note` on the event loop when the operation has ended, or soon if it has."""
         self._future.add_done_callback(lambda _: note(self))
 
-    def succeed(self, result: T) -> None:
-        """Set the result; a no-op on an operation that is done."""
+    def succeed(self, result: T, size: int = 0) -> None:
+        """Set the result, of `size` bytes; a no-op on an operation that is done."""
         if not self._future.done():
+            self.size = size
             self.finished_at = time.monotonic()
             self.timeline.end()
             self._future.set_result(result)
@@ -212,24 +216,78 @@ def as_api_error(error: BaseException) -> ApiError:
     return InternalError(f"{type(error).__name__}: {error}")
 
 
-class Operations:
-    """All operations by request id. A result can be read for `retention` seconds.
+OPERATION_BYTES = 4096
+"""Counted for an operation, besides the arrays of its result."""
 
+
+@dataclass(slots=True, eq=False)
+class KeptResults:
+    """What one session has of results, `size` bytes in all: request ids and bytes, the oldest first."""
+
+    unread: OrderedDict[str, int] = field(default_factory=OrderedDict)
+    read: OrderedDict[str, int] = field(default_factory=OrderedDict)
+    size: int = 0
+
+    def oldest(self) -> str:
+        """The next to be dropped: the one that was read first, or that ended first if none was read."""
+        return next(iter(self.read or self.unread))
+
+
+class Operations:
+    """All operations by request id. A result can be read for `retention` seconds, and again, because the SDK asks once
+    more if its connection breaks.
+
+    Results of at most `session_bytes` are kept for a session, and of `all_bytes` for all. Beyond that a new one drops
+    older ones of its session, or of the session that has most.
     `recorder` keeps the timeline of each operation whose base model is known.
     """
 
-    def __init__(self, retention: float) -> None:
+    def __init__(self, retention: float, session_bytes: float = math.inf, all_bytes: float = math.inf) -> None:
         self._retention = retention
+        self._session_bytes, self._all_bytes = session_bytes, all_bytes
         self.recorder = TraceRecorder()
+        self.kept_bytes = 0
         self._by_id: OrderedDict[str, Operation[Any]] = OrderedDict()
+        self._kept: dict[str, KeptResults] = {}
 
     def add(self, operation: Operation[Any]) -> None:
         self._by_id[operation.request_id] = operation
+        operation.when_done(self._keep)
         if operation.failures is not None:
             self.recorder.record(operation.timeline)
 
     def get(self, request_id: str) -> Operation[Any] | None:
         return self._by_id.get(request_id)
+
+    def _keep(self, operation: Operation[Any]) -> None:
+        """Count the result of an operation that has ended, and drop older ones for which there is no room."""
+        if self._by_id.get(operation.request_id) is not operation:
+            return
+        own = self._kept.setdefault(session_of(owner_of(operation.request_id)), KeptResults())
+        own.unread[operation.request_id] = size = OPERATION_BYTES + operation.size
+        own.size += size
+        self.kept_bytes += size
+        while own.size > self._session_bytes and own.oldest() != operation.request_id:
+            self._drop(own.oldest())
+        while self.kept_bytes > self._all_bytes and len(self._by_id) > 1:
+            self._drop(max(self._kept.values(), key=lambda kept: kept.size).oldest())
+
+    def was_read(self, operation: Operation[Any]) -> None:
+        """A client got the result: it is dropped before those that were not read."""
+        own = self._kept.get(session_of(owner_of(operation.request_id)))
+        if own is not None and (size := own.unread.pop(operation.request_id, None)) is not None:
+            own.read[operation.request_id] = size
+
+    def _drop(self, request_id: str) -> None:
+        """Forget an operation that has ended."""
+        del self._by_id[request_id]
+        session_id = session_of(owner_of(request_id))
+        own = self._kept.get(session_id, KeptResults())
+        size = own.unread.pop(request_id, 0) + own.read.pop(request_id, 0)
+        own.size -= size
+        self.kept_bytes -= size
+        if not own.size:
+            self._kept.pop(session_id, None)
 
     def repeated(self, request_id: str, kind: OperationKind) -> Operation[Any] | None:
         """The operation that a client submits again; InvalidRequestError if its id belongs to another kind."""
@@ -248,7 +306,7 @@ class Operations:
         """Drop the result of a finished operation; ignores others and unknown ids."""
         operation = self._by_id.get(request_id)
         if operation is not None and operation.done:
-            self._by_id.pop(request_id)
+            self._drop(request_id)
 
     def unfinished(self) -> list[Operation[Any]]:
         return [operation for operation in self._by_id.values() if not operation.done]
@@ -258,7 +316,7 @@ class Operations:
         limit = time.monotonic() - self._retention
         old = [o.request_id for o in self._by_id.values() if o.finished_at is not None and o.finished_at < limit]
         for request_id in old:
-            del self._by_id[request_id]
+            self._drop(request_id)
 
     def __len__(self) -> int:
         return len(self._by_id)

@@ -262,7 +262,8 @@ class TrainScheduler:
         """Convert a result to public types in a thread (a thousand datums take a while) while the trainer continues."""
         command.operation.timeline.enter("finishing")
         try:
-            command.operation.succeed(await ENCODING.run(to_output, result))
+            size = sum(array.nbytes for output in result.outputs for array in output.values())
+            command.operation.succeed(await ENCODING.run(to_output, result), size)
         except Exception as error:
             log.exception("%s failed", command.operation.request_id)
             command.queue.fail(command, as_api_error(error))
