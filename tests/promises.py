@@ -384,7 +384,8 @@ MISTAKES = (
     Promise(
         "operation",
         "Bodies and results are kept for ever, or pools are exhausted",
-        "bodies-in-the-database results-kept-for-ever results-without-bound unread-results-dropped-first pool-exhausted",
+        "bodies-in-the-database results-kept-for-ever results-without-bound "
+        "unread-results-dropped-first pool-exhausted",
         ("http/test_http_futures_on_fakes.py::test_five_hundred_samples_at_once_are_all_answered_on_fakes",),
     ),
     Promise(
