@@ -170,3 +170,35 @@ async def test_json_is_refused_by_its_number_of_values_before_it_is_parsed_on_fa
         answer = await api.http.post(f"/api/v1/{path}", content=body, headers={"Content-Type": "application/json"})
         assert answer.status_code == 400
         assert "JSON values" in answer.json()["detail"]
+
+
+@pytest.mark.mutation(
+    "text-prompts-of-any-size", "sampling_routes.py", "(MAX_IMAGE_BYTES if backend.models.take_images else 0)", "2**40"
+)
+@pytest.mark.parametrize("images", [False, True], ids=["text", "images"])
+async def test_json_is_refused_by_the_bytes_that_context_and_images_need_on_fakes(
+    api: Api, images: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tinker_local.backend.http import sampling_routes as routes
+    from tinker_local.backend.http.bodies import MAX_JSON_BYTES
+
+    monkeypatch.setattr(routes, "MAX_IMAGE_BYTES", 2**21)
+    monkeypatch.setattr(api.engines["fake/bigram"].renderer, "takes_images", images, raising=False)
+    context = api.engines["fake/bigram"].sampler.max_context_length
+    limit = MAX_JSON_BYTES + routes.BYTES_PER_VALUE * routes.VALUES_PER_POSITION * context + images * 2**21
+    body = json.dumps(api.sample_body(await api.base_sampler(), 0)).encode()
+    headers = {"Content-Type": "application/json"}
+    read = 0
+
+    async def parts(size: int) -> Any:
+        nonlocal read
+        yield body
+        for _ in range(0, size - len(body), 2**16):
+            read += 2**16
+            yield b" " * 2**16
+
+    answer = await api.http.post("/api/v1/asample", content=parts(2 * limit), headers=headers)
+    assert answer.status_code == 400
+    assert f"over the limit of {limit} bytes" in answer.json()["detail"]
+    assert read <= limit + 2**17
+    assert (await api.http.post("/api/v1/asample", content=parts(limit - 2**17), headers=headers)).status_code == 200

@@ -149,7 +149,14 @@ def _serve(
 ) -> None:
     from rich.markup import escape
     from tinker_local.backend.backend import InProcessBackend
-    from tinker_local.backend.http.server import allow_many_connections, bind, event_loop, run, url_of
+    from tinker_local.backend.http.server import (
+        allow_many_connections,
+        bind,
+        event_loop,
+        let_threads_alternate,
+        run,
+        url_of,
+    )
     from tinker_local.backend.models.load_engines import load_fake
     from tinker_local.types import ApiError
 
@@ -158,6 +165,7 @@ def _serve(
             console.print(text)
 
     allow_many_connections()
+    let_threads_alternate()
     try:
         listening = bind(host, port)
     except OSError as error:

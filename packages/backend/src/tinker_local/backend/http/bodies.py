@@ -1,5 +1,6 @@
 """Reading request bodies: bounded before they are held, unpacked or parsed."""
 
+import math
 from collections import Counter
 from typing import TypeVar
 
@@ -16,8 +17,8 @@ Body = bytes | bytearray
 MAX_GRADIENT_BYTES = 512 * 2**20
 """Of a forward/backward, as sent and as unpacked: one datum may hold many images. A chunk of the SDK is about 5 MB."""
 
-MAX_SAMPLE_BYTES = 128 * 2**20
-"""Of a request for samples, whose prompt may hold images in base64."""
+MAX_IMAGE_BYTES = 128 * 2**20
+"""Of a request for samples, for images in base64, besides what the context length allows."""
 
 MAX_JSON_BYTES = 2**20
 """Of any other JSON body. Parsed JSON takes many times the memory of its text."""
@@ -33,13 +34,19 @@ MAX_RATIO, ANY_RATIO_BYTES = 200, 32 * 2**20
 to about a tenth; a bomb reaches a ratio of 30,000.)"""
 
 
-async def read_body(request: Request, limit: int = MAX_JSON_BYTES) -> bytearray:
-    """The body as sent; InvalidRequestError as soon as it is over `limit`."""
+async def read_body(request: Request, limit: int = MAX_JSON_BYTES, values: float = MAX_JSON_VALUES) -> bytearray:
+    """The body as sent; InvalidRequestError as soon as it is over `limit` bytes, or has more than `values` JSON values
+    (infinity: it is no JSON).
+
+    A JSON text has at most one value for each comma and each opening bracket. They are counted as they come, at the
+    speed of memory; the parser needs a hundred times as long, and memory for each.
+    """
     declared = request.headers.get("content-length")
     if declared is not None and declared.isdigit() and int(declared) > limit:
         raise InvalidRequestError(f"body: {declared} bytes are over the limit of {limit}")
     # It grows with each part. To join the parts of 200 MB at their end would hold the event loop for as long as the
     # system needs to hand out so much memory, up to a second.
+    found = 1
     body, counted, owner = bytearray(), 0, caller_of(request).owner
     try:
         async for part in request.stream():
@@ -48,6 +55,13 @@ async def read_body(request: Request, limit: int = MAX_JSON_BYTES) -> bytearray:
             if counted > limit:
                 raise InvalidRequestError(f"body: over the limit of {limit} bytes")
             _check_unfinished(owner)
+            if values < math.inf:
+                found += sum(part.count(mark) for mark in (b",", b"[", b"{"))
+                if found > values:
+                    raise InvalidRequestError(
+                        f"body: {counted} bytes of it have more than {values} JSON values, the most that this request "
+                        "can need"
+                    )
             body += part
         return body
     finally:
@@ -107,21 +121,16 @@ def unpack(body: Body, encoding: str | None) -> Body:
 async def parse(request: Request, model: type[M], limit: int = MAX_JSON_BYTES, values: int = MAX_JSON_VALUES) -> M:
     """The JSON body as `model`, if it has at most `limit` bytes and `values` values and names nothing of another
     owner; an empty body reads as `{}`."""
-    body = await parse_json(await read_body(request, limit) or b"{}", model, values)
+    body = await parse_json(await read_body(request, limit, values) or b"{}", model)
     await check_own_body(request, body)
     return body
 
 
-async def parse_json(body: Body, model: type[M], values: int = MAX_JSON_VALUES) -> M:
+async def parse_json(body: Body, model: type[M]) -> M:
     """`body` as `model`; InvalidRequestError names what is wrong."""
     if len(body) <= INLINE_BYTES:
         return validate(body, model)
-    return await PARSING.run(_validate_large, body, model, values)
-
-
-def _validate_large(body: Body, model: type[M], values: int) -> M:
-    check_values(body, values)
-    return validate(body, model)
+    return await PARSING.run(validate, body, model)
 
 
 def validate(body: Body, model: type[M]) -> M:
@@ -130,19 +139,3 @@ def validate(body: Body, model: type[M]) -> M:
         return model.model_validate_json(body)
     except ValidationError as error:
         raise invalid(error) from None
-
-
-COUNTED_AT_ONCE = 2**20
-"""Bytes that are counted without letting another thread run."""
-
-
-def check_values(body: Body, most: int) -> None:
-    """InvalidRequestError if a JSON text may have more than `most` values: it has at most one for each comma and each
-    opening bracket. Counted at the speed of memory; the parser needs a hundred times as long, and memory for each."""
-    found = 1
-    for start in range(0, len(body), COUNTED_AT_ONCE):
-        found += sum(body.count(mark, start, start + COUNTED_AT_ONCE) for mark in (b",", b"[", b"{"))
-        if found > most:
-            raise InvalidRequestError(
-                f"body: {len(body)} bytes with more than {most} JSON values, the most that this request can need"
-            )

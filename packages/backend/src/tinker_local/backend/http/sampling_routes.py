@@ -4,7 +4,7 @@ from typing import Any, Literal
 
 from fastapi import APIRouter, Request
 from tinker_local.backend.http.access import Backend
-from tinker_local.backend.http.bodies import MAX_JSON_VALUES, MAX_SAMPLE_BYTES, parse
+from tinker_local.backend.http.bodies import MAX_IMAGE_BYTES, MAX_JSON_BYTES, MAX_JSON_VALUES, parse
 from tinker_local.backend.http.future_routes import promise
 from tinker_local.types import CreateSamplingSessionRequest, Frozen, SampleRequest
 from tinker_local.types.requests_and_results import Id
@@ -14,6 +14,9 @@ router = APIRouter(tags=["sampling"])
 VALUES_PER_POSITION = 64
 """JSON values in a request for samples for each position of the context: its token, and targets of
 `target_prompt_logprobs`."""
+
+BYTES_PER_VALUE = 12
+"""A token id of seven digits, a comma and a space, and some for what is around."""
 
 
 class JoinBody(Frozen):
@@ -36,8 +39,10 @@ async def join_sampling_session(request: Request, backend: Backend) -> dict[str,
 
 @router.post("/asample")
 async def asample(request: Request, backend: Backend) -> dict[str, Any]:
-    most = MAX_JSON_VALUES + VALUES_PER_POSITION * backend.models.longest_context
-    return promise(await backend.sampling.sample(await parse(request, SampleRequest, MAX_SAMPLE_BYTES, most)))
+    values = VALUES_PER_POSITION * backend.models.longest_context
+    most = MAX_JSON_BYTES + BYTES_PER_VALUE * values + (MAX_IMAGE_BYTES if backend.models.take_images else 0)
+    body = await parse(request, SampleRequest, most, MAX_JSON_VALUES + values)
+    return promise(await backend.sampling.sample(body))
 
 
 @router.get("/samplers/{sampler_id}")

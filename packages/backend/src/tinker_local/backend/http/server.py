@@ -6,6 +6,7 @@ import resource
 import secrets
 import signal
 import socket
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -45,6 +46,16 @@ def allow_many_connections() -> None:
     limit of 1024 is usual."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+SWITCH_SECONDS = 0.0005
+"""After which a thread gives up the GIL if another waits. Python's 5 ms, for each of some threads that compute and for
+each time the event loop had nothing to do, make a sample of one token take half a second."""
+
+
+def let_threads_alternate() -> None:
+    """Let the event loop of this process go on soon while other threads compute."""
+    sys.setswitchinterval(SWITCH_SECONDS)
 
 
 def event_loop() -> asyncio.Runner:

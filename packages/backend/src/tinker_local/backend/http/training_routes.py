@@ -4,6 +4,7 @@ A malformed body that names its model and `seq_id` is not refused here. Its oper
 because the SDK's training client hangs if a submit in the middle of a group is refused.
 """
 
+import math
 from collections.abc import Awaitable, Callable
 from typing import Any, Literal, TypeVar
 
@@ -70,7 +71,7 @@ async def get_info(request: Request, backend: Backend) -> dict[str, Any]:
 
 @router.post("/forward_backward")
 async def forward_backward(request: Request, backend: Backend) -> dict[str, Any]:
-    body = await read_body(request, MAX_GRADIENT_BYTES)
+    body = await read_body(request, MAX_GRADIENT_BYTES, math.inf)
     encoding = request.headers.get("content-encoding")
 
     def envelope() -> tuple[ForwardBackwardEnvelope, int]:

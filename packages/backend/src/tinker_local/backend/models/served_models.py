@@ -193,6 +193,11 @@ class ServedModels:
         """Of the models that are served."""
         return max((model.max_context_length for model in self.distinct()), default=0)
 
+    @property
+    def take_images(self) -> bool:
+        """Whether one of them takes images."""
+        return any(model.engines.renderer.takes_images for model in self.distinct())
+
     async def close(self) -> None:
         """Stop all models."""
         for model in self.distinct():
