@@ -136,7 +136,8 @@ PROMISES = (
         "bodies-parsed-on-the-loop results-encoded-on-the-loop images-rendered-on-the-loop disk-on-the-loop "
         "all-silent-sessions-at-once images-take-the-threads-of-text places-kept-for-newcomers "
         "images-of-training-take-the-threads-of-text images-of-a-session-take-all-preparations "
-        "images-of-training-take-no-turns owners-get-places-by-their-sessions prompts-without-bound",
+        "images-of-training-take-no-turns owners-get-places-by-their-sessions prompts-without-bound "
+        "text-prompts-of-any-size",
         ("http/test_http_event_loop_on_fakes.py::test_large_body_does_not_hold_up_heartbeats_on_fakes",),
     ),
     Promise(

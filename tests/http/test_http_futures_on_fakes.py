@@ -403,7 +403,7 @@ async def test_saves_in_flight_are_finished_when_the_server_stops_on_fakes(
     "unread-results-dropped-first", "operations.py", "self.read or self.unread", "self.unread or self.read"
 )
 async def test_results_beyond_their_memory_drop_those_that_were_read_first_on_fakes(start_api: StartApi) -> None:
-    """64 answers that nobody read once kept 750 MiB."""
+    """64 unread answers once kept 750 MiB."""
     of_one = operations.OPERATION_BYTES + 2 * 100 * 4  # tokens and logprobs
     api = await start_api(max_result_bytes_per_session=3 * of_one, max_result_bytes=4 * of_one)
     sampler, other = await api.base_sampler(), await api.base_sampler()

@@ -224,7 +224,7 @@ class BackendOptions:
         int,
         CommandOption(
             "Maximum size of all results that clients may still read. Beyond it, those are dropped that were read "
-            "first, and then those that nobody has read for longest, of the session that has most.",
+            "first, and then the oldest unread ones, of the session that has most.",
             flag="--max-results-memory",
             gib=True,
         ),

@@ -36,7 +36,7 @@ to about a tenth; a bomb reaches a ratio of 30,000.)"""
 
 async def read_body(request: Request, limit: int = MAX_JSON_BYTES, values: float = MAX_JSON_VALUES) -> bytearray:
     """The body as sent; InvalidRequestError as soon as it is over `limit` bytes, or has more than `values` JSON values
-    (infinity: it is no JSON).
+    (infinity: a body of another kind).
 
     A JSON text has at most one value for each comma and each opening bracket. They are counted as they come, at the
     speed of memory; the parser needs a hundred times as long, and memory for each.
