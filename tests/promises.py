@@ -505,7 +505,7 @@ MISTAKES = (
         "operation",
         "Training keeps activations and gradients in memory that no layer's backward reads",
         "gated-mlp-as-autograd-keeps-it norm-as-autograd-keeps-it gradient-of-hidden-states-kept "
-        "kept-on-meta-counted-once plan-of-the-other-decoder",
+        "kept-on-meta-counted-once plan-of-the-other-decoder whole-product-of-a-gated-mlp",
     ),
     Promise(
         "operation",
@@ -531,7 +531,7 @@ MISTAKES = (
         "vLLM",
         "A patch of vLLM is not applied, or another version of vLLM passes it by",
         "vllms-draw draws-not-rewound large-vocabularies-refused images-not-counted begun-sequences-not-reported "
-        "temperature-through-vllms-checks released-weights-stay slots-of-released-engines-noted "
+        "temperature-through-vllms-checks slots-of-released-engines-noted "
         "compiled-code-of-released-engines-stays half-a-waking-stays engines-shut-vllm-down images-encoded-each-time",
     ),
 )

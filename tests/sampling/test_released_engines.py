@@ -61,7 +61,6 @@ print("left", sum(weight() is not None for weight in weights), "of", len(weights
 """
 
 
-@pytest.mark.mutation("released-weights-stay", "release_engine.py", "    runner.model = None\n", "")
 @pytest.mark.mutation(
     "slots-of-released-engines-noted", "release_engine.py", "    _forget_lora_pointers(lora_worker(engine))\n", ""
 )
