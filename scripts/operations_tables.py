@@ -9,8 +9,14 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 from prometheus_client.core import CounterMetricFamily
 from tinker_local.backend import options
+from tinker_local.backend.control import sessions, training_commands
+from tinker_local.backend.http import bodies, connections, sampling_routes
 from tinker_local.backend.http.metrics_routes import EXPORTED, OF_OWNERS, OWNER_LABELS
 from tinker_local.backend.options import BackendOptions, CommandOption
+from tinker_local.backend.rendering import decoding
+from tinker_local.backend.sampling import sampler
+from tinker_local.backend.scheduling import sample_turns
+from tinker_local.types import codec, requests_and_results
 
 PAGE = Path(__file__).parent.parent / "docs" / "operations.md"
 END = "<!-- end -->\n"
@@ -67,9 +73,50 @@ def _notes() -> Iterator[tuple[str, str]]:
             yield field.target.id, " ".join(str(note.value.value).split())
 
 
+LIMITS: dict[str, tuple[float, ...]] = {
+    "bytes of a request line with its headers": (connections.MAX_HEAD_BYTES,),
+    "headers of a request": (connections.MAX_HEADERS,),
+    "seconds in which a head must come": (connections.HEAD_SECONDS,),
+    "seconds in which a body must come, with one more for each so many bytes": (
+        connections.BODY_SECONDS,
+        connections.BODY_BYTES_A_SECOND,
+    ),
+    "connections; fewer if fewer files may be open": (connections.MAX_CONNECTIONS,),
+    "bytes of unfinished bodies, of an owner and of all": (
+        bodies.MAX_UNFINISHED_BYTES_OF_AN_OWNER,
+        bodies.MAX_UNFINISHED_BYTES,
+    ),
+    "bytes of a forward_backward, as sent and as unpacked": (bodies.MAX_GRADIENT_BYTES,),
+    "datums of a forward_backward": (codec.MAX_DATUMS,),
+    "chunks, tensors and spans of a forward_backward": (codec.MAX_PARTS,),
+    "bytes of a forward_backward besides its data": (codec.MAX_OTHER_BYTES,),
+    "cells of its tensors when dense": (training_commands.MAX_CELLS,),
+    "seconds of a thread to prepare a forward_backward": (training_commands.MAX_PREPARATION_SECONDS,),
+    "bytes of images in a request for samples, besides what the context length allows": (bodies.MAX_IMAGE_BYTES,),
+    "JSON values in a request for samples, for each position of the context length, and besides": (
+        sampling_routes.VALUES_PER_POSITION,
+        bodies.MAX_JSON_VALUES,
+    ),
+    "bytes and values of any other JSON": (bodies.MAX_JSON_BYTES, bodies.MAX_JSON_VALUES),
+    "characters of an id": (requests_and_results.LONGEST_ID,),
+    "pixels of images in flight; a larger one goes alone": (decoding.MAX_PIXELS,),
+    "positions of prompts that the sampler has not read, when another session waits": (sample_turns.PROMPTS_AHEAD,),
+    "sequences beyond those that run at once, for sessions that have none": (sampler.RESERVED,),
+    "silent sessions that end at one time": (sessions.MOST_ENDING,),
+}
+"""What is bounded without an option, and by how much."""
+
+
+def limits() -> str:
+    """One line for each of `LIMITS`."""
+    lines = ["| at most | |", "| ---: | --- |"]
+    lines += [f"| {', '.join(f'{most:,.12g}' for most in given)} | {what} |" for what, given in LIMITS.items()]
+    return "\n".join(lines) + "\n"
+
+
 def page(text: str) -> str:
     """`text` with the tables of now."""
-    for name, table in (("options", settings), ("metrics", metrics)):
+    for name, table in (("options", settings), ("limits", limits), ("metrics", metrics)):
         begin = f"<!-- {name}: scripts/operations_tables.py -->\n"
         before, found, rest = text.partition(begin)
         _, end, after = rest.partition(END)
