@@ -1,5 +1,6 @@
 """Small bodies that would become large: refused before anything is built of them."""
 
+import base64
 import json
 from typing import Any
 
@@ -12,6 +13,7 @@ from tinker_local.types.requests_and_results import LONGEST_ID, ForwardBackwardR
 from tinker_local.types.wire import tinker_local_wire_pb2 as wire
 
 from tests.http.conftest import Api, datum
+from tests.http.test_http_off_the_loop_on_fakes import png
 
 EMPTY_DATUM, UNKNOWN_FIELD = b"\x1a\x00", b"\xa0\x06\x00"
 
@@ -202,3 +204,23 @@ async def test_json_is_refused_by_the_bytes_that_context_and_images_need_on_fake
     assert f"over the limit of {limit} bytes" in answer.json()["detail"]
     assert read <= limit + 2**17
     assert (await api.http.post("/api/v1/asample", content=parts(limit - 2**17), headers=headers)).status_code == 200
+
+
+@pytest.mark.more
+async def test_the_largest_ordinary_requests_pass_every_limit_on_fakes(api: Api) -> None:
+    """4,096 datums, as the cookbook sends them in one batch; a datum and a prompt of the whole context, with targets
+    for each position; and an image."""
+    model = await api.model()
+    context = api.engines["fake/bigram"].sampler.max_context_length
+    tokens = [100 + place % 400 for place in range(context)]
+    for seq_id, data in enumerate([(datum([5, 6, 7]),) * 4096, (datum(tokens),)], 1):
+        request = ForwardBackwardRequest(model_id=model, seq_id=seq_id, data=data, loss_fn="cross_entropy")
+        sent = await api.send_gradient(encode_forward_backward_request(request))
+        assert len((await api.result(sent.json()["request_id"])).loss_fn_outputs) == len(data)
+    sampler = await api.base_sampler()
+    image = {"type": "image", "data": base64.b64encode(png()).decode(), "format": "png"}
+    for seq_id, chunks in enumerate(
+        [[{"type": "encoded_text", "tokens": tokens[:-4]}], [{"type": "encoded_text", "tokens": tokens[:-9]}, image]]
+    ):
+        body = api.sample_body(sampler, seq_id, topk_prompt_logprobs=20, prompt_logprobs=True)
+        await api.result(await api.submit("asample", {**body, "prompt": {"chunks": chunks}}))
