@@ -163,7 +163,7 @@ PROMISES = (
         "older-folder-wins deleted-checkpoint-comes-back flipped-bytes-are-loaded backup-without-a-second-look "
         "jump-of-the-clock-deletes model-of-a-finished-session-lives stop-loses-training autosave-without-optimizer "
         "autosave-reads-the-run-itself copy-shares-its-numbers "
-        "silent-session-loses-training hangup-kills",
+        "silent-session-loses-training hangup-kills interpreter-destroyed-at-exit exit-without-clean-up",
         ("storage/test_storage_kill.py::test_acknowledged_checkpoints_survive_kill_minus_nine",),
     ),
     Promise(
