@@ -151,7 +151,7 @@ class BackendOptions:
         EnginePlace | None,
         CommandOption(
             "Sample in the server's process, or in a separate one for each base model, which does not share the GIL, "
-            "and is started again if it ends or hangs. Default: inline."
+            "and is started again if it ends or hangs. Default: process on GPU, inline on CPU and with --fake."
         ),
     ] = None
     sampler_timeout: Annotated[

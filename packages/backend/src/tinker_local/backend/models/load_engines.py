@@ -197,7 +197,7 @@ def load_real(source: ModelSource, options: BackendOptions) -> Engines:
         decoder=options.decoder,
     )
     make_sampler = functools.partial(make_vllm_sampler, engine)
-    places = options.sampler or "inline", make_sampler, engine_place(options.trainer), make_trainer
+    places = engine_place(options.sampler), make_sampler, engine_place(options.trainer), make_trainer
     with starting(options, *places) as (load_sampler, load_trainer):
         sampler: Sampler = load_sampler()
         trainer: Trainer = load_trainer()
