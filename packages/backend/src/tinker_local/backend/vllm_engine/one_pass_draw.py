@@ -6,8 +6,6 @@ noise, race), which is 4 % of a step of 512 sequences of an 8B model on an H200.
 Shape suffixes: b rows, v vocabulary.
 """
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -41,17 +39,9 @@ def draw(logits_bv: torch.Tensor, temperature_b: torch.Tensor, seed: int) -> tup
 
 
 @triton.jit(do_not_specialize=["seed"])
-def _draw(
-    logits: Any,
-    temperatures: Any,
-    ids: Any,
-    logprobs: Any,
-    stride: Any,
-    width: Any,
-    seed: Any,
-    greedy: tl.constexpr,
-    span: tl.constexpr,
-) -> None:
+def _draw(  # type: ignore[no-untyped-def]
+    logits, temperatures, ids, logprobs, stride, width: tl.constexpr, seed, greedy: tl.constexpr, span: tl.constexpr
+):  # fmt: skip
     row = tl.program_id(0)
     row_logits = logits + row.to(tl.int64) * stride
     temperature = tl.load(temperatures + row)
@@ -87,7 +77,7 @@ def _draw(
 
 
 @triton.jit
-def _gumbel(bits: Any) -> Any:
+def _gumbel(bits):  # type: ignore[no-untyped-def]
     """-log(e) with e ~ Exp(1). The largest values, which win, come from the smallest e; these are exact to float32,
     since -log(1 - u) is close to u + u^2 / 2 there."""
     u = (bits.to(tl.uint32, bitcast=True).to(tl.float32) + 0.5) * 2.3283064365386963e-10
