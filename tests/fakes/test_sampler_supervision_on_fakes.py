@@ -10,13 +10,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import httpx
 import pytest
-from tinker_local.backend import BackendOptions, InProcessBackend, ModelSource
+from tinker_local.backend import BackendOptions, ModelSource
 from tinker_local.backend.fakes import FakeMemory, FakeModel, FakeRenderer, FakeSampler, FakeTrainer
-from tinker_local.backend.http.app import create_app
 from tinker_local.backend.models import supervision
-from tinker_local.backend.models.served_models import Engines, ServedModel
+from tinker_local.backend.models.served_models import Engines
 from tinker_local.backend.process import calls
 from tinker_local.backend.process.process_group import ProcessEndedError
 from tinker_local.backend.sampling.process_sampler import ProcessSampler
@@ -25,8 +23,8 @@ from tinker_local.backend.scheduling.memory_sharing import Gate, MemorySharing, 
 from tinker_local.types import InternalError
 
 from tests.http.conftest import BASE, Api
+from tests.http.supervised_apps import OTHER, apps, served, works_again
 
-OTHER = "fake/other"
 Start = Callable[..., Awaitable[Api]]
 
 
@@ -42,7 +40,6 @@ def samplers(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 @pytest.fixture
 async def start(tmp_path: Path, samplers: ModuleType) -> AsyncIterator[Start]:
     """`start(models=(...))`: an app whose samplers are in processes."""
-    started: list[Api] = []
 
     async def begin(models: tuple[str, ...] = (BASE,), **options: Any) -> Api:
         def load(source: ModelSource, options: BackendOptions) -> Engines:
@@ -51,22 +48,10 @@ async def start(tmp_path: Path, samplers: ModuleType) -> AsyncIterator[Start]:
             sampler.load()
             return Engines(FakeRenderer(model), FakeTrainer(model), sampler, arch="fake", tolerance=1e-4)
 
-        sources = [ModelSource.parse(name) for name in models]
-        backend = InProcessBackend(sources, BackendOptions(data_dir=tmp_path / "data", **options), load=load)
-        await backend.start()
-        transport = httpx.ASGITransport(create_app(backend), raise_app_exceptions=False)
-        http = httpx.AsyncClient(transport=transport, base_url="http://localhost", trust_env=False)
-        started.append(Api(backend, http))
-        return started[-1]
+        return await start_app(load, models, **options)
 
-    yield begin
-    for api in started:
-        await api.http.aclose()
-        await api.backend.close()
-
-
-def served(api: Api, name: str = BASE) -> ServedModel:
-    return api.backend.models.get(name)
+    async with apps(tmp_path / "data") as start_app:
+        yield begin
 
 
 def process_of(api: Api, name: str = BASE) -> ProcessSampler:
@@ -80,10 +65,6 @@ async def kill(api: Api) -> None:
     """Kill the sampler's process, and wait until the server has seen it."""
     os.kill(process_of(api).pids[0], signal.SIGKILL)
     await api.until(lambda: served(api).problem is not None)
-
-
-async def works_again(api: Api) -> None:
-    await api.until(lambda: served(api).problem is None, 60)
 
 
 def with_seed(seed: int, tokens: int = 4) -> dict[str, Any]:

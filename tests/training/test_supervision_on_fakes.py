@@ -11,13 +11,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import httpx
 import pytest
-from tinker_local.backend import BackendOptions, InProcessBackend, ModelSource
+from tinker_local.backend import BackendOptions, ModelSource
 from tinker_local.backend.fakes import FakeMemory, FakeModel, FakeRenderer, FakeSampler
-from tinker_local.backend.http.app import create_app
 from tinker_local.backend.models import supervision
-from tinker_local.backend.models.served_models import Engines, ServedModel
+from tinker_local.backend.models.served_models import Engines
 from tinker_local.backend.process import calls, process_group
 from tinker_local.backend.process.child import LOAD, serve_calls
 from tinker_local.backend.process.process_group import ProcessEndedError, ProcessGroup
@@ -25,10 +23,9 @@ from tinker_local.backend.training.process_trainer import ProcessTrainer
 from tinker_local.types import Datum, LoraConfig, ModelInput, NotFoundError
 
 from tests.http.conftest import BASE, Api, datum
+from tests.http.supervised_apps import OTHER, apps, served, works_again
 
 Start = Callable[..., Awaitable[Api]]
-
-OTHER = "fake/other"
 
 
 @pytest.fixture
@@ -43,7 +40,6 @@ def trainers(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 @pytest.fixture
 async def start(tmp_path: Path, trainers: ModuleType) -> AsyncIterator[Start]:
     """`start(models=(...), factory=..., memory=..., **options)`: an app whose trainers are in processes."""
-    started: list[Api] = []
 
     async def begin(
         models: tuple[str, ...] = (BASE,), factory: Any = None, memory: FakeMemory | None = None, **options: Any
@@ -55,22 +51,10 @@ async def start(tmp_path: Path, trainers: ModuleType) -> AsyncIterator[Start]:
             trainer.load()
             return Engines(FakeRenderer(model), trainer, FakeSampler(model, memory), arch="fake", tolerance=1e-4)
 
-        sources = [ModelSource.parse(name) for name in models]
-        backend = InProcessBackend(sources, BackendOptions(data_dir=tmp_path / "data", **options), load=load)
-        await backend.start()
-        transport = httpx.ASGITransport(create_app(backend), raise_app_exceptions=False)
-        http = httpx.AsyncClient(transport=transport, base_url="http://localhost", trust_env=False)
-        started.append(Api(backend, http))
-        return started[-1]
+        return await start_app(load, models, **options)
 
-    yield begin
-    for api in started:
-        await api.http.aclose()
-        await api.backend.close()
-
-
-def served(api: Api, name: str = BASE) -> ServedModel:
-    return api.backend.models.get(name)
+    async with apps(tmp_path / "data") as start_app:
+        yield begin
 
 
 def pid_of(api: Api, name: str = BASE) -> int:
@@ -84,10 +68,6 @@ async def kill(api: Api, name: str = BASE) -> None:
     """Kill the trainer's process, and wait until the server has seen it."""
     os.kill(pid_of(api, name), signal.SIGKILL)
     await api.until(lambda: served(api, name).problem is not None)
-
-
-async def works_again(api: Api, name: str = BASE) -> None:
-    await api.until(lambda: served(api, name).problem is None, 60)
 
 
 async def trained(api: Api, model: str, seq_id: int) -> int:
