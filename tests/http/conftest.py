@@ -4,7 +4,7 @@ import asyncio
 import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -100,9 +100,12 @@ class WatchedSampler(FakeSampler):
             self.running -= 1
 
     def _sample(self, work: Any, weights: Any, cancelled: threading.Event) -> Any:
-        while not self.hold.wait(0.01) and not cancelled.is_set():
-            pass
-        return super()._sample(work, weights, cancelled)
+        def begun() -> None:
+            work.begun()
+            while not self.hold.wait(0.01) and not cancelled.is_set():
+                pass
+
+        return super()._sample(replace(work, begun=begun), weights, cancelled)
 
 
 @dataclass
