@@ -23,7 +23,7 @@ def counted(url: str) -> dict[str, float]:
         (sample.name.removeprefix("tinker_local_"), sample.labels.get("side", "")): sample.value
         for family in families
         for sample in family.samples
-        if sample.labels["model"] == MODEL
+        if sample.labels.get("model") == MODEL
     }
     return {
         "rendered": found["images_rendered_total", ""],

@@ -119,6 +119,9 @@ async def test_nothing_that_takes_long_runs_on_the_event_loop_on_fakes(
     await api.result(await api.submit("save_weights_external", body))
     signed = f"training_runs/{model}/checkpoints/external_weights/a/external_weights_urls"
     assert (await api.get(signed)).status_code == 200
+    await api.result(await api.gradient(model, 10))
+    await api.result(await api.step(model, 11))
+    assert await api.backend.autosaves.save(api.backend.runs.all_live()[0]) is not None
 
     chunks = [{"type": "image", "format": "png", "data": base64.b64encode(png()).decode()}]
     large = [{"type": "encoded_text", "tokens": [100] * 12_000}]
