@@ -26,7 +26,7 @@ ROUNDING = 0.1
 
 SPREAD = 4.0
 """How many times as much as another a probe may differ because of rounding. In tiny models in bfloat16, an image
-differs up to 2.1 times as much as text if the engines agree; 9 to 19 times if one mixes up its rows and columns."""
+differs up to 2.1 times as much as text if the engines agree; 10 to 18 times if one mixes up its rows and columns."""
 
 IMAGE_HEIGHT = 224
 """In pixels. The image is twice as wide, so that rows and columns cannot be mixed up."""
