@@ -35,15 +35,6 @@ MODEL = FakeModel("fake/bigram")
 
 
 @pytest.fixture
-def samplers(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """The module `process_samplers`, as the processes import it."""
-    monkeypatch.syspath_prepend(str(Path(__file__).parent))
-    import process_samplers  # type: ignore[import-not-found]
-
-    return process_samplers
-
-
-@pytest.fixture
 async def start(samplers: ModuleType) -> AsyncIterator[Callable[..., ProcessSampler]]:
     """`start(factory)`: a sampler (default: an `OddSampler`) in a process that ends with the test."""
     started: list[ProcessSampler] = []

@@ -29,15 +29,6 @@ Start = Callable[..., Awaitable[Api]]
 
 
 @pytest.fixture
-def samplers(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """The module `process_samplers`, as the processes import it."""
-    monkeypatch.syspath_prepend(str(Path(__file__).parent))
-    import process_samplers  # type: ignore[import-not-found]
-
-    return process_samplers
-
-
-@pytest.fixture
 async def start(tmp_path: Path, samplers: ModuleType) -> AsyncIterator[Start]:
     """`start(models=(...))`: an app whose samplers are in processes."""
 

@@ -121,7 +121,7 @@ async def test_a_folder_is_written_when_the_first_samples_are_over_or_somebody_w
         await versions.publish(f"v{number}", make_state(number, optimizer=False))
         versions.write(f"v{number}")
     start = time.monotonic()
-    await versions.publish("more", make_state(9, optimizer=False))  # there is no room, so the writer hurries
+    await versions.publish("more", make_state(9, optimizer=False))  # the memory is full, so the writer hurries
     versions.write("more")
     versions.flush()
     await versions.publish("last", make_state(8, optimizer=False))

@@ -4,6 +4,7 @@ import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -217,3 +218,12 @@ def assert_close() -> Callable[..., None]:
             np.testing.assert_allclose(first[name], second[name], rtol=0, atol=tolerance * scale, err_msg=name)
 
     return check
+
+
+@pytest.fixture
+def trainers(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The module `process_trainers`, as the processes import it."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    import process_trainers  # type: ignore[import-not-found]
+
+    return process_trainers

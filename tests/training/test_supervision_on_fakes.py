@@ -29,15 +29,6 @@ Start = Callable[..., Awaitable[Api]]
 
 
 @pytest.fixture
-def trainers(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """The module `process_trainers`, as the processes import it."""
-    monkeypatch.syspath_prepend(str(Path(__file__).parent))
-    import process_trainers  # type: ignore[import-not-found]
-
-    return process_trainers
-
-
-@pytest.fixture
 async def start(tmp_path: Path, trainers: ModuleType) -> AsyncIterator[Start]:
     """`start(models=(...), factory=..., memory=..., **options)`: an app whose trainers are in processes."""
 

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -108,11 +109,8 @@ def test_an_unsupported_model_is_the_same_error_in_a_process(tmp_path: Path) -> 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_a_fault_on_the_device_ends_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(Path(__file__).parent))
-    import process_trainers  # type: ignore[import-not-found]
-
-    trainer = ProcessTrainer(process_trainers.odd)
+def test_a_fault_on_the_device_ends_the_process(trainers: ModuleType) -> None:
+    trainer = ProcessTrainer(trainers.odd)
     trainer.load()
     with pytest.raises(InternalError, match="CUDA error"):
         trainer.discard_gradients("break_cuda")

@@ -47,15 +47,6 @@ Make = Callable[..., ProcessTrainer]
 
 
 @pytest.fixture
-def trainers(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """The module `process_trainers`, as the processes import it."""
-    monkeypatch.syspath_prepend(str(HERE))
-    import process_trainers  # type: ignore[import-not-found]
-
-    return process_trainers
-
-
-@pytest.fixture
 def start(trainers: ModuleType) -> Iterator[Make]:
     """`start(factory)`: a trainer (default: an `OddTrainer`) in a process that ends with the test."""
     started: list[ProcessTrainer] = []

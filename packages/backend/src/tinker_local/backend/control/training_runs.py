@@ -250,7 +250,7 @@ class TrainingRuns:
         return operation
 
     def _check_limits(self, base: ServedModel, owner: str, config: LoraConfig, optimizer: Optimizer) -> int:
-        """The bytes of an adapter and its optimizer; InvalidRequestError if there is no room for them."""
+        """The bytes of an adapter and its optimizer; InvalidRequestError if they do not fit within a limit."""
         options = self._options
         if not 1 <= config.rank <= options.max_rank:
             raise InvalidRequestError(

@@ -95,7 +95,7 @@ class Exchange:
 
     @property
     def route(self) -> str | None:
-        """The template of the path; None if there is no such route, or it was not looked for."""
+        """The template of the path; None if no route matches, or the request was refused before routing."""
         return getattr(self.scope.get("route"), "path", None)
 
     @property

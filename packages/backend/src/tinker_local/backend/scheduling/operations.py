@@ -260,7 +260,7 @@ class Operations:
         return self._by_id.get(request_id)
 
     def _keep(self, operation: Operation[Any]) -> None:
-        """Count the result of an operation that has ended, and drop older ones for which there is no room."""
+        """Count the result of an operation that has ended, and drop older results if all together are too large."""
         if self._by_id.get(operation.request_id) is not operation:
             return
         own = self._kept.setdefault(session_of(owner_of(operation.request_id)), KeptResults())
