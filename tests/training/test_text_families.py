@@ -17,6 +17,7 @@ import transformers
 from safetensors.numpy import save_file
 from tinker_local.backend.training.attention import attend_backward
 from tinker_local.backend.training.decoders.autograd import AutogradDecoder
+from tinker_local.backend.training.decoders.recomputed_norm import RecomputedNorm
 from tinker_local.backend.training.decoders.written_out.layers import WrittenOutDecoder
 from tinker_local.backend.training.lm_head import LmHead
 from tinker_local.backend.training.recompute_policy import Keep
@@ -167,12 +168,13 @@ def bytes_saved(
     assert_close: Any,
     monkeypatch: pytest.MonkeyPatch,
 ) -> Callable[..., int]:
-    """Bytes per token that a layer keeps less with modules that `written_in` writes out, with the same gradients."""
+    """Bytes per token that a layer keeps less without the modules that `recognised_by` finds, with the same gradients.
+    `parts`: a constant of the decoders' folder and a value that cuts the row into several parts."""
 
-    def saved(family: str, written_in: str, recognised_by: str, dtype: str) -> int:
+    def saved(family: str, parts: tuple[str, int], recognised_by: str, dtype: str) -> int:
         kept, seen, data = [], [], [make.datum(9), make.datum(30)]
         decoders = "tinker_local.backend.training.decoders"
-        monkeypatch.setattr(f"{decoders}.{written_in}._ROWS", 16)
+        monkeypatch.setattr(f"{decoders}.{parts[0]}", parts[1])
         for plain in (False, True):
             if plain:
                 monkeypatch.setattr(f"{decoders}.autograd.{recognised_by}", lambda module: False)
@@ -195,7 +197,7 @@ def test_a_gated_mlp_keeps_gate_and_up_alone_with_the_same_gradients(
     family: str, bytes_saved: Callable[..., int]
 ) -> None:
     """The activation and the product are computed again, in place of the gradients of gate and up."""
-    assert bytes_saved(family, "gated_mlp", "is_gated", "float32") == 2 * 48 * 4
+    assert bytes_saved(family, ("gated_mlp._ROWS", 16), "is_gated", "float32") == 2 * 48 * 4
 
 
 @pytest.mark.mutation("norm-as-autograd-keeps-it", "training/decoders/autograd.py", "if is_norm(module)]", "if False]")
@@ -206,7 +208,31 @@ def test_a_norm_in_bfloat16_keeps_its_input_and_no_float32_copy_with_the_same_gr
     family: str, fewer: int, bytes_saved: Callable[..., int]
 ) -> None:
     """`fewer`: two bytes for each number, and four for each row's reciprocal root."""
-    assert bytes_saved(family, "recomputed_norm", "is_norm", "bfloat16") == fewer
+    assert bytes_saved(family, ("recomputed_norm._ELEMENTS", 256), "is_norm", "bfloat16") == fewer
+
+
+@pytest.mark.mutation(
+    "norm-of-heads-in-tiny-parts",
+    "training/decoders/recomputed_norm.py",
+    "count = max(1, _ELEMENTS // x.shape[-1])",
+    "count = _ELEMENTS // 4096",
+)
+def test_the_norm_of_heads_runs_backward_in_as_few_parts_as_that_of_hidden_states(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Parts of 2,048 heads took 3 s of a step of an 8B model on a GPU."""
+    monkeypatch.setattr("tinker_local.backend.training.decoders.recomputed_norm._ELEMENTS", 1 << 13)
+    parts: list[int] = []
+
+    def norm(x: torch.Tensor) -> torch.Tensor:
+        parts.append(len(x))
+        return x * 2
+
+    for shape in ((16, 4096), (16, 32, 128)):
+        x = torch.ones(shape, requires_grad=True)
+        RecomputedNorm.apply(x, norm).sum().backward()
+        assert x.grad is not None and x.grad.eq(2).all()
+    assert parts == [16, *8 * [2], 16, *8 * [64]]
 
 
 @pytest.mark.mutation(
