@@ -164,6 +164,22 @@ async def test_nothing_that_takes_long_runs_on_the_event_loop_on_fakes(
     assert threads.seen >= wanted
 
 
+def hold_renderer(api: Api, chunks: int, monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Inputs of so many chunks are rendered only after the event that this returns. All of them fail, if it does not
+    come in 30 seconds."""
+    renderer, go, late = api.engines["fake/bigram"].renderer, threading.Event(), threading.Event()
+    render = renderer.render
+
+    def held(given: ModelInput, where: str) -> Any:
+        if len(given.chunks) == chunks and not late.is_set() and not go.wait(30):
+            late.set()
+        assert len(given.chunks) != chunks or not late.is_set()
+        return render(given, where)
+
+    monkeypatch.setattr(renderer, "render", held)
+    return go
+
+
 @pytest.mark.mutation(
     "images-take-the-threads-of-text",
     "control/sampling_sessions.py",
@@ -174,16 +190,8 @@ async def test_images_that_take_long_hold_up_neither_text_nor_the_images_of_othe
     api: Api, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Five images of 64 megapixels of one session once kept another's text waiting for 30 seconds."""
-    slow, text, other = [await api.base_sampler() for _ in range(3)]
-    renderer, go = api.engines["fake/bigram"].renderer, threading.Event()
-    render = renderer.render
-
-    def held(given: ModelInput, where: str) -> Any:
-        if len(given.chunks) == 2:
-            assert go.wait(60)
-        return render(given, where)
-
-    monkeypatch.setattr(renderer, "render", held)
+    slow, slow_too, text, other = [await api.base_sampler() for _ in range(4)]
+    go = hold_renderer(api, 2, monkeypatch)
     image = {"type": "image", "data": base64.b64encode(png()).decode(), "format": "png"}
     words = {"type": "encoded_text", "tokens": [5]}
 
@@ -192,8 +200,9 @@ async def test_images_that_take_long_hold_up_neither_text_nor_the_images_of_othe
         return await api.submit("asample", {**body, "prompt": {"chunks": list(chunks)}})
 
     stuck = [await sample(slow, number, words, image) for number in range(5)]
-    assert await api.result(await sample(text, 0, words))
     assert await api.result(await sample(other, 0, image))
+    stuck += [await sample(slow_too, number, words, image) for number in range(5)]
+    assert await api.result(await sample(text, 0, words))
     go.set()
     for request in stuck:
         assert await api.result(request)
@@ -223,15 +232,9 @@ async def test_images_to_train_on_hold_up_neither_text_nor_the_images_of_others_
     sessions = [await api.session() for _ in range(3)]
     slow = [await api.model(sessions[0], number) for number in range(7)]
     text, other = [await api.model(session) for session in sessions[1:]]
-    renderer, go = api.engines["fake/bigram"].renderer, threading.Event()
+    renderer = api.engines["fake/bigram"].renderer
     render = renderer.render
-
-    def held(given: ModelInput, where: str) -> Any:
-        if len(given.chunks) == 3:
-            assert go.wait(60)
-        return render(given, where)
-
-    monkeypatch.setattr(renderer, "render", held)
+    go = hold_renderer(api, 3, monkeypatch)
     words = EncodedTextChunk(tokens=[5, 6])
     image = ImageChunk(data=png(), format="png")
 

@@ -231,7 +231,8 @@ def test_the_norm_of_heads_runs_backward_in_as_few_parts_as_that_of_hidden_state
     for shape in ((16, 4096), (16, 32, 128)):
         x = torch.ones(shape, requires_grad=True)
         RecomputedNorm.apply(x, norm).sum().backward()
-        assert x.grad is not None and x.grad.eq(2).all()
+        assert x.grad is not None
+        assert x.grad.eq(2).all()
     assert parts == [16, *8 * [2], 16, *8 * [64]]
 
 
