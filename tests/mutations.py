@@ -172,13 +172,22 @@ class Outcome:
 
 
 class Watch:
-    """A pytest plugin that writes what failed, in which phase and why, and whether the copy was imported."""
+    """A pytest plugin that writes what failed, in which phase and why, and whether the copy was imported. One red case
+    of a test in `tests` is enough: the others are skipped, since many of them would wait in vain."""
 
-    def __init__(self, copy: Path, report: Path) -> None:
+    def __init__(self, tests: Sequence[str], copy: Path, report: Path) -> None:
+        self._tests = tests
         self._copy = copy
         self._report = report
         self._failed_in: dict[str, list[str]] = {}
         self._reasons: dict[str, str] = {}
+
+    def pytest_runtest_setup(self, item: pytest.Item) -> None:
+        test = item.nodeid.partition("[")[0]
+        if test in self._tests and any(
+            case.startswith(f"{test}[") and phases == ["call"] for case, phases in self._failed_in.items()
+        ):
+            pytest.skip("another case of this test is red")
 
     def pytest_runtest_logreport(self, report: Any) -> None:
         phases = self._failed_in.setdefault(report.nodeid, [])
@@ -251,7 +260,9 @@ class Copy:
         hypothesis.settings.register_profile("first-failure", phases=set(hypothesis.Phase) - {hypothesis.Phase.shrink})
         hypothesis.settings.load_profile("first-failure")
         options = ["-q", "-p", "no:cacheprovider", "--tb=short", f"--timeout={TEST_SECONDS}"]
-        pytest.main([*options, f"--basetemp={self.folder / 'tmp'}", *tests], plugins=[Watch(self.folder, report)])
+        pytest.main(
+            [*options, f"--basetemp={self.folder / 'tmp'}", *tests], plugins=[Watch(tests, self.folder, report)]
+        )
         sys.stdout.flush()
         os._exit(0)
 
