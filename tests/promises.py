@@ -162,6 +162,7 @@ PROMISES = (
         "healthy-without-a-trainer hangs-for-ever start-deletes-what-has-no-record record-without-folder-dropped "
         "older-folder-wins deleted-checkpoint-comes-back flipped-bytes-are-loaded backup-without-a-second-look "
         "jump-of-the-clock-deletes model-of-a-finished-session-lives stop-loses-training autosave-without-optimizer "
+        "autosave-newer-than-its-content "
         "autosave-reads-the-run-itself copy-shares-its-numbers "
         "silent-session-loses-training hangup-kills interpreter-destroyed-at-exit exit-without-clean-up",
         ("storage/test_storage_kill.py::test_acknowledged_checkpoints_survive_kill_minus_nine",),

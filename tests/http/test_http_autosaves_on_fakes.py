@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from tinker_local.backend.control import autosaves
 from tinker_local.backend.storage.records import CheckpointRecord
+from tinker_local.backend.threads import DISK
 from tinker_local.types import StorageFullError
 
 from tests.http.conftest import Api, StartApi, close_api, open_api
@@ -182,6 +183,42 @@ async def test_a_stop_writes_nothing_when_everything_is_saved_on_fakes(api: Api)
     assert api.backend.store.list_checkpoints(fresh) == []
     assert [record.name for record in api.backend.store.list_checkpoints(saved)] == ["mine"]
     assert (await api.failure(await api.gradient(fresh, 1))).endswith("It has no saved checkpoint.")
+
+
+@pytest.mark.mutation(
+    "autosave-newer-than-its-content",
+    "control/autosaves.py",
+    "            state, record, steps = await self._capture(run)\n",
+    "            state, record, steps = await self._capture(run)\n"
+    '            record = run.checkpoint("weights", AUTOSAVE, None, record.user_metadata)\n',
+)
+async def test_a_checkpoint_that_a_client_takes_during_an_autosave_is_the_newer_one_on_fakes(
+    api: Api, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The error of the lost run named the autosave, which lacks a step."""
+    model = await api.model()
+    at = await trained(api, model)
+    copied, go = asyncio.Event(), asyncio.Event()
+
+    class Held:
+        async def run(self, *work: Any) -> Any:
+            copied.set()
+            await go.wait()
+            return await DISK.run(*work)
+
+    monkeypatch.setattr(autosaves, "DISK", Held())
+    run = api.backend.runs.live(model)
+    assert run is not None
+    autosave = asyncio.create_task(api.backend.autosaves.save(run))
+    await copied.wait()
+    at = await trained(api, model, at)
+    await api.save(model, at, "mine")
+    go.set()
+    saved = await autosave
+    assert saved is not None
+    assert saved.user_metadata == {"optimizer_steps": "1"}
+    await api.backend.stop()
+    assert f"Its last checkpoint is tinker://{model}/weights/mine;" in await api.failure(await api.step(model, at + 1))
 
 
 async def test_training_whose_checkpoint_was_deleted_is_saved_again_on_fakes(api: Api) -> None:

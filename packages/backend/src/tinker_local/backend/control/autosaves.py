@@ -62,23 +62,24 @@ class Autosaves:
             if not run.base.memory_sharing.trainer_gate.is_open:
                 raise InternalError(run.base.problem or "the trainer has ended")
             run.autosaved_at = time.monotonic()
-            state, steps = await self._capture(run)
-            metadata = {"optimizer_steps": str(steps)}
-            record = run.checkpoint("weights", AUTOSAVE, self._ttl_seconds, metadata)
+            state, record, steps = await self._capture(run)
             return await run.write_beside(self._write(run, record, state, steps))
 
-    async def _capture(self, run: TrainingRun) -> tuple[AdapterState, int]:
-        """The run as it is now, and its optimizer steps. Commands of all runs go on meanwhile. They wait for a copy
-        within the trainer and for one part at a time: an adapter of rank 32 for an 8B model, with its optimizer, has
-        1 GB."""
+    async def _capture(self, run: TrainingRun) -> tuple[AdapterState, CheckpointRecord, int]:
+        """The run as it is now, the record of that moment, and the optimizer steps. Commands of all runs go on
+        meanwhile. They wait for a copy within the trainer and for one part at a time: an adapter of rank 32 for an 8B
+        model, with its optimizer, has 1 GB."""
         scheduler, trainer = run.base.scheduler, run.base.engines.trainer
         copy_id = f"{run.model_id}/autosave"
 
-        def copy() -> tuple[AdapterLayout, int]:
-            return trainer.copy_adapter(run.model_id, copy_id), run.steps  # steps change between calls only
+        def copy() -> tuple[AdapterLayout, CheckpointRecord, int]:
+            layout, steps = trainer.copy_adapter(run.model_id, copy_id), run.steps  # steps change between calls only
+            metadata = {"optimizer_steps": str(steps)}
+            # Here, because a checkpoint that the client takes while the parts are read is newer than this one.
+            return layout, run.checkpoint("weights", AUTOSAVE, self._ttl_seconds, metadata), steps
 
         try:
-            layout, steps = await scheduler.call(copy)
+            layout, record, steps = await scheduler.call(copy)
             vectors = {name: np.empty(layout.size, np.float32) for name in (WEIGHTS, *layout.states)}
             for name, vector in vectors.items():
                 for start in range(0, layout.size, PART):
@@ -90,7 +91,7 @@ class Autosaves:
             self._removals.add(removal)
             removal.add_done_callback(self._removals.discard)
             removal.add_done_callback(lambda done: done.cancelled() or done.exception())
-        return layout.filled(vectors.pop(WEIGHTS), vectors), steps
+        return layout.filled(vectors.pop(WEIGHTS), vectors), record, steps
 
     async def _write(
         self, run: TrainingRun, record: CheckpointRecord, state: AdapterState, steps: int
