@@ -4,15 +4,20 @@ import random
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from signal import SIGKILL, SIGTERM
 
-from tests.chaos.chaos_users import Ledger, Samples, Trains, User, audit
+from tests.chaos.audit import audit
+from tests.chaos.chaos_users import Ledger, Owner, User, silent
 from tests.chaos.faults import Faults, Subject
+from tests.chaos.sampling_user import QUOTA, Crowds, Samples
+from tests.chaos.training_user import Trains
 
 BASE = "fake/bigram"
+ALICE, BOB, CAROL = OWNERS = tuple(map(Owner, ("alice", "bob", "carol")))
+AUTOSAVE_SECONDS = 3
 
 
 @dataclass
@@ -55,39 +60,47 @@ def chaos(
     seconds: float,
     seed: int,
     *,
-    pause: tuple[float, float] = (1.0, 4.0),
+    pause: tuple[float, float] = (0.5, 3.0),
+    first: Sequence[str] = (),
     calm: float = 10.0,
-    say: Callable[[str], None] = lambda text: None,
+    say: Callable[[str], None] = silent,
+    log: Path | None = None,
 ) -> Report:
-    """`seconds` of faults, then `calm` seconds in which every user must get on, a kill, and an audit."""
+    """`seconds` of faults, of which those of the kinds `first` come first, then `calm` seconds in which every user must
+    get on, a kill, and an audit. `log`: where the server's own log is written."""
     rng = random.Random(seed)
-    ledger, start = Ledger(), time.monotonic()
+    ledger, start = Ledger(say=say), time.monotonic()
     with tempfile.TemporaryDirectory() as scratch:
-        subject = Subject(Path(scratch), BASE)
+        keys = Path(scratch, "keys")
+        keys.touch(0o600)
+        keys.write_text("".join(f"{owner.name} {owner.key}\n" for owner in OWNERS))
+        options = ["--api-key-file", str(keys), "--autosave", f"{AUTOSAVE_SECONDS / 60}"]
+        options += ["--quota", f"{CAROL.name}:adapters={QUOTA}", "--fake"]
+        subject = Subject(Path(scratch), BASE, options)
         try:
             subject.start()
-            url = subject.wire.url
-            users: list[User] = [Trains(url, BASE, seed * 100 + number, ledger) for number in range(3)]
-            users += [Samples(url, BASE, seed * 100 + 10 + number, ledger, images=number == 1) for number in range(2)]
+            users = _users(subject.wire.url, seed * 100, ledger)
             for user in users:
                 user.start()
-            faults = Faults(subject, rng, pause, say)
-            faults.run(time.monotonic() + seconds)
+            faults = Faults(subject, ledger, rng, pause, say)
+            faults.run(time.monotonic() + seconds, first)
             say(f"calm, {dict(ledger.done)}, {len(ledger.violations)} violations")
             _calm(users, ledger, calm)
             for user in users:
                 user.stop()
             for user in users:
                 user.join()
-            subject.end(SIGKILL)
+            faults.end(SIGKILL)
             subject.start()
-            found = audit(url, BASE, ledger, rng)
-            faults.stops.append(subject.end(SIGTERM))
+            found = audit(subject.wire.url, BASE, ledger, OWNERS, rng)
+            faults.end(SIGTERM)
         finally:
             for user in locals().get("users", []):
                 user.stop()
             subject.process.kill()
             subject.wire.close()
+            if log is not None:
+                log.write_text("\n".join(subject.log))
     training = [user for user in users if isinstance(user, Trains)]
     return Report(
         seed,
@@ -102,6 +115,15 @@ def chaos(
         sum(user.recoveries for user in training),
         sum(user.forks for user in training),
     )
+
+
+def _users(url: str, seed: int, ledger: Ledger) -> list[User]:
+    trains = [Trains(url, BASE, seed + number, owner, ledger) for number, owner in enumerate((ALICE, ALICE, BOB))]
+    samples = [
+        Samples(url, BASE, seed + 10 + number, owner, ledger, images=number == 1)
+        for number, owner in enumerate((ALICE, BOB))
+    ]
+    return [*trains, *samples, Crowds(url, BASE, seed + 20, CAROL, ledger)]
 
 
 def _calm(users: list[User], ledger: Ledger, seconds: float) -> None:

@@ -1,17 +1,15 @@
-"""`tinker-local serve` whose sampler and disk fail while files of certain names lie in the folder `CHAOS_FAULTS`."""
+"""`tinker-local serve` whose engines and disk fail while files of certain names lie in the folder `CHAOS_FAULTS`."""
 
 import errno
 import os
 import sys
-import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-FAULTS = Path(os.environ["CHAOS_FAULTS"])
-
-
-def on(fault: str) -> bool:
-    return (FAULTS / fault).exists()
+from tests.chaos.breakable_engines import breakable_sampler, noted, on
 
 
 def break_disk() -> None:
@@ -29,25 +27,26 @@ def break_disk() -> None:
     adapter_files._save = save_or_fail
 
 
-def break_sampler() -> None:
-    """Samples raise an unexpected error, or hang for some seconds."""
-    from tinker_local.backend.fakes import FakeSampler
+def break_engines() -> None:
+    """Engines write down in which process they are; the sampler's can be broken."""
+    from tinker_local.backend.models import load_engines
 
-    sample = FakeSampler._sample
+    starting = load_engines.starting
 
-    def sample_or_fail(self: FakeSampler, *arguments: Any) -> Any:
-        if on("sampler-raises"):
-            raise RuntimeError("injected by the chaos run")
-        while on("sampler-hangs"):
-            time.sleep(0.05)
-        return sample(self, *arguments)
+    @contextmanager
+    def start(
+        options: Any, sampler_place: Any, make_sampler: Any, trainer_place: Any, make_trainer: Any
+    ) -> Iterator[Any]:
+        sampler, trainer = partial(breakable_sampler, make_sampler), partial(noted, "trainer", make_trainer)
+        with starting(options, sampler_place, sampler, trainer_place, trainer) as factories:
+            yield factories
 
-    FakeSampler._sample = sample_or_fail  # type: ignore[assignment]
+    load_engines.starting = start
 
 
 if __name__ == "__main__":
     break_disk()
-    break_sampler()
+    break_engines()
     from tinker_local.backend.cli.main import main
 
     main(sys.argv[1:])

@@ -11,9 +11,12 @@ import subprocess
 import sys
 import threading
 import time
+import urllib.request
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+
+from tests.chaos.chaos_users import Ledger
 
 ROOT = Path(__file__).parents[2]
 
@@ -76,23 +79,29 @@ class Wire:
 
 
 class Subject:
-    """The server, started again on the same data folder after it was killed or stopped."""
+    """The server, started again on the same data folder after it was killed or stopped. Its trainer and its sampler are
+    in processes that it ends `LIMIT` seconds after they have stopped to answer."""
 
-    def __init__(self, folder: Path, base_model: str, arguments: tuple[str, ...] = ()) -> None:
+    LIMIT = 3
+
+    def __init__(self, folder: Path, base_model: str, arguments: Sequence[str] = ()) -> None:
+        """`arguments`: further options of `tinker-local serve`."""
         self.folder, self._base_model, self._arguments = folder, base_model, arguments
         self.faults = folder / "faults"
         self.faults.mkdir()
         self.wire = Wire()
         self.log: list[str] = []
         self.starts = 0
-        self.exit_codes: Counter[int] = Counter()
 
     def start(self) -> None:
         """RuntimeError if it does not become ready."""
+        limit = str(self.LIMIT)
         self.process = subprocess.Popen(
             [
-                *(sys.executable, "-m", "tests.chaos.chaos_server", "serve", "--fake", "--trainer", "process"),
+                *(sys.executable, "-m", "tests.chaos.chaos_server", "serve"),
                 *("--model", self._base_model, "--port", "0", "--data-dir", str(self.folder / "data")),
+                *("--trainer", "process", "--trainer-timeout", limit),
+                *("--sampler", "process", "--sampler-timeout", limit),
                 *("--session-timeout", "60", *self._arguments),
             ],
             cwd=ROOT,
@@ -108,50 +117,82 @@ class Subject:
         def read(process: "subprocess.Popen[str]") -> None:
             assert process.stdout is not None
             for line in process.stdout:
-                self.log.append(line.rstrip())
+                self.log.append(f"{time.strftime('%H:%M:%S')} {line.rstrip()}")
                 if found := re.search(r"ready: http://\S+:(\d+)", line):
                     self.wire.port = int(found[1])
                     ready.set()
             ready.set()
 
-        threading.Thread(target=read, args=(self.process,), daemon=True).start()
+        self._reader = threading.Thread(target=read, args=(self.process,), daemon=True)
+        self._reader.start()
         if not ready.wait(240) or self.process.poll() is not None:
             raise RuntimeError("the server did not start:\n" + "\n".join(self.log[-30:]))
 
-    def end(self, number: signal.Signals) -> float:
-        """Send a signal, wait for the end; seconds that took."""
-        start = time.monotonic()
+    def end(self, number: signal.Signals) -> tuple[int, float, list[str]]:
+        """Send a signal and wait for the end: the exit code, the seconds that took, and what the server said."""
+        start, said = time.monotonic(), len(self.log)
         self.process.send_signal(number)
         try:
-            self.exit_codes[self.process.wait(120)] += 1
+            code = self.process.wait(120)
         except subprocess.TimeoutExpired:
             self.process.kill()
             raise RuntimeError(f"{number.name}: the server did not end within 120 s") from None
-        return time.monotonic() - start
+        seconds = time.monotonic() - start
+        self._reader.join(30)
+        return code, seconds, self.log[said:]
 
-    def trainer_pids(self) -> list[int]:
-        """Processes that the server started."""
-        found = []
-        for task in Path(f"/proc/{self.process.pid}/task").iterdir():
-            with contextlib.suppress(OSError):
-                found += [int(pid) for pid in (task / "children").read_text().split()]
-        return found
+    def is_well(self) -> bool:
+        """Whether training and sampling work."""
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{self.wire.port}/api/v1/healthz", timeout=20) as answer:
+                return bool(answer.status == 200)
+        except OSError:
+            return False
+
+    def is_child(self, pid: int) -> bool:
+        """Whether the server started this process, and it has not ended."""
+        with contextlib.suppress(OSError):
+            state, parent = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[:2]
+            return int(parent) == self.process.pid and state != "Z"
+        return False
+
+    def pid_of(self, engine: str) -> int | None:
+        """The process of the loaded trainer or sampler; None while there is none."""
+        with contextlib.suppress(OSError):
+            if self.is_child(pid := int((self.folder / engine).read_text())):
+                return pid
+        return None
+
+
+ENGINES = ("trainer", "sampler")
+RESTARTS = ("server killed", "server stopped")
+"""Half as likely as others, because nothing else can fail meanwhile."""
 
 
 class Faults:
     """One fault after the other, every `pause` seconds or so, chosen by a seed."""
 
     def __init__(
-        self, subject: Subject, rng: random.Random, pause: tuple[float, float], say: Callable[[str], None]
+        self,
+        subject: Subject,
+        ledger: Ledger,
+        rng: random.Random,
+        pause: tuple[float, float],
+        say: Callable[[str], None],
     ) -> None:
-        self._subject, self._rng, self._pause, self._say = subject, rng, pause, say
+        self._subject, self._ledger, self._rng, self._pause, self._say = subject, ledger, rng, pause, say
         self.counts: Counter[str] = Counter()
         self.stops: list[float] = []
-        self.kinds: dict[str, Callable[[], None]] = {
-            "trainer killed": self._kill_trainer,
-            "trainer stopped": self._stop_trainer,
+        self.kinds: dict[str, Callable[[], bool | None]] = {
+            "trainer killed": lambda: self._kill("trainer"),
+            "sampler killed": lambda: self._kill("sampler"),
+            "trainer and sampler killed": lambda: self._kill(*ENGINES),
+            "trainer stopped for a moment": lambda: self._stop_for_a_moment("trainer"),
+            "sampler stopped for a moment": lambda: self._stop_for_a_moment("sampler"),
+            "trainer stopped for good": lambda: self._stop_for_good("trainer"),
+            "sampler stopped for good": lambda: self._stop_for_good("sampler"),
             "sampler raises": lambda: self._while("sampler-raises", 0.3, 1.5),
-            "sampler hangs": lambda: self._while("sampler-hangs", 0.5, 4.0),
+            "sampler hangs": lambda: self._while("sampler-hangs", 0.5, 2.5 * Subject.LIMIT),
             "disk full": lambda: self._while("disk-full", 0.5, 3.0),
             "database locked": self._lock_database,
             "connections cut": self._cut,
@@ -159,15 +200,20 @@ class Faults:
             "server stopped": lambda: self._restart(signal.SIGTERM),
         }
 
-    def run(self, until: float) -> None:
-        """Until that time (monotonic); the first round has each fault once."""
-        order = list(self.kinds)
+    def run(self, until: float, first: Sequence[str] = ()) -> None:
+        """Until that time (monotonic). `first` come first, then each other kind once, if there is a process for it."""
+        order = [kind for kind in self.kinds if kind not in first]
         self._rng.shuffle(order)
+        order += reversed(first)
+        weights = [1 if kind in RESTARTS else 2 for kind in self.kinds]
         while time.monotonic() < until:
             time.sleep(self._rng.uniform(*self._pause))
-            kind = order.pop() if order else self._rng.choice(list(self.kinds))
+            happened = False
+            while not happened:
+                kind = order.pop() if order else self._rng.choices(list(self.kinds), weights)[0]
+                while (happened := self.kinds[kind]() is not False) is False and kind in first:
+                    time.sleep(0.1)
             self._say(kind)
-            self.kinds[kind]()
             self.counts[kind] += 1
         for file in self._subject.faults.iterdir():
             file.unlink()
@@ -178,20 +224,40 @@ class Faults:
         time.sleep(self._rng.uniform(least, most))
         file.unlink()
 
-    def _kill_trainer(self) -> None:
-        for pid in self._subject.trainer_pids():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+    def _kill(self, *engines: str) -> bool:
+        """All at once; False if one of them has no process."""
+        pids = [self._subject.pid_of(engine) for engine in engines]
+        if None in pids:
+            return False
+        found = [_signal(pid, signal.SIGKILL) for pid in pids if pid is not None]
+        self._note_end(*engines)
+        return all(found)
 
-    def _stop_trainer(self) -> None:
-        """Shorter than its limit or longer: the server has to kill it then."""
-        pids = self._subject.trainer_pids()
-        for number in (signal.SIGSTOP, signal.SIGCONT):
-            for pid in pids:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, number)
-            if number == signal.SIGSTOP:
-                time.sleep(self._rng.uniform(0.2, 6.0))
+    def _note_end(self, *engines: str) -> None:
+        if "trainer" in engines:
+            self._ledger.trainer_ends.append(time.monotonic())
+
+    def _stop_for_a_moment(self, engine: str) -> bool:
+        pid = self._subject.pid_of(engine)
+        if pid is None or not _signal(pid, signal.SIGSTOP):
+            return False
+        time.sleep(self._rng.uniform(0.1, 0.5 * Subject.LIMIT))
+        _signal(pid, signal.SIGCONT)
+        return True
+
+    def _stop_for_good(self, engine: str) -> bool:
+        """The server has to end it, soon unless it is still loading."""
+        pid = self._subject.pid_of(engine)
+        if pid is None or not self._subject.is_well() or not _signal(pid, signal.SIGSTOP):
+            return False
+        end = time.monotonic() + 60
+        while self._subject.is_child(pid):
+            if time.monotonic() > end:
+                _signal(pid, signal.SIGKILL)
+                self._ledger.violated(f"the {engine}'s process was stopped for 60 s, and the server did not end it")
+            time.sleep(0.05)
+        self._note_end(engine)
+        return True
 
     def _lock_database(self) -> None:
         """Another program writes, and does not end."""
@@ -207,8 +273,31 @@ class Faults:
             time.sleep(self._rng.uniform(0.02, 0.3))
 
     def _restart(self, number: signal.Signals) -> None:
-        took = self._subject.end(number)
-        if number == signal.SIGTERM:
-            self.stops.append(took)
+        saved = self.end(number)
+        if saved:
+            self._ledger.count("stop with unsaved steps")
+            self._ledger.count("run saved by a stop", saved)
         self._subject.wire.cut()
         self._subject.start()
+
+    def end(self, number: signal.Signals) -> int:
+        """End the server: how many runs it saved. If nothing was wrong, a stop saves every step; the ledger knows."""
+        saves = number == signal.SIGTERM and self._subject.is_well()
+        code, seconds, said = self._subject.end(number)
+        if number == signal.SIGTERM:
+            self.stops.append(seconds)
+            text = "\n".join(said)
+            if saves and "NOT saved" in text:
+                self._ledger.violated(f"a stop did not save everything: {text}")
+            if code:
+                self._ledger.violated(f"a stop ended with exit code {code}: {text}")
+        self._ledger.ends.append((time.monotonic(), saves))
+        return sum(" saved tinker://" in line for line in said)
+
+
+def _signal(pid: int, number: signal.Signals) -> bool:
+    """Whether there was such a process."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, number)
+        return True
+    return False

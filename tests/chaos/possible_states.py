@@ -7,6 +7,7 @@ twice, or ran out of order.
 """
 
 import itertools
+import math
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -18,7 +19,16 @@ from tinker_local.backend.training.trainer import AdapterState, TrainWork
 from tinker_local.types import AdamParams, Datum, LoraConfig, ModelInput
 
 CLOSE = 2e-4
-"""Logprobs and norms come as float32 and are sums over few tokens; a command more or less moves them by far more."""
+"""Logprobs of the sampler differ from those of the trainer by less; a command more or less moves them by far more.
+
+The trainer's own are equal to the last bit.
+"""
+
+CLOSE_NORM = 1e-12
+"""Norms are sums in float64, whose order is that of the BLAS."""
+
+Counted = tuple[int, AdapterState]
+"""A state, and how many steps the run had taken to it."""
 
 
 class Violation(AssertionError):
@@ -87,19 +97,21 @@ class Oracle:
 
 
 class Run:
-    """The states in which one run may be."""
+    """The states in which one run may be.
+
+    `forks`: how often it was left open whether a step ran.
+    """
 
     def __init__(self, oracle: Oracle, names: Sequence[str]) -> None:
         self._oracle = oracle
-        self._names = list(names)
+        self._names = dict.fromkeys(names, 0)  # and the steps that it has taken in this state
         self._pending: list[Sequence[Datum]] = []
         self._poisoned = False
-        self.steps = 0
         self.forks = 0
 
-    def states(self) -> list[AdapterState]:
+    def states(self) -> list[Counted]:
         """Host copies."""
-        return [self._oracle.state(name) for name in self._names]
+        return [(steps, self._oracle.state(name)) for name, steps in self._names.items()]
 
     def forward(self, data: Sequence[Datum], got: Sequence[npt.NDArray[np.float32]], what: str) -> None:
         """Keep the states in which `data` have these logprobs; Violation if there is none."""
@@ -118,34 +130,35 @@ class Run:
         """A step that was answered."""
         if self._poisoned:
             raise Violation(f"{what}: succeeded after a gradient that failed")
-        self._keep(lambda name: bool(np.isclose(self._oracle.step(name, params), norm, rtol=1e-3, atol=CLOSE)), what)
+        self._keep(lambda name: math.isclose(self._oracle.step(name, params), norm, rel_tol=CLOSE_NORM), what)
         self._pending.clear()
-        self.steps += 1
+        self._names = {name: steps + 1 for name, steps in self._names.items()}
 
     def failed_step(self, params: AdamParams) -> None:
         """A step that failed: with a failed gradient nothing is left of it, otherwise it may have run or not."""
         if not self._poisoned:
             self.forks += 1
-            for name in list(self._names):
-                self._names.append(ran := self._oracle.copy(name, self._pending))
+            for name, steps in list(self._names.items()):
+                ran = self._oracle.copy(name, self._pending)
                 self._oracle.step(ran, params)
+                self._names[ran] = steps + 1
         for name in self._names:
             self._oracle.discard(name)
         self._pending.clear()
         self._poisoned = False
 
-    def later(self, data: Sequence[Sequence[Datum]], params: AdamParams) -> list[AdapterState]:
+    def later(self, data: Sequence[Sequence[Datum]], params: AdamParams) -> list[Counted]:
         """The states after these gradients, from scratch, and a step."""
         found = []
-        for name in self._names:
+        for name, steps in self._names.items():
             self._oracle.step(ran := self._oracle.copy(name, data), params)
-            found.append(self._oracle.state(ran))
+            found.append((steps + 1, self._oracle.state(ran)))
             self._oracle.forget(ran)
         return found
 
     def scores(self, tokens: Sequence[int], got: npt.NDArray[np.float32], what: str) -> None:
         """A sampler version of the run gave these logprobs of a prompt."""
-        self._keep(lambda name: _same([self._oracle.scores(name, tokens)], [got]), what)
+        self._keep(lambda name: np.allclose(self._oracle.scores(name, tokens), got, atol=CLOSE), what)
 
     def forget(self) -> None:
         for name in self._names:
@@ -153,16 +166,13 @@ class Run:
         self._names.clear()
 
     def _keep(self, fits: Callable[[str], bool], what: str) -> None:
-        kept = [name for name in self._names if fits(name)]
+        kept = {name: steps for name, steps in self._names.items() if fits(name)}
         if not kept:
             raise Violation(f"{what}: fits none of {len(self._names)} states that the run may be in")
-        for name in set(self._names) - set(kept):
+        for name in self._names.keys() - kept.keys():
             self._oracle.forget(name)
         self._names = kept
 
 
 def _same(expected: Sequence[npt.NDArray[np.float32]], got: Sequence[npt.NDArray[np.float32]]) -> bool:
-    return len(expected) == len(got) and all(
-        one.shape == other.shape and bool(np.allclose(one, other, atol=CLOSE))
-        for one, other in zip(expected, got, strict=True)
-    )
+    return len(expected) == len(got) and all(map(np.array_equal, expected, got))
