@@ -1,15 +1,20 @@
 """Measure the overhead of the server: the same requests over HTTP, in process, and on bare vLLM.
 
-    python benchmarks/control_plane.py [--out benchmarks/results]
+    python benchmarks/control_plane.py [--logs] [--out benchmarks/results]
 
 Runs on a tiny text model, so the work itself takes almost no time: an empty `optim_step`, a one-token sample, and 64
 and 512 samples at once. `sdk`: the official SDK against `tinker-local serve` in another process. `in process`:
 `InProcessBackend` here. `bare`: vLLM's engine stepped by a plain loop, or the trainer's method called. Latencies in
 milliseconds; the client shares the machine's cores with the server.
+
+`--logs`: only what `--access-log` and `--audit-log` cost, on the fakes. Three servers get the same requests in turns,
+200 at a time: two without logs, whose difference is that of the measurement, and one with both.
 """
 
 import argparse
 import asyncio
+import http.client
+import json
 import os
 import platform
 import re
@@ -17,7 +22,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -173,17 +179,113 @@ def bare(path: Path) -> list[Row]:
     return rows
 
 
-def serve(path: Path, data_dir: Path) -> tuple[subprocess.Popen, str]:
-    """`tinker-local serve` in another process, and its URL."""
-    command = [sys.executable, "-m", "tinker_local.backend.cli.main", "serve", "--model", f"{MODEL}={path}"]
+@contextmanager
+def served(data_dir: Path, *arguments: str) -> Iterator[str]:
+    """The URL of a `tinker-local serve` in another process, which ends with the context."""
+    command = [sys.executable, "-m", "tinker_local.backend.cli.main", "serve", *arguments]
     process = subprocess.Popen(
         [*command, "--port", "0", "--data-dir", str(data_dir)], stdout=subprocess.PIPE, text=True
     )
     assert process.stdout is not None
-    for line in process.stdout:
-        if found := re.search(r"ready: (http://\S+)", line):
-            return process, found[1]
-    raise SystemExit("the server did not start")
+    try:
+        for line in process.stdout:
+            if found := re.search(r"ready: (http://\S+)", line):
+                yield found[1]
+                return
+        raise SystemExit("the server did not start")
+    finally:
+        process.terminate()
+        process.wait()
+
+
+# Logs -----------------------------------------------------------------------------------------------------------------
+
+ROUNDS, REQUESTS = 30, 200
+
+
+class Client:
+    """One connection to a server, with a training run of the fakes."""
+
+    def __init__(self, url: str) -> None:
+        self._connection = http.client.HTTPConnection(url.removeprefix("http://"))
+        session = self.ask("create_session", {})["session_id"]
+        self.ask("create_model", {"session_id": session, "model_seq_id": 0, "base_model": MODEL})
+        self._model = f"{session}:train:0"
+        self.ask("retrieve_future", {"request_id": f"{self._model}:create"})
+        self._steps = 0
+
+    def ask(self, path: str, body: object | None = None) -> dict:
+        """The answer to a POST of `body`, or to a GET."""
+        sent = None if body is None else json.dumps(body).encode()
+        headers = {} if sent is None else {"Content-Type": "application/json"}
+        self._connection.request("GET" if sent is None else "POST", f"/api/v1/{path}", sent, headers)
+        answer = self._connection.getresponse()
+        content = answer.read()
+        assert answer.status == 200, content
+        return json.loads(content)
+
+    def capabilities(self) -> None:
+        """What costs least of all requests."""
+        self.ask("get_server_capabilities")
+
+    def session(self) -> None:
+        """What is audited, and written to the database."""
+        self.ask("create_session", {})
+
+    def step(self) -> None:
+        """Two requests: a step without a gradient, and its result."""
+        self._steps += 1
+        body = {"model_id": self._model, "seq_id": self._steps, "adam_params": {"learning_rate": 0.1}}
+        self.ask("retrieve_future", {"request_id": self.ask("optim_step", body)["request_id"]})
+
+
+WAYS = ("without", "without, again", "with both logs")
+LOGGED = {
+    "get_server_capabilities": Client.capabilities,
+    "create_session": Client.session,
+    "optim_step and its result": Client.step,
+}
+
+
+def latencies_in_turns(clients: list[Client], call: Callable[[Client], None]) -> np.ndarray:
+    """Milliseconds of `call`, [clients, rounds, requests]; each round begins with another client."""
+    found = np.zeros((len(clients), ROUNDS, REQUESTS))
+    for turn in range(-1, ROUNDS):  # the first is not counted
+        for at in np.roll(np.arange(len(clients)), turn):
+            for number in range(REQUESTS):
+                begin = time.perf_counter()
+                call(clients[at])
+                found[at, turn, number] = 1e3 * (time.perf_counter() - begin)
+    return found
+
+
+def cost_of_logs(root: Path) -> Table:
+    """Median and p99 of each request on each server, and how much the medians of a round differ from those without."""
+    shown = Table(title=f"logs: ms; {ROUNDS} rounds of {REQUESTS} requests, one after the other")
+    for column in ("request", "way", "median", "p99", "median of a round, more: quartiles"):
+        shown.add_column(column, justify="left" if column in ("request", "way") else "right")
+    with ExitStack() as servers:
+        clients = []
+        for number, way in enumerate(WAYS):
+            folder = root / f"logs-{number}"
+            files = ("--access-log", f"{folder}-access", "--audit-log", f"{folder}-audit")
+            logs = files if way == "with both logs" else ()
+            url = servers.enter_context(served(folder, "--fake", "--model", MODEL, *logs))
+            clients.append(Client(url))
+        for request, call in LOGGED.items():
+            found = latencies_in_turns(clients, call)
+            for way, times in zip(WAYS, found, strict=True):
+                more = np.percentile(np.median(times, 1) - np.median(found[0], 1), (25, 50, 75))
+                shown.add_row(
+                    request,
+                    way,
+                    f"{np.median(times):.3f}",
+                    f"{np.percentile(times, 99):.3f}",
+                    "" if way == WAYS[0] else " ".join(f"{value:+.3f}" for value in more),
+                )
+        written = [Path(f"{folder}-{log}").read_bytes().count(b"\n") for log in ("access", "audit")]
+    shown.caption = f"lines written: {written[0]} of access, {written[1]} of audit"
+    return shown
 
 
 def table(rows: list[Row]) -> Table:
@@ -211,32 +313,34 @@ async def in_process_rows(path: Path, data_dir: Path) -> list[Row]:
         return await in_process(backend)
 
 
+def all_ways(root: Path) -> list[Row]:
+    """All rows, with everything below `root`."""
+    make_tiny_text_model(root / "model")
+    with served(root / "served", "--model", f"{MODEL}={root / 'model'}") as url:
+        rows = asyncio.run(through_sdk(url))
+    rows += asyncio.run(in_process_rows(root / "model", root / "in_process"))
+    return rows + bare(root / "model")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, help="folder for a dated file of the result")
+    parser.add_argument("--logs", action="store_true", help="only the cost of the access and audit logs")
     options = parser.parse_args()
     os.environ.setdefault("TINKER_TELEMETRY", "0")
     os.environ["NO_PROXY"] = "127.0.0.1"
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
-        make_tiny_text_model(root / "model")
-        process, url = serve(root / "model", root / "served")
-        try:
-            rows = asyncio.run(through_sdk(url))
-        finally:
-            process.terminate()
-            process.wait()
-        rows += asyncio.run(in_process_rows(root / "model", root / "in_process"))
-        rows += bare(root / "model")
+        shown = cost_of_logs(root) if options.logs else table(all_ways(root))
     console = Console(record=True, width=110)
     console.print(
         f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC, {platform.machine()}, {os.cpu_count()} cores, "
         f"Python {platform.python_version()}, {resident_mib():.0f} MiB resident here at the end"
     )
-    console.print(table(rows))
+    console.print(shown)
     if options.out is not None:
         options.out.mkdir(parents=True, exist_ok=True)
-        path = options.out / f"control_plane-{datetime.now(UTC):%Y%m%d-%H%M%S}.txt"
+        path = options.out / f"{'logs' if options.logs else 'control_plane'}-{datetime.now(UTC):%Y%m%d-%H%M%S}.txt"
         path.write_text(console.export_text())
         print(f"written to {path}")
 

@@ -164,8 +164,13 @@ PROMISES = (
         "jump-of-the-clock-deletes model-of-a-finished-session-lives stop-loses-training autosave-without-optimizer "
         "autosave-newer-than-its-content "
         "autosave-reads-the-run-itself copy-shares-its-numbers "
+        "restored-from-the-last-save-of-the-client stop-waits-for-a-stopped-trainer stop-takes-longer-than-its-limit "
+        "unsaved-since-nothing saves-wait-for-another-trainer base-models-stop-one-after-the-other "
         "silent-session-loses-training hangup-kills interpreter-destroyed-at-exit exit-without-clean-up",
-        ("storage/test_storage_kill.py::test_acknowledged_checkpoints_survive_kill_minus_nine",),
+        (
+            "storage/test_storage_kill.py::test_acknowledged_checkpoints_survive_kill_minus_nine",
+            "http/test_http_stops_on_fakes.py::test_a_stop_with_nothing_unsaved_waits_for_no_engine_on_fakes",
+        ),
     ),
     Promise(
         "18",

@@ -145,7 +145,7 @@ async def test_a_stop_saves_what_trained_last_first_and_names_what_it_could_not_
     start_api: StartApi, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(autosaves, "AT_ONCE", 1)
-    api = await start_api(stop_timeout=0.2)
+    api = await start_api(stop_timeout=0.4)
     models = [await api.model() for _ in range(3)]
     for model in (models[1], models[0], models[2]):
         await trained(api, model, steps=2)
@@ -156,8 +156,8 @@ async def test_a_stop_saves_what_trained_last_first_and_names_what_it_could_not_
     assert writes.begun == [models[2]]
     assert said == [
         "saving 2 training runs, for 0.2 s at most; a second signal skips this",
-        f"NOT saved: 2 optimizer steps of {models[2]}: there was no time left",
-        f"NOT saved: 2 optimizer steps of {models[0]}: there was no time left",
+        f"NOT saved: 2 optimizer steps of {models[2]}, which has no checkpoint: there was no time left",
+        f"NOT saved: 2 optimizer steps of {models[0]}, which has no checkpoint: there was no time left",
     ]
     assert "2 optimizer steps are lost that no checkpoint has" in await api.failure(await api.step(models[0], 5))
 
@@ -171,7 +171,7 @@ async def test_saving_at_a_stop_can_be_skipped_on_fakes(api: Api) -> None:
     api.backend.skip_saving()
     await stop
     writes.go.set()
-    assert said[1:] == [f"NOT saved: 1 optimizer step of {model}: it was skipped"]
+    assert said[1:] == [f"NOT saved: 1 optimizer step of {model}, which has no checkpoint: it was skipped"]
 
 
 async def test_a_stop_writes_nothing_when_everything_is_saved_on_fakes(api: Api) -> None:
@@ -239,7 +239,7 @@ async def test_a_disk_that_is_full_at_a_stop_is_told_on_fakes(api: Api) -> None:
     api.backend.store.write_checkpoint = full  # type: ignore[method-assign]
     said = told(api)
     await api.backend.stop()
-    assert said[1:] == [f"NOT saved: 1 optimizer step of {model}: no space left in /data"]
+    assert said[1:] == [f"NOT saved: 1 optimizer step of {model}, which has no checkpoint: no space left in /data"]
 
 
 @pytest.mark.mutation("silent-session-loses-training", "control/life_cycle.py", "if not end.clean:", "if False:")

@@ -390,7 +390,9 @@ def test_a_second_signal_skips_what_the_first_saves_on_fakes(scripted: Callable[
         time.sleep(0.05 if number == signal.SIGTERM else 2)
     assert server.process.wait(120) == 0
     server.reader.join(60)
-    assert f"NOT saved: 1 optimizer step of {model}: it was skipped" in server.lines, server.lines
+    assert f"NOT saved: 1 optimizer step of {model}, which has no checkpoint: it was skipped" in server.lines, (
+        server.lines
+    )
     assert server.lines[-1] == "stopped"
 
 

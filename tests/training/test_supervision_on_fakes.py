@@ -125,6 +125,83 @@ async def test_a_run_that_was_not_saved_ends_and_says_what_is_lost_and_how_to_go
     assert await api.healthy()
 
 
+async def autosaved(api: Api, model: str) -> str:
+    """Save the run as the server does by itself; the path."""
+    run = api.backend.runs.live(model)
+    assert run is not None
+    record = await api.backend.autosaves.save(run)
+    assert record is not None
+    return record.tinker_path
+
+
+@pytest.mark.mutation(
+    "restored-from-the-last-save-of-the-client",
+    "control/autosaves.py",
+    "        run.saved(written, steps)\n",
+    "        run.saved_steps = steps\n",
+    cases=("autosave",),
+)
+@pytest.mark.parametrize("last", ["autosave", "checkpoint"])
+async def test_a_run_goes_on_from_its_last_checkpoint_or_autosave_to_the_same_bits_on_fakes(
+    start: Start, last: str
+) -> None:
+    api = await start()
+    session = await api.session()
+    killed, spared = await api.model(session, 0), await api.model(session, 1)
+    at = 1
+    for _ in range(2):
+        at = await trained(api, spared, at)
+    expected = [await loss(api, spared, at)]
+    await api.result(await api.step(spared, at + 1))
+    expected.append(await loss(api, spared, at + 2))
+
+    at, paths = 1, []
+    for kind in sorted(("autosave", "checkpoint"), key=lambda kind: kind == last):
+        at = await trained(api, killed, at)
+        paths.append(await (autosaved(api, killed) if kind == "autosave" else api.save(killed, at, "mine")))
+        at += kind == "checkpoint"
+    await kill(api)
+    await works_again(api)
+    found = [await loss(api, killed, at)]
+    await api.result(await api.step(killed, at + 1))
+    assert [*found, await loss(api, killed, at + 2)] == expected
+    await kill(api)
+    failure = await api.failure(await api.step(killed, at + 3))
+    assert "1 optimizer step is lost that no checkpoint has" in failure
+    assert f"Its last checkpoint is {paths[-1]};" in failure
+
+
+async def test_an_autosave_that_a_kill_interrupts_is_none_on_fakes(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    api = await start()
+    model, other = await api.model(), await api.model()
+    at = await trained(api, model, 1)
+    path = await api.save(model, at, "one")
+    await trained(api, model, at + 1)
+    call, trainer = served(api).scheduler.call, served(api).engines.trainer
+    reading, go_on = asyncio.Event(), asyncio.Event()
+
+    async def held(function: Any, *args: Any, **kwargs: Any) -> Any:
+        if function == trainer.read_adapter:
+            reading.set()
+            await go_on.wait()
+        return await call(function, *args, **kwargs)
+
+    monkeypatch.setattr(served(api).scheduler, "call", held)
+    saving = asyncio.create_task(autosaved(api, model))
+    await reading.wait()
+    await kill(api)
+    go_on.set()
+    with pytest.raises(NotFoundError, match="autosave is not in the trainer"):
+        await saving
+    assert f"Its last checkpoint is {path};" in await api.failure(await api.step(model, at + 3))
+    await works_again(api)
+    await trained(api, other, 1)
+    assert await autosaved(api, other) == f"tinker://{other}/weights/autosave"
+    assert [record.name for record in api.backend.store.list_checkpoints(model)] == ["one"]
+
+
 @pytest.mark.mutation(
     "lost-gradient-forgotten", "training_runs.py", 'lost" if self.queue.gradient else None', 'lost" if False else None'
 )

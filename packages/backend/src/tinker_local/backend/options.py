@@ -285,7 +285,9 @@ class BackendOptions:
     stop_timeout: Annotated[
         float,
         CommandOption(
-            "Seconds that a stop may take to save training runs with unsaved optimizer steps; 0 saves none.", least=0
+            "Seconds within which a stop ends. All but the last 10 of them (or half, if that is less) may go to saving "
+            "training runs with unsaved optimizer steps; 0 saves none.",
+            least=0,
         ),
     ] = 60.0
     expiry_grace: Annotated[

@@ -3,12 +3,14 @@
 import asyncio
 import logging
 import time
+from collections import defaultdict
 from collections.abc import Callable, Collection
 
 import numpy as np
 from tinker_local.backend.control.checkpoint_lifetime import version_of
 from tinker_local.backend.control.training_runs import TrainingRun, TrainingRuns, count_of_steps, finish_saves
 from tinker_local.backend.daemon_thread import in_daemon_thread
+from tinker_local.backend.models.served_models import ServedModel
 from tinker_local.backend.options import BackendOptions
 from tinker_local.backend.scheduling.operations import as_api_error
 from tinker_local.backend.storage.names import AUTOSAVE
@@ -21,7 +23,8 @@ from tinker_local.types import InternalError
 log = logging.getLogger(__name__)
 
 AT_ONCE = 2
-"""Autosaves at a time: each holds a copy of its adapter and optimizer in memory."""
+"""Autosaves of a base model at a time: each holds a copy of its adapter and optimizer in memory. Those of another base
+model do not wait for a trainer that hangs."""
 
 SAVES_SECONDS = 10.0
 """How long an autosave waits for the run's own saves in progress, which may make it unnecessary."""
@@ -48,14 +51,14 @@ class Autosaves:
         self._runs = runs
         self._interval = None if options.autosave is None else 60.0 * options.autosave
         self._ttl_seconds = round(86400 * options.autosave_ttl)
-        self._room = asyncio.Semaphore(AT_ONCE)
+        self._rooms: defaultdict[ServedModel, asyncio.Semaphore] = defaultdict(lambda: asyncio.Semaphore(AT_ONCE))
         self._last_saves: set[asyncio.Task[None]] = set()
         self._removals: set[asyncio.Future[None]] = set()
         self._skipped = False
 
     async def save(self, run: TrainingRun) -> CheckpointRecord | None:
         """Save `run`; None if a checkpoint has all of its steps. The run's commands wait only for the capture."""
-        async with self._room, run.autosaving:
+        async with self._rooms[run.base], run.autosaving:
             await finish_saves([run], SAVES_SECONDS)
             if not (run.unsaved_steps or run.base.scheduler.takes_step(run.queue) or await self._was_deleted(run)):
                 return None
@@ -150,13 +153,13 @@ class Autosaves:
         for task, run in tasks.items():
             if task.cancelled() and run.unsaved_steps:
                 why = "there was no time left" if task in late else "it was skipped"
-                say(f"NOT saved: {count_of_steps(run.unsaved_steps)} of {run.model_id}: {why}")
+                say(f"NOT saved: {run.unsaved_words()}: {why}")
 
     async def _save_and_say(self, run: TrainingRun, say: Callable[[str], None]) -> None:
         try:
             record = await self.save(run)
         except Exception as error:
-            say(f"NOT saved: {count_of_steps(run.unsaved_steps)} of {run.model_id}: {as_api_error(error)}")
+            say(f"NOT saved: {run.unsaved_words()}: {as_api_error(error)}")
         else:
             if record is not None:
                 say(f"saved {record.tinker_path} after {count_of_steps(run.steps)}")

@@ -38,6 +38,10 @@ from tinker_local.types import InternalError
 
 log = logging.getLogger(__name__)
 
+END_SECONDS = 10.0
+"""What a stop keeps of its time to end when runs are saved, or half of it if that is less: engines that hang are given
+up after some seconds."""
+
 
 class ControlPlane:
     """The life cycle, and the parts that it starts:
@@ -139,12 +143,13 @@ class ControlPlane:
         self.ready = True
 
     async def stop(self) -> None:
-        """End training: save every run that would lose optimizer steps, within `stop_timeout` seconds, then fail its
-        requests with the path. `close` follows; by itself, it saves nothing."""
+        """End training: save every run that would lose optimizer steps, so that the server ends within `stop_timeout`
+        seconds, then fail its requests with the path. `close` follows; by itself, it saves nothing."""
         if not self.ready or self._stopping:
             return
         self._stopping = True
         runs, seconds = self.runs.all_live(), self.options.stop_timeout
+        seconds = max(seconds - END_SECONDS, seconds / 2)
         if unsaved := sum(run.unsaved_steps > 0 for run in runs):
             self._progress(f"saving {unsaved} training runs, for {seconds:g} s at most; a second signal skips this")
         await self.autosaves.save_all(runs, seconds, self._progress)

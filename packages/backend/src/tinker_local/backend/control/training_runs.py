@@ -94,6 +94,11 @@ class TrainingRun:
         """Optimizer steps since the last durable checkpoint."""
         return self.steps - self.saved_steps
 
+    def unsaved_words(self) -> str:
+        """What a loss of it would lose, and since when."""
+        what = f"{count_of_steps(self.unsaved_steps)} of {self.model_id}" if self.unsaved_steps else self.model_id
+        return f"{what}, which has no checkpoint" if self.source is None else f"{what} since {self.source.tinker_path}"
+
     def stepped(self) -> None:
         """The trainer took an optimizer step."""
         self.steps += 1

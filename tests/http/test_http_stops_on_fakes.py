@@ -1,0 +1,277 @@
+"""A stop ends in time whatever the engines do, saves what it can, and names what it could not."""
+
+import asyncio
+import functools
+import os
+import signal
+import threading
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any, cast
+
+import pytest
+import tinker
+from tinker_local.backend import BackendOptions, ModelSource
+from tinker_local.backend.control import autosaves
+from tinker_local.backend.fakes import FakeModel, FakeRenderer
+from tinker_local.backend.models.served_models import Engines, ServedModel, ServedModels
+from tinker_local.backend.process import async_calls, calls
+from tinker_local.backend.process.process_engine import ProcessEngine
+from tinker_local.backend.sampling.process_sampler import ProcessSampler
+from tinker_local.backend.scheduling.memory_sharing import WakingSampler
+from tinker_local.backend.training.process_trainer import ProcessTrainer
+
+from tests.http.conftest import BASE, Api, StartApi
+from tests.http.supervised_apps import OTHER, apps, served
+from tests.http.test_http_autosaves_on_fakes import told, trained
+from tests.http.test_http_restart_on_fakes import train
+
+Start = Callable[..., Awaitable[Api]]
+
+PATIENCE = 60.0
+"""Seconds. What a stop must not wait for lasts 600."""
+
+
+@pytest.fixture
+def engines(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The module `process_engines`, as the processes import it."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    import process_engines  # type: ignore[import-not-found]
+
+    return cast(ModuleType, process_engines)
+
+
+@pytest.fixture
+async def start(tmp_path: Path, engines: ModuleType, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Start]:
+    """`start(**options)`: an app whose engines are in processes, which may hang for long."""
+    for module in (calls, async_calls):
+        monkeypatch.setattr(module, "CLOSE_SECONDS", 0.5)
+
+    def load(source: ModelSource, options: BackendOptions) -> Engines:
+        trainer = ProcessTrainer(functools.partial(engines.trainer, source.name), timeout=options.trainer_timeout)
+        sampler = ProcessSampler(functools.partial(engines.sampler, source.name), timeout=options.sampler_timeout)
+        trainer.load()
+        sampler.load()
+        return Engines(FakeRenderer(FakeModel(source.name)), trainer, sampler, arch="fake", tolerance=1e-4)
+
+    async with apps(tmp_path / "data") as start_app:
+        yield lambda **options: start_app(load, (BASE,), trainer_timeout=600.0, sampler_timeout=600.0, **options)
+
+
+def processes(api: Api) -> dict[str, ProcessEngine]:
+    waking, trainer = served(api).engines.sampler, served(api).engines.trainer
+    assert isinstance(waking, WakingSampler)
+    assert isinstance(waking._sampler, ProcessSampler)
+    assert isinstance(trainer, ProcessTrainer)
+    return {"trainer": trainer, "sampler": waking._sampler}
+
+
+async def bring_about(api: Api, state: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`state`: which engine, and what it does until the stop."""
+    which, what = state.split()
+    for name in ("trainer", "sampler") if which == "both" else (which,):
+        engine = processes(api)[name]
+        (pid,) = engine.pids
+        if what == "stopped":
+            os.kill(pid, signal.SIGSTOP)
+        else:
+            monkeypatch.setenv("TINKER_LOCAL_TEST_SLOW_START", name)
+            os.kill(pid, signal.SIGKILL)
+            await api.until(lambda engine=engine, pid=pid: engine.pids != [pid])  # type: ignore[misc]
+
+
+def pids_of(api: Api) -> list[int]:
+    return [pid for engine in processes(api).values() for pid in engine.pids]
+
+
+def assert_gone(pids: list[int]) -> None:
+    for pid in pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        "both stopped",
+        *(
+            pytest.param(state, marks=pytest.mark.more)
+            for state in ("trainer stopped", "sampler stopped", "trainer restarts", "sampler restarts")
+        ),
+    ],
+)
+async def test_a_stop_with_nothing_unsaved_waits_for_no_engine_on_fakes(
+    start: Start, state: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    api = await start(stop_timeout=600.0)
+    session = await api.session()
+    model, sampler = await api.model(session), await api.base_sampler(session)
+    at = await trained(api, model)
+    await api.save(model, at, "mine")
+    await bring_about(api, state, monkeypatch)
+    request = await (api.sample(sampler, 0) if state.startswith("sampler") else api.gradient(model, at + 1))
+    pids, said = pids_of(api), told(api)
+    async with asyncio.timeout(PATIENCE):
+        await api.backend.stop()
+        await api.backend.close()
+    assert said == []
+    assert_gone(pids)
+    operation = api.backend.operations.get(request)
+    assert operation is not None
+    assert "the server was stopped" in str(operation._future.exception())
+
+
+@pytest.mark.mutation(
+    "stop-waits-for-a-stopped-trainer",
+    "autosaves.py",
+    "asyncio.wait(tasks, timeout=seconds)",
+    "asyncio.wait(tasks, timeout=None)",
+    cases=("trainer stopped",),
+)
+@pytest.mark.mutation(
+    "stop-takes-longer-than-its-limit",
+    "life_cycle.py",
+    "        seconds = max(seconds - END_SECONDS, seconds / 2)\n",
+    "",
+    cases=("trainer stopped",),
+)
+@pytest.mark.mutation(
+    "unsaved-since-nothing",
+    "training_runs.py",
+    'else f"{what} since {self.source.tinker_path}"',
+    "else what",
+    cases=("trainer stopped",),
+)
+@pytest.mark.parametrize("state", ["trainer stopped", pytest.param("both stopped", marks=pytest.mark.more)])
+async def test_a_stop_names_what_a_stopped_trainer_keeps_and_ends_on_fakes(
+    start: Start, state: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    api = await start(stop_timeout=0.5)
+    session = await api.session()
+    saved, fresh = await api.model(session, 0), await api.model(session, 1)
+    at = await trained(api, saved)
+    path = await api.save(saved, at, "mine")
+    at = await trained(api, saved, at + 1, steps=2)
+    await trained(api, fresh)
+    await bring_about(api, state, monkeypatch)
+    pids, said = pids_of(api), told(api)
+    async with asyncio.timeout(PATIENCE):
+        await api.backend.stop()
+        assert said == [
+            "saving 2 training runs, for 0.25 s at most; a second signal skips this",
+            f"NOT saved: 1 optimizer step of {fresh}, which has no checkpoint: there was no time left",
+            f"NOT saved: 2 optimizer steps of {saved} since {path}: there was no time left",
+        ]
+        failure = await api.failure(await api.step(saved, at))
+        assert "the server was stopped, and 2 optimizer steps are lost that no checkpoint has" in failure
+        assert path in failure
+        await api.backend.close()
+    assert_gone(pids)
+
+
+@pytest.mark.parametrize("state", ["sampler stopped", pytest.param("sampler restarts", marks=pytest.mark.more)])
+async def test_a_stop_saves_whatever_the_sampler_does_on_fakes(
+    start: Start, state: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    api = await start(stop_timeout=600.0)
+    session = await api.session()
+    model, sampler = await api.model(session), await api.base_sampler(session)
+    await trained(api, model)
+    await bring_about(api, state, monkeypatch)
+    await api.sample(sampler, 0)
+    pids, said = pids_of(api), told(api)
+    async with asyncio.timeout(PATIENCE):
+        await api.backend.stop()
+        assert said[1:] == [f"saved tinker://{model}/weights/autosave after 1 optimizer step"]
+        await api.backend.close()
+    assert_gone(pids)
+
+
+@pytest.mark.mutation(
+    "saves-wait-for-another-trainer",
+    "autosaves.py",
+    "self._rooms[run.base], run.autosaving",
+    "self._rooms[type(run.base)], run.autosaving",
+)
+async def test_a_trainer_that_hangs_keeps_no_other_base_model_from_saving_on_fakes(
+    start_api: StartApi, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    api = await start_api(models=(BASE, OTHER))
+    there = await api.model(base_model=OTHER)
+    await trained(api, there)
+    hanging = [await api.model() for _ in range(autosaves.AT_ONCE)]
+    for model in hanging:
+        await trained(api, model)
+    go = threading.Event()
+    monkeypatch.setattr(api.trainer, "copy_adapter", lambda *_: go.wait(PATIENCE))
+    said = told(api)
+    stop = asyncio.create_task(api.backend.stop())
+    try:
+        await api.until(lambda: len(said) > 1)
+        assert said[1:] == [f"saved tinker://{there}/weights/autosave after 1 optimizer step"]
+        api.backend.skip_saving()
+        await stop
+    finally:
+        go.set()
+    assert [line.split()[:2] for line in said[2:]] == [["NOT", "saved:"]] * len(hanging)
+
+
+@pytest.mark.mutation(
+    "base-models-stop-one-after-the-other",
+    "served_models.py",
+    "        await asyncio.gather(*(model.close() for model in self.distinct()))\n",
+    "        for model in self.distinct():\n            await model.close()\n",
+)
+async def test_base_models_stop_at_once_on_fakes() -> None:
+    """Each may have engines that hang."""
+    all_stop = asyncio.Barrier(3)
+
+    class FakeModelThatStops:
+        def __init__(self, name: str) -> None:
+            self.names = (name,)
+
+        async def close(self) -> None:
+            await all_stop.wait()
+
+    models = ServedModels()
+    for name in "abc":
+        models.add(cast(ServedModel, FakeModelThatStops(name)))
+    async with asyncio.timeout(10):
+        await models.close()
+
+
+@pytest.mark.more
+def test_sigterm_ends_a_server_whose_engines_are_stopped_and_names_what_is_lost_on_fakes(serve: Any) -> None:
+    server = serve(
+        *("--fake", "--model", BASE, "--stop-timeout", "2"),
+        *("--trainer", "process", "--trainer-timeout", "600", "--sampler", "process", "--sampler-timeout", "600"),
+    )
+    client = tinker.ServiceClient(base_url=server.url).create_lora_training_client(base_model=BASE, rank=4)
+    train(client, 1)
+    path = client.save_state("mine").result().path
+    train(client, 2)
+    pids = children(server.process.pid)
+    assert len(pids) == 2
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    server.process.send_signal(signal.SIGTERM)
+    assert server.process.wait(PATIENCE) == 0
+    assert_gone(pids)
+    end = time.monotonic() + PATIENCE
+    while "stopped" not in server.lines:
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    lost = f"NOT saved: 2 optimizer steps of {path.split('/')[2]} since {path}: there was no time left"
+    assert server.lines[-3:] == [
+        "saving 1 training runs, for 1 s at most; a second signal skips this",
+        lost,
+        "stopped",
+    ]
+
+
+def children(pid: int) -> list[int]:
+    """Processes that `pid` has started."""
+    tasks = Path(f"/proc/{pid}/task").iterdir()
+    return [int(child) for task in tasks for child in (task / "children").read_text().split()]
