@@ -126,7 +126,7 @@ class Trains(User):
         try:
             made: dict[str, Any] = self.wire.result(self.wire.submit("load_weights", body))
         except Failed as error:
-            if str(error).startswith(("user", "404")) and not error.lost:
+            if str(error).startswith(("user", "400", "404")) and not error.lost:
                 raise Violation(f"an acknowledged checkpoint cannot be loaded: {error}") from None
             raise
         if autosaved:
