@@ -137,7 +137,9 @@ PROMISES = (
         "all-silent-sessions-at-once images-take-the-threads-of-text places-kept-for-newcomers "
         "images-of-training-take-the-threads-of-text images-of-a-session-take-all-preparations "
         "images-of-training-take-no-turns owners-get-places-by-their-sessions prompts-without-bound "
-        "text-prompts-of-any-size",
+        "text-prompts-of-any-size bodies-out-of-turn rests-of-refused-bodies-at-once pieces-of-bodies-copied "
+        "python-for-each-chunk bodies-joined-on-the-loop bodies-freed-at-once memory-of-bodies-kept "
+        "modules-searched-for-garbage",
         ("http/test_http_event_loop_on_fakes.py::test_large_body_does_not_hold_up_heartbeats_on_fakes",),
     ),
     Promise(

@@ -1,6 +1,7 @@
 """Attacks with heads, connections and keys."""
 
 import contextlib
+import functools
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -45,6 +46,16 @@ def many_trailers(attacker: Attacker) -> Iterator[None]:
     start = b"POST /api/v1/create_session HTTP/1.1\r\nHost: localhost\r\nX-API-Key: %s\r\n" % attacker.key.encode()
     yield
     attacker.pour(start + b"Transfer-Encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\n", b"a:b\r\n" * 200_000, 60 * 2**20)
+
+
+@attack("11")
+def tiny_chunks(attacker: Attacker) -> Iterator[None]:
+    """Four gradients with a key in chunks of one byte each, 60 MB of them."""
+    head = b"POST /api/v1/forward_backward HTTP/1.1\r\nHost: localhost\r\nX-API-Key: %s\r\n" % attacker.key.encode()
+    start = head + b"Content-Type: application/x-protobuf\r\nTransfer-Encoding: chunked\r\n\r\n"
+    piece = b"1\r\na\r\n" * 100_000
+    yield
+    attacker.all_at_once([functools.partial(attacker.pour, start, piece, 60 * 2**20)] * 4)
 
 
 @attack("11")

@@ -2,11 +2,12 @@
 
 import math
 from collections import Counter
-from typing import TypeVar
+from typing import ClassVar, TypeVar
 
 from fastapi import Request
 from pydantic import ValidationError
 from tinker_local.backend.http.access import caller_of, check_own_body
+from tinker_local.backend.rendering.decoding import give_memory_back
 from tinker_local.backend.threads import PARSING
 from tinker_local.types import Frozen, InvalidRequestError, TooManyRequestsError, invalid
 
@@ -34,7 +35,56 @@ MAX_RATIO, ANY_RATIO_BYTES = 200, 32 * 2**20
 to about a tenth; a bomb reaches a ratio of 30,000.)"""
 
 
-async def read_body(request: Request, limit: int = MAX_JSON_BYTES, values: float = MAX_JSON_VALUES) -> bytearray:
+PART_BYTES = 64 * 1024
+"""Parts of a body that are smaller are joined as they come, so that a part takes about the memory of its bytes."""
+
+JOINED_INLINE_BYTES = 2**20
+"""A body up to this size is joined on the event loop; a larger one in a thread."""
+
+GIVEN_BACK_BYTES = 32 * 2**20
+"""Of parts that were freed, after which their memory goes back to the system: glibc keeps it, whatever its size. It
+takes some 5 ms, in which other threads wait if they allocate; 512 MiB at once would take 100."""
+
+
+class Parts:
+    """A body that is still coming. A buffer that grows would be copied again and again, up to 32 MiB at a time, while
+    the event loop and all threads wait; and freed at once."""
+
+    freed: ClassVar[int] = 0
+    """Bytes whose memory was not given back yet."""
+
+    def __init__(self) -> None:
+        self.size = 0
+        self._parts: list[bytes] = []
+        self._small = bytearray()
+
+    def append(self, part: bytes) -> None:
+        self.size += len(part)
+        if len(part) < PART_BYTES:
+            self._small += part
+            if len(self._small) < PART_BYTES:
+                return
+            part = b""
+        if self._small:
+            self._parts.append(bytes(self._small))
+            self._small = bytearray()
+        if part:
+            self._parts.append(part)
+
+    def joined(self) -> bytes:
+        """The whole. Other threads run meanwhile, since all parts are bytes."""
+        return b"".join([*self._parts, bytes(self._small)])
+
+    def drop(self) -> None:
+        """Free the parts, while other threads run, and give the memory back to the system; blocks."""
+        while self._parts:
+            Parts.freed += len(self._parts.pop())  # two threads may miss some of it, and give back a little later
+            if Parts.freed >= GIVEN_BACK_BYTES:
+                Parts.freed = 0
+                give_memory_back()
+
+
+async def read_body(request: Request, limit: int = MAX_JSON_BYTES, values: float = MAX_JSON_VALUES) -> bytes:
     """The body as sent; InvalidRequestError as soon as it is over `limit` bytes, or has more than `values` JSON values
     (infinity: a body of another kind).
 
@@ -44,28 +94,27 @@ async def read_body(request: Request, limit: int = MAX_JSON_BYTES, values: float
     declared = request.headers.get("content-length")
     if declared is not None and declared.isdigit() and int(declared) > limit:
         raise InvalidRequestError(f"body: {declared} bytes are over the limit of {limit}")
-    # It grows with each part. To join the parts of 200 MB at their end would hold the event loop for as long as the
-    # system needs to hand out so much memory, up to a second.
     found = 1
-    body, counted, owner = bytearray(), 0, caller_of(request).owner
+    parts, owner = Parts(), caller_of(request).owner
     try:
         async for part in request.stream():
-            counted += len(part)
+            parts.append(part)
             _unfinished[owner] += len(part)
-            if counted > limit:
+            if parts.size > limit:
                 raise InvalidRequestError(f"body: over the limit of {limit} bytes")
             _check_unfinished(owner)
             if values < math.inf:
                 found += sum(part.count(mark) for mark in (b",", b"[", b"{"))
                 if found > values:
                     raise InvalidRequestError(
-                        f"body: {counted} bytes of it have more than {values} JSON values, the most that this request "
-                        "can need"
+                        f"body: {parts.size} bytes of it have more than {values} JSON values, the most that this "
+                        "request can need"
                     )
-            body += part
-        return body
+        return parts.joined() if parts.size <= JOINED_INLINE_BYTES else await PARSING.run(parts.joined)
     finally:
-        _unfinished[owner] -= counted
+        if parts.size > JOINED_INLINE_BYTES:
+            PARSING.run(parts.drop)
+        _unfinished[owner] -= parts.size
         if not _unfinished[owner]:
             del _unfinished[owner]
 

@@ -1,14 +1,17 @@
-"""Connections: heads that are bounded, times in which a head and a body must come, and not too many at once.
+"""Connections: heads that are bounded, times in which a head and a body must come, not too many at once, and
+bodies that are read in turn.
 
 uvicorn reads whatever is sent before it asks for a key: a head of any length, for any time, on any number of
-connections.
+connections. And it reads a piece of every body in each pass of the event loop, so sixteen large bodies make each pass
+sixteen times as long for everybody.
 """
 
 import asyncio
 import resource
-from collections import OrderedDict
-from typing import ClassVar
+from collections import OrderedDict, deque
+from typing import Any, ClassVar
 
+from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 MAX_HEAD_BYTES = 64 * 1024
@@ -25,6 +28,9 @@ BODY_SECONDS, BODY_BYTES_A_SECOND = 60.0, 16 * 1024
 MAX_CONNECTIONS = 16384
 """Beyond this, and beyond what the limit of open files leaves, the one that has been idle for longest is closed."""
 
+BYTES_OF_A_TURN = 64 * 1024
+"""Of a body, after which its connection waits for its turn. A read of the loop has up to 256,000 bytes."""
+
 SPARE_FILES = 256
 """Open files for everything but connections."""
 
@@ -39,6 +45,47 @@ class TooLarge(Exception):
     """A head over its bounds."""
 
 
+class Turns:
+    """Lets one paused connection read in each pass of the event loop."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[InTurn] = deque()
+        self._running = False
+
+    def ask(self, flow: "InTurn") -> None:
+        """Resume `flow` when its turn comes: now, unless another one had its turn in this pass or waits."""
+        self._waiting.append(flow)
+        if not self._running:
+            self._running = True
+            self._next()
+
+    def _next(self) -> None:
+        if self._waiting:
+            self._waiting.popleft().take_turn()
+            asyncio.get_running_loop().call_soon(self._next)
+        else:
+            self._running = False
+
+
+class InTurn(FlowControl):
+    """uvicorn's flow control of one connection, which resumes reading in turn."""
+
+    def __init__(self, transport: asyncio.Transport, turns: Turns) -> None:
+        super().__init__(transport)
+        self._turns = turns
+        self._asked = False
+
+    def resume_reading(self) -> None:
+        if self.read_paused and not self._asked:
+            self._asked = True
+            self._turns.ask(self)
+
+    def take_turn(self) -> None:
+        """Read."""
+        self._asked = False
+        super().resume_reading()
+
+
 class BoundedHttp(HttpToolsProtocol):
     """uvicorn's protocol with bounds; make a class for each server with `bounded_http`.
 
@@ -46,10 +93,18 @@ class BoundedHttp(HttpToolsProtocol):
     """
 
     _idle: "ClassVar[OrderedDict[BoundedHttp, None]]"
+    _turns: ClassVar[Turns]
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        # A body may come in 40,000 chunks at once: the parser calls no Python for each.
+        self._pieces: list[bytes] = []
+        self.on_body = self._pieces.append  # type: ignore[assignment]
+        super().__init__(*args, **kwargs)
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._received = self._delivered = self._url_bytes = self._header_bytes = 0
+        self.flow = InTurn(transport, self._turns)
+        self._received = self._delivered = self._url_bytes = self._header_bytes = self._bytes_of_turn = 0
         self._body_begun: float | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._wait_for_head()
@@ -70,8 +125,37 @@ class BoundedHttp(HttpToolsProtocol):
             self._wait_for_head()
         self._received += len(data)
         super().data_received(data)
-        if not self.transport.is_closing() and self._received > MAX_HEAD_BYTES + 8 * self._delivered:
+        self._take_body()
+        if self.transport.is_closing():
+            return
+        if self._received > MAX_HEAD_BYTES + 8 * self._delivered:
             self._refuse(431 if self._body_begun is None else 400)
+        elif self._body_begun is not None and self.cycle is not None:
+            self._end_turn(len(data))
+
+    def _take_body(self) -> None:
+        """Give the app what came of the body: without copying a large piece, and many chunks as one piece."""
+        if not self._pieces:
+            return
+        body = b"".join(self._pieces)
+        self._pieces.clear()
+        self._delivered += len(body)
+        if self.cycle is None:  # it asks for another protocol
+            return
+        if not self.cycle.body and len(body) > BYTES_OF_A_TURN:
+            self.cycle.body = b""  # type: ignore[assignment]  # to which uvicorn adds without copying
+        elif isinstance(self.cycle.body, bytes):
+            self.cycle.body = bytearray(self.cycle.body)
+        HttpToolsProtocol.on_body(self, body)
+
+    def _end_turn(self, count: int) -> None:
+        """Wait for a turn if more than `BYTES_OF_A_TURN` came in this one, with the last `count`."""
+        self._bytes_of_turn += count
+        if self._bytes_of_turn > BYTES_OF_A_TURN:
+            self._bytes_of_turn = 0
+            self.flow.pause_reading()
+            if self.cycle.response_complete or not self.cycle.message_event.is_set():
+                self.flow.resume_reading()  # else the app does so, when it has taken what came
 
     # What the parser calls; an exception ends the connection ---------------------------------------------------------
 
@@ -98,11 +182,8 @@ class BoundedHttp(HttpToolsProtocol):
         self._timer = self.loop.call_later(BODY_SECONDS, self._body_is_late)
         super().on_headers_complete()
 
-    def on_body(self, body: bytes) -> None:
-        self._delivered += len(body)
-        super().on_body(body)
-
     def on_message_complete(self) -> None:
+        self._take_body()
         self._forget()
         self._received = self._delivered = 0
         self._body_begun = None
@@ -165,5 +246,6 @@ def bounded_http() -> type[BoundedHttp]:
 
     class Http(BoundedHttp):
         _idle: ClassVar[OrderedDict[BoundedHttp, None]] = OrderedDict()
+        _turns: ClassVar[Turns] = Turns()
 
     return Http
