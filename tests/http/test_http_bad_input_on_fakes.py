@@ -125,7 +125,7 @@ async def test_zstd_bomb_is_refused_without_its_memory_on_fakes(api: Api) -> Non
 @pytest.mark.mutation(
     "endless-bodies",
     "bodies.py",
-    '            if counted > limit:\n                raise InvalidRequestError(f"body: over',
+    '            if parts.size > limit:\n                raise InvalidRequestError(f"body: over',
     '            if counted > 64 * limit:\n                raise InvalidRequestError(f"body: over',
 )
 async def test_bodies_over_their_limits_are_refused_before_they_are_read_on_fakes(api: Api) -> None:
