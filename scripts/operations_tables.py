@@ -82,6 +82,7 @@ LIMITS: dict[str, tuple[float, ...]] = {
         connections.BODY_BYTES_A_SECOND,
     ),
     "connections; fewer if fewer files may be open": (connections.MAX_CONNECTIONS,),
+    "requests of a connection that wait for the answer to an earlier one": (connections.MAX_PIPELINED,),
     "bytes of unfinished bodies, of an owner and of all": (
         bodies.MAX_UNFINISHED_BYTES_OF_AN_OWNER,
         bodies.MAX_UNFINISHED_BYTES,
@@ -100,6 +101,7 @@ LIMITS: dict[str, tuple[float, ...]] = {
     "bytes and values of any other JSON": (bodies.MAX_JSON_BYTES, bodies.MAX_JSON_VALUES),
     "characters of an id": (requests_and_results.LONGEST_ID,),
     "pixels of images in flight; a larger one goes alone": (decoding.MAX_PIXELS,),
+    "scans of a JPEG": (decoding.MAX_SCANS,),
     "positions of prompts that the sampler has not read, when another session waits": (sample_turns.PROMPTS_AHEAD,),
     "sequences beyond those that run at once, for sessions that have none": (sampler.RESERVED,),
     "silent sessions that end at one time": (sessions.MOST_ENDING,),

@@ -162,7 +162,8 @@ PROMISES = (
         "saved-with-another-rank last-checkpoint-not-named lost-session-is-404 "
         "lost-samplers-of-named-versions adapters-not-restored goes-on-from-an-older-state lost-gradient-forgotten "
         "healthy-without-a-trainer hangs-for-ever start-deletes-what-has-no-record record-without-folder-dropped "
-        "older-folder-wins deleted-checkpoint-comes-back flipped-bytes-are-loaded backup-without-a-second-look "
+        "older-folder-wins only-expected-damage links-adopted times-as-described deleted-checkpoint-comes-back "
+        "flipped-bytes-are-loaded backup-without-a-second-look "
         "jump-of-the-clock-deletes model-of-a-finished-session-lives stop-loses-training autosave-without-optimizer "
         "autosave-newer-than-its-content "
         "autosave-reads-the-run-itself copy-shares-its-numbers "
@@ -192,7 +193,7 @@ PROMISES = (
         "Loopback or keys; no secret in a log or on disk; bounds before decoding; no fetches, no pickle",
         "listens-to-everybody binds-to-everything no-key-for-other-machines rebound-names-let-in "
         "web-pages-let-in keys-not-checked keys-in-the-log zstd-bomb endless-bodies any-number-of-pixels "
-        "pixels-in-flight image-hosts-at-any-port "
+        "pixels-in-flight scans-without-bound pipelines-without-bound image-hosts-at-any-port "
         "sparse-tensors-out-of-proportion "
         "bound-of-tensors-raised image-pointers-fetched image-host-drips-for-ever "
         "dead-hosts-hold-up-files image-folder-takes-everybodys-threads paths-leave-their-folder pickle "
@@ -394,7 +395,7 @@ MISTAKES = (
         "operation",
         "Bodies and results are kept for ever, or pools are exhausted",
         "bodies-in-the-database results-kept-for-ever results-without-bound "
-        "unread-results-dropped-first pool-exhausted",
+        "unread-results-dropped-first errors-keep-what-was-sent pool-exhausted",
         ("http/test_http_futures_on_fakes.py::test_five_hundred_samples_at_once_are_all_answered_on_fakes",),
     ),
     Promise(
@@ -428,8 +429,8 @@ MISTAKES = (
         "operation",
         "One owner takes what is left from the others, or is refused without the numbers and what helps",
         "half-for-the-only-owner quota-of-an-owner-for-all adapters-of-all-owners-alone queues-of-owners-not-bounded "
-        "samples-of-owners-not-bounded storage-quota-not-checked saves-at-once-share-the-room autosaves-refused "
-        "usage-of-others",
+        "samples-of-owners-not-bounded bytes-of-samples-not-counted connections-for-one-owner storage-quota-not-checked "
+        "saves-at-once-share-the-room autosaves-refused results-of-all-owners-alike usage-of-others",
         (
             "http/test_http_quotas_on_fakes.py::"
             "test_sdk_beyond_the_quota_of_queued_requests_is_slowed_down_and_loses_nothing_on_fakes",
@@ -441,7 +442,8 @@ MISTAKES = (
     Promise(
         "operation",
         "A log holds secrets, loses what happened, or fails or delays requests when its disk is full or hangs",
-        "urls-in-the-access-log audit-without-the-end audit-twice log-of-a-renamed-file full-disk-ends-the-log",
+        "urls-in-the-access-log audit-of-small-bodies-alone audit-without-the-end audit-twice log-of-a-renamed-file "
+        "full-disk-ends-the-log",
         (
             "http/test_http_request_logs_on_fakes.py::"
             "test_a_log_that_cannot_be_written_or_hangs_fails_and_delays_no_request_on_fakes",

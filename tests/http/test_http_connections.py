@@ -99,6 +99,23 @@ async def test_beyond_the_most_connections_the_oldest_idle_one_is_closed(monkeyp
             writer.close()
 
 
+@pytest.mark.mutation(
+    "pipelines-without-bound", "connections.py", "        if len(self.pipeline) >= MAX_PIPELINED:", "        if False:"
+)
+async def test_requests_that_do_not_wait_for_their_answers_are_bounded() -> None:
+    """8 MiB of requests in one connection, without a key, once became 1 GiB."""
+    async with serving() as address:
+        reader, writer = await asyncio.open_connection(*address)
+        writer.write((GET + b"\r\n") * 1000)
+        try:
+            answered = await asyncio.wait_for(reader.read(), 60)
+        except ConnectionError:
+            answered = b""
+        assert answered.count(b"200 OK") <= connections.MAX_PIPELINED + 1
+        writer.close()
+        assert b"200" in await answer(address, (GET + b"\r\n") * 3)
+
+
 async def test_unfinished_bodies_are_bounded_for_an_owner_and_in_all(monkeypatch: pytest.MonkeyPatch) -> None:
     class Sent:
         """A request whose body has begun."""

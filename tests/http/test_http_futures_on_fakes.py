@@ -1,16 +1,19 @@
 """`retrieve_future`: woken by events, re-readable, and never a status that makes the SDK try for ever."""
 
 import asyncio
+import gc
 import time
+import weakref
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from tinker_local.backend.scheduling import operations
-from tinker_local.types import NotFoundError
+from tinker_local.backend.scheduling.operations import Operation, Operations
+from tinker_local.types import ForwardBackwardRequest, ModelInput, NotFoundError, SampleRequest
 
-from tests.http.conftest import Api, Clock, StartApi
+from tests.http.conftest import Api, Clock, StartApi, datum
 
 FUTURES = "tinker_local.backend.http.future_routes"
 
@@ -434,3 +437,56 @@ async def test_results_beyond_their_memory_drop_those_that_were_read_first_on_fa
     for request in (*mine, fourth):
         kept.forget(request)
     assert kept.kept_bytes == of_one
+
+
+@pytest.mark.mutation(
+    "results-of-all-owners-alike", "operations.py", "if kept.owner == most)", "if kept.owner == most or True)"
+)
+async def test_results_in_many_sessions_drop_none_of_another_owner_on_fakes() -> None:
+    of_one = operations.OPERATION_BYTES
+    kept = Operations(900.0, all_bytes=6 * of_one, owner=lambda session_id: session_id[0])
+
+    async def end(request_id: str) -> None:
+        operation: Operation[int] = Operation(request_id, "sample")
+        kept.add(operation)
+        operation.succeed(1)
+        await asyncio.sleep(0)
+
+    for number in range(3):
+        await end(f"bob:sample:0:{number}")
+    for number in range(20):
+        await end(f"a{number}:sample:0:0")
+    assert all(kept.get(f"bob:sample:0:{number}") for number in range(3))
+    assert len(kept) == 6
+    assert kept.kept_bytes == 6 * of_one
+
+
+@pytest.mark.mutation(
+    "errors-keep-what-was-sent",
+    "operations.py",
+    "self._future.set_exception(without_frames(error))",
+    "self._future.set_exception(error)",
+)
+async def test_requests_that_failed_keep_nothing_of_what_was_sent_on_fakes(api: Api) -> None:
+    """The frames of an error once kept the data of each failed request, up to 512 MiB, for 15 minutes."""
+    model, sampler = await api.model(), await api.base_sampler()
+
+    async def gradient() -> tuple[Operation[Any], weakref.ref[Any]]:
+        request = ForwardBackwardRequest(model_id=model, seq_id=1, data=(datum([5, 9, 20]),), loss_fn="unknown")
+        tokens = weakref.ref(request.data[0].model_input.chunks[0].tokens)  # type: ignore[union-attr]
+        return await api.backend.training.forward_backward(request), tokens
+
+    async def sample() -> tuple[Operation[Any], weakref.ref[Any]]:
+        prompt = ModelInput.from_ints([5, 2**30])
+        request = SampleRequest(sampling_session_id=sampler, seq_id=0, prompt=prompt)
+        tokens = weakref.ref(prompt.chunks[0].tokens)  # type: ignore[union-attr]
+        return await api.backend.sampling.sample(request), tokens
+
+    for submit in (gradient, sample):
+        operation, tokens = await submit()
+        assert await operation.wait(30)
+        assert operation.failed
+        await asyncio.sleep(0)
+        gc.collect()
+        assert tokens() is None
+        assert "user" in await api.failure(operation.request_id)

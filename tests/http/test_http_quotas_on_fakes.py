@@ -1,5 +1,6 @@
 """Quotas: what one owner may have at most. Beyond it the owner waits or is refused, and the others notice nothing."""
 
+import asyncio
 import math
 import threading
 import time
@@ -13,6 +14,7 @@ import pytest
 import tinker
 from prometheus_client.parser import text_string_to_metric_families
 from tinker_local.backend import BackendOptions
+from tinker_local.backend.http import connections
 from tinker_local.backend.options import OwnerQuota
 from tinker_local.backend.scheduling.quotas import Amounts, Quotas
 
@@ -176,6 +178,50 @@ async def test_samples_beyond_the_quota_wait_and_other_owners_do_not_on_fakes(st
         await owner.result(request)
     await api.until(lambda: not api.backend.sampling.in_flight)
     await alice.result(await alice.sample(second, 1))
+
+
+@pytest.mark.mutation("bytes-of-samples-not-counted", "quotas.py", "        self._bytes_by_owner[owner] += size\n", "")
+async def test_samples_in_flight_are_bounded_in_bytes_too_on_fakes(start: Any) -> None:
+    """60 requests with images of 20 MiB once took 1.2 GiB, and 10,000 were allowed."""
+    api = await start(f"queued-memory={1000 / 2**30}")
+    alice, bob = as_owner(api, ALICE), as_owner(api, BOB)
+    api.sampler.hold.clear()
+    first, second = await alice.base_sampler(), await alice.base_sampler()
+    prompt = [5] * 150  # 600 bytes, and 128 for the sequence
+    requests = [await alice.sample(first, 0, prompt)]
+    answer = await alice.post("asample", alice.sample_body(second, 0, prompt))
+    assert answer.status_code == 429
+    assert (
+        "requests for samples of 728 bytes of the owner 'alice' are in flight, with this one of 728 bytes they would "
+        "exceed the most, 1000" in answer.json()["detail"]
+    )
+    requests += [await alice.sample(second, 0)]
+    bobs = await bob.sample(await bob.base_sampler(), 0, [5] * 1000)  # alone, however large
+    api.sampler.hold.set()
+    for owner, request in ((alice, requests[0]), (alice, requests[1]), (bob, bobs)):
+        await owner.result(request)
+    await api.until(lambda: not api.backend.sampling.in_flight)
+    await alice.result(await alice.sample(second, 1, prompt))
+
+
+@pytest.mark.mutation("connections-for-one-owner", "access.py", "            self._open[caller.owner] += 1\n", "")
+async def test_one_owner_does_not_have_all_connections_on_fakes(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "MAX_CONNECTIONS", 4)
+    api = await start()
+    alice, bob = as_owner(api, ALICE), as_owner(api, BOB)
+    sampler = await alice.base_sampler()
+    api.sampler.hold.clear()
+    request = await alice.sample(sampler, 0)
+    polls = [asyncio.create_task(alice.poll(request)) for _ in range(2)]
+    await asyncio.sleep(0.1)
+    answer = await alice.get("sessions")
+    assert (answer.status_code, answer.headers["connection"]) == (429, "close")
+    assert "2 requests of the owner 'alice' are open, the most" in answer.json()["detail"]
+    assert (await bob.get("sessions")).status_code == 200
+    assert (await as_owner(api, ADMIN).get("sessions")).status_code == 200
+    api.sampler.hold.set()
+    assert [(await poll).status_code for poll in polls] == [200, 200]
+    assert (await alice.get("sessions")).status_code == 200
 
 
 def bytes_of(api: Api, owner: str) -> int:
@@ -343,9 +389,9 @@ def test_sdk_beyond_the_quota_of_samples_waits_and_gets_all_on_fakes(served: Any
     refusals: list[str] = []
     check = server.backend.sampling.in_flight.check
 
-    def counted(session_id: str, owner: str) -> None:
+    def counted(session_id: str, owner: str, size: int) -> None:
         try:
-            check(session_id, owner)
+            check(session_id, owner, size)
         except Exception as error:
             refusals.append(str(error))
             raise

@@ -107,6 +107,20 @@ async def test_access_log_has_each_request_and_no_secret_on_fakes(logged: Logged
         assert secret not in text
 
 
+@pytest.mark.mutation("audit-of-small-bodies-alone", "request_logs.py", "body = self.scope.get(BODY)", "body = None")
+async def test_audit_log_has_saves_whose_bodies_are_long_on_fakes(logged: Logged) -> None:
+    """With 32 KiB of spaces after its body, a save once was in no log."""
+    api = logged.api
+    model = await api.model()
+    for seq_id, route in enumerate(("save_weights", "save_weights_external", "save_weights_for_sampler"), 1):
+        body = json.dumps({"model_id": model, "seq_id": seq_id, "path": "hidden"}) + " " * 40_000
+        answer = await api.post(route, content=body, headers={"Content-Type": "application/json"})
+        await api.result(answer.json()["request_id"])
+    assert [line["path"] for line in logged.audit() if line["action"] == "save checkpoint"] == [
+        f"tinker://{model}/{kind}/hidden" for kind in ("weights", "external_weights", "sampler_weights")
+    ]
+
+
 @pytest.mark.mutation("audit-without-the-end", "request_logs.py", "            operation.when_done(ended)\n", "")
 @pytest.mark.mutation(
     "audit-twice",

@@ -131,6 +131,16 @@ def test_16_bits_of_grey_are_refused_because_pil_would_clip_them_to_white() -> N
         decode_image(buffer.getvalue())
 
 
+@pytest.mark.mutation("scans-without-bound", "decoding.py", "MAX_SCANS = 64\n", "MAX_SCANS = 10**9\n")
+def test_a_jpeg_of_many_scans_is_refused_before_its_pixels_are_decoded(pictures: Any) -> None:
+    """Each scan is a pass over all pixels: half a megabyte could take a thread for minutes."""
+    data = pictures.file(pictures.noise(64, 48), "JPEG", progressive=True)
+    assert decode_image(data).size == (64, 48)
+    last = data[data.rfind(b"\xff\xda") : -2]
+    with pytest.raises(ImageError, match=r"a JPEG of \d+ scans, the limit is 64"):
+        decode_image(data[:-2] + last * 64 + data[-2:])
+
+
 @pytest.mark.mutation(
     "pixels-in-flight",
     "decoding.py",

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tinker_local.backend.storage import Store
@@ -212,6 +213,89 @@ def test_a_checkpoint_of_an_older_server_is_adopted_too(tmp_path: Path) -> None:
     lose_the_database(tmp_path)
     store = Store(tmp_path)
     assert same_tensors(store.read_checkpoint(make_record("a"), optimizer=True), make_state(1))
+    store.close()
+
+
+def damage(described: dict[str, Any]) -> dict[str, Callable[[], str]]:
+    """What a `checkpoint.json` may be instead of `described`."""
+
+    def other(**fields: Any) -> Callable[[], str]:
+        return lambda: json.dumps(described | fields)
+
+    return {
+        "nested": lambda: "[" * 200_000,
+        "list": other(tinker_path=[]),
+        "infinity": other(size_bytes=float("inf")),
+        "half a character": other(base_model="\ud800"),
+    }
+
+
+@pytest.mark.mutation(
+    "only-expected-damage",
+    "checkpoint_folders.py",
+    "except Exception as error:  # a file may hold anything, and the server starts all the same",
+    "except (ValueError, LookupError, OSError) as error:",
+)
+@pytest.mark.parametrize("how", ["nested", "list", "infinity", "half a character"])
+def test_a_description_that_may_hold_anything_stops_no_start(
+    tmp_path: Path, how: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = Store(tmp_path)
+    folders = [
+        store.checkpoint_folder(store.write_checkpoint(make_record(name), make_state(1), overwrite=False))
+        for name in ("a", "b")
+    ]
+    store.close()
+    description = folders[0] / "checkpoint.json"
+    description.write_text(damage(json.loads(description.read_text()))[how]())
+    lose_the_database(tmp_path)
+    store = Store(tmp_path)
+    assert [record.name for record in store.list_checkpoints(RUN)] == ["b"]
+    assert f"1 not a checkpoint of this server: left alone ({folders[0]} (" in caplog.text
+    assert folders[0].is_dir()
+    store.close()
+
+
+@pytest.mark.mutation("links-adopted", "checkpoint_folders.py", "        if links:\n", "        if False:\n")
+def test_a_folder_with_links_is_no_checkpoint(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """An export of it would be downloaded, and may lead to any file that the server can read."""
+    store = Store(tmp_path)
+    folder = store.checkpoint_folder(store.write_checkpoint(make_record("a"), make_state(1), overwrite=False))
+    store.close()
+    config = folder / "adapter_config.json"
+    (tmp_path / "secret").write_bytes(config.read_bytes())
+    config.unlink()
+    config.symlink_to(tmp_path / "secret")
+    lose_the_database(tmp_path)
+    store = Store(tmp_path)
+    assert store.list_checkpoints(RUN) == []
+    assert "adapter_config.json is a link" in caplog.text
+    store.close()
+
+
+@pytest.mark.mutation(
+    "times-as-described",
+    "recovery.py",
+    "    return otherwise if found.tzinfo is None else found\n",
+    "    return found\n",
+)
+@pytest.mark.parametrize("time", ["yesterday", "2026-01-01T00:00:00"])
+def test_times_of_a_description_that_are_none_are_those_of_the_checkpoint(tmp_path: Path, time: str) -> None:
+    store = Store(tmp_path)
+    store.add_session(SessionRecord("5f1c9d5e-0000", START))
+    store.add_training_run(TrainingRunRecord(RUN, "5f1c9d5e-0000", "org/base", LoraConfig(rank=4), START, START))
+    written = store.write_checkpoint(make_record("a"), make_state(1), overwrite=False)
+    description = store.checkpoint_folder(written) / "checkpoint.json"
+    store.close()
+    described = json.loads(description.read_text())
+    described["session"]["created_at"] = described["training_run"]["last_request_at"] = time
+    description.write_text(json.dumps(described))
+    lose_the_database(tmp_path)
+    store = Store(tmp_path)
+    session, run = store.get_session("5f1c9d5e-0000"), store.get_training_run(RUN)
+    assert session is not None
+    assert run is not None
+    assert (session.created_at, run.last_request_at) == (written.created_at, written.created_at)
     store.close()
 
 

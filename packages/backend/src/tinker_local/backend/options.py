@@ -212,7 +212,8 @@ class BackendOptions:
     max_queued_bytes: Annotated[
         int,
         CommandOption(
-            "Maximum size of all queued training requests. Beyond it, clients must slow down.",
+            "Maximum size of all queued training requests, and of all requests for samples in flight. Beyond it, "
+            "clients must slow down.",
             flag="--max-queued-memory",
             gib=True,
         ),
@@ -224,7 +225,7 @@ class BackendOptions:
         int,
         CommandOption(
             "Maximum size of all results that clients may still read. Beyond it, those are dropped that were read "
-            "first, and then the oldest unread ones, of the session that has most.",
+            "first, and then the oldest unread ones, of the owner and session that have most.",
             flag="--max-results-memory",
             gib=True,
         ),

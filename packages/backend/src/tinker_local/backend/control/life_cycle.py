@@ -102,7 +102,10 @@ class ControlPlane:
         await load_base_models(self.models, self._sources, options, self._load, self._progress)
         self.sessions = Sessions(self.store, options.session_timeout, self._end_session)
         self.operations = Operations(
-            options.result_retention, options.max_result_bytes_per_session, options.max_result_bytes
+            options.result_retention,
+            options.max_result_bytes_per_session,
+            options.max_result_bytes,
+            self.sessions.owner_now,
         )
         uses = CheckpointUses()
         signatures = Signatures(options.data_dir, self._clock)

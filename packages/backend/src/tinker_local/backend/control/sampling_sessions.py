@@ -39,6 +39,7 @@ from tinker_local.backend.storage.store import Store
 from tinker_local.backend.threads import DATABASE, IMAGE_THREADS, RENDERING, RENDERING_IMAGES
 from tinker_local.types import (
     CreateSamplingSessionRequest,
+    EncodedTextChunk,
     GoneError,
     ImageChunk,
     InternalError,
@@ -54,7 +55,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True, eq=False)
 class SamplingSession:
-    """`ephemeral`: the name of a version of `size` bytes that lives as long as the session, or until it is dropped for
+    """`running`: its samples that have not ended, and the bytes of each request. `ephemeral`: the name of a version of `size` bytes that lives as long as the session, or until it is dropped for
     newer ones (then `deleted`); `checkpoint`: a named one, maybe `deleted`.
 
     A session whose checkpoint is deleted refuses new samples and finishes those that it has accepted. An ephemeral
@@ -69,7 +70,7 @@ class SamplingSession:
     size: int = 0
     checkpoint: CheckpointRecord | None = None
     deleted: bool = False
-    running: set[Operation[SampleOutput]] = field(default_factory=set)
+    running: dict[Operation[SampleOutput], int] = field(default_factory=dict)
 
 
 class Sampling:
@@ -332,15 +333,16 @@ class Sampling:
             operation.fail(lost)
             return operation
         _check_context(request, session.base.engines.sampler.max_context_length)
-        self.in_flight.check(session.record.session_id, session.owner)
+        size = request_bytes(request)
+        self.in_flight.check(session.record.session_id, session.owner, size)
         operation.failures = session.base.counts.failures
         self._operations.add(operation)
         session.clients.watch(request.seq_id, operation)
-        self.in_flight.enter(session.record.session_id, session.owner)
+        self.in_flight.enter(session.record.session_id, session.owner, size)
         own = self._of_session[session.record.session_id]
         own[session.record.sampling_session_id] = own.pop(session.record.sampling_session_id)  # the last used
         session.base.counts.samples_accepted += 1
-        session.running.add(operation)
+        session.running[operation] = size
         if session.checkpoint is not None:
             self._uses.take(session.checkpoint)
         task = asyncio.create_task(self._run(session, request, operation))
@@ -374,12 +376,11 @@ class Sampling:
 
     def _ended(self, session: SamplingSession, operation: Operation[SampleOutput]) -> None:
         """Count a sample out, however it ended, before its result can be read."""
-        if operation in session.running:
-            session.running.discard(operation)
+        if (size := session.running.pop(operation, None)) is not None:
             if session.checkpoint is not None:
                 self._uses.leave(session.checkpoint)
             session.base.counts.samples_accepted -= 1
-            self.in_flight.leave(session.record.session_id, session.owner)
+            self.in_flight.leave(session.record.session_id, session.owner, size)
             if session.ephemeral is not None and not session.running:
                 self._drop_versions(session.record.session_id)
 
@@ -474,6 +475,23 @@ def count(base: ServedModel, work: SampleWork, output: SampleOutput) -> None:
     counts.samples += len(output.sequences)
     counts.prompt_tokens += work.prompt.length
     counts.sampled_tokens += sampled_tokens(output)
+
+
+SEQUENCE_BYTES = 128
+"""Of a sequence that is asked for, besides its tokens: its id."""
+
+
+def request_bytes(request: SampleRequest) -> int:
+    """What a request holds until it has ended: tokens, images, questions about the prompt, ids of its sequences."""
+    size = SEQUENCE_BYTES * request.num_samples
+    for chunk in request.prompt.chunks:
+        if isinstance(chunk, EncodedTextChunk):
+            size += chunk.tokens.nbytes
+        elif isinstance(chunk, ImageChunk):
+            size += len(chunk.data)
+    target = request.target_prompt_logprobs
+    arrays = [] if target is None else [target.data, target.sparse_crow_indices, target.sparse_col_indices]
+    return size + sum(array.nbytes for array in arrays if array is not None)
 
 
 def bytes_of(output: SampleOutput) -> int:

@@ -10,7 +10,7 @@ import asyncio
 import ipaddress
 import re
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Literal, TypeVar, cast
 
@@ -21,8 +21,10 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from tinker_local.backend.control.callers import LOCAL, Caller, KeyFile, fingerprint
 from tinker_local.backend.control.life_cycle import ControlPlane
 from tinker_local.backend.http import error_responses
+from tinker_local.backend.http.connections import most_connections
 from tinker_local.backend.storage.metadata import Owned
 from tinker_local.backend.storage.names import parse_tinker_path
+from tinker_local.backend.storage.records import ADMIN
 from tinker_local.backend.threads import DATABASE
 from tinker_local.types import (
     AuthenticationError,
@@ -33,6 +35,7 @@ from tinker_local.types import (
     NotFoundError,
     PermissionDeniedError,
     SessionSearchRequest,
+    TooManyRequestsError,
 )
 
 R = TypeVar("R", CopyWeightsRequest, LoadWeightsRequest)
@@ -161,12 +164,17 @@ def network_of(address: str) -> str:
 
 
 class RequireKey:
-    """Answer 401 to a request without a known `X-API-Key`; `caller_of` tells whose it is."""
+    """Answer 401 to a request without a known `X-API-Key`; `caller_of` tells whose it is.
+
+    With several owners, each may have half of all connections in use: beyond that, its requests are answered with 429.
+    Connections without a request are closed for others, but long polls, slow bodies and slow readers are not.
+    """
 
     def __init__(self, app: ASGIApp, keys: Keys) -> None:
         self._app = app
         self._keys = keys
         self._wrong = WrongKeys()
+        self._open: Counter[str] = Counter()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and not _open_to_all(scope["path"]):
@@ -179,7 +187,27 @@ class RequireKey:
                 await answer(scope, receive, send)
                 return
             scope[CALLER] = caller
+            if (most := self._most(caller)) is not None and self._open[caller.owner] >= most:
+                answer = error_responses.answer(
+                    TooManyRequestsError(f"{most} requests of the owner {caller.owner!r} are open, the most", 1.0)
+                )
+                answer.headers["Connection"] = "close"
+                await answer(scope, receive, send)
+                return
+            self._open[caller.owner] += 1
+            try:
+                await self._app(scope, receive, send)
+            finally:
+                self._open[caller.owner] -= 1
+                if not self._open[caller.owner]:
+                    del self._open[caller.owner]
+            return
         await self._app(scope, receive, send)
+
+    def _most(self, caller: Caller) -> int | None:
+        """How many requests of `caller` may be open; None: any number."""
+        several = not caller.admin and len(self._keys.owners() - {ADMIN}) > 1
+        return max(1, most_connections() // 2) if several else None
 
 
 def _open_to_all(path: str) -> bool:
@@ -237,6 +265,9 @@ def is_loopback(host: str) -> bool:
 CALLER = "tinker_local.caller"
 """Where the middleware puts the caller in a request's scope. A signed URL has none."""
 
+BODY = "tinker_local.body"
+"""Where a request's scope has its body, once that is parsed: the audit log reads it there."""
+
 OWNED = {
     "session_id": "session",
     "model_id": "model",
@@ -273,6 +304,7 @@ async def check_own_path(request: Request) -> None:
 
 async def check_own_body(request: Request, body: Frozen) -> None:
     """`check_ids` of what a body names, and `check_readable` of its checkpoints, for every body."""
+    request.scope[BODY] = body
     if caller_of(request).admin or isinstance(body, SessionSearchRequest):  # the ids of a search only filter
         return
     given = dict(body)

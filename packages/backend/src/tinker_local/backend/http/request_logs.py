@@ -16,7 +16,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from tinker_local.backend.control.callers import Caller
 from tinker_local.backend.control.life_cycle import ControlPlane
-from tinker_local.backend.http.access import CALLER
+from tinker_local.backend.http.access import BODY, CALLER
 from tinker_local.backend.http.log_files import JsonLines
 from tinker_local.backend.scheduling.operations import Operation, owner_of
 
@@ -53,7 +53,7 @@ NAMED = ("session_id", "model_id", "path", "source_path", "model_path", "tinker_
 """Fields of bodies, answers and paths that the audit log has."""
 
 MOST_BYTES = 32 * 1024
-"""Of a body or an answer that is read for its ids; larger ones have none that matter."""
+"""Of an answer that is read for its ids, and of a body that was refused before it was parsed."""
 
 LONGEST_VALUE = 512
 
@@ -113,7 +113,9 @@ class Exchange:
     def facts(self) -> dict[str, object]:
         """The ids and paths that it names."""
         found: dict[str, object] = {}
-        for part in (_json(self.asked), self.scope.get("path_params", {}), _json(self.told)):
+        body = self.scope.get(BODY)
+        asked = _json(self.asked) if body is None else dict(body)
+        for part in (asked, self.scope.get("path_params", {}), _json(self.told)):
             found |= {name: _short(part[name]) for name in NAMED if isinstance(part.get(name), str | int)}
         params = self.scope.get("path_params", {})
         if "run_id" in params and "name" in params:

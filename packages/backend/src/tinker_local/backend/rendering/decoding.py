@@ -13,6 +13,11 @@ if TYPE_CHECKING:
 MAX_PIXELS = 64 * 2**20
 """Default limit of width × height of an image."""
 
+MAX_SCANS = 64
+"""Of a progressive JPEG, each of which is a pass over all pixels, whatever its bytes; encoders write about ten."""
+
+_START_OF_SCAN = b"\xff\xda"
+
 _DEEP_MODES = ("I", "F")
 
 
@@ -90,6 +95,9 @@ def _open(data: bytes) -> "Image":
     from PIL import Image
 
     try:
-        return Image.open(io.BytesIO(data), formats=("PNG", "JPEG"))
+        opened = Image.open(io.BytesIO(data), formats=("PNG", "JPEG"))
     except Exception as error:  # PIL documents no closed set of what broken files raise; also its own pixel limit
         raise ImageError(f"not a readable PNG or JPEG file: {error}") from error
+    if opened.format != "PNG" and (scans := data.count(_START_OF_SCAN)) > MAX_SCANS:
+        raise ImageError(f"a JPEG of {scans} scans, the limit is {MAX_SCANS}; save it again, or as PNG")
+    return opened

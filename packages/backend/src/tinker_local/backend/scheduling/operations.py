@@ -175,7 +175,7 @@ class Operation(Generic[T]):
         if not self._future.done():
             self.finished_at = time.monotonic()
             self.timeline.end(error)
-            self._future.set_exception(error)
+            self._future.set_exception(without_frames(error))
             self._future.exception()  # mark it as retrieved
             if self.failures is not None:
                 self.failures[error.category] += 1
@@ -209,6 +209,13 @@ class Operation(Generic[T]):
         self._wake.set()
 
 
+def without_frames(error: ApiError) -> ApiError:
+    """`error` without where it was raised and from what: these hold what was sent, up to half a gigabyte, and an error
+    is kept for as long as a result."""
+    error.__traceback__ = error.__cause__ = error.__context__ = None
+    return error
+
+
 def as_api_error(error: BaseException) -> ApiError:
     """`error` itself if it is meant for clients, else an InternalError that names its type."""
     if isinstance(error, ApiError):
@@ -222,8 +229,9 @@ OPERATION_BYTES = 4096
 
 @dataclass(slots=True, eq=False)
 class KeptResults:
-    """What one session has of results, `size` bytes in all: request ids and bytes, the oldest first."""
+    """What one session of `owner` has of results, `size` bytes in all: request ids and bytes, the oldest first."""
 
+    owner: str = ""
     unread: OrderedDict[str, int] = field(default_factory=OrderedDict)
     read: OrderedDict[str, int] = field(default_factory=OrderedDict)
     size: int = 0
@@ -238,12 +246,20 @@ class Operations:
     more if its connection breaks.
 
     Results of at most `session_bytes` are kept for a session, and of `all_bytes` for all. Beyond that a new one drops
-    older ones of its session, or of the session that has most.
+    older ones of its session, or of the owner that has most, there of the session that has most. `owner`: that of a
+    session.
     `recorder` keeps the timeline of each operation whose base model is known.
     """
 
-    def __init__(self, retention: float, session_bytes: float = math.inf, all_bytes: float = math.inf) -> None:
+    def __init__(
+        self,
+        retention: float,
+        session_bytes: float = math.inf,
+        all_bytes: float = math.inf,
+        owner: Callable[[str], str] = lambda session_id: "",
+    ) -> None:
         self._retention = retention
+        self._owner = owner
         self._session_bytes, self._all_bytes = session_bytes, all_bytes
         self.recorder = TraceRecorder()
         self.kept_bytes = 0
@@ -263,14 +279,25 @@ class Operations:
         """Count the result of an operation that has ended, and drop older results if all together are too large."""
         if self._by_id.get(operation.request_id) is not operation:
             return
-        own = self._kept.setdefault(session_of(owner_of(operation.request_id)), KeptResults())
+        session_id = session_of(owner_of(operation.request_id))
+        own = self._kept.get(session_id)
+        if own is None:
+            own = self._kept[session_id] = KeptResults(self._owner(session_id))
         own.unread[operation.request_id] = size = OPERATION_BYTES + operation.size
         own.size += size
         self.kept_bytes += size
         while own.size > self._session_bytes and own.oldest() != operation.request_id:
             self._drop(own.oldest())
         while self.kept_bytes > self._all_bytes and len(self._by_id) > 1:
-            self._drop(max(self._kept.values(), key=lambda kept: kept.size).oldest())
+            self._drop(self._largest().oldest())
+
+    def _largest(self) -> KeptResults:
+        """The results of the session that has most, of the owner that has most."""
+        by_owner: Counter[str] = Counter()
+        for kept in self._kept.values():
+            by_owner[kept.owner] += kept.size
+        most = max(by_owner, key=by_owner.__getitem__)
+        return max((kept for kept in self._kept.values() if kept.owner == most), key=lambda kept: kept.size)
 
     def was_read(self, operation: Operation[Any]) -> None:
         """A client got the result: it is dropped before those that were not read."""

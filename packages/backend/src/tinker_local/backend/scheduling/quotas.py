@@ -24,7 +24,8 @@ class Amounts:
     Attributes
     ----------
     adapters, adapter_bytes: of training runs in memory, and their bytes with gradients and optimizer state.
-    queued_requests, queued_bytes: training requests that have not run.
+    queued_requests: training requests that have not run.
+    queued_bytes: of these, and as much again of requests for samples that have not ended.
     samples: requests for samples that have not ended.
     storage_bytes: of checkpoints of every kind, autosaves included; a copy counts in full.
     """
@@ -90,30 +91,44 @@ class InFlight:
         self._quotas = quotas
         self._by_session: Counter[str] = Counter()
         self._by_owner: Counter[str] = Counter()
+        self._bytes_by_session: Counter[str] = Counter()
+        self._bytes_by_owner: Counter[str] = Counter()
 
-    def check(self, session_id: str, owner: str) -> None:
-        """TooManyRequestsError if one more is too many."""
-        for whose, most, samples in (
-            ("this session", self._quotas.session, self._by_session[session_id]),
-            (f"the owner {owner!r}", self._quotas.of(owner), self._by_owner[owner]),
-            ("all sessions", self._quotas.all, len(self)),
+    def check(self, session_id: str, owner: str, size: int) -> None:
+        """TooManyRequestsError if one more, of `size` bytes, is too many. One that is alone is not, however large."""
+        for whose, most, samples, held in (
+            ("this session", self._quotas.session, self._by_session[session_id], self._bytes_by_session[session_id]),
+            (f"the owner {owner!r}", self._quotas.of(owner), self._by_owner[owner], self._bytes_by_owner[owner]),
+            ("all sessions", self._quotas.all, len(self), self._bytes_by_owner.total()),
         ):
             if samples >= most.samples:
                 raise TooManyRequestsError(
                     f"{samples} requests for samples of {whose} are in flight, the most is {most.samples}", SAMPLE_RETRY
                 )
+            if samples and held + size > most.queued_bytes:
+                raise TooManyRequestsError(
+                    f"requests for samples of {held} bytes of {whose} are in flight, with this one of {size} bytes "
+                    f"they would exceed the most, {most.queued_bytes} bytes",
+                    SAMPLE_RETRY,
+                )
 
-    def enter(self, session_id: str, owner: str) -> None:
+    def enter(self, session_id: str, owner: str, size: int) -> None:
         """Count one more."""
         self._by_session[session_id] += 1
         self._by_owner[owner] += 1
+        self._bytes_by_session[session_id] += size
+        self._bytes_by_owner[owner] += size
 
-    def leave(self, session_id: str, owner: str) -> None:
+    def leave(self, session_id: str, owner: str, size: int) -> None:
         """Count one less."""
-        for counts, key in ((self._by_session, session_id), (self._by_owner, owner)):
+        for counts, sizes, key in (
+            (self._by_session, self._bytes_by_session, session_id),
+            (self._by_owner, self._bytes_by_owner, owner),
+        ):
             counts[key] -= 1
+            sizes[key] -= size
             if not counts[key]:
-                del counts[key]
+                del counts[key], sizes[key]
 
     def of(self, owner: str) -> int:
         """Those of `owner`."""

@@ -26,7 +26,7 @@ from tinker_local.backend.storage.data_folder import fsync_path, make_durable_fo
 from tinker_local.backend.storage.names import check_checkpoint_name, parse_tinker_path, safe_segment
 from tinker_local.backend.storage.records import CheckpointRecord
 from tinker_local.backend.training.trainer import AdapterState
-from tinker_local.types import ApiError, LoraConfig
+from tinker_local.types import LoraConfig
 
 log = logging.getLogger(__name__)
 
@@ -169,13 +169,17 @@ class CheckpointFolders:
             else:
                 try:
                     found.append(self._described(path))
-                except (ValueError, LookupError, TypeError, OSError, ApiError) as error:
-                    strange.append(f"{path} ({error})")
+                except Exception as error:  # a file may hold anything, and the server starts all the same
+                    strange.append(f"{path} ({type(error).__name__}: {error})")
         return found, strange
 
     def _described(self, folder: Path) -> CheckpointRecord:
         """The record that `folder` describes. It is private and does not expire: its record may have been changed."""
+        links = [file.name for file in (folder, *folder.iterdir()) if file.is_symlink()]
+        if links:
+            raise ValueError(f"{' and '.join(sorted(links))} is a link, which may lead to any file of this machine")
         given = json.loads((folder / DESCRIPTION).read_text("utf-8"))
+        json.dumps(given, ensure_ascii=False, allow_nan=False).encode("utf-8")  # as clients will get it
         run, kind, name = parse_tinker_path(given["tinker_path"], DESCRIPTION)
         record = CheckpointRecord(
             training_run_id=run,

@@ -81,8 +81,17 @@ def as_described(record: Described, given: Mapping[str, Any]) -> Described:
         values["tags"] = tuple(values["tags"])
     for name in ("created_at", "last_request_at"):
         if name in known and isinstance(given[name], str):
-            values[name] = datetime.fromisoformat(given[name])
+            values[name] = _time(given[name], getattr(record, name))
     return replace(record, **values)
+
+
+def _time(text: str, otherwise: datetime) -> datetime:
+    """The time that `text` is; `otherwise` if it is none with a time zone."""
+    try:
+        found = datetime.fromisoformat(text)
+    except ValueError:
+        return otherwise
+    return otherwise if found.tzinfo is None else found
 
 
 def compare(folders: CheckpointFolders, records: Iterable[CheckpointRecord]) -> Disagreement:
