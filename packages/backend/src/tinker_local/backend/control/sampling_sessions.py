@@ -55,8 +55,9 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True, eq=False)
 class SamplingSession:
-    """`running`: its samples that have not ended, and the bytes of each request. `ephemeral`: the name of a version of `size` bytes that lives as long as the session, or until it is dropped for
-    newer ones (then `deleted`); `checkpoint`: a named one, maybe `deleted`.
+    """`ephemeral`: the name of a version of `size` bytes that lives as long as the session, or until it is dropped for
+    newer ones (then `deleted`); `checkpoint`: a named one, maybe `deleted`; `running`: the samples that have not ended,
+    and the bytes of each request.
 
     A session whose checkpoint is deleted refuses new samples and finishes those that it has accepted. An ephemeral
     version with unfinished samples is not dropped.
