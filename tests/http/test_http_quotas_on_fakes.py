@@ -182,7 +182,7 @@ async def test_samples_beyond_the_quota_wait_and_other_owners_do_not_on_fakes(st
 
 @pytest.mark.mutation("bytes-of-samples-not-counted", "quotas.py", "        self._bytes_by_owner[owner] += size\n", "")
 async def test_samples_in_flight_are_bounded_in_bytes_too_on_fakes(start: Any) -> None:
-    """60 requests with images of 20 MiB once took 1.2 GiB, and 10,000 were allowed."""
+    """10,000 requests of a session were allowed, whatever they held: an image may have 32 MiB."""
     api = await start(f"queued-memory={1000 / 2**30}")
     alice, bob = as_owner(api, ALICE), as_owner(api, BOB)
     api.sampler.hold.clear()
@@ -302,6 +302,30 @@ async def test_an_autosave_counts_and_is_not_refused_on_fakes(start: Any) -> Non
     assert bytes_of(api, "alice") == saved[0]["size_bytes"]
     copy = {"source_path": saved[0]["tinker_path"], "destination_project_id": "local"}
     assert "storage: " in (await alice.post("copy_weights", copy)).json()["detail"]
+
+
+@pytest.mark.mutation(
+    "runs-beyond-the-storage-quota",
+    "control/training_runs.py",
+    "                await DATABASE.run(self._store.quota.check_new_run, owner)\n",
+    "",
+)
+async def test_an_owner_over_the_storage_quota_begins_no_new_run_on_fakes(start: Any) -> None:
+    """Twelve runs of one step each once left 21 MB of autosaves, where 0.1 MB were allowed."""
+    api = await start("alice:storage=0")
+    alice, bob = as_owner(api, ALICE), as_owner(api, BOB)
+    model = await alice.model()
+    await alice.result(await alice.gradient(model, 1))
+    await alice.result(await alice.step(model, 2))
+    await alice.post(f"sessions/{model.partition(':')[0]}/finish", {"reason": {"type": "errored"}})
+    new = {"session_id": await alice.session(), "model_seq_id": 0, "base_model": "fake/bigram"}
+    failure = await alice.failure(await alice.submit("create_model", new))
+    assert failure.startswith("user: create_model: the checkpoints of the owner 'alice' take ")
+    assert f"before a new run; the largest: tinker://{model}/weights/autosave (" in failure
+    await bob.model()
+    answer = await alice.delete(f"training_runs/{model}/checkpoints/weights/autosave")
+    assert answer.status_code == 204
+    await alice.model()
 
 
 # What is seen of them -------------------------------------------------------------------------------------------------

@@ -241,6 +241,7 @@ class TrainingRuns:
         async def run() -> None:
             operation.timeline.enter("running")
             try:
+                await DATABASE.run(self._store.quota.check_new_run, owner)
                 result = await make()
                 model.made = True
                 await DATABASE.run(self._store.add_training_run, model.record)

@@ -20,8 +20,8 @@ LARGEST = 3
 class StorageQuota:
     """Counts checkpoints of every kind. `most_bytes` gives the limit of an owner, infinity for none.
 
-    Autosaves count and are never refused: each run has one, and without it training would be lost. Methods block on the
-    database and may be called from any thread.
+    Autosaves count and are never refused: each run has one, and without it training would be lost. Instead, an owner
+    who is over the limit begins no new run. Methods block on the database and may be called from any thread.
     """
 
     def __init__(self, engine: sa.Engine, clock: SteadyClock, most_bytes: Callable[[str], float]) -> None:
@@ -65,7 +65,24 @@ class StorageQuota:
             with self._granting:
                 self._writing[owner] -= size
 
+    def check_new_run(self, owner: str) -> None:
+        """InvalidRequestError if `owner` is over the limit: every run may leave one more autosave."""
+        most = self._most_bytes(owner)
+        if not math.isinf(most) and (used := self._used_by(owner)) > most:
+            raise InvalidRequestError(
+                f"create_model: the checkpoints of the owner {owner!r} take {_mib(used)}, the most is {_mib(most)}: "
+                f"delete some (`tinker checkpoint delete PATH`) before a new run{self._largest(owner)}"
+            )
+
     def _refusal(self, owner: str, used: int, size: int, most: float) -> str:
+        return (
+            f"storage: the checkpoints of the owner {owner!r} take {_mib(used)}; with this one of {_mib(size)} they "
+            f"would exceed the most, {_mib(most)}: delete some (`tinker checkpoint delete PATH`) and save again"
+            f"{self._largest(owner)}"
+        )
+
+    def _largest(self, owner: str) -> str:
+        """What a refusal adds."""
         table = tables.checkpoints.c
         query = sa.select(table.training_run_id, table.kind, table.name, table.size_bytes).where(
             Owned(owner).checkpoints() & self._in_time()
@@ -73,20 +90,18 @@ class StorageQuota:
         with self._engine.connect() as connection:
             rows = connection.execute(query.order_by(table.size_bytes.desc(), table.number).limit(LARGEST)).all()
         largest = ", ".join(f"tinker://{run}/{kind}/{name} ({_mib(bytes_)})" for run, kind, name, bytes_ in rows)
-        return (
-            f"storage: the checkpoints of the owner {owner!r} take {_mib(used)}; with this one of {_mib(size)} they "
-            f"would exceed the most, {_mib(most)}: delete some (`tinker checkpoint delete PATH`) and save again"
-            f"{f'; the largest: {largest}' if largest else ''}"
-        )
+        return f"; the largest: {largest}" if largest else ""
 
-    def _used_by(self, owner: str, without: CheckpointRecord) -> int:
+    def _used_by(self, owner: str, without: CheckpointRecord | None = None) -> int:
         table = tables.checkpoints.c
-        same = (
-            (table.training_run_id == without.training_run_id)
-            & (table.kind == without.kind)
-            & (table.name == without.name)
-        )
-        query = sa.select(sa.func.sum(table.size_bytes)).where(Owned(owner).checkpoints() & self._in_time() & ~same)
+        query = sa.select(sa.func.sum(table.size_bytes)).where(Owned(owner).checkpoints() & self._in_time())
+        if without is not None:
+            same = (
+                (table.training_run_id == without.training_run_id)
+                & (table.kind == without.kind)
+                & (table.name == without.name)
+            )
+            query = query.where(~same)
         with self._engine.connect() as connection:
             return int(connection.execute(query).scalar() or 0)
 
