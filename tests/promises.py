@@ -395,7 +395,10 @@ MISTAKES = (
         "operation",
         "Bodies and results are kept for ever, or pools are exhausted",
         "bodies-in-the-database results-kept-for-ever results-without-bound "
-        "unread-results-dropped-first errors-keep-what-was-sent pool-exhausted",
+        "unread-results-dropped-first errors-keep-what-was-sent pool-exhausted results-stay-in-memory "
+        "filed-results-stay-in-memory files-of-results-stay files-of-results-survive results-fill-the-disk "
+        "half-written-results-stay objects-of-results-not-counted results-of-the-largest-session-dropped "
+        "fake-reads-prompts-in-one-piece",
         ("http/test_http_futures_on_fakes.py::test_five_hundred_samples_at_once_are_all_answered_on_fakes",),
     ),
     Promise(

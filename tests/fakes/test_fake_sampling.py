@@ -11,6 +11,8 @@ import pytest
 from PIL import Image
 from safetensors.numpy import save_file
 from tinker_local.backend.fakes import EOS_ID, FakeModel, FakeRenderer, FakeSampler, FakeTrainer, decode, encode
+from tinker_local.backend.fakes.fake_model import Features
+from tinker_local.backend.fakes.fake_sampler import PROMPT_ROWS_AT_ONCE
 from tinker_local.backend.rendering.rendered_input import RenderedInput
 from tinker_local.backend.sampling.sampler import AdapterVersion, SampleWork
 from tinker_local.backend.training.trainer import TrainDatum, TrainWork
@@ -236,3 +238,29 @@ def test_fake_pad_id_as_text_is_text_and_images_matter() -> None:
     assert not any(np.allclose(values[i], values[j]) for i, j in [(0, 1), (0, 2), (1, 2)])
     assert np.array_equal(values[2], last_logprobs(ModelInput(chunks=(after,))))
     assert np.array_equal(values[0], last_logprobs(red))
+
+
+@pytest.mark.mutation(
+    "fake-reads-prompts-in-one-piece",
+    "fake_sampler.py",
+    "slice(begin, min(begin + PROMPT_ROWS_AT_ONCE, len(log_p)))",
+    "slice(begin, len(log_p))",
+)
+async def test_fake_prompts_are_scored_in_parts_between_which_others_have_their_turns(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The top 256 of eight prompts of 4,000 positions once kept another's sample waiting for as long as all took."""
+    rows, logits = [], FakeModel.logits
+
+    def noted(model: FakeModel, features: Features, *args: Any) -> Any:
+        rows.append(len(features.tokens))
+        return logits(model, features, *args)
+
+    monkeypatch.setattr(FakeModel, "logits", noted)
+    sampler = FakeSampler(MODEL)
+    prompt = RenderedInput(np.arange(1, 301, dtype=np.int32))
+    output = await sampler.sample(SampleWork(prompt, None, SamplingParams(max_tokens=1), topk_prompt_logprobs=5))
+    assert output.topk_prompt_logprobs is not None
+    assert output.topk_prompt_logprobs.token_ids.shape == (300, 5)
+    assert sum(rows) == 299 + 1
+    assert max(rows) <= PROMPT_ROWS_AT_ONCE

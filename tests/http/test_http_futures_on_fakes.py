@@ -407,7 +407,7 @@ async def test_saves_in_flight_are_finished_when_the_server_stops_on_fakes(
 )
 async def test_results_beyond_their_memory_drop_those_that_were_read_first_on_fakes(start_api: StartApi) -> None:
     """64 unread answers once kept 750 MiB."""
-    of_one = operations.OPERATION_BYTES + 2 * 100 * 4  # tokens and logprobs
+    of_one = operations.OPERATION_BYTES + operations.OBJECT_BYTES + 2 * 100 * 4  # tokens and logprobs
     api = await start_api(max_result_bytes_per_session=3 * of_one, max_result_bytes=4 * of_one)
     sampler, other = await api.base_sampler(), await api.base_sampler()
     kept = api.backend.operations
@@ -429,7 +429,7 @@ async def test_results_beyond_their_memory_drop_those_that_were_read_first_on_fa
     assert kept.get(first) is None
     answer = await api.poll(first)
     assert answer.status_code == 410  # the SDK samples again
-    assert "--max-results-memory-per-session" in answer.text
+    assert "--max-results-per-session" in answer.text
     mine = [await sample(other, seq_id) for seq_id in range(2)]  # beyond what all may have: of whom has most
     assert kept.get(third) is None
     assert all(kept.get(request) is not None for request in mine)

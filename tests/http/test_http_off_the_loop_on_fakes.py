@@ -56,9 +56,9 @@ class Threads:
 @pytest.mark.mutation("bodies-parsed-on-the-loop", "training_routes.py", "await PARSING.run(envelope)", "envelope()")
 @pytest.mark.mutation(
     "results-encoded-on-the-loop",
-    "future_routes.py",
-    "await ENCODING.run(encode_sample_output, result)",
-    "encode_sample_output(result)",
+    "operations.py",
+    "await ENCODING.run(self.form.encode, cast(T, self._result))",
+    "self.form.encode(cast(T, self._result))",
 )
 @pytest.mark.mutation(
     "images-rendered-on-the-loop",

@@ -3,7 +3,8 @@
 import threading
 
 import pytest
-from tinker_local.backend.scheduling.operations import ACTIVE, sample_states, training_state
+from tinker_local.backend.scheduling.operations import ACTIVE, training_state
+from tinker_local.backend.scheduling.sample_turns import sample_states
 
 from tests.http.conftest import Api
 
@@ -11,7 +12,7 @@ from tests.http.conftest import Api
 @pytest.fixture(autouse=True)
 def _short_polls(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tinker_local.backend.http.future_routes.LONG_POLL_SECONDS", 0.05)
-    monkeypatch.setattr("tinker_local.backend.scheduling.operations.COUNT_SECONDS", 0.0)
+    monkeypatch.setattr("tinker_local.backend.scheduling.sample_turns.COUNT_SECONDS", 0.0)
 
 
 async def state(api: Api, request: str) -> tuple[str, str | None]:

@@ -224,14 +224,15 @@ class BackendOptions:
     max_result_bytes: Annotated[
         int,
         CommandOption(
-            "Maximum size of all results that clients may still read. Beyond it, those are dropped that were read "
-            "first, and then the oldest unread ones, of the owner and session that have most.",
-            flag="--max-results-memory",
+            "Maximum size of all results that clients may still read, in memory (64 MiB) and in files of the data "
+            "folder. Beyond it, those are dropped that were read first, and then the oldest unread ones, of the "
+            "session that has most, of the owner that has most.",
+            flag="--max-results",
             gib=True,
         ),
     ] = 8 * 2**30
     max_result_bytes_per_session: Annotated[
-        int, CommandOption("The same, for one session.", flag="--max-results-memory-per-session", gib=True)
+        int, CommandOption("The same, for one session.", flag="--max-results-per-session", gib=True)
     ] = 2 * 2**30
     max_ephemeral_bytes_per_session: Annotated[
         int,
@@ -326,5 +327,7 @@ class BackendOptions:
     to sleep."""
     result_retention: float = 900.0
     """Seconds for which the result of a request can be retrieved."""
+    result_memory_bytes: int = 64 * 2**20
+    """Beyond it, results that clients may still read are put into files of the data folder, the oldest first."""
     gap_patience: float = 360.0
     """Seconds to wait for a missing `seq_id` before it is skipped."""

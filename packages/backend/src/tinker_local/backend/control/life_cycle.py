@@ -29,8 +29,10 @@ from tinker_local.backend.models.served_models import EngineLoader, Progress, Se
 from tinker_local.backend.options import BackendOptions, ModelSource
 from tinker_local.backend.scheduling.operations import Operations
 from tinker_local.backend.scheduling.quotas import Amounts, Quotas
+from tinker_local.backend.scheduling.result_memory import ResultMemory
 from tinker_local.backend.scheduling.run_queue import total
 from tinker_local.backend.storage.records import LOCAL_OWNER
+from tinker_local.backend.storage.result_files import ResultFiles
 from tinker_local.backend.storage.store import Store
 from tinker_local.backend.storage.versions import VersionFolders
 from tinker_local.backend.threads import DATABASE
@@ -101,11 +103,13 @@ class ControlPlane:
         self._closing.push_async_callback(self.models.close)
         await load_base_models(self.models, self._sources, options, self._load, self._progress)
         self.sessions = Sessions(self.store, options.session_timeout, self._end_session)
+        results = ResultMemory(options.result_memory_bytes, ResultFiles(options.data_dir / "results"))
+        self._closing.push_async_callback(results.close)
         self.operations = Operations(
             options.result_retention,
             options.max_result_bytes_per_session,
             options.max_result_bytes,
-            self.sessions.owner_now,
+            results,
         )
         uses = CheckpointUses()
         signatures = Signatures(options.data_dir, self._clock)

@@ -10,7 +10,7 @@ from tinker_local.types import ApiError, GoneError, InternalError, NotFoundError
 
 GONE = (
     "its result was kept too long ago, or newer results of the session took its memory (read results as they come, or "
-    "start the server with a larger --max-results-memory-per-session)"
+    "start the server with a larger --max-results-per-session)"
 )
 
 

@@ -19,20 +19,23 @@ from tinker_local.backend.rendering.image_assets import ImageAssets
 from tinker_local.backend.rendering.rendered_input import RenderedInput
 from tinker_local.backend.rendering.turns import Turns
 from tinker_local.backend.sampling.prompt_scores import check_sample_topk
-from tinker_local.backend.sampling.sampler import AdapterVersion, SampleWork, token_budget
+from tinker_local.backend.sampling.sampler import AdapterVersion, SampleWork, bytes_of, sampled_tokens, token_budget
 from tinker_local.backend.scheduling.operations import (
     ACTIVE,
+    OBJECT_BYTES,
     Operation,
     Operations,
     QueueState,
-    SamplerQueue,
     Timeline,
+    WireForm,
     memory_state,
     owner_of,
     request_id_of,
     sampling_id_in,
+    sequence_ids,
 )
 from tinker_local.backend.scheduling.quotas import InFlight, Quotas
+from tinker_local.backend.scheduling.sample_turns import SamplerQueue
 from tinker_local.backend.storage.names import parse_tinker_path
 from tinker_local.backend.storage.records import LOCAL_OWNER, CheckpointRecord, SamplingSessionRecord
 from tinker_local.backend.storage.store import Store
@@ -49,6 +52,7 @@ from tinker_local.types import (
     SampleRequest,
     UnsupportedError,
 )
+from tinker_local.types.codec import decode_sample_output, encode_sample_output
 
 log = logging.getLogger(__name__)
 
@@ -327,8 +331,7 @@ class Sampling:
             lost = error
         if (known := self._operations.get(request_id)) is not None:
             return known
-        sequence_ids = tuple(f"{request_id}:{index}" for index in range(request.num_samples))
-        operation: Operation[SampleOutput] = Operation(request_id, "sample", sequence_ids)
+        operation: Operation[SampleOutput] = Operation(request_id, "sample", request.num_samples)
         if lost is not None:  # for good: fail the future, because the SDK would submit again after a 5xx
             self._operations.add(operation)
             operation.fail(lost)
@@ -336,7 +339,7 @@ class Sampling:
         _check_context(request, session.base.engines.sampler.max_context_length)
         size = request_bytes(request)
         self.in_flight.check(session.record.session_id, session.owner, size)
-        operation.failures = session.base.counts.failures
+        operation.owner, operation.failures = session.owner, session.base.counts.failures
         self._operations.add(operation)
         session.clients.watch(request.seq_id, operation)
         self.in_flight.enter(session.record.session_id, session.owner, size)
@@ -365,12 +368,10 @@ class Sampling:
     async def _run(self, session: SamplingSession, request: SampleRequest, operation: Operation[SampleOutput]) -> None:
         try:
             output = await self._sample(session, request, operation)
-            sequences = tuple(
-                sequence.model_copy(update={"sequence_id": sequence_id})
-                for sequence, sequence_id in zip(output.sequences, operation.sequence_ids, strict=True)
-            )
+            size = bytes_of(output) + OBJECT_BYTES * len(output.sequences)
+            form = WireForm(encode_sample_output, partial(decoded, operation.request_id))
             self._ended(session, operation)
-            operation.succeed(output.model_copy(update={"sequences": sequences}), bytes_of(output))
+            operation.succeed(with_ids(output, operation.request_id), size, form)
         except Exception as error:
             self._ended(session, operation)
             operation.fail_from(error)
@@ -470,6 +471,21 @@ def _check_context(request: SampleRequest, limit: int) -> None:
     token_budget(length, request.sampling_params.max_tokens, limit)
 
 
+def with_ids(output: SampleOutput, request_id: str) -> SampleOutput:
+    """`output` with the ids of its sequences."""
+    ids = sequence_ids(request_id, len(output.sequences))
+    sequences = (
+        sequence.model_copy(update={"sequence_id": sequence_id})
+        for sequence, sequence_id in zip(output.sequences, ids, strict=True)
+    )
+    return output.model_copy(update={"sequences": tuple(sequences)})
+
+
+def decoded(request_id: str, encoded: bytes) -> SampleOutput:
+    """What `encode_sample_output` has encoded, which leaves out the ids."""
+    return with_ids(decode_sample_output(encoded), request_id)
+
+
 def count(base: ServedModel, work: SampleWork, output: SampleOutput) -> None:
     """Count what the sampler did."""
     counts = base.counts
@@ -493,21 +509,3 @@ def request_bytes(request: SampleRequest) -> int:
     target = request.target_prompt_logprobs
     arrays = [] if target is None else [target.data, target.sparse_crow_indices, target.sparse_col_indices]
     return size + sum(array.nbytes for array in arrays if array is not None)
-
-
-def bytes_of(output: SampleOutput) -> int:
-    """Of its arrays."""
-    scores, alternatives = output.target_prompt_logprobs, output.prompt_alt_tokens
-    tensors = [] if scores is None else [scores]
-    if alternatives is not None:
-        tensors += [alternatives.tokens, alternatives.logprobs]
-    topk = [output.topk_prompt_logprobs, *(sequence.topk_logprobs for sequence in output.sequences)]
-    arrays = [output.prompt_logprobs, *(tensor.data for tensor in tensors)]
-    arrays += [array for each in topk if each is not None for array in (each.token_ids, each.logprobs)]
-    arrays += [array for sequence in output.sequences for array in (sequence.tokens, sequence.logprobs)]
-    return sum(array.nbytes for array in arrays if array is not None)
-
-
-def sampled_tokens(output: SampleOutput) -> int:
-    """Of all sequences."""
-    return sum(sequence.tokens.size for sequence in output.sequences)

@@ -198,11 +198,6 @@ class Sessions:
         """Who owns a session that is live."""
         return self._live[session_id].owner
 
-    def owner_now(self, id_: str) -> str:
-        """Who owns the live session that `id_` begins with; empty if there is none."""
-        session = self._live.get(id_.partition(":")[0])
-        return "" if session is None else session.owner
-
     async def owner_of(self, id_: str) -> str | None:
         """Who owns the session that `id_` names or begins with: that of a training run, a sampler or a request. None
         if there never was such a session."""

@@ -239,7 +239,7 @@ class Training:
         accepted = model.queue.commands.accepts(seq_id)
         if accepted:
             self._check_bounds(model, seq_id, size)
-        operation.failures = model.base.counts.failures
+        operation.owner, operation.failures = model.owner, model.base.counts.failures
         self._operations.add(operation)
         if not accepted:
             operation.fail(

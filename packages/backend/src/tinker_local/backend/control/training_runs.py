@@ -234,7 +234,7 @@ class TrainingRuns:
         size = self._check_limits(base, owner, record.lora_config, optimizer)
         queue = base.scheduler.open(model_id, record.session_id, self._options.gap_patience, owner)
         operation: Operation[dict[str, Any]] = Operation(request_id_of(model_id, "create"), kind)
-        operation.failures = base.counts.failures
+        operation.owner, operation.failures = owner, base.counts.failures
         model = self._live[model_id] = TrainingRun(record, owner, base, queue, operation, size, optimizer)
         self._operations.add(operation)
 

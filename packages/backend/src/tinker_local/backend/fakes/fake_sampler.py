@@ -241,20 +241,33 @@ class FakeSampler:
     def _answers(
         self, questions: PromptQuestions, work: SampleWork, weights: _Weights
     ) -> Generator[None, None, PromptScores]:
-        log_p = log_softmax(self._model.logits(self._model.features(work.prompt), weights.matrices, weights.rank))[:-1]
-        scores = questions.unanswered()
-        first = questions.chosen_from
-        scores.chosen[first:] = np.take_along_axis(log_p, questions.next_ids[:, None], axis=1)[first:, 0]
-        for begin in range(first, len(log_p) if questions.topk else first, PROMPT_ROWS_AT_ONCE):
-            rows = slice(begin, begin + PROMPT_ROWS_AT_ONCE)
-            scores.topk_ids[rows], scores.topk_logprobs[rows] = likeliest(log_p[rows], questions.topk)
+        first, end, k = questions.first_row, questions.num_rows, questions.topk
+        prompt = self._model.features(work.prompt)
+        pairs = np.stack([prompt.tokens, prompt.codes])[:, first:end]
+        distinct, kind_of = np.unique(pairs, axis=1, return_inverse=True)
+        kinds, kind_of = Features(*distinct), kind_of.reshape(-1)  # rows with equal features have equal logits
+        log_p = np.empty((len(kinds.tokens), self._model.vocab_size))
+        ids, logprobs = np.empty((len(log_p), k), np.int32), np.empty((len(log_p), k), np.float32)
+        for begin in range(0, len(log_p), PROMPT_ROWS_AT_ONCE):
+            part = slice(begin, min(begin + PROMPT_ROWS_AT_ONCE, len(log_p)))
+            features = Features(kinds.tokens[part], kinds.codes[part])
+            log_p[part] = log_softmax(self._model.logits(features, weights.matrices, weights.rank))
+            if k:
+                ids[part], logprobs[part] = likeliest(log_p[part], k)
             yield
-        if questions.targets is not None:
-            scores.targets[:] = log_p[questions.targets.rows, questions.targets.ids]
-        if questions.draws is not None:
-            for row, uniforms in enumerate(questions.draws.uniforms(0, questions.num_rows)):
-                drawn = _at_temperature(log_p[row], questions.draws.temperature, uniforms)
-                scores.drawn_ids[row], scores.drawn_logprobs[row] = drawn, log_p[row, drawn]
+        scores, targets, draws = questions.unanswered(), questions.targets, questions.draws
+        scored = slice(max(first, questions.chosen_from), end)
+        of_scored = kind_of[scored.start - first :]
+        scores.chosen[scored] = log_p[of_scored, questions.next_ids[scored]]
+        scores.topk_ids[scored], scores.topk_logprobs[scored] = ids[of_scored], logprobs[of_scored]
+        if targets is not None:
+            scores.targets[:] = log_p[kind_of[targets.rows - first], targets.ids]
+        if draws is not None:
+            for row, uniforms in enumerate(draws.uniforms(0, end)):
+                drawn = _at_temperature(log_p[kind_of[row]], draws.temperature, uniforms)
+                scores.drawn_ids[row], scores.drawn_logprobs[row] = drawn, log_p[kind_of[row], drawn]
+                if row % PROMPT_ROWS_AT_ONCE == 0:
+                    yield
         return scores
 
 

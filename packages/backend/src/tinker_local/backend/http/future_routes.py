@@ -12,10 +12,8 @@ from tinker_local.backend.http.access import Backend
 from tinker_local.backend.http.bodies import parse
 from tinker_local.backend.http.error_responses import message
 from tinker_local.backend.scheduling.operations import Operation, as_api_error
-from tinker_local.backend.threads import ENCODING
-from tinker_local.types import ApiError, ForwardBackwardOutput, Frozen, InternalError, OptimStepOutput, SampleOutput
+from tinker_local.types import ApiError, Frozen, InternalError, OptimStepOutput
 from tinker_local.types.base import TupleOf
-from tinker_local.types.codec import encode_forward_backward_output, encode_sample_output
 from tinker_local.types.requests_and_results import Id, RequestId
 
 log = logging.getLogger(__name__)
@@ -60,7 +58,7 @@ def promise(operation: Operation[Any]) -> dict[str, object]:
     """The answer to a submitted operation."""
     found: dict[str, object] = {"request_id": operation.request_id}
     if operation.kind == "sample":
-        found["sample_sequence_ids"] = list(operation.sequence_ids)
+        found["sample_sequence_ids"] = operation.sequence_ids
     return found
 
 
@@ -82,7 +80,7 @@ async def retrieve_future(request: Request, backend: Backend) -> Response:
             waiting["queue_state_reason"] = state.reason
         return JSONResponse(waiting, 408)
     try:
-        answer = await encode(await operation)
+        answer = await encode(operation)
         backend.operations.was_read(operation)
         return answer
     except ApiError as error:
@@ -120,12 +118,11 @@ def failure(error: ApiError) -> JSONResponse:
     return JSONResponse({"error": message(error), "category": error.category})
 
 
-async def encode(result: Any) -> Response:
-    """Gradients and samples as protobuf (encoded in a thread), everything else as JSON."""
-    if isinstance(result, ForwardBackwardOutput):
-        return Response(await ENCODING.run(encode_forward_backward_output, result), media_type=PROTOBUF)
-    if isinstance(result, SampleOutput):
-        return Response(await ENCODING.run(encode_sample_output, result), media_type=PROTOBUF)
+async def encode(operation: Operation[Any]) -> Response:
+    """Gradients and samples as protobuf, everything else as JSON."""
+    if operation.form is not None:
+        return Response(await operation.encoded(), media_type=PROTOBUF)
+    result = await operation
     if isinstance(result, OptimStepOutput):
         return JSONResponse({"metrics": finite(result.metrics)})
     return JSONResponse(result)

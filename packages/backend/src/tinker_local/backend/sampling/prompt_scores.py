@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 from tinker_local.backend.sampling.sampler import SampleWork
 from tinker_local.types import InvalidRequestError, PromptAltTokens, TensorData, TopkLogprobs
+from tinker_local.types.base import freeze
 
 MAX_CELLS = 2**25
 """Most cells of one answer (positions times k, or scored ids). 8 bytes each, so 256 MiB."""
@@ -130,8 +131,8 @@ class PromptScores:
         if questions.topk:
             none = np.zeros((1, questions.topk), np.int32), np.full((1, questions.topk), EMPTY_LOGPROB, np.float32)
             fields["topk_prompt_logprobs"] = TopkLogprobs(
-                token_ids=np.concatenate([none[0], self.topk_ids]),
-                logprobs=np.concatenate([none[1], self.topk_logprobs]),
+                token_ids=freeze(np.concatenate([none[0], self.topk_ids])),
+                logprobs=freeze(np.concatenate([none[1], self.topk_logprobs])),
             )
         if questions.targets is not None:
             fields["target_prompt_logprobs"] = questions.targets.answer(self.targets)

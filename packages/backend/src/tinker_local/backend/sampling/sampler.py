@@ -139,3 +139,21 @@ def token_budget(prompt_length: int, max_tokens: int | None, limit: int) -> int:
             f"{prompt_length} prompt tokens + {wanted} max_tokens > {limit}"
         )
     return wanted
+
+
+def bytes_of(output: SampleOutput) -> int:
+    """Of the arrays of a result."""
+    scores, alternatives = output.target_prompt_logprobs, output.prompt_alt_tokens
+    tensors = [] if scores is None else [scores]
+    if alternatives is not None:
+        tensors += [alternatives.tokens, alternatives.logprobs]
+    topk = [output.topk_prompt_logprobs, *(sequence.topk_logprobs for sequence in output.sequences)]
+    arrays = [output.prompt_logprobs, *(tensor.data for tensor in tensors)]
+    arrays += [array for each in topk if each is not None for array in (each.token_ids, each.logprobs)]
+    arrays += [array for sequence in output.sequences for array in (sequence.tokens, sequence.logprobs)]
+    return sum(array.nbytes for array in arrays if array is not None)
+
+
+def sampled_tokens(output: SampleOutput) -> int:
+    """Of all sequences."""
+    return sum(sequence.tokens.size for sequence in output.sequences)

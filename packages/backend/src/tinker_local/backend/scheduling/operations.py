@@ -2,15 +2,17 @@
 
 import asyncio
 import logging
-import math
 import time
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Collection, Generator, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from typing import Any, Generic, Literal, ParamSpec, TypeVar
+from pathlib import Path
+from typing import Any, Generic, Literal, ParamSpec, TypeVar, cast
 
+from tinker_local.backend.scheduling.result_memory import HeldResult, ResultMemory
+from tinker_local.backend.threads import DISK, ENCODING
 from tinker_local.types import ApiError, GoneError, InternalError, InvalidRequestError
 from tinker_local.types.errors import Category
 
@@ -34,6 +36,11 @@ def sampling_id_in(session_id: str, seq_id: int) -> str:
 def request_id_of(owner: str, seq_id: int | str) -> str:
     """The request id of operation `seq_id` of a model or sampling session."""
     return f"{owner}:{seq_id}"
+
+
+def sequence_ids(request_id: str, count: int) -> list[str]:
+    """The ids of the sequences of a sample."""
+    return [f"{request_id}:{index}" for index in range(count)]
 
 
 def owner_of(request_id: str) -> str:
@@ -121,32 +128,72 @@ class Timeline:
         self.ended = clock()  # last, as a trace may be written meanwhile
 
 
+@dataclass(frozen=True, slots=True)
+class WireForm(Generic[T]):
+    """How a result becomes the bytes that a client reads, and a result again. Called in threads."""
+
+    encode: Callable[[T], bytes]
+    decode: Callable[[bytes], T]
+
+
 class Operation(Generic[T]):
     """One submitted operation. Await it for its result; cancelling one waiter does not affect others.
 
     Attributes
     ----------
     request_id: what a client polls with.
-    sequence_ids: of a sample, one per requested sequence.
+    owner: who owns its session; empty if that is unknown.
+    num_sequences: of a sample, how many were requested.
     failures: counts errors by category; None until the base model is known.
     timeline: when it was in which stage.
     size: bytes of its result, if they are many.
+    form: of its result, if that is more than a few names and numbers.
+    file: where the encoded result is, if it is not in memory.
     """
 
-    def __init__(self, request_id: str, kind: OperationKind, sequence_ids: tuple[str, ...] = ()) -> None:
+    def __init__(self, request_id: str, kind: OperationKind, num_sequences: int = 0) -> None:
         self.request_id = request_id
         self.kind = kind
-        self.sequence_ids = sequence_ids
+        self.owner = ""
+        self.num_sequences = num_sequences
         self.finished_at: float | None = None
         self.failures: Counter[Category] | None = None
         self.timeline = Timeline(request_id, kind)
         self.size = 0
-        self._future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+        self.form: WireForm[T] | None = None
+        self.file: Path | None = None
+        self._result: T | None = None
+        self._future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
     def __await__(self) -> Generator[Any, None, T]:
-        return asyncio.shield(self._future).__await__()
+        return self._read().__await__()
+
+    async def _read(self) -> T:
+        await asyncio.shield(self._future)
+        if self.file is None:
+            return cast(T, self._result)
+        assert self.form is not None
+        return await ENCODING.run(self.form.decode, await self.encoded())
+
+    async def encoded(self) -> bytes:
+        """Wait for the result, as the bytes of its `form`."""
+        await asyncio.shield(self._future)
+        if self.file is not None:
+            return await DISK.run(self.file.read_bytes)
+        assert self.form is not None
+        return await ENCODING.run(self.form.encode, cast(T, self._result))
+
+    def put_into(self, file: Path) -> None:
+        """Free the memory of the result, which is in `file`."""
+        self.file = file
+        self._result = None
+
+    @property
+    def sequence_ids(self) -> list[str]:
+        """Of a sample: the id of each sequence."""
+        return sequence_ids(self.request_id, self.num_sequences)
 
     @property
     def done(self) -> bool:
@@ -161,13 +208,13 @@ class Operation(Generic[T]):
         """Call `note` on the event loop when the operation has ended, or soon if it has."""
         self._future.add_done_callback(lambda _: note(self))
 
-    def succeed(self, result: T, size: int = 0) -> None:
+    def succeed(self, result: T, size: int = 0, form: WireForm[T] | None = None) -> None:
         """Set the result, of `size` bytes; a no-op on an operation that is done."""
         if not self._future.done():
-            self.size = size
+            self._result, self.size, self.form = result, size, form
             self.finished_at = time.monotonic()
             self.timeline.end()
-            self._future.set_result(result)
+            self._future.set_result(None)
             self._wake.set()
 
     def fail(self, error: ApiError) -> None:
@@ -224,14 +271,20 @@ def as_api_error(error: BaseException) -> ApiError:
 
 
 OPERATION_BYTES = 4096
-"""Counted for an operation, besides the arrays of its result."""
+"""Counted for an operation, besides its result."""
+
+OBJECT_BYTES = 2048
+"""Counted for a sequence or a tensor of a result, besides the values."""
+
+LARGE_BYTES = 4096
+"""Smaller results are not worth a file."""
 
 
 @dataclass(slots=True, eq=False)
 class KeptResults:
     """What one session of `owner` has of results, `size` bytes in all: request ids and bytes, the oldest first."""
 
-    owner: str = ""
+    owner: str
     unread: OrderedDict[str, int] = field(default_factory=OrderedDict)
     read: OrderedDict[str, int] = field(default_factory=OrderedDict)
     size: int = 0
@@ -246,21 +299,14 @@ class Operations:
     more if its connection breaks.
 
     Results of at most `session_bytes` are kept for a session, and of `all_bytes` for all. Beyond that a new one drops
-    older ones of its session, or of the owner that has most, there of the session that has most. `owner`: that of a
-    session.
+    older ones of its session; or of the session that has most, of the owner that has most. Large ones are in `memory`.
     `recorder` keeps the timeline of each operation whose base model is known.
     """
 
-    def __init__(
-        self,
-        retention: float,
-        session_bytes: float = math.inf,
-        all_bytes: float = math.inf,
-        owner: Callable[[str], str] = lambda session_id: "",
-    ) -> None:
+    def __init__(self, retention: float, session_bytes: float, all_bytes: float, memory: ResultMemory) -> None:
         self._retention = retention
-        self._owner = owner
         self._session_bytes, self._all_bytes = session_bytes, all_bytes
+        self.memory = memory
         self.recorder = TraceRecorder()
         self.kept_bytes = 0
         self._by_id: OrderedDict[str, Operation[Any]] = OrderedDict()
@@ -279,25 +325,25 @@ class Operations:
         """Count the result of an operation that has ended, and drop older results if all together are too large."""
         if self._by_id.get(operation.request_id) is not operation:
             return
-        session_id = session_of(owner_of(operation.request_id))
-        own = self._kept.get(session_id)
-        if own is None:
-            own = self._kept[session_id] = KeptResults(self._owner(session_id))
+        own = self._kept.setdefault(session_of(owner_of(operation.request_id)), KeptResults(operation.owner))
         own.unread[operation.request_id] = size = OPERATION_BYTES + operation.size
         own.size += size
         self.kept_bytes += size
+        if operation.form is not None and operation.size >= LARGE_BYTES:
+            held = HeldResult(operation.size, operation.encoded, operation.put_into)
+            self.memory.add(operation.request_id, held)
         while own.size > self._session_bytes and own.oldest() != operation.request_id:
             self._drop(own.oldest())
         while self.kept_bytes > self._all_bytes and len(self._by_id) > 1:
             self._drop(self._largest().oldest())
 
     def _largest(self) -> KeptResults:
-        """The results of the session that has most, of the owner that has most."""
-        by_owner: Counter[str] = Counter()
+        """What the session has that has most, of the owner that has most."""
+        of_owners: Counter[str] = Counter()
         for kept in self._kept.values():
-            by_owner[kept.owner] += kept.size
-        most = max(by_owner, key=by_owner.__getitem__)
-        return max((kept for kept in self._kept.values() if kept.owner == most), key=lambda kept: kept.size)
+            of_owners[kept.owner] += kept.size
+        owner = max(of_owners, key=of_owners.__getitem__)
+        return max((kept for kept in self._kept.values() if kept.owner == owner), key=lambda kept: kept.size)
 
     def was_read(self, operation: Operation[Any]) -> None:
         """A client got the result: it is dropped before those that were not read."""
@@ -308,13 +354,14 @@ class Operations:
     def _drop(self, request_id: str) -> None:
         """Forget an operation that has ended."""
         del self._by_id[request_id]
+        self.memory.remove(request_id)
         session_id = session_of(owner_of(request_id))
-        own = self._kept.get(session_id, KeptResults())
-        size = own.unread.pop(request_id, 0) + own.read.pop(request_id, 0)
-        own.size -= size
-        self.kept_bytes -= size
-        if not own.size:
-            self._kept.pop(session_id, None)
+        if (own := self._kept.get(session_id)) is not None:
+            size = own.unread.pop(request_id, 0) + own.read.pop(request_id, 0)
+            own.size -= size
+            self.kept_bytes -= size
+            if not own.size:
+                del self._kept[session_id]
 
     def repeated(self, request_id: str, kind: OperationKind) -> Operation[Any] | None:
         """The operation that a client submits again; InvalidRequestError if its id belongs to another kind."""
@@ -429,10 +476,6 @@ class QueueState:
 ACTIVE = QueueState("active")
 
 
-COUNT_SECONDS = 1.0
-"""How old the state that a poll of a sample gets may be."""
-
-
 def training_state(session_id: str, running: Collection[str], queued: Iterable[tuple[str, int]]) -> QueueState:
     """The state of a command of `session_id` that has not run.
 
@@ -444,78 +487,17 @@ def training_state(session_id: str, running: Collection[str], queued: Iterable[t
     others = [session for session in running if session != session_id]
     counted = [(session, count) for session, count in queued if session != session_id and count]
     requests = len(others) + sum(count for _, count in counted)
-    return _paused("the trainer is busy with", requests, len({*others, *(session for session, _ in counted)}))
-
-
-def sample_states(in_flight: Iterable[tuple[str, int]], sequences_waiting: int) -> list[QueueState]:
-    """The states of the samples in a sampler.
-
-    `in_flight`: the session and the number of sequences of each sample, in the order in which the sampler takes them.
-    `sequences_waiting`: how many sequences, the last in that order, have no place on the device yet. A sample waits if
-    none of its sequences has one.
-    """
-    order = list(in_flight)
-    left = sum(sequences for _, sequences in order)
-    before: Counter[str] = Counter()
-    states = []
-    for place, (session, sequences) in enumerate(order):
-        requests, sessions = place - before[session], len(before) - (session in before)
-        waits = left <= sequences_waiting and requests > 0
-        states.append(_paused("the sampler is full with", requests, sessions) if waits else ACTIVE)
-        left -= sequences
-        before[session] += 1
-    return states
-
-
-class SamplerQueue:
-    """The samples in one sampler, in order, and those that wait for a place in it; and what each waits for. Thousands
-    of polls share one count, which is repeated at most every `COUNT_SECONDS`."""
-
-    def __init__(self) -> None:
-        self._samples: dict[object, tuple[str, int]] = {}
-        self._outside: dict[object, str] = {}
-        self._states: dict[object, QueueState] = {}
-        self._counted_at = -COUNT_SECONDS
-
-    def wait(self, sample: object, session_id: str) -> None:
-        """Add a sample that has no place."""
-        self._outside[sample] = session_id
-
-    def enter(self, sample: object, session_id: str, sequences: int) -> None:
-        """Let a sample of `sequences` sequences into the sampler, if it is not there."""
-        if self._outside.pop(sample, None) is not None:
-            self._samples[sample] = (session_id, sequences)
-
-    def leave(self, sample: object) -> None:
-        """Remove a sample that has ended."""
-        self._samples.pop(sample, None)
-        self._outside.pop(sample, None)
-        self._states.pop(sample, None)
-
-    def __contains__(self, sample: object) -> bool:
-        return sample in self._samples or sample in self._outside
-
-    def state(self, sample: object, sequences_waiting: int) -> QueueState:
-        """What a sample waits for that is in the sampler or has no place in it."""
-        now = time.monotonic()
-        if sample not in self._states or now - self._counted_at >= COUNT_SECONDS:
-            states = sample_states(self._samples.values(), sequences_waiting)
-            self._states = dict(zip(self._samples, states, strict=True))
-            inside = Counter(session for session, _ in self._samples.values())
-            for outside, session in self._outside.items():
-                requests, sessions = inside.total() - inside[session], len(inside) - (session in inside)
-                self._states[outside] = _paused("the sampler is full with", requests, sessions) if requests else ACTIVE
-            self._counted_at = now
-        return self._states[sample]
+    return paused("the trainer is busy with", requests, len({*others, *(session for session, _ in counted)}))
 
 
 def memory_state(session_id: str, running: Collection[str]) -> QueueState:
     """State of a sample that waits while the trainer uses the sampler's memory."""
     others = [session for session in running if session != session_id]
-    return _paused("the trainer is using the sampler's memory for", len(others), len(set(others))) if others else ACTIVE
+    return paused("the trainer is using the sampler's memory for", len(others), len(set(others))) if others else ACTIVE
 
 
-def _paused(why: str, requests: int, sessions: int) -> QueueState:
+def paused(why: str, requests: int, sessions: int) -> QueueState:
+    """The state of a request that waits because of so many others."""
     return QueueState(
         "paused_capacity",
         f"{why} {requests} {'request' if requests == 1 else 'requests'} of {sessions} other "

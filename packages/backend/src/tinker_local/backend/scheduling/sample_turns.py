@@ -16,12 +16,14 @@ not read are handed over, and one prompt of each session that has none there.
 import asyncio
 import heapq
 import itertools
-from collections import OrderedDict
-from collections.abc import Awaitable, Callable
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Generic, Protocol, TypeVar
 
 from tinker_local.backend.sampling.sampler import RESERVED, SampleWork, ignore_begin
+from tinker_local.backend.scheduling.operations import ACTIVE, QueueState, paused
 from tinker_local.types import SampleOutput
 
 PIECE = RESERVED // 2
@@ -290,3 +292,72 @@ class SampleTurns:
         for session in waiting:
             session.too_many = False
             self._enqueue(session)
+
+
+# What a sample waits for -------------------------------------------------------------------------------------------------
+
+
+COUNT_SECONDS = 1.0
+"""How old the state that a poll of a sample gets may be."""
+
+
+def sample_states(in_flight: Iterable[tuple[str, int]], sequences_waiting: int) -> list[QueueState]:
+    """The states of the samples in a sampler.
+
+    `in_flight`: the session and the number of sequences of each sample, in the order in which the sampler takes them.
+    `sequences_waiting`: how many sequences, the last in that order, have no place on the device yet. A sample waits if
+    none of its sequences has one.
+    """
+    order = list(in_flight)
+    left = sum(sequences for _, sequences in order)
+    before: Counter[str] = Counter()
+    states = []
+    for place, (session, sequences) in enumerate(order):
+        requests, sessions = place - before[session], len(before) - (session in before)
+        waits = left <= sequences_waiting and requests > 0
+        states.append(paused("the sampler is full with", requests, sessions) if waits else ACTIVE)
+        left -= sequences
+        before[session] += 1
+    return states
+
+
+class SamplerQueue:
+    """The samples in one sampler, in order, and those that wait for a place in it; and what each waits for. Thousands
+    of polls share one count, which is repeated at most every `COUNT_SECONDS`."""
+
+    def __init__(self) -> None:
+        self._samples: dict[object, tuple[str, int]] = {}
+        self._outside: dict[object, str] = {}
+        self._states: dict[object, QueueState] = {}
+        self._counted_at = -COUNT_SECONDS
+
+    def wait(self, sample: object, session_id: str) -> None:
+        """Add a sample that has no place."""
+        self._outside[sample] = session_id
+
+    def enter(self, sample: object, session_id: str, sequences: int) -> None:
+        """Let a sample of `sequences` sequences into the sampler, if it is not there."""
+        if self._outside.pop(sample, None) is not None:
+            self._samples[sample] = (session_id, sequences)
+
+    def leave(self, sample: object) -> None:
+        """Remove a sample that has ended."""
+        self._samples.pop(sample, None)
+        self._outside.pop(sample, None)
+        self._states.pop(sample, None)
+
+    def __contains__(self, sample: object) -> bool:
+        return sample in self._samples or sample in self._outside
+
+    def state(self, sample: object, sequences_waiting: int) -> QueueState:
+        """What a sample waits for that is in the sampler or has no place in it."""
+        now = time.monotonic()
+        if sample not in self._states or now - self._counted_at >= COUNT_SECONDS:
+            states = sample_states(self._samples.values(), sequences_waiting)
+            self._states = dict(zip(self._samples, states, strict=True))
+            inside = Counter(session for session, _ in self._samples.values())
+            for outside, session in self._outside.items():
+                requests, sessions = inside.total() - inside[session], len(inside) - (session in inside)
+                self._states[outside] = paused("the sampler is full with", requests, sessions) if requests else ACTIVE
+            self._counted_at = now
+        return self._states[sample]

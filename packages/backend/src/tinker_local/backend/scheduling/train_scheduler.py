@@ -10,7 +10,15 @@ from typing import Any, TypeVar
 from tinker_local.backend.process.process_group import ProcessEndedError
 from tinker_local.backend.scheduling.fairness import FairQueue, gradient_of
 from tinker_local.backend.scheduling.memory_sharing import MemorySharing
-from tinker_local.backend.scheduling.operations import ACTIVE, Operation, QueueState, as_api_error, training_state
+from tinker_local.backend.scheduling.operations import (
+    ACTIVE,
+    OBJECT_BYTES,
+    Operation,
+    QueueState,
+    WireForm,
+    as_api_error,
+    training_state,
+)
 from tinker_local.backend.scheduling.run_queue import (
     GAP_PATIENCE,
     Command,
@@ -23,6 +31,7 @@ from tinker_local.backend.storage.records import LOCAL_OWNER
 from tinker_local.backend.threads import ENCODING
 from tinker_local.backend.training.trainer import TrainResult, TrainWork
 from tinker_local.types import ApiError, ForwardBackwardOutput, TensorData
+from tinker_local.types.codec import decode_forward_backward_output, encode_forward_backward_output
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -262,8 +271,9 @@ class TrainScheduler:
         """Convert a result to public types in a thread (a thousand datums take a while) while the trainer continues."""
         command.operation.timeline.enter("finishing")
         try:
-            size = sum(array.nbytes for output in result.outputs for array in output.values())
-            command.operation.succeed(await ENCODING.run(to_output, result), size)
+            size = sum(array.nbytes + OBJECT_BYTES for output in result.outputs for array in output.values())
+            form = WireForm(encode_forward_backward_output, decode_forward_backward_output)
+            command.operation.succeed(await ENCODING.run(to_output, result), size, form)
         except Exception as error:
             log.exception("%s failed", command.operation.request_id)
             command.queue.fail(command, as_api_error(error))
