@@ -75,8 +75,8 @@ class Threads:
 async def test_nothing_that_takes_long_runs_on_the_event_loop_on_fakes(
     api: Api, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    from tinker_local.backend.control import sampling_sessions
     from tinker_local.backend.control import training_commands as training_commands
-    from tinker_local.backend.http import future_routes as futures
     from tinker_local.backend.http import training_routes as route
     from tinker_local.backend.scheduling import train_scheduler
     from tinker_local.backend.training.trainer import Trainer
@@ -90,8 +90,8 @@ async def test_nothing_that_takes_long_runs_on_the_event_loop_on_fakes(
         (route, "parse_forward_backward_envelope"),
         (training_commands, "prepare_datum"),
         (train_scheduler, "to_output"),
-        (futures, "encode_forward_backward_output"),
-        (futures, "encode_sample_output"),
+        (train_scheduler, "encode_forward_backward_output"),
+        (sampling_sessions, "encode_sample_output"),
         (api.engines["fake/bigram"].renderer, "render"),
         (api.backend.folders, "remove"),
         (api.sampler, "_read"),

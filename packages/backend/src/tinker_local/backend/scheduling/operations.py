@@ -276,7 +276,7 @@ OPERATION_BYTES = 4096
 OBJECT_BYTES = 2048
 """Counted for a sequence or a tensor of a result, besides the values."""
 
-LARGE_BYTES = 4096
+LARGE_BYTES = 8192
 """Smaller results are not worth a file."""
 
 
