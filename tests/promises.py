@@ -434,7 +434,7 @@ MISTAKES = (
         "half-for-the-only-owner quota-of-an-owner-for-all adapters-of-all-owners-alone queues-of-owners-not-bounded "
         "samples-of-owners-not-bounded bytes-of-samples-not-counted connections-for-one-owner "
         "storage-quota-not-checked saves-at-once-share-the-room autosaves-refused runs-beyond-the-storage-quota "
-        "results-of-all-owners-alike usage-of-others",
+        "usage-of-others",
         (
             "http/test_http_quotas_on_fakes.py::"
             "test_sdk_beyond_the_quota_of_queued_requests_is_slowed_down_and_loses_nothing_on_fakes",

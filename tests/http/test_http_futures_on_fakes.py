@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from tinker_local.backend.scheduling import operations
-from tinker_local.backend.scheduling.operations import Operation, Operations
+from tinker_local.backend.scheduling.operations import Operation
 from tinker_local.types import ForwardBackwardRequest, ModelInput, NotFoundError, SampleRequest
 
 from tests.http.conftest import Api, Clock, StartApi, datum
@@ -437,28 +437,6 @@ async def test_results_beyond_their_memory_drop_those_that_were_read_first_on_fa
     for request in (*mine, fourth):
         kept.forget(request)
     assert kept.kept_bytes == of_one
-
-
-@pytest.mark.mutation(
-    "results-of-all-owners-alike", "operations.py", "if kept.owner == most)", "if kept.owner == most or True)"
-)
-async def test_results_in_many_sessions_drop_none_of_another_owner_on_fakes() -> None:
-    of_one = operations.OPERATION_BYTES
-    kept = Operations(900.0, all_bytes=6 * of_one, owner=lambda session_id: session_id[0])
-
-    async def end(request_id: str) -> None:
-        operation: Operation[int] = Operation(request_id, "sample")
-        kept.add(operation)
-        operation.succeed(1)
-        await asyncio.sleep(0)
-
-    for number in range(3):
-        await end(f"bob:sample:0:{number}")
-    for number in range(20):
-        await end(f"a{number}:sample:0:0")
-    assert all(kept.get(f"bob:sample:0:{number}") for number in range(3))
-    assert len(kept) == 6
-    assert kept.kept_bytes == 6 * of_one
 
 
 @pytest.mark.mutation(

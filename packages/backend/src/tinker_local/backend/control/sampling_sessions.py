@@ -34,7 +34,7 @@ from tinker_local.backend.scheduling.operations import (
     sampling_id_in,
     sequence_ids,
 )
-from tinker_local.backend.scheduling.quotas import InFlight, Quotas
+from tinker_local.backend.scheduling.quotas import InFlight, Quotas, request_bytes
 from tinker_local.backend.scheduling.sample_turns import SamplerQueue
 from tinker_local.backend.storage.names import parse_tinker_path
 from tinker_local.backend.storage.records import LOCAL_OWNER, CheckpointRecord, SamplingSessionRecord
@@ -42,7 +42,6 @@ from tinker_local.backend.storage.store import Store
 from tinker_local.backend.threads import DATABASE, IMAGE_THREADS, RENDERING, RENDERING_IMAGES
 from tinker_local.types import (
     CreateSamplingSessionRequest,
-    EncodedTextChunk,
     GoneError,
     ImageChunk,
     InternalError,
@@ -492,20 +491,3 @@ def count(base: ServedModel, work: SampleWork, output: SampleOutput) -> None:
     counts.samples += len(output.sequences)
     counts.prompt_tokens += work.prompt.length
     counts.sampled_tokens += sampled_tokens(output)
-
-
-SEQUENCE_BYTES = 128
-"""Of a sequence that is asked for, besides its tokens: its id."""
-
-
-def request_bytes(request: SampleRequest) -> int:
-    """What a request holds until it has ended: tokens, images, questions about the prompt, ids of its sequences."""
-    size = SEQUENCE_BYTES * request.num_samples
-    for chunk in request.prompt.chunks:
-        if isinstance(chunk, EncodedTextChunk):
-            size += chunk.tokens.nbytes
-        elif isinstance(chunk, ImageChunk):
-            size += len(chunk.data)
-    target = request.target_prompt_logprobs
-    arrays = [] if target is None else [target.data, target.sparse_crow_indices, target.sparse_col_indices]
-    return size + sum(array.nbytes for array in arrays if array is not None)

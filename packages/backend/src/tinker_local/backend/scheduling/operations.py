@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Generic, Literal, ParamSpec, TypeVar, cast
 
-from tinker_local.backend.scheduling.result_memory import HeldResult, ResultMemory
+from tinker_local.backend.scheduling.result_memory import HeldResult, KeptResults, ResultMemory
 from tinker_local.backend.threads import DISK, ENCODING
 from tinker_local.types import ApiError, GoneError, InternalError, InvalidRequestError
 from tinker_local.types.errors import Category
@@ -278,20 +278,6 @@ OBJECT_BYTES = 2048
 
 LARGE_BYTES = 8192
 """Smaller results are not worth a file."""
-
-
-@dataclass(slots=True, eq=False)
-class KeptResults:
-    """What one session of `owner` has of results, `size` bytes in all: request ids and bytes, the oldest first."""
-
-    owner: str
-    unread: OrderedDict[str, int] = field(default_factory=OrderedDict)
-    read: OrderedDict[str, int] = field(default_factory=OrderedDict)
-    size: int = 0
-
-    def oldest(self) -> str:
-        """The next to be dropped: the one that was read first, or that ended first if none was read."""
-        return next(iter(self.read or self.unread))
 
 
 class Operations:

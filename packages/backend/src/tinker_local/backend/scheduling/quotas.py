@@ -14,7 +14,7 @@ from dataclasses import dataclass, fields, replace
 
 from tinker_local.backend.options import BackendOptions
 from tinker_local.backend.storage.records import ADMIN
-from tinker_local.types import TooManyRequestsError
+from tinker_local.types import EncodedTextChunk, ImageChunk, SampleRequest, TooManyRequestsError
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,3 +140,20 @@ class InFlight:
 
     def __len__(self) -> int:
         return self._by_owner.total()
+
+
+SEQUENCE_BYTES = 128
+"""Of a sequence that is asked for, besides its tokens: its id."""
+
+
+def request_bytes(request: SampleRequest) -> int:
+    """What a request holds until it has ended: tokens, images, questions about the prompt, ids of its sequences."""
+    size = SEQUENCE_BYTES * request.num_samples
+    for chunk in request.prompt.chunks:
+        if isinstance(chunk, EncodedTextChunk):
+            size += chunk.tokens.nbytes
+        elif isinstance(chunk, ImageChunk):
+            size += len(chunk.data)
+    target = request.target_prompt_logprobs
+    arrays = [] if target is None else [target.data, target.sparse_crow_indices, target.sparse_col_indices]
+    return size + sum(array.nbytes for array in arrays if array is not None)

@@ -4,7 +4,7 @@ import asyncio
 import logging
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from tinker_local.backend.rendering.decoding import give_memory_back
@@ -21,6 +21,20 @@ class HeldResult:
     size: int
     encoded: Callable[[], Awaitable[bytes]]
     put_into: Callable[[Path], None]
+
+
+@dataclass(slots=True, eq=False)
+class KeptResults:
+    """What one session of `owner` has of results, `size` bytes in all: request ids and bytes, the oldest first."""
+
+    owner: str
+    unread: OrderedDict[str, int] = field(default_factory=OrderedDict)
+    read: OrderedDict[str, int] = field(default_factory=OrderedDict)
+    size: int = 0
+
+    def oldest(self) -> str:
+        """The next to be dropped: the one that was read first, or that ended first if none was read."""
+        return next(iter(self.read or self.unread))
 
 
 class ResultMemory:
