@@ -403,7 +403,7 @@ async def test_saves_in_flight_are_finished_when_the_server_stops_on_fakes(
 
 @pytest.mark.mutation("results-without-bound", "operations.py", "own.size > self._session_bytes and", "False and")
 @pytest.mark.mutation(
-    "unread-results-dropped-first", "operations.py", "self.read or self.unread", "self.unread or self.read"
+    "unread-results-dropped-first", "result_memory.py", "self.read or self.unread", "self.unread or self.read"
 )
 async def test_results_beyond_their_memory_drop_those_that_were_read_first_on_fakes(start_api: StartApi) -> None:
     """64 unread answers once kept 750 MiB."""
