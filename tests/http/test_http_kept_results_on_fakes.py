@@ -2,14 +2,15 @@
 
 import asyncio
 import math
+import threading
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tinker_local.backend.scheduling import operations
-from tinker_local.backend.scheduling.result_memory import ResultMemory
+from tinker_local.backend.scheduling import operations, result_memory
+from tinker_local.backend.scheduling.result_memory import HeldResult, ResultMemory
 from tinker_local.backend.storage import result_files
 from tinker_local.types.codec import encode_forward_backward_output, encode_sample_output
 
@@ -99,6 +100,38 @@ async def test_files_of_results_go_with_the_results_and_with_the_server_on_fakes
     await api.until(lambda: len(files(api)) == 1)
     await api.backend.close()
     assert not left.parent.exists()
+
+
+@pytest.mark.mutation(
+    "results-that-come-late-stay",
+    "result_memory.py",
+    "        while self.bytes > self._most and await self._file_one():\n",
+    "        if self.bytes > self._most and await self._file_one():\n",
+)
+async def test_a_result_that_ends_while_memory_is_given_back_goes_to_a_file_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    giving, go = threading.Event(), threading.Event()
+
+    def give_back() -> None:
+        giving.set()
+        assert go.wait(60)
+
+    monkeypatch.setattr(result_memory, "give_memory_back", give_back)
+    memory = ResultMemory(0, result_files.ResultFiles(tmp_path / "results"))
+
+    async def encoded() -> bytes:
+        return b"result"
+
+    memory.add("first", HeldResult(6, encoded, lambda file: None))
+    assert await asyncio.to_thread(giving.wait, 60)
+    memory.add("second", HeldResult(6, encoded, lambda file: None))
+    go.set()
+    assert memory._filing is not None
+    await memory._filing
+    assert memory.bytes == 0
+    assert len(list((tmp_path / "results").iterdir())) == 2
+    await memory.close()
 
 
 def no_room(monkeypatch: pytest.MonkeyPatch) -> None:

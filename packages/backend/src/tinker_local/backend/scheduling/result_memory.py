@@ -71,26 +71,31 @@ class ResultMemory:
         return result
 
     async def _file_the_oldest(self) -> None:
-        while self.bytes > self._most:
-            request_id, result = next(iter(self._held.items()))
-            try:
-                file = await DISK.run(self._files.write, await result.encoded())
-            except OSError as error:
-                log.warning("results stay in memory: %s", error)
-                break
-            except Exception as error:  # who reads it gets the same one
-                log.warning("the result of %s stays in memory: %s", request_id, error)
-                self._leave(request_id)
-                continue
-            if file is None:
-                break
-            if self._held.get(request_id) is result:
-                self._leave(request_id)
-                self._filed[request_id] = file
-                result.put_into(file)
-            else:  # it was removed meanwhile
-                await DISK.run(self._files.delete, file)
-        await DISK.run(give_memory_back)
+        while self.bytes > self._most and await self._file_one():
+            if self.bytes <= self._most:
+                await DISK.run(give_memory_back)  # meanwhile more may come
+
+    async def _file_one(self) -> bool:
+        """Whether to go on: False if there is no room for another."""
+        request_id, result = next(iter(self._held.items()))
+        try:
+            file = await DISK.run(self._files.write, await result.encoded())
+        except OSError as error:
+            log.warning("results stay in memory: %s", error)
+            return False
+        except Exception as error:  # who reads it gets the same one
+            log.warning("the result of %s stays in memory: %s", request_id, error)
+            self._leave(request_id)
+            return True
+        if file is None:
+            return False
+        if self._held.get(request_id) is result:
+            self._leave(request_id)
+            self._filed[request_id] = file
+            result.put_into(file)
+        else:  # it was removed meanwhile
+            await DISK.run(self._files.delete, file)
+        return True
 
     async def close(self) -> None:
         """Delete the files."""
