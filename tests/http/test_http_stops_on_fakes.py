@@ -144,7 +144,8 @@ async def test_a_stop_with_nothing_unsaved_waits_for_no_engine_on_fakes(
     "else what",
     cases=("trainer stopped",),
 )
-@pytest.mark.parametrize("state", ["trainer stopped", pytest.param("both stopped", marks=pytest.mark.more)])
+@pytest.mark.more
+@pytest.mark.parametrize("state", ["trainer stopped", "both stopped"])
 async def test_a_stop_names_what_a_stopped_trainer_keeps_and_ends_on_fakes(
     start: Start, state: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -171,7 +172,8 @@ async def test_a_stop_names_what_a_stopped_trainer_keeps_and_ends_on_fakes(
     assert_gone(pids)
 
 
-@pytest.mark.parametrize("state", ["sampler stopped", pytest.param("sampler restarts", marks=pytest.mark.more)])
+@pytest.mark.more
+@pytest.mark.parametrize("state", ["sampler stopped", "sampler restarts"])
 async def test_a_stop_saves_whatever_the_sampler_does_on_fakes(
     start: Start, state: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
