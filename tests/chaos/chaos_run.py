@@ -128,7 +128,7 @@ def _users(url: str, seed: int, ledger: Ledger) -> list[User]:
 
 def _calm(users: list[User], ledger: Ledger, seconds: float) -> None:
     """Without faults every user ends a few rounds; a machine may be slow, a user may not be stuck."""
-    before, end = [user.rounds for user in users], time.monotonic() + 120
+    before, end = [user.rounds for user in users], time.monotonic() + 300
     time.sleep(seconds)
     while any(user.rounds < rounds + 2 for user, rounds in zip(users, before, strict=True)):
         if time.monotonic() > end:
