@@ -1,7 +1,7 @@
 """Apps whose engines are in processes, for tests of what happens when one of these ends."""
 
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -44,3 +44,12 @@ def served(api: Api, name: str = BASE) -> ServedModel:
 async def works_again(api: Api, name: str = BASE) -> None:
     """Wait until all engines of the model work."""
     await api.until(lambda: served(api, name).problem is None, 60)
+
+
+def children(pid: int) -> list[int]:
+    """Processes that `pid` has started. A thread that ends meanwhile has none."""
+    found: list[int] = []
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        with suppress(FileNotFoundError, ProcessLookupError):
+            found += map(int, (task / "children").read_text().split())
+    return found

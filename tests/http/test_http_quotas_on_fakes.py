@@ -288,15 +288,20 @@ async def test_saves_at_once_do_not_exceed_the_quota_together_on_fakes(
     assert bytes_of(api, "alice") == 3 * size
 
 
+async def autosaved(owner: Api) -> str:
+    """A run of one step that the server has saved, because its program failed."""
+    model = await owner.model()
+    await owner.result(await owner.gradient(model, 1))
+    await owner.result(await owner.step(model, 2))
+    await owner.post(f"sessions/{model.partition(':')[0]}/finish", {"reason": {"type": "errored"}})
+    return model
+
+
 @pytest.mark.mutation("autosaves-refused", "store.py", "refuse=not autosave)", "refuse=True)")
 async def test_an_autosave_counts_and_is_not_refused_on_fakes(start: Any) -> None:
     api = await start("alice:storage=0")
     alice = as_owner(api, ALICE)
-    model = await alice.model()
-    await alice.result(await alice.gradient(model, 1))
-    await alice.result(await alice.step(model, 2))
-    session = model.partition(":")[0]
-    await alice.post(f"sessions/{session}/finish", {"reason": {"type": "errored"}})
+    model = await autosaved(alice)
     saved = (await alice.get(f"training_runs/{model}/checkpoints")).json()["checkpoints"]
     assert [checkpoint["checkpoint_id"] for checkpoint in saved] == ["weights/autosave"]
     assert bytes_of(api, "alice") == saved[0]["size_bytes"]
@@ -314,10 +319,7 @@ async def test_an_owner_over_the_storage_quota_begins_no_new_run_on_fakes(start:
     """Twelve runs of one step each once left 21 MB of autosaves, where 0.1 MB were allowed."""
     api = await start("alice:storage=0")
     alice, bob = as_owner(api, ALICE), as_owner(api, BOB)
-    model = await alice.model()
-    await alice.result(await alice.gradient(model, 1))
-    await alice.result(await alice.step(model, 2))
-    await alice.post(f"sessions/{model.partition(':')[0]}/finish", {"reason": {"type": "errored"}})
+    model = await autosaved(alice)
     new = {"session_id": await alice.session(), "model_seq_id": 0, "base_model": "fake/bigram"}
     failure = await alice.failure(await alice.submit("create_model", new))
     assert failure.startswith("user: create_model: the checkpoints of the owner 'alice' take ")

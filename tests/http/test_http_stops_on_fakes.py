@@ -24,7 +24,7 @@ from tinker_local.backend.scheduling.memory_sharing import WakingSampler
 from tinker_local.backend.training.process_trainer import ProcessTrainer
 
 from tests.http.conftest import BASE, Api, StartApi
-from tests.http.supervised_apps import OTHER, apps, served
+from tests.http.supervised_apps import OTHER, apps, children, served
 from tests.http.test_http_autosaves_on_fakes import told, trained
 from tests.http.test_http_restart_on_fakes import train
 
@@ -271,9 +271,3 @@ def test_sigterm_ends_a_server_whose_engines_are_stopped_and_names_what_is_lost_
         lost,
         "stopped",
     ]
-
-
-def children(pid: int) -> list[int]:
-    """Processes that `pid` has started."""
-    tasks = Path(f"/proc/{pid}/task").iterdir()
-    return [int(child) for task in tasks for child in (task / "children").read_text().split()]

@@ -23,7 +23,7 @@ from tinker_local.backend.training.process_trainer import ProcessTrainer
 from tinker_local.types import Datum, LoraConfig, ModelInput, NotFoundError
 
 from tests.http.conftest import BASE, Api, datum
-from tests.http.supervised_apps import OTHER, apps, served, works_again
+from tests.http.supervised_apps import OTHER, apps, children, served, works_again
 
 Start = Callable[..., Awaitable[Api]]
 
@@ -418,10 +418,7 @@ async def test_twenty_kills_leave_nothing_behind_on_fakes(start: Start, monkeypa
     def held() -> tuple[int, int, int]:
         gc.collect()
         memory = Path("/proc/self/maps").read_text().count("memfd:tinker-local")
-        me = os.getpid()
-        tasks = Path(f"/proc/{me}/task").iterdir()
-        children = sum(len((task / "children").read_text().split()) for task in tasks)
-        return len(list(Path("/proc/self/fd").iterdir())), memory, children
+        return len(list(Path("/proc/self/fd").iterdir())), memory, len(children(os.getpid()))
 
     seq_id = 1
     counts = []
@@ -432,7 +429,8 @@ async def test_twenty_kills_leave_nothing_behind_on_fakes(start: Start, monkeypa
         await works_again(api)
         seq_id = await trained(api, model, seq_id)
         counts.append(held())
-    assert counts[-1] == counts[1]
+    # What a kill leaves is left by each of the last 20. Threads of other tests may open a few files meanwhile.
+    assert all(last < first + 10 for first, last in zip(counts[1], counts[-1], strict=True))
 
 
 @pytest.mark.parametrize(

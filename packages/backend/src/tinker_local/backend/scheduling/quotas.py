@@ -143,11 +143,11 @@ class InFlight:
 
 
 SEQUENCE_BYTES = 128
-"""Of a sequence that is asked for, besides its tokens: its id."""
+"""Counted for each sequence that is asked for: its share of what the server keeps until the request has ended."""
 
 
 def request_bytes(request: SampleRequest) -> int:
-    """What a request holds until it has ended: tokens, images, questions about the prompt, ids of its sequences."""
+    """What a request holds until it has ended: tokens, images, questions about the prompt, its sequences."""
     size = SEQUENCE_BYTES * request.num_samples
     for chunk in request.prompt.chunks:
         if isinstance(chunk, EncodedTextChunk):

@@ -76,14 +76,14 @@ class ResultMemory:
                 await DISK.run(give_memory_back)  # meanwhile more may come
 
     async def _file_one(self) -> bool:
-        """Whether to go on: False if there is no room for another."""
+        """Write the oldest result in memory to a file; False if there is no room for it."""
         request_id, result = next(iter(self._held.items()))
         try:
             file = await DISK.run(self._files.write, await result.encoded())
         except OSError as error:
             log.warning("results stay in memory: %s", error)
             return False
-        except Exception as error:  # who reads it gets the same one
+        except Exception as error:  # a client that reads this result gets the same error
             log.warning("the result of %s stays in memory: %s", request_id, error)
             self._leave(request_id)
             return True
