@@ -527,6 +527,7 @@ MISTAKES = (
         "An option that is NaN or infinite is a traceback or no limit",
         "options-are-not-finite",
     ),
+    Promise("operation", "A database that another program holds is an error full of SQL", "lock-unexplained"),
     Promise(
         "operation",
         "The server is healthy before training and sampling work",

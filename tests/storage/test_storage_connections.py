@@ -1,14 +1,18 @@
-"""Every thread that asks the store gets a connection at once: no pool runs out, however many samples are in flight."""
+"""Every thread that asks the store gets a connection at once, however many samples are in flight; a database that
+another program holds is an error in one sentence."""
 
+import sqlite3
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
 import sqlalchemy as sa
-from tinker_local.backend.storage import Store
+from tinker_local.backend.storage import Store, database
 from tinker_local.backend.storage.records import SessionRecord
+from tinker_local.types import InternalError
 
 THREADS = 100
 
@@ -23,4 +27,17 @@ def test_a_hundred_threads_read_at_the_same_time(tmp_path: Path) -> None:
     with ThreadPoolExecutor(THREADS) as pool:
         found = [future.result() for future in [pool.submit(store.get_session, "s") for _ in range(THREADS)]]
     assert [record.session_id for record in found if record is not None] == ["s"] * THREADS
+    store.close()
+
+
+@pytest.mark.mutation("lock-unexplained", "database.py", "if getattr(context", "if False and getattr(context")
+def test_a_database_that_another_program_holds_is_explained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(database, "BUSY_SECONDS", 0)
+    store = Store(tmp_path)
+    with closing(sqlite3.connect(tmp_path / "metadata.sqlite3")) as other:
+        other.execute("BEGIN IMMEDIATE")
+        with pytest.raises(InternalError, match="^another program has held the database "):
+            store.add_session(SessionRecord("s", datetime(2026, 5, 1, tzinfo=UTC)))
+        other.rollback()
+    store.add_session(SessionRecord("s", datetime(2026, 5, 1, tzinfo=UTC)))
     store.close()

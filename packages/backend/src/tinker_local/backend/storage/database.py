@@ -1,12 +1,17 @@
 """Opens the metadata database and upgrades one that an older server wrote."""
 
 import logging
+import sqlite3
 from typing import Any
 
 import sqlalchemy as sa
 from tinker_local.backend.storage import tables
+from tinker_local.types import InternalError
 
 log = logging.getLogger(__name__)
+
+BUSY_SECONDS = 10
+"""How long a transaction waits for another program that holds the database."""
 
 
 def open_database(url: str | sa.URL) -> sa.Engine:
@@ -21,6 +26,7 @@ def open_database(url: str | sa.URL) -> sa.Engine:
     except BaseException:
         engine.dispose()
         raise
+    sa.event.listen(engine, "handle_error", _explain_lock)
     return engine
 
 
@@ -55,9 +61,18 @@ def _bring_up_to_date(engine: sa.Engine) -> None:
         _migrate(engine, version)
 
 
+def _explain_lock(context: sa.ExceptionContext) -> None:
+    """InternalError if another program holds the database."""
+    if getattr(context.original_exception, "sqlite_errorcode", 0) & 0xFF == sqlite3.SQLITE_BUSY:
+        raise InternalError(
+            f"another program has held the database {context.engine and context.engine.url.database} for more than "
+            f"{BUSY_SECONDS} s, so nothing was changed: end that program, and send the request again"
+        ) from context.original_exception
+
+
 def _set_pragmas(connection: Any, _record: Any) -> None:
     """FULL: a commit waits for the disk, so that what was acknowledged survives a power cut."""
-    for pragma in ("journal_mode = WAL", "synchronous = FULL", "busy_timeout = 10000"):
+    for pragma in ("journal_mode = WAL", "synchronous = FULL", f"busy_timeout = {BUSY_SECONDS * 1000}"):
         connection.execute(f"PRAGMA {pragma}")
 
 
