@@ -1,5 +1,6 @@
 """Fixtures of the whole suite: tiny models made once, and servers started as users start them."""
 
+import logging
 import os
 import re
 import signal
@@ -20,6 +21,8 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TINKER_TELEMETRY", "0")
 os.environ.setdefault("TINKER_API_KEY", "tml-local")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# A client that a test left open warns of its server's end for as long as this process lives: not in others' `caplog`.
+logging.getLogger("tinker").propagate = False
 os.environ["NO_PROXY"] = ",".join(filter(None, [os.environ.get("NO_PROXY"), "127.0.0.1", "localhost"]))
 
 TOGETHER = {

@@ -36,7 +36,7 @@ def test_a_database_that_another_program_holds_is_explained(tmp_path: Path, monk
     store = Store(tmp_path)
     with closing(sqlite3.connect(tmp_path / "metadata.sqlite3")) as other:
         other.execute("BEGIN IMMEDIATE")
-        with pytest.raises(InternalError, match="^another program has held the database "):
+        with pytest.raises(InternalError, match=r"^another program has held the database "):
             store.add_session(SessionRecord("s", datetime(2026, 5, 1, tzinfo=UTC)))
         other.rollback()
     store.add_session(SessionRecord("s", datetime(2026, 5, 1, tzinfo=UTC)))
