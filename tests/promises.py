@@ -149,6 +149,7 @@ PROMISES = (
         "saving-replaces-the-adapter newest-version-spilled-first versions-outlive-their-session "
         "versions-without-bound versions-dropped-under-samples any-number-of-unwritten-versions "
         "written-version-keeps-its-place removed-version-keeps-its-place "
+        "links-in-shared-memory-followed lock-of-a-removed-folder-counts "
         "lost-samplers-of-named-versions",
         ("sampling/test_adapters.py::test_a_version_stays_what_it_was_when_newer_ones_are_loaded",),
     ),
@@ -163,7 +164,8 @@ PROMISES = (
         "lost-samplers-of-named-versions adapters-not-restored goes-on-from-an-older-state lost-gradient-forgotten "
         "healthy-without-a-trainer hangs-for-ever start-deletes-what-has-no-record record-without-folder-dropped "
         "older-folder-wins only-expected-damage links-adopted times-as-described deleted-checkpoint-comes-back "
-        "flipped-bytes-are-loaded backup-without-a-second-look "
+        "flipped-bytes-are-loaded backup-without-a-second-look restore-follows-links "
+        "lock-follows-links lock-of-any-kind "
         "jump-of-the-clock-deletes model-of-a-finished-session-lives stop-loses-training autosave-without-optimizer "
         "autosave-newer-than-its-content "
         "autosave-reads-the-run-itself copy-shares-its-numbers "

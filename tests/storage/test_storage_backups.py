@@ -1,5 +1,6 @@
 """`tinker-local backup` and `restore`: whole and consistent while a server writes, and nothing is overwritten."""
 
+import os
 import shutil
 import threading
 from collections.abc import Iterator
@@ -164,3 +165,41 @@ def test_neither_backup_nor_restore_overwrites_anything_else(store: Store, tmp_p
     with pytest.raises(ValueError, match="is it a backup"):
         put_back(other, tmp_path / "new")
     assert (other / "thesis.tex").exists()
+
+
+@pytest.mark.mutation("restore-follows-links", "backups.py", "    _refuse_links(backup)\n", "")
+@pytest.mark.parametrize("where", ["file", "checkpoint", "run", "checkpoints", "log", "pipe"])
+def test_a_backup_with_links_or_special_files_is_not_restored(store: Store, tmp_path: Path, where: str) -> None:
+    data, to, new, secret = (tmp_path / name for name in ("data", "backup", "new", "secret"))
+    back_up(data, to)
+    folder = min(checkpoints(to))
+    weights = folder / "adapter_model.safetensors"
+    strange = {
+        "file": weights,
+        "checkpoint": folder,
+        "run": folder.parents[1],
+        "checkpoints": to / "checkpoints",
+        "log": to / "metadata.sqlite3-wal",
+        "pipe": weights,
+    }[where]
+    if strange.exists():
+        strange.rename(secret)
+    else:
+        secret.write_bytes(b"")
+    if where == "pipe":
+        os.mkfifo(strange)
+    else:
+        strange.symlink_to(secret)
+    done = command("restore", "--from", to, "--data-dir", new)
+    assert done.exit_code == 1
+    assert f"{strange} is {'not a plain file' if where == 'pipe' else 'a link'}" in done.output
+    assert "nothing was restored" in done.output
+    assert not new.exists()
+
+
+def test_hard_links_in_a_backup_are_restored_as_files_of_their_own(store: Store, tmp_path: Path) -> None:
+    data, to, snapshot, new = (tmp_path / name for name in ("data", "backup", "snapshot", "new"))
+    back_up(data, to)
+    shutil.copytree(to, snapshot, copy_function=os.link)  # as `cp -al` and `rsync --link-dest` do
+    assert put_back(snapshot, new).checkpoints == 3
+    assert {file.stat().st_nlink for file in new.glob("checkpoints/*/*/*/*")} == {1}

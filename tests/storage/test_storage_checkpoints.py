@@ -363,6 +363,28 @@ def test_a_second_server_on_the_folder_is_refused_with_the_holder(tmp_path: Path
     Store(tmp_path).close()
 
 
+@pytest.mark.mutation(
+    "lock-follows-links", "data_folder.py", "os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW", "os.O_RDWR | os.O_CREAT"
+)
+@pytest.mark.mutation(
+    "lock-of-any-kind", "data_folder.py", "if stat.S_ISREG(os.fstat(descriptor).st_mode):", "if True:"
+)
+@pytest.mark.parametrize("kind", ["link", "pipe", "folder"])
+def test_a_lock_that_another_user_made_beforehand_is_refused_in_one_sentence(tmp_path: Path, kind: str) -> None:
+    precious, data = tmp_path / "precious", tmp_path / "data"
+    precious.write_text("mine")
+    data.mkdir()
+    if kind == "link":
+        (data / "lock").symlink_to(precious)
+    elif kind == "pipe":
+        os.mkfifo(data / "lock")
+    else:
+        (data / "lock").mkdir()
+    with pytest.raises(RuntimeError, match=r"^[^\n]*data/lock cannot be locked [^\n]*another user may have made it"):
+        Store(data)
+    assert precious.read_text() == "mine"
+
+
 def test_programs_started_by_the_server_do_not_keep_its_lock(tmp_path: Path) -> None:
     store = Store(tmp_path)
     with subprocess.Popen(["sleep", "30"], close_fds=False) as child:

@@ -1,9 +1,13 @@
 """Promise 16: folders of nameless sampler versions: immutable, the newest in shared memory, gone with the process."""
 
 import asyncio
+import fcntl
+import os
+import shutil
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -298,3 +302,64 @@ os.kill(os.getpid(), 9)
     for versions in (living, third, again):
         versions.close()
     assert found(memory, "*/") == [foreign]
+
+
+@pytest.mark.mutation(
+    "links-in-shared-memory-followed", "versions.py", "found = folder.lstat()", "found = folder.stat()"
+)
+def test_names_that_another_user_made_beforehand_in_shared_memory_are_left_alone(tmp_path: Path, memory: Path) -> None:
+    own, precious = tmp_path / "own", tmp_path / "precious"
+    own.mkdir()
+    precious.write_text("mine")
+    (memory / f"tinker-local-{os.getuid()}-lock").symlink_to(precious)  # older servers opened this one
+    (memory / f"tinker-local-{os.getuid()}-dead").symlink_to(own)
+    os.mkfifo(memory / f"tinker-local-{os.getuid()}-pipe")
+    versions = VersionFolders(tmp_path / "data", shared_memory=memory)
+    assert len(list(memory.iterdir())) == 4
+    versions.close()
+    assert len(list(memory.iterdir())) == 3
+    assert list(own.iterdir()) == []
+    assert precious.read_text() == "mine"
+
+
+@pytest.mark.mutation(
+    "lock-of-a-removed-folder-counts",
+    "versions.py",
+    "            if lock.is_in_place:\n                return folder, lock\n",
+    "            if True:\n                return folder, lock\n",
+)
+def test_a_folder_that_another_server_removes_while_it_is_locked_is_made_again(
+    tmp_path: Path, memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flock = fcntl.flock
+    removed: list[Path] = []
+
+    def slow_flock(descriptor: int, operation: int) -> None:
+        if not removed and Path(f"/proc/self/fd/{descriptor}").resolve().is_relative_to(memory):
+            (folder,) = memory.iterdir()
+            shutil.rmtree(folder)
+            removed.append(folder)
+        flock(descriptor, operation)
+
+    monkeypatch.setattr(fcntl, "flock", slow_flock)
+    versions = VersionFolders(tmp_path / "data", shared_memory=memory)
+    assert len(removed) == 1
+    assert [path.is_dir() and path not in removed for path in memory.iterdir()] == [True]
+    versions.close()
+
+
+def test_servers_that_start_and_end_together_keep_their_folders_and_leave_none(tmp_path: Path, memory: Path) -> None:
+    def start_and_end(number: int) -> bool:
+        for _ in range(10):
+            versions = VersionFolders(tmp_path / str(number), shared_memory=memory)
+            folder = versions._memory
+            kept = folder is not None and (folder / "lock").is_file()
+            versions.close()
+            if not kept:
+                return False
+        return True
+
+    with ThreadPoolExecutor(8) as pool:
+        assert list(pool.map(start_and_end, range(8))) == [True] * 8
+    VersionFolders(tmp_path / "last", shared_memory=memory).close()
+    assert list(memory.iterdir()) == []

@@ -4,8 +4,10 @@ A backup has the layout of a data folder. Every checkpoint in it is compared wit
 """
 
 import contextlib
+import itertools
 import shutil
 import sqlite3
+import stat
 import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -67,10 +69,11 @@ def back_up(data_dir: Path, to: Path) -> Copied:
 
 def restore(backup: Path, data_dir: Path) -> Copied:
     """Copy a backup into `data_dir`, which has neither database nor checkpoints yet. ValueError if it has, or if
-    `backup` is not one; FolderInUseError if a server uses `data_dir`."""
+    `backup` is not one, or has links or special files; FolderInUseError if a server uses `data_dir`."""
     backup, data_dir = backup.absolute(), data_dir.absolute()
     if not (backup / DATABASE).is_file():
         raise ValueError(f"{backup} has no {DATABASE}; is it a backup?")
+    _refuse_links(backup)
     make_durable_folder(data_dir, mode=0o700)
     with _locked(data_dir):
         if (data_dir / DATABASE).exists() or _finished_folders(data_dir):
@@ -84,6 +87,18 @@ def restore(backup: Path, data_dir: Path) -> Copied:
         copied.missing = sorted(str(f) for f in recorded if not _copy(backup, data_dir, f, copied))
         _put_in_place(unfinished, data_dir / DATABASE)  # last: without it, this can be repeated
     return copied
+
+
+def _refuse_links(backup: Path) -> None:
+    """ValueError if something of `backup` is neither a folder nor a plain file: a link may lead to any file that its
+    maker could not read, and a device or a pipe never ends. Hard links, which tools that make snapshots use, have the
+    content themselves, which is copied into new files."""
+    found = [path for path in backup.iterdir() if path.name == CHECKPOINTS or path.name.startswith(DATABASE)]
+    for path in itertools.chain(found, (backup / CHECKPOINTS).rglob("*")):  # which looks into no link
+        mode = path.lstat().st_mode
+        if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+            kind = "a link, which may lead to any file of this machine" if stat.S_ISLNK(mode) else "not a plain file"
+            raise ValueError(f"{path} is {kind}; a backup has folders and plain files alone, so nothing was restored")
 
 
 @contextlib.contextmanager

@@ -1,7 +1,9 @@
 """Durable folders (fsync: what was written survives a power cut) and locked ones (one process owns a folder)."""
 
+import errno
 import fcntl
 import os
+import stat
 from contextlib import suppress
 from pathlib import Path
 
@@ -28,7 +30,8 @@ class FolderInUseError(RuntimeError):
 
 
 class FolderLock:
-    """Holds `folder/lock` from construction until `release`; FolderInUseError if another process holds it.
+    """Holds `folder/lock` from construction until `release`; FolderInUseError if another process holds it, RuntimeError
+    if something else has the name, as a link that another user made beforehand.
 
     The kernel releases the lock however the process ends (`flock`). Programs that this process starts do not inherit
     it (PEP 446); a fork without exec would. The file stays after a release: if it were removed, two processes could
@@ -36,8 +39,8 @@ class FolderLock:
     """
 
     def __init__(self, folder: Path) -> None:
-        path = folder / "lock"
-        self._file: int | None = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+        self._path = folder / "lock"
+        self._file: int | None = _open_plain(self._path)
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -51,8 +54,35 @@ class FolderLock:
         with suppress(OSError):  # only tells people who holds it; the disk may be full
             os.write(self._file, f"{os.getpid()}\n".encode())
 
+    @property
+    def is_in_place(self) -> bool:
+        """Whether the folder still has the locked file: another process may have deleted both before the lock."""
+        assert self._file is not None
+        try:
+            return os.path.samestat(os.fstat(self._file), os.lstat(self._path))
+        except FileNotFoundError:
+            return False
+
     def release(self) -> None:
         """Release the lock; a second call does nothing."""
         if self._file is not None:
             os.close(self._file)
             self._file = None
+
+
+def _open_plain(path: Path) -> int:
+    """Open a file that may have to be made, and follow no link: its target would be overwritten."""
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+    except OSError as error:
+        if error.errno not in (errno.ELOOP, errno.EISDIR, errno.EACCES, errno.EPERM):
+            raise
+        why = "it is a link" if error.errno == errno.ELOOP else error.strerror
+    else:
+        if stat.S_ISREG(os.fstat(descriptor).st_mode):
+            return descriptor
+        os.close(descriptor)
+        why = "it is not a plain file"
+    raise RuntimeError(
+        f"{path} cannot be locked ({why}); another user may have made it: remove it, or give another folder"
+    )

@@ -1,17 +1,17 @@
 """`VersionFolders`: the adapters of ephemeral sampler versions, the newest in shared memory, older ones on disk."""
 
 import asyncio
-import fcntl
 import logging
 import os
 import shutil
+import stat
 import tempfile
 import threading
 import time
 import uuid
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -141,9 +141,8 @@ class VersionFolders:
             self._versions.clear()
             shutil.rmtree(self._disk, ignore_errors=True)
             if self._memory is not None:
-                with _one_at_a_time(self._memory.parent):
-                    shutil.rmtree(self._memory)
-                    self._memory_lock.release()
+                shutil.rmtree(self._memory, ignore_errors=True)  # another server may finish it
+                self._memory_lock.release()
                 self._memory = None
 
     def _version(self, name: str) -> _Version:
@@ -230,34 +229,33 @@ class VersionFolders:
 
 
 def _take_memory_folder(shared_memory: Path) -> tuple[Path, FolderLock]:
-    """A new folder of this process in `shared_memory`; deletes those of this user's dead processes."""
-    with _one_at_a_time(shared_memory):
-        for stale in shared_memory.glob(f"{_prefix()}*"):
-            # Others may write here too: follow and delete nothing except our own folders.
-            if stale.is_symlink() or not stale.is_dir() or stale.stat().st_uid != os.getuid():
-                continue
-            try:
-                lock = FolderLock(stale)
-            except FolderInUseError:
-                continue
-            log.info("removing %s of a server that was killed", stale)
-            shutil.rmtree(stale)
-            lock.release()
+    """A new folder of this process in `shared_memory`; deletes those of this user's dead processes.
+
+    Other users may write into `shared_memory`, and may have made any name there that can be guessed. So what this
+    process opens is in folders that only its user can have made, under random names.
+    """
+    _remove_stale(shared_memory)
+    while True:
         folder = Path(tempfile.mkdtemp(prefix=_prefix(), dir=shared_memory))
-        return folder, FolderLock(folder)
+        with suppress(FileNotFoundError, FolderInUseError):  # another server took it for a dead one's
+            lock = FolderLock(folder)
+            if lock.is_in_place:
+                return folder, lock
+            lock.release()
+
+
+def _remove_stale(shared_memory: Path) -> None:
+    for folder in shared_memory.glob(f"{_prefix()}*"):
+        with suppress(FileNotFoundError, FolderInUseError):  # another server removes it; its server lives
+            found = folder.lstat()
+            if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
+                continue
+            lock = FolderLock(folder)
+            if lock.is_in_place:
+                log.info("removing %s of a server that was killed", folder)
+                shutil.rmtree(folder, ignore_errors=True)  # maybe another server does so, too
+            lock.release()
 
 
 def _prefix() -> str:
     return f"tinker-local-{os.getuid()}-"
-
-
-@contextmanager
-def _one_at_a_time(shared_memory: Path) -> Iterator[None]:
-    """Excludes other processes, which must not look for stale folders while this one makes or deletes its own."""
-    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
-    descriptor = os.open(shared_memory / f"{_prefix()}lock", flags, 0o600)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)
