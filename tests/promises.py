@@ -400,7 +400,7 @@ MISTAKES = (
         "unread-results-dropped-first errors-keep-what-was-sent pool-exhausted results-stay-in-memory "
         "filed-results-stay-in-memory files-of-results-stay files-of-results-survive results-fill-the-disk "
         "half-written-results-stay objects-of-results-not-counted results-of-the-largest-session-dropped "
-        "results-that-come-late-stay fake-reads-prompts-in-one-piece",
+        "results-that-come-late-stay fake-reads-prompts-in-one-piece large-results-copied-thrice",
         ("http/test_http_futures_on_fakes.py::test_five_hundred_samples_at_once_are_all_answered_on_fakes",),
     ),
     Promise(

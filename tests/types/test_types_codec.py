@@ -38,6 +38,8 @@ from tinker_local.types.codec import (
 )
 from tinker_local.types.sdk import from_sdk, to_sdk
 from tinker_local.types.wire import tinker_local_wire_pb2 as wire
+from tinker_local.types.wire_tensors import FLOAT32 as AS_FLOAT32
+from tinker_local.types.wire_tensors import message_parts
 
 from tests.types.types_strategies import (
     PNG,
@@ -471,6 +473,13 @@ def test_sdk_reads_our_sample_output(output: SampleOutput) -> None:
         np.testing.assert_equal(theirs.logprobs, mine.logprobs)
         np.testing.assert_equal(theirs.topk_logprobs, mine.topk_logprobs)
     np.testing.assert_equal(read.prompt_logprobs, expected.prompt_logprobs)
+
+
+@pytest.mark.mutation("large-results-copied-thrice", "wire_tensors.py", "values = np.asc", "values = 1 * np.asc")
+def test_large_arrays_of_a_result_are_copied_once() -> None:
+    array = np.arange(6, dtype=np.float32).reshape(2, 3)
+    *_, values = message_parts(wire.Tensor(dtype=wire.DTYPE_FLOAT32, shape=[2, 3]), dense=(array, AS_FLOAT32))
+    assert np.shares_memory(np.frombuffer(values, np.float32), array)
 
 
 @pytest.mark.mutation(

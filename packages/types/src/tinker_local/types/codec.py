@@ -53,10 +53,14 @@ from tinker_local.types.wire_tensors import (
     INT64,
     TENSOR_DTYPES,
     WIRE_DTYPES,
+    Parts,
     decode_tensor,
     decode_values,
     encode_tensor,
+    field_parts,
+    message_parts,
     raw_bytes,
+    tensor_parts,
     view,
 )
 
@@ -413,17 +417,19 @@ def encode_sample_output(output: SampleOutput) -> bytes:
         if sequence.logprobs is not None:
             target.logprobs = raw_bytes(sequence.logprobs, FLOAT32)
         if sequence.topk_logprobs is not None:
-            _encode_topk(sequence.topk_logprobs, target.topk_sampled_logprobs)
+            target.topk_sampled_logprobs.MergeFromString(b"".join(_topk_parts(sequence.topk_logprobs)))
     if output.prompt_logprobs is not None:
         message.prompt_logprobs = raw_bytes(output.prompt_logprobs, FLOAT32)
+    parts: Parts = [message.SerializeToString()]
     if output.topk_prompt_logprobs is not None:
-        _encode_topk(output.topk_prompt_logprobs, message.topk_prompt_logprobs)
+        parts += field_parts(message, "topk_prompt_logprobs", _topk_parts(output.topk_prompt_logprobs))
     if output.target_prompt_logprobs is not None:
-        _encode_shaped(output.target_prompt_logprobs, message.target_prompt_logprobs)
-    if output.prompt_alt_tokens is not None:
-        _encode_shaped(output.prompt_alt_tokens.tokens, message.prompt_alt_tokens.tokens)
-        _encode_shaped(output.prompt_alt_tokens.logprobs, message.prompt_alt_tokens.logprobs)
-    return bytes(message.SerializeToString())
+        parts += field_parts(message, "target_prompt_logprobs", tensor_parts(output.target_prompt_logprobs))
+    if (drawn := output.prompt_alt_tokens) is not None:
+        content = field_parts(message.prompt_alt_tokens, "tokens", tensor_parts(drawn.tokens))
+        content += field_parts(message.prompt_alt_tokens, "logprobs", tensor_parts(drawn.logprobs))
+        parts += field_parts(message, "prompt_alt_tokens", content)
+    return b"".join(parts)
 
 
 def decode_sample_output(body: bytes) -> SampleOutput:
@@ -474,16 +480,10 @@ def _decode_sequence(message: wire.SampledSequence, where: str) -> SampledSequen
         )
 
 
-def _encode_topk(topk: TopkLogprobs, message: wire.TopkLogprobs) -> None:
-    message.length, message.k = topk.token_ids.shape
-    message.token_ids = raw_bytes(topk.token_ids, INT32)
-    message.logprobs = raw_bytes(topk.logprobs, FLOAT32)
-
-
-def _encode_shaped(tensor: TensorData, message: wire.Tensor) -> None:
-    """With the shape spelled out: in results the SDK reads a missing one as that of a scalar."""
-    encode_tensor(tensor, message)
-    message.shape[:] = tensor.dense_shape
+def _topk_parts(topk: TopkLogprobs) -> Parts:
+    length, k = topk.token_ids.shape
+    message = wire.TopkLogprobs(length=length, k=k)
+    return message_parts(message, token_ids=(topk.token_ids, INT32), logprobs=(topk.logprobs, FLOAT32))
 
 
 def _decode_topk(message: wire.TopkLogprobs, where: str) -> TopkLogprobs:

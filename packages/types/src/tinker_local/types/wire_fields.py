@@ -51,6 +51,16 @@ def fields(raw: bytes | bytearray) -> Iterator[tuple[int, int, int, int, int]]:
         yield number, kind, begin, value, at
 
 
+def varint(number: int) -> bytes:
+    """A number that is not negative, as it is written."""
+    written = bytearray()
+    while number > 127:
+        written.append(number & 127 | 128)
+        number >>= 7
+    written.append(number)
+    return bytes(written)
+
+
 def _varint(raw: bytes | bytearray, at: int) -> tuple[int, int]:
     """The number at `at`, of at most 64 bits, and where it ends."""
     found = 0

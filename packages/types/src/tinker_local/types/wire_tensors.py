@@ -4,11 +4,12 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from google.protobuf.message import Message
 from tinker_local.types.base import errors_named, freeze
 from tinker_local.types.datum import TensorData, TensorDtype
 from tinker_local.types.errors import InvalidRequestError
 from tinker_local.types.wire import tinker_local_wire_pb2 as wire
-from tinker_local.types.wire_fields import refuse_unknown_fields
+from tinker_local.types.wire_fields import BYTES, refuse_unknown_fields, varint
 
 MAX_DIMENSIONS = 32
 """Of one tensor."""
@@ -24,6 +25,11 @@ FLOAT32 = np.dtype("<f4")
 
 
 UINT16 = np.dtype("<u2")
+
+
+Parts = list[bytes | memoryview]
+"""Bytes that follow each other. A result may have 8 MiB: setting fields and serializing would copy them three times,
+and nothing else runs meanwhile."""
 
 
 WIRE_DTYPES: dict[int, tuple[np.dtype[Any], TensorDtype]] = {
@@ -51,6 +57,16 @@ def encode_tensor(tensor: TensorData, message: wire.Tensor) -> None:
     message.sparse_csr.values = raw_bytes(tensor.data, as_numpy)
     message.sparse_csr.crow_indices = raw_bytes(tensor.sparse_crow_indices, INT64)
     message.sparse_csr.col_indices = raw_bytes(tensor.sparse_col_indices, INT64)
+
+
+def tensor_parts(tensor: TensorData) -> Parts:
+    """A tensor as a message with its shape spelled out: in results the SDK reads a missing one as that of a scalar."""
+    if tensor.sparse_crow_indices is not None:
+        message = wire.Tensor()
+        encode_tensor(tensor, message)
+        return [message.SerializeToString()]
+    dtype, as_numpy = TENSOR_DTYPES[tensor.dtype]
+    return message_parts(wire.Tensor(dtype=dtype, shape=tensor.dense_shape), dense=(tensor.data, as_numpy))
 
 
 def decode_tensor(message: wire.Tensor, where: str) -> TensorData:
@@ -99,3 +115,18 @@ def view(raw: bytes, dtype: np.dtype[Any], where: str) -> npt.NDArray[Any]:
 def raw_bytes(array: npt.NDArray[Any], dtype: np.dtype[Any]) -> bytes:
     """The bytes of `array` in C order and little-endian `dtype`."""
     return np.ascontiguousarray(array, dtype).tobytes()
+
+
+def message_parts(message: Message, **arrays: tuple[npt.NDArray[Any], np.dtype[Any]]) -> Parts:
+    """`message`, and then its fields `arrays` of bytes, each an array and its dtype on the wire."""
+    parts: Parts = [message.SerializeToString()]
+    for name, (array, dtype) in arrays.items():
+        values = np.ascontiguousarray(array, dtype).reshape(-1).view(np.uint8).data
+        parts += field_parts(message, name, [values])
+    return parts
+
+
+def field_parts(message: Message, name: str, content: Parts) -> Parts:
+    """The field `name` of a message like `message`, which holds bytes or a message."""
+    tag = message.DESCRIPTOR.fields_by_name[name].number << 3 | BYTES
+    return [varint(tag) + varint(sum(map(len, content))), *content]
