@@ -224,7 +224,7 @@ class BackendOptions:
     max_result_bytes: Annotated[
         int,
         CommandOption(
-            "Maximum size of all results that clients may still read, in memory (64 MiB) and in files of the data "
+            "Maximum size of all results that clients may still read, in memory (32 MiB) and in files of the data "
             "folder. Beyond it, those are dropped that were read first, and then the oldest unread ones, of the "
             "session that has most, of the owner that has most.",
             flag="--max-results",
@@ -327,7 +327,7 @@ class BackendOptions:
     to sleep."""
     result_retention: float = 900.0
     """Seconds for which the result of a request can be retrieved."""
-    result_memory_bytes: int = 64 * 2**20
+    result_memory_bytes: int = 32 * 2**20
     """Beyond it, results that clients may still read are put into files of the data folder, the oldest first."""
     gap_patience: float = 360.0
     """Seconds to wait for a missing `seq_id` before it is skipped."""

@@ -259,7 +259,8 @@ class FakeSampler:
         scored = slice(max(first, questions.chosen_from), end)
         of_scored = kind_of[scored.start - first :]
         scores.chosen[scored] = log_p[of_scored, questions.next_ids[scored]]
-        scores.topk_ids[scored], scores.topk_logprobs[scored] = ids[of_scored], logprobs[of_scored]
+        for of_kinds, of_rows in ((ids, scores.topk_ids), (logprobs, scores.topk_logprobs)):
+            np.take(of_kinds, of_scored, axis=0, out=of_rows[scored], mode="clip")  # other threads run meanwhile
         if targets is not None:
             scores.targets[:] = log_p[kind_of[targets.rows - first], targets.ids]
         if draws is not None:
