@@ -148,6 +148,8 @@ PROMISES = (
         "old-samplers-get-new-weights lora-ids-used-again captured-weights-shared "
         "saving-replaces-the-adapter newest-version-spilled-first versions-outlive-their-session "
         "versions-without-bound versions-dropped-under-samples any-number-of-unwritten-versions "
+        "versions-of-an-owner-without-bound versions-of-all-without-bound versions-of-the-smaller-owner-dropped "
+        "used-versions-dropped-first "
         "written-version-keeps-its-place removed-version-keeps-its-place "
         "links-in-shared-memory-followed lock-of-a-removed-folder-counts "
         "lost-samplers-of-named-versions",

@@ -66,7 +66,7 @@ def test_one_owner_may_have_all_and_several_half_each_on_fakes() -> None:
         limits.owners = lambda owners=owners: owners  # type: ignore[misc]
         assert {limits.of(owner) for owner in ("local", "alice", "admin")} == {Amounts()}
     limits.owners = lambda: ("alice", "local")
-    half = Amounts(3, 50, 4096, 2 * 2**30, 5, 500)
+    half = Amounts(3, 50, 4096, 2 * 2**30, 5, 500, 32 * 2**30)
     assert (limits.of("alice"), limits.of("local"), limits.of("admin")) == (half, half, Amounts())
 
 

@@ -3,6 +3,7 @@
 import asyncio
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import httpx
 import pytest
 from tinker_local.backend.control import sessions
+from tinker_local.backend.control.ephemeral_versions import EphemeralVersion
 from tinker_local.backend.storage.versions import UNWRITTEN
 
 from tests.http.conftest import Api, StartApi
@@ -24,8 +26,8 @@ def version_folders(api: Api) -> list[Path]:
 @pytest.mark.mutation(
     "versions-outlive-their-session",
     "control/sampling_sessions.py",
-    "for session in ending if session.ephemeral and not session.deleted)\n",
-    "for session in ending if session.ephemeral and session.deleted)\n",
+    "for session in ending if session.ephemeral is not None)\n",
+    "for session in ending if session.ephemeral is None)\n",
 )
 async def test_finish_frees_adapters_and_nameless_versions_and_nobody_elses_on_fakes(api: Api) -> None:
     mine, other = await api.session(), await api.session()
@@ -161,14 +163,22 @@ async def test_thousands_of_silent_sessions_end_a_few_at_a_time_on_fakes(
     assert not api.backend.sampling._of_session
 
 
+def limit_versions(api: Api, size: int) -> None:
+    """Let the ephemeral versions of a session have `size` bytes."""
+    api.backend.quotas.session = replace(api.backend.quotas.session, ephemeral_bytes=size)
+
+
+def version_of(api: Api, sampler: str) -> EphemeralVersion:
+    version = api.backend.sampling._open[sampler].ephemeral
+    assert version is not None
+    return version
+
+
 @pytest.mark.mutation(
-    "versions-without-bound", "control/sampling_sessions.py", "if too_many > 0 and not session.running", "if False"
+    "versions-without-bound", "ephemeral_versions.py", "while self._by_session[session_id] > most:", "while False:"
 )
 @pytest.mark.mutation(
-    "versions-dropped-under-samples",
-    "control/sampling_sessions.py",
-    "too_many > 0 and not session.running",
-    "too_many > 0",
+    "versions-dropped-under-samples", "ephemeral_versions.py", "if not each.samples and each", "if each"
 )
 async def test_ephemeral_versions_beyond_the_limit_drop_the_least_recently_used_on_fakes(start_api: StartApi) -> None:
     """A thousand steps of a long run would fill the disk. What is being sampled from is never dropped."""
@@ -177,13 +187,13 @@ async def test_ephemeral_versions_beyond_the_limit_drop_the_least_recently_used_
     foreign = await api.nameless(other, 1, 0)
     first = await api.nameless(model, 1, 0)
     size = api.backend.folders.size(f"{model}/1#2")
-    object.__setattr__(api.backend.options, "max_ephemeral_bytes_per_session", 3 * size)
+    limit_versions(api, 3 * size)
     samplers = [first, *[await api.nameless(model, seq_id, seq_id) for seq_id in (2, 3)]]
     await api.score(first, 0)  # now the second is the least recently used
     api.sampler.hold.clear()
     held = await api.sample(samplers[2], 0)
     await api.until(lambda: api.sampler.running == 1)
-    api.backend.sampling._drop_versions(model.partition(":")[0])
+    api.backend.sampling.ephemeral._drop(version_of(api, first))
     api.sampler.hold.set()
     await api.result(held)
     samplers.append(await api.nameless(model, 4, 4))
@@ -204,9 +214,8 @@ async def test_ephemeral_versions_beyond_the_limit_drop_the_least_recently_used_
     for sampler in live:
         session = api.backend.sampling._open[sampler]
         await api.until(lambda session=session: bool(session.running))  # type: ignore[misc]
-    newest = (await api.backend.sampling.get(samplers[3])).record.session_id
-    object.__setattr__(api.backend.options, "max_ephemeral_bytes_per_session", size)
-    api.backend.sampling._drop_versions(newest)
+    limit_versions(api, size)
+    api.backend.sampling.ephemeral._drop(version_of(api, samplers[3]))
     assert api.backend.metrics()["fake/bigram"].versions_dropped == 1
     api.sampler.hold.set()
     for request in held_back:

@@ -58,6 +58,7 @@ QUOTAS = {
     "queued-memory": "queued_bytes",
     "samples": "samples",
     "storage": "storage_bytes",
+    "ephemeral-versions": "ephemeral_bytes",
 }
 """What `--quota` can limit, and the field of `Amounts` that it is."""
 
@@ -234,22 +235,25 @@ class BackendOptions:
     max_result_bytes_per_session: Annotated[
         int, CommandOption("The same, for one session.", flag="--max-results-per-session", gib=True)
     ] = 2 * 2**30
-    max_ephemeral_bytes_per_session: Annotated[
+    max_ephemeral_bytes: Annotated[
         int,
         CommandOption(
-            "Maximum size of the ephemeral sampler versions of one session, on disk and in memory. Beyond it, the "
-            "least recently used are dropped.",
-            flag="--max-ephemeral-versions-per-session",
+            "Maximum size of all ephemeral sampler versions, on disk and in memory. Beyond it, the least recently used "
+            "are dropped, of the owner that has most.",
+            flag="--max-ephemeral-versions",
             gib=True,
         ),
+    ] = 64 * 2**30
+    max_ephemeral_bytes_per_session: Annotated[
+        int, CommandOption("The same, for one session.", flag="--max-ephemeral-versions-per-session", gib=True)
     ] = 16 * 2**30
     quotas: Annotated[
         tuple[OwnerQuota, ...],
         CommandOption(
             "Limits of each owner of keys, or of OWNER. NAME: adapters, adapter-memory (GiB), queued-requests, "
-            "queued-memory (GiB), samples (requests in flight), storage (GiB of checkpoints); NUMBER may be none. "
-            "Repeat for more owners. Default: half of what all may have, and of the disk, if --api-key-file names "
-            "several owners, otherwise none.",
+            "queued-memory (GiB), samples (requests in flight), storage (GiB of checkpoints), ephemeral-versions "
+            "(GiB); NUMBER may be none. Repeat for more owners. Default: half of what all may have, and of the disk, "
+            "if --api-key-file names several owners, otherwise none.",
             flag="--quota",
             metavar="[OWNER:]NAME=NUMBER[,...]",
             parse=OwnerQuota.parse,

@@ -232,8 +232,9 @@ class ControlPlane:
         if not self.ready:
             return {}
         stored = await DATABASE.run(self.store.quota.used)
-        in_flight, live = self.sampling.in_flight, self.runs.all_live()
-        owners = {*self.quotas.owners(), *stored, *in_flight.owners(), *(run.owner for run in live)} or {LOCAL_OWNER}
+        in_flight, ephemeral, live = self.sampling.in_flight, self.sampling.ephemeral, self.runs.all_live()
+        busy = {*in_flight.owners(), *ephemeral.owners(), *(run.owner for run in live)}
+        owners = {*self.quotas.owners(), *stored, *busy} or {LOCAL_OWNER}
         found = {}
         for owner in sorted(owners):
             runs = self.runs.of_owner(owner)
@@ -245,6 +246,7 @@ class ControlPlane:
                 queued_bytes=queued.size,
                 samples=in_flight.of(owner),
                 storage_bytes=stored.get(owner, 0),
+                ephemeral_bytes=ephemeral.of(owner),
             )
             found[owner] = used, self.quotas.of(owner)
         return found

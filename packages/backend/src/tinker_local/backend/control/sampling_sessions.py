@@ -1,7 +1,6 @@
 """Sampling sessions, each on a base model or on one immutable version of an adapter; and the samples of each."""
 
 import asyncio
-import logging
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -10,6 +9,7 @@ from functools import partial
 from typing import Any
 
 from tinker_local.backend.control.checkpoint_lifetime import CheckpointUses, version_of
+from tinker_local.backend.control.ephemeral_versions import EphemeralVersion, EphemeralVersions
 from tinker_local.backend.control.sampler_versions import SamplerVersions
 from tinker_local.backend.control.sampling_clients import Completion, SamplingClients, client_of
 from tinker_local.backend.control.sessions import Sessions
@@ -53,25 +53,20 @@ from tinker_local.types import (
 )
 from tinker_local.types.codec import decode_sample_output, encode_sample_output
 
-log = logging.getLogger(__name__)
-
 
 @dataclass(slots=True, eq=False)
 class SamplingSession:
-    """`ephemeral`: the name of a version of `size` bytes that lives as long as the session, or until it is dropped for
-    newer ones (then `deleted`); `checkpoint`: a named one, maybe `deleted`; `running`: the samples that have not ended,
-    and the bytes of each request.
+    """`ephemeral`: a version that lives as long as the session, or until it is dropped for newer ones; `checkpoint`: a
+    named one, maybe `deleted`; `running`: the samples that have not ended, and the bytes of each request.
 
-    A session whose checkpoint is deleted refuses new samples and finishes those that it has accepted. An ephemeral
-    version with unfinished samples is not dropped.
+    A session whose checkpoint is deleted refuses new samples and finishes those that it has accepted.
     """
 
     record: SamplingSessionRecord
     owner: str
     base: ServedModel
     clients: SamplingClients
-    ephemeral: str | None = None
-    size: int = 0
+    ephemeral: EphemeralVersion | None = None
     checkpoint: CheckpointRecord | None = None
     deleted: bool = False
     running: dict[Operation[SampleOutput], int] = field(default_factory=dict)
@@ -101,11 +96,11 @@ class Sampling:
         self._uses = uses
         self._clock = clock
         self._open: dict[str, SamplingSession] = {}
-        self._of_session: dict[str, dict[str, None]] = {}  # their ids, the least recently used first
-        self._dropping: set[asyncio.Task[None]] = set()
+        self._of_session: dict[str, dict[str, None]] = {}  # their ids
         self._image_turns = Turns(IMAGE_THREADS - 1)  # of a session, which leaves a thread to the others
         self._images = ImageAssets(options.image_folder, options.image_hosts)
         self.in_flight = InFlight(quotas)
+        self.ephemeral = EphemeralVersions(quotas, versions)
         self._in_samplers: dict[ServedModel, SamplerQueue] = {}
 
     # Sessions -------------------------------------------------------------------------------------------------------
@@ -156,38 +151,14 @@ class Sampling:
         if sampling_id in self._open:
             raise InvalidRequestError(f"sampling_session_seq_id: {sampling_seq_id} is taken in session {session_id}")
         record = SamplingSessionRecord(sampling_id, session_id, base_name, None, True, datetime.now(UTC))
-        session = SamplingSession(record, owner, base, self._clients(), version, self._versions.size(version))
-        base.counts.ephemeral_bytes += session.size
+        ephemeral = EphemeralVersion(version, self._versions.size(version), session_id, owner, base)
+        self.ephemeral.add(ephemeral)
         try:
-            await self._add(session)
+            await self._add(SamplingSession(record, owner, base, self._clients(), ephemeral))
         except Exception:
-            base.counts.ephemeral_bytes -= session.size
+            self.ephemeral.forget(ephemeral)
             raise
-        self._drop_versions(session_id, kept=session)
         return sampling_id
-
-    def _drop_versions(self, session_id: str, kept: SamplingSession | None = None) -> None:
-        """Drop the least recently used ephemeral versions of a session beyond its limit, except those with unfinished
-        samples, and except `kept`."""
-        own = [self._open[name] for name in self._of_session.get(session_id, ())]
-        held = [session for session in own if session.ephemeral is not None and not session.deleted]
-        too_many = sum(session.size for session in held) - self._options.max_ephemeral_bytes_per_session
-        for session in held:  # the least recently used first
-            if too_many > 0 and not session.running and session is not kept:
-                too_many -= session.size
-                session.deleted = True
-                session.base.counts.versions_dropped += 1
-                task = asyncio.create_task(self._remove_version(session))
-                self._dropping.add(task)
-                task.add_done_callback(self._dropping.discard)
-
-    async def _remove_version(self, session: SamplingSession) -> None:
-        assert session.ephemeral is not None
-        session.base.counts.ephemeral_bytes -= session.size
-        try:
-            await self._versions.remove_ephemeral(session.base, session.ephemeral)
-        except Exception:
-            log.exception("the sampler version %s was not removed completely", session.ephemeral)
 
     async def _add(self, session: SamplingSession) -> None:
         """Open `session` at once, so that its end finds it, and record it."""
@@ -278,20 +249,16 @@ class Sampling:
             for operation in list(session.running):
                 operation.cancel(GoneError(f"the session {session_id} has ended"))
         await asyncio.gather(
-            *(self._remove_version(session) for session in ending if session.ephemeral and not session.deleted)
+            *(self.ephemeral.remove(session.ephemeral) for session in ending if session.ephemeral is not None)
         )
 
     def _check_there(self, session: SamplingSession) -> None:
         checkpoint = session.checkpoint
         if checkpoint is not None and checkpoint.expires_at is not None and checkpoint.expires_at <= self._clock():
             raise NotFoundError(f"model_path: {checkpoint.tinker_path} expired at {checkpoint.expires_at.isoformat()}")
-        if session.ephemeral is not None and session.deleted:
-            limit = self._options.max_ephemeral_bytes_per_session
+        if session.ephemeral is not None and session.ephemeral.dropped:
             raise NotFoundError(
-                f"sampling_session_id: {session.record.sampling_session_id} was dropped: the ephemeral versions of its "
-                f"session have more than {limit / 2**30:g} GiB, and others were used since; sample from a newer one, "
-                "save with save_weights_for_sampler(name), or start the server with a larger "
-                "--max-ephemeral-versions-per-session"
+                f"sampling_session_id: {session.record.sampling_session_id} was dropped: {session.ephemeral.dropped}"
             )
         if checkpoint is not None and session.deleted:
             raise NotFoundError(f"model_path: there is no checkpoint {checkpoint.tinker_path} any more")
@@ -342,12 +309,12 @@ class Sampling:
         self._operations.add(operation)
         session.clients.watch(request.seq_id, operation)
         self.in_flight.enter(session.record.session_id, session.owner, size)
-        own = self._of_session[session.record.session_id]
-        own[session.record.sampling_session_id] = own.pop(session.record.sampling_session_id)  # the last used
         session.base.counts.samples_accepted += 1
         session.running[operation] = size
         if session.checkpoint is not None:
             self._uses.take(session.checkpoint)
+        if session.ephemeral is not None:
+            self.ephemeral.sampled(session.ephemeral)
         task = asyncio.create_task(self._run(session, request, operation))
         task.add_done_callback(lambda _: self._ended(session, operation))  # it may be cancelled before it starts
         operation.run_as(task)
@@ -382,8 +349,8 @@ class Sampling:
                 self._uses.leave(session.checkpoint)
             session.base.counts.samples_accepted -= 1
             self.in_flight.leave(session.record.session_id, session.owner, size)
-            if session.ephemeral is not None and not session.running:
-                self._drop_versions(session.record.session_id)
+            if session.ephemeral is not None:
+                self.ephemeral.sample_ended(session.ephemeral)
 
     async def _sample(
         self, session: SamplingSession, request: SampleRequest, operation: Operation[SampleOutput]
@@ -442,7 +409,7 @@ class Sampling:
     def _version(self, session: SamplingSession) -> AdapterVersion | None:
         """The version that `session` samples from; None for a base model."""
         if session.ephemeral is not None:
-            return self._versions.ephemeral(session.ephemeral)
+            return self._versions.ephemeral(session.ephemeral.name)
         return None if session.checkpoint is None else self._versions.named(session.checkpoint)
 
     def state_of(self, operation: Operation[Any]) -> QueueState:

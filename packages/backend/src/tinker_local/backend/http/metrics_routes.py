@@ -136,7 +136,7 @@ EXPORTED = (
     Exported(
         CounterMetricFamily,
         "tinker_local_ephemeral_versions_dropped",
-        "Ephemeral sampler versions dropped because those of their session were too large.",
+        "Ephemeral sampler versions dropped because those of their session, of their owner or of all were too large.",
         lambda m: {"": m.versions_dropped},
     ),
     Exported(

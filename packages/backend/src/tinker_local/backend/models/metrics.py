@@ -44,7 +44,7 @@ class ModelMetrics:
     submits_refused: training requests refused because the queue was full; a request that is sent and refused again
         counts again.
     sampler_sleeps: how often the sampler went to sleep for training requests that did not fit otherwise.
-    versions_dropped: ephemeral sampler versions dropped because their session had too many bytes of them.
+    versions_dropped: ephemeral sampler versions dropped because there were too many bytes of them.
     trainer_restarts, sampler_restarts: how often the process of each was started again.
     failures: failed operations by the category that the client saw; cancelled ones count as the user's. Requests
         refused at submission are not operations.

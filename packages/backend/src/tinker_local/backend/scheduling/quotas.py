@@ -4,7 +4,8 @@ A server with one owner has no quota for it: it may have all. With several owner
 never takes what is left from the others; `--quota` says otherwise. Admins have no quota, unless it is theirs by name.
 
 Over a quota that waiting helps (queued requests, samples) a request is HTTP 429, and the client sends it again. Over
-one that it does not (adapters, storage) it is refused, with the numbers and what to end or delete.
+one that it does not (adapters, storage) it is refused, with the numbers and what to end or delete. Over that of
+ephemeral sampler versions, the least recently used are dropped.
 """
 
 import math
@@ -28,6 +29,7 @@ class Amounts:
     queued_bytes: of these, and as much again of requests for samples that have not ended.
     samples: requests for samples that have not ended.
     storage_bytes: of checkpoints of every kind, autosaves included; a copy counts in full.
+    ephemeral_bytes: of ephemeral sampler versions.
     """
 
     adapters: float = math.inf
@@ -36,6 +38,7 @@ class Amounts:
     queued_bytes: float = math.inf
     samples: float = math.inf
     storage_bytes: float = math.inf
+    ephemeral_bytes: float = math.inf
 
 
 class Quotas:
@@ -51,11 +54,13 @@ class Quotas:
             queued_requests=options.max_queued_requests,
             queued_bytes=options.max_queued_bytes,
             samples=options.max_queued_samples,
+            ephemeral_bytes=options.max_ephemeral_bytes,
         )
         self.session = Amounts(
             queued_requests=options.max_queued_requests_per_session,
             queued_bytes=options.max_queued_bytes_per_session,
             samples=options.max_queued_samples_per_session,
+            ephemeral_bytes=options.max_ephemeral_bytes_per_session,
         )
         self.owners: Callable[[], Collection[str]] = frozenset
         self.disk_bytes = math.inf
