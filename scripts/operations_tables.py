@@ -81,6 +81,10 @@ LIMITS: dict[str, tuple[float, ...]] = {
         connections.BODY_SECONDS,
         connections.BODY_BYTES_A_SECOND,
     ),
+    "seconds for which an answer may wait for a client that does not read; so many bytes that are read give one back": (
+        connections.READ_SECONDS,
+        connections.READ_BYTES_A_SECOND,
+    ),
     "connections; fewer if fewer files may be open": (connections.MAX_CONNECTIONS,),
     "requests of a connection that wait for the answer to an earlier one": (connections.MAX_PIPELINED,),
     "bytes of unfinished bodies, of an owner and of all": (

@@ -198,6 +198,8 @@ PROMISES = (
         "listens-to-everybody binds-to-everything no-key-for-other-machines rebound-names-let-in "
         "web-pages-let-in keys-not-checked keys-in-the-log zstd-bomb endless-bodies any-number-of-pixels "
         "pixels-in-flight scans-without-bound pipelines-without-bound image-hosts-at-any-port "
+        "unread-answers-wait-for-ever slow-readers-never-gain slow-readers-gain-for-ever deleted-exports-cost-nothing "
+        "deleted-exports-cost-for-ever "
         "sparse-tensors-out-of-proportion "
         "bound-of-tensors-raised image-pointers-fetched image-host-drips-for-ever "
         "dead-hosts-hold-up-files image-folder-takes-everybodys-threads paths-leave-their-folder pickle "

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,7 +28,7 @@ async def app(scope: Any, receive: Any, send: Any) -> None:
 
 
 @asynccontextmanager
-async def serving() -> AsyncIterator[tuple[Any, ...]]:
+async def serving(app: Any = app) -> AsyncIterator[tuple[Any, ...]]:
     config = uvicorn.Config(app, http=connections.bounded_http(), log_level="critical", ws="none", lifespan="off")
     config.load()
     state, protocol = ServerState(), connections.bounded_http()
@@ -143,3 +144,94 @@ async def test_unfinished_bodies_are_bounded_for_an_owner_and_in_all(monkeypatch
         second.goes_on.set()
     assert [len(task.result()) for task in held] == [63, 63]
     assert not bodies._unfinished
+
+
+@pytest.mark.mutation("unread-answers-wait-for-ever", "connections.py", "        self._patience.begin()\n", "")
+@pytest.mark.parametrize("pieces", [1, 400])
+async def test_a_client_that_does_not_read_its_answer_is_cut_off(monkeypatch: pytest.MonkeyPatch, pieces: int) -> None:
+    monkeypatch.setattr(connections, "READ_SECONDS", 0.2)
+    ended, lost = asyncio.Event(), asyncio.Event()
+    connection_lost = connections.BoundedHttp.connection_lost
+
+    def tell(self: connections.BoundedHttp, exc: Exception | None) -> None:
+        connection_lost(self, exc)
+        lost.set()
+
+    monkeypatch.setattr(connections.BoundedHttp, "connection_lost", tell)
+
+    async def large(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        for left in reversed(range(pieces)):
+            await send({"type": "http.response.body", "body": bytes(10**8 // pieces), "more_body": left > 0})
+        ended.set()
+
+    async with serving(large) as address:
+        reader, writer = await asyncio.open_connection(*address, limit=2**12)
+        writer.write(GET + b"\r\n")
+        await asyncio.wait_for(asyncio.gather(ended.wait(), lost.wait()), 30)
+        with pytest.raises((ConnectionError, asyncio.IncompleteReadError)):
+            await asyncio.wait_for(reader.readexactly(10**8), 30)
+        writer.close()
+
+
+class Line:
+    """A transport whose buffer is full, and a loop with a clock that is set."""
+
+    def __init__(self) -> None:
+        self.now, self.unread, self.aborted = 0.0, 0, False
+        self._timers: list[tuple[float, Any]] = []
+
+    def time(self) -> float:
+        return self.now
+
+    def get_write_buffer_size(self) -> int:
+        return self.unread
+
+    def abort(self) -> None:
+        self.aborted = True
+
+    def call_later(self, seconds: float, call: Any) -> Any:
+        timer = (self.now + seconds, call)
+        self._timers.append(timer)
+        return SimpleNamespace(cancel=lambda: self._timers.remove(timer))
+
+    def read_until(self, end: float, bytes_a_second: int) -> None:
+        """Read what fills the buffer, which is filled again whenever it is empty; a second at a time."""
+        patience = connections.Patience(self, self)  # type: ignore[arg-type]
+        while self.now < end and not self.aborted:
+            self.unread = 64 * 1024
+            patience.begin()
+            while self.unread > 0 and self.now < end and not self.aborted:
+                self.now, self.unread = self.now + 1, max(0, self.unread - bytes_a_second)
+                for timer in [timer for timer in self._timers if timer[0] <= self.now]:
+                    self._timers.remove(timer)
+                    timer[1]()
+            patience.end()
+
+
+@pytest.mark.mutation(
+    "slow-readers-never-gain", "connections.py", "(self._unread - unread) / READ_BYTES_A_SECOND", "0.0"
+)
+@pytest.mark.mutation(
+    "slow-readers-gain-for-ever", "connections.py", "self._left = min(READ_SECONDS, ", "self._left = max(READ_SECONDS, "
+)
+@pytest.mark.parametrize(
+    ("bytes_a_second", "cut_off_after"), [(0, 60), (100, 61), (8 * 1024, 120), (16 * 1024, None), (10**6, None)]
+)
+def test_a_reader_is_cut_off_by_what_it_reads_and_not_by_the_length_of_the_answer(
+    bytes_a_second: int, cut_off_after: int | None
+) -> None:
+    line = Line()
+    line.read_until(100_000, bytes_a_second)
+    assert line.aborted == (cut_off_after is not None)
+    if cut_off_after is not None:
+        assert cut_off_after <= line.now <= cut_off_after + 5
+
+
+def test_a_fast_reader_may_pause_for_a_minute_however_much_it_has_read() -> None:
+    line = Line()
+    line.read_until(1000, 10**6)
+    assert not line.aborted
+    line.read_until(2000, 0)
+    assert line.aborted
+    assert line.now <= 1065

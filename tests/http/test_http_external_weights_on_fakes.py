@@ -12,6 +12,7 @@ import pytest
 from itsdangerous import URLSafeSerializer
 from safetensors.numpy import load
 from tinker_local.backend.control.sessions import now
+from tinker_local.backend.options import OwnerQuota
 
 from tests.http.conftest import Api, StartApi
 
@@ -159,6 +160,43 @@ async def test_download_goes_on_to_its_end_if_the_export_is_deleted_on_fakes(
     received = b"".join(message.get("body", b"") for message in sent)
     assert received == (whole[8:] if headers else whole)
     await api.until(lambda: not list(folder.rglob("adapter_model.safetensors")))
+
+
+@pytest.mark.mutation(
+    "deleted-exports-cost-nothing", "storage_quota.py", "        return recorded + self._deleted_of(owner)\n",
+    "        return recorded\n",
+)  # fmt: skip
+@pytest.mark.mutation("deleted-exports-cost-for-ever", "storage/store.py", "        self.quota.removed(record)\n", "")
+async def test_a_deleted_export_counts_for_its_owner_while_a_download_of_it_is_not_read_on_fakes(api: Api) -> None:
+    model = await api.model()
+    before = await stored(api)
+    await export(api, model, 1, "a")
+    size = await stored(api) - before
+    url = httpx.URL((await signed(api, model, "a"))["adapter_model.safetensors"])
+    begun, read = asyncio.Event(), asyncio.Event()
+
+    async def send(message: dict[str, Any]) -> None:
+        begun.set()
+        await read.wait()
+
+    download = asyncio.create_task(fetch(api, url, send))
+    await begun.wait()
+    api.backend.quotas._given = (OwnerQuota("local", (("storage_bytes", before + size + size // 2),)),)
+    assert (await api.delete(f"training_runs/{model}/checkpoints/external_weights/a")).status_code == 204
+    assert await stored(api) == before + size > before
+    body = {"model_id": model, "seq_id": 2, "path": "b", "type": "save_weights_external"}
+    failure = await api.failure(await api.submit("save_weights_external", body))
+    assert failure.startswith("user: storage: the checkpoints of the owner 'local' take ")
+    assert "MiB are of deleted ones that are still being downloaded or read" in failure
+    read.set()
+    await download
+    await api.until(lambda: api.backend.store.quota.used().get("local", 0) == before)
+    await export(api, model, 3, "b")
+
+
+async def stored(api: Api) -> float:
+    (found,) = (await api.get("usage")).json()["owners"]
+    return float(found["used"]["storage_bytes"])
 
 
 async def test_exports_are_listed_and_deleted_and_live_as_long_as_they_were_given_on_fakes(api: Api) -> None:

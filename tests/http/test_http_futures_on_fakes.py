@@ -229,7 +229,7 @@ async def test_five_hundred_samples_at_once_are_all_answered_on_fakes(api: Api) 
 @pytest.mark.mutation(
     "old-samplers-get-new-weights",
     "control/sampling_sessions.py",
-    "return self._versions.ephemeral(session.ephemeral)",
+    "return self._versions.ephemeral(session.ephemeral.name)",
     "return self._versions.ephemeral(list(self._versions._folders._versions)[-1])",
 )
 async def test_samplers_keep_the_weights_of_their_save_on_fakes(api: Api) -> None:

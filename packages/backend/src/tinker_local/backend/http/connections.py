@@ -1,5 +1,5 @@
-"""Connections: heads that are bounded, times in which a head and a body must come, not too many at once, and
-bodies that are read in turn.
+"""Connections: heads that are bounded, times in which a head and a body must come and an answer must be read, not too
+many at once, and bodies that are read in turn.
 
 uvicorn reads whatever is sent before it asks for a key: a head of any length, for any time, on any number of
 connections. And it reads a piece of every body in each pass of the event loop, so sixteen large bodies make each pass
@@ -28,6 +28,10 @@ HEAD_SECONDS = 20.0
 
 BODY_SECONDS, BODY_BYTES_A_SECOND = 60.0, 16 * 1024
 """In which a body must come, with a second more for every so many of its bytes."""
+
+READ_SECONDS, READ_BYTES_A_SECOND = 60.0, 16 * 1024
+"""For which an answer may wait for a client that does not read it. So many bytes that it reads give a second back, up
+to as many as there were."""
 
 MAX_CONNECTIONS = 16384
 """Beyond this, and beyond what the limit of open files leaves, the one that has been idle for longest is closed."""
@@ -90,6 +94,49 @@ class InTurn(FlowControl):
         super().resume_reading()
 
 
+class Patience:
+    """With a client that reads slower than it is answered: ends its connection after `READ_SECONDS`, since an answer
+    keeps memory, and a download keeps files.
+
+    A time limit for the whole answer would cut off large ones. A limit for each piece would give who reads a byte now
+    and then all the time there is.
+    """
+
+    def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
+        self._transport = transport
+        self._loop = loop
+        self._left = READ_SECONDS
+        self._since = 0.0
+        self._unread = 0
+        self._timer: asyncio.TimerHandle | None = None
+
+    def begin(self) -> None:
+        """The system takes no more of an answer."""
+        self._since, self._unread = self._loop.time(), self._transport.get_write_buffer_size()
+        self._timer = self._loop.call_later(self._left, self._look)
+
+    def end(self) -> None:
+        """It takes more, or the connection has ended."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+            self._count()
+
+    def _look(self) -> None:
+        self._count()
+        if self._left > 0:
+            self._timer = self._loop.call_later(self._left, self._look)
+        else:
+            self._timer = None
+            self._transport.abort()
+
+    def _count(self) -> None:
+        now, unread = self._loop.time(), self._transport.get_write_buffer_size()
+        gained = (self._unread - unread) / READ_BYTES_A_SECOND
+        self._left = min(READ_SECONDS, self._left - (now - self._since) + gained)
+        self._since, self._unread = now, unread
+
+
 class BoundedHttp(HttpToolsProtocol):
     """uvicorn's protocol with bounds; make a class for each server with `bounded_http`.
 
@@ -108,6 +155,7 @@ class BoundedHttp(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self.flow = InTurn(transport, self._turns)
+        self._patience = Patience(transport, self.loop)
         self._received = self._delivered = self._url_bytes = self._header_bytes = self._bytes_of_turn = 0
         self._body_begun: float | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -117,8 +165,17 @@ class BoundedHttp(HttpToolsProtocol):
             oldest.transport.abort()
             oldest._forget()
 
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._patience.begin()
+
+    def resume_writing(self) -> None:
+        self._patience.end()
+        super().resume_writing()
+
     def connection_lost(self, exc: Exception | None) -> None:
         self._forget()
+        self._patience.end()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:

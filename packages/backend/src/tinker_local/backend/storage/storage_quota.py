@@ -5,6 +5,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import datetime
 
 import sqlalchemy as sa
 from tinker_local.backend.storage import tables
@@ -18,7 +19,8 @@ LARGEST = 3
 
 
 class StorageQuota:
-    """Counts checkpoints of every kind. `most_bytes` gives the limit of an owner, infinity for none.
+    """Counts checkpoints of every kind, also deleted ones whose folders still exist, as those of exports that are being
+    downloaded. `most_bytes` gives the limit of an owner, infinity for none.
 
     Autosaves count and are never refused: each run has one, and without it training would be lost. Instead, an owner
     who is over the limit begins no new run. Methods block on the database and may be called from any thread.
@@ -29,6 +31,7 @@ class StorageQuota:
         self._clock = clock
         self._most_bytes = most_bytes
         self._writing: Counter[str] = Counter()  # bytes that `room` has granted and that are not recorded yet
+        self._deleted: dict[tuple[str, datetime], tuple[str, int]] = {}  # path and time: owner and bytes
         self._granting = threading.Lock()
 
     def used(self) -> dict[str, int]:
@@ -43,7 +46,23 @@ class StorageQuota:
             .group_by(sessions.owner)
         )
         with self._engine.connect() as connection:
-            return {owner: int(size) for owner, size in connection.execute(query)}
+            used = Counter({owner: int(size) for owner, size in connection.execute(query)})
+        for owner, size in list(self._deleted.values()):
+            used[owner] += size
+        return dict(used)
+
+    def deleted(self, record: CheckpointRecord) -> None:
+        """The record is gone, and its folder still exists."""
+        sessions, runs = tables.sessions.c, tables.training_runs.c
+        query = sa.select(sessions.owner).join(tables.training_runs, runs.session_id == sessions.session_id)
+        with self._engine.connect() as connection:
+            owner = connection.execute(query.where(runs.training_run_id == record.training_run_id)).scalar()
+        if owner is not None:
+            self._deleted[record.tinker_path, record.created_at] = owner, record.size_bytes
+
+    def removed(self, record: CheckpointRecord) -> None:
+        """The folder is gone, too."""
+        self._deleted.pop((record.tinker_path, record.created_at), None)
 
     @contextmanager
     def room(self, record: CheckpointRecord, size: int, owner: str, *, refuse: bool = True) -> Iterator[None]:
@@ -72,14 +91,19 @@ class StorageQuota:
             raise InvalidRequestError(
                 f"create_model: the checkpoints of the owner {owner!r} take {_mib(used)}, the most is {_mib(most)}: "
                 f"delete some (`tinker checkpoint delete PATH`) before a new run{self._largest(owner)}"
+                f"{self._still_read(owner)}"
             )
 
     def _refusal(self, owner: str, used: int, size: int, most: float) -> str:
         return (
             f"storage: the checkpoints of the owner {owner!r} take {_mib(used)}; with this one of {_mib(size)} they "
             f"would exceed the most, {_mib(most)}: delete some (`tinker checkpoint delete PATH`) and save again"
-            f"{self._largest(owner)}"
+            f"{self._largest(owner)}{self._still_read(owner)}"
         )
+
+    def _still_read(self, owner: str) -> str:
+        size = self._deleted_of(owner)
+        return f"; {_mib(size)} are of deleted ones that are still being downloaded or read" if size else ""
 
     def _largest(self, owner: str) -> str:
         """What a refusal adds."""
@@ -103,7 +127,11 @@ class StorageQuota:
             )
             query = query.where(~same)
         with self._engine.connect() as connection:
-            return int(connection.execute(query).scalar() or 0)
+            recorded = int(connection.execute(query).scalar() or 0)
+        return recorded + self._deleted_of(owner)
+
+    def _deleted_of(self, owner: str) -> int:
+        return sum(size for other, size in list(self._deleted.values()) if other == owner)
 
     def _in_time(self) -> sa.ColumnElement[bool]:
         expires_at = tables.checkpoints.c.expires_at

@@ -408,6 +408,7 @@ class Store(Metadata):
         """Delete the folder of a forgotten checkpoint, if it exists."""
         with self._folder_access:
             self._folders.remove(record)
+        self.quota.removed(record)
         self._disk.fill_reserve()
 
     def _require(self, record: CheckpointRecord) -> CheckpointRecord:
@@ -444,6 +445,8 @@ class Store(Metadata):
                 connection.execute(sa.delete(tables.checkpoints).where(_is(record)))
 
         self._change_on_a_full_disk(forget)
+        for record in records:
+            self.quota.deleted(record)
 
 
 def _checkpoint(row: dict[str, Any]) -> CheckpointRecord:
