@@ -14,8 +14,9 @@ from typing import Any, cast
 import pytest
 import tinker
 from tinker_local.backend import BackendOptions, ModelSource
-from tinker_local.backend.control import autosaves
-from tinker_local.backend.fakes import FakeModel, FakeRenderer
+from tinker_local.backend.control import autosaves, life_cycle
+from tinker_local.backend.control.training_runs import count_of_steps
+from tinker_local.backend.fakes import FakeMemory, FakeModel, FakeRenderer
 from tinker_local.backend.models.served_models import Engines, ServedModel, ServedModels
 from tinker_local.backend.process import async_calls, calls
 from tinker_local.backend.process.process_engine import ProcessEngine
@@ -26,6 +27,7 @@ from tinker_local.backend.training.process_trainer import ProcessTrainer
 from tests.http.conftest import BASE, Api, StartApi
 from tests.http.supervised_apps import OTHER, apps, children, served
 from tests.http.test_http_autosaves_on_fakes import told, trained
+from tests.http.test_http_memory_sharing_on_fakes import NEEDS_ALL, SAMPLERS, SIZE, datum
 from tests.http.test_http_restart_on_fakes import train
 
 Start = Callable[..., Awaitable[Api]]
@@ -189,6 +191,109 @@ async def test_a_stop_saves_whatever_the_sampler_does_on_fakes(
         assert said[1:] == [f"saved tinker://{model}/weights/autosave after 1 optimizer step"]
         await api.backend.close()
     assert_gone(pids)
+
+
+@pytest.mark.mutation(
+    "stop-waits-for-a-sampler-that-hangs",
+    "life_cycle.py",
+    "            model.give_up_sampler(min(SAMPLER_SECONDS, seconds / 3))\n",
+    "            pass\n",
+)
+@pytest.mark.mutation(
+    "samples-hold-the-memory-for-ever",
+    "memory_sharing.py",
+    "await self._of_sampler(self._unused.wait())",
+    "await self._unused.wait()",
+    cases=("samples",),
+)
+@pytest.mark.mutation(
+    "sampler-falls-asleep-for-ever",
+    "memory_sharing.py",
+    "await self._of_sampler(_to_its_end(sampler.sleep()))",
+    "await sampler.sleep()",
+    cases=("falls asleep",),
+)
+@pytest.mark.mutation(
+    "sampler-wakes-for-ever",
+    "memory_sharing.py",
+    "            with suppress(ProcessEndedError):  # the next one starts awake\n"
+    "                await self._of_sampler(self._sampler.wake())\n",
+    "            await self._sampler.wake()\n",
+    cases=("wakes",),
+)
+@pytest.mark.parametrize("state", ["samples", "falls asleep", "wakes"])
+async def test_a_stop_saves_although_the_trainer_waits_for_a_sampler_that_hangs_on_fakes(
+    start_api: StartApi, state: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(life_cycle, "SAMPLER_SECONDS", 0.1)
+    api = await start_api(memory=FakeMemory(SIZE, SAMPLERS), stop_timeout=600.0)
+    session = await api.session()
+    model, sampler = await api.model(session), await api.base_sampler(session)
+    go, hangs = asyncio.Event(), asyncio.Event()
+
+    async def hang() -> None:
+        hangs.set()
+        await go.wait()
+
+    steps = 1
+    at = await trained(api, model)
+    if state == "samples":
+        api.sampler.hold.clear()
+        await api.sample(sampler, 0)
+        await api.until(lambda: api.sampler.running == 1)
+    if state == "wakes":
+        await api.result(await api.gradient(model, at, [datum(NEEDS_ALL)]))
+        await api.result(await api.step(model, at + 1))
+        assert api.sampler.asleep
+        monkeypatch.setattr(api.sampler, "wake", hang)
+        await api.sample(sampler, 0)
+        await asyncio.wait_for(hangs.wait(), 30)
+        steps = 2
+    else:
+        monkeypatch.setattr(api.sampler, "sleep", hang)
+        await api.gradient(model, at, [datum(NEEDS_ALL)])
+        await api.until(lambda: served(api).memory_sharing.trainer_has_memory)
+    said = told(api)
+    try:
+        async with asyncio.timeout(PATIENCE):
+            await api.backend.stop()
+        words = count_of_steps(steps)
+        assert said[1:] == [f"saved tinker://{model}/weights/autosave after {words}"]
+        failure = await api.failure(await api.step(model, at + 5))
+        assert f"tinker://{model}/weights/autosave" in failure
+    finally:
+        go.set()
+        api.sampler.hold.set()
+
+
+@pytest.mark.mutation(
+    "stop-leaves-the-sampler-its-memory", "memory_sharing.py", "            await self._end_sampler()\n", ""
+)
+@pytest.mark.mutation(
+    "given-up-sampler-is-started-again", "served_models.py",
+    "        assert self.sampler_supervision is not None\n        self.sampler_supervision.close()\n",
+    "        self.engines.sampler._sampler._group.kill('hangs')\n",
+)  # fmt: skip
+async def test_a_stop_ends_the_process_of_a_sampler_whose_memory_the_trainer_waits_for_on_fakes(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(life_cycle, "SAMPLER_SECONDS", 0.1)
+    api = await start(stop_timeout=600.0)
+    model = await api.model()
+    at = await trained(api, model)
+    (pid,) = processes(api)["sampler"].pids
+    os.kill(pid, signal.SIGSTOP)
+    waiting = await api.gradient(model, at, [datum(NEEDS_ALL)])
+    await api.until(lambda: served(api).memory_sharing.trainer_has_memory)
+    said = told(api)
+    async with asyncio.timeout(PATIENCE):
+        await api.backend.stop()
+    assert said[1:] == [f"saved tinker://{model}/weights/autosave after 1 optimizer step"]
+    assert_gone([pid])
+    supervision = served(api).sampler_supervision
+    assert supervision is not None
+    assert supervision.restarts == 0
+    assert "the sampler did not make room for the trainer in time" in await api.failure(waiting)
 
 
 @pytest.mark.mutation(

@@ -45,6 +45,10 @@ END_SECONDS = 10.0
 up after some seconds."""
 
 
+SAMPLER_SECONDS = 10.0
+"""For which a stop lets a trainer wait for the sampler's memory, or a third of the time for saving if that is less."""
+
+
 class ControlPlane:
     """The life cycle, and the parts that it starts:
 
@@ -159,6 +163,8 @@ class ControlPlane:
         seconds = max(seconds - END_SECONDS, seconds / 2)
         if unsaved := sum(run.unsaved_steps > 0 for run in runs):
             self._progress(f"saving {unsaved} training runs, for {seconds:g} s at most; a second signal skips this")
+        for model in self.models.distinct():
+            model.give_up_sampler(min(SAMPLER_SECONDS, seconds / 3))
         await self.autosaves.save_all(runs, seconds, self._progress)
         for run in self.runs.all_live():
             if run.ready:

@@ -147,6 +147,16 @@ class ServedModel:
             sampler_works=self.memory_sharing.sampler_gate.is_open,
         )
 
+    def give_up_sampler(self, seconds: float) -> None:
+        """From `seconds` on, let the trainer not wait for the sampler's memory. A sampler in a process is ended the
+        first time that it would."""
+        self.memory_sharing.give_up_sampler(seconds, None if self.sampler_supervision is None else self._end_sampler)
+
+    async def _end_sampler(self) -> None:
+        assert self.sampler_supervision is not None
+        self.sampler_supervision.close()
+        await self.engines.sampler.close()
+
     async def close(self) -> None:
         """Stop the scheduler, then the engines. One in a separate process may hang, and ends with its calls, for which
         the scheduler waits."""

@@ -4,7 +4,7 @@
 sleep as soon as it has nothing in flight, and the request runs once more with the sampler's memory. The next sample
 wakes the sampler, after the trainer has released its unused memory. If the process of one of them has ended, its calls
 wait for the next one. A trainer loads while the sampler is awake, as the first did; a sampler after the trainer has
-released its unused memory.
+released its unused memory. When the server stops, a sampler that hangs is given up, so that the trainer can save.
 """
 
 import asyncio
@@ -108,6 +108,9 @@ class MemorySharing:
         self._sampler_is_loaded.set()
         self._settled = asyncio.Event()
         self._settled.set()
+        self._given_up = asyncio.Event()
+        self._end_sampler: Callable[[], Awaitable[None]] | None = None
+        self._abandoned: set[asyncio.Task[Any]] = set()
         self.sleeps = 0
 
     @property
@@ -180,12 +183,12 @@ class MemorySharing:
         sampler = self._sampler
         if sampler is None or not sampler.can_sleep or sampler.asleep:
             return False
-        await self._sampler_is_loaded.wait()
+        await self._of_sampler(self._sampler_is_loaded.wait())
         self._wanted = True
         try:
-            await self._unused.wait()
+            await self._of_sampler(self._unused.wait())
             if self.sampler_gate.works:
-                await _to_its_end(sampler.sleep())
+                await self._of_sampler(_to_its_end(sampler.sleep()))
         except ProcessEndedError:
             return True
         finally:
@@ -215,6 +218,40 @@ class MemorySharing:
                     yield
                     return
 
+    # When the server stops ------------------------------------------------------------------------------------------
+
+    def give_up_sampler(self, seconds: float, end: Callable[[], Awaitable[None]] | None) -> None:
+        """From `seconds` on, let no trainer call wait for the sampler, which may hang. The first that does ends the
+        sampler with `end`, if it can be ended; what the call wanted memory for fails."""
+        self._end_sampler = end
+        self._loop.call_later(seconds, self._given_up.set)
+
+    async def _of_sampler(self, work: Coroutine[Any, Any, Any]) -> None:
+        """Wait until the sampler has done `work`; InternalError if it is given up before. Called within a turn."""
+        task, given_up = asyncio.ensure_future(work), asyncio.ensure_future(self._given_up.wait())
+        try:
+            await asyncio.wait((task, given_up), return_when=asyncio.FIRST_COMPLETED)
+        except asyncio.CancelledError:
+            task.cancel()
+            await asyncio.wait((task, given_up), return_when=asyncio.FIRST_COMPLETED)
+            raise
+        finally:
+            given_up.cancel()
+        if task.done():
+            task.result()
+            return
+        self._abandoned.add(task)  # it may go on for ever
+        task.add_done_callback(self._abandoned.discard)
+        task.add_done_callback(lambda done: done.cancelled() or done.exception())
+        task.cancel()
+        why = "the server stops, and the sampler did not make room for the trainer in time"
+        log.warning("%s: it is given up, and its samples fail", why)
+        self.sampler_gate.shut(why)
+        if self._end_sampler is not None:
+            await self._end_sampler()
+            self.sampler_gate.close()  # it holds no memory
+        raise InternalError(why)
+
     # When a process has ended ---------------------------------------------------------------------------------------
 
     def trainer_lost(self) -> None:
@@ -236,7 +273,7 @@ class MemorySharing:
         async with self._turn:
             if self._sampler is not None and self._sampler.asleep:
                 try:
-                    await self._sampler.wake()
+                    await self._of_sampler(self._sampler.wake())
                 except Exception:
                     log.exception("the sampler could not be woken; the next sample tries again")
         async with self._turn:  # another turn: samples that wait for the wake-up come first
@@ -301,7 +338,7 @@ class MemorySharing:
                 return
             await self._release_trainer()
             with suppress(ProcessEndedError):  # the next one starts awake
-                await self._sampler.wake()
+                await self._of_sampler(self._sampler.wake())
 
     async def _release_trainer(self) -> None:
         """Have the trainer release its unused memory. Called within a turn."""
