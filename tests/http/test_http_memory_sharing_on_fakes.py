@@ -168,7 +168,10 @@ async def test_a_save_for_sampling_wakes_the_sampler_and_is_sampled_from_on_fake
 
 
 @pytest.mark.mutation(
-    "memory-taken-from-under-samples", "memory_sharing.py", "            await self._unused.wait()\n", ""
+    "memory-taken-from-under-samples",
+    "memory_sharing.py",
+    "            await self._of_sampler(self._unused.wait())\n",
+    "",
 )
 @pytest.mark.mutation(
     "samples-are-not-held-back", "memory_sharing.py", "while self._wanted or self.asleep", "while self.asleep"
