@@ -173,7 +173,7 @@ PROMISES = (
         "autosave-reads-the-run-itself copy-shares-its-numbers "
         "restored-from-the-last-save-of-the-client stop-waits-for-a-stopped-trainer stop-takes-longer-than-its-limit "
         "stop-waits-for-a-sampler-that-hangs samples-hold-the-memory-for-ever sampler-falls-asleep-for-ever "
-        "sampler-wakes-for-ever stop-leaves-the-sampler-its-memory given-up-sampler-is-started-again "
+        "sampler-wakes-for-ever stop-leaves-the-sampler-its-memory "
         "unsaved-since-nothing saves-wait-for-another-trainer base-models-stop-one-after-the-other "
         "silent-session-loses-training hangup-kills interpreter-destroyed-at-exit exit-without-clean-up",
         (

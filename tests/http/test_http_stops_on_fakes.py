@@ -269,11 +269,6 @@ async def test_a_stop_saves_although_the_trainer_waits_for_a_sampler_that_hangs_
 @pytest.mark.mutation(
     "stop-leaves-the-sampler-its-memory", "memory_sharing.py", "            await self._end_sampler()\n", ""
 )
-@pytest.mark.mutation(
-    "given-up-sampler-is-started-again", "served_models.py",
-    "        assert self.sampler_supervision is not None\n        self.sampler_supervision.close()\n",
-    "        self.engines.sampler._sampler._group.kill('hangs')\n",
-)  # fmt: skip
 async def test_a_stop_ends_the_process_of_a_sampler_whose_memory_the_trainer_waits_for_on_fakes(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
