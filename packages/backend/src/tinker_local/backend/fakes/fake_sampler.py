@@ -5,7 +5,7 @@ import hashlib
 import json
 import secrets
 import threading
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -232,8 +232,11 @@ class FakeSampler:
             tokens = np.array([sequence.last_token for sequence in running], np.int64)
             codes = np.full_like(tokens, features.codes[-1])
             logits = self._model.logits(Features(tokens, codes), weights.matrices, weights.rank)
-            for sequence, row in zip(running, logits, strict=True):
-                sequence.extend(row, params, is_stop)
+            # All at once: one after the other took 111 µs each, in which other threads wait.
+            # Subtract the maximum first, so that even the smallest temperature does not overflow.
+            log_p = log_softmax((logits - logits.max(axis=1, keepdims=True)) / (params.temperature or 1.0))
+            for sequence, row, token in zip(running, log_p, choose(log_p, params, running), strict=True):
+                sequence.extend(row, token, is_stop)
                 if sequence.stopped:
                     work.ended()
         yield SampleOutput(sequences=tuple(sequence.result() for sequence in sequences), **asked)
@@ -284,14 +287,11 @@ class _Sequence:
     """Ids and logprobs [1, topk] for each token, if they were asked for."""
     stopped: bool = False
 
-    def extend(self, logits_v: Float64Array, params: SamplingParams, is_stop: Callable[[list[int]], bool]) -> None:
-        # Subtract the maximum first, so that even the smallest temperature does not overflow.
-        log_p = log_softmax((logits_v - logits_v.max()) / (params.temperature or 1.0))
-        token = choose(log_p, params, self.rng)
+    def extend(self, log_p_v: Float64Array, token: int, is_stop: Callable[[list[int]], bool]) -> None:
         self.tokens.append(token)
-        self.logprobs.append(float(log_p[token]))
+        self.logprobs.append(float(log_p_v[token]))
         if self.topk:
-            self.likeliest.append(likeliest(log_p[None], self.topk))
+            self.likeliest.append(likeliest(log_p_v[None], self.topk))
         self.last_token = token
         self.stopped = is_stop(self.tokens)
 
@@ -323,21 +323,24 @@ def _at_temperature(log_p_v: Float64Array, temperature: float, uniforms: npt.NDA
     return np.asarray(np.searchsorted(cumulative, uniforms * cumulative[-1], side="right"), np.int64)
 
 
-def choose(log_p_v: Float64Array, params: SamplingParams, rng: np.random.Generator) -> int:
-    """Draw from `log_p_v` after top_k and then top_p; the most likely token at temperature 0."""
+def choose(log_p_nv: Float64Array, params: SamplingParams, sequences: Sequence[_Sequence]) -> list[int]:
+    """Draw from each row of `log_p_nv` after top_k and then top_p, with the generator of its sequence; the most likely
+    token at temperature 0."""
     if params.temperature == 0:
-        return int(log_p_v.argmax())
-    order: IntArray = np.argsort(-log_p_v, kind="stable")
+        return [int(token) for token in log_p_nv.argmax(axis=1)]
+    order: IntArray = np.argsort(-log_p_nv, axis=1)
     if params.top_k != -1:
-        order = order[: params.top_k]
-    p = np.exp(log_p_v[order])
-    p /= p.sum()
+        order = order[:, : params.top_k]
+    p = np.exp(np.take_along_axis(log_p_nv, order, axis=1))
+    p /= p.sum(axis=1, keepdims=True)
     # top_p keeps the tokens up to and including the one at which the sum reaches top_p.
-    keep = np.cumsum(p) - p < params.top_p
-    cumulative = np.cumsum(p[keep])
+    kept = np.cumsum(p, axis=1) - p < params.top_p
+    cumulative = np.cumsum(np.where(kept, p, 0.0), axis=1)
+    draws = np.array([sequence.rng.random() for sequence in sequences])
+    drawn = (cumulative <= (draws * cumulative[:, -1])[:, None]).sum(axis=1)
     # The product may round up to the last sum.
-    drawn = min(np.searchsorted(cumulative, rng.random() * cumulative[-1], side="right"), cumulative.size - 1)
-    return int(order[drawn])
+    drawn = np.minimum(drawn, kept.sum(axis=1) - 1)
+    return [int(row[place]) for row, place in zip(order, drawn, strict=True)]
 
 
 def _mixed_seed(seed: int | None, index: int) -> int:
