@@ -145,7 +145,7 @@ async def test_a_stop_saves_what_trained_last_first_and_names_what_it_could_not_
     start_api: StartApi, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(autosaves, "AT_ONCE", 1)
-    api = await start_api(stop_timeout=0.4)
+    api = await start_api(stop_timeout=4)
     models = [await api.model() for _ in range(3)]
     for model in (models[1], models[0], models[2]):
         await trained(api, model, steps=2)
@@ -155,7 +155,7 @@ async def test_a_stop_saves_what_trained_last_first_and_names_what_it_could_not_
     writes.go.set()
     assert writes.begun == [models[2]]
     assert said == [
-        "saving 2 training runs, for 0.2 s at most; a second signal skips this",
+        "saving 2 training runs, for 2 s at most; a second signal skips this",
         f"NOT saved: 2 optimizer steps of {models[2]}, which has no checkpoint: there was no time left",
         f"NOT saved: 2 optimizer steps of {models[0]}, which has no checkpoint: there was no time left",
     ]

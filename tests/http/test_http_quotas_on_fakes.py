@@ -204,6 +204,21 @@ async def test_samples_in_flight_are_bounded_in_bytes_too_on_fakes(start: Any) -
     await alice.result(await alice.sample(second, 1, prompt))
 
 
+@pytest.mark.mutation("answers-not-counted", "quotas.py", "cell_bytes * min(rows * k, MAX_CELLS)", "0")
+@pytest.mark.parametrize(("question", "size"), [("topk_prompt_logprobs", 8), ("prompt_alt_tokens_k", 12)])
+async def test_what_requests_for_samples_will_be_answered_counts_on_fakes(start: Any, question: str, size: int) -> None:
+    """A few hundred bytes asked for answers of 400 MB, as often as samples may be in flight."""
+    api = await start(f"queued-memory={40000 / 2**30}")
+    alice = as_owner(api, ALICE)
+    api.sampler.hold.clear()
+    sampler = await alice.base_sampler()
+    request = await alice.sample(sampler, 0, [5] * 10, **{question: 256})
+    answer = await alice.post("asample", {**alice.sample_body(sampler, 1, [5] * 10), question: 256})
+    assert f"with this one of {168 + 2560 * size} bytes they would exceed" in answer.json()["detail"]
+    api.sampler.hold.set()
+    await alice.result(request)
+
+
 @pytest.mark.mutation("connections-for-one-owner", "access.py", "            self._open[caller.owner] += 1\n", "")
 async def test_one_owner_does_not_have_all_connections_on_fakes(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connections, "MAX_CONNECTIONS", 4)

@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, fields, replace
 
 from tinker_local.backend.options import BackendOptions
+from tinker_local.backend.sampling.prompt_scores import MAX_CELLS
 from tinker_local.backend.storage.records import ADMIN
 from tinker_local.types import EncodedTextChunk, ImageChunk, SampleRequest, TooManyRequestsError
 
@@ -151,14 +152,23 @@ SEQUENCE_BYTES = 128
 """Counted for each sequence that is asked for: its share of what the server keeps until the request has ended."""
 
 
+TOPK_BYTES, DRAWN_BYTES, SCORE_BYTES = 8, 12, 4
+"""Of an answer's cell: id and logprob of one of the likeliest tokens, of one that was drawn, and a logprob alone."""
+
+
 def request_bytes(request: SampleRequest) -> int:
-    """What a request holds until it has ended: tokens, images, questions about the prompt, its sequences."""
-    size = SEQUENCE_BYTES * request.num_samples
+    """What a request holds until it has ended: tokens, images, questions about the prompt, answers to them, its
+    sequences."""
+    size, rows = SEQUENCE_BYTES * request.num_samples, 0
     for chunk in request.prompt.chunks:
         if isinstance(chunk, EncodedTextChunk):
             size += chunk.tokens.nbytes
+            rows += chunk.tokens.size
         elif isinstance(chunk, ImageChunk):
             size += len(chunk.data)
-    target = request.target_prompt_logprobs
-    arrays = [] if target is None else [target.data, target.sparse_crow_indices, target.sparse_col_indices]
-    return size + sum(array.nbytes for array in arrays if array is not None)
+    for k, cell_bytes in ((request.topk_prompt_logprobs, TOPK_BYTES), (request.prompt_alt_tokens_k, DRAWN_BYTES)):
+        size += cell_bytes * min(rows * k, MAX_CELLS)  # more will be refused
+    if (target := request.target_prompt_logprobs) is not None:
+        arrays = (target.data, target.sparse_crow_indices, target.sparse_col_indices)
+        size += sum(array.nbytes for array in arrays if array is not None) + SCORE_BYTES * target.data.size
+    return size
