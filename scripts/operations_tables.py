@@ -87,10 +87,7 @@ LIMITS: dict[str, tuple[float, ...]] = {
     ),
     "connections; fewer if fewer files may be open": (connections.MAX_CONNECTIONS,),
     "requests of a connection that wait for the answer to an earlier one": (connections.MAX_PIPELINED,),
-    "bytes of unfinished bodies, of an owner and of all": (
-        bodies.MAX_UNFINISHED_BYTES_OF_AN_OWNER,
-        bodies.MAX_UNFINISHED_BYTES,
-    ),
+    "bytes of bodies that come or wait to be parsed; an owner may have as many as are left": (bodies.MAX_BODY_BYTES,),
     "bytes of a forward_backward, as sent and as unpacked": (bodies.MAX_GRADIENT_BYTES,),
     "datums of a forward_backward": (codec.MAX_DATUMS,),
     "chunks, tensors and spans of a forward_backward": (codec.MAX_PARTS,),

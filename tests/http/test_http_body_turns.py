@@ -1,8 +1,11 @@
 """Large bodies are read in turn, and no byte of them is copied more often than needed."""
 
 import asyncio
+import resource
 import threading
+import tracemalloc
 from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +14,8 @@ from starlette.requests import ClientDisconnect
 from tinker_local.backend.control.callers import Caller
 from tinker_local.backend.http import bodies, connections
 from tinker_local.backend.http.access import CALLER
+from tinker_local.backend.scheduling.shared_bytes import SharedBytes
+from tinker_local.types import InvalidRequestError, TooManyRequestsError
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
@@ -143,78 +148,208 @@ async def test_thousands_of_chunks_that_come_at_once_are_one_piece(monkeypatch: 
 
 
 class Sent:
-    """A request with a body of `parts`; the client goes after the last if `breaks`."""
+    """A request with a body of `parts`; the client goes after the last if `breaks`, and sends the last when `ends`."""
 
-    def __init__(self, parts: Sequence[bytes], *, breaks: bool = False) -> None:
-        self.headers: dict[str, str] = {}
-        self.scope = {CALLER: Caller("a")}
+    def __init__(
+        self, parts: Sequence[bytes], *, owner: str = "a", declared: int | None = None, breaks: bool = False
+    ) -> None:
+        self.headers = {} if declared is None else {"content-length": str(declared)}
+        self.scope = {CALLER: Caller(owner)}
+        self.ends = asyncio.Event()
+        self.ends.set()
         self._parts, self._breaks = parts, breaks
 
     async def stream(self) -> AsyncIterator[bytes]:
-        for part in self._parts:
+        for number, part in enumerate(self._parts, 1):
+            if number == len(self._parts):
+                await self.ends.wait()
             yield part
         if self._breaks:
             raise ClientDisconnect
 
 
 @pytest.mark.mutation(
-    "bodies-joined-on-the-loop", "bodies.py", "else await PARSING.run(parts.joined)", "else parts.joined()"
+    "bodies-joined-on-the-loop", "bodies.py", "else await PARSING.run(self._joined)", "else self._joined()"
 )
 @pytest.mark.mutation(
-    "bodies-freed-at-once", "bodies.py", "            PARSING.run(parts.drop)\n", "            pass\n"
+    "bodies-freed-at-once", "bodies.py", "            PARSING.run(incoming.drop)\n", "            pass\n"
 )
-@pytest.mark.mutation(
-    "memory-of-bodies-kept", "bodies.py", "                give_memory_back()\n", "                pass\n"
-)
+@pytest.mark.mutation("memory-of-bodies-kept", "bodies.py", "            give_memory_back()\n", "            pass\n")
+@pytest.mark.parametrize("declared", [True, False], ids=["declared", "chunked"])
 @pytest.mark.parametrize("breaks", [False, True], ids=["whole", "broken off"])
-async def test_parts_of_a_large_body_are_joined_and_freed_in_a_thread(
-    breaks: bool, monkeypatch: pytest.MonkeyPatch
+async def test_a_large_body_is_joined_and_freed_in_a_thread(
+    breaks: bool, declared: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not copied as they come: a buffer that grows to 50 MB is copied nine times. Not freed on the event loop; and the
+    """Not copied as it comes: a buffer that grows to 50 MB is copied nine times. Not freed on the event loop; and the
     system gets the memory."""
     pieces = [bytes([number]) * READ for number in range(8)]
-    threads: dict[str, int] = {}
-    dropped = threading.Event()
-    kept: list[bytes] = []
-    joined, drop = bodies.Parts.joined, bodies.Parts.drop
+    threads: list[int] = []
+    dropped, given_back = threading.Event(), []
+    joined, drop = bodies.Incoming._joined, bodies.Incoming.drop
 
-    def joining(parts: bodies.Parts) -> bytes:
-        threads["joined"] = threading.get_ident()
-        kept.extend(parts._parts)
-        return joined(parts)
+    def joining(incoming: bodies.Incoming) -> bytearray:
+        threads.append(threading.get_ident())
+        return joined(incoming)
 
-    def dropping(parts: bodies.Parts) -> None:
-        drop(parts)
-        assert not parts._parts
+    def dropping(incoming: bodies.Incoming) -> None:
+        drop(incoming)
+        assert not incoming._parts
+        assert incoming._buffer is None
         dropped.set()
 
-    monkeypatch.setattr(bodies.Parts, "joined", joining)
-    monkeypatch.setattr(bodies.Parts, "drop", dropping)
-    monkeypatch.setattr(bodies.Parts, "freed", 0)
+    monkeypatch.setattr(bodies.Incoming, "_joined", joining)
+    monkeypatch.setattr(bodies.Incoming, "drop", dropping)
+    monkeypatch.setattr(bodies.Incoming, "freed", 0)
     monkeypatch.setattr(bodies, "GIVEN_BACK_BYTES", 3 * READ)
-    given_back: list[int] = []
     monkeypatch.setattr(bodies, "give_memory_back", lambda: given_back.append(threading.get_ident()))
-    request: Any = Sent(pieces, breaks=breaks)
+    request: Any = Sent(pieces, breaks=breaks, declared=len(pieces) * READ if declared else None)
     if breaks:
         with pytest.raises(ClientDisconnect):
-            await bodies.read_body(request, 2**24, 2**24)
+            async with bodies.body_of(request, 2**24, 2**24):
+                raise AssertionError("the body is not whole")
     else:
-        assert await bodies.read_body(request, 2**24, 2**24) == b"".join(pieces)
-        assert all(one is other for one, other in zip(kept, pieces, strict=True))
-        assert threads["joined"] != threading.get_ident()
+        async with bodies.body_of(request, 2**24, 2**24) as body:
+            assert body == b"".join(pieces)
     assert await asyncio.to_thread(dropped.wait, 30)
-    assert len(given_back) == len(pieces) // 3
-    assert threading.get_ident() not in given_back
-    assert not bodies._unfinished
+    assert given_back
+    assert threading.get_ident() not in {*given_back, *threads}
+    assert len(threads) == (not breaks and not declared)
+    assert bodies._held.total == 0
+
+
+@pytest.mark.mutation(
+    "bodies-held-twice",
+    "bodies.py",
+    "if self._buffer is None and JOINED_INLINE_BYTES < self.size + len(part) <= self._declared:",
+    "if False:",
+    cases=("declared",),
+)
+@pytest.mark.parametrize("declared", [True, False], ids=["declared", "chunked"])
+async def test_a_large_body_is_held_once(declared: bool) -> None:
+    """The parts of 50 MB and the whole once lay side by side."""
+    size = 200 * READ
+    incoming = bodies.Incoming(size if declared else None)
+    tracemalloc.start()
+    try:
+        for number in range(200):
+            incoming.append(bytes([number]) * READ)
+        whole = await incoming.whole()
+        kept, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert whole == b"".join(bytes([number]) * READ for number in range(200))
+    assert kept < 1.1 * size
+    if declared:
+        assert most < 1.1 * size  # the memory of a buffer counts at once here, whether it is filled or not
+    assert not incoming._parts
+
+
+async def test_memory_is_taken_for_what_came_and_not_for_what_was_declared() -> None:
+    incoming = bodies.Incoming(bodies.MAX_GRADIENT_BYTES)
+    before = resident()
+    incoming.append(bytes(bodies.JOINED_INLINE_BYTES))
+    assert incoming._buffer is None
+    incoming.append(b"1")
+    assert incoming._buffer is not None
+    assert resident() - before < 64 * 2**20
+
+
+def resident() -> int:
+    """Bytes of this process."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+@pytest.mark.parametrize("size", [bodies.JOINED_INLINE_BYTES, 2 * bodies.JOINED_INLINE_BYTES])
+async def test_a_body_of_another_length_than_declared_is_whole_or_refused(size: int) -> None:
+    parts = [b"x" * (size // 4)] * 4
+    async with bodies.body_of(Sent(parts, declared=size + 5), 2**24, 9) as body:  # type: ignore[arg-type]
+        assert body == b"".join(parts)
+    with pytest.raises(InvalidRequestError, match="Content-Length"):
+        async with bodies.body_of(Sent([*parts, *parts], declared=size * 3 // 2), 2**24, 9):  # type: ignore[arg-type]
+            pass
+    assert bodies._held.total == 0
 
 
 async def test_a_body_that_drips_takes_about_the_memory_of_its_bytes() -> None:
-    parts = bodies.Parts()
+    parts = bodies.Incoming()
     for number in range(300_000):
         parts.append(b"%d" % (number % 10))
     assert len(parts._parts) <= 300_000 / bodies.PART_BYTES
     parts.append(bytes(READ))
     parts.append(b"end")
-    whole = parts.joined()
+    whole = await parts.whole()
     assert whole == b"0123456789" * 30_000 + bytes(READ) + b"end"
     assert parts.size == len(whole)
+
+
+# What is held of all bodies ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def little_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bodies._held, "most", 240)
+    monkeypatch.setattr(bodies, "ALWAYS_TAKEN_BYTES", 50)
+
+
+async def taken(sent: Sent) -> bytes:
+    async with bodies.body_of(sent) as body:  # type: ignore[arg-type]
+        return bytes(body)
+
+
+@pytest.mark.usefixtures("little_room")
+@pytest.mark.mutation("share-of-bodies-without-bound", "bodies.py", "    if _held.over(owner):", "    if False:")
+@pytest.mark.mutation(
+    "bodies-bounded-in-all-alone",
+    "shared_bytes.py",
+    "self._held[owner] > max(0, self.most - self.total)",
+    "self.total > self.most",
+)
+async def test_what_is_held_of_unfinished_bodies_is_shared_by_owners() -> None:
+    first, second = (Sent([bytes(60), b"end"], owner=owner) for owner in "ab")
+    for sent in (first, second):
+        sent.ends.clear()
+    async with asyncio.TaskGroup() as group:
+        held = [group.create_task(taken(each)) for each in (first, second)]
+        await asyncio.sleep(0)
+        with pytest.raises(
+            TooManyRequestsError,
+            match=r"120 bytes of requests of the owner 'a' come or wait to be parsed, and 60 of others.*send fewer",
+        ):
+            await taken(Sent([bytes(60)]))
+        assert len(await taken(Sent([bytes(60)], owner="c"))) == 60  # there is room for another owner
+        assert len(await taken(Sent([bytes(50)]))) == 50  # a poll of the same
+        first.ends.set()
+        second.ends.set()
+    assert [len(task.result()) for task in held] == [63, 63]
+    assert bodies._held.total == 0
+
+
+@pytest.mark.usefixtures("little_room")
+@pytest.mark.mutation(
+    "waiting-bodies-not-counted",
+    "bodies.py",
+    "        yield await incoming.whole()\n    finally:\n",
+    "        whole = await incoming.whole()\n        _held.give(owner, counted)\n"
+    "        counted = 0\n        yield whole\n    finally:\n",
+)
+async def test_bodies_that_wait_to_be_parsed_count_until_they_are() -> None:
+    async with bodies.body_of(Sent([bytes(100)])):  # type: ignore[arg-type]
+        with pytest.raises(TooManyRequestsError, match="200 bytes of requests of the owner 'a'"):
+            await taken(Sent([bytes(100)]))
+        assert len(await taken(Sent([bytes(60)], owner="b"))) == 60
+    assert len(await taken(Sent([bytes(100)]))) == 100
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 7])
+def test_owners_that_take_what_they_can_have_equal_shares_and_leave_one(count: int) -> None:
+    shared = SharedBytes(100_000)
+    owners = [str(number) for number in range(count)]
+    while ready := [owner for owner in owners if not shared.over(owner)]:
+        for owner in ready:
+            shared.take(owner, 1)
+    shares = {shared.of(owner) for owner in owners}
+    assert max(shares) - min(shares) <= 1
+    assert abs(max(shares) - 100_000 / (count + 1)) <= count + 1
+    for owner in owners:
+        shared.give(owner, shared.of(owner))
+    assert (shared.total, dict(shared._held)) == (0, {})

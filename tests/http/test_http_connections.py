@@ -8,10 +8,7 @@ from typing import Any
 
 import pytest
 import uvicorn
-from tinker_local.backend.control.callers import Caller
-from tinker_local.backend.http import bodies, connections
-from tinker_local.backend.http.access import CALLER
-from tinker_local.types import TooManyRequestsError
+from tinker_local.backend.http import connections
 from uvicorn.server import ServerState
 
 GET, POST = b"GET /x HTTP/1.1\r\nHost: h\r\n", b"POST /x HTTP/1.1\r\nHost: h\r\n"
@@ -115,35 +112,6 @@ async def test_requests_that_do_not_wait_for_their_answers_are_bounded() -> None
         assert answered.count(b"200 OK") <= connections.MAX_PIPELINED + 1
         writer.close()
         assert b"200" in await answer(address, (GET + b"\r\n") * 3)
-
-
-async def test_unfinished_bodies_are_bounded_for_an_owner_and_in_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Sent:
-        """A request whose body has begun."""
-
-        def __init__(self, owner: str) -> None:
-            self.headers: dict[str, str] = {}
-            self.scope, self.goes_on = {CALLER: Caller(owner)}, asyncio.Event()
-
-        async def stream(self) -> AsyncIterator[bytes]:
-            yield bytes(60)
-            await self.goes_on.wait()
-            yield b"end"
-
-    monkeypatch.setattr(bodies, "MAX_UNFINISHED_BYTES", 130)
-    monkeypatch.setattr(bodies, "MAX_UNFINISHED_BYTES_OF_AN_OWNER", 100)
-    first, second = Sent("a"), Sent("b")
-    async with asyncio.TaskGroup() as group:
-        held = [group.create_task(bodies.read_body(each)) for each in (first, second)]  # type: ignore[arg-type]
-        await asyncio.sleep(0)
-        with pytest.raises(TooManyRequestsError, match="120 bytes of unfinished requests of the owner 'a'"):
-            await bodies.read_body(Sent("a"))  # type: ignore[arg-type]
-        with pytest.raises(TooManyRequestsError, match="180 bytes of unfinished requests of all clients"):
-            await bodies.read_body(Sent("c"))  # type: ignore[arg-type]
-        first.goes_on.set()
-        second.goes_on.set()
-    assert [len(task.result()) for task in held] == [63, 63]
-    assert not bodies._unfinished
 
 
 @pytest.mark.mutation("unread-answers-wait-for-ever", "connections.py", "        self._patience.begin()\n", "")

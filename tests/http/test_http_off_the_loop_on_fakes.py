@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import zstandard
+from tinker_local.backend import threads as thread_pools
+from tinker_local.backend.control import sample_prompts, training_commands
 from tinker_local.backend.http import bodies
 from tinker_local.backend.storage.store import Store
 from tinker_local.types import Datum, EncodedTextChunk, ForwardBackwardRequest, ImageChunk, ModelInput
@@ -53,7 +55,9 @@ class Threads:
         self._patch(owner, name, noting)
 
 
-@pytest.mark.mutation("bodies-parsed-on-the-loop", "training_routes.py", "await PARSING.run(envelope)", "envelope()")
+@pytest.mark.mutation(
+    "bodies-parsed-on-the-loop", "training_routes.py", "await PARSING.run(_envelope, body,", "_envelope(body,"
+)
 @pytest.mark.mutation(
     "results-encoded-on-the-loop",
     "operations.py",
@@ -62,9 +66,9 @@ class Threads:
 )
 @pytest.mark.mutation(
     "images-rendered-on-the-loop",
-    "control/sampling_sessions.py",
-    'prompt = await threads.run(render, given, "prompt")\n',
-    'prompt = render(given, "prompt")\n',
+    "control/sample_prompts.py",
+    'return await RENDERING.run(render, given, "prompt")\n',
+    'return render(given, "prompt")\n',
 )
 @pytest.mark.mutation(
     "disk-on-the-loop",
@@ -182,14 +186,17 @@ def hold_renderer(api: Api, chunks: int, monkeypatch: pytest.MonkeyPatch) -> thr
 
 @pytest.mark.mutation(
     "images-take-the-threads-of-text",
-    "control/sampling_sessions.py",
-    "threads = RENDERING_IMAGES if with_images else RENDERING",
-    "threads = RENDERING_IMAGES",
+    "control/sample_prompts.py",
+    'await RENDERING.run(render, given, "prompt")',
+    'await RENDERING_IMAGES.run(render, given, "prompt")',
 )
 async def test_images_that_take_long_hold_up_neither_text_nor_the_images_of_others_on_fakes(
     api: Api, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Five images of 64 megapixels of one session once kept another's text waiting for 30 seconds."""
+    monkeypatch.setattr(
+        sample_prompts, "RENDERING_IMAGES", thread_pools.Threads("render-images", 3)
+    )  # as many as are slow
     slow, slow_too, text, other = [await api.base_sampler() for _ in range(4)]
     go = hold_renderer(api, 2, monkeypatch)
     image = {"type": "image", "data": base64.b64encode(png()).decode(), "format": "png"}
@@ -223,12 +230,13 @@ async def test_images_that_take_long_hold_up_neither_text_nor_the_images_of_othe
 @pytest.mark.mutation(
     "images-of-training-take-no-turns",
     "control/training_commands.py",
-    "async with self._image_turns.at(frozenset((session_id,))):",
+    "async with self._image_turns.turn(owner, session_id):",
     "if True:",
 )
 async def test_images_to_train_on_hold_up_neither_text_nor_the_images_of_others_on_fakes(
     api: Api, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(training_commands, "PREPARING_IMAGES", thread_pools.Threads("prepare-images", 3))
     sessions = [await api.session() for _ in range(3)]
     slow = [await api.model(sessions[0], number) for number in range(7)]
     text, other = [await api.model(session) for session in sessions[1:]]

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,11 @@ import pytest
 import tinker
 from prometheus_client.parser import text_string_to_metric_families
 from tinker_local.backend import BackendOptions
+from tinker_local.backend.control import callers
 from tinker_local.backend.http import connections
+from tinker_local.backend.http.access import Keys
 from tinker_local.backend.options import OwnerQuota
-from tinker_local.backend.scheduling.quotas import Amounts, Quotas
+from tinker_local.backend.scheduling.quotas import Amounts, Owners, Quotas
 
 from tests.http.conftest import BASE, Api, StartApi
 from tests.http.test_http_back_pressure_on_fakes import ADAM, Served, datum, served
@@ -56,18 +59,40 @@ def as_owner(api: Api, key: str) -> Api:
 @pytest.mark.mutation(
     "half-for-the-only-owner",
     "quotas.py",
-    "if owner != ADMIN and len({*self.owners()} - {ADMIN}) > 1:",
-    "if owner != ADMIN:",
+    "return self._several and owner != ADMIN",
+    "return owner != ADMIN",
 )
 def test_one_owner_may_have_all_and_several_half_each_on_fakes() -> None:
     limits = Quotas(BackendOptions(max_adapters=5, max_adapter_bytes=100, max_queued_samples=10))
     limits.disk_bytes = 1000
     for owners in ((), ("local",), ("alice",), ("alice", "admin")):
-        limits.owners = lambda owners=owners: owners  # type: ignore[misc]
+        limits.owners = partial(Owners, owners)
         assert {limits.of(owner) for owner in ("local", "alice", "admin")} == {Amounts()}
-    limits.owners = lambda: ("alice", "local")
+    limits.owners = partial(Owners, ("alice", "local"))
     half = Amounts(3, 50, 4096, 2 * 2**30, 5, 500, 32 * 2**30)
     assert (limits.of("alice"), limits.of("local"), limits.of("admin")) == (half, half, Amounts())
+
+
+@pytest.mark.mutation(
+    "owners-counted-once-for-all",
+    "callers.py",
+    "self._owners = Owners(",
+    "self._owners = vars(self).get('_owners') or Owners(",
+)
+def test_owners_are_counted_when_the_keys_change_and_not_for_each_request_on_fakes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(callers, "REREAD_SECONDS", 0.0)
+    file = key_file(tmp_path, f"alice {ALICE}\nadmin {ADMIN}\n")
+    keys, limits = Keys(file), Quotas(BackendOptions(max_adapters=4))
+    limits.owners = keys.owners
+    alone = keys.owners()
+    assert keys.owners() is alone
+    assert limits.of("alice").adapters == math.inf
+    (tmp_path / "keys").write_text(f"alice {ALICE}\nbob {BOB}\nadmin {ADMIN}\n")
+    assert [limits.of(owner).adapters for owner in ("alice", "bob", "admin")] == [2, 2, math.inf]
+    assert keys.owners() is keys.owners()
+    assert keys.owners().names == {"alice", "bob", "admin"}
 
 
 @pytest.mark.mutation("quota-of-an-owner-for-all", "quotas.py", "if given.owner == owner or (", "if True or (")

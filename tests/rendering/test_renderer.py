@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from tinker_local.backend.models.load_engines import load_renderer
 from tinker_local.backend.rendering import image_cache
-from tinker_local.backend.rendering.image_cache import ImageCache, SizedImage
+from tinker_local.backend.rendering.image_cache import ImageCache
 from tinker_local.backend.rendering.rendered_input import RenderedImage
 from tinker_local.types import (
     EncodedTextChunk,
@@ -190,8 +190,8 @@ def test_a_bad_image_fails_its_own_input_alone(qwen3_vl: Any, pictures: Any) -> 
             assert len(future.result().images) == 1
 
 
-def an_image(name: str, num_bytes: int) -> SizedImage:
-    return SizedImage(RenderedImage(name, 1, np.zeros((1, 1), np.float32), (1, 1, 1)), num_bytes)
+def an_image(name: str, num_bytes: int) -> RenderedImage:
+    return RenderedImage(name, 1, np.zeros((0, 1), np.float32), (1, 1, 1), item_bytes=num_bytes)
 
 
 def test_the_cache_keeps_the_images_used_last_within_its_bytes() -> None:
@@ -199,7 +199,7 @@ def test_the_cache_keeps_the_images_used_last_within_its_bytes() -> None:
     made: list[str] = []
 
     def get(name: str, num_bytes: int = 40) -> RenderedImage:
-        def make() -> SizedImage:
+        def make() -> RenderedImage:
             made.append(name)
             return an_image(name, num_bytes)
 
@@ -227,7 +227,7 @@ def test_whoever_waits_for_an_image_that_fails_gets_the_error_and_the_next_tries
     monkeypatch.setattr(image_cache, "Future", WatchedFuture)
     cache = ImageCache(100)
 
-    def fail() -> SizedImage:
+    def fail() -> RenderedImage:
         started.set()
         assert go.wait(60)
         raise ValueError("broken")

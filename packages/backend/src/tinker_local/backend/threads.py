@@ -41,7 +41,8 @@ ENCODING = Threads("encode", 2)
 RENDERING = Threads("render", 2)
 """Prompts of samples that are text alone."""
 
-IMAGE_THREADS = 3
+IMAGE_THREADS = 4
+"""One of them is left to other sessions of an owner, and another one to other owners."""
 
 RENDERING_IMAGES = Threads("render-images", IMAGE_THREADS)
 """Prompts of samples with images, which may take seconds each."""

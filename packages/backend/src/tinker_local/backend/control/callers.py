@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from tinker_local.backend.scheduling.quotas import Owners
 from tinker_local.backend.storage.records import ADMIN, LOCAL_OWNER
 
 log = logging.getLogger(__name__)
@@ -60,8 +61,8 @@ class KeyFile:
         self._use(parse_keys(path))
         self._looked = time.monotonic()
 
-    def owners(self) -> frozenset[str]:
-        """Who has a key, admins included."""
+    def owners(self) -> Owners:
+        """Who has a key."""
         self.callers()
         return self._owners
 
@@ -85,7 +86,7 @@ class KeyFile:
 
     def _use(self, callers: dict[bytes, Caller]) -> None:
         self._callers = callers
-        self._owners = frozenset(caller.owner for caller in callers.values())
+        self._owners = Owners(caller.owner for caller in callers.values())
 
     def _stat(self) -> tuple[int, int, int, int] | None:
         try:

@@ -240,7 +240,7 @@ class ControlPlane:
         stored = await DATABASE.run(self.store.quota.used)
         in_flight, ephemeral, live = self.sampling.in_flight, self.sampling.ephemeral, self.runs.all_live()
         busy = {*in_flight.owners(), *ephemeral.owners(), *(run.owner for run in live)}
-        owners = {*self.quotas.owners(), *stored, *busy} or {LOCAL_OWNER}
+        owners = {*self.quotas.owners().names, *stored, *busy} or {LOCAL_OWNER}
         found = {}
         for owner in sorted(owners):
             runs = self.runs.of_owner(owner)

@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import Callable, Iterable
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import partial
@@ -10,14 +9,13 @@ from typing import Any
 
 from tinker_local.backend.control.checkpoint_lifetime import CheckpointUses, version_of
 from tinker_local.backend.control.ephemeral_versions import EphemeralVersion, EphemeralVersions
+from tinker_local.backend.control.sample_prompts import SamplePrompts
 from tinker_local.backend.control.sampler_versions import SamplerVersions
 from tinker_local.backend.control.sampling_clients import Completion, SamplingClients, client_of
 from tinker_local.backend.control.sessions import Sessions
 from tinker_local.backend.models.served_models import ServedModel, ServedModels
 from tinker_local.backend.options import BackendOptions
-from tinker_local.backend.rendering.image_assets import ImageAssets
 from tinker_local.backend.rendering.rendered_input import RenderedInput
-from tinker_local.backend.rendering.turns import Turns
 from tinker_local.backend.sampling.prompt_scores import check_sample_topk
 from tinker_local.backend.sampling.sampler import AdapterVersion, SampleWork, bytes_of, sampled_tokens, token_budget
 from tinker_local.backend.scheduling.operations import (
@@ -26,7 +24,6 @@ from tinker_local.backend.scheduling.operations import (
     Operation,
     Operations,
     QueueState,
-    Timeline,
     WireForm,
     memory_state,
     owner_of,
@@ -39,11 +36,10 @@ from tinker_local.backend.scheduling.sample_turns import SamplerQueue
 from tinker_local.backend.storage.names import parse_tinker_path
 from tinker_local.backend.storage.records import LOCAL_OWNER, CheckpointRecord, SamplingSessionRecord
 from tinker_local.backend.storage.store import Store
-from tinker_local.backend.threads import DATABASE, IMAGE_THREADS, RENDERING, RENDERING_IMAGES
+from tinker_local.backend.threads import DATABASE
 from tinker_local.types import (
     CreateSamplingSessionRequest,
     GoneError,
-    ImageChunk,
     InternalError,
     InvalidRequestError,
     NotFoundError,
@@ -97,8 +93,7 @@ class Sampling:
         self._clock = clock
         self._open: dict[str, SamplingSession] = {}
         self._of_session: dict[str, dict[str, None]] = {}  # their ids
-        self._image_turns = Turns(IMAGE_THREADS - 1)  # of a session, which leaves a thread to the others
-        self._images = ImageAssets(options.image_folder, options.image_hosts)
+        self._prompts = SamplePrompts(options)
         self.in_flight = InFlight(quotas)
         self.ephemeral = EphemeralVersions(quotas, versions)
         self._in_samplers: dict[ServedModel, SamplerQueue] = {}
@@ -355,8 +350,25 @@ class Sampling:
     async def _sample(
         self, session: SamplingSession, request: SampleRequest, operation: Operation[SampleOutput]
     ) -> SampleOutput:
+        session_id = session.record.session_id
+        async with self._prompts.rendered(
+            session.base, session.owner, session_id, request.prompt, operation.timeline
+        ) as prompt:
+            return await self._sample_rendered(session, request, operation, prompt)
+
+    async def _sample_rendered(
+        self,
+        session: SamplingSession,
+        request: SampleRequest,
+        operation: Operation[SampleOutput],
+        prompt: RenderedInput,
+    ) -> SampleOutput:
+        images, engines = len(prompt.images), session.base.engines
+        operation.timeline.note(num_samples=request.num_samples, prompt_tokens=prompt.length, images=images)
+        budget = token_budget(prompt.length, request.sampling_params.max_tokens, engines.sampler.max_context_length)
+        check_sample_topk(request.topk_sample_logprobs, request.num_samples, budget, engines.trainer.vocab_size)
         work = SampleWork(
-            await self._prompt(session, request, operation.timeline),
+            prompt,
             self._version(session),
             request.sampling_params,
             request.num_samples,
@@ -383,28 +395,6 @@ class Sampling:
         count(session.base, work, output)
         operation.timeline.note(sampled_tokens=sampled_tokens(output))
         return output
-
-    async def _prompt(self, session: SamplingSession, request: SampleRequest, timeline: Timeline) -> RenderedInput:
-        """The prompt with its images fetched and rendered; it must fit in the context with what is sampled."""
-        given, base = request.prompt, session.base
-        if given.names_images:
-            async with self._images.turn(given):
-                timeline.enter("fetching")
-                try:
-                    given = await self._images.resolved(given, "prompt")
-                finally:
-                    timeline.enter("waiting")
-        render = timeline.during("preparing", base.engines.renderer.render)
-        with_images = any(isinstance(chunk, ImageChunk) for chunk in given.chunks)
-        threads = RENDERING_IMAGES if with_images else RENDERING
-        turn = self._image_turns.at(frozenset((session.record.session_id,))) if with_images else nullcontext()
-        async with turn:
-            prompt = await threads.run(render, given, "prompt")
-        timeline.note(num_samples=request.num_samples, prompt_tokens=prompt.length, images=len(prompt.images))
-        limit, engines = base.engines.sampler.max_context_length, base.engines
-        budget = token_budget(prompt.length, request.sampling_params.max_tokens, limit)
-        check_sample_topk(request.topk_sample_logprobs, request.num_samples, budget, engines.trainer.vocab_size)
-        return prompt
 
     def _version(self, session: SamplingSession) -> AdapterVersion | None:
         """The version that `session` samples from; None for a base model."""

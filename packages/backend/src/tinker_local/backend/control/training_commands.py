@@ -13,7 +13,7 @@ from tinker_local.backend.control.save_weights_for_sampler import SaveWeightsFor
 from tinker_local.backend.control.sessions import check_user_metadata
 from tinker_local.backend.control.training_runs import Command, TrainingRun, TrainingRuns
 from tinker_local.backend.models.served_models import ServedModel
-from tinker_local.backend.rendering.turns import Turns
+from tinker_local.backend.scheduling.image_turns import MOST_RENDERED_BYTES, ImageTurns
 from tinker_local.backend.scheduling.operations import Operation, OperationKind, Operations, Timeline, request_id_of
 from tinker_local.backend.scheduling.quotas import Quotas
 from tinker_local.backend.scheduling.run_queue import Bounds, GradientCommand, StepCommand, positions
@@ -67,7 +67,7 @@ class Training:
         self._loads = loads
         self._saves_for_sampler = saves_for_sampler
         self._exports = exports
-        self._image_turns = Turns(IMAGE_THREADS - 1)  # of a session, which leaves a thread to the others
+        self._image_turns = ImageTurns(IMAGE_THREADS)
         self._bounds = Bounds(quotas)
 
     async def forward_backward(self, request: ForwardBackwardRequest) -> Operation[ForwardBackwardOutput]:
@@ -105,7 +105,7 @@ class Training:
         steps = in_stage(operation.timeline, prepare_work(base, model_id, decoding))
 
         async def prepare() -> TrainWork:
-            work = await self._prepared(model.record.session_id, steps)
+            work = await self._prepared(model.owner, model.record.session_id, steps)
             images = sum(len(datum.input.images) for datum in work.data)
             operation.timeline.note(datums=len(work.data), tokens=positions(work.data), images=images)
             return work
@@ -116,13 +116,13 @@ class Training:
         base.scheduler.submit(model.queue, seq_id, command)
         return operation
 
-    async def _prepared(self, session_id: str, steps: Steps) -> TrainWork:
+    async def _prepared(self, owner: str, session_id: str, steps: Steps) -> TrainWork:
         """What `steps` return, in a thread. Every request has it for one slice at a time, so that a small one waits
         for slices of the others; text never waits for images. Cancelling it ends it after the slice."""
         spent, images = 0.0, False
         while True:
             if images:
-                async with self._image_turns.at(frozenset((session_id,))):
+                async with self._image_turns.turn(owner, session_id):
                     work, took, images = await PREPARING_IMAGES.run(run_slice, steps, images)
             else:
                 work, took, images = await PREPARING.run(run_slice, steps, images)
@@ -319,10 +319,19 @@ def prepare_work(base: ServedModel, model_id: str, decoding: Generator[None, Non
     loss = loss_of(request.loss_fn)
     config = loss.complete_settings(request.loss_fn_config)
     check_cells(request.data)
-    data = []
+    data: list[TrainDatum] = []
+    size, images = 0, set[int]()
     for index, datum in enumerate(request.data):
         yield any(isinstance(chunk, ImageChunk) for chunk in datum.model_input.chunks)
         data.append(prepare_datum(base, datum, loss, f"data[{index}]"))
+        for placed in data[-1].input.images:
+            size += 0 if id(placed.image) in images else placed.image.num_bytes
+            images.add(id(placed.image))
+        if size > MOST_RENDERED_BYTES // 2:
+            raise InvalidRequestError(
+                f"data[{index}].model_input: with it the images of the request take {size} bytes when rendered, the "
+                f"limit is {MOST_RENDERED_BYTES // 2}; send fewer datums at once"
+            )
     return TrainWork(model_id, data, request.loss_fn, config, backward=not request.forward_only)
 
 

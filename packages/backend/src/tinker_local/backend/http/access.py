@@ -22,9 +22,9 @@ from tinker_local.backend.control.callers import LOCAL, Caller, KeyFile, fingerp
 from tinker_local.backend.control.life_cycle import ControlPlane
 from tinker_local.backend.http import error_responses
 from tinker_local.backend.http.connections import most_connections
+from tinker_local.backend.scheduling.quotas import Owners
 from tinker_local.backend.storage.metadata import Owned
 from tinker_local.backend.storage.names import parse_tinker_path
-from tinker_local.backend.storage.records import ADMIN
 from tinker_local.backend.threads import DATABASE
 from tinker_local.types import (
     AuthenticationError,
@@ -49,6 +49,9 @@ EXPORT_FILES, TRACE_FILES = "/api/v1/external_weights/", "/api/v1/session_traces
 _HOST = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^\[\]:@/?#\s]+)(:\d{0,5})?")
 
 
+_ONE_OWNER = Owners({LOCAL.owner})
+
+
 class Keys:
     """Who has which API key. A list of keys, or None for any key, is one owner's. Access tokens for checkpoints of
     another owner are such keys, too."""
@@ -65,9 +68,9 @@ class Keys:
         # Found by its digest, so that the time taken reveals nothing of a key.
         return (callers or {}).get(fingerprint(given))
 
-    def owners(self) -> frozenset[str]:
+    def owners(self) -> Owners:
         """Who has a key."""
-        return frozenset({LOCAL.owner}) if self._file is None else self._file.owners()
+        return _ONE_OWNER if self._file is None else self._file.owners()
 
     def check_token(self, token: str | None, field: str) -> None:
         """PermissionDeniedError for an access token that is not a key of this server.
@@ -206,8 +209,7 @@ class RequireKey:
 
     def _most(self, caller: Caller) -> int | None:
         """How many requests of `caller` may be open; None: any number."""
-        several = not caller.admin and len(self._keys.owners() - {ADMIN}) > 1
-        return max(1, most_connections() // 2) if several else None
+        return max(1, most_connections() // 2) if self._keys.owners().shares(caller.owner) else None
 
 
 def _open_to_all(path: str) -> bool:

@@ -1,13 +1,15 @@
 """Reading request bodies: bounded before they are held, unpacked or parsed."""
 
 import math
-from collections import Counter
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
 from typing import ClassVar, TypeVar
 
 from fastapi import Request
 from pydantic import ValidationError
+from tinker_local.backend.heap import give_memory_back, unfilled
 from tinker_local.backend.http.access import caller_of, check_own_body
-from tinker_local.backend.rendering.decoding import give_memory_back
+from tinker_local.backend.scheduling.shared_bytes import SharedBytes
 from tinker_local.backend.threads import PARSING
 from tinker_local.types import Frozen, InvalidRequestError, TooManyRequestsError, invalid
 
@@ -39,27 +41,54 @@ PART_BYTES = 64 * 1024
 """Parts of a body that are smaller are joined as they come, so that a part takes about the memory of its bytes."""
 
 JOINED_INLINE_BYTES = 2**20
-"""A body up to this size is joined on the event loop; a larger one in a thread."""
+"""A body up to this size is joined on the event loop."""
 
 GIVEN_BACK_BYTES = 32 * 2**20
-"""Of parts that were freed, after which their memory goes back to the system: glibc keeps it, whatever its size. It
+"""Of bodies that were freed, after which their memory goes back to the system: glibc keeps it, whatever its size. It
 takes some 5 ms, in which other threads wait if they allocate; 512 MiB at once would take 100."""
 
+MAX_BODY_BYTES = 2 * (MAX_GRADIENT_BYTES + 2**26)
+"""Of all bodies that come or wait to be parsed. An owner may have as many as are left: half if it is alone, which is
+one of the longest and some others."""
 
-class Parts:
-    """A body that is still coming. A buffer that grows would be copied again and again, up to 32 MiB at a time, while
-    the event loop and all threads wait; and freed at once."""
+ALWAYS_TAKEN_BYTES = 64 * 1024
+"""A body up to this size is taken, and not counted: polls, heartbeats and steps go on while gradients wait."""
+
+_held = SharedBytes(MAX_BODY_BYTES)
+
+
+class Incoming:
+    """A body that is still coming, held once.
+
+    One whose length was declared fills a buffer of that length, as soon as a first part of it is there. The parts of
+    another are joined at its end, in a thread: a buffer that grows would be copied again and again, up to 32 MiB at a
+    time, while the event loop and all threads wait.
+    """
 
     freed: ClassVar[int] = 0
     """Bytes whose memory was not given back yet."""
 
-    def __init__(self) -> None:
+    def __init__(self, declared: int | None = None) -> None:
         self.size = 0
+        self._declared = 0 if declared is None else declared
         self._parts: list[bytes] = []
         self._small = bytearray()
+        self._buffer: memoryview | None = None
 
     def append(self, part: bytes) -> None:
-        self.size += len(part)
+        if self._buffer is None and JOINED_INLINE_BYTES < self.size + len(part) <= self._declared:
+            self._buffer = memoryview(unfilled(self._declared))
+            for _ in self._moved(self._buffer):
+                pass
+        begin, self.size = self.size, self.size + len(part)
+        if self._buffer is None:
+            self._keep(part)
+        elif self.size <= self._declared:
+            self._buffer[begin : self.size] = part
+        else:
+            raise InvalidRequestError(f"body: more than the {self._declared} bytes of Content-Length")
+
+    def _keep(self, part: bytes) -> None:
         if len(part) < PART_BYTES:
             self._small += part
             if len(self._small) < PART_BYTES:
@@ -71,70 +100,105 @@ class Parts:
         if part:
             self._parts.append(part)
 
-    def joined(self) -> bytes:
-        """The whole. Other threads run meanwhile, since all parts are bytes."""
-        return b"".join([*self._parts, bytes(self._small)])
+    def _moved(self, buffer: memoryview) -> Iterator[int]:
+        """Move the parts to the beginning of `buffer`; the length of each, which is freed."""
+        end = 0
+        self._parts = [*self._parts, bytes(self._small)][::-1]
+        self._small = bytearray()
+        while self._parts:
+            begin, end = end, end + len(self._parts[-1])
+            buffer[begin:end] = self._parts.pop()
+            yield end - begin
+
+    async def whole(self) -> Body:
+        """The body, which this no longer has."""
+        if self._buffer is None and self.size <= JOINED_INLINE_BYTES:
+            return b"".join([*self._parts, bytes(self._small)])
+        return self._taken() if self._buffer is not None else await PARSING.run(self._joined)
+
+    def _joined(self) -> bytearray:
+        """The parts in one; blocks, while other threads run in between."""
+        self._buffer = memoryview(unfilled(self.size))
+        for freed in self._moved(self._buffer):
+            Incoming._count_freed(freed)
+        return self._taken()
+
+    def _taken(self) -> bytearray:
+        assert self._buffer is not None
+        buffer, whole = self._buffer, self._buffer.obj
+        self._buffer = None
+        buffer.release()
+        assert isinstance(whole, bytearray)
+        del whole[self.size :]  # of a body that is shorter than declared
+        return whole
 
     def drop(self) -> None:
-        """Free the parts, while other threads run, and give the memory back to the system; blocks."""
+        """Free what is here, while other threads run, and count what was freed elsewhere; blocks."""
+        left, self._buffer = self.size, None
         while self._parts:
-            Parts.freed += len(self._parts.pop())  # two threads may miss some of it, and give back a little later
-            if Parts.freed >= GIVEN_BACK_BYTES:
-                Parts.freed = 0
-                give_memory_back()
+            left -= len(self._parts[-1])
+            Incoming._count_freed(len(self._parts.pop()))
+        Incoming._count_freed(left)
+
+    @staticmethod
+    def _count_freed(size: int) -> None:
+        Incoming.freed += size  # two threads may miss some of it, and give back a little later
+        if Incoming.freed >= GIVEN_BACK_BYTES:
+            Incoming.freed = 0
+            give_memory_back()
 
 
-async def read_body(request: Request, limit: int = MAX_JSON_BYTES, values: float = MAX_JSON_VALUES) -> bytes:
-    """The body as sent; InvalidRequestError as soon as it is over `limit` bytes, or has more than `values` JSON values
-    (infinity: a body of another kind).
+@asynccontextmanager
+async def body_of(
+    request: Request, limit: int = MAX_JSON_BYTES, values: float = MAX_JSON_VALUES
+) -> AsyncIterator[Body]:
+    """The body as sent, which is to be parsed in this context: until it ends, its bytes count.
+
+    InvalidRequestError as soon as it is over `limit` bytes, or has more than `values` JSON values (infinity: a body of
+    another kind); TooManyRequestsError if its owner holds more of such bodies than are left.
 
     A JSON text has at most one value for each comma and each opening bracket. They are counted as they come, at the
     speed of memory; the parser needs a hundred times as long, and memory for each.
     """
-    declared = request.headers.get("content-length")
-    if declared is not None and declared.isdigit() and int(declared) > limit:
-        raise InvalidRequestError(f"body: {declared} bytes are over the limit of {limit}")
-    found = 1
-    parts, owner = Parts(), caller_of(request).owner
+    given = request.headers.get("content-length", "")
+    declared = int(given) if given.isdecimal() else None
+    if declared is not None and declared > limit:
+        raise InvalidRequestError(f"body: {given} bytes are over the limit of {limit}")
+    found, counted = 1, 0
+    incoming, owner = Incoming(declared), caller_of(request).owner
     try:
         async for part in request.stream():
-            parts.append(part)
-            _unfinished[owner] += len(part)
-            if parts.size > limit:
+            incoming.append(part)
+            if incoming.size > limit:
                 raise InvalidRequestError(f"body: over the limit of {limit} bytes")
-            _check_unfinished(owner)
+            if incoming.size > ALWAYS_TAKEN_BYTES:
+                _held.take(owner, incoming.size - counted)
+                counted = incoming.size
+                _check_held(owner)
             if values < math.inf:
                 found += sum(part.count(mark) for mark in (b",", b"[", b"{"))
                 if found > values:
                     raise InvalidRequestError(
-                        f"body: {parts.size} bytes of it have more than {values} JSON values, the most that this "
+                        f"body: {incoming.size} bytes of it have more than {values} JSON values, the most that this "
                         "request can need"
                     )
-        return parts.joined() if parts.size <= JOINED_INLINE_BYTES else await PARSING.run(parts.joined)
+        yield await incoming.whole()
     finally:
-        if parts.size > JOINED_INLINE_BYTES:
-            PARSING.run(parts.drop)
-        _unfinished[owner] -= parts.size
-        if not _unfinished[owner]:
-            del _unfinished[owner]
+        if incoming.size > JOINED_INLINE_BYTES:
+            PARSING.run(incoming.drop)
+        if counted:
+            _held.give(owner, counted)
 
 
-MAX_UNFINISHED_BYTES, MAX_UNFINISHED_BYTES_OF_AN_OWNER = 2**30, MAX_GRADIENT_BYTES
-"""Of all bodies that have begun to come and have not ended."""
-
-_unfinished: Counter[str] = Counter()
-
-
-def _check_unfinished(owner: str) -> None:
-    """TooManyRequestsError if more is held of bodies that have not ended."""
-    for held, most, whose in (
-        (_unfinished[owner], MAX_UNFINISHED_BYTES_OF_AN_OWNER, f"the owner {owner!r}"),
-        (_unfinished.total(), MAX_UNFINISHED_BYTES, "all clients"),
-    ):
-        if held > most:
-            raise TooManyRequestsError(
-                f"body: {held} bytes of unfinished requests of {whose} are held, the most is {most}", retry_after=1.0
-            )
+def _check_held(owner: str) -> None:
+    """TooManyRequestsError if `owner` holds more than is left."""
+    if _held.over(owner):
+        raise TooManyRequestsError(
+            f"body: {_held.of(owner)} bytes of requests of the owner {owner!r} come or wait to be parsed, and "
+            f"{_held.total - _held.of(owner)} of others; an owner may have as many as are left of {_held.most}: send "
+            "fewer at once",
+            retry_after=1.0,
+        )
 
 
 async def discard_body(request: Request) -> None:
@@ -170,7 +234,8 @@ def unpack(body: Body, encoding: str | None) -> Body:
 async def parse(request: Request, model: type[M], limit: int = MAX_JSON_BYTES, values: int = MAX_JSON_VALUES) -> M:
     """The JSON body as `model`, if it has at most `limit` bytes and `values` values and names nothing of another
     owner; an empty body reads as `{}`."""
-    body = await parse_json(await read_body(request, limit, values) or b"{}", model)
+    async with body_of(request, limit, values) as sent:
+        body = await parse_json(sent or b"{}", model)
     await check_own_body(request, body)
     return body
 

@@ -53,7 +53,7 @@ class TooLarge(Exception):
     """A head over its bounds, or more requests than may wait."""
 
 
-class Turns:
+class ReadingTurns:
     """Lets one paused connection read in each pass of the event loop."""
 
     def __init__(self) -> None:
@@ -78,7 +78,7 @@ class Turns:
 class InTurn(FlowControl):
     """uvicorn's flow control of one connection, which resumes reading in turn."""
 
-    def __init__(self, transport: asyncio.Transport, turns: Turns) -> None:
+    def __init__(self, transport: asyncio.Transport, turns: ReadingTurns) -> None:
         super().__init__(transport)
         self._turns = turns
         self._asked = False
@@ -144,7 +144,7 @@ class BoundedHttp(HttpToolsProtocol):
     """
 
     _idle: "ClassVar[OrderedDict[BoundedHttp, None]]"
-    _turns: ClassVar[Turns]
+    _turns: ClassVar[ReadingTurns]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         # A body may come in 40,000 chunks at once: the parser calls no Python for each.
@@ -309,6 +309,6 @@ def bounded_http() -> type[BoundedHttp]:
 
     class Http(BoundedHttp):
         _idle: ClassVar[OrderedDict[BoundedHttp, None]] = OrderedDict()
-        _turns: ClassVar[Turns] = Turns()
+        _turns: ClassVar[ReadingTurns] = ReadingTurns()
 
     return Http

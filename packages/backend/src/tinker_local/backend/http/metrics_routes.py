@@ -228,7 +228,7 @@ class BackendCollector(Collector):
 @router.get("/metrics")
 async def metrics(request: Request, backend: Backend) -> Response:
     """The metrics of this app's backend. They are of all owners together, so that only an admin sees those of many."""
-    if not (caller_of(request).admin or len(request.app.state.keys.owners()) == 1):
+    if not (caller_of(request).admin or len(request.app.state.keys.owners().names) == 1):
         raise PermissionDeniedError(
             "X-API-Key: the metrics are of all owners together; use a key of the owner 'admin' of --api-key-file, or "
             "GET /api/v1/usage for what is yours"

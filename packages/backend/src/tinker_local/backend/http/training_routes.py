@@ -12,7 +12,7 @@ from fastapi import APIRouter, Request
 from pydantic import BaseModel, ConfigDict, ValidationError
 from tinker_local.backend.control.life_cycle import ControlPlane
 from tinker_local.backend.http.access import Backend, ServerKeys, check_ids, check_own_body
-from tinker_local.backend.http.bodies import MAX_GRADIENT_BYTES, parse, parse_json, read_body, unpack
+from tinker_local.backend.http.bodies import MAX_GRADIENT_BYTES, Body, body_of, parse, parse_json, unpack
 from tinker_local.backend.http.future_routes import promise
 from tinker_local.backend.scheduling.operations import Operation, OperationKind
 from tinker_local.backend.threads import PARSING
@@ -71,20 +71,21 @@ async def get_info(request: Request, backend: Backend) -> dict[str, Any]:
 
 @router.post("/forward_backward")
 async def forward_backward(request: Request, backend: Backend) -> dict[str, Any]:
-    body = await read_body(request, MAX_GRADIENT_BYTES, math.inf)
-    encoding = request.headers.get("content-encoding")
-
-    def envelope() -> tuple[ForwardBackwardEnvelope, int]:
-        unpacked = unpack(body, encoding)
-        return parse_forward_backward_envelope(unpacked), len(unpacked)
-
-    found, size = await PARSING.run(envelope)
+    async with body_of(request, MAX_GRADIENT_BYTES, math.inf) as body:
+        found, size = await PARSING.run(_envelope, body, request.headers.get("content-encoding"))
+    del body  # as it was sent: the envelope has what it needs
     await check_ids(request, {"model_id": found.model_id})
     return promise(
         await backend.training.forward_backward_encoded(
             found.model_id, found.seq_id, forward_only=found.forward_only, size=size, decoding=found.decoding()
         )
     )
+
+
+def _envelope(body: Body, encoding: str | None) -> tuple[ForwardBackwardEnvelope, int]:
+    """The envelope of a body, and its bytes unpacked; blocks."""
+    unpacked = unpack(body, encoding)
+    return parse_forward_backward_envelope(unpacked), len(unpacked)
 
 
 @router.post("/optim_step")
@@ -130,15 +131,15 @@ async def _ordered(
     model: type[M],
     submit: Callable[[M], Awaitable[Operation[Any]]],
 ) -> dict[str, Any]:
-    body = await read_body(request)
-    try:
-        asked = await parse_json(body, model)
-        await check_own_body(request, asked)
-        return promise(await submit(asked))
-    except (InvalidRequestError, PermissionDeniedError, NotFoundError) as error:
+    async with body_of(request) as body:
         try:
-            place = Place.model_validate_json(body)
-        except ValidationError:
-            raise error from None
-        await check_ids(request, {"model_id": place.model_id})
-        return promise(await backend.training.refuse(kind, place.model_id, place.seq_id, error))
+            asked = await parse_json(body, model)
+            await check_own_body(request, asked)
+            return promise(await submit(asked))
+        except (InvalidRequestError, PermissionDeniedError, NotFoundError) as error:
+            try:
+                place = Place.model_validate_json(body)
+            except ValidationError:
+                raise error from None
+            await check_ids(request, {"model_id": place.model_id})
+            return promise(await backend.training.refuse(kind, place.model_id, place.seq_id, error))

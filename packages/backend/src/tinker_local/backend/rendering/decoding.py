@@ -1,11 +1,12 @@
 """From the bytes of a PNG or JPEG file to the RGB image that both vLLM and the HF processor get."""
 
-import ctypes
 import io
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
+
+from tinker_local.backend.heap import give_memory_back
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -54,13 +55,6 @@ IN_FLIGHT = PixelBudget(MAX_PIXELS)
 
 LARGE_IMAGE = 4 * 2**20
 """Pixels of an image whose memory goes back to the operating system at once."""
-
-
-def give_memory_back() -> None:
-    """Return memory that is free in this process. glibc otherwise keeps what large images have taken in each thread."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
 
 
 def image_size(data: bytes) -> tuple[int, int]:

@@ -22,7 +22,7 @@ import httpx
 from pydantic import ValidationError
 from tinker_local.backend.daemon_thread import in_daemon_thread
 from tinker_local.backend.options import check_image_host
-from tinker_local.backend.rendering.turns import Turns
+from tinker_local.backend.rendering.turns_at_places import TurnsAtPlaces
 from tinker_local.backend.threads import DISK, RENDERING_IMAGES
 from tinker_local.types import (
     ImageAssetPointerChunk,
@@ -89,7 +89,7 @@ class ImageAssets:
         # More than one colon is an IPv6 address, which has no port here.
         names = {host.partition(":")[0] if host.count(":") == 1 else host for host in self._hosts}
         self._look_ups = {name: asyncio.Semaphore(MAX_LOOK_UPS) for name in names}
-        self._turns = Turns(MAX_PROMPTS)
+        self._turns = TurnsAtPlaces(MAX_PROMPTS)
         self._looking_up: set[asyncio.Task[list[str]]] = set()
         self._tls: ssl.SSLContext | None = None
 

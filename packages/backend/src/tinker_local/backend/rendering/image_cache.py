@@ -3,18 +3,9 @@
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
 
 from cachetools import LRUCache
 from tinker_local.backend.rendering.rendered_input import RenderedImage
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class SizedImage:
-    """`num_bytes`: what keeping `image` costs."""
-
-    image: RenderedImage
-    num_bytes: int
 
 
 class ImageCache:
@@ -24,23 +15,23 @@ class ImageCache:
     """
 
     def __init__(self, capacity_bytes: int) -> None:
-        self._kept: LRUCache[str, SizedImage] = LRUCache(capacity_bytes, getsizeof=lambda sized: sized.num_bytes)
+        self._kept: LRUCache[str, RenderedImage] = LRUCache(capacity_bytes, getsizeof=lambda image: image.num_bytes)
         self._in_work: dict[str, Future[RenderedImage]] = {}
         self._lock = threading.Lock()
         self.images_processed = 0
 
-    def get(self, content_hash: str, make: Callable[[], SizedImage]) -> RenderedImage:
+    def get(self, content_hash: str, make: Callable[[], RenderedImage]) -> RenderedImage:
         """The image, made by `make` if it is new. Concurrent callers wait for it, or get the same error of `make`."""
         with self._lock:
             if content_hash in self._kept:
-                return self._kept[content_hash].image
+                return self._kept[content_hash]
             waiting = self._in_work.get(content_hash)
             if waiting is None:
                 mine = self._in_work[content_hash] = Future()
         if waiting is not None:
             return waiting.result()
         try:
-            sized = make()
+            image = make()
         except BaseException as error:
             with self._lock:
                 del self._in_work[content_hash]
@@ -48,8 +39,8 @@ class ImageCache:
             raise
         with self._lock:
             del self._in_work[content_hash]
-            if sized.num_bytes <= self._kept.maxsize:
-                self._kept[content_hash] = sized
+            if image.num_bytes <= self._kept.maxsize:
+                self._kept[content_hash] = image
             self.images_processed += 1
-        mine.set_result(sized.image)
-        return sized.image
+        mine.set_result(image)
+        return image

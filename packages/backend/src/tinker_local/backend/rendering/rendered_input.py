@@ -1,5 +1,6 @@
 """What a renderer returns: token ids with explicit image positions, and each image as both engines read it."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -53,8 +54,8 @@ class RenderedImage:
     """One image, decoded and processed once.
 
     `content_hash`: hex SHA-256 of the file's bytes. `num_tokens`: its positions, the same for vLLM, the HF processor
-    and (if given) the client. `pixel_values`, `grid_thw`: as in `TrainerImage`. `vllm_item`: as in `SamplerImage`; None
-    where no vLLM runs.
+    and (if given) the client. `pixel_values`, `grid_thw`: as in `TrainerImage`. `vllm_item`: as in `SamplerImage`, of
+    `item_bytes`; None where no vLLM runs.
     """
 
     content_hash: str
@@ -62,6 +63,12 @@ class RenderedImage:
     pixel_values: npt.NDArray[np.float32]
     grid_thw: tuple[int, int, int]
     vllm_item: Any = None
+    item_bytes: int = 0
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of memory, for both engines."""
+        return self.pixel_values.nbytes + self.item_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +91,12 @@ class RenderedInput:
     def length(self) -> int:
         """Number of positions."""
         return int(self.token_ids.size)
+
+
+def rendered_bytes(inputs: Iterable[RenderedInput]) -> int:
+    """Bytes of the images of `inputs`, each image once."""
+    images = {id(placed.image): placed.image for given in inputs for placed in given.images}
+    return sum(image.num_bytes for image in images.values())
 
 
 class Renderer(Protocol):

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 from tinker_local.backend.rendering.decoding import IN_FLIGHT, MAX_PIXELS, ImageError, decode_image, image_size
-from tinker_local.backend.rendering.image_cache import ImageCache, SizedImage
+from tinker_local.backend.rendering.image_cache import ImageCache
 from tinker_local.backend.rendering.rendered_input import (
     ImagePlacement,
     ImageProcessor,
@@ -114,7 +114,7 @@ class ModelRenderer:
             raise InvalidRequestError(f"{where}: {error}") from error
         return image, reading.tokens.pad
 
-    def _process(self, reading: ImageReading, chunk: ImageChunk, content_hash: str) -> SizedImage:
+    def _process(self, reading: ImageReading, chunk: ImageChunk, content_hash: str) -> RenderedImage:
         width, height = image_size(chunk.data)
         with IN_FLIGHT.taken(min(width * height, self._max_pixels)):
             decoded = decode_image(chunk.data, self._max_pixels)
@@ -122,8 +122,8 @@ class ModelRenderer:
             del decoded  # or its memory would not be given back
         if trainer.num_tokens != sampler.num_tokens:
             raise _disagreement(chunk, sampler.num_tokens, trainer.num_tokens)
-        image = RenderedImage(content_hash, sampler.num_tokens, trainer.pixel_values, trainer.grid_thw, sampler.item)
-        return SizedImage(image, trainer.pixel_values.nbytes + sampler.num_bytes)
+        pixels, grid = trainer.pixel_values, trainer.grid_thw
+        return RenderedImage(content_hash, sampler.num_tokens, pixels, grid, sampler.item, sampler.num_bytes)
 
 
 def _disagreement(chunk: ImageChunk, vllm: int, hf: int) -> ImageError:

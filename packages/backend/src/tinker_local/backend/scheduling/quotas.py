@@ -10,7 +10,7 @@ ephemeral sampler versions, the least recently used are dropped.
 
 import math
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, fields, replace
 
 from tinker_local.backend.options import BackendOptions
@@ -42,6 +42,18 @@ class Amounts:
     ephemeral_bytes: float = math.inf
 
 
+class Owners:
+    """The owners of the keys of a server, admins included; made anew when the keys change."""
+
+    def __init__(self, names: Iterable[str] = ()) -> None:
+        self.names = frozenset(names)
+        self._several = len(self.names - {ADMIN}) > 1
+
+    def shares(self, owner: str) -> bool:
+        """Whether there are several, so that `owner` may have half of what all may have; an admin may have all."""
+        return self._several and owner != ADMIN
+
+
 class Quotas:
     """The limits of `options`.
 
@@ -63,16 +75,16 @@ class Quotas:
             samples=options.max_queued_samples_per_session,
             ephemeral_bytes=options.max_ephemeral_bytes_per_session,
         )
-        self.owners: Callable[[], Collection[str]] = frozenset
+        self.owners: Callable[[], Owners] = Owners
         self.disk_bytes = math.inf
-        self._given = options.quotas
+        self._given = sorted(options.quotas, key=lambda given: given.owner is not None)  # by name comes last
 
     def of(self, owner: str) -> Amounts:
         """The most that `owner` may have."""
         most = Amounts()
-        if owner != ADMIN and len({*self.owners()} - {ADMIN}) > 1:
+        if self.owners().shares(owner):
             most = replace(_half(self.all), storage_bytes=_half_of(self.disk_bytes))
-        for given in sorted(self._given, key=lambda given: given.owner is not None):  # by name comes last
+        for given in self._given:
             if given.owner == owner or (given.owner is None and owner != ADMIN):
                 most = replace(most, **dict(given.most))
         return most

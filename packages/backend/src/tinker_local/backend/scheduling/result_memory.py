@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tinker_local.backend.rendering.decoding import give_memory_back
+from tinker_local.backend.heap import give_memory_back
 from tinker_local.backend.storage.result_files import ResultFiles
 from tinker_local.backend.threads import DISK
 

@@ -31,6 +31,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
+from tinker_local.backend.rendering.rendered_input import rendered_bytes
 from tinker_local.backend.scheduling.fairness import gradient_cost
 from tinker_local.backend.scheduling.operations import Operation, as_api_error
 from tinker_local.backend.scheduling.quotas import Quotas
@@ -110,6 +111,10 @@ class CommandLog(Generic[C]):
             self._refused = {seq_id: times for seq_id, times in self._refused.items() if seq_id >= first}
         return self._entries[self.next_seq_id]
 
+    def first(self) -> C | None:
+        """The next command in order, if it is there; gaps are not skipped."""
+        return self._entries.get(self.next_seq_id)
+
     def can_run(self, now: float) -> bool:
         """Whether there is a command that does not wait for another to arrive."""
         return bool(self._entries) and (self.next_seq_id in self._entries or self._skipped(now))
@@ -181,7 +186,7 @@ class GradientCommand:
         then dropped with the request.
     size: bytes of the request, held until it has run.
     prepared: the task of `prepare`, once it has started.
-    positions: of the data, image positions included; 0 until they are known.
+    positions, rendered: of the data, image positions included, and bytes of their images; 0 until they are known.
     ready_at: when it was prepared.
     queue: where it was added.
     """
@@ -191,6 +196,7 @@ class GradientCommand:
     size: int = 0
     prepared: asyncio.Task[TrainWork] | None = None
     positions: int = 0
+    rendered: int = 0
     ready_at: float = 0.0
     queue: "RunQueue" = field(init=False)
 
@@ -268,7 +274,7 @@ class RunQueue:
     now: the event loop's clock.
     released: its adapter exists, so its commands may run.
     ended_at, absence: when its last command ended, and how long after that its last gradient was ready, in seconds.
-    ready, ahead: prepared gradients that were not taken yet, and their positions.
+    ready, ahead, rendered: prepared gradients that were not taken yet, their positions, and bytes of their images.
     gradient: whether the trainer holds a gradient that no optimizer step has used.
     """
 
@@ -283,6 +289,7 @@ class RunQueue:
     absence: float = 0.0
     ready: int = 0
     ahead: int = 0
+    rendered: int = 0
     gradient: bool = False
     _bytes: int = 0
     _preparing: int = 0
@@ -343,6 +350,7 @@ class RunQueue:
             self.absence = max(0.0, command.ready_at - self.ended_at)
             self.ready -= 1
             self.ahead -= command.positions
+            self.rendered -= command.rendered
         return command
 
     def fail(self, command: GradientCommand, error: ApiError) -> None:
@@ -353,13 +361,23 @@ class RunQueue:
 
     # Preparing -------------------------------------------------------------------------------------------------------
 
+    @property
+    def first_unprepared(self) -> bool:
+        """Whether the next command in order is a gradient that is to be prepared."""
+        return bool(self._unprepared) and not self.closed and self._unprepared[0][0] <= self.commands.next_seq_id
+
+    @property
+    def first_prepared(self) -> bool:
+        """Whether the next command in order is a gradient that is prepared, with images."""
+        command = self.commands.first()
+        return isinstance(command, GradientCommand) and command.ready and command.rendered > 0
+
     def next_unprepared(self, ahead: int) -> bool:
         """Whether to prepare a gradient now: the first in order, and then one at a time (their positions are unknown
         before), until one more is ready than the next call of `ahead` positions takes."""
         if not self._unprepared or self.closed:
             return False
-        first = self._unprepared[0][0] <= self.commands.next_seq_id
-        return first or (self._preparing == 0 and (self.ready < 2 or self.ahead <= ahead))
+        return self.first_unprepared or (self._preparing == 0 and (self.ready < 2 or self.ahead <= ahead))
 
     def prepare(self) -> asyncio.Task[TrainWork]:
         """Start to prepare the first unprepared gradient."""
@@ -370,8 +388,10 @@ class RunQueue:
         async def prepare() -> TrainWork:
             work = await make()
             command.positions, command.ready_at = positions(work.data), self.now()
+            command.rendered = rendered_bytes(datum.input for datum in work.data)
             self.ready += 1
             self.ahead += command.positions
+            self.rendered += command.rendered
             return work
 
         def done(task: asyncio.Task[TrainWork]) -> None:

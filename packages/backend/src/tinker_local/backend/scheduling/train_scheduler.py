@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 from tinker_local.backend.process.process_group import ProcessEndedError
 from tinker_local.backend.scheduling.fairness import FairQueue, gradient_of
+from tinker_local.backend.scheduling.image_turns import MOST_RENDERED_BYTES
 from tinker_local.backend.scheduling.memory_sharing import MemorySharing
 from tinker_local.backend.scheduling.operations import (
     ACTIVE,
@@ -27,6 +28,7 @@ from tinker_local.backend.scheduling.run_queue import (
     RunQueue,
     StepCommand,
 )
+from tinker_local.backend.scheduling.shared_bytes import SharedBytes
 from tinker_local.backend.storage.records import LOCAL_OWNER
 from tinker_local.backend.threads import ENCODING
 from tinker_local.backend.training.trainer import TrainResult, TrainWork
@@ -42,9 +44,9 @@ WAIT_SHARE, LONGEST_WAIT = 0.25, 0.02
 of 4 share a call, and make 40 % more steps.)"""
 
 
-AT_ONCE, AT_ONCE_OF_A_SESSION = 6, 3
+AT_ONCE, AT_ONCE_OF_AN_OWNER, AT_ONCE_OF_A_SESSION = 8, 6, 3
 """Concurrent preparations: more than threads, so that a thread never waits for work. A session whose images take long
-leaves some to the others."""
+leaves some to the others, and so does an owner."""
 
 
 class TrainScheduler:
@@ -149,6 +151,7 @@ class TrainScheduler:
         self._open.discard(queue)
         self._queues.remove(queue)
         self._preparations.remove(queue)
+        self._prepare()  # others of its owner have more room
 
     def submit(self, queue: RunQueue, seq_id: int, command: Command) -> None:
         """Queue a command whose `seq_id` the log accepts."""
@@ -294,13 +297,19 @@ class Preparations:
     """Starts the preparation of gradients.
 
     Prepared data (above all pixels) takes more memory than the request, and a client that sends much must not occupy
-    the threads. So sessions take turns, and so do the runs of each. A run prepares what fits into one call of `ahead`
-    positions and one gradient more, so that its session always has something to take.
+    the threads. So the owner for which the fewest are under way is next, its sessions take turns, and so do the runs of
+    each. A run prepares what fits into one call of `ahead` positions and one gradient more, so that its session always
+    has something to take.
+
+    The images of all that is prepared take `most` bytes, shared as by `SharedBytes`, and those of what is under way. An
+    owner beyond its share prepares one gradient after the other, each when no other of its runs has one to take.
     """
 
-    def __init__(self, ahead: int) -> None:
+    def __init__(self, ahead: int, most: int = MOST_RENDERED_BYTES) -> None:
         self._ahead = ahead
+        self._most = most
         self._under_way: Counter[str] = Counter()
+        self._of_owner: Counter[str] = Counter()
         self._sessions: OrderedDict[str, OrderedDict[int, RunQueue]] = OrderedDict()
 
     def add(self, queue: RunQueue) -> None:
@@ -313,29 +322,52 @@ class Preparations:
             del self._sessions[queue.session_id]
 
     def start(self) -> list[asyncio.Task[TrainWork]]:
-        """Start as many as there is room for; call it again when one is done."""
+        """Start as many as there is room for; call it again when one is done, or was taken."""
         started = []
         while self._under_way.total() < AT_ONCE and (queue := self._next()) is not None:
             self._under_way[queue.session_id] += 1
+            self._of_owner[queue.owner] += 1
             started.append(queue.prepare())
-            started[-1].add_done_callback(partial(self._done, queue.session_id))
+            started[-1].add_done_callback(partial(self._done, queue))
         return started
 
-    def _done(self, session_id: str, task: asyncio.Task[TrainWork]) -> None:
-        self._under_way[session_id] -= 1
-        if not self._under_way[session_id]:
-            del self._under_way[session_id]
+    def _done(self, queue: RunQueue, task: asyncio.Task[TrainWork]) -> None:
+        for counts, key in ((self._under_way, queue.session_id), (self._of_owner, queue.owner)):
+            counts[key] -= 1
+            if not counts[key]:
+                del counts[key]
 
     def _next(self) -> RunQueue | None:
+        over, found = self._over(), None
         for session_id, models in self._sessions.items():
             if self._under_way[session_id] >= AT_ONCE_OF_A_SESSION:
                 continue
             for queue in models.values():
-                if queue.next_unprepared(self._ahead):
-                    models.move_to_end(id(queue))
-                    self._sessions.move_to_end(session_id)
-                    return queue
-        return None
+                count = self._of_owner[queue.owner]
+                if count >= AT_ONCE_OF_AN_OWNER or (found is not None and count >= self._of_owner[found.owner]):
+                    break
+                if queue.next_unprepared(self._ahead) and (queue.owner not in over or self._needed(queue)):
+                    found = queue
+                    break
+        if found is not None:
+            self._sessions[found.session_id].move_to_end(id(found))
+            self._sessions.move_to_end(found.session_id)
+        return found
+
+    def _over(self) -> set[str]:
+        """Owners beyond their share."""
+        queues = [queue for models in self._sessions.values() for queue in models.values() if queue.rendered]
+        if not queues:
+            return set()
+        shared = SharedBytes(self._most)
+        for queue in queues:
+            shared.take(queue.owner, queue.rendered)
+        return {owner for owner in shared.owners() if shared.over(owner)}
+
+    def _needed(self, queue: RunQueue) -> bool:
+        """Whether no run of the owner of `queue` goes on before it is prepared."""
+        own = (each for models in self._sessions.values() for each in models.values() if each.owner == queue.owner)
+        return queue.first_unprepared and not self._of_owner[queue.owner] and not any(q.first_prepared for q in own)
 
 
 def to_output(result: TrainResult) -> ForwardBackwardOutput:

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import AsyncIterator
 
 
-class Turns:
+class TurnsAtPlaces:
     """At most `limit` hold a turn at each place. A caller gets all of its turns at once, or waits with none.
     Belongs to one event loop."""
 

@@ -3,7 +3,7 @@
 import asyncio
 
 import pytest
-from tinker_local.backend.rendering.turns import Turns
+from tinker_local.backend.rendering.turns_at_places import TurnsAtPlaces
 
 A, B, AB = frozenset("a"), frozenset("b"), frozenset("ab")
 
@@ -11,12 +11,12 @@ A, B, AB = frozenset("a"), frozenset("b"), frozenset("ab")
 class Visitor:
     """Holds turns from when `inside` is set until `leave`."""
 
-    def __init__(self, turns: Turns, places: frozenset[str]) -> None:
+    def __init__(self, turns: TurnsAtPlaces, places: frozenset[str]) -> None:
         self.inside = False
         self._go = asyncio.Event()
         self.task = asyncio.create_task(self._visit(turns, places))
 
-    async def _visit(self, turns: Turns, places: frozenset[str]) -> None:
+    async def _visit(self, turns: TurnsAtPlaces, places: frozenset[str]) -> None:
         async with turns.at(places):
             self.inside = True
             await self._go.wait()
@@ -32,7 +32,7 @@ async def settle() -> None:
 
 
 async def test_who_waits_for_one_place_holds_none_of_another() -> None:
-    turns = Turns(2)
+    turns = TurnsAtPlaces(2)
     at_a = [Visitor(turns, A) for _ in range(2)]
     both = [Visitor(turns, AB) for _ in range(3)]
     at_b = [Visitor(turns, B) for _ in range(2)]
@@ -50,7 +50,7 @@ async def test_who_waits_for_one_place_holds_none_of_another() -> None:
 
 @pytest.mark.parametrize("when", ["while it waits", "as its turn is given", "as one ends"])
 async def test_whoever_gives_up_leaves_room_also_if_the_turn_was_just_given(when: str) -> None:
-    turns = Turns(1)
+    turns = TurnsAtPlaces(1)
     first, second, third = (Visitor(turns, A) for _ in range(3))
     await settle()
     if when != "while it waits":
