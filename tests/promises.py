@@ -134,7 +134,8 @@ PROMISES = (
         "15",
         "Decoding, encoding, image work and disk stay off the event loop",
         "bodies-parsed-on-the-loop results-encoded-on-the-loop images-rendered-on-the-loop disk-on-the-loop "
-        "all-silent-sessions-at-once images-take-the-threads-of-text places-kept-for-newcomers image-threads-for-one-owner image-turns-by-age-alone preparations-for-one-owner "
+        "all-silent-sessions-at-once images-take-the-threads-of-text places-kept-for-newcomers "
+        "image-threads-for-one-owner image-turns-by-age-alone preparations-for-one-owner "
         "rendered-pixels-without-bound prepared-pixels-without-bound owner-over-its-share-prepares-nothing "
         "share-of-bodies-without-bound bodies-bounded-in-all-alone waiting-bodies-not-counted bodies-held-twice "
         "images-of-training-take-the-threads-of-text images-of-a-session-take-all-preparations "

@@ -125,8 +125,8 @@ async def test_zstd_bomb_is_refused_without_its_memory_on_fakes(api: Api) -> Non
 @pytest.mark.mutation(
     "endless-bodies",
     "bodies.py",
-    '            if parts.size > limit:\n                raise InvalidRequestError(f"body: over',
-    '            if counted > 64 * limit:\n                raise InvalidRequestError(f"body: over',
+    '            if incoming.size > limit:\n                raise InvalidRequestError(f"body: over',
+    '            if incoming.size > 64 * limit:\n                raise InvalidRequestError(f"body: over',
 )
 async def test_bodies_over_their_limits_are_refused_before_they_are_read_on_fakes(api: Api) -> None:
     read = 0
@@ -288,9 +288,9 @@ async def test_target_out_of_the_vocabulary_is_fine_where_its_weight_is_0_on_fak
 
 @pytest.mark.mutation(
     "expected-tokens-for-training-only",
-    "control/sampling_sessions.py",
-    'render, given, "prompt"',
-    "render, type(given)(chunks=tuple(chunk.model_copy(update={'expected_tokens': None}) if"
+    "control/sample_prompts.py",
+    'RENDERING_IMAGES.run(render, given, "prompt"',
+    "RENDERING_IMAGES.run(render, type(given)(chunks=tuple(chunk.model_copy(update={'expected_tokens': None}) if"
     " chunk.type == 'image' else chunk for chunk in given.chunks)), \"prompt\"",
 )
 async def test_bad_image_fails_its_own_request_on_fakes(api: Api) -> None:
