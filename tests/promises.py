@@ -442,7 +442,7 @@ MISTAKES = (
     Promise(
         "operation",
         "One owner takes what is left from the others, or is refused without the numbers and what helps",
-        "half-for-the-only-owner owners-counted-once-for-all "
+        "half-for-the-only-owner heap-searched-after-a-release owners-counted-once-for-all "
         "quota-of-an-owner-for-all adapters-of-all-owners-alone queues-of-owners-not-bounded "
         "samples-of-owners-not-bounded bytes-of-samples-not-counted connections-for-one-owner "
         "answers-not-counted "

@@ -51,11 +51,13 @@ of_another = torch.empty(4, 1, 8, 64)
 kernels._get_lora_a_ptr([of_another], torch.device("cpu"))
 print("noted", len(kernels._LORA_A_PTR_DICT))
 weights = [weakref.ref(weight) for weight in compat_vllm.model_runner(engine).model.parameters()]
+module = stacked = None
+shell = weakref.ref(engine)
 release_engine.release_engine(engine)
+print("frozen", gc.get_freeze_count(), "searched", len(gc.get_objects()))
 del engine
 gc.collect()
-module = stacked = None
-gc.collect()
+print("engines left", int(shell() is not None))
 print("notes left", len(kernels._LORA_A_PTR_DICT), "slots left", sum(slot() is not None for slot in slots))
 print("left", sum(weight() is not None for weight in weights), "of", len(weights))
 """
@@ -71,6 +73,9 @@ print("left", sum(weight() is not None for weight in weights), "of", len(weights
     "",
     cases=("compiled-3",),
 )
+@pytest.mark.mutation(
+    "heap-searched-after-a-release", "release_engine.py", "    gc.freeze()  # as it was", "    pass  # as it was"
+)
 @pytest.mark.parametrize(("how", "mode"), [("eager", 0), ("compiled", 3)])
 def test_a_released_engine_leaves_no_weights(tiny_models: dict[str, Path], how: str, mode: int) -> None:
     command = (sys.executable, "-W", "ignore", "-c", SCRIPT, str(tiny_models["tiny/text"]), how)
@@ -80,6 +85,8 @@ def test_a_released_engine_leaves_no_weights(tiny_models: dict[str, Path], how: 
     assert f"mode {mode}\n" in done.stdout
     assert int(re.search(r"noted (\d+)", done.stdout).group(1)) > 4  # type: ignore[union-attr]
     assert "notes left 1 slots left 0\n" in done.stdout
+    frozen, searched = map(int, re.search(r"frozen (\d+) searched (\d+)", done.stdout).groups())  # type: ignore[union-attr]
+    assert frozen > 10 * searched, "full collections walk all modules again"
     left, of = re.search(r"left (\d+) of (\d+)", done.stdout).groups()  # type: ignore[union-attr]
     assert int(of) > 10
     assert int(left) == 0

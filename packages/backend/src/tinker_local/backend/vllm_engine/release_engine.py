@@ -67,8 +67,12 @@ def release_engine(engine: Any) -> None:
     runner.lora_manager = None
     engine.engine_core.engine_core = None
     _let_dynamo_forget(engine.kept_by_dynamo)
+    vars(engine).clear()  # the caller still has it, and what is frozen below is not collected when that ends
+    del runner
     gc.unfreeze()  # vLLM froze the heap when it built the engine, and frozen objects are never collected
     gc.collect()
+    gc.collect()  # what finalizers of the first one let go
+    gc.freeze()  # as it was: the server's modules and other engines stay out of full collections
     if sleeps:
         free_sleep_pools()
     import torch
