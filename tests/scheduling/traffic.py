@@ -159,7 +159,7 @@ class World:
         await asyncio.sleep(self._prepare_seconds())
         if bad:
             raise InvalidRequestError("data[0]: bad")
-        data: Any = [SimpleNamespace(input=SimpleNamespace(length=sent.positions))]
+        data: Any = [SimpleNamespace(input=SimpleNamespace(length=sent.positions, images=()))]
         return TrainWork(sent, data, "cross_entropy", backward=sent.kind == "forward_backward")  # type: ignore[arg-type]
 
     async def _step(self, sent: Sent) -> None:
