@@ -10,10 +10,10 @@ ephemeral sampler versions, the least recently used are dropped.
 
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 
-from tinker_local.backend.options import BackendOptions
+from tinker_local.backend.options import BackendOptions, OwnerQuota
 from tinker_local.backend.sampling.prompt_scores import MAX_CELLS
 from tinker_local.backend.storage.records import ADMIN
 from tinker_local.types import EncodedTextChunk, ImageChunk, SampleRequest, TooManyRequestsError
@@ -77,7 +77,9 @@ class Quotas:
         )
         self.owners: Callable[[], Owners] = Owners
         self.disk_bytes = math.inf
-        self._given = sorted(options.quotas, key=lambda given: given.owner is not None)  # by name comes last
+        self._given: Sequence[OwnerQuota] = sorted(
+            options.quotas, key=lambda given: given.owner is not None
+        )  # by name comes last
 
     def of(self, owner: str) -> Amounts:
         """The most that `owner` may have."""
