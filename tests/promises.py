@@ -342,7 +342,7 @@ MISTAKES = (
         "sampling",
         "Top-k, target ids, last n or alternatives are ignored, or wrong with adapters, images or long prompts",
         "prompts-scored-without-their-lm-head scored-rows-read-from-the-cache "
-        "alternatives-at-temperature-1 alternatives-depend-on-the-parts-of-a-prompt "
+        "alternatives-at-temperature-1 alternatives-depend-on-the-parts-of-a-prompt random-numbers-of-the-first-rows "
         "topk-of-the-wrong-requests sparse-targets-read-as-dense",
         ("sampling/test_prompt_scores.py::test_a_prompt_that_is_preempted_in_its_middle_is_answered_rightly",),
     ),

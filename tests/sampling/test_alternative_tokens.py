@@ -1,10 +1,12 @@
 """Tokens drawn at the positions of a prompt: their distribution, their seed, their logprobs."""
 
 import asyncio
+import tracemalloc
 from typing import Any
 
 import numpy as np
 import pytest
+from tinker_local.backend.sampling.prompt_scores import Draws
 from tinker_local.backend.vllm_engine import score_prompts
 from tinker_local.backend.vllm_engine.compat_vllm import runs_on_cpu
 from tinker_local.types import SamplingParams
@@ -110,3 +112,25 @@ async def test_alternatives_of_a_long_prompt_do_not_depend_on_its_parts(
     monkeypatch.setattr(score_prompts, "CHUNK_NUMBERS", 80_000)
     parts = same_drawn(vl, await ask(vl, prompt, params=params, prompt_alt_tokens_k=3), expected)
     assert different(whole, parts) <= roundings()
+
+
+@pytest.mark.mutation(
+    "random-numbers-of-the-first-rows", "prompt_scores.py", "bits.advance(begin // 4)", "bits.advance(0)"
+)
+@pytest.mark.parametrize("k", [1, 3, 7, 8])
+def test_rows_have_their_own_random_numbers_in_whatever_parts_they_come(k: int) -> None:
+    draws = Draws(k, 1.0, 12345)
+    whole = draws.uniforms(0, 50)
+    parts = [draws.uniforms(start, stop) for start, stop in ((0, 1), (1, 2), (2, 9), (9, 9), (9, 50))]
+    assert np.array_equal(np.concatenate(parts), whole)
+    assert len(np.unique(whole)) == whole.size
+
+
+def test_random_numbers_of_a_few_rows_take_their_own_memory() -> None:
+    """Those of 1,024 rows were made: a prompt of two tokens with 2**24 alternatives took 128 GiB."""
+    tracemalloc.start()
+    try:
+        Draws(2**20, 1.0, 1).uniforms(1, 3)
+        assert tracemalloc.get_traced_memory()[1] < 20 * 2**20
+    finally:
+        tracemalloc.stop()

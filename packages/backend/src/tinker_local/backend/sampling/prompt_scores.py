@@ -22,9 +22,6 @@ MAX_CELLS = 2**25
 EMPTY_LOGPROB = -99999.0
 """With token 0, the value of a top-k cell that was not computed."""
 
-_BLOCK = 1024
-"""Rows of random numbers per block."""
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Targets:
@@ -65,13 +62,11 @@ class Draws:
 
     def uniforms(self, start: int, stop: int) -> npt.NDArray[np.float64]:
         """[stop - start, k] in [0, 1), for rows [start, stop)."""
-        blocks = range(start // _BLOCK, max(-(-stop // _BLOCK), start // _BLOCK + 1))  # at least one, also for no rows
-        numbers = [
-            np.random.Generator(np.random.Philox(key=self.key, counter=[0, 0, 0, block])).random((_BLOCK, self.k))
-            for block in blocks
-        ]
-        offset = blocks.start * _BLOCK
-        return np.concatenate(numbers)[start - offset : stop - offset]
+        begin = start * self.k
+        bits = np.random.Philox(key=self.key)
+        bits.advance(begin // 4)  # each of its steps makes four numbers
+        numbers = np.random.Generator(bits).random(begin % 4 + (stop - start) * self.k)
+        return numbers[begin % 4 :].reshape(stop - start, self.k)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
