@@ -22,7 +22,7 @@ os.environ.setdefault("TINKER_TELEMETRY", "0")
 os.environ.setdefault("TINKER_API_KEY", "tml-local")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # A client that a test left open warns of its server's end for as long as this process lives: not in others' `caplog`.
-logging.getLogger("tinker").propagate = False
+logging.getLogger("tinker.lib.internal_client_holder").setLevel(logging.ERROR)
 os.environ["NO_PROXY"] = ",".join(filter(None, [os.environ.get("NO_PROXY"), "127.0.0.1", "localhost"]))
 
 TOGETHER = {

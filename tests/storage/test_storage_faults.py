@@ -53,6 +53,11 @@ def killed(tmp_path: Path) -> Path:
     return folder
 
 
+def told(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """What the store logged. Threads that other tests left may log, too."""
+    return [record.getMessage() for record in caplog.records if record.name.startswith("tinker_local.backend.storage")]
+
+
 def weights(folder: Path) -> set[Path]:
     return set(folder.glob("checkpoints/*/*/*/adapter_model.safetensors"))
 
@@ -106,7 +111,7 @@ def test_an_older_database_than_the_folders_loses_no_checkpoint(
     check_all(store)
     known = 0 if fault is lose_the_database else 3
     adopted = [f"tinker://{RUN}/weights/c{number}" for number in range(known, COUNT)]
-    (warning,) = (record.getMessage() for record in caplog.records)
+    (warning,) = told(caplog)
     assert f"{COUNT - known} without a record: adopted" in warning
     assert all(path in warning for path in adopted)
     # Their run and its session are found again as well.
@@ -118,7 +123,7 @@ def test_an_older_database_than_the_folders_loses_no_checkpoint(
     caplog.clear()
     store = Store(killed)
     check_all(store)
-    assert caplog.records == []
+    assert told(caplog) == []
     store.close()
 
 
@@ -138,7 +143,7 @@ def test_folders_mounted_too_late_are_missing_until_they_are_there(
     (killed / "checkpoints").mkdir()
     with caplog.at_level(logging.WARNING):
         store = Store(killed)
-    (warning,) = (record.getMessage() for record in caplog.records)
+    (warning,) = told(caplog)
     assert f"{COUNT} recorded without a folder: kept and marked as missing" in warning
     assert all(f"tinker://{RUN}/weights/c{number}" in warning for number in range(COUNT))
     assert [record.missing for record in store.list_checkpoints(RUN)] == [True] * COUNT
@@ -177,7 +182,7 @@ def test_record_and_folder_lost_at_random_lose_nothing_else(killed: Path, caplog
     connection.close()
     with caplog.at_level(logging.WARNING):
         store = Store(killed)
-    (warning,) = (record.getMessage() for record in caplog.records)
+    (warning,) = told(caplog)
     assert f"1 without a record: adopted, private and without expiry (tinker://{RUN}/weights/c2)" in warning
     assert (
         f"1 recorded without a folder: kept and marked as missing until the folder is put back (tinker://{RUN}/w"
@@ -350,7 +355,7 @@ def test_of_two_folders_of_one_name_the_newer_is_the_checkpoint_and_the_older_is
             copy_database(tmp_path / "before", tmp_path)
     caplog.clear()
     Store(tmp_path).close()
-    assert caplog.records == []
+    assert told(caplog) == []
 
 
 def test_start_removes_only_what_is_marked_as_unfinished_or_being_removed(
@@ -375,7 +380,7 @@ def test_start_removes_only_what_is_marked_as_unfinished_or_being_removed(
     with caplog.at_level(logging.WARNING):
         store = Store(tmp_path)
     strange = [parent / name for name in ("my backup", "copied@20260101T000000.000007", "torn@20260101T000000.000008")]
-    (warning,) = (record.getMessage() for record in caplog.records)
+    (warning,) = told(caplog)
     assert "3 not a checkpoint of this server: left alone" in warning
     assert all(str(path) in warning for path in strange)
     assert {record.name for record in store.list_checkpoints(RUN)} == {"kept", "other"}
