@@ -1,9 +1,6 @@
 """What is downloaded is what was trained: the SDK's own command, against a server as users start it."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +9,8 @@ import pytest
 import tinker
 import torch
 from safetensors.numpy import load_file
+
+from tests.conftest import tinker_command
 
 pytestmark = pytest.mark.skipif(not hasattr(tinker, "RestClient"), reason="this SDK downloads archives, which are gone")
 
@@ -65,14 +64,8 @@ def test_checkpoint_downloaded_by_the_command_is_what_peft_loads_and_was_trained
     path = trained[0] if which == "weights" else trained[1]
     rest = tinker.RestClient(base_url=real_server.url, api_key="tml-local")
     before = {c.tinker_path for c in rest.list_user_checkpoints(limit=1000).result().checkpoints}
-    done = subprocess.run(
-        [sys.executable, "-m", "tinker.cli", "-f", "json", "checkpoint", "download", path, "--output", str(tmp_path)],
-        capture_output=True,
-        text=True,
-        timeout=280,
-        stdin=subprocess.DEVNULL,
-        env={**os.environ, "TINKER_BASE_URL": real_server.url, "TINKER_API_KEY": "tml-local", "HOME": str(tmp_path)},
-    )
+    command = ("-f", "json", "checkpoint", "download", path, "--output", str(tmp_path))
+    done = tinker_command(*command, url=real_server.url, api_key="tml-local", home=tmp_path)
     assert done.returncode == 0, (done.stdout, done.stderr)
     assert "Warning" not in done.stderr
     (folder,) = [config.parent for config in tmp_path.rglob("adapter_config.json")]

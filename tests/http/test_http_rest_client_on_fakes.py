@@ -5,8 +5,6 @@ Every value that comes back is compared with what was done, or with what another
 
 import asyncio
 import json
-import subprocess
-import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -24,6 +22,7 @@ from tinker_local.backend.fakes import FakeModel, FakeRenderer, FakeSampler, Fak
 from tinker_local.backend.http.server import LoopbackServer
 from tinker_local.backend.models.served_models import Engines
 
+from tests.conftest import tinker_command
 from tests.traces.trace_reading import read_trace
 
 
@@ -231,20 +230,12 @@ Command = Callable[..., Any]
 
 
 @pytest.fixture
-def command(server: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Command:
+def command(server: Any, tmp_path: Path) -> Command:
     """`command(*arguments)`: what `tinker -f json` prints, parsed if it is JSON; with `fails`, its error."""
-    monkeypatch.setenv("TINKER_BASE_URL", server.url)
-    monkeypatch.setenv("TINKER_API_KEY", server.api_key)
-    monkeypatch.setenv("HOME", str(tmp_path))
 
     def run(*arguments: str, fails: bool = False, table: bool = False) -> Any:
-        done = subprocess.run(
-            [sys.executable, "-m", "tinker.cli", "-f", "table" if table else "json", *arguments],
-            capture_output=True,
-            text=True,
-            timeout=280,
-            stdin=subprocess.DEVNULL,
-        )
+        form = "table" if table else "json"
+        done = tinker_command("-f", form, *arguments, url=server.url, api_key=server.api_key, home=tmp_path)
         assert (done.returncode != 0) == fails, (arguments, done.stdout, done.stderr)
         if fails or table:
             return done.stdout + done.stderr

@@ -2,8 +2,6 @@
 
 import asyncio
 import json
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,6 +14,8 @@ from tinker_local.backend import BackendOptions, InProcessBackend, ModelSource
 from tinker_local.backend.fakes import FakeModel, FakeRenderer, FakeSampler, FakeTrainer
 from tinker_local.backend.http.server import LoopbackServer
 from tinker_local.backend.models.served_models import Engines
+
+from tests.conftest import tinker_command
 
 ADAM = tinker.AdamParams(learning_rate=0.05)
 PROMPT = tinker.ModelInput.from_ints([5, 9, 20])
@@ -224,28 +224,19 @@ def test_command_line_of_the_sdk_works_on_fakes(
     client = service.create_lora_training_client(base_model="fake/bigram", rank=2)
     path = client.save_state("for-the-table", ttl_seconds=7200).result().path
     run = client.get_info().model_id
-    monkeypatch.setenv("TINKER_BASE_URL", server.url)
-    monkeypatch.setenv("TINKER_API_KEY", server.api_key)
-    monkeypatch.setenv("HOME", str(tmp_path))
 
-    def tinker_command(*arguments: str) -> str:
-        done = subprocess.run(
-            [sys.executable, "-m", "tinker.cli", *arguments],
-            capture_output=True,
-            text=True,
-            timeout=280,
-            stdin=subprocess.DEVNULL,
-        )
+    def printed(*arguments: str) -> str:
+        done = tinker_command(*arguments, url=server.url, api_key=server.api_key, home=tmp_path)
         assert done.returncode == 0, (arguments, done.stdout, done.stderr)
         return done.stdout
 
-    assert "fake/bigram" in tinker_command("-f", "json", "model", "list")
-    runs = json.loads(tinker_command("-f", "json", "run", "list", "--limit", "0"))
+    assert "fake/bigram" in printed("-f", "json", "model", "list")
+    runs = json.loads(printed("-f", "json", "run", "list", "--limit", "0"))
     assert run in json.dumps(runs)
-    assert run in tinker_command("run", "info", run)
-    assert "for-the-table" in tinker_command("checkpoint", "list", "--run-id", run)
-    assert path in tinker_command("-f", "json", "checkpoint", "list", "--limit", "0")
-    assert "for-the-table" in tinker_command("checkpoint", "info", path)
-    tinker_command("auth", "status")
-    tinker_command("checkpoint", "delete", "-y", path)
-    assert path not in tinker_command("-f", "json", "checkpoint", "list", "--limit", "0")
+    assert run in printed("run", "info", run)
+    assert "for-the-table" in printed("checkpoint", "list", "--run-id", run)
+    assert path in printed("-f", "json", "checkpoint", "list", "--limit", "0")
+    assert "for-the-table" in printed("checkpoint", "info", path)
+    printed("auth", "status")
+    printed("checkpoint", "delete", "-y", path)
+    assert path not in printed("-f", "json", "checkpoint", "list", "--limit", "0")
