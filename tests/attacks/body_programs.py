@@ -77,7 +77,7 @@ def sparse_tensors(attacker: Attacker) -> Iterator[None]:
 
 @attack("9")
 def long_sampler_id(attacker: Attacker) -> Iterator[None]:
-    """One request for 1,024 samples of a sampling session that does not exist, with an id of 2 MB."""
+    """One request, with an id of 2 MB, for 1,024 samples of a sampling session that does not exist."""
     body = json.dumps(sample_body("x" * 2_000_000, 0, num_samples=1024)).encode()
     yield
     attacker.send("asample", body, **JSON)
@@ -85,7 +85,7 @@ def long_sampler_id(attacker: Attacker) -> Iterator[None]:
 
 @attack("10")
 def long_model_ids(attacker: Attacker) -> Iterator[None]:
-    """Three gradients for models that do not exist, with ids of 200 MB."""
+    """Three gradients, with ids of 200 MB, for models that do not exist."""
     bodies = [gradient_message(letter * 200_000_000, 1, [1, 2]).SerializeToString() for letter in "abc"]
     yield
     for body in bodies:
@@ -94,7 +94,7 @@ def long_model_ids(attacker: Attacker) -> Iterator[None]:
 
 @attack("10")
 def many_unknown_models(attacker: Attacker) -> Iterator[None]:
-    """100 optimizer steps for models that do not exist, with ids of 0.9 MB."""
+    """100 optimizer steps, with ids of 0.9 MB, for models that do not exist."""
     bodies = [
         json.dumps({"model_id": f"{number}" + "y" * 900_000, "seq_id": 1, "adam_params": {}}).encode()
         for number in range(100)

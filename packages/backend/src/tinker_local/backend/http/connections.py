@@ -98,8 +98,8 @@ class Patience:
     """With a client that reads slower than it is answered: ends its connection after `READ_SECONDS`, since an answer
     keeps memory, and a download keeps files.
 
-    A time limit for the whole answer would cut off large ones. A limit for each piece would give who reads a byte now
-    and then all the time there is.
+    A time limit for the whole answer would cut off large ones. With a limit for each piece, a client that reads a byte
+    now and then could take for ever.
     """
 
     def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:

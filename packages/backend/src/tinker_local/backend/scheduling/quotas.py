@@ -77,9 +77,8 @@ class Quotas:
         )
         self.owners: Callable[[], Owners] = Owners
         self.disk_bytes = math.inf
-        self._given: Sequence[OwnerQuota] = sorted(
-            options.quotas, key=lambda given: given.owner is not None
-        )  # by name comes last
+        # Those by name come last.
+        self._given: Sequence[OwnerQuota] = sorted(options.quotas, key=lambda given: given.owner is not None)
 
     def of(self, owner: str) -> Amounts:
         """The most that `owner` may have."""

@@ -76,7 +76,7 @@ class ResultMemory:
                 await DISK.run(give_memory_back)  # meanwhile more may come
 
     async def _file_one(self) -> bool:
-        """Write the oldest result in memory to a file; False if there is no room for it."""
+        """Move the oldest of the results from memory to a file; False if it has to stay, for want of room."""
         request_id, result = next(iter(self._held.items()))
         try:
             file = await DISK.run(self._files.write, await result.encoded())
