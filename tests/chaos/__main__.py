@@ -1,9 +1,10 @@
-"""A chaos run on fakes: python -m tests.chaos [--minutes 30] [--seed 1] [--log FILE] prints its counts."""
+"""A chaos run on fakes or a tiny real model: python -m tests.chaos [--real] [--minutes 30] [--seed 1] [--log FILE]."""
 
 import argparse
 import faulthandler
 import signal
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -12,16 +13,20 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.chaos")
     parser.add_argument("--minutes", type=float, default=1.0)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--real", action="store_true", help="vLLM and transformers instead of fakes")
     parser.add_argument("--log", type=Path, help="where the server's own log is written")
     arguments = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the server ends with this
     faulthandler.register(signal.SIGUSR1)
     from tests.chaos.chaos_run import chaos
+    from tests.chaos.served import served_fake, served_tiny
 
     def say(text: str) -> None:
         print(time.strftime("%H:%M:%S"), text, file=sys.stderr, flush=True)
 
-    report = chaos(60 * arguments.minutes, arguments.seed, say=say, log=arguments.log)
+    with tempfile.TemporaryDirectory() as scratch:
+        served = served_tiny(Path(scratch, "model")) if arguments.real else served_fake()
+        report = chaos(served, 60 * arguments.minutes, arguments.seed, say=say, log=arguments.log)
     print(report)
     return int(bool(report.violations))
 

@@ -6,22 +6,22 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
 from tinker_local.types import Datum, ModelInput
 
-from tests.chaos.chaos_users import ADAM, PROMPT, Ledger, Owner, Wireless, logprobs, scores
+from tests.chaos.chaos_users import PROMPT, Ledger, Owner, Wireless, logprobs, scores
 from tests.chaos.possible_states import Oracle, Run, Violation
+from tests.chaos.served import Served
 
 MOST = 15
 """Checkpoints of each kind and owner that are loaded."""
 
 
-def audit(url: str, base_model: str, ledger: Ledger, owners: Sequence[Owner], rng: random.Random) -> Counter[str]:
+def audit(url: str, served: Served, ledger: Ledger, owners: Sequence[Owner], rng: random.Random) -> Counter[str]:
     """Everything that was acknowledged is listed for its owner alone, loads and equals; what was deleted is gone; the
     quotas count what there is."""
-    found, oracle = Counter[str](), Oracle(base_model)
+    found, oracle = Counter[str](), Oracle(served)
     for owner in owners:
-        _Audit(url, base_model, ledger, owner, oracle, rng, found).run()
+        _Audit(url, ledger, owner, oracle, rng, found).run()
     return found
 
 
@@ -29,7 +29,6 @@ class _Audit:
     def __init__(
         self,
         url: str,
-        base_model: str,
         ledger: Ledger,
         owner: Owner,
         oracle: Oracle,
@@ -37,7 +36,7 @@ class _Audit:
         found: Counter[str],
     ) -> None:
         self._wire = Wireless(url, owner, ledger)
-        self._base_model, self._ledger, self._owner, self._oracle = base_model, ledger, owner, oracle
+        self._ledger, self._owner, self._oracle = ledger, owner, oracle
         self._rng, self._found, self._numbers = rng, found, itertools.count()
 
     def run(self) -> None:
@@ -49,7 +48,7 @@ class _Audit:
         for path in self._some(self._ledger.versions):
             body = {"session_id": self._session, "sampling_session_seq_id": next(self._numbers), "model_path": path}
             sampler = str(self._wire.post("create_sampling_session", body)["sampling_session_id"])
-            if not np.array_equal(scores(self._wire, sampler, 0), self._ledger.versions[path]):
+            if not self._oracle.served.same(scores(self._wire, sampler, 0), self._ledger.versions[path]):
                 self._ledger.violated(f"{path}: other logprobs than when it was saved")
             self._found["sampled again"] += 1
 
@@ -89,9 +88,14 @@ class _Audit:
         for seq_id, forward_only in ((1, True), (2, False)):
             got = logprobs(self._wire.result(self._wire.gradient(model, seq_id, data, forward_only=forward_only)))
             self._check(run.forward if forward_only else run.gradient, data, got, path)
-        step = {"model_id": model, "seq_id": 3, "adam_params": ADAM.model_dump(), "type": "optim_step"}
+        step = {
+            "model_id": model,
+            "seq_id": 3,
+            "adam_params": self._oracle.served.adam.model_dump(),
+            "type": "optim_step",
+        }
         norm = self._wire.result(self._wire.submit("optim_step", step))["metrics"]["grad_norm"]
-        self._check(run.step, ADAM, norm, path)
+        self._check(run.step, self._oracle.served.adam, norm, path)
         got = logprobs(self._wire.result(self._wire.gradient(model, 4, data, forward_only=True)))
         self._check(run.forward, data, got, f"{path}, one step later")
         self._found["loaded and trained on"] += 1

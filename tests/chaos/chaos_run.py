@@ -13,9 +13,9 @@ from tests.chaos.audit import audit
 from tests.chaos.chaos_users import Ledger, Owner, User, silent
 from tests.chaos.faults import Faults, Subject
 from tests.chaos.sampling_user import QUOTA, Crowds, Samples
+from tests.chaos.served import Served
 from tests.chaos.training_user import Trains
 
-BASE = "fake/bigram"
 ALICE, BOB, CAROL = OWNERS = tuple(map(Owner, ("alice", "bob", "carol")))
 AUTOSAVE_SECONDS = 3
 
@@ -57,10 +57,10 @@ class Report:
 
 
 def chaos(
+    served: Served,
     seconds: float,
     seed: int,
     *,
-    pause: tuple[float, float] = (0.5, 3.0),
     first: Sequence[str] = (),
     calm: float = 10.0,
     say: Callable[[str], None] = silent,
@@ -75,14 +75,14 @@ def chaos(
         keys.touch(0o600)
         keys.write_text("".join(f"{owner.name} {owner.key}\n" for owner in OWNERS))
         options = ["--api-key-file", str(keys), "--autosave", f"{AUTOSAVE_SECONDS / 60}"]
-        options += ["--quota", f"{CAROL.name}:adapters={QUOTA}", "--fake"]
-        subject = Subject(Path(scratch), BASE, options)
+        options += ["--quota", f"{CAROL.name}:adapters={QUOTA}", *served.arguments]
+        subject = Subject(Path(scratch), served.limit, options)
         try:
             subject.start()
-            users = _users(subject.wire.url, seed * 100, ledger)
+            users = _users(subject.wire.url, served, seed * 100, ledger)
             for user in users:
                 user.start()
-            faults = Faults(subject, ledger, rng, pause, say)
+            faults = Faults(subject, ledger, rng, served, say)
             faults.run(time.monotonic() + seconds, first)
             say(f"calm, {dict(ledger.done)}, {len(ledger.violations)} violations")
             _calm(users, ledger, calm)
@@ -92,7 +92,7 @@ def chaos(
                 user.join()
             faults.end(SIGKILL)
             subject.start()
-            found = audit(subject.wire.url, BASE, ledger, OWNERS, rng)
+            found = audit(subject.wire.url, served, ledger, OWNERS, rng)
             faults.end(SIGTERM)
         finally:
             for user in locals().get("users", []):
@@ -117,13 +117,13 @@ def chaos(
     )
 
 
-def _users(url: str, seed: int, ledger: Ledger) -> list[User]:
-    trains = [Trains(url, BASE, seed + number, owner, ledger) for number, owner in enumerate((ALICE, ALICE, BOB))]
+def _users(url: str, served: Served, seed: int, ledger: Ledger) -> list[User]:
+    trains = [Trains(url, served, seed + number, owner, ledger) for number, owner in enumerate((ALICE, ALICE, BOB))]
     samples = [
-        Samples(url, BASE, seed + 10 + number, owner, ledger, images=number == 1)
+        Samples(url, served, seed + 10 + number, owner, ledger, images=number == 1)
         for number, owner in enumerate((ALICE, BOB))
     ]
-    return [*trains, *samples, Crowds(url, BASE, seed + 20, CAROL, ledger)]
+    return [*trains, *samples, Crowds(url, served, seed + 20, CAROL, ledger)]
 
 
 def _calm(users: list[User], ledger: Ledger, seconds: float) -> None:

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tests.chaos.breakable_engines import breakable_sampler, noted, on
+from tests.chaos.breakable_engines import breakable_sampler, breakable_trainer, breakable_vllm, on
 
 
 def break_disk() -> None:
@@ -27,17 +27,18 @@ def break_disk() -> None:
     adapter_files._save = save_or_fail
 
 
-def break_engines() -> None:
-    """Engines write down in which process they are; the sampler's can be broken."""
+def break_engines(*, real: bool) -> None:
+    """Engines write down in which process they are, and can be broken."""
     from tinker_local.backend.models import load_engines
 
+    breakable = breakable_vllm if real else breakable_sampler
     starting = load_engines.starting
 
     @contextmanager
     def start(
         options: Any, sampler_place: Any, make_sampler: Any, trainer_place: Any, make_trainer: Any
     ) -> Iterator[Any]:
-        sampler, trainer = partial(breakable_sampler, make_sampler), partial(noted, "trainer", make_trainer)
+        sampler, trainer = partial(breakable, make_sampler), partial(breakable_trainer, make_trainer)
         with starting(options, sampler_place, sampler, trainer_place, trainer) as factories:
             yield factories
 
@@ -46,7 +47,7 @@ def break_engines() -> None:
 
 if __name__ == "__main__":
     break_disk()
-    break_engines()
+    break_engines(real="--fake" not in sys.argv)
     from tinker_local.backend.cli.main import main
 
     main(sys.argv[1:])

@@ -1,5 +1,6 @@
 """Users in threads: they repeat what was not answered, as the SDK does, and check every answer against the history."""
 
+import io
 import itertools
 import json
 import random
@@ -14,7 +15,8 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from tinker_local.types import AdamParams, Datum, ForwardBackwardRequest
+from PIL import Image
+from tinker_local.types import Datum, ForwardBackwardRequest, ImageChunk
 from tinker_local.types.codec import (
     decode_forward_backward_output,
     decode_sample_output,
@@ -23,11 +25,11 @@ from tinker_local.types.codec import (
 
 from tests.attacks.tenant import PROTOBUF, Connection
 from tests.chaos.possible_states import Counted, Violation
+from tests.chaos.served import Served
 
 PATIENCE = 300.0
 """Seconds for which a request is repeated."""
 
-ADAM = AdamParams(learning_rate=0.03, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.0, grad_clip_norm=0.0)
 LOST = re.compile(
     r"model \S+ is gone|has ended|was restarted|last checkpoint|no saved checkpoint|there is no (model|session)"
 )
@@ -62,16 +64,16 @@ class Ledger:
     """What was promised.
 
     `acknowledged`: states in which a checkpoint of training may be, by path; `undecided`: of saves without an answer;
-    `versions`: prompt logprobs of a named sampler version; `samples`: by source, prompt and seed; `owners`: names of
-    sessions' owners; `ends`: when the server ended (monotonic), and whether nothing kept it from saving every step;
-    `trainer_ends`: when a fault ended the trainer's process.
+    `versions`: prompt logprobs of a named sampler version; `samples`: tokens and logprobs by source, prompt and seed;
+    `owners`: names of sessions' owners; `ends`: when the server ended (monotonic), and whether nothing kept it from
+    saving every step; `trainer_ends`: when a fault ended the trainer's process.
     """
 
     acknowledged: dict[str, list[Counted]] = field(default_factory=dict)
     undecided: dict[str, list[Counted]] = field(default_factory=dict)
     deleted: set[str] = field(default_factory=set)
     versions: dict[str, npt.NDArray[np.float32]] = field(default_factory=dict)
-    samples: dict[tuple[str, str], bytes] = field(default_factory=dict)
+    samples: dict[tuple[str, str], tuple[list[int], npt.NDArray[np.float32]]] = field(default_factory=dict)
     owners: dict[str, str] = field(default_factory=dict)
     ends: list[tuple[float, bool]] = field(default_factory=list)
     trainer_ends: list[float] = field(default_factory=list)
@@ -163,11 +165,19 @@ def text(tokens: Sequence[int]) -> dict[str, Any]:
     return {"type": "encoded_text", "tokens": list(tokens)}
 
 
+def png(seed: int) -> ImageChunk:
+    """Noise in 40 rows and more."""
+    file = io.BytesIO()
+    pixels = np.random.default_rng(seed).integers(0, 256, (40 + seed, 64, 3), dtype=np.uint8)
+    Image.fromarray(pixels).save(file, "PNG")
+    return ImageChunk(data=file.getvalue(), format="png")
+
+
 class User:
     """A thread that goes round after round; `rounds` of them ended well."""
 
-    def __init__(self, url: str, base_model: str, seed: int, owner: Owner, ledger: Ledger) -> None:
-        self.url, self.base_model, self.owner, self.ledger = url, base_model, owner, ledger
+    def __init__(self, url: str, served: Served, seed: int, owner: Owner, ledger: Ledger) -> None:
+        self.url, self.served, self.owner, self.ledger = url, served, owner, ledger
         self.rng = random.Random(seed)
         self.wire = Wireless(url, owner, ledger)
         self.rounds = 0

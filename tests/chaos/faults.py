@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from tests.chaos.chaos_users import Ledger
+from tests.chaos.served import Served
 
 ROOT = Path(__file__).parents[2]
 
@@ -80,13 +81,11 @@ class Wire:
 
 class Subject:
     """The server, started again on the same data folder after it was killed or stopped. Its trainer and its sampler are
-    in processes that it ends `LIMIT` seconds after they have stopped to answer."""
+    in processes that it ends `limit` seconds after they have stopped to answer."""
 
-    LIMIT = 3
-
-    def __init__(self, folder: Path, base_model: str, arguments: Sequence[str] = ()) -> None:
+    def __init__(self, folder: Path, limit: int, arguments: Sequence[str]) -> None:
         """`arguments`: further options of `tinker-local serve`."""
-        self.folder, self._base_model, self._arguments = folder, base_model, arguments
+        self.folder, self.limit, self._arguments = folder, limit, arguments
         self.faults = folder / "faults"
         self.faults.mkdir()
         self.wire = Wire()
@@ -95,11 +94,11 @@ class Subject:
 
     def start(self) -> None:
         """RuntimeError if it does not become ready."""
-        limit = str(self.LIMIT)
+        limit = str(self.limit)
         self.process = subprocess.Popen(
             [
                 *(sys.executable, "-m", "tests.chaos.chaos_server", "serve"),
-                *("--model", self._base_model, "--port", "0", "--data-dir", str(self.folder / "data")),
+                *("--port", "0", "--data-dir", str(self.folder / "data")),
                 *("--trainer", "process", "--trainer-timeout", limit),
                 *("--sampler", "process", "--sampler-timeout", limit),
                 *("--session-timeout", "60", *self._arguments),
@@ -177,10 +176,10 @@ class Faults:
         subject: Subject,
         ledger: Ledger,
         rng: random.Random,
-        pause: tuple[float, float],
+        served: Served,
         say: Callable[[str], None],
     ) -> None:
-        self._subject, self._ledger, self._rng, self._pause, self._say = subject, ledger, rng, pause, say
+        self._subject, self._ledger, self._rng, self._pause, self._say = subject, ledger, rng, served.pause, say
         self.counts: Counter[str] = Counter()
         self.stops: list[float] = []
         self.kinds: dict[str, Callable[[], bool | None]] = {
@@ -191,14 +190,22 @@ class Faults:
             "sampler stopped for a moment": lambda: self._stop_for_a_moment("sampler"),
             "trainer stopped for good": lambda: self._stop_for_good("trainer"),
             "sampler stopped for good": lambda: self._stop_for_good("sampler"),
+            "trainer raises": lambda: self._while("trainer-raises", 0.3, 1.5),
             "sampler raises": lambda: self._while("sampler-raises", 0.3, 1.5),
-            "sampler hangs": lambda: self._while("sampler-hangs", 0.5, 2.5 * Subject.LIMIT),
+            "sampler hangs": lambda: self._while("sampler-hangs", 0.5, 2.5 * subject.limit),
             "disk full": lambda: self._while("disk-full", 0.5, 3.0),
             "database locked": self._lock_database,
             "connections cut": self._cut,
             "server killed": lambda: self._restart(signal.SIGKILL),
             "server stopped": lambda: self._restart(signal.SIGTERM),
         }
+        if served.real:
+            self.kinds |= {
+                "trainer lacks memory": lambda: self._while("trainer-lacks-memory", 0.3, 1.5),
+                "vLLM raises": lambda: self._while("vllm-raises", 0.3, 1.5),
+                "vLLM lacks memory": lambda: self._while("vllm-lacks-memory", 0.3, 1.5),
+                "vLLM hangs": lambda: self._while("vllm-hangs", 0.5, 2.0 * subject.limit),
+            }
 
     def run(self, until: float, first: Sequence[str] = ()) -> None:
         """Until that time (monotonic). `first` come first, then each other kind once, if there is a process for it."""
@@ -218,11 +225,14 @@ class Faults:
         for file in self._subject.faults.iterdir():
             file.unlink()
 
-    def _while(self, name: str, least: float, most: float) -> None:
-        file = self._subject.faults / name
+    def _while(self, name: str, least: float, most: float) -> bool:
+        """Whether anything failed by it."""
+        file, hit = self._subject.faults / name, self._subject.folder / f"{name}.hit"
+        hit.unlink(missing_ok=True)
         file.touch()
         time.sleep(self._rng.uniform(least, most))
         file.unlink()
+        return hit.exists()
 
     def _kill(self, *engines: str) -> bool:
         """All at once; False if one of them has no process."""
@@ -241,7 +251,7 @@ class Faults:
         pid = self._subject.pid_of(engine)
         if pid is None or not _signal(pid, signal.SIGSTOP):
             return False
-        time.sleep(self._rng.uniform(0.1, 0.5 * Subject.LIMIT))
+        time.sleep(self._rng.uniform(0.1, 0.5 * self._subject.limit))
         _signal(pid, signal.SIGCONT)
         return True
 

@@ -12,20 +12,12 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
-from tinker_local.backend.fakes import FakeModel, FakeRenderer, FakeTrainer
 from tinker_local.backend.training.losses import LOSSES
 from tinker_local.backend.training.losses.loss import make_train_datum
 from tinker_local.backend.training.trainer import AdapterState, TrainWork
 from tinker_local.types import AdamParams, Datum, LoraConfig, ModelInput
 
-CLOSE = 2e-4
-"""Logprobs of the sampler differ from those of the trainer by less; a command more or less moves them by far more.
-
-The trainer's own are equal to the last bit.
-"""
-
-CLOSE_NORM = 1e-12
-"""Norms are sums in float64, whose order is that of the BLAS."""
+from tests.chaos.served import CLOSE, Served
 
 Counted = tuple[int, AdapterState]
 """A state, and how many steps the run had taken to it."""
@@ -38,11 +30,18 @@ class Violation(AssertionError):
 class Oracle:
     """One trainer for many checked runs; single-threaded."""
 
-    def __init__(self, name: str) -> None:
-        self._model = FakeModel(name)
-        self._trainer = FakeTrainer(self._model)
-        self._renderer = FakeRenderer(self._model)
+    def __init__(self, served: Served) -> None:
+        self.served = served
+        self._trainer = served.make_trainer()
         self._names = (f"state {number}" for number in itertools.count())
+
+    @property
+    def vocab_size(self) -> int:
+        return self._trainer.vocab_size
+
+    def length(self, model_input: ModelInput) -> int:
+        """Positions."""
+        return self.served.render(model_input, "data").length
 
     def new(self, config: LoraConfig) -> str:
         name = next(self._names)
@@ -72,7 +71,7 @@ class Oracle:
         made = [
             make_train_datum(
                 datum,
-                self._renderer.render(datum.model_input, "data"),
+                self.served.render(datum.model_input, "data"),
                 LOSSES["cross_entropy"],
                 self._trainer.vocab_size,
                 "data",
@@ -93,7 +92,7 @@ class Oracle:
 
     def scores(self, name: str | None, tokens: Sequence[int]) -> npt.NDArray[np.float32]:
         """Prompt logprobs [N - 1]."""
-        return self._trainer.logprobs(name, self._renderer.render(ModelInput.from_ints(tokens), "prompt"))
+        return self._trainer.logprobs(name, self.served.render(ModelInput.from_ints(tokens), "prompt"))
 
 
 class Run:
@@ -115,11 +114,11 @@ class Run:
 
     def forward(self, data: Sequence[Datum], got: Sequence[npt.NDArray[np.float32]], what: str) -> None:
         """Keep the states in which `data` have these logprobs; Violation if there is none."""
-        self._keep(lambda name: _same(self._oracle.gradient(name, data, backward=False), got), what)
+        self._keep(lambda name: self._same(self._oracle.gradient(name, data, backward=False), got), what)
 
     def gradient(self, data: Sequence[Datum], got: Sequence[npt.NDArray[np.float32]], what: str) -> None:
         """A gradient that was answered."""
-        self._keep(lambda name: _same(self._oracle.gradient(name, data), got), what)
+        self._keep(lambda name: self._same(self._oracle.gradient(name, data), got), what)
         self._pending.append(data)
 
     def failed_gradient(self) -> None:
@@ -130,7 +129,8 @@ class Run:
         """A step that was answered."""
         if self._poisoned:
             raise Violation(f"{what}: succeeded after a gradient that failed")
-        self._keep(lambda name: math.isclose(self._oracle.step(name, params), norm, rel_tol=CLOSE_NORM), what)
+        close = self._oracle.served.close_norm
+        self._keep(lambda name: math.isclose(self._oracle.step(name, params), norm, rel_tol=close), what)
         self._pending.clear()
         self._names = {name: steps + 1 for name, steps in self._names.items()}
 
@@ -173,6 +173,5 @@ class Run:
             self._oracle.forget(name)
         self._names = kept
 
-
-def _same(expected: Sequence[npt.NDArray[np.float32]], got: Sequence[npt.NDArray[np.float32]]) -> bool:
-    return len(expected) == len(got) and all(map(np.array_equal, expected, got))
+    def _same(self, expected: Sequence[npt.NDArray[np.float32]], got: Sequence[npt.NDArray[np.float32]]) -> bool:
+        return len(expected) == len(got) and all(map(self._oracle.served.same, expected, got))

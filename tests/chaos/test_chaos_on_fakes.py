@@ -6,9 +6,11 @@ import pytest
 from tinker_local.types import AdamParams, Datum, LoraConfig, ModelInput
 
 from tests.chaos.chaos_run import chaos
-from tests.chaos.chaos_users import ADAM
 from tests.chaos.possible_states import Oracle, Run, Violation
+from tests.chaos.served import served_fake
 
+FAKE = served_fake()
+ADAM = FAKE.adam
 DATA = [Datum(model_input=ModelInput.from_ints([5, 9, 20]), loss_fn_inputs={"target_tokens": [9, 20, 31]})]
 OTHER = [Datum(model_input=ModelInput.from_ints([7, 8]), loss_fn_inputs={"target_tokens": [8, 99]})]
 
@@ -16,7 +18,7 @@ OTHER = [Datum(model_input=ModelInput.from_ints([7, 8]), loss_fn_inputs={"target
 @pytest.mark.more
 @pytest.mark.timeout(900)
 def test_a_minute_of_faults_breaks_no_promise_on_fakes() -> None:
-    report = chaos(60, seed=1, first=("sampler killed", "server stopped", "trainer killed", "server killed"))
+    report = chaos(FAKE, 60, seed=1, first=("sampler killed", "server stopped", "trainer killed", "server killed"))
     print(report)
     assert report.violations == []
     assert report.faults["sampler killed"]
@@ -52,7 +54,7 @@ def other_history(oracle: Oracle, *commands: object) -> tuple[Any, float]:
 def test_the_checker_tells_a_history_with_a_command_lost_or_run_twice_on_fakes(
     ran: tuple[Any, ...], fits: bool
 ) -> None:
-    oracle = Oracle("fake/bigram")
+    oracle = Oracle(FAKE)
     run = Run(oracle, [oracle.new(LoraConfig(rank=2, seed=3))])
     first, _ = other_history(oracle, DATA)
     second, _ = other_history(oracle, DATA, OTHER)
@@ -67,7 +69,7 @@ def test_the_checker_tells_a_history_with_a_command_lost_or_run_twice_on_fakes(
 
 
 def test_the_checker_follows_both_when_an_answer_is_lost_on_fakes() -> None:
-    oracle = Oracle("fake/bigram")
+    oracle = Oracle(FAKE)
     for ran in ((DATA, ADAM, OTHER), (OTHER,)):
         run = Run(oracle, [oracle.new(LoraConfig(rank=2, seed=3))])
         run.gradient(DATA, other_history(oracle, DATA)[0], "gradient 1")

@@ -12,8 +12,9 @@ import numpy.typing as npt
 from tinker_local.backend.training.trainer import AdapterState
 from tinker_local.types import Datum, LoraConfig, ModelInput
 
-from tests.chaos.chaos_users import ADAM, PROMPT, Failed, Ledger, Owner, User, logprobs, scores
+from tests.chaos.chaos_users import PROMPT, Failed, Ledger, Owner, User, logprobs, png, scores
 from tests.chaos.possible_states import Counted, Oracle, Run, Violation
+from tests.chaos.served import Served
 
 PATH = re.compile(r"tinker://[^\s;,]+?(?=[\s;,]|\.?$|\. )")
 LOST_STEPS = re.compile(r"(\d+) optimizer steps? (?:is|are) lost")
@@ -46,9 +47,9 @@ class LostRun:
 class Trains(User):
     """Gradients out of order and twice, steps, saves, deletions; continues from the last checkpoint of a lost run."""
 
-    def __init__(self, url: str, base_model: str, seed: int, owner: Owner, ledger: Ledger) -> None:
-        super().__init__(url, base_model, seed, owner, ledger)
-        self._oracle = Oracle(base_model)
+    def __init__(self, url: str, served: Served, seed: int, owner: Owner, ledger: Ledger) -> None:
+        super().__init__(url, served, seed, owner, ledger)
+        self._oracle = Oracle(served)
         self._config = LoraConfig(rank=self.rng.choice([2, 4]), seed=seed)
         self._model = ""
         self._run: Run | None = None
@@ -100,7 +101,7 @@ class Trains(User):
         number, self._asked = next(self._numbers), time.monotonic()
         if self._continue is None:
             config = self._config.model_dump(exclude_none=True)
-            body = {"session_id": self.session, "model_seq_id": number, "base_model": self.base_model}
+            body = {"session_id": self.session, "model_seq_id": number, "base_model": self.served.name}
             made = self.wire.result(self.wire.submit("create_model", {**body, "lora_config": config}))
             run = Run(self._oracle, [self._oracle.new(self._config)])
         else:
@@ -214,10 +215,13 @@ class Trains(User):
         found = []
         for _ in range(self.rng.randint(1, 3)):
             tokens = [self.rng.randrange(1, 500) for _ in range(self.rng.randint(3, 12))]
-            targets = [600 if bad else token for token in tokens[1:]]
-            found.append(
-                Datum(model_input=ModelInput.from_ints(tokens[:-1]), loss_fn_inputs={"target_tokens": targets})
-            )
+            targets, given = tokens[1:], ModelInput.from_ints(tokens[:-1])
+            if self.served.real and self.rng.random() < 0.3:
+                given = ModelInput(chunks=(png(self.rng.randrange(6)), *given.chunks))
+                targets = [0] * (self._oracle.length(given) - len(targets)) + targets
+            if bad:
+                targets = [self._oracle.vocab_size for _ in targets]
+            found.append(Datum(model_input=given, loss_fn_inputs={"target_tokens": targets}))
         return tuple(found)
 
     def _current(self) -> Run:
@@ -241,7 +245,12 @@ class Trains(User):
                 request_id = self.wire.gradient(self._model, seq_id, data)
                 if asked.setdefault(seq_id, request_id) != request_id:
                     raise Violation(f"{self._model}: seq_id {seq_id} has two request ids")
-        body = {"model_id": self._model, "seq_id": step, "adam_params": ADAM.model_dump(), "type": "optim_step"}
+        body = {
+            "model_id": self._model,
+            "seq_id": step,
+            "adam_params": self.served.adam.model_dump(),
+            "type": "optim_step",
+        }
         promise = self.wire.submit("optim_step", body)
         if self.rng.random() < 0.3 and self.wire.submit("optim_step", body) != promise:
             raise Violation(f"{self._model}: seq_id {step} has two request ids")
@@ -253,17 +262,17 @@ class Trains(User):
                 self.ledger.count("gradient failed")
                 if error.lost:
                     if not bad:  # all of it may have run before the answers were lost, and an autosave may hold it
-                        later = run.later([data for _, data in chunks], ADAM)
+                        later = run.later([data for _, data in chunks], self.served.adam)
                         self._remember(later)
                         self._perhaps = {steps for steps, _ in later}
                     raise
                 run.failed_gradient()
         try:
-            run.step(ADAM, self.wire.result(promise)["metrics"]["grad_norm"], f"{self._model}: step {step}")
+            run.step(self.served.adam, self.wire.result(promise)["metrics"]["grad_norm"], f"{self._model}: step {step}")
             self.ledger.count("step")
         except Failed as error:
             self.ledger.count("step failed")
-            run.failed_step(ADAM)
+            run.failed_step(self.served.adam)
             if error.lost:
                 self._remember(run.states())
                 raise

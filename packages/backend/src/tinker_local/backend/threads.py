@@ -6,6 +6,9 @@ elsewhere, because each does one thing after the other.
 """
 
 import asyncio
+import os
+import sys
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -16,14 +19,22 @@ T = TypeVar("T")
 
 
 class Threads:
-    """`count` threads with a queue."""
+    """`count` threads with a queue. `nice` is added to their nice value, which Linux has for each thread: where cores
+    lack, other work goes first."""
 
-    def __init__(self, name: str, count: int) -> None:
-        self._executor = ThreadPoolExecutor(count, thread_name_prefix=name)
+    def __init__(self, name: str, count: int, *, nice: int = 0) -> None:
+        self._executor = ThreadPoolExecutor(count, thread_name_prefix=name, initializer=partial(_yield_cores, nice))
 
     def run(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> asyncio.Future[T]:
         """Call `function` in one of the threads. Cancelling takes the call out of the queue, unless it has begun."""
         return asyncio.get_running_loop().run_in_executor(self._executor, partial(function, *args, **kwargs))
+
+
+def _yield_cores(nice: int) -> None:
+    """Add to the nice value of this thread and of those that it starts."""
+    if nice and sys.platform == "linux":
+        thread = threading.get_native_id()
+        os.setpriority(os.PRIO_PROCESS, thread, min(19, os.getpriority(os.PRIO_PROCESS, thread) + nice))
 
 
 DATABASE = Threads("database", 4)
@@ -44,11 +55,11 @@ RENDERING = Threads("render", 2)
 IMAGE_THREADS = 4
 """One of them is left to other sessions of an owner, and another one to other owners."""
 
-RENDERING_IMAGES = Threads("render-images", IMAGE_THREADS)
-"""Prompts of samples with images, which may take seconds each."""
+RENDERING_IMAGES = Threads("render-images", IMAGE_THREADS, nice=10)
+"""Prompts of samples with images, which may take seconds each, most of them without the GIL."""
 
 PREPARING = Threads("prepare", 2)
 """Data of training requests, in short slices: decoding, rendering, checking."""
 
-PREPARING_IMAGES = Threads("prepare-images", IMAGE_THREADS)
+PREPARING_IMAGES = Threads("prepare-images", IMAGE_THREADS, nice=10)
 """Slices of these that render images."""
