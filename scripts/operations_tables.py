@@ -103,7 +103,9 @@ LIMITS: dict[str, tuple[float, ...]] = {
     "characters of an id": (requests_and_results.LONGEST_ID,),
     "pixels of images in flight; a larger one goes alone": (decoding.MAX_PIXELS,),
     "scans of a JPEG": (decoding.MAX_SCANS,),
-    "positions of prompts that the sampler has not read, when another session waits": (sample_turns.PROMPTS_AHEAD,),
+    "positions of prompts that a sampler (or each replica) has not read, when another session waits": (
+        sample_turns.PROMPTS_AHEAD,
+    ),
     "sequences beyond those that run at once, for sessions that have none": (sampler.RESERVED,),
     "silent sessions that end at one time": (sessions.MOST_ENDING,),
 }

@@ -518,6 +518,19 @@ MISTAKES = (
     ),
     Promise(
         "operation",
+        "Of several replicas of a sampler, one that ends stops the others, or answers what the others do not",
+        "replica-that-has-ended-gets-samples one-replica-that-ends-closes-the-sampler "
+        "one-replica-that-ends-is-a-server-that-recovers version-complete-before-all-replicas-have-it "
+        "one-replica-compared-with-the-trainer",
+    ),
+    Promise(
+        "operation",
+        "Prompts are read by a replica that has not read them, or all by one while others have nothing to do",
+        "replica-that-has-read-the-prompt-passed-over one-replica-gets-all-of-a-prompt versions-share-a-cache "
+        "images-of-one-size-share-a-cache",
+    ),
+    Promise(
+        "operation",
         "A sampler in a process keeps what is not needed: cancelled samples, versions, memory of other results",
         "cancelled-samples-run-on unwritten-version-sent-each-time large-messages-joined",
     ),

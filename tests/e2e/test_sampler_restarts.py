@@ -87,7 +87,8 @@ def test_sampling_goes_on_after_a_kill_and_a_hang_as_if_there_had_been_none(
         for (tokens, logprobs, _), (wanted_tokens, wanted, _) in zip(after, before, strict=True):
             assert tokens == wanted_tokens
             np.testing.assert_array_equal(logprobs, wanted)
-        assert base.sampler_supervision.restarts == number
+        (supervision,) = base.sampler_supervisions
+        assert supervision.restarts == number
         assert driver.backend.problems() == []
     assert free_memory() >= free - 2**28
     newest = driver.sample(driver.sampler(model), PROMPT, 1, GREEDY)[0]

@@ -13,6 +13,10 @@ HANG, EXIT, WAIT, FAIL, LOSE_DEVICE, ODD_RESULT = range(1001, 1007)
 """Seeds of requests that an `OddSampler` treats so."""
 
 
+ANOTHER_MODEL = "TINKER_LOCAL_TEST_ANOTHER_MODEL"
+"""A variable of the environment: the seed of the model, if it is not 0."""
+
+
 def hang() -> None:
     time.sleep(600)
 
@@ -65,7 +69,7 @@ class OddSampler(FakeSampler):
 
 
 def odd(name: str = "fake/bigram") -> OddSampler:
-    return OddSampler(FakeModel(name))
+    return OddSampler(FakeModel(name, seed=int(os.environ.get(ANOTHER_MODEL, "0"))))
 
 
 def no_such_model() -> Any:

@@ -149,7 +149,7 @@ async def test_owners_get_equal_places_however_many_sessions_they_have() -> None
 
 
 @pytest.mark.mutation(
-    "prompts-without-bound", "sample_turns.py", "self.unread + length > PROMPTS_AHEAD", "self.unread > 2**60"
+    "prompts-without-bound", "sample_turns.py", "self.unread + length > self.prompts_ahead", "self.unread > 2**60"
 )
 async def test_a_sampler_has_few_unread_prompts_and_one_of_a_newcomer() -> None:
     """64 prompts of 4,000 positions once came before another session's two tokens."""

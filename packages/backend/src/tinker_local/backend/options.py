@@ -51,6 +51,21 @@ class ModelSource:
         return cls(name, path or name)
 
 
+def parse_gpus(text: str) -> tuple[int, ...]:
+    """Parse different numbers and ranges of them (`0,2-4`); ValueError for anything else."""
+    found: list[int] = []
+    for part in text.split(","):
+        if not (match := re.fullmatch(r"(\d{1,4})(?:-(\d{1,4}))?", part.strip())):
+            raise ValueError(f"expected numbers and ranges such as 0,2-4, got {text!r}")
+        first, last = int(match[1]), int(match[2] or match[1])
+        if last < first:
+            raise ValueError(f"{part.strip()} in {text!r} ends before it begins")
+        found += range(first, last + 1)
+    if len(set(found)) < len(found):
+        raise ValueError(f"{text!r} names a GPU twice")
+    return tuple(found)
+
+
 QUOTAS = {
     "adapters": "adapters",
     "adapter-memory": "adapter_bytes",
@@ -109,6 +124,7 @@ class CommandOption:
     metavar: what `--help` shows as the value.
     must_exist: the folder has to exist.
     parse: parses one value of an option that may be repeated; ValueError if it is invalid.
+    parse_all: parses the value of an option that is a tuple and may not be repeated; ValueError if it is invalid.
     """
 
     help: str
@@ -120,6 +136,7 @@ class CommandOption:
     metavar: str | None = None
     must_exist: bool = False
     parse: Callable[[str], Any] | None = None
+    parse_all: Callable[[str], tuple[Any, ...]] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,6 +180,16 @@ class BackendOptions:
             least=1,
         ),
     ] = 120.0
+    sample_gpus: Annotated[
+        tuple[int, ...],
+        CommandOption(
+            "GPUs that sample, such as 0,2-4: each runs a replica of the sampler in its own process, and requests "
+            "go to the replica that has read their prompt or has the fewest sequences. On CPU and with --fake: as many "
+            "processes. Default: one replica, on the first GPU.",
+            metavar="GPUS",
+            parse_all=parse_gpus,
+        ),
+    ] = ()
     decoder: Annotated[
         DecoderChoice,
         CommandOption(

@@ -34,11 +34,25 @@ def each_value(parse: Callable[[str], Any]) -> Callable[[click.Context, click.Pa
     return callback
 
 
+def _all_values(parse: Callable[[str], tuple[Any, ...]]) -> Callable[..., tuple[Any, ...]]:
+    """The callback of an option with one value that is a tuple."""
+
+    def callback(_context: click.Context, _parameter: click.Parameter, value: str | None) -> tuple[Any, ...]:
+        try:
+            return () if value is None else parse(value)
+        except ValueError as error:
+            raise click.BadParameter(str(error)) from None
+
+    return callback
+
+
 def _click_option(each: "Field[Any]", hint: Any, option: CommandOption) -> Callable[[Command], Command]:
     kind = next(arm for arm in get_args(hint) if arm is not NoneType) if NoneType in get_args(hint) else hint
     settings: dict[str, Any] = {"help": option.help, "metavar": option.metavar}
     if option.parse is not None:
         settings |= {"multiple": True, "callback": each_value(option.parse)}
+    elif option.parse_all is not None:
+        settings["callback"] = _all_values(option.parse_all)
     elif option.gib:
         default = None if each.default is None else each.default / 2**30  # type: ignore[operator]
         settings |= {"type": _FiniteRange(0, min_open=True), "metavar": "GIB", "callback": _bytes}

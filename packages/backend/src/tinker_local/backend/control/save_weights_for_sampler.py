@@ -144,10 +144,11 @@ class SaveWeightsForSampler:
     @staticmethod
     async def _load_and_verify(base: ServedModel, version: AdapterVersion, expected: Expected) -> None:
         """Load a version and check that the sampler computes what the trainer does."""
-        sampler, probes, tolerance = base.engines.sampler, base.probes.adapter, base.engines.tolerance
-        await sampler.load_version(version)
-        found = await sampler_logprobs(sampler, version, probes)
-        agreement = worst(compare(probes, await expected, found))
+        engines, probes, tolerance = base.engines, base.probes.adapter, base.engines.tolerance
+        await engines.sampler.load_version(version)
+        found = await sampler_logprobs(engines.sampler, version, probes, base.replicas)
+        trained = await expected
+        agreement = worst([each for logprobs in found for each in compare(probes, trained, logprobs)])
         if not agreement.difference <= tolerance:
             raise InternalError(
                 f"the sampler does not serve the weights that were saved: its logprobs of a probe differ from the "

@@ -172,8 +172,29 @@ EXPORTED = (
     Exported(
         GaugeMetricFamily,
         "tinker_local_sampler_up",
-        "0 while the sampler's process has ended and the next one is not ready.",
+        "0 while the sampler's process has ended and the next one is not ready; of several replicas: while none works.",
         lambda m: {"": int(m.sampler_works)},
+    ),
+    Exported(
+        GaugeMetricFamily,
+        "tinker_local_replica_sequences",
+        "Sequences in each of several replicas of the sampler.",
+        lambda m: {str(at): replica.sequences for at, replica in m.replicas.items()},
+        "replica",
+    ),
+    Exported(
+        CounterMetricFamily,
+        "tinker_local_replica_restarts",
+        "How often the process of each of several replicas was started again.",
+        lambda m: {str(at): replica.restarts for at, replica in m.replicas.items()},
+        "replica",
+    ),
+    Exported(
+        GaugeMetricFamily,
+        "tinker_local_replica_up",
+        "0 while the process of one of several replicas has ended and the next one is not ready; others answer.",
+        lambda m: {str(at): int(replica.works) for at, replica in m.replicas.items()},
+        "replica",
     ),
 )
 

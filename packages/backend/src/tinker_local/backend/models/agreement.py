@@ -76,14 +76,18 @@ def _image(max_pixels: int) -> bytes:
 
 
 async def sampler_logprobs(
-    sampler: Sampler, version: AdapterVersion | None, probes: Sequence[RenderedInput]
-) -> npt.NDArray[np.float32]:
-    """As `Trainer.logprobs` of `probes`."""
+    sampler: Sampler, version: AdapterVersion | None, probes: Sequence[RenderedInput], replicas: int
+) -> Sequence[npt.NDArray[np.float32]]:
+    """As `Trainer.logprobs` of `probes`, from each of the sampler's `replicas`."""
     params = SamplingParams(max_tokens=1, temperature=0.0)
-    works = [SampleWork(probe, version, params, prompt_logprobs=True) for probe in probes]
-    outputs = await asyncio.gather(*(sampler.sample(work) for work in works))
-    found = [output.prompt_logprobs for output in outputs]
-    return np.concatenate([logprobs[1:] for logprobs in found if logprobs is not None])
+
+    async def of_replica(replica: int) -> npt.NDArray[np.float32]:
+        works = [SampleWork(probe, version, params, prompt_logprobs=True, replica=replica) for probe in probes]
+        outputs = await asyncio.gather(*(sampler.sample(work) for work in works))
+        found = [output.prompt_logprobs for output in outputs]
+        return np.concatenate([logprobs[1:] for logprobs in found if logprobs is not None])
+
+    return await asyncio.gather(*(of_replica(replica) for replica in range(replicas)))
 
 
 @dataclass(frozen=True, slots=True)

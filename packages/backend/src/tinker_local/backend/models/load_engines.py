@@ -6,6 +6,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from tinker_local.backend.daemon_thread import in_daemon_thread
 from tinker_local.backend.models.gpu_plan import COUNTED_RANK, GpuPlan, model_sizes, plan_gpu, step_sizes
+from tinker_local.backend.models.placement import check_gpus, environment_of
 from tinker_local.backend.models.served_models import (
     EngineLoader,
     Engines,
@@ -21,11 +23,12 @@ from tinker_local.backend.models.served_models import (
     ServedModels,
     tokenizer_id,
 )
-from tinker_local.backend.models.supervision import SamplerSupervision, TrainerSupervision
+from tinker_local.backend.models.supervision import TrainerSupervision, supervise_sampler
 from tinker_local.backend.options import BackendOptions, DType, EnginePlace, ModelSource
 from tinker_local.backend.rendering.decoding import MAX_PIXELS
 from tinker_local.backend.rendering.renderer import CACHE_BYTES, ImageReading, ModelRenderer
 from tinker_local.backend.sampling.process_sampler import ProcessSampler, SamplerFactory
+from tinker_local.backend.sampling.replica_pool import ReplicaPool, replica_name
 from tinker_local.backend.scheduling.memory_sharing import MemorySharing, WakingSampler
 from tinker_local.backend.scheduling.train_scheduler import TrainScheduler
 from tinker_local.backend.training.process_trainer import ProcessTrainer, TrainerFactory
@@ -70,12 +73,13 @@ async def load_base_models(
         )
         trainer, sampler = engines.trainer, engines.sampler
         of_trainer = TrainerSupervision(trainer, memory_sharing) if isinstance(trainer, ProcessTrainer) else None
-        of_sampler = SamplerSupervision(sampler, memory_sharing) if isinstance(sampler, ProcessSampler) else None
+        of_sampler = supervise_sampler(sampler, memory_sharing)
+        pool = sampler if isinstance(sampler, ReplicaPool) else None
         engines = replace(engines, sampler=WakingSampler(sampler, memory_sharing))
         ident = tokenizer_id(path, options.data_dir)
         start = time.monotonic()
         model = ServedModel(
-            tuple(names), path, ident, engines, scheduler, memory_sharing, seconds, of_trainer, of_sampler
+            tuple(names), path, ident, engines, scheduler, memory_sharing, seconds, of_trainer, of_sampler, pool
         )
         models.add(model)  # from here on `models` closes it
         agreement = await model.check_agreement(options.max_image_pixels)
@@ -118,15 +122,19 @@ def starting(
     make_sampler: SamplerFactory,
     trainer_place: EnginePlace,
     make_trainer: TrainerFactory,
+    sequences: int = 256,
 ) -> Iterator[tuple[SamplerFactory, TrainerFactory]]:
-    """Functions that make both engines, each at its place; call them within the context, the sampler's first.
+    """Functions that make both engines, each at its place; call them within the context, the sampler's first. With
+    `options.sample_gpus` the sampler is a replica for each of them, which is to run `sequences` at once.
 
     Processes start and import at once, but allocate nothing on the device before these calls: vLLM refuses to start on
     less free memory than it asks for and counts concurrent changes as its own, and the trainer then sees what is really
     left. They end if the context fails.
     """
     with ExitStack() as failed:
-        if sampler_place == "process":
+        if options.sample_gpus:
+            make_sampler = _loading_replicas(failed, options, make_sampler, sequences)
+        elif sampler_place == "process":
             make_sampler = _loading(failed, ProcessSampler(make_sampler, timeout=options.sampler_timeout))
         if trainer_place == "process":
             make_trainer = _loading(failed, ProcessTrainer(make_trainer, timeout=options.trainer_timeout))
@@ -148,6 +156,29 @@ def _loading(failed: ExitStack, engine: Engine) -> Callable[[], Engine]:
     return load
 
 
+def _loading_replicas(
+    failed: ExitStack, options: BackendOptions, make_sampler: SamplerFactory, sequences: int
+) -> SamplerFactory:
+    """A function that loads a replica on each of `sample_gpus`, all at once. `failed` ends their processes."""
+    if options.sampler == "inline":
+        raise ValueError("--sampler inline and --sample-gpus exclude each other: replicas are processes")
+    replicas = []
+    for at, gpu in enumerate(options.sample_gpus):
+        name = replica_name(at) if len(options.sample_gpus) > 1 else "sampler"
+        replicas.append(
+            ProcessSampler(make_sampler, timeout=options.sampler_timeout, name=name, environment=environment_of([gpu]))
+        )
+        failed.callback(replicas[-1].end)
+
+    def load() -> "Sampler":
+        with ThreadPoolExecutor(len(replicas)) as threads:
+            for loading in [threads.submit(replica.load) for replica in replicas]:
+                loading.result()
+        return replicas[0] if len(replicas) == 1 else ReplicaPool(replicas, sequences)
+
+    return load
+
+
 def engine_place(chosen: EnginePlace | None) -> EnginePlace:
     """Where a real engine runs: as `chosen`, otherwise in a separate process if there is a GPU."""
     import torch
@@ -164,10 +195,13 @@ def make_vllm_sampler(engine: "EngineOptions") -> "VLLMSampler":
 
 def load_real(source: ModelSource, options: BackendOptions) -> Engines:
     """vLLM for sampling and HF transformers for training, each with its own copy of the weights."""
+    import torch
     from tinker_local.backend.training.worker import HFTrainer
     from tinker_local.backend.vllm_engine import build_engine, compat_vllm
     from transformers import AutoConfig
 
+    if options.sample_gpus and not compat_vllm.runs_on_cpu():
+        check_gpus("--sample-gpus", options.sample_gpus, torch.cuda.device_count())
     dtype = options.dtype or compat_vllm.default_dtype()
     config = AutoConfig.from_pretrained(source.path)
     options = replace(
@@ -198,7 +232,7 @@ def load_real(source: ModelSource, options: BackendOptions) -> Engines:
     )
     make_sampler = functools.partial(make_vllm_sampler, engine)
     places = engine_place(options.sampler), make_sampler, engine_place(options.trainer), make_trainer
-    with starting(options, *places) as (load_sampler, load_trainer):
+    with starting(options, *places, engine.max_sequences) as (load_sampler, load_trainer):
         sampler: Sampler = load_sampler()
         trainer: Trainer = load_trainer()
     renderer = load_renderer(source.path, dtype=dtype, max_pixels=options.max_image_pixels)
@@ -209,7 +243,7 @@ def load_real(source: ModelSource, options: BackendOptions) -> Engines:
         arch=config.model_type,
         tolerance=TOLERANCE[dtype],
         sliding_window=sliding_window(config.get_text_config()),
-        sequences=engine.max_sequences,
+        sequences=engine.max_sequences * max(1, len(options.sample_gpus)),
     )
 
 
@@ -314,7 +348,9 @@ def load_fake(source: ModelSource, options: BackendOptions) -> Engines:
     make_sampler = functools.partial(FakeSampler, model)
     places = options.sampler or "inline", make_sampler, options.trainer or "inline", make_trainer
     with starting(options, *places) as (load_sampler, load_trainer):
-        return Engines(FakeRenderer(model), load_trainer(), load_sampler(), arch="fake", tolerance=1e-4)
+        sampler, trainer = load_sampler(), load_trainer()
+    sequences = 256 * max(1, len(options.sample_gpus))
+    return Engines(FakeRenderer(model), trainer, sampler, arch="fake", tolerance=1e-4, sequences=sequences)
 
 
 def check_source(source: ModelSource) -> None:

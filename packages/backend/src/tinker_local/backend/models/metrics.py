@@ -29,6 +29,16 @@ class Counts:
     failures: Counter[Category] = field(default_factory=Counter)
 
 
+@dataclass(frozen=True, slots=True)
+class ReplicaMetrics:
+    """One of several replicas of the sampler. `sequences`: in it. `restarts`: of its process. `works`: false while that
+    has ended and the next one is not ready."""
+
+    sequences: int
+    restarts: int
+    works: bool
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class ModelMetrics:
     """One copy of a base model at one moment. Counts start at zero when the model is ready, and never go down.
@@ -58,7 +68,9 @@ class ModelMetrics:
     ephemeral_bytes: of the ephemeral sampler versions, in shared memory or on disk.
     sequences: sequences in the sampler, its own queue included.
     sampler_asleep: whether the sampler is asleep so that the trainer can use its memory; the next sample wakes it.
-    trainer_works, sampler_works: false while the process of each has ended and the next one is not ready.
+    trainer_works, sampler_works: false while the process of each has ended and the next one is not ready; of replicas
+        while none works.
+    replicas: several replicas of the sampler by their numbers; empty if there is one sampler.
     """
 
     images_rendered: int
@@ -86,3 +98,4 @@ class ModelMetrics:
     trainer_works: bool
     sampler_restarts: int
     sampler_works: bool
+    replicas: Mapping[int, ReplicaMetrics]

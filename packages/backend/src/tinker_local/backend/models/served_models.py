@@ -15,13 +15,14 @@ from tinker_local.backend.models.agreement import (
     sampler_logprobs,
     worst,
 )
-from tinker_local.backend.models.metrics import Counts, ModelMetrics
+from tinker_local.backend.models.metrics import Counts, ModelMetrics, ReplicaMetrics
 from tinker_local.backend.models.supervision import SamplerSupervision, TrainerSupervision
 from tinker_local.backend.options import BackendOptions, ModelSource
 from tinker_local.backend.rendering.rendered_input import Renderer
+from tinker_local.backend.sampling.replica_pool import ReplicaPool
 from tinker_local.backend.sampling.sampler import Sampler
 from tinker_local.backend.scheduling.memory_sharing import MemorySharing
-from tinker_local.backend.scheduling.sample_turns import SampleTurns
+from tinker_local.backend.scheduling.sample_turns import PROMPTS_AHEAD, SampleTurns
 from tinker_local.backend.scheduling.train_scheduler import TrainScheduler
 from tinker_local.backend.training.trainer import Trainer
 from tinker_local.types import ApiError, InvalidRequestError
@@ -55,9 +56,9 @@ Progress = Callable[[str], None]
 class ServedModel:
     """One copy of a base model's weights with its engines and scheduler.
 
-    `supervision`, `sampler_supervision`: of a trainer and a sampler in a separate process, else None. `check_agreement`
-    sets `probes`, the prompts on which trainer and sampler must agree, and `images_of_start`, the counts of `images()`
-    until then.
+    `supervision`: of a trainer in a separate process, else None. `sampler_supervisions`: of each separate process of
+    the sampler. `pool`: the sampler if it is several replicas, else None. `check_agreement` sets `probes`, the prompts
+    on which trainer and sampler must agree, and `images_of_start`, the counts of `images()` until then.
     """
 
     names: tuple[str, ...]
@@ -68,7 +69,8 @@ class ServedModel:
     memory_sharing: MemorySharing
     load_seconds: float
     supervision: TrainerSupervision | None = None
-    sampler_supervision: SamplerSupervision | None = None
+    sampler_supervisions: tuple[SamplerSupervision, ...] = ()
+    pool: ReplicaPool | None = None
     probes: Probes = field(default_factory=lambda: Probes((), ()))
     counts: Counts = field(default_factory=Counts)
     images_of_start: tuple[int, int, int] = (0, 0, 0)
@@ -76,14 +78,20 @@ class ServedModel:
     sample_turns: SampleTurns = field(init=False)
 
     def __post_init__(self) -> None:
-        self.sample_turns = SampleTurns(self.engines.sequences)
+        self.sample_turns = SampleTurns(self.engines.sequences, self.replicas * PROMPTS_AHEAD)
         self.max_context_length = min(self.engines.trainer.max_context_length, self.engines.sampler.max_context_length)
 
     @property
+    def replicas(self) -> int:
+        """How many the sampler has."""
+        return 1 if self.pool is None else len(self.pool.replicas)
+
+    @property
     def problem(self) -> str | None:
-        """What does not work now but will again; None if everything works."""
-        supervisions = (self.supervision, self.sampler_supervision)
-        return "; ".join(each.problem for each in supervisions if each is not None and each.problem) or None
+        """What does not work now but will again; None if everything works. Sampling works while one replica does."""
+        trainer = None if self.supervision is None else self.supervision.problem
+        samplers = [each.problem for each in self.sampler_supervisions]
+        return "; ".join(filter(None, [trainer, *(samplers if all(samplers) else [])])) or None
 
     def images(self) -> tuple[int, int, int]:
         """Images that were rendered, encoded by the sampler, and encoded by the trainer, the probe's included."""
@@ -101,7 +109,8 @@ class ServedModel:
             )
             probes = self.probes.base
             trainer = await self.scheduler.call(engines.trainer.logprobs, None, *probes)
-            agreements = compare(probes, trainer, await sampler_logprobs(engines.sampler, None, probes))
+            found = await sampler_logprobs(engines.sampler, None, probes, self.replicas)
+            agreements = [each for logprobs in found for each in compare(probes, trainer, logprobs)]
         except ApiError as error:
             raise ValueError(f"{self.names[0]}: trainer and sampler could not be compared: {error}") from error
         agreement, normal = worst(agreements), rounding_limit(agreements, engines.tolerance)
@@ -143,19 +152,27 @@ class ServedModel:
             sampler_asleep=self.memory_sharing.asleep,
             trainer_restarts=0 if self.supervision is None else self.supervision.restarts,
             trainer_works=self.memory_sharing.trainer_gate.is_open,
-            sampler_restarts=0 if self.sampler_supervision is None else self.sampler_supervision.restarts,
+            sampler_restarts=sum(each.restarts for each in self.sampler_supervisions),
             sampler_works=self.memory_sharing.sampler_gate.is_open,
+            replicas=self._replicas(),
         )
 
     def give_up_sampler(self, seconds: float) -> None:
         """From `seconds` on, let the trainer not wait for the sampler's memory. A sampler in a process is ended the
         first time that it would."""
-        self.memory_sharing.give_up_sampler(seconds, None if self.sampler_supervision is None else self._end_sampler)
+        self.memory_sharing.give_up_sampler(seconds, self._end_sampler if self.sampler_supervisions else None)
 
     async def _end_sampler(self) -> None:
-        assert self.sampler_supervision is not None
-        self.sampler_supervision.close()
+        for each in self.sampler_supervisions:
+            each.close()
         await self.engines.sampler.close()
+
+    def _replicas(self) -> dict[int, ReplicaMetrics]:
+        """Of each replica."""
+        if self.pool is None:
+            return {}
+        loads = zip(self.pool.sequences, self.sampler_supervisions, strict=True)
+        return {at: ReplicaMetrics(load, each.restarts, each.works) for at, (load, each) in enumerate(loads)}
 
     async def close(self) -> None:
         """Stop the scheduler, then the engines. One in a separate process may hang, and ends with its calls, for which
@@ -164,11 +181,12 @@ class ServedModel:
         if self.supervision is not None:
             self.supervision.close()
             stops.append(asyncio.to_thread(self.engines.trainer.close))
-        if self.sampler_supervision is not None:
-            self.sampler_supervision.close()
+        for each in self.sampler_supervisions:
+            each.close()
+        if self.sampler_supervisions:
             stops.append(self.engines.sampler.close())
         await asyncio.gather(*stops)
-        if self.sampler_supervision is None:
+        if not self.sampler_supervisions:
             await self.engines.sampler.close()
         if self.supervision is None:
             await asyncio.to_thread(self.engines.trainer.close)

@@ -9,6 +9,9 @@ from contextlib import suppress
 from typing import Protocol
 
 from tinker_local.backend.daemon_thread import in_daemon_thread
+from tinker_local.backend.sampling.process_sampler import ProcessSampler
+from tinker_local.backend.sampling.replica_pool import ReplicaPool, replica_name
+from tinker_local.backend.sampling.sampler import Sampler
 from tinker_local.backend.scheduling.memory_sharing import Gate, MemorySharing
 
 log = logging.getLogger(__name__)
@@ -178,12 +181,19 @@ class TrainerSupervision(Supervision):
 
 
 class SamplerSupervision(Supervision):
-    """Supervises a sampler. Its versions are loaded again when they are sampled from, and requests that were in it run
-    once more (`WakingSampler`)."""
+    """Supervises a sampler, or with its `gate` one of several replicas (`name`). Its versions are loaded again when
+    they are sampled from, and requests that were in it run once more (`WakingSampler`), also in another replica."""
 
-    def __init__(self, sampler: Supervised, memory_sharing: MemorySharing) -> None:
+    def __init__(
+        self, sampler: Supervised, memory_sharing: MemorySharing, gate: Gate | None = None, name: str = "sampler"
+    ) -> None:
         self._memory_sharing = memory_sharing
-        super().__init__("sampler", sampler, memory_sharing.sampler_gate)
+        super().__init__(name, sampler, gate or memory_sharing.sampler_gate)
+
+    @property
+    def works(self) -> bool:
+        """Whether it can be sampled from."""
+        return self._gate.is_open
 
     def _ended(self) -> None:
         """Nothing waits for it but calls."""
@@ -192,7 +202,19 @@ class SamplerSupervision(Supervision):
         """Everything goes on."""
 
     async def _load(self, load: Callable[[], None]) -> None:
-        await self._memory_sharing.load_sampler(load)
+        await self._memory_sharing.load_sampler(load, self._gate)
+
+
+def supervise_sampler(sampler: Sampler, memory_sharing: MemorySharing) -> tuple[SamplerSupervision, ...]:
+    """The supervisions of a sampler, one for each process that it has."""
+    if isinstance(sampler, ReplicaPool):
+        gates = memory_sharing.replica_gates(len(sampler.replicas))
+        return tuple(
+            SamplerSupervision(replica, memory_sharing, gate, replica_name(at))
+            for at, (replica, gate) in enumerate(zip(sampler.replicas, gates, strict=True))
+            if isinstance(replica, ProcessSampler)
+        )
+    return (SamplerSupervision(sampler, memory_sharing),) if isinstance(sampler, ProcessSampler) else ()
 
 
 def pause_after(short_lives: int) -> float:

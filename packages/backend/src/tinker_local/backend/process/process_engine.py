@@ -3,7 +3,7 @@
 import time
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from tinker_local.backend.process.calls import Calls
@@ -17,17 +17,21 @@ _REAP_SECONDS = 20.0
 
 class ProcessEngine(ABC):
     """Runs each of `programs` in a process, one group of processes after the other. `name`: what they are ("trainer").
+    `environments`: what the environment of each has besides, or instead (none given: nothing).
 
     As `models.supervision.Supervised`: `on_end` is called in a thread, after `ended` was set, when a group has ended by
     itself or was killed, and before a call fails for it. Loading may take as long as it takes the first time, and later
     ten times that, or `timeout` seconds if that is more.
     """
 
-    def __init__(self, name: str, programs: Sequence[Program], timeout: float) -> None:
+    def __init__(
+        self, name: str, programs: Sequence[Program], timeout: float, environments: Sequence[Mapping[str, str]] = ()
+    ) -> None:
         self.on_end: Callable[[], None] = lambda: None
         self.load_seconds = 0.0
         self._name = name
         self._programs = programs
+        self._environments = environments
         self._timeout = timeout
         self._closed = False
         self._load_limit: float | None = None
@@ -50,7 +54,7 @@ class ProcessEngine(ABC):
 
         self.ended = False
         self._began = time.monotonic()
-        self._group = ProcessGroup(self._name, self._programs, on_end)
+        self._group = ProcessGroup(self._name, self._programs, on_end, self._environments)
         self._connect(self._group)
 
     def _ended(self) -> None:

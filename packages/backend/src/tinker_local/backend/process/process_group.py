@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 
 from tinker_local.backend.process.channel import Channel
@@ -40,13 +40,14 @@ class ProcessEndedError(InternalError):
 
 class ChildProcess:
     """Starts a process that runs `program` (`messages.Program`), and the channel to it. `name`: what it is in messages.
+    `environment`: what its environment has besides ours, or instead.
 
     The process is a fresh interpreter: a fork would share CUDA's state and the server's sockets, and `multiprocessing`
     would import the user's program again. It ends with this process, however that ends, or with `channel`. It leads a
     process group, so that what it started is killed with it.
     """
 
-    def __init__(self, name: str, program: Program) -> None:
+    def __init__(self, name: str, program: Program, environment: Mapping[str, str]) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             self.popen = subprocess.Popen(
@@ -54,7 +55,7 @@ class ChildProcess:
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 process_group=0,  # Ctrl-C in a terminal does not reach it, not even before it ignores it
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+                env={**os.environ, **environment, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
             )
         self.channel = Channel(ours, self.popen.pid)
         try:
@@ -73,17 +74,24 @@ class ChildProcess:
 class ProcessGroup:
     """Runs each of `programs` in a process. When one of them ends, or a `limit` is over, all are killed.
 
-    `name` says what they are ("trainer"). `on_end` is called once, in a thread, when all have been reaped, whatever the
+    `name` says what they are ("trainer"). `environments`: what the environment of each has besides ours, or instead;
+    none given: nothing. `on_end` is called once, in a thread, when all have been reaped, whatever the
     reason, and before any call fails for it.
     """
 
-    def __init__(self, name: str, programs: Sequence[Program], on_end: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self,
+        name: str,
+        programs: Sequence[Program],
+        on_end: Callable[[], None] = lambda: None,
+        environments: Sequence[Mapping[str, str]] = (),
+    ) -> None:
         self.name = name
         self.members: list[ChildProcess] = []
         self._note = ""
         try:
-            for program in programs:
-                self.members.append(ChildProcess(name, program))
+            for program, environment in zip(programs, environments or [{}] * len(programs), strict=True):
+                self.members.append(ChildProcess(name, program, environment))
         except BaseException:
             for member in self.members:
                 member.channel.close()

@@ -4,6 +4,7 @@ import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from types import MappingProxyType
 from typing import Any, cast
 
 from tinker_local.backend.daemon_thread import in_daemon_thread
@@ -89,19 +90,28 @@ class ProcessSampler(ProcessEngine):
     InternalError with the traceback in the log. If the process ends, all calls and later ones raise ProcessEndedError
     with its exit code or signal, until `restart` and `load`; the next process has no versions, and `sample` loads them.
     A step may take `timeout` seconds, and as long as the first start took, in case the engine is built again in it;
-    then the process is killed. `image_bytes`: how many bytes of pixel values it keeps.
+    then the process is killed. `image_bytes`: how many bytes of pixel values it keeps. `name`: what it is in messages.
+    `environment`: what its environment has besides, or instead.
     """
 
     max_context_length: int
     adapter_dtype: AdapterDType
     can_sleep: bool
 
-    def __init__(self, make: SamplerFactory, *, timeout: float = 120.0, image_bytes: int = 2**30) -> None:
+    def __init__(
+        self,
+        make: SamplerFactory,
+        *,
+        timeout: float = 120.0,
+        image_bytes: int = 2**30,
+        name: str = "sampler",
+        environment: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
         self._image_bytes = image_bytes
         self._images_encoded = 0
         self._changing = threading.Lock()
         program = partial(serve_async_calls, make=partial(ServedSampler, make), describe=loaded, state=state)
-        super().__init__("sampler", [program], timeout)
+        super().__init__(name, [program], timeout, [environment])
 
     def _connect(self, group: ProcessGroup) -> None:
         self._loading = Calls(group)
@@ -132,6 +142,12 @@ class ProcessSampler(ProcessEngine):
                 raise ProcessEndedError(self.why)
             limit = self._timeout + self.load_seconds
             self._calls = AsyncCalls(self._group, limit, image_bytes=self._image_bytes)
+
+    @property
+    def ready(self) -> bool:
+        """Whether it may be called: its process is loaded and has not ended."""
+        calls = self._calls  # still of the last process while `restart` starts the next
+        return calls is not None and not self.ended and not calls.group.ended
 
     def restart(self) -> None:
         """Start a new process after the last one has ended; `load` is next."""

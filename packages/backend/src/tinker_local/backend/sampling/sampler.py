@@ -45,7 +45,7 @@ class SampleWork:
     `topk_sample_logprobs`: how many of the likeliest tokens come with every sampled one. The other fields after
     `num_samples` are questions about the prompt (`prompt_scores`). `target_prompt_logprobs`: int64 [P - 1, K], -1 for
     none. `prompt_logprobs_last_n` None: all positions. `first_sample`: the index of the first sequence in the client's
-    request, on which its seed depends.
+    request, on which its seed depends. `replica`: which of several replicas answers, if it works; None: any.
 
     `begun` is called once, from any thread, when the first sequence runs on the device. `ended` may be called, from any
     thread, when one of the sequences has ended before the last.
@@ -62,6 +62,7 @@ class SampleWork:
     prompt_alt_tokens_k: int = 0
     prompt_logprobs_last_n: int | None = None
     first_sample: int = 0
+    replica: int | None = None
     ended: Callable[[], None] = ignore_begin
     begun: Callable[[], None] = ignore_begin
 

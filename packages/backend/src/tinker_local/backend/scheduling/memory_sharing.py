@@ -70,11 +70,33 @@ class Gate:
         self.refuse(reason)
         self._shut = True
 
+    def follow(self, gates: "Sequence[Gate]") -> None:
+        """Be open while one of `gates` is. If none is, calls wait as long as one of them lets calls wait."""
+        if self._shut:
+            return
+        self.works = any(gate.works for gate in gates)
+        waits = self.works or any(gate._refusal is None for gate in gates)
+        self._refusal = None if waits else gates[0]._refusal
+        self._change()
+
     def _change(self) -> None:
         if self.works or self._refusal is not None:
             self._passable.set()
         else:
             self._passable.clear()
+
+
+class ReplicaGate(Gate):
+    """Of one of several replicas. `shared` is open while one of `siblings`, all of them, is."""
+
+    def __init__(self, shared: Gate, siblings: "list[ReplicaGate]") -> None:
+        super().__init__()
+        self._shared = shared
+        self._siblings = siblings
+
+    def _change(self) -> None:
+        super()._change()
+        self._shared.follow(self._siblings)
 
 
 class MemorySharing:
@@ -104,6 +126,7 @@ class MemorySharing:
         self._life = 0
         self.trainer_gate = Gate()
         self.sampler_gate = Gate()
+        self._loading = 0
         self._sampler_is_loaded = asyncio.Event()
         self._sampler_is_loaded.set()
         self._settled = asyncio.Event()
@@ -254,6 +277,12 @@ class MemorySharing:
 
     # When a process has ended ---------------------------------------------------------------------------------------
 
+    def replica_gates(self, replicas: int) -> list[ReplicaGate]:
+        """A gate for each of several replicas that are one sampler: `sampler_gate` is open while one of them is."""
+        gates: list[ReplicaGate] = []
+        gates.extend(ReplicaGate(self.sampler_gate, gates) for _ in range(replicas))
+        return gates
+
     def trainer_lost(self) -> None:
         """Its process has ended, and `trainer_gate` is closed: failures wait until `settle`."""
         self._life += 1
@@ -280,17 +309,26 @@ class MemorySharing:
             await self.in_turn(load)
             await restore()
 
-    async def load_sampler(self, load: Callable[[], None]) -> None:
-        """Load a new sampler with `load`, in a thread, when the trainer does not use its memory. Trainer calls go on
-        meanwhile with their own, and the sampler waits for none of them, so that one may wait for the sampler."""
+    async def load_sampler(self, load: Callable[[], None], gate: Gate | None = None) -> None:
+        """Load a new sampler with `load`, in a thread, when the trainer does not use its memory, and open its `gate`
+        (None: `sampler_gate`). Trainer calls go on meanwhile with their own memory, and the sampler waits for none of
+        them, so that one may wait for the sampler. Other replicas that are asleep wake first, so that all are awake."""
         async with self._turn:
             await self._release_trainer()
+            if self._sampler is not None and self._sampler.asleep:
+                try:
+                    await self._sampler.wake()
+                except Exception:
+                    log.exception("the other replicas could not be woken; the next sample tries again")
+            self._loading += 1
             self._sampler_is_loaded.clear()
         try:
             await in_daemon_thread(load)
-            self.sampler_gate.open()
+            (gate or self.sampler_gate).open()
         finally:
-            self._sampler_is_loaded.set()
+            self._loading -= 1
+            if not self._loading:
+                self._sampler_is_loaded.set()
 
     # The sampler's side ---------------------------------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ Who is alone gets `places`, as many sequences as the sampler is to run at once. 
 more, which go to sessions that have nothing in it. So a short sample starts at once while others fill all places.
 
 Prompts are read one after the other, before their sequences run. So only `PROMPTS_AHEAD` positions of prompts that are
-not read are handed over, and one prompt of each session that has none there.
+not read are handed over for each replica, and one prompt of each session that has none there.
 """
 
 import asyncio
@@ -151,12 +151,14 @@ class _Request:
 class SampleTurns:
     """Hands the samples of all owners to one sampler.
 
-    `places`: how many sequences it is to run at once. `sequences`: how many it has now, of `requests` requests;
-    `unread`: positions of prompts that it has and has not read. Belongs to one event loop.
+    `places`: how many sequences it is to run at once; `prompts_ahead`: most positions of prompts that it has and has
+    not read, when another session waits. `sequences`: how many it has now, of `requests` requests; `unread`: positions
+    of prompts that it has and has not read. Belongs to one event loop.
     """
 
-    def __init__(self, places: int) -> None:
+    def __init__(self, places: int, prompts_ahead: int = PROMPTS_AHEAD) -> None:
         self.places = places
+        self.prompts_ahead = prompts_ahead
         self.sequences = 0
         self.requests = 0
         self.unread = 0
@@ -225,7 +227,7 @@ class SampleTurns:
         while (session := self._next()) is not None:
             request = next(iter(session.waiting))
             length = 0 if request.handed else request.work.prompt.length
-            if length and session.unread and self.unread + length > PROMPTS_AHEAD:
+            if length and session.unread and self.unread + length > self.prompts_ahead:
                 session.too_many = True
                 self._too_many.append(session)
                 continue
