@@ -531,6 +531,11 @@ MISTAKES = (
     ),
     Promise(
         "operation",
+        "A GPU that has a sampler alone keeps memory for a trainer that is elsewhere",
+        "sampler-alone-shares-its-gpu",
+    ),
+    Promise(
+        "operation",
         "A sampler in a process keeps what is not needed: cancelled samples, versions, memory of other results",
         "cancelled-samples-run-on unwritten-version-sent-each-time large-messages-joined",
     ),

@@ -8,8 +8,11 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tinker_local.backend.models.gpu_plan import ModelSizes, StepSize, plan_gpu, step_sizes
+from tinker_local.backend.models.gpu_plan import GATHERED, ModelSizes, StepSize, plan_gpu, step_sizes
+from tinker_local.backend.models.load_engines import sized_for_gpus
+from tinker_local.backend.options import BackendOptions
 from tinker_local.backend.training.recompute_policy import ActivationMemory, LayerMemory
+from tinker_local.backend.vllm_engine.build_engine import EngineOptions
 
 GIB = 2**30
 EIGHT = ModelSizes(
@@ -136,3 +139,72 @@ def test_a_cache_of_given_size_keeps_it_and_the_step_fits_beside_it() -> None:
     assert plan(EIGHT, 134, steps=[LARGE, SMALL], kv_cache=all_but - 4 * GIB).step == SMALL
     with pytest.raises(ValueError, match="KV cache"):
         plan(EIGHT, 134, steps=[LARGE, SMALL], kv_cache=all_but + 4 * GIB)
+
+
+# Several GPUs ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.mutation("sampler-alone-shares-its-gpu", "load_engines.py", "trains=gpu == TRAINER_GPU,", "trains=True,")
+def test_a_gpu_with_one_engine_holds_one_copy_and_gives_it_the_rest() -> None:
+    both, sampler, trainer = plan(EIGHT, 80), plan(EIGHT, 80, trains=False), plan(EIGHT, 80, samples=False)
+    assert (sampler.activations, trainer.kv_cache) == (0, 0)
+    assert sampler.kv_cache > both.kv_cache + EIGHT.weight_bytes
+    assert trainer.activations > both.activations + EIGHT.weight_bytes
+    assert sampler.kv_cache + EIGHT.weight_bytes < 80 * GIB
+    plan(THIRTY_TWO, 80, trains=False, context=8192, max_rank=32)  # 61.1 GiB of weights
+    with pytest.raises(ValueError, match=re.escape("two copies of the weights (61.1 GiB each)")) as refusal:
+        plan(THIRTY_TWO, 80, context=8192, max_rank=32)
+    assert "so does a GPU for each (--sample-gpus)" in str(refusal.value)
+    with pytest.raises(
+        ValueError, match=re.escape("the weights (61.1 GiB), adapters, buffers and a KV cache")
+    ) as alone:
+        plan(THIRTY_TWO, 62, trains=False, context=8192, max_rank=32)
+    assert "--sample-gpus" not in str(alone.value)
+
+
+def test_a_rank_that_shares_the_layers_holds_its_part_three_layers_and_all_else() -> None:
+    layers = EIGHT.layers * EIGHT.layer_parameters * 2
+    assert EIGHT.trainer_bytes(1) == EIGHT.weight_bytes
+    for ranks in (2, 4, 8):
+        expected = EIGHT.weight_bytes - layers + layers // ranks + GATHERED * EIGHT.layer_parameters * 2
+        assert abs(EIGHT.trainer_bytes(ranks) - expected) <= 2
+    with pytest.raises(ValueError, match="GiB of GPU memory are free"):
+        plan(THIRTY_TWO, 80, samples=False, context=8192, max_rank=32)
+    assert plan(THIRTY_TWO, 80, samples=False, context=8192, max_rank=32, ranks=2).activations > 10 * GIB
+
+
+def test_each_replica_gets_the_cache_that_fits_its_gpu_and_sleeps_only_beside_the_trainer(
+    tiny_models: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch
+    from transformers import AutoConfig
+
+    free = {0: 40 * GIB, 1: 20 * GIB, 2: 12 * GIB}
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda gpu: (free[gpu], 80 * GIB))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda gpu: "NVIDIA H100 80GB HBM3")
+    folder = str(tiny_models["tiny/text"])
+    config = AutoConfig.from_pretrained(folder)
+    config.max_position_embeddings = 2**20
+    engine = EngineOptions(folder, dtype="bfloat16", max_rank=8, sleeps=True)
+
+    def sized(*gpus: int, **changes: Any) -> Any:
+        options = BackendOptions(sample_gpus=gpus, gpu_memory_utilization=1.0, max_rank=8)
+        return sized_for_gpus(config, dataclasses.replace(engine, **changes), options)
+
+    (alone,), trains_beside = sized()
+    assert (alone, trains_beside) == (sized(0)[0][0], sized(0)[1])
+    beside, one, two = (engines := sized(0, 1, 2)[0])
+    assert beside.kv_cache_bytes == alone.kv_cache_bytes
+    assert 12 * GIB < one.kv_cache_bytes < 20 * GIB
+    assert two.kv_cache_bytes < 12 * GIB < one.kv_cache_bytes
+    assert {each.max_sequences for each in engines} == {two.max_sequences}
+    assert [each.sleeps for each in engines] == [True] * 3
+    (apart, _), trains_alone = sized(1, 2)
+    assert not apart.sleeps
+    assert apart.kv_cache_bytes == one.kv_cache_bytes
+    assert trains_alone > trains_beside
+    free[2] = GIB
+    with pytest.raises(ValueError, match=r"^GPU 2: 1.0 GiB of GPU memory are free, but the weights"):
+        sized(0, 1, 2)
+    engines, limit = sized(0, 1, 2, kv_cache_bytes=2**20)
+    assert (limit, [each.kv_cache_bytes for each in engines]) == (None, [2**20] * 3)

@@ -33,7 +33,7 @@ async def start(tmp_path: Path, samplers: ModuleType) -> AsyncIterator[Start]:
         model = FakeModel(source.name)
         make_sampler = functools.partial(samplers.odd, source.name)
         make_trainer = functools.partial(FakeTrainer, model)
-        with starting(options, "process", make_sampler, "inline", make_trainer) as (load_sampler, load_trainer):
+        with starting(options, "process", [make_sampler] * 2, "inline", make_trainer) as (load_sampler, load_trainer):
             sampler, trainer = load_sampler(), load_trainer()
         return Engines(FakeRenderer(model), trainer, sampler, arch="fake", tolerance=1e-4, sequences=512)
 

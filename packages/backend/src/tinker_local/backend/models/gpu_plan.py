@@ -1,7 +1,8 @@
 """Divides a GPU's memory between a trainer and a vLLM engine before either is loaded. Imports neither torch nor vLLM.
 
 Both hold the model's weights. Of the rest, the trainer gets what a full micro-batch needs without recomputation, but at
-most half; the KV cache gets the remainder, but no more than its sequences can fill.
+most half; the KV cache gets the remainder, but no more than its sequences can fill. A GPU that has one of them alone
+gives it everything.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -16,6 +17,9 @@ _RUNTIME = 3 * _GIB
 """CUDA contexts of two processes, workspaces of libraries, CUDA graphs, fragmentation."""
 _COUNTED_ADAPTERS = 4
 """Training adapters with reserved memory; more of them take memory from activations, which are then recomputed."""
+GATHERED = 3
+"""Whole layers that a rank of a sharded trainer holds at a time: the one that runs, the next one, and one that is being
+freed."""
 COUNTED_RANK = 32
 """The largest rank of these adapters."""
 
@@ -37,6 +41,19 @@ class ModelSizes:
     @property
     def weight_bytes(self) -> int:
         return self.parameters * self.itemsize
+
+    @property
+    def layer_parameters(self) -> int:
+        """Of the matrices of one layer."""
+        return self.hidden * (2 * self.q_width + 2 * self.kv_width + 3 * self.intermediate)
+
+    def trainer_bytes(self, ranks: int) -> int:
+        """Weights on one of `ranks` that share the layers: its part of them, `GATHERED` whole ones, and all else."""
+        layers = self.layers * self.layer_parameters
+        if ranks == 1 or layers > self.parameters:
+            return self.weight_bytes
+        shard = -(-layers // ranks) + min(GATHERED, self.layers) * self.layer_parameters
+        return (self.parameters - layers + shard) * self.itemsize
 
     @property
     def kv_bytes(self) -> int:
@@ -65,7 +82,7 @@ class StepSize:
 @dataclass(frozen=True, slots=True)
 class GpuPlan:
     """`step` of vLLM. Bytes: `kv_cache` for vLLM, and `activations`, the trainer's limit without weights, adapters and
-    logits."""
+    logits; 0 for what is not on the GPU."""
 
     step: StepSize
     kv_cache: int
@@ -107,11 +124,15 @@ def plan_gpu(
     image_cache: int,
     logits: int,
     kv_cache: int | None = None,
+    ranks: int = 1,
+    trains: bool = True,
+    samples: bool = True,
 ) -> GpuPlan:
     """Divide `free` bytes of a GPU, with the first of `steps` that fits. `activations`: what the trainer's decoder
     takes for a micro-batch of so many positions. `context`: the longest sequence, in positions; `adapter_slots` of
     `max_rank`: vLLM's; `image_cache`, `logits`: bytes of image features and of logits that exist at a time, in both
-    engines each; `kv_cache`: its size if it is given.
+    engines each; `kv_cache`: its size if it is given. `trains`, `samples`: whether the GPU has a trainer, one of
+    `ranks` that share the layers, and a sampler; at least one of them.
 
     Raises ValueError with the numbers if the KV cache, of one sequence at least, and one sequence in the trainer do not
     fit with the last of `steps`.
@@ -119,25 +140,44 @@ def plan_gpu(
     # Weights, gradient and two moments in float32, and A, B and their gradients stacked for a micro-batch.
     adapter = sizes.adapter_parameters(min(max_rank, COUNTED_RANK))
     adapters = _COUNTED_ADAPTERS * adapter * 4 * 4 + adapter * (2 * sizes.itemsize + 4 * 2)
-    trainer = sizes.weight_bytes + adapters + 2 * logits + image_cache
+    weights = sizes.trainer_bytes(ranks)
+    trainer = weights + adapters + 2 * logits + image_cache if trains else 0
     slots = adapter_slots * sizes.adapter_parameters(max_rank) * sizes.itemsize
-    sampler = sizes.weight_bytes + slots + logits + image_cache
+    sampler = sizes.weight_bytes + slots + logits + image_cache if samples else 0
 
     longest = min(context, micro_batch_tokens)
     least, most = activations(longest).always, activations(micro_batch_tokens).everything
     least_kv = context * sizes.kv_bytes if kv_cache is None else kv_cache
+    if not trains:
+        least = most = 0
+    if not samples:
+        least_kv = 0
     for step in steps:
-        left = free - _RUNTIME - sampler - sizes.step_bytes(step) - trainer
+        left = free - _RUNTIME - sampler - trainer - (sizes.step_bytes(step) if samples else 0)
         if left >= least + least_kv:
+            if not samples:
+                return GpuPlan(step, 0, left)
             trained = min(max(least, min(most, left // 2)), left - least_kv)
             most_kv = max(least_kv, step.sequences * context * sizes.kv_bytes) if kv_cache is None else kv_cache
             cache = min(left - trained, most_kv)
-            return GpuPlan(step, cache, left - cache)
+            return GpuPlan(step, cache, left - cache if trains else 0)
+    of_trainer = f"the activations of {longest} positions ({_gib(least)})"
+    of_sampler = f"a KV cache for one sequence of {context} positions ({_gib(least_kv)})"
+    if trains and samples:
+        same = weights == sizes.weight_bytes
+        copies = f"{_gib(weights)} each" if same else f"{_gib(weights)} and {_gib(sizes.weight_bytes)}"
+        parts, what = f"two copies of the weights ({copies})", f"{of_sampler} and {of_trainer}"
+    else:
+        parts, what = (
+            f"the weights ({_gib(weights if trains else sizes.weight_bytes)})",
+            of_sampler if samples else of_trainer,
+        )
+    less = "a smaller max_context_length, micro_batch_tokens or max_rank needs less"
+    if trains and samples:
+        less += "; so does a GPU for each (--sample-gpus)"
     raise ValueError(
-        f"{_gib(free)} of GPU memory are free, but two copies of the weights ({_gib(sizes.weight_bytes)} each), "
-        f"adapters, buffers, a KV cache for one sequence of {context} positions ({_gib(least_kv)}) and the "
-        f"activations of {longest} ({_gib(least)}) take {_gib(free - left + least + least_kv)}; "
-        "a smaller max_context_length, micro_batch_tokens or max_rank needs less"
+        f"{_gib(free)} of GPU memory are free, but {parts}, adapters, buffers and {what} take "
+        f"{_gib(free - left + least + least_kv)}; {less}"
     )
 
 

@@ -119,21 +119,23 @@ def engine_thread() -> "EngineThread":
 def starting(
     options: BackendOptions,
     sampler_place: EnginePlace,
-    make_sampler: SamplerFactory,
+    make_samplers: Sequence[SamplerFactory],
     trainer_place: EnginePlace,
     make_trainer: TrainerFactory,
     sequences: int = 256,
 ) -> Iterator[tuple[SamplerFactory, TrainerFactory]]:
     """Functions that make both engines, each at its place; call them within the context, the sampler's first. With
-    `options.sample_gpus` the sampler is a replica for each of them, which is to run `sequences` at once.
+    `options.sample_gpus` the sampler is a replica for each of them, made by its own of `make_samplers` and to run
+    `sequences` at once.
 
     Processes start and import at once, but allocate nothing on the device before these calls: vLLM refuses to start on
     less free memory than it asks for and counts concurrent changes as its own, and the trainer then sees what is really
     left. They end if the context fails.
     """
     with ExitStack() as failed:
+        (make_sampler, *_) = make_samplers
         if options.sample_gpus:
-            make_sampler = _loading_replicas(failed, options, make_sampler, sequences)
+            make_sampler = _loading_replicas(failed, options, make_samplers, sequences)
         elif sampler_place == "process":
             make_sampler = _loading(failed, ProcessSampler(make_sampler, timeout=options.sampler_timeout))
         if trainer_place == "process":
@@ -157,13 +159,13 @@ def _loading(failed: ExitStack, engine: Engine) -> Callable[[], Engine]:
 
 
 def _loading_replicas(
-    failed: ExitStack, options: BackendOptions, make_sampler: SamplerFactory, sequences: int
+    failed: ExitStack, options: BackendOptions, make_samplers: Sequence[SamplerFactory], sequences: int
 ) -> SamplerFactory:
     """A function that loads a replica on each of `sample_gpus`, all at once. `failed` ends their processes."""
     if options.sampler == "inline":
         raise ValueError("--sampler inline and --sample-gpus exclude each other: replicas are processes")
     replicas = []
-    for at, gpu in enumerate(options.sample_gpus):
+    for at, (gpu, make_sampler) in enumerate(zip(options.sample_gpus, make_samplers, strict=True)):
         name = replica_name(at) if len(options.sample_gpus) > 1 else "sampler"
         replicas.append(
             ProcessSampler(make_sampler, timeout=options.sampler_timeout, name=name, environment=environment_of([gpu]))
@@ -215,9 +217,9 @@ def load_real(source: ModelSource, options: BackendOptions) -> Engines:
         max_rank=options.max_rank,
         sleeps=options.sampler_sleeps,
     )
-    activation_bytes = None
+    engines, activation_bytes = [engine] * max(1, len(options.sample_gpus)), None
     if not compat_vllm.runs_on_cpu():
-        engine, activation_bytes = sized_for_gpu(config, engine, options)
+        engines, activation_bytes = sized_for_gpus(config, engine, options)
     make_trainer = functools.partial(
         HFTrainer,
         source.path,
@@ -230,9 +232,10 @@ def load_real(source: ModelSource, options: BackendOptions) -> Engines:
         module_gradient_norms=options.module_gradient_norms,
         decoder=options.decoder,
     )
-    make_sampler = functools.partial(make_vllm_sampler, engine)
-    places = engine_place(options.sampler), make_sampler, engine_place(options.trainer), make_trainer
-    with starting(options, *places, engine.max_sequences) as (load_sampler, load_trainer):
+    make_samplers = [functools.partial(make_vllm_sampler, engine) for engine in engines]
+    places = engine_place(options.sampler), make_samplers, engine_place(options.trainer), make_trainer
+    sequences = engines[0].max_sequences
+    with starting(options, *places, sequences) as (load_sampler, load_trainer):
         sampler: Sampler = load_sampler()
         trainer: Trainer = load_trainer()
     renderer = load_renderer(source.path, dtype=dtype, max_pixels=options.max_image_pixels)
@@ -243,7 +246,7 @@ def load_real(source: ModelSource, options: BackendOptions) -> Engines:
         arch=config.model_type,
         tolerance=TOLERANCE[dtype],
         sliding_window=sliding_window(config.get_text_config()),
-        sequences=engine.max_sequences * max(1, len(options.sample_gpus)),
+        sequences=sequences * len(engines),
     )
 
 
@@ -285,34 +288,51 @@ def load_renderer(
     return ModelRenderer(vocab_size, images, max_pixels=max_pixels, cache_bytes=cache_bytes)
 
 
-def sized_for_gpu(config: Any, engine: "EngineOptions", options: BackendOptions) -> "tuple[EngineOptions, int | None]":
-    """`engine` with steps and a KV cache that fit the current GPU, and the trainer's limit for activations. With a
-    cache of given size nothing is refused: the limit is None, and steps are small if larger ones do not fit."""
+TRAINER_GPU = 0
+"""The GPU of the trainer."""
+
+
+def sized_for_gpus(
+    config: Any, engine: "EngineOptions", options: BackendOptions
+) -> "tuple[list[EngineOptions], int | None]":
+    """For each replica `engine` with steps and a KV cache that fit its GPU, and the trainer's limit for activations.
+    All replicas take the steps of the smallest. With a cache of given size nothing is refused: the limit is None, and
+    steps are small if larger ones do not fit. Samplers sleep only if one of them is beside the trainer."""
+    gpus = options.sample_gpus or (TRAINER_GPU,)
+    engine = replace(engine, sleeps=engine.sleeps and TRAINER_GPU in gpus)
     try:
-        plan = plan_for(config, engine, options)
+        plans = {gpu: plan_for(config, engine, options, gpu, gpus) for gpu in {TRAINER_GPU, *gpus}}
     except ValueError:
         if engine.kv_cache_bytes is None:
             raise
-        return engine, None
-    log.info(
-        "%s: %.1f GiB of KV cache, %.1f of activations, %d sequences and %d positions in a step",
-        engine.model,
-        plan.kv_cache / 2**30,
-        plan.activations / 2**30,
-        plan.step.sequences,
-        plan.step.positions,
-    )
-    sized = replace(
-        engine,
-        kv_cache_bytes=plan.kv_cache,
-        max_sequences=plan.step.sequences,
-        max_batched_tokens=plan.step.positions,
-    )
-    return sized, plan.activations if engine.kv_cache_bytes is None else None
+        return [engine] * len(gpus), None
+    for gpu, plan in sorted(plans.items()):
+        log.info(
+            "%s, GPU %d: %.1f GiB of KV cache, %.1f of activations, %d sequences and %d positions in a step",
+            engine.model,
+            gpu,
+            plan.kv_cache / 2**30,
+            plan.activations / 2**30,
+            plan.step.sequences,
+            plan.step.positions,
+        )
+    step = min((plans[gpu].step for gpu in gpus), key=lambda step: step.sequences)
+    sized = [
+        replace(
+            engine,
+            kv_cache_bytes=plans[gpu].kv_cache,
+            max_sequences=step.sequences,
+            max_batched_tokens=step.positions,
+        )
+        for gpu in gpus
+    ]
+    return sized, plans[TRAINER_GPU].activations if engine.kv_cache_bytes is None else None
 
 
-def plan_for(config: Any, engine: "EngineOptions", options: BackendOptions) -> GpuPlan:
-    """The plan for a model of `config` on the current GPU with its free memory."""
+def plan_for(
+    config: Any, engine: "EngineOptions", options: BackendOptions, gpu: int, sample_gpus: Sequence[int]
+) -> GpuPlan:
+    """The plan for a model of `config` on a GPU with its free memory. ValueError names the GPU if there are several."""
     import torch
     from tinker_local.backend.training.load_model import decoder_of_sizes
     from tinker_local.backend.training.worker import CUDA_LOGITS
@@ -321,22 +341,29 @@ def plan_for(config: Any, engine: "EngineOptions", options: BackendOptions) -> G
     dtype = engine.dtype or options.dtype or "float32"
     decoder, parameters = decoder_of_sizes(config, dtype, options.decoder)
     itemsize = 2 if dtype == "bfloat16" else 4
-    free, total = torch.cuda.mem_get_info()
-    return plan_gpu(
-        model_sizes(text_config.to_dict(), parameters, itemsize),
-        functools.partial(decoder.memory, columns=min(options.max_rank, COUNTED_RANK)),
-        free=int(options.gpu_memory_utilization * free),
-        context=min(
-            options.max_context_length or text_config.max_position_embeddings, text_config.max_position_embeddings
-        ),
-        micro_batch_tokens=options.micro_batch_tokens,
-        max_rank=options.max_rank,
-        adapter_slots=engine.adapters_per_step,
-        steps=step_sizes(total, torch.cuda.get_device_name()),
-        image_cache=engine.image_cache_bytes if hasattr(config, "vision_config") else 0,
-        logits=CUDA_LOGITS * itemsize,
-        kv_cache=engine.kv_cache_bytes,
-    )
+    free, total = torch.cuda.mem_get_info(gpu)
+    try:
+        return plan_gpu(
+            model_sizes(text_config.to_dict(), parameters, itemsize),
+            functools.partial(decoder.memory, columns=min(options.max_rank, COUNTED_RANK)),
+            free=int(options.gpu_memory_utilization * free),
+            context=min(
+                options.max_context_length or text_config.max_position_embeddings, text_config.max_position_embeddings
+            ),
+            micro_batch_tokens=options.micro_batch_tokens,
+            max_rank=options.max_rank,
+            adapter_slots=engine.adapters_per_step,
+            steps=step_sizes(total, torch.cuda.get_device_name(gpu)),
+            image_cache=engine.image_cache_bytes if hasattr(config, "vision_config") else 0,
+            logits=CUDA_LOGITS * itemsize,
+            kv_cache=engine.kv_cache_bytes,
+            trains=gpu == TRAINER_GPU,
+            samples=gpu in sample_gpus,
+        )
+    except ValueError as error:
+        if tuple(sample_gpus) == (TRAINER_GPU,):
+            raise
+        raise ValueError(f"GPU {gpu}: {error}") from None
 
 
 def load_fake(source: ModelSource, options: BackendOptions) -> Engines:
@@ -346,10 +373,11 @@ def load_fake(source: ModelSource, options: BackendOptions) -> Engines:
     model = FakeModel(source.name)
     make_trainer = functools.partial(FakeTrainer, model, module_gradient_norms=options.module_gradient_norms)
     make_sampler = functools.partial(FakeSampler, model)
-    places = options.sampler or "inline", make_sampler, options.trainer or "inline", make_trainer
+    replicas = max(1, len(options.sample_gpus))
+    places = options.sampler or "inline", [make_sampler] * replicas, options.trainer or "inline", make_trainer
     with starting(options, *places) as (load_sampler, load_trainer):
         sampler, trainer = load_sampler(), load_trainer()
-    sequences = 256 * max(1, len(options.sample_gpus))
+    sequences = 256 * replicas
     return Engines(FakeRenderer(model), trainer, sampler, arch="fake", tolerance=1e-4, sequences=sequences)
 
 
