@@ -285,8 +285,7 @@ async def test_a_stop_ends_the_process_of_a_sampler_whose_memory_the_trainer_wai
         await api.backend.stop()
     assert said[1:] == [f"saved tinker://{model}/weights/autosave after 1 optimizer step"]
     assert_gone([pid])
-    supervision = served(api).sampler_supervision
-    assert supervision is not None
+    (supervision,) = served(api).sampler_supervisions
     assert supervision.restarts == 0
     assert "the sampler did not make room for the trainer in time" in await api.failure(waiting)
 
