@@ -144,7 +144,6 @@ def test_a_cache_of_given_size_keeps_it_and_the_step_fits_beside_it() -> None:
 # Several GPUs ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.mutation("sampler-alone-shares-its-gpu", "load_engines.py", "trains=gpu == TRAINER_GPU,", "trains=True,")
 def test_a_gpu_with_one_engine_holds_one_copy_and_gives_it_the_rest() -> None:
     both, sampler, trainer = plan(EIGHT, 80), plan(EIGHT, 80, trains=False), plan(EIGHT, 80, samples=False)
     assert (sampler.activations, trainer.kv_cache) == (0, 0)
@@ -173,6 +172,7 @@ def test_a_rank_that_shares_the_layers_holds_its_part_three_layers_and_all_else(
     assert plan(THIRTY_TWO, 80, samples=False, context=8192, max_rank=32, ranks=2).activations > 10 * GIB
 
 
+@pytest.mark.mutation("sampler-alone-shares-its-gpu", "load_engines.py", "trains=gpu == TRAINER_GPU,", "trains=True,")
 def test_each_replica_gets_the_cache_that_fits_its_gpu_and_sleeps_only_beside_the_trainer(
     tiny_models: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -58,7 +58,8 @@ class ServedModel:
 
     `supervision`: of a trainer in a separate process, else None. `sampler_supervisions`: of each separate process of
     the sampler. `pool`: the sampler if it is several replicas, else None. `check_agreement` sets `probes`, the prompts
-    on which trainer and sampler must agree, and `images_of_start`, the counts of `images()` until then.
+    on which trainer and sampler must agree, and `images_of_start`, the counts of `images()` until then. `replicas`: how
+    many the sampler has.
     """
 
     names: tuple[str, ...]
@@ -76,15 +77,12 @@ class ServedModel:
     images_of_start: tuple[int, int, int] = (0, 0, 0)
     max_context_length: int = field(init=False)
     sample_turns: SampleTurns = field(init=False)
+    replicas: int = field(init=False)
 
     def __post_init__(self) -> None:
+        self.replicas = 1 if self.pool is None else len(self.pool.replicas)
         self.sample_turns = SampleTurns(self.engines.sequences, self.replicas * PROMPTS_AHEAD)
         self.max_context_length = min(self.engines.trainer.max_context_length, self.engines.sampler.max_context_length)
-
-    @property
-    def replicas(self) -> int:
-        """How many the sampler has."""
-        return 1 if self.pool is None else len(self.pool.replicas)
 
     @property
     def problem(self) -> str | None:
