@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from tinker_local.backend import BackendOptions, ModelSource
 from tinker_local.backend.fakes import FakeModel, FakeRenderer, FakeTrainer
-from tinker_local.backend.models.load_engines import load_fake, starting
+from tinker_local.backend.models.load_engines import Replicas, load_fake, starting
 from tinker_local.backend.models.placement import check_gpus, environment_of
 from tinker_local.backend.models.served_models import Engines
 from tinker_local.backend.options import parse_gpus
@@ -33,7 +33,10 @@ async def start(tmp_path: Path, samplers: ModuleType) -> AsyncIterator[Start]:
         model = FakeModel(source.name)
         make_sampler = functools.partial(samplers.odd, source.name)
         make_trainer = functools.partial(FakeTrainer, model)
-        with starting(options, "process", [make_sampler] * 2, "inline", make_trainer) as (load_sampler, load_trainer):
+        with starting(options, "process", Replicas([make_sampler] * 2), "inline", make_trainer) as (
+            load_sampler,
+            load_trainer,
+        ):
             sampler, trainer = load_sampler(), load_trainer()
         return Engines(FakeRenderer(model), trainer, sampler, arch="fake", tolerance=1e-4, sequences=512)
 

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -115,27 +115,31 @@ def engine_thread() -> "EngineThread":
     return EngineThread()
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Replicas:
+    """A sampler on each of `sample_gpus`: what makes it there. Each is to run `sequences` at once."""
+
+    factories: Sequence[SamplerFactory]
+    sequences: int = 256
+
+
 @contextmanager
 def starting(
     options: BackendOptions,
     sampler_place: EnginePlace,
-    make_samplers: Sequence[SamplerFactory],
+    make_sampler: SamplerFactory | Replicas,
     trainer_place: EnginePlace,
     make_trainer: TrainerFactory,
-    sequences: int = 256,
 ) -> Iterator[tuple[SamplerFactory, TrainerFactory]]:
-    """Functions that make both engines, each at its place; call them within the context, the sampler's first. With
-    `options.sample_gpus` the sampler is a replica for each of them, made by its own of `make_samplers` and to run
-    `sequences` at once.
+    """Functions that make both engines, each at its place; call them within the context, the sampler's first.
 
     Processes start and import at once, but allocate nothing on the device before these calls: vLLM refuses to start on
     less free memory than it asks for and counts concurrent changes as its own, and the trainer then sees what is really
     left. They end if the context fails.
     """
     with ExitStack() as failed:
-        (make_sampler, *_) = make_samplers
-        if options.sample_gpus:
-            make_sampler = _loading_replicas(failed, options, make_samplers, sequences)
+        if isinstance(make_sampler, Replicas):
+            make_sampler = _loading_replicas(failed, options, make_sampler)
         elif sampler_place == "process":
             make_sampler = _loading(failed, ProcessSampler(make_sampler, timeout=options.sampler_timeout))
         if trainer_place == "process":
@@ -158,25 +162,23 @@ def _loading(failed: ExitStack, engine: Engine) -> Callable[[], Engine]:
     return load
 
 
-def _loading_replicas(
-    failed: ExitStack, options: BackendOptions, make_samplers: Sequence[SamplerFactory], sequences: int
-) -> SamplerFactory:
+def _loading_replicas(failed: ExitStack, options: BackendOptions, replicas: Replicas) -> SamplerFactory:
     """A function that loads a replica on each of `sample_gpus`, all at once. `failed` ends their processes."""
     if options.sampler == "inline":
         raise ValueError("--sampler inline and --sample-gpus exclude each other: replicas are processes")
-    replicas = []
-    for at, (gpu, make_sampler) in enumerate(zip(options.sample_gpus, make_samplers, strict=True)):
+    started = []
+    for at, (gpu, make_sampler) in enumerate(zip(options.sample_gpus, replicas.factories, strict=True)):
         name = replica_name(at) if len(options.sample_gpus) > 1 else "sampler"
-        replicas.append(
+        started.append(
             ProcessSampler(make_sampler, timeout=options.sampler_timeout, name=name, environment=environment_of([gpu]))
         )
-        failed.callback(replicas[-1].end)
+        failed.callback(started[-1].end)
 
     def load() -> "Sampler":
-        with ThreadPoolExecutor(len(replicas)) as threads:
-            for loading in [threads.submit(replica.load) for replica in replicas]:
+        with ThreadPoolExecutor(len(started)) as threads:
+            for loading in [threads.submit(replica.load) for replica in started]:
                 loading.result()
-        return replicas[0] if len(replicas) == 1 else ReplicaPool(replicas, sequences)
+        return started[0] if len(started) == 1 else ReplicaPool(started, replicas.sequences)
 
     return load
 
@@ -232,10 +234,11 @@ def load_real(source: ModelSource, options: BackendOptions) -> Engines:
         module_gradient_norms=options.module_gradient_norms,
         decoder=options.decoder,
     )
-    make_samplers = [functools.partial(make_vllm_sampler, engine) for engine in engines]
-    places = engine_place(options.sampler), make_samplers, engine_place(options.trainer), make_trainer
+    factories = [functools.partial(make_vllm_sampler, engine) for engine in engines]
     sequences = engines[0].max_sequences
-    with starting(options, *places, sequences) as (load_sampler, load_trainer):
+    make_sampler = Replicas(factories, sequences) if options.sample_gpus else factories[0]
+    places = engine_place(options.sampler), make_sampler, engine_place(options.trainer), make_trainer
+    with starting(options, *places) as (load_sampler, load_trainer):
         sampler: Sampler = load_sampler()
         trainer: Trainer = load_trainer()
     renderer = load_renderer(source.path, dtype=dtype, max_pixels=options.max_image_pixels)
@@ -372,12 +375,12 @@ def load_fake(source: ModelSource, options: BackendOptions) -> Engines:
 
     model = FakeModel(source.name)
     make_trainer = functools.partial(FakeTrainer, model, module_gradient_norms=options.module_gradient_norms)
-    make_sampler = functools.partial(FakeSampler, model)
-    replicas = max(1, len(options.sample_gpus))
-    places = options.sampler or "inline", [make_sampler] * replicas, options.trainer or "inline", make_trainer
+    make_one = functools.partial(FakeSampler, model)
+    make_sampler = Replicas([make_one] * len(options.sample_gpus)) if options.sample_gpus else make_one
+    places = options.sampler or "inline", make_sampler, options.trainer or "inline", make_trainer
     with starting(options, *places) as (load_sampler, load_trainer):
         sampler, trainer = load_sampler(), load_trainer()
-    sequences = 256 * replicas
+    sequences = 256 * max(1, len(options.sample_gpus))
     return Engines(FakeRenderer(model), trainer, sampler, arch="fake", tolerance=1e-4, sequences=sequences)
 
 
