@@ -38,9 +38,13 @@ def break_engines(*, real: bool) -> None:
     def start(
         options: Any, sampler_place: Any, make_sampler: Any, trainer_place: Any, make_trainer: Any
     ) -> Iterator[Any]:
-        sampler, trainer = partial(breakable, make_sampler), partial(breakable_trainer, make_trainer)
-        with starting(options, sampler_place, sampler, trainer_place, trainer) as factories:
-            yield factories
+        trainer = partial(breakable_trainer, make_trainer)
+        sampler: Any = partial(breakable, make_sampler)
+        if isinstance(make_sampler, load_engines.Replicas):
+            factories = [partial(breakable, make) for make in make_sampler.factories]
+            sampler = load_engines.Replicas(factories, make_sampler.sequences)
+        with starting(options, sampler_place, sampler, trainer_place, trainer) as loaders:
+            yield loaders
 
     load_engines.starting = start
 
