@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from harness.lines import Line
-from harness.ratios import results
+from harness.ratios import RATIOS, Ratio, results
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -36,7 +36,7 @@ def line_table(lines: Sequence[Line]) -> "Table":
     return shown
 
 
-def ratio_table(lines: Sequence[Line], *, judged: bool) -> "Table":
+def ratio_table(lines: Sequence[Line], ratios: Sequence[Ratio] = RATIOS, *, judged: bool) -> "Table":
     """Ours against the baselines of the same run, with targets and the memory of both. `judged`: say whether targets
     are met; they are for models of a real size."""
     from rich.table import Table
@@ -52,7 +52,7 @@ def ratio_table(lines: Sequence[Line], *, judged: bool) -> "Table":
         ("its peak", "right"),
     ):
         shown.add_column(column, justify=side)  # type: ignore[arg-type]
-    for result in results(lines):
+    for result in results(lines, ratios):
         ratio, base = result.ratio, result.base
         target = "" if ratio.target is None else f"{'≥' if ratio.sense == 'at least' else '≤'} {ratio.target:g}"
         shown.add_row(
@@ -81,10 +81,10 @@ def read(path: Path) -> Kept:
     return Kept(first["machine"], [Line(**record) for record in others])
 
 
-def keep(folder: Path, text: str, lines: Sequence[Line], head: Sequence[str]) -> Path:
-    """Write `engine-DATE-TIME.txt`, and the lines as JSON beside it; never overwrite another run."""
+def keep(folder: Path, text: str, lines: Sequence[Line], head: Sequence[str], name: str = "engine") -> Path:
+    """Write `NAME-DATE-TIME.txt`, and the lines as JSON beside it; never overwrite another run."""
     folder.mkdir(parents=True, exist_ok=True)
-    stem = f"engine-{datetime.now(UTC):%Y%m%d-%H%M%S}"
+    stem = f"{name}-{datetime.now(UTC):%Y%m%d-%H%M%S}"
     path = folder / f"{stem}.txt"
     with path.open("x") as file:
         file.write(text)

@@ -20,15 +20,16 @@ async def measure(host: Host) -> None:
     await idle(host.way, host.scale)
     await host.in_sdk_process("handover")
     async with _another_trains(host):
-        await _measure(host.way, host.scale, "handover.busy", "another model trains on the same GPU")
+        await first_token(host.way, host.scale, "handover.busy", "another model trains on the same GPU")
 
 
 async def idle(way: Way, scale: Scale) -> None:
     """Prints `handover.in_process` or `handover.sdk`."""
-    await _measure(way, scale, f"handover.{way.name}", "the trainer is idle")
+    await first_token(way, scale, f"handover.{way.name}", "the trainer is idle")
 
 
-async def _measure(way: Way, scale: Scale, name: str, note: str) -> None:
+async def first_token(way: Way, scale: Scale, name: str, note: str) -> None:
+    """Prints `name`: from the call that saves ephemeral weights to the first token sampled from them."""
     run = await way.create(scale.rank)
     data = text_data(scale, seed=7)[:1]
     found = []
