@@ -124,7 +124,7 @@ class Subject:
 
         self._reader = threading.Thread(target=read, args=(self.process,), daemon=True)
         self._reader.start()
-        if not ready.wait(240) or self.process.poll() is not None:
+        if not ready.wait(600) or self.process.poll() is not None:
             raise RuntimeError("the server did not start:\n" + "\n".join(self.log[-30:]))
 
     def end(self, number: signal.Signals) -> tuple[int, float, list[str]]:

@@ -13,8 +13,8 @@ TEXT = list(range(20, 60))
 @pytest.mark.mutation(
     "prompt-logprobs-one-short",
     "prompt_scores.py",
-    "np.concatenate([np.full(1, np.nan, np.float32), self.chosen])",
-    "np.concatenate([self.chosen, np.full(1, np.nan, np.float32)])",
+    "return self.chosen_of_positions[1:]",
+    "return self.chosen_of_positions[:-1]",
     cases=("text",),
 )
 async def test_text_agrees_with_hf(served: Any) -> None:

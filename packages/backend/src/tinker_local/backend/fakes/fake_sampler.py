@@ -264,6 +264,7 @@ class FakeSampler:
         scores.chosen[scored] = log_p[of_scored, questions.next_ids[scored]]
         for of_kinds, of_rows in ((ids, scores.topk_ids), (logprobs, scores.topk_logprobs)):
             np.take(of_kinds, of_scored, axis=0, out=of_rows[scored], mode="clip")  # other threads run meanwhile
+            yield
         if targets is not None:
             scores.targets[:] = log_p[kind_of[targets.rows - first], targets.ids]
         if draws is not None:

@@ -98,9 +98,9 @@ class PromptQuestions:
         """Arrays for the answers."""
         rows, drawn = self.num_rows, 0 if self.draws is None else self.draws.k
         return PromptScores(
-            chosen=np.full(rows, np.nan, np.float32),
-            topk_ids=np.zeros((rows, self.topk), np.int32),
-            topk_logprobs=np.full((rows, self.topk), EMPTY_LOGPROB, np.float32),
+            chosen_of_positions=np.full(1 + rows, np.nan, np.float32),
+            topk_ids_of_positions=np.zeros((1 + rows, self.topk), np.int32),
+            topk_logprobs_of_positions=np.full((1 + rows, self.topk), EMPTY_LOGPROB, np.float32),
             targets=np.zeros(0 if self.targets is None else self.targets.ids.size, np.float32),
             drawn_ids=np.zeros((rows, drawn), np.int64),
             drawn_logprobs=np.zeros((rows, drawn), np.float32),
@@ -109,25 +109,36 @@ class PromptQuestions:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PromptScores:
-    """`chosen` [P - 1], `topk_…` and `drawn_…` [P - 1, k], `targets` [M]; logprobs float32."""
+    """`chosen` [P - 1], `topk_…` and `drawn_…` [P - 1, k], `targets` [M]; logprobs float32. The first two are views of
+    arrays with position 0 before the rows, [P] and [P, k]: the answer, which is not copied."""
 
-    chosen: npt.NDArray[np.float32]
-    topk_ids: npt.NDArray[np.int32]
-    topk_logprobs: npt.NDArray[np.float32]
+    chosen_of_positions: npt.NDArray[np.float32]
+    topk_ids_of_positions: npt.NDArray[np.int32]
+    topk_logprobs_of_positions: npt.NDArray[np.float32]
     targets: npt.NDArray[np.float32]
     drawn_ids: npt.NDArray[np.int64]
     drawn_logprobs: npt.NDArray[np.float32]
+
+    @property
+    def chosen(self) -> npt.NDArray[np.float32]:
+        return self.chosen_of_positions[1:]
+
+    @property
+    def topk_ids(self) -> npt.NDArray[np.int32]:
+        return self.topk_ids_of_positions[1:]
+
+    @property
+    def topk_logprobs(self) -> npt.NDArray[np.float32]:
+        return self.topk_logprobs_of_positions[1:]
 
     def fields(self, questions: PromptQuestions) -> dict[str, Any]:
         """Fields of `SampleOutput`; position 0 has no logprob."""
         fields: dict[str, Any] = {}
         if questions.chosen:
-            fields["prompt_logprobs"] = np.concatenate([np.full(1, np.nan, np.float32), self.chosen])
+            fields["prompt_logprobs"] = freeze(self.chosen_of_positions)
         if questions.topk:
-            none = np.zeros((1, questions.topk), np.int32), np.full((1, questions.topk), EMPTY_LOGPROB, np.float32)
             fields["topk_prompt_logprobs"] = TopkLogprobs(
-                token_ids=freeze(np.concatenate([none[0], self.topk_ids])),
-                logprobs=freeze(np.concatenate([none[1], self.topk_logprobs])),
+                token_ids=freeze(self.topk_ids_of_positions), logprobs=freeze(self.topk_logprobs_of_positions)
             )
         if questions.targets is not None:
             fields["target_prompt_logprobs"] = questions.targets.answer(self.targets)
