@@ -231,7 +231,10 @@ def test_a_removed_adapter_is_gone_and_its_name_is_free(trainer: Any) -> None:
 
 
 @pytest.mark.mutation(
-    "copy-shares-its-numbers", "worker.py", "adapter.copied(torch.clone)", "adapter.copied(lambda flat: flat)"
+    "copy-shares-its-numbers",
+    "worker.py",
+    "copied = adapter.copied(torch.clone)",
+    "copied = adapter.copied(lambda flat: flat)",
 )
 @pytest.mark.parametrize("memory_is_short", [False, True])
 def test_a_copy_keeps_the_numbers_of_its_moment_also_where_the_device_has_no_room(

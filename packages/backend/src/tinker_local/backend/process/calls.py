@@ -3,13 +3,21 @@
 import itertools
 import select
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from tinker_local.backend.process.child import CLOSE
+from tinker_local.backend.process.channel import Channel
+from tinker_local.backend.process.child import CLOSE, LOAD
 from tinker_local.backend.process.messages import Answer, Call, Failure, ForgetImages, KeepImage, Log, encode
-from tinker_local.backend.process.process_group import CHANNEL_ENDED, TICK, ProcessEndedError, ProcessGroup, log_here
+from tinker_local.backend.process.process_group import (
+    CHANNEL_ENDED,
+    TICK,
+    ChildProcess,
+    ProcessEndedError,
+    ProcessGroup,
+    log_here,
+)
 from tinker_local.backend.process.sent_images import SentImages
 
 CLOSE_SECONDS = 2.0
@@ -19,14 +27,14 @@ CLOSE_SECONDS = 2.0
 class Calls:
     """Calls methods of the objects that the processes of `group` serve, from any thread; one call runs, others wait.
 
-    Every process gets every call in the same order; the first one's result counts. After the group has ended, every
-    call raises ProcessEndedError at once. `image_bytes`: how many bytes of pixel values a process keeps. `state`: what
-    the first process told with its last answer.
+    Every process gets every call in the same order; the first one's result counts, and the first error if there is
+    one. After the group has ended, every call raises ProcessEndedError at once. `image_bytes`: how many bytes of pixel
+    values a process keeps. `states`: what each process told with its last answer.
     """
 
     def __init__(self, group: ProcessGroup, *, image_bytes: int = 2**30) -> None:
         self.group = group
-        self.state: Mapping[str, Any] = {}
+        self.states: list[Mapping[str, Any]] = [{} for _ in group.members]
         self._numbers = itertools.count(1)
         self._images = SentImages(image_bytes)
         self._turn = threading.Lock()
@@ -34,18 +42,26 @@ class Calls:
     def call(self, seconds: float | None, method: str, /, *args: Any, **kwargs: Any) -> Any:
         """Return or raise what `method` of the object does. Arrays of the result own their memory. After `seconds` the
         group is killed; None: never."""
+        return self._call(self.group.members, seconds, Call(next(self._numbers), method, args, kwargs))
+
+    def call_first(self, seconds: float | None, method: str, /, *args: Any, **kwargs: Any) -> Any:
+        """The same in the first process alone, for a method that changes nothing which the others have as well."""
+        return self._call(self.group.members[:1], seconds, Call(next(self._numbers), method, args, kwargs))
+
+    def _call(self, members: Sequence[ChildProcess], seconds: float | None, call: Call) -> Any:
         with self._turn:
             if self.group.ended:
                 raise ProcessEndedError(self.group.why)
-            number = next(self._numbers)
+            channels = [member.channel for member in members]
             try:
                 with self.group.limit(seconds):
-                    self._ask(number, method, args, kwargs)
-                    messages = self._answers(number)
+                    self._ask(channels, call)
+                    messages = self._answers(channels, call)
             except CHANNEL_ENDED:
                 raise self.group.error() from None
-            self.state = messages[0].state
-            for message in messages:
+            for at, message in messages.items():
+                self.states[at] = message.state
+            for _, message in sorted(messages.items()):
                 if isinstance(message, Failure):
                     raise message.error
             first = messages[0]
@@ -66,25 +82,25 @@ class Calls:
         self.group.close(CLOSE_SECONDS)
         self._turn.release()
 
-    def _ask(self, number: int, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _ask(self, channels: Sequence[Channel], call: Call) -> None:
         """Send the images that the processes lack, then the call, then which images to forget after it."""
-        call = encode(Call(number, method, args, kwargs))
-        members = [member.channel for member in self.group.members]
-        for image in self._images.missing(call.images):
-            for channel in members:
+        encoded = encode(call)
+        everybody = [member.channel for member in self.group.members]
+        for image in self._images.missing(encoded.images):
+            for channel in everybody:
                 channel.send(KeepImage.of(image))
             self._images.sent(image)
-        for channel in members:
-            channel.send_encoded(call)
+        for channel in channels:
+            channel.send_encoded(encoded)
         if too_many := self._images.too_many():
-            for channel in members:
+            for channel in everybody:
                 channel.send(ForgetImages(too_many))
 
-    def _answers(self, number: int) -> list[Answer | Failure]:
-        """Wait for the answer of each process; handle log records that arrive before it."""
+    def _answers(self, channels: Sequence[Channel], call: Call) -> dict[int, Answer | Failure]:
+        """Wait for the answer of each process, by its index; handle log records that arrive before it. If one could not
+        load its object, there is no waiting for the others, which may wait for that one."""
         answers: dict[int, Answer | Failure] = {}
         poll = select.poll()
-        channels = [member.channel for member in self.group.members]
         waited = {file: at for at, channel in enumerate(channels) for file in channel.files}
         for file in waited:
             poll.register(file, select.POLLIN)
@@ -98,9 +114,11 @@ class Calls:
             message = channels[at].receive()
             if isinstance(message, Log):
                 log_here(message)
-            elif message.number == number:  # earlier numbers belong to interrupted calls (KeyboardInterrupt)
+            elif message.number == call.number:  # earlier numbers belong to interrupted calls (KeyboardInterrupt)
                 answers[at] = message
                 if isinstance(message, Failure) and message.final:
                     self.group.note(message.error)
                     raise EOFError
-        return [answers[at] for at in range(len(channels))]
+                if isinstance(message, Failure) and call.method == LOAD:
+                    break
+        return answers

@@ -155,6 +155,11 @@ class Adapter:
         )
         return Adapter(self.config, self.specs, copy(self.weights), self.optimizer, state)
 
+    def take(self, stepped: "Adapter") -> None:
+        """Take the numbers of `stepped`, this adapter or a copy of it, after an optimizer step."""
+        self.weights, self.optimizer_state = stepped.weights, stepped.optimizer_state
+        self._computable = None
+
     @property
     def computable(self) -> bool:
         """Whether all weights are finite, also when scaled and in any dtype of activations. Non-finite adapters must
@@ -163,10 +168,6 @@ class Adapter:
             largest = self.weights.abs().amax() * max(1.0, self.scale)
             self._computable = bool(largest < torch.finfo(torch.bfloat16).max)
         return self._computable
-
-    def changed(self) -> None:
-        """Call after the weights have changed."""
-        self._computable = None
 
     def stack(self, flat: torch.Tensor, group: str, projection: str, factor: str) -> torch.Tensor | None:
         """The matrices of one projection in all L blocks of its kind, A [L, r, in] or B [L, out, r], as a view of

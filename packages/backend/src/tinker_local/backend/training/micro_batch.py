@@ -80,7 +80,7 @@ class MicroBatchRunner:
         self._groups = groups_of(self.targets)
         self._usual_tokens = usual_tokens
         self._loaded = loaded
-        self._float = float_dtype
+        self.float_dtype = float_dtype
         self._images = ImageFeatureCache(partial(_encode_images, loaded), image_cache_bytes)
         self._decoder = loaded.decoder
         head = loaded.model.lm_head
@@ -111,7 +111,7 @@ class MicroBatchRunner:
         del row
 
         # 2. Hidden states to logprobs of the targets, and the gradient of all losses with respect to hidden states.
-        losses = LossEvaluation(packed, works, self._float, self._loaded.device)
+        losses = LossEvaluation(packed, works, self.float_dtype, self._loaded.device)
         if not gradient:
             logprobs = self._head.logprobs(done.hidden, targets, batch.group(HEAD))
             losses.derive(np.arange(len(targets.rows)), logprobs)
@@ -149,7 +149,7 @@ class MicroBatchRunner:
 
     def _lora_batch(self, packed: Packed, adapters: Mapping[str, Adapter], *, gradient: bool) -> LoraBatch:
         slices = _slices(packed, adapters)
-        return LoraBatch(self._groups, slices, self._loaded.dtype, self._float, gradient=gradient)
+        return LoraBatch(self._groups, slices, self._loaded.dtype, self.float_dtype, gradient=gradient)
 
     def _policy(self, packed: Packed, batch: LoraBatch) -> RecomputePolicy:
         """Choose what each layer keeps. Reserves the head's logits, which exist while activations are kept."""

@@ -60,6 +60,23 @@ def split(items: Sequence[Item], budget: int, ranks: Mapping[str | None, int]) -
     return batches
 
 
+def rounds(items: Sequence[Item], budget: int, ranks: Mapping[str | None, int], size: int) -> list[list[list[Item]]]:
+    """Split `items` as `split` does, into rounds of one micro-batch for each of `size` trainer ranks, so that the
+    largest one is as small as possible in the smallest number of rounds. The last ranks of a round may have none."""
+    batches = split(items, budget, ranks)
+    if size > 1 and batches:
+        most = -(-len(batches) // size) * size
+        low, high = 1, max(sum(item.length for item in batch) for batch in batches)
+        while low < high:
+            middle = (low + high) // 2
+            if len(split(items, middle, ranks)) <= most:
+                high = middle
+            else:
+                low = middle + 1
+        batches = split(items, high, ranks)
+    return [batches[at : at + size] for at in range(0, len(batches), size)]
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Packed:
     """One micro-batch as a row of T positions.

@@ -1,6 +1,7 @@
-"""`ProcessTrainer`: `training.trainer.Trainer` on a trainer in a separate process."""
+"""`ProcessTrainer`: `training.trainer.Trainer` on a trainer in a separate process, or in several."""
 
 import itertools
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -18,6 +19,7 @@ from tinker_local.backend.training.trainer import (
     AdapterDType,
     AdapterLayout,
     AdapterState,
+    Seat,
     Trainer,
     TrainResult,
     TrainWork,
@@ -25,9 +27,9 @@ from tinker_local.backend.training.trainer import (
 from tinker_local.types import ApiError, LoraConfig
 from tinker_local.types.base import Frozen
 
-TrainerFactory = Callable[[], Trainer]
+TrainerFactory = Callable[..., Trainer]
 """Makes the trainer in its process: a function of a module that can be imported (so not `__main__`), or a
-`functools.partial` of one or of a class."""
+`functools.partial` of one or of a class. One for several ranks takes its `Seat`."""
 
 SECONDS_PER_POSITION = 0.01
 """The time limit of a call grows by this much: a hundred times what an 8B model takes on an H200."""
@@ -67,6 +69,9 @@ def adapter_sizes(trainer: Trainer, optimizer: str, unembed: bool, mlp: bool, at
 class ProcessTrainer(ProcessEngine):
     """Implements `Trainer` with the trainer that `make` makes in a separate process, which starts at once.
 
+    With `ranks` above 1, there are so many processes, and each calls `make` with its `Seat`. They get the same calls;
+    those that only read an adapter go to the first alone, as its copy equals all others. They end together.
+
     Call `load` before anything else. Errors of the trainer are raised here: an ApiError unchanged, others as
     InternalError with the traceback in the log. If the process ends, the running call and every later one raise
     ProcessEndedError with its exit code or signal, until `restart`. A call may take `timeout` seconds, and
@@ -77,11 +82,25 @@ class ProcessTrainer(ProcessEngine):
     vocab_size: int
     max_context_length: int
 
-    def __init__(self, make: TrainerFactory, *, timeout: float = 120.0, image_bytes: int = 2**30) -> None:
+    def __init__(
+        self, make: TrainerFactory, *, ranks: int = 1, timeout: float = 120.0, image_bytes: int = 2**30
+    ) -> None:
+        self._make = make
+        self._ranks = ranks
         self._image_bytes = image_bytes
         self._images_encoded = 0
-        program = partial(serve_calls, make=make, describe=loaded, told=("images_encoded",))
-        super().__init__("trainer", [program], timeout)
+        super().__init__("trainer", [], timeout)
+
+    def _begin(self) -> None:
+        makes = [self._make] if self._ranks == 1 else self._makes()
+        self._programs = [partial(serve_calls, make=make, describe=loaded, told=("images_encoded",)) for make in makes]
+        super()._begin()
+
+    def _makes(self) -> list[TrainerFactory]:
+        """The factory of each rank. They meet in a new file, which has no name, so that it leaves nothing behind."""
+        self._meeting = os.fdopen(os.memfd_create("tinker-local-ranks", os.MFD_CLOEXEC), "rb")
+        path = f"/proc/{os.getpid()}/fd/{self._meeting.fileno()}"
+        return [partial(self._make, Seat(rank, self._ranks, path)) for rank in range(self._ranks)]
 
     def _connect(self, group: ProcessGroup) -> None:
         self._calls = Calls(group, image_bytes=self._image_bytes)
@@ -106,7 +125,7 @@ class ProcessTrainer(ProcessEngine):
     @property
     def images_encoded(self) -> int:
         """Images that had passed the vision tower when the last call ended, of all processes so far."""
-        return self._images_encoded + cast(int, self._calls.state.get("images_encoded", 0))
+        return self._images_encoded + sum(cast(int, state.get("images_encoded", 0)) for state in self._calls.states)
 
     def adapter_bytes(self, config: LoraConfig, optimizer: str = "adamw") -> int:
         """The size that the trainer reported when it was loaded, so that this does not wait for a running call.
@@ -144,18 +163,18 @@ class ProcessTrainer(ProcessEngine):
 
     def capture(self, adapter_id: str, *, optimizer: bool, dtype: AdapterDType = "float32") -> AdapterState:
         """The arrays are in memory that the process has handed over; it is freed with the last of them."""
-        return cast(AdapterState, self._call("capture", adapter_id, optimizer=optimizer, dtype=dtype))
+        return cast(AdapterState, self._read("capture", adapter_id, optimizer=optimizer, dtype=dtype))
 
     def copy_adapter(self, adapter_id: str, copy_id: str) -> AdapterLayout:
-        return cast(AdapterLayout, self._call("copy_adapter", adapter_id, copy_id))
+        return cast(AdapterLayout, self._read("copy_adapter", adapter_id, copy_id))
 
     def read_adapter(self, adapter_id: str, vector: str, start: int, stop: int) -> npt.NDArray[np.float32]:
         """As for `capture`, the array is in memory that the process has handed over."""
-        return cast(npt.NDArray[np.float32], self._call("read_adapter", adapter_id, vector, start, stop))
+        return cast(npt.NDArray[np.float32], self._read("read_adapter", adapter_id, vector, start, stop))
 
     def export(self, adapter_id: str) -> AdapterState:
         """As for `capture`, the arrays are in memory that the process has handed over."""
-        return cast(AdapterState, self._call("export", adapter_id))
+        return cast(AdapterState, self._read("export", adapter_id))
 
     def logprobs(self, adapter_id: str | None, *inputs: RenderedInput) -> npt.NDArray[np.float32]:
         return cast(
@@ -169,6 +188,9 @@ class ProcessTrainer(ProcessEngine):
     def close(self) -> None:
         """End the process within seconds, a running call with it. It does not start again."""
         self.end()
+
+    def _read(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        return self._calls.call_first(self._timeout, method, *args, **kwargs)
 
     def _call(self, method: str, *args: Any, positions: int = 0, **kwargs: Any) -> Any:
         seconds = self._timeout + positions * SECONDS_PER_POSITION

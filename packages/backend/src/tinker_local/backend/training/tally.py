@@ -1,6 +1,6 @@
 """The results of one pass: outputs, loss sums, errors, and gradients not yet added to the adapters' own."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -41,6 +41,11 @@ class Tally:
         self.logit_gradients: dict[str, tuple[float, float]] = {}
         self._requests = works
 
+    def add_all(self, computed: Iterable[Computed]) -> None:
+        """Add the results of several micro-batches."""
+        for each in computed:
+            self.add(each)
+
     def add(self, computed: Computed) -> None:
         """Add the results of one micro-batch."""
         packed = computed.packed
@@ -60,15 +65,17 @@ class Tally:
 
     def add_gradients(self, found: Gradients, adapters: Mapping[str, Adapter]) -> None:
         """Add the gradients of one micro-batch. Allocates first, so that lack of memory leaves no partial sum."""
-        in_batch = {id(adapter): adapter for adapter in found.batch.adapters}
-        sums: list[tuple[Adapter, torch.Tensor]] = []
-        for adapter_id, adapter in adapters.items():
-            if id(adapter) in in_batch:
-                if adapter_id not in self.gradients:
-                    self.gradients[adapter_id] = torch.zeros_like(adapter.weights)
-                sums.append((adapter, self.gradients[adapter_id]))
-        for adapter, total in sums:
-            found.batch.add_gradients(adapter, total, found.groups)
+        in_batch = {id(adapter) for adapter in found.batch.adapters}
+        names = [name for name, adapter in adapters.items() if id(adapter) in in_batch]
+        self.start_gradients(names, adapters)
+        for name in names:
+            found.batch.add_gradients(adapters[name], self.gradients[name], found.groups)
+
+    def start_gradients(self, names: Sequence[str], adapters: Mapping[str, Adapter]) -> None:
+        """Let the adapters `names` have a gradient, of zeros at first."""
+        for name in names:
+            if name not in self.gradients:
+                self.gradients[name] = torch.zeros_like(adapters[name].weights)
 
     def _add_logit_gradients(self, adapter_id: str, derivative: torch.Tensor, logprobs: torch.Tensor) -> None:
         """Widen the range by g (1 - p), the derivatives with respect to the targets' logits: 0 for p = 1."""

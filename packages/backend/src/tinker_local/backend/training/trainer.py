@@ -130,6 +130,15 @@ class AdapterLayout:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """Rank `rank` of `size`. `meeting`: the path of a file, empty at first, over which the ranks find each other."""
+
+    rank: int
+    size: int
+    meeting: str
+
+
 class Trainer(Protocol):
     """The adapters of one base model. Methods block; call them one at a time, from one worker thread."""
 

@@ -1,14 +1,20 @@
-"""`HFTrainer`: many LoRA adapters on one Hugging Face model, in one process.
+"""`HFTrainer`: many LoRA adapters on one Hugging Face model, in one process or in one of several that work together.
 
 `forward_backward` refuses the requests that cannot run, fills micro-batches across requests and adapters (`passes.py`),
 and runs each (`micro_batch.py`). It collects the gradients of a call separately and adds only those of successful
 requests to the adapters, so that a failure leaves nothing behind.
 
+On several ranks (`ranks.py`), each process has one of these, and all get the same calls. Their adapters are equal to
+the bit: gradients are added up before they change an adapter, and optimizer steps are computed on each rank and
+compared. A call that fails on one rank fails on all and changes nothing.
+
 Call it from one thread at a time. It uses no global random generator and changes no global state of torch.
 """
 
+import functools
 import math
-from collections.abc import Mapping, Sequence
+import secrets
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -26,9 +32,11 @@ from tinker_local.backend.training.optimizers import OPTIMIZERS
 from tinker_local.backend.training.optimizers.optimizer import OptimizerState
 from tinker_local.backend.training.packing import Item, pack
 from tinker_local.backend.training.passes import Passes, release_unused_memory
+from tinker_local.backend.training.ranks import ONE_RANK, Ranks, fingerprint
 from tinker_local.backend.training.tally import Tally
 from tinker_local.backend.training.token_budget import TokenBudget
 from tinker_local.backend.training.trainer import (
+    WEIGHTS,
     AdapterDType,
     AdapterLayout,
     AdapterState,
@@ -58,7 +66,7 @@ class HFTrainer:
     `logit_chunk_elements`: maximum number of logits in memory at once (None: 2^28 on CUDA, 2^26 elsewhere).
     `image_cache_bytes`: limit for image features cached on the device. `module_gradient_norms`: `optim_step` also
     reports the norm of each module. `decoder`: runs the layers; "auto" means "written-out" if it supports them, else
-    "autograd".
+    "autograd". `ranks`: the processes that share the work.
 
     A target outside the vocabulary is allowed where its coefficient is 0; its reported logprob is that of token 0.
     An `optim_step` without a gradient since the last one uses a zero gradient: AdamW's moments fade, weight decay
@@ -80,6 +88,7 @@ class HFTrainer:
         image_cache_bytes: int = 2**28,
         module_gradient_norms: bool = False,
         decoder: DecoderChoice = "auto",
+        ranks: Ranks = ONE_RANK,
     ) -> None:
         loaded = load_model(model_path, dtype, device, decoder, max_context_length)
         self.name = name
@@ -95,7 +104,8 @@ class HFTrainer:
         )
         self._module_gradient_norms = module_gradient_norms
         self._adapters: dict[str, Adapter] = {}
-        self._passes = Passes(self._runner, self._adapters, self._budget, self.vocab_size, loaded.device)
+        self._ranks = ranks
+        self._passes = Passes(self._runner, self._adapters, self._budget, self.vocab_size, loaded.device, ranks)
 
     @property
     def images_encoded(self) -> int:
@@ -113,11 +123,18 @@ class HFTrainer:
         if adapter_id in self._adapters:
             raise ValueError(f"adapter {adapter_id} exists")
         specs = self._layout(config)
-        weights = self._place(lora.initial_weights(specs, config.seed))
-        self._adapters[adapter_id] = Adapter(config, specs, weights, OPTIMIZERS[optimizer])
+        seed = self._ranks.gather([secrets.randbits(62)])[0][0] if config.seed is None else config.seed
+
+        def make() -> Adapter:
+            return Adapter(config, specs, self._place(lora.initial_weights(specs, seed)), OPTIMIZERS[optimizer])
+
+        self._adapters[adapter_id] = self._ranks.together(make)
 
     def load_adapter(self, adapter_id: str, state: AdapterState) -> None:
         """Create or replace an adapter; discards its accumulated gradient."""
+        self._adapters[adapter_id] = self._ranks.together(lambda: self._loaded_adapter(state))
+
+    def _loaded_adapter(self, state: AdapterState) -> Adapter:
         specs = self._layout(state.lora_config)
         weights = self._place(lora.flatten(specs, state.tensors, "weights"))
         optimizer = OPTIMIZERS[state.optimizer_type]
@@ -128,7 +145,7 @@ class HFTrainer:
                 for name in optimizer.state_names
             }
             optimizer_state = OptimizerState(flats, state.step)
-        self._adapters[adapter_id] = Adapter(state.lora_config, specs, weights, optimizer, optimizer_state)
+        return Adapter(state.lora_config, specs, weights, optimizer, optimizer_state)
 
     def remove_adapter(self, adapter_id: str) -> None:
         """Free the adapter; unknown ids are ignored."""
@@ -175,15 +192,26 @@ class HFTrainer:
     def optim_step(self, adapter_id: str, params: Frozen) -> dict[str, float]:
         """Update the adapter once. Returns `grad_norm`, the norm before clipping, and `grad_norm/MODULE` if enabled."""
         adapter = self._adapter(adapter_id)
-        gradient = torch.zeros_like(adapter.weights) if adapter.gradient is None else adapter.gradient
-        adapter.gradient = None
+        gradient, adapter.gradient = adapter.gradient, None
+        stepped, norms = self._ranks.together(lambda: self._stepped(adapter, gradient, params))
+        self._ranks.compare(f"optim_step of model {adapter_id}", lambda: _fingerprints(stepped, norms["grad_norm"]))
+        adapter.take(stepped)
+        return norms
+
+    def _stepped(
+        self, adapter: Adapter, gradient: torch.Tensor | None, params: Frozen
+    ) -> tuple[Adapter, dict[str, float]]:
+        """The adapter after one update, and the norms of the gradient. On several ranks it is a copy: another rank may
+        fail in the same update."""
+        if gradient is None:
+            gradient = torch.zeros_like(adapter.weights)
         norm = lora.gradient_norm(gradient)
         if not math.isfinite(norm):
             raise InvalidRequestError(f"optim_step: the norm of the accumulated gradient is {norm}; it was discarded")
         of_modules = lora.module_norms(adapter.specs, gradient) if self._module_gradient_norms else {}
-        adapter.optimizer.update(torch, adapter.weights, gradient, adapter.optimizer_state, params, norm)
-        adapter.changed()
-        return {"grad_norm": norm, **{f"grad_norm/{path}": value for path, value in of_modules.items()}}
+        stepped = adapter if self._ranks.size == 1 else adapter.copied(torch.clone)
+        adapter.optimizer.update(torch, stepped.weights, gradient, stepped.optimizer_state, params, norm)
+        return stepped, {"grad_norm": norm, **{f"grad_norm/{path}": value for path, value in of_modules.items()}}
 
     def release_memory(self) -> None:
         """Release the memory that torch's allocator caches."""
@@ -203,14 +231,7 @@ class HFTrainer:
 
     def forward_backward(self, work: Sequence[TrainWork]) -> list[TrainResult | ApiError]:
         """See `Trainer.forward_backward`. Requests without a gradient are packed separately."""
-        results: dict[int, TrainResult | ApiError] = {}
-        forward: dict[int, TrainWork] = {}
-        backward: dict[int, TrainWork] = {}
-        for at, item in enumerate(work):
-            try:
-                (backward if item.backward else forward)[at] = self._checked(item)
-            except ApiError as refusal:
-                results[at] = refusal
+        forward, backward, results = self._ranks.together(lambda: self._sorted(work))
         tally = self._passes.run(forward, gradient=False)
         results |= {at: tally.result(at) for at in forward}
         results |= self._train(backward)
@@ -228,6 +249,20 @@ class HFTrainer:
         ends = np.cumsum([each.length for each in inputs]) - 1
         return np.delete(values, ends).astype(np.float32)
 
+    def _sorted(
+        self, work: Sequence[TrainWork]
+    ) -> tuple[dict[int, TrainWork], dict[int, TrainWork], dict[int, TrainResult | ApiError]]:
+        """The requests without and with a gradient, and what is refused, by index."""
+        forward: dict[int, TrainWork] = {}
+        backward: dict[int, TrainWork] = {}
+        results: dict[int, TrainResult | ApiError] = {}
+        for at, item in enumerate(work):
+            try:
+                (backward if item.backward else forward)[at] = self._checked(item)
+            except ApiError as refusal:
+                results[at] = refusal
+        return forward, backward, results
+
     def _train(self, works: Mapping[int, TrainWork]) -> dict[int, TrainResult | ApiError]:
         """Run `works` and add the gradients of those that succeed to their adapters.
 
@@ -240,7 +275,7 @@ class HFTrainer:
         failed = {at for at in works if tally.works[at].error is not None}
         # Checking takes memory, adding does not: if memory runs out, nothing has been added yet.
         adapter_ids = dict.fromkeys(work.adapter_id for work in works.values())
-        faults = {adapter_id: self._gradient_fault(adapter_id, tally) for adapter_id in adapter_ids}
+        faults = self._ranks.together(functools.partial(self._gradient_faults, adapter_ids, tally))
         again: dict[int, TrainWork] = {}
         for adapter_id, fault in faults.items():
             members = {at: work for at, work in works.items() if work.adapter_id == adapter_id}
@@ -254,6 +289,9 @@ class HFTrainer:
         for part in [again] if failed else [{at: work} for at, work in sorted(again.items())]:
             results |= self._train(part)
         return results
+
+    def _gradient_faults(self, adapter_ids: Iterable[str], tally: Tally) -> dict[str, ApiError | None]:
+        return {adapter_id: self._gradient_fault(adapter_id, tally) for adapter_id in adapter_ids}
 
     def _gradient_fault(self, adapter_id: str, tally: Tally) -> ApiError | None:
         """Why an adapter's gradient from a pass cannot be used; None if it can."""
@@ -320,3 +358,10 @@ class HFTrainer:
         if adapter_id not in self._adapters:
             raise NotFoundError(f"model {adapter_id} is not in the trainer")
         return self._adapters[adapter_id]
+
+
+def _fingerprints(stepped: Adapter, norm: float) -> dict[str, int]:
+    """What an optimizer step computed, as numbers to compare between ranks, by name."""
+    vectors = {WEIGHTS: stepped.weights, **stepped.optimizer_state.tensors}
+    bits = int(np.float64(norm).view(np.int64))
+    return {"gradient norm": bits, **{name: fingerprint(vector) for name, vector in vectors.items()}}

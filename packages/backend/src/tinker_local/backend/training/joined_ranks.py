@@ -1,0 +1,100 @@
+"""Several ranks on one machine: tensors over NCCL (on the CPU over gloo), numbers of the host over gloo.
+
+All connections are over the loopback interface.
+"""
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from tinker_local.backend.training.ranks import Ranks
+from tinker_local.backend.training.trainer import Seat
+from tinker_local.types import InternalError
+
+T = TypeVar("T")
+
+DONE, LACKED_MEMORY, FAILED = range(3)
+"""How an attempt ended on a rank."""
+
+_FOREVER = timedelta(days=1)
+"""The server limits the time of a call and ends processes that take longer."""
+
+_QUOTED_BYTES = 400
+"""Of an error's text."""
+
+
+class JoinedRanks(Ranks):
+    """See `Ranks`. Connecting waits for all others."""
+
+    def __init__(self, seat: Seat, device: torch.device) -> None:
+        self.rank = seat.rank
+        self.size = seat.size
+        os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+            init_method=f"file://{seat.meeting}",
+            rank=seat.rank,
+            world_size=seat.size,
+            timeout=_FOREVER,
+        )
+
+    def attempt(self, step: Callable[[], T]) -> tuple[T | None, Sequence[int]]:
+        """See `Ranks.attempt`."""
+        result: T | None = None
+        error: Exception | None = None
+        try:
+            result = step()
+        except Exception as raised:
+            error = raised
+        ended = DONE if error is None else LACKED_MEMORY if isinstance(error, torch.OutOfMemoryError) else FAILED
+        words = [word for (word,) in self.gather([ended])]
+        if FAILED in words:
+            failed = words.index(FAILED)
+            text = self._quoted(failed, error)
+            if ended == FAILED and error is not None:
+                raise error
+            raise InternalError(f"rank {failed} of the trainer failed: {text}") from error
+        return result, tuple(rank for rank, word in enumerate(words) if word == LACKED_MEMORY)
+
+    def together(self, step: Callable[[], T]) -> T:
+        """See `Ranks.together`."""
+        results: list[T] = []
+        _, lacked = self.attempt(lambda: results.append(step()))
+        if lacked:
+            raise torch.OutOfMemoryError(f"the trainer's memory ran out on rank {lacked[0]}")
+        return results[0]
+
+    def gather(self, numbers: Sequence[int]) -> list[list[int]]:
+        """See `Ranks.gather`."""
+        found = [torch.empty(len(numbers), dtype=torch.int64) for _ in range(self.size)]
+        dist.all_gather(found, torch.tensor(numbers, dtype=torch.int64))
+        return [[int(number) for number in of_rank] for of_rank in found]
+
+    def add_up(self, tensor: torch.Tensor) -> None:
+        """See `Ranks.add_up`."""
+        dist.all_reduce(tensor)
+
+    def compare(self, where: str, fingerprints: Callable[[], Mapping[str, int]]) -> None:
+        """See `Ranks.compare`."""
+        mine = self.together(fingerprints)
+        first, *others = self.gather(list(mine.values()))
+        differing = {
+            f"rank {rank}: {', '.join(name for name, a, b in zip(mine, first, other, strict=True) if a != b)}"
+            for rank, other in enumerate(others, 1)
+            if other != first
+        }
+        if differing:
+            raise InternalError(
+                f"{where}: the trainer's ranks have other results than rank 0, and nothing was changed "
+                f"({'; '.join(sorted(differing))}); load a checkpoint"
+            )
+
+    def _quoted(self, rank: int, error: Exception | None) -> str:
+        """The beginning of the text of the error on `rank`."""
+        text = f"{type(error).__name__}: {error}".encode()[:_QUOTED_BYTES].ljust(_QUOTED_BYTES, b"\0")
+        return bytes(self.gather(list(text))[rank]).rstrip(b"\0").decode(errors="replace")

@@ -1,0 +1,62 @@
+"""The processes that train one model together: one per GPU, each with the same calls in the same order.
+
+A step that may fail on one rank alone is an attempt: afterwards every rank knows how it ended on all of them, and they
+go on alike. So no rank waits for another that has failed, and nothing changes on one rank only. `Ranks` is the single
+process of most trainers; `joined_ranks.py` has several, and is not imported without them.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
+
+import torch
+from tinker_local.backend.training.trainer import Seat
+
+T = TypeVar("T")
+
+
+class Ranks:
+    """This process is rank `rank` of `size`: here, the only one. What several ranks call in another order, or not all
+    of them, never returns."""
+
+    rank: int = 0
+    size: int = 1
+
+    def attempt(self, step: Callable[[], T]) -> tuple[T | None, Sequence[int]]:
+        """Run `step`; its result, None if memory ran out, and the ranks where memory ran out. If it fails in another
+        way on one rank, all ranks raise: that one its own error, the others an InternalError that quotes it."""
+        try:
+            return step(), ()
+        except torch.OutOfMemoryError:
+            return None, (0,)
+
+    def together(self, step: Callable[[], T]) -> T:
+        """The result of `step`; if it fails on one rank, also if memory runs out, all ranks raise."""
+        return step()
+
+    def gather(self, numbers: Sequence[int]) -> list[list[int]]:
+        """The `numbers` of every rank, int64 and as many on each. Does not wait for a device."""
+        return [list(numbers)]
+
+    def add_up(self, tensor: torch.Tensor) -> None:
+        """Sum `tensor` over all ranks, in place, to the same bits on each."""
+
+    def compare(self, where: str, fingerprints: Callable[[], Mapping[str, int]]) -> None:
+        """Raise InternalError, on all ranks, unless `fingerprints` returns the same numbers on each. The error names
+        the ranks and the numbers that differ from those of rank 0. A single rank does not compute them."""
+
+
+ONE_RANK = Ranks()
+
+
+def join(seat: Seat, device: torch.device) -> Ranks:
+    """Wait for all other ranks. Their tensors are on devices of the type of `device`, which this one uses from now
+    on."""
+    from tinker_local.backend.training.joined_ranks import JoinedRanks
+
+    return JoinedRanks(seat, device)
+
+
+def fingerprint(tensor: torch.Tensor) -> int:
+    """A number that differs, most likely, if one bit of `tensor` [n] (float32 or float64) does: the sum of its bits as
+    integers, modulo 2^64."""
+    return int(tensor.view(torch.int32 if tensor.itemsize == 4 else torch.int64).sum(dtype=torch.int64))

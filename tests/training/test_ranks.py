@@ -1,0 +1,205 @@
+"""Several trainer ranks compute what one does, stay equal to the bit, and fail together or not at all.
+
+Every rank runs `rank_program.py` once, in a process over gloo; the tests look at what it saw.
+"""
+
+import ast
+import pickle
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tinker_local.backend.training import ranks as ranks_module
+from tinker_local.backend.training.packing import Item, rounds
+from tinker_local.backend.training.trainer import AdapterState
+
+from tests.mutations import ROOT
+from tests.training import rank_program
+from tests.training.conftest import Maker
+from tests.training.rank_program import ADAPTERS, KINDS, PLACES, RETRIED, TRAINERS, Seen
+
+Folder = Callable[[], Path]
+
+
+@pytest.fixture(scope="module")
+def folder(model_path: Callable[[str], Path]) -> Path:
+    for model, _, _ in TRAINERS.values():
+        model_path(model)
+    return model_path("qwen3_vl").parent
+
+
+def spawned(folder: Path, size: int) -> list[dict[str, Any]]:
+    """What each of `size` ranks saw."""
+    command = [sys.executable, "-m", "tests.training.rank_program", str(folder)]
+    started = [subprocess.Popen([*command, str(rank), str(size)], cwd=ROOT) for rank in range(size)]
+    try:
+        assert [process.wait(timeout=1600) for process in started] == [0] * size
+    finally:
+        for process in started:
+            process.kill()
+    return [pickle.loads((folder / f"{rank}-of-{size}.pickle").read_bytes()) for rank in range(size)]
+
+
+@pytest.fixture(scope="module")
+def two(folder: Path) -> list[dict[str, Any]]:
+    return spawned(folder, 2)
+
+
+@pytest.fixture(scope="module")
+def three(folder: Path, two: Any) -> list[dict[str, Any]]:
+    return spawned(folder, 3)  # which also loads what two have saved
+
+
+@pytest.fixture(scope="module")
+def one(folder: Path) -> Mapping[str, Seen]:
+    return {
+        label: rank_program.run(rank_program.make_trainer(folder, label), images=label.startswith("image"))
+        for label in TRAINERS
+    }
+
+
+@pytest.fixture(params=[2, 3])
+def several(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = request.getfixturevalue({2: "two", 3: "three"}[request.param])
+    return found
+
+
+def assert_equal(found: Any, wanted: Any) -> None:
+    """The same values, arrays to the bit."""
+    assert pickle.dumps(found) == pickle.dumps(wanted)
+
+
+def deviation(found: Mapping[Any, Any], wanted: Mapping[Any, Any]) -> float:
+    """The largest difference of an element, in the largest value of its array."""
+    assert found.keys() == wanted.keys()
+    worst = 0.0
+    for key, array in wanted.items():
+        scale = float(np.abs(array).max(initial=0)) or 1.0
+        worst = max(worst, float(np.abs(np.float64(found[key]) - np.float64(array)).max(initial=0)) / scale)
+    return worst
+
+
+@pytest.mark.parametrize("label", TRAINERS)
+def test_gradients_of_several_ranks_are_those_of_one(one: Any, several: Any, label: str) -> None:
+    tolerance = 1e-12 if "float64" in label else 1e-5
+    assert any(array.any() for array in one[label].gradients.values())
+    for seen in several:
+        assert deviation(seen[label].gradients, one[label].gradients) <= tolerance
+
+
+@pytest.mark.parametrize("label", TRAINERS)
+def test_results_of_several_ranks_are_those_of_one(one: Any, several: Any, label: str) -> None:
+    for seen in several:
+        assert seen[label].results.keys() == one[label].results.keys()
+        for call, wanted in one[label].results.items():
+            for found, expected in zip(seen[label].results[call], wanted, strict=True):
+                if isinstance(expected, str):
+                    assert found == expected
+                    continue
+                assert found.metrics == pytest.approx(expected.metrics, rel=1e-5)
+                assert len(found.outputs) == len(expected.outputs)
+                for output, right in zip(found.outputs, expected.outputs, strict=True):
+                    assert deviation(output, right) <= 1e-5
+        np.testing.assert_allclose(seen[label].logprobs, one[label].logprobs, atol=1e-4)
+
+
+@pytest.mark.parametrize("label", TRAINERS)
+def test_all_ranks_see_the_same_to_the_bit(several: Any, label: str) -> None:
+    first, *others = (seen[label] for seen in several)
+    for other in others:
+        for name in ("results", "gradients", "norms", "saved", "trained", "logprobs"):
+            assert_equal(getattr(other, name), getattr(first, name))
+
+
+def tensors(states: Mapping[str, AdapterState]) -> dict[tuple[str, str], Any]:
+    return {
+        (name, key): array
+        for name, state in states.items()
+        for key, array in {**state.tensors, **(state.optimizer or {})}.items()
+    }
+
+
+@pytest.mark.parametrize("label", TRAINERS)
+def test_steps_of_several_ranks_are_those_of_one(one: Any, several: Any, label: str) -> None:
+    for seen in several:
+        assert seen[label].norms.keys() == one[label].norms.keys()
+        for key, norm in one[label].norms.items():
+            assert seen[label].norms[key] == pytest.approx(norm, rel=1e-5)
+        assert deviation(tensors(seen[label].trained), tensors(one[label].trained)) <= 1e-4
+        assert [state.step for state in seen[label].trained.values()] == [5] * len(ADAPTERS)
+
+
+def test_each_image_is_encoded_by_the_ranks_that_read_it(one: Any, two: Any) -> None:
+    encoded = [seen["image"].images_encoded for seen in two]
+    assert all(encoded)
+    assert sum(encoded) <= 2 * one["image"].images_encoded
+
+
+def test_a_save_of_two_ranks_goes_on_on_three_and_on_one(folder: Path, two: Any, three: Any) -> None:
+    saved, trained = two[0]["image"].saved, two[0]["image"].trained
+    alone = rank_program.resumed(rank_program.make_trainer(folder, "image"), saved, images=True)
+    for seen in (alone, *(each["resumed"] for each in three)):
+        for key, array in tensors(saved).items():
+            np.testing.assert_array_equal(tensors(seen.saved)[key], array)
+        assert deviation(tensors(seen.trained), tensors(trained)) <= 1e-5
+        assert [state.step for state in seen.trained.values()] == [5] * len(ADAPTERS)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("place", PLACES)
+def test_a_failure_on_one_rank_is_one_of_all_and_changes_nothing(two: Any, place: str, kind: str) -> None:
+    found = [seen[label].faults.get(f"{kind} in {place}") for label in ("image", "text") for seen in two]
+    faults = [fault for fault in found if fault is not None]
+    assert len(faults) in (2, 4)
+    for fault in faults:
+        assert fault.same
+        assert fault.again
+        if kind == "memory" and place in RETRIED:
+            assert fault.error is None
+        else:
+            assert fault.error is not None
+    errors = [fault.error for fault in faults]
+    if kind == "exception":
+        assert errors[1] == "ZeroDivisionError: injected"
+        assert errors[0] == "InternalError: rank 1 of the trainer failed: ZeroDivisionError: injected"
+
+
+def test_ranks_that_diverge_are_an_error_that_names_what_differs(two: Any) -> None:
+    for seen in two:
+        error = seen["divergence of image"]
+        assert error.startswith("optim_step of model a: the trainer's ranks have other results than rank 0")
+        assert "(rank 1: weights)" in error
+
+
+def test_one_rank_does_not_import_what_joins_several() -> None:
+    source = Path(ranks_module.__file__).read_text()
+    imported = [node for node in ast.parse(source).body if isinstance(node, ast.Import | ast.ImportFrom)]
+    assert not any("distributed" in ast.unparse(node) or "joined_ranks" in ast.unparse(node) for node in imported)
+    users = [
+        path.name
+        for path in Path(ranks_module.__file__).parent.rglob("*.py")
+        if "import torch.distributed" in path.read_text() or "joined_ranks import" in path.read_text()
+    ]
+    assert sorted(users) == ["joined_ranks.py", "ranks.py"]
+
+
+def items_of_lengths(lengths: list[int]) -> list[Item]:
+    make = Maker(np.random.default_rng(0))
+    return [Item(0, at, "a", make.datum(length)) for at, length in enumerate(lengths)]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_rounds_hold_every_item_once_in_order_and_are_as_even_as_can_be(size: int) -> None:
+    lengths = [7, 30, 12, 5, 5, 18, 22, 3, 9, 64, 1]
+    found = rounds(items_of_lengths(lengths), 70, {"a": 4}, size)
+    flat = [[item.length for item in items] for each in found for items in each]
+    assert [length for items in flat for length in items] == lengths
+    assert all(len(each) == size for each in found[:-1])
+    assert max(map(sum, flat)) <= 70
+    assert len(found) == -(-3 // size)
+    if size == 3:
+        assert max(map(sum, flat)) == 66
