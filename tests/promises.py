@@ -301,7 +301,7 @@ MISTAKES = (
     Promise(
         "loss",
         "Gradients are averaged over ranks; fewer datums than ranks fail",
-        note="There is one rank; comes with FSDP.",
+        tests=("training/test_ranks.py::test_gradients_of_several_ranks_are_those_of_one",),
     ),
     Promise(
         "loss",

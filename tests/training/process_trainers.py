@@ -14,12 +14,20 @@ import numpy.typing as npt
 from tinker_local.backend.fakes import FakeMemory, FakeModel, FakeTrainer
 from tinker_local.backend.process.child import NO_MEMORY
 from tinker_local.backend.rendering.rendered_input import RenderedInput
-from tinker_local.backend.training.trainer import AdapterDType, AdapterState, TrainResult, TrainWork
+from tinker_local.backend.training.trainer import AdapterDType, AdapterState, Seat, TrainResult, TrainWork
 from tinker_local.types import ApiError, LoraConfig, UnsupportedError
 
 
 def fake(name: str = "fake/bigram") -> FakeTrainer:
     return FakeTrainer(FakeModel(name))
+
+
+def rank_that_cannot_load(seat: Seat) -> FakeTrainer:
+    """Rank 1 fails, and the others wait for it as in a rendezvous."""
+    if seat.rank == 1:
+        raise UnsupportedError("model_type 'gpt': not supported")
+    time.sleep(600)
+    return fake()
 
 
 def described(_: FakeTrainer) -> str:
@@ -36,6 +44,10 @@ class HangingTrainer(FakeTrainer):
 
 
 def hanging() -> FakeTrainer:
+    return HangingTrainer(FakeModel("fake/bigram"))
+
+
+def hanging_rank(seat: Seat) -> FakeTrainer:
     return HangingTrainer(FakeModel("fake/bigram"))
 
 

@@ -31,6 +31,7 @@ from tinker_local.backend.training.trainer import (
     AdapterDType,
     AdapterLayout,
     AdapterState,
+    Seat,
     TrainDatum,
     TrainResult,
     TrainWork,
@@ -346,3 +347,10 @@ def _add_lora_gradients(
             gradient += scale * d_logits_n_v.T @ features.gather(matrices.a.T)
         else:
             gradient += scale * features.scatter(d_logits_n_v @ matrices.b, matrices.a.shape[1]).T
+
+
+def fake_of_rank(model: FakeModel, seat: Seat, **settings: Any) -> FakeTrainer:
+    """A `FakeTrainer` for one of several ranks, each of which computes everything, so that all answer the same."""
+    if seat.rank >= seat.size:
+        raise ValueError(f"rank {seat.rank} is not one of {seat.size}")
+    return FakeTrainer(model, **settings)

@@ -16,6 +16,7 @@ import math
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -32,7 +33,7 @@ from tinker_local.backend.training.optimizers import OPTIMIZERS
 from tinker_local.backend.training.optimizers.optimizer import OptimizerState
 from tinker_local.backend.training.packing import Item, pack
 from tinker_local.backend.training.passes import Passes, release_unused_memory
-from tinker_local.backend.training.ranks import ONE_RANK, Ranks, fingerprint
+from tinker_local.backend.training.ranks import ONE_RANK, Ranks, fingerprint, join
 from tinker_local.backend.training.tally import Tally
 from tinker_local.backend.training.token_budget import TokenBudget
 from tinker_local.backend.training.trainer import (
@@ -40,6 +41,7 @@ from tinker_local.backend.training.trainer import (
     AdapterDType,
     AdapterLayout,
     AdapterState,
+    Seat,
     TrainDatum,
     TrainResult,
     TrainWork,
@@ -365,3 +367,10 @@ def _fingerprints(stepped: Adapter, norm: float) -> dict[str, int]:
     vectors = {WEIGHTS: stepped.weights, **stepped.optimizer_state.tensors}
     bits = int(np.float64(norm).view(np.int64))
     return {"gradient norm": bits, **{name: fingerprint(vector) for name, vector in vectors.items()}}
+
+
+def trainer_of_rank(model_path: str, seat: Seat, **settings: Any) -> HFTrainer:
+    """An `HFTrainer` with these settings for one of several ranks, in its own process: the `TrainerFactory` of a
+    `ProcessTrainer` with `ranks`. Waits for the others."""
+    device = torch.device(settings.get("device") or ("cuda" if torch.cuda.is_available() else "cpu"))
+    return HFTrainer(model_path, ranks=join(seat, device), **settings)
