@@ -300,8 +300,8 @@ MISTAKES = (
     Promise("loss", "NaN reported as 0", "not-a-number-passes not-a-number-becomes-0"),
     Promise(
         "loss",
-        "Gradients are averaged over ranks; fewer datums than ranks fail",
-        tests=("training/test_ranks.py::test_gradients_of_several_ranks_are_those_of_one",),
+        "Gradients are averaged over ranks; fewer datums than ranks fail; a rank that fails or diverges changes a run",
+        "gradients-averaged-over-ranks stepped-before-all-ranks-have one-rank-fails-alone ranks-diverge-unnoticed",
     ),
     Promise(
         "loss",

@@ -1,6 +1,7 @@
-"""What one of several trainer ranks runs in the tests: python -m tests.training.rank_program FOLDER RANK SIZE
+"""What one of several trainer ranks runs in the tests: python -m tests.training.rank_program FOLDER EXTENT RANK SIZE
 
-Each rank makes the same calls, and writes what it saw into `FOLDER/RANK-of-SIZE.pickle`.
+Each rank makes the same calls, and writes what it saw into `FOLDER/EXTENT-RANK-of-SIZE.pickle`. EXTENT: "all", or "short" for
+a part of them.
 """
 
 import faulthandler
@@ -308,26 +309,26 @@ def make_trainer(folder: Path, label: str, ranks: Ranks = ONE_RANK) -> HFTrainer
     )
 
 
-def main(folder: Path, rank: int, size: int) -> None:
+def main(folder: Path, extent: str, rank: int, size: int) -> None:
     torch.set_num_threads(1)
     faulthandler.dump_traceback_later(1500, exit=True)  # a hang shows where, and ends
-    ranks = join(Seat(rank, size, str(folder / f"meeting-{size}")), torch.device("cpu"))
+    ranks = join(Seat(rank, size, str(folder / f"meeting-{extent}-{size}")), torch.device("cpu"))
     seen: dict[str, Any] = {}
-    for label in TRAINERS:
+    for label in TRAINERS if extent == "all" else ["text"]:
         images = label.startswith("image")
         trainer = make_trainer(folder, label, ranks)
         seen[label] = run(trainer, images=images)
         if size == 2 and "float64" not in label:
             others = ("backward", "create_adapter", "load_adapter") if not images else ("backward of autograd",)
-            for place in PLACES:
+            for place in PLACES if extent == "all" else ("check", "update"):
                 if place not in others:
                     for kind in KINDS:
                         seen[label].faults[f"{kind} in {place}"] = inject(trainer, ranks, place, kind)
             seen[f"divergence of {label}"] = diverge(trainer, ranks)
         elif size == 3 and label == "image":
-            saved = pickle.loads((folder / "0-of-2.pickle").read_bytes())[label].saved
+            saved = pickle.loads((folder / "all-0-of-2.pickle").read_bytes())[label].saved
             seen["resumed"] = resumed(trainer, saved, images=images)
-    (folder / f"{rank}-of-{size}.pickle").write_bytes(pickle.dumps(seen))
+    (folder / f"{extent}-{rank}-of-{size}.pickle").write_bytes(pickle.dumps(seen))
     os._exit(0)
 
 
@@ -335,7 +336,7 @@ if __name__ == "__main__":
     try:
         from tests.training.rank_program import main  # not as __main__, whose classes no other process knows
 
-        main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
+        main(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4]))
     except BaseException:
         traceback.print_exc()
     os._exit(1)  # without it, an interpreter that has joined others may hang at its end

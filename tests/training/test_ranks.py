@@ -4,6 +4,7 @@ Every rank runs `rank_program.py` once, in a process over gloo; the tests look a
 """
 
 import ast
+import os
 import pickle
 import subprocess
 import sys
@@ -33,21 +34,27 @@ def folder(model_path: Callable[[str], Path]) -> Path:
     return model_path("qwen3_vl").parent
 
 
-def spawned(folder: Path, size: int) -> list[dict[str, Any]]:
+def spawned(folder: Path, size: int, extent: str = "all") -> list[dict[str, Any]]:
     """What each of `size` ranks saw."""
-    command = [sys.executable, "-m", "tests.training.rank_program", str(folder)]
-    started = [subprocess.Popen([*command, str(rank), str(size)], cwd=ROOT) for rank in range(size)]
+    command = [sys.executable, "-m", "tests.training.rank_program", str(folder), extent]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    started = [subprocess.Popen([*command, str(rank), str(size)], cwd=ROOT, env=environment) for rank in range(size)]
     try:
         assert [process.wait(timeout=1600) for process in started] == [0] * size
     finally:
         for process in started:
             process.kill()
-    return [pickle.loads((folder / f"{rank}-of-{size}.pickle").read_bytes()) for rank in range(size)]
+    return [pickle.loads((folder / f"{extent}-{rank}-of-{size}.pickle").read_bytes()) for rank in range(size)]
 
 
 @pytest.fixture(scope="module")
 def two(folder: Path) -> list[dict[str, Any]]:
     return spawned(folder, 2)
+
+
+@pytest.fixture(scope="module")
+def short(folder: Path) -> list[dict[str, Any]]:
+    return spawned(folder, 2, "short")
 
 
 @pytest.fixture(scope="module")
@@ -182,6 +189,44 @@ def test_a_failure_on_one_rank_is_one_of_all_and_changes_nothing(two: Any, place
     if kind == "exception":
         assert errors[1] == "ZeroDivisionError: injected"
         assert errors[0] == "InternalError: rank 1 of the trainer failed: ZeroDivisionError: injected"
+
+
+@pytest.mark.more  # a part of the tests above, for mutations
+@pytest.mark.mutation(
+    "gradients-averaged-over-ranks",
+    "joined_ranks.py",
+    "        dist.all_reduce(tensor)\n",
+    "        dist.all_reduce(tensor)\n        tensor /= self.size\n",
+)
+def test_gradients_of_two_ranks_are_those_of_one_in_short(folder: Path, short: Any) -> None:
+    alone = rank_program.run(rank_program.make_trainer(folder, "text"), images=False)
+    assert deviation(short[0]["text"].gradients, alone.gradients) <= 1e-5
+
+
+@pytest.mark.more
+@pytest.mark.mutation(
+    "stepped-before-all-ranks-have",
+    "worker.py",
+    "stepped = adapter if self._ranks.size == 1 else adapter.copied(torch.clone)",
+    "stepped = adapter",
+)
+@pytest.mark.mutation(
+    "one-rank-fails-alone",
+    "joined_ranks.py",
+    '            raise InternalError(f"rank {failed} of the trainer failed: {text}") from error\n',
+    "            return result, ()\n",
+)
+def test_a_failure_on_one_rank_is_one_of_all_in_short(short: Any) -> None:
+    for seen in short:
+        for fault in seen["text"].faults.values():
+            assert (fault.error is None, fault.same, fault.again) == (False, True, True)
+
+
+@pytest.mark.more
+@pytest.mark.mutation("ranks-diverge-unnoticed", "joined_ranks.py", "        if differing:\n", "        if False:\n")
+def test_ranks_that_diverge_are_an_error_in_short(short: Any) -> None:
+    for seen in short:
+        assert "(rank 1: weights)" in seen["divergence of text"]
 
 
 def test_ranks_that_diverge_are_an_error_that_names_what_differs(two: Any) -> None:
