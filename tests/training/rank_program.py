@@ -1,7 +1,7 @@
 """What one of several trainer ranks runs in the tests: python -m tests.training.rank_program FOLDER EXTENT RANK SIZE
 
-Each rank makes the same calls, and writes what it saw into `FOLDER/EXTENT-RANK-of-SIZE.pickle`. EXTENT: "all", or "short" for
-a part of them.
+Each rank makes the same calls, and writes what it saw into `FOLDER/EXTENT-RANK-of-SIZE.pickle`. EXTENT: "all", or
+"short" for a part of them.
 """
 
 import faulthandler
