@@ -83,7 +83,7 @@ async def kill_in_a_step(api: Api, rank: int) -> float:
     return seconds
 
 
-async def test_a_rank_killed_in_a_step_ends_all_and_runs_go_on_from_their_save_on_fakes(
+async def test_a_rank_killed_in_a_step_ends_all_and_runs_go_on_from_their_save_on_fakes(  # starts fifteen processes
     start: Start, trainers: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(supervision, "SHORT_LIFE", 0.0)
