@@ -69,7 +69,7 @@ def main() -> int:
             runs = [(options.replicas, parts)] + [(1, ["first_token"])] * ("first_token" in parts)
             outcome = processes.run(["measurements.models", scale, str(models), "text"], LIMIT, log)
             for replicas, wanted in runs if not outcome.fault else []:
-                command = ["measurements.replicas", scale, str(models / "text"), str(replicas), *wanted]
+                command = ["measurements.several_replicas", scale, str(models / "text"), str(replicas), *wanted]
                 outcome = processes.run(command, LIMIT, log)
                 lines += outcome.lines
                 if outcome.fault:

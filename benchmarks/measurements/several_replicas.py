@@ -1,4 +1,4 @@
-"""Several replicas of the sampler against one: `python -m measurements.replicas SCALE MODEL REPLICAS PART…`
+"""Several replicas of the sampler against one: `python -m measurements.several_replicas SCALE MODEL REPLICAS …`
 
 Parts: `rate` prints output tokens per second at the `Sampler` protocol, of one replica and of all of them in turns,
 with as many requests for each replica; `first_token` the time from the save of ephemeral weights to the first token.
