@@ -66,6 +66,7 @@ bench: setup ## training and sampling against hand-written loops and vLLM alone,
 bench-tiny: export OMP_NUM_THREADS ?= 1
 bench-tiny: setup ## the same code on tiny models and a CPU, in a minute or two: does it still run?
 	$(BIN)/python benchmarks/engine.py --tiny $(ARGS)
+	$(BIN)/python benchmarks/scaling.py --tiny --only text
 	$(BIN)/python benchmarks/replicas.py --tiny
 
 clean: ## caches and build results; the environment stays (it is .venv and .uv)

@@ -1,6 +1,6 @@
 #!/bin/sh
 # Checks everything that needs a GPU, in about fifteen minutes: the end-to-end suite in bfloat16, the agreement of
-# trainer and sampler, a trainer and a sampler that are killed, the demo, RL with images, the control plane. Needs
+# trainer and sampler, a trainer and a sampler that are killed, the demo, RL with images, the control plane, and on several GPUs their scaling. Needs
 # python3 with torch, vLLM and the project's other dependencies; imports the project from this checkout. Prints a
 # summary at the end.
 #   sh scripts/gpu_check.sh [OUT]      OUT: folder for the logs (default: runs/gpu)
@@ -43,5 +43,9 @@ step vision_rl 400 python3 -m pytest tests/e2e/test_vision_rl.py tests/examples/
 grep -hE 'KL|return on|passed|failed' "$out/vision_rl.log" >>"$summary"
 step control_plane 150 python3 benchmarks/control_plane.py
 grep -E '│|┃' "$out/control_plane.log" >>"$summary"
+if [ "$(nvidia-smi -L 2>/dev/null | wc -l)" -gt 1 ]; then
+    step scaling 580 python3 benchmarks/scaling.py --log "$out/scaling_ranks.log" --out "$out"
+    grep -E '│|┃' "$out/scaling.log" >>"$summary"
+fi
 echo "==== summary"
 cat "$summary"

@@ -132,4 +132,6 @@ TINY = Scale(
     patience=1.0,
 )
 
+TEXT_32B = TextShape(5120, 25600, 64, 64, 8, 128, 151936)
+
 SCALES = {"full": FULL, "tiny": TINY}

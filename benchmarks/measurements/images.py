@@ -95,7 +95,7 @@ def ours(scale: Scale, models: Path) -> None:
     step_number = itertools.count()
 
     def fresh_step() -> None:
-        train_step(trainer, [work("no_head", [_with_new_image(datum, next(step_number)) for datum in data])])
+        train_step(trainer, [work("no_head", [with_new_image(datum, next(step_number)) for datum in data])])
 
     for name, step, note in (
         ("images.ours", fresh_step, "new images each step"),
@@ -109,7 +109,7 @@ def ours(scale: Scale, models: Path) -> None:
             failed(name, error).emit()
 
 
-def _with_new_image(datum: Any, number: int) -> Any:
+def with_new_image(datum: Any, number: int) -> Any:
     """The same pixels under another content hash, so that no cached feature fits."""
     (placement,) = datum.input.images
     image = replace(placement.image, content_hash=f"fresh {number}")

@@ -1,11 +1,11 @@
-"""Writes the random models of a run: `python -m measurements.models SCALE FOLDER KIND…` (text, vl)."""
+"""Writes the random models of a run: `python -m measurements.models SCALE FOLDER KIND…` (text, vl, 32b)."""
 
 import shutil
 import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-from harness.scale import SCALES, Scale
+from harness.scale import SCALES, TEXT_32B, Scale
 from random_model import write_random_model
 
 
@@ -16,7 +16,8 @@ def write_missing(scale: Scale, folder: Path, kinds: Iterable[str]) -> None:
         if (out / COMPLETE).exists():
             continue
         shutil.rmtree(out, ignore_errors=True)
-        write_random_model(out, scale.text, scale.vision if kind == "vl" else None)
+        text = TEXT_32B if kind == "32b" and scale.name == "full" else scale.text
+        write_random_model(out, text, scale.vision if kind == "vl" else None)
         (out / COMPLETE).touch()
 
 
