@@ -117,7 +117,7 @@ class Run:
             gpu = seen[rank] if rank < len(seen) else str(rank)
             running.append(
                 subprocess.Popen(
-                    [sys.executable, "-m", "measurements.ranks", str(file), str(rank), str(size)],
+                    [sys.executable, "-m", "measurements.scaling_rank", str(file), str(rank), str(size)],
                     stdout=self._log,
                     stderr=subprocess.STDOUT,
                     env={**processes.environment(), "CUDA_VISIBLE_DEVICES": gpu},
@@ -185,7 +185,7 @@ class Run:
 
 def _deviation(found: Path, base: Path) -> tuple[float, float]:
     import torch
-    from measurements.ranks import deviation
+    from measurements.scaling_rank import deviation
 
     return deviation(torch.load(found), torch.load(base))
 

@@ -1,4 +1,4 @@
-"""One of several trainer ranks: python -m measurements.ranks JOB RANK SIZE
+"""One of several trainer ranks: python -m measurements.scaling_rank JOB RANK SIZE
 
 JOB is a file of `Job`. Each rank makes the same steps, and writes what it saw into the job's folder.
 """
