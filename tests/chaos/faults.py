@@ -260,11 +260,13 @@ class Faults:
         pid = self._subject.pid_of(engine)
         if pid is None or not self._subject.is_well() or not _signal(pid, signal.SIGSTOP):
             return False
-        end = time.monotonic() + 60
+        longest = 20 * self._subject.limit  # vLLM has the time of its start besides, for a restart within its process
+        end = time.monotonic() + longest
         while self._subject.is_child(pid):
             if time.monotonic() > end:
                 _signal(pid, signal.SIGKILL)
-                self._ledger.violated(f"the {engine}'s process was stopped for 60 s, and the server did not end it")
+                what = f"the {engine}'s process was stopped for {longest} s, and the server did not end it"
+                self._ledger.violated(what)
             time.sleep(0.05)
         self._note_end(engine)
         return True
