@@ -525,6 +525,12 @@ MISTAKES = (
     ),
     Promise(
         "operation",
+        "Ranks that share the layers of one sampler do different things, or one of them alone sleeps",
+        "ranks-step-without-the-requests a-sampler-sleeps-on-one-rank ranks-draw-apart",
+        ("sampling/test_tensor_parallel.py::test_two_ranks_answer_as_one_does_with_adapters_from_memory_and_disk",),
+    ),
+    Promise(
+        "operation",
         "Prompts are read by a replica that has not read them, or all by one while others have nothing to do",
         "replica-that-has-read-the-prompt-passed-over one-replica-gets-all-of-a-prompt versions-share-a-cache "
         "images-of-one-size-share-a-cache",

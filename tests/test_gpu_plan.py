@@ -161,6 +161,14 @@ def test_a_gpu_with_one_engine_holds_one_copy_and_gives_it_the_rest() -> None:
     assert "--sample-gpus" not in str(alone.value)
 
 
+def test_a_sampler_on_several_gpus_takes_its_part_of_weights_and_cache_from_each() -> None:
+    one, half = plan(EIGHT, 80, trains=False), plan(EIGHT, 80, trains=False, sample_ranks=2)
+    assert half.kv_cache - one.kv_cache == pytest.approx(EIGHT.weight_bytes // 2, rel=0.01)
+    with pytest.raises(ValueError, match="more GPUs for each replica"):
+        plan(THIRTY_TWO, 62, trains=False, context=8192, max_rank=32)
+    assert plan(THIRTY_TWO, 62, trains=False, context=8192, max_rank=32, sample_ranks=2).kv_cache > 10 * GIB
+
+
 def test_a_rank_that_shares_the_layers_holds_its_part_three_layers_and_all_else() -> None:
     layers = EIGHT.layers * EIGHT.layer_parameters * 2
     assert EIGHT.trainer_bytes(1) == EIGHT.weight_bytes

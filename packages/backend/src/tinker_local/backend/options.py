@@ -190,6 +190,14 @@ class BackendOptions:
             parse_all=parse_gpus,
         ),
     ] = ()
+    sample_tp: Annotated[
+        int,
+        CommandOption(
+            "How many GPUs of --sample-gpus share one replica, each with a part of every layer (tensor parallelism), "
+            "for models that do not fit one. It must divide their number and the model's KV heads.",
+            least=1,
+        ),
+    ] = 1
     decoder: Annotated[
         DecoderChoice,
         CommandOption(

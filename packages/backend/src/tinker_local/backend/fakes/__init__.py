@@ -14,5 +14,6 @@ from tinker_local.backend.fakes.fake_model import FakeModel as FakeModel
 from tinker_local.backend.fakes.fake_model import FakeRenderer as FakeRenderer
 from tinker_local.backend.fakes.fake_model import decode as decode
 from tinker_local.backend.fakes.fake_model import encode as encode
+from tinker_local.backend.fakes.fake_sampler import FakeFollower as FakeFollower
 from tinker_local.backend.fakes.fake_sampler import FakeSampler as FakeSampler
 from tinker_local.backend.fakes.fake_trainer import FakeTrainer as FakeTrainer

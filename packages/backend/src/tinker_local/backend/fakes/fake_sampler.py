@@ -4,6 +4,7 @@ import asyncio
 import hashlib
 import json
 import secrets
+import socket
 import threading
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -59,6 +60,17 @@ TOKENS_AT_ONCE, PROMPT_ROWS_AT_ONCE = 16, 64
 
 Steps = Iterator[SampleOutput | None]
 """None while there is more to sample, and then the result."""
+
+
+class FakeFollower:
+    """Another rank of a sampler, over the socket `link` to the first one, that is told nothing."""
+
+    def __init__(self, link: int) -> None:
+        self._link = socket.socket(fileno=link)
+
+    def follow(self) -> None:
+        """Return when the first rank has ended."""
+        self._link.recv(1)
 
 
 class FakeSampler:

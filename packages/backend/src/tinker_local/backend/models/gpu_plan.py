@@ -125,6 +125,7 @@ def plan_gpu(
     logits: int,
     kv_cache: int | None = None,
     ranks: int = 1,
+    sample_ranks: int = 1,
     trains: bool = True,
     samples: bool = True,
 ) -> GpuPlan:
@@ -132,7 +133,8 @@ def plan_gpu(
     takes for a micro-batch of so many positions. `context`: the longest sequence, in positions; `adapter_slots` of
     `max_rank`: vLLM's; `image_cache`, `logits`: bytes of image features and of logits that exist at a time, in both
     engines each; `kv_cache`: its size if it is given. `trains`, `samples`: whether the GPU has a trainer, one of
-    `ranks` that share the layers, and a sampler; at least one of them.
+    `ranks` that share the layers, and a sampler, one of `sample_ranks` with a part of every layer; at least one of
+    them. `kv_cache`, here and in the plan, is the part on this GPU.
 
     Raises ValueError with the numbers if the KV cache, of one sequence at least, and one sequence in the trainer do not
     fit with the last of `steps`.
@@ -143,11 +145,13 @@ def plan_gpu(
     weights = sizes.trainer_bytes(ranks)
     trainer = weights + adapters + 2 * logits + image_cache if trains else 0
     slots = adapter_slots * sizes.adapter_parameters(max_rank) * sizes.itemsize
-    sampler = sizes.weight_bytes + slots + logits + image_cache if samples else 0
+    sampled = -(-sizes.weight_bytes // sample_ranks)
+    sampler = sampled + slots + logits + image_cache if samples else 0
+    kv_bytes = -(-sizes.kv_bytes // sample_ranks)
 
     longest = min(context, micro_batch_tokens)
     least, most = activations(longest).always, activations(micro_batch_tokens).everything
-    least_kv = context * sizes.kv_bytes if kv_cache is None else kv_cache
+    least_kv = context * kv_bytes if kv_cache is None else kv_cache
     if not trains:
         least = most = 0
     if not samples:
@@ -158,23 +162,24 @@ def plan_gpu(
             if not samples:
                 return GpuPlan(step, 0, left)
             trained = min(max(least, min(most, left // 2)), left - least_kv)
-            most_kv = max(least_kv, step.sequences * context * sizes.kv_bytes) if kv_cache is None else kv_cache
+            most_kv = max(least_kv, step.sequences * context * kv_bytes) if kv_cache is None else kv_cache
             cache = min(left - trained, most_kv)
             return GpuPlan(step, cache, left - cache if trains else 0)
     of_trainer = f"the activations of {longest} positions ({_gib(least)})"
     of_sampler = f"a KV cache for one sequence of {context} positions ({_gib(least_kv)})"
     if trains and samples:
-        same = weights == sizes.weight_bytes
-        copies = f"{_gib(weights)} each" if same else f"{_gib(weights)} and {_gib(sizes.weight_bytes)}"
+        copies = f"{_gib(weights)} each" if weights == sampled else f"{_gib(weights)} and {_gib(sampled)}"
         parts, what = f"two copies of the weights ({copies})", f"{of_sampler} and {of_trainer}"
     else:
         parts, what = (
-            f"the weights ({_gib(weights if trains else sizes.weight_bytes)})",
+            f"the weights ({_gib(weights if trains else sampled)})",
             of_sampler if samples else of_trainer,
         )
     less = "a smaller max_context_length, micro_batch_tokens or max_rank needs less"
     if trains and samples:
         less += "; so does a GPU for each (--sample-gpus)"
+    if samples:
+        less += "; so do more GPUs for each replica (--sample-tp)"
     raise ValueError(
         f"{_gib(free)} of GPU memory are free, but {parts}, adapters, buffers and {what} take "
         f"{_gib(free - left + least + least_kv)}; {less}"

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from tinker_local.backend.daemon_thread import in_daemon_thread
 from tinker_local.backend.models.gpu_plan import COUNTED_RANK, GpuPlan, model_sizes, plan_gpu, step_sizes
-from tinker_local.backend.models.placement import check_gpus, environment_of
+from tinker_local.backend.models.placement import check_gpus, check_shares, environment_of, replica_gpus
 from tinker_local.backend.models.served_models import (
     EngineLoader,
     Engines,
@@ -27,13 +27,14 @@ from tinker_local.backend.models.supervision import TrainerSupervision, supervis
 from tinker_local.backend.options import BackendOptions, DType, EnginePlace, ModelSource
 from tinker_local.backend.rendering.decoding import MAX_PIXELS
 from tinker_local.backend.rendering.renderer import CACHE_BYTES, ImageReading, ModelRenderer
-from tinker_local.backend.sampling.process_sampler import ProcessSampler, SamplerFactory
+from tinker_local.backend.sampling.process_sampler import ProcessSampler, SamplerFactory, SamplerSeat
 from tinker_local.backend.sampling.replica_pool import ReplicaPool, replica_name
 from tinker_local.backend.scheduling.memory_sharing import MemorySharing, WakingSampler
 from tinker_local.backend.scheduling.train_scheduler import TrainScheduler
 from tinker_local.backend.training.process_trainer import ProcessTrainer, TrainerFactory
 
 if TYPE_CHECKING:
+    from tinker_local.backend.fakes import FakeModel
     from tinker_local.backend.sampling.sampler import Sampler
     from tinker_local.backend.training.trainer import Trainer
     from tinker_local.backend.vllm_engine.build_engine import EngineOptions
@@ -117,7 +118,7 @@ def engine_thread() -> "EngineThread":
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Replicas:
-    """A sampler on each of `sample_gpus`: what makes it there. Each is to run `sequences` at once."""
+    """Samplers on `sample_gpus`: what makes each, on `sample_tp` of them. Each is to run `sequences` at once."""
 
     factories: Sequence[SamplerFactory]
     sequences: int = 256
@@ -163,14 +164,20 @@ def _loading(failed: ExitStack, engine: Engine) -> Callable[[], Engine]:
 
 
 def _loading_replicas(failed: ExitStack, options: BackendOptions, replicas: Replicas) -> SamplerFactory:
-    """A function that loads a replica on each of `sample_gpus`, all at once. `failed` ends their processes."""
+    """A function that loads all replicas on `sample_gpus` at once. `failed` ends their processes."""
     if options.sampler == "inline":
         raise ValueError("--sampler inline and --sample-gpus exclude each other: replicas are processes")
     started = []
-    for at, (gpu, make_sampler) in enumerate(zip(options.sample_gpus, replicas.factories, strict=True)):
-        name = replica_name(at) if len(options.sample_gpus) > 1 else "sampler"
+    groups = replica_gpus(options.sample_gpus, options.sample_tp)
+    for at, (gpus, make_sampler) in enumerate(zip(groups, replicas.factories, strict=True)):
         started.append(
-            ProcessSampler(make_sampler, timeout=options.sampler_timeout, name=name, environment=environment_of([gpu]))
+            ProcessSampler(
+                make_sampler,
+                timeout=options.sampler_timeout,
+                name=replica_name(at) if len(groups) > 1 else "sampler",
+                environment=environment_of(gpus),
+                ranks=len(gpus),
+            )
         )
         failed.callback(started[-1].end)
 
@@ -197,6 +204,14 @@ def make_vllm_sampler(engine: "EngineOptions") -> "VLLMSampler":
     return VLLMSampler(engine, engine_thread())
 
 
+def make_vllm_rank(engine: "EngineOptions", seat: SamplerSeat) -> Any:
+    """The `VLLMSampler` of rank 0, or the `Follower` of another rank."""
+    from tinker_local.backend.vllm_engine.rank_follower import Follower
+    from tinker_local.backend.vllm_engine.vllm_sampler import VLLMSampler
+
+    return Follower(engine, seat) if seat.rank else VLLMSampler(engine, engine_thread(), seat)
+
+
 def load_real(source: ModelSource, options: BackendOptions) -> Engines:
     """vLLM for sampling and HF transformers for training, each with its own copy of the weights."""
     import torch
@@ -218,8 +233,11 @@ def load_real(source: ModelSource, options: BackendOptions) -> Engines:
         kv_cache_bytes=options.kv_cache_bytes,
         max_rank=options.max_rank,
         sleeps=options.sampler_sleeps,
+        ranks=options.sample_tp,
     )
-    engines, activation_bytes = [engine] * max(1, len(options.sample_gpus)), None
+    check_shares(config.get_text_config(), options.sample_tp)
+    groups = replica_gpus(options.sample_gpus, options.sample_tp)
+    engines, activation_bytes = [engine] * max(1, len(groups)), None
     if not compat_vllm.runs_on_cpu():
         engines, activation_bytes = sized_for_gpus(config, engine, options)
     make_trainer = functools.partial(
@@ -234,7 +252,8 @@ def load_real(source: ModelSource, options: BackendOptions) -> Engines:
         module_gradient_norms=options.module_gradient_norms,
         decoder=options.decoder,
     )
-    factories = [functools.partial(make_vllm_sampler, engine) for engine in engines]
+    make_one: SamplerFactory = make_vllm_sampler if options.sample_tp == 1 else make_vllm_rank
+    factories = [functools.partial(make_one, engine) for engine in engines]
     sequences = engines[0].max_sequences
     make_sampler = Replicas(factories, sequences) if options.sample_gpus else factories[0]
     places = engine_place(options.sampler), make_sampler, engine_place(options.trainer), make_trainer
@@ -298,17 +317,18 @@ TRAINER_GPU = 0
 def sized_for_gpus(
     config: Any, engine: "EngineOptions", options: BackendOptions
 ) -> "tuple[list[EngineOptions], int | None]":
-    """For each replica `engine` with steps and a KV cache that fit its GPU, and the trainer's limit for activations.
+    """For each replica `engine` with steps and a KV cache that fit its GPUs, and the trainer's limit for activations.
     All replicas take the steps of the smallest. With a cache of given size nothing is refused: the limit is None, and
     steps are small if larger ones do not fit. Samplers sleep only if one of them is beside the trainer."""
     gpus = options.sample_gpus or (TRAINER_GPU,)
+    replicas = replica_gpus(gpus, options.sample_tp)
     engine = replace(engine, sleeps=engine.sleeps and TRAINER_GPU in gpus)
     try:
         plans = {gpu: plan_for(config, engine, options, gpu, gpus) for gpu in {TRAINER_GPU, *gpus}}
     except ValueError:
         if engine.kv_cache_bytes is None:
             raise
-        return [engine] * len(gpus), None
+        return [engine] * len(replicas), None
     for gpu, plan in sorted(plans.items()):
         log.info(
             "%s, GPU %d: %.1f GiB of KV cache, %.1f of activations, %d sequences and %d positions in a step",
@@ -323,11 +343,11 @@ def sized_for_gpus(
     sized = [
         replace(
             engine,
-            kv_cache_bytes=plans[gpu].kv_cache,
+            kv_cache_bytes=min(plans[gpu].kv_cache for gpu in of_replica),
             max_sequences=step.sequences,
             max_batched_tokens=step.positions,
         )
-        for gpu in gpus
+        for of_replica in replicas
     ]
     return sized, plans[TRAINER_GPU].activations if engine.kv_cache_bytes is None else None
 
@@ -360,6 +380,7 @@ def plan_for(
             image_cache=engine.image_cache_bytes if hasattr(config, "vision_config") else 0,
             logits=CUDA_LOGITS * itemsize,
             kv_cache=engine.kv_cache_bytes,
+            sample_ranks=engine.ranks,
             trains=gpu == TRAINER_GPU,
             samples=gpu in sample_gpus,
         )
@@ -375,13 +396,21 @@ def load_fake(source: ModelSource, options: BackendOptions) -> Engines:
 
     model = FakeModel(source.name)
     make_trainer = functools.partial(FakeTrainer, model, module_gradient_norms=options.module_gradient_norms)
-    make_one = functools.partial(FakeSampler, model)
-    make_sampler = Replicas([make_one] * len(options.sample_gpus)) if options.sample_gpus else make_one
+    make_one = functools.partial(FakeSampler if options.sample_tp == 1 else make_fake_rank, model)
+    groups = replica_gpus(options.sample_gpus, options.sample_tp)
+    make_sampler = Replicas([make_one] * len(groups)) if groups else make_one
     places = options.sampler or "inline", make_sampler, options.trainer or "inline", make_trainer
     with starting(options, *places) as (load_sampler, load_trainer):
         sampler, trainer = load_sampler(), load_trainer()
-    sequences = 256 * max(1, len(options.sample_gpus))
+    sequences = 256 * max(1, len(groups))
     return Engines(FakeRenderer(model), trainer, sampler, arch="fake", tolerance=1e-4, sequences=sequences)
+
+
+def make_fake_rank(model: "FakeModel", seat: SamplerSeat) -> Any:
+    """Rank 0 has no use for the others, which end with it."""
+    from tinker_local.backend.fakes import FakeFollower, FakeSampler
+
+    return FakeFollower(seat.links[0]) if seat.rank else FakeSampler(model)
 
 
 def check_source(source: ModelSource) -> None:

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tinker_local.backend.process.calls import CLOSE_SECONDS
+from tinker_local.backend.process.channel import Channel
 from tinker_local.backend.process.child import CLOSE
 from tinker_local.backend.process.messages import (
     Answer,
@@ -74,7 +75,8 @@ Outcome = tuple[_Waiting, Answer | Exception]
 
 
 class AsyncCalls:
-    """Calls async methods of the object that the process of `group` serves, after `child.LOAD` has been answered.
+    """Calls async methods of the object that the first process of `group` serves, after `child.LOAD` has been answered.
+    The others only log.
 
     The group is killed if the process takes longer than `seconds` to receive what is sent, or to answer a `PULSE`,
     which it gets while calls run. `image_bytes`: how many bytes of pixel values it keeps. `state`: what it told with
@@ -82,7 +84,7 @@ class AsyncCalls:
     """
 
     def __init__(self, group: ProcessGroup, seconds: float, *, image_bytes: int = 2**30) -> None:
-        (member,) = group.members
+        member, *others = group.members
         self.group = group
         self.state: Mapping[str, Any] = {}
         self._channel = member.channel
@@ -99,6 +101,10 @@ class AsyncCalls:
         self._threads = [
             threading.Thread(target=work, daemon=True, name=f"{group.name}-{name}")
             for work, name in ((self._send_all, "send"), (self._receive_all, "receive"))
+        ]
+        self._threads += [
+            threading.Thread(target=self._log, args=(other.channel,), daemon=True, name=f"{group.name}-log")
+            for other in others
         ]
         for thread in self._threads:
             thread.start()
@@ -227,6 +233,14 @@ class AsyncCalls:
         except Exception as error:
             log.exception("answers of the %s cannot be received", self.group.name)
             self.group.kill(f"could not be understood ({error})")
+
+    def _log(self, channel: Channel) -> None:
+        """Log what another process of the group does."""
+        try:
+            while True:
+                log_here(channel.receive())
+        except CHANNEL_ENDED:
+            self.group.error()
 
     def _take(self, messages: Iterable[Answer | Failure | Note | Log]) -> None:
         settled: list[Outcome] = []

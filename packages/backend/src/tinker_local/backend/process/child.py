@@ -159,6 +159,27 @@ def serve_calls(
         pass
 
 
+def serve_follower(inbox: Inbox, make: Callable[[], Any]) -> None:
+    """Make an object with `make` when `LOAD` comes, answer None, and run its `follow`, which gets its orders elsewhere.
+    The program of a child process, with all but `inbox` given; it ends when `follow` does."""
+    call = inbox.next()
+    if call.method != LOAD:
+        return
+    try:
+        follower = make()
+        settle_after_load()
+    except Exception as error:
+        fail(inbox.send, call, error, {})
+        inbox.next()
+        return
+    inbox.send(Answer(call.number, None, {}))
+    try:
+        follower.follow()
+    except Exception:
+        log.exception("a process that follows another one ends")
+        raise
+
+
 class _Server:
     def __init__(
         self, inbox: Inbox, make: Callable[[], Any], describe: Callable[[Any], Any], told: tuple[str, ...]

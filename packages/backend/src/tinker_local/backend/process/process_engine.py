@@ -32,6 +32,7 @@ class ProcessEngine(ABC):
         self._name = name
         self._programs = programs
         self._environments = environments
+        self._files: Sequence[Sequence[int]] = ()
         self._timeout = timeout
         self._closed = False
         self._load_limit: float | None = None
@@ -54,7 +55,7 @@ class ProcessEngine(ABC):
 
         self.ended = False
         self._began = time.monotonic()
-        self._group = ProcessGroup(self._name, self._programs, on_end, self._environments)
+        self._group = ProcessGroup(self._name, self._programs, on_end, self._environments, self._files)
         self._connect(self._group)
 
     def _ended(self) -> None:

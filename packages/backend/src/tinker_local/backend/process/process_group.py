@@ -40,19 +40,20 @@ class ProcessEndedError(InternalError):
 
 class ChildProcess:
     """Starts a process that runs `program` (`messages.Program`), and the channel to it. `name`: what it is in messages.
-    `environment`: what its environment has besides ours, or instead.
+    `environment`: what its environment has besides ours, or instead. `files`: descriptors that it gets under the same
+    numbers.
 
     The process is a fresh interpreter: a fork would share CUDA's state and the server's sockets, and `multiprocessing`
     would import the user's program again. It ends with this process, however that ends, or with `channel`. It leads a
     process group, so that what it started is killed with it.
     """
 
-    def __init__(self, name: str, program: Program, environment: Mapping[str, str]) -> None:
+    def __init__(self, name: str, program: Program, environment: Mapping[str, str], files: Sequence[int]) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             self.popen = subprocess.Popen(
                 [sys.executable, "-P", "-m", __package__, str(theirs.fileno())],
-                pass_fds=[theirs.fileno()],
+                pass_fds=[theirs.fileno(), *files],
                 stdin=subprocess.DEVNULL,
                 process_group=0,  # Ctrl-C in a terminal does not reach it, not even before it ignores it
                 env={**os.environ, **environment, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
@@ -75,8 +76,8 @@ class ProcessGroup:
     """Runs each of `programs` in a process. When one of them ends, or a `limit` is over, all are killed.
 
     `name` says what they are ("trainer"). `environments`: what the environment of each has besides ours, or instead;
-    none given: nothing. `on_end` is called once, in a thread, when all have been reaped, whatever the
-    reason, and before any call fails for it.
+    none given: nothing. `files`: descriptors that each gets under the same numbers. `on_end` is called once, in a
+    thread, when all have been reaped, whatever the reason, and before any call fails for it.
     """
 
     def __init__(
@@ -85,13 +86,16 @@ class ProcessGroup:
         programs: Sequence[Program],
         on_end: Callable[[], None] = lambda: None,
         environments: Sequence[Mapping[str, str]] = (),
+        files: Sequence[Sequence[int]] = (),
     ) -> None:
         self.name = name
         self.members: list[ChildProcess] = []
         self._note = ""
         try:
-            for program, environment in zip(programs, environments or [{}] * len(programs), strict=True):
-                self.members.append(ChildProcess(name, program, environment))
+            nothing: list[dict[str, str]] = [{} for _ in programs]
+            of_each = zip(programs, environments or nothing, files or [()] * len(programs), strict=True)
+            for program, environment, inherited in of_each:
+                self.members.append(ChildProcess(name, program, environment, inherited))
         except BaseException:
             for member in self.members:
                 member.channel.close()

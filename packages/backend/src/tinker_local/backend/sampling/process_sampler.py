@@ -1,5 +1,8 @@
 """`ProcessSampler`: `sampling.sampler.Sampler` on a sampler in a separate process."""
 
+import os
+import secrets
+import socket
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -11,18 +14,33 @@ from tinker_local.backend.daemon_thread import in_daemon_thread
 from tinker_local.backend.process.async_calls import AsyncCalls, ignore
 from tinker_local.backend.process.async_child import Tell, serve_async_calls
 from tinker_local.backend.process.calls import Calls
-from tinker_local.backend.process.child import Inbox
+from tinker_local.backend.process.child import Inbox, serve_follower
+from tinker_local.backend.process.messages import Program
 from tinker_local.backend.process.process_engine import ProcessEngine
 from tinker_local.backend.process.process_group import ProcessEndedError, ProcessGroup
 from tinker_local.backend.sampling.sampler import AdapterVersion, Sampler, SampleWork, ignore_begin, written
 from tinker_local.backend.training.trainer import AdapterDType
 from tinker_local.types import SampleOutput
 
-SamplerFactory = Callable[[], Sampler]
+SamplerFactory = Callable[..., Sampler]
 """Makes the sampler in its process: a function of a module that can be imported (so not `__main__`), or a
-`functools.partial` of one or of a class."""
+`functools.partial` of one or of a class. One for several ranks takes its `SamplerSeat`; on all but the first rank it
+makes an object whose `follow` does what the first one says, and returns only if that has ended."""
 
 _BEGUN, _ENDED = "begun", "ended"
+
+
+@dataclass(frozen=True, slots=True)
+class SamplerSeat:
+    """Rank `rank` of `size` processes that are one sampler. `meeting`: the path of a file, empty at first, over which
+    they find each other. `links`: sockets of the first one to each other one in turn, of another to the first. `name`:
+    theirs alone on this machine."""
+
+    rank: int
+    size: int
+    meeting: str
+    links: tuple[int, ...]
+    name: str
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -92,6 +110,9 @@ class ProcessSampler(ProcessEngine):
     A step may take `timeout` seconds, and as long as the first start took, in case the engine is built again in it;
     then the process is killed. `image_bytes`: how many bytes of pixel values it keeps. `name`: what it is in messages.
     `environment`: what its environment has besides, or instead.
+
+    With `ranks` above 1, there are so many processes, and each calls `make` with its `SamplerSeat`. The first one is
+    called, and leads the others. They end together.
     """
 
     max_context_length: int
@@ -106,12 +127,37 @@ class ProcessSampler(ProcessEngine):
         image_bytes: int = 2**30,
         name: str = "sampler",
         environment: Mapping[str, str] = MappingProxyType({}),
+        ranks: int = 1,
     ) -> None:
+        self._make = make
+        self._ranks = ranks
         self._image_bytes = image_bytes
         self._images_encoded = 0
         self._changing = threading.Lock()
-        program = partial(serve_async_calls, make=partial(ServedSampler, make), describe=loaded, state=state)
-        super().__init__(name, [program], timeout, [environment])
+        super().__init__(name, [], timeout, [environment] * ranks)
+
+    def _begin(self) -> None:
+        if self._ranks == 1:
+            self._programs = [_leading(self._make)]
+            super()._begin()
+            return
+        pairs = [socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(self._ranks - 1)]
+        ours, theirs = [[one.fileno() for one in each] for each in zip(*pairs, strict=True)]
+        self._files = [ours, *([link] for link in theirs)]
+        # As long as the processes: a file without a name, which leaves nothing behind.
+        self._meeting = os.fdopen(os.memfd_create("tinker-local-ranks", os.MFD_CLOEXEC), "rb")
+        meeting, name = f"/proc/{os.getpid()}/fd/{self._meeting.fileno()}", secrets.token_hex(8)
+        makes = [
+            partial(self._make, SamplerSeat(rank, self._ranks, meeting, tuple(links), name))
+            for rank, links in enumerate(self._files)
+        ]
+        self._programs = [_leading(makes[0]), *(partial(serve_follower, make=make) for make in makes[1:])]
+        try:
+            super()._begin()
+        finally:
+            for pair in pairs:
+                for end in pair:
+                    end.close()
 
     def _connect(self, group: ProcessGroup) -> None:
         self._loading = Calls(group)
@@ -225,6 +271,10 @@ class ProcessSampler(ProcessEngine):
             raise ProcessEndedError(self.why if self.ended else "the sampler is not loaded")
         values = {} if version is None else {version.name: version.unwritten}
         return await calls.call(method, *args, values=values, heard=heard)
+
+
+def _leading(make: SamplerFactory) -> Program:
+    return partial(serve_async_calls, make=partial(ServedSampler, make), describe=loaded, state=state)
 
 
 def _named(version: AdapterVersion) -> AdapterVersion:

@@ -40,7 +40,8 @@ class EngineOptions:
     `max_sequences`: in one step, and `RESERVED` more. `max_batched_tokens`: most positions in one step
     (`models/gpu_plan.py` chooses both for a GPU). `image_cache_bytes`: image features kept on the device for later
     requests, if that is more than vLLM's default. `enforce_eager` None: True on CPU, False on CUDA (CUDA graphs).
-    `sleeps`: enable sleep mode; on CUDA, and for one engine of the process at a time.
+    `sleeps`: enable sleep mode; on CUDA, and for one engine of the process at a time. `ranks`: of tensor parallelism,
+    each a process with a share of every layer (`rank_leader.py`); `kv_cache_bytes` is that of one.
     """
 
     model: str
@@ -56,6 +57,7 @@ class EngineOptions:
     image_cache_bytes: int = 2**30
     enforce_eager: bool | None = None
     sleeps: bool = False
+    ranks: int = 1
 
 
 def prepare_environment() -> None:
@@ -168,6 +170,8 @@ def _engine_arguments(options: EngineOptions) -> dict[str, Any]:
         "max_logprobs": -1,
         "enable_sleep_mode": options.sleeps and not on_cpu and sleep_mode_is_free(),
     }
+    if options.ranks > 1:
+        arguments |= {"tensor_parallel_size": options.ranks, "distributed_executor_backend": "external_launcher"}
     if not eager:
         # CUDA graphs for decoding, and for prompts between their attentions: launches bound a short prompt, 60 ms for
         # an 8B model with an adapter, 20 ms with graphs. Code that vLLM generates ("inductor") gains another 3 %; it

@@ -103,6 +103,11 @@ def model_runner(engine: Any) -> Any:
     return engine.model_executor.driver_worker.model_runner
 
 
+def draw_module(engine: Any) -> Any:
+    """The `FullVocabularyDraw` of an engine."""
+    return model_runner(engine).sampler.topk_topp_sampler
+
+
 def scheduler(engine: Any) -> Any:
     """The scheduler of an engine in this process."""
     return engine.engine_core.engine_core.scheduler
@@ -122,6 +127,15 @@ def lora_worker(engine: Any) -> Any:
 def lora_modules(worker: Any) -> Any:
     """The modules of `lora_worker` that take adapters, by name."""
     return worker._adapter_manager.modules
+
+
+def tensor_parallel_shares(module: Any) -> tuple[int, int]:
+    """Of how many shares the slots of a module of `lora_modules` hold one, in the inputs of A and the outputs of B."""
+    from vllm.lora.layers import ColumnParallelLinearWithLoRA, RowParallelLinearWithLoRA
+
+    shares = int(getattr(module, "tp_size", 1))
+    rows, columns = isinstance(module, RowParallelLinearWithLoRA), isinstance(module, ColumnParallelLinearWithLoRA)
+    return (shares if rows else 1), (shares if columns else 1)
 
 
 def lora_slots(worker: Any) -> list[int | None]:

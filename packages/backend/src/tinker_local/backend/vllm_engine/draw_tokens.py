@@ -187,6 +187,11 @@ class FullVocabularyDraw(nn.Module):
         self._rewinds = False
         self._states: dict[int, torch.Tensor] = {}
 
+    def seed(self, seed: int) -> None:
+        """Draw for unseeded requests as every other rank of this engine does."""
+        self._unseeded.manual_seed(seed)
+        self._seeds.manual_seed(seed)
+
     @classmethod
     def install(cls, runner: Any) -> None:
         """Make `runner` (a V1 model runner) draw with it."""

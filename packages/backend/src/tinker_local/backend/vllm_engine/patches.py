@@ -6,6 +6,7 @@ Before you change the version of vLLM, read `PATCHES` and run `make test-vllm`. 
 
 import functools
 import importlib
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +14,9 @@ from typing import Any
 from tinker_local.backend.families import family_of
 from tinker_local.backend.vllm_engine import draw_tokens, lora_operators, score_prompts, sleep_mode
 from tinker_local.backend.vllm_engine.compat_vllm import lora_worker, model_runner, scheduler, version
+
+RANKS_NAME = "TINKER_LOCAL_RANKS"
+"""A variable of the environment: the name of the ranks of which this process is one."""
 
 
 def _ignore(_: Any) -> None:
@@ -44,6 +48,20 @@ def _replace_cpu_operators() -> None:
     module = importlib.import_module("vllm.lora.punica_wrapper.punica_cpu")
     if not hasattr(module.PunicaWrapperCPU, "fixes_base_rows"):
         module.PunicaWrapperCPU = lora_operators.by_segments(module.PunicaWrapperCPU)  # type: ignore[attr-defined]
+
+
+def _name_ranks() -> None:
+    from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
+
+    original: Any = ExecutorWithExternalLauncher._distributed_args
+
+    @functools.wraps(original)
+    def distributed_args(self: Any) -> tuple[str, int, int]:
+        _, rank, local_rank = original(self)
+        return f"env://{os.environ[RANKS_NAME]}", rank, local_rank
+
+    if not hasattr(original, "__wrapped__"):
+        ExecutorWithExternalLauncher._distributed_args = distributed_args
 
 
 class _Small(int):
@@ -238,6 +256,15 @@ PATCHES = (
         ("sampling/test_image_features_stay.py::test_requests_of_more_images_than_a_step_holds_encode_each_once",),
         hook="none: EngineArgs sets it to max_num_batched_tokens, which also sizes the profiling run at start-up",
         to_config=_keep_images,
+    ),
+    Patch(
+        "ranks of tensor parallelism have shared memory of a name of their own",
+        "on CPU vLLM names it after the address where ranks meet, which is the same for all groups of other launchers",
+        "CPU, 0.32",
+        ("_distributed_args",),
+        ("sampling/test_tensor_parallel.py::test_two_ranks_answer_as_one_does_with_adapters_from_memory_and_disk",),
+        hook="none: VLLM_DIST_IDENT is overwritten",
+        to_process=_name_ranks,
     ),
     Patch(
         "engines of one process do not share tables of rotary positions",

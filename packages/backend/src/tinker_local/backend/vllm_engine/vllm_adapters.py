@@ -4,7 +4,7 @@ import asyncio
 import itertools
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from tinker_local.backend.sampling.host_adapters import HostAdapter, read_adapter
@@ -15,9 +15,13 @@ from tinker_local.backend.vllm_engine.compat_vllm import (
     lora_worker,
     module_renames,
     runs_on_cpu,
+    tensor_parallel_shares,
 )
 from tinker_local.backend.vllm_engine.host_memory import new_vector
 from tinker_local.types import ApiError, InternalError, InvalidRequestError
+
+if TYPE_CHECKING:
+    from tinker_local.backend.vllm_engine.rank_leader import Leader
 
 
 class VLLMAdapters:
@@ -28,8 +32,10 @@ class VLLMAdapters:
     use and needs it again within a step, `load` makes it on the spot.
     """
 
-    def __init__(self, max_rank: int) -> None:
+    def __init__(self, max_rank: int, leader: "Leader | None" = None) -> None:
+        """`leader`: tells other ranks of each version that is made."""
         self._max_rank = max_rank
+        self._leader = leader
         self._ids = itertools.count(1)
         self._requests: dict[str, Any] = {}  # by name, verified; only the engine thread changes it
         self._versions: dict[str, AdapterVersion] = {}  # those with a LoRARequest
@@ -65,7 +71,7 @@ class VLLMAdapters:
             return None
         task = self._preparing.get(version.name)
         if task is None:
-            task = asyncio.create_task(asyncio.to_thread(self._make, version, worker))
+            task = asyncio.create_task(asyncio.to_thread(self.make, version, worker))
             self._preparing[version.name] = task
             task.add_done_callback(lambda _: self._preparing.pop(version.name, None))
         return await asyncio.shield(task)
@@ -78,7 +84,7 @@ class VLLMAdapters:
         if request is not None and request.lora_int_id in engine.list_loras():
             return request
         if prepared is None:  # vLLM dropped it since `prepare`
-            prepared = self._make(version, self._worker)
+            prepared = self.make(version, self._worker)
         if request is None:
             from vllm.lora.request import LoRARequest
 
@@ -108,16 +114,22 @@ class VLLMAdapters:
         """The `LoRAModel` of a `LoRARequest`; vLLM calls it instead of reading the folder."""
         prepared = self._handed_over
         if prepared is None or prepared.id != request.lora_int_id:
-            prepared = self._make(self._versions[request.lora_name], self._worker)
+            prepared = self.make(self._versions[request.lora_name], self._worker)
             prepared.id = request.lora_int_id
         return prepared
 
     # On any thread --------------------------------------------------------------------------------------------------
 
-    def _make(self, version: AdapterVersion, worker: Any) -> Any:
+    def make(self, version: AdapterVersion, worker: Any) -> Any:
         """vLLM's `LoRAModel` of a version, packed and checked."""
         if worker is None:
             raise InternalError("the sampling engine is not running")
+        if self._leader is None:
+            return self._made(version, worker)
+        with self._leader.preparing(version) as prepared:
+            return prepared.kept_for(self._made(version, worker))
+
+    def _made(self, version: AdapterVersion, worker: Any) -> Any:
         adapter = read_adapter(version, self._max_rank)
         numbers, tensors = self._copy(adapter, worker.lora_config.lora_dtype)
         try:
@@ -203,10 +215,12 @@ def check_adapter_taken(version: AdapterVersion, numbers: torch.Tensor, tensors:
             if a is None or b is None:  # the adapter only has some of the packed ones
                 continue
             # vLLM copies a smaller matrix into a corner of its buffer.
-            if a.shape[1] != slot_a.shape[-1] or b.shape[0] != slot_b.shape[-2]:
+            of_a, of_b = tensor_parallel_shares(modules[name])
+            width_in, width_out = slot_a.shape[-1] * of_a, slot_b.shape[-2] * of_b
+            if a.shape[1] != width_in or b.shape[0] != width_out:
                 raise InvalidRequestError(
                     f"{where}: {name} is {a.shape[1]} to {b.shape[0]} wide in the adapter, and "
-                    f"{slot_a.shape[-1]} to {slot_b.shape[-2]} in the model"
+                    f"{width_in} to {width_out} in the model"
                 )
             if not finite and not (all_finite(a) and all_finite(b)):
                 raise InvalidRequestError(f"{where}: the tensors of {name} hold NaN or infinity")

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
+from tinker_local.backend.sampling.process_sampler import SamplerSeat
 from tinker_local.backend.sampling.prompt_scores import prompt_questions
 from tinker_local.backend.sampling.sampler import AdapterVersion, SampleWork
 from tinker_local.backend.vllm_engine import sleep_mode
@@ -15,6 +16,7 @@ from tinker_local.backend.vllm_engine.compat_vllm import default_dtype, sequence
 from tinker_local.backend.vllm_engine.engine_inputs import engine_params, engine_prompt, sample_output
 from tinker_local.backend.vllm_engine.engine_thread import Engine, EngineRequest, EngineThread
 from tinker_local.backend.vllm_engine.patches import EngineEvents
+from tinker_local.backend.vllm_engine.rank_leader import Leader
 from tinker_local.backend.vllm_engine.release_engine import release_engine
 from tinker_local.backend.vllm_engine.vllm_adapters import VLLMAdapters
 from tinker_local.types import ApiError, InternalError, InvalidRequestError, SampleOutput
@@ -31,11 +33,12 @@ class VLLMSampler:
     `startup_seconds`: the time to build the engine, with the import of vLLM if it was the first.
     """
 
-    def __init__(self, options: EngineOptions, thread: EngineThread) -> None:
-        """Build the engine; blocks until it can sample."""
+    def __init__(self, options: EngineOptions, thread: EngineThread, seat: SamplerSeat | None = None) -> None:
+        """Build the engine; blocks until it can sample. `seat`: rank 0 of `options.ranks`, if that is more than one."""
         started = time.monotonic()
         self._thread = thread
-        self._adapters = VLLMAdapters(options.max_rank)
+        self._leader = None if seat is None else Leader(seat)
+        self._adapters = VLLMAdapters(options.max_rank, self._leader)
         self._images_encoded = 0  # only the engine thread writes it
         self.can_sleep = self.asleep = False
         build = partial(self._build, options)
@@ -48,7 +51,11 @@ class VLLMSampler:
 
     def _build(self, options: EngineOptions) -> Any:
         """Called again after a failure of the engine."""
+        if self._leader is not None:
+            self._leader.join()
         engine = build_engine(options, EngineEvents(self._note_encoded, self._note_begun, self._adapters.load))
+        if self._leader is not None:
+            self._leader.lead(engine)
         self._adapters.attach(engine)
         self.can_sleep, self.asleep = sleep_mode.can_sleep(engine), False
         return engine
@@ -133,7 +140,7 @@ class VLLMSampler:
                 f"and {len(self._engine.in_flight)} sequences are in flight"
             )
         try:
-            sleep_mode.put_to_sleep(engine)
+            self._on_all_ranks("put_to_sleep", engine)
         finally:
             self.asleep = sleep_mode.is_asleep(engine)
 
@@ -141,9 +148,17 @@ class VLLMSampler:
         if not self.asleep:  # it may have been rebuilt
             return
         try:
-            sleep_mode.wake(engine)
+            self._on_all_ranks("wake", engine)
         finally:
             self.asleep = sleep_mode.is_asleep(engine)
+
+    def _on_all_ranks(self, change: str, engine: Any) -> None:
+        """Run a function of `sleep_mode`."""
+        call = partial(getattr(sleep_mode, change), engine)
+        if self._leader is None:
+            call()
+        else:
+            self._leader.together(change, call)
 
     def _check_awake(self) -> None:
         """Raise InternalError; touching memory that is asleep would end the process's CUDA context."""

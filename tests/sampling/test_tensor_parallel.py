@@ -1,0 +1,119 @@
+"""Two ranks of one sampler, each with half of every layer, answer as one process does."""
+
+import asyncio
+import functools
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tinker_local.backend.models.load_engines import make_vllm_rank
+from tinker_local.backend.process.process_group import ProcessEndedError
+from tinker_local.backend.sampling.process_sampler import ProcessSampler
+from tinker_local.backend.sampling.sampler import SampleWork
+from tinker_local.types import InvalidRequestError, SampleOutput, SamplingParams
+
+from tests.sampling.sampling_answers import EVERYTHING, TEXT
+from tests.sampling.test_handover import Unwritten
+
+pytestmark = pytest.mark.more
+
+
+@pytest.fixture(scope="module")
+def two_ranks(text: Any) -> Iterator[ProcessSampler]:
+    """A sampler of `text`'s model in two processes."""
+    from dataclasses import replace
+
+    options = replace(text.options, ranks=2, cached_adapters=4)
+    sampler = ProcessSampler(functools.partial(make_vllm_rank, options), ranks=2)
+    try:
+        sampler.load()
+        yield sampler
+    finally:
+        sampler.end()
+
+
+def same(text: Any, one: SampleOutput, other: SampleOutput) -> None:
+    for a, b in zip(one.sequences, other.sequences, strict=True):
+        assert a.tokens.tolist() == b.tokens.tolist()
+        text.same(np.asarray(a.logprobs), np.asarray(b.logprobs))
+    assert one.prompt_logprobs is not None
+    assert other.prompt_logprobs is not None
+    text.same(one.prompt_logprobs[1:], other.prompt_logprobs[1:])
+
+
+async def test_two_ranks_answer_as_one_does_with_adapters_from_memory_and_disk(
+    two_ranks: ProcessSampler, text: Any, tmp_path: Path
+) -> None:
+    on_disk = [text.adapter(tmp_path / f"d{n}", EVERYTHING, 4, seed=n).version for n in range(6)]
+    unwritten = Unwritten(text.adapter(tmp_path / "memory", EVERYTHING, 8, seed=9)).version
+    versions = [None, unwritten, *on_disk]
+
+    def work(version: Any, at: int) -> SampleWork:
+        params = SamplingParams(max_tokens=12, temperature=1.0, top_p=0.9, seed=at, stop=())
+        return SampleWork(text.prompt([*TEXT[at:], at + 1]), version, params, 3, prompt_logprobs=True)
+
+    for version in versions[1:]:
+        await two_ranks.load_version(version)
+    works = [work(version, at) for at in range(4) for version in versions]  # more adapters than fit into a step
+    found = await asyncio.gather(*map(two_ranks.sample, works))
+    wanted = await asyncio.gather(*map(text.sampler.sample, works))
+    for one, other in zip(found, wanted, strict=True):
+        same(text, one, other)
+
+    # Without a seed, all ranks draw the same; otherwise they would notice, and end.
+    free = SampleWork(text.prompt(TEXT), unwritten, SamplingParams(max_tokens=30, stop=()), 8)
+    drawn = [(await two_ranks.sample(free)).sequences for _ in range(3)]
+    assert len({tuple(one.tokens.tolist()) for each in drawn for one in each}) > 20
+    cancelled = asyncio.create_task(two_ranks.sample(free))
+    await asyncio.sleep(0.05)
+    cancelled.cancel()
+    same(text, await two_ranks.sample(works[1]), wanted[1])
+
+    for version in versions[1:]:
+        await two_ranks.remove_version(version)
+        await text.sampler.remove_version(version)
+    assert two_ranks.versions_loaded == 0
+
+
+async def test_an_adapter_of_other_widths_is_refused_by_ranks_that_hold_half_of_each(
+    two_ranks: ProcessSampler, text: Any, tmp_path: Path
+) -> None:
+    from safetensors.torch import load_file, save_file
+
+    pids = two_ranks.pids
+    version = text.adapter(tmp_path / "narrow", r"mlp\.down_proj$", 4).version
+    file = version.path / "adapter_model.safetensors"
+    tensors = load_file(file)
+    halves = {name: (each[:, ::2] if "lora_A" in name else each).contiguous() for name, each in tensors.items()}
+    save_file(halves, file)
+    with pytest.raises(InvalidRequestError, match="wide in the adapter"):
+        await two_ranks.load_version(version)
+    params = SamplingParams(max_tokens=3, stop=())
+    assert len((await two_ranks.sample(SampleWork(text.prompt(TEXT), None, params))).sequences) == 1
+    assert two_ranks.pids == pids
+
+
+async def test_a_rank_that_is_killed_ends_all_and_all_start_again(
+    two_ranks: ProcessSampler, text: Any, tmp_path: Path
+) -> None:
+    params = SamplingParams(max_tokens=200, seed=3, stop=())
+    work = SampleWork(text.prompt(TEXT), None, params, 4)
+    for rank in (1, 0):
+        before = two_ranks.pids
+        running = asyncio.create_task(two_ranks.sample(work))
+        await asyncio.sleep(0.1)
+        os.kill(before[rank], signal.SIGKILL)
+        with pytest.raises(ProcessEndedError, match="SIGKILL"):
+            await running
+        for pid in before:
+            with pytest.raises(ProcessLookupError):
+                os.kill(pid, 0)
+        await asyncio.to_thread(two_ranks.restart)
+        await asyncio.to_thread(two_ranks.load)
+        assert not set(before) & set(two_ranks.pids)
+        found, wanted = await two_ranks.sample(work), await text.sampler.sample(work)
+        assert [one.tokens.tolist() for one in found.sequences] == [one.tokens.tolist() for one in wanted.sequences]
