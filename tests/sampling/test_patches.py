@@ -19,6 +19,7 @@ NOT_INTERNAL = {
     "id",  # of LoRAModel
     "kept_by_dynamo",  # ours
     *("disable", "set_num_threads"),  # torch's
+    "_exit",  # of os
 }
 """Names that are assigned to and are not internals of vLLM."""
 

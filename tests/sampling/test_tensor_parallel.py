@@ -97,9 +97,15 @@ async def test_an_adapter_of_other_widths_is_refused_by_ranks_that_hold_half_of_
     assert two_ranks.pids == pids
 
 
+def shared_memory() -> set[str]:
+    """Names of memory that would stay behind."""
+    return {file.name for file in Path("/dev/shm").iterdir() if file.name.startswith("psm_") or "cpushm" in file.name}
+
+
 async def test_a_rank_that_is_killed_ends_all_and_all_start_again(
     two_ranks: ProcessSampler, text: Any, tmp_path: Path
 ) -> None:
+    assert not shared_memory()
     params = SamplingParams(max_tokens=200, seed=3, stop=())
     work = SampleWork(text.prompt(TEXT), None, params, 4)
     for rank in (1, 0):
@@ -116,4 +122,5 @@ async def test_a_rank_that_is_killed_ends_all_and_all_start_again(
         await asyncio.to_thread(two_ranks.load)
         assert not set(before) & set(two_ranks.pids)
         found, wanted = await two_ranks.sample(work), await text.sampler.sample(work)
+        assert not shared_memory()
         assert [one.tokens.tolist() for one in found.sequences] == [one.tokens.tolist() for one in wanted.sequences]

@@ -9,6 +9,7 @@ import importlib
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from tinker_local.backend.families import family_of
@@ -135,6 +136,18 @@ def _prevent_shutdown(engine: Any, events: EngineEvents) -> None:
     finalizer = getattr(engine.engine_core, "_finalizer", None)
     if finalizer is not None:
         finalizer.detach()
+
+
+def _forget_shared_memory(engine: Any, events: EngineEvents) -> None:
+    if engine.vllm_config.parallel_config.tensor_parallel_size == 1:
+        return
+    from vllm.distributed.parallel_state import get_tp_group
+
+    buffer = get_tp_group().mq_broadcaster.buffer
+    if buffer.is_creator:
+        buffer.shared_memory.unlink()
+    for file in Path("/dev/shm").glob(f"{os.environ[RANKS_NAME]}-*"):
+        file.unlink(missing_ok=True)  # another rank may be faster
 
 
 def _draw(engine: Any, events: EngineEvents) -> None:
@@ -265,6 +278,23 @@ PATCHES = (
         ("sampling/test_tensor_parallel.py::test_two_ranks_answer_as_one_does_with_adapters_from_memory_and_disk",),
         hook="none: VLLM_DIST_IDENT is overwritten",
         to_process=_name_ranks,
+    ),
+    Patch(
+        "other ranks do what rank 0's engine is called to do",
+        "vLLM's external launcher leaves it to us that all ranks get the same requests before the same step",
+        "0.26 to 0.32",
+        ("add_request", "abort_request", "add_lora", "remove_lora", "step"),
+        ("sampling/test_tensor_parallel.py::test_two_ranks_answer_as_one_does_with_adapters_from_memory_and_disk",),
+        hook="none: other executors keep the engine in processes that patches do not reach",
+        used_in=("rank_leader.py",),
+    ),
+    Patch(
+        "shared memory of tensor parallelism has no names once all ranks have it",
+        "what has a name stays behind when a process is killed",
+        "0.26 to 0.32",
+        ("mq_broadcaster", "buffer", "is_creator", "shared_memory"),
+        ("sampling/test_tensor_parallel.py::test_a_rank_that_is_killed_ends_all_and_all_start_again",),
+        to_engine=_forget_shared_memory,
     ),
     Patch(
         "engines of one process do not share tables of rotary positions",

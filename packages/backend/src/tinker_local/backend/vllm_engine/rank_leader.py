@@ -61,8 +61,8 @@ def join(seat: SamplerSeat) -> None:
     import torch
     import torch.distributed as dist
 
-    os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo", "VLLM_HOST_IP": "127.0.0.1"}
-    os.environ |= {"RANK": str(seat.rank), "LOCAL_RANK": str(seat.rank), RANKS_NAME: seat.name}
+    os.environ.update({"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo", "VLLM_HOST_IP": "127.0.0.1"})
+    os.environ.update({"RANK": str(seat.rank), "LOCAL_RANK": str(seat.rank), RANKS_NAME: seat.name})
     device = None
     if not runs_on_cpu():
         device = torch.device("cuda", seat.rank)
@@ -169,5 +169,5 @@ class Preparing:
 
     def kept_for(self, lora: Any) -> Any:
         """Return `lora`. The others keep theirs until they have used it, or this one is gone."""
-        weakref.finalize(lora, self._unneeded.append, self._number).atexit = False
+        weakref.finalize(lora, self._unneeded.append, self._number)
         return lora
