@@ -2,6 +2,7 @@
 
     python benchmarks/replicas.py --out benchmarks/results       # two GPUs with 140 GiB each, eight minutes
     python benchmarks/replicas.py --replicas 4                   # four
+    python benchmarks/replicas.py --replicas 1 --tp 2            # one on two GPUs, not compared
     python benchmarks/replicas.py --tiny                         # the same code on a CPU, some minutes
 
 Random weights in the shape of Qwen3-8B. Rates are those of the `Sampler` protocol, with requests as in `engine.py`: one
@@ -29,16 +30,18 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tiny", action="store_true", help="tiny models; fails if anything does")
     parser.add_argument("--replicas", type=int, default=2, metavar="N", help="how many (2)")
+    parser.add_argument("--tp", type=int, default=1, metavar="N", help="GPUs of each replica (1)")
     parser.add_argument("--only", choices=PARTS, help="this part alone")
     parser.add_argument("--out", type=Path, help="folder for dated files of the result")
     parser.add_argument("--models", type=Path, help="folder where random models are kept and found again")
     parser.add_argument("--log", type=Path, help="file for other output of the measurements (default: a temporary one)")
     options = parser.parse_args()
-    if options.replicas < 2:
-        parser.error(f"--replicas {options.replicas}: at least 2")
+    if options.replicas * options.tp < 2:
+        parser.error(f"--replicas {options.replicas} --tp {options.tp}: at least 2 GPUs")
     gpus = len(machine.gpu().split("; ")) if machine.gpu() else 0
-    if not options.tiny and gpus < options.replicas:
-        parser.error(f"--replicas {options.replicas}, but there are {gpus} GPUs; --tiny runs the same code on a CPU")
+    if not options.tiny and gpus < options.replicas * options.tp:
+        needed = options.replicas * options.tp
+        parser.error(f"these replicas need {needed} GPUs, and there are {gpus}; --tiny runs the same code on a CPU")
     return options
 
 
@@ -66,10 +69,19 @@ def main() -> int:
         models = options.models.resolve() if options.models else Path(folder)
         models.mkdir(parents=True, exist_ok=True)
         with (options.log or Path(tempfile.gettempdir()) / "tinker-local-bench.log").open("w") as log:
-            runs = [(options.replicas, parts)] + [(1, ["first_token"])] * ("first_token" in parts)
+            runs = [(options.replicas, parts)]
+            if "first_token" in parts and options.replicas > 1:
+                runs.append((1, ["first_token"]))
             outcome = processes.run(["measurements.models", scale, str(models), "text"], LIMIT, log)
             for replicas, wanted in runs if not outcome.fault else []:
-                command = ["measurements.several_replicas", scale, str(models / "text"), str(replicas), *wanted]
+                command = [
+                    "measurements.several_replicas",
+                    scale,
+                    str(models / "text"),
+                    str(replicas),
+                    str(options.tp),
+                    *wanted,
+                ]
                 outcome = processes.run(command, LIMIT, log)
                 lines += outcome.lines
                 if outcome.fault:
@@ -92,7 +104,8 @@ def show(options: argparse.Namespace, lines: list[Line]) -> None:
     for text in head:
         console.print(text, highlight=False)
     console.print(report.line_table(lines))
-    console.print(report.ratio_table(lines, ratios(options.replicas), judged=not options.tiny))
+    if options.tp == 1:
+        console.print(report.ratio_table(lines, ratios(options.replicas), judged=not options.tiny))
     if options.out is not None:
         print(f"written to {report.keep(options.out, console.export_text(), lines, head, name='replicas')}")
 

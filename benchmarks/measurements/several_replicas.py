@@ -1,7 +1,8 @@
-"""Several replicas of the sampler against one: `python -m measurements.several_replicas SCALE MODEL REPLICAS …`
+"""Several replicas of the sampler against one: `python -m measurements.several_replicas SCALE MODEL REPLICAS TP …`
 
-Parts: `rate` prints output tokens per second at the `Sampler` protocol, of one replica and of all of them in turns,
-with as many requests for each replica; `first_token` the time from the save of ephemeral weights to the first token.
+Each replica is on TP GPUs. The last arguments are parts. `rate` prints output tokens per second at the `Sampler`
+protocol, of one replica and of all of them in turns, with as many requests for each replica; `first_token` prints the
+time from the save of ephemeral weights to the first token.
 """
 
 import os
@@ -24,8 +25,8 @@ from measurements.ways import InProcess
 MODEL = "bench/text"
 
 
-async def measure(scale: Scale, model: Path, replicas: int, parts: Sequence[str]) -> None:
-    """Start a backend with a replica on each of the first GPUs and the trainer on the first, and print the lines."""
+async def measure(scale: Scale, model: Path, replicas: int, tp: int, parts: Sequence[str]) -> None:
+    """Start a backend with replicas on the first GPUs and the trainer on the first, and print the lines."""
     from tinker_local.backend import BackendOptions, InProcessBackend, ModelSource
 
     with tempfile.TemporaryDirectory() as folder:
@@ -34,19 +35,25 @@ async def measure(scale: Scale, model: Path, replicas: int, parts: Sequence[str]
             max_rank=scale.rank,
             kv_cache_bytes=scale.kv_cache_bytes,
             micro_batch_tokens=scale.micro_batch_tokens,
-            sample_gpus=tuple(range(replicas)),
+            sample_gpus=tuple(range(replicas * tp)),
+            sample_tp=tp,
             sampler_sleeps=False,
         )
         async with InProcessBackend([ModelSource(MODEL, str(model))], options) as backend:
             if "rate" in parts:
-                await rates(scale, backend.models.get(MODEL).engines.sampler, replicas)
+                await rates(scale, backend.models.get(MODEL).engines.sampler, replicas, tp)
             if "first_token" in parts:
                 way = InProcess(backend, await backend.sessions.create(), MODEL)
-                await first_token(way, scale, f"replicas.first_token_{replicas}", "the trainer is idle")
+                await first_token(way, scale, f"replicas.first_token_{label(replicas, tp)}", "the trainer is idle")
 
 
-async def rates(scale: Scale, sampler: Any, replicas: int) -> None:
-    """Prints `replicas.rate_1`, of the first replica while the others have nothing to do, and `replicas.rate_N`."""
+def label(replicas: int, tp: int) -> str:
+    """Ends the names of lines: `2`, or `2x4` for two replicas on four GPUs each."""
+    return f"{replicas}" if tp == 1 else f"{replicas}x{tp}"
+
+
+async def rates(scale: Scale, sampler: Any, replicas: int, tp: int) -> None:
+    """Prints the rate of the first replica while the others have nothing to do, and of all."""
     from baselines.vllm_alone import write_random_adapter
     from tinker_local.backend.rendering.rendered_input import RenderedInput
     from tinker_local.backend.sampling.sampler import AdapterVersion, SampleWork
@@ -70,25 +77,27 @@ async def rates(scale: Scale, sampler: Any, replicas: int) -> None:
         with DeviceMemory() as memory:
             await at_once(scale, sample, replicas * min(WARM_UP_REQUESTS, scale.requests), WARM_UP_TOKENS)
             for _ in range(scale.repeats):
-                of_one.append(await at_once(scale, sample_first, scale.requests, scale.output_tokens))
+                if replicas > 1:
+                    of_one.append(await at_once(scale, sample_first, scale.requests, scale.output_tokens))
                 of_all.append(await at_once(scale, sample, replicas * scale.requests, scale.output_tokens))
-        rate_line("replicas.rate_1", scale, of_one, memory.peak_gib, "one replica of them").emit()
-        rate_line(
-            f"replicas.rate_{replicas}", scale, of_all, memory.peak_gib, f"{replicas} times as many requests"
-        ).emit()
+        if of_one:
+            rate_line(f"replicas.rate_{label(1, tp)}", scale, of_one, memory.peak_gib, "one replica of them").emit()
+        note = f"{replicas} times as many requests"
+        rate_line(f"replicas.rate_{label(replicas, tp)}", scale, of_all, memory.peak_gib, note).emit()
 
 
 def main(arguments: Sequence[str]) -> None:
     from tinker_local.backend.http.server import event_loop
 
-    scale, model, replicas, parts = SCALES[arguments[0]], Path(arguments[1]), int(arguments[2]), arguments[3:]
+    scale, model, parts = SCALES[arguments[0]], Path(arguments[1]), arguments[4:]
+    replicas, tp = map(int, arguments[2:4])
     try:
         with event_loop() as runner:
-            runner.run(measure(scale, model, replicas, parts))
+            runner.run(measure(scale, model, replicas, tp, parts))
     except Exception as error:
         traceback.print_exc()
         for part in parts:
-            failed(f"replicas.{part}_{replicas}", error).emit()
+            failed(f"replicas.{part}_{label(replicas, tp)}", error).emit()
     sys.stdout.flush()
     os._exit(0)  # as in `measurements`
 
