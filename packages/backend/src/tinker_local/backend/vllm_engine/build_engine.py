@@ -172,6 +172,8 @@ def _engine_arguments(options: EngineOptions) -> dict[str, Any]:
     }
     if options.ranks > 1:
         arguments |= {"tensor_parallel_size": options.ranks, "distributed_executor_backend": "external_launcher"}
+        # All ranks have to schedule alike: what a step may contain must not depend on when the one before it ends.
+        arguments["async_scheduling"] = False
     if not eager:
         # CUDA graphs for decoding, and for prompts between their attentions: launches bound a short prompt, 60 ms for
         # an 8B model with an adapter, 20 ms with graphs. Code that vLLM generates ("inductor") gains another 3 %; it
