@@ -63,7 +63,7 @@ Steps = Iterator[SampleOutput | None]
 
 
 class FakeFollower:
-    """Another rank of a sampler, over the socket `link` to the first one, that is told nothing."""
+    """Another rank of a sampler, over the socket `link` to the first one, which tells it nothing."""
 
     def __init__(self, link: int) -> None:
         self._link = socket.socket(fileno=link)

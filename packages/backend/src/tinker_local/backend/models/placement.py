@@ -23,7 +23,7 @@ def check_gpus(option: str, gpus: Sequence[int], count: int) -> None:
 def replica_gpus(gpus: Sequence[int], each: int) -> list[Sequence[int]]:
     """The GPUs of each replica on `gpus`, of `each`. ValueError in one line if they cannot be divided so."""
     if len(gpus) % each or (each > 1 and not gpus):
-        raise ValueError(f"--sample-tp {each}: --sample-gpus has {len(gpus)} GPUs, which is no multiple of it")
+        raise ValueError(f"--sample-tp {each}: --sample-gpus has {len(gpus)} GPUs, not a multiple of it")
     return [gpus[at : at + each] for at in range(0, len(gpus), each)]
 
 

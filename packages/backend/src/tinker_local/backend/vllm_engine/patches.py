@@ -271,7 +271,7 @@ PATCHES = (
         to_config=_keep_images,
     ),
     Patch(
-        "ranks of tensor parallelism have shared memory of a name of their own",
+        "each group of tensor parallel ranks names its shared memory differently",
         "on CPU vLLM names it after the address where ranks meet, which is the same for all groups of other launchers",
         "CPU, 0.32",
         ("_distributed_args",),
