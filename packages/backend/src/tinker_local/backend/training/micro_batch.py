@@ -132,9 +132,9 @@ class MicroBatchRunner:
         logprobs, losses, derivative = numbers
         errors: dict[int, ApiError] = {}
         for at, span in spans(packed):
-            finite = torch.isfinite(numbers[:, span]).all(0)
+            finite = np.isfinite(numbers.numpy()[:, span]).all(0)  # NumPy: see `Tally._add_logit_gradients`
             if not finite.all():
-                errors[at] = _not_finite(packed, span.start + int((~finite).nonzero()[0]), logprobs, losses)
+                errors[at] = _not_finite(packed, span.start + int(np.flatnonzero(~finite)[0]), logprobs, losses)
                 derivative[span] = 0
         return Computed(packed, logprobs, losses, derivative, errors)
 

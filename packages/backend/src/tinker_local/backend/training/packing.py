@@ -62,7 +62,8 @@ def split(items: Sequence[Item], budget: int, ranks: Mapping[str | None, int]) -
 
 def rounds(items: Sequence[Item], budget: int, ranks: Mapping[str | None, int], size: int) -> list[list[list[Item]]]:
     """Split `items` as `split` does, into rounds of one micro-batch for each of `size` trainer ranks, so that the
-    largest one is as small as possible in the smallest number of rounds. The last ranks of a round may have none."""
+    largest one is as small as possible in the smallest number of rounds. The last ranks of the last round may have none.
+    """
     batches = split(items, budget, ranks)
     if size > 1 and batches:
         most = -(-len(batches) // size) * size
@@ -73,8 +74,11 @@ def rounds(items: Sequence[Item], budget: int, ranks: Mapping[str | None, int], 
                 high = middle
             else:
                 low = middle + 1
-        batches = split(items, high, ranks)
-    return [batches[at : at + size] for at in range(0, len(batches), size)]
+        # A round lasts as long as its largest micro-batch, so those of about one size share it.
+        batches = sorted(split(items, high, ranks), key=lambda batch: -sum(item.length for item in batch))
+    found = [batches[at : at + size] for at in range(0, len(batches), size)]
+    # The largest goes to the first rank and to the last one in turn.
+    return [each[::-1] if at % 2 and len(each) == size else each for at, each in enumerate(found)]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

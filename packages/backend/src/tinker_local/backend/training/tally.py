@@ -79,7 +79,8 @@ class Tally:
 
     def _add_logit_gradients(self, adapter_id: str, derivative: torch.Tensor, logprobs: torch.Tensor) -> None:
         """Widen the range by g (1 - p), the derivatives with respect to the targets' logits: 0 for p = 1."""
-        found = derivative * -torch.expm1(logprobs)
+        # NumPy, because torch wakes threads for a few thousand numbers: 100 ms in a step of 65,536 on 32 cores.
+        found = derivative.numpy() * -np.expm1(logprobs.numpy())
         low, high = self.logit_gradients.get(adapter_id, (0.0, 0.0))
         self.logit_gradients[adapter_id] = min(low, float(found.min())), max(high, float(found.max()))
 
