@@ -62,8 +62,8 @@ def split(items: Sequence[Item], budget: int, ranks: Mapping[str | None, int]) -
 
 def rounds(items: Sequence[Item], budget: int, ranks: Mapping[str | None, int], size: int) -> list[list[list[Item]]]:
     """Split `items` as `split` does, into rounds of one micro-batch for each of `size` trainer ranks, so that the
-    largest one is as small as possible in the smallest number of rounds. The last ranks of the last round may have none.
-    """
+    largest one is as small as possible in the smallest number of rounds. In the last round, the last ranks may have
+    none."""
     batches = split(items, budget, ranks)
     if size > 1 and batches:
         most = -(-len(batches) // size) * size
