@@ -1,5 +1,7 @@
 """Differences between torch 2.11 and 2.13 and between devices."""
 
+from typing import Any
+
 import torch
 
 _FLASH_DTYPES = (torch.bfloat16, torch.float16)
@@ -69,3 +71,9 @@ def mm_into_float32(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None
         torch.mm(a, b, out_dtype=out.dtype, out=out)
     else:
         torch.mm(a.to(out.dtype), b.to(out.dtype), out=out)
+
+
+def all_gather(output: torch.Tensor, input: torch.Tensor, group: Any, *, async_op: bool) -> Any:
+    """Gather the `input` of all ranks of `group` into `output`, one after the other. 2.13 has it under a new name."""
+    gather: Any = getattr(torch.distributed, "all_gather_single", None) or torch.distributed.all_gather_into_tensor
+    return gather(output, input, group=group, async_op=async_op)

@@ -10,6 +10,7 @@ from typing import Protocol
 
 import torch
 from tinker_local.backend.training.attention import Segments
+from tinker_local.backend.training.large_weights import RESIDENT, Walk
 from tinker_local.backend.training.lora import Target
 from tinker_local.backend.training.lora_batch import LoraBatch
 from tinker_local.backend.training.recompute_policy import ActivationMemory, RecomputePolicy
@@ -46,7 +47,7 @@ class DecoderPass(Protocol):
 
     def backward(self, grad_hidden: torch.Tensor) -> torch.Tensor:
         """The gradient of the embeddings [T, H] from that of `hidden` [T, H]. Writes the adapters' gradients to the
-        `LoraBatch`. Consumes this pass and `grad_hidden`."""
+        `LoraBatch`. Consumes this pass and `grad_hidden`. Walks back through the layers."""
 
 
 class Decoder(Protocol):
@@ -56,9 +57,11 @@ class Decoder(Protocol):
     def targets(self) -> Sequence[Target]:
         """The matrices that adapters can train, in the model's order."""
 
-    def forward(self, row: PackedRow, lora: LoraBatch, policy: RecomputePolicy | None) -> DecoderPass:
+    def forward(
+        self, row: PackedRow, lora: LoraBatch, policy: RecomputePolicy | None, walk: Walk = RESIDENT
+    ) -> DecoderPass:
         """Hidden states of `row` with the adapters of `lora`. `policy`: what each layer keeps for the backward (None:
-        no backward follows)."""
+        no backward follows). Enters every layer of `walk` before it reads its weights, also in the backward."""
 
     def memory(self, tokens: int, columns: int) -> ActivationMemory:
         """The memory that activations of `tokens` take. `columns`: total rank of the adapters, R."""

@@ -11,6 +11,7 @@ from tinker_local.backend.options import DecoderChoice
 from tinker_local.backend.training.decoder import Decoder
 from tinker_local.backend.training.decoders import make_decoder
 from tinker_local.backend.training.kernels import Kernels, kernels_for
+from tinker_local.backend.training.large_weights import RESIDENT, LargeWeights
 from tinker_local.backend.training.lora import HEAD, Target
 from tinker_local.backend.training.vision_attention import use_packed_attention
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -20,11 +21,13 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LoadedModel:
-    """`model`: transformers' whole model. `decoder`: runs from its embeddings to its LM head. `kernels`: the operations
-    of both besides matmuls. `logit_rule`: what follows the LM head. `max_positions`: the most of a sequence."""
+    """`model`: transformers' whole model. `decoder`: runs from its embeddings to its LM head. `weights`: where those of
+    both are. `kernels`: the operations of both besides matmuls. `logit_rule`: what follows the LM head.
+    `max_positions`: the most of a sequence."""
 
     model: Any
     decoder: Decoder
+    weights: LargeWeights
     kernels: Kernels
     logit_rule: LogitRule
     family: Family
@@ -65,20 +68,21 @@ def load_model(
     device: str | None,
     decoder: DecoderChoice = "auto",
     max_context_length: int | None = None,
+    shards: int = 1,
 ) -> LoadedModel:
     """Load the model at `path` (a folder or hub name) with the class of its family.
 
     `device` None: CUDA if available. `dtype` None: bfloat16 on CUDA, float32 elsewhere. `max_context_length`: the most
-    positions of a sequence, if fewer than the model's own. Raises UnsupportedError if the family or the architecture is
-    not supported.
+    positions of a sequence, if fewer than the model's own. `shards`: the number of ranks, if each holds a part of the
+    large weights, and all load at the same time. Raises UnsupportedError if the family or the architecture is not
+    supported.
     """
     config = transformers.AutoConfig.from_pretrained(path)
     family = family_of(config.model_type, path)
     text_config = config.get_text_config()
     place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     chosen = DTYPES[dtype or ("bfloat16" if place.type == "cuda" else "float32")]
-    model = getattr(transformers, family.auto_class).from_pretrained(path, dtype=chosen, attn_implementation="sdpa")
-    model = model.to(place).eval().requires_grad_(False)
+    model, weights = _load(path, config, family, chosen, place, shards)
     max_positions = min(max_context_length or text_config.max_position_embeddings, text_config.max_position_embeddings)
     _fix_frequencies(model.get_submodule(family.decoder_path), max_positions)
     if family.vision is not None:
@@ -86,7 +90,8 @@ def load_model(
     kernels = kernels_for(place, chosen)
     return LoadedModel(
         model=model,
-        decoder=make_decoder(model, family, kernels, decoder, path),
+        decoder=make_decoder(model, family, kernels, decoder, path, weights),
+        weights=weights,
         kernels=kernels,
         logit_rule=family.logits(text_config),
         family=family,
@@ -95,6 +100,18 @@ def load_model(
         dtype=chosen,
         device=place,
     )
+
+
+def _load(
+    path: str, config: Any, family: Family, dtype: torch.dtype, device: torch.device, shards: int
+) -> tuple[Any, LargeWeights]:
+    """transformers' model, frozen, and where its large weights are."""
+    if shards > 1:
+        from tinker_local.backend.training.load_sharded import load_sharded
+
+        return load_sharded(path, config, family, dtype, device, shards)
+    model = getattr(transformers, family.auto_class).from_pretrained(path, dtype=dtype, attn_implementation="sdpa")
+    return model.to(device).eval().requires_grad_(False), RESIDENT
 
 
 def _fix_frequencies(modules: Any, max_positions: int) -> None:

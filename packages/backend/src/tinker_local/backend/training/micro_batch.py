@@ -6,6 +6,7 @@ Legend: T positions, H hidden size, M targets (positions times candidates).
 
 import itertools
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 
@@ -15,13 +16,14 @@ from tinker_local.backend.families.family import ImageFeatures
 from tinker_local.backend.rendering.rendered_input import RenderedImage
 from tinker_local.backend.training.embedding import packed_row
 from tinker_local.backend.training.image_features import ImageFeatureCache
+from tinker_local.backend.training.large_weights import Walk
 from tinker_local.backend.training.lm_head import LmHead, Targets
 from tinker_local.backend.training.load_model import LoadedModel
 from tinker_local.backend.training.lora import HEAD, Adapter, AdapterSlice, groups_of
 from tinker_local.backend.training.lora_batch import LoraBatch
 from tinker_local.backend.training.losses import LOSSES
 from tinker_local.backend.training.losses.loss_evaluation import LossEvaluation
-from tinker_local.backend.training.packing import Packed, spans
+from tinker_local.backend.training.packing import Item, Packed, spans
 from tinker_local.backend.training.recompute_policy import RecomputePolicy, free_bytes
 from tinker_local.backend.training.trainer import TrainWork
 from tinker_local.types import ApiError, InvalidRequestError
@@ -94,9 +96,27 @@ class MicroBatchRunner:
         """How many images the vision tower has encoded so far."""
         return self._images.images_encoded
 
+    def goes_back(self, items: Sequence[Item], adapters: Mapping[str, Adapter], works: Mapping[int, TrainWork]) -> bool:
+        """Whether the gradient of a micro-batch of `items` passes through the decoder."""
+        configs = [adapters[str(item.adapter_id)].config for item in items]
+        return any(config.train_attn or config.train_mlp for config in configs) and any(
+            LOSSES[works[item.work].loss_fn].active(item.datum.loss_inputs).any() for item in items
+        )
+
+    def walk(self, *, backward: bool) -> AbstractContextManager[Walk]:
+        """Walk through the large weights; every rank must, for each round of micro-batches. `backward`: whether any of
+        the round goes back through the decoder."""
+        return self._loaded.weights.walk(backward=backward)
+
     @torch.no_grad()
     def run(
-        self, packed: Packed, adapters: Mapping[str, Adapter], works: Mapping[int, TrainWork], *, gradient: bool
+        self,
+        packed: Packed,
+        adapters: Mapping[str, Adapter],
+        works: Mapping[int, TrainWork],
+        walk: Walk,
+        *,
+        gradient: bool,
     ) -> tuple[Pending, Gradients | None]:
         """Start the computation for `packed`; with `gradient`, also of its adapters' gradients."""
         targets = _targets(packed, works)
@@ -107,11 +127,12 @@ class MicroBatchRunner:
         row = packed_row(self._loaded, self._images, packed)
         groups = batch.trained() if gradient else []
         through_decoder = any(group != HEAD for group in groups)
-        done = self._decoder.forward(row, batch, self._policy(packed, batch) if through_decoder else None)
+        done = self._decoder.forward(row, batch, self._policy(packed, batch) if through_decoder else None, walk)
         del row
 
         # 2. Hidden states to logprobs of the targets, and the gradient of all losses with respect to hidden states.
         losses = LossEvaluation(packed, works, self.float_dtype, self._loaded.device)
+        walk.head()
         if not gradient:
             logprobs = self._head.logprobs(done.hidden, targets, batch.group(HEAD))
             losses.derive(np.arange(len(targets.rows)), logprobs)
@@ -142,10 +163,13 @@ class MicroBatchRunner:
     def logprobs(self, packed: Packed, adapters: Mapping[str, Adapter]) -> torch.Tensor:
         """Compute only the logprobs of the targets, [M] on the host."""
         batch = self._lora_batch(packed, adapters, gradient=False)
-        done = self._decoder.forward(packed_row(self._loaded, self._images, packed), batch, None)
         none = np.zeros(len(packed.target_rows), np.bool_)
         targets = Targets(packed.target_rows, packed.target_ids, active=none, prepass=none)
-        return self._head.logprobs(done.hidden, targets, batch.group(HEAD)).cpu()
+        with self.walk(backward=False) as walk:
+            row = packed_row(self._loaded, self._images, packed)
+            done = self._decoder.forward(row, batch, None, walk)
+            walk.head()
+            return self._head.logprobs(done.hidden, targets, batch.group(HEAD)).cpu()
 
     def _lora_batch(self, packed: Packed, adapters: Mapping[str, Adapter], *, gradient: bool) -> LoraBatch:
         slices = _slices(packed, adapters)

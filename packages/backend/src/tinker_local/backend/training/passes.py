@@ -53,7 +53,9 @@ class Passes:
             batches = waiting.popleft()
             here = self._ranks.rank
             mine = batches[here] if here < len(batches) else ()
-            started, lacked = self._ranks.attempt(functools.partial(self._start, mine, works, tally, gradient=gradient))
+            backward = gradient and any(self._runner.goes_back(each, self._adapters, works) for each in batches)
+            start = functools.partial(self._start, mine, works, tally, gradient=gradient, backward=backward)
+            started, lacked = self._ranks.attempt(start)
             done += [(each, started if at == here else None) for at, each in enumerate(batches) if at not in lacked]
             if lacked:
                 enough_memory = False
@@ -70,16 +72,18 @@ class Passes:
         return rounds(items, self._budget.tokens, columns, self._ranks.size)
 
     def _start(
-        self, items: Sequence[Item], works: Mapping[int, TrainWork], tally: Tally, *, gradient: bool
+        self, items: Sequence[Item], works: Mapping[int, TrainWork], tally: Tally, *, gradient: bool, backward: bool
     ) -> Pending | None:
         """Start one micro-batch and add its gradients to `tally`, which is unchanged if memory runs out. None without
-        items."""
-        if not items:
-            return None
-        started: Pending
-        started, gradients = self._runner.run(pack(items, self._vocab_size), self._adapters, works, gradient=gradient)
-        if gradients is not None:
-            tally.add_gradients(gradients, self._adapters)
+        items. `backward`: see `MicroBatchRunner.walk`."""
+        with self._runner.walk(backward=backward) as walk:
+            if not items:
+                return None
+            started: Pending
+            packed = pack(items, self._vocab_size)
+            started, gradients = self._runner.run(packed, self._adapters, works, walk, gradient=gradient)
+            if gradients is not None:
+                tally.add_gradients(gradients, self._adapters)
         return started
 
     def _smaller(self, lacked: Sequence[Sequence[Item]], waiting: Iterable[Round], tally: Tally) -> Iterable[Round]:

@@ -68,7 +68,8 @@ class HFTrainer:
     `logit_chunk_elements`: maximum number of logits in memory at once (None: 2^28 on CUDA, 2^26 elsewhere).
     `image_cache_bytes`: limit for image features cached on the device. `module_gradient_norms`: `optim_step` also
     reports the norm of each module. `decoder`: runs the layers; "auto" means "written-out" if it supports them, else
-    "autograd". `ranks`: the processes that share the work.
+    "autograd". `ranks`: the processes that share the work. `shard`: each of them holds
+    a part of the layers and of an untied LM head, instead of all.
 
     A target outside the vocabulary is allowed where its coefficient is 0; its reported logprob is that of token 0.
     An `optim_step` without a gradient since the last one uses a zero gradient: AdamW's moments fade, weight decay
@@ -91,8 +92,10 @@ class HFTrainer:
         module_gradient_norms: bool = False,
         decoder: DecoderChoice = "auto",
         ranks: Ranks = ONE_RANK,
+        shard: bool = False,
     ) -> None:
-        loaded = load_model(model_path, dtype, device, decoder, max_context_length)
+        shards = ranks.size if shard else 1
+        loaded = load_model(model_path, dtype, device, decoder, max_context_length, shards)
         self.name = name
         self.vocab_size = loaded.vocab_size
         self.max_context_length = loaded.max_positions
@@ -247,7 +250,7 @@ class HFTrainer:
             self._check_input(each, "input")
             next_tokens = np.append(each.token_ids[1:], 0).astype(np.int64)
             items.append(Item(0, at, adapter_id, TrainDatum(each, next_tokens, {})))
-        values = self._runner.logprobs(pack(items, self.vocab_size), adapters).numpy()
+        values = self._ranks.together(lambda: self._runner.logprobs(pack(items, self.vocab_size), adapters)).numpy()
         ends = np.cumsum([each.length for each in inputs]) - 1
         return np.delete(values, ends).astype(np.float32)
 

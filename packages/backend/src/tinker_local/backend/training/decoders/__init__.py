@@ -13,6 +13,7 @@ from tinker_local.backend.training.decoders.autograd import AutogradDecoder
 from tinker_local.backend.training.decoders.packed_attention import attending
 from tinker_local.backend.training.decoders.written_out.layers import take_layers
 from tinker_local.backend.training.kernels import Kernels
+from tinker_local.backend.training.large_weights import RESIDENT, LargeWeights, entering
 from tinker_local.backend.training.lora_batch import LoraBatch
 from tinker_local.types import UnsupportedError
 
@@ -25,33 +26,41 @@ transformers computes norms in float32 whatever the dtype."""
 _TOLERANCE_16_BIT = 0.25
 
 
-def make_decoder(model: Any, family: Family, kernels: Kernels, choice: DecoderChoice, where: str) -> Decoder:
+def make_decoder(
+    model: Any,
+    family: Family,
+    kernels: Kernels,
+    choice: DecoderChoice,
+    where: str,
+    weights: LargeWeights = RESIDENT,
+) -> Decoder:
     """The decoder that `choice` names for transformers' `model`, compared with transformers' own forward. `where`: the
-    model's name in errors. UnsupportedError if no decoder works, with the reasons."""
+    model's name in errors. `weights`: of the model's layers. UnsupportedError if no decoder works, with the reasons."""
     reasons: list[str] = []
     if choice in ("auto", "written-out"):
         try:
-            return _written_out(model, family, kernels)
+            return _written_out(model, family, kernels, weights)
         except UnsupportedError as error:
             reasons.append(f"the written-out decoder cannot train it: {error}")
     if choice in ("auto", "autograd"):
         try:
-            return _autograd(model, family)
+            return _autograd(model, family, weights)
         except UnsupportedError as error:
             reasons.append(f"the autograd decoder cannot train it: {error}")
     raise UnsupportedError(f"{where}: {'; '.join(reasons)}")
 
 
-def _written_out(model: Any, family: Family, kernels: Kernels) -> Decoder:
-    decoder = take_layers(model.get_submodule(family.decoder_path), family.decoder_path, kernels)
-    _compare(decoder, model, family)
+def _written_out(model: Any, family: Family, kernels: Kernels, weights: LargeWeights) -> Decoder:
+    decoder = take_layers(model.get_submodule(family.decoder_path), family.decoder_path, kernels, weights)
+    _compare(decoder, model, family, weights)
     return decoder
 
 
-def _autograd(model: Any, family: Family) -> Decoder:
-    decoder = AutogradDecoder(model.get_submodule(family.decoder_path), family.decoder_path, family.lora)
+def _autograd(model: Any, family: Family, weights: LargeWeights) -> Decoder:
+    decoder = AutogradDecoder(model.get_submodule(family.decoder_path), family.decoder_path, family.lora, weights)
     try:
-        _compare(decoder, model, family)
+        _compare(decoder, model, family, weights)
+        decoder.measure()
     except BaseException:
         decoder.undo()
         raise
@@ -59,7 +68,7 @@ def _autograd(model: Any, family: Family) -> Decoder:
 
 
 @torch.no_grad()
-def _compare(decoder: Decoder, model: Any, family: Family) -> None:
+def _compare(decoder: Decoder, model: Any, family: Family, weights: LargeWeights) -> None:
     """Raise UnsupportedError unless `decoder` gives two sequences in one row the same hidden states as transformers'
     modules, with eager attention, give each alone. A model on the meta device has no values to compare."""
     modules = model.get_submodule(family.decoder_path)
@@ -76,12 +85,14 @@ def _compare(decoder: Decoder, model: Any, family: Family) -> None:
     ]
     row = PackedRow(torch.cat(embeds), _batched(torch.cat(positions, dim=1)), Segments(lengths, device))
     batch = LoraBatch({}, [], embeds[0].dtype, torch.float32, gradient=False)
-    packed = decoder.forward(row, batch, None).hidden.double()
+    with weights.walk(backward=False) as walk:
+        packed = decoder.forward(row, batch, None, walk).hidden.double()
+    alone: list[torch.Tensor] = []
     with attending(modules, "eager"):
-        alone = [
-            modules(inputs_embeds=x[None], position_ids=_batched(p), use_cache=False).last_hidden_state[0].double()
-            for x, p in zip(embeds, positions, strict=True)
-        ]
+        for x, p in zip(embeds, positions, strict=True):
+            with entering(modules.layers, weights):
+                output = modules(inputs_embeds=x[None], position_ids=_batched(p), use_cache=False)
+            alone.append(output.last_hidden_state[0].double())
     wanted = torch.cat(alone)
     difference = float((packed - wanted).norm() / wanted.norm())
     tolerance = _TOLERANCE.get(embeds[0].dtype, _TOLERANCE_16_BIT)

@@ -20,6 +20,7 @@ from tinker_local.backend.training.decoder import PackedRow
 from tinker_local.backend.training.decoders.gated_mlp import GatedDown, is_gated
 from tinker_local.backend.training.decoders.packed_attention import ATTENTION, PackedCall, attending, attention_rules
 from tinker_local.backend.training.decoders.recomputed_norm import RecomputedNorm, is_norm
+from tinker_local.backend.training.large_weights import RESIDENT, LargeWeights, Walk
 from tinker_local.backend.training.lora import Adapter, AdapterSlice, Flag, Target, groups_of, layout
 from tinker_local.backend.training.lora_batch import LoraBatch, LowRank, project, project_backward, whole
 from tinker_local.backend.training.recompute_policy import ActivationMemory, Keep, LayerMemory, RecomputePolicy
@@ -34,19 +35,28 @@ class _Run:
     row: PackedRow
     lora: LoraBatch
     policy: RecomputePolicy | None
+    walk: Walk
 
 
 class AutogradDecoder:
-    """Implements `training.decoder.Decoder` on `modules`, transformers' decoder at `path` of its model."""
+    """Implements `training.decoder.Decoder` on `modules`, transformers' decoder at `path` of its model, whose layers
+    have `weights`."""
 
-    def __init__(self, modules: Any, path: str, lora: LoraNames) -> None:
-        attention_rules(modules)  # raises if a layer does not use the registered function
+    def __init__(self, modules: Any, path: str, lora: LoraNames, weights: LargeWeights = RESIDENT) -> None:
+        attention_rules(modules, weights)  # raises if a layer does not use the registered function
         self.targets = find_targets(modules, path, lora)
         self._modules = modules
         self._run: _Run | None = None
         self._by_module: dict[Any, Target] = {}
-        gated = [module for module in modules.modules() if is_gated(module)]
-        norms = [module for module in modules.modules() if is_norm(module)]
+        self._weights = weights
+        in_layers = {module for layer in modules.layers for module in layer.modules()}
+        norms = [module for module in modules.modules() if module not in in_layers and is_norm(module)]
+        gated: list[Any] = []
+        with weights.walk(backward=False) as walk:
+            for index, layer in enumerate(modules.layers):
+                walk.layer(index)
+                norms += [module for module in layer.modules() if is_norm(module)]
+                gated += [module for module in layer.modules() if is_gated(module)]
         for target in self.targets:
             linear = modules.get_submodule(target.path.removeprefix(f"{path}."))
             self._by_module[linear] = target
@@ -58,9 +68,11 @@ class AutogradDecoder:
         for index, layer in enumerate(modules.layers):
             layer.forward = functools.partial(self._layer, index, layer.forward)
 
-    def forward(self, row: PackedRow, lora: LoraBatch, policy: RecomputePolicy | None) -> "AutogradPass":
+    def forward(
+        self, row: PackedRow, lora: LoraBatch, policy: RecomputePolicy | None, walk: Walk = RESIDENT
+    ) -> "AutogradPass":
         """See `Decoder.forward`."""
-        run = _Run(row, lora, policy)
+        run = _Run(row, lora, policy, walk)
         embeds = row.embeds.detach()
         with self._running(run), torch.set_grad_enabled(policy is not None):
             embeds.requires_grad_(policy is not None)
@@ -78,6 +90,10 @@ class AutogradDecoder:
         inputs = tokens * self._modules.config.hidden_size * self._dtype.itemsize
         layers = [LayerMemory(tokens * (layer + 7 * columns * self._dtype.itemsize), 0) for layer in per_token]
         return ActivationMemory(2 * max(layer.lean for layer in layers) + (len(layers) + 4) * inputs, layers)
+
+    def measure(self) -> None:
+        """Measure what `memory` needs, which walks through the weights."""
+        assert self._bytes_per_token
 
     def undo(self) -> None:
         """Restore the modules' own forward methods."""
@@ -124,15 +140,15 @@ class AutogradDecoder:
         run = self._run
         if run is None:
             return original(*args, **kwargs)
+        run.walk.layer(index)
         if run.policy is not None and run.policy[index] is Keep.INPUT:
             output = checkpoint(original, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
         else:
             output = original(*args, **kwargs)
+        hidden = _Enter.apply(output[0] if isinstance(output, tuple) else output, run.walk, index)
         if index < len(run.row.deepstack):
-            hidden = output[0] if isinstance(output, tuple) else output
             hidden = run.row.add_deepstack(index, hidden[0].clone())[None]
-            return (hidden, *output[1:]) if isinstance(output, tuple) else hidden
-        return output
+        return (hidden, *output[1:]) if isinstance(output, tuple) else hidden
 
     @functools.cached_property
     def _bytes_per_token(self) -> list[int]:
@@ -163,8 +179,9 @@ class AutogradDecoder:
 
         hooks = [layer.register_forward_pre_hook(lambda *_: kept.append({})) for layer in self._modules.layers]
         try:
-            with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-                self.forward(row, batch, [Keep.ALL] * len(self._modules.layers))
+            kept_tensors = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
+            with kept_tensors, self._weights.walk(backward=False) as walk:
+                self.forward(row, batch, [Keep.ALL] * len(self._modules.layers), walk)
         finally:
             for hook in hooks:
                 hook.remove()
@@ -191,6 +208,20 @@ class AutogradPass:
         del self.root
         assert self.embeds.grad is not None
         return self.embeds.grad
+
+
+class _Enter(torch.autograd.Function):
+    """The output of layer `index` as it is; its backward enters the layer once more."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor, walk: Walk, index: int) -> torch.Tensor:
+        ctx.walk, ctx.index = walk, index
+        return hidden.view_as(hidden)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        ctx.walk.layer(ctx.index)
+        return grad, None, None
 
 
 class _Gradient(torch.autograd.Function):

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from tinker_local.backend.training.attention import AttentionRule, Segments, attend, attend_backward
+from tinker_local.backend.training.large_weights import LargeWeights, entering
 from tinker_local.types import UnsupportedError
 from transformers import AttentionInterface
 
@@ -41,12 +42,13 @@ def attending(modules: Any, implementation: str) -> Iterator[None]:
 
 
 @torch.no_grad()
-def attention_rules(modules: Any) -> Mapping[int, AttentionRule]:
-    """How each attention module of the decoder `modules` attends, by its `id`: the settings that it passes on."""
+def attention_rules(modules: Any, weights: LargeWeights) -> Mapping[int, AttentionRule]:
+    """How each attention module of the decoder `modules` attends, by its `id`: the settings that it passes on. Walks
+    through `weights`."""
     parameter = next(modules.parameters())
     embeds = torch.zeros(1, 1, modules.config.hidden_size, dtype=parameter.dtype, device=parameter.device)
     packed = PackedCall(Segments((1,), parameter.device))
-    with attending(modules, ATTENTION):
+    with attending(modules, ATTENTION), entering(modules.layers, weights):
         modules(inputs_embeds=embeds, use_cache=False, packed=packed)
     if len(packed.rules) != len(modules.layers):
         raise UnsupportedError(

@@ -11,7 +11,13 @@ from typing import Any
 
 import torch
 from tinker_local.backend.training.attention import AttentionRule, attend, attend_backward
-from tinker_local.backend.training.decoders.written_out.block import BlockMemory, RowContext, joined, present
+from tinker_local.backend.training.decoders.written_out.block import (
+    BlockMemory,
+    RowContext,
+    concatenated,
+    joined,
+    present,
+)
 from tinker_local.backend.training.lora import Target
 from tinker_local.backend.training.lora_batch import project, project_backward, project_onto, whole
 
@@ -48,7 +54,7 @@ class AttentionBlock:
             norm=norm.weight.detach(),
             epsilon=norm.variance_epsilon,
             qkv=joined(qkv),
-            qkv_bias=None if qkv[0].bias is None else torch.cat([module.bias.detach() for module in qkv]),
+            qkv_bias=None if qkv[0].bias is None else concatenated([module.bias.detach() for module in qkv]),
             q_norm=_weight(attention, "q_norm"),
             k_norm=_weight(attention, "k_norm"),
             output=attention.o_proj.weight.detach(),

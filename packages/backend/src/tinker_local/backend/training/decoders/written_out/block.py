@@ -78,10 +78,20 @@ def present(tensor: torch.Tensor | None) -> torch.Tensor:
 
 def joined(modules: Sequence[torch.nn.Linear]) -> torch.Tensor:
     """Concatenate the modules' weights by rows; the modules' parameters become views of the result."""
-    matrix = torch.cat([module.weight.detach() for module in modules])
+    matrix = concatenated([module.weight.detach() for module in modules])
     start = 0
     for module in modules:
         rows = module.weight.shape[0]
         module.weight = torch.nn.Parameter(matrix[start : start + rows], requires_grad=False)
         start += rows
     return matrix
+
+
+def concatenated(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Concatenate contiguous `parts` by rows: a view, if they lie side by side in memory."""
+    first, end = parts[0], parts[0].storage_offset()
+    for part in parts:
+        if part.untyped_storage()._cdata != first.untyped_storage()._cdata or part.storage_offset() != end:
+            return torch.cat([*parts])
+        end += part.numel()
+    return first.as_strided((sum(len(part) for part in parts), *first.shape[1:]), first.stride())

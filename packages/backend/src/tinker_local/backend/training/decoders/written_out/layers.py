@@ -14,6 +14,7 @@ from tinker_local.backend.training.decoders.written_out.attention_block import A
 from tinker_local.backend.training.decoders.written_out.block import Block, BlockPass, RowContext
 from tinker_local.backend.training.decoders.written_out.mlp_block import MlpBlock
 from tinker_local.backend.training.kernels import Kernels
+from tinker_local.backend.training.large_weights import RESIDENT, LargeWeights, Walk
 from tinker_local.backend.training.lora_batch import LoraBatch
 from tinker_local.backend.training.recompute_policy import ActivationMemory, Keep, LayerMemory, RecomputePolicy
 from tinker_local.types import UnsupportedError
@@ -36,13 +37,16 @@ class WrittenOutDecoder:
         self.kernels = kernels
         self.targets = [target for layer in layers for block in layer for target in block.targets]
 
-    def forward(self, row: PackedRow, lora: LoraBatch, policy: RecomputePolicy | None) -> "WrittenOutPass":
+    def forward(
+        self, row: PackedRow, lora: LoraBatch, policy: RecomputePolicy | None, walk: Walk = RESIDENT
+    ) -> "WrittenOutPass":
         """See `Decoder.forward`."""
         cos, sin = self.rotary(row.embeds, row.position_ids)
         context = RowContext(self.kernels, row.segments, cos.squeeze(0), sin.squeeze(0), lora)
         x = row.embeds
         kept: list[_KeptLayer] = []
         for index, layer in enumerate(self.layers):
+            walk.layer(index)
             passes: list[BlockPass] = []
             for block in layer:
                 passes.append(block.start(x, context))
@@ -50,7 +54,7 @@ class WrittenOutDecoder:
             if policy is not None:
                 kept.append(_kept(layer, passes, policy[index]))
             x = row.add_deepstack(index, x)
-        return WrittenOutPass(self, context, self.kernels.rms_norm(x, self.norm, self.epsilon), x, kept)
+        return WrittenOutPass(self, context, walk, self.kernels.rms_norm(x, self.norm, self.epsilon), x, kept)
 
     def memory(self, tokens: int, columns: int) -> ActivationMemory:
         """A layer's backward takes all its activations, plus the most that the backward of one of its blocks takes."""
@@ -67,11 +71,11 @@ class WrittenOutDecoder:
         return ActivationMemory(backward + 3 * inputs + (len(layers) + 1) * inputs, layers)
 
 
-def take_layers(decoder: Any, path: str, kernels: Kernels) -> WrittenOutDecoder:
+def take_layers(decoder: Any, path: str, kernels: Kernels, weights: LargeWeights = RESIDENT) -> WrittenOutDecoder:
     """Make a decoder from transformers' module `decoder`, at `path` of its model. Supports the layers of Llama, Qwen2
     and Qwen3: RMS norms before attention and MLP, rotary positions, SiLU. UnsupportedError says what differs.
 
-    Joins matrices: the modules' own parameters become views of the joined ones.
+    Joins matrices: the modules' own parameters become views of the joined ones. Walks through `weights`.
     """
     config = decoder.config
     activation = getattr(config, "hidden_act", None) or getattr(config, "hidden_activation", None)
@@ -82,20 +86,19 @@ def take_layers(decoder: Any, path: str, kernels: Kernels) -> WrittenOutDecoder:
     for index, layer in enumerate(decoder.layers):
         _check_layer(layer, f"layer {index}")
     _check_parts(decoder.norm, _NORM, "norm")
-    rules = attention_rules(decoder)
-    layers: list[Layer] = [
-        (
-            AttentionBlock.take(
-                index,
-                f"{path}.layers.{index}.self_attn",
-                layer.input_layernorm,
-                layer.self_attn,
-                rules[id(layer.self_attn)],
-            ),
-            MlpBlock.take(index, f"{path}.layers.{index}.mlp", layer.post_attention_layernorm, layer.mlp),
-        )
-        for index, layer in enumerate(decoder.layers)
-    ]
+    rules = attention_rules(decoder, weights)
+    layers: list[Layer] = []
+    with weights.walk(backward=False) as walk:
+        for index, layer in enumerate(decoder.layers):
+            walk.layer(index)
+            where = f"{path}.layers.{index}"
+            norm, attention, rule = layer.input_layernorm, layer.self_attn, rules[id(layer.self_attn)]
+            layers.append(
+                (
+                    AttentionBlock.take(index, f"{where}.self_attn", norm, attention, rule),
+                    MlpBlock.take(index, f"{where}.mlp", layer.post_attention_layernorm, layer.mlp),
+                )
+            )
     norm = decoder.norm
     return WrittenOutDecoder(layers, norm.weight.detach(), norm.variance_epsilon, decoder.rotary_emb, kernels)
 
@@ -166,6 +169,7 @@ class WrittenOutPass:
 
     decoder: WrittenOutDecoder
     context: RowContext
+    walk: Walk
     hidden: torch.Tensor
     last: torch.Tensor
     kept: list[_KeptLayer]
@@ -178,6 +182,7 @@ class WrittenOutPass:
         )
         del grad_hidden, self.hidden, self.last  # no layer's backward needs them
         while self.kept:
+            self.walk.layer(len(self.kept) - 1)
             passes = list(self.kept.pop().restore(self.context))
             while passes:
                 grad = passes.pop().backward(grad)
