@@ -18,9 +18,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from tinker_local.backend.training import lora, worker
+from tinker_local.backend.training import lora, passes, worker
+from tinker_local.backend.training.decoders import autograd
 from tinker_local.backend.training.decoders.autograd import AutogradPass
+from tinker_local.backend.training.decoders.written_out.attention_block import AttentionPass
 from tinker_local.backend.training.decoders.written_out.layers import WrittenOutPass
+from tinker_local.backend.training.decoders.written_out.mlp_block import MlpPass
 from tinker_local.backend.training.lora import Adapter
 from tinker_local.backend.training.micro_batch import MicroBatchRunner
 from tinker_local.backend.training.optimizers.adamw import ADAMW
@@ -32,6 +35,7 @@ from tinker_local.backend.training.worker import HFTrainer
 from tinker_local.types import AdamParams, ApiError, LoraConfig
 
 from tests.training.conftest import Maker
+from tests.training.shard_memory import measured
 
 TRAINERS = {
     "image": ("qwen3_vl", "written-out", "float32"),
@@ -40,6 +44,14 @@ TRAINERS = {
     "text in float64": ("qwen3_untied", "autograd", "float64"),
 }
 """Model, decoder, dtype."""
+
+SHARDED = {f"{label}, sharded": label for label in TRAINERS}
+"""The same with weights of which each rank holds a part."""
+
+LABELS = [*TRAINERS, *SHARDED]
+
+OTHER_FAMILIES = {"qwen2_5_vl": "written-out", "gemma3_text": "autograd"}
+"""With biases; with layers of two kinds and a tied LM head."""
 
 ADAPTERS: dict[str, dict[str, Any]] = {
     "a": {"rank": 4},
@@ -189,6 +201,11 @@ PLACES: dict[str, tuple[Any, str]] = {
     "forward": (MicroBatchRunner, "run"),
     "backward": (WrittenOutPass, "backward"),
     "backward of autograd": (AutogradPass, "backward"),
+    "a layer": (MlpPass, "forward"),
+    "a layer's backward": (AttentionPass, "backward"),
+    "a layer of autograd": (autograd, "project"),
+    "a layer's backward of autograd": (autograd, "project_backward"),
+    "packing": (passes, "pack"),
     "adding": (Tally, "add_gradients"),
     "joining": (Passes, "_joined"),
     "finish": (Tally, "add_all"),
@@ -202,7 +219,18 @@ PLACES: dict[str, tuple[Any, str]] = {
 }
 """What fails, once, by the name of the place."""
 
-RETRIED = ("forward", "backward", "backward of autograd", "adding")
+IN_A_WALK = {
+    "written-out": ("packing", "forward", "a layer", "a layer's backward", "backward", "adding"),
+    "autograd": (
+        "forward",
+        "a layer of autograd",
+        "a layer's backward of autograd",
+        "backward of autograd",
+    ),
+}
+"""Places in a micro-batch, by decoder."""
+
+RETRIED = {*IN_A_WALK["written-out"], *IN_A_WALK["autograd"]}
 """Places where lack of memory makes micro-batches smaller, and nothing fails."""
 
 
@@ -297,7 +325,7 @@ def diverge(trainer: HFTrainer, ranks: Ranks) -> str:
 
 
 def make_trainer(folder: Path, label: str, ranks: Ranks = ONE_RANK) -> HFTrainer:
-    model, decoder, dtype = TRAINERS[label]
+    model, decoder, dtype = TRAINERS[SHARDED.get(label, label)]
     return HFTrainer(
         str(folder / model),
         name=model,
@@ -306,7 +334,30 @@ def make_trainer(folder: Path, label: str, ranks: Ranks = ONE_RANK) -> HFTrainer
         decoder="autograd" if decoder == "autograd" else "written-out",
         micro_batch_tokens=64,
         ranks=ranks,
+        shard=label in SHARDED,
     )
+
+
+def places(label: str) -> list[str]:
+    """Where a rank of this trainer fails."""
+    _, decoder, dtype = TRAINERS[SHARDED.get(label, label)]
+    if dtype == "float64":
+        return []
+    if label in SHARDED:
+        return [*IN_A_WALK[decoder]]
+    of_other = set(IN_A_WALK["autograd" if decoder == "written-out" else "written-out"]) - set(IN_A_WALK[decoder])
+    seen = {"create_adapter", "load_adapter"} if decoder == "autograd" else set()
+    return [place for place in PLACES if place not in of_other | seen]
+
+
+def probed(folder: Path, ranks: Ranks = ONE_RANK, *, shard: bool = False) -> dict[str, Any]:
+    """Logprobs of `OTHER_FAMILIES`."""
+    found = {}
+    for model, decoder in OTHER_FAMILIES.items():
+        chosen: Any = decoder
+        trainer = HFTrainer(str(folder / model), name=model, device="cpu", decoder=chosen, ranks=ranks, shard=shard)
+        found[model] = trainer.logprobs(None, Maker(np.random.default_rng(6)).input(23))
+    return found
 
 
 def main(folder: Path, extent: str, rank: int, size: int) -> None:
@@ -314,20 +365,22 @@ def main(folder: Path, extent: str, rank: int, size: int) -> None:
     faulthandler.dump_traceback_later(1500, exit=True)  # a hang shows where, and ends
     ranks = join(Seat(rank, size, str(folder / f"meeting-{extent}-{size}")), torch.device("cpu"))
     seen: dict[str, Any] = {}
-    for label in TRAINERS if extent == "all" else ["text"]:
+    for label in LABELS if extent == "all" else ["text"]:
         images = label.startswith("image")
         trainer = make_trainer(folder, label, ranks)
         seen[label] = run(trainer, images=images)
-        if size == 2 and "float64" not in label:
-            others = ("backward", "create_adapter", "load_adapter") if not images else ("backward of autograd",)
-            for place in PLACES if extent == "all" else ("check", "update"):
-                if place not in others:
-                    for kind in KINDS:
-                        seen[label].faults[f"{kind} in {place}"] = inject(trainer, ranks, place, kind)
-            seen[f"divergence of {label}"] = diverge(trainer, ranks)
-        elif size == 3 and label == "image":
+        if size == 2:
+            for place in places(label) if extent == "all" else ("check", "update"):
+                for kind in KINDS:
+                    seen[label].faults[f"{kind} in {place}"] = inject(trainer, ranks, place, kind)
+            if "float64" not in label:
+                seen[f"divergence of {label}"] = diverge(trainer, ranks)
+        elif label in ("image", "text, sharded"):
             saved = pickle.loads((folder / "all-0-of-2.pickle").read_bytes())[label].saved
-            seen["resumed"] = resumed(trainer, saved, images=images)
+            seen[f"resumed {label}"] = resumed(trainer, saved, images=images)
+    if extent == "all":
+        seen["memory"] = {label: measured(partial(make_trainer, folder, label, ranks)) for label in SHARDED}
+        seen["probed"] = probed(folder, ranks, shard=True)
     (folder / f"{extent}-{rank}-of-{size}.pickle").write_bytes(pickle.dumps(seen))
     os._exit(0)
 

@@ -133,7 +133,9 @@ class ShardedWeights:
     @contextmanager
     def walk(self, *, backward: bool) -> Iterator["ShardedWalk"]:
         """See `LargeWeights.walk`."""
-        walk = ShardedWalk(self, self._order(backward=backward))
+        order = self._order(backward=backward)
+        self.gather(order[0])
+        walk = ShardedWalk(self, order)
         try:
             yield walk
         finally:
@@ -221,10 +223,11 @@ class ShardedWalk:
             self._enter(self._weights.head_unit)
 
     def finish(self) -> None:
-        """Walk the rest of the way."""
+        """Walk the rest of the way. Where a backward ends, the next walk begins: that layer stays."""
         while self._at + 1 < len(self._order):
             self._step()
-        self._weights.drop([*self._weights.gathered])
+        first = self._order[0]
+        self._weights.drop([number for number in self._weights.gathered if number != first])
 
     def _enter(self, number: int) -> None:
         following = self._order[self._at + 1] if self._at + 1 < len(self._order) else None
