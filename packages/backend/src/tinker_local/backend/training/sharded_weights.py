@@ -9,7 +9,6 @@ On a GPU, gathers and their copies run on a stream of their own, one unit ahead 
 always reserved: a gather that lacked memory on one rank would leave the other ranks waiting inside theirs.
 """
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -20,8 +19,9 @@ from tinker_local.backend.training import compat_torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
-FLAT = torch.int64
-"""The dtype of a flat parameter. FSDP2 copies four elements at a time, so bytes would be slow."""
+FLAT = torch.float64
+"""The dtype of a flat parameter, which is only copied. torch 2.11 shards no parameters of integers; and FSDP2 copies four
+elements at a time, so bytes would be slow."""
 
 ALIGNMENT = 16
 """Tensors start at multiples of so many bytes, as matmuls on tensor cores need."""
@@ -39,7 +39,8 @@ class Piece:
     @property
     def stop(self) -> int:
         """Where its bytes end."""
-        return self.start + math.prod([*self.shape, self.dtype.itemsize])
+        size: int = self.shape.numel() * self.dtype.itemsize
+        return self.start + size
 
 
 def pieces_of(tensors: Mapping[str, torch.Tensor]) -> list[Piece]:

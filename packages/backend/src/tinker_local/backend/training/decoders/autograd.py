@@ -175,7 +175,7 @@ class AutogradDecoder:
             storage = tensor.untyped_storage()
             if kept and storage._cdata not in known:
                 kept[-1][storage._cdata] = storage.nbytes()
-            return tensor
+            return tensor.detach()  # the tensor itself would refer to the graph, which would then never be freed
 
         hooks = [layer.register_forward_pre_hook(lambda *_: kept.append({})) for layer in self._modules.layers]
         try:
