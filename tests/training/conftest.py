@@ -47,8 +47,9 @@ VISION = {
 MROPE = {"rope_type": "default", "rope_theta": 1e4}
 
 
-def _qwen3(tied: bool) -> Any:
-    return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**TEXT, head_dim=16, tie_word_embeddings=tied))
+def _qwen3(tied: bool, layers: int = 2) -> Any:
+    sizes = {**TEXT, "num_hidden_layers": layers}
+    return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**sizes, head_dim=16, tie_word_embeddings=tied))
 
 
 def _qwen3_vl(tied: bool) -> Any:
@@ -90,6 +91,7 @@ SMALL = TextShape(
 MODELS: dict[str, Callable[[], Any]] = {
     "qwen3": lambda: _qwen3(True),
     "qwen3_untied": lambda: _qwen3(False),
+    "qwen3_deep": lambda: _qwen3(False, layers=10),
     "qwen2_5_vl": lambda: _qwen2_5_vl(False),
     "qwen2_5_vl_tied": lambda: _qwen2_5_vl(True),
     "qwen3_vl": lambda: _qwen3_vl(True),

@@ -350,6 +350,11 @@ def places(label: str) -> list[str]:
     return [place for place in PLACES if place not in of_other | seen]
 
 
+def deep(folder: Path, decoder: Any, ranks: Ranks) -> HFTrainer:
+    """A sharded trainer of ten layers."""
+    return HFTrainer(str(folder / "qwen3_deep"), name="d", device="cpu", decoder=decoder, ranks=ranks, shard=True)
+
+
 def probed(folder: Path, ranks: Ranks = ONE_RANK, *, shard: bool = False) -> dict[str, Any]:
     """Logprobs of `OTHER_FAMILIES`."""
     found = {}
@@ -379,7 +384,7 @@ def main(folder: Path, extent: str, rank: int, size: int) -> None:
             saved = pickle.loads((folder / "all-0-of-2.pickle").read_bytes())[label].saved
             seen[f"resumed {label}"] = resumed(trainer, saved, images=images)
     if extent == "all":
-        seen["memory"] = {label: measured(partial(make_trainer, folder, label, ranks)) for label in SHARDED}
+        seen["memory"] = [measured(partial(deep, folder, decoder, ranks)) for decoder in IN_A_WALK]
         seen["probed"] = probed(folder, ranks, shard=True)
     (folder / f"{extent}-{rank}-of-{size}.pickle").write_bytes(pickle.dumps(seen))
     os._exit(0)

@@ -15,8 +15,8 @@ from tinker_local.backend.training.worker import HFTrainer
 @dataclass
 class ShardMemory:
     """Bytes. `large`: of all layers and an untied LM head, on all ranks together. `layer`: of the largest layer.
-    `replicated`: of the rest of the model. `loading`, `walking`: the most while loading, and in a walk. `resting`: between
-    walks."""
+    `replicated`: of the rest of the model. `loading`, `walking`: the most while reading the checkpoint, and in a walk.
+    `resting`: between walks."""
 
     large: int
     layer: int

@@ -40,7 +40,7 @@ Folder = Callable[[], Path]
 
 @pytest.fixture(scope="module")
 def folder(model_path: Callable[[str], Path]) -> Path:
-    for model in [*(model for model, _, _ in TRAINERS.values()), *OTHER_FAMILIES]:
+    for model in [*(model for model, _, _ in TRAINERS.values()), *OTHER_FAMILIES, "qwen3_deep"]:
         model_path(model)
     return model_path("qwen3_vl").parent
 
@@ -186,15 +186,13 @@ def test_a_save_of_two_ranks_goes_on_on_three_and_on_one(folder: Path, two: Any,
         assert [state.step for state in seen.trained.values()] == [5] * len(ADAPTERS)
 
 
-@pytest.mark.parametrize("label", SHARDED)
-def test_a_sharded_rank_holds_its_part_and_three_layers(several: Any, label: str) -> None:
-    for seen in several:
-        memory = seen["memory"][label]
+def test_a_sharded_rank_holds_its_part_and_three_layers(several: Any) -> None:
+    for memory in [each for seen in several for each in seen["memory"]]:
         part = memory.large / len(several) + memory.replicated
         assert memory.resting <= 1.05 * (part + 2 * memory.layer)
         assert memory.walking <= 1.05 * (part + 3 * memory.layer)
         assert memory.loading <= 1.05 * (part + 2 * memory.layer)
-        assert memory.resting < 1.05 * memory.large  # so that holding all of them would be seen
+        assert memory.walking < 0.9 * (memory.large + memory.replicated)  # the model is large enough to see it
 
 
 def test_sharded_layers_of_other_families_are_those_of_one_rank(folder: Path, several: Any) -> None:

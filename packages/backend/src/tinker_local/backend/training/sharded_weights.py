@@ -134,7 +134,7 @@ class ShardedWeights:
     @contextmanager
     def walk(self, *, backward: bool) -> Iterator["ShardedWalk"]:
         """See `LargeWeights.walk`."""
-        order = self._order(backward=backward)
+        order = order_of(self._layers, self._head, backward=backward)
         self.gather(order[0])
         walk = ShardedWalk(self, order)
         try:
@@ -199,11 +199,12 @@ class ShardedWeights:
         stream: AbstractContextManager[Any] = torch.cuda.stream(self._stream)
         return stream
 
-    def _order(self, *, backward: bool) -> list[int]:
-        """The units as a walk enters them. Without a head's unit, the last layer turns around."""
-        layers = [*range(self._layers)]
-        back = [*reversed(layers)] if backward else []
-        return [*layers, *back[1:]] if self._head is None else [*layers, self._head, *back]
+
+def order_of(layers: int, head: int | None, *, backward: bool) -> list[int]:
+    """The numbers of the units as a walk enters them. Without a unit for the `head`, the last layer turns around."""
+    there = [*range(layers)]
+    back = [*reversed(there)] if backward else []
+    return [*there, *back[1:]] if head is None else [*there, head, *back]
 
 
 class ShardedWalk:
