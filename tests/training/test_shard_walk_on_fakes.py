@@ -36,7 +36,7 @@ def walked(head: int | None, *, backward: bool, until: int) -> list[str]:
     order = order_of(LAYERS, head, backward=backward)
     walk = ShardedWalk(weights, order)
     for number in order[:until]:
-        (walk.head if number == head else lambda number=number: walk.layer(number))()
+        walk.head() if number == head else walk.layer(number)
         weights.noted.append("compute")
     walk.finish()
     found: list[str] = weights.noted

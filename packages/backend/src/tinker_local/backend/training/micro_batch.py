@@ -16,7 +16,7 @@ from tinker_local.backend.families.family import ImageFeatures
 from tinker_local.backend.rendering.rendered_input import RenderedImage
 from tinker_local.backend.training.embedding import packed_row
 from tinker_local.backend.training.image_features import ImageFeatureCache
-from tinker_local.backend.training.large_weights import Walk
+from tinker_local.backend.training.large_weights import RESIDENT, Walk
 from tinker_local.backend.training.lm_head import LmHead, Targets
 from tinker_local.backend.training.load_model import LoadedModel
 from tinker_local.backend.training.lora import HEAD, Adapter, AdapterSlice, groups_of
@@ -114,7 +114,7 @@ class MicroBatchRunner:
         packed: Packed,
         adapters: Mapping[str, Adapter],
         works: Mapping[int, TrainWork],
-        walk: Walk,
+        walk: Walk = RESIDENT,
         *,
         gradient: bool,
     ) -> tuple[Pending, Gradients | None]:

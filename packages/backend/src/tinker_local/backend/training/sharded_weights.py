@@ -20,8 +20,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 FLAT = torch.float64
-"""The dtype of a flat parameter, which is only copied. torch 2.11 shards no parameters of integers; and FSDP2 copies four
-elements at a time, so bytes would be slow."""
+"""The dtype of a flat parameter, which is only copied. torch 2.11 shards no parameters of integers; and FSDP2 copies
+four elements at a time, so bytes would be slow."""
 
 ALIGNMENT = 16
 """Tensors start at multiples of so many bytes, as matmuls on tensor cores need."""
