@@ -5,7 +5,7 @@ the same order even if it has nothing to compute. What is used is public: `fully
 each unit. A unit, a layer or the LM head, is one flat parameter, so that any dtypes and shapes fit, a rank's part is
 contiguous, and the tensors that modules read are views of what FSDP2 gathers.
 
-On a GPU, gathers and their copies run on a stream of their own, one unit ahead of the computation. Their memory is
+On a GPU, gathers and their copies run on a separate stream, one unit ahead of the computation. Their memory is
 always reserved: a gather that lacked memory on one rank would leave the other ranks waiting inside theirs.
 """
 
@@ -57,7 +57,7 @@ ReadPart = Callable[[str, int, int], torch.Tensor]
 
 
 class Unit(torch.nn.Module):
-    """What is gathered at a time: `pieces`, each read with `read` as far as it belongs to this rank's part."""
+    """What is gathered at a time: `pieces`, of which `read` reads those elements that are in this rank's part."""
 
     def __init__(self, pieces: Sequence[Piece], read: ReadPart, mesh: DeviceMesh, device: torch.device) -> None:
         super().__init__()
