@@ -542,6 +542,15 @@ MISTAKES = (
     ),
     Promise(
         "operation",
+        "Of several ranks of a trainer, one that ends or hangs leaves others behind, or ends what it has no part in",
+        "ranks-left-behind ranks-on-one-gpu",
+        (
+            "training/test_rank_processes_on_fakes.py::test_a_rank_killed_in_a_step_ends_all_and_runs_go_on_from_their_save_on_fakes",
+            "e2e/test_ranks_over_http.py::test_two_ranks_train_over_http_as_one_and_go_on_after_one_is_killed",
+        ),
+    ),
+    Promise(
+        "operation",
         "A GPU that has a sampler alone keeps memory for a trainer that is elsewhere",
         "sampler-alone-shares-its-gpu",
     ),

@@ -180,7 +180,7 @@ def test_a_rank_that_shares_the_layers_holds_its_part_three_layers_and_all_else(
     assert plan(THIRTY_TWO, 80, samples=False, context=8192, max_rank=32, ranks=2).activations > 10 * GIB
 
 
-@pytest.mark.mutation("sampler-alone-shares-its-gpu", "load_engines.py", "trains=gpu == TRAINER_GPU,", "trains=True,")
+@pytest.mark.mutation("sampler-alone-shares-its-gpu", "load_engines.py", "trains=gpu in train_gpus,", "trains=True,")
 def test_each_replica_gets_the_cache_that_fits_its_gpu_and_sleeps_only_beside_the_trainer(
     tiny_models: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -195,8 +195,8 @@ def test_each_replica_gets_the_cache_that_fits_its_gpu_and_sleeps_only_beside_th
     config.max_position_embeddings = 2**20
     engine = EngineOptions(folder, dtype="bfloat16", max_rank=8, sleeps=True)
 
-    def sized(*gpus: int, **changes: Any) -> Any:
-        options = BackendOptions(sample_gpus=gpus, gpu_memory_utilization=1.0, max_rank=8)
+    def sized(*gpus: int, train: tuple[int, ...] = (), **changes: Any) -> Any:
+        options = BackendOptions(train_gpus=train, sample_gpus=gpus, gpu_memory_utilization=1.0, max_rank=8)
         return sized_for_gpus(config, dataclasses.replace(engine, **changes), options)
 
     (alone,), trains_beside = sized()
@@ -211,7 +211,13 @@ def test_each_replica_gets_the_cache_that_fits_its_gpu_and_sleeps_only_beside_th
     assert not apart.sleeps
     assert apart.kv_cache_bytes == one.kv_cache_bytes
     assert trains_alone > trains_beside
+    assert sized(0, train=(0, 1))[1] == trains_beside, "each rank has the limit of the one with the least memory"
+    assert sized(0, train=(1, 2))[1] < sized(0, train=(1,))[1]
+    assert [each.sleeps for each in sized(0, 1, train=(1, 2))[0]] == [True] * 2
+    assert not sized(0, train=(1, 2))[0][0].sleeps
     free[2] = GIB
+    with pytest.raises(ValueError, match=r"^GPU 2: 1.0 GiB of GPU memory are free, but the weights"):
+        sized(0, train=(0, 1, 2))
     with pytest.raises(ValueError, match=r"^GPU 2: 1.0 GiB of GPU memory are free, but the weights"):
         sized(0, 1, 2)
     engines, limit = sized(0, 1, 2, kv_cache_bytes=2**20)

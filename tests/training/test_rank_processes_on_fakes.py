@@ -16,6 +16,7 @@ from tinker_local.backend import BackendOptions, ModelSource
 from tinker_local.backend.fakes import FakeModel, FakeRenderer, FakeSampler
 from tinker_local.backend.fakes.fake_trainer import fake_of_rank
 from tinker_local.backend.models import supervision
+from tinker_local.backend.models.load_engines import load_fake
 from tinker_local.backend.models.served_models import Engines
 from tinker_local.backend.process import process_group
 from tinker_local.backend.training.process_trainer import ProcessTrainer
@@ -103,6 +104,12 @@ async def test_a_rank_killed_in_a_step_ends_all_and_runs_go_on_from_their_save_o
     assert pids_of(api, OTHER) == others
 
 
+@pytest.mark.mutation(
+    "ranks-left-behind",
+    "process_group.py",
+    "        for process in self._processes:\n            with suppress(ProcessLookupError, PermissionError):",
+    "        for process in self._processes[:1]:\n            with suppress(ProcessLookupError, PermissionError):",
+)
 async def test_a_rank_that_is_stopped_ends_all_when_the_time_limit_is_over_on_fakes(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -115,6 +122,28 @@ async def test_a_rank_that_is_stopped_ends_all_when_the_time_limit_is_over_on_fa
     await works_again(api)
     assert not exist(before)
     await losses(api, await api.model(), 1, 1)
+
+
+@pytest.mark.mutation(
+    "ranks-on-one-gpu",
+    "load_engines.py",
+    "environments = [environment_of([gpu]) for gpu in options.train_gpus]",
+    "environments = [environment_of([options.train_gpus[0]]) for gpu in options.train_gpus]",
+)
+def test_train_gpus_are_the_ranks_that_each_see_one_of_them_on_fakes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    source = ModelSource(BASE, BASE)
+    for gpus in ((2, 5), (3,)):
+        trainer = load_fake(source, BackendOptions(data_dir=tmp_path, train_gpus=gpus)).trainer
+        assert isinstance(trainer, ProcessTrainer)
+        environments = [Path(f"/proc/{pid}/environ").read_bytes().split(b"\0") for pid in trainer.pids]
+        trainer.end()
+        visible = [[each for each in found if each.startswith(b"CUDA_VISIBLE")] for found in environments]
+        assert visible == [[f"CUDA_VISIBLE_DEVICES={gpu}".encode()] for gpu in gpus]
+    with pytest.raises(ValueError, match="--trainer inline and --train-gpus exclude each other"):
+        load_fake(source, BackendOptions(data_dir=tmp_path, train_gpus=(0, 1), trainer="inline"))
 
 
 async def test_a_rank_that_cannot_load_is_the_error_of_all_on_fakes(trainers: ModuleType) -> None:

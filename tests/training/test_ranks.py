@@ -278,6 +278,11 @@ def test_one_rank_does_not_import_what_joins_several() -> None:
     assert sorted(users) == ["compat_torch.py", "joined_ranks.py", "load_model.py", "ranks.py", "sharded_weights.py"]
 
 
+def test_a_trainer_of_one_rank_has_trained_without_what_joins_several(one: Any) -> None:
+    assert any(seen.norms for seen in one.values())
+    assert "tinker_local.backend.training.joined_ranks" not in sys.modules
+
+
 def items_of_lengths(lengths: list[int]) -> list[Item]:
     make = Maker(np.random.default_rng(0))
     return [Item(0, at, "a", make.datum(length)) for at, length in enumerate(lengths)]

@@ -180,6 +180,15 @@ class BackendOptions:
             least=1,
         ),
     ] = 120.0
+    train_gpus: Annotated[
+        tuple[int, ...],
+        CommandOption(
+            "GPUs that train, such as 0,1 or 0-3: each runs a rank of the trainer in its own process, and they share "
+            "the data of a step. On CPU and with --fake: as many processes. Default: one trainer, on the first GPU.",
+            metavar="GPUS",
+            parse_all=parse_gpus,
+        ),
+    ] = ()
     sample_gpus: Annotated[
         tuple[int, ...],
         CommandOption(

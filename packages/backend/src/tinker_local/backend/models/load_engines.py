@@ -134,6 +134,8 @@ def starting(
 ) -> Iterator[tuple[SamplerFactory, TrainerFactory]]:
     """Functions that make both engines, each at its place; call them within the context, the sampler's first.
 
+    With `options.train_gpus`, `make_trainer` makes a rank of several from its `Seat`, or the only one without.
+
     Processes start and import at once, but allocate nothing on the device before these calls: vLLM refuses to start on
     less free memory than it asks for and counts concurrent changes as its own, and the trainer then sees what is really
     left. They end if the context fails.
@@ -143,7 +145,9 @@ def starting(
             make_sampler = _loading_replicas(failed, options, make_sampler)
         elif sampler_place == "process":
             make_sampler = _loading(failed, ProcessSampler(make_sampler, timeout=options.sampler_timeout))
-        if trainer_place == "process":
+        if options.train_gpus:
+            make_trainer = _loading(failed, _ranks(options, make_trainer))
+        elif trainer_place == "process":
             make_trainer = _loading(failed, ProcessTrainer(make_trainer, timeout=options.trainer_timeout))
         yield make_sampler, make_trainer
         failed.pop_all()
@@ -190,6 +194,16 @@ def _loading_replicas(failed: ExitStack, options: BackendOptions, replicas: Repl
     return load
 
 
+def _ranks(options: BackendOptions, make_trainer: TrainerFactory) -> ProcessTrainer:
+    """A trainer with a process for each of `train_gpus`."""
+    if options.trainer == "inline":
+        raise ValueError("--trainer inline and --train-gpus exclude each other: each rank is a process")
+    environments = [environment_of([gpu]) for gpu in options.train_gpus]
+    return ProcessTrainer(
+        make_trainer, ranks=len(environments), timeout=options.trainer_timeout, environments=environments
+    )
+
+
 def engine_place(chosen: EnginePlace | None) -> EnginePlace:
     """Where a real engine runs: as `chosen`, otherwise in a separate process if there is a GPU."""
     import torch
@@ -215,12 +229,13 @@ def make_vllm_rank(engine: "EngineOptions", seat: SamplerSeat) -> Any:
 def load_real(source: ModelSource, options: BackendOptions) -> Engines:
     """vLLM for sampling and HF transformers for training, each with its own copy of the weights."""
     import torch
-    from tinker_local.backend.training.worker import HFTrainer
+    from tinker_local.backend.training.worker import HFTrainer, trainer_of_rank
     from tinker_local.backend.vllm_engine import build_engine, compat_vllm
     from transformers import AutoConfig
 
-    if options.sample_gpus and not compat_vllm.runs_on_cpu():
-        check_gpus("--sample-gpus", options.sample_gpus, torch.cuda.device_count())
+    if not compat_vllm.runs_on_cpu():
+        for option, gpus in (("--train-gpus", options.train_gpus), ("--sample-gpus", options.sample_gpus)):
+            check_gpus(option, gpus, torch.cuda.device_count())
     dtype = options.dtype or compat_vllm.default_dtype()
     config = AutoConfig.from_pretrained(source.path)
     options = replace(
@@ -241,7 +256,7 @@ def load_real(source: ModelSource, options: BackendOptions) -> Engines:
     if not compat_vllm.runs_on_cpu():
         engines, activation_bytes = sized_for_gpus(config, engine, options)
     make_trainer = functools.partial(
-        HFTrainer,
+        trainer_of_rank if len(options.train_gpus) > 1 else HFTrainer,
         source.path,
         name=source.name,
         dtype=dtype,
@@ -310,21 +325,23 @@ def load_renderer(
     return ModelRenderer(vocab_size, images, max_pixels=max_pixels, cache_bytes=cache_bytes)
 
 
-TRAINER_GPU = 0
-"""The GPU of the trainer."""
+FIRST_GPU = 0
+"""The GPU of an engine whose GPUs are not chosen."""
 
 
 def sized_for_gpus(
     config: Any, engine: "EngineOptions", options: BackendOptions
 ) -> "tuple[list[EngineOptions], int | None]":
-    """For each replica `engine` with steps and a KV cache that fit its GPUs, and the trainer's limit for activations.
-    All replicas take the steps of the smallest. With a cache of given size nothing is refused: the limit is None, and
-    steps are small if larger ones do not fit. Samplers sleep only if one of them is beside the trainer."""
-    gpus = options.sample_gpus or (TRAINER_GPU,)
+    """For each replica `engine` with steps and a KV cache that fit its GPUs, and the limit for activations of each
+    trainer rank. All replicas take the steps of the smallest, and all ranks its limit. With a cache of given size
+    nothing is refused: the limit is None, and steps are small if larger ones do not fit. Samplers sleep only if one of
+    them is beside the trainer."""
+    gpus = options.sample_gpus or (FIRST_GPU,)
+    train_gpus = options.train_gpus or (FIRST_GPU,)
     replicas = replica_gpus(gpus, options.sample_tp)
-    engine = replace(engine, sleeps=engine.sleeps and TRAINER_GPU in gpus)
+    engine = replace(engine, sleeps=engine.sleeps and not {*train_gpus}.isdisjoint(gpus))
     try:
-        plans = {gpu: plan_for(config, engine, options, gpu, gpus) for gpu in {TRAINER_GPU, *gpus}}
+        plans = {gpu: plan_for(config, engine, options, gpu, train_gpus, gpus) for gpu in {*train_gpus, *gpus}}
     except ValueError:
         if engine.kv_cache_bytes is None:
             raise
@@ -349,11 +366,17 @@ def sized_for_gpus(
         )
         for of_replica in replicas
     ]
-    return sized, plans[TRAINER_GPU].activations if engine.kv_cache_bytes is None else None
+    activations = min(plans[gpu].activations for gpu in train_gpus)
+    return sized, activations if engine.kv_cache_bytes is None else None
 
 
 def plan_for(
-    config: Any, engine: "EngineOptions", options: BackendOptions, gpu: int, sample_gpus: Sequence[int]
+    config: Any,
+    engine: "EngineOptions",
+    options: BackendOptions,
+    gpu: int,
+    train_gpus: Sequence[int],
+    sample_gpus: Sequence[int],
 ) -> GpuPlan:
     """The plan for a model of `config` on a GPU with its free memory. ValueError names the GPU if there are several."""
     import torch
@@ -381,11 +404,11 @@ def plan_for(
             logits=CUDA_LOGITS * itemsize,
             kv_cache=engine.kv_cache_bytes,
             sample_ranks=engine.ranks,
-            trains=gpu == TRAINER_GPU,
+            trains=gpu in train_gpus,
             samples=gpu in sample_gpus,
         )
     except ValueError as error:
-        if tuple(sample_gpus) == (TRAINER_GPU,):
+        if (*train_gpus, *sample_gpus) == (FIRST_GPU, FIRST_GPU):
             raise
         raise ValueError(f"GPU {gpu}: {error}") from None
 
@@ -393,9 +416,11 @@ def plan_for(
 def load_fake(source: ModelSource, options: BackendOptions) -> Engines:
     """The numpy model under any name."""
     from tinker_local.backend.fakes import FakeModel, FakeRenderer, FakeSampler, FakeTrainer
+    from tinker_local.backend.fakes.fake_trainer import fake_of_rank
 
     model = FakeModel(source.name)
-    make_trainer = functools.partial(FakeTrainer, model, module_gradient_norms=options.module_gradient_norms)
+    make: Callable[..., FakeTrainer] = fake_of_rank if len(options.train_gpus) > 1 else FakeTrainer
+    make_trainer = functools.partial(make, model, module_gradient_norms=options.module_gradient_norms)
     make_one = functools.partial(FakeSampler if options.sample_tp == 1 else make_fake_rank, model)
     groups = replica_gpus(options.sample_gpus, options.sample_tp)
     make_sampler = Replicas([make_one] * len(groups)) if groups else make_one

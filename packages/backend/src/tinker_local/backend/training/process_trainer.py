@@ -76,20 +76,26 @@ class ProcessTrainer(ProcessEngine):
     InternalError with the traceback in the log. If the process ends, the running call and every later one raise
     ProcessEndedError with its exit code or signal, until `restart`. A call may take `timeout` seconds, and
     `SECONDS_PER_POSITION` for each position in it; then the process is killed. `image_bytes`: how many bytes of pixel
-    values it keeps.
+    values it keeps. `environments`: what the environment of each process has besides, or instead.
     """
 
     vocab_size: int
     max_context_length: int
 
     def __init__(
-        self, make: TrainerFactory, *, ranks: int = 1, timeout: float = 120.0, image_bytes: int = 2**30
+        self,
+        make: TrainerFactory,
+        *,
+        ranks: int = 1,
+        timeout: float = 120.0,
+        image_bytes: int = 2**30,
+        environments: Sequence[Mapping[str, str]] = (),
     ) -> None:
         self._make = make
         self._ranks = ranks
         self._image_bytes = image_bytes
         self._images_encoded = 0
-        super().__init__("trainer", [], timeout)
+        super().__init__("trainer", [], timeout, environments)
 
     def _begin(self) -> None:
         makes = [self._make] if self._ranks == 1 else self._makes()
