@@ -7,7 +7,7 @@
 Each layout trains the same data from the same adapter, one layout after the other: `one` rank, several with the weights
 `replicated`, and several that have a part of them each (`sharded`). Prints tokens/s, the memory of each rank, the share
 of a step in which the computation waits for gathers, and how far gradients are from those of one rank, with how far one
-rank is from itself: the same data again, and in other micro-batches.
+rank is from itself: the same data again, and in other micro-batches. `kill` ends a rank in a step, three times.
 """
 
 import argparse
@@ -35,7 +35,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tiny", action="store_true", help="tiny models; fails if anything does")
     parser.add_argument("--ranks", type=int, help="ranks of a layout with several (default: GPUs; on a CPU 2)")
-    parser.add_argument("--only", default="text,images", metavar="text,images", help="what to train")
+    parser.add_argument("--only", default="text,images,kill", metavar="text,images,kill", help="what to do")
     parser.add_argument("--layouts", default="one,replicated,sharded", help="which layouts, the first is the base")
     parser.add_argument("--shape", choices=("8b", "32b"), default="8b", help="of the text model")
     parser.add_argument("--tokens", type=int, help="positions of a step")
@@ -68,18 +68,40 @@ class Run:
         """All layouts of all data; one that fails prints a line with the reason."""
         for data in self._options.only.split(","):
             kind = "vl" if data == "images" else "text"
-            if data == "text" and self._options.shape != "8b":
+            if data != "images" and self._options.shape != "8b":
                 kind = self._options.shape
             written = processes.run(
                 ["measurements.models", self._options.scale, str(self._models), kind], 600, self._log
             )
             print(f"-- random model {kind}: {written.seconds:.0f} s {written.fault}", flush=True)
+            if data == "kill":
+                self._kill(self._models / kind)
+                continue
             base: dict[str, Any] | None = None
             for layout in self._options.layouts.split(","):
                 found = self._layout(data, layout, self._models / kind)
                 if found is not None:
                     base = base or found
                     self._tell(data, layout, found, base)
+
+    def _kill(self, model: Path) -> None:
+        arguments = [
+            self._options.scale,
+            str(model),
+            str(self._options.ranks),
+            str(self._tokens * (20 if self._options.tiny else 1)),
+        ]
+        found = processes.run(["measurements.scaling_kill", *arguments], SECONDS, self._log)
+        print(f"-- kill: {found.seconds:.0f} s {found.fault}", flush=True)
+        self.lines += found.lines
+        if found.fault:
+            self._add(Line("kill.error", error=found.fault[:300]))
+
+    @property
+    def _tokens(self) -> int:
+        """Positions of a step."""
+        chosen: int | None = self._options.tokens
+        return chosen or TOKENS[self._options.scale]
 
     def _layout(self, data: str, layout: str, model: Path) -> dict[str, Any] | None:
         """What the ranks saw: `ranks`, and `gradient`, the file of rank 0's. None if they failed."""
@@ -92,7 +114,7 @@ class Run:
             "data": data,
             "model": str(model),
             "folder": str(folder),
-            "tokens": self._options.tokens or TOKENS[self._options.scale],
+            "tokens": self._tokens,
             "steps": self._options.steps,
         }
         file = folder / f"{layout}.job"
