@@ -167,7 +167,7 @@ async def test_a_replica_that_computes_something_else_is_not_served_on_fakes(
 ) -> None:
     monkeypatch.setattr(
         "tinker_local.backend.models.load_engines.environment_of",
-        lambda gpus: {samplers.ANOTHER_MODEL: "1"} if gpus == [1] else {},
+        lambda gpus: {samplers.ANOTHER_MODEL: "1"} if tuple(gpus) == (1,) else {},
     )
     with pytest.raises(ValueError, match="trainer and sampler compute this model differently"):
         await start()

@@ -4,7 +4,8 @@ import asyncio
 import functools
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +26,6 @@ pytestmark = pytest.mark.more
 @pytest.fixture(scope="module")
 def two_ranks(text: Any) -> Iterator[ProcessSampler]:
     """A sampler of `text`'s model in two processes."""
-    from dataclasses import replace
-
     options = replace(text.options, ranks=2, cached_adapters=4)
     sampler = ProcessSampler(functools.partial(make_vllm_rank, options), ranks=2)
     try:
@@ -124,3 +123,19 @@ async def test_a_rank_that_is_killed_ends_all_and_all_start_again(
         found, wanted = await two_ranks.sample(work), await text.sampler.sample(work)
         assert not shared_memory()
         assert [one.tokens.tolist() for one in found.sequences] == [one.tokens.tolist() for one in wanted.sequences]
+
+
+async def test_two_ranks_see_images_as_one_does(vl: Any, noise: Callable[..., Any], tmp_path: Path) -> None:
+    version = vl.adapter(tmp_path / "v1", EVERYTHING, 4).version
+    prompt = vl.prompt([5, 6], noise(64, 64, 1), [7, 8], noise(96, 64, 2), [9])
+    params = SamplingParams(max_tokens=8, seed=1, stop=())
+    works = [SampleWork(prompt, each, params, 2, prompt_logprobs=True) for each in (None, version)]
+    sampler = ProcessSampler(functools.partial(make_vllm_rank, replace(vl.options, ranks=2)), ranks=2)
+    try:
+        await asyncio.to_thread(sampler.load)
+        for work in works:
+            same(vl, await sampler.sample(work), await vl.sampler.sample(work))
+        assert sampler.images_encoded == 2
+    finally:
+        await sampler.close()
+    await vl.sampler.remove_version(version)
