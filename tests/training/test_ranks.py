@@ -240,12 +240,6 @@ def test_gradients_of_two_ranks_are_those_of_one_in_short(folder: Path, short: A
     "stepped = adapter if self._ranks.size == 1 else adapter.copied(torch.clone)",
     "stepped = adapter",
 )
-@pytest.mark.mutation(
-    "one-rank-fails-alone",
-    "joined_ranks.py",
-    '            raise InternalError(f"rank {failed} of the trainer failed: {text}") from error\n',
-    "            return result, ()\n",
-)
 def test_a_failure_on_one_rank_is_one_of_all_in_short(short: Any) -> None:
     for seen in short:
         for fault in seen["text"].faults.values():
