@@ -306,7 +306,7 @@ MISTAKES = (
     Promise(
         "loss",
         "A rank that fails in a micro-batch, or has none, leaves others waiting for weights; gathers come late",
-        "walk-left-in-the-middle unit-sent-for-too-late",
+        "walk-left-in-the-middle unit-sent-for-too-late shard-choice-ignored",
     ),
     Promise(
         "loss",

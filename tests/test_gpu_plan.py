@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tinker_local.backend.models import load_engines
 from tinker_local.backend.models.gpu_plan import GATHERED, ModelSizes, StepSize, plan_gpu, step_sizes
-from tinker_local.backend.models.load_engines import sized_for_gpus
+from tinker_local.backend.models.load_engines import check_shard, sharded_if_needed, sized_for_gpus
 from tinker_local.backend.options import BackendOptions
 from tinker_local.backend.training.recompute_policy import ActivationMemory, LayerMemory
 from tinker_local.backend.vllm_engine.build_engine import EngineOptions
@@ -178,6 +179,32 @@ def test_a_rank_that_shares_the_layers_holds_its_part_three_layers_and_all_else(
     with pytest.raises(ValueError, match="GiB of GPU memory are free"):
         plan(THIRTY_TWO, 80, samples=False, context=8192, max_rank=32)
     assert plan(THIRTY_TWO, 80, samples=False, context=8192, max_rank=32, ranks=2).activations > 10 * GIB
+
+
+@pytest.mark.mutation("shard-choice-ignored", "load_engines.py", 'if options.shard != "always":', "if True:")
+def test_layers_are_shared_by_choice_or_if_whole_ones_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    least = 1
+
+    def sized(config: Any, engine: Any, options: Any, *, shards: int = 1) -> Any:
+        if shards < least:
+            raise ValueError("does not fit")
+        return [engine], shards
+
+    monkeypatch.setattr(load_engines, "sized_for_gpus", sized)
+
+    def found(shard: Any, *gpus: int) -> Any:
+        engine: Any = "engine"
+        return sharded_if_needed(None, engine, BackendOptions(train_gpus=gpus, shard=shard))[1:]
+
+    assert found("auto", 0, 1) == found("auto") == found("never", 0, 1) == (1, False)
+    assert found("always", 0, 1, 2) == (3, True)
+    least = 2
+    assert found("auto", 0, 1) == (2, True)
+    for shard, gpus in (("never", (0, 1)), ("auto", (0,))):
+        with pytest.raises(ValueError, match="does not fit"):
+            found(shard, *gpus)
+    with pytest.raises(ValueError, match=r"^--shard always: --train-gpus has to name two GPUs or more$"):
+        check_shard(BackendOptions(train_gpus=(0,), shard="always"))
 
 
 @pytest.mark.mutation("sampler-alone-shares-its-gpu", "load_engines.py", "trains=gpu in train_gpus,", "trains=True,")

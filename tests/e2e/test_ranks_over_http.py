@@ -26,9 +26,20 @@ LORA = LoraConfig(rank=4, seed=7)
 GREEDY = SamplingParams(max_tokens=8, temperature=0.0, stop=())
 
 
-@pytest.fixture
-def server(tiny_models: dict[str, Path], tmp_path: Path) -> Iterator[Server]:
-    options = ["--train-gpus", "0,1", "--max-rank", "8", "--kv-cache", "0.25", "--max-context-length", "256"]
+@pytest.fixture(params=["never", "always"])
+def server(tiny_models: dict[str, Path], tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Server]:
+    options = [
+        "--train-gpus",
+        "0,1",
+        "--shard",
+        request.param,
+        "--max-rank",
+        "8",
+        "--kv-cache",
+        "0.25",
+        "--max-context-length",
+        "256",
+    ]
     server = start_server(tmp_path / "data", "--model", f"{TEXT}={tiny_models[TEXT]}", *options)
     yield server
     server.stop()

@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal
 DType = Literal["float32", "bfloat16"]
 EnginePlace = Literal["inline", "process"]
 DecoderChoice = Literal["auto", "written-out", "autograd"]
+ShardChoice = Literal["auto", "never", "always"]
 
 _IMAGE_HOST = re.compile(r"[^\s/\\@?#*:\[\]]+(:\d{1,5})?")
 
@@ -189,6 +190,13 @@ class BackendOptions:
             parse_all=parse_gpus,
         ),
     ] = ()
+    shard: Annotated[
+        ShardChoice,
+        CommandOption(
+            "Whether each of --train-gpus has a part of the trainer's layers (FSDP2) instead of all of them. Default: "
+            "if whole copies do not fit beside the rest.",
+        ),
+    ] = "auto"
     sample_gpus: Annotated[
         tuple[int, ...],
         CommandOption(

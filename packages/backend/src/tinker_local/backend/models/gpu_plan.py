@@ -18,8 +18,8 @@ _RUNTIME = 3 * _GIB
 _COUNTED_ADAPTERS = 4
 """Training adapters with reserved memory; more of them take memory from activations, which are then recomputed."""
 GATHERED = 3
-"""Whole layers that a rank of a sharded trainer holds at a time: the one that runs, the next one, and one that is being
-freed."""
+"""Whole layers that a rank of a sharded trainer has memory for: the one that runs, the next one, and the same as it is
+received."""
 COUNTED_RANK = 32
 """The largest rank of these adapters."""
 
@@ -48,12 +48,17 @@ class ModelSizes:
         return self.hidden * (2 * self.q_width + 2 * self.kv_width + 3 * self.intermediate)
 
     def trainer_bytes(self, ranks: int) -> int:
-        """Weights on one of `ranks` that share the layers: its part of them, `GATHERED` whole ones, and all else."""
+        """Weights on one of `ranks` that share the layers: its part of them, `GATHERED` whole ones, and all else. An
+        untied LM head is shared, too, and has memory to be received whole, where it is larger than a layer."""
         layers = self.layers * self.layer_parameters
         if ranks == 1 or layers > self.parameters:
             return self.weight_bytes
         shard = -(-layers // ranks) + min(GATHERED, self.layers) * self.layer_parameters
-        return (self.parameters - layers + shard) * self.itemsize
+        head = self.vocabulary * self.hidden
+        received = (
+            -(-head // ranks) + max(0, head - self.layer_parameters) if self.parameters - layers > 2 * head else 0
+        )
+        return (self.parameters - layers + shard + received) * self.itemsize
 
     @property
     def kv_bytes(self) -> int:

@@ -24,7 +24,7 @@ from tinker_local.backend.models.served_models import (
     tokenizer_id,
 )
 from tinker_local.backend.models.supervision import TrainerSupervision, supervise_sampler
-from tinker_local.backend.options import BackendOptions, DType, EnginePlace, ModelSource
+from tinker_local.backend.options import BackendOptions, DType, EnginePlace, ModelSource, ShardChoice
 from tinker_local.backend.rendering.decoding import MAX_PIXELS
 from tinker_local.backend.rendering.renderer import CACHE_BYTES, ImageReading, ModelRenderer
 from tinker_local.backend.sampling.process_sampler import ProcessSampler, SamplerFactory, SamplerSeat
@@ -253,8 +253,9 @@ def load_real(source: ModelSource, options: BackendOptions) -> Engines:
     check_shares(config.get_text_config(), options.sample_tp)
     groups = replica_gpus(options.sample_gpus, options.sample_tp)
     engines, activation_bytes = [engine] * max(1, len(groups)), None
+    shard = check_shard(options) == "always"
     if not compat_vllm.runs_on_cpu():
-        engines, activation_bytes = sized_for_gpus(config, engine, options)
+        engines, activation_bytes, shard = sharded_if_needed(config, engine, options)
     make_trainer = functools.partial(
         trainer_of_rank if len(options.train_gpus) > 1 else HFTrainer,
         source.path,
@@ -266,6 +267,7 @@ def load_real(source: ModelSource, options: BackendOptions) -> Engines:
         activation_memory_bytes=activation_bytes,
         module_gradient_norms=options.module_gradient_norms,
         decoder=options.decoder,
+        shard=shard,
     )
     make_one: SamplerFactory = make_vllm_sampler if options.sample_tp == 1 else make_vllm_rank
     factories = [functools.partial(make_one, engine) for engine in engines]
@@ -329,19 +331,41 @@ FIRST_GPU = 0
 """The GPU of an engine whose GPUs are not chosen."""
 
 
-def sized_for_gpus(
+def check_shard(options: BackendOptions) -> ShardChoice:
+    """`--shard`, checked."""
+    if options.shard == "always" and len(options.train_gpus) < 2:
+        raise ValueError("--shard always: --train-gpus has to name two GPUs or more")
+    return options.shard
+
+
+def sharded_if_needed(
     config: Any, engine: "EngineOptions", options: BackendOptions
+) -> "tuple[list[EngineOptions], int | None, bool]":
+    """What `sized_for_gpus` finds, and whether trainer ranks have a part of the layers each: by `--shard`, or because
+    whole ones do not fit."""
+    ranks = len(options.train_gpus)
+    if options.shard != "always":
+        try:
+            return *sized_for_gpus(config, engine, options), False
+        except ValueError:
+            if options.shard == "never" or ranks < 2:
+                raise
+    return *sized_for_gpus(config, engine, options, shards=ranks), True
+
+
+def sized_for_gpus(
+    config: Any, engine: "EngineOptions", options: BackendOptions, *, shards: int = 1
 ) -> "tuple[list[EngineOptions], int | None]":
     """For each replica `engine` with steps and a KV cache that fit its GPUs, and the limit for activations of each
-    trainer rank. All replicas take the steps of the smallest, and all ranks its limit. With a cache of given size
-    nothing is refused: the limit is None, and steps are small if larger ones do not fit. Samplers sleep only if one of
-    them is beside the trainer."""
+    trainer rank, which has one of `shards` of the layers. All replicas take the steps of the smallest, and all ranks
+    its limit. With a cache of given size nothing is refused: the limit is None, and steps are small if larger ones do
+    not fit. Samplers sleep only if one of them is beside the trainer."""
     gpus = options.sample_gpus or (FIRST_GPU,)
     train_gpus = options.train_gpus or (FIRST_GPU,)
     replicas = replica_gpus(gpus, options.sample_tp)
     engine = replace(engine, sleeps=engine.sleeps and not {*train_gpus}.isdisjoint(gpus))
     try:
-        plans = {gpu: plan_for(config, engine, options, gpu, train_gpus, gpus) for gpu in {*train_gpus, *gpus}}
+        plans = {gpu: plan_for(config, engine, options, gpu, train_gpus, gpus, shards) for gpu in {*train_gpus, *gpus}}
     except ValueError:
         if engine.kv_cache_bytes is None:
             raise
@@ -377,6 +401,7 @@ def plan_for(
     gpu: int,
     train_gpus: Sequence[int],
     sample_gpus: Sequence[int],
+    shards: int,
 ) -> GpuPlan:
     """The plan for a model of `config` on a GPU with its free memory. ValueError names the GPU if there are several."""
     import torch
@@ -403,6 +428,7 @@ def plan_for(
             image_cache=engine.image_cache_bytes if hasattr(config, "vision_config") else 0,
             logits=CUDA_LOGITS * itemsize,
             kv_cache=engine.kv_cache_bytes,
+            ranks=shards,
             sample_ranks=engine.ranks,
             trains=gpu in train_gpus,
             samples=gpu in sample_gpus,
