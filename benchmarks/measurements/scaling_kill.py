@@ -71,7 +71,7 @@ def main(scale: Scale, model: str, ranks: int, tokens: int) -> None:
     step, generator = ready(), random.Random(15)
     seconds, again = [], []
     for number in range(KILLS):
-        seconds.append(kill(trainer, works, (ranks - 1 - number) % ranks, generator.uniform(0.2, 0.8) * step))
+        seconds.append(kill(trainer, works, (ranks - 1 - number) % ranks, generator.uniform(0.1, 0.4) * step))
         began = time.monotonic()
         trainer.restart()
         ready()
