@@ -7,7 +7,8 @@
 Each layout trains the same data from the same adapter, one layout after the other: `one` rank, several with the weights
 `replicated`, and several that have a part of them each (`sharded`). Prints tokens/s, the memory of each rank, the share
 of a step in which the computation waits for gathers, and how far gradients are from those of one rank, with how far one
-rank is from itself: the same data again, and in other micro-batches. `kill` ends a rank in a step, three times.
+rank is from itself: the same data again, in other micro-batches, and after another first step.
+`kill` ends a rank in a step, three times.
 """
 
 import argparse
@@ -185,6 +186,7 @@ class Run:
         for name, words in (
             ("again", "one rank, the same data again"),
             ("reordered", "one rank, in other micro-batches"),
+            ("repeated", "one rank, a second run, as several ranks are compared"),
         ):
             if first[name] is not None:
                 self._agreement(f"{data}.noise_{name}", first[name], words)

@@ -45,9 +45,10 @@ class Job:
 class Seen:
     """What a rank saw. `seconds` of each timed step; `gathers`: seconds of each in which the computation waited for a
     gather, empty if there are none. `bytes`: the most that its tensors took (on a CPU: that its process took), and
-    `weights` what they took once the model was loaded. `norms`: of the gradient of each step. `again`, `reordered`: how
-    far the gradient of the same data is from the first one, a second time, and in other micro-batches, as
-    (largest difference / largest element, norm of the difference / norm)."""
+    `weights` what they took once the model was loaded. `norms`: of the gradient of each step. `again`, `reordered`,
+    `repeated`: how far the gradient of the same data is from the first one, a second time, in other micro-batches, and
+    after the same first step of another such adapter, as (largest difference / largest element, norm of the difference
+    / norm)."""
 
     positions: int
     examples: int
@@ -58,6 +59,7 @@ class Seen:
     norms: list[float] = field(default_factory=list)
     again: tuple[float, float] | None = None
     reordered: tuple[float, float] | None = None
+    repeated: tuple[float, float] | None = None
     load_seconds: float = 0.0
     lacked: str = ""
 
@@ -170,7 +172,8 @@ def measure(scale: Scale, job: Job, rank: int, size: int) -> Seen:
         gathers.watch()
     seen.load_seconds = time.perf_counter() - start
     seen.weights = torch.cuda.memory_allocated() if cuda else process_bytes()
-    trainer.create_adapter(ADAPTER, LoraConfig(rank=scale.rank, seed=1, train_unembed=False))
+    settings = LoraConfig(rank=scale.rank, seed=1, train_unembed=False)
+    trainer.create_adapter(ADAPTER, settings)
     numbers = itertools.count(10**9)
 
     def backward(examples: Sequence[Any]) -> None:
@@ -197,6 +200,13 @@ def measure(scale: Scale, job: Job, rank: int, size: int) -> Seen:
         trainer.discard_gradients(ADAPTER)
         order = np.random.default_rng(4).permutation(len(data))
         seen.reordered = deviation(gradient([data[at] for at in order]), first)
+        trainer.discard_gradients(ADAPTER)
+        # As the other layouts are compared: after a first step, whose AdamW turns noise around 0 into whole steps.
+        trainer.remove_adapter(ADAPTER)
+        trainer.create_adapter(ADAPTER, settings)
+        step()
+        seen.norms.pop()
+        seen.repeated = deviation(gradient(data), first)
         trainer.discard_gradients(ADAPTER)
     if rank == 0:
         torch.save(first.cpu(), Path(job.folder) / f"{job.layout}.gradient")
