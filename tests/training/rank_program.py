@@ -84,6 +84,8 @@ def works(seed: int, *, images: bool) -> dict[str, list[TrainWork]]:
         alone = [make.datum(9), make.datum(9), make.datum(30, [(4, (8, 8))]), make.datum(9)]
         calls["images and text"] = [TrainWork("a", mixed, "cross_entropy"), make.work("b", [15, 11, 6])]
         calls["an image on one rank"] = [TrainWork("c", alone, "cross_entropy")]
+        both = [make.datum(30, [(4, (8, 8))]), make.datum(29, [(2, (4, 8))])]
+        calls["images on two ranks"] = [TrainWork("a", both, "cross_entropy")]
     return calls
 
 

@@ -520,11 +520,11 @@ def out_of_memory_above(ours: Any, monkeypatch: pytest.MonkeyPatch, positions: A
     tried = []
     original = ours._runner._decoder.forward
 
-    def forward(row: Any, lora: Any, policy: Any) -> Any:
+    def forward(row: Any, lora: Any, policy: Any, walk: Any) -> Any:
         tried.append(len(row.embeds))
         if tried[-1] > positions:
             raise torch.OutOfMemoryError("CUDA out of memory")
-        return original(row, lora, policy)
+        return original(row, lora, policy, walk)
 
     monkeypatch.setattr(ours._runner._decoder, "forward", forward)
     return tried
