@@ -10,6 +10,7 @@ from typing import TypeVar
 
 import torch
 import torch.distributed as dist
+from tinker_local.backend.process.child import message_of
 from tinker_local.backend.training.ranks import Ranks
 from tinker_local.backend.training.trainer import Seat
 from tinker_local.types import InternalError
@@ -51,15 +52,19 @@ class JoinedRanks(Ranks):
             result = step()
         except Exception as raised:
             error = raised
-        ended = DONE if error is None else LACKED_MEMORY if isinstance(error, torch.OutOfMemoryError) else FAILED
-        words = [word for (word,) in self.gather([ended])]
-        if FAILED in words:
-            failed = words.index(FAILED)
-            text = self._quoted(failed, error)
-            if ended == FAILED and error is not None:
-                raise error
-            raise InternalError(f"rank {failed} of the trainer failed: {text}") from error
-        return result, tuple(rank for rank, word in enumerate(words) if word == LACKED_MEMORY)
+        try:
+            ended = DONE if error is None else LACKED_MEMORY if isinstance(error, torch.OutOfMemoryError) else FAILED
+            words = [word for (word,) in self.gather([ended])]
+            if FAILED in words:
+                failed = words.index(FAILED)
+                text = self._quoted(failed, error)
+                if ended == FAILED and error is not None:
+                    raise error
+                raise InternalError(f"rank {failed} of the trainer failed: {text}") from error
+            return result, tuple(rank for rank, word in enumerate(words) if word == LACKED_MEMORY)
+        finally:
+            # Its traceback refers to this frame, so that together they would keep what the step has allocated.
+            del error
 
     def together(self, step: Callable[[], T]) -> T:
         """See `Ranks.together`."""
@@ -96,5 +101,7 @@ class JoinedRanks(Ranks):
 
     def _quoted(self, rank: int, error: Exception | None) -> str:
         """The beginning of the text of the error on `rank`."""
-        text = f"{type(error).__name__}: {error}".encode()[:_QUOTED_BYTES].ljust(_QUOTED_BYTES, b"\0")
+        said = "" if error is None else message_of(error)
+        # Nothing here may fail on one rank alone, whatever the error says.
+        text = f"{type(error).__name__}: {said}".encode(errors="replace")[:_QUOTED_BYTES].ljust(_QUOTED_BYTES, b"\0")
         return bytes(self.gather(list(text))[rank]).rstrip(b"\0").decode(errors="replace")

@@ -23,7 +23,7 @@ from tinker_local.backend.training.lora import HEAD, Adapter, AdapterSlice, grou
 from tinker_local.backend.training.lora_batch import LoraBatch
 from tinker_local.backend.training.losses import LOSSES
 from tinker_local.backend.training.losses.loss_evaluation import LossEvaluation
-from tinker_local.backend.training.packing import Item, Packed, spans
+from tinker_local.backend.training.packing import Item, Packed, pack, spans
 from tinker_local.backend.training.recompute_policy import RecomputePolicy, free_bytes
 from tinker_local.backend.training.trainer import TrainWork
 from tinker_local.types import ApiError, InvalidRequestError
@@ -160,12 +160,13 @@ class MicroBatchRunner:
         return Computed(packed, logprobs, losses, derivative, errors)
 
     @torch.no_grad()
-    def logprobs(self, packed: Packed, adapters: Mapping[str, Adapter]) -> torch.Tensor:
-        """Compute only the logprobs of the targets, [M] on the host."""
-        batch = self._lora_batch(packed, adapters, gradient=False)
-        none = np.zeros(len(packed.target_rows), np.bool_)
-        targets = Targets(packed.target_rows, packed.target_ids, active=none, prepass=none)
-        with self.walk(backward=False) as walk:
+    def logprobs(self, items: Sequence[Item], adapters: Mapping[str, Adapter]) -> torch.Tensor:
+        """Compute only the logprobs of the targets of `items` in one row, [M] on the host."""
+        with self.walk(backward=False) as walk:  # all that may fail on one rank alone
+            packed = pack(items, self._loaded.vocab_size)
+            batch = self._lora_batch(packed, adapters, gradient=False)
+            none = np.zeros(len(packed.target_rows), np.bool_)
+            targets = Targets(packed.target_rows, packed.target_ids, active=none, prepass=none)
             row = packed_row(self._loaded, self._images, packed)
             done = self._decoder.forward(row, batch, None, walk)
             walk.head()

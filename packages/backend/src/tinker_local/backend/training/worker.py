@@ -31,7 +31,7 @@ from tinker_local.backend.training.losses.loss import check_train_datum
 from tinker_local.backend.training.micro_batch import MicroBatchRunner
 from tinker_local.backend.training.optimizers import OPTIMIZERS
 from tinker_local.backend.training.optimizers.optimizer import OptimizerState
-from tinker_local.backend.training.packing import Item, pack
+from tinker_local.backend.training.packing import Item
 from tinker_local.backend.training.passes import Passes, release_unused_memory
 from tinker_local.backend.training.ranks import ONE_RANK, Ranks, fingerprint, join
 from tinker_local.backend.training.tally import Tally
@@ -250,7 +250,7 @@ class HFTrainer:
             self._check_input(each, "input")
             next_tokens = np.append(each.token_ids[1:], 0).astype(np.int64)
             items.append(Item(0, at, adapter_id, TrainDatum(each, next_tokens, {})))
-        values = self._ranks.together(lambda: self._runner.logprobs(pack(items, self.vocab_size), adapters)).numpy()
+        values = self._ranks.together(lambda: self._runner.logprobs(items, adapters)).numpy()
         ends = np.cumsum([each.length for each in inputs]) - 1
         return np.delete(values, ends).astype(np.float32)
 
