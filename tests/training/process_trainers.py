@@ -30,6 +30,23 @@ def rank_that_cannot_load(seat: Seat) -> FakeTrainer:
     return fake()
 
 
+class NumberedTrainer(FakeTrainer):
+    """Number 0 of a group fails where number 1 waits for it."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(FakeModel("fake/bigram"))
+        self._number = number
+
+    def release_memory(self) -> None:
+        if self._number == 0:
+            raise ValueError("alone")
+        time.sleep(600)
+
+
+def numbered(number: int) -> FakeTrainer:
+    return NumberedTrainer(number)
+
+
 def described(_: FakeTrainer) -> str:
     return "loaded"
 

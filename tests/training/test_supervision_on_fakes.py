@@ -17,6 +17,7 @@ from tinker_local.backend.fakes import FakeMemory, FakeModel, FakeRenderer, Fake
 from tinker_local.backend.models import supervision
 from tinker_local.backend.models.served_models import Engines
 from tinker_local.backend.process import calls, process_group
+from tinker_local.backend.process.channel import Channel
 from tinker_local.backend.process.child import LOAD, serve_calls
 from tinker_local.backend.process.process_group import ProcessEndedError, ProcessGroup
 from tinker_local.backend.training.process_trainer import ProcessTrainer
@@ -329,6 +330,62 @@ async def test_the_time_limit_grows_with_the_positions_on_fakes(
     finally:
         trainer.close()
     assert limits == [5.01, 8.0, 5.0]
+
+
+def pair_of(make: Callable[..., Any], trainers: ModuleType) -> "calls.Calls":
+    """Two processes, each with what `make` makes of its number."""
+    programs = [
+        functools.partial(serve_calls, make=functools.partial(make, at), describe=trainers.described) for at in (0, 1)
+    ]
+    both = calls.Calls(ProcessGroup("trainer", programs))
+    both.call(60, LOAD)
+    return both
+
+
+@pytest.mark.mutation(
+    "one-of-a-group-without-the-call", "calls.py", "                if at:  #", "                if False:  #"
+)
+def test_a_call_that_only_one_process_of_a_group_got_ends_the_group_on_fakes(
+    trainers: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise the first would run it together with the next call of the second."""
+    both = pair_of(trainers.numbered, trainers)
+    try:
+        send, sent = Channel.send_encoded, list[Channel]()
+
+        def refused(channel: Channel, encoded: Any) -> None:
+            sent.append(channel)
+            if len(sent) == 2:
+                raise OSError("no memory")
+            send(channel, encoded)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Channel, "send_encoded", refused)
+            with pytest.raises(OSError, match="no memory"):
+                both.call(60, "remove_adapter", "a")
+        assert both.group.wait(60)
+        assert "did not get a call that others of its group got" in both.group.why
+    finally:
+        both.close()
+
+
+@pytest.mark.mutation(
+    "a-failure-alone-waits-for-the-limit",
+    "calls.py",
+    "failed.enter_context(self.group.limit(AFTER_FAILURE_SECONDS))",
+    "pass",
+)
+def test_a_process_that_fails_alone_ends_the_others_that_wait_for_it_on_fakes(
+    trainers: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(process_group, "TICK", 0.1)
+    monkeypatch.setattr(calls, "AFTER_FAILURE_SECONDS", 0.5)
+    both = pair_of(trainers.numbered, trainers)
+    try:
+        with pytest.raises(ProcessEndedError, match=r"gave no answer for 0 s, and was killed \(ValueError: alone\)"):
+            both.call(30, "release_memory")
+    finally:
+        both.close()
 
 
 async def test_the_processes_of_a_group_end_together_on_fakes(trainers: ModuleType) -> None:

@@ -4,7 +4,7 @@ import itertools
 import select
 import threading
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from typing import Any
 
 from tinker_local.backend.process.channel import Channel
@@ -22,6 +22,10 @@ from tinker_local.backend.process.sent_images import SentImages
 
 CLOSE_SECONDS = 2.0
 """How long to wait for the end of a call, and for the end of the processes, before killing them."""
+
+AFTER_FAILURE_SECONDS = 30.0
+"""How long the others have to answer a call after one process has failed in it. If they agree on a failure, they answer
+together; after one that fails alone they would wait for it as long as the call may take."""
 
 
 class Calls:
@@ -90,16 +94,38 @@ class Calls:
             for channel in everybody:
                 channel.send(KeepImage.of(image))
             self._images.sent(image)
-        for channel in channels:
-            channel.send_encoded(encoded)
+        for at, channel in enumerate(channels):
+            try:
+                channel.send_encoded(encoded)
+            except CHANNEL_ENDED:
+                raise
+            except BaseException:  # as when memory is short
+                if at:  # the others have begun, and would run every later call against another one
+                    self.group.kill("did not get a call that others of its group got")
+                raise
         if too_many := self._images.too_many():
             for channel in everybody:
                 channel.send(ForgetImages(too_many))
 
     def _answers(self, channels: Sequence[Channel], call: Call) -> dict[int, Answer | Failure]:
         """Wait for the answer of each process, by its index; handle log records that arrive before it. If one could not
-        load its object, there is no waiting for the others, which may wait for that one."""
+        load its object, there is no waiting for the others, which may wait for that one. After any other failure they
+        have `AFTER_FAILURE_SECONDS`."""
         answers: dict[int, Answer | Failure] = {}
+        with ExitStack() as failed:
+            try:
+                self._await(channels, call, answers, failed)
+            except CHANNEL_ENDED:
+                for message in answers.values():
+                    if isinstance(message, Failure):
+                        self.group.note(message.error)
+                raise
+        return answers
+
+    def _await(
+        self, channels: Sequence[Channel], call: Call, answers: dict[int, Answer | Failure], failed: ExitStack
+    ) -> None:
+        """Add to `answers`. `failed`: holds a limit from the first failure on."""
         poll = select.poll()
         waited = {file: at for at, channel in enumerate(channels) for file in channel.files}
         for file in waited:
@@ -121,4 +147,5 @@ class Calls:
                     raise EOFError
                 if isinstance(message, Failure) and call.method == LOAD:
                     break
-        return answers
+                if isinstance(message, Failure) and len(answers) == 1 < len(channels):
+                    failed.enter_context(self.group.limit(AFTER_FAILURE_SECONDS))

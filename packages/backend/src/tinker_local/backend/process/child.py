@@ -175,6 +175,8 @@ def serve_follower(inbox: Inbox, make: Callable[[], Any]) -> None:
     inbox.send(Answer(call.number, None, {}))
     try:
         follower.follow()
+    except (EOFError, BrokenPipeError, ConnectionResetError):
+        raise  # the one that it follows has ended, perhaps in order
     except Exception:
         log.exception("a process that follows another one ends")
         raise
