@@ -249,3 +249,30 @@ def test_each_replica_gets_the_cache_that_fits_its_gpu_and_sleeps_only_beside_th
         sized(0, 1, 2)
     engines, limit = sized(0, 1, 2, kv_cache_bytes=2**20)
     assert (limit, [each.kv_cache_bytes for each in engines]) == (None, [2**20] * 3)
+
+
+@pytest.mark.mutation(
+    "cache-of-given-size-shares-no-layers",
+    "load_engines.py",
+    "if engine.kv_cache_bytes is None or may_be_shared:",
+    "if engine.kv_cache_bytes is None:",
+)
+def test_layers_that_do_not_fit_are_shared_beside_a_cache_of_given_size_too(
+    tiny_models: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch
+    from transformers import AutoConfig
+
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda gpu: (GIB, 80 * GIB))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda gpu: "NVIDIA H100 80GB HBM3")
+    folder = str(tiny_models["tiny/text"])
+    config = AutoConfig.from_pretrained(folder)
+    engine = EngineOptions(folder, dtype="bfloat16", max_rank=8, kv_cache_bytes=2**20)
+
+    def shared(shard: Any, *gpus: int) -> bool:
+        options = BackendOptions(train_gpus=gpus, shard=shard, max_rank=8)
+        engines, limit, found = sharded_if_needed(config, engine, options)
+        assert (engines[0].kv_cache_bytes, limit) == (2**20, None)
+        return found
+
+    assert [shared("auto", 0, 1), shared("auto", 0), shared("never", 0, 1)] == [True, False, False]

@@ -358,8 +358,8 @@ def sized_for_gpus(
 ) -> "tuple[list[EngineOptions], int | None]":
     """For each replica `engine` with steps and a KV cache that fit its GPUs, and the limit for activations of each
     trainer rank, which has one of `shards` of the layers. All replicas take the steps of the smallest, and all ranks
-    its limit. With a cache of given size nothing is refused: the limit is None, and steps are small if larger ones do
-    not fit. Samplers sleep only if one of them is beside the trainer."""
+    its limit. With a cache of given size nothing is refused, except whole layers that may be shared instead: the limit
+    is None, and steps are small if larger ones do not fit. Samplers sleep only if one of them is beside the trainer."""
     gpus = options.sample_gpus or (FIRST_GPU,)
     train_gpus = options.train_gpus or (FIRST_GPU,)
     replicas = replica_gpus(gpus, options.sample_tp)
@@ -367,7 +367,8 @@ def sized_for_gpus(
     try:
         plans = {gpu: plan_for(config, engine, options, gpu, train_gpus, gpus, shards) for gpu in {*train_gpus, *gpus}}
     except ValueError:
-        if engine.kv_cache_bytes is None:
+        may_be_shared = shards == 1 and options.shard == "auto" and len(train_gpus) > 1
+        if engine.kv_cache_bytes is None or may_be_shared:
             raise
         return [engine] * len(replicas), None
     for gpu, plan in sorted(plans.items()):
