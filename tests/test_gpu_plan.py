@@ -160,6 +160,7 @@ def test_a_gpu_with_one_engine_holds_one_copy_and_gives_it_the_rest() -> None:
     ) as alone:
         plan(THIRTY_TWO, 62, trains=False, context=8192, max_rank=32)
     assert "--sample-gpus" not in str(alone.value)
+    assert "--train-gpus" not in str(alone.value)
 
 
 def test_a_sampler_on_several_gpus_takes_its_part_of_weights_and_cache_from_each() -> None:
@@ -176,7 +177,7 @@ def test_a_rank_that_shares_the_layers_holds_its_part_three_layers_and_all_else(
     for ranks in (2, 4, 8):
         expected = EIGHT.weight_bytes - layers + layers // ranks + GATHERED * EIGHT.layer_parameters * 2
         assert abs(EIGHT.trainer_bytes(ranks) - expected) <= 2
-    with pytest.raises(ValueError, match="GiB of GPU memory are free"):
+    with pytest.raises(ValueError, match=r"so do more GPUs that train and share the layers \(--train-gpus, --shard\)"):
         plan(THIRTY_TWO, 80, samples=False, context=8192, max_rank=32)
     assert plan(THIRTY_TWO, 80, samples=False, context=8192, max_rank=32, ranks=2).activations > 10 * GIB
 

@@ -185,6 +185,8 @@ def plan_gpu(
         less += "; so does a GPU for each (--sample-gpus)"
     if samples:
         less += "; so do more GPUs for each replica (--sample-tp)"
+    if trains:
+        less += "; so do more GPUs that train and share the layers (--train-gpus, --shard)"
     raise ValueError(
         f"{_gib(free)} of GPU memory are free, but {parts}, adapters, buffers and {what} take "
         f"{_gib(free - left + least + least_kv)}; {less}"
