@@ -219,6 +219,33 @@ def test_a_rank_that_draws_other_tokens_ends_on_fakes(monkeypatch: pytest.Monkey
     assert "rank 1 of the sampler drew other tokens than rank 0" in str(ranks.error)
 
 
+@pytest.mark.mutation(
+    "calls-that-one-rank-missed",
+    "rank_leader.py",
+    "        except Exception:  # as when memory is short: some know",
+    "        except ZeroDivisionError:  # as when memory is short: some know",
+)
+def test_a_call_that_cannot_be_told_ends_the_ranks_on_fakes(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine's thread would build the engine anew after an exception, which cannot work here."""
+
+    class EndedError(BaseException):
+        """Instead of the end of this process."""
+
+    def end(code: int) -> None:
+        raise EndedError(code)
+
+    def send(message: Any) -> None:
+        raise OSError("no memory for a message")
+
+    engine: Any = ranks.first
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "_exit", end)
+        patch.setattr(ranks.leader._links[0], "send", send)
+        with pytest.raises(EndedError):
+            engine.step()
+    assert "step" not in ranks.first.done
+
+
 def test_an_adapter_is_made_ready_on_other_ranks_and_kept_until_it_is_used_or_unneeded_on_fakes(ranks: Ranks) -> None:
     class Lora:
         id = 0

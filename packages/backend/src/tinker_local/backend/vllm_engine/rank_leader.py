@@ -156,8 +156,12 @@ class Leader:
         calls, self._untold = [*self._untold, (name, args, {})], []
         unneeded = [self._unneeded.popleft() for _ in range(len(self._unneeded))]
         told = Told(calls, unneeded)
-        for other in self._links:
-            other.send(told)
+        try:
+            for other in self._links:
+                other.send(told)
+        except Exception:  # as when memory is short: some know more than others now, and no second engine can join
+            log.exception("%s could not be told to the other ranks of the sampler, which ends", name)
+            os._exit(_FAILED)
 
 
 class Preparing:
