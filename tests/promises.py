@@ -306,7 +306,8 @@ MISTAKES = (
     Promise(
         "loss",
         "A rank that fails in a micro-batch, or has none, leaves others waiting for weights; gathers come late",
-        "walk-left-in-the-middle unit-sent-for-too-late shard-choice-ignored",
+        "walk-left-in-the-middle unit-sent-for-too-late shard-choice-ignored logprobs-fail-before-the-walk "
+        "memory-of-a-failed-step-kept cache-of-given-size-shares-no-layers",
     ),
     Promise(
         "loss",
@@ -543,7 +544,8 @@ MISTAKES = (
     Promise(
         "operation",
         "Of several ranks of a trainer, one that ends or hangs leaves others behind, or ends what it has no part in",
-        "ranks-left-behind ranks-on-one-gpu",
+        "ranks-left-behind ranks-on-one-gpu one-of-a-group-without-the-call a-failure-alone-waits-for-the-limit "
+        "unspeakable-errors-leave-others-waiting calls-that-one-rank-missed",
         (
             "training/test_rank_processes_on_fakes.py::test_a_rank_killed_in_a_step_ends_all_and_runs_go_on_from_their_save_on_fakes",
             "e2e/test_ranks_over_http.py::test_two_ranks_train_over_http_as_one_and_go_on_after_one_is_killed",

@@ -43,6 +43,8 @@ class JoinedRanks(Ranks):
             world_size=seat.size,
             timeout=_FOREVER,
         )
+        if device.type == "cuda":  # NCCL takes its memory now, and not in a step in which it may be short on one rank
+            dist.all_reduce(torch.zeros(1, device=device))
 
     def attempt(self, step: Callable[[], T]) -> tuple[T | None, Sequence[int]]:
         """See `Ranks.attempt`."""
