@@ -10,7 +10,7 @@ from tinker_local.backend.vllm_engine import sleep_mode
 from tinker_local.backend.vllm_engine.build_engine import EngineOptions, build_engine
 from tinker_local.backend.vllm_engine.compat_vllm import draw_module, lora_worker, runs_on_cpu
 from tinker_local.backend.vllm_engine.patches import EngineEvents
-from tinker_local.backend.vllm_engine.rank_leader import Prepare, Told, fingerprint, join, link
+from tinker_local.backend.vllm_engine.rank_leader import Call, Prepare, Told, fingerprint, join, link
 from tinker_local.backend.vllm_engine.vllm_adapters import VLLMAdapters
 from tinker_local.types import InternalError
 
@@ -45,11 +45,17 @@ class Follower:
             told = self._waiting.popleft() if self._waiting else self._next()
             if told is None:
                 continue
-            for name, args, kwargs in told.calls:
-                own = getattr(self, f"_{name}", None)
-                (own or getattr(self._engine, name))(*args, **kwargs)
-            for number in told.unneeded:
+            *before, last = told.calls
+            for call in before:
+                self._do(call)
+            for number in told.unneeded:  # the calls before needed them, perhaps; the last one does not
                 self._prepared.pop(number, None)
+            self._do(last)
+
+    def _do(self, call: Call) -> None:
+        name, args, kwargs = call
+        own = getattr(self, f"_{name}", None)
+        (own or getattr(self._engine, name))(*args, **kwargs)
 
     def _next(self) -> Told | None:
         """The next calls; None after a message about something else."""
@@ -64,14 +70,18 @@ class Follower:
         return None
 
     def _load(self, request: Any) -> Any:
-        """What rank 0 has prepared, or prepares now, for a `LoRARequest`."""
+        """What rank 0 has prepared, or prepares now, for a `LoRARequest`.
+
+        It stays prepared: vLLM's caches drop adapters in the order of sets of names, which differs between processes,
+        so this rank may need again what rank 0 still has.
+        """
         while True:
-            for number, (name, making) in self._prepared.items():
-                if name == request.lora_name:
-                    del self._prepared[number]
-                    lora = making.result()
-                    lora.id = request.lora_int_id
-                    return lora
+            made = [making for name, making in reversed(self._prepared.values()) if name == request.lora_name]
+            worked = [making for making in made if making.exception() is None]
+            if made:
+                lora = (worked or made)[0].result()
+                lora.id = request.lora_int_id
+                return lora
             told = self._next()
             if told is not None:
                 self._waiting.append(told)

@@ -50,7 +50,8 @@ class Prepare:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Told:
-    """Calls in order. `unneeded`: numbers of what was prepared; some of it may have been used."""
+    """Calls in order, at least one. `unneeded`: numbers of what was prepared that the last call cannot need: rank 0
+    has dropped it."""
 
     calls: Sequence[Call]
     unneeded: Sequence[int]
@@ -172,6 +173,6 @@ class Preparing:
         self._unneeded = unneeded
 
     def kept_for(self, lora: Any) -> Any:
-        """Return `lora`. The others keep theirs until they have used it, or this one is gone."""
+        """Return `lora`. The others keep theirs until this one is gone."""
         weakref.finalize(lora, self._unneeded.append, self._number)
         return lora
