@@ -56,7 +56,7 @@ class _Weights:
 
 _BASE = _Weights({}, 1)
 
-TOKENS_AT_ONCE, PROMPT_ROWS_AT_ONCE = 16, 64
+TOKENS_AT_ONCE, PROMPT_ROWS_AT_ONCE, ANSWER_ROWS_AT_ONCE = 16, 64, 512
 
 Steps = Iterator[SampleOutput | None]
 """None while there is more to sample, and then the result."""
@@ -274,8 +274,11 @@ class FakeSampler:
         scored = slice(max(first, questions.chosen_from), end)
         of_scored = kind_of[scored.start - first :]
         scores.chosen[scored] = log_p[of_scored, questions.next_ids[scored]]
-        for of_kinds, of_rows in ((ids, scores.topk_ids), (logprobs, scores.topk_logprobs)):
-            np.take(of_kinds, of_scored, axis=0, out=of_rows[scored], mode="clip")  # other threads run meanwhile
+        for begin in range(0, len(of_scored) if k else 0, ANSWER_ROWS_AT_ONCE):
+            rows = slice(scored.start + begin, min(scored.start + begin + ANSWER_ROWS_AT_ONCE, end))
+            kinds_of_rows = kind_of[rows.start - first : rows.stop - first]
+            for of_kinds, of_rows in ((ids, scores.topk_ids), (logprobs, scores.topk_logprobs)):
+                np.take(of_kinds, kinds_of_rows, axis=0, out=of_rows[rows], mode="clip")  # other threads run meanwhile
             yield
         if targets is not None:
             scores.targets[:] = log_p[kind_of[targets.rows - first], targets.ids]

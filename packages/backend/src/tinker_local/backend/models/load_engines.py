@@ -254,7 +254,9 @@ def load_real(source: ModelSource, options: BackendOptions) -> Engines:
     groups = replica_gpus(options.sample_gpus, options.sample_tp)
     engines, activation_bytes = [engine] * max(1, len(groups)), None
     shard = check_shard(options) == "always"
-    if not compat_vllm.runs_on_cpu():
+    if compat_vllm.runs_on_cpu():
+        engines = [replace(each, max_sequences=CPU_SEQUENCES) for each in engines]
+    else:
         engines, activation_bytes, shard = sharded_if_needed(config, engine, options)
     make_trainer = functools.partial(
         trainer_of_rank if len(options.train_gpus) > 1 else HFTrainer,
@@ -329,6 +331,9 @@ def load_renderer(
 
 FIRST_GPU = 0
 """The GPU of an engine whose GPUs are not chosen."""
+
+CPU_SEQUENCES = 64
+"""In a step. More make it longer, for which everybody waits, and make only tiny models faster."""
 
 
 def check_shard(options: BackendOptions) -> ShardChoice:
