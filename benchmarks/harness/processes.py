@@ -16,9 +16,9 @@ from harness.lines import Line, parse
 BENCHMARKS = Path(__file__).parents[1]
 
 
-def environment() -> dict[str, str]:
-    """The environment of a measurement's process: no hub, no telemetry, no proxy, the project from this checkout."""
-    packages = BENCHMARKS.parent / "packages"
+def environment(checkout: Path = BENCHMARKS.parent) -> dict[str, str]:
+    """The environment of a measurement's process: no hub, no telemetry, no proxy, the project from `checkout`."""
+    packages = checkout / "packages"
     sources = [str(packages / name / "src") for name in ("types", "client", "backend")]
     known = [os.environ["PYTHONPATH"]] if os.environ.get("PYTHONPATH") else []
     return {
@@ -42,9 +42,9 @@ class Outcome:
     seconds: float
 
 
-def run(arguments: Sequence[str], limit: float, log: TextIO) -> Outcome:
-    """Run `python -m …` with a time limit; return its lines and write its other output to `log`. At the
-    limit, kill it and everything that it started."""
+def run(arguments: Sequence[str], limit: float, log: TextIO, checkout: Path = BENCHMARKS.parent) -> Outcome:
+    """Run `python -m …` on the project from `checkout` with a time limit; return its lines and write its other output
+    to `log`. At the limit, kill it and everything that it started."""
     start = time.monotonic()
     process = subprocess.Popen(
         [sys.executable, "-m", *arguments],
@@ -52,7 +52,7 @@ def run(arguments: Sequence[str], limit: float, log: TextIO) -> Outcome:
         stderr=subprocess.STDOUT,
         text=True,
         errors="replace",
-        env=environment(),
+        env=environment(checkout),
         cwd=BENCHMARKS,
         start_new_session=True,
     )
