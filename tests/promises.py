@@ -69,7 +69,8 @@ PROMISES = (
         "What is not honoured is refused by name; so is a base model that is not served",
         "unknown-fields-ignored unknown-fields-of-protobuf-ignored unsupported-fields-ignored "
         "unknown-loss-is-cross-entropy checkpoint-of-another-base-accepted unserved-base-model-accepted "
-        "prompt-over-the-context-fails-as-a-sample decoder-never-compared",
+        "prompt-over-the-context-fails-as-a-sample decoder-never-compared "
+        "sampling-of-training-state-without-advice",
         (
             "http/test_http_settings_arrive_on_fakes.py::test_every_setting_of_a_sample_arrives_on_fakes",
             "http/test_http_endpoints_on_fakes.py::test_endpoint_that_is_not_served_is_refused_by_name_with_advice_on_fakes",

@@ -129,6 +129,25 @@ def test_bad_arguments_are_raised_at_once_on_fakes(service: Any) -> None:
         sampler.sample(PROMPT, 1, tinker.SamplingParams(), topk_prompt_logprobs=3000).result(timeout=60)
 
 
+@pytest.mark.mutation(
+    "sampling-of-training-state-without-advice", "sampling_sessions.py", ".save_weights_for_sampler", ".save_state"
+)
+def test_refusal_to_sample_training_state_has_the_line_that_makes_a_sampler_version_of_it_on_fakes(
+    service: tinker.ServiceClient,
+) -> None:
+    client = service.create_lora_training_client(base_model="fake/bigram", rank=4).result()
+    client.forward_backward([datum([5, 9, 20, 3])], "cross_entropy").result()
+    client.optim_step(ADAM).result()
+    path = client.save_state("final").result().path
+    with pytest.raises(tinker.BadRequestError, match="is training state") as refusal:
+        service.create_sampling_client(model_path=path).result()
+    line = refusal.value.body["detail"].partition("its path: ")[2]  # type: ignore[call-overload, index]
+    sampler_path = eval(line, {"service": service})
+    made = service.create_sampling_client(model_path=sampler_path).result()
+    newest = client.save_weights_and_get_sampling_client().result()
+    assert made.compute_logprobs(PROMPT).result() == newest.compute_logprobs(PROMPT).result()
+
+
 def test_metrics_that_are_not_finite_are_told_apart_on_fakes(
     server: Any, service: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -228,10 +228,15 @@ class Sampling:
 
     async def _checkpoint(self, path: str) -> CheckpointRecord:
         run, kind, name = parse_tinker_path(path, "model_path")
-        if kind != "sampler_weights":
+        if kind == "weights":
             raise InvalidRequestError(
-                f"model_path: {path} is {'training state' if kind == 'weights' else 'an export'}; "
-                "sample from what save_weights_for_sampler saved "
+                f"model_path: {path} is training state. Make a sampler version of it with your ServiceClient, and "
+                f'sample from its path: service.create_training_client_from_state("{path}").result()'
+                f'.save_weights_for_sampler("{name}").result().path'
+            )
+        if kind == "external_weights":
+            raise InvalidRequestError(
+                f"model_path: {path} is an export; sample from what save_weights_for_sampler saved "
                 f"(tinker://{run}/sampler_weights/...)"
             )
         return await DATABASE.run(self._store.existing_checkpoint, run, kind, name, "model_path")
