@@ -4,8 +4,8 @@
     python benchmarks/compare.py ../before --out benchmarks/results       # an 8B model; about 7 minutes
     python benchmarks/compare.py ../before --tiny                         # the same code on a CPU
 
-Each run is a process of its own, which loads the trainer and times the step of `text.ours` (README.md); the checkout
-that runs first changes each time. Prints every run, and the ratio of the medians, this checkout's over the other's.
+Each run is a separate process, which loads the trainer and times the step of `text.ours` (README.md); the checkout that
+runs first changes each time. Prints every run, and the ratio of the medians, this checkout's over the other's.
 """
 
 import argparse
