@@ -108,6 +108,11 @@ class Server:
         return self.process.wait(timeout=280)
 
 
+def without_time(line: str) -> str:
+    """A line that a server printed or logged, without the time of a log."""
+    return re.sub(r"^\d\d:\d\d:\d\d ", "", line.rstrip())
+
+
 PATIENT = """
 import sys
 from tinker_local.backend.http import future_routes
@@ -135,7 +140,7 @@ def start_server(data_dir: Path, *arguments: str, seconds: float = 600, program:
     def read() -> None:
         assert process.stdout is not None
         for line in process.stdout:
-            server.lines.append(line.rstrip())
+            server.lines.append(without_time(line))
             if found := re.search(r"ready: (http://\S+)", line):
                 server.url = found[1]
                 ready.set()

@@ -465,9 +465,20 @@ MISTAKES = (
     ),
     Promise(
         "operation",
+        "A server is silent while it works and while it fails, or says more than anybody reads",
+        "failures-fill-the-log cancelled-samples-are-told status-of-nothing a-terminal-obeys-a-client "
+        "ready-names-no-address",
+        (
+            "http/test_http_notices_on_fakes.py::test_sessions_runs_checkpoints_and_failures_are_a_line_each_on_fakes",
+            "http/test_http_notices_on_fakes.py::"
+            "test_a_log_of_objects_has_time_level_owner_request_and_what_happened_on_fakes",
+        ),
+    ),
+    Promise(
+        "operation",
         "A log holds secrets, loses what happened, or fails or delays requests when its disk is full or hangs",
         "urls-in-the-access-log audit-of-small-bodies-alone audit-without-the-end audit-twice log-of-a-renamed-file "
-        "full-disk-ends-the-log",
+        "full-disk-ends-the-log a-terminal-stops-requests",
         (
             "http/test_http_request_logs_on_fakes.py::"
             "test_a_log_that_cannot_be_written_or_hangs_fails_and_delays_no_request_on_fakes",

@@ -14,7 +14,7 @@ from click.testing import CliRunner
 from tinker_local.backend.cli.main import main
 from tinker_local.backend.http import log_files
 from tinker_local.backend.http.app import create_app
-from tinker_local.backend.http.log_files import JsonLines
+from tinker_local.backend.http.log_files import LogFile
 from tinker_local.backend.http.request_logs import AUDITED, Logs
 
 from tests.http.conftest import Api, Clock, StartApi
@@ -30,7 +30,8 @@ class Logged:
 
     def __init__(self, api: Api, folder: Path, **paths: str) -> None:
         self.folder = folder
-        self.logs = Logs(*(JsonLines(paths.get(name, str(folder / name))) for name in ("access", "audit")))
+        self.files = [LogFile(paths.get(name, str(folder / name))) for name in ("access", "audit")]
+        self.logs = Logs(*([file.write] for file in self.files))
         keys = key_file(folder, f"alice {ALICE}\nbob {BOB}\nadmin {ADMIN}\n")
         app = create_app(api.backend, api_keys=keys, logs=self.logs)
         transport = httpx.ASGITransport(app, raise_app_exceptions=False, client=("10.1.2.3", 5))
@@ -39,12 +40,17 @@ class Logged:
         )
         self.api = Api(api.backend, http, api.engines)
 
+    def close(self) -> None:
+        """Write what waits."""
+        for file in self.files:
+            file.close()
+
     def access(self) -> list[dict[str, Any]]:
-        self.logs.close()
+        self.close()
         return lines(self.folder / "access")
 
     def audit(self) -> list[dict[str, Any]]:
-        self.logs.close()
+        self.close()
         return lines(self.folder / "audit")
 
 
@@ -57,15 +63,15 @@ def clock() -> Clock:
 async def logged(start_api: StartApi, tmp_path: Path, clock: Clock) -> AsyncIterator[Logged]:
     one = Logged(await start_api(clock=clock), tmp_path)
     yield one
-    one.logs.close()
+    one.close()
     await one.api.http.aclose()
 
 
 @pytest.mark.mutation(
     "urls-in-the-access-log",
     "request_logs.py",
-    '                    "route": one.route,\n',
-    '                    "route": one.scope["path"] + one.scope["query_string"].decode(),\n',
+    '                "route": one.route,\n',
+    '                "route": one.scope["path"] + one.scope["query_string"].decode(),\n',
 )
 async def test_access_log_has_each_request_and_no_secret_on_fakes(logged: Logged) -> None:
     api, http = logged.api, logged.api.http
@@ -215,7 +221,7 @@ def numbers(path: Path) -> list[Any]:
 @pytest.mark.mutation("log-of-a-renamed-file", "log_files.py", "            self._follow()\n", "")
 def test_a_log_that_was_renamed_is_made_anew_on_fakes(tmp_path: Path) -> None:
     path = tmp_path / "log"
-    log = JsonLines(str(path))
+    log = LogFile(str(path))
     log.write(line(1))
     until(lambda: numbers(path) == [1])
     path.rename(tmp_path / "log.1")
@@ -241,7 +247,7 @@ def test_a_full_disk_loses_lines_counts_them_and_tears_none_on_fakes(
             raise OSError(errno.ENOSPC, "no space left on device")
         return write(descriptor, content[:-10])  # the rest does not fit
 
-    log = JsonLines(str(path))
+    log = LogFile(str(path))
     monkeypatch.setattr(os, "write", on_a_full_disk)
     log.write(line(1))
     until(lambda: path.read_text().count("\n") == 1)
@@ -269,15 +275,14 @@ async def test_a_log_that_cannot_be_written_or_hangs_fails_and_delays_no_request
     os.mkfifo(pipe)
     reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
     logged = Logged(await start_api(), tmp_path, access=str(pipe), audit="/dev/full")
-    access = logged.logs.access
-    assert access is not None
+    access = logged.files[0]
     for _ in range(2000):  # more than the pipe and the queue hold; each would wait for ever
         access.write({"time": 0.0, "text": "x" * 200})
     assert access._lost > 0
     for _ in range(50):
         assert (await logged.api.post("create_session", {})).status_code == 200
     assert await logged.api.healthy()
-    logged.logs.close()
+    logged.close()
     os.close(reader)
     await logged.api.http.aclose()
 

@@ -21,7 +21,7 @@ from tinker_local.backend.options import BackendOptions, OwnerQuota
 from tinker_local.types import Datum, ForwardBackwardRequest, ModelInput
 from tinker_local.types.codec import encode_forward_backward_request
 
-from tests.conftest import PATIENT
+from tests.conftest import PATIENT, without_time
 
 MAIN = [sys.executable, "-m", "tinker_local.backend.cli.main"]
 FAKE = ["serve", "--fake", "--model", "fake/bigram"]
@@ -95,7 +95,7 @@ class Scripted:
 
     def _read(self) -> None:
         assert self.process.stdout is not None
-        self.lines.extend(line.rstrip() for line in self.process.stdout)
+        self.lines.extend(without_time(line) for line in self.process.stdout)
 
     def request(self, method: str, path: str) -> httpx.Response | None:
         try:

@@ -1,8 +1,11 @@
-"""Memory of this process: how much there is, buffers that are not written before they are filled, giving it back."""
+"""Memory: how much there is and is taken, buffers that are not written before they are filled, giving it back."""
 
 import ctypes
+import functools
 import os
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 _new_bytearray = ctypes.pythonapi.PyByteArray_FromStringAndSize
 _new_bytearray.restype, _new_bytearray.argtypes = ctypes.py_object, (ctypes.c_char_p, ctypes.c_ssize_t)
@@ -32,3 +35,51 @@ def memory_of_machine() -> int:
         return min(most, int(Path("/sys/fs/cgroup/memory.max").read_text()))
     except (OSError, ValueError):  # no container, or one without a limit ("max")
         return most
+
+
+def memory_of_processes() -> int:
+    """Resident bytes of this process and of all that it started (Linux). What they share counts once for each."""
+    pages: dict[int, int] = {}
+    parents: dict[int, int] = {}
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdecimal():
+            continue
+        with suppress(OSError, ValueError, IndexError):
+            # The name of a program, in brackets, may have spaces and brackets itself.
+            parents[int(entry.name)] = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+            pages[int(entry.name)] = int((entry / "statm").read_text().split()[1])
+    ours = {os.getpid()}
+    while found := {process for process, parent in parents.items() if parent in ours} - ours:
+        ours |= found
+    return sum(pages.get(process, 0) for process in ours) * os.sysconf("SC_PAGE_SIZE")
+
+
+@functools.cache
+def _nvml() -> Any:
+    """NVIDIA's library, which vLLM for GPUs brings; None where there is none, or no GPU."""
+    try:
+        import pynvml  # type: ignore[import-not-found,unused-ignore]
+
+        pynvml.nvmlInit()
+    except Exception:
+        return None
+    return pynvml
+
+
+def memory_of_gpus() -> dict[int, tuple[int, int]]:
+    """Bytes in use, by any process, and in all, of each GPU that this process sees, by the number that it has here.
+    Empty without GPUs."""
+    nvml = _nvml()
+    if nvml is None:
+        return {}
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = [str(at) for at in range(nvml.nvmlDeviceGetCount())] if visible is None else visible.split(",")
+    found = {}
+    for at, name in enumerate(name.strip() for name in names):
+        with suppress(nvml.NVMLError):
+            by_name = (
+                nvml.nvmlDeviceGetHandleByIndex(int(name)) if name.isdecimal() else nvml.nvmlDeviceGetHandleByUUID(name)
+            )
+            memory = nvml.nvmlDeviceGetMemoryInfo(by_name)
+            found[at] = int(memory.used), int(memory.total)
+    return found

@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +16,9 @@ from tinker_local.backend.options import BackendOptions, ModelSource
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from tinker_local.backend.cli.terminal_log import TerminalLog
     from tinker_local.backend.control.callers import KeyFile
+    from tinker_local.backend.http.log_files import LogFile
     from tinker_local.backend.http.request_logs import Logs
 
 
@@ -29,20 +32,51 @@ def read_keys(path: Path) -> "KeyFile":
         raise click.BadParameter(str(error), param_hint="--api-key-file") from None
 
 
-def open_logs(files: "Mapping[str, str | None]") -> "Logs":
-    """The logs of requests, each in the file of its option; two options may name one file."""
-    from tinker_local.backend.http.log_files import JsonLines
-    from tinker_local.backend.http.request_logs import Logs
+@dataclass(frozen=True, slots=True)
+class ServerLogs:
+    """The log on standard error, and those of requests."""
 
-    opened: dict[str, JsonLines] = {}
+    terminal: "TerminalLog"
+    access: "LogFile | None"
+    audit: "LogFile | None"
+
+    @property
+    def of_requests(self) -> "Logs":
+        """What gets each request and each change: the files, and the log on standard error."""
+        from tinker_local.backend.http.notices import tell_change, tell_request
+        from tinker_local.backend.http.request_logs import Logs
+
+        access, audit = ([] if file is None else [file.write] for file in (self.access, self.audit))
+        return Logs([*access, tell_request], [*audit, tell_change])
+
+    def close(self) -> None:
+        """Write what waits, and give later records to Python's own handler."""
+        logging.getLogger().removeHandler(self.terminal)
+        self.terminal.close()
+        for file in (self.access, self.audit):
+            if file is not None:
+                file.close()
+
+
+def open_logs(files: "Mapping[str, str | None]", *, verbose: bool, as_objects: bool) -> ServerLogs:
+    """The logs of requests, each in the file of its option (two options may name one file), and standard error for
+    warnings, for what the server tells its operator, and if `verbose` for more."""
+    from tinker_local.backend.cli.terminal_log import TerminalLog
+    from tinker_local.backend.http.log_files import LogFile
+    from tinker_local.backend.http.notices import NOTICES
+
+    opened: dict[str, LogFile] = {}
     for option, path in files.items():
         if path is not None and path not in opened:
             try:
-                opened[path] = JsonLines(path)
+                opened[path] = LogFile(path)
             except OSError as error:
                 raise click.BadParameter(f"{path}: {error.strerror}", param_hint=option) from None
+    terminal = TerminalLog(as_objects=as_objects)
+    logging.basicConfig(level=logging.INFO if verbose else logging.WARNING, handlers=[terminal])
+    NOTICES.setLevel(logging.DEBUG if verbose else logging.INFO)
     access, audit = (None if path is None else opened[path] for path in files.values())
-    return Logs(access, audit)
+    return ServerLogs(terminal, access, audit)
 
 
 @click.command()
@@ -83,7 +117,8 @@ def open_logs(files: "Mapping[str, str | None]") -> "Logs":
 @click.option(
     "--fake", is_flag=True, help="Serve a stand-in written in numpy instead of the models, to try out the protocol."
 )
-@click.option("-v", "--verbose", is_flag=True, help="Log at level INFO.")
+@click.option("-v", "--verbose", is_flag=True, help="Log each request, and more of what the server does.")
+@click.option("--log-json", is_flag=True, help="Log to standard error as a JSON object a line, for machines.")
 def serve(
     models: tuple[ModelSource, ...],
     host: str,
@@ -93,11 +128,13 @@ def serve(
     audit_log: str | None,
     fake: bool,
     verbose: bool,
+    log_json: bool,
     **options: Any,
 ) -> None:
     """Serve the Tinker API over HTTP.
 
-    Prints `ready: URL` when training and sampling work. Point the official SDK at it:
+    Prints `ready: URL` when training and sampling work, and logs to standard error what happens. Point the official
+    SDK at it:
 
         TINKER_BASE_URL=http://127.0.0.1:8000 TINKER_API_KEY=tml-local python program.py
     """
@@ -106,16 +143,14 @@ def serve(
     from tinker_local.backend.http.access import is_loopback
 
     console = Console(highlight=False, soft_wrap=True, emoji=False)
-    logging.basicConfig(
-        level=logging.INFO if verbose else logging.WARNING, format="%(levelname)s %(name)s: %(message)s"
-    )
     if not verbose:
         silence()
     if not is_loopback(host) and api_key_file is None:
         raise click.UsageError(f"--host {host} can be reached by other machines; pass --api-key-file")
     keys = None if api_key_file is None else read_keys(api_key_file)
     _check_models(models, fake)
-    logs = {"--access-log": access_log, "--audit-log": audit_log}
+    files = {"--access-log": access_log, "--audit-log": audit_log}
+    logs = open_logs(files, verbose=verbose, as_objects=log_json)
     _serve(console, models, BackendOptions(**options), host, port, keys, fake, logs)
 
 
@@ -145,10 +180,10 @@ def _serve(
     port: int,
     keys: "KeyFile | None",
     fake: bool,
-    log_files: "Mapping[str, str | None]",
+    logs: "ServerLogs",
 ) -> None:
-    from rich.markup import escape
     from tinker_local.backend.backend import InProcessBackend
+    from tinker_local.backend.http.notices import NOTICES, Notices
     from tinker_local.backend.http.server import (
         allow_many_connections,
         bind,
@@ -161,27 +196,28 @@ def _serve(
     from tinker_local.types import ApiError
 
     def say(text: str) -> None:
+        logs.terminal.flush()
         with suppress(OSError, SystemExit):  # the terminal is closed, or the pipe behind us: no reason to lose training
             console.print(text)
 
-    allow_many_connections()
+    if (too_few := allow_many_connections()) is not None:
+        NOTICES.warning(too_few)
     let_threads_alternate()
     try:
         listening = bind(host, port)
     except OSError as error:
         raise click.UsageError(f"--port {port} on {host}: {error.strerror}") from None
-    logs = open_logs(log_files)
-    backend = InProcessBackend(
-        models, options, load=load_fake if fake else None, progress=lambda text: say(f"[dim]{escape(text)}[/dim]")
-    )
+    backend = InProcessBackend(models, options, load=load_fake if fake else None, progress=NOTICES.info)
+    notices = Notices(backend)
 
     def ready() -> None:
         say(f"data folder: {options.data_dir}")
         say(f"[bold green]ready:[/bold green] {url_of(listening)}")
 
+    serving = run(backend, listening, api_keys=keys, on_ready=ready, logs=logs.of_requests, beside=notices.tell_numbers)
     try:
         with event_loop() as runner:
-            loaded = runner.run(run(backend, listening, api_keys=keys, on_ready=ready, logs=logs))
+            loaded = runner.run(serving)
     except (ApiError, ValueError, RuntimeError, OSError) as error:
         raise click.ClickException(str(error)) from error
     finally:

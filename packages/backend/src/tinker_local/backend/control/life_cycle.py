@@ -27,7 +27,7 @@ from tinker_local.backend.models.load_engines import load_base_models
 from tinker_local.backend.models.metrics import ModelMetrics
 from tinker_local.backend.models.served_models import EngineLoader, Progress, ServedModels, by_path
 from tinker_local.backend.options import BackendOptions, ModelSource
-from tinker_local.backend.scheduling.operations import Operations
+from tinker_local.backend.scheduling.operations import Operation, Operations
 from tinker_local.backend.scheduling.quotas import Amounts, Quotas
 from tinker_local.backend.scheduling.result_memory import ResultMemory
 from tinker_local.backend.scheduling.run_queue import total
@@ -77,6 +77,8 @@ class ControlPlane:
         self.quotas = Quotas(self.options)
         self.on_own_change: Callable[[str, str], None] = lambda action, path: None
         """Called when the server changes checkpoints by itself: what it did, and to which path."""
+        self.on_failure: Callable[[Operation[Any]], None] = lambda operation: None
+        """Called with each operation that ends with an error."""
         self.models = ServedModels()
         self.ready = False
         self._stopping = False
@@ -115,6 +117,7 @@ class ControlPlane:
             options.max_result_bytes,
             results,
         )
+        self.operations.on_failure = lambda operation: self.on_failure(operation)
         uses = CheckpointUses()
         signatures = Signatures(options.data_dir, self._clock)
         versions = SamplerVersions(self.store, self.folders, self.models)

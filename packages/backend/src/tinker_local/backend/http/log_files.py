@@ -1,4 +1,4 @@
-"""`JsonLines`: a log file of JSON objects, a line each, written by a thread, so that no request waits for a disk."""
+"""`LogFile`: lines that a thread writes, so that no request waits for a disk or a terminal."""
 
 import json
 import logging
@@ -6,7 +6,8 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -29,18 +30,26 @@ CLOSE_SECONDS = 2.0
 STDOUT = "-"
 
 
-class JsonLines:
-    """Appends to `path`, or to standard output for `-`; OSError if that cannot be opened.
+def as_json(line: Line) -> bytes:
+    """A JSON object; `time`, of `time.time()`, becomes a text."""
+    when = datetime.fromtimestamp(float(str(line["time"])), UTC).isoformat(timespec="milliseconds")
+    return json.dumps({**line, "time": when}).encode() + b"\n"
+
+
+class LogFile:
+    """Appends to `path`, to standard output for `-`, or to an open descriptor; OSError if a path cannot be opened.
+    `encode` makes the bytes of a line, and of `{"time": ..., "lost_lines": ...}`.
 
     `write` neither blocks nor fails. A line that cannot be written is lost, with those that were to be written with it;
     their count precedes the next that can. A file that was renamed or deleted, as logrotate does, is made anew. Nothing
     is synced to the disk.
     """
 
-    def __init__(self, path: str) -> None:
-        self._path = None if path == STDOUT else Path(path).absolute()
-        self._descriptor = 1 if self._path is None else _open(self._path)
-        self._waiting: queue.Queue[Line | None] = queue.Queue(MOST_WAITING)
+    def __init__(self, path: str | int, encode: Callable[[Line], bytes] = as_json) -> None:
+        self._path = None if path == STDOUT or isinstance(path, int) else Path(path).absolute()
+        self._descriptor = path if isinstance(path, int) else 1 if self._path is None else _open(self._path)
+        self._encode = encode
+        self._waiting: queue.Queue[Line | threading.Event | None] = queue.Queue(MOST_WAITING)
         self._lost = 0
         self._counting = threading.Lock()
         self._torn = False
@@ -49,11 +58,19 @@ class JsonLines:
         self._thread.start()
 
     def write(self, line: Line) -> None:
-        """Append `line` soon; its `time`, of `time.time()`, becomes a text."""
+        """Append `line` soon; its `time` is of `time.time()`."""
         try:
             self._waiting.put_nowait(line)
         except queue.Full:
             self._lose(1)
+
+    def flush(self) -> None:
+        """Wait until what was given is written, for `CLOSE_SECONDS` at most."""
+        written = threading.Event()
+        if self._thread.is_alive():
+            with suppress(queue.Full):
+                self._waiting.put_nowait(written)
+                written.wait(CLOSE_SECONDS)
 
     def close(self) -> None:
         """Write what waits, for `CLOSE_SECONDS` at most."""
@@ -70,7 +87,10 @@ class JsonLines:
             while len(lines) < AT_ONCE and not self._waiting.empty():
                 lines.append(self._waiting.get())
             ended = None in lines
-            self._append([line for line in lines if line is not None])
+            self._append([line for line in lines if line is not None and not isinstance(line, threading.Event)])
+            for each in lines:
+                if isinstance(each, threading.Event):
+                    each.set()
         if self._path is not None and self._descriptor >= 0:
             os.close(self._descriptor)
 
@@ -79,14 +99,14 @@ class JsonLines:
         try:
             self._follow()
             if lost:
-                self._put(_encoded({"time": time.time(), "lost_lines": lost}))
+                self._put(self._encode({"time": time.time(), "lost_lines": lost}))
                 self._lose(-lost)
-            self._put(b"".join(_encoded(line) for line in lines))
+            self._put(b"".join(self._encode(line) for line in lines))
         except OSError as error:
             self._lose(len(lines))
             if time.monotonic() - self._warned >= WARNING_SECONDS:
                 self._warned = time.monotonic()
-                log.warning("%s: %d lines are lost: %s", self._path or "stdout", self._lost, error)
+                log.warning("%s: %d lines are lost: %s", self._path or "the output", self._lost, error)
 
     def _lose(self, lines: int) -> None:
         with self._counting:
@@ -117,8 +137,3 @@ class JsonLines:
 
 def _open(path: Path) -> int:
     return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
-
-
-def _encoded(line: Line) -> bytes:
-    when = datetime.fromtimestamp(float(str(line["time"])), UTC).isoformat(timespec="milliseconds")
-    return json.dumps({**line, "time": when}).encode() + b"\n"

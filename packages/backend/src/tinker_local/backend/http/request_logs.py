@@ -7,7 +7,7 @@ import json
 import re
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakSet
@@ -17,7 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from tinker_local.backend.control.callers import Caller
 from tinker_local.backend.control.life_cycle import ControlPlane
 from tinker_local.backend.http.access import BODY, CALLER
-from tinker_local.backend.http.log_files import JsonLines
+from tinker_local.backend.http.log_files import Line
 from tinker_local.backend.scheduling.operations import Operation, owner_of
 
 _CHECKPOINT = "/api/v1/training_runs/{run_id}/checkpoints/{kind}/{name}"
@@ -49,7 +49,17 @@ SAVED_AS = {
     "/api/v1/save_weights_external": "external_weights",
 }
 
-NAMED = ("session_id", "model_id", "path", "source_path", "model_path", "tinker_path", "ttl_seconds", "file")
+NAMED = (
+    "session_id",
+    "model_id",
+    "base_model",
+    "path",
+    "source_path",
+    "model_path",
+    "tinker_path",
+    "ttl_seconds",
+    "file",
+)
 """Fields of bodies, answers and paths that the audit log has."""
 
 MOST_BYTES = 32 * 1024
@@ -60,23 +70,23 @@ LONGEST_VALUE = 512
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 
+Write = Callable[[Line], object]
+
+
 @dataclass(frozen=True, slots=True)
 class Logs:
-    """Where each log goes, if anywhere."""
+    """What gets the lines of each log: `LogFile.write`, and functions that tell the operator."""
 
-    access: JsonLines | None = None
-    audit: JsonLines | None = None
+    access: Sequence[Write] = ()
+    audit: Sequence[Write] = ()
 
     def changed_by_server(self, action: str, path: str) -> None:
         """Audit what the server did by itself to the checkpoint at `path`."""
-        if self.audit is not None:
-            self.audit.write({"time": time.time(), "action": action, "by": None, "path": path, "outcome": "ok"})
+        self.write_audit({"time": time.time(), "action": action, "by": None, "path": path, "outcome": "ok"})
 
-    def close(self) -> None:
-        """Write what waits."""
-        for one in (self.access, self.audit):
-            if one is not None:
-                one.close()
+    def write_audit(self, line: Line) -> None:
+        for write in self.audit:
+            write(line)
 
 
 @dataclass(slots=True, eq=False)
@@ -143,7 +153,7 @@ class RequestLogs:
             return
         given = Headers(scope=scope).get("x-request-id", "")
         one = Exchange(scope, given if _REQUEST_ID.fullmatch(given) else secrets.token_hex(8))
-        audits = self._logs.audit is not None
+        audits = bool(self._logs.audit)
 
         async def receiving() -> Message:
             message = await receive()
@@ -174,29 +184,29 @@ class RequestLogs:
 
     def _log(self, one: Exchange) -> None:
         caller = one.caller
-        if self._logs.access is not None:
-            self._logs.access.write(
-                {
-                    "time": one.begun,
-                    "method": one.scope["method"],
-                    "route": one.route,
-                    "status": one.status,
-                    "ms": round(1000 * (time.perf_counter() - one.start), 1),
-                    "bytes_in": one.received,
-                    "bytes_out": one.sent,
-                    "owner": None if caller is None else caller.owner,
-                    "address": one.address,
-                    "request": one.request_id,
-                }
-            )
-        if self._logs.audit is not None and (action := one.action) is not None:
-            self._audit(self._logs.audit, one, action)
+        if self._logs.access:
+            line = {
+                "time": one.begun,
+                "method": one.scope["method"],
+                "route": one.route,
+                "status": one.status,
+                "ms": round(1000 * (time.perf_counter() - one.start), 1),
+                "bytes_in": one.received,
+                "bytes_out": one.sent,
+                "owner": None if caller is None else caller.owner,
+                "address": one.address,
+                "request": one.request_id,
+            }
+            for write in self._logs.access:
+                write(line)
+        if self._logs.audit and (action := one.action) is not None:
+            self._audit(one, action)
 
-    def _audit(self, audit: JsonLines, one: Exchange, action: str) -> None:
+    def _audit(self, one: Exchange, action: str) -> None:
         facts = one.facts()
         if one.route in SAVED_AS and "path" not in facts:
             return  # an ephemeral version, one of each step, which ends with its session
-        line = {
+        line: dict[str, object] = {
             "time": one.begun,
             "action": action,
             "by": None if one.caller is None else one.caller.owner,
@@ -208,15 +218,20 @@ class RequestLogs:
             line["bytes"] = one.sent
         operation = self._backend.operations.get(str(_json(one.told).get("request_id"))) if one.status == 200 else None
         if operation is None:
-            audit.write({**line, "outcome": "ok" if one.status < 400 else "refused", "status": one.status})
+            line |= {"outcome": "ok" if one.status < 400 else "refused", "status": one.status}
+            if isinstance(why := _json(one.told).get("detail"), str):
+                line["why"] = _short(why)
+            self._logs.write_audit(line)
         elif operation not in self._followed:  # a request that is sent again is the same operation
             self._followed.add(operation)
             line["model_id"] = owner_of(operation.request_id)
 
             def ended(operation: Operation[Any]) -> None:
                 outcome = operation.timeline.outcome
-                ends = {"outcome": "ok"} if outcome == "ok" else {"outcome": "failed", "category": outcome}
-                audit.write({**line, "time": time.time(), **ends})
+                ends = {"outcome": "ok"}
+                if outcome != "ok":
+                    ends = {"outcome": "failed", "category": outcome, "why": operation.timeline.error}
+                self._logs.write_audit({**line, "time": time.time(), **ends})
 
             operation.when_done(ended)
 

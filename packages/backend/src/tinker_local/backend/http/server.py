@@ -9,7 +9,7 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from typing import Any
 
 import uvicorn
@@ -17,7 +17,7 @@ import uvloop
 from tinker_local.backend.control.callers import KeyFile
 from tinker_local.backend.control.life_cycle import ControlPlane
 from tinker_local.backend.http.app import create_app
-from tinker_local.backend.http.connections import bounded_http
+from tinker_local.backend.http.connections import MAX_CONNECTIONS, SPARE_FILES, bounded_http, most_connections
 from tinker_local.backend.http.request_logs import Logs
 
 
@@ -37,16 +37,23 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def url_of(listening: socket.socket) -> str:
-    """The base URL behind a listening socket."""
+    """The base URL behind a listening socket, for a client of this machine."""
     host, port = listening.getsockname()[:2]
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # not an address that a client can connect to
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def allow_many_connections() -> None:
+def allow_many_connections() -> str | None:
     """Raise this process's soft limit of open files to the hard one: every long poll is a connection, and a soft
-    limit of 1024 is usual."""
+    limit of 1024 is usual. A sentence if that is still less than the connections need."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    if (most := most_connections()) >= MAX_CONNECTIONS:
+        return None
+    return (
+        f"the limit of open files, {hard}, leaves {most} connections of {MAX_CONNECTIONS}, and each request that waits "
+        f"is one: raise it to {MAX_CONNECTIONS + SPARE_FILES} (ulimit -Hn, LimitNOFILE of systemd)"
+    )
 
 
 SWITCH_SECONDS = 0.0005
@@ -133,6 +140,7 @@ def _server(
     config = uvicorn.Config(
         create_app(backend, api_keys=api_keys, logs=logs),
         http=bounded_http(),
+        log_config=None,  # uvicorn's own would close the handlers that there are
         log_level="warning",
         access_log=False,
         lifespan="off",
@@ -150,9 +158,10 @@ async def run(
     api_keys: Sequence[str] | KeyFile | None,
     on_ready: Callable[[], None],
     logs: Logs | None = None,
+    beside: Callable[[], Coroutine[Any, Any, None]] | None = None,
 ) -> bool:
     """Serve until SIGINT, SIGTERM or SIGHUP comes, then save training. Answers 503 while models load; raises what
-    stopped them from loading.
+    stopped them from loading. `beside` runs meanwhile, from when models are loaded.
 
     Returns false if the signal came while models were loading: a thread goes on with that, and cannot be stopped.
     """
@@ -170,6 +179,10 @@ async def run(
         gc.freeze()
         on_ready()
 
+        if beside is not None:
+            others.append(asyncio.create_task(beside()))
+
+    others: list[asyncio.Task[None]] = []
     with _stopped_by_signals(server, backend):
         loading = asyncio.create_task(load())
         try:
@@ -177,6 +190,8 @@ async def run(
         finally:
             if not loading.done():
                 loading.cancel()
+            for other in others:
+                other.cancel()
             await backend.close()
     outcome = (await asyncio.gather(loading, return_exceptions=True))[0]
     if isinstance(outcome, Exception):

@@ -200,9 +200,14 @@ class Operation(Generic[T]):
         return self._future.done()
 
     @property
+    def error(self) -> BaseException | None:
+        """What it ended with, if that is an error."""
+        return self._future.exception() if self._future.done() else None
+
+    @property
     def failed(self) -> bool:
         """Whether it ended with an error."""
-        return self._future.done() and self._future.exception() is not None
+        return self.error is not None
 
     def when_done(self, note: Callable[["Operation[T]"], None]) -> None:
         """Call `note` on the event loop when the operation has ended, or soon if it has."""
@@ -294,6 +299,8 @@ class Operations:
         self._session_bytes, self._all_bytes = session_bytes, all_bytes
         self.memory = memory
         self.recorder = TraceRecorder()
+        self.on_failure: Callable[[Operation[Any]], None] = lambda operation: None
+        """Called with each operation that ends with an error."""
         self.kept_bytes = 0
         self._by_id: OrderedDict[str, Operation[Any]] = OrderedDict()
         self._kept: dict[str, KeptResults] = {}
@@ -309,6 +316,8 @@ class Operations:
 
     def _keep(self, operation: Operation[Any]) -> None:
         """Count the result of an operation that has ended, and drop older results if all together are too large."""
+        if operation.failed:
+            self.on_failure(operation)
         if self._by_id.get(operation.request_id) is not operation:
             return
         own = self._kept.setdefault(session_of(owner_of(operation.request_id)), KeptResults(operation.owner))

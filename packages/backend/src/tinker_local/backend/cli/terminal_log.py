@@ -1,0 +1,59 @@
+"""The server's own log, on standard error: a line with the time for each record, or a JSON object.
+
+A thread writes them, so that no request waits for a terminal (after Ctrl-S) or a pipe that is not read.
+"""
+
+import logging
+import time
+
+from tinker_local.backend.http.log_files import Line, LogFile, as_json
+
+STDERR = 2
+
+
+class TerminalLog(logging.Handler):
+    """Writes records to standard error, of `as_objects` as JSON. `owner` and `request` of a record are told if it has
+    them."""
+
+    def __init__(self, *, as_objects: bool) -> None:
+        super().__init__()
+        self._file = LogFile(STDERR, as_json if as_objects else as_text)
+        self._errors = logging.Formatter()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        line: dict[str, object] = {
+            "time": record.created,
+            "level": record.levelname,
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        line |= {name: value for name in ("owner", "request") if (value := getattr(record, name, None))}
+        if record.exc_info:
+            line["error"] = self._errors.formatException(record.exc_info)
+        self._file.write(line)
+
+    def flush(self) -> None:
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
+
+
+def as_text(line: Line) -> bytes:
+    """`15:04:05 text [owner, request]`, in the time zone of the machine; warnings with their level and logger."""
+    when = time.strftime("%H:%M:%S", time.localtime(float(str(line["time"]))))
+    if "lost_lines" in line:
+        return f"{when} WARNING {line['lost_lines']} lines of this log are lost\n".encode()
+    level = str(line["level"])
+    head = "" if level in ("INFO", "DEBUG") else f"{level} {line['logger']}: "
+    named = ", ".join(str(line[name]) for name in ("owner", "request") if line.get(name))
+    text = f"{when} {head}{_one_line(str(line['message']))}{f' [{_one_line(named)}]' if named else ''}\n"
+    if error := line.get("error"):
+        text += f"{error}\n"
+    return text.encode("utf-8", "replace")
+
+
+def _one_line(text: str) -> str:
+    """`text` without what ends a line or moves a terminal's cursor: names and errors come from clients."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
