@@ -95,6 +95,7 @@ async def test_what_a_client_cancels_is_no_failure_on_fakes(told: Told) -> None:
     api.backend.operations.cancel(request_id)
     api.sampler.hold.set()
     assert "cancelled" in await api.failure(request_id)
+    assert await api.healthy()  # the event loop has gone on
     assert not [line for line in told.lines() if "failed" in line]
 
 
