@@ -5,6 +5,7 @@ import os
 import signal
 import socket
 import threading
+import time
 import types
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -281,8 +282,12 @@ def test_an_adapter_is_made_ready_on_other_ranks_and_kept_until_the_first_one_ha
     )
     for _ in range(2):
         engine.add_lora(types.SimpleNamespace(lora_name="used", lora_int_id=7))
-    ranks.wait()
+    engine.step()
+    end = time.monotonic() + 30
+    while len(loaded) < 2 and time.monotonic() < end:  # a rank without the adapter would wait for it
+        time.sleep(0.01)
     assert loaded == [("used", 7)] * 2
+    ranks.wait()
     assert [name for name, _ in ranks.follower._prepared.values()] == ["used", "unused"]
     engine.add_lora(types.SimpleNamespace(lora_name="used", lora_int_id=7))
     kept.clear()
