@@ -610,6 +610,26 @@ MISTAKES = (
         "head-without-a-name-in-vllm logits-not-capped",
     ),
     Promise(
+        "endpoints",
+        "OpenAI's and Anthropic's parameters are taken and ignored; another owner's checkpoint answers as a model",
+        "unsupported-fields-of-openai-ignored checkpoints-of-others-answer-as-models",
+        (
+            "http/test_anthropic_on_fakes.py::test_what_is_not_served_is_refused_by_name_on_fakes",
+            "http/test_http_fuzz_on_fakes.py::test_every_route_that_takes_a_body_is_fuzzed_on_fakes",
+        ),
+    ),
+    Promise(
+        "endpoints",
+        "A stream differs from the whole answer, shows what belongs to a stop, or goes on when its client has left",
+        "stream-without-its-last-tokens top-logprobs-dropped-from-streams stop-texts-shown-in-streams "
+        "client-that-left-is-served-on results-of-endpoints-kept",
+        (
+            "http/test_openai_on_fakes.py::test_chat_is_what_the_sdk_samples_with_equal_logprobs_on_fakes",
+            "e2e/test_endpoints_on_real_models.py::"
+            "test_answers_have_the_sdks_tokens_and_logprobs_with_an_image_and_an_adapter",
+        ),
+    ),
+    Promise(
         "vLLM",
         "A patch of vLLM is not applied, or another version of vLLM passes it by",
         "vllms-draw draws-not-rewound large-vocabularies-refused images-not-counted begun-sequences-not-reported "

@@ -69,7 +69,7 @@ async def tokens(api: Api, request: str) -> list[list[int]]:
 @pytest.mark.mutation(
     "sampler-death-fails-what-runs",
     "memory_sharing.py",
-    "                    if ended_before:\n",
+    "                    if why:\n",
     "                    if True:\n",
 )
 async def test_what_was_in_a_killed_process_is_sampled_again_and_nobody_else_notices_on_fakes(

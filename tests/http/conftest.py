@@ -14,7 +14,7 @@ import pytest
 from tinker_local.backend import BackendOptions, InProcessBackend, ModelSource
 from tinker_local.backend.control.callers import KeyFile
 from tinker_local.backend.control.sessions import now
-from tinker_local.backend.fakes import FakeMemory, FakeModel, FakeRenderer, FakeSampler, FakeTrainer
+from tinker_local.backend.fakes import FakeMemory, FakeModel, FakeRenderer, FakeSampler, FakeText, FakeTrainer
 from tinker_local.backend.http.app import create_app
 from tinker_local.backend.models.served_models import Engines
 from tinker_local.backend.scheduling.run_queue import GradientCommand
@@ -307,6 +307,7 @@ async def open_api(
             WatchedSampler(model, memory if options.sampler_sleeps else None),
             arch="fake",
             tolerance=1e-4,
+            text=FakeText(model),
         )
         return engines[source.name]
 

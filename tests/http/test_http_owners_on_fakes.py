@@ -12,7 +12,7 @@ import pytest
 from fastapi.routing import APIRoute
 from tinker_local.backend.control import callers
 from tinker_local.backend.control.callers import KeyFile
-from tinker_local.backend.http.app import create_app
+from tinker_local.backend.http.app import ANTHROPIC, OPENAI, create_app
 from tinker_local.backend.http.client_routes import REFUSED
 from tinker_local.types import ForwardBackwardRequest
 from tinker_local.types.codec import encode_forward_backward_request
@@ -53,6 +53,8 @@ class Call:
     ids: Mapping[str, str]
     body: Any = None
 
+    prefix: str = "/api/v1"
+
     async def send(self, api: Api, key: str) -> httpx.Response:
         headers, given = {"X-API-Key": key}, {}
         if isinstance(self.body, bytes):
@@ -60,7 +62,7 @@ class Call:
             headers["Content-Type"] = PROTOBUF
         elif self.body is not None:
             given = {"json": self.body}
-        path = f"/api/v1{self.route}".format(**self.ids)
+        path = f"{self.prefix}{self.route}".format(**self.ids)
         return await api.http.request(self.method, path, headers=headers, **given)
 
 
@@ -75,6 +77,14 @@ def calls(of: str, own: str) -> Iterator[Call]:
         model_id=run, seq_id=6, data=(datum([5, 9, 20]),), loss_fn="cross_entropy", forward_only=True
     )
     in_run = {"model_id": run, "seq_id": 7}
+    chat = {"model": named, "messages": [{"role": "user", "content": "hi"}]}
+    for prefix in OPENAI:
+        yield Call("POST", "/chat/completions", {}, chat, prefix)
+        yield Call("POST", "/chat/completions", {}, {**chat, "model": f"{BASE};{named}"}, prefix)
+        yield Call("POST", "/completions", {}, {"model": named, "prompt": "hi"}, prefix)
+    for prefix in ANTHROPIC:
+        yield Call("POST", "/messages", {}, {**chat, "max_tokens": 2}, prefix)
+        yield Call("POST", "/messages/count_tokens", {}, chat, prefix)
     yield Call("POST", "/session_heartbeat", {}, {"session_id": of})
     yield Call("GET", "/sessions/{session_id}", {"session_id": of})
     yield Call("POST", "/create_model", {}, {"session_id": of, "model_seq_id": 1, "base_model": BASE})
@@ -123,6 +133,7 @@ LISTINGS = (
     Call("POST", "/sessions/search", {}, {}),
     Call("GET", "/training_runs", {}),
     Call("GET", "/checkpoints", {}),
+    *(Call("GET", "/models", {}, None, prefix) for prefix in OPENAI),
 )
 
 
@@ -179,6 +190,9 @@ async def seen(api: Api, key: str) -> list[Any]:
     "    if caller_of(request).admin or isinstance(",
     "    if True or isinstance(",
 )
+@pytest.mark.mutation(
+    "checkpoints-of-others-answer-as-models", "openai_routes.py", "    if path is not None:\n", "    if False:\n"
+)
 async def test_what_another_owner_has_does_not_exist_on_any_route_on_fakes(api: Api) -> None:
     alices, bobs = await world(api, ALICE), await world(api, BOB)
     before = await seen(api, ALICE)
@@ -201,7 +215,7 @@ async def test_every_route_is_one_of_those_above_on_fakes(api: Api) -> None:
     routes = {
         (method, route.path) for route in app.routes if isinstance(route, APIRoute) for method in route.methods or ()
     }
-    named = {(call.method, f"/api/v1{call.route}") for call in [*calls("a", "b"), *LISTINGS]}
+    named = {(call.method, f"{call.prefix}{call.route}") for call in [*calls("a", "b"), *LISTINGS]}
     assert routes == named | NAMES_NOTHING | (SIGNED & routes) | {("GET", "/metrics")}
 
 

@@ -180,8 +180,8 @@ async def test_requests_that_do_not_fit_the_kv_cache_together_give_what_they_giv
 @pytest.mark.mutation(
     "prefix-cache-never-read",
     "engine_inputs.py",
-    "        output_kind=RequestOutputKind.FINAL_ONLY,\n",
-    "        output_kind=RequestOutputKind.FINAL_ONLY,\n        skip_reading_prefix_cache=True,\n",
+    "        skip_special_tokens=False,\n",
+    "        skip_special_tokens=False,\n        skip_reading_prefix_cache=True,\n",
 )
 async def test_several_samples_share_one_prefill_and_the_cache_is_counted_once(
     vl: Any, noise: Callable[..., Any]

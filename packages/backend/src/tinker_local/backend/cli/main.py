@@ -2,6 +2,7 @@
 
 import click
 from tinker_local.backend.cli.backup import backup, restore
+from tinker_local.backend.cli.chat_command import chat
 from tinker_local.backend.cli.serve import serve
 from tinker_local.backend.cli.tiny_model import tiny_model
 
@@ -13,6 +14,7 @@ def main() -> None:
 
 
 main.add_command(serve)
+main.add_command(chat)
 main.add_command(backup)
 main.add_command(restore)
 main.add_command(tiny_model)

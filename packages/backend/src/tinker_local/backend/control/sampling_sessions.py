@@ -17,13 +17,21 @@ from tinker_local.backend.models.served_models import ServedModel, ServedModels
 from tinker_local.backend.options import BackendOptions
 from tinker_local.backend.rendering.rendered_input import RenderedInput
 from tinker_local.backend.sampling.prompt_scores import check_sample_topk
-from tinker_local.backend.sampling.sampler import AdapterVersion, SampleWork, bytes_of, sampled_tokens, token_budget
+from tinker_local.backend.sampling.sampler import (
+    AdapterVersion,
+    Drawn,
+    SampleWork,
+    bytes_of,
+    sampled_tokens,
+    token_budget,
+)
 from tinker_local.backend.scheduling.operations import (
     ACTIVE,
     OBJECT_BYTES,
     Operation,
     Operations,
     QueueState,
+    Timeline,
     WireForm,
     memory_state,
     owner_of,
@@ -42,6 +50,7 @@ from tinker_local.types import (
     GoneError,
     InternalError,
     InvalidRequestError,
+    ModelInput,
     NotFoundError,
     SampleOutput,
     SampleRequest,
@@ -284,8 +293,9 @@ class Sampling:
 
     # Samples --------------------------------------------------------------------------------------------------------
 
-    async def sample(self, request: SampleRequest) -> Operation[SampleOutput]:
-        """Queue a sample; the same (sampling session, seq_id) again is the same operation."""
+    async def sample(self, request: SampleRequest, drawn: Drawn | None = None) -> Operation[SampleOutput]:
+        """Queue a sample; the same (sampling session, seq_id) again is the same operation. `drawn` gets its tokens as
+        they are drawn, from any thread, before its result is there."""
         request_id = request_id_of(request.sampling_session_id, request.seq_id)
         if (known := self._operations.get(request_id)) is not None:
             return known
@@ -315,7 +325,7 @@ class Sampling:
             self._uses.take(session.checkpoint)
         if session.ephemeral is not None:
             self.ephemeral.sampled(session.ephemeral)
-        task = asyncio.create_task(self._run(session, request, operation))
+        task = asyncio.create_task(self._run(session, request, operation, drawn))
         task.add_done_callback(lambda _: self._ended(session, operation))  # it may be cancelled before it starts
         operation.run_as(task)
         return operation
@@ -331,9 +341,15 @@ class Sampling:
                 f"num_samples: {request.num_samples} is more than this server's {self._options.max_num_samples}"
             )
 
-    async def _run(self, session: SamplingSession, request: SampleRequest, operation: Operation[SampleOutput]) -> None:
+    async def _run(
+        self,
+        session: SamplingSession,
+        request: SampleRequest,
+        operation: Operation[SampleOutput],
+        drawn: Drawn | None,
+    ) -> None:
         try:
-            output = await self._sample(session, request, operation)
+            output = await self._sample(session, request, operation, drawn)
             size = bytes_of(output) + OBJECT_BYTES * len(output.sequences)
             form = WireForm(encode_sample_output, partial(decoded, operation.request_id))
             self._ended(session, operation)
@@ -353,13 +369,17 @@ class Sampling:
                 self.ephemeral.sample_ended(session.ephemeral)
 
     async def _sample(
-        self, session: SamplingSession, request: SampleRequest, operation: Operation[SampleOutput]
+        self,
+        session: SamplingSession,
+        request: SampleRequest,
+        operation: Operation[SampleOutput],
+        drawn: Drawn | None,
     ) -> SampleOutput:
         session_id = session.record.session_id
         async with self._prompts.rendered(
             session.base, session.owner, session_id, request.prompt, operation.timeline
         ) as prompt:
-            return await self._sample_rendered(session, request, operation, prompt)
+            return await self._sample_rendered(session, request, operation, prompt, drawn)
 
     async def _sample_rendered(
         self,
@@ -367,6 +387,7 @@ class Sampling:
         request: SampleRequest,
         operation: Operation[SampleOutput],
         prompt: RenderedInput,
+        drawn: Drawn | None,
     ) -> SampleOutput:
         images, engines = len(prompt.images), session.base.engines
         operation.timeline.note(num_samples=request.num_samples, prompt_tokens=prompt.length, images=images)
@@ -384,6 +405,7 @@ class Sampling:
             prompt_alt_tokens_k=request.prompt_alt_tokens_k,
             prompt_logprobs_last_n=request.prompt_logprobs_last_n,
             begun=partial(operation.timeline.enter, "running"),
+            drawn=drawn,
         )
         queue = self._in_samplers.setdefault(session.base, SamplerQueue())
         session_id, sampler = session.record.session_id, session.base.engines.sampler
@@ -400,6 +422,13 @@ class Sampling:
         count(session.base, work, output)
         operation.timeline.note(sampled_tokens=sampled_tokens(output))
         return output
+
+    async def count_tokens(self, session: SamplingSession, prompt: ModelInput) -> int:
+        """Positions of a prompt, with those of its images."""
+        timeline = Timeline("", "sample")
+        session_id = session.record.session_id
+        async with self._prompts.rendered(session.base, session.owner, session_id, prompt, timeline) as rendered:
+            return rendered.length
 
     def _version(self, session: SamplingSession) -> AdapterVersion | None:
         """The version that `session` samples from; None for a base model."""

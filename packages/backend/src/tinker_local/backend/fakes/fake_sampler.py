@@ -33,7 +33,7 @@ from tinker_local.backend.sampling.prompt_scores import (
     check_sample_topk,
     prompt_questions,
 )
-from tinker_local.backend.sampling.sampler import AdapterVersion, SampleWork
+from tinker_local.backend.sampling.sampler import AdapterVersion, DrawnTokens, SampleWork
 from tinker_local.backend.storage.adapter_files import CONFIG, WEIGHTS
 from tinker_local.backend.training.trainer import LORA_ALPHA, AdapterDType
 from tinker_local.types import (
@@ -222,6 +222,7 @@ class FakeSampler:
             )
             for index in range(work.num_samples)
         ]
+        numbers = {id(sequence): work.first_sample + index for index, sequence in enumerate(sequences)}
         budget = room if params.max_tokens is None else min(params.max_tokens, room)
         questions = prompt_questions(work, self._model.vocab_size)
         check_sample_topk(work.topk_sample_logprobs, work.num_samples, budget, self._model.vocab_size)
@@ -231,7 +232,7 @@ class FakeSampler:
             asked = scores.fields(questions)
         work.begun()
         spent = 0
-        for _ in range(budget):
+        for position in range(budget):
             running = [sequence for sequence in sequences if not sequence.stopped]
             if not running:
                 break
@@ -249,6 +250,8 @@ class FakeSampler:
             log_p = log_softmax((logits - logits.max(axis=1, keepdims=True)) / (params.temperature or 1.0))
             for sequence, row, token in zip(running, log_p, choose(log_p, params, running), strict=True):
                 sequence.extend(row, token, is_stop)
+                if work.drawn is not None:
+                    work.drawn(sequence.drawn(numbers[id(sequence)], last=position == budget - 1))
                 if sequence.stopped:
                     work.ended()
         yield SampleOutput(sequences=tuple(sequence.result() for sequence in sequences), **asked)
@@ -310,6 +313,14 @@ class _Sequence:
             self.likeliest.append(likeliest(log_p_v[None], self.topk))
         self.last_token = token
         self.stopped = is_stop(self.tokens)
+
+    def drawn(self, number: int, *, last: bool) -> DrawnTokens:
+        """The newest token of sequence `number`; `last`: there is room for no other."""
+        reason: StopReason | None = "stop" if self.stopped else "length" if last else None
+        rows = self.likeliest[-1:]
+        likeliest = tuple(tuple(zip(ids[0].tolist(), values[0].tolist(), strict=True)) for ids, values in rows)
+        logprob = float(np.float32(self.logprobs[-1]))
+        return DrawnTokens(number, (self.tokens[-1],), (logprob,), likeliest, reason)
 
     def result(self) -> SampledSequence:
         reason: StopReason = "stop" if self.stopped else "length"

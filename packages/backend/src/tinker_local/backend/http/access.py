@@ -15,13 +15,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Literal, TypeVar, cast
 
 from fastapi import Depends, Header, Query, Request
-from fastapi.responses import JSONResponse
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 from tinker_local.backend.control.callers import LOCAL, Caller, KeyFile, fingerprint
 from tinker_local.backend.control.life_cycle import ControlPlane
 from tinker_local.backend.http import error_responses
 from tinker_local.backend.http.connections import most_connections
+from tinker_local.backend.http.error_responses import api_of
 from tinker_local.backend.scheduling.quotas import Owners
 from tinker_local.backend.storage.metadata import Owned
 from tinker_local.backend.storage.names import parse_tinker_path
@@ -101,7 +101,7 @@ class RequireReady:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and not self._backend.ready and scope["path"] not in HEALTH:
-            await JSONResponse({"detail": "the server is loading its models"}, 503)(scope, receive, send)
+            await error_responses.plain("the server is loading its models", 503, scope["path"])(scope, receive, send)
             return
         await self._app(scope, receive, send)
 
@@ -167,7 +167,8 @@ def network_of(address: str) -> str:
 
 
 class RequireKey:
-    """Answer 401 to a request without a known `X-API-Key`; `caller_of` tells whose it is.
+    """Answer 401 to a request without a known key in `X-API-Key`, or outside the Tinker API in `Authorization: Bearer`;
+    `caller_of` tells whose it is.
 
     With several owners, each may have half of all connections in use: beyond that, its requests are answered with 429.
     Connections without a request are closed for others, but long polls, slow bodies and slow readers are not.
@@ -181,10 +182,10 @@ class RequireKey:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and not _open_to_all(scope["path"]):
-            caller = self._keys.caller(Headers(scope=scope).get("x-api-key", ""))
+            caller = self._keys.caller(_key_in(scope))
             if caller is None:
-                error = AuthenticationError("X-API-Key: missing or unknown; set TINKER_API_KEY to a key of this server")
-                answer = error_responses.answer(error)
+                error = AuthenticationError(_WRONG_KEY.get(api_of(scope["path"]), _NO_KEY))
+                answer = error_responses.answer(error, scope["path"])
                 if not await self._wrong.wait((scope.get("client") or ("",))[0]):
                     answer.headers["Connection"] = "close"
                 await answer(scope, receive, send)
@@ -192,7 +193,8 @@ class RequireKey:
             scope[CALLER] = caller
             if (most := self._most(caller)) is not None and self._open[caller.owner] >= most:
                 answer = error_responses.answer(
-                    TooManyRequestsError(f"{most} requests of the owner {caller.owner!r} are open, the most", 1.0)
+                    TooManyRequestsError(f"{most} requests of the owner {caller.owner!r} are open, the most", 1.0),
+                    scope["path"],
                 )
                 answer.headers["Connection"] = "close"
                 await answer(scope, receive, send)
@@ -212,6 +214,20 @@ class RequireKey:
         return max(1, most_connections() // 2) if self._keys.owners().shares(caller.owner) else None
 
 
+def _key_in(scope: Scope) -> str:
+    headers = Headers(scope=scope)
+    scheme, _, bearer = headers.get("authorization", "").partition(" ")
+    takes_bearer = scheme.lower() == "bearer" and api_of(scope["path"]) != "tinker"
+    return headers.get("x-api-key") or (bearer.strip() if takes_bearer else "")
+
+
+_NO_KEY = "X-API-Key: missing or unknown; set TINKER_API_KEY to a key of this server"
+_WRONG_KEY = {
+    "openai": "Authorization: the Bearer key is missing or unknown; api_key must be a key of this server",
+    "anthropic": "x-api-key: missing or unknown; api_key must be a key of this server",
+}
+
+
 def _open_to_all(path: str) -> bool:
     """Whether a path needs no key: health, and files whose URL is signed."""
     return path in HEALTH or path.startswith((EXPORT_FILES, TRACE_FILES))
@@ -229,7 +245,7 @@ class RequireOwnMachine:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and (reason := _refusal(Headers(scope=scope))) is not None:
             error = PermissionDeniedError(f"{reason}; give the server --api-key-file, and its callers TINKER_API_KEY")
-            await error_responses.answer(error)(scope, receive, send)
+            await error_responses.answer(error, scope["path"])(scope, receive, send)
             return
         scope[CALLER] = LOCAL
         await self._app(scope, receive, send)

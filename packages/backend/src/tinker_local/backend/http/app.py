@@ -6,12 +6,14 @@ from fastapi import Depends, FastAPI
 from tinker_local.backend.control.callers import KeyFile
 from tinker_local.backend.control.life_cycle import ControlPlane
 from tinker_local.backend.http import (
+    anthropic_routes,
     checkpoint_routes,
     client_routes,
     download_routes,
     error_responses,
     future_routes,
     metrics_routes,
+    openai_routes,
     sampling_routes,
     session_routes,
     training_routes,
@@ -35,6 +37,13 @@ ROUTES = (
     checkpoint_routes,
     download_routes,
 )
+
+
+OPENAI = ("/oai/api/v1", "/v1")
+"""Where OpenAI's API is: as on the hosted service, and where its clients expect it."""
+
+ANTHROPIC = ("/anthropic/api/v1", "/v1")
+"""The same for Anthropic's."""
 
 
 def create_app(
@@ -62,5 +71,9 @@ def create_app(
         app.include_router(
             module.router, prefix="/api/v1", dependencies=[Depends(known_weights_token), Depends(check_own_path)]
         )
+    for prefix in OPENAI:
+        app.include_router(openai_routes.router, prefix=prefix, dependencies=[Depends(known_weights_token)])
+    for prefix in ANTHROPIC:
+        app.include_router(anthropic_routes.router, prefix=prefix, dependencies=[Depends(known_weights_token)])
     app.include_router(metrics_routes.router)
     return app

@@ -5,8 +5,9 @@ Answers carry a Content-Length: the SDK takes a 400 without one for a broken con
 
 import logging
 import math
+import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -14,6 +15,7 @@ from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from tinker_local.types import ApiError, InvalidRequestError, TooManyRequestsError
+from tinker_local.types.errors import Category
 
 log = logging.getLogger(__name__)
 
@@ -27,15 +29,56 @@ def message(error: Exception) -> str:
     return text if len(text) <= LONGEST_MESSAGE else f"{text[:LONGEST_MESSAGE]}… ({len(text)} characters)"
 
 
-def answer(error: ApiError) -> JSONResponse:
-    """The answer to a request that could not be taken."""
+Api = Literal["tinker", "openai", "anthropic"]
+
+
+def api_of(path: str) -> Api:
+    """The API whose errors a path answers with."""
+    if path.startswith(("/v1/messages", "/anthropic/")):
+        return "anthropic"
+    return "openai" if path.startswith(("/v1/", "/oai/")) else "tinker"
+
+
+_OPENAI_TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
+_OPENAI_CODES = {401: "invalid_api_key", 404: "not_found", 429: "rate_limit_exceeded"}
+_ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+_FIELD = re.compile(r"([A-Za-z_][\w.\[\]-]*): ")
+
+
+def error_body(text: str, status: int, api: Api, category: Category | None = None) -> dict[str, Any]:
+    """An error as `api` has it."""
+    if api == "openai":
+        kind = _OPENAI_TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
+        field = _FIELD.match(text)
+        param = field[1] if field and status in (400, 404) else None
+        return {"error": {"message": text, "type": kind, "param": param, "code": _OPENAI_CODES.get(status)}}
+    if api == "anthropic":
+        kind = _ANTHROPIC_TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
+        return {"type": "error", "error": {"type": kind, "message": text}}
+    return {"detail": text} if category is None else {"detail": text, "error": text, "category": category}
+
+
+def plain(text: str, status: int, path: str, headers: Mapping[str, str] | None = None) -> JSONResponse:
+    """An error that is none of `tinker_local.types.errors`."""
+    return JSONResponse(error_body(text, status, api_of(path)), status, headers)
+
+
+def answer(error: ApiError, path: str = "") -> JSONResponse:
+    """The answer to a request that could not be taken, at `path`."""
     text = message(error)
     headers = None
     if isinstance(error, TooManyRequestsError) and error.retry_after is not None:
         # Whole seconds are the standard; the SDK prefers its own header of milliseconds.
         milliseconds = math.ceil(error.retry_after * 1000)
         headers = {"Retry-After": str(math.ceil(milliseconds / 1000)), "Retry-After-Ms": str(milliseconds)}
-    return JSONResponse({"detail": text, "error": text, "category": error.category}, error.status, headers)
+    return JSONResponse(error_body(text, error.status, api_of(path), error.category), error.status, headers)
 
 
 def _reason(item: Mapping[str, Any]) -> str:
@@ -49,18 +92,18 @@ def install(app: FastAPI) -> None:
 
     @app.exception_handler(ApiError)
     async def _api_error(request: Request, error: ApiError) -> Response:
-        return answer(error)
+        return answer(error, request.url.path)
 
     @app.exception_handler(HTTPException)
     async def _http_error(request: Request, error: HTTPException) -> Response:
         detail = error.detail
         if error.status_code == 404 and detail == "Not Found":
             detail = f"there is no {request.method} {request.url.path} on this server"
-        return JSONResponse({"detail": detail}, error.status_code, headers=error.headers)
+        return plain(detail, error.status_code, request.url.path, error.headers)
 
     @app.exception_handler(RequestValidationError)
     async def _bad_parameter(request: Request, error: RequestValidationError) -> Response:
-        return answer(InvalidRequestError("; ".join(_reason(item) for item in error.errors())))
+        return answer(InvalidRequestError("; ".join(_reason(item) for item in error.errors())), request.url.path)
 
     @app.exception_handler(ClientDisconnect)
     async def _client_has_gone(request: Request, error: ClientDisconnect) -> Response:
@@ -69,4 +112,7 @@ def install(app: FastAPI) -> None:
     @app.exception_handler(Exception)
     async def _our_fault(request: Request, error: Exception) -> Response:
         log.exception("%s %s failed", request.method, request.url.path, exc_info=error)
-        return JSONResponse({"detail": f"{type(error).__name__}: {error}", "category": "server"}, 500)
+        text, api = f"{type(error).__name__}: {error}", api_of(request.url.path)
+        if api != "tinker":
+            return JSONResponse(error_body(text, 500, api), 500)
+        return JSONResponse({"detail": text, "category": "server"}, 500)

@@ -3,6 +3,7 @@
 from typing import Any, Literal
 
 from fastapi import APIRouter, Request
+from tinker_local.backend.control.life_cycle import ControlPlane
 from tinker_local.backend.http.access import Backend
 from tinker_local.backend.http.bodies import MAX_IMAGE_BYTES, MAX_JSON_BYTES, MAX_JSON_VALUES, parse
 from tinker_local.backend.http.future_routes import promise
@@ -17,6 +18,13 @@ VALUES_PER_POSITION = 64
 
 BYTES_PER_VALUE = 12
 """A token id of seven digits, a comma and a space, and some for what is around."""
+
+
+def body_limits(backend: ControlPlane) -> tuple[int, int]:
+    """Most bytes and JSON values of a request for samples."""
+    values = VALUES_PER_POSITION * backend.models.longest_context
+    most = MAX_JSON_BYTES + BYTES_PER_VALUE * values + (MAX_IMAGE_BYTES if backend.models.take_images else 0)
+    return most, MAX_JSON_VALUES + values
 
 
 class JoinBody(Frozen):
@@ -39,9 +47,7 @@ async def join_sampling_session(request: Request, backend: Backend) -> dict[str,
 
 @router.post("/asample")
 async def asample(request: Request, backend: Backend) -> dict[str, Any]:
-    values = VALUES_PER_POSITION * backend.models.longest_context
-    most = MAX_JSON_BYTES + BYTES_PER_VALUE * values + (MAX_IMAGE_BYTES if backend.models.take_images else 0)
-    body = await parse(request, SampleRequest, most, MAX_JSON_VALUES + values)
+    body = await parse(request, SampleRequest, *body_limits(backend))
     return promise(await backend.sampling.sample(body))
 
 

@@ -229,6 +229,7 @@ def make_vllm_rank(engine: "EngineOptions", seat: SamplerSeat) -> Any:
 def load_real(source: ModelSource, options: BackendOptions) -> Engines:
     """vLLM for sampling and HF transformers for training, each with its own copy of the weights."""
     import torch
+    from tinker_local.backend.rendering.hf_text import HFText
     from tinker_local.backend.training.worker import HFTrainer, trainer_of_rank
     from tinker_local.backend.vllm_engine import build_engine, compat_vllm
     from transformers import AutoConfig
@@ -280,6 +281,7 @@ def load_real(source: ModelSource, options: BackendOptions) -> Engines:
         sampler: Sampler = load_sampler()
         trainer: Trainer = load_trainer()
     renderer = load_renderer(source.path, dtype=dtype, max_pixels=options.max_image_pixels)
+    text = HFText.load(source.path, renderer.tokens)
     return Engines(
         renderer,
         trainer,
@@ -288,6 +290,7 @@ def load_real(source: ModelSource, options: BackendOptions) -> Engines:
         tolerance=TOLERANCE[dtype],
         sliding_window=sliding_window(config.get_text_config()),
         sequences=sequences * len(engines),
+        text=text,
     )
 
 
@@ -447,7 +450,7 @@ def plan_for(
 
 def load_fake(source: ModelSource, options: BackendOptions) -> Engines:
     """The numpy model under any name."""
-    from tinker_local.backend.fakes import FakeModel, FakeRenderer, FakeSampler, FakeTrainer
+    from tinker_local.backend.fakes import FakeModel, FakeRenderer, FakeSampler, FakeText, FakeTrainer
     from tinker_local.backend.fakes.fake_trainer import fake_of_rank
 
     model = FakeModel(source.name)
@@ -460,7 +463,8 @@ def load_fake(source: ModelSource, options: BackendOptions) -> Engines:
     with starting(options, *places) as (load_sampler, load_trainer):
         sampler, trainer = load_sampler(), load_trainer()
     sequences = 256 * max(1, len(groups))
-    return Engines(FakeRenderer(model), trainer, sampler, arch="fake", tolerance=1e-4, sequences=sequences)
+    text = FakeText(model)
+    return Engines(FakeRenderer(model), trainer, sampler, arch="fake", tolerance=1e-4, sequences=sequences, text=text)
 
 
 def make_fake_rank(model: "FakeModel", seat: SamplerSeat) -> Any:

@@ -19,6 +19,7 @@ from tinker_local.backend.models.metrics import Counts, ModelMetrics, ReplicaMet
 from tinker_local.backend.models.supervision import SamplerSupervision, TrainerSupervision
 from tinker_local.backend.options import BackendOptions, ModelSource
 from tinker_local.backend.rendering.rendered_input import Renderer
+from tinker_local.backend.rendering.text import TextCodec
 from tinker_local.backend.sampling.replica_pool import ReplicaPool
 from tinker_local.backend.sampling.sampler import Sampler
 from tinker_local.backend.scheduling.memory_sharing import MemorySharing
@@ -34,7 +35,7 @@ class Engines:
 
     `tolerance`: largest mean difference of logprobs (nats) between trainer and sampler on a probe. `sliding_window`: of
     the base model's attention, in positions; None if it has none. `sequences`: how many the sampler is to run at once;
-    it has room for `RESERVED` more.
+    it has room for `RESERVED` more. `text`: None for a model without a tokenizer, which clients must bring.
     """
 
     renderer: Renderer
@@ -44,6 +45,7 @@ class Engines:
     tolerance: float
     sliding_window: int | None = None
     sequences: int = 256
+    text: TextCodec | None = None
 
 
 EngineLoader = Callable[[ModelSource, BackendOptions], Engines]

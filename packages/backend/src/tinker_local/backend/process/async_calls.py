@@ -51,7 +51,7 @@ Value = Callable[[], Any]
 """Gives a value for the process to keep; None when it is not needed any more. May raise NotFoundError then."""
 
 
-def ignore(_: str) -> None:
+def ignore(_: Any) -> None:
     """The default of `heard`."""
 
 
@@ -60,7 +60,7 @@ class _Waiting:
     """A call without an answer."""
 
     future: "asyncio.Future[Any]"
-    heard: Callable[[str], None]
+    heard: Callable[[Any], None]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -115,7 +115,7 @@ class AsyncCalls:
         /,
         *args: Any,
         values: Mapping[str, Value] | None = None,
-        heard: Callable[[str], None] = ignore,
+        heard: Callable[[Any], None] = ignore,
     ) -> Any:
         """Return or raise what `method` of the object does; cancelling this cancels it there.
 

@@ -11,7 +11,7 @@ from tinker_local.backend.process.child import CLOSE, LOAD, Inbox, fail
 from tinker_local.backend.process.messages import Answer, Call, Cancel, Failure, Note, encode
 from tinker_local.types import InternalError
 
-Tell = Callable[[str], None]
+Tell = Callable[[Any], None]
 """Tells the caller that something happened; any thread may call it."""
 
 
@@ -95,7 +95,7 @@ class _Server:
         else:
             self.send(Answer(call.number, value, self._state(self._target)))
 
-    def _tell(self, number: int, what: str) -> None:
+    def _tell(self, number: int, what: Any) -> None:
         self.send(Note(number, what))
 
     def send(self, message: Answer | Failure | Note) -> None:

@@ -102,7 +102,7 @@ class Note:
     """`what` happened in a call that goes on."""
 
     number: int
-    what: str
+    what: Any
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -18,7 +18,15 @@ from tinker_local.backend.process.child import Inbox, serve_follower
 from tinker_local.backend.process.messages import Program
 from tinker_local.backend.process.process_engine import ProcessEngine
 from tinker_local.backend.process.process_group import ProcessEndedError, ProcessGroup
-from tinker_local.backend.sampling.sampler import AdapterVersion, Sampler, SampleWork, ignore_begin, written
+from tinker_local.backend.sampling.sampler import (
+    AdapterVersion,
+    DrawnTokens,
+    Sampler,
+    SampleWork,
+    ignore_begin,
+    ignore_drawn,
+    written,
+)
 from tinker_local.backend.training.trainer import AdapterDType
 from tinker_local.types import SampleOutput
 
@@ -69,7 +77,8 @@ class ServedSampler:
     async def sample(self, tell: Tell, work: SampleWork) -> SampleOutput:
         version = None if work.version is None else self._whole(work.version)
         begun, ended = partial(tell, _BEGUN), partial(tell, _ENDED)
-        return await self.sampler.sample(replace(work, version=version, begun=begun, ended=ended))
+        drawn = None if work.drawn is None else tell
+        return await self.sampler.sample(replace(work, version=version, begun=begun, ended=ended, drawn=drawn))
 
     async def sleep(self, _: Tell) -> None:
         await self.sampler.sleep()
@@ -238,11 +247,15 @@ class ProcessSampler(ProcessEngine):
     async def sample(self, work: SampleWork) -> SampleOutput:
         """Cancelling this cancels the sample in the process."""
 
-        def heard(what: str) -> None:
-            work.begun() if what == _BEGUN else work.ended()
+        def heard(what: str | DrawnTokens) -> None:
+            if not isinstance(what, DrawnTokens):
+                work.begun() if what == _BEGUN else work.ended()
+            elif work.drawn is not None:
+                work.drawn(what)
 
         version = None if work.version is None else _named(work.version)
-        sent = replace(work, version=version, begun=ignore_begin, ended=ignore_begin)
+        drawn = None if work.drawn is None else ignore_drawn
+        sent = replace(work, version=version, begun=ignore_begin, ended=ignore_begin, drawn=drawn)
         return cast(SampleOutput, await self._call("sample", sent, version=work.version, heard=heard))
 
     async def sleep(self) -> None:
@@ -263,7 +276,7 @@ class ProcessSampler(ProcessEngine):
         method: str,
         *args: Any,
         version: AdapterVersion | None = None,
-        heard: Callable[[str], None] = ignore,
+        heard: Callable[[Any], None] = ignore,
     ) -> Any:
         """`version`: which the process needs for it."""
         calls = self._calls

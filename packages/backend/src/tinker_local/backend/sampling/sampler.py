@@ -8,6 +8,7 @@ from typing import Protocol
 from tinker_local.backend.rendering.rendered_input import RenderedInput
 from tinker_local.backend.training.trainer import AdapterDType, AdapterState
 from tinker_local.types import InvalidRequestError, SampleOutput, SamplingParams, TensorData
+from tinker_local.types.requests_and_results import StopReason
 
 RESERVED = 32
 """Sequences for which a sampler has room besides those that it is to run at once, so that the first samples of a
@@ -20,6 +21,29 @@ def written() -> AdapterState | None:
 
 def ignore_begin() -> None:
     """The default of `SampleWork.begun` and `SampleWork.ended`."""
+
+
+@dataclass(frozen=True, slots=True)
+class DrawnTokens:
+    """The next tokens of one sequence, as soon as they are drawn. `sample`: its index in the client's request.
+
+    `logprobs`: one for each of `tokens`. `likeliest`: ids and logprobs of the likeliest for each, the likeliest first,
+    if the request asks for them. `stop_reason`: None while the sequence goes on.
+    """
+
+    sample: int
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    likeliest: tuple[tuple[tuple[int, float], ...], ...] = ()
+    stop_reason: StopReason | None = None
+
+
+Drawn = Callable[[DrawnTokens], None]
+"""Takes tokens from any thread, those of one sequence in order."""
+
+
+def ignore_drawn(_: DrawnTokens) -> None:
+    """Stands for a `Drawn` of another process."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +72,8 @@ class SampleWork:
     request, on which its seed depends. `replica`: which of several replicas answers, if it works; None: any.
 
     `begun` is called once, from any thread, when the first sequence runs on the device. `ended` may be called, from any
-    thread, when one of the sequences has ended before the last.
+    thread, when one of the sequences has ended before the last. `drawn` gets every token of the result before the
+    result is there; None: the request is not streamed.
     """
 
     prompt: RenderedInput
@@ -65,6 +90,7 @@ class SampleWork:
     replica: int | None = None
     ended: Callable[[], None] = ignore_begin
     begun: Callable[[], None] = ignore_begin
+    drawn: Drawn | None = None
 
 
 class Sampler(Protocol):
@@ -112,7 +138,8 @@ class Sampler(Protocol):
         """Remove `version`; its folder may be deleted afterwards."""
 
     async def sample(self, work: SampleWork) -> SampleOutput:
-        """Sample `num_samples` sequences; loads the version first if necessary."""
+        """Sample `num_samples` sequences; loads the version first if necessary. A streamed one that cannot go on after
+        its first tokens fails: it never begins again."""
 
     async def sleep(self) -> None:
         """Release the device's memory until `wake`. Keeps the versions and drops the prefix cache. Call it only while

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 from tinker_local.backend.daemon_thread import in_daemon_thread
 from tinker_local.backend.process.process_group import ProcessEndedError
-from tinker_local.backend.sampling.sampler import AdapterVersion, Sampler, SampleWork
+from tinker_local.backend.sampling.sampler import AdapterVersion, DrawnTokens, Sampler, SampleWork
 from tinker_local.backend.scheduling.operations import as_api_error
 from tinker_local.backend.training.trainer import Trainer, TrainResult, TrainWork
 from tinker_local.types import ApiError, InternalError, NotEnoughMemoryError, SampleOutput
@@ -427,23 +427,23 @@ class WakingSampler:
         await self._use(lambda: self._sampler.load_version(version))
 
     async def remove_version(self, version: AdapterVersion) -> None:
-        """Needs no wake-up."""
         await self._sampler.remove_version(version)
 
     async def sample(self, work: SampleWork) -> SampleOutput:
         told = _Told(work)
-        return await self._use(lambda: self._sampler.sample(told.again()))
+        return await self._use(lambda: self._sampler.sample(told.again()), told)
 
-    async def _use(self, call: Callable[[], Awaitable[T]]) -> T:
-        ended_before = False
+    async def _use(self, call: Callable[[], Awaitable[T]], told: "_Told | None" = None) -> T:
+        why = ""
         while True:
             async with self._memory_sharing.awake():
                 try:
                     return await call()
                 except ProcessEndedError as error:
-                    if ended_before:
-                        raise InternalError(f"{error}, the second time that this request was in it") from error
-                    ended_before = True
+                    why = "after its first tokens were given out" if told is not None and told.drawn else why
+                    if why:
+                        raise InternalError(f"{error}, {why}") from error
+                    why = "the second time that this request was in it"
             await asyncio.sleep(0)  # the supervision was told first, and closes the gate
 
     async def sleep(self) -> None:
@@ -460,17 +460,23 @@ class WakingSampler:
 
 
 class _Told:
-    """What a sample that may run twice has told: each thing once."""
+    """What a sample that may run twice has told: each thing once. `drawn`: tokens, so that it may not."""
 
     def __init__(self, work: SampleWork) -> None:
         self._work = work
         self._begun = False
         self._ended = self._told = 0
+        self.drawn = False
 
     def again(self) -> SampleWork:
         """The work, from its beginning."""
         self._ended = 0
-        return replace(self._work, begun=self._begin, ended=self._end)
+        return replace(self._work, begun=self._begin, ended=self._end, drawn=self._work.drawn and self._draw)
+
+    def _draw(self, tokens: DrawnTokens) -> None:
+        self.drawn = True
+        assert self._work.drawn is not None
+        self._work.drawn(tokens)
 
     def _begin(self) -> None:
         if not self._begun:

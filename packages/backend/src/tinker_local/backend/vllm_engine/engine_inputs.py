@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from tinker_local.backend.rendering.rendered_input import RenderedInput
 from tinker_local.backend.sampling.prompt_scores import PromptQuestions, check_sample_topk
-from tinker_local.backend.sampling.sampler import SampleWork, token_budget
+from tinker_local.backend.sampling.sampler import DrawnTokens, SampleWork, token_budget
 from tinker_local.backend.vllm_engine.compat_vllm import SAMPLED_TEMPERATURE_MIN
 from tinker_local.backend.vllm_engine.score_prompts import ask
 from tinker_local.types import (
@@ -55,7 +55,7 @@ def engine_params(work: SampleWork, limit: int, vocab_size: int, questions: Prom
     """
     budget = token_budget(work.prompt.length, work.params.max_tokens, limit)
     check_sample_topk(work.topk_sample_logprobs, work.num_samples, budget, vocab_size)
-    params = _first_params(work.params, budget, vocab_size)
+    params = _first_params(work.params, budget, vocab_size, streamed=work.drawn is not None)
     params.logprobs = work.topk_sample_logprobs  # besides the sampled token's
     samples = []
     for index in range(work.num_samples):
@@ -68,7 +68,7 @@ def engine_params(work: SampleWork, limit: int, vocab_size: int, questions: Prom
     return tuple(samples)
 
 
-def _first_params(params: SamplingParams, budget: int, vocab_size: int) -> Any:
+def _first_params(params: SamplingParams, budget: int, vocab_size: int, *, streamed: bool) -> Any:
     import vllm
     from vllm.sampling_params import RequestOutputKind
 
@@ -88,7 +88,7 @@ def _first_params(params: SamplingParams, budget: int, vocab_size: int) -> Any:
         # The token that completes a stop string, or is a stop token, belongs to the sample.
         include_stop_str_in_output=True,
         logprobs=0,  # only the sampled token's
-        output_kind=RequestOutputKind.FINAL_ONLY,
+        output_kind=RequestOutputKind.CUMULATIVE if streamed else RequestOutputKind.FINAL_ONLY,
         # This object is not shared, so vLLM may copy it shallowly; then it does not check the temperature again.
         skip_clone=True,
     )
@@ -123,6 +123,34 @@ def sample_output(outputs: Sequence[Any], work: SampleWork, questions: PromptQue
         prompt_cache_hit_tokens=outputs[0].num_cached_tokens or 0,
         **asked,
     )
+
+
+class TokenStream:
+    """Gives `work.drawn` what is new in vLLM's cumulative outputs. Used on the engine's thread."""
+
+    def __init__(self, work: SampleWork) -> None:
+        self._work = work
+        self._given = [0] * work.num_samples
+
+    def output(self, index: int, output: Any) -> None:
+        """Take the output so far of one sequence."""
+        (completion,) = output.outputs
+        start = self._given[index]
+        self._given[index] = end = len(completion.token_ids)
+        if (start == end and completion.finish_reason is None) or self._work.drawn is None:
+            return
+        logprobs: Sequence[Any] = completion.logprobs[start:end]
+        likeliest: tuple[tuple[tuple[int, float], ...], ...] = ()
+        if self._work.topk_sample_logprobs:
+            logprobs, ids, values = zip(*logprobs, strict=True) if logprobs else ((), (), ())
+            likeliest = tuple(
+                tuple(zip(row.tolist(), of_row.tolist(), strict=True)) for row, of_row in zip(ids, values, strict=True)
+            )
+        tokens, reason = tuple(completion.token_ids[start:end]), completion.finish_reason
+        if reason not in (None, "stop", "length"):
+            return  # `sample_output` raises it
+        sample = self._work.first_sample + index
+        self._work.drawn(DrawnTokens(sample, tokens, tuple(map(float, logprobs)), likeliest, reason))
 
 
 def _sequence(completion: Any, topk: int) -> SampledSequence:

@@ -37,10 +37,15 @@ MakeRequest = Callable[[Any], EngineRequest]
 """Makes the request on the engine's thread, and loads its adapter; called again after a restart."""
 
 
+OnOutput = Callable[[int, Any], None]
+"""Takes the index of a sequence and vLLM's output of it so far, on the engine's thread."""
+
+
 @dataclass(slots=True, eq=False)
 class SequenceGroup:
     """The sequences of one request in an engine; `ids` are theirs, in order. `on_begin`, `on_end`: as
-    `SampleWork.begun` and `SampleWork.ended`."""
+    `SampleWork.begun` and `SampleWork.ended`. `on_output`: of a request that is streamed; `streamed`: it was called, so
+    that the request may not start over."""
 
     make: MakeRequest
     future: Future[list[Any]]
@@ -51,6 +56,8 @@ class SequenceGroup:
     ids: list[str] = field(default_factory=list)
     outputs: dict[str, Any] = field(default_factory=dict)
     survived_restart: bool = False
+    on_output: "OnOutput | None" = None
+    streamed: bool = False
 
     def begin(self) -> None:
         """One of the sequences runs."""
@@ -180,13 +187,15 @@ class EngineThread:
         make: MakeRequest,
         on_begin: Callable[[], None] = ignore_begin,
         on_end: Callable[[], None] = ignore_begin,
+        on_output: OnOutput | None = None,
     ) -> Future[list[Any]]:
         """Run a request. The future gives vLLM's final `RequestOutput` of each sequence, in order.
 
         It fails with what `make` or vLLM's checks raise, and with InternalError if the engine fails. `on_begin` is
-        called on the thread when the first sequence runs, and `on_end` when one has ended before the last.
+        called on the thread when the first sequence runs, and `on_end` when one has ended before the last. With
+        `on_output`, `make` must ask for cumulative outputs.
         """
-        group = SequenceGroup(make, Future(), on_begin, on_end)
+        group = SequenceGroup(make, Future(), on_begin, on_end, on_output=on_output)
         self._put(_Command(lambda: self._admit(engine, group), group.future))
         group.future.add_done_callback(lambda future: self._put_abort(engine, group) if future.cancelled() else None)
         return group.future
@@ -297,9 +306,13 @@ class EngineThread:
             self._restart(engine, error)
             return
         for output in outputs:
-            group = engine.in_flight.pop(output.request_id, None) if output.finished else None
-            if group is None:
+            group = engine.in_flight.get(output.request_id)
+            if group is not None and group.on_output is not None:
+                group.streamed = True
+                group.on_output(group.ids.index(output.request_id), output)
+            if group is None or not output.finished:
                 continue
+            del engine.in_flight[output.request_id]
             group.outputs[output.request_id] = output
             if len(group.outputs) < len(group.ids):
                 group.on_end()
@@ -307,7 +320,8 @@ class EngineThread:
                 group.future.set_result([group.outputs[request_id] for request_id in group.ids])
 
     def _restart(self, engine: Engine, error: Exception) -> None:
-        """Rebuild the engine. If the request at fault is known, the others start over, once; otherwise all fail."""
+        """Rebuild the engine. If the request at fault is known, the others start over, once, unless they are streamed
+        and have begun; otherwise all fail."""
         groups = engine.groups()
         guilty = at_fault(groups, error)
         engine.in_flight.clear()
@@ -320,7 +334,7 @@ class EngineThread:
             log.exception("engine %s could not be started again; the next request tries", engine.name)
             guilty, error = groups, failure
         for group in groups:
-            if group in guilty or group.survived_restart:
+            if group in guilty or group.survived_restart or group.streamed:
                 failed = InternalError(f"the sampling engine failed ({type(error).__name__}: {error}); try again")
                 failed.__cause__ = error
                 group.fail(failed)

@@ -13,7 +13,7 @@ from tinker_local.backend.sampling.sampler import AdapterVersion, SampleWork
 from tinker_local.backend.vllm_engine import sleep_mode
 from tinker_local.backend.vllm_engine.build_engine import EngineOptions, build_engine
 from tinker_local.backend.vllm_engine.compat_vllm import default_dtype, sequences_running
-from tinker_local.backend.vllm_engine.engine_inputs import engine_params, engine_prompt, sample_output
+from tinker_local.backend.vllm_engine.engine_inputs import TokenStream, engine_params, engine_prompt, sample_output
 from tinker_local.backend.vllm_engine.engine_thread import Engine, EngineRequest, EngineThread
 from tinker_local.backend.vllm_engine.patches import EngineEvents
 from tinker_local.backend.vllm_engine.rank_leader import Leader
@@ -116,7 +116,9 @@ class VLLMSampler:
                 lora = None if work.version is None else self._adapters.request(work.version, engine, prepared)
                 return EngineRequest(prompt, params, lora)
 
-            outputs = await asyncio.wrap_future(self._thread.submit(self._engine, make, work.begun, work.ended))
+            on_output = None if work.drawn is None else TokenStream(work).output
+            submitted = self._thread.submit(self._engine, make, work.begun, work.ended, on_output)
+            outputs = await asyncio.wrap_future(submitted)
         return sample_output(outputs, work, questions)
 
     async def sleep(self) -> None:

@@ -1,0 +1,195 @@
+"""`tinker-local chat`: talk to a base model or a checkpoint of a running server in a terminal."""
+
+import base64
+import json
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+if TYPE_CHECKING:
+    import httpx
+
+HELP = "/image FILE adds a picture to your next message, /reset forgets the conversation, /quit ends."
+
+CONNECT_SECONDS = 10.0
+
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+"""Characters with which a model could command the terminal."""
+
+
+class Chat:
+    """A conversation with `model` of the server behind `http`."""
+
+    def __init__(self, http: "httpx.Client", model: str, system: str | None, settings: dict[str, Any]) -> None:
+        self._http = http
+        self._model = model
+        self._system = system
+        self._settings = settings
+        self.pictures: list[str] = []
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget what was said."""
+        self._messages: list[dict[str, Any]] = []
+        if self._system is not None:
+            self._messages.append({"role": "system", "content": self._system})
+
+    def add_picture(self, file: Path) -> None:
+        """Send a picture with the next message; click.ClickException if the file cannot be."""
+        from tinker_local.types import image_format
+
+        try:
+            data = file.read_bytes()
+        except OSError as error:
+            raise click.ClickException(f"{file}: {error.strerror}") from None
+        if (found := image_format(data)) is None:
+            raise click.ClickException(f"{file}: neither a PNG nor a JPEG file")
+        self.pictures.append(f"data:image/{found};base64,{base64.b64encode(data).decode()}")
+
+    def say(self, text: str) -> Iterator[str]:
+        """The reply as it comes; click.ClickException if there is none. What is not answered is forgotten, with its
+        pictures."""
+        pictures, self.pictures = self.pictures, []
+        parts = [{"type": "image_url", "image_url": {"url": url}} for url in pictures]
+        content: Any = [*parts, {"type": "text", "text": text}] if parts else text
+        messages = [*self._messages, {"role": "user", "content": content}]
+        reply = ""
+        for piece in self._pieces({"model": self._model, "messages": messages, "stream": True, **self._settings}):
+            reply += piece
+            yield piece
+        self._messages = [*messages, {"role": "assistant", "content": reply}]
+
+    def _pieces(self, body: dict[str, Any]) -> Iterator[str]:
+        import httpx
+
+        try:
+            with self._http.stream("POST", "/v1/chat/completions", json=body) as answer:
+                if answer.status_code != 200:
+                    answer.read()
+                    raise click.ClickException(_message_of(answer))
+                for line in answer.iter_lines():
+                    if not line.startswith("data: ") or line == "data: [DONE]":
+                        continue
+                    event = json.loads(line.removeprefix("data: "))
+                    if "error" in event:
+                        raise click.ClickException(event["error"]["message"])
+                    for choice in event["choices"]:
+                        yield choice["delta"].get("content") or ""
+        except httpx.HTTPError as error:
+            raise click.ClickException(_unreachable(self._http, error)) from None
+
+
+def _unreachable(http: "httpx.Client", error: Exception) -> str:
+    return f"no server answers at {str(http.base_url).rstrip('/')} ({error}); start one with tinker-local serve"
+
+
+def _message_of(answer: "httpx.Response") -> str:
+    try:
+        return str(answer.json()["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return f"{answer.request.url} answers {answer.status_code}; is it a tinker-local server?"
+
+
+@click.command()
+@click.argument("checkpoint")
+@click.option(
+    "--image",
+    "images",
+    multiple=True,
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="A picture for the first message. Repeat for more.",
+)
+@click.option(
+    "--url",
+    envvar="TINKER_BASE_URL",
+    default="http://127.0.0.1:8000",
+    show_default=True,
+    help="The server, or the environment's TINKER_BASE_URL.",
+)
+@click.option("--api-key", envvar="TINKER_API_KEY", default="tml-local", help="Its key, or TINKER_API_KEY.")
+@click.option("--system", help="A system message.")
+@click.option("--max-tokens", type=click.IntRange(min=1), help="The longest reply. Default: up to the context.")
+@click.option("--temperature", type=click.FloatRange(min=0), help="Default: 1.")
+@click.option("--seed", type=int, help="Default: random.")
+def chat(
+    checkpoint: str, images: tuple[Path, ...], url: str, api_key: str, system: str | None, **settings: Any
+) -> None:
+    """Chat with CHECKPOINT: a `tinker://RUN/sampler_weights/NAME` path, or a base model's name.
+
+    In a terminal, it asks for one message after the other; otherwise each line of the input is one. /image FILE adds a
+    picture to the next message, /reset forgets the conversation, /quit ends.
+    """
+    import httpx
+
+    given = {name: value for name, value in settings.items() if value is not None}
+    timeout = httpx.Timeout(None, connect=CONNECT_SECONDS)
+    headers = {"Authorization": f"Bearer {api_key}"}
+    try:
+        http = httpx.Client(base_url=url.rstrip("/"), headers=headers, timeout=timeout, trust_env=False)
+    except (httpx.InvalidURL, ValueError) as error:
+        raise click.BadParameter(f"{url}: {error}", param_hint="--url") from None
+    with http:
+        talk = Chat(http, checkpoint, system, given)
+        for image in images:
+            talk.add_picture(image)
+        _check(http)
+        if sys.stdin.isatty():
+            click.echo(f"{checkpoint} at {url}. {HELP}")
+        _converse(talk, sys.stdin.isatty())
+
+
+def _check(http: "httpx.Client") -> None:
+    """ClickException unless a server takes the key."""
+    import httpx
+
+    try:
+        answer = http.get("/v1/models")
+    except httpx.HTTPError as error:
+        raise click.ClickException(_unreachable(http, error)) from None
+    if answer.status_code != 200:
+        raise click.ClickException(_message_of(answer))
+
+
+def _lines(terminal: bool) -> Iterator[str]:
+    while True:
+        try:
+            line = input("> ") if terminal else sys.stdin.readline()
+        except (EOFError, KeyboardInterrupt):
+            click.echo()
+            return
+        if not terminal and not line:
+            return
+        yield line.strip()
+
+
+def _converse(talk: Chat, terminal: bool) -> None:
+    """Until the end of the input. In a terminal an error is shown and the conversation goes on; else it ends."""
+    if terminal:
+        import readline  # noqa: F401  # `input` has a history then
+    for line in _lines(terminal):
+        try:
+            if line == "/quit":
+                return
+            if line == "/reset":
+                talk.reset()
+            elif line == "/image" or line.startswith("/image "):
+                if not (name := line.removeprefix("/image").strip()):
+                    raise click.ClickException("/image FILE: the file is missing")
+                talk.add_picture(Path(name).expanduser())
+            elif line.startswith("/"):
+                raise click.ClickException(f"{line.split()[0]} is not a command. {HELP}")
+            elif line:
+                for piece in talk.say(line):
+                    click.echo(_CONTROL.sub("\ufffd", piece), nl=False)
+                    sys.stdout.flush()
+                click.echo()
+        except click.ClickException as error:
+            if not terminal:
+                raise
+            error.show()
+        except KeyboardInterrupt:  # ends the reply alone
+            click.echo()

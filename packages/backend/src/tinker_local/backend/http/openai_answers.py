@@ -1,0 +1,167 @@
+"""The answers of OpenAI's API: texts, logprobs and usage of samples, whole or as they are drawn."""
+
+import secrets
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from tinker_local.backend.control.completions import Answer, Named
+from tinker_local.backend.http.event_stream import event
+from tinker_local.backend.http.openai_bodies import Body, ChatBody
+from tinker_local.backend.rendering.text import TextCodec, TextSoFar
+from tinker_local.backend.sampling.sampler import DrawnTokens
+from tinker_local.types import SampledSequence, SampleOutput
+
+DONE = b"data: [DONE]\n\n"
+
+Json = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What decides how an answer looks. `likeliest` None: no logprobs."""
+
+    chat: bool
+    name: str
+    stops: tuple[str, ...]
+    num_samples: int
+    likeliest: int | None
+    with_usage: bool
+    id: str = field(default_factory=lambda: secrets.token_hex(12))
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    @classmethod
+    def of(cls, body: Body) -> "Asked":
+        """By a request."""
+        if isinstance(body, ChatBody):
+            likeliest = (body.top_logprobs or 0) if body.logprobs else None
+        else:
+            likeliest = getattr(body, "logprobs", None)
+        with_usage = bool(body.stream_options and body.stream_options.include_usage)
+        return cls(isinstance(body, ChatBody), body.model, body.stops, body.n or 1, likeliest, with_usage)
+
+    def head(self, *, chunk: bool) -> Json:
+        """What every answer has."""
+        kind = "text_completion" if not self.chat else "chat.completion.chunk" if chunk else "chat.completion"
+        prefix = "chatcmpl" if self.chat else "cmpl"
+        return {"id": f"{prefix}-{self.id}", "object": kind, "created": self.created, "model": self.name}
+
+
+class Choice:
+    """One sequence of an answer, taken at once or in pieces. `tokens`: how many there are."""
+
+    def __init__(self, asked: Asked, text: TextCodec, index: int) -> None:
+        self._asked = asked
+        self._text = text
+        self._so_far = TextSoFar(text.decode, asked.stops)
+        self._offset = 0
+        self.index = index
+        self.tokens = 0
+        self.begun = False
+
+    def add(self, drawn: DrawnTokens) -> tuple[str, Json | None]:
+        """The text and the logprobs of more tokens."""
+        self.tokens += len(drawn.tokens)
+        shown = self._so_far.add(drawn.tokens, last=drawn.stop_reason is not None)
+        return shown, self._logprobs(drawn) if self._asked.likeliest is not None else None
+
+    def reason(self, drawn: DrawnTokens) -> str | None:
+        """`finish_reason`."""
+        return "stop" if self._so_far.stopped is not None and drawn.stop_reason else drawn.stop_reason
+
+    def _logprobs(self, drawn: DrawnTokens) -> Json:
+        likeliest = drawn.likeliest or ((),) * len(drawn.tokens)
+        rows = list(zip(drawn.tokens, drawn.logprobs, likeliest, strict=True))
+        if self._asked.chat:
+            return {
+                "content": [
+                    {**self._entry(token, logprob), "top_logprobs": [self._entry(*other) for other in others]}
+                    for token, logprob, others in rows
+                ]
+            }
+        texts = [self._text.token(token) for token in drawn.tokens]
+        offsets = []
+        for one in texts:
+            offsets.append(self._offset)
+            self._offset += len(one)
+        top = [
+            {self._text.token(other): value for other, value in others} | {one: logprob}
+            for one, (_, logprob, others) in zip(texts, rows, strict=True)
+        ]
+        return {
+            "tokens": texts,
+            "token_logprobs": list(drawn.logprobs),
+            "top_logprobs": top if self._asked.likeliest else None,
+            "text_offset": offsets,
+        }
+
+    def _entry(self, token: int, logprob: float) -> Json:
+        text = self._text.token(token)
+        whole = "\ufffd" not in text
+        return {"token": text, "logprob": logprob, "bytes": list(text.encode()) if whole else None}
+
+
+def whole(sequence: SampledSequence) -> DrawnTokens:
+    """A whole sequence as if it had been drawn at once."""
+    logprobs = () if sequence.logprobs is None else tuple(sequence.logprobs.tolist())
+    likeliest: tuple[tuple[tuple[int, float], ...], ...] = ()
+    if (topk := sequence.topk_logprobs) is not None:
+        rows = zip(topk.token_ids.tolist(), topk.logprobs.tolist(), strict=True)
+        likeliest = tuple(tuple(zip(ids, values, strict=True)) for ids, values in rows)
+    return DrawnTokens(0, tuple(sequence.tokens.tolist()), logprobs, likeliest, sequence.stop_reason)
+
+
+def usage(prompt_tokens: int, outputs: Sequence[SampleOutput]) -> Json:
+    """Counts of all prompts and sequences."""
+    sampled = sum(sequence.tokens.size for output in outputs for sequence in output.sequences)
+    cached = sum(output.prompt_cache_hit_tokens for output in outputs)
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": sampled,
+        "total_tokens": prompt_tokens + sampled,
+        "prompt_tokens_details": {"cached_tokens": cached},
+    }
+
+
+def whole_answer(asked: Asked, named: Named, prompt_tokens: int, outputs: Sequence[SampleOutput]) -> Json:
+    """The answer to a request that is not streamed. Decodes, so call it in a thread."""
+    choices: list[Json] = []
+    for sequence in (sequence for output in outputs for sequence in output.sequences):
+        choice, drawn = Choice(asked, named.text, len(choices)), whole(sequence)
+        text, logprobs = choice.add(drawn)
+        content = {"message": {"role": "assistant", "content": text, "refusal": None}} if asked.chat else {"text": text}
+        choices.append({"index": choice.index, **content, "logprobs": logprobs, "finish_reason": choice.reason(drawn)})
+    return {**asked.head(chunk=False), "choices": choices, "usage": usage(prompt_tokens, outputs)}
+
+
+async def events(asked: Asked, named: Named, answer: Answer) -> AsyncIterator[bytes]:
+    """The events of a request that is streamed; one piece for all tokens that are there."""
+    choices: dict[int, Choice] = {}
+    head = asked.head(chunk=True) | ({"usage": None} if asked.with_usage else {})
+
+    def chunk(index: int, content: Mapping[str, Any], logprobs: Json | None, reason: str | None) -> bytes:
+        given = {"delta": content} if asked.chat else content
+        return event({**head, "choices": [{"index": index, **given, "logprobs": logprobs, "finish_reason": reason}]})
+
+    async for drawings in answer.drawings():
+        parts: list[bytes] = []
+        for drawing in drawings:
+            index = drawing.prompt * asked.num_samples + drawing.tokens.sample
+            choice = choices.setdefault(index, Choice(asked, named.text, index))
+            text, logprobs = choice.add(drawing.tokens)
+            reason = choice.reason(drawing.tokens)
+            if asked.chat and not choice.begun:
+                parts.append(chunk(index, {"role": "assistant", "content": ""}, None, None))
+            choice.begun = True
+            if text or logprobs is not None or (reason and not asked.chat):
+                end = None if asked.chat else reason
+                parts.append(chunk(index, {"content" if asked.chat else "text": text}, logprobs, end))
+            if asked.chat and reason:
+                parts.append(chunk(index, {}, None, reason))
+        if parts:
+            yield b"".join(parts)
+    if asked.with_usage:
+        counted = usage(answer.prompt_tokens(), await answer.outputs())
+        yield event({**head, "choices": [], "usage": counted})
+    yield DONE

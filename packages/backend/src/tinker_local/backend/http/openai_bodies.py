@@ -1,0 +1,177 @@
+"""The requests of OpenAI's API that are served. Anything else in them is refused by name.
+
+A parameter that would not change the answer may be sent: a label, or one that asks for what is done anyway.
+"""
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BeforeValidator, Field, ValidationError, model_validator
+from tinker_local.backend.http.endpoint_fields import Image, Label, ModelName, Unsupported, image_at, only
+from tinker_local.backend.rendering.text import ChatMessage, TemplateValue
+from tinker_local.types import Frozen, ModelInput, SamplingParams, user_message
+from tinker_local.types.base import TupleOf
+
+MAX_LIKELIEST = 20
+"""`top_logprobs`, as in OpenAI's API."""
+
+COMPLETION_TOKENS = 16
+"""`max_tokens` of a completion that gives none, as in OpenAI's API."""
+
+
+class TextPart(Frozen):
+    type: Literal["text"]
+    text: str
+
+
+class ImageUrl(Frozen):
+    url: Annotated[Image, BeforeValidator(image_at)]
+    detail: Literal["auto"] | None = None
+
+
+class ImagePart(Frozen):
+    type: Literal["image_url"]
+    image_url: ImageUrl
+
+
+def _as_parts(content: Any) -> Any:
+    return [{"type": "text", "text": content}] if isinstance(content, str) else content
+
+
+class Message(Frozen):
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Annotated[
+        TupleOf[Annotated[TextPart | ImagePart, Field(discriminator="type")]], BeforeValidator(_as_parts)
+    ]
+    name: Unsupported = None
+    tool_calls: Annotated[Any, only([])] = None
+    tool_call_id: Unsupported = None
+    function_call: Unsupported = None
+    refusal: Unsupported = None
+    audio: Unsupported = None
+    annotations: Annotated[Any, only([])] = None
+    reasoning_content: Unsupported = None
+
+    def as_chat(self) -> ChatMessage:
+        """As templates take it."""
+        parts = tuple(part.text if isinstance(part, TextPart) else part.image_url.url for part in self.content)
+        return ChatMessage("system" if self.role == "developer" else self.role, parts)
+
+
+class StreamOptions(Frozen):
+    include_usage: bool | None = None
+    include_obfuscation: Literal[False] | None = None
+
+
+class Body(Frozen):
+    """What both kinds of requests have. `top_k` is not OpenAI's, and has SamplingParams' meaning."""
+
+    model: ModelName
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    n: Annotated[int, Field(ge=1)] | None = None
+    stop: str | TupleOf[str] | None = None
+    seed: int | None = None
+    frequency_penalty: Annotated[Any, only(0)] = None
+    presence_penalty: Annotated[Any, only(0)] = None
+    repetition_penalty: Annotated[Any, only(1)] = None
+    min_p: Annotated[Any, only(0)] = None
+    logit_bias: Annotated[Any, only({})] = None
+    user: Label = None
+    metadata: Label = None
+
+    @model_validator(mode="after")
+    def _checked(self) -> Self:
+        self.params()
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options: only for stream=true")
+        return self
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """The texts of `stop`."""
+        return (self.stop,) if isinstance(self.stop, str) else self.stop or ()
+
+    def most_tokens(self) -> int | None:
+        """How many tokens may be sampled; None: up to the context."""
+        return self.max_tokens
+
+    def params(self) -> SamplingParams:
+        """As the sampler takes them; ValueError."""
+        given = {name: getattr(self, name) for name in ("temperature", "top_p", "top_k", "seed")}
+        given |= {"stop": self.stops or None, "max_tokens": self.most_tokens()}
+        try:
+            return SamplingParams.model_validate({name: value for name, value in given.items() if value is not None})
+        except ValidationError as error:
+            raise ValueError(user_message(error)) from None
+
+
+class ChatBody(Body):
+    """`POST chat/completions`."""
+
+    messages: Annotated[TupleOf[Message], Field(min_length=1)]
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LIKELIEST)] | None = None
+    chat_template_kwargs: dict[str, TemplateValue] | None = None
+    tools: Annotated[Any, only([])] = None
+    tool_choice: Annotated[Any, only("none")] = None
+    parallel_tool_calls: Annotated[Any, only(True, False)] = None
+    functions: Annotated[Any, only([])] = None
+    function_call: Annotated[Any, only("none")] = None
+    response_format: Annotated[Any, only({"type": "text"})] = None
+    modalities: Annotated[Any, only(["text"])] = None
+    reasoning_effort: Unsupported = None
+    verbosity: Unsupported = None
+    prediction: Unsupported = None
+    audio: Unsupported = None
+    web_search_options: Unsupported = None
+    store: Annotated[Any, only(False)] = None
+    service_tier: Annotated[Any, only("auto", "default")] = None
+    safety_identifier: Label = None
+    prompt_cache_key: Label = None
+
+    @model_validator(mode="after")
+    def _of_chat(self) -> Self:
+        if self.top_logprobs and not self.logprobs:
+            raise ValueError("top_logprobs: only with logprobs=true")
+        if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
+            raise ValueError(
+                f"max_tokens: {self.max_tokens} is not max_completion_tokens, {self.max_completion_tokens}; give one"
+            )
+        return self
+
+    def most_tokens(self) -> int | None:
+        """See `Body`."""
+        return self.max_completion_tokens or self.max_tokens
+
+
+def _as_prompts(prompt: Any) -> Any:
+    """One or several prompts, each a text or token ids, none of them empty; ValueError."""
+    given = prompt if isinstance(prompt, list) and prompt and type(prompt[0]) is not int else [prompt]
+    found: list[str | ModelInput] = []
+    for index, one in enumerate(given):
+        if not isinstance(one, str | list) or not one:
+            raise ValueError(f"[{index}] must be a text or a list of token ids, and not empty")
+        try:
+            found.append(one if isinstance(one, str) else ModelInput.from_ints(one))
+        except ValueError as error:
+            raise ValueError(f"[{index}]: {error}") from None
+    return tuple(found)
+
+
+class CompletionBody(Body):
+    """`POST completions`."""
+
+    prompt: Annotated[tuple[str | ModelInput, ...], BeforeValidator(_as_prompts)]
+    logprobs: Annotated[int, Field(ge=0, le=MAX_LIKELIEST)] | None = None
+    echo: Annotated[Any, only(False)] = None
+    best_of: Annotated[Any, only(1)] = None
+    suffix: Unsupported = None
+
+    def most_tokens(self) -> int | None:
+        """See `Body`."""
+        return self.max_tokens or COMPLETION_TOKENS

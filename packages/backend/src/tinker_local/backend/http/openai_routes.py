@@ -1,0 +1,90 @@
+"""OpenAI's API: models, chat completions, completions. `docs/endpoints.md` says what is served of it."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from fastapi import APIRouter, Request, Response
+from fastapi.responses import JSONResponse
+from tinker_local.backend.control.completions import Named, parse_model
+from tinker_local.backend.control.life_cycle import ControlPlane
+from tinker_local.backend.http.access import Backend, ToList, caller_of, check_readable
+from tinker_local.backend.http.bodies import parse
+from tinker_local.backend.http.event_stream import begun, unless_left
+from tinker_local.backend.http.openai_answers import Asked, events, whole_answer
+from tinker_local.backend.http.openai_bodies import Body, ChatBody, CompletionBody
+from tinker_local.backend.http.sampling_routes import body_limits
+from tinker_local.backend.threads import ENCODING
+from tinker_local.types import InvalidRequestError, ModelInput
+
+router = APIRouter(tags=["openai"])
+
+MOST_LISTED = 1000
+"""Checkpoints that `GET models` looks at, the newest."""
+
+
+@router.get("/models")
+async def models(backend: Backend, owned: ToList) -> dict[str, Any]:
+    """The base models, and the caller's sampler checkpoints."""
+    found = [{"id": name, "object": "model", "created": 0, "owned_by": "base"} for name in backend.models.names()]
+    records, _ = await backend.checkpoints.newest(MOST_LISTED, 0, owned)
+    for record in records:
+        if record.kind == "sampler_weights" and record.base_model in backend.models.names():
+            created = int(record.created_at.timestamp())
+            found.append({"id": record.tinker_path, "object": "model", "created": created, "owned_by": "checkpoint"})
+    return {"object": "list", "data": found}
+
+
+@router.post("/chat/completions")
+async def chat_completions(request: Request, backend: Backend) -> Response:
+    body = await parse(request, ChatBody, *body_limits(backend))
+    named = await model_of(request, backend, body.model)
+    messages = [message.as_chat() for message in body.messages]
+    prompt = await backend.completions.chat_prompt(named, messages, body.chat_template_kwargs or {})
+    return await _answered(request, backend, body, named, [prompt])
+
+
+@router.post("/completions")
+async def completions(request: Request, backend: Backend) -> Response:
+    body = await parse(request, CompletionBody, *body_limits(backend))
+    named = await model_of(request, backend, body.model)
+    most = backend.options.max_num_samples
+    if len(body.prompt) > most:
+        raise InvalidRequestError(f"prompt: {len(body.prompt)} prompts are more than this server's {most}")
+    prompts = [
+        await backend.completions.text_prompt(named, prompt) if isinstance(prompt, str) else prompt
+        for prompt in body.prompt
+    ]
+    return await _answered(request, backend, body, named, prompts)
+
+
+async def model_of(request: Request, backend: ControlPlane, name: str) -> Named:
+    """The model that a request names, if its caller may read it."""
+    _, path = parse_model(name)
+    if path is not None:
+        await check_readable(request, "model", path, None)
+    return await backend.completions.named(caller_of(request), name)
+
+
+async def _answered(
+    request: Request, backend: ControlPlane, body: Body, named: Named, prompts: Sequence[ModelInput]
+) -> Response:
+    asked, most = Asked.of(body), backend.options.max_num_samples
+    if asked.num_samples * len(prompts) > most:
+        raise InvalidRequestError(
+            f"n: {asked.num_samples} for {len(prompts)} prompts is more than this server's {most}"
+        )
+    answer = await backend.completions.sample(
+        named,
+        prompts,
+        body.params(),
+        num_samples=asked.num_samples,
+        likeliest=asked.likeliest or 0,
+        streamed=bool(body.stream),
+    )
+    if body.stream:
+        return await begun(request, events(asked, named, answer), answer.close)
+    try:
+        outputs = await unless_left(request, answer.outputs())
+        return JSONResponse(await ENCODING.run(whole_answer, asked, named, answer.prompt_tokens(), outputs))
+    finally:
+        answer.close()

@@ -1,0 +1,89 @@
+"""Text to chunks and token ids to text, for clients that have no tokenizer: the `TextCodec` protocol."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from tinker_local.types import Chunk, ModelInput
+
+Part = str | Chunk
+"""A piece of a message: text, or an image."""
+
+TemplateValue = str | int | float | bool
+"""Of a variable that a request gives to a chat template."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ChatMessage:
+    """One message of a conversation."""
+
+    role: str
+    parts: tuple[Part, ...]
+
+
+class TextCodec(Protocol):
+    """The tokenizer and the chat template of one base model. Worker threads call it, several at once.
+
+    Text in messages is data: special tokens that are written in it are encoded as plain characters, so that no message
+    can forge a turn or an image. Raises InvalidRequestError for what the template refuses.
+    """
+
+    def chat(
+        self, messages: Sequence[ChatMessage], variables: Mapping[str, TemplateValue], *, go_on: bool
+    ) -> ModelInput:
+        """A conversation, and the beginning of the model's reply. `variables`: of the template. `go_on`: the last
+        message is the beginning of the reply."""
+
+    def prompt(self, text: str) -> ModelInput:
+        """A text as Hugging Face's tokenizer encodes it: with the tokens that it puts first, and with special tokens
+        where they are written."""
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The text of `tokens`, without special tokens."""
+
+    def token(self, token: int) -> str:
+        """The text of one token, special or not; U+FFFD in place of bytes that end within a character."""
+
+
+class TextSoFar:
+    """The text of one sequence, whose tokens come in pieces. It ends before the first of `stops`.
+
+    `text`: what may be shown: not the beginning of what may become a stop, nor of a character whose bytes are not all
+    there. `stopped`: which of `stops` ended it.
+    """
+
+    def __init__(self, decode: Callable[[Sequence[int]], str], stops: Sequence[str]) -> None:
+        self._decode = decode
+        self._stops = stops
+        self._tokens: list[int] = []
+        self._begin = self._read = 0
+        self._held = ""
+        self.stopped: str | None = None
+
+    def add(self, tokens: Sequence[int], *, last: bool) -> str:
+        """Take more tokens; what can be shown now. `last`: there are no more."""
+        if self.stopped is not None:
+            return ""
+        self._tokens += tokens
+        self._held += self._new_text(last)
+        if found := [(at, -len(stop), stop) for stop in self._stops if (at := self._held.find(stop)) >= 0]:
+            end, _, self.stopped = min(found)
+            return self._held[:end]
+        kept = 0 if last else max((_overlap(self._held, stop) for stop in self._stops), default=0)
+        shown, self._held = self._held[: len(self._held) - kept], self._held[len(self._held) - kept :]
+        return shown
+
+    def _new_text(self, last: bool) -> str:
+        """What follows from the tokens that were not read. A tokenizer decodes some tokens differently at the beginning
+        of a text, so they are decoded behind those before."""
+        before = self._decode(self._tokens[self._begin : self._read])
+        text = self._decode(self._tokens[self._begin :])
+        if not last and (text.endswith("\ufffd") or len(text) <= len(before)):
+            return ""
+        self._begin, self._read = self._read, len(self._tokens)
+        return text[len(before) :]
+
+
+def _overlap(text: str, stop: str) -> int:
+    """The length of the longest end of `text` that begins `stop`."""
+    return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)

@@ -1,0 +1,425 @@
+"""OpenAI's own client against this server: chat, completions, streams, images, logprobs, and what is refused."""
+
+import base64
+import io
+import json
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import httpx
+import openai
+import pytest
+import tinker
+from PIL import Image
+from tinker_local.backend import BackendOptions, InProcessBackend, ModelSource
+from tinker_local.backend.fakes import FakeModel, FakeRenderer, FakeText, FakeTrainer
+from tinker_local.backend.http.server import LoopbackServer
+from tinker_local.backend.models.served_models import Engines
+
+from tests.http.conftest import WatchedSampler
+
+MODEL = "fake/bigram"
+HI: Any = [{"role": "user", "content": "hi"}]
+
+
+class HeldSampler(WatchedSampler):
+    """`hold_drawn` as `hold`, after each token that is streamed."""
+
+    hold_drawn = threading.Event()
+    hold_drawn.set()
+
+    def _sample(self, work: Any, weights: Any, cancelled: threading.Event) -> Any:
+        def drawn(tokens: Any) -> None:
+            work.drawn(tokens)
+            while not self.hold_drawn.wait(0.01) and not cancelled.is_set():
+                pass
+
+        return super()._sample(work if work.drawn is None else replace(work, drawn=drawn), weights, cancelled)
+
+
+@pytest.fixture(scope="module")
+def backend(tmp_path_factory: pytest.TempPathFactory) -> InProcessBackend:
+    def load(source: ModelSource, options: BackendOptions) -> Engines:
+        model = FakeModel(source.name)
+        return Engines(
+            FakeRenderer(model), FakeTrainer(model), HeldSampler(model), "fake", tolerance=1e-4, text=FakeText(model)
+        )
+
+    return InProcessBackend(
+        [ModelSource(MODEL, MODEL)], BackendOptions(data_dir=tmp_path_factory.mktemp("data")), load=load
+    )
+
+
+@pytest.fixture(scope="module")
+def server(backend: InProcessBackend) -> Iterator[LoopbackServer]:
+    served = backend.serve_in_thread()
+    yield served
+    served.close()
+
+
+@pytest.fixture(scope="module")
+def client(server: LoopbackServer) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{server.url}/oai/api/v1", api_key=server.api_key, max_retries=0) as one:
+        yield one
+
+
+def png(colour: str = "red", side: int = 32) -> str:
+    buffer = io.BytesIO()
+    Image.new("RGB", (side, side), colour).save(buffer, "PNG")
+    return base64.b64encode(buffer.getvalue()).decode()
+
+
+def sampled(server: LoopbackServer, prompt: str, path: str | None = None, **params: Any) -> Any:
+    """What the SDK samples."""
+    with tinker.ServiceClient(base_url=server.url, api_key=server.api_key) as service:
+        named = {"base_model": MODEL} if path is None else {"model_path": path}
+        client = service.create_sampling_client(**named)
+        tokens = tinker.ModelInput.from_ints([ord(character) for character in prompt])
+        return client.sample(tokens, 1, tinker.SamplingParams(**params)).result().sequences[0]
+
+
+def test_chat_is_what_the_sdk_samples_with_equal_logprobs_on_fakes(
+    client: openai.OpenAI, server: LoopbackServer
+) -> None:
+    said = client.chat.completions.create(
+        model=MODEL, messages=HI, seed=7, temperature=0.7, max_tokens=12, logprobs=True, top_logprobs=3
+    )
+    same = sampled(server, "user:hi\nassistant:", seed=7, temperature=0.7, max_tokens=12)
+    (choice,) = said.choices
+    assert choice.logprobs is not None
+    assert choice.logprobs.content is not None
+    assert [entry.token for entry in choice.logprobs.content] == [chr(token) for token in same.tokens]
+    assert [entry.logprob for entry in choice.logprobs.content] == pytest.approx(list(same.logprobs), abs=1e-6)
+    for entry in choice.logprobs.content:
+        assert len(entry.top_logprobs) == 3
+        assert entry.logprob <= entry.top_logprobs[0].logprob
+        assert bytes(entry.bytes or []).decode() == entry.token
+    assert choice.message.content == "".join(chr(token) for token in same.tokens if token)
+    assert choice.finish_reason == same.stop_reason
+    assert said.usage is not None
+    assert (said.usage.prompt_tokens, said.usage.completion_tokens) == (len("user:hi\nassistant:"), len(same.tokens))
+
+
+@pytest.mark.mutation(
+    "top-logprobs-dropped-from-streams",
+    "fake_sampler.py",
+    "        rows = self.likeliest[-1:]\n",
+    "        rows = []\n",
+)
+@pytest.mark.mutation(
+    "stream-without-its-last-tokens",
+    "completions.py",
+    "            ended = all(operation.done for operation in self.operations)\n",
+    "            ended = True\n",
+)
+def test_stream_has_the_same_text_logprobs_and_usage_as_the_whole_answer_on_fakes(client: openai.OpenAI) -> None:
+    asked: Any = {
+        "model": MODEL,
+        "messages": HI,
+        "seed": 3,
+        "max_tokens": 40,
+        "n": 3,
+        "logprobs": True,
+        "top_logprobs": 2,
+    }
+    whole = client.chat.completions.create(**asked)
+    texts: dict[int, str] = {}
+    logprobs: dict[int, list[Any]] = {}
+    reasons: dict[int, str] = {}
+    roles: dict[int, Any] = {}
+    *chunks, last = client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True})
+    for chunk in chunks:
+        (choice,) = chunk.choices
+        index = choice.index
+        assert chunk.usage is None
+        roles.setdefault(index, choice.delta.role)
+        texts[index] = texts.get(index, "") + (choice.delta.content or "")
+        if choice.logprobs is not None:
+            logprobs[index] = logprobs.get(index, []) + (choice.logprobs.content or [])
+        if choice.finish_reason:
+            assert index not in reasons
+            reasons[index] = choice.finish_reason
+    assert last.choices == []
+    assert last.usage == whole.usage
+    for choice in whole.choices:
+        assert roles[choice.index] == "assistant"
+        assert texts[choice.index] == choice.message.content
+        assert reasons[choice.index] == choice.finish_reason
+        assert choice.logprobs is not None
+        assert logprobs[choice.index] == choice.logprobs.content
+    assert len({choice.message.content for choice in whole.choices}) == 3
+
+
+def test_completions_of_several_prompts_on_fakes(client: openai.OpenAI, server: LoopbackServer) -> None:
+    prompts: Any = ["ab", "cd"]
+    asked: Any = {"model": MODEL, "seed": 5, "max_tokens": 6, "n": 2, "logprobs": 2}
+    found = client.completions.create(prompt=prompts, **asked)
+    same = sampled(server, "cd", seed=5, max_tokens=6)
+    assert [choice.index for choice in found.choices] == [0, 1, 2, 3]
+    third = found.choices[2].logprobs
+    assert third is not None
+    assert third.tokens == [chr(token) for token in same.tokens]
+    assert third.token_logprobs == pytest.approx(list(same.logprobs), abs=1e-6)
+    assert third.top_logprobs is not None
+    assert all(2 <= len(top) <= 3 for top in third.top_logprobs)
+    streamed = dict.fromkeys(range(4), "")
+    for chunk in client.completions.create(prompt=prompts, **asked, stream=True):
+        streamed[chunk.choices[0].index] += chunk.choices[0].text
+    assert streamed == {choice.index: choice.text for choice in found.choices}
+    tokens = client.completions.create(model=MODEL, prompt=[ord("c"), ord("d")], seed=5, max_tokens=6)
+    assert tokens.choices[0].text == found.choices[2].text
+    short = client.completions.create(model=MODEL, prompt="ab", temperature=0, extra_body={"top_k": 1})
+    assert short.usage is not None
+    assert short.usage.completion_tokens <= 16
+
+
+def test_images_are_read_on_fakes(client: openai.OpenAI) -> None:
+    def ask(colour: str) -> Any:
+        url = f"data:image/png;base64,{png(colour)}"
+        content: Any = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "what?"}]
+        return client.chat.completions.create(
+            model=MODEL, messages=[{"role": "user", "content": content}], seed=1, max_tokens=8
+        )
+
+    red, blue = ask("red"), ask("blue")
+    assert red.usage.prompt_tokens == len("user:what?\nassistant:") + 1
+    assert red.choices[0].message.content != blue.choices[0].message.content
+
+
+@pytest.mark.mutation(
+    "stop-texts-shown-in-streams",
+    "rendering/text.py",
+    "        kept = 0 if last else max(",
+    "        kept = 0 if True else max(",
+)
+def test_stop_texts_are_cut_off_wherever_tokens_end_on_fakes(client: openai.OpenAI) -> None:
+    asked: Any = {"model": MODEL, "messages": HI, "seed": 4, "max_tokens": 30}
+    text = client.chat.completions.create(**asked).choices[0].message.content or ""
+    assert len(text) > 6
+    for stop in (text[3:6], [text[4], "never"]):
+        first = min(text.find(one) for one in ([stop] if isinstance(stop, str) else stop) if one in text)
+        whole = client.chat.completions.create(**asked, stop=stop).choices[0]
+        assert (whole.message.content, whole.finish_reason) == (text[:first], "stop")
+        pieces = [
+            c.choices[0].delta.content or "" for c in client.chat.completions.create(**asked, stop=stop, stream=True)
+        ]
+        assert "".join(pieces) == text[:first]
+
+
+def test_checkpoints_answer_under_their_paths_and_are_listed_on_fakes(
+    client: openai.OpenAI, server: LoopbackServer
+) -> None:
+    with tinker.ServiceClient(base_url=server.url, api_key=server.api_key) as service:
+        training = service.create_lora_training_client(MODEL, rank=4, seed=1)
+        target: Any = {"target_tokens": [65]}
+        data = [tinker.Datum(model_input=tinker.ModelInput.from_ints([58]), loss_fn_inputs=target)]
+        for _ in range(3):
+            training.forward_backward(data, "cross_entropy")
+            training.optim_step(tinker.AdamParams(learning_rate=0.5)).result()
+        path = training.save_weights_for_sampler("one").result().path
+        state = training.save_state("two").result().path
+    for name in (path, f"{MODEL};{path}"):
+        said = client.chat.completions.create(model=name, messages=HI, temperature=0, max_tokens=1)
+        assert said.model == name
+        assert said.choices[0].message.content == "A"
+    listed = {model.id for model in client.models.list()}
+    assert {MODEL, path} <= listed
+    assert state not in listed
+    for name in (state, f"other/base;{path}", "tinker://unknown/sampler_weights/x"):
+        with pytest.raises(openai.APIStatusError) as refused:
+            client.chat.completions.create(model=name, messages=HI)
+        assert refused.value.status_code in (400, 404)
+        assert refused.value.param == "model", refused.value.message
+
+
+@pytest.mark.mutation(
+    "unsupported-fields-of-openai-ignored",
+    "endpoint_fields.py",
+    "        if value is not None and value not in without_effect:\n",
+    "        if False:\n",
+)
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"frequency_penalty": 0.5}, "frequency_penalty"),
+        ({"logit_bias": {"5": 1}}, "logit_bias"),
+        ({"reasoning_effort": "low"}, "reasoning_effort"),
+        ({"extra_body": {"guided_json": {}}}, "guided_json"),
+        ({"top_logprobs": 3}, "top_logprobs"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"temperature": -1}, "temperature"),
+        ({"n": 100000}, "n"),
+        ({"stop": ["x"] * 65}, "stop"),
+        ({"stop": [""]}, "stop"),
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "tool", "content": "x", "tool_call_id": "1"}]}, "messages[0].role"),
+        ({"messages": [{"role": "robot", "content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"role": "user", "content": "x" * 300000}]}, "messages"),
+        ({"extra_body": {"chat_template_kwargs": {"never": 1}}}, "chat_template_kwargs"),
+    ],
+)
+def test_what_is_not_served_is_refused_by_name_on_fakes(
+    client: openai.OpenAI, fields: dict[str, Any], param: str
+) -> None:
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.chat.completions.create(**{"model": MODEL, "messages": HI, **fields})
+    assert refused.value.param == param, refused.value.message
+    assert refused.value.type == "invalid_request_error"
+
+
+@pytest.mark.parametrize(
+    ("url", "reason"),
+    [
+        ("data:image/png;base64,!!!", "not base64"),
+        ("data:image/png;base64,aGVsbG8=", "neither a PNG nor a JPEG"),
+        (f"data:image/gif;base64,{png()}", "'image/gif' is not"),
+        (f"data:image/jpeg;base64,{png()}", "is a png file"),
+        ("data:image/png,abc", "base64"),
+        (f"data:image/png;base64,{png()[:60]}", "cannot be decoded"),
+        ("http://127.0.0.1/secret.png", "reads no images by name"),
+        ("file:///etc/passwd.png", "reads no images by name"),
+        ("https://example.com/picture", "must end with"),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_bad_images_are_refused_before_a_stream_begins_on_fakes(
+    client: openai.OpenAI, url: str, reason: str, stream: bool
+) -> None:
+    content: Any = [{"type": "image_url", "image_url": {"url": url}}]
+    with pytest.raises(openai.BadRequestError, match=reason):
+        client.chat.completions.create(model=MODEL, messages=[{"role": "user", "content": content}], stream=stream)
+
+
+def test_harmless_parameters_of_clients_are_taken_on_fakes(client: openai.OpenAI) -> None:
+    said = client.chat.completions.create(
+        model=MODEL,
+        messages=[{"role": "developer", "content": "be"}, {"role": "assistant", "content": "a", "refusal": None}, *HI],
+        frequency_penalty=0,
+        presence_penalty=0,
+        user="me",
+        tools=[],
+        response_format={"type": "text"},
+        parallel_tool_calls=True,
+        stop=[],
+        max_tokens=2,
+    )
+    assert said.usage is not None
+    assert said.usage.prompt_tokens == len("system:be\nassistant:a\nuser:hi\nassistant:")
+
+
+def test_errors_have_openais_shape_on_fakes(client: openai.OpenAI, server: LoopbackServer) -> None:
+    with pytest.raises(openai.NotFoundError) as unknown:
+        client.chat.completions.create(model="no/model", messages=HI)
+    assert unknown.value.param == "model"
+    assert MODEL in unknown.value.message
+    wrong = client.with_options(api_key="tml-wrong-key-0000")
+    with pytest.raises(openai.AuthenticationError) as refused:
+        wrong.models.list()
+    assert refused.value.code == "invalid_api_key"
+    with pytest.raises(openai.NotFoundError, match="there is no POST"):
+        client.embeddings.create(model=MODEL, input="x")
+    long = "Prompt length plus max_tokens exceeds the model's context window"
+    with pytest.raises(openai.BadRequestError, match=long):
+        client.chat.completions.create(model=MODEL, messages=HI, max_tokens=100000)
+    with httpx.Client(trust_env=False, headers={"Authorization": f"Bearer {server.api_key}"}) as http:
+        broken = http.post(f"{client.base_url}chat/completions", content=b"{")
+    assert broken.status_code == 400
+    assert broken.json()["error"]["type"] == "invalid_request_error"
+
+
+def samples_kept(backend: InProcessBackend) -> int:
+    """Samples of endpoints in flight, and results that a client could still read."""
+    (own,) = backend.completions._owners.values()
+    return sum(request_id.startswith(f"{own.session_id}:") for request_id in list(backend.operations._by_id))
+
+
+@pytest.mark.mutation(
+    "client-that-left-is-served-on",
+    "completions.py",
+    "            if not operation.done:\n",
+    "            if False:\n",
+)
+def test_tokens_come_as_they_are_drawn_and_a_client_that_leaves_frees_its_place_on_fakes(
+    client: openai.OpenAI, backend: InProcessBackend, eventually: Callable[..., None]
+) -> None:
+    (model,) = backend.models.distinct()
+    before = model.counts.samples
+    asked: Any = {"model": MODEL, "messages": HI, "seed": 4, "n": 8}
+    HeldSampler.hold_drawn.clear()
+    try:
+        stream = client.chat.completions.create(**asked, stream=True)
+        next(iter(stream))
+        assert model.sample_turns.sequences == 8
+        stream.close()
+        eventually(lambda: model.sample_turns.sequences == 0 and not samples_kept(backend))
+    finally:
+        HeldSampler.hold_drawn.set()
+    assert model.counts.samples == before
+
+
+def test_a_client_that_gives_up_frees_its_place_on_fakes(
+    client: openai.OpenAI, backend: InProcessBackend, eventually: Callable[..., None]
+) -> None:
+    (model,) = backend.models.distinct()
+    held: Any = model.engines.sampler._sampler  # type: ignore[attr-defined]
+    held.hold.clear()
+    try:
+        with pytest.raises(openai.APITimeoutError):
+            client.chat.completions.create(model=MODEL, messages=HI, timeout=0.5)
+        eventually(lambda: model.sample_turns.sequences == 0 and not samples_kept(backend))
+    finally:
+        held.hold.set()
+
+
+@pytest.mark.mutation(
+    "results-of-endpoints-kept",
+    "completions.py",
+    "            self._all.forget(operation.request_id)\n",
+    "            pass\n",
+)
+def test_results_of_endpoints_are_not_kept_on_fakes(
+    client: openai.OpenAI, backend: InProcessBackend, eventually: Callable[..., None]
+) -> None:
+    client.chat.completions.create(model=MODEL, messages=HI, max_tokens=2)
+    list(client.chat.completions.create(model=MODEL, messages=HI, max_tokens=2, stream=True))
+    eventually(lambda: not samples_kept(backend))
+
+
+def test_v1_is_the_same_api_on_fakes(client: openai.OpenAI, server: LoopbackServer) -> None:
+    there = client.with_options(base_url=f"{server.url}/v1")
+    assert there.models.list().data[0].id == MODEL
+    asked: Any = {"model": MODEL, "messages": HI, "seed": 1}
+    same = [one.chat.completions.create(**asked).choices for one in (client, there)]
+    assert same[0] == same[1]
+    assert there.completions.create(model=MODEL, prompt="a").choices
+
+
+def test_stream_is_server_sent_events_that_end_with_done_on_fakes(
+    client: openai.OpenAI, server: LoopbackServer
+) -> None:
+    body = {"model": MODEL, "messages": HI, "max_tokens": 3, "stream": True}
+    with httpx.Client(trust_env=False, headers={"Authorization": f"Bearer {server.api_key}"}) as http:
+        answer = http.post(f"{client.base_url}chat/completions", json=body)
+    assert answer.headers["content-type"].startswith("text/event-stream")
+    *events, done, rest = answer.text.split("\n\n")
+    assert (done, rest) == ("data: [DONE]", "")
+    assert all(json.loads(each.removeprefix("data: "))["object"] == "chat.completion.chunk" for each in events)
+
+
+@pytest.fixture
+def eventually() -> Callable[..., None]:
+    """Wait until a condition holds."""
+
+    def wait(condition: Callable[[], bool], seconds: float = 60) -> None:
+        pause = threading.Event()
+        for _ in range(int(seconds / 0.01)):
+            if condition():
+                return
+            pause.wait(0.01)
+        pytest.fail("it never came true")
+
+    return wait
