@@ -622,8 +622,10 @@ MISTAKES = (
         "endpoints",
         "A stream differs from the whole answer, shows what belongs to a stop, or goes on when its client has left",
         "stream-without-its-last-tokens top-logprobs-dropped-from-streams stop-texts-shown-in-streams "
-        "client-that-left-is-served-on results-of-endpoints-kept",
+        "client-that-left-is-served-on results-of-endpoints-kept unread-streams-go-on streams-begin-again "
+        "tokens-of-processes-not-told",
         (
+            "http/test_http_streams_on_fakes.py::test_examples_of_the_page_run_on_fakes",
             "http/test_openai_on_fakes.py::test_chat_is_what_the_sdk_samples_with_equal_logprobs_on_fakes",
             "e2e/test_endpoints_on_real_models.py::"
             "test_answers_have_the_sdks_tokens_and_logprobs_with_an_image_and_an_adapter",
