@@ -253,6 +253,7 @@ def test_checkpoints_answer_under_their_paths_and_are_listed_on_fakes(
         ({"max_tokens": 0}, "max_tokens"),
         ({"temperature": -1}, "temperature"),
         ({"n": 100000}, "n"),
+        ({"n": 1024, "logprobs": True, "top_logprobs": 20}, "logprobs"),
         ({"stop": ["x"] * 65}, "stop"),
         ({"stop": [""]}, "stop"),
         ({"messages": []}, "messages"),

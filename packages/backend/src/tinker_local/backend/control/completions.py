@@ -33,7 +33,10 @@ from tinker_local.types import (
 SESSION_NAME = "OpenAI and Anthropic endpoints"
 """The display name of an owner's session."""
 
-CHARACTERS_OF_A_POSITION = 64
+AT_ONCE = 64
+"""Pieces of an answer that are made into text before the event loop goes on with others."""
+
+CHARACTERS_OF_A_POSITION = 32
 """A text with more characters for each position of the context cannot fit, and is not encoded to see it."""
 
 
@@ -100,7 +103,7 @@ class Answer:
             self._loop.call_soon_threadsafe(self._news.set)
 
     async def drawings(self) -> AsyncIterator[list[Drawing]]:
-        """All tokens, as many at a time as there are. Raises the error of a sample that failed."""
+        """All tokens, up to `AT_ONCE` pieces at a time. Raises the error of a sample that failed."""
         for operation in self.operations:
             operation.when_done(lambda _: self._news.set())
         while True:
@@ -108,14 +111,15 @@ class Answer:
             failed = any(operation.failed for operation in self.operations)
             self._told = False
             self._news.clear()
-            if found := [self._drawn.popleft() for _ in range(len(self._drawn))]:
+            if found := [self._drawn.popleft() for _ in range(min(AT_ONCE, len(self._drawn)))]:
                 yield found
+                await asyncio.sleep(0)
+                continue
             if failed:
                 await self.outputs()
             if ended:
                 return
-            if not found:
-                await self._news.wait()
+            await self._news.wait()
 
     async def outputs(self) -> list[SampleOutput]:
         """The result for each prompt; if one fails, raises its error."""

@@ -1,5 +1,6 @@
 """The answers of OpenAI's API: texts, logprobs and usage of samples, whole or as they are drawn."""
 
+import json
 import secrets
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -12,6 +13,9 @@ from tinker_local.backend.http.openai_bodies import Body, ChatBody
 from tinker_local.backend.rendering.text import TextCodec, TextSoFar
 from tinker_local.backend.sampling.sampler import DrawnTokens
 from tinker_local.types import SampledSequence, SampleOutput
+
+MAX_CELLS = 2**19
+"""Logprobs in an answer that is not streamed: each takes some hundred bytes of JSON."""
 
 DONE = b"data: [DONE]\n\n"
 
@@ -124,15 +128,17 @@ def usage(prompt_tokens: int, outputs: Sequence[SampleOutput]) -> Json:
     }
 
 
-def whole_answer(asked: Asked, named: Named, prompt_tokens: int, outputs: Sequence[SampleOutput]) -> Json:
-    """The answer to a request that is not streamed. Decodes, so call it in a thread."""
+def whole_answer(asked: Asked, named: Named, prompt_tokens: int, outputs: Sequence[SampleOutput]) -> bytes:
+    """The JSON of the answer to a request that is not streamed. Call it in a thread: it may take seconds, in which
+    others run (so not `json.dumps`, which keeps the GIL)."""
     choices: list[Json] = []
     for sequence in (sequence for output in outputs for sequence in output.sequences):
         choice, drawn = Choice(asked, named.text, len(choices)), whole(sequence)
         text, logprobs = choice.add(drawn)
         content = {"message": {"role": "assistant", "content": text, "refusal": None}} if asked.chat else {"text": text}
         choices.append({"index": choice.index, **content, "logprobs": logprobs, "finish_reason": choice.reason(drawn)})
-    return {**asked.head(chunk=False), "choices": choices, "usage": usage(prompt_tokens, outputs)}
+    answer = {**asked.head(chunk=False), "choices": choices, "usage": usage(prompt_tokens, outputs)}
+    return "".join(json.JSONEncoder(separators=(",", ":")).iterencode(answer)).encode("utf-8", "replace")
 
 
 async def events(asked: Asked, named: Named, answer: Answer) -> AsyncIterator[bytes]:

@@ -4,13 +4,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
-from fastapi.responses import JSONResponse
 from tinker_local.backend.control.completions import Named, parse_model
 from tinker_local.backend.control.life_cycle import ControlPlane
 from tinker_local.backend.http.access import Backend, ToList, caller_of, check_readable
 from tinker_local.backend.http.bodies import parse
 from tinker_local.backend.http.event_stream import begun, unless_left
-from tinker_local.backend.http.openai_answers import Asked, events, whole_answer
+from tinker_local.backend.http.openai_answers import MAX_CELLS, Asked, events, whole_answer
 from tinker_local.backend.http.openai_bodies import Body, ChatBody, CompletionBody
 from tinker_local.backend.http.sampling_routes import body_limits
 from tinker_local.backend.threads import ENCODING
@@ -69,6 +68,14 @@ async def _answered(
     request: Request, backend: ControlPlane, body: Body, named: Named, prompts: Sequence[ModelInput]
 ) -> Response:
     asked, most = Asked.of(body), backend.options.max_num_samples
+    if asked.likeliest is not None and not body.stream:
+        tokens = body.most_tokens() or named.base.max_context_length
+        cells = asked.num_samples * len(prompts) * tokens * (1 + asked.likeliest)
+        if cells > MAX_CELLS:
+            raise InvalidRequestError(
+                f"logprobs: {asked.num_samples * len(prompts)} choices of up to {tokens} tokens with "
+                f"{asked.likeliest} others are {cells} logprobs, more than {MAX_CELLS}; give max_tokens, or stream=true"
+            )
     if asked.num_samples * len(prompts) > most:
         raise InvalidRequestError(
             f"n: {asked.num_samples} for {len(prompts)} prompts is more than this server's {most}"
@@ -85,6 +92,7 @@ async def _answered(
         return await begun(request, events(asked, named, answer), answer.close)
     try:
         outputs = await unless_left(request, answer.outputs())
-        return JSONResponse(await ENCODING.run(whole_answer, asked, named, answer.prompt_tokens(), outputs))
+        content = await ENCODING.run(whole_answer, asked, named, answer.prompt_tokens(), outputs)
+        return Response(content, media_type="application/json")
     finally:
         answer.close()

@@ -6,6 +6,12 @@ from typing import Protocol
 
 from tinker_local.types import Chunk, ModelInput
 
+CHARACTER_BYTES = 4
+"""Most bytes of a character in UTF-8; a token has at least one."""
+
+MOST_UNREAD = 16
+"""Tokens that may wait for the rest of a character. A model may draw bytes that never become one."""
+
 Part = str | Chunk
 """A piece of a message: text, or an image."""
 
@@ -76,12 +82,22 @@ class TextSoFar:
     def _new_text(self, last: bool) -> str:
         """What follows from the tokens that were not read. A tokenizer decodes some tokens differently at the beginning
         of a text, so they are decoded behind those before."""
-        before = self._decode(self._tokens[self._begin : self._read])
+        before, end = self._decode(self._tokens[self._begin : self._read]), len(self._tokens)
         text = self._decode(self._tokens[self._begin :])
         if not last and (text.endswith("\ufffd") or len(text) <= len(before)):
-            return ""
-        self._begin, self._read = self._read, len(self._tokens)
+            if end - self._read <= MOST_UNREAD:
+                return ""
+            end, text = self._settled(text)
+        self._begin, self._read = self._read, end
         return text[len(before) :]
+
+    def _settled(self, text: str) -> tuple[int, str]:
+        """How many tokens may be read of many that are no text: up to the end of a character in `text`, which none of
+        the tokens to come changes."""
+        for end in range(len(self._tokens) - CHARACTER_BYTES, self._read, -1):
+            if text.startswith(found := self._decode(self._tokens[self._begin : end])):
+                return end, found
+        return len(self._tokens), text
 
 
 def _overlap(text: str, stop: str) -> int:
