@@ -3,6 +3,7 @@
 import itertools
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import lru_cache
 from typing import Any
 
@@ -27,9 +28,10 @@ class HFText:
     """Implements `rendering.text.TextCodec`. `images`: the ids that mark an image; None for a text model."""
 
     def __init__(self, tokenizer: Any, images: ImageTokens | None = None, template: str | None = None) -> None:
-        """`template`: instead of the tokenizer's."""
+        """`template`: instead of the tokenizer's, which may have several; then it is the default one."""
         self._tokenizer = tokenizer
-        self._template = template or tokenizer.chat_template
+        self._template = template
+        self._has_template = bool(template or tokenizer.chat_template)
         self._image_token = None if images is None else str(tokenizer.convert_ids_to_tokens(images.pad))
         added = getattr(tokenizer, "added_tokens_decoder", {}).values()
         special = {*tokenizer.all_special_tokens, *(token.content for token in added if token.special), _OPEN, _CLOSE}
@@ -50,14 +52,15 @@ class HFText:
             return None
         template = None
         if images is not None and tokenizer.chat_template is None:
-            template = getattr(AutoProcessor.from_pretrained(model), "chat_template", None)
+            with suppress(OSError, ValueError):  # it has no processor
+                template = getattr(AutoProcessor.from_pretrained(model), "chat_template", None)
         return cls(tokenizer, images, template)
 
     def chat(
         self, messages: Sequence[ChatMessage], variables: Mapping[str, TemplateValue], *, go_on: bool
     ) -> ModelInput:
         """See `TextCodec`."""
-        if not self._template:
+        if not self._has_template:
             raise InvalidRequestError("messages: this base model has no chat template; use completions with a prompt")
         if taken := RESERVED & variables.keys():
             raise InvalidRequestError(f"chat_template_kwargs: {', '.join(sorted(taken))} cannot be set")

@@ -92,7 +92,7 @@ class TextSoFar:
         return text[len(before) :]
 
     def _settled(self, text: str) -> tuple[int, str]:
-        """How many tokens may be read of many that are no text: up to the end of a character in `text`, which none of
+        """How many tokens may be read of many without text: up to the end of a character in `text`, which none of
         the tokens to come changes."""
         for end in range(len(self._tokens) - CHARACTER_BYTES, self._read, -1):
             if text.startswith(found := self._decode(self._tokens[self._begin : end])):
