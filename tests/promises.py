@@ -571,6 +571,12 @@ MISTAKES = (
     ),
     Promise(
         "operation",
+        "GPUs are idle or taken unasked: those not named, one without room, one that is not there; and no line says so",
+        "one-gpu-of-many gpus-of-the-other-engine-taken busy-gpu-stops-the-start layout-not-said "
+        "missing-gpu-refused-without-those-there",
+    ),
+    Promise(
+        "operation",
         "A sampler in a process keeps what is not needed: cancelled samples, versions, memory of other results",
         "cancelled-samples-run-on unwritten-version-sent-each-time large-messages-joined",
     ),

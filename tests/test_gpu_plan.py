@@ -8,12 +8,8 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tinker_local.backend.models import load_engines
 from tinker_local.backend.models.gpu_plan import GATHERED, ModelSizes, StepSize, plan_gpu, step_sizes
-from tinker_local.backend.models.load_engines import check_shard, sharded_if_needed, sized_for_gpus
-from tinker_local.backend.options import BackendOptions
 from tinker_local.backend.training.recompute_policy import ActivationMemory, LayerMemory
-from tinker_local.backend.vllm_engine.build_engine import EngineOptions
 
 GIB = 2**30
 EIGHT = ModelSizes(
@@ -180,100 +176,3 @@ def test_a_rank_that_shares_the_layers_holds_its_part_three_layers_and_all_else(
     with pytest.raises(ValueError, match=r"so do more GPUs that train and share the layers \(--train-gpus, --shard\)"):
         plan(THIRTY_TWO, 80, samples=False, context=8192, max_rank=32)
     assert plan(THIRTY_TWO, 80, samples=False, context=8192, max_rank=32, ranks=2).activations > 10 * GIB
-
-
-@pytest.mark.mutation("shard-choice-ignored", "load_engines.py", 'if options.shard != "always":', "if True:")
-def test_layers_are_shared_by_choice_or_if_whole_ones_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    least = 1
-
-    def sized(config: Any, engine: Any, options: Any, *, shards: int = 1) -> Any:
-        if shards < least:
-            raise ValueError("does not fit")
-        return [engine], shards
-
-    monkeypatch.setattr(load_engines, "sized_for_gpus", sized)
-
-    def found(shard: Any, *gpus: int) -> Any:
-        engine: Any = "engine"
-        return sharded_if_needed(None, engine, BackendOptions(train_gpus=gpus, shard=shard))[1:]
-
-    assert found("auto", 0, 1) == found("auto") == found("never", 0, 1) == (1, False)
-    assert found("always", 0, 1, 2) == (3, True)
-    least = 2
-    assert found("auto", 0, 1) == (2, True)
-    for shard, gpus in (("never", (0, 1)), ("auto", (0,))):
-        with pytest.raises(ValueError, match="does not fit"):
-            found(shard, *gpus)
-    with pytest.raises(ValueError, match=r"^--shard always: --train-gpus has to name two GPUs or more$"):
-        check_shard(BackendOptions(train_gpus=(0,), shard="always"))
-
-
-@pytest.mark.mutation("sampler-alone-shares-its-gpu", "load_engines.py", "trains=gpu in train_gpus,", "trains=True,")
-def test_each_replica_gets_the_cache_that_fits_its_gpu_and_sleeps_only_beside_the_trainer(
-    tiny_models: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import torch
-    from transformers import AutoConfig
-
-    free = {0: 40 * GIB, 1: 20 * GIB, 2: 12 * GIB}
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda gpu: (free[gpu], 80 * GIB))
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda gpu: "NVIDIA H100 80GB HBM3")
-    folder = str(tiny_models["tiny/text"])
-    config = AutoConfig.from_pretrained(folder)
-    config.max_position_embeddings = 2**20
-    engine = EngineOptions(folder, dtype="bfloat16", max_rank=8, sleeps=True)
-
-    def sized(*gpus: int, train: tuple[int, ...] = (), **changes: Any) -> Any:
-        options = BackendOptions(train_gpus=train, sample_gpus=gpus, gpu_memory_utilization=1.0, max_rank=8)
-        return sized_for_gpus(config, dataclasses.replace(engine, **changes), options)
-
-    (alone,), trains_beside = sized()
-    assert (alone, trains_beside) == (sized(0)[0][0], sized(0)[1])
-    beside, one, two = (engines := sized(0, 1, 2)[0])
-    assert beside.kv_cache_bytes == alone.kv_cache_bytes
-    assert 12 * GIB < one.kv_cache_bytes < 20 * GIB
-    assert two.kv_cache_bytes < 12 * GIB < one.kv_cache_bytes
-    assert {each.max_sequences for each in engines} == {two.max_sequences}
-    assert [each.sleeps for each in engines] == [True] * 3
-    (apart, _), trains_alone = sized(1, 2)
-    assert not apart.sleeps
-    assert apart.kv_cache_bytes == one.kv_cache_bytes
-    assert trains_alone > trains_beside
-    assert sized(0, train=(0, 1))[1] == trains_beside, "each rank has the limit of the one with the least memory"
-    assert sized(0, train=(1, 2))[1] < sized(0, train=(1,))[1]
-    assert [each.sleeps for each in sized(0, 1, train=(1, 2))[0]] == [True] * 2
-    assert not sized(0, train=(1, 2))[0][0].sleeps
-    free[2] = GIB
-    with pytest.raises(ValueError, match=r"^GPU 2: 1.0 GiB of GPU memory are free, but the weights"):
-        sized(0, train=(0, 1, 2))
-    with pytest.raises(ValueError, match=r"^GPU 2: 1.0 GiB of GPU memory are free, but the weights"):
-        sized(0, 1, 2)
-    engines, limit = sized(0, 1, 2, kv_cache_bytes=2**20)
-    assert (limit, [each.kv_cache_bytes for each in engines]) == (None, [2**20] * 3)
-
-
-@pytest.mark.mutation(
-    "cache-of-given-size-shares-no-layers",
-    "load_engines.py",
-    "if engine.kv_cache_bytes is None or may_be_shared:",
-    "if engine.kv_cache_bytes is None:",
-)
-def test_layers_that_do_not_fit_are_shared_beside_a_cache_of_given_size_too(
-    tiny_models: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import torch
-    from transformers import AutoConfig
-
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda gpu: (GIB, 80 * GIB))
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda gpu: "NVIDIA H100 80GB HBM3")
-    folder = str(tiny_models["tiny/text"])
-    config = AutoConfig.from_pretrained(folder)
-    engine = EngineOptions(folder, dtype="bfloat16", max_rank=8, kv_cache_bytes=2**20)
-
-    def shared(shard: Any, *gpus: int) -> bool:
-        options = BackendOptions(train_gpus=gpus, shard=shard, max_rank=8)
-        engines, limit, found = sharded_if_needed(config, engine, options)
-        assert (engines[0].kv_cache_bytes, limit) == (2**20, None)
-        return found
-
-    assert [shared("auto", 0, 1), shared("auto", 0), shared("never", 0, 1)] == [True, False, False]

@@ -185,7 +185,8 @@ class BackendOptions:
         tuple[int, ...],
         CommandOption(
             "GPUs that train, such as 0,1 or 0-3: each runs a rank of the trainer in its own process, and they share "
-            "the data of a step. On CPU and with --fake: as many processes. Default: one trainer, on the first GPU.",
+            "the data of a step. On CPU and with --fake: as many processes. Default: the GPUs that --sample-gpus does "
+            "not name, or all.",
             metavar="GPUS",
             parse_all=parse_gpus,
         ),
@@ -202,19 +203,20 @@ class BackendOptions:
         CommandOption(
             "GPUs that sample, such as 0,2-4: each runs a replica of the sampler in its own process, and requests "
             "go to the replica that has read their prompt or has the fewest sequences. On CPU and with --fake: as many "
-            "processes. Default: one replica, on the first GPU.",
+            "processes. Default: the GPUs that --train-gpus does not name, or all.",
             metavar="GPUS",
             parse_all=parse_gpus,
         ),
     ] = ()
     sample_tp: Annotated[
-        int,
+        int | None,
         CommandOption(
-            "How many GPUs of --sample-gpus share one replica, each with a part of every layer (tensor parallelism), "
-            "for models that do not fit one. It must divide their number and the model's KV heads.",
+            "How many GPUs of --sample-gpus share one replica, each with a part of every layer (tensor parallelism). "
+            "It must divide their number and the model's KV heads. Default: as few as have room for the model; 1 on "
+            "CPU.",
             least=1,
         ),
-    ] = 1
+    ] = None
     decoder: Annotated[
         DecoderChoice,
         CommandOption(

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from tinker_local.backend.daemon_thread import in_daemon_thread
-from tinker_local.backend.models.gpu_plan import COUNTED_RANK, GpuPlan, model_sizes, plan_gpu, step_sizes
-from tinker_local.backend.models.placement import check_gpus, check_shares, environment_of, replica_gpus
+from tinker_local.backend.models.place_engines import place_engines
+from tinker_local.backend.models.placement import environment_of, layouts, replica_gpus
 from tinker_local.backend.models.served_models import (
     EngineLoader,
     Engines,
@@ -24,7 +24,7 @@ from tinker_local.backend.models.served_models import (
     tokenizer_id,
 )
 from tinker_local.backend.models.supervision import TrainerSupervision, supervise_sampler
-from tinker_local.backend.options import BackendOptions, DType, EnginePlace, ModelSource, ShardChoice
+from tinker_local.backend.options import BackendOptions, DType, EnginePlace, ModelSource
 from tinker_local.backend.rendering.decoding import MAX_PIXELS
 from tinker_local.backend.rendering.renderer import CACHE_BYTES, ImageReading, ModelRenderer
 from tinker_local.backend.sampling.process_sampler import ProcessSampler, SamplerFactory, SamplerSeat
@@ -67,7 +67,8 @@ async def load_base_models(
         share = options.gpu_memory_utilization / (len(sources) - place)  # of what the models before it left
         sleeps = options.sampler_sleeps and len(sources) == 1
         part = replace(options, gpu_memory_utilization=share, sampler_sleeps=sleeps)
-        engines, seconds = await in_daemon_thread(load_engines, load or load_real, path, names, part, progress)
+        loader = load or functools.partial(load_real, progress=progress)
+        engines, seconds = await in_daemon_thread(load_engines, loader, path, names, part, progress)
         memory_sharing = MemorySharing(engines.trainer, engines.sampler)
         scheduler = TrainScheduler(
             memory_sharing, batch_tokens=options.batch_tokens, quantum=max(2, options.micro_batch_tokens)
@@ -172,7 +173,7 @@ def _loading_replicas(failed: ExitStack, options: BackendOptions, replicas: Repl
     if options.sampler == "inline":
         raise ValueError("--sampler inline and --sample-gpus exclude each other: replicas are processes")
     started = []
-    groups = replica_gpus(options.sample_gpus, options.sample_tp)
+    groups = replica_gpus(options.sample_gpus, options.sample_tp or 1)
     for at, (gpus, make_sampler) in enumerate(zip(groups, replicas.factories, strict=True)):
         started.append(
             ProcessSampler(
@@ -226,22 +227,19 @@ def make_vllm_rank(engine: "EngineOptions", seat: SamplerSeat) -> Any:
     return Follower(engine, seat) if seat.rank else VLLMSampler(engine, engine_thread(), seat)
 
 
-def load_real(source: ModelSource, options: BackendOptions) -> Engines:
-    """vLLM for sampling and HF transformers for training, each with its own copy of the weights."""
+def load_real(source: ModelSource, options: BackendOptions, progress: Progress) -> Engines:
+    """vLLM for sampling and HF transformers for training, each with its own copy of the weights. Tells `progress` where
+    they are if there are several GPUs."""
     import torch
     from tinker_local.backend.rendering.hf_text import HFText
     from tinker_local.backend.training.worker import HFTrainer, trainer_of_rank
     from tinker_local.backend.vllm_engine import build_engine, compat_vllm
     from transformers import AutoConfig
 
-    if not compat_vllm.runs_on_cpu():
-        for option, gpus in (("--train-gpus", options.train_gpus), ("--sample-gpus", options.sample_gpus)):
-            check_gpus(option, gpus, torch.cuda.device_count())
     dtype = options.dtype or compat_vllm.default_dtype()
     config = AutoConfig.from_pretrained(source.path)
-    options = replace(
-        options, max_context_length=options.max_context_length or longrope_context(config.get_text_config())
-    )
+    text_config = config.get_text_config()
+    options = replace(options, max_context_length=options.max_context_length or longrope_context(text_config))
     engine = build_engine.EngineOptions(
         source.path,
         dtype=dtype,
@@ -249,16 +247,13 @@ def load_real(source: ModelSource, options: BackendOptions) -> Engines:
         kv_cache_bytes=options.kv_cache_bytes,
         max_rank=options.max_rank,
         sleeps=options.sampler_sleeps,
-        ranks=options.sample_tp,
     )
-    check_shares(config.get_text_config(), options.sample_tp)
-    groups = replica_gpus(options.sample_gpus, options.sample_tp)
-    engines, activation_bytes = [engine] * max(1, len(groups)), None
-    shard = check_shard(options) == "always"
-    if compat_vllm.runs_on_cpu():
-        engines = [replace(each, max_sequences=CPU_SEQUENCES) for each in engines]
-    else:
-        engines, activation_bytes, shard = sharded_if_needed(config, engine, options)
+    gpus = 0 if compat_vllm.runs_on_cpu() else torch.cuda.device_count()
+    placed = place_engines(config, engine, options, gpus)
+    layout, engines = placed.layout, placed.engines
+    if gpus > 1:
+        progress(f"{source.name} {placed}")
+    options = replace(options, train_gpus=layout.train_gpus, sample_gpus=layout.sample_gpus, sample_tp=layout.sample_tp)
     make_trainer = functools.partial(
         trainer_of_rank if len(options.train_gpus) > 1 else HFTrainer,
         source.path,
@@ -267,12 +262,12 @@ def load_real(source: ModelSource, options: BackendOptions) -> Engines:
         max_context_length=options.max_context_length,
         micro_batch_tokens=options.micro_batch_tokens,
         max_rank=options.max_rank,
-        activation_memory_bytes=activation_bytes,
+        activation_memory_bytes=placed.activation_bytes,
         module_gradient_norms=options.module_gradient_norms,
         decoder=options.decoder,
-        shard=shard,
+        shard=layout.shards > 1,
     )
-    make_one: SamplerFactory = make_vllm_sampler if options.sample_tp == 1 else make_vllm_rank
+    make_one: SamplerFactory = make_vllm_sampler if layout.sample_tp == 1 else make_vllm_rank
     factories = [functools.partial(make_one, engine) for engine in engines]
     sequences = engines[0].max_sequences
     make_sampler = Replicas(factories, sequences) if options.sample_gpus else factories[0]
@@ -288,7 +283,7 @@ def load_real(source: ModelSource, options: BackendOptions) -> Engines:
         sampler,
         arch=config.model_type,
         tolerance=TOLERANCE[dtype],
-        sliding_window=sliding_window(config.get_text_config()),
+        sliding_window=sliding_window(text_config),
         sequences=sequences * len(engines),
         text=text,
     )
@@ -332,122 +327,6 @@ def load_renderer(
     return ModelRenderer(vocab_size, images, max_pixels=max_pixels, cache_bytes=cache_bytes)
 
 
-FIRST_GPU = 0
-"""The GPU of an engine whose GPUs are not chosen."""
-
-CPU_SEQUENCES = 64
-"""In a step. More make it longer, for which everybody waits, and make only tiny models faster."""
-
-
-def check_shard(options: BackendOptions) -> ShardChoice:
-    """`--shard`, checked."""
-    if options.shard == "always" and len(options.train_gpus) < 2:
-        raise ValueError("--shard always: --train-gpus has to name two GPUs or more")
-    return options.shard
-
-
-def sharded_if_needed(
-    config: Any, engine: "EngineOptions", options: BackendOptions
-) -> "tuple[list[EngineOptions], int | None, bool]":
-    """What `sized_for_gpus` finds, and whether trainer ranks have a part of the layers each: by `--shard`, or because
-    whole ones do not fit."""
-    ranks = len(options.train_gpus)
-    if options.shard != "always":
-        try:
-            return *sized_for_gpus(config, engine, options), False
-        except ValueError:
-            if options.shard == "never" or ranks < 2:
-                raise
-    return *sized_for_gpus(config, engine, options, shards=ranks), True
-
-
-def sized_for_gpus(
-    config: Any, engine: "EngineOptions", options: BackendOptions, *, shards: int = 1
-) -> "tuple[list[EngineOptions], int | None]":
-    """For each replica `engine` with steps and a KV cache that fit its GPUs, and the limit for activations of each
-    trainer rank, which has one of `shards` of the layers. All replicas take the steps of the smallest, and all ranks
-    its limit. With a cache of given size nothing is refused, except whole layers that may be shared instead: the limit
-    is None, and steps are small if larger ones do not fit. Samplers sleep only if one of them is beside the trainer."""
-    gpus = options.sample_gpus or (FIRST_GPU,)
-    train_gpus = options.train_gpus or (FIRST_GPU,)
-    replicas = replica_gpus(gpus, options.sample_tp)
-    engine = replace(engine, sleeps=engine.sleeps and not {*train_gpus}.isdisjoint(gpus))
-    try:
-        plans = {gpu: plan_for(config, engine, options, gpu, train_gpus, gpus, shards) for gpu in {*train_gpus, *gpus}}
-    except ValueError:
-        may_be_shared = shards == 1 and options.shard == "auto" and len(train_gpus) > 1
-        if engine.kv_cache_bytes is None or may_be_shared:
-            raise
-        return [engine] * len(replicas), None
-    for gpu, plan in sorted(plans.items()):
-        log.info(
-            "%s, GPU %d: %.1f GiB of KV cache, %.1f of activations, %d sequences and %d positions in a step",
-            engine.model,
-            gpu,
-            plan.kv_cache / 2**30,
-            plan.activations / 2**30,
-            plan.step.sequences,
-            plan.step.positions,
-        )
-    step = min((plans[gpu].step for gpu in gpus), key=lambda step: step.sequences)
-    sized = [
-        replace(
-            engine,
-            kv_cache_bytes=min(plans[gpu].kv_cache for gpu in of_replica),
-            max_sequences=step.sequences,
-            max_batched_tokens=step.positions,
-        )
-        for of_replica in replicas
-    ]
-    activations = min(plans[gpu].activations for gpu in train_gpus)
-    return sized, activations if engine.kv_cache_bytes is None else None
-
-
-def plan_for(
-    config: Any,
-    engine: "EngineOptions",
-    options: BackendOptions,
-    gpu: int,
-    train_gpus: Sequence[int],
-    sample_gpus: Sequence[int],
-    shards: int,
-) -> GpuPlan:
-    """The plan for a model of `config` on a GPU with its free memory. ValueError names the GPU if there are several."""
-    import torch
-    from tinker_local.backend.training.load_model import decoder_of_sizes
-    from tinker_local.backend.training.worker import CUDA_LOGITS
-
-    text_config = config.get_text_config()
-    dtype = engine.dtype or options.dtype or "float32"
-    decoder, parameters = decoder_of_sizes(config, dtype, options.decoder)
-    itemsize = 2 if dtype == "bfloat16" else 4
-    free, total = torch.cuda.mem_get_info(gpu)
-    try:
-        return plan_gpu(
-            model_sizes(text_config.to_dict(), parameters, itemsize),
-            functools.partial(decoder.memory, columns=min(options.max_rank, COUNTED_RANK)),
-            free=int(options.gpu_memory_utilization * free),
-            context=min(
-                options.max_context_length or text_config.max_position_embeddings, text_config.max_position_embeddings
-            ),
-            micro_batch_tokens=options.micro_batch_tokens,
-            max_rank=options.max_rank,
-            adapter_slots=engine.adapters_per_step,
-            steps=step_sizes(total, torch.cuda.get_device_name(gpu)),
-            image_cache=engine.image_cache_bytes if hasattr(config, "vision_config") else 0,
-            logits=CUDA_LOGITS * itemsize,
-            kv_cache=engine.kv_cache_bytes,
-            ranks=shards,
-            sample_ranks=engine.ranks,
-            trains=gpu in train_gpus,
-            samples=gpu in sample_gpus,
-        )
-    except ValueError as error:
-        if (*train_gpus, *sample_gpus) == (FIRST_GPU, FIRST_GPU):
-            raise
-        raise ValueError(f"GPU {gpu}: {error}") from None
-
-
 def load_fake(source: ModelSource, options: BackendOptions) -> Engines:
     """The numpy model under any name."""
     from tinker_local.backend.fakes import FakeModel, FakeRenderer, FakeSampler, FakeText, FakeTrainer
@@ -456,8 +335,11 @@ def load_fake(source: ModelSource, options: BackendOptions) -> Engines:
     model = FakeModel(source.name)
     make: Callable[..., FakeTrainer] = fake_of_rank if len(options.train_gpus) > 1 else FakeTrainer
     make_trainer = functools.partial(make, model, module_gradient_norms=options.module_gradient_norms)
-    make_one = functools.partial(FakeSampler if options.sample_tp == 1 else make_fake_rank, model)
-    groups = replica_gpus(options.sample_gpus, options.sample_tp)
+    sample_tp = options.sample_tp or 1
+    (layout,) = layouts(options, 0, kv_heads=sample_tp)
+    options = replace(options, sample_tp=sample_tp)
+    make_one = functools.partial(FakeSampler if sample_tp == 1 else make_fake_rank, model)
+    groups = replica_gpus(layout.sample_gpus, sample_tp)
     make_sampler = Replicas([make_one] * len(groups)) if groups else make_one
     places = options.sampler or "inline", make_sampler, options.trainer or "inline", make_trainer
     with starting(options, *places) as (load_sampler, load_trainer):

@@ -1,8 +1,94 @@
-"""Which GPUs the processes of a base model see."""
+"""Which GPUs train and which sample: the layouts that options allow, and which GPUs each process sees."""
 
 import os
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
+
+from tinker_local.backend.options import BackendOptions, EnginePlace
+
+FIRST_GPU = 0
+"""The GPU of an engine that is not one of several."""
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Where the engines of a base model are. `train_gpus`: a rank of the trainer on each; `sample_gpus`: a replica of
+    the sampler on each `sample_tp` of them. Empty: the engine is on `FIRST_GPU`, or on the CPU, at its place of
+    `--trainer` or `--sampler`. `shards`: how many ranks of the trainer hold one copy of its layers together."""
+
+    train_gpus: tuple[int, ...] = ()
+    sample_gpus: tuple[int, ...] = ()
+    sample_tp: int = 1
+    shards: int = 1
+
+    @property
+    def trains_on(self) -> tuple[int, ...]:
+        """The GPUs that have a trainer, if there are any."""
+        return self.train_gpus or (FIRST_GPU,)
+
+    @property
+    def samples_on(self) -> tuple[int, ...]:
+        """The GPUs that have a sampler, if there are any."""
+        return self.sample_gpus or (FIRST_GPU,)
+
+    def __str__(self) -> str:
+        one_engine_each = (
+            "whole weights on each" if self.shards == 1 else f"each {self.shards} with one copy of the layers"
+        )
+        trains = f"on {_names(self.trains_on)}" + (f" ({one_engine_each})" if len(self.trains_on) > 1 else "")
+        replicas = "a replica on each" if self.sample_tp == 1 else f"a replica on each {self.sample_tp}"
+        samples = f"on {_names(self.samples_on)}" + (f" ({replicas})" if len(self.samples_on) > 1 else "")
+        return f"trains {trains} and samples {samples}"
+
+
+ONE_GPU = Layout()
+
+
+def layouts(options: BackendOptions, gpus: int, kv_heads: int) -> list[Layout]:
+    """The layouts that `options` allow where the server sees `gpus` GPUs (0: on a CPU) for a model with `kv_heads`, in
+    the order in which they are tried until one fits the memory. ValueError in one line if there is none.
+
+    By default every GPU trains and samples; with the GPUs of one engine named, the other one has the rest, or all if
+    there is no rest. An engine in the server's process is one on `FIRST_GPU`. As little as possible is shared: first
+    nothing, then the trainer's layers, then each replica. If nothing of that fits and nothing was chosen, one GPU
+    does both, as it does on a machine with one.
+    """
+    if gpus:
+        check_gpus("--train-gpus", options.train_gpus, gpus)
+        check_gpus("--sample-gpus", options.sample_gpus, gpus)
+    train_gpus = options.train_gpus or _rest(options.sample_gpus, options.trainer, gpus)
+    sample_gpus = options.sample_gpus or _rest(options.train_gpus, options.sampler, gpus)
+    sizes = _sizes_of_a_replica(options.sample_tp, sample_gpus, kv_heads, gpus)
+    shards = _shards(options, len(train_gpus), gpus)
+    found = [Layout(train_gpus, sample_gpus, size, each) for size in sizes for each in shards]
+    chosen = options.train_gpus or options.sample_gpus or 1 not in sizes or 1 not in shards
+    return found if chosen or ONE_GPU in found else [*found, ONE_GPU]
+
+
+def _rest(others: Sequence[int], place: EnginePlace | None, gpus: int) -> tuple[int, ...]:
+    """The GPUs of an engine whose GPUs are not chosen, beside those of `others`."""
+    if gpus < 2 or place == "inline":
+        return ()
+    return tuple(gpu for gpu in range(gpus) if gpu not in others) or tuple(range(gpus))
+
+
+def _sizes_of_a_replica(chosen: int | None, sample_gpus: Sequence[int], kv_heads: int, gpus: int) -> list[int]:
+    """How many GPUs a replica may have: as chosen, or what divides `sample_gpus` and `kv_heads`, smallest first."""
+    if chosen is not None:
+        check_shares(kv_heads, chosen)
+        replica_gpus(sample_gpus, chosen)
+        return [chosen]
+    most = len(sample_gpus) if gpus else 1
+    return [1] + [size for size in range(2, most + 1) if len(sample_gpus) % size == kv_heads % size == 0]
+
+
+def _shards(options: BackendOptions, ranks: int, gpus: int) -> list[int]:
+    """How many ranks may hold a copy of the layers together."""
+    if options.shard == "always":
+        if ranks < 2:
+            raise ValueError("--shard always: --train-gpus has to name two GPUs or more")
+        return [ranks]
+    return [1, ranks] if options.shard == "auto" and gpus and ranks > 1 else [1]
 
 
 def environment_of(gpus: Sequence[int]) -> dict[str, str]:
@@ -16,19 +102,27 @@ def environment_of(gpus: Sequence[int]) -> dict[str, str]:
 def check_gpus(option: str, gpus: Sequence[int], count: int) -> None:
     """ValueError in one line if there are `count` GPUs and one of `gpus` is none of them."""
     if missing := [gpu for gpu in gpus if gpu >= count]:
-        there = "GPU 0 alone" if count == 1 else f"GPUs 0 to {count - 1}"
-        raise ValueError(f"{option}: there is no GPU {missing[0]}; this machine shows {there}")
+        there = f"the only one is {_names([0])}" if count == 1 else f"there are {_names(range(count))}"
+        raise ValueError(f"{option}: there is no GPU {missing[0]}; {there}")
 
 
 def replica_gpus(gpus: Sequence[int], each: int) -> list[Sequence[int]]:
     """The GPUs of each replica on `gpus`, of `each`. ValueError in one line if they cannot be divided so."""
     if len(gpus) % each or (each > 1 and not gpus):
-        raise ValueError(f"--sample-tp {each}: --sample-gpus has {len(gpus)} GPUs, not a multiple of it")
+        raise ValueError(f"--sample-tp {each}: --sample-gpus has to name a multiple of {each} GPUs, not {len(gpus)}")
     return [gpus[at : at + each] for at in range(0, len(gpus), each)]
 
 
-def check_shares(config: Any, ranks: int) -> None:
-    """ValueError in one line if `ranks` cannot have equal shares of the attention of a text config of transformers."""
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    if heads % ranks:
-        raise ValueError(f"--sample-tp {ranks}: it must divide the {heads} KV heads of this model")
+def check_shares(kv_heads: int, ranks: int) -> None:
+    """ValueError in one line if `ranks` cannot have equal shares of the attention of a model with `kv_heads`."""
+    if kv_heads % ranks:
+        raise ValueError(f"--sample-tp {ranks}: it must divide the {kv_heads} KV heads of this model")
+
+
+def _names(gpus: Sequence[int]) -> str:
+    """Such as "GPU 0" and "GPUs 0-2, 4 and 6"."""
+    first = [gpu for gpu in gpus if gpu - 1 not in gpus]
+    last = [gpu for gpu in gpus if gpu + 1 not in gpus]
+    runs = [str(a) if a == b else f"{a}-{b}" for a, b in zip(sorted(first), sorted(last), strict=True)]
+    listed = " and ".join(filter(None, [", ".join(runs[:-1]), runs[-1]]))
+    return f"GPU {listed}" if len(gpus) == 1 else f"GPUs {listed}"

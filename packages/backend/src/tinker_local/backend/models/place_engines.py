@@ -1,0 +1,143 @@
+"""Chooses the layout of a base model by the memory of its GPUs, and sizes both engines for it."""
+
+import functools
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from tinker_local.backend.models.gpu_plan import COUNTED_RANK, GpuPlan, model_sizes, plan_gpu, step_sizes
+from tinker_local.backend.models.placement import FIRST_GPU, ONE_GPU, Layout, layouts, replica_gpus
+from tinker_local.backend.options import BackendOptions
+
+if TYPE_CHECKING:
+    from tinker_local.backend.vllm_engine.build_engine import EngineOptions
+
+log = logging.getLogger(__name__)
+
+CPU_SEQUENCES = 64
+"""In a step on a CPU. More make it longer, for which everybody waits, and make only tiny models faster."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PlacedEngines:
+    """`engines`: of each replica, with steps and a KV cache that fit its GPUs. All take the steps of the smallest.
+    `activation_bytes`: the limit for activations of each trainer rank, that of the one with the least memory; None on
+    a CPU, or if the KV cache has a given size. `refusal`: why one GPU has both although there are more."""
+
+    layout: Layout
+    engines: "Sequence[EngineOptions]"
+    activation_bytes: int | None = None
+    refusal: str = ""
+
+    def __str__(self) -> str:
+        why = f"; on all GPUs it does not fit: {self.refusal}" if self.refusal else ""
+        return f"{self.layout}{why}; --train-gpus, --sample-gpus, --shard and --sample-tp choose another layout"
+
+
+def place_engines(config: Any, engine: "EngineOptions", options: BackendOptions, gpus: int) -> PlacedEngines:
+    """Place both engines of a model of `config` where the server sees `gpus` GPUs (0: on a CPU), as `options` choose,
+    otherwise in the first of the `layouts` that fits the memory.
+
+    If none fits, raises the ValueError, in one line, of the one that shares most. With a KV cache of given size that one
+    is taken instead, with small steps.
+    """
+    text_config = config.get_text_config()
+    kv_heads = getattr(text_config, "num_key_value_heads", None) or text_config.num_attention_heads
+    possible = layouts(options, gpus, kv_heads)
+    if not gpus:
+        on_cpu = replace(_placed(engine, possible[0]), max_sequences=CPU_SEQUENCES)
+        return PlacedEngines(possible[0], [on_cpu] * len(_replicas(possible[0])))
+    plan = gpu_plans(config, engine, options)
+    refusals: dict[Layout, ValueError] = {}
+    for layout in possible:
+        try:
+            found = sized(engine, layout, plan)
+        except ValueError as error:
+            refusals[layout] = error
+        else:
+            given_up = [*refusals.values()] if layout == ONE_GPU else []
+            return replace(found, refusal=str(given_up[-1])) if given_up else found
+    *_, most = [layout for layout in possible if layout != ONE_GPU] or possible
+    if engine.kv_cache_bytes is None:
+        raise refusals[most]
+    return PlacedEngines(most, [_placed(engine, most)] * len(_replicas(most)))
+
+
+def sized(engine: "EngineOptions", layout: Layout, plan: Callable[[int, Layout], GpuPlan]) -> PlacedEngines:
+    """The engines of `layout`; ValueError in one line if they do not fit its GPUs."""
+    plans = {gpu: plan(gpu, layout) for gpu in sorted({*layout.trains_on, *layout.samples_on})}
+    for gpu, each in plans.items():
+        log.info(
+            "%s, GPU %d: %.1f GiB of KV cache, %.1f of activations, %d sequences and %d positions in a step",
+            engine.model,
+            gpu,
+            each.kv_cache / 2**30,
+            each.activations / 2**30,
+            each.step.sequences,
+            each.step.positions,
+        )
+    step = min((plans[gpu].step for gpu in layout.samples_on), key=lambda step: step.sequences)
+    engines = [
+        replace(
+            _placed(engine, layout),
+            kv_cache_bytes=min(plans[gpu].kv_cache for gpu in of_replica),
+            max_sequences=step.sequences,
+            max_batched_tokens=step.positions,
+        )
+        for of_replica in _replicas(layout)
+    ]
+    activations = min(plans[gpu].activations for gpu in layout.trains_on)
+    return PlacedEngines(layout, engines, activations if engine.kv_cache_bytes is None else None)
+
+
+def _replicas(layout: Layout) -> Sequence[Sequence[int]]:
+    return replica_gpus(layout.samples_on, layout.sample_tp)
+
+
+def _placed(engine: "EngineOptions", layout: Layout) -> "EngineOptions":
+    """`engine` on the GPUs of a replica. It sleeps only if one of the samplers is beside the trainer."""
+    beside = not {*layout.trains_on}.isdisjoint(layout.samples_on)
+    return replace(engine, sleeps=engine.sleeps and beside, ranks=layout.sample_tp)
+
+
+def gpu_plans(config: Any, engine: "EngineOptions", options: BackendOptions) -> Callable[[int, Layout], GpuPlan]:
+    """A function that plans the memory of a GPU in a layout, by what is free there, for a model of `config`. It raises
+    ValueError, with the number of the GPU if there are several."""
+    import torch
+    from tinker_local.backend.training.load_model import decoder_of_sizes
+    from tinker_local.backend.training.worker import CUDA_LOGITS
+
+    text_config = config.get_text_config()
+    dtype = engine.dtype or options.dtype or "float32"
+    decoder, parameters = decoder_of_sizes(config, dtype, options.decoder)
+    itemsize = 2 if dtype == "bfloat16" else 4
+    sizes = model_sizes(text_config.to_dict(), parameters, itemsize)
+    longest = text_config.max_position_embeddings
+
+    def plan(gpu: int, layout: Layout) -> GpuPlan:
+        free, total = torch.cuda.mem_get_info(gpu)
+        try:
+            return plan_gpu(
+                sizes,
+                functools.partial(decoder.memory, columns=min(options.max_rank, COUNTED_RANK)),
+                free=int(options.gpu_memory_utilization * free),
+                context=min(options.max_context_length or longest, longest),
+                micro_batch_tokens=options.micro_batch_tokens,
+                max_rank=options.max_rank,
+                adapter_slots=engine.adapters_per_step,
+                steps=step_sizes(total, torch.cuda.get_device_name(gpu)),
+                image_cache=engine.image_cache_bytes if hasattr(config, "vision_config") else 0,
+                logits=CUDA_LOGITS * itemsize,
+                kv_cache=engine.kv_cache_bytes,
+                ranks=layout.shards,
+                sample_ranks=layout.sample_tp,
+                trains=gpu in layout.trains_on,
+                samples=gpu in layout.samples_on,
+            )
+        except ValueError as error:
+            if {*layout.trains_on, *layout.samples_on} == {FIRST_GPU}:
+                raise
+            raise ValueError(f"GPU {gpu}: {error}") from None
+
+    return plan

@@ -1,0 +1,330 @@
+"""Which GPUs train and which sample: by options, by the GPUs that there are, and by their memory."""
+
+import dataclasses
+import itertools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tinker_local.backend.models import load_engines
+from tinker_local.backend.models.load_engines import Replicas, load_fake, load_real
+from tinker_local.backend.models.place_engines import CPU_SEQUENCES, PlacedEngines, place_engines
+from tinker_local.backend.models.placement import ONE_GPU, Layout, check_gpus, layouts
+from tinker_local.backend.options import BackendOptions, ModelSource
+from tinker_local.backend.vllm_engine import compat_vllm
+from tinker_local.backend.vllm_engine.build_engine import EngineOptions
+
+GIB = 2**30
+CHOICES: dict[str, list[Any]] = {
+    "train_gpus": [(), (0,), (1, 2), (0, 1, 2, 3)],
+    "sample_gpus": [(), (1,), (0, 3), (0, 1, 2, 3)],
+    "trainer": [None, "inline", "process"],
+    "sampler": [None, "inline", "process"],
+    "shard": ["auto", "never"],
+    "sample_tp": [None, 1, 2],
+}
+
+
+def gpus_of(found: list[Layout]) -> set[tuple[tuple[int, ...], tuple[int, ...]]]:
+    return {(layout.train_gpus, layout.sample_gpus) for layout in found}
+
+
+@pytest.mark.mutation("one-gpu-of-many", "placement.py", 'if gpus < 2 or place == "inline":', "if True:")
+def test_by_default_every_gpu_trains_and_samples_and_shares_only_what_has_to_be_shared() -> None:
+    found = layouts(BackendOptions(), 4, kv_heads=8)
+    shared = [(1, 1), (1, 4), (2, 1), (2, 4), (4, 1), (4, 4)]
+    assert found == [Layout((0, 1, 2, 3), (0, 1, 2, 3), tp, shards) for tp, shards in shared] + [ONE_GPU]
+    assert [each.sample_tp for each in layouts(BackendOptions(shard="never"), 6, kv_heads=2)] == [1, 2, 1]
+    assert layouts(BackendOptions(sample_tp=2), 2, kv_heads=8) == [Layout((0, 1), (0, 1), 2, n) for n in (1, 2)]
+    assert layouts(BackendOptions(shard="always"), 2, kv_heads=1) == [Layout((0, 1), (0, 1), 1, 2)]
+
+
+@pytest.mark.mutation(
+    "gpus-of-the-other-engine-taken",
+    "placement.py",
+    "tuple(gpu for gpu in range(gpus) if gpu not in others) or tuple(range(gpus))",
+    "tuple(range(gpus))",
+)
+def test_with_the_gpus_of_one_engine_named_the_other_has_the_rest() -> None:
+    def found(gpus: int, **options: Any) -> Any:
+        (both,) = gpus_of(layouts(BackendOptions(**options), gpus, kv_heads=8))
+        return both
+
+    assert found(8, train_gpus=(0, 1)) == ((0, 1), (2, 3, 4, 5, 6, 7))
+    assert found(4, sample_gpus=(1, 2, 3)) == ((0,), (1, 2, 3))
+    assert found(2, sample_gpus=(0, 1)) == ((0, 1), (0, 1)), "there is no rest"
+    assert found(4, train_gpus=(0,), sample_gpus=(0,)) == ((0,), (0,)), "as named"
+    assert found(4, sample_gpus=(1, 2), trainer="inline") == ((), (1, 2))
+
+
+def test_an_engine_in_the_server_s_process_is_on_the_first_gpu() -> None:
+    def found(**options: Any) -> Any:
+        return gpus_of(layouts(BackendOptions(**options), 2, kv_heads=8)) - {((), ())}
+
+    assert found(trainer="inline") == {((), (0, 1))}
+    assert found(sampler="inline") == {((0, 1), ())}
+    assert layouts(BackendOptions(trainer="inline", sampler="inline"), 2, kv_heads=8) == [ONE_GPU]
+    with pytest.raises(ValueError, match=r"^--sample-tp 2: --sample-gpus has to name a multiple of 2 GPUs, not 0$"):
+        found(sampler="inline", sample_tp=2)
+    with pytest.raises(ValueError, match=r"^--shard always: "):
+        found(trainer="inline", shard="always")
+
+
+def test_every_combination_of_options_keeps_what_is_named_and_uses_every_gpu() -> None:
+    for gpus, *values in itertools.product([0, 1, 2, 4, 8], *CHOICES.values()):
+        options = BackendOptions(**dict(zip(CHOICES, values, strict=True)))
+        named = {*options.train_gpus, *options.sample_gpus}
+        case = (gpus, *values)
+        try:
+            found = layouts(options, gpus, kv_heads=8)
+        except ValueError as error:
+            missing = gpus and max(named, default=0) >= gpus
+            indivisible = options.sample_tp == 2 and "--sample-tp 2" in str(error)
+            assert missing or indivisible, case
+            continue
+        assert not gpus or max(named, default=0) < gpus, case
+        assert len(set(found)) == len(found) > 0, case
+        for layout in found:
+            at_all = {*layout.trains_on, *layout.samples_on}
+            assert layout.train_gpus == options.train_gpus or not options.train_gpus, case
+            assert layout.sample_gpus == options.sample_gpus or not options.sample_gpus, case
+            assert options.sample_tp in (None, layout.sample_tp), case
+            assert len(layout.samples_on) % layout.sample_tp == 8 % layout.sample_tp == 0, case
+            assert layout.shards in ({1} if options.shard == "never" else {1, len(layout.train_gpus)}), case
+            if gpus < 2:
+                assert (layout.train_gpus, layout.sample_gpus) == (options.train_gpus, options.sample_gpus), case
+                assert gpus or layout.shards == 1, case
+                continue
+            inline = "inline" in (options.trainer, options.sampler)
+            whole = inline or at_all == {*range(gpus)} or (options.train_gpus and options.sample_gpus)
+            assert whole or (layout == ONE_GPU == found[-1] and not named), case
+
+
+@pytest.mark.mutation(
+    "missing-gpu-refused-without-those-there",
+    "placement.py",
+    "there are {_names(range(count))}",
+    "there are {count} GPUs",
+)
+def test_a_gpu_that_is_not_there_is_refused_with_those_that_are() -> None:
+    check_gpus("--sample-gpus", [0, 2], 3)
+    for count, sentence in (
+        (3, "there is no GPU 3; there are GPUs 0-2"),
+        (1, "there is no GPU 3; the only one is GPU 0"),
+    ):
+        with pytest.raises(ValueError, match=f"^--sample-gpus: {sentence}$"):
+            check_gpus("--sample-gpus", [0, 3], count)
+
+
+def test_a_layout_is_said_in_words() -> None:
+    assert str(ONE_GPU) == "trains on GPU 0 and samples on GPU 0"
+    assert str(Layout((0, 1), (0, 1))) == (
+        "trains on GPUs 0-1 (whole weights on each) and samples on GPUs 0-1 (a replica on each)"
+    )
+    assert str(Layout((4,), (0, 1, 2, 3, 5, 6), 2)) == (
+        "trains on GPU 4 and samples on GPUs 0-3 and 5-6 (a replica on each 2)"
+    )
+
+
+# By the memory of the GPUs --------------------------------------------------------------------------------------------
+
+Place = Callable[..., PlacedEngines]
+
+
+@pytest.fixture
+def free(monkeypatch: pytest.MonkeyPatch) -> dict[int, float]:
+    """GiB that are free on each GPU."""
+    import torch
+
+    found: dict[int, float] = {}
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda gpu: (int(found[gpu] * GIB), 80 * GIB))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda gpu: "NVIDIA H100 80GB HBM3")
+    return found
+
+
+@pytest.fixture
+def place(tiny_models: dict[str, Path], free: dict[int, float]) -> Place:
+    """Places a model on the GPUs of `free`: a tiny one, or one with `layers` of the shape of Qwen3-32B."""
+    from transformers import AutoConfig
+
+    def placed(layers: int = 0, kv_cache: int | None = None, gpus: int | None = None, **options: Any) -> PlacedEngines:
+        config = AutoConfig.from_pretrained(str(tiny_models["tiny/text"]))
+        config.max_position_embeddings = 2**20
+        if layers:
+            config.update(
+                {
+                    "num_hidden_layers": layers,
+                    "layer_types": ["full_attention"] * layers,
+                    "hidden_size": 5120,
+                    "intermediate_size": 25600,
+                    "num_attention_heads": 64,
+                    "num_key_value_heads": 8,
+                    "head_dim": 128,
+                    "vocab_size": 151936,
+                    "tie_word_embeddings": False,
+                    "max_position_embeddings": 16384,
+                }
+            )
+        engine = EngineOptions("m", dtype="bfloat16", max_rank=8, sleeps=True, kv_cache_bytes=kv_cache)
+        chosen = BackendOptions(**{"gpu_memory_utilization": 1.0, "max_rank": 8, **options})
+        return place_engines(config, engine, chosen, len(free) if gpus is None else gpus)
+
+    return placed
+
+
+@pytest.mark.mutation(
+    "sampler-alone-shares-its-gpu", "place_engines.py", "trains=gpu in layout.trains_on,", "trains=True,"
+)
+def test_each_replica_gets_the_cache_that_fits_its_gpu_and_sleeps_only_beside_the_trainer(
+    place: Place, free: dict[int, float]
+) -> None:
+    free |= {0: 40, 1: 20, 2: 12}
+    alone = place(train_gpus=(0,), sample_gpus=(0,))
+    assert alone.engines == place(gpus=1).engines
+    beside, one, two = (placed := place(train_gpus=(0,), sample_gpus=(0, 1, 2))).engines
+    assert beside.kv_cache_bytes == alone.engines[0].kv_cache_bytes
+    assert 12 * GIB < (one.kv_cache_bytes or 0) < 20 * GIB
+    assert (two.kv_cache_bytes or 0) < 12 * GIB
+    assert {each.max_sequences for each in placed.engines} == {two.max_sequences}
+    assert [each.sleeps for each in placed.engines] == [True] * 3
+    apart = place(sample_gpus=(1, 2))
+    assert not apart.engines[0].sleeps
+    assert apart.engines[0].kv_cache_bytes == one.kv_cache_bytes
+    assert (apart.activation_bytes or 0) > (alone.activation_bytes or 0)
+
+    def activations(*train: int) -> int:
+        return place(train_gpus=train, sample_gpus=(0,), shard="never").activation_bytes or 0
+
+    assert activations(0, 1) == alone.activation_bytes, "each rank has the limit of the one with the least memory"
+    assert activations(1, 2) < activations(1)
+    assert [each.sleeps for each in place(train_gpus=(1, 2), sample_gpus=(0, 1)).engines] == [True] * 2
+    free[2] = 1
+    for gpus in ({"train_gpus": (0, 1, 2), "sample_gpus": (0,)}, {"train_gpus": (0,), "sample_gpus": (0, 1, 2)}):
+        with pytest.raises(ValueError, match=r"^GPU 2: 1.0 GiB of GPU memory are free, but the weights"):
+            place(**gpus)
+    given = place(kv_cache=2**20, train_gpus=(0,), sample_gpus=(0, 1, 2), sample_tp=1)
+    assert (given.activation_bytes, [each.kv_cache_bytes for each in given.engines]) == (None, [2**20] * 3)
+
+
+@pytest.mark.mutation("shard-choice-ignored", "placement.py", 'options.shard == "auto" and gpus and', "gpus and")
+def test_as_much_is_shared_as_the_memory_of_the_gpus_asks_for(place: Place, free: dict[int, float]) -> None:
+    """17.4 GiB of weights."""
+
+    def shared(gib: float, **options: Any) -> tuple[int, int]:
+        free.update(dict.fromkeys(range(4), gib))
+        layout = place(16, **options).layout
+        assert layout.train_gpus == layout.sample_gpus == (0, 1, 2, 3)
+        return layout.shards, layout.sample_tp
+
+    assert shared(50) == (1, 1)
+    assert shared(40) == (4, 1)
+    assert shared(40, shard="never") == (1, 2)
+    assert shared(32) == (4, 2)
+    assert shared(28) == (4, 4)
+    assert shared(50, sample_tp=4, shard="always") == (4, 4)
+    with pytest.raises(ValueError, match=r"^GPU 0: 20.0 GiB .* \(10.2 GiB and 4.4 GiB\)"):
+        shared(20)
+    with pytest.raises(ValueError, match=r"^GPU 0: 20.0 GiB .* \(17.4 GiB and 4.4 GiB\)"):
+        shared(20, shard="never")
+
+
+@pytest.mark.mutation("busy-gpu-stops-the-start", "placement.py", "else [*found, ONE_GPU]", "else found")
+def test_where_not_all_gpus_have_room_one_has_both_engines_and_the_line_says_why(
+    place: Place, free: dict[int, float]
+) -> None:
+    free |= {0: 40, 1: 1}
+    placed = place()
+    assert placed.layout == ONE_GPU
+    assert placed.engines == place(gpus=1).engines
+    assert str(placed).startswith(
+        "trains on GPU 0 and samples on GPU 0; on all GPUs it does not fit: GPU 1: 1.0 GiB of GPU memory are free"
+    )
+    assert str(placed).endswith("; --train-gpus, --sample-gpus, --shard and --sample-tp choose another layout")
+    with pytest.raises(ValueError, match=r"^GPU 1: 1.0 GiB"):
+        place(train_gpus=(0, 1))
+    free[0] = 1
+    with pytest.raises(ValueError, match=r"^GPU 0: 1.0 GiB"):
+        place()
+
+
+@pytest.mark.mutation(
+    "cache-of-given-size-shares-no-layers", "place_engines.py", "    *_, most = [layout", "    most, *_ = [layout"
+)
+def test_a_cache_of_given_size_is_never_refused_and_shares_what_does_not_fit(
+    place: Place, free: dict[int, float]
+) -> None:
+    free |= {0: 1, 1: 1}
+
+    def shared(**options: Any) -> int:
+        placed = place(kv_cache=2**20, **options)
+        assert ({each.kv_cache_bytes for each in placed.engines}, placed.activation_bytes) == ({2**20}, None)
+        return placed.layout.shards
+
+    assert [shared(), shared(train_gpus=(0, 1)), shared(train_gpus=(0,)), shared(shard="never")] == [2, 2, 1, 1]
+    assert place(kv_cache=2**20, gpus=1).layout == ONE_GPU
+
+
+def test_on_a_cpu_there_are_as_many_processes_as_gpus_are_named(place: Place) -> None:
+    placed = place(gpus=0, train_gpus=(0, 1), sample_gpus=(0, 1, 2, 3), sample_tp=2)
+    assert placed.layout == Layout((0, 1), (0, 1, 2, 3), 2)
+    assert [(each.ranks, each.max_sequences) for each in placed.engines] == [(2, CPU_SEQUENCES)] * 2
+    assert place(gpus=0).layout == ONE_GPU
+
+
+# The start ------------------------------------------------------------------------------------------------------------
+
+
+class StartedError(Exception):
+    """What would run where."""
+
+
+@pytest.mark.mutation(
+    "layout-not-said", "load_engines.py", "    if gpus > 1:\n        progress(", "    if gpus > 8:\n        progress("
+)
+def test_a_start_on_two_gpus_says_its_layout_and_starts_it(
+    tiny_models: dict[str, Path], free: dict[int, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch
+
+    def starting(options: BackendOptions, *places: Any) -> Any:
+        raise StartedError(options, *places)
+
+    monkeypatch.setattr(compat_vllm, "runs_on_cpu", lambda: False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(free))
+    monkeypatch.setattr(load_engines, "starting", starting)
+    said: list[str] = []
+
+    def started(**options: Any) -> tuple[Any, ...]:
+        said.clear()
+        with pytest.raises(StartedError) as found:
+            load_real(ModelSource("tiny", str(tiny_models["tiny/text"])), BackendOptions(**options), said.append)
+        return found.value.args
+
+    free |= {0: 40, 1: 40}
+    options, sampler_place, sampler, trainer_place, trainer = started()
+    assert (options.train_gpus, options.sample_gpus, options.sample_tp) == ((0, 1), (0, 1), 1)
+    assert (sampler_place, trainer_place) == ("process", "process")
+    assert isinstance(sampler, Replicas)
+    assert len(sampler.factories) == 2
+    assert (trainer.func.__name__, trainer.keywords["shard"]) == ("trainer_of_rank", False)
+    (line,) = said
+    assert line == (
+        "tiny trains on GPUs 0-1 (whole weights on each) and samples on GPUs 0-1 (a replica on each); "
+        "--train-gpus, --sample-gpus, --shard and --sample-tp choose another layout"
+    )
+    assert started(shard="always")[-1].keywords["shard"]
+    options, sampler_place, sampler, trainer_place, trainer = started(trainer="inline", sampler="inline")
+    assert (options.train_gpus, options.sample_gpus, trainer_place, sampler_place) == ((), (), "inline", "inline")
+    del free[1]
+    options, _, sampler, _, trainer = started()
+    assert (options.train_gpus, options.sample_gpus, trainer.func.__name__, said) == ((), (), "HFTrainer", [])
+    assert not isinstance(sampler, Replicas)
+
+
+def test_options_of_several_processes_are_checked_with_fake_engines_too(tmp_path: Path) -> None:
+    options = BackendOptions(data_dir=tmp_path)
+    for wrong in ({"shard": "always"}, {"sample_tp": 2}):
+        with pytest.raises(ValueError, match=r"^--(shard|sample-tp)"):
+            load_fake(ModelSource("m", "m"), dataclasses.replace(options, **wrong))
