@@ -1,8 +1,8 @@
 #!/bin/sh
 # Checks everything that needs a GPU, in about fifteen minutes: the end-to-end suite in bfloat16, the agreement of
-# trainer and sampler, a trainer and a sampler that are killed, the demo, RL with images, the control plane, and on several GPUs their scaling. Needs
-# python3 with torch, vLLM and the project's other dependencies; imports the project from this checkout. Prints a
-# summary at the end.
+# trainer and sampler, a trainer and a sampler that are killed, the demo, RL with images, the control plane, and where
+# there are several GPUs the agreement on all of them and their scaling. Needs python3 with torch, vLLM and the project's
+# other dependencies; imports the project from this checkout. Prints a summary at the end.
 #   sh scripts/gpu_check.sh [OUT]      OUT: folder for the logs (default: runs/gpu)
 #   ONLY=vision_rl sh ...              only one step
 set -u
@@ -26,6 +26,8 @@ step() {  # NAME SECONDS COMMAND...
     [ $status -eq 0 ] || tail -n 25 "$out/$name.log" >>"$summary"
 }
 
+seen=${CUDA_VISIBLE_DEVICES-}
+export CUDA_VISIBLE_DEVICES="${seen:-0}"  # one GPU, until the steps for several
 {
     nvidia-smi --query-gpu=name,memory.total,driver_version --format=csv,noheader
     python3 -c "import torch, transformers, vllm, sys; print('python', sys.version.split()[0], 'torch', torch.__version__, 'transformers', transformers.__version__, 'vllm', vllm.__version__)"
@@ -44,6 +46,9 @@ grep -hE 'KL|return on|passed|failed' "$out/vision_rl.log" >>"$summary"
 step control_plane 150 python3 benchmarks/control_plane.py
 grep -E '│|┃' "$out/control_plane.log" >>"$summary"
 if [ "$(nvidia-smi -L 2>/dev/null | wc -l)" -gt 1 ]; then
+    if [ -n "$seen" ]; then export CUDA_VISIBLE_DEVICES="$seen"; else unset CUDA_VISIBLE_DEVICES; fi
+    step all_gpus 400 python3 -m pytest tests/e2e/test_agreement.py -q -s -p no:cacheprovider
+    grep -hE 'effect of training|KL\(sampler' "$out/all_gpus.log" | sed 's/^\.//' >>"$summary"
     step scaling 580 python3 benchmarks/scaling.py --log "$out/scaling_ranks.log" --out "$out"
     grep -E '│|┃' "$out/scaling.log" >>"$summary"
 fi

@@ -308,7 +308,7 @@ MISTAKES = (
         "loss",
         "A rank that fails in a micro-batch, or has none, leaves others waiting for weights; gathers come late",
         "walk-left-in-the-middle unit-sent-for-too-late shard-choice-ignored logprobs-fail-before-the-walk "
-        "memory-of-a-failed-step-kept cache-of-given-size-shares-no-layers",
+        "memory-of-a-failed-step-kept cache-of-given-size-shares-no-layers one-copy-of-sharded-weights",
     ),
     Promise(
         "loss",
@@ -558,7 +558,8 @@ MISTAKES = (
         "Of several ranks of a trainer, one that ends or hangs leaves others behind, or ends what it has no part in",
         "ranks-left-behind ranks-on-one-gpu one-of-a-group-without-the-call a-failure-alone-waits-for-the-limit "
         "unspeakable-errors-leave-others-waiting calls-that-one-rank-missed "
-        "an-adapter-that-one-rank-dropped-and-needs-again",
+        "an-adapter-that-one-rank-dropped-and-needs-again an-adapter-that-one-rank-never-got "
+        "only-the-first-answer-may-be-a-failure",
         (
             "training/test_rank_processes_on_fakes.py::test_a_rank_killed_in_a_step_ends_all_and_runs_go_on_from_their_save_on_fakes",
             "e2e/test_ranks_over_http.py::test_two_ranks_train_over_http_as_one_and_go_on_after_one_is_killed",

@@ -11,7 +11,7 @@ from tinker_local.backend.models import load_engines
 from tinker_local.backend.models.load_engines import Replicas, load_fake, load_real
 from tinker_local.backend.models.place_engines import CPU_SEQUENCES, PlacedEngines, place_engines
 from tinker_local.backend.models.placement import ONE_GPU, Layout, check_gpus, layouts
-from tinker_local.backend.options import BackendOptions, ModelSource
+from tinker_local.backend.options import BackendOptions, ModelSource, parse_shard
 from tinker_local.backend.vllm_engine import compat_vllm
 from tinker_local.backend.vllm_engine.build_engine import EngineOptions
 
@@ -21,7 +21,7 @@ CHOICES: dict[str, list[Any]] = {
     "sample_gpus": [(), (1,), (0, 3), (0, 1, 2, 3)],
     "trainer": [None, "inline", "process"],
     "sampler": [None, "inline", "process"],
-    "shard": ["auto", "never"],
+    "shard": ["auto", "never", 2],
     "sample_tp": [None, 1, 2],
 }
 
@@ -37,7 +37,7 @@ def test_by_default_every_gpu_trains_and_samples_and_shares_only_what_has_to_be_
     assert found == [Layout((0, 1, 2, 3), (0, 1, 2, 3), tp, shards) for tp, shards in shared] + [ONE_GPU]
     assert [each.sample_tp for each in layouts(BackendOptions(shard="never"), 6, kv_heads=2)] == [1, 2, 1]
     assert layouts(BackendOptions(sample_tp=2), 2, kv_heads=8) == [Layout((0, 1), (0, 1), 2, n) for n in (1, 2)]
-    assert layouts(BackendOptions(shard="always"), 2, kv_heads=1) == [Layout((0, 1), (0, 1), 1, 2)]
+    assert layouts(BackendOptions(shard=2), 4, kv_heads=1) == [Layout((0, 1, 2, 3), (0, 1, 2, 3), 1, 2)]
 
 
 @pytest.mark.mutation(
@@ -67,8 +67,8 @@ def test_an_engine_in_the_server_s_process_is_on_the_first_gpu() -> None:
     assert layouts(BackendOptions(trainer="inline", sampler="inline"), 2, kv_heads=8) == [ONE_GPU]
     with pytest.raises(ValueError, match=r"^--sample-tp 2: --sample-gpus has to name a multiple of 2 GPUs, not 0$"):
         found(sampler="inline", sample_tp=2)
-    with pytest.raises(ValueError, match=r"^--shard always: "):
-        found(trainer="inline", shard="always")
+    with pytest.raises(ValueError, match=r"^--shard 2: --train-gpus has to name a multiple of it, not 0 GPUs$"):
+        found(trainer="inline", shard=2)
 
 
 def test_every_combination_of_options_keeps_what_is_named_and_uses_every_gpu() -> None:
@@ -80,7 +80,9 @@ def test_every_combination_of_options_keeps_what_is_named_and_uses_every_gpu() -
             found = layouts(options, gpus, kv_heads=8)
         except ValueError as error:
             missing = gpus and max(named, default=0) >= gpus
-            indivisible = options.sample_tp == 2 and "--sample-tp 2" in str(error)
+            indivisible = f"--shard {options.shard}: " in str(error) or f"--sample-tp {options.sample_tp}: " in str(
+                error
+            )
             assert missing or indivisible, case
             continue
         assert not gpus or max(named, default=0) < gpus, case
@@ -91,10 +93,11 @@ def test_every_combination_of_options_keeps_what_is_named_and_uses_every_gpu() -
             assert layout.sample_gpus == options.sample_gpus or not options.sample_gpus, case
             assert options.sample_tp in (None, layout.sample_tp), case
             assert len(layout.samples_on) % layout.sample_tp == 8 % layout.sample_tp == 0, case
-            assert layout.shards in ({1} if options.shard == "never" else {1, len(layout.train_gpus)}), case
+            allowed: dict[Any, set[int]] = {"never": {1}, "auto": {1, len(layout.train_gpus)}}
+            assert layout.shards in allowed.get(options.shard, {options.shard}), case
             if gpus < 2:
                 assert (layout.train_gpus, layout.sample_gpus) == (options.train_gpus, options.sample_gpus), case
-                assert gpus or layout.shards == 1, case
+                assert gpus or layout.shards == (2 if options.shard == 2 else 1), case
                 continue
             inline = "inline" in (options.trainer, options.sampler)
             whole = inline or at_all == {*range(gpus)} or (options.train_gpus and options.sample_gpus)
@@ -117,10 +120,20 @@ def test_a_gpu_that_is_not_there_is_refused_with_those_that_are() -> None:
             check_gpus("--sample-gpus", [0, 3], count)
 
 
+def test_shard_is_auto_never_or_a_number_of_gpus() -> None:
+    assert [parse_shard(text) for text in ("auto", "never", "2", "16")] == ["auto", "never", 2, 16]
+    for wrong in ("always", "1", "0", "-2", "2.0", ""):
+        with pytest.raises(ValueError, match=r"^expected auto, never or a number of GPUs from 2, got "):
+            parse_shard(wrong)
+
+
 def test_a_layout_is_said_in_words() -> None:
     assert str(ONE_GPU) == "trains on GPU 0 and samples on GPU 0"
     assert str(Layout((0, 1), (0, 1))) == (
-        "trains on GPUs 0-1 (whole weights on each) and samples on GPUs 0-1 (a replica on each)"
+        "trains on GPUs 0-1 (a copy of the weights on each) and samples on GPUs 0-1 (a replica on each)"
+    )
+    assert str(Layout((0, 1, 2, 3), (5,), shards=2)) == (
+        "trains on GPUs 0-3 (a copy of the layers on each 2) and samples on GPU 5"
     )
     assert str(Layout((4,), (0, 1, 2, 3, 5, 6), 2)) == (
         "trains on GPU 4 and samples on GPUs 0-3 and 5-6 (a replica on each 2)"
@@ -222,7 +235,7 @@ def test_as_much_is_shared_as_the_memory_of_the_gpus_asks_for(place: Place, free
     assert shared(40, shard="never") == (1, 2)
     assert shared(32) == (4, 2)
     assert shared(28) == (4, 4)
-    assert shared(50, sample_tp=4, shard="always") == (4, 4)
+    assert shared(50, sample_tp=4, shard=2) == (2, 4)
     with pytest.raises(ValueError, match=r"^GPU 0: 20.0 GiB .* \(10.2 GiB and 4.4 GiB\)"):
         shared(20)
     with pytest.raises(ValueError, match=r"^GPU 0: 20.0 GiB .* \(17.4 GiB and 4.4 GiB\)"):
@@ -308,13 +321,13 @@ def test_a_start_on_two_gpus_says_its_layout_and_starts_it(
     assert (sampler_place, trainer_place) == ("process", "process")
     assert isinstance(sampler, Replicas)
     assert len(sampler.factories) == 2
-    assert (trainer.func.__name__, trainer.keywords["shard"]) == ("trainer_of_rank", False)
+    assert (trainer.func.__name__, trainer.keywords["shards"]) == ("trainer_of_rank", 1)
     (line,) = said
     assert line == (
-        "tiny trains on GPUs 0-1 (whole weights on each) and samples on GPUs 0-1 (a replica on each); "
+        "tiny trains on GPUs 0-1 (a copy of the weights on each) and samples on GPUs 0-1 (a replica on each); "
         "--train-gpus, --sample-gpus, --shard and --sample-tp choose another layout"
     )
-    assert started(shard="always")[-1].keywords["shard"]
+    assert started(shard=2)[-1].keywords["shards"] == 2
     options, sampler_place, sampler, trainer_place, trainer = started(trainer="inline", sampler="inline")
     assert (options.train_gpus, options.sample_gpus, trainer_place, sampler_place) == ((), (), "inline", "inline")
     del free[1]
@@ -325,6 +338,7 @@ def test_a_start_on_two_gpus_says_its_layout_and_starts_it(
 
 def test_options_of_several_processes_are_checked_with_fake_engines_too(tmp_path: Path) -> None:
     options = BackendOptions(data_dir=tmp_path)
-    for wrong in ({"shard": "always"}, {"sample_tp": 2}):
-        with pytest.raises(ValueError, match=r"^--(shard|sample-tp)"):
+    wrong: dict[str, Any]
+    for wrong in ({"shard": 2}, {"train_gpus": (0, 1, 2), "shard": 2}, {"sample_tp": 2}):
+        with pytest.raises(ValueError, match=r"^--(shard|sample-tp) 2: "):
             load_fake(ModelSource("m", "m"), dataclasses.replace(options, **wrong))

@@ -101,7 +101,7 @@ def rank_trainer(scale: Scale, job: Job, rank: int, size: int) -> Any:
     ranks = ONE_RANK if size == 1 else join(Seat(rank, size, str(Path(job.folder) / f"meeting-{job.layout}")), device)
     options: dict[str, Any] = {"ranks": ranks, "device": device.type}
     if job.layout == "sharded":
-        options["shard"] = True
+        options["shards"] = size
     return make_trainer(scale, Path(job.model), **options)
 
 

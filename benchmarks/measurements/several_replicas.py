@@ -35,6 +35,7 @@ async def measure(scale: Scale, model: Path, replicas: int, tp: int, parts: Sequ
             max_rank=scale.rank,
             kv_cache_bytes=scale.kv_cache_bytes,
             micro_batch_tokens=scale.micro_batch_tokens,
+            train_gpus=(0,),
             sample_gpus=tuple(range(replicas * tp)),
             sample_tp=tp,
             sampler_sleeps=False,

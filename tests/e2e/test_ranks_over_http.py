@@ -26,7 +26,7 @@ LORA = LoraConfig(rank=4, seed=7)
 GREEDY = SamplingParams(max_tokens=8, temperature=0.0, stop=())
 
 
-@pytest.fixture(params=["never", "always"])
+@pytest.fixture(params=["never", "2"])
 def server(tiny_models: dict[str, Path], tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Server]:
     options = [
         "--train-gpus",

@@ -1,7 +1,7 @@
 """What one of several trainer ranks runs in the tests: python -m tests.training.rank_program FOLDER EXTENT RANK SIZE
 
 Each rank makes the same calls, and writes what it saw into `FOLDER/EXTENT-RANK-of-SIZE.pickle`. EXTENT: "all", or
-"short" for a part of them.
+"short" for a part of them, or "copies" for those of sharded weights of which two ranks hold a copy.
 """
 
 import faulthandler
@@ -326,7 +326,7 @@ def diverge(trainer: HFTrainer, ranks: Ranks) -> str:
     return "nothing"
 
 
-def make_trainer(folder: Path, label: str, ranks: Ranks = ONE_RANK) -> HFTrainer:
+def make_trainer(folder: Path, label: str, ranks: Ranks = ONE_RANK, shards: int | None = None) -> HFTrainer:
     model, decoder, dtype = TRAINERS[SHARDED.get(label, label)]
     return HFTrainer(
         str(folder / model),
@@ -336,7 +336,7 @@ def make_trainer(folder: Path, label: str, ranks: Ranks = ONE_RANK) -> HFTrainer
         decoder="autograd" if decoder == "autograd" else "written-out",
         micro_batch_tokens=64,
         ranks=ranks,
-        shard=label in SHARDED,
+        shards=(shards or ranks.size) if label in SHARDED else 1,
     )
 
 
@@ -352,27 +352,39 @@ def places(label: str) -> list[str]:
     return [place for place in PLACES if place not in of_other | seen]
 
 
-def deep(folder: Path, decoder: Any, ranks: Ranks) -> HFTrainer:
+def deep(folder: Path, decoder: Any, ranks: Ranks, shards: int) -> HFTrainer:
     """A sharded trainer of ten layers."""
-    return HFTrainer(str(folder / "qwen3_deep"), name="d", device="cpu", decoder=decoder, ranks=ranks, shard=True)
+    return HFTrainer(str(folder / "qwen3_deep"), name="d", device="cpu", decoder=decoder, ranks=ranks, shards=shards)
 
 
-def probed(folder: Path, ranks: Ranks = ONE_RANK, *, shard: bool = False) -> dict[str, Any]:
+def probed(folder: Path, ranks: Ranks = ONE_RANK, *, shards: int = 1) -> dict[str, Any]:
     """Logprobs of `OTHER_FAMILIES`."""
     found = {}
     for model, decoder in OTHER_FAMILIES.items():
         chosen: Any = decoder
-        trainer = HFTrainer(str(folder / model), name=model, device="cpu", decoder=chosen, ranks=ranks, shard=shard)
+        trainer = HFTrainer(str(folder / model), name=model, device="cpu", decoder=chosen, ranks=ranks, shards=shards)
         found[model] = trainer.logprobs(None, Maker(np.random.default_rng(6)).input(23))
     return found
+
+
+def copies_of_two(folder: Path, ranks: Ranks) -> dict[str, Any]:
+    """What trainers see of which two ranks hold a copy of the weights, also when the last rank fails."""
+    seen: dict[str, Any] = {}
+    for label in ("image, sharded", "text, sharded"):
+        trainer = make_trainer(folder, label, ranks, shards=2)
+        seen[label] = run(trainer, images=label.startswith("image"))
+        for place in places(label):
+            seen[label].faults[place] = inject(trainer, ranks, place, "exception")
+    seen["memory"] = [measured(partial(deep, folder, decoder, ranks, 2)) for decoder in IN_A_WALK]
+    return seen
 
 
 def main(folder: Path, extent: str, rank: int, size: int) -> None:
     torch.set_num_threads(1)
     faulthandler.dump_traceback_later(1500, exit=True)  # a hang shows where, and ends
     ranks = join(Seat(rank, size, str(folder / f"meeting-{extent}-{size}")), torch.device("cpu"))
-    seen: dict[str, Any] = {}
-    for label in LABELS if extent == "all" else ["text"]:
+    seen: dict[str, Any] = copies_of_two(folder, ranks) if extent == "copies" else {}
+    for label in {"all": LABELS, "short": ["text"], "copies": []}[extent]:
         images = label.startswith("image")
         trainer = make_trainer(folder, label, ranks)
         seen[label] = run(trainer, images=images)
@@ -386,8 +398,8 @@ def main(folder: Path, extent: str, rank: int, size: int) -> None:
             saved = pickle.loads((folder / "all-0-of-2.pickle").read_bytes())[label].saved
             seen[f"resumed {label}"] = resumed(trainer, saved, images=images)
     if extent == "all":
-        seen["memory"] = [measured(partial(deep, folder, decoder, ranks)) for decoder in IN_A_WALK]
-        seen["probed"] = probed(folder, ranks, shard=True)
+        seen["memory"] = [measured(partial(deep, folder, decoder, ranks, size)) for decoder in IN_A_WALK]
+        seen["probed"] = probed(folder, ranks, shards=size)
     (folder / f"{extent}-{rank}-of-{size}.pickle").write_bytes(pickle.dumps(seen))
     os._exit(0)
 

@@ -253,6 +253,31 @@ def test_ranks_that_diverge_are_an_error_in_short(short: Any) -> None:
         assert "(rank 1: weights)" in seen["divergence of text"]
 
 
+@pytest.mark.more  # four ranks
+@pytest.mark.mutation(
+    "one-copy-of-sharded-weights",
+    "sharded_weights.py",
+    "    if size == dist.get_world_size():\n",
+    "    size = dist.get_world_size()\n    if size == dist.get_world_size():\n",
+)
+def test_four_ranks_with_two_copies_of_sharded_weights_compute_what_one_does(folder: Path) -> None:
+    four = spawned(folder, 4, "copies")
+    for label in ("image, sharded", "text, sharded"):
+        alone = rank_program.run(rank_program.make_trainer(folder, SHARDED[label]), images=label.startswith("image"))
+        for seen in four:
+            assert deviation(seen[label].gradients, alone.gradients) <= 1e-5
+            assert_equal(seen[label].gradients, four[0][label].gradients)
+            assert_equal(seen[label].trained, four[0][label].trained)
+            np.testing.assert_allclose(seen[label].logprobs, alone.logprobs, atol=1e-4)
+            for fault in seen[label].faults.values():
+                assert (fault.error is None, fault.same, fault.again) == (False, True, True)
+        assert four[0][label].faults
+    for memory in [each for seen in four for each in seen["memory"]]:
+        part = memory.large / 2 + memory.replicated
+        assert 0.9 * part <= memory.resting <= 1.05 * (part + 2 * memory.layer)
+        assert memory.walking <= 1.05 * (part + 3 * memory.layer)
+
+
 def test_ranks_that_diverge_are_an_error_that_names_what_differs(two: Any) -> None:
     for seen in two:
         error = seen["divergence of image"]

@@ -10,12 +10,12 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, cast
 
 DType = Literal["float32", "bfloat16"]
 EnginePlace = Literal["inline", "process"]
 DecoderChoice = Literal["auto", "written-out", "autograd"]
-ShardChoice = Literal["auto", "never", "always"]
+ShardChoice = Literal["auto", "never"] | int
 
 _IMAGE_HOST = re.compile(r"[^\s/\\@?#*:\[\]]+(:\d{1,5})?")
 
@@ -65,6 +65,15 @@ def parse_gpus(text: str) -> tuple[int, ...]:
     if len(set(found)) < len(found):
         raise ValueError(f"{text!r} names a GPU twice")
     return tuple(found)
+
+
+def parse_shard(text: str) -> ShardChoice:
+    """Parse `auto`, `never` or a number from 2; ValueError for anything else."""
+    if text in ("auto", "never"):
+        return cast(ShardChoice, text)
+    if not re.fullmatch(r"\d{1,4}", text) or int(text) < 2:
+        raise ValueError(f"expected auto, never or a number of GPUs from 2, got {text!r}")
+    return int(text)
 
 
 QUOTAS = {
@@ -125,7 +134,7 @@ class CommandOption:
     metavar: what `--help` shows as the value.
     must_exist: the folder has to exist.
     parse: parses one value of an option that may be repeated; ValueError if it is invalid.
-    parse_all: parses the value of an option that is a tuple and may not be repeated; ValueError if it is invalid.
+    parse_one: parses the value of an option that may not be repeated; ValueError if it is invalid.
     """
 
     help: str
@@ -137,7 +146,7 @@ class CommandOption:
     metavar: str | None = None
     must_exist: bool = False
     parse: Callable[[str], Any] | None = None
-    parse_all: Callable[[str], tuple[Any, ...]] | None = None
+    parse_one: Callable[[str], Any] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,14 +197,17 @@ class BackendOptions:
             "the data of a step. On CPU and with --fake: as many processes. Default: the GPUs that --sample-gpus does "
             "not name, or all.",
             metavar="GPUS",
-            parse_all=parse_gpus,
+            parse_one=parse_gpus,
         ),
     ] = ()
     shard: Annotated[
         ShardChoice,
         CommandOption(
-            "Whether each of --train-gpus has a part of the trainer's layers (FSDP2) instead of all of them. Default: "
-            "if whole copies do not fit beside the rest.",
+            "How many of --train-gpus hold a copy of the trainer's layers together, each a part of it (FSDP2). N must "
+            "divide their number; never: each holds a whole copy; auto: all of them hold one together if whole copies "
+            "do not fit beside the rest.",
+            metavar="auto|never|N",
+            parse_one=parse_shard,
         ),
     ] = "auto"
     sample_gpus: Annotated[
@@ -205,7 +217,7 @@ class BackendOptions:
             "go to the replica that has read their prompt or has the fewest sequences. On CPU and with --fake: as many "
             "processes. Default: the GPUs that --train-gpus does not name, or all.",
             metavar="GPUS",
-            parse_all=parse_gpus,
+            parse_one=parse_gpus,
         ),
     ] = ()
     sample_tp: Annotated[

@@ -34,12 +34,14 @@ def each_value(parse: Callable[[str], Any]) -> Callable[[click.Context, click.Pa
     return callback
 
 
-def _all_values(parse: Callable[[str], tuple[Any, ...]]) -> Callable[..., tuple[Any, ...]]:
-    """The callback of an option with one value that is a tuple."""
+def _one_value(
+    parse: Callable[[str], Any], default: Any
+) -> Callable[[click.Context, click.Parameter, str | None], Any]:
+    """The callback of an option with one value."""
 
-    def callback(_context: click.Context, _parameter: click.Parameter, value: str | None) -> tuple[Any, ...]:
+    def callback(_context: click.Context, _parameter: click.Parameter, value: str | None) -> Any:
         try:
-            return () if value is None else parse(value)
+            return default if value is None else parse(value)
         except ValueError as error:
             raise click.BadParameter(str(error)) from None
 
@@ -51,8 +53,8 @@ def _click_option(each: "Field[Any]", hint: Any, option: CommandOption) -> Calla
     settings: dict[str, Any] = {"help": option.help, "metavar": option.metavar}
     if option.parse is not None:
         settings |= {"multiple": True, "callback": each_value(option.parse)}
-    elif option.parse_all is not None:
-        settings["callback"] = _all_values(option.parse_all)
+    elif option.parse_one is not None:
+        settings["callback"] = _one_value(option.parse_one, each.default)
     elif option.gib:
         default = None if each.default is None else each.default / 2**30  # type: ignore[operator]
         settings |= {"type": _FiniteRange(0, min_open=True), "metavar": "GIB", "callback": _bytes}

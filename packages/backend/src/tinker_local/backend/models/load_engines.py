@@ -265,7 +265,7 @@ def load_real(source: ModelSource, options: BackendOptions, progress: Progress) 
         activation_memory_bytes=placed.activation_bytes,
         module_gradient_norms=options.module_gradient_norms,
         decoder=options.decoder,
-        shard=layout.shards > 1,
+        shards=layout.shards,
     )
     make_one: SamplerFactory = make_vllm_sampler if layout.sample_tp == 1 else make_vllm_rank
     factories = [functools.partial(make_one, engine) for engine in engines]

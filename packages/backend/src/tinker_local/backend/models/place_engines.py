@@ -39,8 +39,8 @@ def place_engines(config: Any, engine: "EngineOptions", options: BackendOptions,
     """Place both engines of a model of `config` where the server sees `gpus` GPUs (0: on a CPU), as `options` choose,
     otherwise in the first of the `layouts` that fits the memory.
 
-    If none fits, raises the ValueError, in one line, of the one that shares most. With a KV cache of given size that one
-    is taken instead, with small steps.
+    If none fits, raises the ValueError, in one line, of the one that shares most. With a KV cache of given size that
+    one is taken instead, with small steps.
     """
     text_config = config.get_text_config()
     kv_heads = getattr(text_config, "num_key_value_heads", None) or text_config.num_attention_heads

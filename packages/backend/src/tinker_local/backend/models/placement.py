@@ -32,13 +32,11 @@ class Layout:
         return self.sample_gpus or (FIRST_GPU,)
 
     def __str__(self) -> str:
-        one_engine_each = (
-            "whole weights on each" if self.shards == 1 else f"each {self.shards} with one copy of the layers"
-        )
-        trains = f"on {_names(self.trains_on)}" + (f" ({one_engine_each})" if len(self.trains_on) > 1 else "")
+        copies = "a copy of the weights on each" if self.shards == 1 else f"a copy of the layers on each {self.shards}"
         replicas = "a replica on each" if self.sample_tp == 1 else f"a replica on each {self.sample_tp}"
-        samples = f"on {_names(self.samples_on)}" + (f" ({replicas})" if len(self.samples_on) > 1 else "")
-        return f"trains {trains} and samples {samples}"
+        trains = _names(self.trains_on) + (f" ({copies})" if len(self.trains_on) > 1 else "")
+        samples = _names(self.samples_on) + (f" ({replicas})" if len(self.samples_on) > 1 else "")
+        return f"trains on {trains} and samples on {samples}"
 
 
 ONE_GPU = Layout()
@@ -83,11 +81,11 @@ def _sizes_of_a_replica(chosen: int | None, sample_gpus: Sequence[int], kv_heads
 
 
 def _shards(options: BackendOptions, ranks: int, gpus: int) -> list[int]:
-    """How many ranks may hold a copy of the layers together."""
-    if options.shard == "always":
-        if ranks < 2:
-            raise ValueError("--shard always: --train-gpus has to name two GPUs or more")
-        return [ranks]
+    """How many ranks may hold a copy of the layers together: as chosen, or one or all."""
+    if isinstance(options.shard, int):
+        if not ranks or ranks % options.shard:
+            raise ValueError(f"--shard {options.shard}: --train-gpus has to name a multiple of it, not {ranks} GPUs")
+        return [options.shard]
     return [1, ranks] if options.shard == "auto" and gpus and ranks > 1 else [1]
 
 

@@ -20,7 +20,7 @@ T = TypeVar("T")
 DONE, LACKED_MEMORY, FAILED = range(3)
 """How an attempt ended on a rank."""
 
-_FOREVER = timedelta(days=1)
+FOREVER = timedelta(days=1)
 """The server limits the time of a call and ends processes that take longer."""
 
 _QUOTED_BYTES = 400
@@ -41,7 +41,7 @@ class JoinedRanks(Ranks):
             init_method=f"file://{seat.meeting}",
             rank=seat.rank,
             world_size=seat.size,
-            timeout=_FOREVER,
+            timeout=FOREVER,
         )
         if device.type == "cuda":  # NCCL takes its memory now, and not in a step in which it may be short on one rank
             dist.all_reduce(torch.zeros(1, device=device))

@@ -73,8 +73,8 @@ def load_model(
     """Load the model at `path` (a folder or hub name) with the class of its family.
 
     `device` None: CUDA if available. `dtype` None: bfloat16 on CUDA, float32 elsewhere. `max_context_length`: the most
-    positions of a sequence, if fewer than the model's own. `shards`: the number of ranks, if each holds a part of the
-    large weights, and all load at the same time. Raises UnsupportedError if the family or the architecture is not
+    positions of a sequence, if fewer than the model's own. `shards`: how many ranks hold the large weights together; if
+    more than one, all ranks load at the same time. Raises UnsupportedError if the family or the architecture is not
     supported.
     """
     config = transformers.AutoConfig.from_pretrained(path)

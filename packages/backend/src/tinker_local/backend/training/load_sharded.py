@@ -71,9 +71,10 @@ class Checkpoint:
 
 
 def load_sharded(
-    path: str, config: Any, family: Family, dtype: torch.dtype, device: torch.device, ranks: int
+    path: str, config: Any, family: Family, dtype: torch.dtype, device: torch.device, shards: int
 ) -> tuple[Any, ShardedWeights]:
-    """The model at `path`, frozen, and where its large weights are. All ranks must load at the same time."""
+    """The model at `path`, frozen, and where its large weights are: `shards` ranks hold a copy. All ranks must load at
+    the same time."""
     auto_class = getattr(transformers, family.auto_class)
     with torch.device("meta"):
         model = auto_class.from_config(config, dtype=dtype, attn_implementation="sdpa")
@@ -82,7 +83,7 @@ def load_sharded(
     _fill_in(model, _rest(path, config, dtype), f"{family.decoder_path}.layers.", device)
     if tied:
         model.lm_head.weight = model.get_input_embeddings().weight
-    weights = ShardedWeights(device, ranks)
+    weights = ShardedWeights(device, shards)
     with Checkpoint(path) as checkpoint:
         layers = model.get_submodule(family.decoder_path).layers
         names = _names_of_layers(checkpoint, layers, path)

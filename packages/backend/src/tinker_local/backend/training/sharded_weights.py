@@ -1,4 +1,4 @@
-"""Large weights of which each rank holds an equal part (FSDP2), gathered just before they are read.
+"""Large weights of which each rank holds an equal part of a copy (FSDP2), gathered just before they are read.
 
 FSDP2's hooks are not used: a decoder without autograd would not call them, and every rank must gather the same units in
 the same order even if it has nothing to compute. What is used is public: `fully_shard`, and `unshard` and `reshard` of
@@ -15,7 +15,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from tinker_local.backend.training import compat_torch
+from tinker_local.backend.training.joined_ranks import FOREVER
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
@@ -50,6 +52,14 @@ def pieces_of(tensors: Mapping[str, torch.Tensor]) -> list[Piece]:
         start = found[-1].stop if found else 0
         found.append(Piece(name, tensor.shape, tensor.dtype, -(-start // ALIGNMENT) * ALIGNMENT))
     return found
+
+
+def ranks_of_a_copy(device: torch.device, size: int) -> DeviceMesh:
+    """The `size` ranks in a row, this one among them, that hold one copy together. All ranks call this."""
+    if size == dist.get_world_size():
+        return init_device_mesh(device.type, (size,))
+    group, _ = dist.new_subgroups(size, timeout=FOREVER)
+    return DeviceMesh.from_group(group, device.type)
 
 
 ReadPart = Callable[[str, int, int], torch.Tensor]
@@ -107,10 +117,11 @@ class _Staging:
 
 
 class ShardedWeights:
-    """Implements `LargeWeights` for `layers` and the `head` (None: it is whole on each rank)."""
+    """Implements `LargeWeights` for layers and an LM head of which `size` ranks hold one copy together. With more ranks
+    than that there are several copies; ranks of one gather from each other alone."""
 
     def __init__(self, device: torch.device, size: int) -> None:
-        self.mesh = init_device_mesh(device.type, (size,))
+        self.mesh = ranks_of_a_copy(device, size)
         self.gathered: dict[int, torch.cuda.Event | None] = {}
         self._device = device
         self._units: list[Any] = []

@@ -68,8 +68,8 @@ class HFTrainer:
     `logit_chunk_elements`: maximum number of logits in memory at once (None: 2^28 on CUDA, 2^26 elsewhere).
     `image_cache_bytes`: limit for image features cached on the device. `module_gradient_norms`: `optim_step` also
     reports the norm of each module. `decoder`: runs the layers; "auto" means "written-out" if it supports them, else
-    "autograd". `ranks`: the processes that share the work. `shard`: each of them holds
-    a part of the layers and of an untied LM head, instead of all.
+    "autograd". `ranks`: the processes that share the work. `shards`: how many of them, in a row, hold one copy of the
+    layers and of an untied LM head together, each a part; 1: all are whole on each.
 
     A target outside the vocabulary is allowed where its coefficient is 0; its reported logprob is that of token 0.
     An `optim_step` without a gradient since the last one uses a zero gradient: AdamW's moments fade, weight decay
@@ -92,9 +92,8 @@ class HFTrainer:
         module_gradient_norms: bool = False,
         decoder: DecoderChoice = "auto",
         ranks: Ranks = ONE_RANK,
-        shard: bool = False,
+        shards: int = 1,
     ) -> None:
-        shards = ranks.size if shard else 1
         loaded = load_model(model_path, dtype, device, decoder, max_context_length, shards)
         self.name = name
         self.vocab_size = loaded.vocab_size
