@@ -20,7 +20,7 @@ from tinker_local.backend.sampling.sampler import AdapterVersion
 from tinker_local.backend.vllm_engine import rank_follower, sleep_mode
 from tinker_local.backend.vllm_engine.build_engine import EngineOptions
 from tinker_local.backend.vllm_engine.rank_follower import Follower
-from tinker_local.backend.vllm_engine.rank_leader import Leader
+from tinker_local.backend.vllm_engine.rank_leader import Leader, Prepare
 from tinker_local.types import InternalError
 
 from tests.fakes.test_replicas_on_fakes import all_work, replicas
@@ -299,3 +299,33 @@ def test_an_adapter_is_made_ready_on_other_ranks_and_kept_until_the_first_one_ha
     assert not ranks.follower._prepared
     ranks.follower._threads.shutdown()
     assert sorted(made) == ["torn", "unused", "used"]
+
+
+@pytest.mark.mutation(
+    "an-adapter-that-one-rank-never-got",
+    "rank_leader.py",
+    "        try:\n            for other in self._links:\n                other.send(prepare)\n",
+    "        for other in self._links:\n            other.send(prepare)\n        try:\n",
+)
+def test_an_adapter_that_not_all_ranks_could_be_told_is_dropped_by_those_that_were_on_fakes(ranks: Ranks) -> None:
+    class Unreachable:
+        def send(self, message: Any) -> None:
+            if isinstance(message, Prepare):
+                raise OSError("no memory for a message")
+
+        def receive(self) -> None:
+            pass
+
+        def close(self) -> None:
+            pass
+
+    made = threading.Event()
+    ranks.follower._adapters.make = lambda version, worker: made.set()  # type: ignore[method-assign,assign,return-value]
+    ranks.leader._links.append(Unreachable())  # type: ignore[arg-type]
+    version = AdapterVersion("a", Path("/nowhere"))
+    with pytest.raises(OSError, match="no memory"), ranks.leader.preparing(version):
+        pass
+    assert made.wait(30)
+    ranks.first.step()
+    ranks.wait()
+    assert not ranks.follower._prepared

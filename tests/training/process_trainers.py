@@ -31,7 +31,7 @@ def rank_that_cannot_load(seat: Seat) -> FakeTrainer:
 
 
 class NumberedTrainer(FakeTrainer):
-    """Number 0 of a group fails where number 1 waits for it."""
+    """Number 0 of a group fails where others wait for it. In another call, number 0 answers and then number 1 fails."""
 
     def __init__(self, number: int) -> None:
         super().__init__(FakeModel("fake/bigram"))
@@ -41,6 +41,13 @@ class NumberedTrainer(FakeTrainer):
         if self._number == 0:
             raise ValueError("alone")
         time.sleep(600)
+
+    def remove_adapter(self, adapter_id: str) -> None:
+        time.sleep(self._number)
+        if self._number == 1:
+            raise ValueError("alone")
+        if self._number == 2:
+            time.sleep(600)
 
 
 def numbered(number: int) -> FakeTrainer:

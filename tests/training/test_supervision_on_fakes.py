@@ -332,14 +332,15 @@ async def test_the_time_limit_grows_with_the_positions_on_fakes(
     assert limits == [5.01, 8.0, 5.0]
 
 
-def pair_of(make: Callable[..., Any], trainers: ModuleType) -> "calls.Calls":
-    """Two processes, each with what `make` makes of its number."""
+def group_of(size: int, make: Callable[..., Any], trainers: ModuleType) -> "calls.Calls":
+    """So many processes, each with what `make` makes of its number."""
     programs = [
-        functools.partial(serve_calls, make=functools.partial(make, at), describe=trainers.described) for at in (0, 1)
+        functools.partial(serve_calls, make=functools.partial(make, at), describe=trainers.described)
+        for at in range(size)
     ]
-    both = calls.Calls(ProcessGroup("trainer", programs))
-    both.call(60, LOAD)
-    return both
+    group = calls.Calls(ProcessGroup("trainer", programs))
+    group.call(60, LOAD)
+    return group
 
 
 @pytest.mark.mutation(
@@ -349,7 +350,7 @@ def test_a_call_that_only_one_process_of_a_group_got_ends_the_group_on_fakes(
     trainers: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Otherwise the first would run it together with the next call of the second."""
-    both = pair_of(trainers.numbered, trainers)
+    both = group_of(2, trainers.numbered, trainers)
     try:
         send, sent = Channel.send_encoded, list[Channel]()
 
@@ -380,12 +381,31 @@ def test_a_process_that_fails_alone_ends_the_others_that_wait_for_it_on_fakes(
 ) -> None:
     monkeypatch.setattr(process_group, "TICK", 0.1)
     monkeypatch.setattr(calls, "AFTER_FAILURE_SECONDS", 0.5)
-    both = pair_of(trainers.numbered, trainers)
+    both = group_of(2, trainers.numbered, trainers)
     try:
         with pytest.raises(ProcessEndedError, match=r"gave no answer for 0 s, and was killed \(ValueError: alone\)"):
             both.call(30, "release_memory")
     finally:
         both.close()
+
+
+@pytest.mark.mutation(
+    "only-the-first-answer-may-be-a-failure",
+    "calls.py",
+    "len(answers) < len(channels):\n                    failed",
+    "len(answers) == 1:\n                    failed",
+)
+def test_a_process_that_fails_after_another_has_answered_ends_those_that_wait_for_it_on_fakes(
+    trainers: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(process_group, "TICK", 0.1)
+    monkeypatch.setattr(calls, "AFTER_FAILURE_SECONDS", 0.5)
+    three = group_of(3, trainers.numbered, trainers)
+    try:
+        with pytest.raises(ProcessEndedError, match=r"gave no answer for 0 s, and was killed \(ValueError: alone\)"):
+            three.call(20, "remove_adapter", "a")
+    finally:
+        three.close()
 
 
 async def test_the_processes_of_a_group_end_together_on_fakes(trainers: ModuleType) -> None:

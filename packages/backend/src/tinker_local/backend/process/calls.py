@@ -108,9 +108,9 @@ class Calls:
                 channel.send(ForgetImages(too_many))
 
     def _answers(self, channels: Sequence[Channel], call: Call) -> dict[int, Answer | Failure]:
-        """Wait for the answer of each process, by its index; handle log records that arrive before it. If one could not
-        load its object, there is no waiting for the others, which may wait for that one. After any other failure they
-        have `AFTER_FAILURE_SECONDS`."""
+        """Wait for the answer of each process, by its index; handle log records that arrive before it. Returns at once
+        when one could not load its object, because the others may be waiting for that one. After any other failure the
+        others have `AFTER_FAILURE_SECONDS` to answer."""
         answers: dict[int, Answer | Failure] = {}
         with ExitStack() as failed:
             try:
@@ -147,5 +147,5 @@ class Calls:
                     raise EOFError
                 if isinstance(message, Failure) and call.method == LOAD:
                     break
-                if isinstance(message, Failure) and len(answers) == 1 < len(channels):
+                if isinstance(message, Failure) and len(answers) < len(channels):
                     failed.enter_context(self.group.limit(AFTER_FAILURE_SECONDS))

@@ -129,9 +129,9 @@ class Leader:
         """Have the others make an adapter ready while this rank does; any thread may call it."""
         number = next(self._numbers)
         prepare = Prepare(number, replace(version, unwritten=written), version.unwritten())
-        for other in self._links:
-            other.send(prepare)
         try:
+            for other in self._links:
+                other.send(prepare)
             yield Preparing(number, self._unneeded)
         except BaseException:
             self._unneeded.append(number)
