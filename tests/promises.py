@@ -559,7 +559,7 @@ MISTAKES = (
         "ranks-left-behind ranks-on-one-gpu one-of-a-group-without-the-call a-failure-alone-waits-for-the-limit "
         "unspeakable-errors-leave-others-waiting calls-that-one-rank-missed "
         "an-adapter-that-one-rank-dropped-and-needs-again an-adapter-that-one-rank-never-got "
-        "only-the-first-answer-may-be-a-failure",
+        "only-the-first-answer-may-be-a-failure signals-without-a-name-end-the-watch",
         (
             "training/test_rank_processes_on_fakes.py::test_a_rank_killed_in_a_step_ends_all_and_runs_go_on_from_their_save_on_fakes",
             "e2e/test_ranks_over_http.py::test_two_ranks_train_over_http_as_one_and_go_on_after_one_is_killed",

@@ -7,11 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tinker_local.backend import InProcessBackend
 from tinker_local.backend.models import load_engines
 from tinker_local.backend.models.load_engines import Replicas, load_fake, load_real
 from tinker_local.backend.models.place_engines import CPU_SEQUENCES, PlacedEngines, place_engines
 from tinker_local.backend.models.placement import ONE_GPU, Layout, check_gpus, layouts
 from tinker_local.backend.options import BackendOptions, ModelSource, parse_shard
+from tinker_local.backend.training.process_trainer import ProcessTrainer
 from tinker_local.backend.vllm_engine import compat_vllm
 from tinker_local.backend.vllm_engine.build_engine import EngineOptions
 
@@ -334,6 +336,33 @@ def test_a_start_on_two_gpus_says_its_layout_and_starts_it(
     options, _, sampler, _, trainer = started()
     assert (options.train_gpus, options.sample_gpus, trainer.func.__name__, said) == ((), (), "HFTrainer", [])
     assert not isinstance(sampler, Replicas)
+
+
+@pytest.mark.more  # two ranks, and two processes with vLLM
+@pytest.mark.skipif(not compat_vllm.runs_on_cpu(), reason="sees GPUs that are not there")
+async def test_a_start_with_two_gpus_has_two_ranks_and_two_replicas_that_agree(
+    tiny_models: dict[str, Path], tmp_path: Path, free: dict[int, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The processes run on the CPU."""
+    import torch
+
+    free |= {0: 40, 1: 40}
+    monkeypatch.setattr(compat_vllm, "runs_on_cpu", lambda: False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(free))
+    said: list[str] = []
+    options = BackendOptions(
+        data_dir=tmp_path, dtype="float32", max_rank=8, max_context_length=256, kv_cache_bytes=2**26
+    )
+    sources = [ModelSource("tiny", str(tiny_models["tiny/text"]))]
+    async with InProcessBackend(sources, options, progress=said.append) as backend:
+        model = backend.models.get("tiny")
+        assert isinstance(model.engines.trainer, ProcessTrainer)
+        assert len(model.engines.trainer.pids) == 2
+        assert model.pool is not None
+        assert len(model.pool.replicas) == 2
+    assert [line for line in said if "trains on GPUs 0-1" in line and "samples on GPUs 0-1" in line]
+    assert [line for line in said if "agree to" in line]
 
 
 def test_options_of_several_processes_are_checked_with_fake_engines_too(tmp_path: Path) -> None:

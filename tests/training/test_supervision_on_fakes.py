@@ -431,6 +431,23 @@ async def test_the_processes_of_a_group_end_together_on_fakes(trainers: ModuleTy
     assert ends == ["ended"]
 
 
+@pytest.mark.mutation(
+    "signals-without-a-name-end-the-watch",
+    "process_group.py",
+    "named.get(-status, f'signal {-status}')",
+    "named[-status]",
+)
+def test_a_process_ended_by_a_signal_without_a_name_fails_its_calls_on_fakes(trainers: ModuleType) -> None:
+    alone = group_of(1, trainers.numbered, trainers)
+    os.kill(alone.group.members[0].pid, signal.SIGRTMIN + 1)
+    try:
+        assert alone.group.wait(20)
+        with pytest.raises(ProcessEndedError, match=f"was ended by signal {signal.SIGRTMIN + 1}"):
+            alone.call(20, "release_memory")
+    finally:
+        alone.close()
+
+
 def test_a_process_that_hangs_in_the_kernel_holds_up_neither_calls_nor_the_end_on_fakes(
     trainers: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -195,7 +195,7 @@ class BackendOptions:
         CommandOption(
             "GPUs that train, such as 0,1 or 0-3: each runs a rank of the trainer in its own process, and they share "
             "the data of a step. On CPU and with --fake: as many processes. Default: the GPUs that --sample-gpus does "
-            "not name, or all.",
+            "not name, or all; one trainer on CPU.",
             metavar="GPUS",
             parse_one=parse_gpus,
         ),
@@ -215,7 +215,7 @@ class BackendOptions:
         CommandOption(
             "GPUs that sample, such as 0,2-4: each runs a replica of the sampler in its own process, and requests "
             "go to the replica that has read their prompt or has the fewest sequences. On CPU and with --fake: as many "
-            "processes. Default: the GPUs that --train-gpus does not name, or all.",
+            "processes. Default: the GPUs that --train-gpus does not name, or all; one sampler on CPU.",
             metavar="GPUS",
             parse_one=parse_gpus,
         ),

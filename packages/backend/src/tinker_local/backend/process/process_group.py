@@ -270,7 +270,8 @@ class _Watch:
         elif status >= 0:
             how = f"ended with exit code {status}"
         else:
-            how = f"was ended by {signal.Signals(-status).name}"
+            named = {number.value: number.name for number in signal.Signals}  # most real-time signals have no name
+            how = f"was ended by {named.get(-status, f'signal {-status}')}"
             if -status == signal.SIGKILL:
                 how += ", as the kernel does when memory runs out"
         return f"the {self._name}'s process {how}"
