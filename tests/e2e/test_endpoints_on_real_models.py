@@ -1,7 +1,6 @@
 """OpenAI's and Anthropic's clients against vLLM: the SDK's own numbers, an image, an adapter, and streams."""
 
 import base64
-import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -170,5 +169,14 @@ def test_a_template_gives_the_tokens_of_hugging_face_and_no_message_forges_a_tur
         assert forged in tokenizer.decode(ids)
         begun = text.chat([ChatMessage("user", ("a",)), ChatMessage("assistant", ("so",))], {}, go_on=True)
         assert tokenizer.decode(begun.to_tokens()).endswith("assistant\nso")
-        with pytest.raises(InvalidRequestError, match="messages cannot be set"):
-            text.chat(messages, json.loads('{"messages": "x"}'), go_on=False)
+        for variable, reason in (
+            ("messages", "cannot be set"),
+            ("padding", "cannot be set"),
+            ("never", "has no never"),
+        ):
+            with pytest.raises(InvalidRequestError, match=f"chat_template_kwargs: .*{reason}"):
+                text.chat(messages, {variable: True}, go_on=False)
+        thinks = HFText(tokenizer, template="{{ messages[0].content }}{% if enable_thinking %} yes{% endif %}")
+        for value, expected in ((True, "a yes"), (False, "a")):
+            chosen = thinks.chat([ChatMessage("user", ("a",))], {"enable_thinking": value}, go_on=False)
+            assert tokenizer.decode(chosen.to_tokens()) == expected

@@ -113,13 +113,15 @@ class Answer:
             self._news.clear()
             if found := [self._drawn.popleft() for _ in range(min(AT_ONCE, len(self._drawn)))]:
                 yield found
-                await asyncio.sleep(0)
-                continue
+                if self._drawn:
+                    await asyncio.sleep(0)
+                    continue
             if failed:
                 await self.outputs()
             if ended:
                 return
-            await self._news.wait()
+            if not found:
+                await self._news.wait()
 
     async def outputs(self) -> list[SampleOutput]:
         """The result for each prompt; if one fails, raises its error."""

@@ -17,11 +17,17 @@ from tinker_local.types import Chunk, EncodedTextChunk, InvalidRequestError, Mod
 _OPEN, _CLOSE = "\ue000", "\ue001"
 _FENCE = re.compile(f"{_OPEN}([0-9]+){_CLOSE}")
 _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
+_WORD = re.compile(r"[A-Za-z_]\w*")
+
+_PARAMETERS = (
+    *("conversation", "chat_template", "continue_final_message", "tokenize", "padding", "truncation", "max_length"),
+    *("return_tensors", "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs"),
+)
 
 KEPT_TOKENS = 2**16
 
-RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt", "chat_template"})
-"""Variables of a template that requests may not set."""
+RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt", *_PARAMETERS})
+"""Variables of a template, and parameters of `apply_chat_template`, that requests may not set."""
 
 
 class HFText:
@@ -64,6 +70,8 @@ class HFText:
             raise InvalidRequestError("messages: this base model has no chat template; use completions with a prompt")
         if taken := RESERVED & variables.keys():
             raise InvalidRequestError(f"chat_template_kwargs: {', '.join(sorted(taken))} cannot be set")
+        if unknown := [name for name in variables if name not in self._words()]:
+            raise InvalidRequestError(f"chat_template_kwargs: this model's template has no {', '.join(unknown)}")
         found = [part for message in messages for part in message.parts if not isinstance(part, str)]
         if found and self._image_token is None:
             raise InvalidRequestError("messages: an image, but this base model reads text only")
@@ -101,6 +109,10 @@ class HFText:
         return str(
             self._tokenizer.decode(list(tokens), skip_special_tokens=not special, clean_up_tokenization_spaces=False)
         )
+
+    def _words(self) -> set[str]:
+        """Among them are the variables of the template."""
+        return set(_WORD.findall(self._template or self._tokenizer.get_chat_template()))
 
     def _content(self, message: ChatMessage) -> str | list[dict[str, str]]:
         """Templates of language models take only a text. Neighbours are joined first: two halves may make a token."""
