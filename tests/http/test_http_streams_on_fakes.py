@@ -1,5 +1,7 @@
-"""Streams through samplers in processes, of clients that do not read, and as `docs/endpoints.md` shows them."""
+"""Streams through samplers in processes, of clients that do not read, within limits, and as `docs/endpoints.md` shows
+them."""
 
+import asyncio
 import json
 import re
 import socket
@@ -18,6 +20,7 @@ from PIL import Image
 from tinker_local.backend import BackendOptions, InProcessBackend, ModelSource
 from tinker_local.backend.fakes import FakeModel, FakeSampler, FakeTrainer
 from tinker_local.backend.http import connections
+from tinker_local.backend.http.sampling_routes import body_limits
 from tinker_local.backend.http.server import LoopbackServer
 from tinker_local.backend.models.load_engines import load_fake
 from tinker_local.backend.process.process_group import ProcessEndedError
@@ -27,6 +30,7 @@ from tinker_local.backend.scheduling.memory_sharing import MemorySharing, Waking
 from tinker_local.types import InternalError, SampleOutput, SamplingParams
 
 from tests.conftest import Server
+from tests.http.conftest import StartApi
 
 ROOT = Path(__file__).parents[2]
 MODEL = "fake/bigram"
@@ -152,3 +156,26 @@ def test_examples_of_the_page_run_on_fakes(
     (command,) = re.findall(r"^    (curl .*?\n.*?)\n$", page, re.MULTILINE | re.DOTALL)
     said = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60, check=True).stdout
     assert said.endswith("data: [DONE]\n\n")
+
+
+async def test_limits_of_samples_are_those_of_endpoints_on_fakes(start_api: StartApi) -> None:
+    api = await start_api(max_queued_samples_per_session=1)
+    body = {"model": MODEL, "messages": HI, "max_tokens": 2}
+    api.sampler.hold.clear()
+    first = asyncio.create_task(api.http.post("/v1/chat/completions", json=body))
+    await api.until(lambda: api.sampler.running == 1)
+    assert (await api.get("usage")).json()["owners"][0]["used"]["samples"] == 1
+    for path, shape in (("/v1/chat/completions", "rate_limit_exceeded"), ("/v1/messages", "rate_limit_error")):
+        refused = await api.http.post(path, json=body)
+        assert refused.status_code == 429
+        assert int(refused.headers["retry-after"]) >= 1
+        assert shape in refused.text
+    api.sampler.hold.set()
+    assert (await first).status_code == 200
+    assert (await api.http.post("/v1/messages", json=body)).status_code == 200
+    most, values = body_limits(api.backend)
+    for content, reason in ((b" " * (most + 1), f"{most + 1} bytes"), (b"," * (values + 1), f"{values} JSON values")):
+        for path in ("/v1/chat/completions", "/oai/api/v1/completions", "/v1/messages", "/v1/messages/count_tokens"):
+            refused = await api.http.post(path, content=content)
+            assert refused.status_code == 400
+            assert reason in refused.json()["error"]["message"]
