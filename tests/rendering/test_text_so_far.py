@@ -1,6 +1,9 @@
 """Text that comes in pieces is the text of all tokens at once, up to the first stop."""
 
+import json
+import shutil
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -72,3 +75,21 @@ def test_tokens_of_a_tokenizer_become_the_text_of_all_at_once(tiny_models: dict[
     assert text is not None
     tokens = data.draw(st.lists(st.integers(0, 511), min_size=1, max_size=40))
     assert "".join(pieces(text.decode, tokens)) == text.decode(tokens)
+
+
+def test_threads_may_share_a_tokenizer_whose_file_truncates(tiny_models: dict[str, Path], tmp_path: Path) -> None:
+    """Dropping the truncation while another thread encodes would raise "Already borrowed"."""
+    shutil.copytree(tiny_models[TEXT], tmp_path / "model")
+    file = tmp_path / "model" / "tokenizer.json"
+    settings = json.loads(file.read_text())
+    settings["truncation"] = {"direction": "Right", "max_length": 4, "strategy": "LongestFirst", "stride": 0}
+    file.write_text(json.dumps(settings))
+    text = HFText.load(str(tmp_path / "model"))
+    assert text is not None
+
+    def render(_: int) -> str:
+        prompt = text.prompt("what is in this image? " * 200)
+        return text.decode(prompt.to_tokens().tolist())
+
+    with ThreadPoolExecutor(8) as threads:
+        assert set(threads.map(render, range(64))) == {"what is in this image? " * 200}

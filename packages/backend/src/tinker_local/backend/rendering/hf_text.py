@@ -44,6 +44,7 @@ class HFText:
         special |= {self._image_token} - {None}
         self._special = sorted(special, key=lambda token: (-len(token), token))
         self._place = {token: index for index, token in enumerate(self._special)}
+        tokenizer.encode("a")  # drops a truncation of the file for good; later, it would disturb other threads
         self._token = lru_cache(KEPT_TOKENS)(lambda token: self._decoded([token], special=True))
         self._any_special = re.compile("|".join(map(re.escape, self._special)))
 
