@@ -40,6 +40,9 @@ def _yield_cores(nice: int) -> None:
 DATABASE = Threads("database", 4)
 """Statements, of milliseconds each. SQLite writes one transaction after the other."""
 
+CURVES = Threads("curves", 1)
+"""What training runs have done, in order."""
+
 DISK = Threads("disk", 4)
 """Files of any size: checkpoints, exports, traces, downloads."""
 

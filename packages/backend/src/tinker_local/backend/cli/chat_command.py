@@ -9,13 +9,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from tinker_local.backend.cli.server_client import open_client, refusal, server_options, unreachable
 
 if TYPE_CHECKING:
     import httpx
 
 HELP = "/image FILE adds a picture to your next message, /reset forgets the conversation, /quit ends."
-
-CONNECT_SECONDS = 10.0
 
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 """Characters with which a model could command the terminal."""
@@ -70,7 +69,7 @@ class Chat:
             with self._http.stream("POST", "/v1/chat/completions", json=body) as answer:
                 if answer.status_code != 200:
                     answer.read()
-                    raise click.ClickException(_message_of(answer))
+                    raise click.ClickException(refusal(answer))
                 for line in answer.iter_lines():
                     if not line.startswith("data: ") or line == "data: [DONE]":
                         continue
@@ -80,18 +79,7 @@ class Chat:
                     for choice in event["choices"]:
                         yield choice["delta"].get("content") or ""
         except httpx.HTTPError as error:
-            raise click.ClickException(_unreachable(self._http, error)) from None
-
-
-def _unreachable(http: "httpx.Client", error: Exception) -> str:
-    return f"no server answers at {str(http.base_url).rstrip('/')} ({error}); start one with tinker-local serve"
-
-
-def _message_of(answer: "httpx.Response") -> str:
-    try:
-        return str(answer.json()["error"]["message"])
-    except (ValueError, KeyError, TypeError):
-        return f"{answer.request.url} answers {answer.status_code}; is it a tinker-local server?"
+            raise click.ClickException(unreachable(self._http, error)) from None
 
 
 @click.command()
@@ -103,14 +91,7 @@ def _message_of(answer: "httpx.Response") -> str:
     type=click.Path(path_type=Path, dir_okay=False),
     help="A picture for the first message. Repeat for more.",
 )
-@click.option(
-    "--url",
-    envvar="TINKER_BASE_URL",
-    default="http://127.0.0.1:8000",
-    show_default=True,
-    help="The server, or the environment's TINKER_BASE_URL.",
-)
-@click.option("--api-key", envvar="TINKER_API_KEY", default="tml-local", help="Its key, or TINKER_API_KEY.")
+@server_options
 @click.option("--system", help="A system message.")
 @click.option("--max-tokens", type=click.IntRange(min=1), help="The longest reply. Default: up to the context.")
 @click.option("--temperature", type=click.FloatRange(min=0), help="Default: 1.")
@@ -123,16 +104,8 @@ def chat(
     In a terminal, it asks for one message after the other; otherwise each line of the input is one. /image FILE adds a
     picture to the next message, /reset forgets the conversation, /quit ends.
     """
-    import httpx
-
     given = {name: value for name, value in settings.items() if value is not None}
-    timeout = httpx.Timeout(None, connect=CONNECT_SECONDS)
-    headers = {"Authorization": f"Bearer {api_key}"}
-    try:
-        http = httpx.Client(base_url=url.rstrip("/"), headers=headers, timeout=timeout, trust_env=False)
-    except (httpx.InvalidURL, ValueError) as error:
-        raise click.BadParameter(f"{url}: {error}", param_hint="--url") from None
-    with http:
+    with open_client(url, {"Authorization": f"Bearer {api_key}"}) as http:
         talk = Chat(http, checkpoint, system, given)
         for image in images:
             talk.add_picture(image)
@@ -149,9 +122,9 @@ def _check(http: "httpx.Client") -> None:
     try:
         answer = http.get("/v1/models")
     except httpx.HTTPError as error:
-        raise click.ClickException(_unreachable(http, error)) from None
+        raise click.ClickException(unreachable(http, error)) from None
     if answer.status_code != 200:
-        raise click.ClickException(_message_of(answer))
+        raise click.ClickException(refusal(answer))
 
 
 def _lines(terminal: bool) -> Iterator[str]:

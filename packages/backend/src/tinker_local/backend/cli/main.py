@@ -4,6 +4,7 @@ import click
 from tinker_local.backend.cli.backup import backup, restore
 from tinker_local.backend.cli.chat_command import chat
 from tinker_local.backend.cli.serve import serve
+from tinker_local.backend.cli.status_command import status
 from tinker_local.backend.cli.tiny_model import tiny_model
 
 
@@ -14,6 +15,7 @@ def main() -> None:
 
 
 main.add_command(serve)
+main.add_command(status)
 main.add_command(chat)
 main.add_command(backup)
 main.add_command(restore)

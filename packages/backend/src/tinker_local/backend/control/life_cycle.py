@@ -32,6 +32,7 @@ from tinker_local.backend.scheduling.operations import Operation, Operations
 from tinker_local.backend.scheduling.quotas import Amounts, Quotas
 from tinker_local.backend.scheduling.result_memory import ResultMemory
 from tinker_local.backend.scheduling.run_queue import total
+from tinker_local.backend.storage.curves import Curves
 from tinker_local.backend.storage.records import LOCAL_OWNER
 from tinker_local.backend.storage.result_files import ResultFiles
 from tinker_local.backend.storage.store import Store
@@ -54,10 +55,10 @@ class ControlPlane:
     """The life cycle, and the parts that it starts:
 
     `sessions`: create, heartbeat, finish, list, search. `runs`: training runs, created and ended. `training`: the
-    commands of a run. `sampling`: sampling sessions and samples. `completions`: samples of callers that name a model
-    and send text. `checkpoints`: look-up, expiry, deletion, copies. `exports`: signed downloads. `operations`: by
-    request id. `lost_requests`: why an operation is not there. `traces`: where a session's time went. `models`: the
-    base models.
+    commands of a run. `sampling`: sampling sessions and samples. `completions`: samples of callers that name a
+    model and send text. `checkpoints`: look-up, expiry, deletion, copies. `exports`: signed downloads. `curves`:
+    what each run has done. `operations`: by request id. `lost_requests`: why an operation is not there. `traces`:
+    where a session's time went. `models`: the base models.
     """
 
     def __init__(
@@ -135,9 +136,12 @@ class ControlPlane:
             if model.supervision is not None:
                 model.supervision.adapters = RestoreRuns(model, self.store, self.runs, uses)
         self.exports = Exports(self.store, uses, signatures, self._clock)
+        self.curves = Curves(options.data_dir / "curves")
         loads = LoadWeights(self.store, self.models, self.sessions, self.runs, uses)
         saves = SaveWeightsForSampler(self.store, self.folders, versions, self.sampling)
-        self.training = Training(self.quotas, self.store, self.runs, self.operations, loads, saves, self.exports)
+        self.training = Training(
+            self.quotas, self.store, self.runs, self.operations, loads, saves, self.exports, self.curves
+        )
         self.lost_requests = LostRequests(self.store, self.sessions, self.runs, self.sampling)
         self.checkpoints = Checkpoints(
             self.store,
@@ -212,7 +216,8 @@ class ControlPlane:
                     log.exception("housekeeping failed; it goes on")
 
     async def _prune(self) -> None:
-        await self.sessions.prune(timedelta(days=self.options.keep_sessions))
+        if await self.sessions.prune(timedelta(days=self.options.keep_sessions)):
+            await self.curves.keep(self.store.existing_runs)
 
     async def _end_session(self, session_id: str, end: SessionEnd) -> None:
         """Free everything that a session holds; one failure does not stop the rest. If its client did not finish as it

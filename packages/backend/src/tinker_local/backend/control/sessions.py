@@ -267,14 +267,15 @@ class Sessions:
 
         await asyncio.gather(*(end() for _ in range(MOST_ENDING)))
 
-    async def prune(self, age: timedelta) -> None:
-        """Once an hour, delete the records of sessions that ended so long ago."""
+    async def prune(self, age: timedelta) -> bool:
+        """Once an hour, delete the records of sessions that ended so long ago; whether there were any."""
         if time.monotonic() < self._prune_at:
-            return
+            return False
         pruned = await DATABASE.run(self._store.prune_sessions, age, self._live.keys())
         self._prune_at = time.monotonic() + (0 if pruned else PRUNE_SECONDS)
         if pruned:
             log.info("the records of %d sessions were deleted: they ended more than %s ago", pruned, age)
+        return bool(pruned)
 
     # Listings -------------------------------------------------------------------------------------------------------
 

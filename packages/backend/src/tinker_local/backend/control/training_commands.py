@@ -17,6 +17,7 @@ from tinker_local.backend.scheduling.image_turns import MOST_RENDERED_BYTES, Ima
 from tinker_local.backend.scheduling.operations import Operation, OperationKind, Operations, Timeline, request_id_of
 from tinker_local.backend.scheduling.quotas import Quotas
 from tinker_local.backend.scheduling.run_queue import Bounds, GradientCommand, StepCommand, positions
+from tinker_local.backend.storage.curves import Curves
 from tinker_local.backend.storage.names import AUTOSAVE, check_checkpoint_name
 from tinker_local.backend.storage.store import Store
 from tinker_local.backend.threads import DISK, IMAGE_THREADS, PREPARING, PREPARING_IMAGES
@@ -60,6 +61,7 @@ class Training:
         loads: LoadWeights,
         saves_for_sampler: SaveWeightsForSampler,
         exports: Exports,
+        curves: Curves,
     ) -> None:
         self._store = store
         self._runs = runs
@@ -67,6 +69,7 @@ class Training:
         self._loads = loads
         self._saves_for_sampler = saves_for_sampler
         self._exports = exports
+        self._curves = curves
         self._image_turns = ImageTurns(IMAGE_THREADS)
         self._bounds = Bounds(quotas)
 
@@ -110,7 +113,12 @@ class Training:
             operation.timeline.note(datums=len(work.data), tokens=positions(work.data), images=images)
             return work
 
-        command = GradientCommand(operation, prepare, size)
+        ran = model.progress.trained
+        command = (
+            GradientCommand(operation, prepare, size)
+            if forward_only
+            else GradientCommand(operation, prepare, size, ran=ran)
+        )
         if (reason := self._bounds.too_large(model.queue, seq_id, size)) is not None:
             command = GradientCommand(operation, partial(_fail, InvalidRequestError(f"data: {reason}")))
         base.scheduler.submit(model.queue, seq_id, command)
@@ -145,6 +153,7 @@ class Training:
             if (reason := model.queue.commands.take_poisoned()) is not None:
                 await scheduler.call(trainer.discard_gradients, model.model_id)
                 model.queue.gradient = False
+                model.progress.discarded()
                 raise InvalidRequestError(
                     f"the optimizer step was not taken and the gradient was discarded, because {reason}"
                 )
@@ -155,6 +164,8 @@ class Training:
                 raise
             model.queue.gradient = False
             model.stepped()
+            rate = getattr(params, "learning_rate", None)
+            self._curves.add_step(model.model_id, model.progress.stepped(model.steps, rate, metrics))
             model.base.counts.optimizer_steps += 1
             operation.succeed(OptimStepOutput(metrics=metrics))
 

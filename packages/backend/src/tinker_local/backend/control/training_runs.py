@@ -9,6 +9,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Any, TypeVar
 
 from tinker_local.backend.control.checkpoint_lifetime import expiry
+from tinker_local.backend.control.run_progress import RunProgress
 from tinker_local.backend.control.sessions import Sessions, check_user_metadata
 from tinker_local.backend.models.served_models import ServedModel, ServedModels
 from tinker_local.backend.options import BackendOptions
@@ -64,6 +65,7 @@ class TrainingRun:
     autosaving, autosaved_at: held during an autosave; when the last one began, or the run.
     source: the last durable checkpoint of its weights, or the one that it was loaded from; None: it was created.
     source_optimizer: its optimizer is that of `source`.
+    progress: what it has done.
     captures: tasks that write or publish what was captured of it.
     """
 
@@ -83,6 +85,7 @@ class TrainingRun:
     autosaved_at: float = field(default_factory=time.monotonic)
     source: CheckpointRecord | None = None
     source_optimizer: bool = False
+    progress: RunProgress = field(default_factory=RunProgress)
     captures: set[asyncio.Task[Any]] = field(default_factory=set)
 
     @property

@@ -302,6 +302,11 @@ def caller_of(request: Request) -> Caller:
     return cast(Caller, request.scope[CALLER])
 
 
+def sees_all(request: Request) -> bool:
+    """Whether a caller may see what all owners do together: an admin, or the only owner."""
+    return caller_of(request).admin or len(request.app.state.keys.owners().names) == 1
+
+
 async def check_ids(request: Request, ids: Mapping[str, object]) -> None:
     """NotFoundError if one of `ids`, by their field of `OWNED`, is not of the caller: in the same words if it does not
     exist."""

@@ -14,6 +14,7 @@ from tinker_local.backend.http import (
     future_routes,
     metrics_routes,
     openai_routes,
+    progress_routes,
     sampling_routes,
     session_routes,
     training_routes,
@@ -36,6 +37,7 @@ ROUTES = (
     future_routes,
     checkpoint_routes,
     download_routes,
+    progress_routes,
 )
 
 

@@ -16,7 +16,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_l
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 from tinker_local.backend.control.life_cycle import ControlPlane
-from tinker_local.backend.http.access import Backend, caller_of
+from tinker_local.backend.http.access import Backend, sees_all
 from tinker_local.backend.models.metrics import ModelMetrics
 from tinker_local.backend.scheduling.quotas import Amounts
 from tinker_local.types import PermissionDeniedError
@@ -249,7 +249,7 @@ class BackendCollector(Collector):
 @router.get("/metrics")
 async def metrics(request: Request, backend: Backend) -> Response:
     """The metrics of this app's backend. They are of all owners together, so that only an admin sees those of many."""
-    if not (caller_of(request).admin or len(request.app.state.keys.owners().names) == 1):
+    if not sees_all(request):
         raise PermissionDeniedError(
             "X-API-Key: the metrics are of all owners together; use a key of the owner 'admin' of --api-key-file, or "
             "GET /api/v1/usage for what is yours"

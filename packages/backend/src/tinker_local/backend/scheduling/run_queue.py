@@ -35,7 +35,7 @@ from tinker_local.backend.rendering.rendered_input import rendered_bytes
 from tinker_local.backend.scheduling.fairness import gradient_cost
 from tinker_local.backend.scheduling.operations import Operation, as_api_error
 from tinker_local.backend.scheduling.quotas import Quotas
-from tinker_local.backend.training.trainer import TrainDatum, TrainWork
+from tinker_local.backend.training.trainer import TrainDatum, TrainResult, TrainWork
 from tinker_local.types import ApiError, ForwardBackwardOutput, TooManyRequestsError
 
 log = logging.getLogger(__name__)
@@ -188,12 +188,14 @@ class GradientCommand:
     prepared: the task of `prepare`, once it has started.
     positions, rendered: of the data, image positions included, and bytes of their images; 0 until they are known.
     ready_at: when it was prepared.
+    ran: called on the event loop with what the trainer did, when that has succeeded.
     queue: where it was added.
     """
 
     operation: Operation[ForwardBackwardOutput]
     prepare: Callable[[], Coroutine[Any, Any, TrainWork]] | None
     size: int = 0
+    ran: Callable[[TrainWork, TrainResult, int], None] = lambda work, result, positions: None
     prepared: asyncio.Task[TrainWork] | None = None
     positions: int = 0
     rendered: int = 0

@@ -249,6 +249,7 @@ class TrainScheduler:
                 command.queue.fail(command, result)
             else:
                 self.trained_tokens += command.positions if command.work.backward else 0
+                command.ran(command.work, result, command.positions)
                 command.queue.gradient = command.queue.gradient or command.work.backward
                 task = asyncio.create_task(self._deliver(command, result))
                 self._deliveries.add(task)

@@ -26,6 +26,7 @@ from tinker_local.types import LoraConfig, StorageFullError
 TOUCH_SECONDS = 30.0
 """How far a run's `last_request_at` on disk may lag behind."""
 PRUNED_AT_ONCE = 500
+IDS_AT_ONCE = 500
 
 T = TypeVar("T")
 Record = SessionRecord | TrainingRunRecord | SamplingSessionRecord | CheckpointRecord | CopyRecord
@@ -221,6 +222,14 @@ class Metadata:
         table = tables.training_runs
         rows = self._rows(sa.select(table).where(table.c.training_run_id == training_run_id))
         return self._training_run(rows[0]) if rows else None
+
+    def existing_runs(self, training_run_ids: Collection[str]) -> set[str]:
+        """Those of these runs that are recorded."""
+        column, found, ids = tables.training_runs.c.training_run_id, set(), list(training_run_ids)
+        for start in range(0, len(ids), IDS_AT_ONCE):
+            query = sa.select(column).where(column.in_(ids[start : start + IDS_AT_ONCE]))
+            found |= {row["training_run_id"] for row in self._rows(query)}
+        return found
 
     def list_training_runs(
         self, limit: int, offset: int, owned: Owned = EVERYTHING

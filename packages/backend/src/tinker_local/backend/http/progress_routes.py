@@ -1,0 +1,109 @@
+"""How far runs are; the curve of a run, and numbers that a program adds to it. Not part of the Tinker API."""
+
+import math
+import time
+from dataclasses import asdict
+from importlib.metadata import version
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Query, Request
+from pydantic import Field
+from tinker_local.backend.control.training_runs import TrainingRun
+from tinker_local.backend.heap import memory_of_gpus, memory_of_processes
+from tinker_local.backend.http.access import Backend, caller_of, sees_all
+from tinker_local.backend.http.bodies import parse
+from tinker_local.backend.models.served_models import ServedModel
+from tinker_local.backend.threads import DATABASE
+from tinker_local.types import Frozen, InvalidRequestError
+
+router = APIRouter(tags=["progress"])
+
+MOST_METRICS = 64
+"""Numbers in one call."""
+
+LONGEST_METRIC = 128
+"""Characters of a metric's name."""
+
+STARTED = time.time()
+
+OF_MODELS = (
+    *("commands_running", "commands_waiting", "samples_running", "samples_waiting", "sequences"),
+    *("adapters", "sampler_versions", "trained_tokens", "sampled_tokens", "optimizer_steps", "samples"),
+    *("trainer_works", "sampler_works", "sampler_asleep"),
+)
+"""Fields of `ModelMetrics` that are told of a base model."""
+
+
+class MetricsBody(Frozen):
+    """`step`: the program's own number of a step; null: none."""
+
+    metrics: dict[str, float]
+    step: int | None = Field(default=None, ge=-(2**53), le=2**53)
+
+
+@router.get("/status")
+async def status(request: Request, backend: Backend) -> dict[str, Any]:
+    """The live runs of the caller, and for whoever sees all: how busy each base model is, and memory."""
+    caller = caller_of(request)
+    runs = [run for run in backend.runs.all_live() if caller.admin or run.owner == caller.owner]
+    found: dict[str, Any] = {
+        "version": version("tinker-local"),
+        "time": time.time(),
+        "problems": backend.problems(),
+        "runs": [run_json(run) for run in sorted(runs, key=lambda run: run.record.created_at)],
+        "models": [{"names": list(model.names)} for model in backend.models.distinct()],
+    }
+    if sees_all(request):
+        found["models"] = [model_json(model) for model in backend.models.distinct()]
+        found["seconds_up"] = time.time() - STARTED
+        found["memory_bytes"] = await DATABASE.run(memory_of_processes)
+        gpus = await DATABASE.run(memory_of_gpus)
+        found["gpus"] = [{"gpu": at, "used_bytes": used, "bytes": most} for at, (used, most) in gpus.items()]
+    return found
+
+
+def run_json(run: TrainingRun) -> dict[str, Any]:
+    """A live run. `last`: its newest optimizer step, if it has taken one since it began here."""
+    last = run.progress.last
+    return {
+        "training_run_id": run.model_id,
+        "base_model": run.record.base_model,
+        "owner": run.owner,
+        "lora_rank": run.record.lora_config.rank,
+        "created_at": run.record.created_at.isoformat(),
+        "steps": run.steps,
+        "unsaved_steps": run.unsaved_steps,
+        "tokens": run.progress.tokens,
+        "last": None if last is None else asdict(last),
+        "queued": run.queue.load.commands,
+    }
+
+
+def model_json(model: ServedModel) -> dict[str, Any]:
+    """How busy a base model is."""
+    metrics = model.metrics()
+    return {"names": list(model.names), **{name: getattr(metrics, name) for name in OF_MODELS}}
+
+
+@router.get("/training_runs/{run_id}/curve")
+async def curve(run_id: str, backend: Backend, after: Annotated[int, Query(ge=0, le=2**53)] = 0) -> dict[str, Any]:
+    """The steps and logged metrics of a run, alive or not, after the first `after` bytes: ask again with `next`."""
+    await backend.runs.get(run_id)
+    piece = await backend.curves.read(run_id, after)
+    return {"lines": piece.lines, "next": piece.next, "full": piece.full}
+
+
+@router.post("/training_runs/{run_id}/metrics")
+async def log_metrics(run_id: str, request: Request, backend: Backend) -> dict[str, Any]:
+    body = await parse(request, MetricsBody)
+    if not 1 <= len(body.metrics) <= MOST_METRICS:
+        raise InvalidRequestError(f"metrics: {len(body.metrics)} numbers; give 1 to {MOST_METRICS} in one call")
+    for name, value in body.metrics.items():
+        if not 1 <= len(name) <= LONGEST_METRIC:
+            raise InvalidRequestError(f"metrics: a name has {len(name)} characters; 1 to {LONGEST_METRIC} may be")
+        if not math.isfinite(value):
+            raise InvalidRequestError(f"metrics.{name}: {value} is not a finite number")
+    await backend.runs.get(run_id)
+    if not await backend.curves.add_metrics(run_id, body.step, body.metrics):
+        raise InvalidRequestError(f"run_id: no more metrics of {run_id} are recorded: its curve is full, or the disk")
+    return {}
