@@ -465,6 +465,13 @@ MISTAKES = (
     ),
     Promise(
         "operation",
+        "What a run did is known to its program alone, or to everybody; a full disk stops the run that is recorded",
+        "loss-of-masked-targets loss-of-all-steps curves-from-the-start torn-lines-stay everybodys-runs "
+        "everybodys-numbers",
+        ("http/test_http_progress_on_fakes.py::test_log_metrics_and_status_work_on_a_running_server_on_fakes",),
+    ),
+    Promise(
+        "operation",
         "A server is silent while it works and while it fails, or says more than anybody reads",
         "failures-fill-the-log cancelled-samples-are-told status-of-nothing a-terminal-obeys-a-client "
         "ready-names-no-address",

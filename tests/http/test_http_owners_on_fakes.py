@@ -30,6 +30,7 @@ NAMES_NOTHING = {
     ("GET", "/api/v1/livez"),
     ("GET", "/api/v1/get_server_capabilities"),
     ("GET", "/api/v1/usage"),  # of the caller alone: test_http_quotas_on_fakes.py
+    ("GET", "/api/v1/status"),  # of the caller alone: test_http_progress_on_fakes.py
     ("POST", "/api/v1/telemetry"),
     ("POST", "/api/v1/create_session"),
     *((method, f"/api/v1{path}") for method, path in REFUSED if "{" not in path),
@@ -115,6 +116,8 @@ def calls(of: str, own: str) -> Iterator[Call]:
     yield Call("POST", "/cancel_future", {}, {"request_id": f"{sampler}:1"})
     yield Call("GET", "/training_runs/{run_id}", {"run_id": run})
     yield Call("GET", "/training_runs/{run_id}/checkpoints", {"run_id": run})
+    yield Call("GET", "/training_runs/{run_id}/curve", {"run_id": run})
+    yield Call("POST", "/training_runs/{run_id}/metrics", {"run_id": run}, {"metrics": {"reward": 1}})
     yield Call("GET", "/sessions/{session_id}/trace_export", {"session_id": of})
     yield Call("PUT", "/sessions/{session_id}/project", {"session_id": of}, {"project_id": "p"})
     one = "/training_runs/{run_id}/checkpoints/{kind}/{name}"

@@ -77,7 +77,7 @@ from tinker_local.client.inputs import model_input as model_input
 from tinker_local.client.inputs import text_chunk as text_chunk
 from tinker_local.client.loopback import LoopbackBackend as LoopbackBackend
 from tinker_local.client.loopback import LoopbackServer as LoopbackServer
-from tinker_local.client.metrics import log_metrics as log_metrics
+from tinker_local.client.run_metrics import log_metrics as log_metrics
 
 __all__ = ["LoopbackBackend", "LoopbackServer", "image_chunk", "log_metrics", "model_input", "text_chunk"]
 __all__ += _sdk.__all__

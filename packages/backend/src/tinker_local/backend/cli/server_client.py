@@ -27,11 +27,13 @@ def server_options(command: F) -> F:
 
 
 def open_client(url: str, headers: dict[str, str], *, read_seconds: float | None = None) -> "httpx.Client":
-    """A client of the server at `url`; click.BadParameter if that is no URL. `read_seconds` None: any time."""
+    """A client of the server at `url`; click.BadParameter if that is not a URL. `read_seconds` None: any time."""
     import httpx
 
     timeout = httpx.Timeout(read_seconds, connect=CONNECT_SECONDS)
     try:
+        if httpx.URL(url).scheme not in ("http", "https"):
+            raise ValueError("it must begin with http:// or https://")
         return httpx.Client(base_url=url.rstrip("/"), headers=headers, timeout=timeout, trust_env=False)
     except (httpx.InvalidURL, ValueError) as error:
         raise click.BadParameter(f"{url}: {error}", param_hint="--url") from None

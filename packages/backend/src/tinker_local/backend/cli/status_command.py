@@ -32,27 +32,32 @@ def fetch(http: "httpx.Client") -> dict[str, Any]:
 
 def shown(now: dict[str, Any], before: dict[str, Any] | None) -> "RenderableType":
     """Tables of what `fetch` gave, with rates since `before`."""
+    from rich.box import SIMPLE_HEAD
     from rich.console import Group
     from rich.markup import escape
     from rich.table import Table
 
-    runs = Table(title=f"{len(now['runs'])} runs", title_justify="left")
-    for column in ("run", "model", "owner"):
-        runs.add_column(column, overflow="fold")
-    for column in ("rank", "steps", "tokens", "loss", "grad norm", "learning rate", "last step", "queued"):
-        runs.add_column(column, justify="right")
+    runs = Table(title=f"runs: {len(now['runs'])}", title_justify="left", box=SIMPLE_HEAD)
+    runs.add_column("run", no_wrap=True)  # to be copied
+    owners = {run["owner"] for run in now["runs"]}
+    for column in ("model", "owner") if len(owners) > 1 else ("model",):
+        runs.add_column(column, no_wrap=True, min_width=8)
+    for column in ("rank", "steps", "unsaved", "tokens", "loss", "norm", "rate", "last", "queue"):
+        runs.add_column(column, justify="right", no_wrap=True)
     for run in now["runs"]:
         last = run["last"] or {}
-        ago = f"{max(0, now['time'] - last['time']):.0f} s ago" if last else ""
-        steps = f"{run['steps']}" + (f" ({run['unsaved_steps']} unsaved)" if run["unsaved_steps"] else "")
+        ago = f"{max(0, now['time'] - last['time']):.0f} s" if last else ""
+        counts = [f"{run[name]:,}" for name in ("lora_rank", "steps", "unsaved_steps", "tokens")]
         numbers = [_number(last.get(name)) for name in ("loss", "gradient_norm", "learning_rate")]
-        named = [escape(str(run[name])) for name in ("training_run_id", "base_model", "owner")]
-        runs.add_row(*named, str(run["lora_rank"]), steps, f"{run['tokens']:,}", *numbers, ago, str(run["queued"]))
+        named = [escape(str(run[name])) for name in ("training_run_id", "base_model", "owner")][
+            : 3 if len(owners) > 1 else 2
+        ]
+        runs.add_row(*named, *counts, *numbers, ago, str(run["queued"]))
     parts: list[Any] = [runs]
     if "seconds_up" in now:
-        models = Table(title="models", title_justify="left")
+        models = Table(title="models", title_justify="left", box=SIMPLE_HEAD)
         models.add_column("model", overflow="fold")
-        for column in ("training", "sampling", "trained tokens/s", "sampled tokens/s", "steps", "versions"):
+        for column in ("training", "sampling", "trained/s", "sampled/s", "steps", "versions"):
             models.add_column(column, justify="right")
         for at, model in enumerate(now["models"]):
             old = before["models"][at] if before is not None and len(before["models"]) > at else None
@@ -82,7 +87,7 @@ def _number(value: float | None) -> str:
 def _work(model: dict[str, Any], kind: str, works: str) -> str:
     if not model[works]:
         return "starts again"
-    return f"{model[f'{kind}_running']} now, {model[f'{kind}_waiting']} wait"
+    return f"{model[f'{kind}_running']} + {model[f'{kind}_waiting']} waiting"
 
 
 def _rate(
@@ -97,14 +102,18 @@ def _rate(
 @server_options
 @click.option("--once", is_flag=True, help="Print once and end, as without a terminal.")
 def status(url: str, api_key: str, once: bool) -> None:
-    """Show the training runs of a server and how busy it is, again every two seconds until Ctrl-C."""
+    """Show the training runs of a server and how busy it is, again every two seconds until Ctrl-C.
+
+    Of each run: its optimizer steps and those that no checkpoint has, the tokens trained on, loss and gradient norm of
+    the last step, its learning rate, how long ago it was, and the requests that wait.
+    """
     from rich.console import Console
     from rich.live import Live
 
     with open_client(url, {"X-API-Key": api_key}, read_seconds=30) as http:
         before = None
         now = fetch(http)
-        console = Console(highlight=False)
+        console = Console(highlight=False, emoji=False)  # else `:train:` of a run's id becomes a tram
         if once or not sys.stdout.isatty():
             console.print(shown(now, None))
             return

@@ -24,7 +24,7 @@ from tinker_local.backend.threads import DISK, IMAGE_THREADS, PREPARING, PREPARI
 from tinker_local.backend.training.losses import loss_of
 from tinker_local.backend.training.losses.loss import Loss, make_train_datum
 from tinker_local.backend.training.optimizers import step_settings
-from tinker_local.backend.training.trainer import TrainDatum, TrainWork
+from tinker_local.backend.training.trainer import TrainDatum, TrainResult, TrainWork
 from tinker_local.types import (
     ApiError,
     Datum,
@@ -105,20 +105,24 @@ class Training:
             return model
         base = model.base
 
-        steps = in_stage(operation.timeline, prepare_work(base, model_id, decoding))
+        steps, targets = in_stage(operation.timeline, prepare_work(base, model_id, decoding)), 0
 
         async def prepare() -> TrainWork:
+            nonlocal targets
             work = await self._prepared(model.owner, model.record.session_id, steps)
             images = sum(len(datum.input.images) for datum in work.data)
+            loss = loss_of(work.loss_fn)
+            targets = sum(int(loss.active(datum.loss_inputs).sum()) for datum in work.data)
             operation.timeline.note(datums=len(work.data), tokens=positions(work.data), images=images)
             return work
 
-        ran = model.progress.trained
-        command = (
-            GradientCommand(operation, prepare, size)
-            if forward_only
-            else GradientCommand(operation, prepare, size, ran=ran)
-        )
+        def ran(work: TrainWork, result: TrainResult, positions: int) -> None:
+            if work.backward:
+                model.progress.tokens += positions
+                model.progress.targets += targets
+                model.progress.loss_sum += result.metrics.get("loss:sum", math.nan)
+
+        command = GradientCommand(operation, prepare, size, ran=ran)
         if (reason := self._bounds.too_large(model.queue, seq_id, size)) is not None:
             command = GradientCommand(operation, partial(_fail, InvalidRequestError(f"data: {reason}")))
         base.scheduler.submit(model.queue, seq_id, command)
@@ -153,7 +157,7 @@ class Training:
             if (reason := model.queue.commands.take_poisoned()) is not None:
                 await scheduler.call(trainer.discard_gradients, model.model_id)
                 model.queue.gradient = False
-                model.progress.discarded()
+                model.progress.gradient_ended()
                 raise InvalidRequestError(
                     f"the optimizer step was not taken and the gradient was discarded, because {reason}"
                 )

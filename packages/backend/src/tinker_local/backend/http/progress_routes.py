@@ -43,7 +43,7 @@ class MetricsBody(Frozen):
 
 @router.get("/status")
 async def status(request: Request, backend: Backend) -> dict[str, Any]:
-    """The live runs of the caller, and for whoever sees all: how busy each base model is, and memory."""
+    """The live runs of the caller, and to those who see all: how busy each base model is, and memory."""
     caller = caller_of(request)
     runs = [run for run in backend.runs.all_live() if caller.admin or run.owner == caller.owner]
     found: dict[str, Any] = {
