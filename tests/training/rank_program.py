@@ -25,6 +25,7 @@ from tinker_local.backend.training.decoders.written_out.attention_block import A
 from tinker_local.backend.training.decoders.written_out.layers import WrittenOutPass
 from tinker_local.backend.training.decoders.written_out.mlp_block import MlpPass
 from tinker_local.backend.training.lora import Adapter
+from tinker_local.backend.training.losses import LOSSES
 from tinker_local.backend.training.micro_batch import MicroBatchRunner
 from tinker_local.backend.training.optimizers.adamw import ADAMW
 from tinker_local.backend.training.passes import Passes
@@ -60,7 +61,7 @@ ADAPTERS: dict[str, dict[str, Any]] = {
     "head": {"rank": 2, "seed": 4, "train_attn": False, "train_mlp": False},
 }
 
-POLICY_LOSSES = ("importance_sampling", "ppo", "cispo", "dro", "gspo")
+POLICY_LOSSES = [name for name in LOSSES if name != "cross_entropy"]
 
 STEP = AdamParams(learning_rate=0.01, weight_decay=0.1, grad_clip_norm=1.0)
 
@@ -232,6 +233,9 @@ IN_A_WALK = {
 }
 """Places in a micro-batch, by decoder."""
 
+OF_ADAPTERS = ("create_adapter", "load_adapter", "norm", "update")
+"""Places in calls that run no model; the last two are in `optim_step`."""
+
 RETRIED = {*IN_A_WALK["written-out"], *IN_A_WALK["autograd"]}
 """Places where lack of memory makes micro-batches smaller, and nothing fails."""
 
@@ -346,7 +350,7 @@ def places(label: str) -> list[str]:
     if dtype == "float64":
         return []
     if label in SHARDED:
-        return [*IN_A_WALK[decoder]]
+        return [*IN_A_WALK[decoder], *OF_ADAPTERS]
     of_other = set(IN_A_WALK["autograd" if decoder == "written-out" else "written-out"]) - set(IN_A_WALK[decoder])
     seen = {"create_adapter", "load_adapter"} if decoder == "autograd" else set()
     return [place for place in PLACES if place not in of_other | seen]
