@@ -515,7 +515,9 @@ MISTAKES = (
     Promise(
         "operation",
         "The cookbook's exporters fail on an export, or merge nothing",
-        "exports-with-paths-of-transformers tied-head-as-a-tensor-of-its-own "
+        "exports-with-paths-of-transformers tied-head-as-a-tensor-of-its-own merged-into-the-tied-embedding "
+        "exported-with-the-hosted-names export-not-compared export-overwrites models-not-recorded "
+        "export-beside-its-encrypted-form encrypted-for-the-first-recipient-alone "
         "untied-head-named-as-a-tied-one export-is-a-checkpoint folder-names-the-first-of-a-models-names",
     ),
     Promise(

@@ -3,6 +3,7 @@
 import click
 from tinker_local.backend.cli.backup import backup, restore
 from tinker_local.backend.cli.chat_command import chat
+from tinker_local.backend.cli.export import export
 from tinker_local.backend.cli.serve import serve
 from tinker_local.backend.cli.status_command import status
 from tinker_local.backend.cli.tiny_model import tiny_model
@@ -19,6 +20,7 @@ main.add_command(status)
 main.add_command(chat)
 main.add_command(backup)
 main.add_command(restore)
+main.add_command(export)
 main.add_command(tiny_model)
 
 

@@ -33,6 +33,7 @@ from tinker_local.backend.scheduling.quotas import Amounts, Quotas
 from tinker_local.backend.scheduling.result_memory import ResultMemory
 from tinker_local.backend.scheduling.run_queue import total
 from tinker_local.backend.storage.curves import Curves
+from tinker_local.backend.storage.model_paths import record_model_paths
 from tinker_local.backend.storage.records import LOCAL_OWNER
 from tinker_local.backend.storage.result_files import ResultFiles
 from tinker_local.backend.storage.store import Store
@@ -111,6 +112,7 @@ class ControlPlane:
         self._closing.callback(self.folders.close)
         self._closing.push_async_callback(self.models.close)
         await load_base_models(self.models, self._sources, options, self._load, self._progress)
+        await DATABASE.run(record_model_paths, options.data_dir, self._sources)
         self.sessions = Sessions(self.store, options.session_timeout, self._end_session)
         results = ResultMemory(options.result_memory_bytes, ResultFiles(options.data_dir / "results"))
         self._closing.push_async_callback(results.close)

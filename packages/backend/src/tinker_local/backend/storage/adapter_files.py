@@ -22,6 +22,9 @@ from tinker_local.types import LoraConfig
 WEIGHTS = "adapter_model.safetensors"
 CONFIG = "adapter_config.json"
 OPTIMIZER = "optimizer.safetensors"
+AGE = ".age"
+"""The end of the names of encrypted files."""
+
 READ_AT_ONCE = 2**26
 
 

@@ -1,0 +1,60 @@
+"""`tinker-local export`: a checkpoint for PEFT, for vLLM, or merged into a whole model."""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import click
+from tinker_local.backend.options import default_data_dir
+
+
+@click.command()
+@click.argument("checkpoint")
+@click.argument("out", type=click.Path(path_type=Path))
+@click.option(
+    "--to",
+    type=click.Choice(["peft", "vllm", "merged"]),
+    required=True,
+    help="An adapter that PEFT or vLLM loads as it is, or a whole model with the adapter in its weights.",
+)
+@click.option(
+    "--data-dir",
+    type=click.Path(path_type=Path, file_okay=False),
+    default=default_data_dir,
+    show_default="~/.local/share/tinker-local",
+    help="The data folder of the server that saved a tinker:// path; the server may run or not.",
+)
+@click.option("--base", metavar="FOLDER_OR_NAME", help="The base model. Default: the one that the server served.")
+@click.option(
+    "--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True, help="Where the check computes."
+)
+@click.option("--no-check", is_flag=True, help="Do not load the result and compare its logprobs with the trainer's.")
+def export(checkpoint: str, out: Path, to: Any, data_dir: Path, base: str | None, device: Any, no_check: bool) -> None:
+    """Write CHECKPOINT, a tinker:// path or an adapter's folder, into the new folder OUT.
+
+    tinker-local export tinker://RUN/weights/final my-model --to merged
+    """
+    from tinker_local.backend.cli.start_up_noise import silence
+    from tinker_local.types import ApiError
+
+    silence()
+    logging.basicConfig(level=logging.ERROR)
+    try:
+        from tinker_local.backend.exporting import export_checkpoint
+
+        exported = export_checkpoint(
+            checkpoint,
+            out,
+            to=to,
+            data_dir=data_dir,
+            base=base,
+            device=device,
+            check=not no_check,
+            progress=lambda text: click.echo(f"{text} ...", err=True),
+        )
+    except (ApiError, OSError) as error:
+        raise click.ClickException(str(error)) from error
+    for warning in exported.warnings:
+        click.echo(f"warning: {warning}", err=True)
+    click.echo(f"checked: {exported.checked}" if exported.checked else "not checked")
+    click.echo(f"wrote {exported.folder} (base model: {exported.base_model})")

@@ -1,0 +1,79 @@
+"""`BaseModel`: the files and modules of the model that an adapter was trained on, without its weights in memory."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from tinker_local.backend.families import family_of
+from tinker_local.backend.families.family import Family
+from tinker_local.types import InvalidRequestError, NotFoundError
+
+
+@dataclass(frozen=True)
+class BaseModel:
+    """`path`: a folder (absolute) or hub name, which transformers, PEFT and vLLM resolve. `folder`: its files."""
+
+    path: str
+    folder: Path
+    config: Any
+    family: Family
+
+    @cached_property
+    def model(self) -> Any:
+        """transformers' model, without values: its tensors are on the meta device."""
+        import torch
+        import transformers
+
+        with torch.device("meta"):
+            return getattr(transformers, self.family.auto_class).from_config(self.config)
+
+    @property
+    def tied_head(self) -> bool:
+        """Whether the LM head shares the embedding's matrix."""
+        return bool(self.model.lm_head.weight is self.model.get_input_embeddings().weight)
+
+    @property
+    def dtype(self) -> str:
+        """What the check computes in: float32 for a model in float32, else bfloat16."""
+        import torch
+
+        return "float32" if self.config.dtype in (None, torch.float32, torch.float64) else "bfloat16"
+
+    def target_modules(self, paths: Sequence[str]) -> tuple[str, ...]:
+        """PEFT's `target_modules` for exactly these paths."""
+        from tinker_local.backend.training.lora import target_modules
+
+        return target_modules(self.model, paths)
+
+    def check(self, paths: Sequence[str], shapes: Mapping[str, Sequence[tuple[int, ...]]]) -> None:
+        """InvalidRequestError unless each path is a matrix [out, in] of the model, with A [r, in] and B [out, r]."""
+        modules = dict(self.model.named_modules())
+        for path in paths:
+            weight = getattr(modules.get(path), "weight", None)
+            a, b = shapes[path]
+            if weight is None or len(a) != 2 or len(b) != 2 or (b[0], a[1]) != tuple(weight.shape) or a[0] != b[1]:
+                has = "no such module" if weight is None else f"a matrix {list(weight.shape)}"
+                raise InvalidRequestError(
+                    f"the adapter does not fit the base model {self.path}: it has A {list(a)} and B {list(b)} for "
+                    f"{path}, and the model has {has} there; name another with --base"
+                )
+
+
+def find_base(path: str, called: str) -> BaseModel:
+    """The model at `path`, a folder or hub name, that `called` (an option or a checkpoint) names."""
+    from transformers import AutoConfig
+    from transformers.utils.hub import cached_file
+
+    given = Path(path).expanduser()
+    where = str(given.absolute()) if given.is_dir() else path
+    try:
+        file = cached_file(where, "config.json")
+        config = AutoConfig.from_pretrained(where)
+    except (OSError, ValueError) as error:
+        raise NotFoundError(
+            f"{called}: the base model {path!r} is neither a folder of a model nor one that the hub or its cache has; "
+            f"pass --base FOLDER ({str(error).splitlines()[0]})"
+        ) from None
+    return BaseModel(where, Path(file).parent, config, family_of(config.model_type, where))

@@ -1,0 +1,245 @@
+"""Compares an export with the trainer: logprobs of a probe, text and an image, by the library that will load it."""
+
+import gc
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+from tinker_local.backend.exporting.base_model import BaseModel
+from tinker_local.backend.exporting.peft_folder import vllm_rank
+from tinker_local.backend.exporting.trained import Trained
+from tinker_local.backend.rendering.rendered_input import ImagePlacement, RenderedImage, RenderedInput
+from tinker_local.types import InternalError
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+Library = Literal["transformers", "peft", "vllm"]
+
+TEXT_LENGTH = 40
+IMAGE_HEIGHT = 224
+"""In pixels; the image is twice as wide, so that rows and columns cannot be mixed up."""
+
+LIMITS = {"float32": 1e-4, "bfloat16": 0.3}
+"""Nats: the largest difference of a logprob in float32; in bfloat16, which keeps 8 bits, the mean difference."""
+
+Logprobs = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """`largest` and `mean`: differences of logprobs (nats) between trainer and export. `effect`: the largest
+    difference that the adapter makes to the base model, without which the others say nothing. `library`: what loaded
+    the export; `positions`: how many were compared, `images`: in how many images' prompts."""
+
+    library: str
+    dtype: str
+    largest: float
+    mean: float
+    effect: float
+    positions: int
+    images: int
+
+    @property
+    def agrees(self) -> bool:
+        """Whether the export computes what was trained."""
+        found = self.largest if self.dtype == "float32" else self.mean
+        return bool(found <= LIMITS[self.dtype])
+
+    def __str__(self) -> str:
+        image = f" with {self.images} image" if self.images else ""
+        limit = f"{'largest' if self.dtype == 'float32' else 'mean'} allowed {LIMITS[self.dtype]:g}"
+        weak = "; the adapter hardly changes this probe" if self.effect <= 10 * self.largest else ""
+        return (
+            f"{self.library} and the trainer differ by {self.largest:.1e} nats at most, {self.mean:.1e} on average, in "
+            f"{self.positions} logprobs{image} ({self.dtype}, {limit}); the adapter changes them by up to "
+            f"{self.effect:.2g}{weak}"
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Probe:
+    """`prompts`: ordinary token ids; one with an image between two texts if the model reads images. `picture`: that
+    image."""
+
+    prompts: tuple[RenderedInput, ...]
+    picture: "Image | None"
+
+
+def missing_library(to: str) -> Library | None:
+    """The library that the check needs and that is not installed."""
+    needed: Library = "transformers" if to == "merged" else "vllm" if to == "vllm" else "peft"
+    return needed if find_spec(needed) is None else None
+
+
+def make_probe(base: BaseModel) -> Probe:
+    """Always the same for a model."""
+    from transformers import AutoTokenizer
+
+    tokenizer: Any = AutoTokenizer.from_pretrained(base.path)
+    special = {*tokenizer.all_special_ids, *tokenizer.get_added_vocab().values()}
+    ordinary = np.array([token for token in range(min(len(tokenizer), 50_000)) if token not in special])
+
+    def text(length: int, first: int) -> npt.NDArray[np.int32]:
+        found: npt.NDArray[np.int32] = ordinary[(np.arange(length) * 7919 + first) % len(ordinary)].astype(np.int32)
+        return found
+
+    prompts = [RenderedInput(text(TEXT_LENGTH, 11))]
+    vision = base.family.vision
+    if vision is None:
+        return Probe(tuple(prompts), None)
+    from PIL.Image import fromarray
+    from tinker_local.backend.rendering.hf_images import HFImages
+
+    pixels = np.random.Generator(np.random.Philox(12)).integers(0, 256, (IMAGE_HEIGHT, 2 * IMAGE_HEIGHT, 3), np.uint8)
+    picture = fromarray(pixels)
+    read = HFImages(base.path, vision.read_image).process(picture)
+    image = RenderedImage("probe", read.num_tokens, read.pixel_values, read.grid_thw)
+    marks, before = vision.tokens(base.config), text(6, 23)
+    pads = np.full(image.num_tokens, marks.pad, np.int32)
+    ids = np.concatenate([before, [marks.start], pads, [marks.end], text(18, 37)]).astype(np.int32)
+    prompts.append(RenderedInput(ids, (ImagePlacement(len(before) + 1, image),)))
+    return Probe(tuple(prompts), picture)
+
+
+class Reference:
+    """The trainer with the adapter: what an export is compared with. Holds the base model until `close`."""
+
+    def __init__(self, trained: Trained, device: str) -> None:
+        from tinker_local.backend.training.worker import HFTrainer
+
+        base = trained.base
+        rank = trained.config.rank
+        self._trainer = HFTrainer(base.path, name=base.path, dtype=base.dtype, device=device, max_rank=rank)
+        self._trainer.load_adapter("trained", trained.state())
+
+    def logprobs(self, prompts: Sequence[RenderedInput]) -> tuple[Logprobs, Logprobs]:
+        """With the adapter and without, at the positions that `_compared` keeps of each prompt."""
+        found = [self._trainer.logprobs(adapter, *prompts) for adapter in ("trained", None)]
+        keep = np.concatenate([_compared(prompt) for prompt in prompts])
+        return found[0][keep], found[1][keep]
+
+    def close(self) -> None:
+        """Free the model."""
+        import torch
+
+        self._trainer.close()
+        del self._trainer
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+
+def _compared(prompt: RenderedInput) -> npt.NDArray[np.bool_]:
+    """Which of the N - 1 next tokens are text: a model gives the pads of an image no meaningful logprob."""
+    is_text = np.ones(prompt.length, np.bool_)
+    for placed in prompt.images:
+        is_text[placed.offset : placed.offset + placed.image.num_tokens] = False
+    return is_text[1:]
+
+
+def check_by_transformers(folder: Path, trained: Trained, to: str, device: str) -> Checked:
+    """Load the export as its users do, with PEFT or as a whole model. One model is in memory at a time."""
+    probe = make_probe(trained.base)
+    reference = Reference(trained, device)
+    ours, without = reference.logprobs(probe.prompts)
+    reference.close()
+    theirs = _loaded_logprobs(folder, trained, to, device, probe)
+    return _compare("transformers" if to == "merged" else "PEFT", trained.base.dtype, ours, theirs, without, probe)
+
+
+def _loaded_logprobs(folder: Path, trained: Trained, to: str, device: str, probe: Probe) -> Logprobs:
+    import torch
+    import transformers
+
+    base = trained.base
+    auto = getattr(transformers, base.family.auto_class)
+    path = str(folder) if to == "merged" else base.path
+    model = auto.from_pretrained(path, dtype=getattr(torch, base.dtype)).to(device)
+    if to != "merged":
+        from peft import PeftModel
+
+        model = PeftModel.from_pretrained(model, str(folder))
+    model.eval()
+    found = []
+    for prompt in probe.prompts:
+        ids = torch.from_numpy(prompt.token_ids.astype(np.int64))[None].to(device)
+        further: dict[str, Any] = {}
+        for placed in prompt.images:
+            is_image = torch.zeros_like(ids, dtype=torch.int32)
+            is_image[0, placed.offset : placed.offset + placed.image.num_tokens] = 1
+            further = {
+                "pixel_values": torch.from_numpy(placed.image.pixel_values).to(device),
+                "image_grid_thw": torch.tensor([placed.image.grid_thw], device=device),
+                "mm_token_type_ids": is_image,
+            }
+        with torch.no_grad():
+            logits = model(input_ids=ids, **further).logits[0, :-1].float()
+        logprobs = logits.log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
+        found.append(logprobs.cpu().numpy()[_compared(prompt)])
+    return np.concatenate(found)
+
+
+def check_by_vllm(folder: Path, trained: Trained, device: str) -> Checked:
+    """Have vLLM, in its own process and without this project's patches, sample greedily after each prompt; compare the
+    logprobs of what it sampled."""
+    probe = make_probe(trained.base)
+    asked = {
+        "model": trained.base.path,
+        "dtype": trained.base.dtype,
+        "adapter": str(folder),
+        "max_lora_rank": vllm_rank(trained.config.rank),
+        "prompts": [_for_vllm(prompt) for prompt in probe.prompts],
+    }
+    with tempfile.TemporaryDirectory() as scratch:
+        if probe.picture is not None:
+            probe.picture.save(Path(scratch) / "picture.png")
+        (Path(scratch) / "asked.json").write_text(json.dumps(asked))
+        command = [sys.executable, "-m", "tinker_local.backend.vllm_engine.plain_vllm", scratch]
+        done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+        if done.returncode != 0:
+            said = (done.stderr or done.stdout).strip().splitlines()
+            raise InternalError(f"vLLM does not load the export: {said[-1] if said else f'status {done.returncode}'}")
+        answers = json.loads((Path(scratch) / "answers.json").read_text())
+    extended = [
+        RenderedInput(np.append(prompt.token_ids, answer["tokens"]).astype(np.int32), prompt.images)
+        for prompt, answer in zip(probe.prompts, answers, strict=True)
+    ]
+    reference = Reference(trained, device)
+    found = [reference.logprobs([prompt]) for prompt in extended]
+    reference.close()
+    counts = [len(answer["tokens"]) for answer in answers]
+    ours, without = (
+        np.concatenate([pair[which][-count:] for pair, count in zip(found, counts, strict=True)]) for which in (0, 1)
+    )
+    theirs = np.array([logprob for answer in answers for logprob in answer["logprobs"]], np.float32)
+    return _compare("vLLM", trained.base.dtype, ours, theirs, without, probe)
+
+
+def _for_vllm(prompt: RenderedInput) -> list[int]:
+    """Ids with one pad for an image, which vLLM repeats."""
+    ids = prompt.token_ids.tolist()
+    for placed in prompt.images:
+        del ids[placed.offset + 1 : placed.offset + placed.image.num_tokens]
+    return [int(token) for token in ids]
+
+
+def _compare(library: str, dtype: str, ours: Logprobs, theirs: Logprobs, without: Logprobs, probe: Probe) -> Checked:
+    difference = np.nan_to_num(np.abs(ours - theirs), nan=np.inf)
+    return Checked(
+        library,
+        dtype,
+        float(difference.max()),
+        float(difference.mean()),
+        float(np.abs(ours - without).max()),
+        len(ours),
+        sum(len(prompt.images) for prompt in probe.prompts),
+    )

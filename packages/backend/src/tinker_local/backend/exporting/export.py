@@ -1,0 +1,102 @@
+"""`export_checkpoint`: a checkpoint as a folder for PEFT or vLLM, or merged into a whole model, compared with the
+trainer before it is there."""
+
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from tinker_local.backend.exporting.base_model import find_base
+from tinker_local.backend.exporting.check_export import Checked, check_by_transformers, check_by_vllm, missing_library
+from tinker_local.backend.exporting.merged_model import write_merged
+from tinker_local.backend.exporting.model_card import Target, write_card
+from tinker_local.backend.exporting.peft_folder import check_vllm_takes, write_peft
+from tinker_local.backend.exporting.trained import find_checkpoint, read_trained
+from tinker_local.backend.options import default_data_dir
+from tinker_local.types import InternalError, InvalidRequestError
+
+Device = Literal["cpu", "cuda"]
+
+
+@dataclass(frozen=True, slots=True)
+class Exported:
+    """`folder`: what was written. `base_model`: a folder or hub name. `checked`: None if `check` was False. `warnings`:
+    what a user of the folder should know."""
+
+    folder: Path
+    base_model: str
+    checked: Checked | None
+    warnings: tuple[str, ...]
+
+
+def export_checkpoint(
+    checkpoint: str | Path,
+    out: str | Path,
+    *,
+    to: Target,
+    data_dir: str | Path | None = None,
+    base: str | None = None,
+    device: Device = "cpu",
+    check: bool = True,
+    progress: Callable[[str], None] = lambda text: None,
+) -> Exported:
+    """Write `checkpoint` into the new folder `out`.
+
+    `checkpoint`: a `tinker://` path, read from the server's `data_dir` (default: the server's default) whether the
+    server runs or not, or the folder of an adapter. `to`: "peft" and "vllm" write an adapter that these load as it is;
+    "merged" writes a whole model for transformers and vLLM. `base`: the base model's folder or hub name, if no server
+    recorded it. `check`: load the result with PEFT, vLLM or transformers on `device` and compare its logprobs with the
+    trainer's; a result that differs is deleted.
+
+    Raises InvalidRequestError for what cannot be exported that way, NotFoundError for what does not exist, and
+    InternalError if the result differs from what was trained.
+    """
+    out = Path(out)
+    if out.exists() or out.is_symlink():
+        raise InvalidRequestError(f"{out} exists; an export overwrites nothing, so name a new folder")
+    source = find_checkpoint(str(checkpoint), Path(data_dir) if data_dir is not None else default_data_dir())
+    path = base or source.base_path or source.base_name
+    if not path:
+        raise InvalidRequestError(f"{source.name} does not name its base model; pass --base")
+    found = find_base(path, "--base" if base else source.name)
+    trained = read_trained(source, found)
+    if to == "vllm":
+        check_vllm_takes(trained)
+    if check and (missing := missing_library(to)):
+        raise InvalidRequestError(
+            f"--to {to}: the result is checked with {missing}, which is not installed: pip install {missing}, or leave "
+            "the check out with --no-check"
+        )
+    unfinished = out.with_name(f".{out.name}.unfinished")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    unfinished.mkdir(parents=True)
+    try:
+        progress(f"writing {source.name} on {found.path}")
+        if to == "merged":
+            write_merged(unfinished, trained)
+        else:
+            write_peft(unfinished, trained)
+        checked = None
+        if check:
+            progress("comparing it with the trainer")
+            on_vllm = to == "vllm"
+            checked = (
+                check_by_vllm(unfinished, trained, device)
+                if on_vllm
+                else check_by_transformers(unfinished, trained, to, device)
+            )
+            if not checked.agrees:
+                raise InternalError(f"the export was not kept, because it is not what was trained: {checked}")
+        write_card(unfinished, out, trained, to, str(checked or "not checked"))
+        unfinished.rename(out)
+    except BaseException:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        raise
+    warnings = []
+    if to != "merged" and trained.has_head and found.tied_head:
+        warnings.append(
+            "the LM head was trained, and the base model ties it to its embedding: do not merge this adapter with "
+            "PEFT's merge_and_unload or the cookbook's build_hf_model, which would change both; use --to merged"
+        )
+    return Exported(out, found.path, checked, tuple(warnings))

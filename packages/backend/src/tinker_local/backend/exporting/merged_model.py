@@ -1,0 +1,153 @@
+"""A base model with an adapter added to its weights, tensor by tensor: no model is ever whole in memory."""
+
+import json
+import shutil
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from safetensors import safe_open
+from tinker_local.backend.adapter_tensors import as_torch
+from tinker_local.backend.exporting.base_model import BaseModel
+from tinker_local.backend.exporting.trained import HEAD, Trained
+from tinker_local.backend.training.trainer import LORA_ALPHA
+from tinker_local.types import InvalidRequestError
+
+if TYPE_CHECKING:
+    import torch
+
+SHARD_BYTES = 4 * 2**30
+"""Most bytes of a file, unless one tensor alone has more."""
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+_NOT_COPIED = {"readme.md", ".gitattributes", INDEX, "config.json"}
+_WEIGHTS = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx"}
+
+
+def write_merged(folder: Path, trained: Trained, shard_bytes: int = SHARD_BYTES) -> None:
+    """Write the merged model, with the base's other files, into `folder`; each tensor keeps the base's dtype.
+
+    A trained head that the base ties to its embedding becomes a matrix of itself, since the embedding was not trained.
+    InvalidRequestError if the base is not in safetensors files, or if the disk has too little space.
+    """
+    base = trained.base
+    weights = {file: _names(file) for file in _weight_files(base)}
+    names = [name for file in weights.values() for name in file]
+    changed = {_name_in_files(base, path, names): path for path in trained.paths if path != HEAD}
+    untied = trained.has_head and base.tied_head
+    head = _embedding(names, base) if untied else f"{HEAD}.weight"
+    if trained.has_head and head not in names:
+        raise InvalidRequestError(f"{base.folder}: has no tensor {head}, to which the trained LM head is added")
+    _check_space(folder, base, list(weights), base.model.lm_head.weight.nbytes if untied else 0)
+
+    def tensors() -> Iterator[tuple[str, "torch.Tensor"]]:
+        for file, inside in weights.items():
+            with safe_open(file, "pt") as opened:
+                for name in inside:
+                    if untied and name == f"{HEAD}.weight":
+                        continue  # a copy of the embedding, from which the head is made
+                    tensor = opened.get_tensor(name)
+                    yield name, _added(tensor, trained, changed[name]) if name in changed else tensor
+                    if untied and name == head:
+                        yield f"{HEAD}.weight", _added(tensor, trained, HEAD)
+
+    if trained.has_head and not untied:
+        changed[head] = HEAD
+    _write_shards(folder, tensors(), shard_bytes)
+    for file in base.folder.iterdir():
+        if file.is_file() and file.suffix not in _WEIGHTS and file.name.lower() not in _NOT_COPIED:
+            shutil.copyfile(file, folder / file.name)
+    config = json.loads((base.folder / "config.json").read_text("utf-8"))
+    if untied:
+        config = _untied(config)
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+def _added(tensor: "torch.Tensor", trained: Trained, path: str) -> "torch.Tensor":
+    """W + alpha / r B A, computed in float32."""
+    a, b = (as_torch(factor) for factor in trained.factors(path))
+    scale = LORA_ALPHA / trained.config.rank
+    return tensor.float().addmm(b, a, alpha=scale).to(tensor.dtype)  # not in place: the embedding stays
+
+
+def _untied(config: dict[str, Any]) -> dict[str, Any]:
+    """`config`, and the text model's in it, with `tie_word_embeddings` off."""
+    text = config.get("text_config")
+    inner = {"text_config": {**text, "tie_word_embeddings": False}} if isinstance(text, dict) else {}
+    return {**config, **inner, "tie_word_embeddings": False}
+
+
+def _weight_files(base: BaseModel) -> list[Path]:
+    if (base.folder / INDEX).exists():
+        index = json.loads((base.folder / INDEX).read_text("utf-8"))
+        return [base.folder / name for name in sorted(set(index["weight_map"].values()))]
+    if (base.folder / SINGLE).exists():
+        return [base.folder / SINGLE]
+    raise InvalidRequestError(f"{base.folder}: has neither {SINGLE} nor {INDEX}; only safetensors files can be merged")
+
+
+def _names(file: Path) -> list[str]:
+    if not file.exists():
+        raise InvalidRequestError(f"{file} is missing, and the index of the base model names it")
+    with safe_open(file, "pt") as opened:
+        return list(opened.keys())
+
+
+def _name_in_files(base: BaseModel, path: str, names: list[str]) -> str:
+    """The tensor of the module at `path`: older files of a family begin its names differently."""
+    inside = path.removeprefix(f"{base.family.decoder_path}.")
+    tower = [] if base.family.vision is None else [f"{base.family.vision.tower}.", f"{base.family.vision.vllm_tower}."]
+    found = [
+        name
+        for name in names
+        if f".{name}".endswith(f".{inside}.weight") and not any(f".{part}" in f".{name}" for part in tower)
+    ]
+    if len(found) != 1:
+        raise InvalidRequestError(f"{base.folder}: {len(found)} tensors are named *{inside}.weight, expected one")
+    return found[0]
+
+
+def _embedding(names: list[str], base: BaseModel) -> str:
+    found = [name for name in names if name.endswith("embed_tokens.weight")]
+    if len(found) != 1:
+        raise InvalidRequestError(f"{base.folder}: {len(found)} tensors are named *embed_tokens.weight, expected one")
+    return found[0]
+
+
+def _check_space(folder: Path, base: BaseModel, weights: Sequence[Path], further: int) -> None:
+    needed, free = sum(file.stat().st_size for file in weights) + further, shutil.disk_usage(folder).free
+    if free < needed:
+        raise InvalidRequestError(
+            f"--to merged: {folder.parent} has {free / 2**30:.1f} GiB free, and the model takes {needed / 2**30:.1f}"
+        )
+
+
+def _write_shards(folder: Path, tensors: Iterator[tuple[str, "torch.Tensor"]], limit: int) -> None:
+    """Files of up to `limit` bytes, and an index if there are several."""
+    from safetensors.torch import save_file
+
+    files: list[list[str]] = []
+    held: dict[str, torch.Tensor] = {}
+    total = 0
+
+    def flush() -> None:
+        save_file(held, folder / f"part-{len(files)}", metadata={"format": "pt"})
+        files.append(list(held))
+        held.clear()
+
+    for name, tensor in tensors:
+        if held and sum(each.nbytes for each in held.values()) + tensor.nbytes > limit:
+            flush()
+        held[name] = tensor.contiguous()
+        total += tensor.nbytes
+    flush()
+    if len(files) == 1:
+        (folder / "part-0").rename(folder / SINGLE)
+        return
+    weight_map: dict[str, str] = {}
+    for number, names in enumerate(files):
+        file = f"model-{number + 1:05d}-of-{len(files):05d}.safetensors"
+        (folder / f"part-{number}").rename(folder / file)
+        weight_map |= dict.fromkeys(names, file)
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")

@@ -1,0 +1,79 @@
+"""The README.md of an export: what it is, what it was made from, and how to load it."""
+
+from pathlib import Path
+from typing import Literal
+
+from tinker_local.backend.exporting.peft_folder import vllm_rank
+from tinker_local.backend.exporting.trained import Trained
+
+Target = Literal["peft", "vllm", "merged"]
+
+
+def write_card(folder: Path, out: Path, trained: Trained, to: Target, checked: str) -> None:
+    """`out`: where the folder will be. `checked`: what the comparison with the trainer found."""
+    base, config = trained.base, trained.config
+    hub_name = base.path if not Path(base.path).is_dir() else trained.source.base_name
+    parts = [
+        word
+        for word, is_trained in (
+            ("attention", config.train_attn),
+            ("MLP", config.train_mlp),
+            ("LM head", config.train_unembed),
+        )
+        if is_trained
+    ]
+    tags = ["tinker-local"] if to == "merged" else ["tinker-local", "lora"]
+    lines = [
+        "---",
+        f"library_name: {'transformers' if to == 'merged' else 'peft'}",
+        *([f"base_model: {hub_name}"] if hub_name.count("/") == 1 else []),
+        "tags:",
+        *(f"- {tag}" for tag in tags),
+        "---",
+        "",
+        f"# {out.name}",
+        "",
+        (
+            f"A whole {base.config.model_type} model: {hub_name} with a LoRA adapter merged into its weights."
+            if to == "merged"
+            else f"A LoRA adapter of {hub_name} ({base.config.model_type}), for PEFT and vLLM."
+        ),
+        "",
+        f"- made from: `{trained.source.name}`",
+        f"- base model: `{base.path}`",
+        f"- adapter: rank {config.rank}, on {', '.join(parts)}",
+        f"- checked: {checked}",
+        "",
+        *_usage(out, trained, to),
+    ]
+    (folder / "README.md").write_text("\n".join(lines) + "\n")
+
+
+def _usage(out: Path, trained: Trained, to: Target) -> list[str]:
+    base, auto = trained.base, trained.base.family.auto_class
+    if to == "merged":
+        lines = ["```python", f"from transformers import {auto}", "", f'model = {auto}.from_pretrained("{out.name}")']
+        lines += ["```", "", "```", f"vllm serve {out.name}", "```"]
+        if trained.has_head and base.tied_head:
+            lines += [
+                "",
+                "The base model ties its LM head to its embedding. The head was trained, so here the two are separate "
+                "matrices (`tie_word_embeddings` is false).",
+            ]
+        return lines
+    lines = ["```python", "from peft import PeftModel", f"from transformers import {auto}", ""]
+    lines += [f'base = {auto}.from_pretrained("{base.path}")', f'model = PeftModel.from_pretrained(base, "{out.name}")']
+    lines += ["```", ""]
+    if trained.has_head and base.family.vllm_head is not None:
+        lines.append("vLLM takes no adapter of this model's LM head: serve a merged export there.")
+    else:
+        rank = vllm_rank(trained.config.rank)
+        serve = f"vllm serve {base.path} --enable-lora --max-lora-rank {rank} --lora-modules trained={out.name}"
+        lines += ["```", serve, "```"]
+    if trained.has_head and base.tied_head:
+        lines += [
+            "",
+            "**Do not merge this adapter with PEFT's `merge_and_unload`**: it trains the LM head of a model that ties "
+            "it to its embedding, and merging would change both. `tinker-local export ... --to merged` separates them.",
+        ]
+    return lines

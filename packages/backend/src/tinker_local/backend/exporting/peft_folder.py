@@ -1,0 +1,39 @@
+"""An adapter as a folder that PEFT and vLLM load without being told other names."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+from safetensors.numpy import save_file
+from tinker_local.backend.exporting.trained import Trained
+from tinker_local.backend.storage.adapter_files import CONFIG, WEIGHTS
+from tinker_local.types import InvalidRequestError
+
+VLLM_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+"""What vLLM's `max_lora_rank` can be."""
+
+
+def write_peft(folder: Path, trained: Trained) -> None:
+    """Write the adapter in float32 into `folder`, with the names of the base model's modules."""
+    tensors = {name: np.ascontiguousarray(array, np.float32) for name, array in trained.tensors.items()}
+    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+    (folder / CONFIG).write_text(json.dumps(trained.state().peft_config(), indent=2) + "\n")
+
+
+def check_vllm_takes(trained: Trained) -> None:
+    """InvalidRequestError for an adapter that vLLM, as it is, refuses or ignores a part of."""
+    if trained.has_head and trained.base.family.vllm_head is not None:
+        raise InvalidRequestError(
+            f"--to vllm: vLLM takes no adapter of the LM head of {trained.base.config.model_type} models, and this "
+            "one trained it; use --to merged, or train with train_unembed=False"
+        )
+    if trained.config.rank > VLLM_RANKS[-1]:
+        raise InvalidRequestError(
+            f"--to vllm: vLLM takes adapters of up to rank {VLLM_RANKS[-1]}, and this one has {trained.config.rank}; "
+            "use --to merged"
+        )
+
+
+def vllm_rank(rank: int) -> int:
+    """The smallest `max_lora_rank` of vLLM that takes `rank`."""
+    return next(served for served in VLLM_RANKS if rank <= served)

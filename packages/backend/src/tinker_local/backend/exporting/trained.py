@@ -1,0 +1,152 @@
+"""`Trained`: an adapter to export, read from a checkpoint of a data folder or from any folder of an adapter."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from safetensors import SafetensorError
+from tinker_local.backend.checksums import DESCRIPTION, check_files
+from tinker_local.backend.exporting.base_model import BaseModel
+from tinker_local.backend.families.family import HOSTED_DECODER, HOSTED_TIED_HEAD
+from tinker_local.backend.storage.adapter_files import AGE, CONFIG, WEIGHTS, read_adapter
+from tinker_local.backend.storage.checkpoint_folders import REMOVING, UNFINISHED
+from tinker_local.backend.storage.model_paths import model_paths
+from tinker_local.backend.storage.names import parse_tinker_path, safe_segment
+from tinker_local.backend.training.trainer import LORA_ALPHA, AdapterState
+from tinker_local.types import InvalidRequestError, LoraConfig, NotFoundError
+
+HEAD = "lm_head"
+_PREFIX = "base_model.model."
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointFolder:
+    """The files of an adapter. `name`: its tinker path if it is known, else the folder. `base_name`: of the base model
+    as clients call it, maybe empty. `base_path`: the folder or hub name that a server served under it, if recorded."""
+
+    folder: Path
+    name: str
+    base_name: str
+    base_path: str | None
+
+
+def find_checkpoint(checkpoint: str, data_dir: Path) -> CheckpointFolder:
+    """The checkpoint at a `tinker://` path in `data_dir`, or in the folder `checkpoint`. A server may run meanwhile.
+
+    NotFoundError if it does not exist; InvalidRequestError if it is not an adapter, or one that is encrypted.
+    """
+    folder = _folder_of(checkpoint, data_dir) if checkpoint.startswith("tinker://") else Path(checkpoint)
+    if not folder.is_dir():
+        raise NotFoundError(f"{checkpoint}: there is no such folder; a checkpoint is a tinker:// path or a folder")
+    if (folder / f"{WEIGHTS}{AGE}").exists():
+        raise InvalidRequestError(f"{checkpoint} is encrypted: decrypt its files with `age -d`, and give their folder")
+    for file in (CONFIG, WEIGHTS):
+        if not (folder / file).is_file():
+            raise InvalidRequestError(f"{checkpoint} is not an adapter: {folder} has no {file}")
+    described = _json(folder / DESCRIPTION) if (folder / DESCRIPTION).exists() else {}
+    check_files(folder, (WEIGHTS, CONFIG), checkpoint)
+    base_name = str(described.get("base_model") or _json(folder / CONFIG).get("base_model_name_or_path") or "")
+    # DATA/checkpoints/RUN/KIND/NAME@TIME
+    absolute = folder.absolute()
+    its_data = absolute.parents[3] if len(absolute.parents) > 3 else data_dir
+    known = model_paths(its_data) if described else model_paths(data_dir)
+    return CheckpointFolder(folder, str(described.get("tinker_path") or folder), base_name, known.get(base_name))
+
+
+def _folder_of(path: str, data_dir: Path) -> Path:
+    run, kind, name = parse_tinker_path(path, "checkpoint")
+    parent = data_dir / "checkpoints" / safe_segment(run) / kind
+    found = [
+        folder
+        for folder in parent.glob(f"{name}@*")
+        if not any((folder / mark).exists() for mark in (UNFINISHED, REMOVING))
+    ]
+    if not found:
+        raise NotFoundError(
+            f"{path} is not in the data folder {data_dir}; name the server's folder with --data-dir, or download the "
+            f"checkpoint from its server (tinker checkpoint download {path}) and give the folder"
+        )
+    return max(found, key=lambda folder: folder.name.rpartition("@")[2])
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Trained:
+    """An adapter on `base`, with the names of PEFT: `tensors`: A [r, in] and B [out, r] of each module path."""
+
+    source: CheckpointFolder
+    base: BaseModel
+    config: LoraConfig
+    tensors: Mapping[str, npt.NDArray[Any]]
+    paths: tuple[str, ...]
+
+    @property
+    def has_head(self) -> bool:
+        """Whether the LM head was trained."""
+        return HEAD in self.paths
+
+    def state(self) -> AdapterState:
+        """For a trainer of the base model."""
+        targets = self.base.target_modules(self.paths)
+        return AdapterState(self.base.path, self.config, targets, self.tensors)
+
+    def factors(self, path: str) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
+        """A [r, in] and B [out, r] of the module at `path`."""
+        return self.tensors[tensor_name(path, "A")], self.tensors[tensor_name(path, "B")]
+
+
+def tensor_name(path: str, factor: str) -> str:
+    """PEFT's name of factor A or B of the module at `path`."""
+    return f"{_PREFIX}{path}.lora_{factor}.weight"
+
+
+def read_trained(source: CheckpointFolder, base: BaseModel) -> Trained:
+    """The adapter in `source`, whatever layout it has. InvalidRequestError if it does not fit `base`."""
+    given = _json(source.folder / CONFIG)
+    rank, alpha = given.get("r"), given.get("lora_alpha")
+    if given.get("peft_type") != "LORA" or not isinstance(rank, int) or alpha != LORA_ALPHA:
+        raise InvalidRequestError(
+            f"{source.folder / CONFIG}: expected a LoRA adapter with lora_alpha {LORA_ALPHA}, as this server writes; "
+            f"found peft_type {given.get('peft_type')!r}, r {rank!r}, lora_alpha {alpha!r}"
+        )
+    try:
+        read = read_adapter(source.folder, source.base_name, LoraConfig(rank=rank), optimizer=False)
+    except SafetensorError as error:
+        raise InvalidRequestError(f"{source.folder / WEIGHTS} cannot be read: {error}") from error
+    tensors = {_own_name(name, base): np.asarray(array, np.float32) for name, array in read.tensors.items()}
+    paths = tuple(dict.fromkeys(name.removeprefix(_PREFIX).rpartition(".lora_")[0] for name in tensors))
+    nothing = np.empty(0)
+    shapes = {path: [tensors.get(tensor_name(path, factor), nothing).shape for factor in "AB"] for path in paths}
+    base.check(paths, shapes)
+    last = {path.rpartition(".")[2] for path in paths}
+    lora = base.family.lora
+    config = LoraConfig(
+        rank=rank,
+        train_unembed=HEAD in paths,
+        train_attn=bool(last & set(lora.attn)),
+        train_mlp=bool(last & set(lora.mlp)),
+    )
+    return Trained(source, base, config, tensors, paths)
+
+
+def _own_name(name: str, base: BaseModel) -> str:
+    """A tensor's name by its module in the model: exports of the hosted service and of this server differ in some."""
+    path = name.removeprefix(_PREFIX)
+    if path.startswith(f"{HOSTED_TIED_HEAD}."):
+        path = HEAD + path.removeprefix(HOSTED_TIED_HEAD)
+    elif path.startswith(f"{HOSTED_DECODER}.layers."):
+        path = base.family.decoder_path + path.removeprefix(HOSTED_DECODER)
+    return _PREFIX + path
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise InvalidRequestError(f"{path} cannot be read: {error}") from error
+    if not isinstance(found, dict):
+        raise InvalidRequestError(f"{path} holds no object")
+    return found

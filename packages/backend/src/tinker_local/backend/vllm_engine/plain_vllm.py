@@ -1,0 +1,55 @@
+"""`python -m tinker_local.backend.vllm_engine.plain_vllm FOLDER`: vLLM as a user runs it, with one adapter.
+
+Reads `asked.json` (model, dtype, adapter, max_lora_rank, prompts as token ids) and `picture.png` of the folder, samples
+greedily, and writes `answers.json`: tokens and logprobs for each prompt. None of this project's patches is applied.
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+TOKENS = 8
+"""How many are sampled after each prompt."""
+
+
+def main(folder: Path) -> None:
+    """Answer `asked.json`."""
+    from tinker_local.backend.vllm_engine.build_engine import prepare_environment
+
+    prepare_environment()
+    from PIL import Image
+    from vllm import LLM, SamplingParams
+    from vllm.lora.request import LoRARequest
+
+    asked = json.loads((folder / "asked.json").read_text())
+    picture = folder / "picture.png"
+    image = Image.open(picture).convert("RGB") if picture.exists() else None
+    llm = LLM(
+        asked["model"],
+        dtype=asked["dtype"],
+        enable_lora=True,
+        max_lora_rank=asked["max_lora_rank"],
+        max_loras=1,
+        max_model_len=1024,
+        max_num_seqs=4,
+        kv_cache_memory_bytes=2**28,
+        gpu_memory_utilization=0.05,
+        enforce_eager=True,
+    )
+    prompts: list[Any] = [{"prompt_token_ids": ids} for ids in asked["prompts"]]
+    if image is not None:
+        prompts[-1]["multi_modal_data"] = {"image": image}
+    params = SamplingParams(temperature=0.0, max_tokens=TOKENS, logprobs=0, ignore_eos=True, detokenize=False)
+    outputs = llm.generate(prompts, params, lora_request=LoRARequest("trained", 1, asked["adapter"]), use_tqdm=False)
+    answers = []
+    for output in outputs:
+        (answer,) = output.outputs
+        tokens = [int(token) for token in answer.token_ids]
+        pairs = zip(answer.logprobs, tokens, strict=True)
+        answers.append({"tokens": tokens, "logprobs": [each[token].logprob for each, token in pairs]})
+    (folder / "answers.json").write_text(json.dumps(answers))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
