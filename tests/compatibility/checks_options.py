@@ -1,9 +1,11 @@
 """Losses, optimizers and options of samples: what one call can be asked for."""
 
+import urllib.request
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import pyrage  # type: ignore[import-untyped]
 import pytest
 import tinker
 
@@ -92,9 +94,23 @@ def inflight(world: World) -> None:
     world.training().save_weights_and_get_sampling_client(kind="inflight").result()
 
 
-@refused("TrainingClient.save_weights_external(age_encryption_recipients=…)", saying="age_encryption_recipients")
+@works(
+    "TrainingClient.save_weights_external(age_encryption_recipients=…)",
+    by="the files, decrypted with the key, are those of a plain export",
+)
 def age(world: World) -> None:
-    world.training().save_weights_external(world.name(), age_encryption_recipients=["age1" + "q" * 58]).result()
+    client, identity = world.training(), pyrage.x25519.Identity.generate()
+    rest = world.service.create_rest_client()
+
+    def files(recipients: list[str] | None) -> dict[str, bytes]:
+        saved = client.save_weights_external(world.name(), age_encryption_recipients=recipients).result()
+        urls = rest.get_external_weights_urls(saved.path).result().urls
+        return {name: urllib.request.urlopen(url).read() for name, url in urls.items()}
+
+    sealed = files([str(identity.to_public())])
+    opened = {name.removesuffix(".age"): pyrage.decrypt(data, [identity]) for name, data in sealed.items()}
+    assert sorted(sealed) == ["adapter_config.json.age", "adapter_model.safetensors.age"]
+    assert opened == files(None)
 
 
 @works(

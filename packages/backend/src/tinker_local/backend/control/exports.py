@@ -7,11 +7,12 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
+from tinker_local.backend.control.age_encryption import encryption_to
 from tinker_local.backend.control.checkpoint_lifetime import CheckpointUses, check_ttl
 from tinker_local.backend.control.signatures import LIFETIME, Signatures
 from tinker_local.backend.control.training_runs import Command, TrainingRun
 from tinker_local.backend.scheduling.operations import Operation
-from tinker_local.backend.storage.adapter_files import CONFIG, WEIGHTS
+from tinker_local.backend.storage.adapter_files import AGE, CONFIG, WEIGHTS
 from tinker_local.backend.storage.names import check_checkpoint_name, parse_tinker_path
 from tinker_local.backend.storage.records import CheckpointRecord
 from tinker_local.backend.storage.store import Store
@@ -20,11 +21,10 @@ from tinker_local.types import (
     InvalidRequestError,
     NotFoundError,
     SaveWeightsExternalRequest,
-    UnsupportedError,
 )
 
 FILES = (CONFIG, WEIGHTS)
-"""The files of a checkpoint's folder that can be downloaded."""
+"""The files of a checkpoint's folder that can be downloaded; encrypted ones end in `AGE`."""
 
 KIND = "external_weights"
 """What a signature is for."""
@@ -66,16 +66,13 @@ class Exports:
         async def run(model: TrainingRun, operation: Operation[dict[str, Any]]) -> None:
             name = check_checkpoint_name(request.path, "path")
             check_ttl(request.ttl_seconds)
-            if request.age_encryption_recipients:
-                raise UnsupportedError(
-                    "age_encryption_recipients: this server does not encrypt; leave it out, and encrypt the files "
-                    "after the download: age -r RECIPIENT -o adapter_model.safetensors.age adapter_model.safetensors"
-                )
+            recipients = request.age_encryption_recipients
+            encrypt = encryption_to(recipients) if recipients else None
             state = await model.base.scheduler.call(model.base.engines.trainer.export, model.model_id)
             record = model.checkpoint("external_weights", name, request.ttl_seconds, None)
 
             async def write() -> None:
-                written = await DISK.run(self._store.write_checkpoint, record, state, overwrite=False)
+                written = await DISK.run(self._store.write_checkpoint, record, state, overwrite=False, encrypt=encrypt)
                 operation.succeed({"path": written.tinker_path, "size_bytes": written.size_bytes})
 
             model.beside(operation, write())
@@ -95,10 +92,12 @@ class Exports:
         until = self._clock() + LIFETIME
         if record.expires_at is not None:
             until = min(until, record.expires_at)
+        folder = self._store.checkpoint_folder(record)
+        files = [f"{file}{AGE}" if (folder / f"{file}{AGE}").exists() else file for file in FILES]
         until, version = until.replace(microsecond=0), _microseconds(record.created_at)
         signed = [
             SignedFile(run, name, file, version, self._signatures.sign(KIND, run, name, file, version, until=until))
-            for file in FILES
+            for file in files
         ]
         return signed, until.astimezone(UTC)
 

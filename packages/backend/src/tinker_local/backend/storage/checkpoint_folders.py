@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from tinker_local.backend.checksums import CHECKSUMS, DESCRIPTION, checksums_of, recorded_checksums
-from tinker_local.backend.storage.adapter_files import CONFIG, OPTIMIZER, WEIGHTS, write_adapter
+from tinker_local.backend.storage.adapter_files import AGE, CONFIG, OPTIMIZER, WEIGHTS, write_adapter
 from tinker_local.backend.storage.data_folder import fsync_path, make_durable_folder
 from tinker_local.backend.storage.names import check_checkpoint_name, parse_tinker_path, safe_segment
 from tinker_local.backend.storage.records import CheckpointRecord
@@ -48,18 +48,26 @@ class CheckpointFolders:
         return self.root / folder_of(record.training_run_id, record.kind, record.name, record.created_at)
 
     def write(
-        self, record: CheckpointRecord, state: AdapterState, belongs_to: Mapping[str, object] | None = None
+        self,
+        record: CheckpointRecord,
+        state: AdapterState,
+        belongs_to: Mapping[str, object] | None = None,
+        encrypt: Callable[[Path, Path], None] | None = None,
     ) -> CheckpointRecord:
         """Write `state`; when this returns, its folder is complete, in place and on disk, and marked as unfinished.
 
         `belongs_to` is added to the description: what to record of its run and session if they are lost, too.
-        Returns the record with its size, whether it has an optimizer state, and its `created_at`, which is some
-        microseconds later if another write used the same time.
+        `encrypt`: replaces each file by an encrypted one. Returns the record with its size, whether it has an optimizer
+        state, and its `created_at`, which is some microseconds later if another write used the same time.
         """
 
         def fill(folder: Path) -> dict[str, Any]:
             # A trainer knows only the first name of its base model; the folder records the one that the run used.
             write_adapter(folder, replace(state, base_model=record.base_model))
+            if encrypt is not None:
+                for file in list(folder.iterdir()):
+                    encrypt(file, file.with_name(f"{file.name}{AGE}"))
+                    file.unlink()
             return checksums_of(folder.iterdir())
 
         return self._make(replace(record, has_optimizer=state.optimizer is not None), fill, belongs_to)
@@ -199,7 +207,7 @@ class CheckpointFolders:
         record = replace(record, created_at=when)
         if begin != name or self.path(record) != folder:
             raise ValueError(f"{DESCRIPTION} describes {record.tinker_path}")
-        missing = [file for file in files if not (folder / file).is_file()]
+        missing = [file for file in files if not any((folder / f"{file}{end}").is_file() for end in ("", AGE))]
         if missing:
             raise ValueError(f"it has no {' and no '.join(missing)}")
         if size_of(folder) != record.size_bytes:

@@ -19,6 +19,7 @@ from safetensors import SafetensorError
 from tinker_local.backend.checksums import check_files
 from tinker_local.backend.storage import tables
 from tinker_local.backend.storage.adapter_files import (
+    AGE,
     CONFIG,
     OPTIMIZER,
     WEIGHTS,
@@ -148,18 +149,25 @@ class Store(Metadata):
 
     # Checkpoints: writing
 
-    def write_checkpoint(self, record: CheckpointRecord, state: AdapterState, *, overwrite: bool) -> CheckpointRecord:
+    def write_checkpoint(
+        self,
+        record: CheckpointRecord,
+        state: AdapterState,
+        *,
+        overwrite: bool,
+        encrypt: Callable[[Path, Path], None] | None = None,
+    ) -> CheckpointRecord:
         """Write and record a checkpoint; when this returns it survives `kill -9` and a power cut.
 
         Returns the record with its size. InvalidRequestError if its owner has too many bytes of checkpoints, or if the
-        name exists and `overwrite` is false; with
-        `overwrite`, the old checkpoint stays whole until the new one is in place.
+        name exists and `overwrite` is false; with `overwrite`, the old checkpoint stays whole until the new one is in
+        place. `encrypt`: replaces each file by an encrypted one.
         """
         check_checkpoint_name(record.name)
         if not overwrite:  # before megabytes are written; `_commit` checks again
             _refuse_existing(self.get_checkpoint(record.training_run_id, record.kind, record.name))
         with self._disk.explained(), self._room_for(record, state):
-            written = self._folders.write(record, state, self._belongs_to(record))
+            written = self._folders.write(record, state, self._belongs_to(record), encrypt)
             try:
                 replaced = self._commit(written, overwrite)
             except (InvalidRequestError, StorageFullError, OSError):
@@ -353,7 +361,8 @@ class Store(Metadata):
         """NotFoundError naming `field` if the folder is missing, InvalidRequestError if the weights are damaged."""
         with self._folder_access:
             _, folder = self._folder_of(record)
-        check_files(folder, (WEIGHTS, CONFIG), f"{field}: {record.tinker_path}")
+        files = (WEIGHTS, CONFIG, f"{WEIGHTS}{AGE}", f"{CONFIG}{AGE}")
+        check_files(folder, files, f"{field}: {record.tinker_path}")
 
     def _folder_of(self, record: CheckpointRecord) -> tuple[CheckpointRecord, Path]:
         """The newest checkpoint of the record's name or else the record itself, and its folder, which exists."""
