@@ -89,7 +89,7 @@ def test_acknowledged_checkpoints_survive_kill_minus_nine(
 @pytest.mark.mutation(
     "recorded-before-it-is-written",
     "store.py",
-    "            written = self._folders.write(record, state, self._belongs_to(record))\n"
+    "            written = self._folders.write(record, state, self._belongs_to(record), encrypt)\n"
     "            try:\n"
     "                replaced = self._commit(written, overwrite)\n",
     "            replaced = self._commit(record, overwrite)\n"

@@ -3,7 +3,7 @@
 import click
 from tinker_local.backend.cli.backup import backup, restore
 from tinker_local.backend.cli.chat_command import chat
-from tinker_local.backend.cli.export import export
+from tinker_local.backend.cli.export_command import export
 from tinker_local.backend.cli.serve import serve
 from tinker_local.backend.cli.status_command import status
 from tinker_local.backend.cli.tiny_model import tiny_model

@@ -12,7 +12,7 @@ MODELS = "models.json"
 
 def record_model_paths(data_dir: Path, sources: Mapping[str, Sequence[str]]) -> None:
     """Remember the folder or hub name of each base model by the names that clients use. `sources`: names by path. Later
-    ones replace earlier ones; a full disk is no reason not to start."""
+    ones replace earlier ones. A server starts on a full disk, too."""
     known = model_paths(data_dir)
     found = known | {name: path for path, names in sources.items() for name in names}
     if found != known:
