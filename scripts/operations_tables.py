@@ -7,11 +7,12 @@ from dataclasses import MISSING, Field, fields
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
-from prometheus_client.core import CounterMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from tinker_local.backend import options
 from tinker_local.backend.control import sessions, training_commands
 from tinker_local.backend.http import bodies, connections, sampling_routes
 from tinker_local.backend.http.metrics_routes import EXPORTED, OF_OWNERS, OWNER_LABELS
+from tinker_local.backend.http.server_metrics import SERVER_METRICS
 from tinker_local.backend.options import BackendOptions, CommandOption
 from tinker_local.backend.rendering import decoding
 from tinker_local.backend.sampling import sampler
@@ -20,6 +21,7 @@ from tinker_local.types import codec, requests_and_results
 
 PAGE = Path(__file__).parent.parent / "docs" / "operations.md"
 END = "<!-- end -->\n"
+KINDS = {CounterMetricFamily: "counter", GaugeMetricFamily: "gauge", HistogramMetricFamily: "histogram"}
 
 
 def metrics() -> str:
@@ -32,6 +34,10 @@ def metrics() -> str:
         lines.append(f"| `{name}` | {kind} | {labels} | {each.help} |")
     labels = ", ".join(f"`{label}`" for label in OWNER_LABELS)
     lines += [f"| `{gauge.name}` | gauge | {labels} | {gauge.help} |" for gauge in OF_OWNERS]
+    for one in SERVER_METRICS:
+        kind = KINDS[one.family]
+        name = f"{one.name}_total" if kind == "counter" else one.name
+        lines.append(f"| `{name}` | {kind} | {', '.join(f'`{label}`' for label in one.labels)} | {one.help} |")
     return "\n".join(lines) + "\n"
 
 

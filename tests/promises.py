@@ -467,8 +467,13 @@ MISTAKES = (
         "operation",
         "What a run did is known to its program alone, or to everybody; a full disk stops the run that is recorded",
         "loss-of-masked-targets loss-of-all-steps curves-from-the-start torn-lines-stay everybodys-runs "
-        "everybodys-numbers",
-        ("http/test_http_progress_on_fakes.py::test_log_metrics_and_status_work_on_a_running_server_on_fakes",),
+        "everybodys-numbers histogram-not-cumulated",
+        (
+            "http/test_http_server_metrics_on_fakes.py::"
+            "test_operations_and_tokens_are_counted_by_kind_and_owner_on_fakes",
+            "http/test_http_server_metrics_on_fakes.py::test_live_runs_memory_disk_and_versions_are_told_on_fakes",
+            "http/test_http_progress_on_fakes.py::test_log_metrics_and_status_work_on_a_running_server_on_fakes",
+        ),
     ),
     Promise(
         "operation",

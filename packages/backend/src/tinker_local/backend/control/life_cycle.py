@@ -28,6 +28,7 @@ from tinker_local.backend.models.load_engines import load_base_models
 from tinker_local.backend.models.metrics import ModelMetrics
 from tinker_local.backend.models.served_models import EngineLoader, Progress, ServedModels, by_path
 from tinker_local.backend.options import BackendOptions, ModelSource
+from tinker_local.backend.scheduling.operation_totals import OperationTotals
 from tinker_local.backend.scheduling.operations import Operation, Operations
 from tinker_local.backend.scheduling.quotas import Amounts, Quotas
 from tinker_local.backend.scheduling.result_memory import ResultMemory
@@ -83,6 +84,7 @@ class ControlPlane:
         """Called when the server changes checkpoints by itself: what it did, and to which path."""
         self.on_failure: Callable[[Operation[Any]], None] = lambda operation: None
         """Called with each operation that ends with an error."""
+        self.totals = OperationTotals()
         self.models = ServedModels()
         self.ready = False
         self._stopping = False
@@ -122,7 +124,7 @@ class ControlPlane:
             options.max_result_bytes,
             results,
         )
-        self.operations.on_failure = lambda operation: self.on_failure(operation)
+        self.operations.on_end = self._ended
         uses = CheckpointUses()
         signatures = Signatures(options.data_dir, self._clock)
         versions = SamplerVersions(self.store, self.folders, self.models)
@@ -234,6 +236,11 @@ class ControlPlane:
         for error in await asyncio.gather(*freed, return_exceptions=True):
             if isinstance(error, BaseException):
                 log.error("the session %s was not freed completely", session_id, exc_info=error)
+
+    def _ended(self, operation: Operation[Any]) -> None:
+        self.totals.add(operation)
+        if operation.failed:
+            self.on_failure(operation)
 
     def problems(self) -> list[str]:
         """What does not work now but will again, a sentence for each base model; empty unless `ready`."""

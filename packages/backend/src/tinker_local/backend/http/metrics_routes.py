@@ -1,5 +1,5 @@
 """`GET /metrics`: what `InProcessBackend.metrics()` and `.usage()` tell, in Prometheus' text format, per base model or
-owner.
+owner; and `server_metrics.py`.
 
 It needs a key where every request does: Prometheus sends one with `http_headers: {X-API-Key: {files: [...]}}` in its
 scrape configuration. A base model that is served under several names is reported once, under the first. Not
@@ -17,6 +17,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 from tinker_local.backend.control.life_cycle import ControlPlane
 from tinker_local.backend.http.access import Backend, sees_all
+from tinker_local.backend.http.server_metrics import ServerCollector
 from tinker_local.backend.models.metrics import ModelMetrics
 from tinker_local.backend.scheduling.quotas import Amounts
 from tinker_local.types import PermissionDeniedError
@@ -256,4 +257,6 @@ async def metrics(request: Request, backend: Backend) -> Response:
         )
     registry = CollectorRegistry()  # not the global one, so that two backends of a process share nothing
     registry.register(BackendCollector(backend, await backend.usage()))
+    if backend.ready:
+        registry.register(ServerCollector(backend))
     return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)

@@ -299,8 +299,8 @@ class Operations:
         self._session_bytes, self._all_bytes = session_bytes, all_bytes
         self.memory = memory
         self.recorder = TraceRecorder()
-        self.on_failure: Callable[[Operation[Any]], None] = lambda operation: None
-        """Called with each operation that ends with an error."""
+        self.on_end: Callable[[Operation[Any]], None] = lambda operation: None
+        """Called with each operation that has ended."""
         self.kept_bytes = 0
         self._by_id: OrderedDict[str, Operation[Any]] = OrderedDict()
         self._kept: dict[str, KeptResults] = {}
@@ -316,8 +316,7 @@ class Operations:
 
     def _keep(self, operation: Operation[Any]) -> None:
         """Count the result of an operation that has ended, and drop older results if all together are too large."""
-        if operation.failed:
-            self.on_failure(operation)
+        self.on_end(operation)
         if self._by_id.get(operation.request_id) is not operation:
             return
         own = self._kept.setdefault(session_of(owner_of(operation.request_id)), KeptResults(operation.owner))
