@@ -644,7 +644,8 @@ MISTAKES = (
         "A stream differs from the whole answer, shows what belongs to a stop, or goes on when its client has left",
         "stream-without-its-last-tokens top-logprobs-dropped-from-streams stop-texts-shown-in-streams "
         "client-that-left-is-served-on results-of-endpoints-kept unread-streams-go-on streams-begin-again "
-        "tokens-of-processes-not-told bytes-shown-as-they-come bytes-without-end-decoded-again",
+        "streams-of-an-engine-begin-again tokens-of-processes-not-told bytes-shown-as-they-come "
+        "bytes-without-end-decoded-again",
         (
             "http/test_http_streams_on_fakes.py::test_examples_of_the_page_run_on_fakes",
             "http/test_openai_on_fakes.py::test_chat_is_what_the_sdk_samples_with_equal_logprobs_on_fakes",

@@ -85,15 +85,21 @@ def test_answers_have_the_sdks_tokens_and_logprobs_with_an_image_and_an_adapter(
         assert [entry.token for entry in entries] == [tokenizer.decode([token]) for token in same.tokens]
         assert [entry.logprob for entry in entries] == pytest.approx(list(same.logprobs or []), abs=1e-6)
         assert choice.message.content == tokenizer.decode(same.tokens, skip_special_tokens=True)
-        streamed, shown = [], ""
+        assert all(len(entry.top_logprobs) == 2 for entry in entries)
+        streamed: list[Any] = []
+        shown = ""
         for chunk in client.chat.completions.create(
-            model=name, messages=messages, logprobs=True, stream=True, **SETTINGS
+            model=name, messages=messages, logprobs=True, top_logprobs=2, stream=True, **SETTINGS
         ):
             shown += chunk.choices[0].delta.content or ""
             logprobs = chunk.choices[0].logprobs
-            streamed += [] if logprobs is None else [entry.logprob for entry in logprobs.content or []]
+            streamed += [] if logprobs is None else logprobs.content or []
         assert shown == choice.message.content
-        assert streamed == pytest.approx([entry.logprob for entry in entries], abs=1e-6)
+        for entry, same_entry in zip(streamed, entries, strict=True):
+            assert entry.logprob == pytest.approx(same_entry.logprob, abs=1e-6)
+            assert [one.token for one in entry.top_logprobs] == [one.token for one in same_entry.top_logprobs]
+            values, expected = ([one.logprob for one in each.top_logprobs] for each in (entry, same_entry))
+            assert values == pytest.approx(expected, abs=1e-6)
         found.append(choice.message.content)
     assert found[0] != found[1]
 

@@ -154,16 +154,19 @@ async def test_closing_one_engine_leaves_the_others_and_the_process_alone(text: 
 
 @dataclass
 class FakeVLLM:
-    """Finishes every request in its third step; `fail` is raised by the next step."""
+    """Finishes every request in its third step; `fail` is raised by the next step. A request whose parameters are
+    "streamed" has an output in each."""
 
     fail: Exception | None = None
     requests: dict[str, int] = field(default_factory=dict)
     steps: int = 0
+    streamed: set[str] = field(default_factory=set)
 
     def add_request(self, request_id: str, prompt: Any, params: Any, lora_request: Any) -> None:
         if params == "refused":
             raise ValueError("refused")
         self.requests[request_id] = 0
+        self.streamed |= {request_id} if params == "streamed" else set()
 
     def abort_request(self, ids: list[str]) -> None:
         for request_id in ids:
@@ -176,9 +179,11 @@ class FakeVLLM:
         done = []
         for request_id in list(self.requests):
             self.requests[request_id] += 1
-            if self.requests[request_id] == 3:
+            finished = self.requests[request_id] == 3
+            if finished or request_id in self.streamed:
+                done.append(SimpleNamespace(request_id=request_id, finished=finished))
+            if finished:
                 del self.requests[request_id]
-                done.append(SimpleNamespace(request_id=request_id, finished=True))
         return done
 
 
@@ -242,6 +247,36 @@ def test_with_a_fake_engine_a_named_culprit_fails_alone_and_the_others_run_again
     assert [len(future.result(10)) for future in innocent] == [1, 1]
     assert engine.restarts == 1
     assert len(built) == 2
+
+
+@pytest.mark.mutation(
+    "streams-of-an-engine-begin-again",
+    "engine_thread.py",
+    " or group.survived_restart or group.streamed:",
+    " or group.survived_restart:",
+)
+def test_with_a_fake_engine_outputs_of_streams_come_in_each_step_and_none_begins_again(fakes: Any) -> None:
+    thread, engine, _ = fakes
+    outputs: list[tuple[int, bool]] = []
+
+    def stream(on_output: Callable[[int, Any], None]) -> Future[list[Any]]:
+        request = EngineRequest("prompt", ("streamed", "streamed"))
+        return thread.submit(engine, lambda _: request, on_output=on_output)
+
+    whole = stream(lambda index, output: outputs.append((index, output.finished)))
+    assert len(whole.result(10)) == 2
+    assert outputs == [(0, False), (1, False), (0, False), (1, False), (0, True), (1, True)]
+
+    def fail(_: int, __: Any) -> None:
+        engine.built.fail = RuntimeError("Loading lora run/7 failed: no adapter")
+
+    go = pause(thread, engine)
+    begun, guilty, other = stream(fail), submit(thread, engine, lora="run/7"), submit(thread, engine)
+    go()
+    for failed in (begun, guilty):
+        with pytest.raises(InternalError, match="run/7 failed"):
+            failed.result(10)
+    assert len(other.result(10)) == 1
 
 
 @pytest.mark.mutation(
