@@ -29,7 +29,7 @@ from tinker_local.backend.process.messages import (
     Keep,
     KeepImage,
     Log,
-    Note,
+    Notes,
     encode,
 )
 from tinker_local.backend.process.process_group import CHANNEL_ENDED, ProcessEndedError, ProcessGroup, log_here
@@ -242,14 +242,15 @@ class AsyncCalls:
         except CHANNEL_ENDED:
             self.group.error()
 
-    def _take(self, messages: Iterable[Answer | Failure | Note | Log]) -> None:
+    def _take(self, messages: Iterable[Answer | Failure | Notes | Log]) -> None:
         settled: list[Outcome] = []
         for message in messages:
             if isinstance(message, Log):
                 log_here(message)
-            elif isinstance(message, Note):
-                if (waiting := self._waiting.get(message.number)) is not None:
-                    waiting.heard(message.what)
+            elif isinstance(message, Notes):
+                for number, what in message.told:
+                    if (waiting := self._waiting.get(number)) is not None:
+                        waiting.heard(what)
             elif isinstance(message, Failure) and message.final:
                 self.group.note(message.error)  # its call fails with the process
             else:

@@ -1,14 +1,15 @@
 """What runs in a child process whose calls run at the same time: an event loop, and an object with async methods."""
 
 import asyncio
+import itertools
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any
 
 from tinker_local.backend.process.child import CLOSE, LOAD, Inbox, fail
-from tinker_local.backend.process.messages import Answer, Call, Cancel, Failure, Note, encode
+from tinker_local.backend.process.messages import Answer, Call, Cancel, Encoded, Failure, Notes, encode
 from tinker_local.types import InternalError
 
 Tell = Callable[[Any], None]
@@ -96,11 +97,11 @@ class _Server:
             self.send(Answer(call.number, value, self._state(self._target)))
 
     def _tell(self, number: int, what: Any) -> None:
-        self.send(Note(number, what))
+        self.send((number, what))
 
-    def send(self, message: Answer | Failure | Note) -> None:
-        """Send `message` soon, together with all others of this moment, or at once if it is the last. Any thread may
-        call it."""
+    def send(self, message: Answer | Failure | tuple[int, Any]) -> None:
+        """Send `message` (a pair: what a call of this number tells) soon, together with all others of this moment, or at
+        once if it is the last. Any thread may call it."""
         if isinstance(message, Failure) and message.final:
             self._inbox.send(message)
             return
@@ -114,4 +115,13 @@ class _Server:
         with self._lock:
             messages, self._outbox = self._outbox, []
         with suppress(BrokenPipeError, ConnectionResetError):  # `_receive` sees it, too
-            self._inbox.channel.send_joined([encode(message) for message in messages])
+            self._inbox.channel.send_joined(list(_encoded(messages)))
+
+
+def _encoded(messages: Sequence[Any]) -> Iterator[Encoded]:
+    """The messages in order, what neighbours tell in one."""
+    for are_told, run in itertools.groupby(messages, key=lambda message: isinstance(message, tuple)):
+        if are_told:
+            yield encode(Notes(list(run)))
+        else:
+            yield from map(encode, run)

@@ -98,11 +98,11 @@ class Cancel:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Note:
-    """`what` happened in a call that goes on."""
+class Notes:
+    """What happened in calls that go on: pairs of a call's number and what it tells. Those of one moment are a single
+    message, as each token of each streamed sequence is one."""
 
-    number: int
-    what: Any
+    told: Sequence[tuple[int, Any]]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
