@@ -100,8 +100,8 @@ class _Server:
         self.send((number, what))
 
     def send(self, message: Answer | Failure | tuple[int, Any]) -> None:
-        """Send `message` (a pair: what a call of this number tells) soon, together with all others of this moment, or at
-        once if it is the last. Any thread may call it."""
+        """Send `message` soon, together with all others of this moment, or at once if it is the last. A pair is what a
+        call of this number tells. Any thread may call it."""
         if isinstance(message, Failure) and message.final:
             self._inbox.send(message)
             return
