@@ -12,7 +12,7 @@ import argparse
 
 import grpo
 import numpy as np
-import tinker
+import tinker_local.client as tinker
 from red_square import SIDE, square
 from tinker_local.client import rl
 
@@ -69,6 +69,8 @@ async def run(client: tinker.TrainingClient, options: argparse.Namespace) -> boo
         learning_rate=options.learning_rate,
         params=params,
         seed=options.seed,
+        begin=options.begin,
+        save_every=options.save_every,
     )
     sampler = await client.save_weights_and_get_sampling_client()
     new = seeds(128)

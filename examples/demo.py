@@ -3,17 +3,22 @@
     make demo                                    a tiny vision-language model with random weights, on any laptop
     make demo MODEL=Qwen/Qwen3-VL-4B-Instruct    real weights, on a GPU
     python examples/demo.py --data FOLDER ...    a folder of images per class instead of the digits; without a goal
+    python examples/demo.py --ask PICTURE        ask the trained model about a picture
 
 Starts `tinker-local serve` and runs `examples/vlm_classifier.py` against it. The goal is to read 95 % of the held-out
 digits, and at most 15 % on blank images. The exit status is not zero if the model misses it.
+
+Everything is kept in `--out`: curves, report, pictures, and the server's data folder with the checkpoints (`data`). A
+second run replaces curves and report, and adds its checkpoints to those of the first.
 """
 
 import argparse
+import json
 import os
 import re
+import shlex
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 
@@ -21,6 +26,7 @@ from rich.console import Console
 
 EXAMPLES = Path(__file__).parent
 TINY = Path("models/demo-vl")
+DEFAULT_OUT = Path("runs/demo")
 
 # Random weights and real weights need different settings.
 TINY_SETTINGS = ["--learning-rate", "3e-3", "--clip", "0.5", "--epochs", "24", "--side", "32"]
@@ -46,15 +52,62 @@ def serve(model: str, data_dir: str, console: Console) -> tuple[subprocess.Popen
     raise SystemExit("the server did not start")
 
 
+def classify(
+    options: argparse.Namespace, source: str, arguments: list[str], console: Console
+) -> subprocess.CompletedProcess:
+    """Run the classifier against a server on the data folder of `--out`."""
+    server, url = serve(source, str(options.out / "data"), console)
+    try:
+        command = ["--model", source.partition("=")[0], "--base-url", url, *arguments]
+        console.print(f"[bold]$ python examples/vlm_classifier.py {shlex.join(command)}[/bold]", soft_wrap=True)
+        return subprocess.run([sys.executable, str(EXAMPLES / "vlm_classifier.py"), *command])
+    finally:
+        server.terminate()
+        server.wait()
+
+
+def ask(options: argparse.Namespace, console: Console) -> int:
+    """Ask the model that the last run trained."""
+    try:
+        run = json.loads((options.out / "demo.json").read_text())
+        sampler = json.loads((options.out / "report.json").read_text())["sampler"]
+    except FileNotFoundError as error:
+        console.print(f"{error.filename} does not exist: run `make demo` first")
+        return 1
+    asked = ["--ask", str(options.ask), "--sampler", sampler, *run["data"]]
+    return classify(options, run["source"], asked, console).returncode
+
+
+def next_steps(options: argparse.Namespace, source: str, console: Console) -> None:
+    """Three commands that work when they are pasted."""
+    state = json.loads((options.out / "report.json").read_text())["checkpoint"]
+    picture = min((options.out / "held_out").iterdir())
+    data, script = options.out / "data", [".venv/bin/python", "examples/demo.py"]
+    out = [] if options.out == DEFAULT_OUT else ["--out", str(options.out)]
+    commands = {
+        "ask it about a picture": [*script, *out, "--ask", str(picture)],
+        "export it": [
+            *(".venv/bin/tinker-local", "export", state, str(options.out / "exported"), "--to", "merged"),
+            *("--data-dir", str(data)),
+        ],
+        "serve it": [".venv/bin/tinker-local", "serve", "--model", source, "--data-dir", str(data)],
+    }
+    for words, command in commands.items():
+        console.print(f"\n{words}:\n{shlex.join(command)}", soft_wrap=True, markup=False)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", help="NAME or NAME=PATH of a vision-language model; default: a tiny one")
     parser.add_argument("--data", type=Path, help="a folder with one folder of images per class; default: the digits")
-    parser.add_argument("--out", type=Path, default=Path("runs/demo"))
+    parser.add_argument("--out", type=Path, default=DEFAULT_OUT)
+    parser.add_argument("--ask", type=Path, metavar="PICTURE", help="ask the model that the last run trained")
     parser.add_argument("--seed", type=int, default=1)
     options, further = parser.parse_known_args()
     data, marks = (["--data", str(options.data)], []) if options.data else ([], MARKS)
     console = Console(highlight=False)
+    if options.ask is not None:
+        return ask(options, console)
     start = time.monotonic()
     if options.model is None:
         if not (TINY / "config.json").exists():
@@ -64,17 +117,12 @@ def main() -> int:
         source, settings = f"local/demo-vl={TINY}", TINY_SETTINGS if options.data else [*TINY_SETTINGS, "--shift"]
     else:
         source, settings = options.model, REAL_SETTINGS
-    with tempfile.TemporaryDirectory() as data_dir:
-        server, url = serve(source, data_dir, console)
-        try:
-            name = source.partition("=")[0]
-            command = ["--model", name, "--base-url", url, "--out", str(options.out), "--seed", str(options.seed)]
-            command += [*settings, *data, *further]
-            console.print(f"[bold]$ python examples/vlm_classifier.py {' '.join(command)}[/bold]")
-            status = subprocess.run([sys.executable, str(EXAMPLES / "vlm_classifier.py"), *marks, *command]).returncode
-        finally:
-            server.terminate()
-            server.wait()
+    options.out.mkdir(parents=True, exist_ok=True)
+    (options.out / "demo.json").write_text(json.dumps({"source": source, "data": data}))
+    arguments = ["--out", str(options.out), "--seed", str(options.seed), *settings, *data, *marks, *further]
+    status = classify(options, source, arguments, console).returncode
+    if (options.out / "report.json").exists():
+        next_steps(options, source, console)
     console.print(f"{'done' if status == 0 else 'the mark was missed'} after {time.monotonic() - start:.0f} s in all")
     return status
 

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 import grpo
 import numpy as np
-import tinker
+import tinker_local.client as tinker
 from tinker_local.client import rl
 
 CELLS, PIXELS = 5, 6
@@ -105,6 +105,8 @@ async def run(client: tinker.TrainingClient, options: argparse.Namespace) -> boo
         learning_rate=options.learning_rate,
         params=params,
         seed=options.seed,
+        begin=options.begin,
+        save_every=options.save_every,
         advantages=step_advantages,
     )
     sampler = await client.save_weights_and_get_sampling_client()

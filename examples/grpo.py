@@ -2,13 +2,13 @@
 
 import argparse
 import asyncio
-import os
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
-import tinker
+import tinker_local.client as tinker
+from saving import add_options, connect, first_step, save, training_client
 from tinker_local.client import rl
 
 
@@ -41,15 +41,20 @@ async def train(
     params: tinker.SamplingParams,
     advantages: rl.Advantages = rl.centered_returns_to_go,
     seed: int = 0,
+    begin: int = 0,
+    save_every: int = 0,
 ) -> History:
-    """Each step samples the groups of `groups_of(step)` with the newest weights and takes one policy gradient step."""
+    """Each step samples the groups of `groups_of(step)` with the newest weights and takes one policy gradient step.
+
+    `begin`: the first step. `save_every`: also save after so many steps; 0: do not.
+    """
     history = History()
-    for step in range(steps):
+    for step in range(begin, steps):
         sampler = await client.save_weights_and_get_sampling_client()
         seeded = params.model_copy(update={"seed": seed * steps + step})
         rollouts = await rl.rollout(groups_of(step), sampler, chat, seeded)
         history.rewards.append(rollouts.mean_reward)
-        if step == 0:
+        if step == begin:
             everything = [datum for trajectory in rollouts.trajectories for datum in trajectory.data()]
             output = await client.forward(everything, "importance_sampling")
             history.kl = rl.sampler_trainer_kl(everything, output)
@@ -65,6 +70,8 @@ async def train(
             update = client.optim_step(tinker.AdamParams(learning_rate=rate, beta2=0.99, eps=1e-8, grad_clip_norm=1.0))
             await gradient
             await update
+        if save_every and (step + 1) % save_every == 0 and step + 1 < steps:
+            await asyncio.to_thread(save, client, "rl", step + 1)
     return history
 
 
@@ -106,7 +113,7 @@ def run_example(
 ) -> None:
     """Run an example; `run` returns whether it reached its goal. `defaults` are for a tiny random model."""
     parser = argparse.ArgumentParser(description=description)
-    parser.add_argument("--base-url", default=os.environ.get("TINKER_BASE_URL", "http://127.0.0.1:8000"))
+    add_options(parser)
     parser.add_argument("--model", required=True, help="a vision-language model that the server serves")
     parser.add_argument("--steps", type=int, help="number of policy gradient steps")
     parser.add_argument("--groups", type=int, help="groups per step")
@@ -118,8 +125,13 @@ def run_example(
     parser.add_argument("--out", type=Path, default=Path("runs/rl"))
     parser.set_defaults(**defaults)
     options = parser.parse_args()
-    os.environ.setdefault("TINKER_API_KEY", "tml-local")
-    with tinker.ServiceClient(base_url=options.base_url) as service:
-        client = service.create_lora_training_client(base_model=options.model, rank=32, seed=0).result()
-        if not asyncio.run(run(client, options)):
+    options.begin = first_step(options)
+    if options.begin:
+        options.warm_steps = 0  # before the first step
+    with connect(options) as service:
+        client = training_client(service, options, rank=32, seed=0)
+        reached = asyncio.run(run(client, options))
+        saved = save(client, "rl")
+        print(f"saved as {saved.state} and {saved.sampler}")
+        if not reached:
             raise SystemExit("the mark was missed")

@@ -58,8 +58,11 @@ def shifted(image: np.ndarray, rng: random.Random) -> np.ndarray:
     return moved
 
 
-def digits(side: int) -> Dataset:
-    """scikit-learn's 1,797 scanned digits of 8x8 pixels, enlarged to `side` pixels; the last 297 are held out."""
+def digits(side: int, fold: int | None = None) -> Dataset:
+    """scikit-learn's 1,797 scanned digits of 8x8 pixels, enlarged to `side` pixels; the last 297 are held out.
+
+    `fold` (0 to 4): hold out that fifth of the other 1,500 instead, and leave the last 297 alone.
+    """
     from sklearn.datasets import load_digits
 
     if side < 8 or side % 8:
@@ -72,6 +75,10 @@ def digits(side: int) -> Dataset:
     data = load_digits()
     examples = [Example(pixels, str(label)) for pixels, label in zip(data.images, data.target, strict=True)]
     train, held_out = examples[:-DIGITS_HELD_OUT], examples[-DIGITS_HELD_OUT:]
+    if fold is not None:
+        size = len(train) // 5
+        held_out = train[fold * size : (fold + 1) * size]
+        train = train[: fold * size] + train[(fold + 1) * size :]
     return Dataset("handwritten digits", [str(digit) for digit in range(10)], train, held_out, image)
 
 

@@ -7,10 +7,10 @@ Control: on blank images, the trained model must not know the answer.
 """
 
 import argparse
-import os
 
 import numpy as np
-import tinker
+import tinker_local.client as tinker
+from saving import RANDOM, add_options, connect, first_step, save, training_client
 from tinker_local.client import model_input
 from transformers import AutoImageProcessor
 
@@ -36,15 +36,14 @@ def square(colour: str, rng: np.random.Generator) -> np.ndarray:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--base-url", default=os.environ.get("TINKER_BASE_URL", "http://127.0.0.1:8000"))
+    add_options(parser)
     parser.add_argument("--model", required=True, help="a vision-language model of the server")
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--learning-rate", type=float, default=5e-3, help="1e-4 suits a real model")
     options = parser.parse_args()
-    os.environ.setdefault("TINKER_API_KEY", "tml-local")
 
-    with tinker.ServiceClient(base_url=options.base_url) as service:
-        client = service.create_lora_training_client(base_model=options.model, rank=32, seed=0).result()
+    with connect(options) as service:
+        client = training_client(service, options, rank=32, seed=0)
         tokenizer = client.get_tokenizer()
         processor = AutoImageProcessor.from_pretrained(client.get_info().model_data.tokenizer_id)
 
@@ -67,7 +66,7 @@ def main() -> None:
 
         rng = np.random.default_rng(0)
         names = list(COLOURS)
-        for step in range(options.steps):
+        for step in range(first_step(options), options.steps):
             batch = [datum(square(name, rng), name) for name in names * 4]
             gradient = client.forward_backward(batch, "cross_entropy")
             rate = options.learning_rate * (1 - step / options.steps)
@@ -76,8 +75,12 @@ def main() -> None:
             update.result()
             if step % 10 == 0 or step + 1 == options.steps:
                 print(f"step {step:3d}   nll per answer {loss:.4f}")
+            if options.save_every and (step + 1) % options.save_every == 0 and step + 1 < options.steps:
+                save(client, "red-square", step + 1)
 
-        sampler = client.save_weights_and_get_sampling_client().result()
+        saved = save(client, "red-square")
+        print(f"saved as {saved.state} and {saved.sampler}")
+        sampler = service.create_sampling_client(model_path=saved.sampler).result()
         greedy = tinker.SamplingParams(max_tokens=6, temperature=0.0)
 
         def say(images: list[np.ndarray]) -> list[str]:
@@ -93,7 +96,7 @@ def main() -> None:
         print(f"a red square is {say([square('red', unseen)])[0]!r}")
         print(f"unseen squares: {right:.0%} right; blank images: {control:.0%} (chance {1 / len(names):.0%})")
         if right < 0.95 or control > 0.34:
-            raise SystemExit("the model did not learn to see colours")
+            raise SystemExit("the model did not learn to see colours" if right else RANDOM)
 
 
 if __name__ == "__main__":

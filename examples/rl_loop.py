@@ -8,11 +8,11 @@ with its mean. The sampler's logprobs go back to the trainer with exactly the to
 """
 
 import argparse
-import os
 from statistics import mean
 
 import numpy as np
-import tinker
+import tinker_local.client as tinker
+from saving import RANDOM, add_options, connect, first_step, save, training_client
 
 PROMPTS = ["Count: ", "Numbers, please. ", "What is the code? ", "Tell me a number. "]
 
@@ -29,17 +29,16 @@ def divergence(data: list[tinker.Datum], output: tinker.ForwardBackwardOutput) -
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--base-url", default=os.environ.get("TINKER_BASE_URL", "http://127.0.0.1:8000"))
+    add_options(parser)
     parser.add_argument("--model", required=True)
     parser.add_argument("--steps", type=int, default=15)
     parser.add_argument("--group-size", type=int, default=16)
     parser.add_argument("--max-tokens", type=int, default=8)
     parser.add_argument("--learning-rate", type=float, default=1e-2, help="2e-5 suits a real model")
     options = parser.parse_args()
-    os.environ.setdefault("TINKER_API_KEY", "tml-local")
 
-    with tinker.ServiceClient(base_url=options.base_url) as service:
-        client = service.create_lora_training_client(base_model=options.model, rank=16, seed=0).result()
+    with connect(options) as service:
+        client = training_client(service, options, rank=16, seed=0)
         tokenizer = client.get_tokenizer()
         prompts = [tokenizer.encode(text, add_special_tokens=False) for text in PROMPTS]
 
@@ -60,7 +59,7 @@ def main() -> None:
             )
 
         history = []
-        for step in range(options.steps):
+        for step in range(first_step(options), options.steps):
             sampler = client.save_weights_and_get_sampling_client().result()
             params = tinker.SamplingParams(max_tokens=options.max_tokens, seed=step)
             futures = [
@@ -87,10 +86,14 @@ def main() -> None:
                 print(f"KL(sampler, trainer) before training: {divergence(data, gradient.result()):.1e}")
             gradient.result()
             update.result()
-        first, last = mean(history[:3]), mean(history[-3:])
+            if options.save_every and (step + 1) % options.save_every == 0 and step + 1 < options.steps:
+                save(client, "rl-loop", step + 1)
+        saved = save(client, "rl-loop")
+        print(f"saved as {saved.state} and {saved.sampler}")
+        first, last = (mean(part) if part else 0.0 for part in (history[:3], history[-3:]))
         print(f"reward {first:.3f} in the first three steps, {last:.3f} in the last three")
         if last < first + 0.2:
-            raise SystemExit("the reward did not rise")
+            raise SystemExit("the reward did not rise" if last else RANDOM)
 
 
 if __name__ == "__main__":

@@ -5,10 +5,10 @@ python examples/sl_loop.py --model NAME
 """
 
 import argparse
-import os
 
 import numpy as np
-import tinker
+import tinker_local.client as tinker
+from saving import RANDOM, add_options, connect, first_step, save, training_client
 
 PAIRS = [
     ("What colour is the sky?", "blue"),
@@ -22,15 +22,14 @@ PAIRS = [
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--base-url", default=os.environ.get("TINKER_BASE_URL", "http://127.0.0.1:8000"))
+    add_options(parser)
     parser.add_argument("--model", required=True)
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--learning-rate", type=float, default=1e-2, help="1e-4 suits a real model")
     options = parser.parse_args()
-    os.environ.setdefault("TINKER_API_KEY", "tml-local")
 
-    with tinker.ServiceClient(base_url=options.base_url) as service:
-        client = service.create_lora_training_client(base_model=options.model, rank=16, seed=0).result()
+    with connect(options) as service:
+        client = training_client(service, options, rank=16, seed=0)
         tokenizer = client.get_tokenizer()
 
         def ids(text: str) -> list[int]:
@@ -50,7 +49,7 @@ def main() -> None:
             )
 
         data = [datum(question, answer) for question, answer in PAIRS]
-        for step in range(options.steps):
+        for step in range(first_step(options), options.steps):
             # Both are submitted before either is awaited: the server runs them in this order.
             gradient = client.forward_backward(data, "cross_entropy")
             update = client.optim_step(tinker.AdamParams(learning_rate=options.learning_rate, beta2=0.99, eps=1e-8))
@@ -58,8 +57,11 @@ def main() -> None:
             update.result()
             if step % 5 == 0 or step + 1 == options.steps:
                 print(f"step {step:3d}   nll per answer {loss:.4f}")
+            if options.save_every and (step + 1) % options.save_every == 0 and step + 1 < options.steps:
+                save(client, "sl-loop", step + 1)
 
-        sampler = client.save_weights_and_get_sampling_client().result()
+        saved = save(client, "sl-loop")
+        sampler = service.create_sampling_client(model_path=saved.sampler).result()
         greedy = tinker.SamplingParams(max_tokens=8, temperature=0.0)
         futures = [sampler.sample(tinker.ModelInput.from_ints(prompt(q)), 1, greedy) for q, _ in PAIRS]
         right = 0
@@ -67,9 +69,9 @@ def main() -> None:
             said = tokenizer.decode(future.result().sequences[0].tokens, skip_special_tokens=True).strip()
             right += said == answer
             print(f"{question:34s} {said!r}")
-        print(f"{right} of {len(PAIRS)} right; saved as {client.save_state('sl-loop').result().path}")
+        print(f"{right} of {len(PAIRS)} right; saved as {saved.state} and {saved.sampler}")
         if right < len(PAIRS):
-            raise SystemExit("the model did not learn its answers")
+            raise SystemExit("the model did not learn its answers" if right else RANDOM)
 
 
 if __name__ == "__main__":

@@ -4,20 +4,25 @@
     python examples/vlm_classifier.py --model NAME                   handwritten digits
     python examples/vlm_classifier.py --model NAME --data FOLDER     your own images: FOLDER/<class name>/*.jpg
 
+    python examples/vlm_classifier.py --model NAME --ask FILE --sampler tinker://RUN/sampler_weights/NAME
+
 Fine-tunes a LoRA adapter on question, image and class name. On held-out images it measures the negative log-likelihood
 (NLL) of the class name, and how often the model answers with that name at temperature 0. As a control, it finally does
 the same on blank images. It writes to --out:
 
     metrics.jsonl    one line per step; step 0 is before training. train_nll: the step's batch, before its update;
                      validation_nll, validation_accuracy: a fixed part of the held-out images, after the update
-    curves.png       the same as a plot
+    curves.png       the same as a plot, below held-out images with the model's answers, right and wrong
     report.json      all held-out images, before and after training
+    held_out/        the images of the plot as files
+
+It saves the training state and a sampler version when training ends, and every --save-every steps; --resume goes on
+from such a state. `--ask` trains nothing: it asks a sampler version about one picture.
 """
 
 import argparse
 import json
 import math
-import os
 import random
 import sys
 import time
@@ -27,13 +32,17 @@ from pathlib import Path
 
 import numpy as np
 import PIL.Image
-import tinker
+import tinker_local.client as tinker
 from image_folders import Dataset, digits, open_image, read_folder
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
+from saving import RANDOM, add_options, connect, first_step, save, training_client
 from tinker_local.client import model_input
 from transformers import AutoImageProcessor
+
+SECONDS_BETWEEN_LINES = 5.0
+"""Without a terminal, which shows a bar."""
 
 DIGITS_SIDE = 64
 DIGITS_QUESTION = "Which digit?"
@@ -57,6 +66,7 @@ class Report:
     sampled_images_per_second: float
     seconds: float
     checkpoint: str
+    sampler: str
 
 
 class Task:
@@ -98,13 +108,21 @@ class Task:
         data = [self.datum(one) for one in asked]
         return client.forward(data, "cross_entropy").result().metrics["loss:sum"] / len(data)
 
-    def accuracy(self, sampler: tinker.SamplingClient, asked: list[Asked]) -> float:
-        """Share of prompts for which the sampled text equals the answer."""
+    def answers(self, sampler: tinker.SamplingClient, asked: list[Asked]) -> list[str]:
+        """What the model says to each prompt at temperature 0."""
         params = tinker.SamplingParams(max_tokens=self.max_tokens, temperature=0.0)
         futures = [sampler.sample(prompt, 1, params) for prompt, _ in asked]
         tokens = [future.result().sequences[0].tokens for future in futures]
-        texts = [str(self.tokenizer.decode(t, skip_special_tokens=True)).strip() for t in tokens]
-        return float(np.mean([text == answer for text, (_, answer) in zip(texts, asked, strict=True)]))
+        return [str(self.tokenizer.decode(t, skip_special_tokens=True)).strip() for t in tokens]
+
+    def accuracy(self, sampler: tinker.SamplingClient, asked: list[Asked]) -> float:
+        """Share of prompts for which the sampled text equals the answer."""
+        return share_right(self.answers(sampler, asked), asked)
+
+
+def share_right(texts: list[str], asked: list[Asked]) -> float:
+    """Share of `texts` that equal the answers."""
+    return float(np.mean([text == answer for text, (_, answer) in zip(texts, asked, strict=True)]))
 
 
 def batches(task: Task, dataset: Dataset, options: argparse.Namespace) -> Iterator[list[tinker.Datum]]:
@@ -136,11 +154,12 @@ def train(
     trained, busy = 0, 0.0
     columns = (TextColumn("training"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     progress = Progress(*columns, TextColumn("{task.fields[note]}"), console=options.console)
-    with progress, (options.out / "metrics.jsonl").open("w") as file:
+    begin, told = first_step(options), time.monotonic()
+    with progress, (options.out / "metrics.jsonl").open("a" if begin else "w") as file:
         bar = progress.add_task("", total=steps, note="")
-        for step in range(steps + 1):
+        for step in range(begin, steps + 1):
             row: dict[str, float] = {"step": step}
-            if step > 0:
+            if step > begin:
                 start = time.monotonic()
                 rate = options.learning_rate * min(1.0, step / options.warmup)
                 rate *= 0.5 * (1 + math.cos(math.pi * (step - 1) / steps))
@@ -154,6 +173,11 @@ def train(
                 busy += time.monotonic() - start
                 trained += size
                 progress.update(bar, completed=step, note=f"nll {row['train_nll']:.3f}")
+                if not options.console.is_terminal and time.monotonic() > told + SECONDS_BETWEEN_LINES:
+                    told = time.monotonic()
+                    options.console.print(f"step {step} of {steps}   nll {row['train_nll']:.3f}")
+                if options.save_every and step % options.save_every == 0 and step < steps:
+                    save(client, "vlm_classifier", step)
             if step % eval_every == 0 or step == steps:
                 sampler = client.save_weights_and_get_sampling_client().result()
                 row["validation_nll"] = task.nll(client, validation)
@@ -161,11 +185,15 @@ def train(
             metrics.append(row)
             file.write(json.dumps(row) + "\n")
             file.flush()
-    return metrics, trained / busy
+    return metrics, trained / max(busy, 1e-9)
 
 
-def draw(metrics: list[dict[str, float]], dataset: Dataset, options: argparse.Namespace) -> None:
-    """Plot the curves as a PNG."""
+Shown = tuple[PIL.Image.Image, str, str]
+"""A picture, its class, and what the model says."""
+
+
+def draw(metrics: list[dict[str, float]], dataset: Dataset, shown: list[Shown], options: argparse.Namespace) -> None:
+    """Plot the curves as a PNG, below the pictures `shown` with the model's answers."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -177,8 +205,20 @@ def draw(metrics: list[dict[str, float]], dataset: Dataset, options: argparse.Na
         return [row["step"] for row in rows], [row[name] for row in rows]
 
     count = min(options.eval_images, len(dataset.held_out))
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
-    figure.suptitle(f"{options.model}: {dataset.title}, {len(dataset.classes)} classes")
+    figure = pyplot.figure(figsize=(11, 5.4), layout="constrained")
+    above, below = figure.subfigures(2, 1, height_ratios=[1, 3.2])
+    for axes, (picture, name, said) in zip(above.subplots(1, len(shown), squeeze=False)[0], shown, strict=True):
+        axes.imshow(picture)
+        right_answer = said == name
+        axes.set_title(said if right_answer else f"{said or 'nothing'}\n({name})", fontsize="small")
+        axes.title.set_color("tab:green" if right_answer else "tab:red")
+        axes.axis("off")
+    left, right = below.subplots(1, 2)
+    figure.suptitle(
+        f"{options.model}: {dataset.title}, {len(dataset.classes)} classes; above, held-out images with the model's "
+        "answers (the class, where it is wrong)",
+        fontsize="medium",
+    )
     left.plot(*curve("train_nll"), color="tab:blue", alpha=0.6, linewidth=1, label="training batch")
     left.plot(*curve("validation_nll"), color="tab:orange", marker="o", label=f"validation ({count} images)")
     guess = math.log(len(dataset.classes))
@@ -196,6 +236,14 @@ def draw(metrics: list[dict[str, float]], dataset: Dataset, options: argparse.Na
     pyplot.close(figure)
 
 
+def choose_shown(images: list, asked: list[Asked], texts: list[str], count: int = 12) -> list[Shown]:
+    """Some wrong answers, if there are any, and right ones."""
+    wrong = [i for i, (_, name) in enumerate(asked) if texts[i] != name][: count // 3]
+    right = [i for i, (_, name) in enumerate(asked) if texts[i] == name][: count - len(wrong)]
+    opened = {i: open_image(images[i]) if isinstance(images[i], Path) else images[i] for i in (*right, *wrong)}
+    return [(opened[i], asked[i][1], texts[i]) for i in (*right, *wrong)]
+
+
 def blank(image: PIL.Image.Image | Path) -> PIL.Image.Image:
     """A black image of the same size."""
     return PIL.Image.new("RGB", (open_image(image) if isinstance(image, Path) else image).size)
@@ -204,10 +252,8 @@ def blank(image: PIL.Image.Image | Path) -> PIL.Image.Image:
 def run(options: argparse.Namespace, dataset: Dataset) -> Report:
     """Measure, train, measure again."""
     start = time.monotonic()
-    with tinker.ServiceClient(base_url=options.base_url) as service:
-        client = service.create_lora_training_client(
-            base_model=options.model, rank=options.rank, seed=options.seed
-        ).result()
+    with connect(options) as service:
+        client = training_client(service, options, rank=options.rank, seed=options.seed)
         task = Task(client, options.question, dataset.classes)
         held_out = random.Random(options.seed).sample(dataset.held_out, len(dataset.held_out))
         images = [dataset.image(example.source, None) for example in held_out]
@@ -217,17 +263,19 @@ def run(options: argparse.Namespace, dataset: Dataset) -> Report:
         base_accuracy = task.accuracy(base, asked)
         base_nll = task.nll(client, asked)
         metrics, speed = train(client, task, dataset, asked[: options.eval_images], options)
-        draw(metrics, dataset, options)
-        sampler = client.save_weights_and_get_sampling_client().result()
+        saved = save(client, "vlm_classifier")
+        sampler = service.create_sampling_client(model_path=saved.sampler).result()
         sampling = time.monotonic()
-        final = task.accuracy(sampler, asked)
+        texts = task.answers(sampler, asked)
         sampling = time.monotonic() - sampling
+        shown = choose_shown(images, asked, texts)
+        draw(metrics, dataset, shown, options)
+        keep(shown, options.out / "held_out")
         control = task.accuracy(sampler, blanks)
         nll = task.nll(client, asked)
-        checkpoint = client.save_state("vlm_classifier").result().path
     return Report(
         base_accuracy=base_accuracy,
-        accuracy=final,
+        accuracy=share_right(texts, asked),
         blank_accuracy=control,
         chance=dataset.chance,
         base_nll=base_nll,
@@ -235,8 +283,27 @@ def run(options: argparse.Namespace, dataset: Dataset) -> Report:
         train_images_per_second=speed,
         sampled_images_per_second=len(images) / sampling,
         seconds=time.monotonic() - start,
-        checkpoint=checkpoint,
+        checkpoint=saved.state,
+        sampler=saved.sampler,
     )
+
+
+def keep(shown: list[Shown], folder: Path) -> None:
+    """Write the pictures as files, to ask about."""
+    folder.mkdir(exist_ok=True)
+    for number, (picture, name, _) in enumerate(shown):
+        safe = "".join(letter if letter.isalnum() else "-" for letter in name)
+        picture.save(folder / f"{number:02d}-{safe}.png")
+
+
+def ask(options: argparse.Namespace, dataset: Dataset) -> str:
+    """What the model of `--sampler` says of the picture `--ask`."""
+    with connect(options) as service:
+        # Knows the folder of the tokenizer and of the image processor.
+        client = service.create_lora_training_client(base_model=options.model, rank=1).result()
+        sampler = service.create_sampling_client(model_path=options.sampler).result()
+        task = Task(client, options.question, dataset.classes)
+        return task.answers(sampler, [(task.prompt(open_image(options.ask)), "")])[0]
 
 
 def show(report: Report, dataset: Dataset, options: argparse.Namespace) -> None:
@@ -251,7 +318,8 @@ def show(report: Report, dataset: Dataset, options: argparse.Namespace) -> None:
     table.add_row("images/s, training", "", f"{report.train_images_per_second:.0f}")
     table.add_row("images/s, sampling", "", f"{report.sampled_images_per_second:.0f}")
     options.console.print(table)
-    options.console.print(f"checkpoint: {report.checkpoint}")
+    options.console.print(f"checkpoint: {report.checkpoint}", soft_wrap=True)
+    options.console.print(f"sampler version: {report.sampler}", soft_wrap=True)
     options.console.print(f"curves: {options.out / 'curves.png'}    {report.seconds:.0f} s in all")
 
 
@@ -264,17 +332,19 @@ def prepare(options: argparse.Namespace) -> Dataset:
         raise ValueError("--epochs must be more than 0, --held-out between 0 and 1")
     if options.data is None:
         options.question = options.question or DIGITS_QUESTION
-        return digits(options.side or DIGITS_SIDE)
-    if options.shift:
-        raise ValueError("--shift is for the digits; leave it out with --data")
+        return digits(options.side or DIGITS_SIDE, options.fold)
+    if options.shift or options.fold is not None:
+        raise ValueError("--shift and --fold are for the digits; leave them out with --data")
     options.question = options.question or QUESTION
     return read_folder(options.data, share=options.held_out, seed=options.seed, side=options.side)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--base-url", default=os.environ.get("TINKER_BASE_URL", "http://127.0.0.1:8000"))
+    add_options(parser)
     parser.add_argument("--model", required=True, help="a vision-language model of the server")
+    parser.add_argument("--ask", type=Path, metavar="FILE", help="train nothing: ask --sampler about this picture")
+    parser.add_argument("--sampler", metavar="PATH", help="for --ask: tinker://RUN/sampler_weights/NAME")
     parser.add_argument("--data", type=Path, help="a folder with one folder of images per class; default: the digits")
     parser.add_argument("--held-out", type=float, default=0.2, help="share of each class in --data; default: 0.2")
     parser.add_argument(
@@ -289,6 +359,12 @@ def main() -> int:
         f"(a multiple of 8, default: {DIGITS_SIDE})",
     )
     parser.add_argument("--shift", action="store_true", help="augment the digits by shifts of one pixel")
+    parser.add_argument(
+        "--fold",
+        type=int,
+        choices=range(5),
+        help="hold out a fifth of the training digits instead of the test digits: to choose settings",
+    )
     parser.add_argument("--out", type=Path, default=Path("runs/vlm_classifier"))
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--rank", type=int, default=32)
@@ -313,11 +389,21 @@ def main() -> int:
         dataset = prepare(options)
     except ValueError as error:
         parser.exit(2, f"error: {error}\n")
-    os.environ.setdefault("TINKER_API_KEY", "tml-local")
-    options.out.mkdir(parents=True, exist_ok=True)
-    report = run(options, dataset)
+    if (options.ask is None) != (options.sampler is None):
+        parser.exit(2, "error: --ask and --sampler belong together\n")
+    try:
+        if options.ask is not None:
+            print(ask(options, dataset) or "(nothing)")
+            return 0
+        options.out.mkdir(parents=True, exist_ok=True)
+        report = run(options, dataset)
+    except (tinker.TinkerError, ValueError) as error:
+        parser.exit(1, f"error: {error}\n")
     show(report, dataset, options)
     (options.out / "report.json").write_text(json.dumps(asdict(report), indent=1))
+    if report.accuracy == 0:
+        print(RANDOM, file=sys.stderr)
+        return 1
     if report.accuracy < options.min_accuracy:
         print(f"accuracy {report.accuracy:.1%} is below {options.min_accuracy:.0%}", file=sys.stderr)
         return 1

@@ -1,5 +1,6 @@
 """The examples run, as a user runs them, against the tiny models, and reach what they promise."""
 
+import os
 import re
 import subprocess
 import sys
@@ -39,3 +40,41 @@ def test_example_reaches_its_mark(real_server: Any, name: str, model: str) -> No
 
 def test_in_process_example_needs_no_server(tiny_models: dict[str, Path]) -> None:
     assert "loss" in run("in_process.py", "--model", f"tiny/text={tiny_models['tiny/text']}")
+
+
+def test_an_example_saves_as_it_goes_and_goes_on_from_there(real_server: Any) -> None:
+    arguments = ("--base-url", real_server.url, "--model", "tiny/text", "--steps", "30")
+    printed = run("sl_loop.py", *arguments, "--save-every", "20")
+    (path,) = re.findall(r"step 20: saved (tinker://\S+/weights/sl-loop-000020)", printed)
+    again = run("sl_loop.py", *arguments, "--resume", path)
+    assert re.findall(r"^step +(\d+)", again, re.MULTILINE) == ["20", "25", "29"]
+    last = [line for line in printed.splitlines() if line.startswith("step  29")]
+    assert last == [line for line in again.splitlines() if line.startswith("step  29")]
+    assert re.search(r"saved as tinker://\S+/weights/sl-loop and tinker://\S+/sampler_weights/sl-loop", again)
+
+
+@pytest.mark.parametrize("name", ["sl_loop.py", "rl_loop.py", "red_square.py", "grid_walk.py", "vlm_classifier.py"])
+def test_a_missing_server_is_a_line(name: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", str(EXAMPLES / name), "--model", "m", "--base-url", "http://127.0.0.1:1"],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        stdin=subprocess.DEVNULL,
+    )
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: no tinker-local server answers at http://127.0.0.1:1")
+    assert done.stderr.count("\n") == 1
+
+
+def test_what_random_weights_say_is_not_called_done(real_server: Any) -> None:
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", str(EXAMPLES / "sl_loop.py"), "--model", "tiny/text", "--steps", "1"],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        stdin=subprocess.DEVNULL,
+        env={**os.environ, "TINKER_BASE_URL": real_server.url},
+    )
+    assert done.returncode == 1
+    assert "random weights: too few steps" in done.stderr

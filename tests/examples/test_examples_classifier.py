@@ -86,6 +86,12 @@ def test_classifier_of_digits_runs_and_keeps_its_curves(real_server: Any, tmp_pa
     assert points[-1]["validation_nll"] < points[0]["validation_nll"] / 2
     assert all(0 <= row["validation_accuracy"] <= 1 for row in points)
     assert report["chance"] == pytest.approx(0.1, abs=0.02)
+    assert (report["checkpoint"].split("/")[3], report["sampler"].split("/")[3]) == ("weights", "sampler_weights")
+    pictures = sorted((tmp_path / "held_out").iterdir())
+    assert len(pictures) == 12
+    asked = classify("--base-url", real_server.url, "--ask", str(pictures[0]), "--sampler", report["sampler"])
+    assert asked.returncode == 0, asked.stderr
+    assert asked.stdout.count("\n") == 1
 
 
 @pytest.mark.more
@@ -139,6 +145,19 @@ def test_the_split_of_a_folder_that_has_one_is_kept(image_folders: Any, tmp_path
     assert {path.relative_to(tmp_path).parts[0] for path in paths(dataset.train)} == {"train"}
     assert {path.relative_to(tmp_path).parts[0] for path in paths(dataset.held_out)} == {held_out}
     assert (len(dataset.train), len(dataset.held_out)) == (9, 6)
+
+
+def test_a_fold_holds_out_training_digits_and_leaves_the_test_digits_alone(image_folders: Any) -> None:
+    whole = image_folders.digits(32)
+    assert (len(whole.train), len(whole.held_out)) == (1500, 297)
+    test = {id(example.source) for example in whole.held_out}
+    assert len(test) == 297
+    folds = [image_folders.digits(32, fold) for fold in range(5)]
+    held_out = [example.source.tobytes() for fold in folds for example in fold.held_out]
+    assert held_out == [example.source.tobytes() for example in whole.train]
+    for fold in folds:
+        assert (len(fold.train), len(fold.held_out)) == (1200, 300)
+        assert not {e.source.tobytes() for e in fold.train} & {e.source.tobytes() for e in fold.held_out}
 
 
 def test_hidden_files_and_files_that_are_no_images_are_passed_over(image_folders: Any, tmp_path: Path) -> None:
