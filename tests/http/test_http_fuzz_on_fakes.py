@@ -93,6 +93,7 @@ BODIES: dict[str, dict[str, Any]] = {
     "retrieve_future": {"request_id": "{model}:create", "allow_metadata_only": True},
     "cancel_future": {"request_id": "{model}:create"},
     "weights_info": {"tinker_path": "{saved}"},
+    "training_runs/{model}/metrics": {"metrics": {"reward": 1.0}, "step": 1},
     "sessions/search": {
         "session_id": "{session}",
         "project_ids": ["local"],

@@ -403,7 +403,7 @@ async def test_each_owner_sees_what_it_uses_and_may_use_and_an_admin_sees_all_on
     metrics: dict[tuple[str, str, str], float] = {}
     for family in text_string_to_metric_families((await admin.http.get("/metrics")).text):
         for sample in family.samples:
-            if "owner" in sample.labels:
+            if "resource" in sample.labels:
                 metrics[sample.name, sample.labels["owner"], sample.labels["resource"]] = sample.value
     for one in told[ADMIN]:
         for resource, value in one["used"].items():

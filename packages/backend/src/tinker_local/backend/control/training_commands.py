@@ -4,6 +4,7 @@ import math
 import time
 from collections.abc import Generator, Sequence
 from functools import partial
+from numbers import Real
 from typing import Any
 
 from tinker_local.backend.control.checkpoint_lifetime import check_ttl
@@ -120,7 +121,9 @@ class Training:
             if work.backward:
                 model.progress.tokens += positions
                 model.progress.targets += targets
-                model.progress.loss_sum += result.metrics.get("loss:sum", math.nan)
+                loss = result.metrics.get("loss:sum")
+                # One that is not a number fails when the result is delivered; here it would stop the scheduler.
+                model.progress.loss_sum += loss if isinstance(loss, Real) else math.nan
 
         command = GradientCommand(operation, prepare, size, ran=ran)
         if (reason := self._bounds.too_large(model.queue, seq_id, size)) is not None:
