@@ -465,6 +465,17 @@ MISTAKES = (
     ),
     Promise(
         "operation",
+        "What cannot work is a traceback after minutes: weights absent or cut off, pickles, GGUF, memory, a port",
+        "weights-cut-off one-copy-of-the-weights config-before-the-command-line",
+        (
+            "http/test_before_it_starts.py::test_weights_that_are_absent_pickled_or_of_another_format_are_named",
+            "http/test_before_it_starts.py::test_configs_tokenizers_and_processors_that_are_absent_or_wrong_are_named",
+            "http/test_before_it_starts.py::test_a_name_of_a_hub_that_cannot_be_reached_is_a_line",
+            "http/test_before_it_starts.py::test_folders_ports_and_libraries_are_looked_at",
+        ),
+    ),
+    Promise(
+        "operation",
         "What a run did is known to its program alone, or to everybody; a full disk stops the run that is recorded",
         "loss-of-masked-targets loss-of-all-steps curves-from-the-start torn-lines-stay everybodys-runs "
         "everybodys-numbers histogram-not-cumulated",

@@ -26,6 +26,7 @@ def test_the_table_of_options_has_every_option_of_serve_that_is_one_of_the_backe
         "--fake",
         "--verbose",
         "--log-json",
+        "--config",
         "--help",
     }
     flags = {option for parameter in serve.params for option in parameter.opts if option.startswith("--")}

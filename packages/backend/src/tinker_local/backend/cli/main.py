@@ -3,25 +3,31 @@
 import click
 from tinker_local.backend.cli.backup import backup, restore
 from tinker_local.backend.cli.chat_command import chat
+from tinker_local.backend.cli.check_command import check
+from tinker_local.backend.cli.completion_command import completion
 from tinker_local.backend.cli.export_command import export
 from tinker_local.backend.cli.serve import serve
 from tinker_local.backend.cli.status_command import status
 from tinker_local.backend.cli.tiny_model import tiny_model
 
+SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 110, "auto_envvar_prefix": "TINKER_LOCAL"}
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+
+@click.group(context_settings=SETTINGS)
 @click.version_option(package_name="tinker-local")
 def main() -> None:
     """The Tinker API on your own machine."""
 
 
 main.add_command(serve)
+main.add_command(check)
 main.add_command(status)
 main.add_command(chat)
 main.add_command(backup)
 main.add_command(restore)
 main.add_command(export)
 main.add_command(tiny_model)
+main.add_command(completion)
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 from tinker_local.backend.cli.backend_options import backend_options, each_value
+from tinker_local.backend.cli.config_file import config_option
 from tinker_local.backend.options import BackendOptions, ModelSource
 
 if TYPE_CHECKING:
@@ -80,6 +81,7 @@ def open_logs(files: "Mapping[str, str | None]", *, verbose: bool, as_objects: b
 
 
 @click.command()
+@config_option
 @click.option(
     "--model",
     "models",
@@ -148,28 +150,35 @@ def serve(
     if not is_loopback(host) and api_key_file is None:
         raise click.UsageError(f"--host {host} can be reached by other machines; pass --api-key-file")
     keys = None if api_key_file is None else read_keys(api_key_file)
-    _check_models(models, fake)
     files = {"--access-log": access_log, "--audit-log": audit_log}
     logs = open_logs(files, verbose=verbose, as_objects=log_json)
-    _serve(console, models, BackendOptions(**options), host, port, keys, fake, logs)
+    chosen = BackendOptions(**options)
+    try:
+        _check(models, chosen, fake)
+    except click.UsageError:
+        logs.close()
+        raise
+    _serve(console, models, chosen, host, port, keys, fake, logs)
 
 
-def _check_models(models: Sequence[ModelSource], fake: bool) -> None:
-    """Reject what cannot work before loading anything."""
-    from importlib.util import find_spec
-
-    from tinker_local.backend.models.load_engines import check_source
+def _check(models: Sequence[ModelSource], options: BackendOptions, fake: bool) -> None:
+    """Reject what cannot work before loading anything, and tell what will not work well."""
+    from tinker_local.backend.cli.check_command import check_machine, check_model
+    from tinker_local.backend.http.notices import NOTICES
     from tinker_local.backend.models.served_models import by_path
 
     try:
         by_path(models)
-        if not fake:
-            for source in models:
-                check_source(source)
     except ValueError as error:
         raise click.UsageError(str(error)) from None
-    if not fake and find_spec("vllm") is None:
-        raise click.UsageError("vLLM is not installed: install tinker-local[cpu] or tinker-local[gpu]")
+    findings = [*check_machine(options, None, None, fake=fake)]
+    for source in () if fake else models:
+        findings += check_model(source, options)
+    if problems := [f"{finding.what}: {finding.text}" for finding in findings if finding.level == "problem"]:
+        raise click.UsageError("\n".join(problems))
+    for finding in findings:
+        if finding.level == "warning":
+            NOTICES.warning("%s: %s", finding.what, finding.text)
 
 
 def _serve(

