@@ -32,6 +32,7 @@ NAMES_NOTHING = {
     ("GET", "/api/v1/usage"),  # of the caller alone: test_http_quotas_on_fakes.py
     ("GET", "/api/v1/status"),  # of the caller alone: test_http_progress_on_fakes.py
     ("POST", "/api/v1/telemetry"),
+    *((method, path) for method in ("GET", "HEAD") for path in ("/", "/console/{file}")),
     ("POST", "/api/v1/create_session"),
     *((method, f"/api/v1{path}") for method, path in REFUSED if "{" not in path),
 }

@@ -4,6 +4,7 @@ import threading
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal
+from urllib.parse import urlencode
 
 import tinker
 from tinker.lib.internal_client_holder import InternalClientHolder
@@ -63,6 +64,13 @@ class ServiceClient(tinker.ServiceClient):
             default_headers_overrides=default_headers_overrides,
             **kwargs,
         )
+
+    def get_console_url(self) -> str:
+        """The page of this client's runs on its server; before its first request, the page of all."""
+        holder = self._session_holder
+        if holder is None or holder._session_id is None:
+            return f"{self._base_url}/"
+        return f"{self._base_url}/#{urlencode({'session': holder._session_id})}"
 
     def close(
         self, status: Literal["success", "errored", "interrupted"], detail: str | None = None

@@ -46,6 +46,9 @@ HEALTH = frozenset({"/api/v1/healthz", "/api/v1/livez"})
 EXPORT_FILES, TRACE_FILES = "/api/v1/external_weights/", "/api/v1/session_traces/"
 """Below these, the signature in the URL takes the place of the key."""
 
+CONSOLE, CONSOLE_FILES = "/", "/console/"
+"""The console and its files, which hold nothing of anybody: open to all, at any time."""
+
 _HOST = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^\[\]:@/?#\s]+)(:\d{0,5})?")
 
 
@@ -93,14 +96,14 @@ class Keys:
 
 
 class RequireReady:
-    """Answer 503 to everything but the health checks until the models are loaded; the SDK tries again."""
+    """Answer 503 until the models are loaded, but for the health checks and the console; the SDK tries again."""
 
     def __init__(self, app: ASGIApp, backend: ControlPlane) -> None:
         self._app = app
         self._backend = backend
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and not self._backend.ready and scope["path"] not in HEALTH:
+        if scope["type"] == "http" and not self._backend.ready and not _holds_nothing(scope["path"]):
             await error_responses.plain("the server is loading its models", 503, scope["path"])(scope, receive, send)
             return
         await self._app(scope, receive, send)
@@ -229,8 +232,13 @@ _WRONG_KEY = {
 
 
 def _open_to_all(path: str) -> bool:
-    """Whether a path needs no key: health, and files whose URL is signed."""
-    return path in HEALTH or path.startswith((EXPORT_FILES, TRACE_FILES))
+    """Whether a path needs no key: health, the console, and files whose URL is signed."""
+    return _holds_nothing(path) or path.startswith((EXPORT_FILES, TRACE_FILES))
+
+
+def _holds_nothing(path: str) -> bool:
+    """Whether a path is one of the health checks or of the console's files."""
+    return path in HEALTH or path == CONSOLE or path.startswith(CONSOLE_FILES)
 
 
 class RequireOwnMachine:

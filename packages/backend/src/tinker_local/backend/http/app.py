@@ -9,6 +9,7 @@ from tinker_local.backend.http import (
     anthropic_routes,
     checkpoint_routes,
     client_routes,
+    console_routes,
     download_routes,
     error_responses,
     future_routes,
@@ -56,7 +57,8 @@ def create_app(
     `api_keys`: the keys that are accepted, of one owner, or the file that names their owners; None accepts any, from
     programs of this machine (so bind to loopback). `logs`: which of all requests there are.
     """
-    app = FastAPI(title="tinker-local", version="0.1.0", redirect_slashes=False)
+    # No pages for /docs and /redoc: FastAPI's load scripts of another host, and know no bodies of these routes.
+    app = FastAPI(title="tinker-local", version="0.1.0", redirect_slashes=False, docs_url=None, redoc_url=None)
     app.state.backend = backend
     app.state.keys = keys = Keys(api_keys)
     backend.quotas.owners = keys.owners
@@ -78,4 +80,5 @@ def create_app(
     for prefix in ANTHROPIC:
         app.include_router(anthropic_routes.router, prefix=prefix, dependencies=[Depends(known_weights_token)])
     app.include_router(metrics_routes.router)
+    app.include_router(console_routes.router)
     return app

@@ -1,0 +1,166 @@
+// One run, or several beside each other: curves of everything that is recorded, and checkpoints.
+
+import { ApiError, get } from "./api.js";
+import { Chart } from "./chart.js";
+import { CheckpointTable } from "./checkpoints.js";
+import { h, setText, show } from "./dom.js";
+import { duration, integer, moment, number, owner } from "./format.js";
+import { Poll } from "./polling.js";
+import { BUILT_IN, Curve, titleOf } from "./series.js";
+
+export class RunView {
+  constructor(ids, names, failed) {
+    this.ids = ids;
+    this.names = names;
+    this.title = ids.length === 1 ? `Run ${ids[0]}` : `${ids.length} runs`;
+    this.curves = new Map(ids.map((id) => [id, new Curve()]));
+    this.charts = new Map();
+    this.drawn = "";
+    this.by = h("select", { id: "by" }, h("option", { value: "step" }, "step"), h("option", { value: "time" }, "time since the first point"));
+    this.logarithmic = h("input", { type: "checkbox", id: "logarithmic" });
+    for (const control of [this.by, this.logarithmic]) control.addEventListener("change", () => this.draw(true));
+    this.facts = h("dl", { class: "facts" });
+    this.note = h("p", { class: "faint", role: "status" }, "Reading the curves ...");
+    this.grid = h("div", { class: "charts" });
+    this.checkpoints = ids.length === 1 ? new CheckpointTable("Checkpoints of this run", () => this.polls[1].now(), failed) : null;
+    this.polls = [new Poll(() => this.read(), 2000, failed), new Poll(() => this.list(), 10000, failed)];
+    const title = ids.length === 1 ? h("h2", { class: "id" }, ids[0]) : h("h2", {}, this.title);
+    this.node = h(
+      "div",
+      {},
+      h("section", {}, title, this.facts),
+      h(
+        "section",
+        {},
+        h(
+          "div",
+          { class: "head" },
+          h("h3", {}, "Curves"),
+          h(
+            "p",
+            { class: "controls" },
+            h("label", { for: "by" }, "Across"),
+            this.by,
+            h("span", {}, this.logarithmic, " ", h("label", { for: "logarithmic" }, "logarithmic where all is above 0")),
+          ),
+        ),
+        this.note,
+        this.grid,
+      ),
+      this.checkpoints && h("section", {}, h("h3", {}, "Checkpoints"), this.checkpoints.node),
+    );
+  }
+
+  start() {
+    for (const poll of this.polls) poll.start();
+  }
+
+  stop() {
+    for (const poll of this.polls) poll.stop();
+    for (const chart of this.charts.values()) chart.close();
+  }
+
+  status(now) {
+    this.now = now;
+    if (this.record) this.tell();
+  }
+
+  async read() {
+    for (const [id, curve] of this.curves) {
+      const fetchPiece = (after) => get(`api/v1/training_runs/${encodeURIComponent(id)}/curve?after=${after}`);
+      try {
+        await curve.read(fetchPiece, () => this.draw(false));
+      } catch (error) {
+        if (!(error instanceof ApiError) || error.status !== 404) throw error;
+        setText(this.note, error.message);
+        show(this.note, true);
+        return;
+      }
+    }
+    const points = [...this.curves.values()].some((curve) => curve.series.size);
+    const full = [...this.curves].filter(([, curve]) => curve.full).map(([id]) => id);
+    show(this.note, !points || full.length > 0);
+    if (!points) setText(this.note, "No optimizer step is recorded yet, and no metric.");
+    else if (full.length) setText(this.note, `The record is full, later steps are not in it: ${full.join(", ")}`);
+  }
+
+  async list() {
+    await this.names.learn(this.ids);
+    if (this.ids.length > 1) {
+      this.record = {};
+      this.tell();
+      return;
+    }
+    const path = `api/v1/training_runs/${encodeURIComponent(this.ids[0])}`;
+    try {
+      const [record, found] = await Promise.all([get(path), get(`${path}/checkpoints`)]);
+      this.record = record;
+      this.checkpoints.update(found.checkpoints.map((one) => ({ base_model: record.base_model, ...one })).reverse());
+      this.tell();
+    } catch (error) {
+      if (!(error instanceof ApiError) || error.status !== 404) throw error;
+      setText(this.note, error.message);
+    }
+  }
+
+  /** The facts of the runs. */
+  tell() {
+    const facts = this.ids.length === 1 ? this.factsOfOne() : this.ids.map((id) => [this.names.name(id) || "run", id]);
+    if (this.facts.childElementCount !== facts.length) {
+      this.facts.replaceChildren(...facts.map(() => h("div", {}, h("dt"), h("dd"))));
+    }
+    for (const [at, [name, value]] of facts.entries()) {
+      const { firstChild, lastChild } = this.facts.children[at];
+      setText(firstChild, name);
+      setText(lastChild, value);
+    }
+  }
+
+  factsOfOne() {
+    const [id] = this.ids;
+    const { record } = this;
+    const live = this.now?.runs.find((run) => run.training_run_id === id);
+    const facts = [
+      ["state", live ? "live" : "ended"],
+      ["session", this.names.name(id) || id.split(":")[0]],
+      ["owner", owner(record.model_owner)],
+      ["base model", record.base_model],
+      ["rank", integer(record.lora_rank)],
+    ];
+    if (!live) return [...facts, ["last request", moment(record.last_request_time)]];
+    return [
+      ...facts,
+      ["begun", moment(live.created_at)],
+      ["steps", `${integer(live.steps)}, ${integer(live.unsaved_steps)} unsaved`],
+      ["tokens", integer(live.tokens)],
+      ["loss", number(live.last?.loss) || "none yet"],
+      ["learning rate", number(live.last?.learning_rate) || "none yet"],
+      ["last step", live.last ? `${duration(this.now.time - live.last.time)} ago` : "none yet"],
+      ["queued", integer(live.queued)],
+    ];
+  }
+
+  draw(anyway) {
+    const version = [...this.curves.values()].map((curve) => curve.version).join();
+    if (!anyway && version === this.drawn) return;
+    this.drawn = version;
+    const found = new Set([...this.curves.values()].flatMap((curve) => [...curve.series.keys()]));
+    const logged = [...found].filter((name) => !BUILT_IN.has(name)).sort();
+    const names = [...[...BUILT_IN.keys()].filter((name) => found.has(name)), ...logged];
+    for (const [at, name] of names.entries()) {
+      if (!this.charts.has(name)) {
+        const chart = new Chart(titleOf(name));
+        this.charts.set(name, chart);
+        this.grid.insertBefore(chart.node, this.grid.children[at] ?? null);
+      }
+      const lines = [];
+      for (const [id, curve] of this.curves) {
+        const series = curve.series.get(name);
+        const called = this.names.name(id);
+        if (!series) continue;
+        lines.push({ name: called ? `${called} (${id})` : id, series, begin: curve.begin, color: this.ids.indexOf(id) });
+      }
+      this.charts.get(name).update(lines, this.by.value, this.logarithmic.checked);
+    }
+  }
+}

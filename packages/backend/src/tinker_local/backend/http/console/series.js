@@ -1,0 +1,110 @@
+// A curve of a run as numbers: one series for each metric.
+
+/** Points in order. `step`: of the optimizer or the program; `time`: in seconds since 1970. */
+export class Series {
+  constructor() {
+    this.step = [];
+    this.time = [];
+    this.value = [];
+  }
+
+  add(step, time, value) {
+    this.step.push(step);
+    this.time.push(time);
+    this.value.push(value);
+  }
+
+  get length() {
+    return this.value.length;
+  }
+}
+
+/** Names that no program can give: a metric of a program is `logged:NAME`. */
+export const BUILT_IN = new Map([
+  ["loss", "loss"],
+  ["gradient_norm", "gradient norm"],
+  ["tokens_per_second", "trained tokens/s"],
+  ["learning_rate", "learning rate"],
+]);
+
+export function titleOf(name) {
+  return BUILT_IN.get(name) ?? name.slice("logged:".length);
+}
+
+/** What the server recorded of one run, read in pieces. */
+export class Curve {
+  constructor() {
+    this.next = 0;
+    this.full = false;
+    this.series = new Map();
+    this.last = null;
+    this.begin = null;
+    this.version = 0;
+  }
+
+  /** Read what is new with `fetchPiece(after)`; `grown` is called after each piece. */
+  async read(fetchPiece, grown) {
+    for (;;) {
+      const piece = await fetchPiece(this.next);
+      for (const line of piece.lines) this.add(line);
+      const more = piece.next > this.next;
+      this.next = piece.next;
+      this.full = piece.full;
+      if (piece.lines.length) {
+        this.version += 1;
+        grown();
+      }
+      if (!more) return;
+    }
+  }
+
+  add(line) {
+    this.begin ??= line.time;
+    if (line.metrics) {
+      const step = line.step ?? this.last?.step ?? 0;
+      for (const [name, value] of Object.entries(line.metrics)) this.point(`logged:${name}`, step, line.time, value);
+      return;
+    }
+    for (const name of ["loss", "gradient_norm", "learning_rate"]) this.point(name, line.step, line.time, line[name]);
+    const before = this.last;
+    if (before && line.time > before.time && line.tokens >= before.tokens && line.step === before.step + 1) {
+      const rate = (line.tokens - before.tokens) / (line.time - before.time);
+      this.point("tokens_per_second", line.step, line.time, rate);
+    }
+    this.last = line;
+  }
+
+  point(name, step, time, value) {
+    if (typeof value !== "number") return;
+    let series = this.series.get(name);
+    if (!series) this.series.set(name, (series = new Series()));
+    series.add(step, time, value);
+  }
+}
+
+/**
+ * The points of a line that is `columns` wide: of each stretch within one column the first, lowest, highest and last.
+ * `xOf(at)` is a place in columns. Returns indices in order; peaks stay visible, however many points there are.
+ */
+export function thinned(length, xOf, valueOf) {
+  const kept = [];
+  let from = 0;
+  while (from < length) {
+    const column = Math.floor(xOf(from));
+    let low = from;
+    let high = from;
+    let to = from + 1;
+    while (to < length && Math.floor(xOf(to)) === column) {
+      if (valueOf(to) < valueOf(low)) low = to;
+      if (valueOf(to) > valueOf(high)) high = to;
+      to += 1;
+    }
+    let before = -1;
+    for (const at of [from, Math.min(low, high), Math.max(low, high), to - 1]) {
+      if (at > before) kept.push(at);
+      before = Math.max(before, at);
+    }
+    from = to;
+  }
+  return kept;
+}
