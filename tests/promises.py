@@ -499,7 +499,7 @@ MISTAKES = (
         "operation",
         "A server is silent while it works and while it fails, or says more than anybody reads",
         "failures-fill-the-log cancelled-samples-are-told status-of-nothing a-terminal-obeys-a-client "
-        "ready-names-no-address",
+        "ready-names-no-address log-closed-by-libraries",
         (
             "http/test_http_notices_on_fakes.py::test_sessions_runs_checkpoints_and_failures_are_a_line_each_on_fakes",
             "http/test_http_notices_on_fakes.py::"

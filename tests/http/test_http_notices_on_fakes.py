@@ -123,6 +123,12 @@ def test_what_clients_send_neither_ends_a_line_nor_moves_the_cursor_on_fakes() -
     assert text[9:] == "a\\nb\\x1b[2J\\u2028c é [\\x07]\n"
 
 
+@pytest.mark.mutation(
+    "log-closed-by-libraries",
+    "terminal_log.py",
+    "    def end(self)",
+    "    end = lambda self: None\n\n    def close(self)",
+)
 def test_a_log_of_objects_has_time_level_owner_request_and_what_happened_on_fakes(tmp_path: Path) -> None:
     """In a process, as `serve --log-json` sets it up."""
     program = """
@@ -130,6 +136,8 @@ import logging
 from tinker_local.backend.cli.serve import open_logs
 logs = open_logs({"--access-log": None, "--audit-log": None}, verbose=False, as_objects=True)
 notices = logging.getLogger("tinker_local.notices")
+import logging.config
+logging.config.dictConfig({"version": 1, "disable_existing_loggers": False})  # as vLLM; it closes all handlers
 notices.info("run %s", 7, extra={"owner": "alice", "request": "r-1"})
 notices.debug("not asked for")
 logging.getLogger("other").info("not asked for")

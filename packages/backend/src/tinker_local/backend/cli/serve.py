@@ -53,7 +53,7 @@ class ServerLogs:
     def close(self) -> None:
         """Write what waits, and give later records to Python's own handler."""
         logging.getLogger().removeHandler(self.terminal)
-        self.terminal.close()
+        self.terminal.end()
         for file in (self.access, self.audit):
             if file is not None:
                 file.close()

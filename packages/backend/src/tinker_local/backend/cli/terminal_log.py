@@ -35,9 +35,9 @@ class TerminalLog(logging.Handler):
     def flush(self) -> None:
         self._file.flush()
 
-    def close(self) -> None:
+    def end(self) -> None:
+        """Write what waits. Not `close`, which every `logging.config.dictConfig` calls, as vLLM does at its import."""
         self._file.close()
-        super().close()
 
 
 def as_text(line: Line) -> bytes:
