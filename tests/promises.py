@@ -489,7 +489,8 @@ MISTAKES = (
     Promise(
         "operation",
         "The page of the server runs what a client named, leads to another host, or is stale; its data need no key",
-        "console-asks-for-a-key console-may-run-any-script console-is-stale",
+        "console-asks-for-a-key console-may-run-any-script console-is-stale console-texts-are-markup "
+        "console-asks-behind-other-tabs",
         (
             "http/test_console_on_fakes.py::test_texts_of_the_server_cannot_become_markup_or_code_on_fakes",
             "http/test_console_on_fakes.py::test_there_are_no_pages_that_load_scripts_of_other_hosts_on_fakes",

@@ -4,9 +4,11 @@ import re
 from pathlib import Path
 
 import pytest
+from tinker_local import client
 from tinker_local.backend.http import console_routes
 from tinker_local.backend.http.console_routes import console_files
 
+from tests.conftest import Server
 from tests.http.conftest import StartApi
 
 KEY = "tml-correct-horse-battery"
@@ -85,6 +87,13 @@ async def test_there_are_no_pages_that_load_scripts_of_other_hosts_on_fakes(star
     api = await start_api()
     for path in ("/docs", "/redoc", "/docs/oauth2-redirect"):
         assert (await api.http.get(path)).status_code == 404
+
+
+def test_console_urls_of_a_client_lead_to_its_server_and_session_on_fakes(fake_server: Server) -> None:
+    service = client.ServiceClient(base_url=fake_server.url)
+    assert service.get_console_url() == f"{fake_server.url}/"
+    session = service.holder.get_session_id()
+    assert service.get_console_url() == f"{fake_server.url}/#session={session}"
 
 
 def sources() -> dict[str, str]:

@@ -42,15 +42,18 @@ function ticksAround(low, high, count) {
   return multiples(Math.floor(low / step + 1e-9), Math.ceil(high / step - 1e-9), step);
 }
 
-/** Powers of ten between two, at most about `count`; round numbers if there are less than two. */
+/** For a logarithmic axis: 1, 2 and 5 times powers of ten around two numbers; powers of ten alone if that is many. */
 function logTicks(low, high, count) {
-  const from = Math.ceil(Math.log10(low) - 1e-9);
-  const to = Math.floor(Math.log10(high) + 1e-9);
-  if (to - from < 1) return ticks(low, high, count).filter((value) => value > 0);
-  const every = Math.max(1, Math.ceil((to - from + 1) / count));
-  const found = [];
-  for (let at = from; at <= to; at += every) found.push(Number(`1e${at}`));
-  return found;
+  const from = Math.floor(Math.log10(low) + 1e-9);
+  const to = Math.ceil(Math.log10(high) - 1e-9);
+  if (to - from <= 2) {
+    const all = [];
+    for (let at = from; at <= to; at += 1) all.push(...[1, 2, 5].map((factor) => Number(`${factor}e${at}`)));
+    const first = all.findLastIndex((value) => value <= low * (1 + 1e-9));
+    return all.slice(first, all.findIndex((value) => value >= high * (1 - 1e-9)) + 1);
+  }
+  const every = Math.ceil((to - from) / count);
+  return Array.from({ length: Math.ceil((to - from) / every) + 1 }, (_, at) => Number(`1e${from + at * every}`));
 }
 
 /** Where a value is between two, from 0 to 1. */
@@ -74,10 +77,10 @@ export class Chart {
       tabindex: "0",
       role: "img",
       "aria-labelledby": `${id}-title`,
-      "aria-describedby": `${id}-values`,
+      "aria-describedby": `${id}-values ${id}-legend`,
     });
     this.values = h("p", { class: "values", id: `${id}-values` });
-    this.legend = h("ul", { class: "legend" });
+    this.legend = h("ul", { class: "legend", id: `${id}-legend` });
     this.frame = h("div", {}, this.canvas);
     this.node = h("figure", {}, h("figcaption", { id: `${id}-title` }, title), this.frame, this.values, this.legend);
     this.canvas.addEventListener("pointermove", (event) => this.point(event.clientX));
@@ -118,7 +121,7 @@ export class Chart {
       [low, high] = useLog ? [low / 2, high * 2] : [low - room, high + room];
     }
     const ticksUp = useLog ? logTicks(low, high, 4) : ticksAround(low, high, 4);
-    if (!useLog) [low, high] = [ticksUp[0], ticksUp.at(-1)];
+    [low, high] = [ticksUp[0], ticksUp.at(-1)];
     const inside = { width: width - LEFT - RIGHT, height: HEIGHT - TOP - BOTTOM };
     const across = scale(left, right, false);
     const up = scale(low, high, useLog);
@@ -153,9 +156,10 @@ export class Chart {
     this.canvas.replaceChildren(...parts, this.marks);
     this.drawn = { lines, px, py, left, right, width };
     show(this.legend, lines.length > 1);
+    show(this.values, lines.length < 2);
     if (this.legend.childElementCount !== lines.length) {
       this.legend.replaceChildren(
-        ...lines.map((line) => h("li", {}, h("span", { class: `key ${line.style}`, "aria-hidden": "true" }), line.name)),
+        ...lines.map((line) => h("li", {}, h("span", { class: `key ${line.style}`, "aria-hidden": "true" }), h("span"))),
       );
     }
     this.mark();
@@ -196,12 +200,12 @@ export class Chart {
     const { lines, px, py } = this.drawn;
     const words = [];
     const parts = [];
-    for (const line of lines) {
-      if (!line.x.length) continue;
+    for (const [index, line] of lines.entries()) {
       const at = this.cursor === null ? line.x.length - 1 : nearest(line.x, this.cursor);
       const [x, value] = [line.x[at], line.series.value[at]];
       const where = this.by === "time" ? duration(x) : `step ${number(x)}`;
-      words.push(`${lines.length > 1 ? `${line.name}: ` : ""}${number(value)} at ${where}`);
+      words.push(`${number(value)} at ${where}`);
+      setText(this.legend.children[index].lastChild, `${line.name}: ${words.at(-1)}`);
       if (this.cursor !== null) parts.push(svg("circle", { class: `dot ${line.style}`, cx: px(x), cy: py(value), r: 3.5 }));
     }
     if (this.cursor !== null) {
@@ -209,7 +213,7 @@ export class Chart {
       parts.unshift(svg("line", { class: "cursor", x1: x, x2: x, y1: TOP, y2: HEIGHT - BOTTOM }));
     }
     this.marks.replaceChildren(...parts);
-    setText(this.values, words.join("; "));
+    setText(this.values, lines.length < 2 ? words.join() : "");
   }
 }
 

@@ -29,7 +29,7 @@ const EXPORT = "Export for PEFT, also --to vllm or merged; on the machine of the
 /** Each with a title: [[what, text], ...]. */
 export function commandsOf(checkpoint) {
   const path = checkpoint.tinker_path;
-  const exported = [EXPORT, `tinker-local export ${quoted(path)} ${quoted(folderOf(path))} --to peft`];
+  const exported = [EXPORT, `tinker-local export ${quoted(path)} ${quoted(`${folderOf(path)}-peft`)} --to peft`];
   const deleted = [
     "Delete it in Python",
     `${CONNECT()}service.create_rest_client().delete_checkpoint_from_tinker_path(${python(path)}).result()`,

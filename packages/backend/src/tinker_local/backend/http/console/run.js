@@ -158,7 +158,8 @@ export class RunView {
         const series = curve.series.get(name);
         const called = this.names.name(id);
         if (!series) continue;
-        lines.push({ name: called ? `${called} (${id})` : id, series, begin: curve.begin, color: this.ids.indexOf(id) });
+        const label = called && this.ids.every((other) => other === id || this.names.name(other) !== called) ? called : id;
+        lines.push({ name: label, series, begin: curve.begin, color: this.ids.indexOf(id) });
       }
       this.charts.get(name).update(lines, this.by.value, this.logarithmic.checked);
     }

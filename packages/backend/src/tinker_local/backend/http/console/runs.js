@@ -70,8 +70,9 @@ function rate(now, before, value, old) {
 
 function work(model, kind, works) {
   if (!model[works]) return "starts again";
-  const waiting = model[`${kind}_waiting`];
-  return `${integer(model[`${kind}_running`])} running${waiting ? `, ${integer(waiting)} waiting` : ""}`;
+  const [running, waiting] = [model[`${kind}_running`], model[`${kind}_waiting`]];
+  if (!running && !waiting) return "idle";
+  return `${integer(running)} running${waiting ? `, ${integer(waiting)} waiting` : ""}`;
 }
 
 export class RunsView {
@@ -81,6 +82,7 @@ export class RunsView {
     this.names = names;
     this.now = null;
     this.before = null;
+    this.known = null;
     this.rates = new Map();
     this.chosen = new Set();
     this.compare = h(
@@ -93,7 +95,7 @@ export class RunsView {
     this.live = new Table(
       "Live runs",
       [
-        { title: "Run", cell: ({ id }) => runLink(id) },
+        { title: "Run", cell: ({ id }) => h("span", { class: "chosen" }, this.choice(id), runLink(id)) },
         { title: "Session", cell: ({ id }) => names.name(id) },
         { title: "Owner", cell: ({ id }) => of(id).owner },
         { title: "Base model", cell: ({ id }) => of(id).base_model },
@@ -106,7 +108,6 @@ export class RunsView {
         live("Learning rate", (run) => number(run.last?.learning_rate)),
         live("Last step", (run) => (run.last ? `${duration(this.now.time - run.last.time)} ago` : "")),
         live("Queued", (run) => integer(run.queued)),
-        { title: "Compare", cell: ({ id }) => this.choice(id) },
       ],
       { key: ({ id }) => id, empty: "No run is live." },
     );
@@ -204,6 +205,8 @@ export class RunsView {
     for (const id of this.chosen) if (!ids.includes(id)) this.chosen.delete(id);
     this.compare.disabled = this.chosen.size < 2;
     this.live.update(ids.map((id) => ({ id })));
+    if (ids.join() !== this.known) this.poll.now(); // a run has begun or ended
+    this.known = ids.join();
     const all = "seconds_up" in now;
     show(this.models.whole, all);
     show(this.names_only, !all);

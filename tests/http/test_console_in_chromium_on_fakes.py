@@ -1,0 +1,266 @@
+"""The console in a real Chromium: what it shows, that texts stay texts, and that a keyboard is enough."""
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+import tinker
+from PIL import Image
+from tinker_local import client
+from tinker_local.backend import BackendOptions, InProcessBackend, ModelSource
+from tinker_local.backend.fakes.fake_model import EOS_ID
+from tinker_local.backend.http.server import LoopbackServer
+from tinker_local.backend.models.load_engines import load_fake
+
+from tests.conftest import Server
+from tests.http.chromium import CHROMIUM, Browser
+
+pytestmark = [
+    pytest.mark.more,
+    pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium (Debian: apt-get install chromium)"),
+]
+
+EVIL = "<img src=x onerror=\"document.title='evil'\">"
+REPLY = "<svg/OnloAd=f()>"
+"""No character twice, so that the fake, which sees one character back, learns it."""
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    opened = Browser(tmp_path_factory.mktemp("chromium"))
+    yield opened
+    opened.close()
+
+
+@pytest.fixture(scope="module")
+def trained(fake_server: Server) -> Iterator[tuple[client.ServiceClient, str, str]]:
+    """A live run with bad names that replies with markup: its client, its id, and its sampler checkpoint."""
+    service = client.ServiceClient(base_url=fake_server.url, display_name=EVIL)
+    run = service.create_lora_training_client("fake/bigram", rank=8).result()
+    text = [*map(ord, f":{REPLY}"), EOS_ID]
+    inputs = {
+        "target_tokens": tinker.TensorData(data=text[1:], dtype="int64"),
+        "weights": tinker.TensorData(data=[1.0] * (len(text) - 1), dtype="float32"),
+    }
+    data = [tinker.Datum(model_input=tinker.ModelInput.from_ints(text[:-1]), loss_fn_inputs=inputs)]
+    for step in range(1, 41):
+        run.forward_backward(data, "cross_entropy").result()
+        run.optim_step(tinker.AdamParams(learning_rate=0.3)).result()
+        client.log_metrics(run, {EVIL: step / 2, "reward": step}, step, base_url=fake_server.url)
+    path = run.save_weights_for_sampler("final").result().path
+    yield service, run.get_info().model_id, path
+    service.close("success").result()
+
+
+def stayed_here(browser: Browser, url: str) -> None:
+    """Nothing ran that should not, nothing failed, and no request left for another place."""
+    assert browser.js("document.title") != "evil"
+    assert browser.complaints() == []
+    places = {urlsplit(one)[:2] for one in browser.requested() if not one.startswith(("data:", "blob:"))}
+    assert places == {urlsplit(url)[:2]}
+
+
+@pytest.mark.mutation(
+    "console-texts-are-markup",
+    "console/dom.js",
+    "if (node.textContent !== text) node.textContent = text;",
+    "if (node.textContent !== text) node.innerHTML = text;",
+)
+def test_runs_and_curves_are_shown_and_names_are_texts_on_fakes(
+    browser: Browser, fake_server: Server, trained: tuple[client.ServiceClient, str, str]
+) -> None:
+    service, run, _ = trained
+    shown = f"document.body.innerText.includes({json.dumps(EVIL)})"
+    browser.open(fake_server.url, shown)
+    live = "document.querySelector('tbody tr')"
+    browser.until(f"{live}.innerText.includes('680')")  # tokens
+    assert browser.js(f"{live}.querySelector('a').textContent") == run
+    browser.js(f"{live}.querySelector('a').click()")
+    browser.until("document.querySelectorAll('figure polyline').length === 6")
+    titles = browser.js("[...document.querySelectorAll('figcaption')].map((node) => node.textContent)")
+    assert titles == ["loss", "gradient norm", "trained tokens/s", "learning rate", EVIL, "reward"]
+    assert browser.js("document.querySelectorAll('figure')[5].querySelector('.values').textContent") == "40 at step 40"
+    ticks = "[...document.querySelectorAll('figure')[5].querySelectorAll('.tick')].map((node) => node.textContent)"
+    assert browser.js(ticks) == ["0", "10", "20", "30", "40", "10", "20", "30", "40"]
+    browser.js("document.querySelectorAll('figure svg')[5].focus()")
+    browser.press("Home", 36)
+    assert browser.js("document.querySelectorAll('.values')[5].textContent") == "1 at step 1"
+    browser.until(shown)  # the session's name, and later its new facts
+    browser.until("document.querySelector('.facts').innerText.includes('40, ')")
+    stayed_here(browser, fake_server.url)
+    browser.open(service.get_console_url(), "document.querySelectorAll('figure polyline').length === 6")
+    assert run.replace(":", "%3A") in browser.js("location.hash")
+
+
+def test_the_playground_streams_text_and_pictures_of_two_models_on_fakes(
+    browser: Browser, fake_server: Server, trained: tuple[client.ServiceClient, str, str], tmp_path: Path
+) -> None:
+    _, _, path = trained
+    Image.new("RGB", (8, 8), "red").save(tmp_path / "red.png")
+    browser.open(f"{fake_server.url}/#view=checkpoints", "document.querySelector('tbody tr')")
+    row = f"[...document.querySelectorAll('tbody tr')].find((row) => row.innerText.includes({json.dumps(path)}))"
+    browser.js(f"{row}.querySelector('button').click()")
+    assert f"tinker-local chat {path} --url {fake_server.url}" in browser.js("document.body.innerText")
+    browser.js(f"{row}.querySelector('a').click()")
+    browser.until(f"document.querySelector('#first')?.value === {json.dumps(path)}")
+    assert browser.js("document.querySelector('#second').value") == "fake/bigram"
+    browser.js("document.querySelector('#both').click(); document.querySelector('#temperature').value = 0")
+    browser.choose_files("#files", [tmp_path / "red.png"])
+    browser.until("document.querySelectorAll('.thumbs img').length === 1")
+    browser.js("document.querySelector('#message').focus()")
+    browser.write(EVIL)
+    browser.press("Enter", 13, modifiers=2)
+    browser.until("document.querySelectorAll('article[aria-busy=false]').length === 2")
+    said = "document.querySelector('article .said')"
+    assert browser.js(f"{said}.textContent") == REPLY
+    assert browser.js(f"{said}.childNodes.length") > 4  # as it came, piece by piece
+    assert "17 tokens" in browser.js("document.querySelector('article').innerText")
+    assert browser.js("document.querySelectorAll('.error:not([hidden])').length") == 0
+    assert browser.js("document.querySelector('.asked').innerText") == EVIL
+    assert browser.js("document.querySelector('.asked img').naturalWidth") == 8
+    stayed_here(browser, fake_server.url)
+
+
+def tabbed(browser: Browser, most: int) -> list[str]:
+    """What Tab reaches from the top of the page: ids or texts, all with a visible focus."""
+    found: list[str] = []
+    browser.js("document.activeElement.blur(); scrollTo(0, 0)")
+    for _ in range(most):
+        browser.press("Tab", 9)
+        name, outline = browser.js(
+            "(() => { const at = document.activeElement; const look = getComputedStyle(at);"
+            "return [at.id || at.ariaLabel || at.textContent, look.outlineStyle + look.outlineWidth]; })()"
+        )
+        assert outline == "solid2px", name
+        found.append(name)
+    return found
+
+
+def test_a_keyboard_reaches_every_control_on_fakes(
+    browser: Browser, fake_server: Server, trained: tuple[client.ServiceClient, str, str]
+) -> None:
+    _, run, _ = trained
+    browser.open(fake_server.url, f"document.body.innerText.includes({json.dumps(run)})")
+    top = ["skip", "tinker-local", "Runs", "Checkpoints", "Playground", "Live runs"]
+    assert tabbed(browser, 8) == [*top, f"Compare {run}", run]
+    browser.js("document.querySelector('tbody a').focus()")
+    browser.press("Enter", 13, "\r")
+    browser.until("location.hash.startsWith('#run=') && document.querySelector('figure polyline')")
+    browser.open(f"{fake_server.url}/#view=playground", "document.querySelector('#first option')")
+    found = tabbed(browser, 17)
+    of_view = ["first", "both", "kind", "system", "tokens", "temperature", "top-p", "seed", "message", "files"]
+    assert found[5:] == [*of_view, "Send", "New conversation"]
+    unnamed = "[...document.querySelectorAll('input, select, textarea')].filter((one) => !one.labels.length).length"
+    assert browser.js(f"{unnamed} === document.querySelectorAll('dialog input:not([id])').length")
+
+
+def luminance(color: str) -> float:
+    channels = [int(value) / 255 for value in re.findall(r"\d+", color)[:3]]
+    linear = [value / 12.92 if value <= 0.04045 else ((value + 0.055) / 1.055) ** 2.4 for value in channels]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_light_and_dark_are_readable_wide_and_narrow_on_fakes(
+    browser: Browser, fake_server: Server, trained: tuple[client.ServiceClient, str, str], scheme: str
+) -> None:
+    browser.open(f"{fake_server.url}/#run={trained[1]}", "document.querySelectorAll('figure polyline').length === 6")
+    features = {"prefers-color-scheme": scheme}
+    for width in (1280, 380):
+        assert browser.looks(features, width).startswith(b"\x89PNG")
+        assert browser.js("document.documentElement.scrollWidth") <= width
+        browser.until("[...document.querySelectorAll('figure')].every((one) => one.scrollWidth <= one.clientWidth)")
+    colors = "(() => { const look = getComputedStyle(document.querySelector(%r)); return [look.color, look.fill]; })()"
+    back = luminance(browser.js("getComputedStyle(document.body).backgroundColor"))
+    assert (back > 0.9) if scheme == "light" else (back < 0.02)
+    for selector, at in (("body", 0), (".values", 0), ("td", 0), ("a[aria-current]", 0), ("button.danger", 0)):
+        front = luminance(browser.js(colors % selector)[at])
+        contrast = (max(front, back) + 0.05) / (min(front, back) + 0.05)
+        assert contrast > 4.5, (selector, contrast)
+    browser.call("Emulation.clearDeviceMetricsOverride")
+
+
+def test_a_lost_server_is_a_line_and_the_page_goes_on_on_fakes(browser: Browser, fake_server: Server) -> None:
+    browser.open(fake_server.url, "document.querySelector('#about').textContent")
+    offline = {"latency": 0, "downloadThroughput": -1, "uploadThroughput": -1}
+    browser.call("Network.emulateNetworkConditions", offline=True, **offline)
+    browser.until("document.querySelector('#lost').innerText.startsWith('No answer from the server since')")
+    browser.call("Network.emulateNetworkConditions", offline=False, **offline)
+    browser.until("document.querySelector('#lost').hidden")
+    stayed_here_but_lost = [one for one in browser.complaints() if "ERR_INTERNET_DISCONNECTED" not in json.dumps(one)]
+    assert stayed_here_but_lost == []
+
+
+@pytest.mark.mutation("console-asks-behind-other-tabs", "console/polling.js", "|| document.hidden) return", ") return")
+def test_a_hidden_page_asks_nothing_on_fakes(browser: Browser, fake_server: Server) -> None:
+    browser.open(fake_server.url, "document.querySelector('#about').textContent")
+
+    def hide(hidden: str) -> None:
+        given = f"Object.defineProperty(document, 'hidden', {{ value: {hidden}, configurable: true }});"
+        browser.js(f"{given} document.dispatchEvent(new Event('visibilitychange'))")
+
+    wait = "new Promise((done) => setTimeout(done, 2500))"
+    hide("true")
+    browser.js(wait)
+    asked = len(browser.requested())
+    browser.js(wait)
+    assert len(browser.requested()) == asked
+    hide("false")
+    browser.js(wait)
+    assert len(browser.requested()) > asked
+
+
+@pytest.fixture
+def server_with_keys(tmp_path: Path) -> Iterator[LoopbackServer]:
+    options = BackendOptions(data_dir=tmp_path / "data")
+    served = InProcessBackend([ModelSource("fake/bigram", "fake/bigram")], options, load=load_fake).serve_in_thread()
+    yield served
+    served.close()
+
+
+def test_the_page_asks_once_for_a_key_and_keeps_it_in_the_tab_on_fakes(
+    browser: Browser, server_with_keys: LoopbackServer
+) -> None:
+    browser.open(server_with_keys.url, "document.querySelector('#ask-key').open")
+
+    def give(key: str) -> None:
+        browser.js("document.querySelector('#key').focus()")
+        browser.write(key)
+        browser.press("Enter", 13, "\r")
+
+    assert "fake/bigram" not in browser.js("document.body.innerText")
+    asked = len(browser.requested())
+    browser.call("Runtime.evaluate", expression="new Promise((done) => setTimeout(done, 3000))", awaitPromise=True)
+    assert len(browser.requested()) == asked, "requests without a key go on"
+    give("tml-wrong")
+    browser.until("document.querySelector('#ask-key').innerText.includes('does not know this key')")
+    browser.until("document.querySelector('#ask-key').open")
+    give(server_with_keys.api_key)
+    browser.until("document.body.innerText.includes('fake/bigram')")
+    assert not browser.js("document.querySelector('#ask-key').open")
+    assert server_with_keys.api_key not in "".join(browser.requested())
+    stored: Any = browser.js("[localStorage.length, Object.values(sessionStorage), document.cookie]")
+    assert stored == [0, [server_with_keys.api_key], ""]
+
+
+def test_a_hundred_thousand_steps_are_drawn_with_their_peak_on_fakes(
+    browser: Browser, fake_server: Server, trained: tuple[client.ServiceClient, str, str]
+) -> None:
+    service = client.ServiceClient(base_url=fake_server.url)
+    run = service.create_lora_training_client("fake/bigram", rank=1).result().get_info().model_id
+    (known,) = (fake_server.data_dir).rglob(f"{trained[1].replace(':', '%3A')}.jsonl")
+    point = {"time": 0.0, "tokens": 0, "gradient_norm": 1.0, "learning_rate": 1e-4}
+    lines = [{**point, "step": at, "loss": 900.0 if at == 54_321 else 1.0} for at in range(1, 100_001)]
+    (known.parent / f"{run.replace(':', '%3A')}.jsonl").write_text("".join(f"{json.dumps(one)}\n" for one in lines))
+    browser.open(f"{fake_server.url}/#run={run}")
+    browser.until("document.querySelector('.values')?.textContent === '1 at step 100,000'")
+    drawn = browser.js("document.querySelector('polyline').getAttribute('points').split(' ')")
+    assert len(drawn) < 4 * 1280
+    heights = [float(one.partition(",")[2]) for one in drawn]
+    assert max(heights) - min(heights) > 100
+    assert "900" in browser.js("document.querySelector('figure').textContent") or min(heights) < 30
+    service.close("success").result()
