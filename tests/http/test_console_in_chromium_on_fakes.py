@@ -89,6 +89,10 @@ def test_runs_and_curves_are_shown_and_names_are_texts_on_fakes(
     browser.js("document.querySelectorAll('figure svg')[5].focus()")
     browser.press("Home", 36)
     assert browser.js("document.querySelectorAll('.values')[5].textContent") == "1 at step 1"
+    browser.js(
+        "{ const by = document.querySelector('#by'); by.value = 'time'; by.dispatchEvent(new Event('change')); }"
+    )
+    assert re.fullmatch(r"40 at [0-9.]+ s", browser.js("document.querySelectorAll('.values')[5].textContent"))
     browser.until(shown)  # the session's name, and later its new facts
     browser.until("document.querySelector('.facts').innerText.includes('40, ')")
     stayed_here(browser, fake_server.url)

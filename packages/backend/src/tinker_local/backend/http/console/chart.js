@@ -1,7 +1,7 @@
 // A chart in SVG: one metric, a line for each run, axes with numbers, and the values at the pointer.
 
 import { h, setText, show, svg } from "./dom.js";
-import { duration, number } from "./format.js";
+import { integer, number } from "./format.js";
 import { thinned } from "./series.js";
 
 const HEIGHT = 190;
@@ -16,6 +16,12 @@ let charts = 0;
 /** Classes of line number `at`: six colors, then the same ones dashed. */
 function styleOf(at) {
   return `c${at % MOST_COLORS}${Math.floor(at / MOST_COLORS) % 2 ? " dashed" : ""}`;
+}
+
+/** The unit for a length of time in seconds: how many seconds it has, and its name. */
+function unitOf(seconds) {
+  if (seconds < 240) return [1, " s"];
+  return seconds < 14400 ? [60, " min"] : [3600, " h"];
 }
 
 /** A round distance, so that about `count` of it fit between two numbers. */
@@ -97,6 +103,7 @@ export class Chart {
 
   /** lines: [{ name, series, begin, color }], `color` a number; by: "step" or "time". */
   update(lines, by, logarithmic) {
+    if (by !== this.by) this.cursor = null;
     Object.assign(this, { lines, by, logarithmic });
     this.draw();
   }
@@ -134,9 +141,10 @@ export class Chart {
       parts.push(svg("line", { class: "grid", x1: LEFT, x2: width - RIGHT, y1: py(value), y2: py(value) }));
       parts.push(svg("text", { class: "tick", x: LEFT - 6, y: py(value) + 4, "text-anchor": "end" }, number(value)));
     }
-    const across_ticks = ticks(left, right, Math.max(2, Math.floor(inside.width / 90)));
-    for (const value of across_ticks.filter((value) => this.by === "time" || Number.isInteger(value))) {
-      const text = this.by === "time" ? duration(value) : number(value);
+    const [unit, unitName] = this.by === "time" ? unitOf(right - left) : [1, ""];
+    for (const inUnits of ticks(left / unit, right / unit, Math.max(2, Math.floor(inside.width / 90)))) {
+      if (this.by === "step" && !Number.isInteger(inUnits)) continue;
+      const [value, text] = [inUnits * unit, `${number(inUnits)}${unitName}`];
       parts.push(svg("line", { class: "axis", x1: px(value), x2: px(value), y1: HEIGHT - BOTTOM, y2: HEIGHT - BOTTOM + 4 }));
       parts.push(svg("text", { class: "tick", x: px(value), y: HEIGHT - 6, "text-anchor": "middle" }, text));
     }
@@ -197,13 +205,14 @@ export class Chart {
 
   /** The values at the cursor, or the last ones. */
   mark() {
-    const { lines, px, py } = this.drawn;
+    const { lines, px, py, left, right } = this.drawn;
     const words = [];
     const parts = [];
     for (const [index, line] of lines.entries()) {
       const at = this.cursor === null ? line.x.length - 1 : nearest(line.x, this.cursor);
       const [x, value] = [line.x[at], line.series.value[at]];
-      const where = this.by === "time" ? duration(x) : `step ${number(x)}`;
+      const [unit, unitName] = unitOf(right - left);
+      const where = this.by === "time" ? `${number(x / unit)}${unitName}` : `step ${integer(x)}`;
       words.push(`${number(value)} at ${where}`);
       setText(this.legend.children[index].lastChild, `${line.name}: ${words.at(-1)}`);
       if (this.cursor !== null) parts.push(svg("circle", { class: `dot ${line.style}`, cx: px(x), cy: py(value), r: 3.5 }));
