@@ -242,7 +242,8 @@ async def test_endpoint_that_is_not_served_is_refused_by_name_with_advice_on_fak
 async def test_unknown_route_and_method_are_answered_in_json_with_their_name_on_fakes(api: Api) -> None:
     for method, path, status in [
         ("GET", "/api/v1/nothing", 404),
-        ("POST", "/", 404),
+        ("POST", "/nothing", 404),
+        ("POST", "/", 405),
         ("POST", "/api/v1/forward", 404),
         ("GET", "/api/v1/training_runs/a/b/c", 404),
         ("GET", "/api/v1/asample", 405),
