@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from tinker_local.backend.training.load_sharded import Checkpoint
-from tinker_local.backend.training.sharded_weights import ShardedWeights, Unit
 from tinker_local.backend.training.worker import HFTrainer
 
 
@@ -57,6 +55,10 @@ def _most(*at: tuple[Any, str]) -> Iterator[list[int]]:
 
 def measured(make: Callable[[], HFTrainer]) -> ShardMemory:
     """Load a sharded trainer and walk once."""
+    # Not before: a test sees what a trainer of one rank imports.
+    from tinker_local.backend.training.load_sharded import Checkpoint
+    from tinker_local.backend.training.sharded_weights import ShardedWeights, Unit
+
     gc.collect()
     gc.freeze()
     try:
