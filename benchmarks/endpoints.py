@@ -63,7 +63,7 @@ def arguments() -> argparse.Namespace:
     return options
 
 
-# The client, a separate process ----------------------------------------------------------------------------------------
+# The client, a separate process ---------------------------------------------------------------------------------------
 
 
 async def stream(http: Any, url: str, model: str, prompt: Sequence[int], tokens: int) -> tuple[float, int]:
