@@ -1,4 +1,4 @@
-"""vLLM's process is killed and stopped under load: training goes on, and samples too, with the same numbers."""
+"""vLLM's processes are killed and stopped under load: training goes on, and samples too, with the same numbers."""
 
 import asyncio
 import os
@@ -44,16 +44,20 @@ def wait_until(condition: Any, seconds: float = 300) -> None:
 
 
 @pytest.mark.more
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_sampling_goes_on_after_a_kill_and_a_hang_as_if_there_had_been_none(
-    start_in_process: Any, tiny_models: dict[str, Path], tmp_path: Path
+    start_in_process: Any, tiny_models: dict[str, Path], tmp_path: Path, ranks: int
 ) -> None:
+    if torch.cuda.is_available() and torch.cuda.device_count() < ranks:
+        pytest.skip(f"{ranks} GPUs are needed")
+    place: dict[str, Any] = {"sampler": "process"} if ranks == 1 else {"sample_gpus": (0, 1), "sample_tp": 2}
     options = BackendOptions(
         data_dir=tmp_path / "data",
-        sampler="process",
         sampler_timeout=3.0,
         max_rank=8,
         kv_cache_bytes=2**28,
         max_context_length=256,
+        **place,
     )
     began = time.monotonic()
     driver = start_in_process(InProcessBackend([ModelSource("tiny/text", str(tiny_models["tiny/text"]))], options))
@@ -66,11 +70,14 @@ def test_sampling_goes_on_after_a_kill_and_a_hang_as_if_there_had_been_none(
     samplers = [driver.sampler(model), driver.named_sampler(model, "two-steps")[1], driver.base_sampler("tiny/text")]
     before = [driver.sample(each, PROMPT, 1, GREEDY)[0] for each in samplers]
     free = free_memory()
-    for number, how in enumerate((signal.SIGKILL, signal.SIGSTOP), 1):
+    faults = [(how, rank) for rank in range(ranks) for how in (signal.SIGKILL, signal.SIGSTOP)]
+    for number, (how, rank) in enumerate(faults, 1):
+        killed = process.pids
+        assert len(killed) == ranks
         load = begin(driver, samplers[0], LOAD)
         wait_until(lambda: base.sample_turns.sequences >= LOAD)
         began = time.monotonic()
-        os.kill(process.pids[0], how)
+        os.kill(killed[rank], how)
         wait_until(lambda: base.problem is not None)
         noticed = time.monotonic() - began
         assert driver.backend.problems()[0].startswith("tiny/text: the sampler's process")
@@ -78,8 +85,8 @@ def test_sampling_goes_on_after_a_kill_and_a_hang_as_if_there_had_been_none(
         trains = base.problem is not None
         driver.sample(samplers[0], PROMPT, 1, GREEDY)
         print(
-            f"{how.name}: noticed after {noticed:.2f} s, sampled {time.monotonic() - began:.1f} s after it; "
-            f"trained meanwhile: {trains}"
+            f"{how.name} of rank {rank}: noticed after {noticed:.2f} s, sampled {time.monotonic() - began:.1f} s "
+            f"after it; trained meanwhile: {trains}"
         )
         for output in (each.result(300) for each in load):
             assert [len(sequence.tokens) for sequence in output.sequences] == [200, 200]
@@ -89,6 +96,7 @@ def test_sampling_goes_on_after_a_kill_and_a_hang_as_if_there_had_been_none(
             np.testing.assert_array_equal(logprobs, wanted)
         (supervision,) = base.sampler_supervisions
         assert supervision.restarts == number
+        assert not any(Path(f"/proc/{pid}").exists() for pid in killed)
         assert driver.backend.problems() == []
     assert free_memory() >= free - 2**28
     newest = driver.sample(driver.sampler(model), PROMPT, 1, GREEDY)[0]
