@@ -1,4 +1,7 @@
-"""A chaos run on fakes or a tiny real model: python -m tests.chaos [--real] [--minutes 30] [--seed 1] [--log FILE]."""
+"""A chaos run on fakes or a tiny real model: python -m tests.chaos [--real] [--minutes 30] [--seed 1] [--log FILE].
+
+Other options go to `tinker-local serve`: `--train-gpus 0,1 --sample-gpus 0,1` has two ranks and two replicas.
+"""
 
 import argparse
 import faulthandler
@@ -6,6 +9,7 @@ import signal
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 
 
@@ -15,7 +19,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--real", action="store_true", help="vLLM and transformers instead of fakes")
     parser.add_argument("--log", type=Path, help="where the server's own log is written")
-    arguments = parser.parse_args()
+    arguments, others = parser.parse_known_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the server ends with this
     faulthandler.register(signal.SIGUSR1)
     from tests.chaos.chaos_run import chaos
@@ -26,6 +30,7 @@ def main() -> int:
 
     with tempfile.TemporaryDirectory() as scratch:
         served = served_tiny(Path(scratch, "model")) if arguments.real else served_fake()
+        served = replace(served, arguments=(*served.arguments, *others))
         report = chaos(served, 60 * arguments.minutes, arguments.seed, say=say, log=arguments.log)
     print(report)
     return int(bool(report.violations))

@@ -1,4 +1,4 @@
-"""Engines that fail while files of certain names lie in the folder `CHAOS_FAULTS`, and say in which process they are.
+"""Engines that fail while files of certain names lie in the folder `CHAOS_FAULTS`, and say in which processes they are.
 
 Their processes import this file.
 """
@@ -7,77 +7,88 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 Engine = TypeVar("Engine")
 
 
-def on(fault: str) -> bool:
-    """Whether the fault happens now, which is then noted in a file beside those of the faults."""
-    found = (Path(os.environ["CHAOS_FAULTS"]) / fault).exists()
-    if found:
-        Path(os.environ["CHAOS_FAULTS"]).with_name(f"{fault}.hit").touch()
-    return found
+def on(fault: str, number: int = 0) -> bool:
+    """Whether the fault happens now in process `number` of an engine, which is then noted in a file beside those of the
+    faults. A file says in which, or is empty if it happens in all."""
+    try:
+        where = (Path(os.environ["CHAOS_FAULTS"]) / fault).read_text()
+    except FileNotFoundError:
+        return False
+    if where not in ("", str(number)):
+        return False
+    Path(os.environ["CHAOS_FAULTS"]).with_name(f"{fault}.hit").touch()
+    return True
 
 
-def fail(engine: str) -> None:
+def fail(engine: str, number: int = 0) -> None:
     """As the faults of `engine` say: an unexpected error, no memory, or no end."""
-    if on(f"{engine}-raises"):
+    if on(f"{engine}-raises", number):
         raise RuntimeError("injected by the chaos run")
-    if on(f"{engine}-lacks-memory"):
+    if on(f"{engine}-lacks-memory", number):
         import torch
 
         raise torch.OutOfMemoryError("injected by the chaos run")
-    while on(f"{engine}-hangs"):
+    while on(f"{engine}-hangs", number):
         time.sleep(0.05)
 
 
-def noted(name: str, make: Callable[[], Engine]) -> Engine:
-    """What `make` makes; the id of this process is then in the file `name` beside the faults."""
+def noted(engine_name: str, number: int, make: Callable[[], Engine]) -> Engine:
+    """What `make` makes; the id of this process is then in the file `engine_name`-`number` beside the faults."""
     engine = make()
-    note = Path(os.environ["CHAOS_FAULTS"]).with_name(name)
+    note = Path(os.environ["CHAOS_FAULTS"]).with_name(f"{engine_name}-{number}")
     note.with_suffix(".new").write_text(str(os.getpid()))
     note.with_suffix(".new").rename(note)
     return engine
 
 
-def breakable_trainer(make: Callable[[], Any]) -> Any:
-    """A trainer that fails in the middle of a pass, where it computes the loss."""
+def breakable_trainer(make: Callable[..., Any], *seat: Any) -> Any:
+    """A trainer that fails in the middle of a pass, where it computes the loss; with a `Seat`, one of its ranks."""
     from tinker_local.backend.training.losses import LOSSES
 
-    loss = LOSSES["cross_entropy"]
+    loss, rank = LOSSES["cross_entropy"], seat[0].rank if seat else 0
 
     def terms(*arguments: Any) -> Any:
-        fail("trainer")
+        fail("trainer", rank)
         return loss.terms(*arguments)
 
     LOSSES["cross_entropy"] = replace(loss, terms=terms)
-    return noted("trainer", make)
+    return noted("trainer", rank, partial(make, *seat))
 
 
-def breakable_sampler(make: Callable[[], Any]) -> Any:
-    """A sampler whose requests fail; a hang is one of its process's event loop."""
-    sampler = noted("sampler", make)
+def breakable_sampler(make: Callable[..., Any], first: int, *seat: Any) -> Any:
+    """A sampler whose requests fail; a hang is one of its process's event loop. Its processes have numbers from `first`
+    on: one, or with a `SamplerSeat` those of its ranks, the first of which gets the requests."""
+    rank = seat[0].rank if seat else 0
+    sampler = noted("sampler", first + rank, partial(make, *seat))
+    if rank:
+        return sampler
     sample = sampler.sample
 
     async def sample_or_fail(work: Any) -> Any:
-        fail("sampler")
+        fail("sampler", first)
         return await sample(work)
 
     sampler.sample = sample_or_fail
     return sampler
 
 
-def breakable_vllm(make: Callable[[], Any]) -> Any:
+def breakable_vllm(make: Callable[..., Any], first: int, *seat: Any) -> Any:
     """The same, and vLLM can fail in a step: where it runs the model, with requests of all users in the batch."""
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
     execute_model = GPUModelRunner.execute_model
+    number = first + (seat[0].rank if seat else 0)
 
     def execute_or_fail(*arguments: Any, **named: Any) -> Any:
-        fail("vllm")
+        fail("vllm", number)
         return execute_model(*arguments, **named)
 
     GPUModelRunner.execute_model = execute_or_fail
-    return breakable_sampler(make)
+    return breakable_sampler(make, first, *seat)

@@ -39,9 +39,10 @@ def break_engines(*, real: bool) -> None:
         options: Any, sampler_place: Any, make_sampler: Any, trainer_place: Any, make_trainer: Any
     ) -> Iterator[Any]:
         trainer = partial(breakable_trainer, make_trainer)
-        sampler: Any = partial(breakable, make_sampler)
+        sampler: Any = partial(breakable, make_sampler, 0)
         if isinstance(make_sampler, load_engines.Replicas):
-            factories = [partial(breakable, make) for make in make_sampler.factories]
+            makes = enumerate(make_sampler.factories)
+            factories = [partial(breakable, make, at * options.sample_tp) for at, make in makes]
             sampler = load_engines.Replicas(factories, make_sampler.sequences)
         with starting(options, sampler_place, sampler, trainer_place, trainer) as loaders:
             yield loaders

@@ -155,12 +155,13 @@ class Subject:
             return int(parent) == self.process.pid and state != "Z"
         return False
 
-    def pid_of(self, engine: str) -> int | None:
-        """The process of the loaded trainer or sampler; None while there is none."""
-        with contextlib.suppress(OSError):
-            if self.is_child(pid := int((self.folder / engine).read_text())):
-                return pid
-        return None
+    def pids_of(self, engine: str) -> dict[str, int]:
+        """The processes of the loaded trainer or sampler by their numbers, if they have not ended."""
+        found = {}
+        for note in sorted(self.folder.glob(f"{engine}-[0-9]")):
+            if self.is_child(pid := int(note.read_text())):
+                found[note.name.rpartition("-")[2]] = pid
+        return found
 
 
 ENGINES = ("trainer", "sampler")
@@ -226,29 +227,35 @@ class Faults:
             file.unlink()
 
     def _while(self, name: str, least: float, most: float) -> bool:
-        """Whether anything failed by it."""
+        """Whether anything failed by it. It happens in one process of an engine, or in all."""
         file, hit = self._subject.faults / name, self._subject.folder / f"{name}.hit"
+        engine = {"vllm": "sampler"}.get(name.partition("-")[0], name.partition("-")[0])
         hit.unlink(missing_ok=True)
-        file.touch()
+        file.write_text(self._rng.choice(["", *self._subject.pids_of(engine)]))
         time.sleep(self._rng.uniform(least, most))
         file.unlink()
         return hit.exists()
 
     def _kill(self, *engines: str) -> bool:
         """All at once; False if one of them has no process."""
-        pids = [self._subject.pid_of(engine) for engine in engines]
+        pids = [self._pid_of(engine) for engine in engines]
         if None in pids:
             return False
         found = [_signal(pid, signal.SIGKILL) for pid in pids if pid is not None]
         self._note_end(*engines)
         return all(found)
 
+    def _pid_of(self, engine: str) -> int | None:
+        """One of its processes; None while there is none."""
+        pids = [*self._subject.pids_of(engine).values()]
+        return self._rng.choice(pids) if pids else None
+
     def _note_end(self, *engines: str) -> None:
         if "trainer" in engines:
             self._ledger.trainer_ends.append(time.monotonic())
 
     def _stop_for_a_moment(self, engine: str) -> bool:
-        pid = self._subject.pid_of(engine)
+        pid = self._pid_of(engine)
         if pid is None or not _signal(pid, signal.SIGSTOP):
             return False
         time.sleep(self._rng.uniform(0.1, 0.5 * self._subject.limit))
@@ -257,7 +264,7 @@ class Faults:
 
     def _stop_for_good(self, engine: str) -> bool:
         """The server has to end it, soon unless it is still loading."""
-        pid = self._subject.pid_of(engine)
+        pid = self._pid_of(engine)
         if pid is None or not self._subject.is_well() or not _signal(pid, signal.SIGSTOP):
             return False
         longest = 20 * self._subject.limit  # vLLM has the time of its start besides, for a restart within its process
