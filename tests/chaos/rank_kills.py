@@ -318,7 +318,7 @@ class RankFaults:
         where = f"in the {next(iter(failed))}" if failed else "after the step"
         self.report.counts[f"{number.name} of rank {rank} {where}"] += 1
         self._say(f"{number.name} of rank {rank} {where}" + (f", error after {seconds:.2f} s" if failed else ""))
-        self._check(client, path, unsaved + (not failed))
+        self._check(client, path, unsaved + len(calls) - len(failed))
         self._check_leftovers(before)
         client.finish()
         for violation in client.ledger.violations:
@@ -341,17 +341,17 @@ class RankFaults:
         return found
 
     def _check(self, client: Client, path: str, unsaved: int) -> None:
-        """The run goes on by itself if it has lost nothing that was answered, and otherwise from what its error
-        names."""
+        """The run goes on by itself if nothing is lost that was answered (`unsaved`: steps and gradients), and
+        otherwise from what its error names."""
         try:
             probe = client.forward(self._probe)
             self.report.counts["runs that went on by themselves"] += 1
             if unsaved:
-                self.report.violated(f"{unsaved} steps were lost without an error")
+                self.report.violated(f"{unsaved} answered calls were lost without an error")
         except Failed as error:
             self.report.counts["runs continued from the checkpoint that the error names"] += 1
             if not unsaved or not error.lost or path not in str(error):
-                self.report.violated(f"a run with {unsaved} unsaved steps and {path}: {error}")
+                self.report.violated(f"a run with {unsaved} unsaved calls and {path}: {error}")
             client.resume(path)
             probe = client.forward(self._probe)
         self._close("the state", (probe, 1.0), (self._probes[0], 1.0))
