@@ -42,7 +42,7 @@ def break_engines(*, real: bool) -> None:
         sampler: Any = partial(breakable, make_sampler, 0)
         if isinstance(make_sampler, load_engines.Replicas):
             makes = enumerate(make_sampler.factories)
-            factories = [partial(breakable, make, at * options.sample_tp) for at, make in makes]
+            factories = [partial(breakable, make, at * (options.sample_tp or 1)) for at, make in makes]
             sampler = load_engines.Replicas(factories, make_sampler.sequences)
         with starting(options, sampler_place, sampler, trainer_place, trainer) as loaders:
             yield loaders

@@ -11,7 +11,7 @@ from tests.chaos.rank_kills import OTHER, VICTIM, rank_faults
 @pytest.mark.more  # starts a server with vLLM, and its ranks several times
 @pytest.mark.timeout(3600)
 @pytest.mark.skipif(torch.cuda.is_available(), reason="one GPU has no room for two ranks' collectives")
-@pytest.mark.parametrize("shard", ["never", "always"])
+@pytest.mark.parametrize("shard", ["never", "2"])
 def test_ranks_killed_and_stopped_in_steps_leave_nothing_behind_and_runs_go_on_from_the_same_states(
     tmp_path: Path, shard: str
 ) -> None:
