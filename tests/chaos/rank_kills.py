@@ -94,7 +94,7 @@ class RankReport:
 
 
 def marked(mark: str) -> set[int]:
-    """Processes that this server, or what it started, has started, whoever is their parent now."""
+    """Processes that this server, or what it started, has started, also those that now have another parent."""
     found = set()
     for folder in Path("/proc").iterdir():
         with suppress(OSError):
