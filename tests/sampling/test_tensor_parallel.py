@@ -104,7 +104,7 @@ def shared_memory() -> set[str]:
 async def test_a_rank_that_is_killed_ends_all_and_all_start_again(
     two_ranks: ProcessSampler, text: Any, tmp_path: Path
 ) -> None:
-    assert not shared_memory()
+    of_others = shared_memory()  # what programs of this machine left that were killed
     params = SamplingParams(max_tokens=200, seed=3, stop=())
     work = SampleWork(text.prompt(TEXT), None, params, 4)
     for rank in (1, 0):
@@ -121,7 +121,7 @@ async def test_a_rank_that_is_killed_ends_all_and_all_start_again(
         await asyncio.to_thread(two_ranks.load)
         assert not set(before) & set(two_ranks.pids)
         found, wanted = await two_ranks.sample(work), await text.sampler.sample(work)
-        assert not shared_memory()
+        assert shared_memory() <= of_others
         assert [one.tokens.tolist() for one in found.sequences] == [one.tokens.tolist() for one in wanted.sequences]
 
 
