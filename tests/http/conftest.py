@@ -16,6 +16,8 @@ from tinker_local.backend.control.callers import KeyFile
 from tinker_local.backend.control.sessions import now
 from tinker_local.backend.fakes import FakeMemory, FakeModel, FakeRenderer, FakeSampler, FakeText, FakeTrainer
 from tinker_local.backend.http.app import create_app
+from tinker_local.backend.http.server import LoopbackServer
+from tinker_local.backend.models.load_engines import load_fake
 from tinker_local.backend.models.served_models import Engines
 from tinker_local.backend.scheduling.run_queue import GradientCommand
 from tinker_local.types import Datum, ForwardBackwardRequest, ModelInput
@@ -345,6 +347,15 @@ async def start_api(tmp_path: Path) -> AsyncIterator[StartApi]:
     yield start
     for api in started:
         await close_api(api)
+
+
+@pytest.fixture(scope="module")
+def loopback_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LoopbackServer]:
+    """A server on fakes in this process, for clients that need a URL."""
+    options = BackendOptions(data_dir=tmp_path_factory.mktemp("data"))
+    server = InProcessBackend([ModelSource(BASE, BASE)], options, load=load_fake).serve_in_thread()
+    yield server
+    server.close()
 
 
 @pytest.fixture

@@ -8,9 +8,7 @@ from typing import Any
 import anthropic
 import pytest
 from PIL import Image
-from tinker_local.backend import BackendOptions, InProcessBackend, ModelSource
 from tinker_local.backend.http.server import LoopbackServer
-from tinker_local.backend.models.load_engines import load_fake
 
 MODEL = "fake/bigram"
 GREEDY = {"temperature": 0}
@@ -20,16 +18,8 @@ GOES_ON: Any = [*HI, {"role": "assistant", "content": "e"}]
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LoopbackServer]:
-    options = BackendOptions(data_dir=tmp_path_factory.mktemp("data"))
-    served = InProcessBackend([ModelSource(MODEL, MODEL)], options, load=load_fake).serve_in_thread()
-    yield served
-    served.close()
-
-
-@pytest.fixture(scope="module")
-def client(server: LoopbackServer) -> Iterator[anthropic.Anthropic]:
-    with anthropic.Anthropic(base_url=server.url, api_key=server.api_key, max_retries=0) as one:
+def client(loopback_server: LoopbackServer) -> Iterator[anthropic.Anthropic]:
+    with anthropic.Anthropic(base_url=loopback_server.url, api_key=loopback_server.api_key, max_retries=0) as one:
         yield one
 
 
@@ -130,9 +120,9 @@ def test_what_is_not_served_is_refused_by_name_on_fakes(
 
 
 def test_errors_have_anthropics_shape_at_both_addresses_on_fakes(
-    client: anthropic.Anthropic, server: LoopbackServer
+    client: anthropic.Anthropic, loopback_server: LoopbackServer
 ) -> None:
-    there = client.with_options(base_url=f"{server.url}/anthropic/api")
+    there = client.with_options(base_url=f"{loopback_server.url}/anthropic/api")
     for one in (client, there):
         with pytest.raises(anthropic.NotFoundError, match=MODEL):
             one.messages.create(model="no/model", messages=HI, max_tokens=2)

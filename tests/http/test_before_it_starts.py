@@ -5,6 +5,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -141,7 +142,7 @@ def test_folders_ports_and_libraries_are_looked_at(tmp_path: Path, monkeypatch: 
     assert found["data folder"].level == "ok"
     (tmp_path / "file").touch()
     assert said(data_dir=tmp_path / "file" / "x")["data folder"].level == "problem"
-    monkeypatch.setattr(model_folder, "free_bytes", lambda folder: GIB)
+    monkeypatch.setattr("shutil.disk_usage", lambda folder: SimpleNamespace(free=GIB))
     assert said()["data folder"].level == "warning"
 
     def missing(name: str) -> None:

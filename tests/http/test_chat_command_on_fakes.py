@@ -6,30 +6,28 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
 from PIL import Image
-from tinker_local.backend import BackendOptions, InProcessBackend, ModelSource
 from tinker_local.backend.cli.main import main
 from tinker_local.backend.http.server import LoopbackServer
-from tinker_local.backend.models.load_engines import load_fake
 
 MODEL = "fake/bigram"
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LoopbackServer]:
-    options = BackendOptions(data_dir=tmp_path_factory.mktemp("data"))
-    served = InProcessBackend([ModelSource(MODEL, MODEL)], options, load=load_fake).serve_in_thread()
-    yield served
-    served.close()
-
-
-def chat(server: LoopbackServer, lines: str, *arguments: str, key: str | None = None) -> Result:
-    options = ["--url", server.url, "--api-key", key or server.api_key, "--seed", "4", "--max-tokens", "6"]
+def chat(loopback_server: LoopbackServer, lines: str, *arguments: str, key: str | None = None) -> Result:
+    options = [
+        "--url",
+        loopback_server.url,
+        "--api-key",
+        key or loopback_server.api_key,
+        "--seed",
+        "4",
+        "--max-tokens",
+        "6",
+    ]
     return CliRunner().invoke(main, ["chat", MODEL, *options, *arguments], input=lines)
 
 
@@ -44,13 +42,13 @@ def replies(result: Result) -> list[str]:
     return result.output.split("\n")[:-1]
 
 
-def test_pictures_stay_in_the_conversation_until_reset_on_fakes(server: LoopbackServer, picture: Path) -> None:
+def test_pictures_stay_in_the_conversation_until_reset_on_fakes(loopback_server: LoopbackServer, picture: Path) -> None:
     """The fake's reply depends on the last picture that it has seen."""
-    (plain,) = replies(chat(server, "hi\n", "--system", "be"))
-    (option,) = replies(chat(server, "hi\n", "--image", str(picture)))
+    (plain,) = replies(chat(loopback_server, "hi\n", "--system", "be"))
+    (option,) = replies(chat(loopback_server, "hi\n", "--image", str(picture)))
     assert option != plain
     asked = f"/image {picture}\nhi\nhi\n\n/reset\nhi\n/quit\nnever\n"
-    assert replies(chat(server, asked, "--system", "be")) == [option, option, plain]
+    assert replies(chat(loopback_server, asked, "--system", "be")) == [option, option, plain]
 
 
 @pytest.mark.parametrize(
@@ -63,14 +61,14 @@ def test_pictures_stay_in_the_conversation_until_reset_on_fakes(server: Loopback
         ("\u4f60\n", "the fake has no token"),
     ],
 )
-def test_what_is_wrong_is_one_line_on_fakes(server: LoopbackServer, lines: str, reason: str) -> None:
-    result = chat(server, lines)
+def test_what_is_wrong_is_one_line_on_fakes(loopback_server: LoopbackServer, lines: str, reason: str) -> None:
+    result = chat(loopback_server, lines)
     assert result.exit_code == 1
     assert reason in result.output
     assert result.output.count("\n") == 1
 
 
-def test_a_missing_server_or_a_wrong_key_is_one_line_on_fakes(server: LoopbackServer) -> None:
+def test_a_missing_server_or_a_wrong_key_is_one_line_on_fakes(loopback_server: LoopbackServer) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{free.getsockname()[1]}"
@@ -78,18 +76,18 @@ def test_a_missing_server_or_a_wrong_key_is_one_line_on_fakes(server: LoopbackSe
     assert missing.exit_code == 1
     assert f"no server answers at {url}" in missing.output
     assert missing.output.count("\n") == 1
-    wrong = chat(server, "hi\n", key="tml-wrong-key-0000")
+    wrong = chat(loopback_server, "hi\n", key="tml-wrong-key-0000")
     assert "Bearer key is missing or unknown" in wrong.output
     unknown = CliRunner().invoke(
-        main, ["chat", "no/model", "--url", server.url, "--api-key", server.api_key], input="a"
+        main, ["chat", "no/model", "--url", loopback_server.url, "--api-key", loopback_server.api_key], input="a"
     )
     assert f"served are: {MODEL}" in unknown.output
     assert [wrong.exit_code, unknown.exit_code] == [1, 1]
 
 
-def test_at_a_terminal_an_error_does_not_end_the_conversation_on_fakes(server: LoopbackServer) -> None:
+def test_at_a_terminal_an_error_does_not_end_the_conversation_on_fakes(loopback_server: LoopbackServer) -> None:
     shown = bytearray()
-    arguments = ["chat", MODEL, "--url", server.url, "--api-key", server.api_key, "--seed", "4"]
+    arguments = ["chat", MODEL, "--url", loopback_server.url, "--api-key", loopback_server.api_key, "--seed", "4"]
     pid, terminal = pty.fork()
     if pid == 0:
         os.execv(sys.executable, [sys.executable, "-m", "tinker_local.backend.cli.main", *arguments])

@@ -1,11 +1,12 @@
 """Memory: how much there is and is taken, buffers that are not written before they are filled, giving it back."""
 
+import asyncio
 import ctypes
 import functools
 import os
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 _new_bytearray = ctypes.pythonapi.PyByteArray_FromStringAndSize
 _new_bytearray.restype, _new_bytearray.argtypes = ctypes.py_object, (ctypes.c_char_p, ctypes.c_ssize_t)
@@ -83,3 +84,15 @@ def memory_of_gpus() -> dict[int, tuple[int, int]]:
             memory = nvml.nvmlDeviceGetMemoryInfo(by_name)
             found[at] = int(memory.used), int(memory.total)
     return found
+
+
+class MemoryInUse(NamedTuple):
+    """`processes`: as `memory_of_processes`; `gpus`: as `memory_of_gpus`."""
+
+    processes: int
+    gpus: dict[int, tuple[int, int]]
+
+
+async def memory_in_use() -> MemoryInUse:
+    """Read in a thread: looking at every process of the machine takes milliseconds."""
+    return await asyncio.to_thread(lambda: MemoryInUse(memory_of_processes(), memory_of_gpus()))

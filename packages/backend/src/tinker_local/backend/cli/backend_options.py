@@ -8,7 +8,7 @@ from types import NoneType
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import click
-from tinker_local.backend.options import BackendOptions, CommandOption
+from tinker_local.backend.options import BackendOptions, CommandOption, default_data_dir
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -20,6 +20,17 @@ def backend_options(command: Command) -> Command:
         if get_origin(hint := hints[each.name]) is Annotated:
             command = _click_option(each, *get_args(hint))(command)
     return command
+
+
+def data_dir_option(text: str) -> Callable[[Command], Command]:
+    """`--data-dir` of a command that is not a server; `text`: its help."""
+    return click.option(
+        "--data-dir",
+        type=click.Path(path_type=Path, file_okay=False),
+        default=default_data_dir,
+        show_default="~/.local/share/tinker-local",
+        help=text,
+    )
 
 
 def each_value(parse: Callable[[str], Any]) -> Callable[[click.Context, click.Parameter, tuple[str, ...]], Any]:

@@ -4,24 +4,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
-from tinker_local.backend.options import default_data_dir
+from tinker_local.backend.cli.backend_options import data_dir_option
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from tinker_local.backend.storage.backups import Copied
 
-_data_dir = click.option(
-    "--data-dir",
-    type=click.Path(path_type=Path, file_okay=False),
-    default=default_data_dir,
-    show_default="~/.local/share/tinker-local",
-    help="The server's folder for checkpoints and metadata.",
-)
-
 
 @click.command()
-@_data_dir
+@data_dir_option("The server's folder for checkpoints and metadata.")
 @click.option(
     "--to",
     type=click.Path(path_type=Path, file_okay=False),
@@ -43,7 +35,7 @@ def backup(data_dir: Path, to: Path) -> None:
     required=True,
     help="The backup.",
 )
-@_data_dir
+@data_dir_option("The server's folder for checkpoints and metadata.")
 def restore(source: Path, data_dir: Path) -> None:
     """Copy a backup into a data folder that has neither a database nor checkpoints."""
     from tinker_local.backend.storage.backups import restore as put_back

@@ -4,6 +4,7 @@ import ctypes
 import importlib.metadata
 import importlib.util
 import os
+import shutil
 import socket
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -11,8 +12,8 @@ from pathlib import Path
 from typing import Literal
 
 import click
-from tinker_local.backend.cli.backend_options import each_value
-from tinker_local.backend.options import BackendOptions, ModelSource, default_data_dir
+from tinker_local.backend.cli.backend_options import data_dir_option, each_value
+from tinker_local.backend.options import BackendOptions, ModelSource
 
 GIB = 2**30
 
@@ -99,14 +100,12 @@ def _version(package: str) -> str | None:
 
 
 def _data_folder(folder: Path) -> Finding:
-    from tinker_local.backend.models.model_folder import free_bytes
-
     there = folder
     while not there.exists():
         there = there.parent
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
         return Finding("problem", "data folder", f"{folder}: {there} cannot be written (--data-dir)")
-    free = free_bytes(folder)
+    free = shutil.disk_usage(there).free
     told = f"{folder}, {free / GIB:.0f} GiB free"
     return Finding("ok" if free >= LEAST_FREE else "warning", "data folder", told)
 
@@ -185,9 +184,7 @@ def tell(findings: Sequence[Finding]) -> None:
 
 @click.command()
 @click.argument("models", nargs=-1, metavar="[NAME[=PATH]]...", callback=each_value(ModelSource.parse))
-@click.option(
-    "--data-dir", type=click.Path(path_type=Path, file_okay=False), default=default_data_dir, show_default=False
-)
+@data_dir_option("The server's data folder.")
 @click.option("--dtype", type=click.Choice(["float32", "bfloat16"]), help="As of serve.")
 @click.option("--host", default="127.0.0.1", show_default=True)
 @click.option("--port", default=8000, show_default=True, type=click.IntRange(0, 65535))

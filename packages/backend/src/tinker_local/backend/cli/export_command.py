@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import click
-from tinker_local.backend.options import default_data_dir
+from tinker_local.backend.cli.backend_options import data_dir_option
 
 
 @click.command()
@@ -17,13 +17,7 @@ from tinker_local.backend.options import default_data_dir
     required=True,
     help="An adapter that PEFT or vLLM loads as it is, or a whole model with the adapter in its weights.",
 )
-@click.option(
-    "--data-dir",
-    type=click.Path(path_type=Path, file_okay=False),
-    default=default_data_dir,
-    show_default="~/.local/share/tinker-local",
-    help="The data folder of the server that saved a tinker:// path; the server may run or not.",
-)
+@data_dir_option("The data folder of the server that saved a tinker:// path; the server may run or not.")
 @click.option("--base", metavar="FOLDER_OR_NAME", help="The base model. Default: the one that the server served.")
 @click.option(
     "--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True, help="Where the check computes."

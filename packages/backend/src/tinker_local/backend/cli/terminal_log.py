@@ -12,8 +12,8 @@ STDERR = 2
 
 
 class TerminalLog(logging.Handler):
-    """Writes records to standard error, of `as_objects` as JSON. `owner` and `request` of a record are told if it has
-    them."""
+    """Writes records to standard error, with `owner` and `request` if a record has these attributes. `as_objects`: as
+    JSON, an object a line."""
 
     def __init__(self, *, as_objects: bool) -> None:
         super().__init__()

@@ -11,6 +11,7 @@ from tinker_local.backend.adapter_tensors import as_torch
 from tinker_local.backend.exporting.base_model import BaseModel
 from tinker_local.backend.exporting.trained import HEAD, Trained
 from tinker_local.backend.training.trainer import LORA_ALPHA
+from tinker_local.backend.weight_files import INDEX, SINGLE, weight_files
 from tinker_local.types import InvalidRequestError
 
 if TYPE_CHECKING:
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
 SHARD_BYTES = 4 * 2**30
 """Most bytes of a file, unless one tensor alone has more."""
 
-SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _NOT_COPIED = {"readme.md", ".gitattributes", INDEX, "config.json"}
 _WEIGHTS = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx"}
 
@@ -78,12 +78,11 @@ def _untied(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _weight_files(base: BaseModel) -> list[Path]:
-    if (base.folder / INDEX).exists():
-        index = json.loads((base.folder / INDEX).read_text("utf-8"))
-        return [base.folder / name for name in sorted(set(index["weight_map"].values()))]
-    if (base.folder / SINGLE).exists():
-        return [base.folder / SINGLE]
-    raise InvalidRequestError(f"{base.folder}: has neither {SINGLE} nor {INDEX}; only safetensors files can be merged")
+    if not (names := weight_files(base.folder)):
+        raise InvalidRequestError(
+            f"{base.folder}: has neither {SINGLE} nor {INDEX}; only safetensors files can be merged"
+        )
+    return [base.folder / name for name in names]
 
 
 def _names(file: Path) -> list[str]:

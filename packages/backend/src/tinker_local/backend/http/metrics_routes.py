@@ -16,6 +16,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_l
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 from tinker_local.backend.control.life_cycle import ControlPlane
+from tinker_local.backend.heap import memory_in_use
 from tinker_local.backend.http.access import Backend, sees_all
 from tinker_local.backend.http.server_metrics import ServerCollector
 from tinker_local.backend.models.metrics import ModelMetrics
@@ -258,5 +259,5 @@ async def metrics(request: Request, backend: Backend) -> Response:
     registry = CollectorRegistry()  # not the global one, so that two backends of a process share nothing
     registry.register(BackendCollector(backend, await backend.usage()))
     if backend.ready:
-        registry.register(ServerCollector(backend))
+        registry.register(ServerCollector(backend, await memory_in_use()))
     return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)

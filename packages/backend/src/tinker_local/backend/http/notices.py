@@ -8,12 +8,11 @@ record where they are known. A program that holds its backend itself sees them i
 import asyncio
 import logging
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from tinker_local.backend.control.life_cycle import ControlPlane
-from tinker_local.backend.heap import memory_of_gpus, memory_of_processes
+from tinker_local.backend.heap import MemoryInUse, memory_in_use
 from tinker_local.backend.http.log_files import Line
 from tinker_local.backend.scheduling.operations import Operation
 from tinker_local.types import GoneError
@@ -21,10 +20,10 @@ from tinker_local.types import GoneError
 NOTICES = logging.getLogger("tinker_local.notices")
 
 STATUS_SECONDS = 30.0
-"""Between two lines of numbers."""
+"""Between two status lines."""
 
 MOST_FAILURES = 20
-"""That are told between two lines of numbers; a program that only fails would fill the log."""
+"""Failures that are logged between two status lines; a program that fails all the time would fill the log."""
 
 QUIET = ("create sampling session", "sign download")
 """Changes that are in the audit log alone: a program may make thousands, or they say little."""
@@ -33,7 +32,7 @@ GIB = 2**30
 
 
 def tell_change(line: Line) -> None:
-    """Tell a line of the audit log; requests that were taken and failed are told as failures."""
+    """Log a line of the audit log for the operator, unless the operation failed: `Notices` logs failures."""
     action, outcome = str(line["action"]), line["outcome"]
     if action in QUIET or outcome == "failed":
         return
@@ -113,9 +112,7 @@ class Notices:
             self._failures = self._untold = 0
             before = now
             if line:
-                # Reading the memory of all processes takes some milliseconds.
-                memory = await asyncio.to_thread(memory_words)
-                NOTICES.info("status: %s", f"{line}; {memory}")
+                NOTICES.info("status: %s; %s", line, memory_words(await memory_in_use()))
 
     def _line(self, before: Totals, now: Totals) -> str:
         """The numbers since `before`; empty if nothing has happened."""
@@ -152,9 +149,8 @@ def _rate(count: int, seconds: float) -> str:
     return f"{rate:,.0f}" if rate >= 100 else f"{rate:.2g}"
 
 
-def memory_words() -> str:
+def memory_words(memory: MemoryInUse) -> str:
     """Memory of the processes and of each GPU, in words."""
-    words = [f"memory {memory_of_processes() / GIB:.1f} GiB"]
-    gpus: Mapping[int, tuple[int, int]] = memory_of_gpus()
-    words += [f"GPU {at} {used / GIB:.1f} of {most / GIB:.1f} GiB" for at, (used, most) in gpus.items()]
+    words = [f"memory {memory.processes / GIB:.1f} GiB"]
+    words += [f"GPU {at} {used / GIB:.1f} of {most / GIB:.1f} GiB" for at, (used, most) in memory.gpus.items()]
     return ", ".join(words)

@@ -9,11 +9,10 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Query, Request
 from pydantic import Field
 from tinker_local.backend.control.training_runs import TrainingRun
-from tinker_local.backend.heap import memory_of_gpus, memory_of_processes
+from tinker_local.backend.heap import memory_in_use
 from tinker_local.backend.http.access import Backend, caller_of, sees_all
 from tinker_local.backend.http.bodies import parse
 from tinker_local.backend.models.served_models import ServedModel
-from tinker_local.backend.threads import DATABASE
 from tinker_local.types import Frozen, InvalidRequestError
 
 router = APIRouter(tags=["progress"])
@@ -31,7 +30,7 @@ OF_MODELS = (
     *("adapters", "sampler_versions", "trained_tokens", "sampled_tokens", "optimizer_steps", "samples"),
     *("trainer_works", "sampler_works", "sampler_asleep"),
 )
-"""Fields of `ModelMetrics` that are told of a base model."""
+"""Fields of `ModelMetrics` in the answer for each base model."""
 
 
 class MetricsBody(Frozen):
@@ -56,9 +55,9 @@ async def status(request: Request, backend: Backend) -> dict[str, Any]:
     if sees_all(request):
         found["models"] = [model_json(model) for model in backend.models.distinct()]
         found["seconds_up"] = time.time() - STARTED
-        found["memory_bytes"] = await DATABASE.run(memory_of_processes)
-        gpus = await DATABASE.run(memory_of_gpus)
-        found["gpus"] = [{"gpu": at, "used_bytes": used, "bytes": most} for at, (used, most) in gpus.items()]
+        memory = await memory_in_use()
+        found["memory_bytes"] = memory.processes
+        found["gpus"] = [{"gpu": at, "used_bytes": used, "bytes": most} for at, (used, most) in memory.gpus.items()]
     return found
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
 from tinker_local.backend.control.life_cycle import ControlPlane
-from tinker_local.backend.heap import memory_of_gpus, memory_of_processes
+from tinker_local.backend.heap import MemoryInUse
 
 Family = type[CounterMetricFamily] | type[GaugeMetricFamily] | type[HistogramMetricFamily]
 
@@ -20,13 +20,14 @@ Values = Mapping[tuple[str, ...], Any]
 
 @dataclass(frozen=True, slots=True)
 class ServerMetric:
-    """One metric; `values` reads the backend, in a thread."""
+    """One metric. `values`: from the backend, or `of_memory` from the memory in use."""
 
     family: Family
     name: str
     help: str
     labels: tuple[str, ...]
-    values: Callable[[ControlPlane], Values]
+    values: Callable[[ControlPlane], Values] = lambda backend: {}
+    of_memory: Callable[[MemoryInUse], Values] = lambda memory: {}
 
 
 PACKAGES = {"version": "tinker-local", "torch": "torch", "transformers": "transformers", "vllm": "vllm"}
@@ -128,21 +129,21 @@ SERVER_METRICS = (
         "tinker_local_memory_bytes",
         "Resident memory of the server and its processes; what they share counts once for each.",
         (),
-        lambda backend: {(): memory_of_processes()},
+        of_memory=lambda memory: {(): memory.processes},
     ),
     ServerMetric(
         GaugeMetricFamily,
         "tinker_local_gpu_memory_used_bytes",
         "Memory of a GPU that is in use, by any process.",
         ("gpu",),
-        lambda backend: {(str(at),): used for at, (used, _) in memory_of_gpus().items()},
+        of_memory=lambda memory: {(str(at),): used for at, (used, _) in memory.gpus.items()},
     ),
     ServerMetric(
         GaugeMetricFamily,
         "tinker_local_gpu_memory_bytes",
         "Memory of a GPU.",
         ("gpu",),
-        lambda backend: {(str(at),): most for at, (_, most) in memory_of_gpus().items()},
+        of_memory=lambda memory: {(str(at),): most for at, (_, most) in memory.gpus.items()},
     ),
     ServerMetric(
         GaugeMetricFamily,
@@ -162,15 +163,16 @@ SERVER_METRICS = (
 
 
 class ServerCollector(Collector):
-    """Reads the backend, which must be ready."""
+    """Reads the backend, which must be ready; `memory` was read before."""
 
-    def __init__(self, backend: ControlPlane) -> None:
+    def __init__(self, backend: ControlPlane, memory: MemoryInUse) -> None:
         self._backend = backend
+        self._memory = memory
 
     def collect(self) -> Iterator[Any]:
         for metric in SERVER_METRICS:
             family = metric.family(metric.name, metric.help, labels=metric.labels)
-            for labels, value in metric.values(self._backend).items():
+            for labels, value in {**metric.values(self._backend), **metric.of_memory(self._memory)}.items():
                 if isinstance(family, HistogramMetricFamily):
                     family.add_metric(labels, value.cumulated(), value.total)
                 else:

@@ -4,7 +4,6 @@ Imports neither torch nor transformers, and reads headers alone: a fraction of a
 """
 
 import json
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,9 +11,8 @@ from typing import Any
 
 from tinker_local.backend.families import FAMILIES
 from tinker_local.backend.options import ModelSource
+from tinker_local.backend.weight_files import INDEX, SINGLE, weight_files
 
-INDEX = "model.safetensors.index.json"
-SINGLE = "model.safetensors"
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 PROCESSORS = ("preprocessor_config.json", "processor_config.json")
 LONGEST_HEADER = 100 * 2**20
@@ -118,14 +116,13 @@ def _weights(folder: Path, found: ModelFiles) -> int:
 
 
 def _weight_files(folder: Path, found: ModelFiles) -> list[str]:
-    if (folder / INDEX).is_file():
-        try:
-            return sorted(set(json.loads((folder / INDEX).read_bytes())["weight_map"].values()))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            found.problems.append(f"{folder / INDEX} cannot be read: {error!r}")
-            return []
-    if (folder / SINGLE).is_file():
-        return [SINGLE]
+    try:
+        names = weight_files(folder)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        found.problems.append(f"{folder / INDEX} cannot be read: {error!r}")
+        return []
+    if names:
+        return names
     others = sorted(path.name for path in folder.glob("*.safetensors"))
     if others:
         found.problems.append(f"{folder} has {others[0]}, but neither {SINGLE} nor {INDEX}")
@@ -179,11 +176,3 @@ def _cut_off(size: int, whole: int | None = None) -> str:
     """In words. A pointer of git-lfs is the usual reason for a tiny file."""
     told = f"it has {size:,} bytes" + ("" if whole is None else f" of {whole:,}")
     return f"{told}, a pointer of git-lfs?" if size < 1024 else f"{told}: it is cut off"
-
-
-def free_bytes(folder: Path) -> int:
-    """Of the disk on which `folder` is or will be."""
-    while not folder.exists():
-        folder = folder.parent
-    found = os.statvfs(folder)
-    return found.f_bavail * found.f_frsize

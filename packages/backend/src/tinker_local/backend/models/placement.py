@@ -47,9 +47,9 @@ def layouts(options: BackendOptions, gpus: int, kv_heads: int) -> list[Layout]:
     the order in which they are tried until one fits the memory. ValueError in one line if there is none.
 
     By default every GPU trains and samples; with the GPUs of one engine named, the other one has the rest, or all if
-    there is no rest. An engine in the server's process is one on `FIRST_GPU`. As little as possible is shared: first
-    nothing, then the trainer's layers, then each replica. If nothing of that fits and nothing was chosen, one GPU
-    does both, as it does on a machine with one.
+    none are left. An engine in the server's process is on `FIRST_GPU`. Layouts that share less come first: whole
+    copies, then the trainer's layers shared, then replicas on several GPUs. If nothing of that fits and nothing was
+    chosen, one GPU does both, as it does on a machine with one.
     """
     if gpus:
         check_gpus("--train-gpus", options.train_gpus, gpus)

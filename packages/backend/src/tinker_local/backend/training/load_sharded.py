@@ -5,7 +5,6 @@ is whole on each rank, and transformers loads it, with one layer of each kind fo
 """
 
 import copy
-import json
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -16,11 +15,10 @@ import transformers
 from safetensors import safe_open
 from tinker_local.backend.families.family import Family
 from tinker_local.backend.training.sharded_weights import ReadPart, ShardedWeights
+from tinker_local.backend.weight_files import INDEX, SINGLE, weight_files
 from tinker_local.types import UnsupportedError
 from transformers.utils import logging
 from transformers.utils.hub import cached_file
-
-_SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 class Checkpoint:
@@ -62,12 +60,9 @@ class Checkpoint:
         return found.flatten()[start - first * width : stop - first * width]
 
     def _names(self) -> list[str]:
-        index = self._folder / _INDEX
-        if index.exists():
-            return sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        if (self._folder / _SINGLE).exists():
-            return [_SINGLE]
-        raise UnsupportedError(f"{self._folder}: has no {_SINGLE} and no {_INDEX}, so ranks cannot read parts of it")
+        if not (names := weight_files(self._folder)):
+            raise UnsupportedError(f"{self._folder}: has no {SINGLE} and no {INDEX}, so ranks cannot read parts of it")
+        return names
 
 
 def load_sharded(
