@@ -49,6 +49,9 @@ TRAINERS = {
 SHARDED = {f"{label}, sharded": label for label in TRAINERS}
 """The same with weights of which each rank holds a part."""
 
+BY_COLLECTIVES = ("text, sharded", "image in float64, sharded", "gemma3_text", "autograd")
+"""Labels, models and decoders whose parts FSDP2 gathers; the others are read from the memory of other ranks."""
+
 LABELS = [*TRAINERS, *SHARDED]
 
 OTHER_FAMILIES = {"qwen2_5_vl": "written-out", "gemma3_text": "autograd"}
@@ -330,7 +333,13 @@ def diverge(trainer: HFTrainer, ranks: Ranks) -> str:
     return "nothing"
 
 
+def gathering(what: str) -> None:
+    """Let the next sharded trainer gather as `BY_COLLECTIVES` has it."""
+    os.environ["NCCL_P2P_DISABLE"] = str(int(what in BY_COLLECTIVES))
+
+
 def make_trainer(folder: Path, label: str, ranks: Ranks = ONE_RANK, shards: int | None = None) -> HFTrainer:
+    gathering(label)
     model, decoder, dtype = TRAINERS[SHARDED.get(label, label)]
     return HFTrainer(
         str(folder / model),
@@ -358,6 +367,7 @@ def places(label: str) -> list[str]:
 
 def deep(folder: Path, decoder: Any, ranks: Ranks, shards: int) -> HFTrainer:
     """A sharded trainer of ten layers."""
+    gathering(decoder)
     return HFTrainer(str(folder / "qwen3_deep"), name="d", device="cpu", decoder=decoder, ranks=ranks, shards=shards)
 
 
@@ -366,6 +376,7 @@ def probed(folder: Path, ranks: Ranks = ONE_RANK, *, shards: int = 1) -> dict[st
     found = {}
     for model, decoder in OTHER_FAMILIES.items():
         chosen: Any = decoder
+        gathering(model)
         trainer = HFTrainer(str(folder / model), name=model, device="cpu", decoder=chosen, ranks=ranks, shards=shards)
         found[model] = trainer.logprobs(None, Maker(np.random.default_rng(6)).input(23))
     return found

@@ -13,11 +13,12 @@ from tinker_local.backend.training.worker import HFTrainer
 @dataclass
 class ShardMemory:
     """Bytes. `large`: of all layers and an untied LM head, on all ranks together. `layer`: of the largest layer.
-    `replicated`: of the rest of the model. `loading`, `walking`: the most while reading the checkpoint, and in a walk.
-    `resting`: between walks."""
+    `head`: of that LM head. `replicated`: of the rest of the model. `loading`, `walking`: the most while reading the
+    checkpoint, and in a walk. `resting`: between walks."""
 
     large: int
     layer: int
+    head: int
     replicated: int
     loading: int
     walking: int
@@ -81,6 +82,7 @@ def measured(make: Callable[[], HFTrainer]) -> ShardMemory:
     return ShardMemory(
         large=sum(sizes),
         layer=max(sizes[: len(layers)]),
+        head=sum(sizes[len(layers) :]),
         replicated=sum(tensor.nbytes for tensor in others),
         loading=loading[0],
         walking=walking[0],

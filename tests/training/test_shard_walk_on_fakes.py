@@ -1,5 +1,6 @@
 """The order in which ranks gather the units of sharded weights, with weights that only note it."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,10 +12,11 @@ LAYERS = 4
 class NotedWeights:
     """Notes `gather` and `drop`, and refuses to wait for what was not gathered."""
 
-    def __init__(self, head_unit: int | None) -> None:
+    def __init__(self, head_unit: int | None, *, together: bool = True) -> None:
         self.head_unit = head_unit
         self.gathered: dict[int, None] = {}
         self.noted: list[str] = []
+        self.gathers = SimpleNamespace(together=together)
 
     def gather(self, number: int) -> None:
         if number not in self.gathered:
@@ -44,7 +46,7 @@ def walked(head: int | None, *, backward: bool, until: int) -> list[str]:
 
 
 @pytest.mark.mutation(
-    "walk-left-in-the-middle", "sharded_weights.py", "while self._at + 1 < len(self._order):", "while False:"
+    "walk-left-in-the-middle", "sharded_weights.py", "while self._weights.gathers.together and", "while False and"
 )
 @pytest.mark.parametrize("backward", [False, True])
 @pytest.mark.parametrize("head", [None, LAYERS])
@@ -79,3 +81,12 @@ def test_a_fake_walk_refuses_to_leave_a_unit_out() -> None:
     walk.layer(0)
     with pytest.raises(AssertionError, match="unit 2 is read out of order: 1 is next"):
         walk.layer(2)
+
+
+def test_a_fake_walk_whose_ranks_wait_for_no_one_ends_where_it_is_left() -> None:
+    weights: Any = NotedWeights(None, together=False)
+    walk = ShardedWalk(weights, order_of(LAYERS, None, backward=True))
+    walk.layer(0)
+    walk.finish()
+    assert weights.noted == ["gather 0", "gather 1"]
+    assert [*weights.gathered] == [0]

@@ -18,8 +18,8 @@ _RUNTIME = 3 * _GIB
 _COUNTED_ADAPTERS = 4
 """Training adapters with reserved memory; more of them take memory from activations, which are then recomputed."""
 GATHERED = 3
-"""Whole layers that a rank of a sharded trainer has memory for: the one that runs, the next one, and the same as it is
-received."""
+"""Whole layers that a rank of a sharded trainer has memory for: the one that runs, the next one, and, if NCCL gathers
+them, the same as it is received."""
 COUNTED_RANK = 32
 """The largest rank of these adapters."""
 

@@ -84,11 +84,12 @@ def load_sharded(
         names = _names_of_layers(checkpoint, layers, path)
         for index, layer in enumerate(layers):
             tensors = _weights_first(layer, f"layer {index}")
-            views = weights.add_layer(tensors, _reader(checkpoint, tensors, f"{names}{index}.", path))
-            _replace(layer, views)
+            weights.add_layer(tensors, _reader(checkpoint, tensors, f"{names}{index}.", path))
         if not tied:
             tensors = _weights_first(model.lm_head, "lm_head")
-            _replace(model.lm_head, weights.add_head(tensors, _reader(checkpoint, tensors, "lm_head.", path)))
+            weights.add_head(tensors, _reader(checkpoint, tensors, "lm_head.", path))
+    for module, views in zip(layers if tied else [*layers, model.lm_head], weights.connect(), strict=True):
+        _replace(module, views)
     return model, weights
 
 

@@ -3,23 +3,30 @@
 FSDP2's hooks are not used: a decoder without autograd would not call them, and every rank must gather the same units in
 the same order even if it has nothing to compute. What is used is public: `fully_shard`, and `unshard` and `reshard` of
 each unit. A unit, a layer or the LM head, is one flat parameter, so that any dtypes and shapes fit, a rank's part is
-contiguous, and the tensors that modules read are views of what FSDP2 gathers.
+contiguous, and the tensors that modules read are views of what has been gathered.
+
+Frozen weights need no collective: ranks on one machine read each other's parts (`peer_memory.py`), each when it wants
+to, straight into the place where modules read them. Where they cannot, FSDP2 gathers.
 
 On a GPU, gathers and their copies run on a separate stream, one unit ahead of the computation. Their memory is
 always reserved: a gather that lacked memory on one rank would leave the other ranks waiting inside theirs.
 """
 
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from tinker_local.backend.training import compat_torch
 from tinker_local.backend.training.joined_ranks import FOREVER
+from tinker_local.backend.training.peer_memory import Peers, connect
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
+
+log = logging.getLogger(__name__)
 
 FLAT = torch.float64
 """The dtype of a flat parameter, which is only copied. torch 2.11 shards no parameters of integers; and FSDP2 copies
@@ -81,8 +88,7 @@ class Unit(torch.nn.Module):
         self._read(read, mesh)
 
     def _read(self, read: ReadPart, mesh: DeviceMesh) -> None:
-        part: Any = self.flat
-        mine = part.to_local().view(torch.uint8)
+        mine = self.part
         first = mesh.get_local_rank() * len(mine)
         for piece in self.pieces:
             start, stop = max(piece.start, first), min(piece.stop, first + len(mine))
@@ -91,10 +97,64 @@ class Unit(torch.nn.Module):
                 elements = read(piece.name, (start - piece.start) // size, (stop - piece.start) // size)
                 mine[start - first : stop - first] = elements.to(mine.device, piece.dtype).view(torch.uint8)
 
-    def views(self) -> dict[str, torch.Tensor]:
-        """The unit's tensors, by name. Only while it is gathered; they are readable whenever it is gathered again."""
-        flat = self.flat.detach().view(torch.uint8)
-        return {piece.name: flat[piece.start : piece.stop].view(piece.dtype).view(piece.shape) for piece in self.pieces}
+    @property
+    def part(self) -> torch.Tensor:
+        """The bytes of this rank. While the unit is not gathered."""
+        flat: Any = self.flat
+        part: torch.Tensor = flat.to_local().view(torch.uint8)
+        return part
+
+    def views(self, whole: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The unit's tensors, by name, in the bytes of the `whole` unit."""
+        return {
+            piece.name: whole[piece.start : piece.stop].view(piece.dtype).view(piece.shape) for piece in self.pieces
+        }
+
+
+class Gathers(Protocol):
+    """How units become whole. What is done on a GPU is done by the current stream."""
+
+    together: bool
+    """Whether all ranks of a copy must gather the same units in the same order."""
+
+    def begin(self, number: int) -> None:
+        """Make unit `number` whole."""
+
+    def end(self, number: int) -> None:
+        """Give up its memory."""
+
+    def views(self, number: int) -> dict[str, torch.Tensor]:
+        """Its tensors by name, readable whenever it is whole."""
+
+
+class PeerReads:
+    """Implements `Gathers` by reading from the memory of other ranks. Neighbouring layers have separate places, and
+    the LM head has one."""
+
+    together = False
+
+    def __init__(self, units: Sequence[Unit], head: int | None, peers: Peers, device: torch.device) -> None:
+        self._units = units
+        self._peers = peers
+        self._places = {number: 2 if number == head else number % 2 for number in range(len(units))}
+        sizes = dict.fromkeys(self._places.values(), 0)
+        for number, place in self._places.items():
+            sizes[place] = max(sizes[place], units[number].nbytes)
+        self._memory = {place: torch.empty(n, dtype=torch.uint8, device=device) for place, n in sizes.items()}
+
+    def begin(self, number: int) -> None:
+        """See `Gathers.begin`."""
+        self._peers.read(number, self._whole(number))
+
+    def end(self, number: int) -> None:
+        """See `Gathers.end`: the place is used again."""
+
+    def views(self, number: int) -> dict[str, torch.Tensor]:
+        """See `Gathers.views`."""
+        return self._units[number].views(self._whole(number))
+
+    def _whole(self, number: int) -> torch.Tensor:
+        return self._memory[self._places[number]][: self._units[number].nbytes]
 
 
 class _Staging:
@@ -116,31 +176,85 @@ class _Staging:
         return compat_torch.all_gather(output_tensor, input_tensor, group, async_op=async_op)
 
 
+class Collectives:
+    """Implements `Gathers` with FSDP2, for GPUs that cannot read each other's memory."""
+
+    together = True
+
+    def __init__(self, units: Sequence[Any], head: int | None, device: torch.device) -> None:
+        """Called with the stream of the gathers as the current one."""
+        self._units = units
+        self._device = device
+        self._reserved: dict[int, list[torch.Tensor]] = {}
+        self._views: list[dict[str, torch.Tensor]] = []
+        staging = _Staging()
+        for number, unit in enumerate(units):
+            assert isinstance(unit, FSDPModule)
+            unit.set_custom_all_gather(staging)
+            for _ in range((1 if number == head else 2) - len(self._reserved.get(unit.nbytes, ()))):
+                self._reserve(unit)
+            self.begin(number)
+            self._views.append(unit.views(unit.flat.detach().view(torch.uint8)))
+            self.end(number)
+
+    def begin(self, number: int) -> None:
+        """See `Gathers.begin`."""
+        unit = self._units[number]
+        if self._device.type == "cuda":
+            self._reserved[unit.nbytes].pop()  # for FSDP2 to allocate: nothing else does in this stream
+        unit.unshard(async_op=True).wait()
+
+    def end(self, number: int) -> None:
+        """See `Gathers.end`."""
+        self._units[number].reshard()
+        self._reserve(self._units[number])
+
+    def views(self, number: int) -> dict[str, torch.Tensor]:
+        """See `Gathers.views`."""
+        return self._views[number]
+
+    def _reserve(self, unit: Any) -> None:
+        if self._device.type == "cuda":
+            memory = torch.empty(unit.nbytes, dtype=torch.uint8, device=self._device)
+            self._reserved.setdefault(unit.nbytes, []).append(memory)
+
+
 class ShardedWeights:
     """Implements `LargeWeights` for layers and an LM head of which `size` ranks hold one copy together. With more ranks
-    than that there are several copies; ranks of one gather from each other alone."""
+    than that there are several copies; ranks of one gather from each other alone. Add all units, then `connect`."""
+
+    gathers: Gathers
 
     def __init__(self, device: torch.device, size: int) -> None:
         self.mesh = ranks_of_a_copy(device, size)
         self.gathered: dict[int, torch.cuda.Event | None] = {}
         self._device = device
-        self._units: list[Any] = []
+        self._units: list[Unit] = []
         self._layers = 0
         self._head: int | None = None
-        self._staging = _Staging()
         self._stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
-        self._reserved: dict[int, list[torch.Tensor]] = {}
 
-    def add_layer(self, tensors: Mapping[str, torch.Tensor], read: ReadPart) -> dict[str, torch.Tensor]:
-        """Shard the next layer, whose `tensors` have shapes and dtypes; returns those that its modules must read."""
-        self._layers += 1
+    def add_layer(self, tensors: Mapping[str, torch.Tensor], read: ReadPart) -> None:
+        """Shard the next layer, whose `tensors` have shapes and dtypes."""
         assert self._head is None, "the LM head is the last unit"
-        return self._added(tensors, read, together=2)
+        self._layers += 1
+        self._units.append(Unit(pieces_of(tensors), read, self.mesh, self._device))
 
-    def add_head(self, tensors: Mapping[str, torch.Tensor], read: ReadPart) -> dict[str, torch.Tensor]:
+    def add_head(self, tensors: Mapping[str, torch.Tensor], read: ReadPart) -> None:
         """The same for the LM head."""
         self._head = self._layers
-        return self._added(tensors, read, together=1)
+        self._units.append(Unit(pieces_of(tensors), read, self.mesh, self._device))
+
+    def connect(self) -> list[dict[str, torch.Tensor]]:
+        """Decide with the other ranks how units are gathered; the tensors that the modules of each must read."""
+        found = connect([unit.part for unit in self._units], self.mesh.get_group())
+        if isinstance(found, str):
+            log.warning("ranks gather layers through %s: %s", dist.get_backend(self.mesh.get_group()), found)
+            with self._beside():
+                self.gathers = Collectives(self._units, self._head, self._device)
+        else:
+            self.gathers = PeerReads(self._units, self._head, found, self._device)
+        return [self.gathers.views(number) for number in range(len(self._units))]
 
     @contextmanager
     def walk(self, *, backward: bool) -> Iterator["ShardedWalk"]:
@@ -162,11 +276,8 @@ class ShardedWeights:
         """Start to gather unit `number` unless that has been done. At most two units of layers at a time."""
         if number in self.gathered:
             return
-        unit = self._units[number]
         with self._beside():
-            if self._stream is not None:
-                self._reserved[unit.nbytes].pop()  # for FSDP2 to allocate: nothing else does in this stream
-            unit.unshard(async_op=True).wait()
+            self.gathers.begin(number)
             self.gathered[number] = None if self._stream is None else self._stream.record_event()
 
     def wait(self, number: int) -> None:
@@ -181,29 +292,8 @@ class ShardedWeights:
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
         for number in numbers:
             with self._beside():
-                self._units[number].reshard()
-                self._reserve(self._units[number])
+                self.gathers.end(number)
             del self.gathered[number]
-
-    def _added(self, tensors: Mapping[str, torch.Tensor], read: ReadPart, together: int) -> dict[str, torch.Tensor]:
-        unit: Any = Unit(pieces_of(tensors), read, self.mesh, self._device)
-        assert isinstance(unit, FSDPModule)
-        unit.set_custom_all_gather(self._staging)
-        self._units.append(unit)
-        number = len(self._units) - 1
-        with self._beside():
-            for _ in range(together - len(self._reserved.get(unit.nbytes, ()))):
-                self._reserve(unit)
-        self.gather(number)
-        self.wait(number)
-        views: dict[str, torch.Tensor] = unit.views()
-        self.drop([number])
-        return views
-
-    def _reserve(self, unit: Any) -> None:
-        if self._stream is not None:
-            memory = torch.empty(unit.nbytes, dtype=torch.uint8, device=self._device)
-            self._reserved.setdefault(unit.nbytes, []).append(memory)
 
     def _beside(self) -> AbstractContextManager[Any]:
         """Beside the computation: in the stream of gathers."""
@@ -236,8 +326,9 @@ class ShardedWalk:
             self._enter(self._weights.head_unit)
 
     def finish(self) -> None:
-        """Walk the rest of the way. Where a backward ends, the next walk begins: that layer stays."""
-        while self._at + 1 < len(self._order):
+        """Walk the rest of the way, if others wait for that. Where a backward ends, the next walk begins: that layer
+        stays."""
+        while self._weights.gathers.together and self._at + 1 < len(self._order):
             self._step()
         first = self._order[0]
         self._weights.drop([number for number in self._weights.gathered if number != first])

@@ -1,0 +1,103 @@
+"""Compare layouts by whole iterations of reinforcement learning: save, sample, gradient, step.
+
+    python benchmarks/rl_iteration.py --out benchmarks/results       # all GPUs of the machine, ten minutes
+    python benchmarks/rl_iteration.py --layouts one,colocated        # of one, colocated and split
+    python benchmarks/rl_iteration.py --tiny                         # the same code on a CPU, some minutes
+
+An iteration saves ephemeral weights, samples one sequence for each of 512 prompts of 128 tokens, 256 tokens each, and
+trains on all of them with importance sampling. Everything is the server's default, with random weights in the shape of
+Qwen3-8B and LoRA of rank 32. `one` is the first GPU alone, `colocated` what the server does with all GPUs,
+`split` trains on the first half of them and samples on the other.
+"""
+
+import argparse
+import os
+import sys
+import tempfile
+from datetime import UTC, datetime
+from pathlib import Path
+
+from engine import room_for_models
+from harness import machine, processes, report
+from harness.lines import Line
+from harness.ratios import Ratio
+
+LIMIT = 400.0
+"""Seconds of a layout, its start included."""
+LAYOUTS = ("one", "colocated", "split")
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tiny", action="store_true", help="tiny models; fails if anything does")
+    parser.add_argument("--layouts", default=",".join(LAYOUTS), help="which, the first is the base")
+    parser.add_argument("--iterations", type=int, default=2, metavar="N", help="timed ones (2)")
+    parser.add_argument("--out", type=Path, help="folder for dated files of the result")
+    parser.add_argument("--models", type=Path, help="folder where random models are kept and found again")
+    parser.add_argument("--log", type=Path, help="file for other output of the measurements (default: a temporary one)")
+    options = parser.parse_args()
+    options.gpus = len(machine.gpu().split("; ")) if machine.gpu() else 0
+    if not options.tiny and options.gpus < 2:
+        parser.error(f"there are {options.gpus} GPUs, and this needs two; --tiny runs the same code on a CPU")
+    return options
+
+
+def gpus_of(layout: str, gpus: int) -> tuple[str, str]:
+    """`--train-gpus` and `--sample-gpus`, or `-`."""
+    if layout != "split":
+        return "-", "-"
+    numbers = [str(number) for number in range(max(2, gpus))]
+    half = len(numbers) // 2
+    return ",".join(numbers[:half]), ",".join(numbers[half:])
+
+
+def main() -> int:
+    options = arguments()
+    scale, lines = "tiny" if options.tiny else "full", list[Line]()
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    with tempfile.TemporaryDirectory(dir=None if options.tiny else room_for_models(), prefix="bench-") as folder:
+        models = options.models.resolve() if options.models else Path(folder)
+        models.mkdir(parents=True, exist_ok=True)
+        with (options.log or Path(tempfile.gettempdir()) / "tinker-local-bench.log").open("w") as log:
+            fault = processes.run(["measurements.models", scale, str(models), "text"], LIMIT, log).fault
+            for layout in options.layouts.split(",") if not fault else []:
+                if layout == "one" and options.gpus:
+                    os.environ["CUDA_VISIBLE_DEVICES"] = (visible or "0").split(",")[0]
+                command = ["measurements.rl_layout", scale, str(models / "text"), f"rl.{layout}"]
+                places = gpus_of(layout, options.gpus)
+                outcome = processes.run([*command, str(options.iterations), *places], LIMIT, log)
+                os.environ.pop("CUDA_VISIBLE_DEVICES", None)
+                if visible is not None:
+                    os.environ["CUDA_VISIBLE_DEVICES"] = visible
+                lines += outcome.lines
+                if outcome.fault and not outcome.lines:
+                    lines.append(Line(f"rl.{layout}", error=outcome.fault[:300]))
+                    processes.show(lines[-1])
+            if fault:
+                lines.append(Line("rl", error=fault[:300]))
+    show(options, lines)
+    print(f"other output of the measurements: {log.name}")
+    return 1 if any(line.error for line in lines) else 0
+
+
+def show(options: argparse.Namespace, lines: list[Line]) -> None:
+    """Print the tables; keep them where `--out` says."""
+    from rich.console import Console
+
+    console = Console(record=True, width=160)
+    head = [*machine.describe(), f"{options.gpus} GPUs"]
+    console.print(f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC, {'tiny' if options.tiny else 'full'}")
+    for text in head:
+        console.print(text, highlight=False)
+    console.print(report.line_table(lines))
+    base, *others = options.layouts.split(",")
+    wanted = [
+        Ratio(f"{name} / {base}, an iteration's tokens/s", f"rl.{name}", (f"rl.{base}",), None) for name in others
+    ]
+    console.print(report.ratio_table(lines, wanted, judged=False))
+    if options.out is not None:
+        print(f"written to {report.keep(options.out, console.export_text(), lines, head, name='rl_iteration')}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
