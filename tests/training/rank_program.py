@@ -333,13 +333,14 @@ def diverge(trainer: HFTrainer, ranks: Ranks) -> str:
     return "nothing"
 
 
-def gathering(what: str) -> None:
+def gathering(what: str, ranks: Ranks) -> None:
     """Let the next sharded trainer gather as `BY_COLLECTIVES` has it."""
-    os.environ["NCCL_P2P_DISABLE"] = str(int(what in BY_COLLECTIVES))
+    if ranks.size > 1:
+        os.environ["NCCL_P2P_DISABLE"] = str(int(what in BY_COLLECTIVES))
 
 
 def make_trainer(folder: Path, label: str, ranks: Ranks = ONE_RANK, shards: int | None = None) -> HFTrainer:
-    gathering(label)
+    gathering(label, ranks)
     model, decoder, dtype = TRAINERS[SHARDED.get(label, label)]
     return HFTrainer(
         str(folder / model),
@@ -367,7 +368,7 @@ def places(label: str) -> list[str]:
 
 def deep(folder: Path, decoder: Any, ranks: Ranks, shards: int) -> HFTrainer:
     """A sharded trainer of ten layers."""
-    gathering(decoder)
+    gathering(decoder, ranks)
     return HFTrainer(str(folder / "qwen3_deep"), name="d", device="cpu", decoder=decoder, ranks=ranks, shards=shards)
 
 
@@ -376,7 +377,7 @@ def probed(folder: Path, ranks: Ranks = ONE_RANK, *, shards: int = 1) -> dict[st
     found = {}
     for model, decoder in OTHER_FAMILIES.items():
         chosen: Any = decoder
-        gathering(model)
+        gathering(model, ranks)
         trainer = HFTrainer(str(folder / model), name=model, device="cpu", decoder=chosen, ranks=ranks, shards=shards)
         found[model] = trainer.logprobs(None, Maker(np.random.default_rng(6)).input(23))
     return found
