@@ -12,7 +12,7 @@ BOOTSTRAP := sh scripts/bootstrap.sh </dev/null
 SOURCES := packages/types/src packages/client/src packages/backend/src
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-more test-vllm mutations check format proto serve bench bench-tiny clean
+.PHONY: help setup demo wheels test test-more test-vllm mutations check format proto serve bench bench-tiny clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
@@ -22,6 +22,10 @@ setup: ## the environment alone: .venv
 
 demo: setup ## fine-tune a vision-language model through the SDK; MODEL=NAME on a GPU
 	$(BIN)/python examples/demo.py $(if $(MODEL),--model "$(MODEL)")
+
+wheels: setup ## dist/: wheels, and the requirements that install them with an engine
+	PATH="$$PATH:$$PWD/.uv/bin" uv build --all-packages --wheel --quiet --out-dir dist
+	cp packages/backend/src/tinker_local/backend/cli/requirements-*.txt dist/
 
 # Tiny models: more threads than one only get in each other's way.
 test: export OMP_NUM_THREADS ?= 1

@@ -466,6 +466,12 @@ MISTAKES = (
     ),
     Promise(
         "operation",
+        "The client and a server with --fake need torch or transformers",
+        "fakes-need-torch",
+        ("workspace/test_installing.py::test_server_without_an_engine_depends_on_neither_torch_nor_vllm",),
+    ),
+    Promise(
+        "operation",
         "What cannot work is a traceback after minutes: weights absent or cut off, pickles, GGUF, memory, a port",
         "weights-cut-off one-copy-of-the-weights config-before-the-command-line",
         (

