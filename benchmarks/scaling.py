@@ -40,6 +40,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--layouts", default="one,replicated,sharded", help="which layouts, the first is the base")
     parser.add_argument("--shape", choices=("8b", "32b"), default="8b", help="of the text model")
     parser.add_argument("--tokens", type=int, help="positions of a step")
+    parser.add_argument("--sharded-tokens", type=int, metavar="N", help="micro-batches of the sharded layout")
     parser.add_argument("--steps", type=int, default=3, help="timed steps")
     parser.add_argument("--out", type=Path, help="folder for dated files of the result")
     parser.add_argument("--models", type=Path, help="folder where random models are kept and found again")
@@ -117,6 +118,7 @@ class Run:
             "folder": str(folder),
             "tokens": self._tokens,
             "steps": self._options.steps,
+            "micro_batch_tokens": self._options.sharded_tokens if layout == "sharded" else None,
         }
         file = folder / f"{layout}.job"
         file.write_text(json.dumps(job))
