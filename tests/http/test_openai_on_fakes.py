@@ -227,10 +227,16 @@ def test_checkpoints_answer_under_their_paths_and_are_listed_on_fakes(
     listed = {model.id for model in client.models.list()}
     assert {MODEL, path} <= listed
     assert state not in listed
+    for name in (MODEL, path, f"{MODEL};{path}"):
+        assert client.models.retrieve(name).id == name
+    assert client.models.retrieve(path).created > client.models.retrieve(MODEL).created
     for name in (state, f"other/base;{path}", "tinker://unknown/sampler_weights/x"):
         with pytest.raises(openai.APIStatusError) as refused:
             client.chat.completions.create(model=name, messages=HI)
         assert refused.value.status_code in (400, 404)
+        assert refused.value.param == "model", refused.value.message
+        with pytest.raises(openai.APIStatusError) as refused:
+            client.models.retrieve(name)
         assert refused.value.param == "model", refused.value.message
 
 

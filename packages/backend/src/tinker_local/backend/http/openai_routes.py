@@ -12,8 +12,9 @@ from tinker_local.backend.http.event_stream import begun, unless_left
 from tinker_local.backend.http.openai_answers import MAX_CELLS, Asked, events, whole_answer
 from tinker_local.backend.http.openai_bodies import Body, ChatBody, CompletionBody
 from tinker_local.backend.http.sampling_routes import body_limits
+from tinker_local.backend.storage.records import CheckpointRecord
 from tinker_local.backend.threads import ENCODING
-from tinker_local.types import InvalidRequestError, ModelInput
+from tinker_local.types import InvalidRequestError, ModelInput, NotFoundError
 
 router = APIRouter(tags=["openai"])
 
@@ -24,13 +25,28 @@ MOST_LISTED = 1000
 @router.get("/models")
 async def models(backend: Backend, owned: ToList) -> dict[str, Any]:
     """The base models, and the caller's sampler checkpoints."""
-    found = [{"id": name, "object": "model", "created": 0, "owned_by": "base"} for name in backend.models.names()]
+    found = [_model(name, None) for name in backend.models.names()]
     records, _ = await backend.checkpoints.newest(MOST_LISTED, 0, owned)
     for record in records:
         if record.kind == "sampler_weights" and record.base_model in backend.models.names():
-            created = int(record.created_at.timestamp())
-            found.append({"id": record.tinker_path, "object": "model", "created": created, "owned_by": "checkpoint"})
+            found.append(_model(record.tinker_path, record))
     return {"object": "list", "data": found}
+
+
+@router.get("/models/{name:path}")
+async def model(name: str, request: Request, backend: Backend) -> dict[str, Any]:
+    """A model by any name that a request may give, also a version that is in memory alone."""
+    await model_of(request, backend, name)
+    _, path = parse_model(name)
+    try:
+        return _model(name, None if path is None else await backend.checkpoints.get(path))
+    except NotFoundError:
+        return {**_model(name, None), "owned_by": "checkpoint"}
+
+
+def _model(name: str, record: CheckpointRecord | None) -> dict[str, Any]:
+    created, owner = (0, "base") if record is None else (int(record.created_at.timestamp()), "checkpoint")
+    return {"id": name, "object": "model", "created": created, "owned_by": owner}
 
 
 @router.post("/chat/completions")
