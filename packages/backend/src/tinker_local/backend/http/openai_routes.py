@@ -27,9 +27,12 @@ async def models(backend: Backend, owned: ToList) -> dict[str, Any]:
     """The base models, and the caller's sampler checkpoints."""
     found = [_model(name, None) for name in backend.models.names()]
     records, _ = await backend.checkpoints.newest(MOST_LISTED, 0, owned)
-    for record in records:
-        if record.kind == "sampler_weights" and record.base_model in backend.models.names():
-            found.append(_model(record.tinker_path, record))
+    served = {*backend.models.names()}
+    found += [
+        _model(record.tinker_path, record)
+        for record in records
+        if record.kind == "sampler_weights" and record.base_model in served
+    ]
     return {"object": "list", "data": found}
 
 
