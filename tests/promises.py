@@ -472,6 +472,11 @@ MISTAKES = (
     ),
     Promise(
         "operation",
+        "The name of an image file in a prompt is silently text, and the picture is missing",
+        "image-names-as-text",
+    ),
+    Promise(
+        "operation",
         "What cannot work is a traceback after minutes: weights absent or cut off, pickles, GGUF, memory, a port",
         "weights-cut-off one-copy-of-the-weights config-before-the-command-line",
         (

@@ -197,6 +197,21 @@ def test_a_part_that_cannot_be_used_is_named(parts: tuple[Any, ...], message: st
         model_input(*parts)
 
 
+@pytest.mark.mutation(
+    "image-names-as-text", "client/inputs.py", "isinstance(part, str) and _names_an_image(part)", "False"
+)
+def test_the_name_of_an_image_file_is_not_silently_text(tokenizer: Any, tmp_path: Path) -> None:
+    file = tmp_path / "cat.PNG"
+    PIL.Image.new("RGB", (28, 28)).save(file)
+    with pytest.raises(InvalidRequestError) as refused:
+        model_input("What is this? ", str(file), "It is", tokenizer=tokenizer)
+    assert f"parts[1]: '{file}' is an image file" in str(refused.value)
+    assert f"pathlib.Path('{file}')" in str(refused.value)
+    for text in (f"look at {file} now", "dog.png", "a" * 9000 + ".png", "\0.png", str(tmp_path)):
+        assert model_input(text, tokenizer=tokenizer).chunks == [text_chunk(text, tokenizer)]
+    assert model_input(text_chunk(str(file), tokenizer)).length
+
+
 def test_text_chunk_is_the_sdks_and_never_empty(tokenizer: Any) -> None:
     chunk = text_chunk("What<|im_end|>", tokenizer)
     assert type(chunk) is tinker.EncodedTextChunk

@@ -1,5 +1,6 @@
 """Text, tokens and pictures → the SDK's `ModelInput`."""
 
+import os
 from collections.abc import Iterable, Sequence
 from itertools import groupby, pairwise
 from pathlib import Path
@@ -65,8 +66,9 @@ def model_input(
       added (no BOS). Adjacent strings are joined first, so `"a", "b"` equals `"ab"`.
     - a list or 1-D integer array: token ids, as they are.
     - an image: a PIL image, a `pathlib.Path`, the bytes of an image file, or a uint8 array [H, W], [H, W, 3] or
-      [H, W, 4]. A str is never a path. See `image_chunk` for conversion, `image_format`, and `image_processor`, which
-      counts `expected_tokens`.
+      [H, W, 4]. A str is never a path; one that is the name of an image file is refused, because its name as text is
+      hardly meant. See `image_chunk` for conversion, `image_format`, and `image_processor`, which counts
+      `expected_tokens`.
     - a text or image chunk or a `ModelInput`, of the SDK or of `tinker_local.types`: unchanged.
 
     Qwen's vision-language models read an image between `<|vision_start|>` and `<|vision_end|>`, which are text.
@@ -90,6 +92,13 @@ def model_input(
 
 def _joined(parts: Iterable[Part]) -> Iterable[tuple[str, Part]]:
     """The parts with their names in error messages; adjacent strings are joined."""
+    parts = list(parts)
+    for index, part in enumerate(parts):
+        if isinstance(part, str) and _names_an_image(part):
+            raise local.InvalidRequestError(
+                f"parts[{index}]: {part!r} is an image file, but a str is text; pass pathlib.Path({part!r}) for the "
+                f"picture, or text_chunk({part!r}, tokenizer) for its name as text"
+            )
     for is_text, group in groupby(enumerate(parts), key=lambda item: isinstance(item[1], str)):
         if is_text:
             items = list(group)
@@ -97,6 +106,14 @@ def _joined(parts: Iterable[Part]) -> Iterable[tuple[str, Part]]:
         else:
             for index, part in group:
                 yield f"parts[{index}]", part
+
+
+def _names_an_image(text: str) -> bool:
+    """Whether all of `text` is the path of a file that PIL reads, by its suffix. Text without such a suffix is not
+    looked up, and text that cannot be a path (os.path, unlike pathlib) is no error."""
+    if os.path.splitext(text)[1].lower() not in PIL.Image.registered_extensions():  # noqa: PTH122
+        return False
+    return os.path.isfile(text)  # noqa: PTH113
 
 
 def _pieces(
