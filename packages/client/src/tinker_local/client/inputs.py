@@ -110,7 +110,7 @@ def _joined(parts: Iterable[Part]) -> Iterable[tuple[str, Part]]:
 
 def _names_an_image(text: str) -> bool:
     """Whether all of `text` is the path of a file that PIL reads, by its suffix. Text without such a suffix is not
-    looked up, and text that cannot be a path (os.path, unlike pathlib) is no error."""
+    looked up, and text that cannot be a path (os.path, unlike pathlib) raises nothing."""
     if os.path.splitext(text)[1].lower() not in PIL.Image.registered_extensions():  # noqa: PTH122
         return False
     return os.path.isfile(text)  # noqa: PTH113
