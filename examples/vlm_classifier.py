@@ -15,6 +15,7 @@ the same on blank images. It writes to --out:
     curves.png       the same as a plot, below held-out images with the model's answers, right and wrong
     report.json      all held-out images, before and after training
     held_out/        the images of the plot as files
+    paths.sh         $STATE, $SAMPLER and $PICTURE (one of held_out) for a shell
 
 It saves the training state and a sampler version when training ends, and every --save-every steps; --resume goes on
 from such a state. `--ask` trains nothing: it asks a sampler version about one picture.
@@ -24,6 +25,7 @@ import argparse
 import json
 import math
 import random
+import shlex
 import sys
 import time
 from collections.abc import Iterator
@@ -401,6 +403,9 @@ def main() -> int:
         parser.exit(1, f"error: {error}\n")
     show(report, dataset, options)
     (options.out / "report.json").write_text(json.dumps(asdict(report), indent=1))
+    picture = min((options.out / "held_out").iterdir())
+    paths = {"STATE": report.checkpoint, "SAMPLER": report.sampler, "PICTURE": str(picture)}
+    (options.out / "paths.sh").write_text("".join(f"{name}={shlex.quote(path)}\n" for name, path in paths.items()))
     if report.accuracy == 0:
         print(RANDOM, file=sys.stderr)
         return 1

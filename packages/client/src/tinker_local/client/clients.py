@@ -26,7 +26,10 @@ class ServiceClient(tinker.ServiceClient):
         check_server: Check the health of a server on a loopback address before returning. A missing server is then
             reported within a second (tinker.APIConnectionError) instead of the SDK's five minutes. Other addresses
             are never checked. False: send nothing, like the official client.
-        user_metadata, project_id, display_name, default_headers_overrides: As in the official client.
+        user_metadata: As in the official client.
+        project_id: As in the official client.
+        display_name: As in the official client.
+        default_headers_overrides: As in the official client.
 
     For a loopback address, 127.0.0.1 and localhost are added to this process's NO_PROXY, because the SDK would
     otherwise send its requests through a proxy.
