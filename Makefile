@@ -64,6 +64,9 @@ serve: setup ## a server: make serve MODEL=NAME[=PATH] [ARGS="--port 8000"]
 	$(if $(MODEL),,$(error which model? make serve MODEL=NAME[=PATH]))
 	$(BIN)/tinker-local serve --model "$(MODEL)" $(ARGS)
 
+docs: setup ## the documentation as a site in site/; broken links are errors
+	$(BIN)/zensical build --clean --strict
+
 bench: setup ## training and sampling against hand-written loops and vLLM alone, on a GPU; ARGS="--only text"
 	$(BIN)/python benchmarks/engine.py --out benchmarks/results $(ARGS)
 

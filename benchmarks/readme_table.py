@@ -1,4 +1,4 @@
-"""Print the speed tables of README from results of one commit on one machine.
+"""Print the speed tables of docs/performance.md from results of one commit on one machine.
 
     python benchmarks/readme_table.py benchmarks/results/engine-DATE-TIME.jsonl [MORE.jsonl ...]
 

@@ -24,7 +24,8 @@ def log_metrics(
         run: The run's `TrainingClient`, or its `model_id`.
         metrics: At most 64 numbers by name. Those that are not finite are left out, as a curve has no place for them.
         step: The program's own number of a step.
-        base_url, api_key: As those of `ServiceClient`.
+        base_url: As those of `ServiceClient`.
+        api_key: As those of `ServiceClient`.
 
     Raises tinker.APIConnectionError if no server answers, tinker.APIStatusError if it refuses them.
     """
