@@ -4,11 +4,12 @@ import ast
 import importlib
 import re
 import shlex
+import shutil
 import subprocess
 import tomllib
 from importlib.util import find_spec
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import click
 import pytest
@@ -128,11 +129,10 @@ def test_links_lead_to_files(page: str) -> None:
 
 
 def test_the_navigation_has_every_page_once() -> None:
-    def pages(entries: object) -> list[str]:
+    def pages(entries: Any) -> list[str]:
         if isinstance(entries, str):
             return [entries]
         values = entries.values() if isinstance(entries, dict) else entries
-        assert isinstance(values, list) or hasattr(values, "__iter__")
         return [page for entry in values for page in pages(entry)]
 
     listed = pages(tomllib.loads((ROOT / "zensical.toml").read_text())["project"]["nav"])
@@ -142,8 +142,8 @@ def test_the_navigation_has_every_page_once() -> None:
 def test_the_site_builds_strictly_and_loads_nothing_from_elsewhere(tmp_path: Path) -> None:
     """Broken links are errors; a page may link to other hosts, but loads no script, style or picture from them."""
     (tmp_path / "zensical.toml").write_text((ROOT / "zensical.toml").read_text())
-    for name in ("docs", "packages"):
-        (tmp_path / name).symlink_to(ROOT / name)
+    shutil.copytree(DOCS, tmp_path / "docs")
+    (tmp_path / "packages").symlink_to(ROOT / "packages")
     program = ROOT / ".venv" / "bin" / "zensical"
     if not program.exists():
         pytest.skip("zensical is not installed")
