@@ -22,7 +22,8 @@ def hang() -> None:
 
 
 class OddSampler(FakeSampler):
-    """`sequences_waiting`: of requests that wait for ever. Sleeps without memory to share."""
+    """`sequences_waiting`: of requests that wait for ever; each holds a hundredth of the KV cache. It sleeps without
+    memory to share."""
 
     def __init__(self, model: FakeModel) -> None:
         super().__init__(model)
@@ -33,6 +34,10 @@ class OddSampler(FakeSampler):
     @property
     def sequences_waiting(self) -> int:
         return self.waiting
+
+    @property
+    def kv_cache_used(self) -> float:
+        return self.waiting / 100
 
     @property
     def asleep(self) -> bool:

@@ -108,6 +108,8 @@ async def test_while_a_killed_replica_is_replaced_the_other_answers_for_all_tena
     assert found['tinker_local_replica_restarts_total{replica="0"}'] == 1
     assert found['tinker_local_replica_up{replica="1"}'] == 1
     assert found['tinker_local_replica_sequences{replica="1"}'] == 4
+    assert found['tinker_local_replica_kv_cache_used_ratio{replica="1"}'] == 0.04
+    assert served(api).metrics().kv_cache_used == 0.02, "the mean"
     assert [await tokens(api, await api.sample(each, 5, num_samples=3)) for each in sampling] == before
     for each in sampling:  # a new prompt goes to the replica with the fewest, which reads the version again
         await tokens(api, await api.sample(each, 6, (7, 8, 20)))

@@ -44,6 +44,7 @@ GAUGES = {
     "sampler_versions": {""},
     "sampler_asleep": {""},
     "sequences": {""},
+    "kv_cache_used_ratio": {""},
     "ephemeral_version_bytes": {""},
     "trainer_up": {""},
     "sampler_up": {""},

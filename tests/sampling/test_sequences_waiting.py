@@ -1,4 +1,4 @@
-"""How many sequences vLLM has no place for: what the queue states are told from."""
+"""What is told of vLLM's scheduler while it runs: how many sequences have no place, and how full its KV cache is."""
 
 import asyncio
 from typing import Any
@@ -24,6 +24,26 @@ async def test_sequences_beyond_those_that_run_are_counted_as_waiting(text: Any)
     assert len((await task).sequences) == limit + 7
     assert max(seen) >= 7
     assert text.sampler.sequences_waiting == 0
+
+
+@pytest.mark.mutation(
+    "kv-cache-use-is-that-of-running-sequences",
+    "vllm_sampler.py",
+    "return kv_cache_used(self._engine.built)",
+    "return 0.0",
+)
+async def test_the_share_of_the_kv_cache_follows_the_sequences_that_hold_it(text: Any) -> None:
+    assert text.sampler.kv_cache_used == 0
+    largest = []
+    for count in (1, 16):
+        work = SampleWork(text.prompt(PROMPT), None, SamplingParams(max_tokens=60, stop=()), num_samples=count)
+        task, seen = asyncio.create_task(text.sampler.sample(work)), [0.0]
+        while not task.done():
+            seen.append(text.sampler.kv_cache_used)
+            await asyncio.sleep(0.002)
+        largest.append(max(seen))
+        assert text.sampler.kv_cache_used == 0, "cached prefixes give way, and do not count"
+    assert 0 < largest[0] < largest[1] <= 1
 
 
 @pytest.mark.mutation("begun-sequences-not-reported", "patches.py", "        to_engine=_report_begun,\n", "")

@@ -112,6 +112,11 @@ class FakeSampler:
         return sum(list(self._waiting.values()))
 
     @property
+    def kv_cache_used(self) -> float:
+        """0: it keeps no keys and values."""
+        return 0.0
+
+    @property
     def asleep(self) -> bool:
         """Whether it sleeps."""
         return self._memory is not None and self._memory.asleep

@@ -36,7 +36,7 @@ class Exported:
     family: Family
     name: str
     help: str
-    values: Callable[[ModelMetrics], Mapping[str, int]]
+    values: Callable[[ModelMetrics], Mapping[str, float]]
     label: str | None = None
 
 
@@ -131,6 +131,12 @@ EXPORTED = (
     ),
     Exported(
         GaugeMetricFamily,
+        "tinker_local_kv_cache_used_ratio",
+        "Share of the sampler's KV cache, 0 to 1, that sequences hold; the mean of several replicas.",
+        lambda m: {"": m.kv_cache_used},
+    ),
+    Exported(
+        GaugeMetricFamily,
         "tinker_local_ephemeral_version_bytes",
         "Size of the ephemeral sampler versions that are kept, in shared memory or on disk.",
         lambda m: {"": m.ephemeral_bytes},
@@ -182,6 +188,13 @@ EXPORTED = (
         "tinker_local_replica_sequences",
         "Sequences in each of several replicas of the sampler.",
         lambda m: {str(at): replica.sequences for at, replica in m.replicas.items()},
+        "replica",
+    ),
+    Exported(
+        GaugeMetricFamily,
+        "tinker_local_replica_kv_cache_used_ratio",
+        "Share of the KV cache of each of several replicas, 0 to 1, that sequences hold.",
+        lambda m: {str(at): replica.kv_cache_used for at, replica in m.replicas.items()},
         "replica",
     ),
     Exported(

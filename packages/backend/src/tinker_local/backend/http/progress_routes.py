@@ -26,7 +26,7 @@ LONGEST_METRIC = 128
 STARTED = time.time()
 
 OF_MODELS = (
-    *("commands_running", "commands_waiting", "samples_running", "samples_waiting", "sequences"),
+    *("commands_running", "commands_waiting", "samples_running", "samples_waiting", "sequences", "kv_cache_used"),
     *("adapters", "sampler_versions", "trained_tokens", "sampled_tokens", "optimizer_steps", "samples"),
     *("trainer_works", "sampler_works", "sampler_asleep"),
 )

@@ -154,6 +154,13 @@ SERVER_METRICS = (
     ),
     ServerMetric(
         GaugeMetricFamily,
+        "tinker_local_disk_bytes",
+        "Size of the disk of the data folder.",
+        (),
+        lambda backend: {(): shutil.disk_usage(backend.options.data_dir).total},
+    ),
+    ServerMetric(
+        GaugeMetricFamily,
         "tinker_local_build_info",
         "Always 1; the labels are the versions that are installed.",
         tuple(PACKAGES),

@@ -31,10 +31,11 @@ class Counts:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaMetrics:
-    """One of several replicas of the sampler. `sequences`: in it. `restarts`: of its process. `works`: false while that
-    has ended and the next one is not ready."""
+    """One of several replicas of the sampler. `sequences`: in it. `kv_cache_used`: share of its KV cache, 0 to 1.
+    `restarts`: of its process. `works`: false while that has ended and the next one is not ready."""
 
     sequences: int
+    kv_cache_used: float
     restarts: int
     works: bool
 
@@ -67,6 +68,7 @@ class ModelMetrics:
     sampler_versions: adapter versions that the sampler has verified.
     ephemeral_bytes: of the ephemeral sampler versions, in shared memory or on disk.
     sequences: sequences in the sampler, its own queue included.
+    kv_cache_used: share of the sampler's KV cache, 0 to 1, that these sequences hold; the mean of several replicas.
     sampler_asleep: whether the sampler is asleep so that the trainer can use its memory; the next sample wakes it.
     trainer_works, sampler_works: false while the process of each has ended and the next one is not ready; of replicas
         while none works.
@@ -92,6 +94,7 @@ class ModelMetrics:
     ephemeral_bytes: int
     versions_dropped: int
     sequences: int
+    kv_cache_used: float
     sampler_sleeps: int
     sampler_asleep: bool
     trainer_restarts: int

@@ -143,6 +143,7 @@ class ServedModel:
             ephemeral_bytes=counts.ephemeral_bytes,
             versions_dropped=counts.versions_dropped,
             sequences=self.sample_turns.sequences,
+            kv_cache_used=engines.sampler.kv_cache_used,
             samples_waiting=counts.samples_accepted - self.sample_turns.requests,
             commands_running=scheduler.commands_running,
             commands_waiting=scheduler.commands_waiting,
@@ -171,8 +172,11 @@ class ServedModel:
         """Of each replica."""
         if self.pool is None:
             return {}
-        loads = zip(self.pool.sequences, self.sampler_supervisions, strict=True)
-        return {at: ReplicaMetrics(load, each.restarts, each.works) for at, (load, each) in enumerate(loads)}
+        parts = zip(self.pool.sequences, self.pool.replicas, self.sampler_supervisions, strict=True)
+        return {
+            at: ReplicaMetrics(sequences, replica.kv_cache_used, process.restarts, process.works)
+            for at, (sequences, replica, process) in enumerate(parts)
+        }
 
     async def close(self) -> None:
         """Stop the scheduler, then the engines. One in a separate process may hang, and ends with its calls, for which

@@ -107,6 +107,7 @@ def state(served: ServedSampler) -> Mapping[str, Any]:
         "images_encoded": sampler.images_encoded,
         "versions_loaded": sampler.versions_loaded,
         "sequences_waiting": sampler.sequences_waiting,
+        "kv_cache_used": sampler.kv_cache_used,
     }
 
 
@@ -233,6 +234,11 @@ class ProcessSampler(ProcessEngine):
     def sequences_waiting(self) -> int:
         """How many sequences waited when the last call ended, or a second ago."""
         return cast(int, self._told("sequences_waiting"))
+
+    @property
+    def kv_cache_used(self) -> float:
+        """Share of the KV cache in use when the last call ended, or a second ago; 0 after the process has ended."""
+        return float(self._told("kv_cache_used"))
 
     async def load_version(self, version: AdapterVersion) -> None:
         await self._call("load_version", _named(version), version=version)

@@ -72,6 +72,11 @@ class ReplicaPool:
         """Of all."""
         return sum(replica.sequences_waiting for replica in self.replicas)
 
+    @property
+    def kv_cache_used(self) -> float:
+        """Mean of all; each has its own cache of the same size."""
+        return sum(replica.kv_cache_used for replica in self.replicas) / len(self.replicas)
+
     async def load_version(self, version: AdapterVersion) -> None:
         """Return when every replica that works has loaded and verified it."""
         await self._by_all(lambda replica: replica.load_version(version))

@@ -130,6 +130,11 @@ class Sampler(Protocol):
     def sequences_waiting(self) -> int:
         """How many sequences of requests in flight do not run yet; readable from any thread."""
 
+    @property
+    def kv_cache_used(self) -> float:
+        """Share of the KV cache, 0 to 1, that sequences in flight hold. Prefixes that are kept in case another prompt
+        begins with them do not count: they give way. Readable from any thread."""
+
     async def load_version(self, version: AdapterVersion) -> None:
         """Load `version`, from memory if its folder is not written yet, and verify that all its tensors matched
         modules. InvalidRequestError if it cannot be served. No-op for a version that is loaded."""

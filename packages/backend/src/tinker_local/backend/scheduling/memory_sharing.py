@@ -400,28 +400,27 @@ class WakingSampler:
 
     @property
     def can_sleep(self) -> bool:
-        """Whether it can sleep."""
         return self._sampler.can_sleep
 
     @property
     def asleep(self) -> bool:
-        """Whether it is asleep."""
         return self._sampler.asleep
 
     @property
     def images_encoded(self) -> int:
-        """How many images went through the vision tower so far."""
         return self._sampler.images_encoded
 
     @property
     def versions_loaded(self) -> int:
-        """How many versions were loaded and not removed."""
         return self._sampler.versions_loaded
 
     @property
     def sequences_waiting(self) -> int:
-        """How many sequences in flight have no place on the device yet."""
         return self._sampler.sequences_waiting
+
+    @property
+    def kv_cache_used(self) -> float:
+        return self._sampler.kv_cache_used
 
     async def load_version(self, version: AdapterVersion) -> None:
         await self._use(lambda: self._sampler.load_version(version))

@@ -119,6 +119,12 @@ def sequences_running(engine: Any) -> int:
     return 0 if core is None else len(core.scheduler.running)
 
 
+def kv_cache_used(engine: Any) -> float:
+    """Share of the blocks of `engine`'s KV cache that sequences hold; 0 for None. Callable from any thread."""
+    core = None if engine is None else engine.engine_core.engine_core
+    return 0.0 if core is None else float(core.scheduler.kv_cache_manager.usage)
+
+
 def lora_worker(engine: Any) -> Any:
     """What loads an engine's adapters; its `lora_config` has their dtype."""
     return model_runner(engine).lora_manager

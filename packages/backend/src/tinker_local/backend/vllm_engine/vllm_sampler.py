@@ -12,7 +12,7 @@ from tinker_local.backend.sampling.prompt_scores import prompt_questions
 from tinker_local.backend.sampling.sampler import AdapterVersion, SampleWork
 from tinker_local.backend.vllm_engine import sleep_mode
 from tinker_local.backend.vllm_engine.build_engine import EngineOptions, build_engine
-from tinker_local.backend.vllm_engine.compat_vllm import default_dtype, sequences_running
+from tinker_local.backend.vllm_engine.compat_vllm import default_dtype, kv_cache_used, sequences_running
 from tinker_local.backend.vllm_engine.engine_inputs import TokenStream, engine_params, engine_prompt, sample_output
 from tinker_local.backend.vllm_engine.engine_thread import Engine, EngineRequest, EngineThread
 from tinker_local.backend.vllm_engine.patches import EngineEvents
@@ -86,6 +86,11 @@ class VLLMSampler:
     def sequences_waiting(self) -> int:
         """How many sequences in flight vLLM has not begun, or has preempted."""
         return max(0, len(self._engine.in_flight) - sequences_running(self._engine.built))
+
+    @property
+    def kv_cache_used(self) -> float:
+        """Share of vLLM's KV cache that sequences hold."""
+        return kv_cache_used(self._engine.built)
 
     async def load_version(self, version: AdapterVersion) -> None:
         """Load the adapter into vLLM and verify that all of it was taken."""
