@@ -31,7 +31,7 @@ def find_uv() -> str:
 
 def requirements(engine: str) -> str:
     """The text of the file for `cpu` or `gpu`."""
-    export = ["export", "--locked", "--offline", "--quiet", "--no-dev", "--extra", engine]
+    export = ["export", "--locked", "--offline", "--quiet", "--no-default-groups", "--extra", engine]
     plain = ["--no-hashes", "--no-annotate", "--no-header", "--no-emit-workspace"]
     done = subprocess.run([find_uv(), *export, *plain], cwd=ROOT, capture_output=True, text=True, check=True)
     lines = [line.removesuffix(EVERYWHERE) for line in done.stdout.splitlines()]

@@ -64,7 +64,7 @@ class Call:
             headers["Content-Type"] = PROTOBUF
         elif self.body is not None:
             given = {"json": self.body}
-        path = f"{self.prefix}{self.route}".format(**self.ids)
+        path = f"{self.prefix}{self.route}".replace(":path}", "}").format(**self.ids)
         return await api.http.request(self.method, path, headers=headers, **given)
 
 
@@ -84,6 +84,7 @@ def calls(of: str, own: str) -> Iterator[Call]:
         yield Call("POST", "/chat/completions", {}, chat, prefix)
         yield Call("POST", "/chat/completions", {}, {**chat, "model": f"{BASE};{named}"}, prefix)
         yield Call("POST", "/completions", {}, {"model": named, "prompt": "hi"}, prefix)
+        yield Call("GET", "/models/{name:path}", {"name": named}, None, prefix)
     for prefix in ANTHROPIC:
         yield Call("POST", "/messages", {}, {**chat, "max_tokens": 2}, prefix)
         yield Call("POST", "/messages/count_tokens", {}, chat, prefix)
