@@ -244,6 +244,26 @@ def test_as_much_is_shared_as_the_memory_of_the_gpus_asks_for(place: Place, free
         shared(20, shard="never")
 
 
+@pytest.mark.mutation(
+    "twice-the-tokens-without-room",
+    "place_engines.py",
+    "memory(2 * tokens).everything <= found.activations",
+    "True",
+)
+def test_ranks_that_share_layers_take_twice_the_tokens_where_they_train_alone_and_have_room(
+    place: Place, free: dict[int, float]
+) -> None:
+    def tokens(gib: float, **options: Any) -> int:
+        free.update(dict.fromkeys(range(4), gib))
+        return place(16, **{"train_gpus": (0, 1), "sample_gpus": (2, 3), "shard": 2, **options}).micro_batch_tokens
+
+    assert tokens(79) == 16384
+    assert tokens(79, shard="never") == 8192
+    assert tokens(79, sample_gpus=(1, 2)) == 8192
+    assert tokens(79, micro_batch_tokens=5000) == 5000
+    assert tokens(24) == 8192
+
+
 @pytest.mark.mutation("busy-gpu-stops-the-start", "placement.py", "else [*found, ONE_GPU]", "else found")
 def test_where_not_all_gpus_have_room_one_has_both_engines_and_the_line_says_why(
     place: Place, free: dict[int, float]

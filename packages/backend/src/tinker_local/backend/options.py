@@ -17,6 +17,9 @@ EnginePlace = Literal["inline", "process"]
 DecoderChoice = Literal["auto", "written-out", "autograd"]
 ShardChoice = Literal["auto", "never"] | int
 
+MICRO_BATCH_TOKENS = 8192
+"""Positions in one forward pass of the trainer, unless an option or the memory of the GPUs says otherwise."""
+
 _IMAGE_HOST = re.compile(r"[^\s/\\@?#*:\[\]]+(:\d{1,5})?")
 
 
@@ -254,8 +257,13 @@ class BackendOptions:
         ),
     ] = None
     micro_batch_tokens: Annotated[
-        int, CommandOption("Maximum positions in one forward pass of the trainer.", least=1)
-    ] = 8192
+        int | None,
+        CommandOption(
+            f"Maximum positions in one forward pass of the trainer. Default: {MICRO_BATCH_TOKENS}, or twice as many on "
+            "GPUs that share the trainer's layers, do not sample, and have the memory.",
+            least=1,
+        ),
+    ] = None
     image_folder: Annotated[
         Path | None,
         CommandOption(

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tinker_local.backend.models.gpu_plan import COUNTED_RANK, model_sizes, plan_gpu, step_sizes
-from tinker_local.backend.options import BackendOptions
+from tinker_local.backend.options import MICRO_BATCH_TOKENS, BackendOptions
 
 GIB = 2**30
 CONTEXT = GIB // 2
@@ -115,7 +115,7 @@ class Fitting:
             functools.partial(self._decoder.memory, columns=min(options.max_rank, COUNTED_RANK)),
             free=int(options.gpu_memory_utilization * (gib * GIB - CONTEXT)),
             context=context,
-            micro_batch_tokens=options.micro_batch_tokens,
+            micro_batch_tokens=options.micro_batch_tokens or MICRO_BATCH_TOKENS,
             max_rank=options.max_rank,
             adapter_slots=ADAPTER_SLOTS,
             steps=step_sizes(int(gib * GIB), name),

@@ -87,11 +87,12 @@ class StepSize:
 @dataclass(frozen=True, slots=True)
 class GpuPlan:
     """`step` of vLLM. Bytes: `kv_cache` for vLLM, and `activations`, the trainer's limit without weights, adapters and
-    logits; 0 for what is not on the GPU."""
+    logits; 0 for what is not on the GPU. `micro_batch_tokens`: positions in one forward of the trainer."""
 
     step: StepSize
     kv_cache: int
     activations: int
+    micro_batch_tokens: int
 
 
 def step_sizes(total: int, name: str) -> Sequence[StepSize]:
@@ -165,11 +166,11 @@ def plan_gpu(
         left = free - _RUNTIME - sampler - trainer - (sizes.step_bytes(step) if samples else 0)
         if left >= least + least_kv:
             if not samples:
-                return GpuPlan(step, 0, left)
+                return GpuPlan(step, 0, left, micro_batch_tokens)
             trained = min(max(least, min(most, left // 2)), left - least_kv)
             most_kv = max(least_kv, step.sequences * context * kv_bytes) if kv_cache is None else kv_cache
             cache = min(left - trained, most_kv)
-            return GpuPlan(step, cache, left - cache if trains else 0)
+            return GpuPlan(step, cache, left - cache if trains else 0, micro_batch_tokens)
     of_trainer = f"the activations of {longest} positions ({_gib(least)})"
     of_sampler = f"a KV cache for one sequence of {context} positions ({_gib(least_kv)})"
     if trains and samples:

@@ -23,7 +23,7 @@ from tinker_local.backend.models.served_models import (
     tokenizer_id,
 )
 from tinker_local.backend.models.supervision import TrainerSupervision, supervise_sampler
-from tinker_local.backend.options import BackendOptions, DType, EnginePlace, ModelSource
+from tinker_local.backend.options import MICRO_BATCH_TOKENS, BackendOptions, DType, EnginePlace, ModelSource
 from tinker_local.backend.rendering.decoding import MAX_PIXELS
 from tinker_local.backend.rendering.renderer import CACHE_BYTES, ImageReading, ModelRenderer
 from tinker_local.backend.sampling.process_sampler import ProcessSampler, SamplerFactory, SamplerSeat
@@ -70,7 +70,9 @@ async def load_base_models(
         engines, seconds = await in_daemon_thread(load_engines, loader, path, names, part, progress)
         memory_sharing = MemorySharing(engines.trainer, engines.sampler)
         scheduler = TrainScheduler(
-            memory_sharing, batch_tokens=options.batch_tokens, quantum=max(2, options.micro_batch_tokens)
+            memory_sharing,
+            batch_tokens=options.batch_tokens,
+            quantum=max(2, options.micro_batch_tokens or MICRO_BATCH_TOKENS),
         )
         trainer, sampler = engines.trainer, engines.sampler
         of_trainer = TrainerSupervision(trainer, memory_sharing) if isinstance(trainer, ProcessTrainer) else None
@@ -259,7 +261,7 @@ def load_real(source: ModelSource, options: BackendOptions, progress: Progress) 
         name=source.name,
         dtype=dtype,
         max_context_length=options.max_context_length,
-        micro_batch_tokens=options.micro_batch_tokens,
+        micro_batch_tokens=options.micro_batch_tokens or placed.micro_batch_tokens,
         max_rank=options.max_rank,
         activation_memory_bytes=placed.activation_bytes,
         module_gradient_norms=options.module_gradient_norms,
