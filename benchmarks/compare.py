@@ -14,7 +14,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from datetime import UTC, datetime
 from pathlib import Path
 
 from harness import machine, processes, report
@@ -64,17 +63,7 @@ def main() -> int:
         ratio = statistics.median(values["now"]) / statistics.median(values["before"])
         note = ", ".join(f"{name} {commit_of(checkout)}" for name, checkout in checkouts.items())
         lines.append(Line("now / before", ratio, "", note=f"of the medians of {len(values['now'])} runs; {note}"))
-    from rich.console import Console
-
-    console = Console(record=True, width=160)
-    minutes = (time.monotonic() - began) / 60
-    console.print(f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC, {scale}, {minutes:.1f} min")
-    for text in machine.describe():
-        console.print(text, highlight=False)
-    console.print(report.line_table(lines))
-    if options.out is not None:
-        written = report.keep(options.out, console.export_text(), lines, machine.describe(), "compare")
-        print(f"written to {written}")
+    report.show("compare", lines, options.out, tiny=options.tiny, seconds=time.monotonic() - began)
     return 1 if options.tiny and any(line.error for line in lines) else 0
 
 

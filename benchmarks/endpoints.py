@@ -23,7 +23,6 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -263,16 +262,7 @@ def main() -> int:
         lines = run(options, models, folder, log)
     for line in lines:
         processes.show(line)
-    from rich.console import Console
-
-    console = Console(record=True, width=160)
-    console.print(f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC, {'tiny' if options.tiny else 'full'}")
-    for text in machine.describe():
-        console.print(text, highlight=False)
-    console.print(report.line_table(lines))
-    console.print(report.ratio_table(lines, RATIOS, judged=not options.tiny))
-    if options.out is not None:
-        print(f"written to {report.keep(options.out, console.export_text(), lines, machine.describe(), 'endpoints')}")
+    report.show("endpoints", lines, options.out, tiny=options.tiny, ratios=RATIOS)
     print(f"other output: {log_file}")
     return 1 if options.tiny and any(line.error for line in lines) else 0
 

@@ -15,7 +15,6 @@ import tempfile
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import TextIO
 
@@ -115,22 +114,6 @@ class Run:
         return time.monotonic() + sum(item.usual for item in before) <= self._end
 
 
-def show(options: argparse.Namespace, run: Run, began: float) -> None:
-    """Print the tables; keep them where `--out` says."""
-    from rich.console import Console
-
-    console = Console(record=True, width=160)
-    head = machine.describe()
-    minutes = (time.monotonic() - began) / 60
-    console.print(f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC, {'tiny' if options.tiny else 'full'}, {minutes:.1f} min")
-    for text in head:
-        console.print(text, highlight=False)
-    console.print(report.line_table(run.lines))
-    console.print(report.ratio_table(run.lines, judged=not options.tiny))
-    if options.out is not None:
-        print(f"written to {report.keep(options.out, console.export_text(), run.lines, head)}")
-
-
 def main() -> int:
     options = arguments()
     if options.list:
@@ -147,7 +130,8 @@ def main() -> int:
         with log:
             run = Run(options, models, log)
             run.everything()
-        show(options, run, began)
+        took = time.monotonic() - began
+        report.show("engine", run.lines, options.out, tiny=options.tiny, seconds=took, ratios=ratios.RATIOS)
         print(f"other output of the measurements: {log.name}")
     if not options.tiny:
         return 0

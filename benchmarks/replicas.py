@@ -13,7 +13,6 @@ process, with one replica and with all, in two processes. The trainer is on the 
 import argparse
 import sys
 import tempfile
-from datetime import UTC, datetime
 from pathlib import Path
 
 from engine import room_for_models
@@ -89,25 +88,10 @@ def main() -> int:
             if outcome.fault:
                 lines.append(Line("replicas", error=outcome.fault[:300]))
                 processes.show(lines[-1])
-    show(options, lines)
+    compared = ratios(options.replicas) if options.tp == 1 else ()
+    report.show("replicas", lines, options.out, tiny=options.tiny, ratios=compared)
     print(f"other output of the measurements: {log.name}")
     return 1 if any(line.error for line in lines) else 0
-
-
-def show(options: argparse.Namespace, lines: list[Line]) -> None:
-    """Print the tables; keep them where `--out` says."""
-    from rich.console import Console
-
-    console = Console(record=True, width=160)
-    head = machine.describe()
-    console.print(f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC, {'tiny' if options.tiny else 'full'}")
-    for text in head:
-        console.print(text, highlight=False)
-    console.print(report.line_table(lines))
-    if options.tp == 1:
-        console.print(report.ratio_table(lines, ratios(options.replicas), judged=not options.tiny))
-    if options.out is not None:
-        print(f"written to {report.keep(options.out, console.export_text(), lines, head, name='replicas')}")
 
 
 if __name__ == "__main__":

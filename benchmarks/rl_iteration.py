@@ -14,7 +14,6 @@ import argparse
 import os
 import sys
 import tempfile
-from datetime import UTC, datetime
 from pathlib import Path
 
 from engine import room_for_models
@@ -75,28 +74,14 @@ def main() -> int:
                     processes.show(lines[-1])
             if fault:
                 lines.append(Line("rl", error=fault[:300]))
-    show(options, lines)
-    print(f"other output of the measurements: {log.name}")
-    return 1 if any(line.error for line in lines) else 0
-
-
-def show(options: argparse.Namespace, lines: list[Line]) -> None:
-    """Print the tables; keep them where `--out` says."""
-    from rich.console import Console
-
-    console = Console(record=True, width=160)
-    head = [*machine.describe(), f"{options.gpus} GPUs"]
-    console.print(f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC, {'tiny' if options.tiny else 'full'}")
-    for text in head:
-        console.print(text, highlight=False)
-    console.print(report.line_table(lines))
     base, *others = options.layouts.split(",")
-    wanted = [
+    compared = [
         Ratio(f"{name} / {base}, an iteration's tokens/s", f"rl.{name}", (f"rl.{base}",), None) for name in others
     ]
-    console.print(report.ratio_table(lines, wanted, judged=False))
-    if options.out is not None:
-        print(f"written to {report.keep(options.out, console.export_text(), lines, head, name='rl_iteration')}")
+    gpus = [f"{options.gpus} GPUs"]
+    report.show("rl_iteration", lines, options.out, tiny=options.tiny, ratios=compared, others=gpus)
+    print(f"other output of the measurements: {log.name}")
+    return 1 if any(line.error for line in lines) else 0
 
 
 if __name__ == "__main__":

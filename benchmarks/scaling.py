@@ -20,7 +20,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -226,18 +225,9 @@ def main() -> int:
         models.mkdir(parents=True, exist_ok=True)
         run = Run(options, models, Path(folder), log)
         run.everything()
-    from rich.console import Console
-
-    console = Console(record=True, width=160)
-    head = [*machine.describe(), f"{options.ranks} ranks"]
-    minutes = (time.monotonic() - began) / 60
-    console.print(f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC, {options.scale}, {minutes:.1f} min")
-    for text in head:
-        console.print(text, highlight=False)
-    console.print(report.line_table(run.lines))
-    if options.out is not None:
-        written = report.keep(options.out, console.export_text(), run.lines, head, "scaling")
-        print(f"written to {written}")
+    took = time.monotonic() - began
+    others = [f"{options.ranks} ranks"]
+    report.show("scaling", run.lines, options.out, tiny=options.tiny, seconds=took, others=others)
     print(f"other output of the ranks: {log_file}")
     return 1 if options.tiny and any(line.error for line in run.lines) else 0
 

@@ -1,4 +1,4 @@
-"""The tables of a run (lines and ratios) and its files."""
+"""What a run shows at its end (its machine, lines and ratios) and the files of it."""
 
 import json
 from collections.abc import Sequence
@@ -7,8 +7,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from harness import machine
 from harness.lines import Line
-from harness.ratios import RATIOS, Ratio, results
+from harness.ratios import Ratio, results
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -36,7 +37,7 @@ def line_table(lines: Sequence[Line]) -> "Table":
     return shown
 
 
-def ratio_table(lines: Sequence[Line], ratios: Sequence[Ratio] = RATIOS, *, judged: bool) -> "Table":
+def ratio_table(lines: Sequence[Line], ratios: Sequence[Ratio], *, judged: bool) -> "Table":
     """Ours against the baselines of the same run, with targets and the memory of both. `judged`: say whether targets
     are met; they are for models of a real size."""
     from rich.table import Table
@@ -67,6 +68,33 @@ def ratio_table(lines: Sequence[Line], ratios: Sequence[Ratio] = RATIOS, *, judg
     return shown
 
 
+def show(
+    name: str,
+    lines: Sequence[Line],
+    out: Path | None,
+    *,
+    tiny: bool,
+    seconds: float | None = None,
+    ratios: Sequence[Ratio] = (),
+    others: Sequence[str] = (),
+) -> None:
+    """Print the date, the machine, `others` and the tables; keep them as files named `name` in `out`. `seconds`: how
+    long the run took."""
+    from rich.console import Console
+
+    console = Console(record=True, width=160)
+    took = "" if seconds is None else f", {seconds / 60:.1f} min"
+    head = [*machine.describe(), *others]
+    console.print(f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC, {'tiny' if tiny else 'full'}{took}")
+    for text in head:
+        console.print(text, highlight=False)
+    console.print(line_table(lines))
+    if ratios:
+        console.print(ratio_table(lines, ratios, judged=not tiny))
+    if out is not None:
+        print(f"written to {keep(out, console.export_text(), lines, head, name)}")
+
+
 @dataclass(frozen=True, slots=True)
 class Kept:
     """A run that `keep` wrote. `head`: its machine, versions and commit."""
@@ -81,7 +109,7 @@ def read(path: Path) -> Kept:
     return Kept(first["machine"], [Line(**record) for record in others])
 
 
-def keep(folder: Path, text: str, lines: Sequence[Line], head: Sequence[str], name: str = "engine") -> Path:
+def keep(folder: Path, text: str, lines: Sequence[Line], head: Sequence[str], name: str) -> Path:
     """Write `NAME-DATE-TIME.txt`, and the lines as JSON beside it; never overwrite another run."""
     folder.mkdir(parents=True, exist_ok=True)
     stem = f"{name}-{datetime.now(UTC):%Y%m%d-%H%M%S}"

@@ -150,10 +150,10 @@ def test_results_are_appended_never_overwritten(tmp_path: Path, monkeypatch: pyt
             return cls(2026, 1, 2, 3, 4, 5)
 
     monkeypatch.setattr(report, "datetime", Clock)
-    path = report.keep(tmp_path, "table", [Line("ours", 1.0)], ["machine"])
+    path = report.keep(tmp_path, "table", [Line("ours", 1.0)], ["machine"], "engine")
     assert path.name == "engine-20260102-030405.txt"
     with pytest.raises(FileExistsError):
-        report.keep(tmp_path, "other", [], ["machine"])
+        report.keep(tmp_path, "other", [], ["machine"], "engine")
     assert path.read_text() == "table"
 
 
@@ -165,7 +165,7 @@ def test_the_tables_of_the_readme_keep_what_is_slower_than_its_baseline(
     from harness.lines import Line
 
     samples = [Line("sampling.sdk", 8000.0, "tokens/s"), Line("sampling.alone", 10_000.0, "tokens/s")]
-    path = report.keep(tmp_path, "table", samples, ["a machine", "commit abc"]).with_suffix(".jsonl")
+    path = report.keep(tmp_path, "table", samples, ["a machine", "commit abc"], "engine").with_suffix(".jsonl")
     monkeypatch.setattr("sys.argv", ["readme_table.py", str(path)])
     readme_table.main()
     printed = capsys.readouterr().out
@@ -181,7 +181,7 @@ def test_the_tables_of_the_readme_are_not_made_from_different_commits(
     from harness import report
 
     paths = [
-        report.keep(tmp_path / commit, "", [], ["a machine", f"commit {commit}"]).with_suffix(".jsonl")
+        report.keep(tmp_path / commit, "", [], ["a machine", f"commit {commit}"], "engine").with_suffix(".jsonl")
         for commit in ("abc", "def")
     ]
     monkeypatch.setattr("sys.argv", ["readme_table.py", *map(str, paths)])
