@@ -490,7 +490,8 @@ MISTAKES = (
         "operation",
         "What a run did is known to its program alone, or to everybody; a full disk stops the run that is recorded",
         "loss-of-masked-targets loss-of-all-steps curves-from-the-start torn-lines-stay everybodys-runs "
-        "everybodys-numbers histogram-not-cumulated kv-cache-use-is-that-of-running-sequences",
+        "everybodys-numbers histogram-not-cumulated kv-cache-use-is-that-of-running-sequences "
+        "board-of-metrics-that-are-gone plan-without-the-mlp",
         (
             "http/test_http_server_metrics_on_fakes.py::"
             "test_operations_and_tokens_are_counted_by_kind_and_owner_on_fakes",

@@ -194,7 +194,7 @@ def test_a_limit_of_open_files_below_the_connections_is_told_on_fakes(monkeypatc
     assert limits[-1] == (65536, 65536)
 
 
-@pytest.mark.mutation("ready-names-no-address", "server.py", ".get(host, host)  # not", '.get("", host)  # not')
+@pytest.mark.mutation("ready-names-no-address", "listening.py", ".get(host, host)  # not", '.get("", host)  # not')
 @pytest.mark.parametrize(("host", "url"), [("0.0.0.0", "http://127.0.0.1:"), ("127.0.0.1", "http://127.0.0.1:")])
 def test_ready_names_an_address_that_a_client_can_use_on_fakes(host: str, url: str) -> None:
     with server.bind(host, 0) as listening:

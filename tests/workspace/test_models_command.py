@@ -1,5 +1,6 @@
 """`tinker-local models` and README's table say what the memory plan says."""
 
+import subprocess
 import sys
 from pathlib import Path
 
@@ -14,19 +15,24 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 import models_table
 
 
-def test_readme_names_every_model_and_the_first_row_is_the_plans() -> None:
-    rows = models_table.rows(models_table.PAGE.read_text())
-    assert [line.split(" | ")[0].removeprefix("| ") for line in rows] == list(SHAPES)
-    assert rows[0] == row("Qwen/Qwen3-0.6B"), "run .venv/bin/python scripts/models_table.py"
+def test_rows_of_readme_are_the_plans() -> None:
+    assert models_table.rows(models_table.PAGE.read_text()) == list(map(row, SHAPES)), "run scripts/models_table.py"
 
 
-@pytest.mark.more
-def test_all_rows_of_readme_are_the_plans() -> None:
-    assert models_table.rows(models_table.PAGE.read_text()) == list(map(row, SHAPES))
+@pytest.mark.mutation("plan-without-the-mlp", "fitting.py", "intermediate=shape.intermediate)", "intermediate=0)")
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[] if name == "Qwen/Qwen3-0.6B" else pytest.mark.more) for name in SHAPES],
+)
+def test_the_plan_from_numbers_is_that_of_the_modules_that_torch_makes(name: str) -> None:
+    numbers, modules = Fitting.known(name), Fitting.of(known_config(name))
+    assert numbers.on(80) == modules.on(80)
+    assert numbers._sizes == modules._sizes
+    assert numbers._memory(8192, 32) == modules._memory(8192, 32)
 
 
-def test_parameters_and_memory_are_those_of_the_model_and_more_memory_fits_more() -> None:
-    fit = Fitting(known_config("Qwen/Qwen3-0.6B"))
+def test_more_memory_fits_more_and_the_defaults_are_those_of_the_sampler() -> None:
+    fit = Fitting.known("Qwen/Qwen3-0.6B")
     contexts = [fit.on(gib).context for gib in (4, 12, 16, 80)]
     assert contexts == sorted(contexts)
     assert (contexts[0], contexts[-1]) == (0, 40960)
@@ -34,6 +40,19 @@ def test_parameters_and_memory_are_those_of_the_model_and_more_memory_fits_more(
     assert "GiB" in fit.on(4).least
     defaults = EngineOptions("m")
     assert (defaults.adapters_per_step, defaults.image_cache_bytes) == (fitting.ADAPTER_SLOTS, fitting.IMAGE_CACHE)
+
+
+def test_well_known_models_and_the_check_of_the_machine_take_no_torch(tmp_path: Path) -> None:
+    """Which took a minute for `models`."""
+    program = (
+        "import sys; from tinker_local.backend.cli.main import main\n"
+        "main(sys.argv[1:], standalone_mode=False)\n"
+        "print({'torch', 'transformers', 'fastapi', 'sqlalchemy'} & sys.modules.keys() or 'none')"
+    )
+    for command in (["models", "--gpu", "H200"], ["check", "--port=0", f"--data-dir={tmp_path}"]):
+        done = subprocess.run([sys.executable, "-c", program, *command], capture_output=True, text=True, timeout=280)
+        assert done.stdout.splitlines()[-1] == "none", done.stdout + done.stderr
+        assert done.stdout.count("fits    ") == (len(SHAPES) - 1 if command[0] == "models" else 0)
 
 
 @pytest.mark.parametrize("given", ["H2000", "0", "nan", "-3"])

@@ -118,7 +118,7 @@ def _data_folder(folder: Path) -> Finding:
 
 
 def _port(host: str, port: int) -> Finding:
-    from tinker_local.backend.http.server import bind
+    from tinker_local.backend.http.listening import bind
 
     try:
         bind(host, port).close()

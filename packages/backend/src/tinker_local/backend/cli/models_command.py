@@ -1,8 +1,14 @@
 """`tinker-local models`: which models fit a GPU, and with how long a context."""
 
+import importlib.util
+from typing import TYPE_CHECKING
+
 import click
 from tinker_local.backend.cli.backend_options import each_value
 from tinker_local.backend.options import ModelSource
+
+if TYPE_CHECKING:
+    from tinker_local.backend.models.fitting import Fitting
 
 
 @click.command()
@@ -14,28 +20,36 @@ def models(models: tuple[ModelSource, ...], gpu: str | None) -> None:
     MODELS are folders or names of a hub; without any, well-known ones. It is the plan that `serve` makes, in bfloat16
     with default options, for a GPU that nothing else uses. Nothing is loaded or downloaded but configs.
     """
-    import importlib.util
+    from tinker_local.backend.models.fitting import SHAPES
 
-    if missing := [name for name in ("torch", "transformers") if importlib.util.find_spec(name) is None]:
-        raise click.UsageError(
-            f"{missing[0]} is not installed, which plans need; run `tinker-local install-engine cpu`"
-        )
     name, gib = _gpu(gpu)
-    from tinker_local.backend.models.fitting import SHAPES, Fitting, known_config
-    from transformers import AutoConfig
-
     click.echo(f"one {name or 'GPU'} of {gib:.1f} GiB, trainer and sampler in bfloat16")
-    configs = [(source.name, source.path) for source in models] or [(each, "") for each in SHAPES]
-    for model, path in configs:
-        try:
-            config = AutoConfig.from_pretrained(path) if path else known_config(model)
-            fit = Fitting(config).on(gib, name)
-        except (OSError, ValueError) as error:
-            raise click.UsageError(f"{model}: {error}") from None
-        size = f"{model}, {fit.parameters / 1e9:.3g}B parameters"
+    for source in models or [ModelSource.parse(each) for each in SHAPES]:
+        fit = _fitting(source).on(gib, name)
+        size = f"{source.name}, {fit.parameters / 1e9:.3g}B parameters"
         click.echo(
             f"fits    {size}: up to {fit.context:,} positions" if fit.context else f"NOT     {size}: {fit.least}"
         )
+
+
+def _fitting(source: ModelSource) -> "Fitting":
+    """Of a well-known model from its numbers, and of any other from its config, which takes torch."""
+    from tinker_local.backend.models.fitting import SHAPES, Fitting
+
+    if source.path in SHAPES:
+        return Fitting.known(source.path)
+    if missing := [name for name in ("torch", "transformers") if importlib.util.find_spec(name) is None]:
+        raise click.UsageError(
+            f"{missing[0]} is not installed, which plans of other models than the well-known ones need; run "
+            "`tinker-local install-engine cpu`"
+        )
+    from tinker_local.types import UnsupportedError
+    from transformers import AutoConfig
+
+    try:
+        return Fitting.of(AutoConfig.from_pretrained(source.path))
+    except (OSError, ValueError, UnsupportedError) as error:
+        raise click.UsageError(f"{source.name}: {error}") from None
 
 
 def _gpu(given: str | None) -> tuple[str, float]:

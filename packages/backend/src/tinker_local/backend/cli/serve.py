@@ -192,15 +192,9 @@ def _serve(
     logs: "ServerLogs",
 ) -> None:
     from tinker_local.backend.backend import InProcessBackend
+    from tinker_local.backend.http.listening import bind, url_of
     from tinker_local.backend.http.notices import NOTICES, Notices
-    from tinker_local.backend.http.server import (
-        allow_many_connections,
-        bind,
-        event_loop,
-        let_threads_alternate,
-        run,
-        url_of,
-    )
+    from tinker_local.backend.http.server import allow_many_connections, event_loop, let_threads_alternate, run
     from tinker_local.backend.models.load_engines import load_fake
     from tinker_local.types import ApiError
 

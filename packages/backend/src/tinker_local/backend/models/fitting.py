@@ -2,11 +2,14 @@
 
 import functools
 import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from tinker_local.backend.models.gpu_plan import COUNTED_RANK, model_sizes, plan_gpu, step_sizes
 from tinker_local.backend.options import MICRO_BATCH_TOKENS, BackendOptions
+from tinker_local.backend.training.block_memory import CUDA_LOGITS, attention_memory, decoder_memory, mlp_memory
+from tinker_local.backend.training.recompute_policy import ActivationMemory
 
 GIB = 2**30
 CONTEXT = GIB // 2
@@ -16,33 +19,52 @@ ADAPTER_SLOTS = 4
 IMAGE_CACHE = 2**30
 """The defaults of `EngineOptions`, which cannot be imported without vLLM."""
 
+ITEMSIZE = 2
+"""Bytes of a number in bfloat16."""
+
 STEP = 1024
 """Positions, to whose multiples a context is rounded down."""
 
 GPUS = {"L4": 22.0, "RTX 4090": 23.5, "A100 40GB": 39.4, "L40S": 44.4, "A100 80GB": 79.2, "H100": 79.2, "H200": 139.8}
 """GiB that CUDA says that they have."""
 
-Shape = tuple[int, int, int, int, int, int, int, bool, int]
-SHAPES: dict[str, tuple[str, Shape]] = {
-    "Qwen/Qwen3-0.6B": ("qwen3", (1024, 3072, 28, 16, 8, 128, 151936, True, 40960)),
-    "Qwen/Qwen3-1.7B": ("qwen3", (2048, 6144, 28, 16, 8, 128, 151936, True, 40960)),
-    "Qwen/Qwen3-4B": ("qwen3", (2560, 9728, 36, 32, 8, 128, 151936, True, 40960)),
-    "Qwen/Qwen3-8B": ("qwen3", (4096, 12288, 36, 32, 8, 128, 151936, False, 40960)),
-    "Qwen/Qwen3-14B": ("qwen3", (5120, 17408, 40, 40, 8, 128, 151936, False, 40960)),
-    "Qwen/Qwen3-32B": ("qwen3", (5120, 25600, 64, 64, 8, 128, 151936, False, 40960)),
-    "meta-llama/Llama-3.2-1B": ("llama", (2048, 8192, 16, 32, 8, 64, 128256, True, 131072)),
-    "meta-llama/Llama-3.2-3B": ("llama", (3072, 8192, 28, 24, 8, 128, 128256, True, 131072)),
-    "meta-llama/Llama-3.1-8B": ("llama", (4096, 14336, 32, 32, 8, 128, 128256, False, 131072)),
-    "mistralai/Mistral-7B-v0.3": ("mistral", (4096, 14336, 32, 32, 8, 128, 32768, False, 32768)),
-    "Qwen/Qwen3-VL-4B-Instruct": ("qwen3_vl", (2560, 9728, 36, 32, 8, 128, 151936, True, 262144)),
-    "Qwen/Qwen3-VL-8B-Instruct": ("qwen3_vl", (4096, 12288, 36, 32, 8, 128, 151936, False, 262144)),
-}
-"""Of well-known models, after their `model_type`: hidden, intermediate, layers, heads, KV heads, head size, vocabulary,
-tied LM head, positions."""
 
-TOWERS: dict[str, dict[str, int]] = {
-    "Qwen/Qwen3-VL-4B-Instruct": {"depth": 24, "hidden_size": 1024, "intermediate_size": 4096},
-    "Qwen/Qwen3-VL-8B-Instruct": {"depth": 27, "hidden_size": 1152, "intermediate_size": 4304},
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """The sizes of a model, as its published config has them. `parameters`: of the whole model; a tied LM head counts
+    once. `tower`: layers, hidden and intermediate size of its vision tower; empty if it has none."""
+
+    model_type: str
+    hidden: int
+    intermediate: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_size: int
+    vocabulary: int
+    tied: bool
+    positions: int
+    parameters: int
+    tower: tuple[int, ...] = ()
+
+
+SHAPES = {
+    "Qwen/Qwen3-0.6B": Shape("qwen3", 1024, 3072, 28, 16, 8, 128, 151936, True, 40960, 596_049_920),
+    "Qwen/Qwen3-1.7B": Shape("qwen3", 2048, 6144, 28, 16, 8, 128, 151936, True, 40960, 1_720_574_976),
+    "Qwen/Qwen3-4B": Shape("qwen3", 2560, 9728, 36, 32, 8, 128, 151936, True, 40960, 4_022_468_096),
+    "Qwen/Qwen3-8B": Shape("qwen3", 4096, 12288, 36, 32, 8, 128, 151936, False, 40960, 8_190_735_360),
+    "Qwen/Qwen3-14B": Shape("qwen3", 5120, 17408, 40, 40, 8, 128, 151936, False, 40960, 14_768_307_200),
+    "Qwen/Qwen3-32B": Shape("qwen3", 5120, 25600, 64, 64, 8, 128, 151936, False, 40960, 32_762_123_264),
+    "meta-llama/Llama-3.2-1B": Shape("llama", 2048, 8192, 16, 32, 8, 64, 128256, True, 131072, 1_235_814_400),
+    "meta-llama/Llama-3.2-3B": Shape("llama", 3072, 8192, 28, 24, 8, 128, 128256, True, 131072, 3_212_749_824),
+    "meta-llama/Llama-3.1-8B": Shape("llama", 4096, 14336, 32, 32, 8, 128, 128256, False, 131072, 8_030_261_248),
+    "mistralai/Mistral-7B-v0.3": Shape("mistral", 4096, 14336, 32, 32, 8, 128, 32768, False, 32768, 7_248_023_552),
+    "Qwen/Qwen3-VL-4B-Instruct": Shape(
+        "qwen3_vl", 2560, 9728, 36, 32, 8, 128, 151936, True, 262144, 4_437_815_808, (24, 1024, 4096)
+    ),
+    "Qwen/Qwen3-VL-8B-Instruct": Shape(
+        "qwen3_vl", 4096, 12288, 36, 32, 8, 128, 151936, False, 262144, 8_767_123_696, (27, 1152, 4304)
+    ),
 }
 
 
@@ -59,39 +81,81 @@ def known_config(name: str) -> Any:
     """The config of a model of `SHAPES`, of transformers."""
     import transformers
 
-    kind, (hidden, intermediate, layers, heads, kv_heads, head, vocabulary, tied, positions) = SHAPES[name]
-    text = {
-        "hidden_size": hidden,
-        "intermediate_size": intermediate,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "head_dim": head,
-        "vocab_size": vocabulary,
-        "max_position_embeddings": positions,
-        "tie_word_embeddings": tied,
+    shape = SHAPES[name]
+    text = _text_config(shape)
+    if not shape.tower:
+        return transformers.AutoConfig.for_model(shape.model_type, **text)
+    sizes = dict(zip(("depth", "hidden_size", "intermediate_size"), shape.tower, strict=True))
+    tower = {**sizes, "out_hidden_size": shape.hidden}
+    return transformers.AutoConfig.for_model(
+        shape.model_type, text_config=text, vision_config=tower, tie_word_embeddings=shape.tied
+    )
+
+
+def _text_config(shape: Shape) -> dict[str, Any]:
+    """The fields of a text config of transformers."""
+    return {
+        "hidden_size": shape.hidden,
+        "intermediate_size": shape.intermediate,
+        "num_hidden_layers": shape.layers,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads,
+        "head_dim": shape.head_size,
+        "vocab_size": shape.vocabulary,
+        "max_position_embeddings": shape.positions,
+        "tie_word_embeddings": shape.tied,
     }
-    if name not in TOWERS:
-        return transformers.AutoConfig.for_model(kind, **text)
-    tower = TOWERS[name] | {"out_hidden_size": hidden}
-    return transformers.AutoConfig.for_model(kind, text_config=text, vision_config=tower, tie_word_embeddings=tied)
 
 
 class Fitting:
-    """A model of `config` on GPUs of any size, in bfloat16, trainer and sampler on one; as `options` say."""
+    """A model on GPUs of any size, in bfloat16, trainer and sampler on one; as `options` say."""
 
-    def __init__(self, config: Any, options: BackendOptions | None = None) -> None:
+    def __init__(
+        self,
+        text: Mapping[str, Any],
+        parameters: int,
+        memory: Callable[[int, int], ActivationMemory],
+        options: BackendOptions,
+        *,
+        vision: bool,
+    ) -> None:
+        """`text`: fields of its text config. `memory`: of the decoder's activations, by positions and columns of
+        adapters."""
+        self._options = options
+        self._longest = int(text["max_position_embeddings"])
+        self._vision = vision
+        self._memory = memory
+        self._parameters = parameters
+        self._sizes = model_sizes(text, parameters, ITEMSIZE)
+
+    @classmethod
+    def known(cls, name: str) -> "Fitting":
+        """One of `SHAPES`, from its numbers: without torch."""
+        shape, options = SHAPES[name], BackendOptions()
+
+        def memory(tokens: int, columns: int) -> ActivationMemory:
+            heads = {"heads": shape.heads, "kv_heads": shape.kv_heads, "head_size": shape.head_size}
+            layer = (
+                attention_memory(tokens, columns, ITEMSIZE, **heads),
+                mlp_memory(tokens, columns, ITEMSIZE, intermediate=shape.intermediate),
+            )
+            return decoder_memory([layer] * shape.layers, tokens * shape.hidden * ITEMSIZE)
+
+        return cls(_text_config(shape), shape.parameters, memory, options, vision=bool(shape.tower))
+
+    @classmethod
+    def of(cls, config: Any) -> "Fitting":
+        """Any model, from its config of transformers: torch makes its modules without values."""
         from tinker_local.backend.training.load_model import decoder_of_sizes
 
-        self._options = options or BackendOptions()
-        self._text = config.get_text_config()
-        self._vision = hasattr(config, "vision_config")
-        self._decoder, self._parameters = decoder_of_sizes(config, "bfloat16", self._options.decoder)
-        self._sizes = model_sizes(self._text.to_dict(), self._parameters, 2)
+        options = BackendOptions()
+        decoder, parameters = decoder_of_sizes(config, "bfloat16", options.decoder)
+        text = config.get_text_config().to_dict()
+        return cls(text, parameters, decoder.memory, options, vision=hasattr(config, "vision_config"))
 
     def on(self, gib: float, name: str = "") -> Fit:
         """On a free GPU of `gib` GiB."""
-        longest = self._text.max_position_embeddings
+        longest = self._longest
         try:
             self._plan(gib, name, min(STEP, longest))
         except ValueError as error:
@@ -107,12 +171,10 @@ class Fitting:
         return Fit(min(fits * STEP, longest), self._parameters)
 
     def _plan(self, gib: float, name: str, context: int) -> None:
-        from tinker_local.backend.training.worker import CUDA_LOGITS
-
         options = self._options
         plan_gpu(
             self._sizes,
-            functools.partial(self._decoder.memory, columns=min(options.max_rank, COUNTED_RANK)),
+            functools.partial(self._memory, columns=min(options.max_rank, COUNTED_RANK)),
             free=int(options.gpu_memory_utilization * (gib * GIB - CONTEXT)),
             context=context,
             micro_batch_tokens=options.micro_batch_tokens or MICRO_BATCH_TOKENS,
@@ -120,13 +182,13 @@ class Fitting:
             adapter_slots=ADAPTER_SLOTS,
             steps=step_sizes(int(gib * GIB), name),
             image_cache=IMAGE_CACHE if self._vision else 0,
-            logits=CUDA_LOGITS * 2,
+            logits=CUDA_LOGITS * ITEMSIZE,
         )
 
 
 def row(name: str) -> str:
     """Of the table of README, for one of `SHAPES`: the smallest of `GPUS`, the longest context on it and on an H200."""
-    fitting = Fitting(known_config(name))
+    fitting = Fitting.known(name)
     for gpu, gib in GPUS.items():
         if here := fitting.on(gib, gpu).context:
             return f"| {name} | {gpu} | {here:,} | {fitting.on(GPUS['H200'], 'H200').context:,} |"

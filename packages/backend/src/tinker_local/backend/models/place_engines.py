@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from tinker_local.backend.models.gpu_plan import COUNTED_RANK, GpuPlan, model_sizes, plan_gpu, step_sizes
 from tinker_local.backend.models.placement import FIRST_GPU, ONE_GPU, Layout, layouts, replica_gpus
 from tinker_local.backend.options import MICRO_BATCH_TOKENS, BackendOptions
+from tinker_local.backend.training.block_memory import CUDA_LOGITS
 
 if TYPE_CHECKING:
     from tinker_local.backend.vllm_engine.build_engine import EngineOptions
@@ -109,7 +110,6 @@ def gpu_plans(config: Any, engine: "EngineOptions", options: BackendOptions) -> 
     ValueError, with the number of the GPU if there are several."""
     import torch
     from tinker_local.backend.training.load_model import decoder_of_sizes
-    from tinker_local.backend.training.worker import CUDA_LOGITS
 
     text_config = config.get_text_config()
     dtype = engine.dtype or options.dtype or "float32"

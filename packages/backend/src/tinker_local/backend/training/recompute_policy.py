@@ -3,8 +3,10 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
+from typing import TYPE_CHECKING
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 
 class Keep(Enum):
@@ -59,10 +61,12 @@ class ActivationMemory:
         return policy
 
 
-def free_bytes(device: torch.device) -> int | None:
+def free_bytes(device: "torch.device") -> int | None:
     """Bytes that can be allocated on `device`, including the cache of torch's allocator; None if it is not a GPU."""
     if device.type != "cuda":
         return None
+    import torch
+
     free, _ = torch.cuda.mem_get_info(device)
     unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return int(free + unused)

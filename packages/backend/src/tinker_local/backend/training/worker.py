@@ -24,6 +24,7 @@ import torch
 from tinker_local.backend.options import DecoderChoice
 from tinker_local.backend.rendering.rendered_input import RenderedInput
 from tinker_local.backend.training import lora
+from tinker_local.backend.training.block_memory import CUDA_LOGITS
 from tinker_local.backend.training.load_model import load_model
 from tinker_local.backend.training.lora import Adapter, TensorSpec
 from tinker_local.backend.training.losses import loss_of
@@ -49,9 +50,6 @@ from tinker_local.backend.training.trainer import (
 from tinker_local.backend.training.transfer import to_host
 from tinker_local.types import ApiError, InternalError, InvalidRequestError, LoraConfig, NotFoundError
 from tinker_local.types.base import Frozen
-
-CUDA_LOGITS = 2**28
-"""Maximum number of logits in memory at once on a GPU: enough rows for matmuls at full speed."""
 
 _NOT_FLAT = 1e-6
 """A first gradient of exactly zero is a bug if the derivative with respect to some target's logit exceeded this."""

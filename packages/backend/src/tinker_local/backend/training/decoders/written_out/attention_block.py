@@ -11,13 +11,8 @@ from typing import Any
 
 import torch
 from tinker_local.backend.training.attention import AttentionRule, attend, attend_backward
-from tinker_local.backend.training.decoders.written_out.block import (
-    BlockMemory,
-    RowContext,
-    concatenated,
-    joined,
-    present,
-)
+from tinker_local.backend.training.block_memory import BlockMemory, attention_memory
+from tinker_local.backend.training.decoders.written_out.block import RowContext, concatenated, joined, present
 from tinker_local.backend.training.lora import Target
 from tinker_local.backend.training.lora_batch import project, project_backward, project_onto, whole
 
@@ -75,9 +70,9 @@ class AttentionBlock:
         return AttentionPass(self, context, x)
 
     def memory(self, tokens: int, columns: int, itemsize: int) -> BlockMemory:
-        """Kept: qkv, attended, logsumexp and the adapters' h. The backward adds query, key, value and gradients."""
-        heads = tokens * (2 * self.heads + 2 * self.kv_heads) * self.head_size * itemsize + tokens * self.heads * 4
-        return BlockMemory(lean=heads + tokens * 4 * columns * itemsize, large=0, transient=3 * heads)
+        """See `Block.memory`."""
+        sizes = {"heads": self.heads, "kv_heads": self.kv_heads, "head_size": self.head_size}
+        return attention_memory(tokens, columns, itemsize, **sizes)
 
     def parts(self, qkv: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Split the joined output into query [T, N D], key and value [T, M D]."""

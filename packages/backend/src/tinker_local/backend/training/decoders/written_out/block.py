@@ -10,6 +10,7 @@ from typing import Protocol
 
 import torch
 from tinker_local.backend.training.attention import Segments
+from tinker_local.backend.training.block_memory import BlockMemory
 from tinker_local.backend.training.kernels import Kernels
 from tinker_local.backend.training.lora import Target
 from tinker_local.backend.training.lora_batch import LoraBatch
@@ -44,16 +45,6 @@ class BlockPass(Protocol):
     def backward(self, grad: torch.Tensor) -> torch.Tensor:
         """The gradient of the input from that of the output, both [T, H]. Writes the adapters' gradients. Call
         `restore` first. Consumes the activations: gradients may overwrite them."""
-
-
-@dataclass(frozen=True, slots=True)
-class BlockMemory:
-    """Bytes that a block keeps in addition to its input (`lean`), that `drop_large` frees (`large`), and that its
-    backward allocates on top (`transient`)."""
-
-    lean: int
-    large: int
-    transient: int
 
 
 class Block(Protocol):

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from tinker_local.backend.training.block_memory import decoder_memory
 from tinker_local.backend.training.decoder import PackedRow
 from tinker_local.backend.training.decoders.packed_attention import attention_rules
 from tinker_local.backend.training.decoders.written_out.attention_block import AttentionBlock
@@ -16,7 +17,7 @@ from tinker_local.backend.training.decoders.written_out.mlp_block import MlpBloc
 from tinker_local.backend.training.kernels import Kernels
 from tinker_local.backend.training.large_weights import RESIDENT, LargeWeights, Walk
 from tinker_local.backend.training.lora_batch import LoraBatch
-from tinker_local.backend.training.recompute_policy import ActivationMemory, Keep, LayerMemory, RecomputePolicy
+from tinker_local.backend.training.recompute_policy import ActivationMemory, Keep, RecomputePolicy
 from tinker_local.types import UnsupportedError
 
 Layer = Sequence[Block]
@@ -57,18 +58,10 @@ class WrittenOutDecoder:
         return WrittenOutPass(self, context, walk, self.kernels.rms_norm(x, self.norm, self.epsilon), x, kept)
 
     def memory(self, tokens: int, columns: int) -> ActivationMemory:
-        """A layer's backward takes all its activations, plus the most that the backward of one of its blocks takes."""
+        """See `Decoder.memory`."""
         itemsize = self.norm.itemsize
-        inputs = tokens * len(self.norm) * itemsize
-        layers: list[LayerMemory] = []
-        backward = 0
-        for layer in self.layers:
-            blocks = [block.memory(tokens, columns, itemsize) for block in layer]
-            lean = sum(block.lean for block in blocks) + (len(blocks) - 1) * inputs
-            large = sum(block.large for block in blocks)
-            backward = max(backward, lean + large + max(block.transient for block in blocks))
-            layers.append(LayerMemory(lean, large))
-        return ActivationMemory(backward + 3 * inputs + (len(layers) + 1) * inputs, layers)
+        layers = [[block.memory(tokens, columns, itemsize) for block in layer] for layer in self.layers]
+        return decoder_memory(layers, tokens * len(self.norm) * itemsize)
 
 
 def take_layers(decoder: Any, path: str, kernels: Kernels, weights: LargeWeights = RESIDENT) -> WrittenOutDecoder:

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from tinker_local.backend.training.decoders.written_out.block import BlockMemory, RowContext, joined, present
+from tinker_local.backend.training.block_memory import BlockMemory, mlp_memory
+from tinker_local.backend.training.decoders.written_out.block import RowContext, joined, present
 from tinker_local.backend.training.lora import Target
 from tinker_local.backend.training.lora_batch import project, project_backward, project_onto, through
 
@@ -49,10 +50,8 @@ class MlpBlock:
         return MlpPass(self, context, x)
 
     def memory(self, tokens: int, columns: int, itemsize: int) -> BlockMemory:
-        """gate and up take half of a layer's time to recompute and more than half of its memory. The backward adds
-        silu(G m) * (U m) and its gradient; the gradient of gate and up overwrites these."""
-        gate_up = tokens * len(self.gate_up) * itemsize
-        return BlockMemory(lean=tokens * 3 * columns * itemsize, large=gate_up, transient=gate_up)
+        """See `Block.memory`."""
+        return mlp_memory(tokens, columns, itemsize, intermediate=len(self.gate_up) // 2)
 
 
 @dataclass(slots=True, eq=False)

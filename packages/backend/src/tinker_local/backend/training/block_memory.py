@@ -1,0 +1,52 @@
+"""Bytes of activations in the written-out decoder, from the sizes of its layers alone. Imports no torch, so that
+`tinker-local models` plans without it.
+
+Legend: T tokens, H hidden size, N query heads, M key-value heads, D head size, I intermediate size, R columns of
+adapters.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tinker_local.backend.training.recompute_policy import ActivationMemory, LayerMemory
+
+CUDA_LOGITS = 2**28
+"""Maximum number of logits in memory at once on a GPU: enough rows for matmuls at full speed."""
+
+
+@dataclass(frozen=True, slots=True)
+class BlockMemory:
+    """Bytes that a block keeps in addition to its input (`lean`), that `drop_large` frees (`large`), and that its
+    backward allocates on top (`transient`)."""
+
+    lean: int
+    large: int
+    transient: int
+
+
+def attention_memory(
+    tokens: int, columns: int, itemsize: int, *, heads: int, kv_heads: int, head_size: int
+) -> BlockMemory:
+    """Kept: qkv, attended, logsumexp and the adapters' h. The backward adds query, key, value and gradients."""
+    kept = tokens * (2 * heads + 2 * kv_heads) * head_size * itemsize + tokens * heads * 4
+    return BlockMemory(lean=kept + tokens * 4 * columns * itemsize, large=0, transient=3 * kept)
+
+
+def mlp_memory(tokens: int, columns: int, itemsize: int, *, intermediate: int) -> BlockMemory:
+    """gate and up take half of a layer's time to recompute and more than half of its memory. The backward adds
+    silu(G m) * (U m) and its gradient; the gradient of gate and up overwrites these."""
+    gate_up = tokens * 2 * intermediate * itemsize
+    return BlockMemory(lean=tokens * 3 * columns * itemsize, large=gate_up, transient=gate_up)
+
+
+def decoder_memory(layers: Sequence[Sequence[BlockMemory]], inputs: int) -> ActivationMemory:
+    """Of `layers` of blocks; `inputs`: bytes of T rows of H. A layer's backward takes all its activations, plus the
+    most that the backward of one of its blocks takes."""
+    kept: list[LayerMemory] = []
+    backward = 0
+    for blocks in layers:
+        lean = sum(block.lean for block in blocks) + (len(blocks) - 1) * inputs
+        large = sum(block.large for block in blocks)
+        backward = max(backward, lean + large + max(block.transient for block in blocks))
+        kept.append(LayerMemory(lean, large))
+    return ActivationMemory(backward + 3 * inputs + (len(kept) + 1) * inputs, kept)
