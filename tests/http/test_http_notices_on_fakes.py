@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 import pytest
 from tinker_local.backend.cli.terminal_log import as_text
-from tinker_local.backend.http import notices, server
+from tinker_local.backend.http import listening, notices, server
 from tinker_local.backend.http.app import create_app
 from tinker_local.backend.http.log_files import LogFile
 from tinker_local.backend.http.notices import NOTICES, Notices, tell_change, tell_request
@@ -197,5 +197,5 @@ def test_a_limit_of_open_files_below_the_connections_is_told_on_fakes(monkeypatc
 @pytest.mark.mutation("ready-names-no-address", "listening.py", ".get(host, host)  # not", '.get("", host)  # not')
 @pytest.mark.parametrize(("host", "url"), [("0.0.0.0", "http://127.0.0.1:"), ("127.0.0.1", "http://127.0.0.1:")])
 def test_ready_names_an_address_that_a_client_can_use_on_fakes(host: str, url: str) -> None:
-    with server.bind(host, 0) as listening:
-        assert server.url_of(listening) == f"{url}{listening.getsockname()[1]}"
+    with listening.bind(host, 0) as bound:
+        assert listening.url_of(bound) == f"{url}{bound.getsockname()[1]}"

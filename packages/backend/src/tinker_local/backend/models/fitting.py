@@ -1,6 +1,5 @@
 """Which models fit which GPU, and with how long a context: the plan that `serve` makes, without the GPU."""
 
-import functools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -174,7 +173,7 @@ class Fitting:
         options = self._options
         plan_gpu(
             self._sizes,
-            functools.partial(self._memory, columns=min(options.max_rank, COUNTED_RANK)),
+            lambda tokens: self._memory(tokens, min(options.max_rank, COUNTED_RANK)),
             free=int(options.gpu_memory_utilization * (gib * GIB - CONTEXT)),
             context=context,
             micro_batch_tokens=options.micro_batch_tokens or MICRO_BATCH_TOKENS,
