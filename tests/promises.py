@@ -57,7 +57,7 @@ PROMISES = (
         "Sampled logprobs are log softmax(logits / T) over the whole vocabulary; trainer and sampler agree to 1e-4",
         "logprobs-after-the-cut logprobs-without-temperature small-temperatures-raised temperature-0-is-1 "
         "one-pass-without-noise one-pass-logprob-unscaled one-pass-ignores-seeds "
-        "trainers-positions frequencies-by-the-row",
+        "trainers-positions frequencies-by-the-row yarn-by-the-size-of-the-table",
         (
             "sampling/test_sampled_logprobs.py::test_a_batch_that_mixes_all_settings_agrees_with_hf",
             "e2e/test_agreement.py::test_sampled_logprobs_are_the_trainers",

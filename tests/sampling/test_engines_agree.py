@@ -62,12 +62,10 @@ def with_attention_bias(folder: Path) -> None:
 
 
 def with_yarn(folder: Path) -> None:
-    """vLLM's YaRN drops the sections of Qwen2.5-VL's positions."""
+    """As the cards of Qwen models recommend for long texts."""
     edit(
         folder,
-        lambda text: text["rope_parameters"].update(
-            rope_type="yarn", factor=4.0, original_max_position_embeddings=64, mrope_section=[2, 7, 7]
-        ),
+        lambda text: text["rope_parameters"].update(rope_type="yarn", factor=4.0, original_max_position_embeddings=64),
     )
 
 
@@ -80,7 +78,6 @@ def with_sections_in_a_row(folder: Path) -> None:
     ("make", "change", "where", "dtype"),
     [
         (make_tiny_text_model, with_attention_bias, "positions of text", default_dtype()),
-        (lambda out: make_tiny_vl_model(out, family="qwen2_5_vl"), with_yarn, "positions", default_dtype()),
         pytest.param(
             *(make_tiny_vl_model, with_sections_in_a_row, "positions with an image", "float32"),
             marks=pytest.mark.skipif(not runs_on_cpu(), reason="vLLM's LoRA kernels on CUDA take 16 bits alone"),
@@ -89,7 +86,6 @@ def with_sections_in_a_row(folder: Path) -> None:
     ],
     ids=[
         "qwen3-attention-bias",
-        "qwen2.5-vl-yarn",
         "qwen3-vl-not-interleaved",
         "qwen3-vl-not-interleaved-in-bfloat16",
     ],
@@ -107,6 +103,21 @@ async def test_a_model_that_the_engines_compute_differently_is_refused_in_one_li
     normal = re.search(r"\(at most (\S+) is normal\)$", message)
     assert normal is not None
     assert float(normal[1]) <= TOLERANCE[dtype]
+
+
+@pytest.mark.mutation(
+    "yarn-by-the-size-of-the-table",
+    "patches.py",
+    "self.max_position_embeddings, self.trained_positions",
+    "(self.max_position_embeddings,) * 2",
+)
+@pytest.mark.parametrize("family", ["qwen3", "qwen2_5_vl", "qwen3_vl"])
+async def test_yarn_agrees_also_on_positions_of_images(tmp_path: Path, family: Any) -> None:
+    make = make_tiny_text_model if family in TEXT_FAMILIES else make_tiny_vl_model
+    folder = make(tmp_path / "model", family=family)
+    with_yarn(folder)
+    *_, said = await start(folder, tmp_path / "data")
+    assert said.startswith(f"{NAME}: trainer and sampler agree to ")
 
 
 async def test_a_model_that_the_engines_compute_alike_starts_and_says_how_close_they_are(

@@ -90,6 +90,33 @@ def _allow_large_vocabularies() -> None:
         LogitsProcessorWithLoRA.create_lora_weights = create_lora_weights
 
 
+def _correct_yarn_of_sections() -> None:
+    from vllm.model_executor.layers.rotary_embedding.mrope import MRotaryEmbedding
+
+    original: Any = MRotaryEmbedding.__init__
+    if hasattr(original, "__wrapped__"):
+        return
+    frequencies: Any = MRotaryEmbedding._compute_inv_freq
+
+    @functools.wraps(original)
+    def init(
+        self: Any, head_size: int, rotary_dim: int, max_position_embeddings: int, *args: Any, **given: Any
+    ) -> None:
+        self.trained_positions = max_position_embeddings
+        original(self, head_size, rotary_dim, max_position_embeddings, *args, **given)
+
+    @functools.wraps(frequencies)
+    def by_trained_positions(self: Any, base: float) -> Any:
+        enlarged, self.max_position_embeddings = self.max_position_embeddings, self.trained_positions
+        try:
+            return frequencies(self, base)
+        finally:
+            self.max_position_embeddings = enlarged
+
+    MRotaryEmbedding.__init__ = init  # type: ignore[method-assign]
+    MRotaryEmbedding._compute_inv_freq = by_trained_positions  # type: ignore[method-assign]
+
+
 def _keep_images(config: Any, num_bytes: int) -> None:
     model = config.model_config
     if not model.is_multimodal_model:
@@ -259,6 +286,15 @@ PATCHES = (
         ("create_lora_weights", "vocab_size"),
         ("families/test_families_train_and_sample.py::test_gemma_3s_vocabulary_takes_adapters",),
         to_process=_allow_large_vocabularies,
+    ),
+    Patch(
+        "YaRN stretches the positions of Qwen-VL models by the context length that they were trained with",
+        "vLLM enlarges its table of positions to four times that, and then takes the size of the table for the length: "
+        "frequencies are off by a factor of up to 2. transformers has those of the paper (arXiv 2309.00071)",
+        "0.26 to 0.32",
+        ("MRotaryEmbedding", "__init__", "_compute_inv_freq", "max_position_embeddings"),
+        ("sampling/test_engines_agree.py::test_yarn_agrees_also_on_positions_of_images",),
+        to_process=_correct_yarn_of_sections,
     ),
     Patch(
         "features of images stay on the device for later requests",
