@@ -113,8 +113,8 @@ def _correct_yarn_of_sections() -> None:
         finally:
             self.max_position_embeddings = enlarged
 
-    MRotaryEmbedding.__init__ = init  # type: ignore[method-assign]
-    MRotaryEmbedding._compute_inv_freq = by_trained_positions  # type: ignore[method-assign]
+    MRotaryEmbedding.__init__ = init
+    MRotaryEmbedding._compute_inv_freq = by_trained_positions
 
 
 def _keep_images(config: Any, num_bytes: int) -> None:
