@@ -97,7 +97,7 @@ def test_the_beginning_of_a_reply_is_continued_on_fakes(client: anthropic.Anthro
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [
-        ({"tools": [{"name": "f", "input_schema": {"type": "object"}}]}, "tools: this field is not supported"),
+        ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, r"tools\[0\]"),
         ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking: this field is not supported"),
         ({"extra_body": {"never": 1}}, "never: this field is not supported"),
         ({"max_tokens": 0}, "max_tokens: "),

@@ -175,6 +175,26 @@ async def test_audit_log_has_who_did_what_and_how_it_ended_on_fakes(logged: Logg
     assert all(line["request"] and line["time"].startswith("20") for line in found)
 
 
+@pytest.mark.mutation(
+    "audit-without-endpoints", "http/request_logs.py", "self._audit_model(one, named)\n\n", "pass\n\n"
+)
+async def test_audit_log_has_the_first_use_of_a_model_at_an_endpoint_and_those_refused_on_fakes(logged: Logged) -> None:
+    body = {"model": "fake/bigram", "max_tokens": 2, "messages": [{"role": "user", "content": "hi"}]}
+    for path in ("/v1/chat/completions", "/v1/messages", "/oai/api/v1/chat/completions"):
+        assert (await logged.api.http.post(path, json=body)).status_code == 200
+    for bad in ({**body, "model": "other"}, {**body, "model": "tinker://nobody:train:0/sampler_weights/a"}):
+        assert (await logged.api.http.post("/v1/chat/completions", json=bad)).status_code == 404
+    found = [line for line in logged.audit() if line["action"] == "use model at an endpoint"]
+    assert [(line["by"], line["outcome"], line["status"]) for line in found] == [
+        ("alice", "ok", 200),
+        ("alice", "refused", 404),
+        ("alice", "refused", 404),
+    ]
+    assert [line["model"] for line in found] == ["fake/bigram", "other", bad["model"]]
+    assert found[0]["session_id"]
+    assert found[0]["request"]
+
+
 async def test_audit_log_has_what_the_server_saves_and_deletes_by_itself_on_fakes(logged: Logged, clock: Clock) -> None:
     from datetime import timedelta
 

@@ -250,7 +250,7 @@ def test_checkpoints_answer_under_their_paths_and_are_listed_on_fakes(
     ("fields", "param"),
     [
         ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"response_format": {"type": "structural_tag"}}, "response_format"),
         ({"frequency_penalty": 0.5}, "frequency_penalty"),
         ({"logit_bias": {"5": 1}}, "logit_bias"),
         ({"reasoning_effort": "low"}, "reasoning_effort"),
@@ -263,7 +263,7 @@ def test_checkpoints_answer_under_their_paths_and_are_listed_on_fakes(
         ({"stop": ["x"] * 65}, "stop"),
         ({"stop": [""]}, "stop"),
         ({"messages": []}, "messages"),
-        ({"messages": [{"role": "tool", "content": "x", "tool_call_id": "1"}]}, "messages[0].role"),
+        ({"messages": [{"role": "function", "content": "x"}]}, "messages[0].role"),
         ({"messages": [{"role": "robot", "content": "x"}]}, "messages[0].role"),
         ({"messages": [{"role": "user", "content": "x" * 300000}]}, "messages"),
         ({"extra_body": {"chat_template_kwargs": {"never": 1}}}, "chat_template_kwargs"),

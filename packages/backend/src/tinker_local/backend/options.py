@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal, cast
 DType = Literal["float32", "bfloat16"]
 EnginePlace = Literal["inline", "process"]
 DecoderChoice = Literal["auto", "written-out", "autograd"]
+GrammarChoice = Literal["auto", "always", "never"]
 ShardChoice = Literal["auto", "never"] | int
 
 MICRO_BATCH_TOKENS = 8192
@@ -390,6 +391,24 @@ class BackendOptions:
             "Also report the norm of each module's gradient before clipping (`grad_norm/NAME`) in optimizer steps."
         ),
     ] = False
+
+    grammars: Annotated[
+        GrammarChoice,
+        CommandOption(
+            "Serve structured output and tools in OpenAI's and Anthropic's APIs: auto, with vLLM 0.31 or newer, which "
+            "has no known faults there; always, with an older one too; never."
+        ),
+    ] = "auto"
+
+    tool_parser: Annotated[
+        str | None,
+        CommandOption(
+            "vLLM's parser for calls of tools, for all models (https://docs.vllm.ai/en/latest/features/tool_calling). "
+            "Default: that of each model's family.",
+            metavar="NAME",
+            parse_one=str,
+        ),
+    ] = None
 
     # Not on the command line:
     batch_tokens: int = 65536

@@ -5,15 +5,18 @@ They have no session, so each owner has one that is made when it is needed. Ever
 
 import asyncio
 import itertools
+import json
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
 from tinker_local.backend.control.callers import Caller
-from tinker_local.backend.control.sampling_sessions import Sampling, SamplingSession
+from tinker_local.backend.control.sampling_sessions import BesidesRequest, Sampling, SamplingSession
 from tinker_local.backend.control.sessions import Sessions
+from tinker_local.backend.rendering.grammar import Grammar
 from tinker_local.backend.rendering.text import ChatMessage, TemplateValue, TextCodec
+from tinker_local.backend.rendering.tools import OfferedTools, ReplyForm, Tool, ToolFormat
 from tinker_local.backend.sampling.sampler import DrawnTokens
 from tinker_local.backend.scheduling.operations import Operation, Operations
 from tinker_local.backend.threads import RENDERING
@@ -60,12 +63,14 @@ class _OwnersSession:
 
 
 class Named:
-    """The model that a request names, with its sampling session."""
+    """The model that a request names, with its sampling session. `first`: its owner has not named it before, since the
+    server started or the session ended."""
 
-    def __init__(self, session: SamplingSession, name: str) -> None:
+    def __init__(self, session: SamplingSession, name: str, *, first: bool) -> None:
         self.session = session
         self.name = name
         self.base = session.base
+        self.first = first
 
     @property
     def text(self) -> TextCodec:
@@ -163,19 +168,21 @@ class Completions:
         own = self._owners.get(caller.owner)
         if own is not None and name in own.samplers:
             try:
-                return Named(await self._sampling.get(own.samplers[name]), name)
+                return Named(await self._sampling.get(own.samplers[name]), name, first=False)
             except (GoneError, NotFoundError):  # its checkpoint was saved again, or its session was finished
                 own.samplers.pop(name, None)
         async with self._opening:
-            return Named(await self._sampling.get(await self._open(caller, name)), name)
+            session, first = await self._open(caller, name)
+            return Named(await self._sampling.get(session), name, first=first)
 
-    async def _open(self, caller: Caller, name: str) -> str:
+    async def _open(self, caller: Caller, name: str) -> tuple[str, bool]:
+        """The id of the sampling session of `name`, and whether it is new."""
         base, path = parse_model(name)
         own = self._owners.get(caller.owner)
         if own is None or not self._sessions.is_live(own.session_id):
             session = CreateSessionRequest(display_name=SESSION_NAME)
             own = self._owners[caller.owner] = _OwnersSession(await self._sessions.create(session, caller=caller))
-        if name not in own.samplers:
+        if first := name not in own.samplers:
             try:
                 own.samplers[name] = await self._sampling.create_session(
                     CreateSamplingSessionRequest(
@@ -187,7 +194,7 @@ class Completions:
                 )
             except InvalidRequestError as error:
                 raise _about_model(error, name) from None
-        return own.samplers[name]
+        return own.samplers[name], first
 
     async def chat_prompt(
         self,
@@ -196,11 +203,19 @@ class Completions:
         variables: Mapping[str, TemplateValue],
         *,
         go_on: bool = False,
+        tools: Sequence[Tool] = (),
     ) -> ModelInput:
         """A conversation as the model reads it."""
-        texts = (part for message in messages for part in message.parts if isinstance(part, str))
+        texts = [part for message in messages for part in message.parts if isinstance(part, str)]
+        texts += [call.arguments for message in messages for call in message.calls]
+        functions = [tool.as_function() for tool in tools]
         _check_length(texts, named, "messages")
-        return await RENDERING.run(partial(named.text.chat, messages, variables, go_on=go_on))
+        _check_length([json.dumps(function) for function in functions], named, "tools")
+        return await RENDERING.run(partial(named.text.chat, messages, variables, go_on=go_on, functions=functions))
+
+    async def form(self, named: Named, offered: OfferedTools) -> ReplyForm:
+        """How the replies to an offer of tools are sampled and read."""
+        return await RENDERING.run(_tool_format(named).form, offered)
 
     async def text_prompt(self, named: Named, text: str) -> ModelInput:
         """A text as the model reads it."""
@@ -220,8 +235,11 @@ class Completions:
         num_samples: int,
         likeliest: int,
         streamed: bool,
+        grammar: Grammar | None = None,
     ) -> Answer:
         """Begin to sample `num_samples` sequences for each prompt. If one is refused, none is sampled."""
+        if grammar is not None and named.base.engines.no_grammars:
+            raise UnsupportedError(f"{grammar.field}: {named.base.engines.no_grammars}")
         answer = Answer(self._operations)
         own = self._owners[named.session.owner]
         try:
@@ -235,11 +253,21 @@ class Completions:
                     topk_sample_logprobs=likeliest,
                 )
                 drawn: Callable[[DrawnTokens], None] | None = partial(answer.take, index) if streamed else None
-                answer.operations.append(await self._sampling.sample(request, drawn))
+                answer.operations.append(await self._sampling.sample(request, BesidesRequest(drawn, grammar)))
         except BaseException:
             answer.close()
             raise
         return answer
+
+
+def _tool_format(named: Named) -> ToolFormat:
+    """UnsupportedError if the model's form of calls is not known."""
+    engines = named.base.engines
+    if why := engines.no_grammars:
+        raise UnsupportedError(f"tools: {why}")
+    if isinstance(engines.tools, str):
+        raise UnsupportedError(f"tools: {engines.tools}")
+    return engines.tools
 
 
 def _about_model(error: InvalidRequestError, name: str) -> InvalidRequestError | NotFoundError:

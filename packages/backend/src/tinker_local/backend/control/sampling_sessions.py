@@ -15,6 +15,7 @@ from tinker_local.backend.control.sampling_clients import Completion, SamplingCl
 from tinker_local.backend.control.sessions import Sessions
 from tinker_local.backend.models.served_models import ServedModel, ServedModels
 from tinker_local.backend.options import BackendOptions
+from tinker_local.backend.rendering.grammar import Grammar
 from tinker_local.backend.rendering.rendered_input import RenderedInput
 from tinker_local.backend.sampling.prompt_scores import check_sample_topk
 from tinker_local.backend.sampling.sampler import (
@@ -75,6 +76,23 @@ class SamplingSession:
     checkpoint: CheckpointRecord | None = None
     deleted: bool = False
     running: dict[Operation[SampleOutput], int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class BesidesRequest:
+    """What the SDK's requests do not have, and those of other APIs do. `drawn` gets the sample's tokens as they are
+    drawn, from any thread, before its result is there. `grammar`: what they must spell."""
+
+    drawn: Drawn | None = None
+    grammar: Grammar | None = None
+
+    @property
+    def size(self) -> int:
+        """Bytes."""
+        return 0 if self.grammar is None else len(self.grammar.text)
+
+
+SDK_REQUEST = BesidesRequest()
 
 
 class Sampling:
@@ -293,9 +311,8 @@ class Sampling:
 
     # Samples --------------------------------------------------------------------------------------------------------
 
-    async def sample(self, request: SampleRequest, drawn: Drawn | None = None) -> Operation[SampleOutput]:
-        """Queue a sample; the same (sampling session, seq_id) again is the same operation. `drawn` gets its tokens as
-        they are drawn, from any thread, before its result is there."""
+    async def sample(self, request: SampleRequest, besides: BesidesRequest = SDK_REQUEST) -> Operation[SampleOutput]:
+        """Queue a sample; the same (sampling session, seq_id) again is the same operation."""
         request_id = request_id_of(request.sampling_session_id, request.seq_id)
         if (known := self._operations.get(request_id)) is not None:
             return known
@@ -313,7 +330,7 @@ class Sampling:
             operation.fail(lost)
             return operation
         _check_context(request, session.base.engines.sampler.max_context_length)
-        size = request_bytes(request)
+        size = request_bytes(request) + besides.size
         self.in_flight.check(session.record.session_id, session.owner, size)
         operation.owner, operation.failures = session.owner, session.base.counts.failures
         self._operations.add(operation)
@@ -325,7 +342,7 @@ class Sampling:
             self._uses.take(session.checkpoint)
         if session.ephemeral is not None:
             self.ephemeral.sampled(session.ephemeral)
-        task = asyncio.create_task(self._run(session, request, operation, drawn))
+        task = asyncio.create_task(self._run(session, request, operation, besides))
         task.add_done_callback(lambda _: self._ended(session, operation))  # it may be cancelled before it starts
         operation.run_as(task)
         return operation
@@ -346,10 +363,10 @@ class Sampling:
         session: SamplingSession,
         request: SampleRequest,
         operation: Operation[SampleOutput],
-        drawn: Drawn | None,
+        besides: BesidesRequest,
     ) -> None:
         try:
-            output = await self._sample(session, request, operation, drawn)
+            output = await self._sample(session, request, operation, besides)
             size = bytes_of(output) + OBJECT_BYTES * len(output.sequences)
             form = WireForm(encode_sample_output, partial(decoded, operation.request_id))
             self._ended(session, operation)
@@ -373,13 +390,13 @@ class Sampling:
         session: SamplingSession,
         request: SampleRequest,
         operation: Operation[SampleOutput],
-        drawn: Drawn | None,
+        besides: BesidesRequest,
     ) -> SampleOutput:
         session_id = session.record.session_id
         async with self._prompts.rendered(
             session.base, session.owner, session_id, request.prompt, operation.timeline
         ) as prompt:
-            return await self._sample_rendered(session, request, operation, prompt, drawn)
+            return await self._sample_rendered(session, request, operation, prompt, besides)
 
     async def _sample_rendered(
         self,
@@ -387,7 +404,7 @@ class Sampling:
         request: SampleRequest,
         operation: Operation[SampleOutput],
         prompt: RenderedInput,
-        drawn: Drawn | None,
+        besides: BesidesRequest,
     ) -> SampleOutput:
         images, engines = len(prompt.images), session.base.engines
         operation.timeline.note(num_samples=request.num_samples, prompt_tokens=prompt.length, images=images)
@@ -405,7 +422,8 @@ class Sampling:
             prompt_alt_tokens_k=request.prompt_alt_tokens_k,
             prompt_logprobs_last_n=request.prompt_logprobs_last_n,
             begun=partial(operation.timeline.enter, "running"),
-            drawn=drawn,
+            drawn=besides.drawn,
+            grammar=besides.grammar,
         )
         queue = self._in_samplers.setdefault(session.base, SamplerQueue())
         session_id, sampler = session.record.session_id, session.base.engines.sampler

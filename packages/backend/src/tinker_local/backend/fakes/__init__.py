@@ -17,4 +17,5 @@ from tinker_local.backend.fakes.fake_model import encode as encode
 from tinker_local.backend.fakes.fake_sampler import FakeFollower as FakeFollower
 from tinker_local.backend.fakes.fake_sampler import FakeSampler as FakeSampler
 from tinker_local.backend.fakes.fake_text import FakeText as FakeText
+from tinker_local.backend.fakes.fake_tools import FakeTools as FakeTools
 from tinker_local.backend.fakes.fake_trainer import FakeTrainer as FakeTrainer

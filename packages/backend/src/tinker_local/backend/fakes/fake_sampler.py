@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 from safetensors.numpy import load_file
 from tinker_local.backend.checksums import check_files
+from tinker_local.backend.fakes.fake_grammar import next_tokens, texts_of
 from tinker_local.backend.fakes.fake_memory import FakeMemory
 from tinker_local.backend.fakes.fake_model import (
     EOS_ID,
@@ -80,7 +81,8 @@ class FakeSampler:
     together. A request has begun when what is asked about its prompt is answered.
 
     Sequences stop at EOS (token 0) as well as at the given stop strings or ids; `stop=[]` disables EOS, too. Stop
-    strings are matched on the sampled text, one character per token. Sleep mode needs `memory` shared with a trainer.
+    strings are matched on the sampled text, one character per token. Under a grammar it spells one of a few texts
+    (`fake_grammar.py`). Sleep mode needs `memory` shared with a trainer.
     """
 
     def __init__(self, model: FakeModel, memory: FakeMemory | None = None) -> None:
@@ -217,6 +219,7 @@ class FakeSampler:
                 f"prompt: {prompt.length} tokens; at least 1 and fewer than the context of {self.max_context_length}"
             )
         is_stop = _stop_rule(params)
+        texts = None if work.grammar is None else texts_of(work.grammar)
         self._tower.encode(prompt)
         features = self._model.features(prompt)
         sequences = [
@@ -250,6 +253,10 @@ class FakeSampler:
             tokens = np.array([sequence.last_token for sequence in running], np.int64)
             codes = np.full_like(tokens, features.codes[-1])
             logits = self._model.logits(Features(tokens, codes), weights.matrices, weights.rank)
+            if texts is not None:
+                for row, sequence in zip(logits, running, strict=True):
+                    allowed = next_tokens(texts, decode(sequence.tokens))
+                    row[np.setdiff1d(np.arange(len(row)), allowed)] = -np.inf
             # All at once: one after the other took 111 µs each, in which other threads wait.
             # Subtract the maximum first, so that even the smallest temperature does not overflow.
             log_p = log_softmax((logits - logits.max(axis=1, keepdims=True)) / (params.temperature or 1.0))

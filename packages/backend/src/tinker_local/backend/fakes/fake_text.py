@@ -1,9 +1,12 @@
 """`FakeText`: the text of a `FakeModel`, one character for each token."""
 
+import json
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from tinker_local.backend.fakes.fake_model import EOS_ID, FakeModel, decode, encode
+from tinker_local.backend.fakes.fake_tools import written_call
 from tinker_local.backend.rendering.text import ChatMessage, TemplateValue
 from tinker_local.types import Chunk, EncodedTextChunk, InvalidRequestError, ModelInput
 
@@ -15,15 +18,21 @@ class FakeText:
         self._model = model
 
     def chat(
-        self, messages: Sequence[ChatMessage], variables: Mapping[str, TemplateValue], *, go_on: bool
+        self,
+        messages: Sequence[ChatMessage],
+        variables: Mapping[str, TemplateValue],
+        *,
+        go_on: bool,
+        functions: Sequence[Mapping[str, Any]] = (),
     ) -> ModelInput:
         """See `TextCodec`; the only variable is `end`, a text after each message."""
         if unknown := variables.keys() - {"end"}:
             raise InvalidRequestError(f"chat_template_kwargs: the fake's template has no {', '.join(sorted(unknown))}")
-        chunks: list[Chunk] = []
+        chunks: list[Chunk] = [self._text(f"tools:{json.dumps(list(functions))}\n", "tools")] if functions else []
         for index, message in enumerate(messages):
             chunks.append(self._text(f"{message.role}:", "messages"))
-            parts = [part for part in message.parts if part]
+            calls = [written_call(call.name, call.arguments) for call in message.calls]
+            parts = [part for part in (*message.parts, *calls) if part]
             chunks += [self._text(part, "messages") if isinstance(part, str) else part for part in parts]
             if not (go_on and index == len(messages) - 1):
                 chunks.append(self._text(f"{variables.get('end', '')}\n", "messages"))
@@ -36,6 +45,10 @@ class FakeText:
     def decode(self, tokens: Sequence[int]) -> str:
         """See `TextCodec`; the only special token is EOS."""
         return decode([token for token in tokens if token != EOS_ID])
+
+    def decode_all(self, tokens: Sequence[int]) -> str:
+        """See `TextCodec`."""
+        return decode(tokens)
 
     def token(self, token: int) -> str:
         """See `TextCodec`."""

@@ -88,6 +88,7 @@ class Family:
     hidden states. `position_ids(config, input)`: rotary positions of one rendered input, int64 [rows, N]. `vision`:
     None for text only. `lora`: what adapters train beside the LM head. `logits(config)`: what follows the LM head, from
     the text config. `vllm_head`: None if vLLM takes adapters of the LM head as it is.
+    `tool_parser`: of vLLM, for the form in which the family's models write calls of tools; None if they have none.
     """
 
     auto_class: str = "AutoModelForCausalLM"
@@ -97,6 +98,7 @@ class Family:
     lora: LoraNames = LoraNames()
     logits: Callable[[Any], LogitRule] = lambda config: PLAIN_LOGITS
     vllm_head: VLLMHead | None = None
+    tool_parser: str | None = None
 
     def hosted_path(self, path: str, *, tied_head: bool) -> str:
         """The name in exports of the adapted module at `path`, in the decoder or the LM head.

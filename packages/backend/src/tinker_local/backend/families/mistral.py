@@ -2,4 +2,4 @@
 
 from tinker_local.backend.families.family import Family, VLLMHead
 
-FAMILY = Family(vllm_head=VLLMHead("mistral", "MistralForCausalLM"))
+FAMILY = Family(vllm_head=VLLMHead("mistral", "MistralForCausalLM"), tool_parser="mistral")

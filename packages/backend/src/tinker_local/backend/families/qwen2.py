@@ -4,4 +4,4 @@ from tinker_local.backend.families.family import Family, VLLMHead
 
 VLLM_HEAD = VLLMHead("qwen2", "Qwen2ForCausalLM")
 
-FAMILY = Family(vllm_head=VLLM_HEAD)
+FAMILY = Family(vllm_head=VLLM_HEAD, tool_parser="hermes")

@@ -10,4 +10,5 @@ FAMILY = Family(
     position_ids=mrope_position_ids,
     vision=VISION,
     vllm_head=VLLM_HEAD,
+    tool_parser="hermes",
 )

@@ -2,4 +2,4 @@
 
 from tinker_local.backend.families.family import Family
 
-FAMILY = Family()
+FAMILY = Family(tool_parser="hermes")

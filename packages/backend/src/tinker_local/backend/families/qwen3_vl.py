@@ -9,4 +9,5 @@ FAMILY = Family(
     decoder_path="model.language_model",
     position_ids=mrope_position_ids,
     vision=VISION,
+    tool_parser="hermes",
 )

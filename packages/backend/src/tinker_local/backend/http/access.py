@@ -291,6 +291,10 @@ def is_loopback(host: str) -> bool:
 CALLER = "tinker_local.caller"
 """Where the middleware puts the caller in a request's scope. A signed URL has none."""
 
+NAMED_MODEL = "tinker_local.named_model"
+"""In the scope of a request of OpenAI's or Anthropic's API: the model that it names, with its session once that is
+known; absent if the caller has named it before."""
+
 BODY = "tinker_local.body"
 """Where a request's scope has its body, once that is parsed: the audit log reads it there."""
 
@@ -336,6 +340,8 @@ async def check_own_path(request: Request) -> None:
 async def check_own_body(request: Request, body: Frozen) -> None:
     """`check_ids` of what a body names, and `check_readable` of its checkpoints, for every body."""
     request.scope[BODY] = body
+    if isinstance(model := getattr(body, "model", None), str):
+        request.scope[NAMED_MODEL] = {"model": model}
     if caller_of(request).admin or isinstance(body, SessionSearchRequest):  # the ids of a search only filter
         return
     given = dict(body)

@@ -1,5 +1,7 @@
 """The requests of Anthropic's API that are served. Anything else in them is refused by name."""
 
+import json
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, ValidationError, model_validator
@@ -12,8 +14,12 @@ from tinker_local.backend.http.endpoint_fields import (
     image_of,
     only,
 )
-from tinker_local.backend.rendering.text import ChatMessage, Part
-from tinker_local.types import Frozen, SamplingParams, user_message
+from tinker_local.backend.http.grammar_fields import OutputConfig
+from tinker_local.backend.http.tool_fields import CallId, ClientTool, ClientToolChoice, ToolName, offer
+from tinker_local.backend.rendering.grammar import Grammar
+from tinker_local.backend.rendering.text import ChatMessage, Part, ToolCall
+from tinker_local.backend.rendering.tools import OfferedTools
+from tinker_local.types import Frozen, InvalidRequestError, SamplingParams, user_message
 from tinker_local.types.base import TupleOf
 
 
@@ -56,11 +62,65 @@ def _as_blocks(content: Any) -> Any:
     return [{"type": "text", "text": content}] if isinstance(content, str) else content
 
 
-class Turn(Frozen):
-    role: Literal["system", "user", "assistant"]
+class ToolUseBlock(Frozen):
+    type: Literal["tool_use"]
+    id: CallId
+    name: ToolName
+    input: dict[str, Any]
+    cache_control: Label = None
+    caller: Label = None
+
+    def call(self) -> ToolCall:
+        """As templates take it."""
+        return ToolCall(self.id, self.name, json.dumps(self.input, ensure_ascii=False))
+
+
+class ToolResultBlock(Frozen):
+    """`is_error` is told to the model by a word before the result."""
+
+    type: Literal["tool_result"]
+    tool_use_id: CallId
     content: Annotated[
         TupleOf[Annotated[TextBlock | ImageBlock, Field(discriminator="type")]], BeforeValidator(_as_blocks)
-    ]
+    ] = ()
+    is_error: bool | None = None
+    cache_control: Label = None
+
+    def as_chat(self, names: Mapping[str, str]) -> ChatMessage:
+        """As templates take it. `names`: of the tools, by the ids of their calls."""
+        parts = (*(("Error: ",) if self.is_error else ()), *(block.part() for block in self.content))
+        return ChatMessage("tool", parts, answers=(self.tool_use_id, names.get(self.tool_use_id)))
+
+
+Block = Annotated[TextBlock | ImageBlock | ToolUseBlock | ToolResultBlock, Field(discriminator="type")]
+
+
+class Turn(Frozen):
+    role: Literal["system", "user", "assistant"]
+    content: Annotated[TupleOf[Block], BeforeValidator(_as_blocks)]
+
+    @model_validator(mode="after")
+    def _of_its_role(self) -> Self:
+        for index, block in enumerate(self.content):
+            needed = {"tool_use": "assistant", "tool_result": "user"}.get(block.type, self.role)
+            if self.role != needed:
+                raise ValueError(f"content[{index}]: {block.type} is for the role {needed}")
+        return self
+
+    def as_chat(self, names: Mapping[str, str]) -> Iterator[ChatMessage]:
+        """As templates take it: results of tools are messages of their own."""
+        parts: list[Part] = []
+        for block in self.content:
+            if isinstance(block, ToolResultBlock):
+                if parts:
+                    yield ChatMessage(self.role, tuple(parts))
+                    parts = []
+                yield block.as_chat(names)
+            elif not isinstance(block, ToolUseBlock):
+                parts.append(block.part())
+        calls = tuple(block.call() for block in self.content if isinstance(block, ToolUseBlock))
+        if parts or calls or not self.content:
+            yield ChatMessage(self.role, tuple(parts), calls)
 
 
 class Conversation(Frozen):
@@ -69,13 +129,20 @@ class Conversation(Frozen):
     model: ModelName
     messages: Annotated[TupleOf[Turn], Field(min_length=1)]
     system: Annotated[TupleOf[TextBlock] | None, BeforeValidator(_as_blocks)] = None
-    tools: Annotated[Any, only([])] = None
-    tool_choice: Unsupported = None
+    tools: TupleOf[ClientTool] | None = None
+    tool_choice: ClientToolChoice | None = None
     thinking: Annotated[Any, only({"type": "disabled"})] = None
-    output_config: Annotated[Any, only({})] = None
+    output_config: OutputConfig | None = None
     context_management: Unsupported = None
     mcp_servers: Annotated[Any, only([])] = None
     cache_control: Label = None
+
+    @model_validator(mode="after")
+    def _ends(self) -> Self:
+        last = self.messages[-1]
+        if any(isinstance(block, ToolUseBlock) for block in last.content):
+            raise ValueError(f"messages[{len(self.messages) - 1}]: calls tools, and no message has their results")
+        return self
 
     @property
     def goes_on(self) -> bool:
@@ -85,9 +152,23 @@ class Conversation(Frozen):
     def as_chat(self) -> list[ChatMessage]:
         """As templates take it."""
         system = [] if not self.system else [ChatMessage("system", tuple(block.part() for block in self.system))]
-        return system + [
-            ChatMessage(turn.role, tuple(block.part() for block in turn.content)) for turn in self.messages
-        ]
+        blocks = [block for turn in self.messages for block in turn.content]
+        names = {block.id: block.name for block in blocks if isinstance(block, ToolUseBlock)}
+        return system + [message for turn in self.messages for message in turn.as_chat(names)]
+
+    def grammar(self) -> Grammar | None:
+        """What the answer must spell; InvalidRequestError."""
+        chosen = None if self.output_config is None else self.output_config.format
+        return None if chosen is None else chosen.grammar("output_config.format")
+
+    def offered(self) -> OfferedTools | None:
+        """The tools that the model may call; InvalidRequestError."""
+        choice = self.tool_choice or ClientToolChoice(type="auto")
+        if (choice.name is None) == (choice.type == "tool"):
+            raise InvalidRequestError("tool_choice.name: for the type tool, and only for it")
+        tools = [] if choice.type == "none" else [tool.tool() for tool in self.tools or ()]
+        several = not choice.disable_parallel_tool_use
+        return offer(tools, must=choice.type == "any", only=choice.name, several=several, answer=self.grammar())
 
 
 class MessagesBody(Conversation):

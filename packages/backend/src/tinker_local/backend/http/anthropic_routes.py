@@ -1,5 +1,6 @@
 """Anthropic's API: messages and their tokens. `docs/endpoints.md` says what is served of it."""
 
+import json
 import secrets
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 from tinker_local.backend.control.completions import Answer, Named
+from tinker_local.backend.control.life_cycle import ControlPlane
 from tinker_local.backend.http.access import Backend
 from tinker_local.backend.http.anthropic_bodies import Conversation, MessagesBody
 from tinker_local.backend.http.bodies import parse
@@ -14,9 +16,9 @@ from tinker_local.backend.http.event_stream import begun, event, unless_left
 from tinker_local.backend.http.openai_answers import whole
 from tinker_local.backend.http.openai_routes import model_of
 from tinker_local.backend.http.sampling_routes import body_limits
-from tinker_local.backend.rendering.text import TextSoFar
+from tinker_local.backend.rendering.tools import OfferedTools, Reply, ReplyForm, ReplyPiece
 from tinker_local.backend.threads import ENCODING
-from tinker_local.types import SampleOutput
+from tinker_local.types import ModelInput, SampleOutput
 from tinker_local.types.requests_and_results import StopReason
 
 router = APIRouter(tags=["anthropic"])
@@ -28,7 +30,7 @@ Json = dict[str, Any]
 async def count_tokens(request: Request, backend: Backend) -> Json:
     body = await parse(request, Conversation, *body_limits(backend))
     named = await model_of(request, backend, body.model)
-    prompt = await backend.completions.chat_prompt(named, body.as_chat(), {}, go_on=body.goes_on)
+    prompt, _ = await _asked(backend, body, named)
     return {"input_tokens": await backend.completions.count_tokens(named, prompt)}
 
 
@@ -36,17 +38,32 @@ async def count_tokens(request: Request, backend: Backend) -> Json:
 async def messages(request: Request, backend: Backend) -> Response:
     body = await parse(request, MessagesBody, *body_limits(backend))
     named = await model_of(request, backend, body.model)
-    prompt = await backend.completions.chat_prompt(named, body.as_chat(), {}, go_on=body.goes_on)
+    prompt, offered = await _asked(backend, body, named)
+    form = None if offered is None else await backend.completions.form(named, offered)
     answer = await backend.completions.sample(
-        named, [prompt], body.params(), num_samples=1, likeliest=0, streamed=bool(body.stream)
+        named,
+        [prompt],
+        body.params(),
+        num_samples=1,
+        likeliest=0,
+        streamed=bool(body.stream),
+        grammar=body.grammar() if form is None else form.grammar,
     )
     if body.stream:
-        return await begun(request, _events(body, named, answer), answer.close)
+        return await begun(request, _events(body, named, form, answer), answer.close)
     try:
         outputs = await unless_left(request, answer.outputs())
-        return JSONResponse(await ENCODING.run(_whole_message, body, named, answer.prompt_tokens(), outputs))
+        return JSONResponse(await ENCODING.run(_whole_message, body, named, form, answer.prompt_tokens(), outputs))
     finally:
         answer.close()
+
+
+async def _asked(backend: ControlPlane, body: Conversation, named: Named) -> tuple[ModelInput, OfferedTools | None]:
+    """The prompt, and the tools that it offers."""
+    offered = body.offered()
+    tools = () if offered is None else offered.tools
+    chat = backend.completions.chat_prompt
+    return await chat(named, body.as_chat(), {}, go_on=body.goes_on, tools=tools), offered
 
 
 def _message(body: MessagesBody, content: Sequence[Json], end: Json, usage: Json) -> Json:
@@ -54,11 +71,12 @@ def _message(body: MessagesBody, content: Sequence[Json], end: Json, usage: Json
     return {**head, "content": content, **end, "usage": usage}
 
 
-def _end(reason: StopReason | None, text: TextSoFar) -> Json:
+def _end(reason: StopReason | None, reply: Reply) -> Json:
     """Why a message ended."""
-    if text.stopped is not None:
-        return {"stop_reason": "stop_sequence", "stop_sequence": text.stopped}
-    reasons = {None: None, "stop": "end_turn", "length": "max_tokens"}
+    if reply.stopped is not None:
+        return {"stop_reason": "stop_sequence", "stop_sequence": reply.stopped}
+    ended = "tool_use" if reply.called else "end_turn"
+    reasons = {None: None, "stop": ended, "length": "max_tokens"}
     return {"stop_reason": reasons[reason], "stop_sequence": None}
 
 
@@ -73,32 +91,90 @@ def _usage(prompt_tokens: int, output: SampleOutput) -> Json:
     }
 
 
-def _whole_message(body: MessagesBody, named: Named, prompt_tokens: int, outputs: Sequence[SampleOutput]) -> Json:
+def _whole_message(
+    body: MessagesBody, named: Named, form: ReplyForm | None, prompt_tokens: int, outputs: Sequence[SampleOutput]
+) -> Json:
     (output,) = outputs
     (sequence,) = output.sequences
-    text = TextSoFar(named.text.decode, body.stop_sequences or ())
-    content = {"type": "text", "text": text.add(whole(sequence).tokens, last=True)}
-    return _message(body, [content], _end(sequence.stop_reason, text), _usage(prompt_tokens, output))
+    reply = Reply(named.text, body.stop_sequences or (), form)
+    piece = reply.whole(whole(sequence).tokens, sequence.stop_reason)
+    content: list[Json] = [] if piece.calls and not piece.text else [{"type": "text", "text": piece.text}]
+    content += [
+        {"type": "tool_use", "id": call.id, "name": call.name, "input": _input(call.arguments)} for call in piece.calls
+    ]
+    return _message(body, content, _end(sequence.stop_reason, reply), _usage(prompt_tokens, output))
 
 
-async def _events(body: MessagesBody, named: Named, answer: Answer) -> AsyncIterator[bytes]:
-    text, reason = TextSoFar(named.text.decode, body.stop_sequences or ()), None
-    head = b""
+def _input(arguments: str) -> Json:
+    """A call's arguments; under their own name if they are cut off, or no object."""
+    try:
+        found = json.loads(arguments)
+    except ValueError:
+        found = None
+    return found if isinstance(found, dict) else {"arguments": arguments}
+
+
+class _Blocks:
+    """The content blocks of a stream, one after the other. With `tools`, none begins before it has something."""
+
+    def __init__(self, tools: bool) -> None:
+        self._index = -1
+        self._open: int | None = None
+        """Number of the call whose block is open; -1: a text."""
+        self._tools = tools
+
+    def begin(self) -> bytes:
+        """What comes with the message's start."""
+        return b"" if self._tools else self._start(-1, {"type": "text", "text": ""})
+
+    def add(self, piece: ReplyPiece) -> bytes:
+        """Events of more text and calls."""
+        parts = []
+        if piece.text:
+            if self._open != -1:
+                parts.append(self.end() + self._start(-1, {"type": "text", "text": ""}))
+            parts.append(self._delta({"type": "text_delta", "text": piece.text}))
+        for call in piece.calls:
+            if call.id is not None:
+                block: Json = {"type": "tool_use", "id": call.id, "name": call.name, "input": {}}
+                parts.append(self.end() + self._start(call.index, block))
+            if call.arguments and self._open == call.index:
+                parts.append(self._delta({"type": "input_json_delta", "partial_json": call.arguments}))
+        return b"".join(parts)
+
+    def end(self) -> bytes:
+        """The end of the open block."""
+        if self._open is None:
+            return b""
+        self._open = None
+        return _named("content_block_stop", index=self._index)
+
+    def _start(self, number: int, block: Json) -> bytes:
+        self._index += 1
+        self._open = number
+        return _named("content_block_start", index=self._index, content_block=block)
+
+    def _delta(self, delta: Json) -> bytes:
+        return _named("content_block_delta", index=self._index, delta=delta)
+
+
+async def _events(body: MessagesBody, named: Named, form: ReplyForm | None, answer: Answer) -> AsyncIterator[bytes]:
+    reply, blocks, reason = Reply(named.text, body.stop_sequences or (), form), _Blocks(form is not None), None
+    begun = False
     async for drawings in answer.drawings():
-        if not head:
+        if not begun:
             usage = {"input_tokens": answer.prompt_tokens(), "output_tokens": 0}
-            started = _message(body, [], _end(None, text), usage)
-            head = _named("message_start", message=started)
-            yield head + _named("content_block_start", index=0, content_block={"type": "text", "text": ""})
-        shown = ""
-        for drawing in drawings:
-            reason = drawing.tokens.stop_reason
-            shown += text.add(drawing.tokens.tokens, last=reason is not None)
-        if shown:
-            yield _named("content_block_delta", index=0, delta={"type": "text_delta", "text": shown})
+            yield _named("message_start", message=_message(body, [], _end(None, reply), usage)) + blocks.begin()
+            begun = True
+        pieces = [reply.add(drawing.tokens.tokens, drawing.tokens.stop_reason) for drawing in drawings]
+        reason = drawings[-1].tokens.stop_reason
+        if form is None:
+            pieces = [ReplyPiece("".join(piece.text for piece in pieces))]
+        if shown := b"".join(map(blocks.add, pieces)):
+            yield shown
     (output,) = await answer.outputs()
-    ended = _named("message_delta", delta=_end(reason, text), usage=_usage(answer.prompt_tokens(), output))
-    yield _named("content_block_stop", index=0) + ended + _named("message_stop")
+    ended = _named("message_delta", delta=_end(reason, reply), usage=_usage(answer.prompt_tokens(), output))
+    yield blocks.end() + ended + _named("message_stop")
 
 
 def _named(kind: str, **fields: Any) -> bytes:

@@ -36,7 +36,7 @@ def tell_change(line: Line) -> None:
     action, outcome = str(line["action"]), line["outcome"]
     if action in QUIET or outcome == "failed":
         return
-    what = str(line.get("path") or line.get("model_id") or line.get("session_id") or "")
+    what = str(line.get("path") or line.get("model") or line.get("model_id") or line.get("session_id") or "")
     if (base := line.get("base_model")) and what:
         what = f"{what} of {base}"
     if source := line.get("source_path"):

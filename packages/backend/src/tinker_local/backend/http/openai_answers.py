@@ -1,6 +1,7 @@
 """The answers of OpenAI's API: texts, logprobs and usage of samples, whole or as they are drawn."""
 
 import json
+import math
 import secrets
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -10,7 +11,8 @@ from typing import Any
 from tinker_local.backend.control.completions import Answer, Named
 from tinker_local.backend.http.event_stream import event
 from tinker_local.backend.http.openai_bodies import Body, ChatBody
-from tinker_local.backend.rendering.text import TextCodec, TextSoFar
+from tinker_local.backend.rendering.text import TextCodec
+from tinker_local.backend.rendering.tools import Reply, ReplyForm, ReplyPiece
 from tinker_local.backend.sampling.sampler import DrawnTokens
 from tinker_local.types import SampledSequence, SampleOutput
 
@@ -24,7 +26,7 @@ Json = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What decides how an answer looks. `likeliest` None: no logprobs."""
+    """What decides how an answer looks. `likeliest` None: no logprobs. `form`: of replies to an offer of tools."""
 
     chat: bool
     name: str
@@ -32,18 +34,19 @@ class Asked:
     num_samples: int
     likeliest: int | None
     with_usage: bool
+    form: ReplyForm | None = None
     id: str = field(default_factory=lambda: secrets.token_hex(12))
     created: int = field(default_factory=lambda: int(time.time()))
 
     @classmethod
-    def of(cls, body: Body) -> "Asked":
+    def of(cls, body: Body, form: ReplyForm | None) -> "Asked":
         """By a request."""
         if isinstance(body, ChatBody):
             likeliest = (body.top_logprobs or 0) if body.logprobs else None
         else:
             likeliest = getattr(body, "logprobs", None)
         with_usage = bool(body.stream_options and body.stream_options.include_usage)
-        return cls(isinstance(body, ChatBody), body.model, body.stops, body.n or 1, likeliest, with_usage)
+        return cls(isinstance(body, ChatBody), body.model, body.stops, body.n or 1, likeliest, with_usage, form)
 
     def head(self, *, chunk: bool) -> Json:
         """What every answer has."""
@@ -58,24 +61,30 @@ class Choice:
     def __init__(self, asked: Asked, text: TextCodec, index: int) -> None:
         self._asked = asked
         self._text = text
-        self._so_far = TextSoFar(text.decode, asked.stops)
+        self._reply = Reply(text, asked.stops, asked.form)
         self._offset = 0
         self.index = index
         self.tokens = 0
         self.begun = False
 
-    def add(self, drawn: DrawnTokens) -> tuple[str, Json | None]:
-        """The text and the logprobs of more tokens."""
+    def add(self, drawn: DrawnTokens, *, whole: bool = False) -> tuple[ReplyPiece, Json | None]:
+        """What more tokens give, or the `whole` sequence, and their logprobs."""
         self.tokens += len(drawn.tokens)
-        shown = self._so_far.add(drawn.tokens, last=drawn.stop_reason is not None)
-        return shown, self._logprobs(drawn) if self._asked.likeliest is not None else None
+        take = self._reply.whole if whole else self._reply.add
+        return take(drawn.tokens, drawn.stop_reason), self._logprobs(
+            drawn
+        ) if self._asked.likeliest is not None else None
 
     def reason(self, drawn: DrawnTokens) -> str | None:
         """`finish_reason`."""
-        return "stop" if self._so_far.stopped is not None and drawn.stop_reason else drawn.stop_reason
+        if drawn.stop_reason == "stop" and self._reply.called:
+            return "tool_calls"
+        return "stop" if self._reply.stopped is not None and drawn.stop_reason else drawn.stop_reason
 
     def _logprobs(self, drawn: DrawnTokens) -> Json:
         likeliest = drawn.likeliest or ((),) * len(drawn.tokens)
+        # Those that a grammar does not allow have -inf, which JSON has no number for.
+        likeliest = tuple(tuple(other for other in others if other[1] > -math.inf) for others in likeliest)
         rows = list(zip(drawn.tokens, drawn.logprobs, likeliest, strict=True))
         if self._asked.chat:
             return {
@@ -128,14 +137,34 @@ def usage(prompt_tokens: int, outputs: Sequence[SampleOutput]) -> Json:
     }
 
 
+def _message(piece: ReplyPiece) -> Json:
+    """The assistant's message."""
+    calls = [
+        {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+        for call in piece.calls
+    ]
+    text = None if calls and not piece.text else piece.text
+    return {"role": "assistant", "content": text, "refusal": None} | ({"tool_calls": calls} if calls else {})
+
+
+def _deltas(piece: ReplyPiece) -> Json:
+    """The calls of a piece of a stream."""
+    calls = []
+    for call in piece.calls:
+        function = {"arguments": call.arguments} | ({} if call.name is None else {"name": call.name})
+        begin = {} if call.id is None else {"id": call.id, "type": "function"}
+        calls.append({"index": call.index, **begin, "function": function})
+    return {"tool_calls": calls} if calls else {}
+
+
 def whole_answer(asked: Asked, named: Named, prompt_tokens: int, outputs: Sequence[SampleOutput]) -> bytes:
     """The JSON of the answer to a request that is not streamed. Call it in a thread: it may take seconds, in which
     others run (so not `json.dumps`, which keeps the GIL)."""
     choices: list[Json] = []
     for sequence in (sequence for output in outputs for sequence in output.sequences):
         choice, drawn = Choice(asked, named.text, len(choices)), whole(sequence)
-        text, logprobs = choice.add(drawn)
-        content = {"message": {"role": "assistant", "content": text, "refusal": None}} if asked.chat else {"text": text}
+        piece, logprobs = choice.add(drawn, whole=True)
+        content = {"message": _message(piece)} if asked.chat else {"text": piece.text}
         choices.append({"index": choice.index, **content, "logprobs": logprobs, "finish_reason": choice.reason(drawn)})
     answer = {**asked.head(chunk=False), "choices": choices, "usage": usage(prompt_tokens, outputs)}
     return "".join(json.JSONEncoder(separators=(",", ":")).iterencode(answer)).encode("utf-8", "replace")
@@ -155,14 +184,15 @@ async def events(asked: Asked, named: Named, answer: Answer) -> AsyncIterator[by
         for drawing in drawings:
             index = drawing.prompt * asked.num_samples + drawing.tokens.sample
             choice = choices.setdefault(index, Choice(asked, named.text, index))
-            text, logprobs = choice.add(drawing.tokens)
+            piece, logprobs = choice.add(drawing.tokens)
             reason = choice.reason(drawing.tokens)
             if asked.chat and not choice.begun:
                 parts.append(chunk(index, {"role": "assistant", "content": ""}, None, None))
             choice.begun = True
-            if text or logprobs is not None or (reason and not asked.chat):
+            if piece.text or piece.calls or logprobs is not None or (reason and not asked.chat):
                 end = None if asked.chat else reason
-                parts.append(chunk(index, {"content" if asked.chat else "text": text}, logprobs, end))
+                text = {"content" if asked.chat else "text": piece.text} if piece.text or not piece.calls else {}
+                parts.append(chunk(index, text | _deltas(piece), logprobs, end))
             if asked.chat and reason:
                 parts.append(chunk(index, {}, None, reason))
         if parts:

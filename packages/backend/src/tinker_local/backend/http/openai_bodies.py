@@ -3,11 +3,16 @@
 A parameter that would not change the answer may be sent: a label, or one that asks for what is done anyway.
 """
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, ValidationError, model_validator
 from tinker_local.backend.http.endpoint_fields import Image, Label, ModelName, Unsupported, image_at, only
+from tinker_local.backend.http.grammar_fields import ResponseFormat, StructuredOutputs, TextFormat
+from tinker_local.backend.http.tool_fields import CallId, FunctionTool, MessageCall, NamedFunction, ToolChoice, offer
+from tinker_local.backend.rendering.grammar import Grammar
 from tinker_local.backend.rendering.text import ChatMessage, TemplateValue
+from tinker_local.backend.rendering.tools import OfferedTools
 from tinker_local.types import Frozen, ModelInput, SamplingParams, user_message
 from tinker_local.types.base import TupleOf
 
@@ -34,27 +39,43 @@ class ImagePart(Frozen):
 
 
 def _as_parts(content: Any) -> Any:
+    if content is None:  # of an assistant that only calls
+        return []
     return [{"type": "text", "text": content}] if isinstance(content, str) else content
 
 
 class Message(Frozen):
-    role: Literal["system", "developer", "user", "assistant"]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[
         TupleOf[Annotated[TextPart | ImagePart, Field(discriminator="type")]], BeforeValidator(_as_parts)
-    ]
-    name: Unsupported = None
-    tool_calls: Annotated[Any, only([])] = None
-    tool_call_id: Unsupported = None
+    ] = ()
+    name: str | None = None
+    tool_calls: TupleOf[MessageCall] | None = None
+    tool_call_id: CallId | None = None
     function_call: Unsupported = None
     refusal: Unsupported = None
     audio: Unsupported = None
     annotations: Annotated[Any, only([])] = None
     reasoning_content: Unsupported = None
 
-    def as_chat(self) -> ChatMessage:
-        """As templates take it."""
+    @model_validator(mode="after")
+    def _of_its_role(self) -> Self:
+        if self.name is not None and self.role != "tool":
+            raise ValueError("name: only for the role tool; leave it out")
+        if self.tool_calls and self.role != "assistant":
+            raise ValueError("tool_calls: only for the role assistant")
+        if (self.tool_call_id is None) == (self.role == "tool"):
+            raise ValueError("tool_call_id: for the role tool, and only for it")
+        if "content" not in self.model_fields_set and not self.tool_calls:
+            raise ValueError("content: missing")
+        return self
+
+    def as_chat(self, names: Mapping[str, str]) -> ChatMessage:
+        """As templates take it. `names`: of the tools, by the ids of their calls."""
         parts = tuple(part.text if isinstance(part, TextPart) else part.image_url.url for part in self.content)
-        return ChatMessage("system" if self.role == "developer" else self.role, parts)
+        calls = tuple(call.call() for call in self.tool_calls or ())
+        answers = None if self.tool_call_id is None else (self.tool_call_id, self.name or names.get(self.tool_call_id))
+        return ChatMessage("system" if self.role == "developer" else self.role, parts, calls, answers)
 
 
 class StreamOptions(Frozen):
@@ -63,7 +84,7 @@ class StreamOptions(Frozen):
 
 
 class Body(Frozen):
-    """What both kinds of requests have. `top_k` is not OpenAI's, and has SamplingParams' meaning."""
+    """What both kinds of requests have. `top_k`, with SamplingParams' meaning, and `structured_outputs` are vLLM's."""
 
     model: ModelName
     stream: bool | None = None
@@ -75,6 +96,8 @@ class Body(Frozen):
     n: Annotated[int, Field(ge=1)] | None = None
     stop: str | TupleOf[str] | None = None
     seed: int | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
     frequency_penalty: Annotated[Any, only(0)] = None
     presence_penalty: Annotated[Any, only(0)] = None
     repetition_penalty: Annotated[Any, only(1)] = None
@@ -88,6 +111,8 @@ class Body(Frozen):
         self.params()
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options: only for stream=true")
+        if self.structured_outputs is not None and self.response_format not in (None, TextFormat(type="text")):
+            raise ValueError("structured_outputs: not together with response_format")
         return self
 
     @property
@@ -98,6 +123,12 @@ class Body(Frozen):
     def most_tokens(self) -> int | None:
         """How many tokens may be sampled; None: up to the context."""
         return self.max_tokens
+
+    def grammar(self) -> Grammar | None:
+        """What the answer must spell; InvalidRequestError."""
+        if self.structured_outputs is not None:
+            return self.structured_outputs.grammar("structured_outputs")
+        return None if self.response_format is None else self.response_format.grammar("response_format")
 
     def params(self) -> SamplingParams:
         """As the sampler takes them; ValueError."""
@@ -117,12 +148,11 @@ class ChatBody(Body):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LIKELIEST)] | None = None
     chat_template_kwargs: dict[str, TemplateValue] | None = None
-    tools: Annotated[Any, only([])] = None
-    tool_choice: Annotated[Any, only("none")] = None
-    parallel_tool_calls: Annotated[Any, only(True, False)] = None
+    tools: TupleOf[FunctionTool] | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
     functions: Annotated[Any, only([])] = None
     function_call: Annotated[Any, only("none")] = None
-    response_format: Annotated[Any, only({"type": "text"})] = None
     modalities: Annotated[Any, only(["text"])] = None
     reasoning_effort: Unsupported = None
     verbosity: Unsupported = None
@@ -147,6 +177,19 @@ class ChatBody(Body):
     def most_tokens(self) -> int | None:
         """See `Body`."""
         return self.max_completion_tokens or self.max_tokens
+
+    def as_chat(self) -> list[ChatMessage]:
+        """As templates take it."""
+        names = {call.id: call.function.name for message in self.messages for call in message.tool_calls or ()}
+        return [message.as_chat(names) for message in self.messages]
+
+    def offered(self) -> OfferedTools | None:
+        """The tools that the model may call; InvalidRequestError."""
+        choice = self.tool_choice
+        tools = [] if choice == "none" else [tool.tool() for tool in self.tools or ()]
+        only = choice.function.name if isinstance(choice, NamedFunction) else None
+        several = self.parallel_tool_calls is not False
+        return offer(tools, must=choice == "required", only=only, several=several, answer=self.grammar())
 
 
 def _as_prompts(prompt: Any) -> Any:

@@ -6,12 +6,13 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 from tinker_local.backend.control.completions import Named, parse_model
 from tinker_local.backend.control.life_cycle import ControlPlane
-from tinker_local.backend.http.access import Backend, ToList, caller_of, check_readable
+from tinker_local.backend.http.access import NAMED_MODEL, Backend, ToList, caller_of, check_readable
 from tinker_local.backend.http.bodies import parse
 from tinker_local.backend.http.event_stream import begun, unless_left
 from tinker_local.backend.http.openai_answers import MAX_CELLS, Asked, events, whole_answer
 from tinker_local.backend.http.openai_bodies import Body, ChatBody, CompletionBody
 from tinker_local.backend.http.sampling_routes import body_limits
+from tinker_local.backend.rendering.tools import ReplyForm
 from tinker_local.backend.storage.records import CheckpointRecord
 from tinker_local.backend.threads import ENCODING
 from tinker_local.types import InvalidRequestError, ModelInput, NotFoundError
@@ -56,9 +57,11 @@ def _model(name: str, record: CheckpointRecord | None) -> dict[str, Any]:
 async def chat_completions(request: Request, backend: Backend) -> Response:
     body = await parse(request, ChatBody, *body_limits(backend))
     named = await model_of(request, backend, body.model)
-    messages = [message.as_chat() for message in body.messages]
-    prompt = await backend.completions.chat_prompt(named, messages, body.chat_template_kwargs or {})
-    return await _answered(request, backend, body, named, [prompt])
+    offered = body.offered()
+    tools = () if offered is None else offered.tools
+    prompt = await backend.completions.chat_prompt(named, body.as_chat(), body.chat_template_kwargs or {}, tools=tools)
+    form = None if offered is None else await backend.completions.form(named, offered)
+    return await _answered(request, backend, body, named, [prompt], form)
 
 
 @router.post("/completions")
@@ -77,16 +80,26 @@ async def completions(request: Request, backend: Backend) -> Response:
 
 async def model_of(request: Request, backend: ControlPlane, name: str) -> Named:
     """The model that a request names, if its caller may read it."""
+    request.scope[NAMED_MODEL] = {"model": name}
     _, path = parse_model(name)
     if path is not None:
         await check_readable(request, "model", path, None)
-    return await backend.completions.named(caller_of(request), name)
+    named = await backend.completions.named(caller_of(request), name)
+    request.scope[NAMED_MODEL]["session_id"] = named.session.record.session_id
+    if not named.first:
+        del request.scope[NAMED_MODEL]
+    return named
 
 
 async def _answered(
-    request: Request, backend: ControlPlane, body: Body, named: Named, prompts: Sequence[ModelInput]
+    request: Request,
+    backend: ControlPlane,
+    body: Body,
+    named: Named,
+    prompts: Sequence[ModelInput],
+    form: ReplyForm | None = None,
 ) -> Response:
-    asked, most = Asked.of(body), backend.options.max_num_samples
+    asked, most = Asked.of(body, form), backend.options.max_num_samples
     if asked.likeliest is not None and not body.stream:
         tokens = body.most_tokens() or named.base.max_context_length
         cells = asked.num_samples * len(prompts) * tokens * (1 + asked.likeliest)
@@ -106,6 +119,7 @@ async def _answered(
         num_samples=asked.num_samples,
         likeliest=asked.likeliest or 0,
         streamed=bool(body.stream),
+        grammar=body.grammar() if form is None else form.grammar,
     )
     if body.stream:
         return await begun(request, events(asked, named, answer), answer.close)

@@ -16,7 +16,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from tinker_local.backend.control.callers import Caller
 from tinker_local.backend.control.life_cycle import ControlPlane
-from tinker_local.backend.http.access import BODY, CALLER
+from tinker_local.backend.http.access import BODY, CALLER, NAMED_MODEL
 from tinker_local.backend.http.log_files import Line
 from tinker_local.backend.scheduling.operations import Operation, owner_of
 
@@ -201,6 +201,23 @@ class RequestLogs:
                 write(line)
         if self._logs.audit and (action := one.action) is not None:
             self._audit(one, action)
+        if self._logs.audit and (named := one.scope.get(NAMED_MODEL)) is not None:
+            self._audit_model(one, named)
+
+    def _audit_model(self, one: Exchange, named: Mapping[str, str]) -> None:
+        """The first request of an owner that names a model at an endpoint of other APIs, or one that may not."""
+        ends: dict[str, object] = {"outcome": "ok"} if "session_id" in named else {"outcome": "refused"}
+        line: dict[str, object] = {
+            "time": one.begun,
+            "action": "use model at an endpoint",
+            "by": None if one.caller is None else one.caller.owner,
+            **{name: _short(value) for name, value in named.items()},
+            "address": one.address,
+            "request": one.request_id,
+            **ends,
+            "status": one.status,
+        }
+        self._logs.write_audit(line)
 
     def _audit(self, one: Exchange, action: str) -> None:
         facts = one.facts()

@@ -25,7 +25,9 @@ from tinker_local.backend.models.served_models import (
 from tinker_local.backend.models.supervision import TrainerSupervision, supervise_sampler
 from tinker_local.backend.options import MICRO_BATCH_TOKENS, BackendOptions, DType, EnginePlace, ModelSource
 from tinker_local.backend.rendering.decoding import MAX_PIXELS
+from tinker_local.backend.rendering.grammar import SWITCHED_OFF
 from tinker_local.backend.rendering.renderer import CACHE_BYTES, ImageReading, ModelRenderer
+from tinker_local.backend.rendering.tools import ToolFormat
 from tinker_local.backend.sampling.process_sampler import ProcessSampler, SamplerFactory, SamplerSeat
 from tinker_local.backend.sampling.replica_pool import ReplicaPool, replica_name
 from tinker_local.backend.scheduling.memory_sharing import MemorySharing, WakingSampler
@@ -278,6 +280,7 @@ def load_real(source: ModelSource, options: BackendOptions, progress: Progress) 
         trainer: Trainer = load_trainer()
     renderer = load_renderer(source.path, dtype=dtype, max_pixels=options.max_image_pixels)
     text = HFText.load(source.path, renderer.tokens)
+    tools = load_tools(source.path, config.model_type, options.tool_parser)
     return Engines(
         renderer,
         trainer,
@@ -287,7 +290,23 @@ def load_real(source: ModelSource, options: BackendOptions, progress: Progress) 
         sliding_window=sliding_window(text_config),
         sequences=sequences * len(engines),
         text=text,
+        no_grammars=compat_vllm.why_no_grammars(options.grammars),
+        tools=tools,
     )
+
+
+def load_tools(model: str, model_type: str, chosen: str | None) -> ToolFormat | str:
+    """How `model` writes calls of tools, or why that is not known. `chosen`: the operator's parser, which must do."""
+    from tinker_local.backend.families import family_of
+    from tinker_local.backend.vllm_engine.vllm_tools import VLLMTools
+
+    name = chosen or family_of(model_type, model).tool_parser
+    if name is None:
+        return f"models of the type {model_type!r} have no usual form of calls; --tool-parser can name one of vLLM's"
+    tools = VLLMTools(name, model)
+    if chosen:
+        tools.load()
+    return tools
 
 
 def sliding_window(config: Any) -> int | None:
@@ -330,7 +349,7 @@ def load_renderer(
 
 def load_fake(source: ModelSource, options: BackendOptions) -> Engines:
     """The numpy model under any name."""
-    from tinker_local.backend.fakes import FakeModel, FakeRenderer, FakeSampler, FakeText, FakeTrainer
+    from tinker_local.backend.fakes import FakeModel, FakeRenderer, FakeSampler, FakeText, FakeTools, FakeTrainer
     from tinker_local.backend.fakes.fake_trainer import fake_of_rank
 
     model = FakeModel(source.name)
@@ -346,8 +365,17 @@ def load_fake(source: ModelSource, options: BackendOptions) -> Engines:
     with starting(options, *places) as (load_sampler, load_trainer):
         sampler, trainer = load_sampler(), load_trainer()
     sequences = 256 * max(1, len(groups))
-    text = FakeText(model)
-    return Engines(FakeRenderer(model), trainer, sampler, arch="fake", tolerance=1e-4, sequences=sequences, text=text)
+    return Engines(
+        FakeRenderer(model),
+        trainer,
+        sampler,
+        arch="fake",
+        tolerance=1e-4,
+        sequences=sequences,
+        text=FakeText(model),
+        no_grammars=SWITCHED_OFF if options.grammars == "never" else "",
+        tools=FakeTools(),
+    )
 
 
 def make_fake_rank(model: "FakeModel", seat: SamplerSeat) -> Any:

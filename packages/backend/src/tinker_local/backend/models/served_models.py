@@ -20,6 +20,7 @@ from tinker_local.backend.models.supervision import SamplerSupervision, TrainerS
 from tinker_local.backend.options import BackendOptions, ModelSource
 from tinker_local.backend.rendering.rendered_input import Renderer
 from tinker_local.backend.rendering.text import TextCodec
+from tinker_local.backend.rendering.tools import ToolFormat
 from tinker_local.backend.sampling.replica_pool import ReplicaPool
 from tinker_local.backend.sampling.sampler import Sampler
 from tinker_local.backend.scheduling.memory_sharing import MemorySharing
@@ -36,6 +37,8 @@ class Engines:
     `tolerance`: largest mean difference of logprobs (nats) between trainer and sampler on a probe. `sliding_window`: of
     the base model's attention, in positions; None if it has none. `sequences`: how many the sampler is to run at once;
     it has room for `RESERVED` more. `text`: None for a model without a tokenizer, which clients must bring.
+    `no_grammars`: why samples cannot follow a grammar; empty if they can. `tools`: how it writes calls of tools, or why
+    that is not known.
     """
 
     renderer: Renderer
@@ -46,6 +49,8 @@ class Engines:
     sliding_window: int | None = None
     sequences: int = 256
     text: TextCodec | None = None
+    no_grammars: str = ""
+    tools: ToolFormat | str = "not loaded"
 
 
 EngineLoader = Callable[[ModelSource, BackendOptions], Engines]

@@ -1,6 +1,7 @@
 """`HFText`: the tokenizer and chat template of a Hugging Face model."""
 
 import itertools
+import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -64,22 +65,29 @@ class HFText:
         return cls(tokenizer, images, template)
 
     def chat(
-        self, messages: Sequence[ChatMessage], variables: Mapping[str, TemplateValue], *, go_on: bool
+        self,
+        messages: Sequence[ChatMessage],
+        variables: Mapping[str, TemplateValue],
+        *,
+        go_on: bool,
+        functions: Sequence[Mapping[str, Any]] = (),
     ) -> ModelInput:
         """See `TextCodec`."""
         if not self._has_template:
             raise InvalidRequestError("messages: this base model has no chat template; use completions with a prompt")
         if taken := RESERVED & variables.keys():
             raise InvalidRequestError(f"chat_template_kwargs: {', '.join(sorted(taken))} cannot be set")
-        if unknown := [name for name in variables if name not in self._words()]:
+        if unknown := [name for name in variables if name not in self._words(functions)]:
             raise InvalidRequestError(f"chat_template_kwargs: this model's template has no {', '.join(unknown)}")
         found = [part for message in messages for part in message.parts if not isinstance(part, str)]
         if found and self._image_token is None:
             raise InvalidRequestError("messages: an image, but this base model reads text only")
-        given = [{"role": message.role, "content": self._content(message)} for message in messages]
+        self._check_tools(messages, functions)
+        given = [self._given(message) for message in messages]
         try:
             text = self._tokenizer.apply_chat_template(
                 given,
+                tools=[self._protected_in(function) for function in functions] or None,
                 tokenize=False,
                 add_generation_prompt=not go_on,
                 continue_final_message=go_on,
@@ -102,6 +110,10 @@ class HFText:
         """See `TextCodec`."""
         return self._decoded(tokens, special=False)
 
+    def decode_all(self, tokens: Sequence[int]) -> str:
+        """See `TextCodec`."""
+        return self._decoded(tokens, special=True)
+
     def token(self, token: int) -> str:
         """See `TextCodec`."""
         return self._token(token)
@@ -111,9 +123,50 @@ class HFText:
             self._tokenizer.decode(list(tokens), skip_special_tokens=not special, clean_up_tokenization_spaces=False)
         )
 
-    def _words(self) -> set[str]:
-        """Among them are the variables of the template."""
-        return set(_WORD.findall(self._template or self._tokenizer.get_chat_template()))
+    def _words(self, functions: Sequence[Mapping[str, Any]]) -> set[str]:
+        """Among them are the variables of the template, which may be another one with tools."""
+        return set(_WORD.findall(self._template or self._tokenizer.get_chat_template(tools=list(functions) or None)))
+
+    def _check_tools(self, messages: Sequence[ChatMessage], functions: Sequence[Mapping[str, Any]]) -> None:
+        """InvalidRequestError for what the template would leave out."""
+        needed = {"tools": bool(functions), "tool_calls": any(message.calls for message in messages)}
+        needed["tool"] = any(message.role == "tool" for message in messages)
+        if missing := [word for word, used in needed.items() if used and word not in self._words(functions)]:
+            words = {"tools": "tools", "tool_calls": "calls of the assistant", "tool": "results of tools"}
+            raise InvalidRequestError(
+                f"{'tools' if missing[0] == 'tools' else 'messages'}: this model's chat template has no "
+                f"{words[missing[0]]}"
+            )
+
+    def _given(self, message: ChatMessage) -> dict[str, Any]:
+        given: dict[str, Any] = {"role": message.role, "content": self._content(message)}
+        if message.calls:
+            given["tool_calls"] = [
+                {
+                    "id": call.id,
+                    "type": "function",
+                    "function": {"name": call.name, "arguments": json.loads(call.arguments)},
+                }
+                for call in message.calls
+            ]
+            given["tool_calls"] = self._protected_in(given["tool_calls"])
+        if message.answers is not None:
+            call, name = message.answers
+            given["tool_call_id"] = self._protected(call)
+            given |= {} if name is None else {"name": self._protected(name)}
+        return given
+
+    def _protected_in(self, value: Any) -> Any:
+        """JSON whose texts are data."""
+        match value:
+            case str():
+                return self._protected(value)
+            case dict():
+                return {self._protected(str(name)): self._protected_in(part) for name, part in value.items()}
+            case list() | tuple():
+                return [self._protected_in(part) for part in value]
+            case _:
+                return value
 
     def _content(self, message: ChatMessage) -> str | list[dict[str, str]]:
         """Templates of language models take only a text. Neighbours are joined first: two halves may make a token."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from tinker_local.types import Chunk, ModelInput
 
@@ -19,12 +19,24 @@ TemplateValue = str | int | float | bool
 """Of a variable that a request gives to a chat template."""
 
 
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A call that a model wrote. `arguments`: a JSON object."""
+
+    id: str
+    name: str
+    arguments: str
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class ChatMessage:
-    """One message of a conversation."""
+    """One message of a conversation. `calls`: of the assistant. `answers`: the call that a message of the role `tool`
+    answers: its id, and the tool's name if it is known."""
 
     role: str
     parts: tuple[Part, ...]
+    calls: tuple[ToolCall, ...] = ()
+    answers: tuple[str, str | None] | None = None
 
 
 class TextCodec(Protocol):
@@ -35,10 +47,15 @@ class TextCodec(Protocol):
     """
 
     def chat(
-        self, messages: Sequence[ChatMessage], variables: Mapping[str, TemplateValue], *, go_on: bool
+        self,
+        messages: Sequence[ChatMessage],
+        variables: Mapping[str, TemplateValue],
+        *,
+        go_on: bool,
+        functions: Sequence[Mapping[str, Any]] = (),
     ) -> ModelInput:
         """A conversation, and the beginning of the model's reply. `variables`: of the template. `go_on`: the last
-        message is the beginning of the reply."""
+        message is the beginning of the reply. `functions`: tools in OpenAI's form."""
 
     def prompt(self, text: str) -> ModelInput:
         """A text as Hugging Face's tokenizer encodes it: with the tokens that it puts first, and with special tokens
@@ -46,6 +63,9 @@ class TextCodec(Protocol):
 
     def decode(self, tokens: Sequence[int]) -> str:
         """The text of `tokens`, without special tokens."""
+
+    def decode_all(self, tokens: Sequence[int]) -> str:
+        """The text of `tokens`, with special tokens."""
 
     def token(self, token: int) -> str:
         """The text of one token, special or not; U+FFFD in place of bytes that end within a character."""

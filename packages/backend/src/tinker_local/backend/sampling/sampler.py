@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
+from tinker_local.backend.rendering.grammar import Grammar
 from tinker_local.backend.rendering.rendered_input import RenderedInput
 from tinker_local.backend.training.trainer import AdapterDType, AdapterState
 from tinker_local.types import InvalidRequestError, SampleOutput, SamplingParams, TensorData
@@ -73,7 +74,8 @@ class SampleWork:
 
     `begun` is called once, from any thread, when the first sequence runs on the device. `ended` may be called, from any
     thread, when one of the sequences has ended before the last. `drawn` gets every token of the result before the
-    result is there; None: the request is not streamed.
+    result is there; None: the request is not streamed. `grammar`: what the tokens of each sequence must spell; None:
+    anything.
     """
 
     prompt: RenderedInput
@@ -91,6 +93,7 @@ class SampleWork:
     ended: Callable[[], None] = ignore_begin
     begun: Callable[[], None] = ignore_begin
     drawn: Drawn | None = None
+    grammar: Grammar | None = None
 
 
 class Sampler(Protocol):
@@ -100,6 +103,9 @@ class Sampler(Protocol):
     vocabulary; T = 0 gives those of T = 1. Logprobs of prompts are always of T = 1, and NaN at position 0. Tokens drawn
     at the positions of a prompt use T but neither top-k nor top-p, and their logprobs are of T = 1. Cancelling the task
     of `sample` frees its slots.
+
+    With a grammar, the logits of tokens that it does not allow next are -inf, so that logprobs of sampled tokens are of
+    what was drawn from, and those of the likeliest may be -inf.
 
     A sampler that is asleep takes almost none of the device's memory; only `wake`, `remove_version` and `close` may be
     called.
@@ -144,7 +150,7 @@ class Sampler(Protocol):
 
     async def sample(self, work: SampleWork) -> SampleOutput:
         """Sample `num_samples` sequences; loads the version first if necessary. A streamed one that cannot go on after
-        its first tokens fails: it never begins again."""
+        its first tokens fails: it never begins again. InvalidRequestError for a grammar that cannot be followed."""
 
     async def sleep(self) -> None:
         """Release the device's memory until `wake`. Keeps the versions and drops the prefix cache. Call it only while

@@ -166,6 +166,8 @@ def _engine_arguments(options: EngineOptions) -> dict[str, Any]:
         "max_cpu_loras": max(options.cached_adapters, options.adapters_per_step),
         "disable_log_stats": True,
         "use_tqdm_on_load": False,
+        # All requests of an engine share the backend of the first one, so none may choose another.
+        "structured_outputs_config": {"backend": "xgrammar"},
         # Requests are checked before they reach the engine.
         "max_logprobs": -1,
         "enable_sleep_mode": options.sleeps and not on_cpu and sleep_mode_is_free(),

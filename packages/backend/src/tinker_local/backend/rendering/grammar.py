@@ -1,0 +1,63 @@
+"""`Grammar`: what a sample must spell, and what bounds it before an engine sees it."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from tinker_local.types import InvalidRequestError
+
+GrammarKind = Literal["json", "regex", "choice", "grammar", "structural_tag"]
+
+SWITCHED_OFF = "this server was started with --grammars never"
+
+MAX_CHARACTERS = 2**16
+"""Of a grammar. Engines take up to seconds to compile one of this length."""
+
+MAX_NESTING = 64
+"""Objects and arrays within each other in a JSON schema or a structural tag."""
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """What all tokens of a sample together must spell; EOS ends it where the grammar does.
+
+    `text`: a JSON schema, a regular expression, a JSON list of the texts of which it is one, a grammar in EBNF or Lark,
+    or one of xgrammar's structural tags, by `kind`. `field`: of the request that asks for it, to name it in errors.
+    """
+
+    kind: GrammarKind
+    text: str
+    field: str
+
+    @classmethod
+    def of_json(cls, kind: GrammarKind, value: Any, field: str) -> "Grammar":
+        """With `value` as JSON; InvalidRequestError if it is nested too deeply."""
+        check_nesting(value, field)
+        return cls(kind, json.dumps(value, ensure_ascii=False, separators=(",", ":")), field)
+
+    @classmethod
+    def of_json_text(cls, kind: GrammarKind, text: str, field: str) -> "Grammar":
+        """The same of JSON text; InvalidRequestError if it is none."""
+        try:
+            value = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise InvalidRequestError(f"{field}: not JSON: {error}") from None
+        return cls.of_json(kind, value, field)
+
+    def __post_init__(self) -> None:
+        if len(self.text) > MAX_CHARACTERS:
+            raise InvalidRequestError(f"{self.field}: {len(self.text)} characters, the limit is {MAX_CHARACTERS}")
+        if "\0" in self.text:
+            raise InvalidRequestError(f"{self.field}: character {self.text.index(chr(0))} is NUL")
+
+
+def check_nesting(value: Any, field: str) -> None:
+    """InvalidRequestError if `value` has objects or arrays in each other, more than `MAX_NESTING` deep."""
+    level: Sequence[Any] = (value,)
+    for _ in range(MAX_NESTING + 1):
+        within = [one for one in level if isinstance(one, dict | list)]
+        if not within:
+            return
+        level = [part for one in within for part in (one.values() if isinstance(one, dict) else one)]
+    raise InvalidRequestError(f"{field}: objects and arrays are nested more than {MAX_NESTING} deep")
