@@ -523,8 +523,8 @@ MISTAKES = (
     Promise(
         "operation",
         "A log holds secrets, loses what happened, or fails or delays requests when its disk is full or hangs",
-        "urls-in-the-access-log audit-of-small-bodies-alone audit-without-endpoints audit-without-the-end audit-twice log-of-a-renamed-file "
-        "full-disk-ends-the-log a-terminal-stops-requests",
+        "urls-in-the-access-log audit-of-small-bodies-alone audit-without-endpoints audit-without-the-end audit-twice "
+        "log-of-a-renamed-file full-disk-ends-the-log a-terminal-stops-requests",
         (
             "http/test_http_request_logs_on_fakes.py::"
             "test_a_log_that_cannot_be_written_or_hangs_fails_and_delays_no_request_on_fakes",
@@ -671,7 +671,7 @@ MISTAKES = (
     ),
     Promise(
         "grammars",
-        "Structured output and calls of tools only look alike: sampling is not constrained, or a hostile schema stops all",
+        "Structured output and calls only look alike: sampling is not constrained, or a hostile schema stops all",
         "grammar-lost-on-the-way grammar-not-given-to-vllm deep-schemas-pass tools-without-their-grammar "
         "calls-not-counted-as-the-end",
         (
