@@ -155,9 +155,9 @@ async def test_number_of_a_sampler_is_not_given_twice_on_fakes(api: Api) -> None
 @pytest.mark.mutation(
     "one-sample-at-a-time",
     "control/sampling_sessions.py",
-    "            output = await self._sample(session, request, operation, drawn)\n",
+    "            output = await self._sample(session, request, operation, besides)\n",
     '            async with self.__dict__.setdefault("_one", asyncio.Lock()):\n'
-    "                output = await self._sample(session, request, operation, drawn)\n",
+    "                output = await self._sample(session, request, operation, besides)\n",
 )
 async def test_cancelling_frees_the_slot_on_fakes(api: Api) -> None:
     sampler = await api.base_sampler()

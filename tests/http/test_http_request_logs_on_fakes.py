@@ -182,7 +182,7 @@ async def test_audit_log_has_the_first_use_of_a_model_at_an_endpoint_and_those_r
     body = {"model": "fake/bigram", "max_tokens": 2, "messages": [{"role": "user", "content": "hi"}]}
     for path in ("/v1/chat/completions", "/v1/messages", "/oai/api/v1/chat/completions"):
         assert (await logged.api.http.post(path, json=body)).status_code == 200
-    for bad in ({**body, "model": "other"}, {**body, "model": "tinker://nobody:train:0/sampler_weights/a"}):
+    for bad in ({**body, "model": "other"}, {**body, "model": "tinker://unknown:train:0/sampler_weights/a"}):
         assert (await logged.api.http.post("/v1/chat/completions", json=bad)).status_code == 404
     found = [line for line in logged.audit() if line["action"] == "use model at an endpoint"]
     assert [(line["by"], line["outcome"], line["status"]) for line in found] == [

@@ -76,7 +76,7 @@ class ToolUseBlock(Frozen):
 
 
 class ToolResultBlock(Frozen):
-    """`is_error` is told to the model by a word before the result."""
+    """`is_error` puts a word before the result."""
 
     type: Literal["tool_result"]
     tool_use_id: CallId
@@ -108,7 +108,7 @@ class Turn(Frozen):
         return self
 
     def as_chat(self, names: Mapping[str, str]) -> Iterator[ChatMessage]:
-        """As templates take it: results of tools are messages of their own."""
+        """As templates take it: each result of a tool is a message."""
         parts: list[Part] = []
         for block in self.content:
             if isinstance(block, ToolResultBlock):
