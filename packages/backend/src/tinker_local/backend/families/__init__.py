@@ -2,6 +2,7 @@
 
 from tinker_local.backend.families import gemma2, gemma3_text, llama, mistral, qwen2, qwen2_5_vl, qwen3, qwen3_vl
 from tinker_local.backend.families.family import Family
+from tinker_local.backend.families.line_up import NOT_SERVED
 from tinker_local.types import UnsupportedError
 
 FAMILIES: dict[str, Family] = {
@@ -19,7 +20,8 @@ FAMILIES: dict[str, Family] = {
 def family_of(model_type: str, where: str) -> Family:
     """The family of a config's `model_type`; UnsupportedError lists the supported ones. `where`: the model's name."""
     if model_type not in FAMILIES:
+        why = f" ({NOT_SERVED[model_type]})" if model_type in NOT_SERVED else ""
         raise UnsupportedError(
-            f"{where}: model_type {model_type!r} is not supported; supported are {', '.join(FAMILIES)}"
+            f"{where}: model_type {model_type!r} is not supported{why}; supported are {', '.join(FAMILIES)}"
         )
     return FAMILIES[model_type]
