@@ -1,4 +1,4 @@
-"""What metrics say of vLLM's scheduler while it runs: how many sequences have no place, and how full its KV cache is."""
+"""What metrics say of vLLM's scheduler while it runs: how many sequences have no place, how full its KV cache is."""
 
 import asyncio
 from typing import Any
