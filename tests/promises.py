@@ -491,7 +491,8 @@ MISTAKES = (
         "What a run did is known to its program alone, or to everybody; a full disk stops the run that is recorded",
         "loss-of-masked-targets loss-of-all-steps curves-from-the-start torn-lines-stay everybodys-runs "
         "everybodys-numbers histogram-not-cumulated kv-cache-use-is-that-of-running-sequences "
-        "board-of-metrics-that-are-gone plan-without-the-mlp",
+        "board-of-metrics-that-are-gone plan-without-the-mlp log-written-anew-reads-on links-out-of-the-logs "
+        "everybodys-logs",
         (
             "http/test_http_server_metrics_on_fakes.py::"
             "test_operations_and_tokens_are_counted_by_kind_and_owner_on_fakes",

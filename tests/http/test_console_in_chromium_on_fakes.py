@@ -268,3 +268,39 @@ def test_a_hundred_thousand_steps_are_drawn_with_their_peak_on_fakes(
     assert max(heights) - min(heights) > 100
     assert "900" in browser.js("document.querySelector('figure').textContent") or min(heights) < 30
     service.close("success").result()
+
+
+def test_watched_logs_are_curves_beside_their_run_and_their_names_are_texts_on_fakes(
+    browser: Browser, tmp_path: Path
+) -> None:
+    folder = tmp_path / "logs" / EVIL.replace("/", "")
+    folder.mkdir(parents=True)
+    metrics = folder / "metrics.jsonl"
+    metrics.write_text("".join(json.dumps({"step": step, EVIL: step, "reward": 2}) + "\n" for step in range(5)))
+    options = BackendOptions(data_dir=tmp_path / "data", watch_logs=tmp_path / "logs")
+    backend = InProcessBackend([ModelSource("fake/bigram", "fake/bigram")], options, load=load_fake)
+    with client.ServiceClient(backend=backend) as service:
+        assert service._loopback is not None
+        url, key = service._loopback.url, service._loopback.api_key
+        run = service.create_lora_training_client("fake/bigram", rank=8).result()
+        saved = {"state_path": run.save_state("one").result().path}
+        (folder / "checkpoints.jsonl").write_text(json.dumps(saved) + "\n")
+        browser.open(url, "document.querySelector('#ask-key').open")
+        browser.js(f"document.querySelector('#key').value = {json.dumps(key)}")
+        browser.js("document.querySelector('#ask-key button').click()")
+        link = "document.querySelector('a[href^=\"#log=\"]')"
+        browser.until(f"{link}?.textContent === {json.dumps(folder.name)}")
+        browser.js(f"{link}.click()")
+        browser.until("document.querySelectorAll('figure polyline').length === 2")
+        titles = browser.js("[...document.querySelectorAll('figcaption')].map((node) => node.textContent)")
+        assert titles == [EVIL, "reward"]
+        with metrics.open("a") as file:
+            file.write(json.dumps({"step": 5, EVIL: 7}) + "\n")
+        browser.until("document.querySelector('.values').textContent === '7 at step 5'")
+        metrics.write_text('{"step": 0, "loss": 3}\n')  # a program that begins again
+        browser.until("document.querySelectorAll('figure').length === 1")
+        assert browser.js("document.querySelector('.values').textContent") == "3 at step 0"
+        browser.js(f"location.hash = new URLSearchParams({{ run: {json.dumps(run.get_info().model_id)} }})")
+        browser.until("document.querySelector('.values')?.textContent === '3 at step 0'")
+        assert browser.js("document.title") != "evil"
+        assert {urlsplit(one)[:2] for one in browser.requested()} == {urlsplit(url)[:2]}

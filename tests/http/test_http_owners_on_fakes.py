@@ -31,6 +31,8 @@ NAMES_NOTHING = {
     ("GET", "/api/v1/get_server_capabilities"),
     ("GET", "/api/v1/usage"),  # of the caller alone: test_http_quotas_on_fakes.py
     ("GET", "/api/v1/status"),  # of the caller alone: test_http_progress_on_fakes.py
+    ("GET", "/api/v1/logs"),  # of the caller's runs alone: test_watched_logs_on_fakes.py
+    ("GET", "/api/v1/logs/{log_id}/curve"),
     ("POST", "/api/v1/telemetry"),
     *((method, path) for method in ("GET", "HEAD") for path in ("/", "/console/{file}")),
     ("POST", "/api/v1/create_session"),

@@ -385,6 +385,14 @@ class BackendOptions:
             "Days for which the record of an ended session is kept. One with checkpoints is kept longer.", least=1
         ),
     ] = 365.0
+    watch_logs: Annotated[
+        Path | None,
+        CommandOption(
+            "Show the metrics of every `metrics.jsonl` below this folder in the console, as the Tinker Cookbook writes "
+            "them, beside the run that the `checkpoints.jsonl` there names. Default: none.",
+            must_exist=True,
+        ),
+    ] = None
     module_gradient_norms: Annotated[
         bool,
         CommandOption(

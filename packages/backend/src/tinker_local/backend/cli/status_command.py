@@ -57,7 +57,7 @@ def shown(now: dict[str, Any], before: dict[str, Any] | None) -> "RenderableType
     if "seconds_up" in now:
         models = Table(title="models", title_justify="left", box=SIMPLE_HEAD)
         models.add_column("model", overflow="fold")
-        for column in ("training", "sampling", "trained/s", "sampled/s", "steps", "versions"):
+        for column in ("training", "sampling", "KV cache", "trained/s", "sampled/s", "steps", "versions"):
             models.add_column(column, justify="right")
         for at, model in enumerate(now["models"]):
             old = before["models"][at] if before is not None and len(before["models"]) > at else None
@@ -66,6 +66,7 @@ def shown(now: dict[str, Any], before: dict[str, Any] | None) -> "RenderableType
                 escape(", ".join(model["names"])),
                 _work(model, "commands", "trainer_works"),
                 _work(model, "samples", "sampler_works"),
+                f"{model['kv_cache_used']:.0%}",
                 *rates,
                 f"{model['optimizer_steps']:,}",
                 str(model["sampler_versions"]),

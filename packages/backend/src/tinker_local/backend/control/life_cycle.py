@@ -39,6 +39,7 @@ from tinker_local.backend.storage.records import LOCAL_OWNER
 from tinker_local.backend.storage.result_files import ResultFiles
 from tinker_local.backend.storage.store import Store
 from tinker_local.backend.storage.versions import VersionFolders
+from tinker_local.backend.storage.watched_logs import WatchedLogs
 from tinker_local.backend.threads import DATABASE
 from tinker_local.types import InternalError
 
@@ -141,6 +142,7 @@ class ControlPlane:
                 model.supervision.adapters = RestoreRuns(model, self.store, self.runs, uses)
         self.exports = Exports(self.store, uses, signatures, self._clock)
         self.curves = Curves(options.data_dir / "curves")
+        self.logs = None if options.watch_logs is None else WatchedLogs(options.watch_logs)
         loads = LoadWeights(self.store, self.models, self.sessions, self.runs, uses)
         saves = SaveWeightsForSampler(self.store, self.folders, versions, self.sampling)
         self.training = Training(

@@ -1,4 +1,5 @@
-"""How far runs are; the curve of a run, and numbers that a program adds to it. Not part of the Tinker API."""
+"""How far runs are; the curve of a run, numbers that a program adds to it, and logs of programs. Not part of the Tinker
+API."""
 
 import math
 import time
@@ -8,12 +9,15 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Request
 from pydantic import Field
+from tinker_local.backend.control.life_cycle import ControlPlane
 from tinker_local.backend.control.training_runs import TrainingRun
 from tinker_local.backend.heap import memory_in_use
 from tinker_local.backend.http.access import Backend, caller_of, sees_all
 from tinker_local.backend.http.bodies import parse
 from tinker_local.backend.models.served_models import ServedModel
-from tinker_local.types import Frozen, InvalidRequestError
+from tinker_local.backend.storage.watched_logs import Log
+from tinker_local.backend.threads import DISK
+from tinker_local.types import Frozen, InvalidRequestError, NotFoundError
 
 router = APIRouter(tags=["progress"])
 
@@ -106,3 +110,42 @@ async def log_metrics(run_id: str, request: Request, backend: Backend) -> dict[s
     if not await backend.curves.add_metrics(run_id, body.step, body.metrics):
         raise InvalidRequestError(f"run_id: no more metrics of {run_id} are recorded: its curve is full, or the disk")
     return {}
+
+
+@router.get("/logs")
+async def logs(request: Request, backend: Backend) -> dict[str, Any]:
+    """The logs below `--watch-logs`, the newest first: those of the caller's runs, and to those who see all the others
+    too."""
+    found = [] if backend.logs is None else await DISK.run(backend.logs.logs)
+    shown = [each for log in found if (each := await _shown(request, backend, log)) is not None]
+    return {"logs": shown, "watches": backend.logs is not None}
+
+
+async def _shown(request: Request, backend: ControlPlane, log: Log) -> dict[str, Any] | None:
+    """A log as JSON; None if the caller may not see it. `training_run_id`: null if it names no run of this server."""
+    owner = None if log.run_id is None else await backend.sessions.owner_of(log.run_id)
+    if not sees_all(request) and (owner is None or owner != caller_of(request).owner):
+        return None
+    run = None if owner is None else log.run_id
+    return {
+        "log_id": log.id,
+        "name": log.name,
+        "training_run_id": run,
+        "time": log.changed,
+        "size_bytes": log.size_bytes,
+    }
+
+
+@router.get("/logs/{log_id}/curve")
+async def log_curve(
+    log_id: str, request: Request, backend: Backend, after: Annotated[int, Query(ge=0, le=2**53)] = 0, file: str = ""
+) -> dict[str, Any]:
+    """The metrics of a log after the first `after` bytes of `file`: ask again with `next` and the `file` of the answer.
+    If that is another one than was asked for, these are the first metrics of a new file."""
+    log = None if backend.logs is None else await DISK.run(backend.logs.log, log_id)
+    if backend.logs is None or log is None or await _shown(request, backend, log) is None:
+        raise NotFoundError(f"log_id: there is no log {log_id!r}")
+    piece = await DISK.run(backend.logs.read, log_id, after, file)
+    if piece is None:
+        raise NotFoundError(f"log_id: the log {log_id!r} is gone")
+    return {"lines": piece.lines, "next": piece.next, "file": piece.file, "full": piece.full}

@@ -21,7 +21,8 @@ let lostAt = null;
 
 function viewOf(parameters) {
   const failed = (error) => failedIn("view", error);
-  if (parameters.has("run")) return ["runs", new RunView([...new Set(parameters.getAll("run"))], names, failed)];
+  const [runs, logs] = ["run", "log"].map((name) => [...new Set(parameters.getAll(name))]);
+  if (runs.length || logs.length) return ["runs", new RunView(runs, names, failed, logs)];
   if (parameters.has("session")) return ["runs", new SessionView(parameters.get("session"), failed)];
   switch (parameters.get("view")) {
     case "checkpoints":

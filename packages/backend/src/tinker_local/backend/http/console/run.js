@@ -1,4 +1,5 @@
-// One run, or several beside each other: curves of everything that is recorded, and checkpoints.
+// One run, or several beside each other, with the logs of their programs: curves of everything that is recorded, and
+// checkpoints. Or a log alone.
 
 import { ApiError, get } from "./api.js";
 import { Chart } from "./chart.js";
@@ -9,11 +10,15 @@ import { Poll } from "./polling.js";
 import { BUILT_IN, Curve, titleOf } from "./series.js";
 
 export class RunView {
-  constructor(ids, names, failed) {
+  /** `logs`: ids of logs that are shown too, besides those that name one of the runs. */
+  constructor(ids, names, failed, logs = []) {
     this.ids = ids;
     this.names = names;
-    this.title = ids.length === 1 ? `Run ${ids[0]}` : `${ids.length} runs`;
+    this.title = ids.length === 1 ? `Run ${ids[0]}` : ids.length ? `${ids.length} runs` : "Log";
     this.curves = new Map(ids.map((id) => [id, new Curve()]));
+    this.chosenLogs = logs;
+    this.logs = new Map();
+    this.watches = true;
     this.charts = new Map();
     this.drawn = "";
     this.by = h("select", { id: "by" }, h("option", { value: "step" }, "step"), h("option", { value: "time" }, "time since the first point"));
@@ -77,16 +82,43 @@ export class RunView {
         return;
       }
     }
-    const points = [...this.curves.values()].some((curve) => curve.series.size);
-    const full = [...this.curves].filter(([, curve]) => curve.full).map(([id]) => id);
+    for (const [id, log] of this.logs) await this.readLog(id, log);
+    const logs = [...this.logs.values()].map((log) => [log.name, log.curve]);
+    const read = [...this.curves, ...logs];
+    const points = read.some(([, curve]) => curve.series.size);
+    const full = read.filter(([, curve]) => curve.full).map(([id]) => id);
     show(this.note, !points || full.length > 0);
     if (!points) setText(this.note, "No optimizer step is recorded yet, and no metric.");
     else if (full.length) setText(this.note, `The record is full, later steps are not in it: ${full.join(", ")}`);
   }
 
+  async readLog(id, log) {
+    const path = `api/v1/logs/${encodeURIComponent(id)}/curve`;
+    const fetchPiece = (after, file) => get(`${path}?${new URLSearchParams({ after, file })}`);
+    try {
+      await log.curve.read(fetchPiece, () => this.draw(false));
+    } catch (error) {
+      if (!(error instanceof ApiError) || error.status !== 404) throw error; // else it is gone; what was read stays
+    }
+  }
+
+  async listLogs() {
+    if (!this.watches) return;
+    const found = await get("api/v1/logs");
+    this.watches = found.watches;
+    for (const log of found.logs) {
+      const wanted = this.chosenLogs.includes(log.log_id) || this.ids.includes(log.training_run_id);
+      if (wanted && !this.logs.has(log.log_id)) this.logs.set(log.log_id, { ...log, curve: new Curve() });
+    }
+    const missing = this.chosenLogs.filter((id) => !this.logs.has(id));
+    if (missing.length) setText(this.note, `The server has no log ${missing.join(", ")}, or no longer.`);
+    else await this.polls[0].now();
+  }
+
   async list() {
+    await this.listLogs();
     await this.names.learn(this.ids);
-    if (this.ids.length > 1) {
+    if (this.ids.length !== 1) {
       this.record = {};
       this.tell();
       return;
@@ -106,6 +138,7 @@ export class RunView {
   /** The facts of the runs. */
   tell() {
     const facts = this.ids.length === 1 ? this.factsOfOne() : this.ids.map((id) => [this.names.name(id) || "run", id]);
+    for (const log of this.logs.values()) facts.push(["log", log.name]);
     if (this.facts.childElementCount !== facts.length) {
       this.facts.replaceChildren(...facts.map(() => h("div", {}, h("dt"), h("dd"))));
     }
@@ -141,10 +174,18 @@ export class RunView {
   }
 
   draw(anyway) {
-    const version = [...this.curves.values()].map((curve) => curve.version).join();
+    const logs = [...this.logs.values()].map((log, at) => [log.name, log.curve, this.ids.length + at]);
+    const all = [...this.curves].map(([id, curve]) => [this.label(id), curve, this.ids.indexOf(id)]).concat(logs);
+    const version = all.map(([, curve]) => curve.version).join();
     if (!anyway && version === this.drawn) return;
     this.drawn = version;
-    const found = new Set([...this.curves.values()].flatMap((curve) => [...curve.series.keys()]));
+    const found = new Set(all.flatMap(([, curve]) => [...curve.series.keys()]));
+    for (const [name, chart] of this.charts) {
+      if (found.has(name)) continue;
+      chart.close();
+      chart.node.remove();
+      this.charts.delete(name);
+    }
     const logged = [...found].filter((name) => !BUILT_IN.has(name)).sort();
     const names = [...[...BUILT_IN.keys()].filter((name) => found.has(name)), ...logged];
     for (const [at, name] of names.entries()) {
@@ -154,14 +195,20 @@ export class RunView {
         this.grid.insertBefore(chart.node, this.grid.children[at] ?? null);
       }
       const lines = [];
-      for (const [id, curve] of this.curves) {
+      for (const [label, curve, color] of all) {
         const series = curve.series.get(name);
-        const called = this.names.name(id);
-        if (!series) continue;
-        const label = called && this.ids.every((other) => other === id || this.names.name(other) !== called) ? called : id;
-        lines.push({ name: label, series, begin: curve.begin, color: this.ids.indexOf(id) });
+        const placed = this.by.value === "step" || curve.begin !== null; // a log has no times
+        if (series && placed) lines.push({ name: label, series, begin: curve.begin, color });
       }
-      this.charts.get(name).update(lines, this.by.value, this.logarithmic.checked);
+      const chart = this.charts.get(name);
+      show(chart.node, lines.length > 0);
+      chart.update(lines, this.by.value, this.logarithmic.checked);
     }
+  }
+
+  /** What a run is called in a legend: its session's name, if no other run here has the same. */
+  label(id) {
+    const called = this.names.name(id);
+    return called && this.ids.every((other) => other === id || this.names.name(other) !== called) ? called : id;
   }
 }

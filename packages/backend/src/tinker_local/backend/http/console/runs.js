@@ -127,6 +127,7 @@ export class RunsView {
         busy("Training queue", (model) => work(model, "commands", "trainer_works"), false),
         busy("Sampling queue", (model) => work(model, "samples", "sampler_works"), false),
         busy("Sequences", (model) => integer(model.sequences)),
+        busy("KV cache", (model) => `${integer(100 * model.kv_cache_used)} %`),
         busy("Trained tokens/s", (_, id) => integer(speed(id, "trained_tokens"))),
         busy("Sampled tokens/s", (_, id) => integer(speed(id, "sampled_tokens"))),
         busy("Steps", (model) => integer(model.optimizer_steps)),
@@ -154,6 +155,17 @@ export class RunsView {
       ],
       { key: (run) => run.training_run_id, empty: "No run is recorded." },
     );
+    this.logs = new Table(
+      "Logs of programs",
+      [
+        { title: "Log", cell: (log) => h("a", { href: `#${new URLSearchParams({ log: log.log_id })}` }, log.name) },
+        { title: "Run", cell: (log) => (log.training_run_id ? runLink(log.training_run_id) : "") },
+        { title: "Size", number: true, cell: (log) => bytes(log.size_bytes) },
+        { title: "Changed", cell: (log) => moment(log.time) },
+      ],
+      { key: (log) => `${log.log_id} ${log.training_run_id}`, empty: "There is no metrics.jsonl below the watched folder." },
+    );
+    this.logs_section = h("section", { hidden: true }, h("h2", {}, "Logs of programs"), this.logs.whole);
     this.pages = new Pages(PAGE, () => this.poll.now());
     this.poll = new Poll(() => this.list(), 10000, failed);
     this.node = h(
@@ -163,6 +175,7 @@ export class RunsView {
       h("section", {}, h("h2", {}, "Base models"), this.models.whole, this.names_only),
       this.memory_section,
       h("section", {}, h("div", { class: "head" }, h("h2", {}, "All recorded runs"), this.pages.node), this.recorded.whole),
+      this.logs_section,
     );
   }
 
@@ -192,6 +205,10 @@ export class RunsView {
     await this.names.learn(found.training_runs.map((run) => run.training_run_id));
     this.pages.update(found.cursor.total_count);
     this.recorded.update(found.training_runs);
+    const { logs, watches } = this.logs_section.hidden && this.asked ? { watches: false } : await get("api/v1/logs");
+    this.asked = true;
+    show(this.logs_section, watches);
+    if (watches) this.logs.update(logs);
   }
 
   status(now, before) {

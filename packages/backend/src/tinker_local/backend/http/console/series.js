@@ -31,21 +31,38 @@ export function titleOf(name) {
   return BUILT_IN.get(name) ?? name.slice("logged:".length);
 }
 
-/** What the server recorded of one run, read in pieces. */
+/** A page with more charts than this would only be slow; a program may log any number of names. */
+const MOST_SERIES = 300;
+
+/** What the server recorded of one run, or the log of a program, read in pieces. */
 export class Curve {
   constructor() {
+    this.file = "";
+    this.version = 0;
+    this.restart();
+  }
+
+  restart() {
     this.next = 0;
     this.full = false;
     this.series = new Map();
     this.last = null;
+    this.step = 0;
     this.begin = null;
-    this.version = 0;
   }
 
-  /** Read what is new with `fetchPiece(after)`; `grown` is called after each piece. */
+  /** Read what is new with `fetchPiece(after, file)`; `grown` is called after each piece. A log that was written anew is
+   * another file, and replaces what was read. */
   async read(fetchPiece, grown) {
     for (;;) {
-      const piece = await fetchPiece(this.next);
+      const piece = await fetchPiece(this.next, this.file);
+      if ((piece.file ?? "") !== this.file) {
+        if (this.series.size) {
+          this.restart();
+          this.version += 1;
+        }
+        this.file = piece.file;
+      }
       for (const line of piece.lines) this.add(line);
       const more = piece.next > this.next;
       this.next = piece.next;
@@ -59,9 +76,10 @@ export class Curve {
   }
 
   add(line) {
-    this.begin ??= line.time;
+    this.begin ??= line.time ?? null; // a log has no times
     if (line.metrics) {
-      const step = line.step ?? this.last?.step ?? 0;
+      const step = line.step ?? this.step;
+      if (line.time === undefined) this.step = step;
       for (const [name, value] of Object.entries(line.metrics)) this.point(`logged:${name}`, step, line.time, value);
       return;
     }
@@ -72,12 +90,16 @@ export class Curve {
       this.point("tokens_per_second", line.step, line.time, rate);
     }
     this.last = line;
+    this.step = line.step;
   }
 
   point(name, step, time, value) {
     if (typeof value !== "number") return;
     let series = this.series.get(name);
-    if (!series) this.series.set(name, (series = new Series()));
+    if (!series) {
+      if (this.series.size >= MOST_SERIES) return;
+      this.series.set(name, (series = new Series()));
+    }
     series.add(step, time, value);
   }
 }
