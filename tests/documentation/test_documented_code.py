@@ -9,32 +9,13 @@ import subprocess
 import tomllib
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import click
 import pytest
 from tinker_local.backend.cli.main import main
 
-ROOT = Path(__file__).parents[2]
-DOCS = ROOT / "docs"
-TUTORIALS = ["first-ten-minutes", "your-own-pictures", "rl-with-images", "cookbook", "for-a-team"]
-PAGES = [ROOT / "README.md", *(DOCS / f"{name}.md" for name in TUTORIALS)]
-
-
-class Block(NamedTuple):
-    """A block of code: `language` of its fence (`sh` where it is indented), and its text."""
-
-    page: str
-    language: str
-    text: str
-
-
-def blocks(page: Path) -> list[Block]:
-    text = page.read_text()
-    fenced = re.compile(r"^```(\w+)[^\n]*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-    found = [Block(page.name, match[1], match[2]) for match in fenced.finditer(text)]
-    indented = re.findall(r"(?:^ {4}.*\n)+", fenced.sub("", text), re.MULTILINE)
-    return found + [Block(page.name, "sh", re.sub("^ {4}", "", block, flags=re.MULTILINE)) for block in indented]
+from tests.documentation.pages import DOCS, PAGES, ROOT, RUN, RUN_ELSEWHERE, Block, blocks, indented
 
 
 def commands(text: str) -> list[list[str]]:
@@ -84,23 +65,53 @@ def python_problem(text: str) -> str | None:
     return None
 
 
+def problems(block: Block) -> list[str]:
+    """What a reader could not run in a block, by its syntax and by the names that it uses."""
+    if block.language == "python":
+        found = [python_problem(block.text)]
+    elif block.language == "sh":
+        found = [
+            problem and f"{shlex.join(words)}: {problem}"
+            for words in commands(block.text)
+            for problem in [command_problem(words)]
+        ]
+    else:
+        found = []
+    return [f"{block.page.name}, line {block.line}: {problem}" for problem in found if problem]
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_documented_commands_and_imports_exist(page: Path) -> None:
-    found = blocks(page)
-    assert found
-    problems = [
-        f"{block.page}: {shlex.join(words)}: {problem}"
-        for block in found
-        if block.language == "sh"
-        for words in commands(block.text)
-        if (problem := command_problem(words))
-    ]
-    problems += [
-        f"{block.page}: {problem}"
-        for block in found
-        if block.language == "python" and (problem := python_problem(block.text))
-    ]
-    assert problems == []
+    assert [problem for block in blocks(page) for problem in problems(block)] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_every_block_runs_in_a_test_or_says_why_not(page: Path) -> None:
+    code = [block for block in blocks(page) if block.language in ("sh", "python")]
+    assert page.stem in [*RUN, *RUN_ELSEWHERE] or all(block.not_run for block in code)
+    assert all(block.language for block in blocks(page)), "a block without a language"
+    marks = re.findall(r"<!-- (?:not run|in tests)", page.read_text())
+    assert len(marks) == sum(bool(block.not_run or block.replaced) for block in blocks(page)), "a mark without a block"
+    assert page.stem in INDENTED or indented(page) == []
+
+
+INDENTED = {"endpoints", "operations", "scaling"}
+"""Pages whose commands are still blocks by indentation alone, which these tests do not see."""
+
+
+def test_readme_shows_what_the_page_of_your_own_pictures_runs() -> None:
+    """In the same order; the page has more."""
+    page = [(block.text, block.about) for block in blocks(DOCS / "your-own-pictures.md")]
+    shown = [block for block in blocks(ROOT / "README.md") if block.not_run is None]
+    assert len(shown) > 5
+    assert all((block.text, block.about) in page for block in shown)
+    places = [page.index((block.text, block.about)) for block in shown]
+    assert places == sorted(places)
+
+
+def test_programs_that_pages_show_are_those_of_the_repository() -> None:
+    titles = {block.title: block.text for page in PAGES for block in blocks(page) if block.title}
+    assert {title: (ROOT / title).read_text() for title in titles} == titles
 
 
 @pytest.mark.parametrize(
