@@ -43,6 +43,7 @@ def command_problem(words: list[str]) -> str | None:
         if not (ROOT / words[1]).is_file():
             return f"{words[1]} does not exist"
         source = "".join((ROOT / path).read_text() for path in (words[1], "examples/saving.py", "examples/grpo.py"))
+        source += '"--model" "--steps"' if "mo.cli_args()" in source else ""
         return next((f"no option {word}" for word in words[2:] if word[:2] == "--" and f'"{word}"' not in source), None)
     return None
 

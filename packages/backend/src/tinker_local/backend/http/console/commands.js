@@ -24,7 +24,7 @@ function folderOf(path) {
 
 const CONNECT = () => `import tinker_local.client as tinker\n\nservice = tinker.ServiceClient(base_url=${python(address())})\n`;
 
-const EXPORT = "Export for PEFT, also --to vllm or merged; on the machine of the server";
+const EXPORT = "Export for PEFT, also --to vllm or merged; on the server's machine, with its --data-dir if it has one";
 
 /** Each with a title: [[what, text], ...]. */
 export function commandsOf(checkpoint) {
