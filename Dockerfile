@@ -11,7 +11,7 @@
 FROM python:3.11-slim-bookworm AS wheels
 RUN pip install --no-cache-dir "uv>=0.9,<1"
 WORKDIR /src
-COPY pyproject.toml uv.lock ./
+COPY LICENSE pyproject.toml uv.lock ./
 COPY packages packages
 RUN uv build --all-packages --wheel --out-dir /dist
 
