@@ -186,28 +186,6 @@ def test_what_cannot_work_is_refused_before_anything_is_loaded_on_fakes(
     assert not (tmp_path / "data").exists()
 
 
-@pytest.mark.mutation(
-    "options-are-not-finite", "cli/backend_options.py", "if not math.isfinite(number * 2**30):", "if False:"
-)
-@pytest.mark.parametrize("value", ["nan", "inf", "-inf", "1e308", "-1"])
-@pytest.mark.parametrize(
-    "flag",
-    [
-        "--max-adapter-memory",
-        "--max-queued-memory",
-        "--max-queued-memory-per-session",
-        "--kv-cache",
-        "--gpu-memory-utilization",
-        "--session-timeout",
-    ],
-)
-def test_numbers_of_options_are_finite_on_fakes(flag: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tinker_local.backend.cli.serve._serve", lambda *given: None)
-    outcome = CliRunner().invoke(main, [*FAKE, flag, value])
-    assert outcome.exit_code == 2, outcome.output
-    assert f"Invalid value for '{flag}': {value}" in outcome.output or "is not in the range" in outcome.output
-
-
 def test_options_of_the_command_are_those_of_a_backend_with_its_defaults_on_fakes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -303,12 +281,15 @@ def test_models_that_cannot_be_loaded_end_the_server_with_the_reason_on_fakes(sl
     assert "Traceback" not in text
 
 
-def test_signal_while_models_load_stops_the_server_at_once_on_fakes(slow: Any) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_signal_while_models_load_stops_the_server_at_once_on_fakes(slow: Any, number: signal.Signals) -> None:
     server = slow(600)
     assert server.first_answer().status_code == 503
-    server.process.send_signal(signal.SIGINT)
+    server.process.send_signal(number)
     assert server.process.wait(120) == 0
+    server.reader.join(60)
     assert not [line for line in server.lines if "Traceback" in line or "ready" in line]
+    assert "stopped while models were loading" in server.lines
 
 
 @pytest.mark.mutation(

@@ -382,7 +382,9 @@ class BackendOptions:
     keep_sessions: Annotated[
         float,
         CommandOption(
-            "Days for which the record of an ended session is kept. One with checkpoints is kept longer.", least=1
+            "Days for which the record of an ended session is kept. One with checkpoints is kept longer.",
+            least=1,
+            most=36500,
         ),
     ] = 365.0
     watch_logs: Annotated[

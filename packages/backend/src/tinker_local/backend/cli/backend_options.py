@@ -61,14 +61,14 @@ def _one_value(
 
 def _click_option(each: "Field[Any]", hint: Any, option: CommandOption) -> Callable[[Command], Command]:
     kind = next(arm for arm in get_args(hint) if arm is not NoneType) if NoneType in get_args(hint) else hint
-    settings: dict[str, Any] = {"help": option.help, "metavar": option.metavar}
+    settings: dict[str, Any] = {"help": option.help, "metavar": option.metavar, "cls": Option}
     if option.parse is not None:
         settings |= {"multiple": True, "callback": each_value(option.parse)}
     elif option.parse_one is not None:
         settings["callback"] = _one_value(option.parse_one, each.default)
     elif option.gib:
         default = None if each.default is None else each.default / 2**30  # type: ignore[operator]
-        settings |= {"type": _FiniteRange(0, min_open=True), "metavar": "GIB", "callback": _bytes}
+        settings |= {"type": Number(0, min_open=True), "metavar": "GIB", "callback": _bytes}
         settings |= {"default": default, "show_default": True}
     elif kind is bool:
         settings["is_flag"] = True
@@ -79,19 +79,64 @@ def _click_option(each: "Field[Any]", hint: Any, option: CommandOption) -> Calla
     elif get_origin(kind) is Literal:
         settings |= {"type": click.Choice(get_args(kind)), "default": each.default}
     else:
-        number: Any = click.IntRange if kind is int else _FiniteRange
+        number: Any = WholeNumber if kind is int else Number
         settings |= {"type": number(option.least, option.most), "default": each.default, "show_default": True}
     return click.option(option.flag or f"--{each.name.replace('_', '-')}", each.name, **settings)
 
 
-class _FiniteRange(click.FloatRange):
-    """A range without NaN, which compares with nothing, and without what is infinite, as a number or in bytes."""
+LARGEST, LARGEST_WHOLE = 1e9, 10**12
+"""Of a number without a limit of its own, 30 years in seconds: sums of such can still be counted and waited for."""
+
+
+class WholeNumber(click.IntRange):
+    """A range of whole numbers, with messages for people."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        try:
+            number = int(value)
+        except ValueError:
+            self.fail(f"{value!r} is not a whole number.", param, ctx)
+        if (problem := _outside(number, self.min, self.max, LARGEST_WHOLE)) is not None:
+            self.fail(f"{problem}, not {value}.", param, ctx)
+        return number
+
+
+class Number(click.FloatRange):
+    """The same of all finite numbers."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        number = float(super().convert(value, param, ctx))
-        if not math.isfinite(number * 2**30):
-            self.fail(f"{value} is not a finite number.", param, ctx)
+        try:
+            number = float(value)
+        except ValueError:
+            number = math.nan
+        if math.isnan(number):
+            self.fail(f"{value!r} is not a number.", param, ctx)
+        problem = _outside(number, self.min, self.max, LARGEST)
+        if self.min_open and number <= 0:
+            problem = "must be more than 0"
+        if problem is not None:
+            self.fail(f"{problem}, not {value}.", param, ctx)
         return number
+
+
+def _outside(number: float, least: float | None, most: float | None, largest: float) -> str | None:
+    """What a number must be that is not between `least` and `most`, or beyond `largest`; None if it is right."""
+    if (least is None or least <= number) and number <= (largest if most is None else most):
+        return None
+    if least is not None and most is not None:
+        return f"must be from {least:.4g} to {most:.6g}"
+    return (
+        f"must be at least {least:.4g}" if least is not None and number < least else f"must be at most {largest:,.0f}"
+    )
+
+
+class Option(click.Option):
+    """One that takes no empty value: `--data-dir $NOTHING` is a mistake, and not the working folder."""
+
+    def type_cast_value(self, ctx: click.Context, value: Any) -> Any:
+        if value == "" or (isinstance(value, tuple | list) and "" in value):
+            raise click.BadParameter("the value is empty; give one, or leave the option out.", ctx, self)
+        return super().type_cast_value(ctx, value)
 
 
 def _bytes(_context: click.Context, _parameter: click.Parameter, gib: float | None) -> int | None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from tinker_local.backend.cli.backend_options import Number, WholeNumber
 from tinker_local.backend.cli.server_client import open_client, refusal, server_options, unreachable
 
 if TYPE_CHECKING:
@@ -93,8 +94,8 @@ class Chat:
 )
 @server_options
 @click.option("--system", help="A system message.")
-@click.option("--max-tokens", type=click.IntRange(min=1), help="The longest reply. Default: up to the context.")
-@click.option("--temperature", type=click.FloatRange(min=0), help="Default: 1.")
+@click.option("--max-tokens", type=WholeNumber(min=1), help="The longest reply. Default: up to the context.")
+@click.option("--temperature", type=Number(min=0), help="Default: 1.")
 @click.option("--seed", type=int, help="Default: random.")
 def chat(
     checkpoint: str, images: tuple[Path, ...], url: str, api_key: str, system: str | None, **settings: Any

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Literal
 
 import click
-from tinker_local.backend.cli.backend_options import data_dir_option, each_value
+from tinker_local.backend.cli.backend_options import WholeNumber, data_dir_option, each_value
 from tinker_local.backend.cli.install_engine import engine_command
 from tinker_local.backend.options import BackendOptions, ModelSource
 
@@ -194,7 +194,7 @@ def tell(findings: Sequence[Finding]) -> None:
 @data_dir_option("The server's data folder.")
 @click.option("--dtype", type=click.Choice(["float32", "bfloat16"]), help="As of serve.")
 @click.option("--host", default="127.0.0.1", show_default=True)
-@click.option("--port", default=8000, show_default=True, type=click.IntRange(0, 65535))
+@click.option("--port", default=8000, show_default=True, type=WholeNumber(0, 65535))
 def check(
     models: tuple[ModelSource, ...], data_dir: Path, dtype: Literal["float32", "bfloat16"] | None, host: str, port: int
 ) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+from tinker_local.backend.cli.backend_options import Option
 
 
 def read_config(context: click.Context, parameter: click.Parameter, path: Path | None) -> None:
@@ -57,6 +58,7 @@ def _text(where: str, value: Any) -> str:
 
 config_option = click.option(
     "--config",
+    cls=Option,
     type=click.Path(path_type=Path),
     is_eager=True,
     expose_value=False,

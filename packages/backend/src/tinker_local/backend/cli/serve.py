@@ -3,6 +3,7 @@
 import atexit
 import logging
 import os
+import socket
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -11,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
-from tinker_local.backend.cli.backend_options import backend_options, each_value
+from tinker_local.backend.cli.backend_options import Option, WholeNumber, backend_options, each_value
 from tinker_local.backend.cli.config_file import config_option
 from tinker_local.backend.options import BackendOptions, ModelSource
 
@@ -85,33 +86,38 @@ def open_logs(files: "Mapping[str, str | None]", *, verbose: bool, as_objects: b
 @click.option(
     "--model",
     "models",
+    cls=Option,
     multiple=True,
     required=True,
     callback=each_value(ModelSource.parse),
     metavar="NAME[=PATH]",
     help="A base model: a hub name, or a name and a local folder. Repeat for more models or more names.",
 )
-@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
+@click.option("--host", default="127.0.0.1", show_default=True, cls=Option, help="Address to listen on.")
 @click.option(
     "--port",
+    cls=Option,
     default=8000,
     show_default=True,
-    type=click.IntRange(0, 65535),
+    type=WholeNumber(0, 65535),
     help="Port to listen on; 0 picks a free one.",
 )
 @click.option(
     "--api-key-file",
+    cls=Option,
     type=click.Path(path_type=Path, exists=True, dir_okay=False),
     help="File of API keys, `KEY` or `NAME KEY` a line, read again when it changes. Required if other machines can "
     "reach the address.",
 )
 @click.option(
     "--access-log",
+    cls=Option,
     metavar="FILE",
     help="Append a line of JSON for each request; `-` is standard output. Keys, URLs and contents are left out.",
 )
 @click.option(
     "--audit-log",
+    cls=Option,
     metavar="FILE",
     help="Append a line of JSON for each thing that is created, saved, published, deleted or downloaded; `-` as above.",
 )
@@ -153,12 +159,23 @@ def serve(
     files = {"--access-log": access_log, "--audit-log": audit_log}
     logs = open_logs(files, verbose=verbose, as_objects=log_json)
     chosen = BackendOptions(**options)
+    _tell_unused(click.get_current_context())
     try:
         _check(models, chosen, fake)
     except click.UsageError:
         logs.close()
         raise
     _serve(console, models, chosen, host, port, keys, fake, logs)
+
+
+def _tell_unused(context: click.Context) -> None:
+    """Warn of an option that was given and changes nothing here."""
+    from tinker_local.backend.heap import memory_of_gpus
+    from tinker_local.backend.http.notices import NOTICES
+
+    of_gpus = "gpu_memory_utilization"
+    if context.get_parameter_source(of_gpus) != click.core.ParameterSource.DEFAULT and not memory_of_gpus():
+        NOTICES.warning("--gpu-memory-utilization changes nothing: this machine has no NVIDIA GPU")
 
 
 def _check(models: Sequence[ModelSource], options: BackendOptions, fake: bool) -> None:
@@ -209,7 +226,8 @@ def _serve(
     try:
         listening = bind(host, port)
     except OSError as error:
-        raise click.UsageError(f"--port {port} on {host}: {error.strerror}") from None
+        what = f"--host {host}" if isinstance(error, socket.gaierror) else f"--port {port} on {host}"
+        raise click.UsageError(f"{what}: {error.strerror}") from None
     backend = InProcessBackend(models, options, load=load_fake if fake else None, progress=NOTICES.info)
     notices = Notices(backend)
 
@@ -225,7 +243,7 @@ def _serve(
         raise click.ClickException(str(error)) from error
     finally:
         logs.close()
-    say("stopped")
+    say("stopped" if loaded else "stopped while models were loading")
     if loaded:  # else a thread still loads models, and uses what these take away
         atexit._run_exitfuncs()
     with suppress(OSError):
