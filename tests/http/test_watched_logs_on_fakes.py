@@ -207,11 +207,11 @@ async def test_an_owner_sees_the_logs_of_its_own_runs_alone_on_fakes(start_api: 
     run = f"{await world(api, ALICE)}:train:0"
     write(tmp_path / "logs" / "of-alice", {"loss": 1})
     write(tmp_path / "logs" / "of-alice", {"state_path": f"tinker://{run}/weights/1"}, name="checkpoints.jsonl")
-    write(tmp_path / "logs" / "of-nobody", {"loss": 2})
+    write(tmp_path / "logs" / "unmatched", {"loss": 2})
     assert {key: set(await listed(api, key)) for key in (ALICE, BOB, ADMIN)} == {
         ALICE: {"of-alice"},
         BOB: set(),
-        ADMIN: {"of-alice", "of-nobody"},
+        ADMIN: {"of-alice", "unmatched"},
     }
     for name, log in (await listed(api, ADMIN)).items():
         for key, status in ((ALICE, 200 if name == "of-alice" else 404), (BOB, 404), (ADMIN, 200)):

@@ -85,7 +85,7 @@ def _click_option(each: "Field[Any]", hint: Any, option: CommandOption) -> Calla
 
 
 LARGEST, LARGEST_WHOLE = 1e9, 10**12
-"""Of a number without a limit of its own, 30 years in seconds: sums of such can still be counted and waited for."""
+"""The most where an option sets no limit. In seconds, the first is 30 years."""
 
 
 class WholeNumber(click.IntRange):

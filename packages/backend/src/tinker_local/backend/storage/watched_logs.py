@@ -1,7 +1,7 @@
 """`--watch-logs DIR`: the `metrics.jsonl` files that other programs write below a folder, such as the Tinker Cookbook.
 
-Nothing is read unless somebody asks, and then in a thread. Whoever may write below the folder decides what the files
-say and what they are called, so everything is bounded, and no symbolic link is followed out of the folder or in it.
+Files are read only when a client asks, in a thread. Their content and names are untrusted: everything is bounded, and no
+symbolic link is followed.
 """
 
 import errno
