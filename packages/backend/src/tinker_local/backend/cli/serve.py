@@ -151,8 +151,7 @@ def serve(
     from tinker_local.backend.http.access import is_loopback
 
     console = Console(highlight=False, soft_wrap=True, emoji=False)
-    if not verbose:
-        silence()
+    silence()
     if not is_loopback(host) and api_key_file is None:
         raise click.UsageError(f"--host {host} can be reached by other machines; pass --api-key-file")
     keys = None if api_key_file is None else read_keys(api_key_file)

@@ -1,7 +1,7 @@
 """`--watch-logs DIR`: the `metrics.jsonl` files that other programs write below a folder, such as the Tinker Cookbook.
 
-Files are read only when a client asks, in a thread. Their content and names are untrusted: everything is bounded, and no
-symbolic link is followed.
+Files are read only when a client asks, in a thread. Their content and names are untrusted: everything is bounded, and
+no symbolic link is followed.
 """
 
 import errno
