@@ -61,6 +61,20 @@ def test_random_weights_call_a_strict_tool_whole_and_streamed(client: openai.Ope
         assert pieces > 2
 
 
+def test_arguments_of_a_tool_that_is_not_strict_are_an_object(client: openai.OpenAI) -> None:
+    tools: Any = [{"type": "function", "function": {**FUNCTION, "strict": False}}]
+    found = client.chat.completions.create(
+        model=TEXT, messages=HI, tools=tools, tool_choice="required", n=8, max_tokens=400
+    )
+    calls = [
+        call for choice in found.choices if choice.finish_reason != "length" for call in choice.message.tool_calls or ()
+    ]
+    assert calls
+    for call in calls:
+        assert call.type == "function"
+        assert isinstance(json.loads(call.function.arguments), dict)
+
+
 def test_random_weights_answer_in_a_schema_or_call_and_a_bad_schema_is_refused(client: openai.OpenAI) -> None:
     schema: Any = {"type": "object", "properties": {"sum": {"enum": [1, 2, 3]}}, "required": ["sum"]}
     schema["additionalProperties"] = False

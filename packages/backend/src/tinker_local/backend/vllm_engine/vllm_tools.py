@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from tinker_local.backend.rendering.grammar import Grammar
-from tinker_local.backend.rendering.tools import CallPiece, OfferedTools, ReplyForm, ReplyPiece, Tool
+from tinker_local.backend.rendering.tools import CallPiece, OfferedTools, ReplyForm, ReplyPiece
 from tinker_local.backend.vllm_engine.build_engine import prepare_environment, process_state_kept
 from tinker_local.types import InvalidRequestError, UnsupportedError
 
@@ -73,7 +73,7 @@ class VLLMTools:
         made = self._parsers[offered.answer is not None]
         fields: dict[str, Any] = {
             "messages": [{"role": "user", "content": ""}],
-            "tools": [_function(tool) for tool in offered.tools],
+            "tools": [tool.as_function() for tool in offered.tools],
         }
         fields |= {"tool_choice": _choice(offered), "parallel_tool_calls": offered.several}
         if offered.answer is not None:
@@ -81,15 +81,15 @@ class VLLMTools:
             value = json.loads(text) if offered.answer.kind == "choice" else text
             fields["structured_outputs"] = {offered.answer.kind: value}
         try:
-            request = ChatCompletionRequest.model_validate(fields)
-            asked = made(self._tokenizer, request.tools).adjust_request(request)
+            tools = ChatCompletionRequest.model_validate(fields).tools
+            asked = ChatCompletionRequest.model_validate({**fields, "tools": _enforced(offered)})
+            asked = made(self._tokenizer, asked.tools).adjust_request(asked)
         except ValueError as error:  # pydantic's and vLLM's own
             raise InvalidRequestError(f"tools: {_first(error)}") from None
         grammar = _grammar(asked.structured_outputs, "tools")
         self._check(offered, grammar)
-        return ReplyForm(
-            grammar, not asked.skip_special_tokens, lambda: _Reader(made(self._tokenizer, asked.tools), asked)
-        )
+        asked.tools = tools  # whose schemas tell a reader the types of arguments
+        return ReplyForm(grammar, not asked.skip_special_tokens, lambda: _Reader(made(self._tokenizer, tools), asked))
 
     def _check(self, offered: OfferedTools, grammar: Grammar | None) -> None:
         """UnsupportedError for what was asked for and would be ignored."""
@@ -150,12 +150,15 @@ def _new_id() -> str:
     return f"call_{secrets.token_hex(12)}"
 
 
-def _function(tool: Tool) -> dict[str, Any]:
-    """As vLLM's request takes it. A schema without the field is not strict."""
-    function = tool.as_function()
-    if tool.strict:
-        function["function"]["strict"] = True
-    return function
+def _enforced(offered: OfferedTools) -> list[dict[str, Any]]:
+    """The tools for the grammar, if there is to be one: the arguments of one that is not strict are any object, where
+    vLLM would allow any JSON."""
+    functions = [tool.as_function() for tool in offered.tools]
+    called = offered.must or offered.only is not None or not offered.several
+    if called or offered.answer is not None or any(tool.strict for tool in offered.tools):
+        for tool, function in zip(offered.tools, functions, strict=True):
+            function["function"] |= {"strict": True} | ({} if tool.strict else {"parameters": {"type": "object"}})
+    return functions
 
 
 def _choice(offered: OfferedTools) -> Any:
