@@ -194,6 +194,10 @@ def test_log_metrics_and_status_work_on_a_running_server_on_fakes(fake_server: S
     assert shown.exit_code == 0, shown.output
     assert run.model_id in shown.output
     assert " 1         1        2 " in shown.output  # steps, unsaved, tokens
+    narrow = CliRunner().invoke(main, ["status", "--url", fake_server.url], env={"COLUMNS": "80"}).output.splitlines()
+    at = next(at for at, line in enumerate(narrow) if line.startswith(f"{run.model_id}  fake/bigram, rank 4"))
+    assert narrow[at + 1].startswith("  1 step (1 unsaved), 2 tokens, loss ")
+    assert any("training idle, sampling idle, KV cache 0%" in line for line in narrow)
     for url, words in (("http://127.0.0.1:1", "no server answers at"), ("nonsense", "--url")):
         outcome = CliRunner().invoke(main, ["status", "--url", url])
         assert outcome.exit_code != 0

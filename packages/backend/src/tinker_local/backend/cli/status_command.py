@@ -30,73 +30,115 @@ def fetch(http: "httpx.Client") -> dict[str, Any]:
     return found
 
 
-def shown(now: dict[str, Any], before: dict[str, Any] | None) -> "RenderableType":
-    """Tables of what `fetch` gave, with rates since `before`."""
-    from rich.box import SIMPLE_HEAD
+def shown(now: dict[str, Any], before: dict[str, Any] | None, width: int) -> "RenderableType":
+    """What `fetch` gave, with rates since `before`, for a terminal of `width` columns."""
     from rich.console import Group
+    from rich.text import Text
+
+    parts: list[Any] = [_table(now) if width >= WIDE and now["runs"] else _lines(now)]
+    if "seconds_up" in now:
+        for at, model in enumerate(now["models"]):
+            old = before["models"][at] if before is not None and len(before["models"]) > at else None
+            parts.append(Text(_model(now, before, model, old)))
+        words = [f"up {now['seconds_up'] / 3600:.1f} h", f"memory {now['memory_bytes'] / GIB:.1f} GiB"]
+        words += [f"GPU {g['gpu']} {g['used_bytes'] / GIB:.1f} of {g['bytes'] / GIB:.1f} GiB" for g in now["gpus"]]
+        parts.append(Text(", ".join(words)))
+    else:
+        parts.append(Text("models: " + ", ".join(name for model in now["models"] for name in model["names"])))
+    parts += [Text(problem, style="red") for problem in now["problems"]]
+    return Group(*parts)
+
+
+WIDE = 130
+"""Columns of a terminal in which a row of the table fits."""
+
+
+def _table(now: dict[str, Any]) -> "RenderableType":
+    """The runs, a row each."""
+    from rich.box import SIMPLE_HEAD
     from rich.markup import escape
     from rich.table import Table
 
     runs = Table(title=f"runs: {len(now['runs'])}", title_justify="left", box=SIMPLE_HEAD)
     runs.add_column("run", no_wrap=True)  # to be copied
-    owners = {run["owner"] for run in now["runs"]}
-    for column in ("model", "owner") if len(owners) > 1 else ("model",):
-        runs.add_column(column, no_wrap=True, min_width=8)
+    named = ("base_model", "owner") if _several_owners(now) else ("base_model",)
+    for column in named:
+        runs.add_column(column.replace("base_", ""), no_wrap=True, min_width=8)
     for column in ("rank", "steps", "unsaved", "tokens", "loss", "norm", "rate", "last", "queue"):
         runs.add_column(column, justify="right", no_wrap=True)
     for run in now["runs"]:
         last = run["last"] or {}
-        ago = f"{max(0, now['time'] - last['time']):.0f} s" if last else ""
         counts = [f"{run[name]:,}" for name in ("lora_rank", "steps", "unsaved_steps", "tokens")]
         numbers = [_number(last.get(name)) for name in ("loss", "gradient_norm", "learning_rate")]
-        named = [escape(str(run[name])) for name in ("training_run_id", "base_model", "owner")][
-            : 3 if len(owners) > 1 else 2
-        ]
-        runs.add_row(*named, *counts, *numbers, ago, str(run["queued"]))
-    parts: list[Any] = [runs]
-    if "seconds_up" in now:
-        models = Table(title="models", title_justify="left", box=SIMPLE_HEAD)
-        models.add_column("model", overflow="fold")
-        for column in ("training", "sampling", "KV cache", "trained/s", "sampled/s", "steps", "versions"):
-            models.add_column(column, justify="right")
-        for at, model in enumerate(now["models"]):
-            old = before["models"][at] if before is not None and len(before["models"]) > at else None
-            rates = [_rate(now, before, model, old, name) for name in ("trained_tokens", "sampled_tokens")]
-            models.add_row(
-                escape(", ".join(model["names"])),
-                _work(model, "commands", "trainer_works"),
-                _work(model, "samples", "sampler_works"),
-                f"{model['kv_cache_used']:.0%}",
-                *rates,
-                f"{model['optimizer_steps']:,}",
-                str(model["sampler_versions"]),
-            )
-        parts.append(models)
-        words = [f"up {now['seconds_up'] / 3600:.1f} h", f"memory {now['memory_bytes'] / GIB:.1f} GiB"]
-        words += [f"GPU {g['gpu']} {g['used_bytes'] / GIB:.1f} of {g['bytes'] / GIB:.1f} GiB" for g in now["gpus"]]
-        parts.append(", ".join(words))
-    else:
-        parts.append("models: " + escape(", ".join(name for model in now["models"] for name in model["names"])))
-    parts += [f"[red]{escape(problem)}[/red]" for problem in now["problems"]]
-    return Group(*parts)
+        names = [escape(str(run[name])) for name in ("training_run_id", *named)]
+        runs.add_row(*names, *counts, *numbers, _ago(now, last), str(run["queued"]))
+    return runs
+
+
+def _lines(now: dict[str, Any]) -> "RenderableType":
+    """The runs, two lines each; the first alone is wrapped nowhere, so that the run can be copied."""
+    from rich.text import Text
+
+    if not now["runs"]:
+        return Text("no run is live")
+    text = Text()
+    for run in now["runs"]:
+        last = run["last"] or {}
+        text.append(f"{run['training_run_id']}", style="bold")
+        owner = f", {run['owner']}" if _several_owners(now) else ""
+        text.append(f"  {run['base_model']}, rank {run['lora_rank']}{owner}\n")
+        facts = [f"{_steps(run['steps'])} ({run['unsaved_steps']:,} unsaved)", f"{run['tokens']:,} tokens"]
+        for words, name in (("loss", "loss"), ("norm", "gradient_norm"), ("rate", "learning_rate")):
+            if last.get(name) is not None:
+                facts.append(f"{words} {_number(last[name])}")
+        facts += [f"{_ago(now, last)} ago"] if last else []
+        facts += [f"{run['queued']} queued"] if run["queued"] else []
+        text.append(f"  {', '.join(facts)}\n")
+    text.rstrip()
+    return text
+
+
+def _several_owners(now: dict[str, Any]) -> bool:
+    return len({run["owner"] for run in now["runs"]}) > 1
+
+
+def _ago(now: dict[str, Any], last: dict[str, Any]) -> str:
+    """How long ago the last step was; empty before the first."""
+    return f"{max(0, now['time'] - last['time']):.0f} s" if last else ""
+
+
+def _steps(count: int) -> str:
+    return f"{count:,} step{'' if count == 1 else 's'}"
 
 
 def _number(value: float | None) -> str:
     return "" if value is None else f"{value:.4g}"
 
 
+def _model(
+    now: dict[str, Any], before: dict[str, Any] | None, model: dict[str, Any], old: dict[str, Any] | None
+) -> str:
+    """A line on a base model, with its rates since `before`, when it was `old`."""
+    parts = [f"training {_work(model, 'commands', 'trainer_works')}"]
+    parts.append(f"sampling {_work(model, 'samples', 'sampler_works')}")
+    parts.append("the sampler sleeps" if model["sampler_asleep"] else f"KV cache {model['kv_cache_used']:.0%}")
+    if before is not None and old is not None and old["names"] == model["names"] and now["time"] > before["time"]:
+        for name in ("trained", "sampled"):
+            count = max(0, model[f"{name}_tokens"] - old[f"{name}_tokens"])
+            parts.append(f"{count / (now['time'] - before['time']):,.0f} {name} tokens/s")
+    versions = model["sampler_versions"]
+    parts += [_steps(model["optimizer_steps"]), f"{versions} sampler version{'' if versions == 1 else 's'}"]
+    return f"{', '.join(model['names'])}: {', '.join(parts)}"
+
+
 def _work(model: dict[str, Any], kind: str, works: str) -> str:
+    """As the console says it."""
     if not model[works]:
         return "starts again"
-    return f"{model[f'{kind}_running']} + {model[f'{kind}_waiting']} waiting"
-
-
-def _rate(
-    now: dict[str, Any], before: dict[str, Any] | None, model: dict[str, Any], old: dict[str, Any] | None, name: str
-) -> str:
-    if before is None or old is None or now["time"] <= before["time"] or old["names"] != model["names"]:
-        return ""
-    return f"{max(0, model[name] - old[name]) / (now['time'] - before['time']):,.0f}"
+    running, waiting = model[f"{kind}_running"], model[f"{kind}_waiting"]
+    if not running and not waiting:
+        return "idle"
+    return f"{running} running" + (f" and {waiting} waiting" if waiting else "")
 
 
 @click.command()
@@ -116,13 +158,13 @@ def status(url: str, api_key: str, once: bool) -> None:
         now = fetch(http)
         console = Console(highlight=False, emoji=False)  # else `:train:` of a run's id becomes a tram
         if once or not sys.stdout.isatty():
-            console.print(shown(now, None))
+            console.print(shown(now, None, console.width))
             return
         try:
-            with Live(shown(now, None), console=console, auto_refresh=False) as live:
+            with Live(shown(now, None, console.width), console=console, auto_refresh=False) as live:
                 while True:
                     time.sleep(SECONDS)
                     before, now = now, fetch(http)
-                    live.update(shown(now, before), refresh=True)
+                    live.update(shown(now, before, console.width), refresh=True)
         except KeyboardInterrupt:
             return
