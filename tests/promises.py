@@ -684,6 +684,13 @@ MISTAKES = (
         ),
     ),
     Promise(
+        "families",
+        "Qwen3.5: sequences of a packed row see each other, or adapters of linear attention are loaded and ignored",
+        "delta-nets-see-other-sequences delta-rule-state-of-other-segments convolution-leaks-between-segments "
+        "delta-rule-decay-not-in-the-system delta-rule-keeps-a-graph parts-of-a-module-in-one "
+        "split-rows-ignored-by-vllm",
+    ),
+    Promise(
         "endpoints",
         "OpenAI's and Anthropic's parameters are taken and ignored; another owner's checkpoint answers as a model",
         "unsupported-fields-of-openai-ignored checkpoints-of-others-answer-as-models",

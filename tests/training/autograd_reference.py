@@ -52,6 +52,7 @@ class Hooked:
 
     def __init__(self, ours: HFTrainer, theirs: Any) -> None:
         self._theirs = theirs
+        self._split = ours._loaded.family.lora.split
         self.leaves: dict[str, dict[str, torch.Tensor]] = {}
         self._scale: dict[str, float] = {}
         for adapter_id, adapter in ours._adapters.items():
@@ -63,10 +64,11 @@ class Hooked:
         leaves = {} if adapter_id is None else self.leaves[adapter_id]
         handles = []
         for path, module in self._theirs.named_modules():
-            name = f"base_model.model.{path}.lora_A.weight"
-            if name in leaves:
-                a, b = leaves[name], leaves[name.replace("lora_A", "lora_B")]
-                handles.append(module.register_forward_hook(self._low_rank(a, b, self._scale[str(adapter_id)])))
+            parent, _, last = path.rpartition(".")
+            parts = [f"{parent}.{part}" for part in self._split[last].projections] if last in self._split else [path]
+            if f"base_model.model.{parts[0]}.lora_A.weight" in leaves:
+                pairs = [[leaves[f"base_model.model.{part}.lora_{factor}.weight"] for factor in "AB"] for part in parts]
+                handles.append(module.register_forward_hook(self._low_rank(pairs, self._scale[str(adapter_id)])))
         try:
             yield
         finally:
@@ -96,9 +98,11 @@ class Hooked:
         return {n: torch.zeros_like(v) if v.grad is None else v.grad for n, v in self.leaves[adapter_id].items()}
 
     @staticmethod
-    def _low_rank(a: torch.Tensor, b: torch.Tensor, scale: float) -> Callable[..., torch.Tensor]:
+    def _low_rank(pairs: Sequence[Sequence[torch.Tensor]], scale: float) -> Callable[..., torch.Tensor]:
+        """`pairs`: A and B of each part of the module's rows."""
+
         def add(module: Any, args: tuple[torch.Tensor], output: torch.Tensor) -> torch.Tensor:
-            return output + args[0] @ a.T @ b.T * scale
+            return output + torch.cat([args[0] @ a.T @ b.T for a, b in pairs], -1) * scale
 
         return add
 

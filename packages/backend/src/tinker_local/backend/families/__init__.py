@@ -1,6 +1,16 @@
 """The supported model families, one module each, by `model_type` of their Hugging Face config."""
 
-from tinker_local.backend.families import gemma2, gemma3_text, llama, mistral, qwen2, qwen2_5_vl, qwen3, qwen3_vl
+from tinker_local.backend.families import (
+    gemma2,
+    gemma3_text,
+    llama,
+    mistral,
+    qwen2,
+    qwen2_5_vl,
+    qwen3,
+    qwen3_5,
+    qwen3_vl,
+)
 from tinker_local.backend.families.family import Family
 from tinker_local.backend.families.line_up import NOT_SERVED
 from tinker_local.types import UnsupportedError
@@ -14,6 +24,8 @@ FAMILIES: dict[str, Family] = {
     "qwen3": qwen3.FAMILY,
     "qwen2_5_vl": qwen2_5_vl.FAMILY,
     "qwen3_vl": qwen3_vl.FAMILY,
+    "qwen3_5": qwen3_5.FAMILY,
+    "qwen3_5_text": qwen3_5.TEXT,
 }
 
 

@@ -1,7 +1,7 @@
 """What is known of a model family beyond Hugging Face's classes. Importing families loads no torch."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -45,12 +45,25 @@ def text_position_ids(config: Any, input: RenderedInput) -> Positions:
 
 
 @dataclass(frozen=True, slots=True)
+class SplitRows:
+    """A Linear module whose rows adapters train as several projections, each with its own A and B.
+
+    `projections`: their last names in adapters, which transformers' model does not have. `heights(parent)`: how many
+    rows each has, in order, from the module that holds the Linear.
+    """
+
+    projections: tuple[str, ...]
+    heights: Callable[[Any], tuple[int, ...]]
+
+
+@dataclass(frozen=True, slots=True)
 class LoraNames:
-    """The last names of the Linear modules in the decoder's layers that adapters train, by the field of `LoraConfig`
-    (`train_attn`, `train_mlp`) that asks for them."""
+    """The last names of the projections in the decoder's layers that adapters train, by the field of `LoraConfig`
+    (`train_attn`, `train_mlp`) that asks for them. They are Linear modules, or parts of one of `split`, by its name."""
 
     attn: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj")
     mlp: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")
+    split: Mapping[str, SplitRows] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

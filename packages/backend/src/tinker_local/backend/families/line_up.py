@@ -57,8 +57,7 @@ Inkling are guesses, which only group names."""
 NOT_SERVED: Mapping[str, str] = {
     "qwen3_moe": "its layers are mixtures of experts, which are not trained yet",
     "qwen3_vl_moe": "its layers are mixtures of experts, which are not trained yet",
-    "qwen3_5": "its gated delta layers keep a state along the sequence, which the trainer does not compute yet",
-    "qwen3_5_moe": "it has gated delta layers and mixtures of experts, neither of which is trained yet",
+    "qwen3_5_moe": "its layers are mixtures of experts, which are not trained yet",
     "gpt_oss": "its layers are mixtures of experts in 4 bits, with attention sinks, which are not trained yet",
     "gemma3": "positions of an image attend to each other in both directions, which the trainer does not compute yet; "
     "its text model alone is served, as `gemma3_text`",

@@ -15,7 +15,13 @@ from tinker_local.backend.tiny_models.processors import (
     write_processors,
 )
 from tinker_local.backend.tiny_models.shapes import TextShape, VisionShape
-from tinker_local.backend.tiny_models.text_families import TEXT_FAMILIES, TextFamilyName, text_settings
+from tinker_local.backend.tiny_models.text_families import (
+    QWEN3_5_SHAPE,
+    TEXT_FAMILIES,
+    TextFamilyName,
+    qwen3_5_settings,
+    text_settings,
+)
 from tinker_local.backend.tiny_models.tokenizer import write_tokenizer
 from tinker_local.backend.tiny_models.weights import write_weights
 
@@ -39,7 +45,8 @@ def make_tiny_text_model(
 
     kind = TEXT_FAMILIES[family]
     # Qwen2 has no setting for the head size: attention is as wide as the hidden state.
-    shape = shape or (TextShape(hidden_size=128) if family == "qwen2" else TextShape())
+    shapes = {"qwen2": TextShape(hidden_size=128), "qwen3_5_text": QWEN3_5_SHAPE}
+    shape = shape or shapes.get(family, TextShape())
     if family == "qwen2":
         _check_attention_width("Qwen2.5", shape)
     model_class = getattr(transformers, kind.model_class)
@@ -58,7 +65,7 @@ def make_tiny_vl_model(
     out: Path,
     *,
     seed: int = 0,
-    family: Literal["qwen3_vl", "qwen2_5_vl"] = "qwen3_vl",
+    family: Literal["qwen3_vl", "qwen2_5_vl", "qwen3_5"] = "qwen3_vl",
     tie_word_embeddings: bool = True,
     text: TextShape | None = None,
     vision: VisionShape | None = None,
@@ -72,6 +79,9 @@ def make_tiny_vl_model(
     if family == "qwen3_vl":
         text, settings = text or TextShape(), QWEN3_VL
         model = _qwen3_vl(text, vision, settings, tie_word_embeddings)
+    elif family == "qwen3_5":
+        text, settings = text or QWEN3_5_SHAPE, QWEN3_VL  # the tower and its processor are Qwen3-VL's
+        model = _qwen3_5(text, vision, settings, tie_word_embeddings)
     else:
         # Qwen2.5-VL has no setting for the head size: attention is as wide as the hidden state.
         text, settings = text or TextShape(hidden_size=128), QWEN2_5_VL
@@ -154,6 +164,24 @@ def _qwen3_vl(text: TextShape, vision: VisionShape, settings: ProcessorSettings,
         **_image_token_ids(),
     )
     return _instantiate(Qwen3VLForConditionalGeneration, config)
+
+
+def _qwen3_5(text: TextShape, vision: VisionShape, settings: ProcessorSettings, tie_word_embeddings: bool) -> Any:
+    from transformers import Qwen3_5Config, Qwen3_5ForConditionalGeneration
+
+    # The text model reads both of these from its own config, whatever the whole config says.
+    own = {"tie_word_embeddings": tie_word_embeddings, **qwen3_5_settings(text)}
+    config = Qwen3_5Config(
+        text_config={**text_settings(text, QWEN), **own},
+        vision_config={
+            **_vision_settings(text, vision, settings),
+            "num_position_embeddings": vision.position_grid**2,
+        },
+        tie_word_embeddings=tie_word_embeddings,
+        dtype="float32",
+        **_image_token_ids(),
+    )
+    return _instantiate(Qwen3_5ForConditionalGeneration, config)
 
 
 def _qwen2_5_vl(text: TextShape, vision: VisionShape, settings: ProcessorSettings, tie_word_embeddings: bool) -> Any:

@@ -7,7 +7,7 @@ from typing import Any, Literal
 from tinker_local.backend.tiny_models.marks import GEMMA, LLAMA3, MISTRAL, QWEN, VOCAB_SIZE, Marks
 from tinker_local.backend.tiny_models.shapes import TextShape
 
-TextFamilyName = Literal["qwen3", "qwen2", "llama", "mistral", "gemma2", "gemma3_text"]
+TextFamilyName = Literal["qwen3", "qwen2", "qwen3_5_text", "llama", "mistral", "gemma2", "gemma3_text"]
 
 SLIDING_WINDOW = 16
 """Positions that a layer with a sliding window attends to, its own included."""
@@ -51,6 +51,30 @@ def _qwen3(shape: TextShape) -> dict[str, Any]:
 def _qwen2(shape: TextShape) -> dict[str, Any]:
     """q, k and v have biases; attention is as wide as the hidden state."""
     return {"rope_parameters": _ROPE}
+
+
+QWEN3_5_SHAPE = TextShape(num_layers=4)
+"""One group of layers: three of linear attention, one of softmax attention."""
+
+
+def qwen3_5_settings(shape: TextShape) -> dict[str, Any]:
+    """Half of each head has rotary positions. Two value heads share a key head, and are wider."""
+    rotary = shape.head_dim // 2
+    spatial = rotary // 8
+    return {
+        "head_dim": shape.head_dim,
+        "rope_parameters": {
+            **_ROPE,
+            "partial_rotary_factor": 0.5,
+            "mrope_section": [rotary // 2 - 2 * spatial, spatial, spatial],
+            "mrope_interleaved": True,
+        },
+        "linear_conv_kernel_dim": 4,
+        "linear_num_key_heads": 2,
+        "linear_key_head_dim": 16,
+        "linear_num_value_heads": 4,
+        "linear_value_head_dim": 24,
+    }
 
 
 def _llama(shape: TextShape) -> dict[str, Any]:
@@ -105,6 +129,7 @@ def _gemma3(shape: TextShape) -> dict[str, Any]:
 TEXT_FAMILIES: dict[TextFamilyName, TextFamily] = {
     "qwen3": TextFamily("Qwen3ForCausalLM", QWEN, _qwen3),
     "qwen2": TextFamily("Qwen2ForCausalLM", QWEN, _qwen2),
+    "qwen3_5_text": TextFamily("Qwen3_5ForCausalLM", QWEN, qwen3_5_settings),
     "llama": TextFamily("LlamaForCausalLM", LLAMA3, _llama, tied=False),
     "mistral": TextFamily("MistralForCausalLM", MISTRAL, _mistral, tied=False),
     "gemma2": TextFamily("Gemma2ForCausalLM", GEMMA, _gemma2),

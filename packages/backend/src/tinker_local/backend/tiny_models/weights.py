@@ -23,6 +23,8 @@ def random_weight(name: str, shape: tuple[int, ...], seed: int, scale: float) ->
     """
     digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
     noise = np.random.default_rng(int.from_bytes(digest, "little")).standard_normal(shape, dtype=np.float32)
+    if name.endswith(("dt_bias", "A_log")):
+        return noise  # states that fade at once, and ones that last for dozens of positions
     if name.endswith("bias"):
         return np.float32(_NORM_JITTER) * noise
     if len(shape) == 1:

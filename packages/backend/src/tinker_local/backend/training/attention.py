@@ -51,6 +51,11 @@ class Segments:
         return to_device(np.array([0, *itertools.accumulate(self.lengths)], np.int32), self.device)
 
     @cached_property
+    def places(self) -> torch.Tensor:
+        """int64 [T]: each position's place in its segment, from 0."""
+        return to_device(np.concatenate([np.arange(length) for length in self.lengths]), self.device)
+
+    @cached_property
     def longest(self) -> int:
         return max(self.lengths)
 

@@ -30,7 +30,8 @@ Flag = Literal["attn", "mlp", "unembed"]
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A frozen matrix that adapters can train, at module `path` of the model.
+    """A frozen matrix that adapters can train, at module `path` of the model: the weight of a module, or some of its
+    rows under a name that the model does not have (see `SplitRows`).
 
     `group`: projections that read the same input in one kind of block (`attention.qkv`); `projection`: its name;
     `index`: the block among those of its kind, from 0. `flag`: the field `train_...` of `LoraConfig` that enables it.
@@ -276,10 +277,11 @@ def export(
 
 def target_modules(model: torch.nn.Module, paths: Sequence[str]) -> tuple[str, ...]:
     """PEFT's `target_modules` for exactly these `paths`: last names, or whole paths if a last name also matches a
-    module that is not trained (Qwen2.5-VL's vision tower has projections of the same names)."""
+    module that is not trained (Qwen2.5-VL's vision tower has projections of the same names). Parts of a module (see
+    `SplitRows`) have names that match none."""
     names = tuple(dict.fromkeys(path.rsplit(".", 1)[-1] for path in paths))
     matched = {path for path, _ in model.named_modules() if path.rsplit(".", 1)[-1] in names}
-    return names if matched == set(paths) else tuple(paths)
+    return names if matched <= set(paths) else tuple(paths)
 
 
 @dataclass(frozen=True, slots=True)

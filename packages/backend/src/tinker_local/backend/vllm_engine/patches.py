@@ -13,7 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from tinker_local.backend.families import family_of
-from tinker_local.backend.vllm_engine import draw_tokens, lora_operators, score_prompts, sleep_mode
+from tinker_local.backend.vllm_engine import (
+    adapter_targets,
+    delta_net_on_cpu,
+    draw_tokens,
+    lora_operators,
+    score_prompts,
+    sleep_mode,
+)
 from tinker_local.backend.vllm_engine.compat_vllm import lora_worker, model_runner, scheduler, version
 
 RANKS_NAME = "TINKER_LOCAL_RANKS"
@@ -125,28 +132,6 @@ def _keep_images(config: Any, num_bytes: int) -> None:
     levels = 1 + len(getattr(vision, "deepstack_visual_indexes", ()))  # each position has the features of all levels
     positions = num_bytes // (levels * model.get_hidden_size() * model.dtype.itemsize)
     config.scheduler_config.encoder_cache_size = max(config.scheduler_config.encoder_cache_size, positions)
-
-
-def _declare_lm_head(config: Any, _: int) -> None:
-    hf_config = config.model_config.hf_config
-    head = family_of(hf_config.model_type, config.model_config.model).vllm_head
-    if head is None:
-        return
-    model_class: Any = getattr(importlib.import_module(f"vllm.model_executor.models.{head.module}"), head.name)
-    if "lm_head" in model_class.embedding_modules:
-        return
-    model_class.embedding_modules = {**model_class.embedding_modules, "lm_head": "output_embeddings"}
-    if head.embedding is not None:
-        model_class.__init__ = _with_head(model_class.__init__, head.embedding)
-
-
-def _with_head(init: Callable[..., None], embedding: str) -> Callable[..., None]:
-    @functools.wraps(init)
-    def with_head(model: Any, *args: Any, **kwargs: Any) -> None:
-        init(model, *args, **kwargs)
-        model.lm_head = model.get_submodule(embedding)
-
-    return with_head
 
 
 # On an engine that was built ----------------------------------------------------------------------------------------
@@ -277,7 +262,30 @@ PATCHES = (
             "families/test_families_train_and_sample.py::test_trainer_and_sampler_agree",
         ),
         hook="ModelRegistry.register_model takes a subclass, but then its logs show another class name",
-        to_config=_declare_lm_head,
+        to_config=adapter_targets.declare_lm_head,
+    ),
+    Patch(
+        "adapters name parts of a module's rows as their family does: in_proj_q, in_proj_k, in_proj_v of in_proj_qkv",
+        "vLLM ignores tensors of these names; one adapter on all rows would take three times the rank",
+        "0.26 to 0.32",
+        ("packed_modules_mapping",),
+        ("families/test_qwen3_5.py::test_each_target_alone_reaches_the_sampler",),
+        to_config=adapter_targets.name_split_rows,
+    ),
+    Patch(
+        "linear attention (Gated DeltaNet) runs in float32",
+        "on CPU vLLM has it in bfloat16 alone, with heads of some sizes",
+        "CPU, 0.32",
+        (
+            "cpu_gdn_attention_core",
+            "_resolve_layer_name",
+            "_conv_buffer_view",
+            "_ssm_state_view",
+            "_unpacked_conv_weight",
+        ),
+        ("families/test_qwen3_5.py::test_each_target_alone_reaches_the_sampler",),
+        used_in=("delta_net_on_cpu.py",),
+        to_process=delta_net_on_cpu.take_float32,
     ),
     Patch(
         "an LM head of any size takes adapters",

@@ -1,10 +1,10 @@
 """A decoder for any causal language model of transformers: its own modules and autograd, plus adapters and packing.
 
-New families start here, and the written-out decoder is compared with it. Four things change, without patching
+New families start here, and the written-out decoder is compared with it. Five things change, without patching
 transformers. Attention is a registered function that receives the segments of the row, so that sequences share it
-without padding and without seeing each other. The Linear modules that adapters train add the adapters of all sequences
-in the row. Layers can be checkpointed. Gated MLPs and norms keep less (`gated_mlp.py`, `recomputed_norm.py`). Legend: T
-tokens, H hidden size, N heads, D head size.
+without padding and without seeing each other. Linear attention is computed here instead (`packed_delta_net.py`). The
+Linear modules that adapters train add the adapters of all sequences in the row. Layers can be checkpointed. Gated MLPs
+and norms keep less (`gated_mlp.py`, `recomputed_norm.py`). Legend: T tokens, H hidden size, N heads, D head size.
 """
 
 import functools
@@ -19,10 +19,11 @@ from tinker_local.backend.training.attention import Segments
 from tinker_local.backend.training.decoder import PackedRow
 from tinker_local.backend.training.decoders.gated_mlp import GatedDown, is_gated
 from tinker_local.backend.training.decoders.packed_attention import ATTENTION, PackedCall, attending, attention_rules
+from tinker_local.backend.training.decoders.packed_delta_net import is_delta_net, packed_delta_net
 from tinker_local.backend.training.decoders.recomputed_norm import RecomputedNorm, is_norm
 from tinker_local.backend.training.large_weights import RESIDENT, LargeWeights, Walk
 from tinker_local.backend.training.lora import Adapter, AdapterSlice, Flag, Target, groups_of, layout
-from tinker_local.backend.training.lora_batch import LoraBatch, LowRank, project, project_backward, whole
+from tinker_local.backend.training.lora_batch import LoraBatch, LowRank, Parts, project, project_backward
 from tinker_local.backend.training.recompute_policy import ActivationMemory, Keep, LayerMemory, RecomputePolicy
 from tinker_local.types import LoraConfig, UnsupportedError
 from torch.utils.checkpoint import checkpoint
@@ -44,23 +45,25 @@ class AutogradDecoder:
 
     def __init__(self, modules: Any, path: str, lora: LoraNames, weights: LargeWeights = RESIDENT) -> None:
         attention_rules(modules, weights)  # raises if a layer does not use the registered function
-        self.targets = find_targets(modules, path, lora)
+        self._by_module = find_targets(modules, path, lora)
+        self.targets = [target for targets in self._by_module.values() for target in targets]
         self._modules = modules
         self._run: _Run | None = None
-        self._by_module: dict[Any, Target] = {}
         self._weights = weights
         in_layers = {module for layer in modules.layers for module in layer.modules()}
         norms = [module for module in modules.modules() if module not in in_layers and is_norm(module)]
         gated: list[Any] = []
+        deltas: list[Any] = []
         with weights.walk(backward=False) as walk:
             for index, layer in enumerate(modules.layers):
                 walk.layer(index)
                 norms += [module for module in layer.modules() if is_norm(module)]
                 gated += [module for module in layer.modules() if is_gated(module)]
-        for target in self.targets:
-            linear = modules.get_submodule(target.path.removeprefix(f"{path}."))
-            self._by_module[linear] = target
+                deltas += [module for module in layer.modules() if is_delta_net(module)]
+        for linear in self._by_module:
             linear.forward = functools.partial(self._linear, linear, linear.forward)
+        for delta in deltas:
+            delta.forward = functools.partial(self._delta, delta, delta.forward)
         for mlp in gated:
             mlp.forward = functools.partial(self._mlp, mlp, mlp.forward)
         for norm in norms:
@@ -116,14 +119,24 @@ class AutogradDecoder:
             self._run = None
 
     def _low_rank(self, linear: Any) -> LowRank | None:
-        target = self._by_module.get(linear)
-        return None if target is None or self._run is None else self._run.lora.group(target.group, target.index)
+        if self._run is None or linear not in self._by_module:
+            return None
+        target = self._by_module[linear][0]
+        return self._run.lora.group(target.group, target.index)
 
     def _linear(self, linear: Any, original: Callable[..., Any], x: torch.Tensor) -> Any:
         low_rank = self._low_rank(linear)
         if low_rank is None:
             return original(x)
-        return _AdaptedLinear.apply(x, linear.weight, linear.bias, low_rank)
+        heights = [target.outputs for target in self._by_module[linear]]
+        return _AdaptedLinear.apply(x, linear.weight, linear.bias, low_rank, functools.partial(_rows, heights))
+
+    def _delta(
+        self, net: Any, original: Callable[..., Any], hidden_states: torch.Tensor, *args: Any, **rest: Any
+    ) -> Any:
+        if self._run is None:
+            return original(hidden_states, *args, **rest)
+        return packed_delta_net(net, hidden_states, self._run.row.segments)
 
     def _mlp(self, mlp: Any, original: Callable[..., Any], x: torch.Tensor) -> Any:
         if self._run is None:
@@ -238,23 +251,34 @@ class _Gradient(torch.autograd.Function):
         return ctx.gradients.pop(), None
 
 
-def find_targets(modules: Any, path: str, lora: LoraNames) -> list[Target]:
-    """The Linear modules of the decoder `modules` that `lora` names, in the decoder's order. Modules with the same name
-    and shape form one group over all layers."""
-    found: list[Target] = []
+def find_targets(modules: Any, path: str, lora: LoraNames) -> dict[Any, list[Target]]:
+    """The targets of each Linear module of the decoder `modules` that `lora` names, in the decoder's order. Modules
+    with the same name and shape form one group over all layers; the parts of one are projections of its group."""
+    found: dict[Any, list[Target]] = {}
     counts: dict[str, int] = {}
     for name, module in modules.named_modules():
-        last = name.rsplit(".", 1)[-1]
-        if not isinstance(module, torch.nn.Linear) or last not in (*lora.attn, *lora.mlp):
+        parent, _, last = name.rpartition(".")
+        split = lora.split.get(last)
+        if not isinstance(module, torch.nn.Linear) or (split is None and last not in (*lora.attn, *lora.mlp)):
             continue
         suffix = name.split(".", 2)[-1] if name.startswith("layers.") else name
         group = f"{suffix} {module.out_features}x{module.in_features}"
         index = counts[group] = counts.get(group, -1) + 1
-        flag: Flag = "attn" if last in lora.attn else "mlp"
-        found.append(Target.of(f"{path}.{name}", group, index, module, flag))
+        projections = (last,) if split is None else split.projections
+        heights = (module.out_features,) if split is None else split.heights(modules.get_submodule(parent))
+        flag: Flag = "attn" if projections[0] in lora.attn else "mlp"
+        found[module] = [
+            Target(f"{path}.{parent}.{projection}", group, projection, index, module.in_features, height, flag)
+            for projection, height in zip(projections, heights, strict=True)
+        ]
     if not found:
         raise UnsupportedError(f"it has no Linear modules named {', '.join((*lora.attn, *lora.mlp))}")
     return found
+
+
+def _rows(heights: list[int], output: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """`Parts` of a module whose parts have these `heights`."""
+    return tuple(output.split(heights, dim=-1))
 
 
 class _AdaptedLinear(torch.autograd.Function):
@@ -262,16 +286,16 @@ class _AdaptedLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, low_rank: LowRank
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, low_rank: LowRank, parts: Parts
     ) -> torch.Tensor:
         rows = x.detach().flatten(0, -2)
-        h, output = project(rows, weight, bias, low_rank, whole)
+        h, output = project(rows, weight, bias, low_rank, parts)
         ctx.save_for_backward(rows, weight, h)
-        ctx.low_rank = low_rank
+        ctx.low_rank, ctx.parts = low_rank, parts
         return output.unflatten(0, x.shape[:-1])
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         rows, weight, h = ctx.saved_tensors
-        grad_rows = project_backward(grad.flatten(0, -2), rows, weight, ctx.low_rank, h, whole)
-        return grad_rows.unflatten(0, grad.shape[:-1]), None, None, None
+        grad_rows = project_backward(grad.flatten(0, -2), rows, weight, ctx.low_rank, h, ctx.parts)
+        return grad_rows.unflatten(0, grad.shape[:-1]), None, None, None, None

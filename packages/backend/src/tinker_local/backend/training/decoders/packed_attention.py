@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from tinker_local.backend.training.attention import AttentionRule, Segments, attend, attend_backward
+from tinker_local.backend.training.decoders.packed_delta_net import is_delta_net
 from tinker_local.backend.training.large_weights import LargeWeights, entering
 from tinker_local.types import UnsupportedError
 from transformers import AttentionInterface
@@ -43,16 +44,17 @@ def attending(modules: Any, implementation: str) -> Iterator[None]:
 
 @torch.no_grad()
 def attention_rules(modules: Any, weights: LargeWeights) -> Mapping[int, AttentionRule]:
-    """How each attention module of the decoder `modules` attends, by its `id`: the settings that it passes on. Walks
-    through `weights`."""
+    """How each attention module of the decoder `modules` attends, by its `id`: the settings that it passes on. Linear
+    attention (`packed_delta_net.py`) has none. Walks through `weights`."""
     parameter = next(modules.parameters())
     embeds = torch.zeros(1, 1, modules.config.hidden_size, dtype=parameter.dtype, device=parameter.device)
     packed = PackedCall(Segments((1,), parameter.device))
     with attending(modules, ATTENTION), entering(modules.layers, weights):
         modules(inputs_embeds=embeds, use_cache=False, packed=packed)
-    if len(packed.rules) != len(modules.layers):
+    attending_layers = sum(not any(map(is_delta_net, layer.children())) for layer in modules.layers)
+    if len(packed.rules) != attending_layers:
         raise UnsupportedError(
-            f"{len(packed.rules)} of {len(modules.layers)} layers attend through the function that is registered "
+            f"{len(packed.rules)} of {attending_layers} layers attend through the function that is registered "
             "with transformers; in the others the sequences of a packed row would see each other"
         )
     return packed.rules

@@ -1,0 +1,47 @@
+"""Targets of adapters that vLLM's model classes do not declare, from the model's family."""
+
+import functools
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+from tinker_local.backend.families import family_of
+
+
+def declare_lm_head(config: Any, _: int) -> None:
+    """Declare the LM head of the model of a `VllmConfig`, if its family says that vLLM does not."""
+    hf_config = config.model_config.hf_config
+    head = family_of(hf_config.model_type, config.model_config.model).vllm_head
+    if head is None:
+        return
+    model_class: Any = getattr(importlib.import_module(f"vllm.model_executor.models.{head.module}"), head.name)
+    if "lm_head" in model_class.embedding_modules:
+        return
+    model_class.embedding_modules = {**model_class.embedding_modules, "lm_head": "output_embeddings"}
+    if head.embedding is not None:
+        model_class.__init__ = _with_head(model_class.__init__, head.embedding)
+
+
+def _with_head(init: Callable[..., None], embedding: str) -> Callable[..., None]:
+    @functools.wraps(init)
+    def with_head(model: Any, *args: Any, **kwargs: Any) -> None:
+        init(model, *args, **kwargs)
+        model.lm_head = model.get_submodule(embedding)
+
+    return with_head
+
+
+def name_split_rows(config: Any, _: int) -> None:
+    """Name the parts of modules of the model of a `VllmConfig` as its family does."""
+    model = config.model_config
+    split = family_of(model.hf_config.model_type, model.model).lora.split
+    if not split:
+        return
+    found, _ = model.registry.resolve_model_cls(model.architectures, model)
+    for model_class in vars(importlib.import_module(found.__module__)).values():
+        packed = getattr(model_class, "packed_modules_mapping", None)
+        if isinstance(packed, dict):
+            model_class.packed_modules_mapping = {
+                name: [part for each in parts for part in (split[each].projections if each in split else (each,))]
+                for name, parts in packed.items()
+            }

@@ -1,0 +1,142 @@
+"""The gated delta rule in chunks, on packed rows, is what its formula gives each segment alone."""
+
+import numpy as np
+import pytest
+import torch
+from tinker_local.backend.training import delta_rule
+from tinker_local.backend.training.attention import Segments
+from tinker_local.backend.training.delta_rule import DeltaRule, MixInputs, mix, mix_backward
+
+KEY_HEADS, VALUE_HEADS, KEY_SIZE, VALUE_SIZE, TAPS = 2, 6, 5, 7, 4
+CPU = torch.device("cpu")
+
+ROWS = {
+    "one": (150,),
+    "equal": (64, 64, 64),
+    "mixed": (3, 130, 1, 64, 2, 65, 20),
+    "short": (1, 1, 2),
+}
+
+
+def made(lengths: tuple[int, ...], dtype: torch.dtype = torch.float64) -> tuple[MixInputs, DeltaRule]:
+    """qkv, z, b and a of a row, and random parameters."""
+    generator = torch.Generator().manual_seed(len(lengths))
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
+
+    channels, rows = 2 * KEY_HEADS * KEY_SIZE + VALUE_HEADS * VALUE_SIZE, sum(lengths)
+    rule = DeltaRule(
+        taps=normal(channels, TAPS),
+        rate=normal(VALUE_HEADS).exp(),
+        rate_bias=normal(VALUE_HEADS),
+        norm=1 + normal(VALUE_SIZE) / 10,
+        epsilon=1e-6,
+        key_heads=KEY_HEADS,
+        value_heads=VALUE_HEADS,
+        key_size=KEY_SIZE,
+        value_size=VALUE_SIZE,
+    )
+    widths = (channels, VALUE_HEADS * VALUE_SIZE, VALUE_HEADS, VALUE_HEADS)
+    return MixInputs(*(normal(rows, width) for width in widths)), rule
+
+
+def by_the_formula(inputs: MixInputs, rule: DeltaRule) -> torch.Tensor:
+    """One sequence, position by position."""
+    qkv, z, b, a = inputs
+    length = len(qkv)
+    padded = torch.cat([qkv.new_zeros(TAPS - 1, qkv.shape[1]), qkv])
+    windows = torch.stack([padded[at : at + length] for at in range(TAPS)], -1)
+    convolved = torch.nn.functional.silu((windows * rule.taps).sum(-1))
+    keys = KEY_HEADS * KEY_SIZE
+    q, k, v = convolved.split([keys, keys, VALUE_HEADS * VALUE_SIZE], -1)
+    q, k = (x.view(length, KEY_HEADS, 1, KEY_SIZE) for x in (q, k))
+    q, k = (x / (x.pow(2).sum(-1, keepdim=True) + 1e-6).sqrt() for x in (q, k))
+    q, k = (x.expand(-1, -1, VALUE_HEADS // KEY_HEADS, -1).flatten(1, 2) for x in (q, k))
+    v = v.view(length, VALUE_HEADS, VALUE_SIZE)
+    decay = (-rule.rate * torch.nn.functional.softplus(a + rule.rate_bias)).exp()
+    beta = b.sigmoid()
+    state = qkv.new_zeros(VALUE_HEADS, KEY_SIZE, VALUE_SIZE)
+    outputs = []
+    for t in range(length):
+        state = state * decay[t, :, None, None]
+        new = beta[t, :, None] * (v[t] - torch.einsum("mk,mkv->mv", k[t], state))
+        state = state + torch.einsum("mk,mv->mkv", k[t], new)
+        outputs.append(torch.einsum("mk,mkv->mv", q[t], state) / KEY_SIZE**0.5)
+    o = torch.stack(outputs)
+    o = rule.norm * o / (o.pow(2).mean(-1, keepdim=True) + rule.epsilon).sqrt()
+    return o.flatten(1) * torch.nn.functional.silu(z)
+
+
+@pytest.mark.mutation(
+    "delta-rule-state-of-other-segments",
+    "training/delta_rule.py",
+    "state = state[: len(new)]",
+    "state = state.flip(0)[: len(new)]",
+)
+@pytest.mark.mutation(
+    "convolution-leaks-between-segments", "training/delta_rule.py", " * (places >= back)[:, None]", ""
+)
+@pytest.mark.mutation(
+    "delta-rule-decay-not-in-the-system",
+    "training/delta_rule.py",
+    "system = (k @ k.transpose(-1, -2)) * between * beta",
+    "system = (k @ k.transpose(-1, -2)) * beta",
+)
+@pytest.mark.parametrize("row", ROWS)
+def test_packed_segments_are_what_the_formula_gives_each_alone_and_so_are_gradients(row: str) -> None:
+    """In float64, to rounding."""
+    lengths = ROWS[row]
+    inputs, rule = made(lengths)
+    segments = Segments(lengths, CPU)
+    grad = torch.randn(sum(lengths), VALUE_HEADS * VALUE_SIZE, dtype=torch.float64)
+    leaves = [x.clone().requires_grad_() for x in inputs]
+    parts = zip(*(x.split(lengths) for x in leaves), strict=True)
+    wanted = torch.cat([by_the_formula(MixInputs(*part), rule) for part in parts])
+    torch.testing.assert_close(mix(inputs, segments, rule), wanted, atol=1e-11, rtol=1e-9)
+    found = mix_backward(grad, inputs, segments, rule)
+    for ours, theirs in zip(found, torch.autograd.grad(wanted, leaves, grad), strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-10, rtol=1e-8)
+
+
+def test_in_float32_packed_is_alone_to_1e_4() -> None:
+    lengths = ROWS["mixed"]
+    inputs, rule = made(lengths, torch.float32)
+    packed = mix(inputs, Segments(lengths, CPU), rule)
+    found = mix_backward(torch.ones_like(packed), inputs, Segments(lengths, CPU), rule)
+    start = 0
+    for length in lengths:
+        part = MixInputs(*(x[start : start + length] for x in inputs))
+        alone = mix(part, Segments((length,), CPU), rule)
+        torch.testing.assert_close(packed[start : start + length], alone, atol=1e-4, rtol=0)
+        grads = mix_backward(torch.ones_like(alone), part, Segments((length,), CPU), rule)
+        for ours, theirs in zip(found, grads, strict=True):
+            scale = float(theirs.abs().max())
+            torch.testing.assert_close(ours[start : start + length], theirs, atol=1e-4 * scale, rtol=0)
+        start += length
+
+
+def test_a_long_gap_in_time_makes_neither_infinity_nor_nan() -> None:
+    """Decays of a chunk multiply to far below the smallest float32; differences of their logarithms stay exact."""
+    inputs, rule = made((100,), torch.float32)
+    inputs.a.fill_(200.0)
+    output = mix(inputs, Segments((100,), CPU), rule)
+    found = mix_backward(torch.ones_like(output), inputs, Segments((100,), CPU), rule)
+    assert all(x.isfinite().all() for x in (output, *found))
+
+
+@pytest.mark.mutation(
+    "delta-rule-keeps-a-graph", "training/delta_rule.py", "tensor.detach().requires_grad_()", "tensor"
+)
+def test_the_backward_needs_the_inputs_alone() -> None:
+    inputs, rule = made((9,), torch.float32)
+    assert not mix(inputs, Segments((9,), CPU), rule).requires_grad
+    found = mix_backward(torch.ones(9, VALUE_HEADS * VALUE_SIZE), inputs, Segments((9,), CPU), rule)
+    assert [x.shape for x in found] == [x.shape for x in inputs]
+
+
+def test_chunks_of_a_row_begin_with_the_first_of_each_segment_by_falling_length() -> None:
+    chunks = delta_rule._Chunks.of((3, 130, 64), CPU)
+    assert (chunks.alive, chunks.size) == ([3, 1, 1], 64)
+    starts = [3 * 0, 3, 3 + 64, 3 + 128, 3 + 130]
+    np.testing.assert_array_equal(chunks.places[starts], [128, 0, 192, 256, 64])
