@@ -35,7 +35,11 @@ TARGETS = (
 
 DECODERS = ("autograd",)
 TOLERANCE = 1e-4
-"""Nats; and of the largest element of a gradient."""
+"""Nats."""
+
+GRADIENT_TOLERANCE = 1e-3
+"""Of the largest element of a gradient. `test_delta_rule.py` has the rule's own gradients to rounding; here both sides
+compute in float32, and the norms of linear attention divide by numbers near zero where a sequence begins."""
 
 LENGTHS = (5, 140, 23)
 """Of data: the middle one has more positions than two chunks of the delta rule."""
@@ -116,7 +120,7 @@ def assert_agrees_with_transformers(trainer: HFTrainer, folder: Path, data: Mapp
             scale = float(wanted[spec.name].abs().max())
             assert scale > 0, spec.name
             found = spec.view(adapter.gradient)
-            torch.testing.assert_close(found, wanted[spec.name], rtol=0, atol=TOLERANCE * scale, msg=spec.name)
+            torch.testing.assert_close(found, wanted[spec.name], rtol=0, atol=GRADIENT_TOLERANCE * scale, msg=spec.name)
 
 
 @pytest.mark.parametrize("decoder", DECODERS)
