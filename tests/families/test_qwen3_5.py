@@ -44,9 +44,6 @@ compute in float32, and the norms of linear attention divide by numbers near zer
 LENGTHS = (5, 140, 23)
 """Of data: the middle one has more positions than two chunks of the delta rule."""
 
-SMALL_BLOCK = 128
-"""Positions of a block of vLLM's cache, in which it keeps the states of linear attention."""
-
 
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -192,41 +189,6 @@ def test_each_target_alone_reaches_the_sampler(trainers: Mapping[str, HFTrainer]
         np.testing.assert_allclose(theirs, ours, atol=TOLERANCE, rtol=0, err_msg=str(name))
         effect = np.abs(ours - trainer.logprobs(None, whole)).max()
         assert name is None or effect > 100 * TOLERANCE, name
-
-
-def test_long_prompts_in_parts_and_from_the_cache_have_the_same_logprobs(
-    trainers: Mapping[str, HFTrainer], folder: Path
-) -> None:
-    """A step takes a part of a prompt; a second request begins with the state that the first left in the cache."""
-    trainer, prompt = trainers[DECODERS[-1]], RenderedInput(text(8, 3 * SMALL_BLOCK + 40))
-
-    async def ask() -> list[Any]:
-        options = EngineOptions(
-            str(folder),
-            max_rank=8,
-            kv_cache_bytes=2**26,
-            max_context_length=1024,
-            max_sequences=4,
-            max_batched_tokens=256,
-        )
-        sampler = VLLMSampler(options, EngineThread())
-        params = SamplingParams(max_tokens=8, seed=1, stop=[])
-        try:
-            first = await sampler.sample(SampleWork(prompt, None, params, prompt_logprobs=True))
-            again = await sampler.sample(
-                SampleWork(prompt, None, params, prompt_logprobs=True, prompt_logprobs_last_n=20)
-            )
-            return [first, again]
-        finally:
-            await sampler.close()
-
-    first, again = asyncio.run(ask())
-    whole, theirs = continued(SampleWork(prompt, None, SamplingParams(max_tokens=8)), first)
-    np.testing.assert_allclose(theirs, trainer.logprobs(None, whole), atol=TOLERANCE, rtol=0)
-    assert list(again.sequences[0].tokens) == list(first.sequences[0].tokens)
-    np.testing.assert_allclose(again.sequences[0].logprobs, first.sequences[0].logprobs, atol=TOLERANCE, rtol=0)
-    np.testing.assert_allclose(again.prompt_logprobs[-20:], first.prompt_logprobs[-20:], atol=TOLERANCE, rtol=0)
-    assert again.prompt_cache_hit_tokens >= SMALL_BLOCK
 
 
 def with_images(seed: int, sizes: list[tuple[int, int]], pad: int) -> RenderedInput:
