@@ -51,7 +51,7 @@ def demonstration(chat: rl.Chat, seed: int) -> list[tinker.Datum]:
     return rl.conversation_data(chat, [{"role": role, "content": content} for role, content in contents])
 
 
-async def run(client: tinker.TrainingClient, options: argparse.Namespace) -> bool:
+async def run(client: tinker.TrainingClient, options: argparse.Namespace) -> str:
     chat = rl.Chat.of(client)
     rng = np.random.default_rng(options.seed)
 
@@ -82,7 +82,7 @@ async def run(client: tinker.TrainingClient, options: argparse.Namespace) -> boo
     levels = {"chance": CHANCE, "blank images, after": control}
     grpo.draw(history, path, "two coloured squares", levels, [picture for episode in shown for picture in episode])
     print(f"return on new squares {unseen.mean_reward:.3f}, on blank images {control:.3f}, chance {CHANCE}; {path}")
-    return unseen.mean_reward >= 0.9 and control < CHANCE + 0.1
+    return grpo.verdict(unseen.mean_reward, unseen.mean_reward >= 0.9 and control < CHANCE + 0.1)
 
 
 if __name__ == "__main__":

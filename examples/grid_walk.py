@@ -87,7 +87,7 @@ def step_advantages(trajectories: Sequence[rl.Trajectory]) -> list[list[float]]:
     return [[turn.reward - float(mean) for turn in trajectory.turns] for trajectory in trajectories]
 
 
-async def run(client: tinker.TrainingClient, options: argparse.Namespace) -> bool:
+async def run(client: tinker.TrainingClient, options: argparse.Namespace) -> str:
     chat = rl.Chat.of(client)
     rng = np.random.default_rng(options.seed)
 
@@ -121,12 +121,12 @@ async def run(client: tinker.TrainingClient, options: argparse.Namespace) -> boo
     levels = {"random policy": random, "best blind policy": blind, "blank images, after": control}
     shown = grpo.pictures_of(unseen.trajectories[0], GridWalk().reset(seed=new[0])[0][1])
     grpo.draw(history, path, "a walk on a grid", levels, shown)
-    arrived = np.mean([trajectory.end == "terminated" for trajectory in unseen.trajectories])
+    arrived = float(np.mean([trajectory.end == "terminated" for trajectory in unseen.trajectories]))
     print(
         f"return on new boards {unseen.mean_reward:.3f} ({arrived:.0%} arrived), on blank ones {control:.3f}, ", end=""
     )
     print(f"random policy {random:.3f}, best blind one {blind:.3f}; {path}")
-    return unseen.mean_reward >= random + 0.4 and control < blind + 0.1
+    return grpo.verdict(arrived, unseen.mean_reward >= random + 0.4 and control < blind + 0.1)
 
 
 def blind_return(seeds: list[int], moves: str) -> float:

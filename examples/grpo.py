@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import tinker_local.client as tinker
-from saving import add_options, connect, first_step, save, training_client
+from saving import NOTHING, RANDOM, add_options, connect, first_step, save, training_client
 from tinker_local.client import rl
 
 
@@ -108,10 +108,17 @@ def pictures_of(trajectory: rl.Trajectory, first: np.ndarray) -> list[tuple[str,
     return [(turn.action.strip(), picture) for turn, picture in zip(trajectory.turns, pictures, strict=True)]
 
 
+def verdict(success: float, reached: bool) -> str:
+    """What is wrong with a result, "" if nothing is; `success`: a share of the episodes or of the return."""
+    if reached:
+        return ""
+    return RANDOM if success < NOTHING else "the mark was missed"
+
+
 def run_example(
-    run: Callable[[tinker.TrainingClient, argparse.Namespace], Awaitable[bool]], description: str, **defaults: float
+    run: Callable[[tinker.TrainingClient, argparse.Namespace], Awaitable[str]], description: str, **defaults: float
 ) -> None:
-    """Run an example; `run` returns whether it reached its goal. `defaults` are for a tiny random model."""
+    """Run an example; `run` returns its `verdict`. `defaults` are for a tiny random model."""
     parser = argparse.ArgumentParser(description=description)
     add_options(parser)
     parser.add_argument("--model", required=True, help="a vision-language model that the server serves")
@@ -130,8 +137,8 @@ def run_example(
         options.warm_steps = 0  # before the first step
     with connect(options) as service:
         client = training_client(service, options, rank=32, seed=0)
-        reached = asyncio.run(run(client, options))
+        wrong = asyncio.run(run(client, options))
         saved = save(client, "rl")
         print(f"saved as {saved.state} and {saved.sampler}")
-        if not reached:
-            raise SystemExit("the mark was missed")
+        if wrong:
+            raise SystemExit(wrong)

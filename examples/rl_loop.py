@@ -78,14 +78,13 @@ def main() -> None:
                 ]
             history.append(mean(rewards))
             print(f"step {step:3d}   reward {history[-1]:.3f}")
-            if not data:  # all rewards of each group are equal: there is nothing to learn
-                continue
-            gradient = client.forward_backward(data, "importance_sampling")
-            update = client.optim_step(tinker.AdamParams(learning_rate=options.learning_rate, beta2=0.95, eps=1e-8))
-            if step == 0:
-                print(f"KL(sampler, trainer) before training: {divergence(data, gradient.result()):.1e}")
-            gradient.result()
-            update.result()
+            if data:  # otherwise all rewards of each group are equal: there is nothing to learn
+                gradient = client.forward_backward(data, "importance_sampling")
+                update = client.optim_step(tinker.AdamParams(learning_rate=options.learning_rate, beta2=0.95, eps=1e-8))
+                if step == 0:
+                    print(f"KL(sampler, trainer) before training: {divergence(data, gradient.result()):.1e}")
+                gradient.result()
+                update.result()
             if options.save_every and (step + 1) % options.save_every == 0 and step + 1 < options.steps:
                 save(client, "rl-loop", step + 1)
         saved = save(client, "rl-loop")

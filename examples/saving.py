@@ -9,6 +9,9 @@ import tinker_local.client as tinker
 RANDOM = "random weights: too few steps"
 """What an example says if it learned nothing at all."""
 
+NOTHING = 0.02
+"""The share of right answers below which that is what happened."""
+
 
 class Saved(NamedTuple):
     """`state`: the training state, to go on from or to export. `sampler`: the same weights, to sample from."""

@@ -39,7 +39,7 @@ from image_folders import Dataset, digits, open_image, read_folder
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
-from saving import RANDOM, add_options, connect, first_step, save, training_client
+from saving import NOTHING, RANDOM, add_options, connect, first_step, save, training_client
 from tinker_local.client import model_input
 from transformers import AutoImageProcessor
 
@@ -406,7 +406,7 @@ def main() -> int:
     picture = min((options.out / "held_out").iterdir())
     paths = {"STATE": report.checkpoint, "SAMPLER": report.sampler, "PICTURE": str(picture)}
     (options.out / "paths.sh").write_text("".join(f"{name}={shlex.quote(path)}\n" for name, path in paths.items()))
-    if report.accuracy == 0:
+    if report.accuracy < NOTHING:
         print(RANDOM, file=sys.stderr)
         return 1
     if report.accuracy < options.min_accuracy:

@@ -53,7 +53,22 @@ def test_an_example_saves_as_it_goes_and_goes_on_from_there(real_server: Any) ->
     assert re.search(r"saved as tinker://\S+/weights/sl-loop and tinker://\S+/sampler_weights/sl-loop", again)
 
 
-@pytest.mark.parametrize("name", ["sl_loop.py", "rl_loop.py", "red_square.py", "grid_walk.py", "vlm_classifier.py"])
+def test_a_step_without_gradient_is_saved_too(real_server: Any) -> None:
+    """With one answer to each prompt there is nothing to compare, so no step of rl_loop.py has a gradient."""
+    arguments = ["--base-url", real_server.url, "--model", "tiny/text", "--group-size", "1", "--steps", "3"]
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", str(EXAMPLES / "rl_loop.py"), *arguments, "--save-every", "1"],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        stdin=subprocess.DEVNULL,
+    )
+    assert re.findall(r"^step (\d+): saved", done.stdout, re.MULTILINE) == ["1", "2"], done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    "name", ["sl_loop.py", "rl_loop.py", "red_square.py", "color_square.py", "grid_walk.py", "vlm_classifier.py"]
+)
 def test_a_missing_server_is_a_line(name: str) -> None:
     done = subprocess.run(
         [sys.executable, "-W", "ignore", str(EXAMPLES / name), "--model", "m", "--base-url", "http://127.0.0.1:1"],

@@ -1,5 +1,6 @@
 """The examples of vision RL reach their marks on the tiny model, and trainer and sampler agree where they begin."""
 
+import importlib
 import re
 import subprocess
 import sys
@@ -11,8 +12,6 @@ import pytest
 import tinker
 import torch
 from tinker_local.client import rl
-
-pytestmark = pytest.mark.more
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SECONDS = 700
@@ -32,6 +31,15 @@ def run(name: str, url: str, out: Path, *settings: str) -> str:
     return done.stdout
 
 
+def test_an_rl_example_that_learned_nothing_is_not_called_a_missed_mark(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    verdict = importlib.import_module("grpo").verdict
+    assert verdict(0.0, False) == "random weights: too few steps"
+    assert verdict(0.5, False) == "the mark was missed"
+    assert verdict(0.9, True) == ""
+
+
+@pytest.mark.more
 @pytest.mark.timeout(SECONDS + 60)
 @pytest.mark.parametrize(
     ("name", "settings"), [("color_square", []), ("grid_walk", ["--groups", "14", "--learning-rate", "2.5e-3"])]
@@ -49,6 +57,7 @@ def test_reward_rises_by_rl_and_not_on_blank_images(
     assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.more
 def test_classifier_begins_with_a_trainer_that_agrees_with_its_sampler(
     real_server: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
