@@ -3,7 +3,7 @@
 import asyncio
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -133,7 +133,7 @@ async def test_in_process_the_same_bounds_raise_on_fakes(start_api: StartApi) ->
 
 
 class SlowTrainer(FakeTrainer):
-    """A batch takes a while, and is kept: which requests, of how many datums, of which model."""
+    """A batch waits for `go`, and is kept: which requests, of how many datums, of which model."""
 
     def __init__(self, model: FakeModel) -> None:
         super().__init__(model)
@@ -143,7 +143,6 @@ class SlowTrainer(FakeTrainer):
 
     def forward_backward(self, work: Any) -> Any:
         assert self.go.wait(60)
-        time.sleep(0.02)
         self.ran += [(item.adapter_id, len(item.data)) for item in work]
         return super().forward_backward(work)
 
@@ -168,6 +167,13 @@ class Served:
     def refused(self) -> int:
         return self.backend.metrics()["m"].submits_refused
 
+    def go_once_it_refused(self) -> None:
+        end = time.monotonic() + 60
+        while not self.refused:
+            assert time.monotonic() < end
+            time.sleep(0.01)
+        self.trainer.go.set()
+
 
 @pytest.fixture
 def served(tmp_path: Path) -> Iterator[Any]:
@@ -190,13 +196,14 @@ def datum(tokens: list[int]) -> tinker.Datum:
     )
 
 
-def train(service: tinker.ServiceClient, steps: int) -> list[float]:
+def train(service: tinker.ServiceClient, steps: int, submitted: Callable[[], None] = lambda: None) -> list[float]:
     """The losses of `steps` steps that are all submitted before the first result is waited for."""
     client = service.create_lora_training_client(base_model="m", rank=2, seed=1)
     futures = []
     for at in range(steps):
         gradient = client.forward_backward([datum([5, 9, 20 + at, 31])], "cross_entropy")
         futures.append((gradient, client.optim_step(ADAM)))
+    submitted()
     for _, step in futures:
         metrics = step.result(timeout=120).metrics
         assert metrics is not None
@@ -206,8 +213,9 @@ def train(service: tinker.ServiceClient, steps: int) -> list[float]:
 
 def test_sdk_that_runs_into_the_bound_is_slowed_down_and_loses_nothing_on_fakes(served: Any) -> None:
     tight, wide = served(max_queued_requests_per_session=3), served()
+    tight.trainer.go.clear()
     with tight.service() as client:
-        found = train(client, 12)
+        found = train(client, 12, tight.go_once_it_refused)
     with wide.service() as client:
         wanted = train(client, 12)
     assert (tight.refused > 0, wide.refused) == (True, 0)
@@ -225,11 +233,7 @@ def test_sdks_many_chunks_pass_a_bound_of_fewer_on_fakes(served: Any) -> None:
         step = client.optim_step(ADAM)
         data = [datum([i % 500, (i * 7) % 500 + 1]) for i in range(2500)]
         many, last = client.forward_backward(data, "cross_entropy"), client.optim_step(ADAM)
-        end = time.monotonic() + 60
-        while not tight.refused:
-            assert time.monotonic() < end
-            time.sleep(0.01)
-        tight.trainer.go.set()
+        tight.go_once_it_refused()
         assert len(many.result(timeout=120).loss_fn_outputs) == 2500
         for future in (*first, step, last):
             future.result(timeout=120)
@@ -242,11 +246,7 @@ def test_sdk_of_another_session_gets_in_beside_one_that_fills_the_server_on_fake
         flood = greedy.create_lora_training_client(base_model="m", rank=2)
         tight.trainer.go.clear()
         queued = [flood.forward_backward([datum([5, 9, 20])], "cross_entropy") for _ in range(60)]
-        end = time.monotonic() + 60
-        while not tight.refused:
-            assert time.monotonic() < end
-            time.sleep(0.01)
-        tight.trainer.go.set()
+        tight.go_once_it_refused()
         client = modest.create_lora_training_client(base_model="m", rank=2)
         for _ in range(3):
             client.forward_backward([datum([5, 9])], "cross_entropy").result(timeout=60)
