@@ -284,6 +284,7 @@ def test_watched_logs_are_curves_beside_their_run_and_their_names_are_texts_on_f
         url, key = service._loopback.url, service._loopback.api_key
         run = service.create_lora_training_client("fake/bigram", rank=8).result()
         saved = {"state_path": run.save_state("one").result().path}
+        run.save_weights_and_get_sampling_client()
         (folder / "checkpoints.jsonl").write_text(json.dumps(saved) + "\n")
         browser.open(url, "document.querySelector('#ask-key').open")
         browser.js(f"document.querySelector('#key').value = {json.dumps(key)}")
@@ -302,5 +303,6 @@ def test_watched_logs_are_curves_beside_their_run_and_their_names_are_texts_on_f
         assert browser.js("document.querySelector('.values').textContent") == "3 at step 0"
         browser.js(f"location.hash = new URLSearchParams({{ run: {json.dumps(run.get_info().model_id)} }})")
         browser.until("document.querySelector('.values')?.textContent === '3 at step 0'")
+        browser.until("document.body.innerText.includes('Ephemeral sampler versions')")
         assert browser.js("document.title") != "evil"
         assert {urlsplit(one)[:2] for one in browser.requested()} == {urlsplit(url)[:2]}

@@ -94,6 +94,8 @@ def test_console_urls_of_a_client_lead_to_its_server_and_session_on_fakes(fake_s
     assert service.get_console_url() == f"{fake_server.url}/"
     session = service.holder.get_session_id()
     assert service.get_console_url() == f"{fake_server.url}/#session={session}"
+    run = service.create_lora_training_client("fake/bigram", rank=2).result()
+    assert service.get_console_url(run) == f"{fake_server.url}/#run={str(run.model_id).replace(':', '%3A')}"
 
 
 def sources() -> dict[str, str]:

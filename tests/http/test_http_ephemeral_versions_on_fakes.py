@@ -122,3 +122,28 @@ async def test_versions_beyond_what_all_may_have_are_dropped_of_the_owner_that_h
 async def usage(api: Api) -> dict[str, Any]:
     (found,) = (await api.get("usage")).json()["owners"]
     return dict(found)
+
+
+async def test_ephemeral_versions_are_listed_with_their_run_and_are_no_checkpoints_on_fakes(
+    start_api: StartApi, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    api = await start_api()
+    model, other = await api.model(), await api.model(await api.session())
+    first, second = [await api.nameless(model, number + 1, number) for number in range(2)]
+    await api.result(await api.sample(first, 0))
+
+    async def listed() -> dict[str, list[str]]:
+        runs = (await api.get("status")).json()["runs"]
+        return {
+            run["training_run_id"]: [version["sampler_id"] for version in run["ephemeral_versions"]] for run in runs
+        }
+
+    assert await listed() == {model: [first, second], other: []}, "the last used first"
+    run = next(run for run in (await api.get("status")).json()["runs"] if run["training_run_id"] == model)
+    size = api.backend.folders.size(f"{model}/1#1")
+    assert run["ephemeral_versions"][0] == {"sampler_id": first, "size_bytes": size, "samples": 0}
+    assert run["ephemeral_version_count"] == 2
+    assert (await api.get(f"training_runs/{model}/checkpoints")).json()["checkpoints"] == []
+    monkeypatch.setattr("tinker_local.backend.http.progress_routes.MOST_EPHEMERAL", 1)
+    assert await listed() == {model: [first], other: []}
+    assert {first, second} <= set((await api.get(f"sessions/{model.partition(':')[0]}")).json()["sampler_ids"])

@@ -68,8 +68,13 @@ class ServiceClient(tinker.ServiceClient):
             **kwargs,
         )
 
-    def get_console_url(self) -> str:
-        """The page of this client's runs on its server; before its first request, the page of all."""
+    def get_console_url(self, run: tinker.TrainingClient | None = None) -> str:
+        """The page of this client's runs on its server, or of `run`; before its first request, the page of all.
+
+        `TrainingClient.get_console_url` is the SDK's, which knows only the console of the hosted service.
+        """
+        if run is not None:
+            return f"{self._base_url}/#{urlencode({'run': run.model_id})}"
         holder = self._session_holder
         if holder is None or holder._session_id is None:
             return f"{self._base_url}/"

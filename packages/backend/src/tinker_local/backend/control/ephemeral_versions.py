@@ -15,12 +15,13 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True, eq=False)
 class EphemeralVersion:
-    """The version `name`, of `size` bytes. `samples`: those of it that have not ended. `dropped`: why it does not exist
-    any more; empty while it does."""
+    """The version `name`, of `size` bytes, of the sampling session `sampler_id`. `samples`: those of it that have not
+    ended. `dropped`: why it does not exist any more; empty while it does."""
 
     name: str
     size: int
     session_id: str
+    sampler_id: str
     owner: str
     base: ServedModel
     samples: int = 0
@@ -78,6 +79,13 @@ class EphemeralVersions:
     def of(self, owner: str) -> int:
         """Bytes of those of `owner`."""
         return self._by_owner[owner]
+
+    def of_runs(self) -> dict[str, list[EphemeralVersion]]:
+        """Those of each training run, the most recently used first."""
+        found: dict[str, list[EphemeralVersion]] = {}
+        for version in reversed(self._kept):
+            found.setdefault(version.name.partition("/")[0], []).append(version)
+        return found
 
     def owners(self) -> Collection[str]:
         """Owners that have any."""

@@ -173,7 +173,7 @@ class Sampling:
         if sampling_id in self._open:
             raise InvalidRequestError(f"sampling_session_seq_id: {sampling_seq_id} is taken in session {session_id}")
         record = SamplingSessionRecord(sampling_id, session_id, base_name, None, True, datetime.now(UTC))
-        ephemeral = EphemeralVersion(version, self._versions.size(version), session_id, owner, base)
+        ephemeral = EphemeralVersion(version, self._versions.size(version), session_id, sampling_id, owner, base)
         self.ephemeral.add(ephemeral)
         try:
             await self._add(SamplingSession(record, owner, base, self._clients(), ephemeral))

@@ -3,12 +3,14 @@ API."""
 
 import math
 import time
+from collections.abc import Sequence
 from dataclasses import asdict
 from importlib.metadata import version
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Request
 from pydantic import Field
+from tinker_local.backend.control.ephemeral_versions import EphemeralVersion
 from tinker_local.backend.control.life_cycle import ControlPlane
 from tinker_local.backend.control.training_runs import TrainingRun
 from tinker_local.backend.heap import memory_in_use
@@ -26,6 +28,9 @@ MOST_METRICS = 64
 
 LONGEST_METRIC = 128
 """Characters of a metric's name."""
+
+MOST_EPHEMERAL = 20
+"""Ephemeral sampler versions that are listed of each run."""
 
 STARTED = time.time()
 
@@ -49,11 +54,15 @@ async def status(request: Request, backend: Backend) -> dict[str, Any]:
     """The live runs of the caller, and to those who see all: how busy each base model is, and memory."""
     caller = caller_of(request)
     runs = [run for run in backend.runs.all_live() if caller.admin or run.owner == caller.owner]
+    ephemeral = backend.sampling.ephemeral.of_runs()
     found: dict[str, Any] = {
         "version": version("tinker-local"),
         "time": time.time(),
         "problems": backend.problems(),
-        "runs": [run_json(run) for run in sorted(runs, key=lambda run: run.record.created_at)],
+        "runs": [
+            run_json(run, ephemeral.get(run.model_id, ()))
+            for run in sorted(runs, key=lambda run: run.record.created_at)
+        ],
         "models": [{"names": list(model.names)} for model in backend.models.distinct()],
     }
     if sees_all(request):
@@ -65,8 +74,9 @@ async def status(request: Request, backend: Backend) -> dict[str, Any]:
     return found
 
 
-def run_json(run: TrainingRun) -> dict[str, Any]:
-    """A live run. `last`: its newest optimizer step, if it has taken one since it began here."""
+def run_json(run: TrainingRun, ephemeral: Sequence[EphemeralVersion]) -> dict[str, Any]:
+    """A live run. `last`: its newest optimizer step, if it has taken one since it began here. `ephemeral_versions`: the
+    sampler versions without a name, the most recently used first; no checkpoint lists them, as they have no path."""
     last = run.progress.last
     return {
         "training_run_id": run.model_id,
@@ -79,6 +89,11 @@ def run_json(run: TrainingRun) -> dict[str, Any]:
         "tokens": run.progress.tokens,
         "last": None if last is None else asdict(last),
         "queued": run.queue.load.commands,
+        "ephemeral_versions": [
+            {"sampler_id": each.sampler_id, "size_bytes": each.size, "samples": each.samples}
+            for each in ephemeral[:MOST_EPHEMERAL]
+        ],
+        "ephemeral_version_count": len(ephemeral),
     }
 
 

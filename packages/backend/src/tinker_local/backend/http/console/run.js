@@ -4,8 +4,8 @@
 import { ApiError, get } from "./api.js";
 import { Chart } from "./chart.js";
 import { CheckpointTable } from "./checkpoints.js";
-import { h, setText, show } from "./dom.js";
-import { duration, integer, moment, number, owner } from "./format.js";
+import { Table, h, setText, show } from "./dom.js";
+import { bytes, duration, integer, moment, number, owner } from "./format.js";
 import { Poll } from "./polling.js";
 import { BUILT_IN, Curve, titleOf } from "./series.js";
 
@@ -28,6 +28,17 @@ export class RunView {
     this.note = h("p", { class: "faint", role: "status" }, "Reading the curves ...");
     this.grid = h("div", { class: "charts" });
     this.checkpoints = ids.length === 1 ? new CheckpointTable("Checkpoints of this run", () => this.polls[1].now(), failed) : null;
+    this.ephemeral = new Table(
+      "Ephemeral sampler versions",
+      [
+        { title: "Sampler", cell: (one) => h("span", { class: "id" }, one.sampler_id) },
+        { title: "Size", number: true, cell: (one) => bytes(one.size_bytes) },
+        { title: "Samples in flight", number: true, cell: (one) => integer(one.samples) },
+      ],
+      { key: (one) => one.sampler_id, empty: "" },
+    );
+    this.ephemeralTitle = h("h3", {}, "");
+    this.ephemeralSection = h("section", { hidden: true }, this.ephemeralTitle, this.ephemeral.whole);
     this.polls = [new Poll(() => this.read(), 2000, failed), new Poll(() => this.list(), 10000, failed)];
     const title = ids.length === 1 ? h("h2", { class: "id" }, ids[0]) : h("h2", {}, this.title);
     this.node = h(
@@ -53,6 +64,7 @@ export class RunView {
         this.grid,
       ),
       this.checkpoints && h("section", {}, h("h3", {}, "Checkpoints"), this.checkpoints.node),
+      this.ephemeralSection,
     );
   }
 
@@ -67,6 +79,15 @@ export class RunView {
 
   status(now) {
     this.now = now;
+    const live = this.ids.length === 1 ? now.runs.find((run) => run.training_run_id === this.ids[0]) : null;
+    const count = live?.ephemeral_version_count ?? 0;
+    show(this.ephemeralSection, count > 0);
+    if (count) {
+      const listed = live.ephemeral_versions;
+      const words = count > listed.length ? `, the last used ${integer(listed.length)} of ${integer(count)}` : "";
+      setText(this.ephemeralTitle, `Ephemeral sampler versions${words}`);
+      this.ephemeral.update(listed);
+    }
     if (this.record) this.tell();
   }
 
