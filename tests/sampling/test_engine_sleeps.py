@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tinker_local.backend.rendering.grammar import Grammar
 from tinker_local.backend.sampling.sampler import SampleWork
 from tinker_local.backend.vllm_engine import compat_vllm, sleep_mode
 from tinker_local.backend.vllm_engine.vllm_sampler import VLLMSampler
@@ -87,10 +88,12 @@ def sampler(text: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[VLLMSampler]
 
 @pytest.fixture
 def works(text: Any, tmp_path: Path) -> list[SampleWork]:
-    """Greedy, for base and adapter."""
+    """Greedy, for base and adapter, and under a grammar."""
     prompt, adapter = text.prompt(PROMPT), text.adapter(tmp_path / "v1", ALL, 4)
     greedy = SamplingParams(max_tokens=8, temperature=0.0, stop=())
-    return [SampleWork(prompt, version, greedy) for version in (None, adapter.version)]
+    digits = Grammar("regex", "[0-9]{8}", "structured_outputs.regex")
+    works = [SampleWork(prompt, version, greedy) for version in (None, adapter.version)]
+    return [*works, SampleWork(prompt, adapter.version, greedy, grammar=digits)]
 
 
 async def outputs(sampler: VLLMSampler, works: list[SampleWork]) -> list[np.ndarray | None]:

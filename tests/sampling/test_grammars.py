@@ -72,8 +72,8 @@ def same(one: SampledSequence, other: SampledSequence) -> None:
 @pytest.mark.mutation(
     "grammar-not-given-to-vllm",
     "engine_inputs.py",
-    "            sample.structured_outputs = _structured_outputs(work.grammar)\n",
-    "            pass\n",
+    "        structured_outputs=_structured_outputs(work.grammar),\n",
+    "",
 )
 async def test_random_weights_spell_what_the_grammar_says(text: Any) -> None:
     ebnf = Grammar("grammar", 'root ::= "(" digit ("," digit)* ")"\ndigit ::= [0-9]', "structured_outputs.grammar")

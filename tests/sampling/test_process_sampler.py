@@ -12,9 +12,11 @@ import numpy as np
 import pytest
 from tinker_local.backend.process import async_calls
 from tinker_local.backend.process.process_group import ProcessEndedError
+from tinker_local.backend.rendering.grammar import Grammar
 from tinker_local.backend.sampling.process_sampler import ProcessSampler
 from tinker_local.backend.sampling.sampler import SampleWork
 from tinker_local.types import InternalError, InvalidRequestError, SampleOutput, SamplingParams
+from transformers import AutoTokenizer
 
 from tests.sampling.sampling_answers import EVERYTHING, TEXT
 from tests.sampling.test_handover import Unwritten
@@ -76,6 +78,14 @@ async def test_text_images_and_adapters_give_the_same_bits_as_in_the_servers_pro
             same(await sampler.sample(work), await vl.sampler.sample(work))
     assert sampler.images_encoded - before >= 2
     assert sampler.versions_loaded >= 1
+    digits = Grammar("regex", "[0-9]{12}", "structured_outputs.regex")
+    work = sampled(picture, adapter, num_samples=3, grammar=digits)
+    found = await sampler.sample(work)
+    same(found, await vl.sampler.sample(work))
+    tokenizer = AutoTokenizer.from_pretrained(vl.folder)
+    assert all(tokenizer.decode(sequence.tokens).isdigit() for sequence in found.sequences)
+    with pytest.raises(InvalidRequestError, match=r"structured_outputs.regex: .*parenthesis"):
+        await sampler.sample(sampled(picture, grammar=Grammar("regex", "(a", "structured_outputs.regex")))
     with pytest.raises(InvalidRequestError, match="exceeds the model's context window"):
         await sampler.sample(sampled(vl.prompt(TEXT), tokens=10**6))
     await vl.sampler.remove_version(adapter)

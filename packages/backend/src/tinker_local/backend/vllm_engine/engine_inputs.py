@@ -18,7 +18,6 @@ from tinker_local.types import (
     InvalidRequestError,
     SampledSequence,
     SampleOutput,
-    SamplingParams,
     TopkLogprobs,
 )
 
@@ -57,13 +56,11 @@ def engine_params(work: SampleWork, limit: int, vocab_size: int, questions: Prom
     """
     budget = token_budget(work.prompt.length, work.params.max_tokens, limit)
     check_sample_topk(work.topk_sample_logprobs, work.num_samples, budget, vocab_size)
-    params = _first_params(work.params, budget, vocab_size, streamed=work.drawn is not None)
+    params = _first_params(work, budget, vocab_size)
     params.logprobs = work.topk_sample_logprobs  # besides the sampled token's
     samples = []
     for index in range(work.num_samples):
         sample = copy.copy(params)
-        if work.grammar is not None:
-            sample.structured_outputs = _structured_outputs(work.grammar)
         if work.params.seed is not None:
             sample.seed = sample_seed(work.params.seed, work.first_sample + index)
         if questions is not None and index == 0:
@@ -72,18 +69,21 @@ def engine_params(work: SampleWork, limit: int, vocab_size: int, questions: Prom
     return tuple(samples)
 
 
-def _structured_outputs(grammar: Grammar) -> Any:
-    """vLLM's, which it changes when it checks it."""
+def _structured_outputs(grammar: Grammar | None) -> Any:
+    """vLLM's."""
+    if grammar is None:
+        return None
     from vllm.sampling_params import StructuredOutputsParams
 
     text: Any = json.loads(grammar.text) if grammar.kind == "choice" else grammar.text
     return StructuredOutputsParams(**{grammar.kind: text})
 
 
-def _first_params(params: SamplingParams, budget: int, vocab_size: int, *, streamed: bool) -> Any:
+def _first_params(work: SampleWork, budget: int, vocab_size: int) -> Any:
     import vllm
     from vllm.sampling_params import RequestOutputKind
 
+    params, streamed = work.params, work.drawn is not None
     texts, ids = _stops(params.stop, vocab_size)
     _check_temperature(params.temperature)
     result = vllm.SamplingParams(
@@ -100,6 +100,7 @@ def _first_params(params: SamplingParams, budget: int, vocab_size: int, *, strea
         # The token that completes a stop string, or is a stop token, belongs to the sample.
         include_stop_str_in_output=True,
         logprobs=0,  # only the sampled token's
+        structured_outputs=_structured_outputs(work.grammar),
         output_kind=RequestOutputKind.CUMULATIVE if streamed else RequestOutputKind.FINAL_ONLY,
         # This object is not shared, so vLLM may copy it shallowly; then it does not check the temperature again.
         skip_clone=True,

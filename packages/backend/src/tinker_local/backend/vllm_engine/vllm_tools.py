@@ -88,7 +88,8 @@ class VLLMTools:
             raise InvalidRequestError(f"tools: {_first(error)}") from None
         grammar = _grammar(asked.structured_outputs, "tools")
         self._check(offered, grammar)
-        asked.tools = tools  # whose schemas tell a reader the types of arguments
+        # The schemas tell a reader the types of arguments.
+        asked = asked.model_copy(update={"tools": tools})
         return ReplyForm(grammar, not asked.skip_special_tokens, lambda: _Reader(made(self._tokenizer, tools), asked))
 
     def _check(self, offered: OfferedTools, grammar: Grammar | None) -> None:
