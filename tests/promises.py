@@ -652,7 +652,7 @@ MISTAKES = (
     Promise(
         "operation",
         "An option that is NaN or infinite is a traceback or no limit",
-        "options-are-not-finite",
+        "options-are-not-finite variables-named-after-fields",
     ),
     Promise("operation", "A database that another program holds is an error full of SQL", "lock-unexplained"),
     Promise(

@@ -220,7 +220,7 @@ def test_options_of_a_file_count_after_the_command_line_and_the_environment(tmp_
         ("fake = 1", "fake: must be true or false, not 1"),
         ("port = [[1]]", "port: must be a text or a number, not [1]"),
         ("port = true", "port: must be a text or a number, not True"),
-        ("port = ", "Invalid value (at "),
+        ("port = ", "is not TOML, as in `port = 8000`: Invalid value (at "),
     ],
 )
 def test_a_file_with_what_is_no_option_is_refused_by_name(tmp_path: Path, text: str, words: str) -> None:

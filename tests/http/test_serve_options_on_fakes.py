@@ -62,6 +62,30 @@ def test_a_bad_value_of_any_option_is_refused_in_plain_words_on_fakes(
         assert ("must be" in line) == line.endswith(f"not {value}.")
 
 
+@pytest.mark.mutation(
+    "variables-named-after-fields",
+    "cli/backend_options.py",
+    'max(self.opts, key=len).lstrip("-").replace',
+    "str(self.name).replace",
+)
+@pytest.mark.parametrize("option", TAKES_A_VALUE, ids=lambda option: option.opts[0])
+def test_an_option_has_the_name_of_its_flag_in_the_environment_on_fakes(
+    option: click.Option, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`TINKER_LOCAL_SERVE_MODEL` and those of ten others changed nothing: they had the names of fields."""
+    monkeypatch.setattr("tinker_local.backend.cli.serve._serve", lambda *given: given[-1].close())
+    flag = max(option.opts, key=len)
+    variable = "TINKER_LOCAL_SERVE_" + flag[2:].replace("-", "_").upper()
+    bad = next((value for value in bad_values(option) if value), None)
+    if bad is not None:
+        data = [] if flag == "--data-dir" else ["--data-dir", str(tmp_path)]
+        outcome = CliRunner().invoke(main, [*FAKE, *data], env={variable: bad})
+        assert (outcome.exit_code, flag in outcome.output) == (2, True), outcome.output
+    elif flag == "--model":
+        outcome = CliRunner().invoke(main, ["serve", "--fake", "--data-dir", str(tmp_path)], env={variable: "a/b c/d"})
+        assert outcome.exit_code == 0, outcome.output
+
+
 def test_gpu_memory_without_a_gpu_is_a_warning_on_fakes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -1,6 +1,7 @@
 """Makes the options of `tinker-local serve` from the fields of `BackendOptions`."""
 
 import math
+import os
 from collections.abc import Callable
 from dataclasses import Field, fields
 from pathlib import Path
@@ -131,7 +132,12 @@ def _outside(number: float, least: float | None, most: float | None, largest: fl
 
 
 class Option(click.Option):
-    """One that takes no empty value: `--data-dir $NOTHING` is a mistake, and not the working folder."""
+    """One that takes no empty value, as `--data-dir $NOTHING` is a mistake and not the working folder, and that has the
+    name of its flag in the environment: `--kv-cache` is `TINKER_LOCAL_SERVE_KV_CACHE`."""
+
+    def resolve_envvar_value(self, ctx: click.Context) -> str | None:
+        flag = max(self.opts, key=len).lstrip("-").replace("-", "_").upper()
+        return os.environ.get(f"{ctx.auto_envvar_prefix}_{flag}") or None
 
     def type_cast_value(self, ctx: click.Context, value: Any) -> Any:
         if value == "" or (isinstance(value, tuple | list) and "" in value):

@@ -19,7 +19,8 @@ def read_config(context: click.Context, parameter: click.Parameter, path: Path |
     except OSError as error:
         raise click.BadParameter(f"{path}: {error.strerror}", context, parameter) from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise click.BadParameter(f"{path}: {error}", context, parameter) from None
+        told = f"{path} is not TOML, as in `port = 8000`: {error}"
+        raise click.BadParameter(told, context, parameter) from None
     options = {_name(option): option for option in context.command.params if option is not parameter}
     defaults: dict[str, Any] = {}
     for name, value in given.items():
