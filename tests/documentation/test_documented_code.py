@@ -93,6 +93,7 @@ def problems(block: Block) -> list[str]:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_documented_commands_and_imports_exist(page: Path) -> None:
     assert [problem for block in blocks(page) for problem in problems(block)] == []
+    assert [problem for text in indented(page) for words in commands(text) if (problem := command_problem(words))] == []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
@@ -106,7 +107,7 @@ def test_every_block_runs_in_a_test_or_says_why_not(page: Path) -> None:
 
 
 INDENTED = {"endpoints", "scaling"}
-"""Pages whose commands are still blocks by indentation alone, which these tests do not see."""
+"""Pages whose commands are still blocks by indentation alone."""
 
 
 def test_readme_shows_what_the_page_of_your_own_pictures_runs() -> None:

@@ -41,7 +41,7 @@ PRINTED = {
         r"checked: transformers and the trainer differ by",
         r"^Qwen3VLForConditionalGeneration \d+$",
     ],
-    "rl-with-images": [],
+    "rl-with-images": [r"^step 2: mean return -?\d"],
     "cookbook": [r"Qwen/Qwen3-8B"],
     "for-a-team": [r"^tinker_local_build_info"],
 }
