@@ -688,7 +688,7 @@ MISTAKES = (
         "Qwen3.5: sequences of a packed row see each other, or adapters of linear attention are loaded and ignored",
         "delta-nets-see-other-sequences delta-rule-state-of-other-segments convolution-leaks-between-segments "
         "delta-rule-decay-not-in-the-system delta-rule-keeps-a-graph parts-of-a-module-in-one "
-        "split-rows-ignored-by-vllm",
+        "split-rows-ignored-by-vllm parts-joined-off-the-diagonal gate-of-attention-without-its-gradient",
     ),
     Promise(
         "endpoints",

@@ -21,7 +21,7 @@ from tinker_local.types import ApiError, InternalError, InvalidRequestError
 
 from tests.exporting.conftest import Tuned, asked, hf_logprobs, load
 
-FAMILIES = ("qwen3", "qwen3_vl", "qwen2_5_vl")
+FAMILIES = ("qwen3", "qwen3_vl", "qwen2_5_vl", "qwen3_5")
 Make = Callable[..., Tuned]
 
 
@@ -31,6 +31,13 @@ Make = Callable[..., Tuned]
     "{_own_name(name, base): np.asarray(array, np.float32)",
     "{name: np.asarray(array, np.float32)",
     cases=("qwen3_vl-exported",),
+)
+@pytest.mark.mutation(
+    "parts-joined-off-the-diagonal",
+    "exporting/joined_parts.py",
+    "row, column = row + len(block), column + block.shape[1]",
+    "row = row + len(block)",
+    cases=("qwen3_5-checkpoint",),
 )
 @pytest.mark.parametrize("layout", ["checkpoint", "exported"])
 @pytest.mark.parametrize("family", FAMILIES)
@@ -107,7 +114,9 @@ def test_merged_model_keeps_the_dtype_of_its_base(tuned: Make, tmp_path: Path) -
 
 
 @pytest.mark.more
-@pytest.mark.parametrize(("family", "head"), [("qwen3", True), ("qwen3_vl", True), ("qwen2_5_vl", False)])
+@pytest.mark.parametrize(
+    ("family", "head"), [("qwen3", True), ("qwen3_vl", True), ("qwen2_5_vl", False), ("qwen3_5", True)]
+)
 def test_vllm_as_it_is_computes_what_was_trained(tuned: Make, tmp_path: Path, family: str, head: bool) -> None:
     trained = tuned(family, True, head)
     exported = export_checkpoint(trained.checkpoint, tmp_path / "v", to="vllm", base=str(trained.model))

@@ -16,6 +16,7 @@ from tinker_local.backend.rendering.rendered_input import ImagePlacement, Render
 from tinker_local.backend.sampling.sampler import AdapterVersion, SampleWork
 from tinker_local.backend.storage.adapter_files import write_adapter
 from tinker_local.backend.tiny_models import make_tiny_vl_model
+from tinker_local.backend.training.recompute_policy import Keep
 from tinker_local.backend.training.trainer import AdapterState, TrainDatum, TrainResult, TrainWork
 from tinker_local.backend.training.worker import HFTrainer
 from tinker_local.backend.vllm_engine.build_engine import EngineOptions
@@ -33,7 +34,7 @@ TARGETS = (
 )
 """What the hosted service trains."""
 
-DECODERS = ("autograd",)
+DECODERS = ("autograd", "written-out")
 TOLERANCE = 1e-4
 """Nats."""
 
@@ -134,6 +135,35 @@ def test_packed_runs_agree_with_transformers_on_each_sequence_alone(
     """Logprobs and all gradients, of several adapters in the same rows."""
     data = {name: [datum(10 * at + seed, n) for seed, n in enumerate(LENGTHS)] for at, name in enumerate("ab")}
     assert_agrees_with_transformers(trainers[decoder], folder, data)
+
+
+@pytest.mark.mutation(
+    "gate-of-attention-without-its-gradient",
+    "attention_block.py",
+    "torch.mul(grad_attended * attended, 1 - sigmoid, out=block.gate(grad_qkv))",
+    "block.gate(grad_qkv).zero_()",
+    cases=("ALL",),
+)
+@pytest.mark.parametrize("keep", Keep, ids=lambda keep: keep.name)
+def test_written_out_layers_have_the_same_gradients_whatever_is_kept(
+    keep: Keep, trainers: Mapping[str, HFTrainer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And those of the autograd decoder, to rounding."""
+    work = TrainWork("a", [datum(seed, n) for seed, n in enumerate(LENGTHS)], "cross_entropy")
+    found = {}
+    for name, trainer in trainers.items():
+        if name == "written-out":
+            monkeypatch.setattr(trainer._runner, "_policy", lambda packed, batch: [keep] * 4)
+        trainer.discard_gradients("a")
+        trainer.forward_backward([work])
+        adapter = trainer._adapters["a"]
+        assert adapter.gradient is not None
+        found[name] = {spec.name: spec.view(adapter.gradient).clone() for spec in adapter.specs}
+    assert found["written-out"].keys() == found["autograd"].keys()
+    for name, theirs in found["autograd"].items():
+        scale = float(theirs.abs().max())
+        ours = found["written-out"][name]
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=GRADIENT_TOLERANCE * scale, msg=name)
 
 
 def sampled(folder: Path, asked: list[SampleWork], **options: Any) -> list[Any]:

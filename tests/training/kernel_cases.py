@@ -32,9 +32,18 @@ ROWS = {
 
 
 def check_kernels(
-    device: str, rows: int, width: int, heads: int, size: int, *, has_norm: bool, relative: float = 5e-3
+    device: str,
+    rows: int,
+    width: int,
+    heads: int,
+    size: int,
+    *,
+    has_norm: bool,
+    rotary: int | None = None,
+    relative: float = 5e-3,
 ) -> None:
-    """Compare bfloat16 with float32 on the same numbers: equal within one or two roundings of the output."""
+    """Compare bfloat16 with float32 on the same numbers: equal within one or two roundings of the output. `rotary`:
+    numbers of a head that rotate, if not all; heads then lie apart."""
     from tinker_local.backend.training.triton_kernels import TritonKernels
 
     generator = torch.Generator(device).manual_seed(rows)
@@ -43,8 +52,10 @@ def check_kernels(
         return torch.randn(shape, generator=generator, device=device).to(torch.bfloat16)
 
     x, grad, residual, weight = draw(rows, width), draw(rows, width), draw(rows, width), draw(width)
-    heads_x, heads_grad, norm = draw(rows, heads * size + 8), draw(rows, heads, size), draw(size) if has_norm else None
-    cos, sin, gate_up = draw(rows, size), draw(rows, size), draw(rows, 2 * width)
+    apart = 1 if rotary is None else 2
+    heads_x, heads_grad = draw(rows, apart * heads * size + 8), draw(rows, heads, size)
+    norm = draw(size) if has_norm else None
+    cos, sin, gate_up = draw(rows, rotary or size), draw(rows, rotary or size), draw(rows, 2 * width)
     logits, scale = draw(rows, width) * 5, torch.randn(rows, generator=generator, device=device)
     off = rows - 1
     scale[off] = 0
@@ -55,10 +66,12 @@ def check_kernels(
         (TorchKernels(), torch.Tensor.float),
     ]
     for kernels, cast in ways:
-        inner = cast(heads_x)[:, : heads * size].unflatten(1, (heads, size))
-        out = torch.zeros(rows, heads + 1, size, device=device, dtype=inner.dtype)
+        inner = cast(heads_x)[:, : apart * heads * size].unflatten(1, (-1, size))[:, ::apart]
+        out = torch.zeros(rows, apart * heads + 1, size, device=device, dtype=inner.dtype)
         optional = None if norm is None else cast(norm)
-        kernels.norm_rope_backward(cast(heads_grad), inner, optional, 1e-6, cast(cos), cast(sin), out[:, :heads])
+        kernels.norm_rope_backward(
+            cast(heads_grad), inner, optional, 1e-6, cast(cos), cast(sin), out[:, : apart * heads : apart]
+        )
         logsumexp = kernels.logsumexp(cast(logits))
         grad_gate_up, value = kernels.swiglu_backward(cast(grad), cast(gate_up))
         assert logsumexp[off].isnan()
@@ -76,7 +89,9 @@ def check_kernels(
             }
         )
     assert not seen[0]["scaled_softmax"][off].any()
-    assert not seen[0]["norm_rope_backward"][:, heads].any(), "wrote outside its rows"
+    outside = torch.ones(apart * heads + 1, dtype=torch.bool)
+    outside[: apart * heads : apart] = False
+    assert not seen[0]["norm_rope_backward"][:, outside].any(), "wrote outside its rows"
     for name, ours in seen[0].items():
         torch.testing.assert_close(ours.float(), seen[1][name], atol=2e-2, rtol=2e-2, msg=lambda m, n=name: f"{n}: {m}")
         assert float((ours.float() - seen[1][name]).norm()) <= relative * float(seen[1][name].norm()), name
@@ -112,6 +127,7 @@ if __name__ == "__main__":
         for with_norm in (True, False):
             # The interpreter truncates to 16 bits instead of rounding.
             check_kernels("cpu", *shape, has_norm=with_norm, relative=1.2e-2)
+            check_kernels("cpu", 3, 8, 3, 40, has_norm=with_norm, rotary=12, relative=1.2e-2)
     for name in ROWS:
         for row_width in (4, 5000):
             check_logsumexp("cpu", name, row_width)

@@ -196,7 +196,7 @@ def check_by_vllm(folder: Path, trained: Trained, device: str) -> Checked:
         "model": trained.base.path,
         "dtype": trained.base.dtype,
         "adapter": str(folder),
-        "max_lora_rank": vllm_rank(trained.config.rank),
+        "max_lora_rank": vllm_rank(trained.largest_rank),
         "prompts": [_for_vllm(prompt) for prompt in probe.prompts],
     }
     with tempfile.TemporaryDirectory() as scratch:

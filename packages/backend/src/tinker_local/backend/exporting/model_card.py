@@ -67,7 +67,7 @@ def _usage(out: Path, trained: Trained, to: Target) -> list[str]:
     if trained.has_head and base.family.vllm_head is not None:
         lines.append("vLLM takes no adapter of this model's LM head: serve a merged export there.")
     else:
-        rank = vllm_rank(trained.config.rank)
+        rank = vllm_rank(trained.largest_rank)
         serve = f"vllm serve {base.path} --enable-lora --max-lora-rank {rank} --lora-modules trained={out.name}"
         lines += ["```", serve, "```"]
     if trained.has_head and base.tied_head:

@@ -17,7 +17,7 @@ def write_peft(folder: Path, trained: Trained) -> None:
     """Write the adapter in float32 into `folder`, with the names of the base model's modules."""
     tensors = {name: np.ascontiguousarray(array, np.float32) for name, array in trained.tensors.items()}
     save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
-    (folder / CONFIG).write_text(json.dumps(trained.state().peft_config(), indent=2) + "\n")
+    (folder / CONFIG).write_text(json.dumps(trained.peft_config(), indent=2) + "\n")
 
 
 def check_vllm_takes(trained: Trained) -> None:
@@ -27,9 +27,9 @@ def check_vllm_takes(trained: Trained) -> None:
             f"--to vllm: vLLM takes no adapter of the LM head of {trained.base.config.model_type} models, and this "
             "one trained it; use --to merged, or train with train_unembed=False"
         )
-    if trained.config.rank > VLLM_RANKS[-1]:
+    if trained.largest_rank > VLLM_RANKS[-1]:
         raise InvalidRequestError(
-            f"--to vllm: vLLM takes adapters of up to rank {VLLM_RANKS[-1]}, and this one has {trained.config.rank}; "
+            f"--to vllm: vLLM takes adapters of up to rank {VLLM_RANKS[-1]}, and this one has {trained.largest_rank}; "
             "use --to merged"
         )
 

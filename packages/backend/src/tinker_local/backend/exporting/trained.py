@@ -11,6 +11,7 @@ import numpy.typing as npt
 from safetensors import SafetensorError
 from tinker_local.backend.checksums import DESCRIPTION, check_files
 from tinker_local.backend.exporting.base_model import BaseModel
+from tinker_local.backend.exporting.joined_parts import joined_parts
 from tinker_local.backend.families.family import HOSTED_DECODER, HOSTED_TIED_HEAD
 from tinker_local.backend.storage.adapter_files import AGE, CONFIG, WEIGHTS, read_adapter
 from tinker_local.backend.storage.checkpoint_folders import REMOVING, UNFINISHED
@@ -75,13 +76,15 @@ def _folder_of(path: str, data_dir: Path) -> Path:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Trained:
-    """An adapter on `base`, with the names of PEFT: `tensors`: A [r, in] and B [out, r] of each module path."""
+    """An adapter on `base`, with the names of PEFT: `tensors`: A [r, in] and B [out, r] of each module path; of more
+    ranks for modules whose parts were trained (`joined_parts.py`). `parts`: the same as the trainer has them."""
 
     source: CheckpointFolder
     base: BaseModel
     config: LoraConfig
     tensors: Mapping[str, npt.NDArray[Any]]
     paths: tuple[str, ...]
+    parts: Mapping[str, npt.NDArray[Any]]
 
     @property
     def has_head(self) -> bool:
@@ -90,8 +93,28 @@ class Trained:
 
     def state(self) -> AdapterState:
         """For a trainer of the base model."""
-        targets = self.base.target_modules(self.paths)
-        return AdapterState(self.base.path, self.config, targets, self.tensors)
+        targets = self.base.target_modules(_paths(self.parts))
+        return AdapterState(self.base.path, self.config, targets, self.parts)
+
+    def peft_config(self) -> dict[str, Any]:
+        """PEFT's `adapter_config.json` for `tensors`."""
+        rank, split = self.config.rank, self.base.family.lora.split
+        parts = {
+            name: len(rows.projections)
+            for name, rows in split.items()
+            if any(f".{name}.lora" in t for t in self.tensors)
+        }
+        patterns = {
+            "rank_pattern": {name: count * rank for name, count in parts.items()},
+            "alpha_pattern": {name: count * LORA_ALPHA for name, count in parts.items()},
+        }
+        modules = {"target_modules": list(self.base.target_modules(self.paths))}
+        return self.state().peft_config() | modules | (patterns if parts else {})
+
+    @property
+    def largest_rank(self) -> int:
+        """Of all modules."""
+        return max(len(array) for name, array in self.tensors.items() if ".lora_A." in name)
 
     def factors(self, path: str) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
         """A [r, in] and B [out, r] of the module at `path`."""
@@ -116,20 +139,28 @@ def read_trained(source: CheckpointFolder, base: BaseModel) -> Trained:
         read = read_adapter(source.folder, source.base_name, LoraConfig(rank=rank), optimizer=False)
     except SafetensorError as error:
         raise InvalidRequestError(f"{source.folder / WEIGHTS} cannot be read: {error}") from error
-    tensors = {_own_name(name, base): np.asarray(array, np.float32) for name, array in read.tensors.items()}
-    paths = tuple(dict.fromkeys(name.removeprefix(_PREFIX).rpartition(".lora_")[0] for name in tensors))
+    lora = base.family.lora
+    parts = {_own_name(name, base): np.asarray(array, np.float32) for name, array in read.tensors.items()}
+    if whole := [name for name in parts if name.split(".")[-3] in lora.split]:
+        raise InvalidRequestError(f"{source.name} is an export, which joined {whole[0]}; give its checkpoint")
+    tensors = joined_parts(parts, lora.split, source.name)
+    paths = _paths(tensors)
     nothing = np.empty(0)
     shapes = {path: [tensors.get(tensor_name(path, factor), nothing).shape for factor in "AB"] for path in paths}
     base.check(paths, shapes)
-    last = {path.rpartition(".")[2] for path in paths}
-    lora = base.family.lora
+    last = {path.rpartition(".")[2] for path in _paths(parts)}
     config = LoraConfig(
         rank=rank,
         train_unembed=HEAD in paths,
         train_attn=bool(last & set(lora.attn)),
         train_mlp=bool(last & set(lora.mlp)),
     )
-    return Trained(source, base, config, tensors, paths)
+    return Trained(source, base, config, tensors, paths, parts)
+
+
+def _paths(tensors: Mapping[str, Any]) -> tuple[str, ...]:
+    """The modules of `tensors`."""
+    return tuple(dict.fromkeys(name.removeprefix(_PREFIX).rpartition(".lora_")[0] for name in tensors))
 
 
 def _own_name(name: str, base: BaseModel) -> str:

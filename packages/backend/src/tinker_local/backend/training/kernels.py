@@ -20,7 +20,7 @@ class Kernels(Protocol):
     """
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
-        """x / rms(x) * weight, [T, H] (arXiv 1910.07467)."""
+        """x / rms(x) * weight, [T, H] (arXiv 1910.07467). `weight` may be float32 where x is not."""
 
     def rms_norm_backward(
         self, grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, epsilon: float, residual: torch.Tensor
@@ -35,9 +35,10 @@ class Kernels(Protocol):
         cos: torch.Tensor,
         sin: torch.Tensor,
     ) -> torch.Tensor:
-        """RMS norm per head (if `weight` [D] is given), then rotary positions (arXiv 2104.09864, in halves).
+        """RMS norm per head (if `weight` [D] is given), then rotary positions (arXiv 2104.09864, in halves) of the
+        first numbers of each head.
 
-        x [T, N, D], rows may be strided; cos, sin [T, D] -> [T, N, D].
+        x [T, N, D], rows and heads may be strided; cos, sin [T, rotary], rotary <= D -> [T, N, D].
         """
 
     def norm_rope_backward(
@@ -50,7 +51,7 @@ class Kernels(Protocol):
         sin: torch.Tensor,
         out: torch.Tensor,
     ) -> None:
-        """Write the gradient of x [T, N, D] to `out`, whose rows may be strided."""
+        """Write the gradient of x [T, N, D] to `out`, whose rows and heads may be strided."""
 
     def swiglu(self, gate_up: torch.Tensor) -> torch.Tensor:
         """silu(gate) * up (arXiv 2002.05202). [T, 2 I], gate first -> [T, I]."""
@@ -69,7 +70,8 @@ class TorchKernels:
     """Implements `Kernels` in plain torch, for any device and dtype."""
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
-        return weight * _normalized(x, epsilon)[0].to(x.dtype)
+        normalized = _normalized(x, epsilon)[0]
+        return (weight * (normalized if weight.dtype == normalized.dtype else normalized.to(x.dtype))).to(x.dtype)
 
     def rms_norm_backward(
         self, grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, epsilon: float, residual: torch.Tensor
@@ -85,7 +87,8 @@ class TorchKernels:
         sin: torch.Tensor,
     ) -> torch.Tensor:
         y = x if weight is None else self.rms_norm(x, weight, epsilon)
-        return y * cos[:, None] + _rotated(y) * sin[:, None]
+        rotary, rest = y.split([cos.shape[-1], y.shape[-1] - cos.shape[-1]], dim=-1)
+        return torch.cat([rotary * cos[:, None] + _rotated(rotary) * sin[:, None], rest], dim=-1)
 
     def norm_rope_backward(
         self,
@@ -98,7 +101,8 @@ class TorchKernels:
         out: torch.Tensor,
     ) -> None:
         # The transposed rotation: minus the rotated half.
-        grad_y = grad * cos[:, None] - _rotated(grad * sin[:, None])
+        rotary, rest = grad.split([cos.shape[-1], grad.shape[-1] - cos.shape[-1]], dim=-1)
+        grad_y = torch.cat([rotary * cos[:, None] - _rotated(rotary * sin[:, None]), rest], dim=-1)
         out.copy_(grad_y if weight is None else _norm_backward(grad_y, x, weight, epsilon))
 
     def swiglu(self, gate_up: torch.Tensor) -> torch.Tensor:

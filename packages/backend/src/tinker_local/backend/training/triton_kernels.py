@@ -42,8 +42,8 @@ class TritonKernels:
         tokens, heads, size = x.shape
         result = torch.empty(tokens, heads, size, dtype=x.dtype, device=x.device)
         _norm_rope[(tokens,)](
-            x, weight, cos, sin, result, x.stride(0), heads, size, epsilon,
-            has_norm=weight is not None, **_head_blocks(heads, size),
+            x, weight, cos, sin, result, x.stride(0), x.stride(1), heads, size, cos.shape[1], epsilon,
+            has_norm=weight is not None, **_head_blocks(heads, size, cos.shape[1]),
         )  # fmt: skip
         return result
 
@@ -60,8 +60,9 @@ class TritonKernels:
         tokens, heads, size = x.shape
         grad = grad.contiguous()
         _norm_rope_backward[(tokens,)](
-            grad, x, weight, cos, sin, out, x.stride(0), out.stride(0), heads, size, epsilon,
-            has_norm=weight is not None, **_head_blocks(heads, size),
+            grad, x, weight, cos, sin, out, x.stride(0), x.stride(1), out.stride(0), out.stride(1),
+            heads, size, cos.shape[1], epsilon,
+            has_norm=weight is not None, **_head_blocks(heads, size, cos.shape[1]),
         )  # fmt: skip
 
     def swiglu(self, gate_up: torch.Tensor) -> torch.Tensor:
@@ -97,10 +98,13 @@ def _warps(width: int) -> int:
     return min(16, max(1, int(triton.next_power_of_2(width)) // 512))
 
 
-def _head_blocks(heads: int, size: int) -> dict[str, Any]:
-    half = triton.next_power_of_2(size // 2)
+def _head_blocks(heads: int, size: int, rotary: int) -> dict[str, Any]:
+    """`half_block`: of the numbers that rotate, half; `rest_block`: of the others, or 0."""
+    half = triton.next_power_of_2(rotary // 2)
+    rest = triton.next_power_of_2(size - rotary) if rotary < size else 0
     block = triton.next_power_of_2(heads)
-    return {"head_block": block, "half_block": half, "num_warps": min(8, max(1, block * half // 256))}
+    warps = min(8, max(1, block * (half + rest // 2) // 256))
+    return {"head_block": block, "half_block": half, "rest_block": rest, "num_warps": warps}
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
@@ -132,63 +136,88 @@ def _rms_norm_backward(grad, x, weight, residual, result, width, epsilon, block:
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def _norm_rope(  # type: ignore[no-untyped-def]
-    x, weight, cos, sin, result, stride, heads, size, epsilon,
-    has_norm: tl.constexpr, head_block: tl.constexpr, half_block: tl.constexpr,
+    x, weight, cos, sin, result, stride, head_stride, heads, size, rotary, epsilon,
+    has_norm: tl.constexpr, head_block: tl.constexpr, half_block: tl.constexpr, rest_block: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     head = tl.arange(0, head_block)[:, None]
     at = tl.arange(0, half_block)[None, :]
-    half = size // 2
+    half = rotary // 2
     inside = (head < heads) & (at < half)
-    first = tl.load(x + token * stride + head * size + at, mask=inside, other=0.0).to(tl.float32)
-    second = tl.load(x + token * stride + head * size + half + at, mask=inside, other=0.0).to(tl.float32)
+    source = x + token * stride + head * head_stride
+    goal = result + token * heads * size + head * size
+    first = tl.load(source + at, mask=inside, other=0.0).to(tl.float32)
+    second = tl.load(source + half + at, mask=inside, other=0.0).to(tl.float32)
+    squares = tl.sum(first * first + second * second, 1)
+    if rest_block > 0:
+        after = rotary + tl.arange(0, rest_block)[None, :]
+        inside_rest = (head < heads) & (after < size)
+        rest = tl.load(source + after, mask=inside_rest, other=0.0).to(tl.float32)
+        squares += tl.sum(rest * rest, 1)
+        if has_norm:
+            scale = tl.rsqrt(squares / size + epsilon)[:, None]
+            rest = rest * scale * tl.load(weight + after, mask=after < size, other=0.0).to(tl.float32)
+        tl.store(goal + after, rest, mask=inside_rest)
     if has_norm:
-        squares = tl.sum(first * first + second * second, 1) / size
-        inverse = tl.rsqrt(squares + epsilon)[:, None]
+        inverse = tl.rsqrt(squares / size + epsilon)[:, None]
         first = first * inverse * tl.load(weight + at, mask=at < half, other=0.0).to(tl.float32)
         second = second * inverse * tl.load(weight + half + at, mask=at < half, other=0.0).to(tl.float32)
-    cos_first = tl.load(cos + token * size + at, mask=at < half, other=0.0).to(tl.float32)
-    cos_second = tl.load(cos + token * size + half + at, mask=at < half, other=0.0).to(tl.float32)
-    sin_first = tl.load(sin + token * size + at, mask=at < half, other=0.0).to(tl.float32)
-    sin_second = tl.load(sin + token * size + half + at, mask=at < half, other=0.0).to(tl.float32)
-    place = result + token * heads * size + head * size + at
-    tl.store(place, first * cos_first - second * sin_first, mask=inside)
-    tl.store(place + half, second * cos_second + first * sin_second, mask=inside)
+    cos_first = tl.load(cos + token * rotary + at, mask=at < half, other=0.0).to(tl.float32)
+    cos_second = tl.load(cos + token * rotary + half + at, mask=at < half, other=0.0).to(tl.float32)
+    sin_first = tl.load(sin + token * rotary + at, mask=at < half, other=0.0).to(tl.float32)
+    sin_second = tl.load(sin + token * rotary + half + at, mask=at < half, other=0.0).to(tl.float32)
+    tl.store(goal + at, first * cos_first - second * sin_first, mask=inside)
+    tl.store(goal + half + at, second * cos_second + first * sin_second, mask=inside)
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def _norm_rope_backward(  # type: ignore[no-untyped-def]
-    grad, x, weight, cos, sin, result, stride, result_stride, heads, size, epsilon,
-    has_norm: tl.constexpr, head_block: tl.constexpr, half_block: tl.constexpr,
+    grad, x, weight, cos, sin, result, stride, head_stride, result_stride, result_head_stride,
+    heads, size, rotary, epsilon,
+    has_norm: tl.constexpr, head_block: tl.constexpr, half_block: tl.constexpr, rest_block: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     head = tl.arange(0, head_block)[:, None]
     at = tl.arange(0, half_block)[None, :]
-    half = size // 2
+    half = rotary // 2
     inside = (head < heads) & (at < half)
-    place = grad + token * heads * size + head * size + at
-    grad_rotated_first = tl.load(place, mask=inside, other=0.0).to(tl.float32)
-    grad_rotated_second = tl.load(place + half, mask=inside, other=0.0).to(tl.float32)
-    cos_first = tl.load(cos + token * size + at, mask=at < half, other=0.0).to(tl.float32)
-    cos_second = tl.load(cos + token * size + half + at, mask=at < half, other=0.0).to(tl.float32)
-    sin_first = tl.load(sin + token * size + at, mask=at < half, other=0.0).to(tl.float32)
-    sin_second = tl.load(sin + token * size + half + at, mask=at < half, other=0.0).to(tl.float32)
+    given = grad + token * heads * size + head * size
+    source = x + token * stride + head * head_stride
+    goal = result + token * result_stride + head * result_head_stride
+    grad_rotated_first = tl.load(given + at, mask=inside, other=0.0).to(tl.float32)
+    grad_rotated_second = tl.load(given + half + at, mask=inside, other=0.0).to(tl.float32)
+    cos_first = tl.load(cos + token * rotary + at, mask=at < half, other=0.0).to(tl.float32)
+    cos_second = tl.load(cos + token * rotary + half + at, mask=at < half, other=0.0).to(tl.float32)
+    sin_first = tl.load(sin + token * rotary + at, mask=at < half, other=0.0).to(tl.float32)
+    sin_second = tl.load(sin + token * rotary + half + at, mask=at < half, other=0.0).to(tl.float32)
     grad_first = grad_rotated_first * cos_first + grad_rotated_second * sin_second
     grad_second = grad_rotated_second * cos_second - grad_rotated_first * sin_first
     if has_norm:
-        first = tl.load(x + token * stride + head * size + at, mask=inside, other=0.0).to(tl.float32)
-        second = tl.load(x + token * stride + head * size + half + at, mask=inside, other=0.0).to(tl.float32)
-        inverse = tl.rsqrt(tl.sum(first * first + second * second, 1) / size + epsilon)[:, None]
-        first = first * inverse
-        second = second * inverse
+        first = tl.load(source + at, mask=inside, other=0.0).to(tl.float32)
+        second = tl.load(source + half + at, mask=inside, other=0.0).to(tl.float32)
         grad_first = grad_first * tl.load(weight + at, mask=at < half, other=0.0).to(tl.float32)
         grad_second = grad_second * tl.load(weight + half + at, mask=at < half, other=0.0).to(tl.float32)
-        along = (tl.sum(grad_first * first + grad_second * second, 1) / size)[:, None]
-        grad_first = (grad_first - first * along) * inverse
-        grad_second = (grad_second - second * along) * inverse
-    goal = result + token * result_stride + head * size + at
-    tl.store(goal, grad_first, mask=inside)
-    tl.store(goal + half, grad_second, mask=inside)
+        squares = tl.sum(first * first + second * second, 1)
+        along = tl.sum(grad_first * first + grad_second * second, 1)
+    if rest_block > 0:
+        after = rotary + tl.arange(0, rest_block)[None, :]
+        inside_rest = (head < heads) & (after < size)
+        grad_rest = tl.load(given + after, mask=inside_rest, other=0.0).to(tl.float32)
+        if has_norm:
+            rest = tl.load(source + after, mask=inside_rest, other=0.0).to(tl.float32)
+            grad_rest = grad_rest * tl.load(weight + after, mask=after < size, other=0.0).to(tl.float32)
+            squares += tl.sum(rest * rest, 1)
+            along += tl.sum(grad_rest * rest, 1)
+            scale = tl.rsqrt(squares / size + epsilon)[:, None]
+            grad_rest = (grad_rest - rest * scale * scale * (along / size)[:, None]) * scale
+        tl.store(goal + after, grad_rest, mask=inside_rest)
+    if has_norm:
+        inverse = tl.rsqrt(squares / size + epsilon)[:, None]
+        mean = inverse * inverse * (along / size)[:, None]
+        grad_first = (grad_first - first * mean) * inverse
+        grad_second = (grad_second - second * mean) * inverse
+    tl.store(goal + at, grad_first, mask=inside)
+    tl.store(goal + half + at, grad_second, mask=inside)
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]

@@ -1,7 +1,8 @@
 """`python -m tinker_local.backend.vllm_engine.plain_vllm FOLDER`: vLLM as a user runs it, with one adapter.
 
 Reads `asked.json` (model, dtype, adapter, max_lora_rank, prompts as token ids) and `picture.png` of the folder, samples
-greedily, and writes `answers.json`: tokens and logprobs for each prompt. None of this project's patches is applied.
+greedily, and writes `answers.json`: tokens and logprobs for each prompt. None of this project's patches of adapters is
+applied.
 """
 
 import json
@@ -16,8 +17,10 @@ TOKENS = 8
 def main(folder: Path) -> None:
     """Answer `asked.json`."""
     from tinker_local.backend.vllm_engine.build_engine import prepare_environment
+    from tinker_local.backend.vllm_engine.delta_net_on_cpu import take_float32
 
     prepare_environment()
+    take_float32()  # without it vLLM has no such layers in float32 at all
     from PIL import Image
     from vllm import LLM, SamplingParams
     from vllm.lora.request import LoRARequest

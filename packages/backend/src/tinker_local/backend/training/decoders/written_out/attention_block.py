@@ -1,9 +1,10 @@
 """Attention with rotary positions, forward and backward.
 
-    y = x + O attend(rope(norm(Q n)), rope(norm(K n)), V n)        n = norm(x)
+    y = x + O (attend(rope(norm(Q n)), rope(norm(K n)), V n) * sigmoid(G n))        n = norm(x)
 
-Each of Q, K, V, O is a frozen matrix plus the adapters' low rank; the head norms are optional. Legend: T tokens, H
-hidden size, N query heads, M key-value heads, D head size, p projections of a group, R columns of adapters.
+Each of Q, K, V, O is a frozen matrix plus the adapters' low rank; the head norms are optional. So is the gate G: its
+rows are those of Q's matrix, head by head after the query's. Legend: T tokens, H hidden size, N query heads, M
+key-value heads, D head size, g = 2 with a gate and else 1, p projections of a group, R columns of adapters.
 """
 
 from dataclasses import dataclass
@@ -12,15 +13,21 @@ from typing import Any
 import torch
 from tinker_local.backend.training.attention import AttentionRule, attend, attend_backward
 from tinker_local.backend.training.block_memory import BlockMemory, attention_memory
-from tinker_local.backend.training.decoders.written_out.block import RowContext, concatenated, joined, present
+from tinker_local.backend.training.decoders.written_out.block import (
+    RowContext,
+    concatenated,
+    joined,
+    norm_weight,
+    present,
+)
 from tinker_local.backend.training.lora import Target
 from tinker_local.backend.training.lora_batch import project, project_backward, project_onto, whole
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AttentionBlock:
-    """The weights of attention block `index`. Projections that read the same input are joined: `qkv` [(N + 2 M) D, H].
-    `output` [H, N D]; `norm` [H]; `q_norm`, `k_norm` [D] and biases if the family has them."""
+    """The weights of attention block `index`. Projections that read the same input are joined: `qkv`
+    [(g N + 2 M) D, H]. `output` [H, N D]; `norm` [H]; `q_norm`, `k_norm` [D] and biases if the family has them."""
 
     index: int
     norm: torch.Tensor
@@ -34,6 +41,7 @@ class AttentionBlock:
     heads: int
     kv_heads: int
     head_size: int
+    gated: bool
     rule: AttentionRule
     targets: tuple[Target, ...]
 
@@ -41,13 +49,14 @@ class AttentionBlock:
     def take(cls, index: int, path: str, norm: Any, attention: Any, rule: AttentionRule) -> "AttentionBlock":
         """Make the block from transformers' modules `norm` and `attention` (at `path`), which attends by `rule`. Joins
         matrices: the modules' own parameters become views."""
+        weight, epsilon = norm_weight(norm)
         qkv = [attention.q_proj, attention.k_proj, attention.v_proj]
         kv_width = attention.k_proj.out_features
         groups = {"qkv": ("q_proj", "k_proj", "v_proj"), "output": ("o_proj",)}
         return cls(
             index=index,
-            norm=norm.weight.detach(),
-            epsilon=norm.variance_epsilon,
+            norm=weight,
+            epsilon=epsilon,
             qkv=joined(qkv),
             qkv_bias=None if qkv[0].bias is None else concatenated([module.bias.detach() for module in qkv]),
             q_norm=_weight(attention, "q_norm"),
@@ -57,6 +66,7 @@ class AttentionBlock:
             heads=attention.o_proj.in_features // attention.head_dim,
             kv_heads=kv_width // attention.head_dim,
             head_size=attention.head_dim,
+            gated=attention.q_proj.out_features == 2 * attention.o_proj.in_features,
             rule=rule,
             targets=tuple(
                 Target.of(f"{path}.{name}", f"attention.{group}", index, getattr(attention, name), "attn")
@@ -71,24 +81,33 @@ class AttentionBlock:
 
     def memory(self, tokens: int, columns: int, itemsize: int) -> BlockMemory:
         """See `Block.memory`."""
-        sizes = {"heads": self.heads, "kv_heads": self.kv_heads, "head_size": self.head_size}
+        sizes = {"heads": self.heads, "kv_heads": self.kv_heads, "head_size": self.head_size, "gated": self.gated}
         return attention_memory(tokens, columns, itemsize, **sizes)
 
     def parts(self, qkv: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Split the joined output into query [T, N D], key and value [T, M D]."""
-        widths = [self.heads * self.head_size, self.kv_heads * self.head_size, self.kv_heads * self.head_size]
+        """Split the joined output into query [T, g N D], key and value [T, M D]."""
+        widths = [
+            (1 + self.gated) * self.heads * self.head_size,
+            self.kv_heads * self.head_size,
+            self.kv_heads * self.head_size,
+        ]
         return tuple(qkv.split(widths, dim=-1))
 
     def split_heads(self, qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Split the joined output into query [T, N, D], key and value [T, M, D]."""
+        """Split the joined output into query [T, N, D], key and value [T, M, D]. With a gate, the query's heads lie 2 D
+        apart."""
         query, key, value = (part.unflatten(-1, (-1, self.head_size)) for part in self.parts(qkv))
-        return query, key, value
+        return query[:, :: 1 + self.gated], key, value
+
+    def gate(self, qkv: torch.Tensor) -> torch.Tensor:
+        """The part of the joined output that gates what was attended, [T, N, D]."""
+        return self.parts(qkv)[0].unflatten(-1, (-1, self.head_size))[:, 1::2]
 
 
 @dataclass(slots=True, eq=False)
 class AttentionPass:
-    """`qkv` [T, (N + 2 M) D]: before head norms and positions. `attended` [T, N, D] and its `logsumexp`. `h_qkv`
-    [T, 3, R], `h_output` [T, 1, R]: h of the adapters."""
+    """`qkv` [T, (g N + 2 M) D]: before head norms and positions. `attended` [T, N, D], before the gate, and its
+    `logsumexp`. `h_qkv` [T, 3, R], `h_output` [T, 1, R]: h of the adapters."""
 
     block: AttentionBlock
     context: RowContext
@@ -102,8 +121,9 @@ class AttentionPass:
     def forward(self) -> torch.Tensor:
         block, lora = self.block, self.context.lora
         self._attend()
-        attended = present(self.attended).flatten(1)
-        self.h_output, y = project_onto(self.x, attended, block.output, lora.group("attention.output", block.index))
+        self.h_output, y = project_onto(
+            self.x, self._gated(), block.output, lora.group("attention.output", block.index)
+        )
         return y if block.output_bias is None else y.add_(block.output_bias)
 
     def drop_large(self) -> None:
@@ -114,18 +134,23 @@ class AttentionPass:
             self._attend()
         low_rank = self.context.lora.group("attention.output", self.block.index)
         if self.h_output is None and low_rank is not None:
-            self.h_output = low_rank.down(present(self.attended).flatten(1))
+            self.h_output = low_rank.down(self._gated())
 
     def backward(self, grad: torch.Tensor) -> torch.Tensor:
         block, c = self.block, self.context
         qkv, attended = present(self.qkv), present(self.attended)
         low_rank = c.lora.group("attention.output", block.index)
-        grad_attended = project_backward(grad, attended.flatten(1), block.output, low_rank, self.h_output, whole)
+        grad_attended = project_backward(grad, self._gated(), block.output, low_rank, self.h_output, whole)
+        grad_qkv = torch.empty_like(qkv)
+        if block.gated:
+            sigmoid = block.gate(qkv).sigmoid()
+            grad_attended = grad_attended.view_as(attended) * sigmoid
+            torch.mul(grad_attended * attended, 1 - sigmoid, out=block.gate(grad_qkv))
+            del sigmoid
         query, key, value = self._query_key_value(qkv)
         grad_query, grad_key, grad_value = attend_backward(
             grad_attended.view_as(attended), query, key, value, attended, self.logsumexp, c.segments, block.rule
         )
-        grad_qkv = torch.empty_like(qkv)
         to_query, to_key, to_value = block.split_heads(grad_qkv)
         raw_query, raw_key, _ = block.split_heads(qkv)
         c.kernels.norm_rope_backward(grad_query, raw_query, block.q_norm, block.epsilon, c.cos, c.sin, to_query)
@@ -135,6 +160,13 @@ class AttentionPass:
         low_rank = c.lora.group("attention.qkv", block.index)
         grad_n = project_backward(grad_qkv, n, block.qkv, low_rank, self.h_qkv, block.parts)
         return c.kernels.rms_norm_backward(grad_n, self.x, block.norm, block.epsilon, grad)
+
+    def _gated(self) -> torch.Tensor:
+        """What the output projection reads, [T, N D]."""
+        attended = present(self.attended)
+        if self.block.gated:
+            attended = attended * self.block.gate(present(self.qkv)).sigmoid()
+        return attended.flatten(1)
 
     def _attend(self) -> None:
         block, c = self.block, self.context
@@ -156,4 +188,4 @@ class AttentionPass:
 
 def _weight(attention: Any, name: str) -> torch.Tensor | None:
     norm = getattr(attention, name, None)
-    return None if norm is None else norm.weight.detach()
+    return None if norm is None else norm_weight(norm)[0]

@@ -6,7 +6,7 @@ Legend: T tokens, H hidden size, D head size, R columns of adapters.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from tinker_local.backend.training.attention import Segments
@@ -18,7 +18,8 @@ from tinker_local.backend.training.lora_batch import LoraBatch
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RowContext:
-    """Shared by all blocks of a micro-batch. `cos`, `sin` [T, D]: rotary positions."""
+    """Shared by all blocks of a micro-batch. `cos`, `sin` [T, rotary]: positions, for the first `rotary` of the D
+    numbers of a head."""
 
     kernels: Kernels
     segments: Segments
@@ -65,6 +66,14 @@ def present(tensor: torch.Tensor | None) -> torch.Tensor:
     """`tensor`, which has been kept or recomputed."""
     assert tensor is not None, "kept or recomputed before the backward"
     return tensor
+
+
+def norm_weight(norm: Any) -> tuple[torch.Tensor, float]:
+    """What transformers' RMS norm multiplies by, [H], and its epsilon. Qwen3.5's multiplies by 1 + w: the sum is made
+    in float32, where it loses nothing."""
+    if hasattr(norm, "variance_epsilon"):
+        return norm.weight.detach(), norm.variance_epsilon
+    return 1 + norm.weight.detach().to(torch.promote_types(norm.weight.dtype, torch.float32)), norm.eps
 
 
 def joined(modules: Sequence[torch.nn.Linear]) -> torch.Tensor:

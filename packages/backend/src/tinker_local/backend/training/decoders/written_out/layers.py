@@ -11,8 +11,10 @@ import torch
 from tinker_local.backend.training.block_memory import decoder_memory
 from tinker_local.backend.training.decoder import PackedRow
 from tinker_local.backend.training.decoders.packed_attention import attention_rules
+from tinker_local.backend.training.decoders.packed_delta_net import PARAMETERS
 from tinker_local.backend.training.decoders.written_out.attention_block import AttentionBlock
-from tinker_local.backend.training.decoders.written_out.block import Block, BlockPass, RowContext
+from tinker_local.backend.training.decoders.written_out.block import Block, BlockPass, RowContext, norm_weight
+from tinker_local.backend.training.decoders.written_out.delta_block import DeltaBlock
 from tinker_local.backend.training.decoders.written_out.mlp_block import MlpBlock
 from tinker_local.backend.training.kernels import Kernels
 from tinker_local.backend.training.large_weights import RESIDENT, LargeWeights, Walk
@@ -25,13 +27,20 @@ Layer = Sequence[Block]
 
 
 class WrittenOutDecoder:
-    """Implements `training.decoder.Decoder` for layers made of known blocks. `norm` [H]: weight of the last norm;
-    `rotary(embeds, position_ids)`: transformers' module for cos and sin."""
+    """Implements `training.decoder.Decoder` for layers made of known blocks. `dtype`: of activations; `norm` [H]:
+    weight of the last norm; `rotary(embeds, position_ids)`: transformers' module for cos and sin."""
 
     def __init__(
-        self, layers: Sequence[Layer], norm: torch.Tensor, epsilon: float, rotary: Any, kernels: Kernels
+        self,
+        layers: Sequence[Layer],
+        dtype: torch.dtype,
+        norm: torch.Tensor,
+        epsilon: float,
+        rotary: Any,
+        kernels: Kernels,
     ) -> None:
         self.layers = layers
+        self.dtype = dtype
         self.norm = norm
         self.epsilon = epsilon
         self.rotary = rotary
@@ -59,14 +68,15 @@ class WrittenOutDecoder:
 
     def memory(self, tokens: int, columns: int) -> ActivationMemory:
         """See `Decoder.memory`."""
-        itemsize = self.norm.itemsize
+        itemsize = self.dtype.itemsize
         layers = [[block.memory(tokens, columns, itemsize) for block in layer] for layer in self.layers]
         return decoder_memory(layers, tokens * len(self.norm) * itemsize)
 
 
 def take_layers(decoder: Any, path: str, kernels: Kernels, weights: LargeWeights = RESIDENT) -> WrittenOutDecoder:
-    """Make a decoder from transformers' module `decoder`, at `path` of its model. Supports the layers of Llama, Qwen2
-    and Qwen3: RMS norms before attention and MLP, rotary positions, SiLU. UnsupportedError says what differs.
+    """Make a decoder from transformers' module `decoder`, at `path` of its model. Supports the layers of Llama, Qwen2,
+    Qwen3 and Qwen3.5: RMS norms before attention (softmax or linear) and MLP, rotary positions, SiLU. UnsupportedError
+    says what differs.
 
     Joins matrices: the modules' own parameters become views of the joined ones. Walks through `weights`.
     """
@@ -81,39 +91,48 @@ def take_layers(decoder: Any, path: str, kernels: Kernels, weights: LargeWeights
     _check_parts(decoder.norm, _NORM, "norm")
     rules = attention_rules(decoder, weights)
     layers: list[Layer] = []
+    counts = dict.fromkeys(_ATTENTION, 0)
     with weights.walk(backward=False) as walk:
         for index, layer in enumerate(decoder.layers):
             walk.layer(index)
-            where = f"{path}.layers.{index}"
-            norm, attention, rule = layer.input_layernorm, layer.self_attn, rules[id(layer.self_attn)]
-            layers.append(
-                (
-                    AttentionBlock.take(index, f"{where}.self_attn", norm, attention, rule),
-                    MlpBlock.take(index, f"{where}.mlp", layer.post_attention_layernorm, layer.mlp),
-                )
+            where, norm, kind = f"{path}.layers.{index}", layer.input_layernorm, _kind(layer)
+            attention, place = getattr(layer, kind), counts[kind]
+            counts[kind] += 1
+            first: Block = (
+                AttentionBlock.take(place, f"{where}.{kind}", norm, attention, rules[id(attention)])
+                if kind == "self_attn"
+                else DeltaBlock.take(place, f"{where}.{kind}", norm, attention)
             )
-    norm = decoder.norm
-    return WrittenOutDecoder(layers, norm.weight.detach(), norm.variance_epsilon, decoder.rotary_emb, kernels)
+            layers.append((first, MlpBlock.take(index, f"{where}.mlp", layer.post_attention_layernorm, layer.mlp)))
+    norm, epsilon = norm_weight(decoder.norm)
+    return WrittenOutDecoder(layers, decoder.norm.weight.dtype, norm, epsilon, decoder.rotary_emb, kernels)
 
 
 _NORM = {"weight"}
 _MLP = {"gate_proj.weight", "up_proj.weight", "down_proj.weight"}
-_ATTENTION = {f"{name}_proj.{kind}" for name in "qkvo" for kind in ("weight", "bias")} | {
-    "q_norm.weight",
-    "k_norm.weight",
+_ATTENTION = {
+    "self_attn": {f"{name}_proj.{kind}" for name in "qkvo" for kind in ("weight", "bias")}
+    | {"q_norm.weight", "k_norm.weight"},
+    "linear_attn": PARAMETERS,
 }
+"""Parameters of each kind of attention, by the name of its module in a layer."""
+
+
+def _kind(layer: Any) -> str:
+    return "linear_attn" if hasattr(layer, "linear_attn") else "self_attn"
 
 
 def _check_layer(layer: Any, where: str) -> None:
     parts = {name: module for name, module in layer.named_children() if any(True for _ in module.parameters())}
-    known = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
+    kind = _kind(layer)
+    known = {kind, "mlp", "input_layernorm", "post_attention_layernorm"}
     if parts.keys() != known:
         raise UnsupportedError(f"{where} consists of {', '.join(parts)}, not of {', '.join(sorted(known))}")
-    _check_parts(layer.self_attn, _ATTENTION, f"{where}: self_attn")
+    _check_parts(parts[kind], _ATTENTION[kind], f"{where}: {kind}")
     _check_parts(layer.mlp, _MLP, f"{where}: mlp")
     for name in ("input_layernorm", "post_attention_layernorm"):
         _check_parts(parts[name], _NORM, f"{where}: {name}")
-        if not hasattr(parts[name], "variance_epsilon"):
+        if not hasattr(parts[name], "variance_epsilon") and type(parts[name]).__name__ != "Qwen3_5RMSNorm":
             raise UnsupportedError(f"{where}: {name} is a {type(parts[name]).__name__}, not an RMS norm")
 
 

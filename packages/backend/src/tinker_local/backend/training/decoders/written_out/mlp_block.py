@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from tinker_local.backend.training.block_memory import BlockMemory, mlp_memory
-from tinker_local.backend.training.decoders.written_out.block import RowContext, joined, present
+from tinker_local.backend.training.decoders.written_out.block import RowContext, joined, norm_weight, present
 from tinker_local.backend.training.lora import Target
 from tinker_local.backend.training.lora_batch import project, project_backward, project_onto, through
 
@@ -31,11 +31,12 @@ class MlpBlock:
     def take(cls, index: int, path: str, norm: Any, mlp: Any) -> "MlpBlock":
         """Make the block from transformers' modules `norm` and `mlp` (at `path`). Joins gate and up: the modules' own
         parameters become views."""
+        weight, epsilon = norm_weight(norm)
         groups = {"gate_up": ("gate_proj", "up_proj"), "down": ("down_proj",)}
         return cls(
             index=index,
-            norm=norm.weight.detach(),
-            epsilon=norm.variance_epsilon,
+            norm=weight,
+            epsilon=epsilon,
             gate_up=joined([mlp.gate_proj, mlp.up_proj]),
             down=mlp.down_proj.weight.detach(),
             targets=tuple(
