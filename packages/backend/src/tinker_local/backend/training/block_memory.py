@@ -25,11 +25,11 @@ class BlockMemory:
 
 
 def attention_memory(
-    tokens: int, columns: int, itemsize: int, *, heads: int, kv_heads: int, head_size: int, gated: bool = False
+    tokens: int, columns: int, itemsize: int, *, heads: int, kv_heads: int, head_size: int, gates: int = 0
 ) -> BlockMemory:
-    """Kept: qkv, attended, logsumexp and the adapters' h. The backward adds query, key, value and gradients. A gate on
-    the output is kept before its sigmoid, and what it let through is computed again."""
-    kept = tokens * ((4 if gated else 2) * heads + 2 * kv_heads) * head_size * itemsize + tokens * heads * 4
+    """Kept: qkv, attended, logsumexp and the adapters' h. The backward adds query, key, value and gradients. `gates`:
+    heads whose output has a gate, which is kept too; what it let through is computed again."""
+    kept = tokens * (2 * heads + 2 * gates + 2 * kv_heads) * head_size * itemsize + tokens * heads * 4
     return BlockMemory(lean=kept + tokens * 4 * columns * itemsize, large=0, transient=3 * kept)
 
 

@@ -81,8 +81,8 @@ class AttentionBlock:
 
     def memory(self, tokens: int, columns: int, itemsize: int) -> BlockMemory:
         """See `Block.memory`."""
-        sizes = {"heads": self.heads, "kv_heads": self.kv_heads, "head_size": self.head_size, "gated": self.gated}
-        return attention_memory(tokens, columns, itemsize, **sizes)
+        sizes = {"heads": self.heads, "kv_heads": self.kv_heads, "head_size": self.head_size}
+        return attention_memory(tokens, columns, itemsize, **sizes, gates=self.heads * self.gated)
 
     def parts(self, qkv: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Split the joined output into query [T, g N D], key and value [T, M D]."""
