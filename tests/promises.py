@@ -477,8 +477,13 @@ MISTAKES = (
     ),
     Promise(
         "operation",
+        "An option in a file or in the environment changes nothing, or goes before the command line",
+        "config-before-the-command-line variables-named-after-fields",
+    ),
+    Promise(
+        "operation",
         "What cannot work is a traceback after minutes: weights absent or cut off, pickles, GGUF, memory, a port",
-        "weights-cut-off one-copy-of-the-weights config-before-the-command-line",
+        "weights-cut-off one-copy-of-the-weights",
         (
             "http/test_before_it_starts.py::test_weights_that_are_absent_pickled_or_of_another_format_are_named",
             "http/test_before_it_starts.py::test_configs_tokenizers_and_processors_that_are_absent_or_wrong_are_named",
@@ -652,7 +657,7 @@ MISTAKES = (
     Promise(
         "operation",
         "An option that is NaN or infinite is a traceback or no limit",
-        "options-are-not-finite variables-named-after-fields",
+        "options-are-not-finite",
     ),
     Promise("operation", "A database that another program holds is an error full of SQL", "lock-unexplained"),
     Promise(
