@@ -26,10 +26,15 @@ from rich.console import Console
 
 EXAMPLES = Path(__file__).parent
 TINY = Path("models/demo-vl")
+TINY_SOURCE = f"local/demo-vl={TINY}"
 DEFAULT_OUT = Path("runs/demo")
 
 # Random weights and real weights need different settings.
-TINY_SETTINGS = ["--learning-rate", "3e-3", "--clip", "0.5", "--epochs", "24", "--side", "32"]
+TINY_SETTINGS = [
+    *("--rank", "16", "--learning-rate", "3e-3", "--weight-decay", "1", "--clip", "0.5", "--epochs", "12"),
+    *("--side", "32"),
+]
+TINY_DIGITS = [*TINY_SETTINGS, "--shift"]
 REAL_SETTINGS = ["--learning-rate", "2e-4", "--epochs", "2", "--side", "224"]
 MARKS = ["--min-accuracy", "0.95", "--max-blank-accuracy", "0.15"]
 
@@ -78,6 +83,15 @@ def ask(options: argparse.Namespace, console: Console) -> int:
     return classify(options, run["source"], asked, console).returncode
 
 
+def make_tiny(console: Console) -> None:
+    """Write the tiny model, unless it is there."""
+    if (TINY / "config.json").exists():
+        return
+    command = [sys.executable, "-m", "tinker_local.backend.cli.main", "tiny-model"]
+    console.print(f"[bold]$ tinker-local tiny-model --kind vl --preset demo --out {TINY}[/bold]")
+    subprocess.run([*command, "--kind", "vl", "--preset", "demo", "--out", str(TINY)], check=True)
+
+
 def next_steps(options: argparse.Namespace, source: str, console: Console) -> None:
     """Three commands that work when they are pasted."""
     state = json.loads((options.out / "report.json").read_text())["checkpoint"]
@@ -110,11 +124,8 @@ def main() -> int:
         return ask(options, console)
     start = time.monotonic()
     if options.model is None:
-        if not (TINY / "config.json").exists():
-            command = [sys.executable, "-m", "tinker_local.backend.cli.main", "tiny-model"]
-            console.print(f"[bold]$ tinker-local tiny-model --kind vl --preset demo --out {TINY}[/bold]")
-            subprocess.run([*command, "--kind", "vl", "--preset", "demo", "--out", str(TINY)], check=True)
-        source, settings = f"local/demo-vl={TINY}", TINY_SETTINGS if options.data else [*TINY_SETTINGS, "--shift"]
+        make_tiny(console)
+        source, settings = TINY_SOURCE, TINY_SETTINGS if options.data else TINY_DIGITS
     else:
         source, settings = options.model, REAL_SETTINGS
     options.out.mkdir(parents=True, exist_ok=True)

@@ -167,7 +167,13 @@ def train(
                 rate *= 0.5 * (1 + math.cos(math.pi * (step - 1) / steps))
                 gradient = client.forward_backward(batch, "cross_entropy")
                 update = client.optim_step(
-                    tinker.AdamParams(learning_rate=rate, beta2=0.99, eps=1e-8, grad_clip_norm=options.clip)
+                    tinker.AdamParams(
+                        learning_rate=rate,
+                        beta2=0.99,
+                        eps=1e-8,
+                        weight_decay=options.weight_decay,
+                        grad_clip_norm=options.clip,
+                    )
                 )
                 size, batch = len(batch), next(data)  # prepare the next one while the server works
                 row |= {"learning_rate": rate, "train_nll": gradient.result().metrics["loss:sum"] / size}
@@ -372,6 +378,7 @@ def main() -> int:
     parser.add_argument("--rank", type=int, default=32)
     parser.add_argument("--learning-rate", type=float, default=2e-4)
     parser.add_argument("--warmup", type=int, default=5, help="warm-up steps")
+    parser.add_argument("--weight-decay", type=float, default=0.0, help="AdamW's, times the learning rate")
     parser.add_argument("--clip", type=float, default=0.0, help="maximum gradient norm; 0 turns clipping off")
     parser.add_argument("--batch-size", type=int, default=50)
     parser.add_argument("--epochs", type=float, default=1.0)

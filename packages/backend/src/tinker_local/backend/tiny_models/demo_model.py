@@ -1,14 +1,14 @@
 """The demo's model: tiny, of random weights, laid out so that its vision tower is a good random feature extractor.
 
 A Qwen3-VL whose tower reads an image of 32x32 pixels as one patch. The patch embedding averages blocks of 4x4 pixels
-into 64 numbers; the MLP of its only layer is a convolution of random 5x5 filters over them, written as a dense matrix,
-and an average over the four quarters of the image. Random convolutions with pooling are known to keep what a linear
-classifier needs (Saxe et al., "On random weights and unsupervised feature learning", ICML 2011). The features are
-centred and scaled on random strokes; nothing in it has seen a digit: what the model learns, it learns through the API,
-in the language model.
+into 64 brightnesses, and larger blocks into 32 numbers for red and blue. The MLP of its only layer is a convolution of
+random 3x3 filters over the brightnesses, written as a dense matrix, and an average over the four quarters of the image.
+Random convolutions with pooling are known to keep what a linear classifier needs (Saxe et al., "On random weights and
+unsupervised feature learning", ICML 2011). Of these averages the model keeps the principal components on pictures of
+random curves, beside the numbers of the patch embedding. Nothing in it has seen a digit: what the model learns, it
+learns through the API, in the language model.
 """
 
-import itertools
 from pathlib import Path
 
 import numpy as np
@@ -20,15 +20,22 @@ SIDE = 32
 """Pixels per side of an image."""
 
 _CELLS = 8
-_FILTERS = 128
-_KERNEL = 5
+_COLOUR_CELLS = 4
+_SEEN = _CELLS**2 + 2 * _COLOUR_CELLS**2
+_FILTERS = 256
+_KERNEL = 3
 _QUARTERS = 4
-_WIDTH = _FILTERS * _QUARTERS
+_WIDTH = 512
 _CONSTANT = 3.0
-_LINEAR = 4.0
+_LINEAR = 8.0
 _OUTPUT_RMS = 0.3
+_CURVES = 1024
+_MLP_SCALE = 0.2
 
-TEXT = TextShape(hidden_size=512, intermediate_size=512, num_layers=1, num_heads=8, num_kv_heads=4, weight_scale=0.7)
+# Attention is as wide as the state, so that all of an image passes it.
+TEXT = TextShape(
+    hidden_size=_WIDTH, intermediate_size=256, num_layers=1, num_heads=16, num_kv_heads=16, weight_scale=0.7
+)
 VISION = VisionShape(
     hidden_size=_WIDTH,
     intermediate_size=_FILTERS * _CELLS**2,
@@ -41,7 +48,8 @@ VISION = VisionShape(
     max_pixels=(4 * SIDE) ** 2,
 )
 
-Weights = dict[str, npt.NDArray[np.float32]]
+Array = npt.NDArray[np.float32]
+Weights = dict[str, Array]
 
 
 def make_demo_vl_model(out: Path, *, seed: int = 0) -> Path:
@@ -54,9 +62,26 @@ def make_demo_vl_model(out: Path, *, seed: int = 0) -> Path:
     make_tiny_vl_model(out, seed=seed, text=TEXT, vision=VISION)
     path = out / "model.safetensors"
     weights = load_file(path)
-    weights |= _tower(weights, np.random.default_rng(seed))
+    rng = np.random.default_rng(seed)
+    weights |= _tower(weights, rng) | _decoder(weights, rng)
     save_file({name: np.ascontiguousarray(value) for name, value in weights.items()}, path, {"format": "pt"})
     return out
+
+
+def _decoder(weights: Weights, rng: np.random.Generator) -> Weights:
+    """The language model's weights that differ: random rotations carry all of an image through the attention, and the
+    MLP is small, because a random one only adds noise to what the attention has read."""
+    decoder = {}
+    for name, value in weights.items():
+        if name.endswith(("v_proj.weight", "o_proj.weight")):
+            decoder[name] = np.float32(TEXT.weight_scale) * _rotation(rng)
+        elif ".mlp." in name and ".visual." not in name:
+            decoder[name] = value * np.float32(_MLP_SCALE)
+    return decoder
+
+
+def _rotation(rng: np.random.Generator) -> Array:
+    return np.linalg.qr(rng.standard_normal((_WIDTH, _WIDTH)))[0].astype(np.float32)
 
 
 def _tower(weights: Weights, rng: np.random.Generator) -> Weights:
@@ -68,45 +93,55 @@ def _tower(weights: Weights, rng: np.random.Generator) -> Weights:
         if "norm" in name:
             tower[name] = np.ones_like(value) if name.endswith("weight") else np.zeros_like(value)
     constant = np.zeros(_WIDTH, np.float32)
-    constant[_CELLS**2 :] = _CONSTANT * np.where(np.arange(_WIDTH - _CELLS**2) % 2, 1, -1)
-    # The constant half of the state fixes the variance that LayerNorm divides by, so that pixels pass it unchanged.
+    constant[_SEEN:] = _CONSTANT * np.where(np.arange(_WIDTH - _SEEN) % 2, 1, -1)
+    # The constant part of the state fixes the variance that LayerNorm divides by, so that pixels pass it unchanged.
     spread = np.float32(np.sqrt(np.mean(constant**2) + 1 / 16))
-    filters, offsets = _convolution(rng)
     tower[prefix + "patch_embed.proj.weight"] = _block_means(visual[prefix + "patch_embed.proj.weight"].shape)
     tower[prefix + "patch_embed.proj.bias"] = constant
+    filters, offsets = _convolution(rng)
     first = np.zeros((filters.shape[0], _WIDTH), np.float32)
     first[:, : _CELLS**2] = filters * spread
     tower[prefix + "blocks.0.mlp.linear_fc1.weight"] = first
     tower[prefix + "blocks.0.mlp.linear_fc1.bias"] = offsets
-    pooling = _pooling()
-    features = _gelu(_strokes(rng) @ filters.T + offsets) @ pooling.T
-    pooling /= features.std(0)[:, None] + 0.05
-    centre = _gelu(_strokes(rng) @ filters.T + offsets).mean(0) @ pooling.T
-    centre[: _CELLS**2] -= 0.7  # the mean pixel of a stroke image, which the residual stream carries along
-    tower[prefix + "blocks.0.mlp.linear_fc2.weight"] = pooling
-    tower[prefix + "blocks.0.mlp.linear_fc2.bias"] = -constant - centre
+    curves = _curves(rng)
+    projection, centre = _components(_gelu(curves @ filters.T + offsets), _WIDTH - _SEEN)
+    second = np.zeros((_WIDTH, filters.shape[0]), np.float32)
+    second[_SEEN:] = projection
+    bias = -constant
+    bias[: _CELLS**2] -= curves.mean(0)  # brightness, which the residual stream carries along
+    bias[_SEEN:] -= centre
+    tower[prefix + "blocks.0.mlp.linear_fc2.weight"] = second
+    tower[prefix + "blocks.0.mlp.linear_fc2.bias"] = bias
     # The merger's GELU is nearly linear far from zero.
-    rotation = np.linalg.qr(rng.standard_normal((TEXT.hidden_size, _WIDTH)))[0]
-    projection = (_OUTPUT_RMS * rotation).astype(np.float32)
+    out = np.float32(_OUTPUT_RMS) * _rotation(rng)
     tower[prefix + "merger.linear_fc1.weight"] = np.eye(_WIDTH, dtype=np.float32)
     tower[prefix + "merger.linear_fc1.bias"] = np.full(_WIDTH, _LINEAR, np.float32)
-    tower[prefix + "merger.linear_fc2.weight"] = projection
-    tower[prefix + "merger.linear_fc2.bias"] = -_LINEAR * projection.sum(1)
+    tower[prefix + "merger.linear_fc2.weight"] = out
+    tower[prefix + "merger.linear_fc2.bias"] = -_LINEAR * out.sum(1)
     return tower
 
 
-def _block_means(shape: tuple[int, ...]) -> npt.NDArray[np.float32]:
-    """Filters [width, colours, frames, side, side] of which the first 64 average one block of pixels each."""
+def _block_means(shape: tuple[int, ...]) -> Array:
+    """Filters [width, colours, frames, side, side]: the brightness of 64 blocks, then of 16 blocks red minus green and
+    blue minus green."""
     weight = np.zeros(shape, np.float32)
-    block = SIDE // _CELLS
-    for cell in range(_CELLS**2):
-        row, column = divmod(cell, _CELLS)
-        rows, columns = slice(row * block, (row + 1) * block), slice(column * block, (column + 1) * block)
-        weight[cell, :, :, rows, columns] = 1 / (shape[1] * shape[2] * block**2)
+    for index, (rows, columns) in enumerate(_blocks(_CELLS)):
+        weight[index, :, :, rows, columns] = _CELLS**2 / (shape[1] * shape[2] * SIDE**2)
+    for index, (rows, columns) in enumerate(_blocks(_COLOUR_CELLS)):
+        for number, colour in enumerate((0, 2)):
+            row = weight[_CELLS**2 + number * _COLOUR_CELLS**2 + index]
+            row[colour, :, rows, columns] = _COLOUR_CELLS**2 / (shape[2] * SIDE**2)
+            row[1, :, rows, columns] = -(_COLOUR_CELLS**2) / (shape[2] * SIDE**2)
     return weight
 
 
-def _convolution(rng: np.random.Generator) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
+def _blocks(cells: int) -> list[tuple[slice, slice]]:
+    """Rows and columns of the blocks of an image that is divided into cells x cells."""
+    parts = [slice(SIDE // cells * i, SIDE // cells * (i + 1)) for i in range(cells)]
+    return [(rows, columns) for rows in parts for columns in parts]
+
+
+def _convolution(rng: np.random.Generator) -> tuple[Array, Array]:
     """Random filters over the 8x8 cells as a matrix [filters * 64, 64], and biases; outside the image is black (-1)."""
     kernels = rng.standard_normal((_FILTERS, _KERNEL, _KERNEL)) * 3 / _KERNEL
     biases = rng.uniform(-2, 2, _FILTERS)
@@ -124,19 +159,40 @@ def _convolution(rng: np.random.Generator) -> tuple[npt.NDArray[np.float32], npt
     return matrix.reshape(-1, _CELLS**2).astype(np.float32), offsets.reshape(-1).astype(np.float32)
 
 
-def _strokes(rng: np.random.Generator) -> npt.NDArray[np.float32]:
-    """Images [512, 64] of a few random strokes, white (1) on black (-1): what features are centred and scaled on."""
-    images = np.full((512, _CELLS, _CELLS), -1.0, np.float32)
-    along = np.linspace(0, 1, 16)
-    for image in images:
-        points = rng.uniform(0.5, _CELLS - 0.5, (4, 2))
-        for start, end in itertools.pairwise(points):
-            y, x = (start[:, None] * (1 - along) + end[:, None] * along).astype(int)
-            image[y, x] = rng.uniform(0, 1)
-    return images.reshape(len(images), -1)
+def _curves(rng: np.random.Generator) -> Array:
+    """Pictures [n, 64] of random smooth curves, white (1) on black (-1)."""
+    fine = 2 * _CELLS
+    y, x = (np.mgrid[:fine, :fine] + 0.5) / 2
+    along = np.linspace(0, 1, 12)[:, None]
+    pictures = np.empty((_CURVES, fine, fine), np.float32)
+    for picture in pictures:
+        points = rng.uniform(1, _CELLS - 1, (rng.integers(3, 6), 2))
+        middles = np.concatenate([points[:1], (points[1:] + points[:-1]) / 2, points[-1:]])
+        # A quadratic spline: pieces between the middles, bent by the points.
+        pieces = zip(middles[:-1], points, middles[1:], strict=True)
+        curve = np.concatenate(
+            [a * (1 - along) ** 2 + 2 * b * along * (1 - along) + c * along**2 for a, b, c in pieces]
+        )
+        distance = np.hypot(y[..., None] - curve[:, 0], x[..., None] - curve[:, 1]).min(-1)
+        picture[:] = np.clip((rng.uniform(0.4, 0.9) - distance) * 2 + 0.5, 0, 1)
+    cells = pictures.reshape(-1, _CELLS, 2, _CELLS, 2).mean((2, 4)).reshape(_CURVES, -1)
+    return np.asarray(cells * 2 - 1, np.float32)
 
 
-def _pooling() -> npt.NDArray[np.float32]:
+def _components(values: Array, count: int) -> tuple[Array, Array]:
+    """What makes `count` features, of RMS 1 on average, from a convolution's output [n, filters * 64].
+
+    A matrix [count, filters * 64] and what to subtract then: the principal components of the means of quarters.
+    """
+    pooling = _pooling()
+    pooled = values @ pooling.T
+    centre, scale = pooled.mean(0), pooled.std(0) + 0.05
+    vectors = np.linalg.svd((pooled - centre) / scale, full_matrices=False)[2][:count] / scale
+    vectors /= np.sqrt(np.mean(((pooled - centre) @ vectors.T) ** 2))
+    return (vectors @ pooling).astype(np.float32), (vectors @ centre).astype(np.float32)
+
+
+def _pooling() -> Array:
     """Mean of each filter over each quarter of the image, [filters * 4, filters * 64]."""
     half = _CELLS // 2
     quarter = np.arange(_CELLS) // half
@@ -145,6 +201,6 @@ def _pooling() -> npt.NDArray[np.float32]:
     return np.kron(np.eye(_FILTERS), mean).astype(np.float32)
 
 
-def _gelu(x: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+def _gelu(x: Array) -> Array:
     """GELU in its tanh form, which the tower uses."""
     return np.asarray(0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3))), np.float32)
