@@ -4,9 +4,10 @@ What a page's source says of a block of `sh` or `python` stands in comments abov
 
     <!-- not run: REASON -->      the tests only check that its commands, options and imports exist
     <!-- in tests: OLD is NEW --> the tests run it with another text in one place
+    <!-- server -->               the command goes on: the tests wait for its `ready:`
 
-After ```sh, the word `server` means that the command goes on: the tests wait for its `ready:`. A title after ```python
-is a file that the reader makes, and the page runs later.
+A title after ```python is a file that the reader makes, and the page runs later. The site's Markdown knows no other
+words after the language.
 """
 
 import re
@@ -34,7 +35,8 @@ RUN_ELSEWHERE = {
 class Block(NamedTuple):
     """A fenced block of a page.
 
-    `about`: what follows the language; `not_run`: why tests do not run it; `replaced`: a text and what tests put there.
+    `about`: what follows the language; `server`: it goes on; `not_run`: why tests do not run it; `replaced`: a text and
+    what tests put there.
     """
 
     page: Path
@@ -42,6 +44,7 @@ class Block(NamedTuple):
     language: str
     about: str
     text: str
+    server: bool
     not_run: str | None
     replaced: tuple[str, str] | None
 
@@ -59,7 +62,7 @@ class Block(NamedTuple):
 
 
 FENCED = re.compile(
-    r"(?:^<!-- (?P<mark>not run|in tests): (?P<why>[^>]*?) -->\n)?"
+    r"(?:^<!-- (?P<mark>not run|in tests|server)(?:: (?P<why>[^>]*?))? -->\n)?"
     r"^(?P<indent> *)```(?P<language>\w*)(?P<about>[^\n]*)\n(?P<text>.*?)^(?P=indent)```$",
     re.MULTILINE | re.DOTALL,
 )
@@ -79,6 +82,7 @@ def blocks(page: Path) -> list[Block]:
                 match["language"],
                 match["about"].strip(),
                 re.sub(f"^{match['indent']}", "", match["text"], flags=re.MULTILINE),
+                match["mark"] == "server",
                 why if match["mark"] == "not run" else None,
                 (old, new) if match["mark"] == "in tests" else None,
             )

@@ -101,8 +101,10 @@ def test_every_block_runs_in_a_test_or_says_why_not(page: Path) -> None:
     code = [block for block in blocks(page) if block.language in ("sh", "python")]
     assert page.stem in [*RUN, *RUN_ELSEWHERE] or all(block.not_run for block in code)
     assert all(block.language for block in blocks(page)), "a block without a language"
-    marks = re.findall(r"<!-- (?:not run|in tests)", page.read_text())
-    assert len(marks) == sum(bool(block.not_run or block.replaced) for block in blocks(page)), "a mark without a block"
+    marks = re.findall(r"<!-- (?:not run|in tests|server)", page.read_text())
+    assert len(marks) == sum(bool(block.not_run or block.replaced or block.server) for block in blocks(page)), (
+        "a mark without a block"
+    )
     assert page.stem in INDENTED or indented(page) == []
 
 
@@ -112,11 +114,11 @@ INDENTED = {"endpoints", "scaling"}
 
 def test_readme_shows_what_the_page_of_your_own_pictures_runs() -> None:
     """In the same order; the page has more."""
-    page = [(block.text, block.about) for block in blocks(DOCS / "your-own-pictures.md")]
+    page = [(block.text, block.server) for block in blocks(DOCS / "your-own-pictures.md")]
     shown = [block for block in blocks(ROOT / "README.md") if block.not_run is None]
     assert len(shown) > 5
-    assert all((block.text, block.about) in page for block in shown)
-    places = [page.index((block.text, block.about)) for block in shown]
+    assert all((block.text, block.server) in page for block in shown)
+    places = [page.index((block.text, block.server)) for block in shown]
     assert places == sorted(places)
 
 
@@ -175,6 +177,7 @@ def test_the_site_builds_strictly_and_loads_nothing_from_elsewhere(tmp_path: Pat
     assert "griffe:" not in said
     html = [path.read_text() for path in (tmp_path / "site").rglob("*.html")]
     assert len(html) > 20
+    assert not [text for text in html if "```" in re.sub(r"<(pre|code)\b.*?</\1>", "", text, flags=re.DOTALL)]
     loaded = [
         link for text in html for link in re.findall(r"<(?:script|link|img)\b[^>]*(?:src|href)=\"?(http[^\" >]+)", text)
     ]

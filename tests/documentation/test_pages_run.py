@@ -27,6 +27,7 @@ trap stop EXIT
 
 WAITING = """
 server=$!
+touch server.log
 until grep -q "ready: http" server.log; do
     kill -0 "$server" || { cat server.log; exit 1; }
     sleep 0.1
@@ -34,7 +35,7 @@ done
 """
 
 PRINTED = {
-    "first-ten-minutes": [r"^loss \d", r"^tinker://\S+/weights/first$", r"^runs: 1"],
+    "first-ten-minutes": [r"^loss \d", r"^tinker://\S+/weights/first$", r"fake/bi"],
     "your-own-pictures": [
         r"held-out accuracy",
         r"checked: PEFT and the trainer differ by",
@@ -58,7 +59,7 @@ def script(page: Path, port: int) -> str:
                 return ""
             runs = f"cat > {block.title}" if block.title else ".venv/bin/python -"
             return f"{runs} <<'END OF BLOCK'\n{text}END OF BLOCK\n"
-        if block.about == "server":
+        if block.server:
             return f"exec {text.rstrip()} > server.log 2>&1 &{WAITING}"
         return text
 
