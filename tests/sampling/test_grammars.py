@@ -160,6 +160,14 @@ async def test_a_bad_grammar_is_refused_by_its_field_and_the_engine_lives_on(
     assert text.sampler._engine.restarts == 0
 
 
+@pytest.mark.mutation("schema-of-elsewhere", "rendering/grammar.py", "        _check_references(value, field)\n", "")
+def test_a_schema_that_refers_to_another_document_is_refused() -> None:
+    here = {"$defs": {"$ref": {"type": "null"}}, "properties": {"a": [{"$ref": "#/$defs/$ref"}]}}
+    assert json.loads(json_grammar(here).text) == here
+    with pytest.raises(InvalidRequestError, match=r"schema: \$ref 'https://example.org/s' has to begin with '#'"):
+        json_grammar({"anyOf": [{"properties": {"a": {"$ref": "https://example.org/s"}}}]})
+
+
 @pytest.mark.more
 async def test_a_grammar_that_is_too_much_is_killed_with_its_process_and_the_next_one_starts_again(text: Any) -> None:
     process = GrammarProcess(str(text.folder), 512, cpu_seconds=1)

@@ -32,8 +32,9 @@ class Grammar:
 
     @classmethod
     def of_json(cls, kind: GrammarKind, value: Any, field: str) -> "Grammar":
-        """With `value` as JSON; InvalidRequestError if it is nested too deeply."""
+        """With `value` as JSON; InvalidRequestError if it is nested too deeply or refers to another document."""
         check_nesting(value, field)
+        _check_references(value, field)
         return cls(kind, json.dumps(value, ensure_ascii=False, separators=(",", ":")), field)
 
     @classmethod
@@ -61,3 +62,15 @@ def check_nesting(value: Any, field: str) -> None:
             return
         level = [part for one in within for part in (one.values() if isinstance(one, dict) else one)]
     raise InvalidRequestError(f"{field}: objects and arrays are nested more than {MAX_NESTING} deep")
+
+
+def _check_references(value: Any, field: str) -> None:
+    """InvalidRequestError for a `$ref` to another document. xgrammar would allow any value there."""
+    if isinstance(value, dict):
+        reference = value.get("$ref")
+        if isinstance(reference, str) and not reference.startswith("#"):
+            raise InvalidRequestError(
+                f"{field}: $ref {reference[:200]!r} has to begin with '#': no other document is read"
+            )
+    for part in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        _check_references(part, field)
