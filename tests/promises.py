@@ -678,8 +678,8 @@ MISTAKES = (
     Promise(
         "grammars",
         "Structured output and calls only look alike: sampling is not constrained, or a hostile schema stops all",
-        "grammar-lost-on-the-way grammar-not-given-to-vllm deep-schemas-pass schema-of-elsewhere tools-without-their-grammar "
-        "calls-not-counted-as-the-end",
+        "grammar-lost-on-the-way grammar-not-given-to-vllm deep-schemas-pass schema-of-elsewhere "
+        "tools-without-their-grammar calls-not-counted-as-the-end",
         (
             "sampling/test_grammars.py::test_other_requests_in_the_batch_are_the_same_to_the_bit",
             "sampling/test_grammars.py::"
