@@ -202,3 +202,4 @@ def test_a_parser_refuses_what_it_cannot_do_and_an_unknown_one_stops_the_start(t
     with pytest.raises(UnsupportedError, match="tools: the tool parser 'mistral' does not suit this model"):
         unsuited.form(OfferedTools((TOOL,)))
     assert "--tool-parser" in str(load_tools(model, "gemma2", None))
+    assert not isinstance(load_tools(model, "qwen3_5", None), str)

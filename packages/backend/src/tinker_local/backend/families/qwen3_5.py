@@ -18,7 +18,8 @@ TEXT = Family(
     lora=LoraNames(
         attn=("q_proj", "k_proj", "v_proj", "o_proj", *_QKV.projections, "in_proj_z", "out_proj"),
         split={"in_proj_qkv": _QKV},
-    )
+    ),
+    tool_parser="qwen3_coder",
 )
 
 FAMILY = replace(
