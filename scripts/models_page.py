@@ -52,7 +52,8 @@ def architecture(model_type: str) -> str:
     decoder, _ = decoder_of_sizes(AutoConfig.for_model(model_type), "bfloat16", "auto")
     how = "autograd" if isinstance(decoder, AutogradDecoder) else "written out"
     images = "" if family.vision is None else "yes"
-    targets = ", ".join(f"`{name}`" for name in (*family.lora.attn, *family.lora.mlp))
+    experts = [] if family.lora.experts is None else [f"experts.{name}" for name in family.lora.experts.names]
+    targets = ", ".join(f"`{name}`" for name in (*family.lora.attn, *(experts or family.lora.mlp)))
     return f"| `{model_type}` | {how} | {images} | {targets} |"
 
 

@@ -50,14 +50,16 @@ PROMISES = (
         "4",
         "LoRA: scale 32 / rank, flags and seed obeyed, step 0 is the base model",
         "scale-without-rank another-alpha flags-of-lora-ignored seed-of-lora-ignored "
-        "lora-settings-dropped-on-the-way b-not-0-at-the-start scale-forgotten-in-the-gradient",
+        "lora-settings-dropped-on-the-way b-not-0-at-the-start scale-forgotten-in-the-gradient "
+        "scores-of-experts-detached",
     ),
     Promise(
         "5",
         "Sampled logprobs are log softmax(logits / T) over the whole vocabulary; trainer and sampler agree to 1e-4",
         "logprobs-after-the-cut logprobs-without-temperature small-temperatures-raised temperature-0-is-1 "
         "one-pass-without-noise one-pass-logprob-unscaled one-pass-ignores-seeds "
-        "trainers-positions frequencies-by-the-row yarn-by-the-size-of-the-table",
+        "trainers-positions frequencies-by-the-row yarn-by-the-size-of-the-table "
+        "experts-without-adapters-in-vllm",
         (
             "sampling/test_sampled_logprobs.py::test_a_batch_that_mixes_all_settings_agrees_with_hf",
             "e2e/test_agreement.py::test_sampled_logprobs_are_the_trainers",

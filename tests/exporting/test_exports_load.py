@@ -6,6 +6,7 @@ import re
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import peft
@@ -63,15 +64,18 @@ def test_peft_loads_an_export_without_a_key_mapping_and_computes_what_was_traine
 @pytest.mark.mutation(
     "merged-into-the-tied-embedding",
     "merged_model.py",
-    """yield name, _added(tensor, trained, changed[name]) if name in changed else tensor
+    """yield name, changed[name](tensor) if name in changed else tensor
 """,
-    """yield name, _added(tensor, trained, changed[name]) if name in changed else (
-                        _added(tensor, trained, HEAD) if untied and name == head else tensor
+    """yield name, changed[name](tensor) if name in changed else (
+                        _added(trained, HEAD, tensor) if untied and name == head else tensor
                     )
 """,
     cases=("qwen3-True",),
 )
-@pytest.mark.parametrize(("family", "tied"), [(family, tied) for family in FAMILIES for tied in (True, False)])
+@pytest.mark.parametrize(
+    ("family", "tied"),
+    [*((family, tied) for family in FAMILIES for tied in (True, False)), ("qwen3_moe", False), ("qwen3_vl_moe", True)],
+)
 def test_merged_model_computes_what_was_trained(tuned: Make, tmp_path: Path, family: str, tied: bool) -> None:
     """With a head that was trained, which must not change a tied embedding."""
     trained = tuned(family, tied)
@@ -131,6 +135,17 @@ def test_vllm_is_refused_what_it_would_not_take(tuned: Make, tmp_path: Path) -> 
     trained = tuned("qwen2_5_vl")
     with pytest.raises(InvalidRequestError, match="--to merged"):
         export_checkpoint(trained.checkpoint, tmp_path / "v", to="vllm", base=str(trained.model))
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("to", "message"),
+    [("peft", "PEFT has no adapters of experts that share a factor"), ("vllm", "no adapters of experts on a CPU")],
+)
+def test_experts_are_refused_where_they_would_not_load(tuned: Make, tmp_path: Path, to: Any, message: str) -> None:
+    trained = tuned("qwen3_moe", False)
+    with pytest.raises(InvalidRequestError, match=message):
+        export_checkpoint(trained.checkpoint, tmp_path / "v", to=to, base=str(trained.model))
     assert list(tmp_path.iterdir()) == []
 
 

@@ -144,7 +144,9 @@ def test_trainer_and_sampler_agree(
     assert min(effects.values()) > max(0.2, 2 * TOLERANCE), effects
 
 
-@pytest.mark.mutation("large-vocabularies-refused", "patches.py", "        to_process=_allow_large_vocabularies,\n", "")
+@pytest.mark.mutation(
+    "large-vocabularies-refused", "patches.py", "        to_process=lora_operators.allow_large_vocabularies,\n", ""
+)
 def test_gemma_3s_vocabulary_takes_adapters(monkeypatch: pytest.MonkeyPatch) -> None:
     apply_to_process()
     from vllm.lora.layers import LogitsProcessorWithLoRA, logits_processor

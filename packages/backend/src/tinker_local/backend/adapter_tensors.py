@@ -3,6 +3,7 @@
 numpy has no bfloat16, so its bits are stored as uint16.
 """
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -22,11 +23,11 @@ class FlatTensors(Mapping[str, npt.NDArray[Any]]):
     """
 
     flat: npt.NDArray[Any]
-    places: Mapping[str, tuple[int, tuple[int, int]]]
+    places: Mapping[str, tuple[int, tuple[int, ...]]]
 
     def __getitem__(self, name: str) -> npt.NDArray[Any]:
-        start, (rows, columns) = self.places[name]
-        view: npt.NDArray[Any] = self.flat[start : start + rows * columns].reshape(rows, columns)
+        start, shape = self.places[name]
+        view: npt.NDArray[Any] = self.flat[start : start + math.prod(shape)].reshape(shape)
         return view
 
     def __iter__(self) -> Iterator[str]:

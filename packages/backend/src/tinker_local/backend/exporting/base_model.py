@@ -4,11 +4,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tinker_local.backend.families import family_of
 from tinker_local.backend.families.family import Family
 from tinker_local.types import InvalidRequestError, NotFoundError
+
+if TYPE_CHECKING:
+    from tinker_local.backend.training.lora import Target
 
 
 @dataclass(frozen=True)
@@ -48,17 +51,34 @@ class BaseModel:
         return target_modules(self.model, paths)
 
     def check(self, paths: Sequence[str], shapes: Mapping[str, Sequence[tuple[int, ...]]]) -> None:
-        """InvalidRequestError unless each path is a matrix [out, in] of the model, with A [r, in] and B [out, r]."""
+        """InvalidRequestError unless each path is a matrix [out, in] of the model, with A [r, in] and B [out, r], or a
+        projection of its experts."""
         modules = dict(self.model.named_modules())
         for path in paths:
-            weight = getattr(modules.get(path), "weight", None)
             a, b = shapes[path]
-            if weight is None or len(a) != 2 or len(b) != 2 or (b[0], a[1]) != tuple(weight.shape) or a[0] != b[1]:
+            if (experts := self._experts(modules, path)) is not None:
+                rank = b[-1] if b else 0
+                wanted = [experts.shape("A", rank), experts.shape("B", rank)]
+                fits, has = [a, b] == wanted, f"experts for A {[*wanted[0]]} and B {[*wanted[1]]}"
+            else:
+                weight = getattr(modules.get(path), "weight", None)
                 has = "no such module" if weight is None else f"a matrix {list(weight.shape)}"
+                fits = weight is not None and (*b[:1], *a[1:]) == tuple(weight.shape) and a[:1] == b[1:]
+            if not fits:
                 raise InvalidRequestError(
                     f"the adapter does not fit the base model {self.path}: it has A {list(a)} and B {list(b)} for "
                     f"{path}, and the model has {has} there; name another with --base"
                 )
+
+    def _experts(self, modules: Mapping[str, Any], path: str) -> "Target | None":
+        """The projection of experts at `path`, if it is one."""
+        from tinker_local.backend.training.decoders.packed_experts import expert_targets
+
+        module, _, _ = path.rpartition(".")
+        if self.family.lora.experts is None or not hasattr(modules.get(module), "gate_up_proj"):
+            return None
+        targets = expert_targets(module, "", 0, modules[module], self.family.lora.experts)
+        return next((target for target in targets if target.path == path), None)
 
 
 def find_base(path: str, called: str) -> BaseModel:

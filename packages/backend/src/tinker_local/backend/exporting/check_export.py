@@ -197,6 +197,7 @@ def check_by_vllm(folder: Path, trained: Trained, device: str) -> Checked:
         "dtype": trained.base.dtype,
         "adapter": str(folder),
         "max_lora_rank": vllm_rank(trained.largest_rank),
+        "experts": trained.has_experts,
         "prompts": [_for_vllm(prompt) for prompt in probe.prompts],
     }
     with tempfile.TemporaryDirectory() as scratch:

@@ -11,7 +11,7 @@ from tinker_local.backend.exporting.base_model import find_base
 from tinker_local.backend.exporting.check_export import Checked, check_by_transformers, check_by_vllm, missing_library
 from tinker_local.backend.exporting.merged_model import write_merged
 from tinker_local.backend.exporting.model_card import Target, write_card
-from tinker_local.backend.exporting.peft_folder import check_vllm_takes, write_peft
+from tinker_local.backend.exporting.peft_folder import check_peft_takes, check_vllm_takes, write_peft
 from tinker_local.backend.exporting.trained import find_checkpoint, read_trained
 from tinker_local.backend.options import default_data_dir
 from tinker_local.types import InternalError, InvalidRequestError
@@ -62,7 +62,9 @@ def export_checkpoint(
     found = find_base(path, "--base" if base else source.name)
     trained = read_trained(source, found)
     if to == "vllm":
-        check_vllm_takes(trained)
+        check_vllm_takes(trained, on_cpu=check and device == "cpu")
+    elif to == "peft":
+        check_peft_takes(trained)
     if check and (missing := missing_library(to)):
         raise InvalidRequestError(
             f"--to {to}: the result is checked with {missing}, which is not installed: pip install {missing}, or leave "

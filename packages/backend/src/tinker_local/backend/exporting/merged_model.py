@@ -3,12 +3,14 @@
 import json
 import shutil
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from safetensors import safe_open
 from tinker_local.backend.adapter_tensors import as_torch
 from tinker_local.backend.exporting.base_model import BaseModel
+from tinker_local.backend.exporting.merged_experts import Merge, expert_modules, first_tensor, merges
 from tinker_local.backend.exporting.trained import HEAD, Trained
 from tinker_local.backend.training.trainer import LORA_ALPHA
 from tinker_local.backend.weight_files import INDEX, SINGLE, weight_files
@@ -33,7 +35,7 @@ def write_merged(folder: Path, trained: Trained, shard_bytes: int = SHARD_BYTES)
     base = trained.base
     weights = {file: _names(file) for file in _weight_files(base)}
     names = [name for file in weights.values() for name in file]
-    changed = {_name_in_files(base, path, names): path for path in trained.paths if path != HEAD}
+    changed = _changed(trained, names)
     untied = trained.has_head and base.tied_head
     head = _embedding(names, base) if untied else f"{HEAD}.weight"
     if trained.has_head and head not in names:
@@ -47,12 +49,12 @@ def write_merged(folder: Path, trained: Trained, shard_bytes: int = SHARD_BYTES)
                     if untied and name == f"{HEAD}.weight":
                         continue  # a copy of the embedding, from which the head is made
                     tensor = opened.get_tensor(name)
-                    yield name, _added(tensor, trained, changed[name]) if name in changed else tensor
+                    yield name, changed[name](tensor) if name in changed else tensor
                     if untied and name == head:
-                        yield f"{HEAD}.weight", _added(tensor, trained, HEAD)
+                        yield f"{HEAD}.weight", _added(trained, HEAD, tensor)
 
     if trained.has_head and not untied:
-        changed[head] = HEAD
+        changed[head] = partial(_added, trained, HEAD)
     _write_shards(folder, tensors(), shard_bytes)
     for file in base.folder.iterdir():
         if file.is_file() and file.suffix not in _WEIGHTS and file.name.lower() not in _NOT_COPIED:
@@ -63,7 +65,23 @@ def write_merged(folder: Path, trained: Trained, shard_bytes: int = SHARD_BYTES)
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
-def _added(tensor: "torch.Tensor", trained: Trained, path: str) -> "torch.Tensor":
+def _changed(trained: Trained, names: list[str]) -> dict[str, Merge]:
+    """What changes which tensor of the layers."""
+    base, experts = trained.base, expert_modules(trained)
+    found: dict[str, Merge] = {}
+    for path in trained.paths:
+        if path != HEAD and path.rpartition(".")[0] not in experts:
+            found[_name_in_files(base, f"{path}.weight", names)] = partial(_added, trained, path)
+    for module in experts:
+        first = first_tensor(trained, module)
+        name = _name_in_files(base, first, names)
+        found |= merges(trained, module, name.removesuffix(first.removeprefix(f"{module}.")))
+    if missing := found.keys() - set(names):
+        raise InvalidRequestError(f"{base.folder}: {len(missing)} tensors are missing, such as {min(missing)}")
+    return found
+
+
+def _added(trained: Trained, path: str, tensor: "torch.Tensor") -> "torch.Tensor":
     """W + alpha / r B A, computed in float32."""
     a, b = (as_torch(factor) for factor in trained.factors(path))
     scale = LORA_ALPHA / trained.config.rank
@@ -93,16 +111,16 @@ def _names(file: Path) -> list[str]:
 
 
 def _name_in_files(base: BaseModel, path: str, names: list[str]) -> str:
-    """The tensor of the module at `path`: older files of a family begin its names differently."""
+    """The parameter at `path`: older files of a family begin its names differently."""
     inside = path.removeprefix(f"{base.family.decoder_path}.")
     tower = [] if base.family.vision is None else [f"{base.family.vision.tower}.", f"{base.family.vision.vllm_tower}."]
     found = [
         name
         for name in names
-        if f".{name}".endswith(f".{inside}.weight") and not any(f".{part}" in f".{name}" for part in tower)
+        if f".{name}".endswith(f".{inside}") and not any(f".{part}" in f".{name}" for part in tower)
     ]
     if len(found) != 1:
-        raise InvalidRequestError(f"{base.folder}: {len(found)} tensors are named *{inside}.weight, expected one")
+        raise InvalidRequestError(f"{base.folder}: {len(found)} tensors are named *{inside}, expected one")
     return found[0]
 
 

@@ -36,7 +36,8 @@ def write_card(folder: Path, out: Path, trained: Trained, to: Target, checked: s
         (
             f"A whole {base.config.model_type} model: {hub_name} with a LoRA adapter merged into its weights."
             if to == "merged"
-            else f"A LoRA adapter of {hub_name} ({base.config.model_type}), for PEFT and vLLM."
+            else f"A LoRA adapter of {hub_name} ({base.config.model_type}), for "
+            f"{'vLLM' if trained.has_experts else 'PEFT and vLLM'}."
         ),
         "",
         f"- made from: `{trained.source.name}`",
@@ -61,15 +62,18 @@ def _usage(out: Path, trained: Trained, to: Target) -> list[str]:
                 "matrices (`tie_word_embeddings` is false).",
             ]
         return lines
-    lines = ["```python", "from peft import PeftModel", f"from transformers import {auto}", ""]
-    lines += [f'base = {auto}.from_pretrained("{base.path}")', f'model = PeftModel.from_pretrained(base, "{out.name}")']
-    lines += ["```", ""]
+    lines = []
+    if not trained.has_experts:
+        lines += ["```python", "from peft import PeftModel", f"from transformers import {auto}", ""]
+        lines += [f'base = {auto}.from_pretrained("{base.path}")']
+        lines += [f'model = PeftModel.from_pretrained(base, "{out.name}")', "```", ""]
     if trained.has_head and base.family.vllm_head is not None:
         lines.append("vLLM takes no adapter of this model's LM head: serve a merged export there.")
     else:
         rank = vllm_rank(trained.largest_rank)
         serve = f"vllm serve {base.path} --enable-lora --max-lora-rank {rank} --lora-modules trained={out.name}"
-        lines += ["```", serve, "```"]
+        shared = " --enable-moe-shared-loras" if trained.has_experts else ""
+        lines += ["```", serve + shared, "```"]
     if trained.has_head and base.tied_head:
         lines += [
             "",

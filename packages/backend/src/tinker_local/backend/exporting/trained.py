@@ -91,6 +91,11 @@ class Trained:
         """Whether the LM head was trained."""
         return HEAD in self.paths
 
+    @property
+    def has_experts(self) -> bool:
+        """Whether routed experts were trained."""
+        return any(array.ndim == 3 for array in self.tensors.values())
+
     def state(self) -> AdapterState:
         """For a trainer of the base model."""
         targets = self.base.target_modules(_paths(self.parts))
@@ -114,10 +119,10 @@ class Trained:
     @property
     def largest_rank(self) -> int:
         """Of all modules."""
-        return max(len(array) for name, array in self.tensors.items() if ".lora_A." in name)
+        return max(int(array.shape[-2]) for name, array in self.tensors.items() if ".lora_A." in name)
 
     def factors(self, path: str) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
-        """A [r, in] and B [out, r] of the module at `path`."""
+        """A [r, in] and B [out, r] of the module at `path`; of experts [E, ...], or [1, ...] where they share it."""
         return self.tensors[tensor_name(path, "A")], self.tensors[tensor_name(path, "B")]
 
 
@@ -153,7 +158,7 @@ def read_trained(source: CheckpointFolder, base: BaseModel) -> Trained:
         rank=rank,
         train_unembed=HEAD in paths,
         train_attn=bool(last & set(lora.attn)),
-        train_mlp=bool(last & set(lora.mlp)),
+        train_mlp=bool(last & {*lora.mlp, *(lora.experts.names if lora.experts else ())}),
     )
     return Trained(source, base, config, tensors, paths, parts)
 

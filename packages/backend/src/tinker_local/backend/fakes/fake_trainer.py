@@ -83,7 +83,7 @@ class _Adapter:
             for name, tensor in self.tensors(flat).items()
         }
 
-    def places(self) -> dict[str, tuple[int, tuple[int, int]]]:
+    def places(self) -> dict[str, tuple[int, tuple[int, ...]]]:
         """As `AdapterLayout.places`."""
         starts = itertools.accumulate((math.prod(shape) for shape in self._shapes.values()), initial=0)
         return {

@@ -9,7 +9,9 @@ from tinker_local.backend.families import (
     qwen2_5_vl,
     qwen3,
     qwen3_5,
+    qwen3_moe,
     qwen3_vl,
+    qwen3_vl_moe,
 )
 from tinker_local.backend.families.family import Family
 from tinker_local.backend.families.line_up import NOT_SERVED
@@ -22,8 +24,10 @@ FAMILIES: dict[str, Family] = {
     "mistral": mistral.FAMILY,
     "qwen2": qwen2.FAMILY,
     "qwen3": qwen3.FAMILY,
+    "qwen3_moe": qwen3_moe.FAMILY,
     "qwen2_5_vl": qwen2_5_vl.FAMILY,
     "qwen3_vl": qwen3_vl.FAMILY,
+    "qwen3_vl_moe": qwen3_vl_moe.FAMILY,
     "qwen3_5": qwen3_5.FAMILY,
     "qwen3_5_text": qwen3_5.TEXT,
 }

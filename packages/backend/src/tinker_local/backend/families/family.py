@@ -57,13 +57,36 @@ class SplitRows:
 
 
 @dataclass(frozen=True, slots=True)
+class Experts:
+    """How the modules of routed experts are named.
+
+    transformers has one module of all experts of a layer, whose parameters `gate_up_proj` [E, 2 I, H] and `down_proj`
+    [E, H, I] are not Linear modules. Adapters call their projections `gate`, `up` and `down`, below the module's name.
+    `transposed`: whether files have these parameters as they are, but [E, H, 2 I] and [E, I, H]; otherwise files have a
+    tensor for each expert and projection, as `gate_proj.weight`.
+    """
+
+    gate: str = "w1"
+    up: str = "w3"
+    down: str = "w2"
+    transposed: bool = False
+
+    @property
+    def names(self) -> tuple[str, str, str]:
+        """Of all projections."""
+        return self.gate, self.up, self.down
+
+
+@dataclass(frozen=True, slots=True)
 class LoraNames:
     """The last names of the projections in the decoder's layers that adapters train, by the field of `LoraConfig`
-    (`train_attn`, `train_mlp`) that asks for them. They are Linear modules, or parts of one of `split`, by its name."""
+    (`train_attn`, `train_mlp`) that asks for them. They are Linear modules, or parts of one of `split`, by its name.
+    `experts`: of mixtures of experts, which `train_mlp` enables too."""
 
     attn: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj")
     mlp: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")
     split: Mapping[str, SplitRows] = field(default_factory=dict)
+    experts: Experts | None = None
 
 
 @dataclass(frozen=True, slots=True)

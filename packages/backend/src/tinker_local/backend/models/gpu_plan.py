@@ -27,7 +27,8 @@ COUNTED_RANK = 32
 @dataclass(frozen=True, slots=True)
 class ModelSizes:
     """Sizes of a model. `parameters`: of the whole model. `q_width`, `kv_width`: heads times head size. `itemsize`:
-    bytes per number. The others describe the language model's layers."""
+    bytes per number. The others describe the language model's layers. `intermediate`: of all experts together, if the
+    layers have experts. `chosen`: experts of a position, of `expert_width` each."""
 
     parameters: int
     hidden: int
@@ -37,6 +38,8 @@ class ModelSizes:
     kv_width: int
     vocabulary: int
     itemsize: int
+    chosen: int = 0
+    expert_width: int = 0
 
     @property
     def weight_bytes(self) -> int:
@@ -72,7 +75,9 @@ class ModelSizes:
 
     def step_bytes(self, step: "StepSize") -> int:
         """Of one step of vLLM: a layer's activations, and logits, probabilities and noise in float32."""
-        layer = step.positions * (4 * self.intermediate + 8 * self.hidden) * self.itemsize
+        # Each expert of a position has its own copy of the hidden state, before and after.
+        mlp = self.chosen * (4 * self.expert_width + 2 * self.hidden) if self.chosen else 4 * self.intermediate
+        layer = step.positions * (mlp + 8 * self.hidden) * self.itemsize
         return layer + 3 * step.sequences * self.vocabulary * 4
 
 
@@ -105,15 +110,18 @@ def step_sizes(total: int, name: str) -> Sequence[StepSize]:
 def model_sizes(config: Mapping[str, Any], parameters: int, itemsize: int) -> ModelSizes:
     """Sizes from the fields of a text config of transformers."""
     head = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    experts = config.get("num_experts") or 0
     return ModelSizes(
         parameters=parameters,
         hidden=config["hidden_size"],
-        intermediate=config["intermediate_size"],
+        intermediate=experts * config["moe_intermediate_size"] if experts else config["intermediate_size"],
         layers=config["num_hidden_layers"],
         q_width=config["num_attention_heads"] * head,
         kv_width=config["num_key_value_heads"] * head,
         vocabulary=config["vocab_size"],
         itemsize=itemsize,
+        chosen=config["num_experts_per_tok"] if experts else 0,
+        expert_width=config["moe_intermediate_size"] if experts else 0,
     )
 
 

@@ -19,8 +19,9 @@ CONFIG_FILE = "adapter_config.json"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HostAdapter:
-    """PEFT's `config`, and read-only matrices A [rank, in] and B [out, rank] by PEFT's names. `flat`: their
-    concatenation, if all of them are views of one vector."""
+    """PEFT's `config`, and read-only A [rank, in] and B [out, rank] by PEFT's names; of experts A [E, rank, in] and
+    B [E, out, rank], with 1 in place of E for what they share. `flat`: their concatenation, if all of them are views of
+    one vector."""
 
     rank: int
     config: Mapping[str, Any]
@@ -105,5 +106,5 @@ def _check_pairs(tensors: Mapping[str, torch.Tensor], rank: int, where: str) -> 
         if other is None or f"{module}.{other}.weight" not in tensors:
             raise InvalidRequestError(f"{where}: {name} is not a LoRA matrix, or the other one of its pair is missing")
         shape = list(tensor.shape)
-        if len(shape) != 2 or shape[matrix == "lora_B"] != rank:
+        if len(shape) not in (2, 3) or shape[-1 if matrix == "lora_B" else -2] != rank:
             raise InvalidRequestError(f"{where}: {name} is of shape {shape}, but {CONFIG_FILE} says rank {rank}")

@@ -19,6 +19,7 @@ from tinker_local.backend.tiny_models.text_families import (
     QWEN3_5_SHAPE,
     TEXT_FAMILIES,
     TextFamilyName,
+    expert_settings,
     qwen3_5_settings,
     text_settings,
 )
@@ -65,7 +66,7 @@ def make_tiny_vl_model(
     out: Path,
     *,
     seed: int = 0,
-    family: Literal["qwen3_vl", "qwen2_5_vl", "qwen3_5"] = "qwen3_vl",
+    family: Literal["qwen3_vl", "qwen3_vl_moe", "qwen2_5_vl", "qwen3_5"] = "qwen3_vl",
     tie_word_embeddings: bool = True,
     text: TextShape | None = None,
     vision: VisionShape | None = None,
@@ -76,9 +77,9 @@ def make_tiny_vl_model(
     ValueError for a shape that the family cannot have.
     """
     vision = vision or VisionShape()
-    if family == "qwen3_vl":
+    if family in ("qwen3_vl", "qwen3_vl_moe"):
         text, settings = text or TextShape(), QWEN3_VL
-        model = _qwen3_vl(text, vision, settings, tie_word_embeddings)
+        model = _qwen3_vl(text, vision, settings, tie_word_embeddings, experts=family == "qwen3_vl_moe")
     elif family == "qwen3_5":
         text, settings = text or QWEN3_5_SHAPE, QWEN3_VL  # the tower and its processor are Qwen3-VL's
         model = _qwen3_5(text, vision, settings, tie_word_embeddings)
@@ -90,7 +91,22 @@ def make_tiny_vl_model(
     write_tokenizer(out, QWEN, text.max_position_embeddings)
     write_weights(model, out, seed, QWEN, text_scale=text.weight_scale, vision_scale=vision.weight_scale)
     write_processors(out, settings, vision)
+    if family == "qwen3_vl_moe":
+        _transpose_experts(out)
     return out
+
+
+def _transpose_experts(out: Path) -> None:
+    """Store the matrices of experts as the family's checkpoints do and vLLM expects, which transformers saves as it has
+    them in memory."""
+    from safetensors.torch import load_file, save_file
+
+    (file,) = out.glob("*.safetensors")
+    tensors = {
+        name: tensor.transpose(1, 2).contiguous() if ".experts." in name else tensor
+        for name, tensor in load_file(file).items()
+    }
+    save_file(tensors, file, metadata={"format": "pt"})
 
 
 def _claim_folder(out: Path) -> None:
@@ -145,12 +161,20 @@ def _rope_parameters(head_dim: int) -> dict[str, Any]:
     }
 
 
-def _qwen3_vl(text: TextShape, vision: VisionShape, settings: ProcessorSettings, tie_word_embeddings: bool) -> Any:
-    from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
+def _qwen3_vl(
+    text: TextShape, vision: VisionShape, settings: ProcessorSettings, tie_word_embeddings: bool, experts: bool
+) -> Any:
+    import transformers
 
-    config = Qwen3VLConfig(
+    config_class = transformers.Qwen3VLMoeConfig if experts else transformers.Qwen3VLConfig
+    model_class: Any = (
+        transformers.Qwen3VLMoeForConditionalGeneration if experts else transformers.Qwen3VLForConditionalGeneration
+    )
+    config = config_class(
         text_config={
             **text_settings(text, QWEN),
+            # vLLM reads from the text config whether the head of this family is the embedding.
+            **({**expert_settings(text), "tie_word_embeddings": tie_word_embeddings} if experts else {}),
             "head_dim": text.head_dim,
             "rope_parameters": {**_rope_parameters(text.head_dim), "mrope_interleaved": True},
         },
@@ -163,7 +187,7 @@ def _qwen3_vl(text: TextShape, vision: VisionShape, settings: ProcessorSettings,
         dtype="float32",
         **_image_token_ids(),
     )
-    return _instantiate(Qwen3VLForConditionalGeneration, config)
+    return _instantiate(model_class, config)
 
 
 def _qwen3_5(text: TextShape, vision: VisionShape, settings: ProcessorSettings, tie_word_embeddings: bool) -> Any:

@@ -7,7 +7,7 @@ from typing import Any, Literal
 from tinker_local.backend.tiny_models.marks import GEMMA, LLAMA3, MISTRAL, QWEN, VOCAB_SIZE, Marks
 from tinker_local.backend.tiny_models.shapes import TextShape
 
-TextFamilyName = Literal["qwen3", "qwen2", "qwen3_5_text", "llama", "mistral", "gemma2", "gemma3_text"]
+TextFamilyName = Literal["qwen3", "qwen3_moe", "qwen2", "qwen3_5_text", "llama", "mistral", "gemma2", "gemma3_text"]
 
 SLIDING_WINDOW = 16
 """Positions that a layer with a sliding window attends to, its own included."""
@@ -46,6 +46,20 @@ def text_settings(shape: TextShape, marks: Marks) -> dict[str, Any]:
 
 def _qwen3(shape: TextShape) -> dict[str, Any]:
     return {"head_dim": shape.head_dim, "rope_parameters": _ROPE}
+
+
+def expert_settings(shape: TextShape) -> dict[str, Any]:
+    """Two of eight experts, each narrower than an MLP and of a width that nothing else in the model has."""
+    return {
+        "moe_intermediate_size": shape.intermediate_size // 8 * 3,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "norm_topk_prob": True,
+    }
+
+
+def _qwen3_moe(shape: TextShape) -> dict[str, Any]:
+    return {**_qwen3(shape), **expert_settings(shape)}
 
 
 def _qwen2(shape: TextShape) -> dict[str, Any]:
@@ -128,6 +142,7 @@ def _gemma3(shape: TextShape) -> dict[str, Any]:
 
 TEXT_FAMILIES: dict[TextFamilyName, TextFamily] = {
     "qwen3": TextFamily("Qwen3ForCausalLM", QWEN, _qwen3),
+    "qwen3_moe": TextFamily("Qwen3MoeForCausalLM", QWEN, _qwen3_moe, tied=False),
     "qwen2": TextFamily("Qwen2ForCausalLM", QWEN, _qwen2),
     "qwen3_5_text": TextFamily("Qwen3_5ForCausalLM", QWEN, qwen3_5_settings),
     "llama": TextFamily("LlamaForCausalLM", LLAMA3, _llama, tied=False),

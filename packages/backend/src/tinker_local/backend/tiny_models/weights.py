@@ -17,9 +17,10 @@ _POSITION_STD = 0.3
 def random_weight(name: str, shape: tuple[int, ...], seed: int, scale: float) -> npt.NDArray[np.float32]:
     """Values of the parameter `name`, drawn from a separate random stream.
 
-    A matrix or filter gets N(0, scale^2 / fan_in), so that inputs of RMS 1 come out with RMS `scale`. Token embeddings
-    get N(0, 4 / hidden): logits of a normalised state then have a standard deviation of 2. Norm weights are near 1 and
-    biases near 0 but neither is exactly so: a loader that skips one shows.
+    A matrix or filter gets N(0, scale^2 / fan_in), so that inputs of RMS 1 come out with RMS `scale`; so do the
+    matrices [E, out, in] of experts. Token embeddings get N(0, 4 / hidden): logits of a normalised state then have a
+    standard deviation of 2. Norm weights are near 1 and biases near 0 but neither is exactly so: a loader that skips
+    one shows.
     """
     digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
     noise = np.random.default_rng(int.from_bytes(digest, "little")).standard_normal(shape, dtype=np.float32)
@@ -31,7 +32,7 @@ def random_weight(name: str, shape: tuple[int, ...], seed: int, scale: float) ->
         return 1 + np.float32(_NORM_JITTER) * noise
     if "pos_embed" in name:
         return np.float32(_POSITION_STD) * noise
-    fan_in = math.prod(shape[1:])
+    fan_in = shape[-1] if ".experts." in name else math.prod(shape[1:])
     if "embed_tokens" in name or "lm_head" in name:
         scale = _LOGIT_STD
     return np.float32(scale / math.sqrt(fan_in)) * noise

@@ -26,15 +26,18 @@ HEAD = "head"
 """The LoRA group of the LM head. All other groups belong to the decoder."""
 
 Flag = Literal["attn", "mlp", "unembed"]
+Factor = Literal["A", "B"]
+FACTORS: tuple[Factor, ...] = ("A", "B")
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A frozen matrix that adapters can train, at module `path` of the model: the weight of a module, or some of its
-    rows under a name that the model does not have (see `SplitRows`).
+    """A frozen matrix that adapters can train, at module `path` of the model, or one for each of `experts`: the weight
+    of a module, or some of its rows under a name that the model does not have (see `SplitRows`).
 
     `group`: projections that read the same input in one kind of block (`attention.qkv`); `projection`: its name;
     `index`: the block among those of its kind, from 0. `flag`: the field `train_...` of `LoraConfig` that enables it.
+    `experts` 0: a single matrix. Otherwise all experts share one factor, `shared`, and each has its own of the other.
     """
 
     path: str
@@ -44,6 +47,8 @@ class Target:
     inputs: int
     outputs: int
     flag: Flag
+    experts: int = 0
+    shared: Factor = "A"
 
     @classmethod
     def of(cls, path: str, group: str, index: int, module: torch.nn.Linear, flag: Flag) -> "Target":
@@ -53,6 +58,11 @@ class Target:
     def is_trained(self, config: LoraConfig) -> bool:
         """Whether the flags of `config` enable it."""
         return {"attn": config.train_attn, "mlp": config.train_mlp, "unembed": config.train_unembed}[self.flag]
+
+    def shape(self, factor: Factor, rank: int) -> tuple[int, ...]:
+        """Of factor A [r, in] or B [out, r] in files; of E experts [E, ...], or [1, ...] if they share it."""
+        matrix = (rank, self.inputs) if factor == "A" else (self.outputs, rank)
+        return (1 if factor == self.shared else self.experts, *matrix) if self.experts else matrix
 
 
 Groups = Mapping[str, Sequence[str]]
@@ -70,14 +80,14 @@ def groups_of(targets: Sequence[Target]) -> Groups:
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """One matrix of an adapter: its name in PEFT's files, its target, the target's `order` in the model, A or B, its
+    """One factor of an adapter: its name in PEFT's files, its target, the target's `order` in the model, A or B, its
     shape, and where it starts in the vector."""
 
     name: str
     target: Target
     order: int
-    factor: str
-    shape: tuple[int, int]
+    factor: Factor
+    shape: tuple[int, ...]
     start: int
 
     @property
@@ -99,8 +109,8 @@ def tensor_name(path: str, factor: str) -> str:
 
 
 def layout(targets: Sequence[Target], config: LoraConfig) -> tuple[TensorSpec, ...]:
-    """The matrices of an adapter, A [r, in] and B [out, r] of each target, in the order of the vector: by group and
-    projection, then A before B, then by block."""
+    """The factors of an adapter, A [r, in] and B [out, r] of each target (see `Target.shape`), in the order of the
+    vector: by group and projection, then A before B, then by block."""
     stacks: dict[tuple[str, str], list[tuple[int, Target]]] = {}
     for order, target in enumerate(targets):
         if target.is_trained(config):
@@ -108,9 +118,9 @@ def layout(targets: Sequence[Target], config: LoraConfig) -> tuple[TensorSpec, .
     specs: list[TensorSpec] = []
     start = 0
     for stack in stacks.values():
-        for factor in "AB":
+        for factor in FACTORS:
             for order, target in stack:
-                shape = (config.rank, target.inputs) if factor == "A" else (target.outputs, config.rank)
+                shape = target.shape(factor, config.rank)
                 spec = TensorSpec(tensor_name(target.path, factor), target, order, factor, shape, start)
                 specs.append(spec)
                 start = spec.stop
@@ -172,11 +182,14 @@ class Adapter:
 
     def stack(self, flat: torch.Tensor, group: str, projection: str, factor: str) -> torch.Tensor | None:
         """The matrices of one projection in all L blocks of its kind, A [L, r, in] or B [L, out, r], as a view of
-        `flat`, a vector of this layout; None if the adapter does not train the projection."""
+        `flat`, a vector of this layout; None if the adapter does not train the projection. What E experts do not share
+        is [L, E, ...]."""
         specs = self._stacks.get((group, projection, factor))
         if specs is None:
             return None
-        return flat[specs[0].start : specs[-1].stop].view(len(specs), *specs[0].shape)
+        stack = flat[specs[0].start : specs[-1].stop].view(len(specs), *specs[0].shape)
+        target = specs[0].target
+        return stack[:, 0] if target.experts and target.shared == factor else stack
 
 
 def initial_weights(specs: Sequence[TensorSpec], seed: int | None) -> torch.Tensor:
@@ -189,7 +202,7 @@ def initial_weights(specs: Sequence[TensorSpec], seed: int | None) -> torch.Tens
     weights = torch.zeros(specs[-1].stop)
     for spec in sorted(specs, key=lambda spec: spec.order):
         if spec.factor == "A":
-            bound = 1 / math.sqrt(spec.shape[1])
+            bound = 1 / math.sqrt(spec.shape[-1])
             spec.view(weights).uniform_(-bound, bound, generator=generator)
     return weights
 
@@ -278,7 +291,7 @@ def export(
 def target_modules(model: torch.nn.Module, paths: Sequence[str]) -> tuple[str, ...]:
     """PEFT's `target_modules` for exactly these `paths`: last names, or whole paths if a last name also matches a
     module that is not trained (Qwen2.5-VL's vision tower has projections of the same names). Parts of a module (see
-    `SplitRows`) have names that match none."""
+    `SplitRows`) and projections of experts have names that match none."""
     names = tuple(dict.fromkeys(path.rsplit(".", 1)[-1] for path in paths))
     matched = {path for path, _ in model.named_modules() if path.rsplit(".", 1)[-1] in names}
     return names if matched <= set(paths) else tuple(paths)

@@ -37,7 +37,8 @@ class LowRank:
 
     `a` [p R, in] for p projections; `b` [out, R] of each, scaled by alpha / r; `others` bool [T, R], True for columns
     of other adapters than the token's, or None if one adapter has all tokens. `grad_a`, `grad_b` receive the gradients,
-    in the same shapes (with respect to the scaled b).
+    in the same shapes (with respect to the scaled b). Of experts, the factor that they do not share is [E, ...], and
+    `experts.py` multiplies by it.
     """
 
     a: torch.Tensor
@@ -48,7 +49,7 @@ class LowRank:
 
     def down(self, x: torch.Tensor) -> torch.Tensor:
         """h = x A^T, with zeros in the columns of other adapters. x [T, in] -> [T, p, R]."""
-        return self._masked((x @ self.a.T).unflatten(1, (len(self.b), -1)))
+        return self.masked((x @ self.a.T).unflatten(1, (len(self.b), -1)))
 
     def up(self, h: torch.Tensor, outputs: Sequence[torch.Tensor]) -> None:
         """Write h B^T of each projection to its [T, out] in `outputs`. h [T, p, R]."""
@@ -61,7 +62,7 @@ class LowRank:
         for place, (b, grad_output) in enumerate(zip(self.b, grad_outputs, strict=True)):
             torch.mm(grad_output, b, out=grad_h[:, place])
             compat_torch.mm_into_float32(grad_output.T, h[:, place], self.grad_b[place])
-        return self._masked(grad_h)
+        return self.masked(grad_h)
 
     def write_a_gradient(self, grad_h: torch.Tensor, x: torch.Tensor) -> None:
         """Write A's gradient from the gradient of h [T, p, R] and the input [T, in]."""
@@ -80,7 +81,8 @@ class LowRank:
         others = None if self.others is None else self.others[index]
         return LowRank(self.a, self.b, others, self.grad_a, self.grad_b)
 
-    def _masked(self, h: torch.Tensor) -> torch.Tensor:
+    def masked(self, h: torch.Tensor) -> torch.Tensor:
+        """`h` [T, p, R] with zeros in the columns of other adapters, in place."""
         # Fill instead of multiplying: other adapters' h may be infinite, and 0 x inf is NaN.
         return h if self.others is None else h.masked_fill_(self.others[:, None], 0)
 
@@ -200,8 +202,8 @@ class LoraBatch:
                 if a is None or b is None:
                     continue
                 first = place * self._width
-                a.add_(self._grad_a[group][:, first + columns.start : first + columns.stop])
-                b.add_(self._grad_b[group, projection][:, :, columns.start : columns.stop], alpha=adapter.scale)
+                a.add_(self._grad_a[group][..., first + columns.start : first + columns.stop, :])
+                b.add_(self._grad_b[group, projection][..., columns.start : columns.stop], alpha=adapter.scale)
 
     @property
     def columns(self) -> int:
@@ -220,27 +222,27 @@ class LoraBatch:
         if not shapes:
             return
         assert len(shapes) == len(projections), "attention, MLP and LM head are trained wholly or not at all"
-        blocks, inputs = shapes[projections[0]][0], shapes[projections[0]][1]
+        (*stacked, _, inputs), _ = shapes[projections[0]]
         device = self._columns[0].adapter.weights.device
-        a_all = torch.zeros(blocks, len(projections) * self._width, inputs, dtype=self._dtype, device=device)
+        a_all = torch.zeros(*stacked, len(projections) * self._width, inputs, dtype=self._dtype, device=device)
         for place, projection in enumerate(projections):
-            b_all = torch.zeros(blocks, shapes[projection][2], self._width, dtype=self._dtype, device=device)
+            b_all = torch.zeros(*shapes[projection][1][:-1], self._width, dtype=self._dtype, device=device)
             for c in self._columns:
                 a, b = (c.adapter.stack(c.adapter.weights, group, projection, factor) for factor in "AB")
                 if a is not None and b is not None:
                     first = place * self._width
-                    a_all[:, first + c.start : first + c.stop] = a
+                    a_all[..., first + c.start : first + c.stop, :] = a
                     # Scale before rounding, in one pass.
-                    torch.mul(b, c.adapter.scale, out=b_all[:, :, c.start : c.stop])
+                    torch.mul(b, c.adapter.scale, out=b_all[..., c.start : c.stop])
             self._b[group, projection] = b_all
         self._a[group] = a_all
 
-    def _shape(self, group: str, projection: str) -> tuple[int, int, int] | None:
-        """(L, in, out) of a projection; None if no adapter trains it."""
+    def _shape(self, group: str, projection: str) -> tuple[torch.Size, torch.Size] | None:
+        """Of an adapter's stacked A and B of a projection; None if no adapter trains it."""
         for c in self._columns:
             a, b = (c.adapter.stack(c.adapter.weights, group, projection, factor) for factor in "AB")
             if a is not None and b is not None:
-                return a.shape[0], a.shape[2], b.shape[1]
+                return a.shape, b.shape
         return None
 
     def _make_others(self, slices: Sequence[AdapterSlice]) -> torch.Tensor | None:

@@ -101,7 +101,7 @@ class AdapterLayout:
     base_model: str
     lora_config: LoraConfig
     target_modules: Sequence[str]
-    places: Mapping[str, tuple[int, tuple[int, int]]]
+    places: Mapping[str, tuple[int, tuple[int, ...]]]
     states: Sequence[str]
     step: int
     optimizer_type: str

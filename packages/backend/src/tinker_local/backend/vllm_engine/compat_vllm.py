@@ -6,6 +6,7 @@ Tested with vLLM 0.26 (torch 2.11, CUDA) and 0.32 (torch 2.13, CPU). No module o
 
 import contextlib
 import importlib.metadata
+from dataclasses import dataclass
 from typing import Any
 
 from tinker_local.backend.options import DType, GrammarChoice
@@ -160,13 +161,34 @@ def lora_modules(worker: Any) -> Any:
     return worker._adapter_manager.modules
 
 
-def tensor_parallel_shares(module: Any) -> tuple[int, int]:
-    """Of how many shares the slots of a module of `lora_modules` hold one, in the inputs of A and the outputs of B."""
-    from vllm.lora.layers import ColumnParallelLinearWithLoRA, RowParallelLinearWithLoRA
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """What a module takes of one projection: A [experts_a, rank, inputs] and B [experts_b, outputs, rank]. The number
+    of experts is 1 for what they share, and for projections without experts, whose A and B are matrices."""
+
+    inputs: int
+    outputs: int
+    experts_a: int = 1
+    experts_b: int = 1
+
+
+def taken_by(module: Any) -> list[Taken]:
+    """What a module of `lora_modules` takes, on all ranks together, for each of its packed projections."""
+    from vllm.lora.layers import ColumnParallelLinearWithLoRA, FusedMoEWithLoRA, RowParallelLinearWithLoRA
 
     shares = int(getattr(module, "tp_size", 1))
-    rows, columns = isinstance(module, RowParallelLinearWithLoRA), isinstance(module, ColumnParallelLinearWithLoRA)
-    return (shares if rows else 1), (shares if columns else 1)
+    if isinstance(module, FusedMoEWithLoRA):
+        gate, up = (
+            Taken(a.shape[3], b.shape[2] * shares, a.shape[1], b.shape[1])
+            for a, b in zip(module.w13_lora_a_stacked, module.w13_lora_b_stacked, strict=True)
+        )
+        a, b = module.w2_lora_a_stacked[0], module.w2_lora_b_stacked[0]
+        return [gate, Taken(a.shape[3] * shares, b.shape[2], a.shape[1], b.shape[1]), up]
+    of_a = shares if isinstance(module, RowParallelLinearWithLoRA) else 1
+    of_b = shares if isinstance(module, ColumnParallelLinearWithLoRA) else 1
+    stacks = module.lora_a_stacked, module.lora_b_stacked
+    pairs = zip(*stacks, strict=True) if isinstance(stacks[0], tuple) else [stacks]
+    return [Taken(a.shape[-1] * of_a, b.shape[-2] * of_b) for a, b in pairs]
 
 
 def lora_slots(worker: Any) -> list[int | None]:

@@ -1,6 +1,7 @@
 """LoRA for vLLM's CPU build and for scoring prompts; `patches.py` says why vLLM's own operators do not do."""
 
 import contextlib
+import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -43,6 +44,32 @@ def add_lora(
             used = min(delta.shape[1], width)
             y[start:stop, offset : offset + used] += scale * delta[:, :used]
             offset += width
+
+
+class _Small(int):
+    """An int that is never greater than another number."""
+
+    def __gt__(self, other: object) -> bool:
+        return False
+
+
+def allow_large_vocabularies() -> None:
+    """Have an LM head of any size take adapters."""
+    from vllm.lora.layers import LogitsProcessorWithLoRA
+
+    original: Any = LogitsProcessorWithLoRA.create_lora_weights
+
+    @functools.wraps(original)
+    def create_lora_weights(self: Any, *args: Any, **kwargs: Any) -> None:
+        size = self.base_layer.vocab_size
+        self.base_layer.vocab_size = _Small(size)
+        try:
+            original(self, *args, **kwargs)
+        finally:
+            self.base_layer.vocab_size = size
+
+    if not hasattr(original, "__wrapped__"):
+        LogitsProcessorWithLoRA.create_lora_weights = create_lora_weights
 
 
 def by_segments(wrapper: Any) -> Any:

@@ -20,6 +20,7 @@ from tinker_local.backend.vllm_engine import (
     lora_operators,
     score_prompts,
     sleep_mode,
+    vllm_experts,
 )
 from tinker_local.backend.vllm_engine.compat_vllm import lora_worker, model_runner, scheduler, version
 
@@ -70,31 +71,6 @@ def _name_ranks() -> None:
 
     if not hasattr(original, "__wrapped__"):
         ExecutorWithExternalLauncher._distributed_args = distributed_args
-
-
-class _Small(int):
-    """An int that is never greater than another number."""
-
-    def __gt__(self, other: object) -> bool:
-        return False
-
-
-def _allow_large_vocabularies() -> None:
-    from vllm.lora.layers import LogitsProcessorWithLoRA
-
-    original: Any = LogitsProcessorWithLoRA.create_lora_weights
-
-    @functools.wraps(original)
-    def create_lora_weights(self: Any, *args: Any, **kwargs: Any) -> None:
-        size = self.base_layer.vocab_size
-        self.base_layer.vocab_size = _Small(size)
-        try:
-            original(self, *args, **kwargs)
-        finally:
-            self.base_layer.vocab_size = size
-
-    if not hasattr(original, "__wrapped__"):
-        LogitsProcessorWithLoRA.create_lora_weights = create_lora_weights
 
 
 def _correct_yarn_of_sections() -> None:
@@ -253,6 +229,17 @@ PATCHES = (
         to_process=_replace_cpu_operators,
     ),
     Patch(
+        "experts take adapters of the hosted layout, in which they share factors; on CPU in plain torch",
+        "vLLM serves one layout in an engine, by default another; with LoRA it computes experts in Triton alone",
+        "0.26 to 0.32",
+        ("enable_moe_shared_loras", "select_unquantized_moe_backend", "process_weights_after_loading", "_lora_context"),
+        ("families/test_experts.py::test_each_target_alone_reaches_the_sampler",),
+        hook="enable_moe_shared_loras of EngineArgs, which is made before the model's family is known",
+        used_in=("vllm_experts.py",),
+        to_process=vllm_experts.take_adapters_on_cpu,
+        to_config=vllm_experts.share_factors,
+    ),
+    Patch(
         "the classes that families name in `vllm_head` declare their LM head as a LoRA target",
         "unlike Qwen3's, they do not, so vLLM refuses adapters of the LM head; Gemma 2's has no module of that name",
         "0.26 to 0.32",
@@ -293,7 +280,7 @@ PATCHES = (
         "0.26 to 0.32",
         ("create_lora_weights", "vocab_size"),
         ("families/test_families_train_and_sample.py::test_gemma_3s_vocabulary_takes_adapters",),
-        to_process=_allow_large_vocabularies,
+        to_process=lora_operators.allow_large_vocabularies,
     ),
     Patch(
         "YaRN stretches the positions of Qwen-VL models by the context length that they were trained with",

@@ -15,13 +15,16 @@ from tinker_local.backend.vllm_engine.compat_vllm import (
     lora_worker,
     module_renames,
     runs_on_cpu,
-    tensor_parallel_shares,
+    taken_by,
 )
 from tinker_local.backend.vllm_engine.host_memory import new_vector
 from tinker_local.types import ApiError, InternalError, InvalidRequestError
 
 if TYPE_CHECKING:
     from tinker_local.backend.vllm_engine.rank_leader import Leader
+
+_IGNORED = ("gate", "shared_expert_gate")
+"""Modules that take adapters and compute without them: the router of experts, and the gate of a shared one."""
 
 
 class VLLMAdapters:
@@ -199,28 +202,32 @@ def build_lora_model(worker: Any, peft_config: Mapping[str, Any], tensors: Mappi
 def check_adapter_taken(version: AdapterVersion, numbers: torch.Tensor, tensors: int, lora: Any, modules: Any) -> None:
     """InvalidRequestError unless all `tensors` of an adapter reached modules of their size, and all are finite.
 
-    vLLM silently ignores tensors that match none of its modules. `lora`: vLLM's `LoRAModel`, packed (`q_proj`, `k_proj`
-    and `v_proj` are one entry `qkv_proj`, and so on). `modules`: vLLM's modules that can take an adapter, by name.
-    `numbers`: everything in `lora`, in one vector.
+    vLLM silently ignores tensors that match none of its modules, and those of routers. `lora`: vLLM's `LoRAModel`,
+    packed (`q_proj`, `k_proj` and `v_proj` are one entry `qkv_proj`, and so on). `modules`: vLLM's modules that can
+    take an adapter, by name. `numbers`: everything in `lora`, in one vector.
     """
     where = f"sampler version {version.name}"
     weights = lora.loras
-    ignored = sorted(set(weights) - set(modules))
+    ignored = sorted(name for name in weights if name not in modules or name.rpartition(".")[2] in _IGNORED)
     if ignored:
-        raise InvalidRequestError(f"{where}: vLLM has no module for the tensors of {', '.join(ignored)}")
+        raise InvalidRequestError(f"{where}: vLLM does not use the tensors of {', '.join(ignored)}")
     finite = all_finite(numbers)
     taken = 0
     for name, module in weights.items():
-        for (a, b), (slot_a, slot_b) in zip(_pairs(module), _slots(modules[name]), strict=True):
+        for (a, b), place in zip(_pairs(module), taken_by(modules[name]), strict=True):
             if a is None or b is None:  # the adapter only has some of the packed ones
                 continue
             # vLLM copies a smaller matrix into a corner of its buffer.
-            of_a, of_b = tensor_parallel_shares(modules[name])
-            width_in, width_out = slot_a.shape[-1] * of_a, slot_b.shape[-2] * of_b
-            if a.shape[1] != width_in or b.shape[0] != width_out:
+            if (a.shape[-1], b.shape[-2]) != (place.inputs, place.outputs):
                 raise InvalidRequestError(
-                    f"{where}: {name} is {a.shape[1]} to {b.shape[0]} wide in the adapter, and "
-                    f"{width_in} to {width_out} in the model"
+                    f"{where}: {name} is {a.shape[-1]} to {b.shape[-2]} wide in the adapter, and "
+                    f"{place.inputs} to {place.outputs} in the model"
+                )
+            experts = tuple(len(factor) if factor.ndim == 3 else 1 for factor in (a, b))
+            if experts != (place.experts_a, place.experts_b):
+                raise InvalidRequestError(
+                    f"{where}: {name} has A of {experts[0]} and B of {experts[1]} experts in the adapter, and "
+                    f"{place.experts_a} and {place.experts_b} in the model (1: all share it)"
                 )
             if not finite and not (all_finite(a) and all_finite(b)):
                 raise InvalidRequestError(f"{where}: the tensors of {name} hold NaN or infinity")
@@ -241,10 +248,3 @@ def _pairs(weights: Any) -> list[tuple[Any, Any]]:
     if isinstance(weights.lora_a, list):
         return list(zip(weights.lora_a, weights.lora_b, strict=True))
     return [(weights.lora_a, weights.lora_b)]
-
-
-def _slots(module: Any) -> list[tuple[Any, Any]]:
-    """The buffers [slots, 1, rank, in] and [slots, 1, out, rank] of vLLM's module, a pair for each packed one."""
-    if isinstance(module.lora_a_stacked, tuple):
-        return list(zip(module.lora_a_stacked, module.lora_b_stacked, strict=True))
-    return [(module.lora_a_stacked, module.lora_b_stacked)]

@@ -51,7 +51,8 @@ def make_decoder(
 
 
 def _written_out(model: Any, family: Family, kernels: Kernels, weights: LargeWeights) -> Decoder:
-    decoder = take_layers(model.get_submodule(family.decoder_path), family.decoder_path, kernels, weights)
+    path = family.decoder_path
+    decoder = take_layers(model.get_submodule(path), path, kernels, weights, family.lora.experts)
     _compare(decoder, model, family, weights)
     return decoder
 

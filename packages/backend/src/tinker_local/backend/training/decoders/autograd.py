@@ -20,6 +20,7 @@ from tinker_local.backend.training.decoder import PackedRow
 from tinker_local.backend.training.decoders.gated_mlp import GatedDown, is_gated
 from tinker_local.backend.training.decoders.packed_attention import ATTENTION, PackedCall, attending, attention_rules
 from tinker_local.backend.training.decoders.packed_delta_net import is_delta_net, packed_delta_net
+from tinker_local.backend.training.decoders.packed_experts import expert_targets, in_order, is_experts, packed_experts
 from tinker_local.backend.training.decoders.recomputed_norm import RecomputedNorm, is_norm
 from tinker_local.backend.training.large_weights import RESIDENT, LargeWeights, Walk
 from tinker_local.backend.training.lora import Adapter, AdapterSlice, Flag, Target, groups_of, layout
@@ -54,16 +55,27 @@ class AutogradDecoder:
         norms = [module for module in modules.modules() if module not in in_layers and is_norm(module)]
         gated: list[Any] = []
         deltas: list[Any] = []
+        experts: list[tuple[str, Any]] = []
         with weights.walk(backward=False) as walk:
             for index, layer in enumerate(modules.layers):
                 walk.layer(index)
                 norms += [module for module in layer.modules() if is_norm(module)]
                 gated += [module for module in layer.modules() if is_gated(module)]
                 deltas += [module for module in layer.modules() if is_delta_net(module)]
+                if lora.experts is not None:
+                    named = layer.named_modules(prefix=f"{path}.layers.{index}")
+                    experts += [(name, module) for name, module in named if is_experts(module)]
         for linear in self._by_module:
             linear.forward = functools.partial(self._linear, linear, linear.forward)
         for delta in deltas:
             delta.forward = functools.partial(self._delta, delta, delta.forward)
+        self._expert_targets: dict[Any, list[Target]] = {}
+        if lora.experts is not None:
+            for index, (name, module) in enumerate(experts):
+                self._expert_targets[module] = expert_targets(name, "experts", index, module, lora.experts)
+                module.forward = functools.partial(self._experts, module, module.forward)
+            of_experts = [target for targets in self._expert_targets.values() for target in targets]
+            self.targets = in_order([*self.targets, *of_experts], modules, path)
         for mlp in gated:
             mlp.forward = functools.partial(self._mlp, mlp, mlp.forward)
         for norm in norms:
@@ -145,6 +157,15 @@ class AutogradDecoder:
         return GatedDown.apply(
             mlp.gate_proj(x), mlp.up_proj(x), mlp.act_fn, down.weight, down.bias, self._low_rank(down)
         )
+
+    def _experts(
+        self, module: Any, original: Callable[..., Any], x: torch.Tensor, experts: torch.Tensor, scores: torch.Tensor
+    ) -> Any:
+        if self._run is None:
+            return original(x, experts, scores)
+        gate, _, down = self._expert_targets[module]
+        low_ranks = (self._run.lora.group(target.group, target.index) for target in (gate, down))
+        return packed_experts(module, x, experts, scores, *low_ranks)
 
     def _norm(self, original: Callable[..., Any], x: torch.Tensor) -> Any:
         return original(x) if self._run is None else RecomputedNorm.apply(x, original)

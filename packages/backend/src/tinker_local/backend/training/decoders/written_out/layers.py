@@ -8,13 +8,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from tinker_local.backend.families.family import Experts
 from tinker_local.backend.training.block_memory import decoder_memory
 from tinker_local.backend.training.decoder import PackedRow
 from tinker_local.backend.training.decoders.packed_attention import attention_rules
 from tinker_local.backend.training.decoders.packed_delta_net import PARAMETERS
+from tinker_local.backend.training.decoders.packed_experts import is_experts
 from tinker_local.backend.training.decoders.written_out.attention_block import AttentionBlock
 from tinker_local.backend.training.decoders.written_out.block import Block, BlockPass, RowContext, norm_weight
 from tinker_local.backend.training.decoders.written_out.delta_block import DeltaBlock
+from tinker_local.backend.training.decoders.written_out.experts_block import ExpertsBlock
 from tinker_local.backend.training.decoders.written_out.mlp_block import MlpBlock
 from tinker_local.backend.training.kernels import Kernels
 from tinker_local.backend.training.large_weights import RESIDENT, LargeWeights, Walk
@@ -73,10 +76,16 @@ class WrittenOutDecoder:
         return decoder_memory(layers, tokens * len(self.norm) * itemsize)
 
 
-def take_layers(decoder: Any, path: str, kernels: Kernels, weights: LargeWeights = RESIDENT) -> WrittenOutDecoder:
+def take_layers(
+    decoder: Any,
+    path: str,
+    kernels: Kernels,
+    weights: LargeWeights = RESIDENT,
+    experts: Experts | None = None,
+) -> WrittenOutDecoder:
     """Make a decoder from transformers' module `decoder`, at `path` of its model. Supports the layers of Llama, Qwen2,
-    Qwen3 and Qwen3.5: RMS norms before attention (softmax or linear) and MLP, rotary positions, SiLU. UnsupportedError
-    says what differs.
+    Qwen3 and Qwen3.5: RMS norms before attention (softmax or linear) and MLP, rotary positions, SiLU; and, if the
+    family names them, `experts` in place of MLPs. UnsupportedError says what differs.
 
     Joins matrices: the modules' own parameters become views of the joined ones. Walks through `weights`.
     """
@@ -87,11 +96,12 @@ def take_layers(decoder: Any, path: str, kernels: Kernels, weights: LargeWeights
     if getattr(decoder, "rotary_emb", None) is None:
         raise UnsupportedError("it has no rotary positions")
     for index, layer in enumerate(decoder.layers):
-        _check_layer(layer, f"layer {index}")
+        _check_layer(layer, f"layer {index}", experts)
     _check_parts(decoder.norm, _NORM, "norm")
     rules = attention_rules(decoder, weights)
     layers: list[Layer] = []
     counts = dict.fromkeys(_ATTENTION, 0)
+    dense = 0
     with weights.walk(backward=False) as walk:
         for index, layer in enumerate(decoder.layers):
             walk.layer(index)
@@ -103,7 +113,14 @@ def take_layers(decoder: Any, path: str, kernels: Kernels, weights: LargeWeights
                 if kind == "self_attn"
                 else DeltaBlock.take(place, f"{where}.{kind}", norm, attention)
             )
-            layers.append((first, MlpBlock.take(index, f"{where}.mlp", layer.post_attention_layernorm, layer.mlp)))
+            rest = f"{where}.mlp", layer.post_attention_layernorm, layer.mlp
+            if experts is None or not _has_experts(layer.mlp):
+                layers.append((first, MlpBlock.take(dense, *rest)))
+                dense += 1
+            elif is_experts(layer.mlp.experts):
+                layers.append((first, ExpertsBlock.take(index - dense, *rest, experts)))
+            else:
+                raise UnsupportedError(f"layer {index}: its experts are not gated by SiLU")
     norm, epsilon = norm_weight(decoder.norm)
     return WrittenOutDecoder(layers, decoder.norm.weight.dtype, norm, epsilon, decoder.rotary_emb, kernels)
 
@@ -122,14 +139,22 @@ def _kind(layer: Any) -> str:
     return "linear_attn" if hasattr(layer, "linear_attn") else "self_attn"
 
 
-def _check_layer(layer: Any, where: str) -> None:
+_EXPERTS = {"gate.weight", "experts.gate_up_proj", "experts.down_proj"}
+
+
+def _has_experts(mlp: Any) -> bool:
+    return hasattr(mlp, "experts")
+
+
+def _check_layer(layer: Any, where: str, experts: Experts | None) -> None:
     parts = {name: module for name, module in layer.named_children() if any(True for _ in module.parameters())}
     kind = _kind(layer)
     known = {kind, "mlp", "input_layernorm", "post_attention_layernorm"}
     if parts.keys() != known:
         raise UnsupportedError(f"{where} consists of {', '.join(parts)}, not of {', '.join(sorted(known))}")
     _check_parts(parts[kind], _ATTENTION[kind], f"{where}: {kind}")
-    _check_parts(layer.mlp, _MLP, f"{where}: mlp")
+    routed = experts is not None and _has_experts(layer.mlp)
+    _check_parts(layer.mlp, _EXPERTS if routed else _MLP, f"{where}: mlp")
     for name in ("input_layernorm", "post_attention_layernorm"):
         _check_parts(parts[name], _NORM, f"{where}: {name}")
         if not hasattr(parts[name], "variance_epsilon") and type(parts[name]).__name__ != "Qwen3_5RMSNorm":

@@ -1,0 +1,84 @@
+"""An adapter of experts, added to the tensors that files of the base model have of them.
+
+Legend: E experts, H hidden size, I intermediate size, r rank.
+"""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import TYPE_CHECKING
+
+from tinker_local.backend.adapter_tensors import as_torch
+from tinker_local.backend.exporting.trained import Trained
+from tinker_local.backend.training.trainer import LORA_ALPHA
+from tinker_local.types import InvalidRequestError
+
+if TYPE_CHECKING:
+    import torch
+
+Merge = Callable[["torch.Tensor"], "torch.Tensor"]
+"""A tensor of the base model to the same with the adapter, in the same dtype."""
+
+
+def expert_modules(trained: Trained) -> list[str]:
+    """The modules of experts that the adapter trained. InvalidRequestError if it has a part of their projections."""
+    names = trained.base.family.lora.experts
+    if names is None:
+        return []
+    found: dict[str, list[str]] = {}
+    for path in trained.paths:
+        module, _, last = path.rpartition(".")
+        if last in names.names:
+            found.setdefault(module, []).append(last)
+    for module, lasts in found.items():
+        if set(lasts) != set(names.names):
+            raise InvalidRequestError(f"the adapter has {', '.join(lasts)} of {module}, not all of {names.names}")
+    return list(found)
+
+
+def first_tensor(trained: Trained, module: str) -> str:
+    """The name in files, below the decoder, of a tensor of the experts `module`."""
+    names = trained.base.family.lora.experts
+    assert names is not None
+    return f"{module}.gate_up_proj" if names.transposed else f"{module}.0.gate_proj.weight"
+
+
+def merges(trained: Trained, module: str, prefix: str) -> Mapping[str, Merge]:
+    """For each tensor in files of the experts `module`: what adds the adapter. `prefix`: how their names begin."""
+    names = trained.base.family.lora.experts
+    assert names is not None
+    gate, up, down = (f"{module}.{name}" for name in names.names)
+    if names.transposed:
+        return {
+            f"{prefix}gate_up_proj": partial(_add_to_all, trained, (gate, up)),
+            f"{prefix}down_proj": partial(_add_to_all, trained, (down,)),
+        }
+    count = max(len(factor) for factor in trained.factors(gate))
+    return {
+        f"{prefix}{expert}.{name}.weight": partial(_add, trained, path, expert)
+        for expert in range(count)
+        for name, path in (("gate_proj", gate), ("up_proj", up), ("down_proj", down))
+    }
+
+
+def _change(trained: Trained, path: str, expert: int) -> "torch.Tensor":
+    """alpha / r B A of one expert, float32 [out, in]."""
+    a, b = (as_torch(factor) for factor in trained.factors(path))
+    a, b = (factor[expert if len(factor) > 1 else 0] for factor in (a, b))
+    return (b @ a).mul_(LORA_ALPHA / trained.config.rank)
+
+
+def _add(trained: Trained, path: str, expert: int, tensor: "torch.Tensor") -> "torch.Tensor":
+    return tensor.float().add_(_change(trained, path, expert)).to(tensor.dtype)
+
+
+def _add_to_all(trained: Trained, paths: tuple[str, ...], tensor: "torch.Tensor") -> "torch.Tensor":
+    """`tensor` [E, in, out of all `paths`]."""
+    merged = tensor.clone()
+    for expert, matrix in enumerate(merged):
+        start = 0
+        for path in paths:
+            change = _change(trained, path, expert).T
+            part = matrix[:, start : start + change.shape[1]]
+            part.copy_(part.float() + change)
+            start += change.shape[1]
+    return merged

@@ -1,0 +1,122 @@
+"""Routed experts in place of an MLP, forward and backward.
+
+    out = y + Σ_k s_k D_e (silu(G_e m) * (U_e m))        m = norm(y); e and s_k: of the router
+
+`training/experts.py` has the sum. Legend: T tokens, H hidden size, K experts of a token, S = T K, I intermediate size
+of an expert, R columns of adapters.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from tinker_local.backend.families.family import Experts
+from tinker_local.backend.training.block_memory import BlockMemory, experts_memory
+from tinker_local.backend.training.decoders.packed_experts import expert_targets
+from tinker_local.backend.training.decoders.written_out.block import RowContext, norm_weight, present
+from tinker_local.backend.training.experts import (
+    ExpertsKept,
+    ExpertWeights,
+    Routing,
+    down,
+    experts_backward,
+    gate_and_up,
+    middle,
+)
+from tinker_local.backend.training.lora import Target
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ExpertsBlock:
+    """The weights of experts block `index`; `norm` [H]. `router(m)`: transformers' module, which returns logits, scores
+    [T, K] and experts [T, K]."""
+
+    index: int
+    norm: torch.Tensor
+    epsilon: float
+    router: Callable[[torch.Tensor], tuple[torch.Tensor, ...]]
+    chosen: int
+    weights: ExpertWeights
+    targets: tuple[Target, ...]
+
+    @classmethod
+    def take(cls, index: int, path: str, norm: Any, mlp: Any, names: Experts) -> "ExpertsBlock":
+        """Make the block from transformers' modules `norm` and `mlp` (at `path`)."""
+        weight, epsilon = norm_weight(norm)
+        return cls(
+            index=index,
+            norm=weight,
+            epsilon=epsilon,
+            router=mlp.gate,
+            chosen=mlp.gate.top_k,
+            weights=ExpertWeights(mlp.experts.gate_up_proj.detach(), mlp.experts.down_proj.detach()),
+            targets=tuple(expert_targets(f"{path}.experts", "experts", index, mlp.experts, names)),
+        )
+
+    def start(self, x: torch.Tensor, context: RowContext) -> "ExpertsPass":
+        """Create a pass over `x` [T, H]."""
+        return ExpertsPass(self, context, x)
+
+    def memory(self, tokens: int, columns: int, itemsize: int) -> BlockMemory:
+        """See `Block.memory`."""
+        _, hidden, width = self.weights.down.shape
+        return experts_memory(tokens, columns, itemsize, chosen=self.chosen, hidden=hidden, width=width)
+
+
+@dataclass(slots=True, eq=False)
+class ExpertsPass:
+    """`scores` [T, K]; `gate_up` [S, 2 I]; `h` [T, 2, R], of gate and up, and `mid` [T, 1, R]: of the adapters."""
+
+    block: ExpertsBlock
+    context: RowContext
+    x: torch.Tensor
+    routing: Routing | None = None
+    scores: torch.Tensor | None = None
+    gate_up: torch.Tensor | None = None
+    h: torch.Tensor | None = None
+    mid: torch.Tensor | None = None
+
+    def forward(self) -> torch.Tensor:
+        block, c = self.block, self.context
+        routing, scores, gate_up = self._routed()
+        low_rank = c.lora.group("experts.down", block.index)
+        self.mid, output = down(gate_up, scores, routing, block.weights, low_rank, c.kernels)
+        return output.add_(self.x)
+
+    def drop_large(self) -> None:
+        self.gate_up = None
+
+    def restore(self) -> None:
+        if self.gate_up is None:
+            self._routed()
+        low_rank = self.context.lora.group("experts.down", self.block.index)
+        if self.mid is None and low_rank is not None:
+            assert self.routing is not None
+            activated = self.context.kernels.swiglu(present(self.gate_up))
+            self.mid = middle(activated, present(self.scores), self.routing, low_rank)
+
+    def backward(self, grad: torch.Tensor) -> torch.Tensor:
+        block, c = self.block, self.context
+        m = c.kernels.rms_norm(self.x, block.norm, block.epsilon)
+        assert self.routing is not None, "kept or recomputed before the backward"
+        kept, self.gate_up = ExpertsKept(present(self.gate_up), self.h, self.mid), None
+        low_gate_up, low_down = (c.lora.group(f"experts.{name}", block.index) for name in ("gate_up", "down"))
+        grad_m, grad_scores = experts_backward(
+            grad, m, present(self.scores), self.routing, block.weights, kept, low_gate_up, low_down, c.kernels
+        )
+        with torch.enable_grad():  # the router is small, and families differ in it
+            leaf = m.detach().requires_grad_()
+            scores = block.router(leaf)[1]
+        grad_m += torch.autograd.grad(scores, leaf, grad_scores)[0]
+        return c.kernels.rms_norm_backward(grad_m, self.x, block.norm, block.epsilon, grad)
+
+    def _routed(self) -> tuple[Routing, torch.Tensor, torch.Tensor]:
+        block, c = self.block, self.context
+        m = c.kernels.rms_norm(self.x, block.norm, block.epsilon)
+        if self.routing is None or self.scores is None:
+            _, self.scores, experts = block.router(m)
+            self.routing = Routing.of(experts, len(block.weights.down))
+        low_rank = c.lora.group("experts.gate_up", block.index)
+        self.h, self.gate_up = gate_and_up(m, self.routing, block.weights, low_rank)
+        return self.routing, self.scores, self.gate_up
