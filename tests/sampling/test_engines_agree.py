@@ -128,8 +128,12 @@ async def test_a_model_that_the_engines_compute_alike_starts_and_says_how_close_
     assert said.startswith(f"{NAME}: trainer and sampler agree to ")
 
 
+IN_BFLOAT16 = [family for family in TEXT_FAMILIES if family != "qwen3_5_text" or not runs_on_cpu()]
+"""vLLM's kernels of linear attention on CPUs refuse small heads in bfloat16."""
+
+
 @pytest.mark.more
-@pytest.mark.parametrize("family", [*TEXT_FAMILIES, "qwen3_vl", "qwen2_5_vl"])
+@pytest.mark.parametrize("family", [*IN_BFLOAT16, "qwen3_vl", "qwen2_5_vl"])
 async def test_rounding_of_bfloat16_takes_less_than_half_of_what_is_normal(tmp_path: Path, family: Any) -> None:
     make = make_tiny_text_model if family in TEXT_FAMILIES else make_tiny_vl_model
     make(tmp_path / "model", family=family)
