@@ -72,7 +72,7 @@ def noisy(trainer: HFTrainer, config: LoraConfig, seed: int, only: tuple[str, ..
     trainer.remove_adapter("noisy")
     rng = np.random.default_rng(seed)
     tensors = {name: np.array(value) for name, value in state.tensors.items()}
-    for name, value in tensors.items():
+    for name, value in sorted(tensors.items()):  # decoders order them differently
         if "lora_B" in name and name.split(".")[-3] in only:
             value[:] = rng.normal(0, 0.03, value.shape)
     return replace(state, tensors=tensors)
