@@ -16,6 +16,7 @@ from tinker_local.backend.rendering.rendered_input import ImagePlacement, Render
 from tinker_local.backend.sampling.sampler import AdapterVersion, SampleWork
 from tinker_local.backend.storage.adapter_files import write_adapter
 from tinker_local.backend.tiny_models import make_tiny_vl_model
+from tinker_local.backend.tiny_models.text_families import QWEN3_5_SHAPE
 from tinker_local.backend.training.recompute_policy import Keep
 from tinker_local.backend.training.trainer import AdapterState, TrainDatum, TrainResult, TrainWork
 from tinker_local.backend.training.worker import HFTrainer
@@ -38,9 +39,8 @@ DECODERS = ("autograd", "written-out")
 TOLERANCE = 1e-4
 """Nats."""
 
-GRADIENT_TOLERANCE = 1e-3
-"""Of the largest element of a gradient. `test_delta_rule.py` has the rule's own gradients to rounding; here both sides
-compute in float32, and the norms of linear attention divide by numbers near zero where a sequence begins."""
+GRADIENT_TOLERANCE = 1e-4
+"""Of the largest element of a gradient; `test_delta_rule.py` has the rule's own gradients to rounding."""
 
 LENGTHS = (5, 140, 23)
 """Of data: the middle one has more positions than two chunks of the delta rule."""
@@ -52,7 +52,9 @@ SMALL_BLOCK = 128
 
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_vl_model(tmp_path_factory.mktemp("qwen3_5") / "model", family="qwen3_5")
+    """Weights smaller than usual, which amplify rounding less."""
+    shape = replace(QWEN3_5_SHAPE, weight_scale=0.6)
+    return make_tiny_vl_model(tmp_path_factory.mktemp("qwen3_5") / "model", family="qwen3_5", text=shape)
 
 
 @pytest.fixture(scope="module")
@@ -103,10 +105,7 @@ def test_adapters_have_the_tensors_of_the_hosted_service(trainers: Mapping[str, 
         assert projections == {*TARGETS, "unembed_tokens"} - {"lm_head"}
 
 
-def assert_agrees_with_transformers(
-    trainer: HFTrainer, folder: Path, data: Mapping[str, list[TrainDatum]], noise: float = 1
-) -> None:
-    """Logprobs and gradients, to `noise` tolerances."""
+def assert_agrees_with_transformers(trainer: HFTrainer, folder: Path, data: Mapping[str, list[TrainDatum]]) -> None:
     theirs = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
     hooked = Hooked(trainer, theirs.eval().requires_grad_(False))
     works = [TrainWork(name, of_run, "cross_entropy") for name, of_run in data.items()]
@@ -117,7 +116,7 @@ def assert_agrees_with_transformers(
         for each, output in zip(work.data, result.outputs, strict=True):
             rows = hooked.logprobs(work.adapter_id, each.input)
             logprobs = rows.gather(1, torch.from_numpy(each.target_tokens)[:, None])[:, 0]
-            np.testing.assert_allclose(output["logprobs"], logprobs.detach(), atol=noise * TOLERANCE, rtol=0)
+            np.testing.assert_allclose(output["logprobs"], logprobs.detach(), atol=TOLERANCE, rtol=0)
             (-(torch.from_numpy(each.loss_inputs["weights"]) * logprobs).sum()).backward()
         adapter, wanted = trainer._adapters[work.adapter_id], hooked.gradients(work.adapter_id)
         for spec in adapter.specs:
@@ -125,7 +124,7 @@ def assert_agrees_with_transformers(
             scale = float(wanted[spec.name].abs().max())
             assert scale > 0, spec.name
             found = spec.view(adapter.gradient)
-            atol = noise * GRADIENT_TOLERANCE * scale
+            atol = GRADIENT_TOLERANCE * scale
             torch.testing.assert_close(found, wanted[spec.name], rtol=0, atol=atol, msg=spec.name)
 
 
@@ -171,7 +170,7 @@ def test_written_out_layers_have_the_same_gradients_whatever_is_kept(
     for name, theirs in found["autograd"].items():
         scale = float(theirs.abs().max())
         ours = found["written-out"][name]
-        torch.testing.assert_close(ours, theirs, rtol=0, atol=10 * GRADIENT_TOLERANCE * scale, msg=name)
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=GRADIENT_TOLERANCE * scale, msg=name)
 
 
 def sampled(folder: Path, asked: list[SampleWork], **options: Any) -> list[Any]:
@@ -290,5 +289,4 @@ def test_images_have_the_positions_and_features_that_transformers_gives_them(
         targets = np.roll(made.token_ids, -1).astype(np.int64)
         weights = np.where(made.token_ids == pad, 0, 1).astype(np.float32)
         data.append(TrainDatum(made, targets, {"weights": weights}))
-    # The tower of random weights adds its own rounding: 9e-4 nats were seen. A wrong position is worth whole nats.
-    assert_agrees_with_transformers(trainers[decoder], folder, {"a": data}, noise=30)
+    assert_agrees_with_transformers(trainers[decoder], folder, {"a": data})

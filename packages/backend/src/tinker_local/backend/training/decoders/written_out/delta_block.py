@@ -55,7 +55,8 @@ class DeltaBlock:
             ba=joined([net.in_proj_b, net.in_proj_a]),
             output=net.out_proj.weight.detach(),
             rule=DeltaRule.of(net),
-            targets=(*inputs, Target.of(f"{path}.out_proj", "delta.output", index, net.out_proj, "attn")),
+            # In the order of transformers' modules, in which the same seed draws the same A in every decoder.
+            targets=(Target.of(f"{path}.out_proj", "delta.output", index, net.out_proj, "attn"), *inputs),
         )
 
     def start(self, x: torch.Tensor, context: RowContext) -> "DeltaPass":
@@ -70,7 +71,7 @@ class DeltaBlock:
 
     def parts(self, qkvz: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Split the joined output into q, k, v and z."""
-        return tuple(qkvz.split([target.outputs for target in self.targets[:4]], dim=-1))
+        return tuple(qkvz.split([target.outputs for target in self.targets[1:]], dim=-1))
 
     def inputs(self, qkvz: torch.Tensor, ba: torch.Tensor) -> MixInputs:
         """The joined outputs as what `mix` takes."""
