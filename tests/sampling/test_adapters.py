@@ -172,8 +172,8 @@ def configure(**values: Any) -> Callable[[Path], None]:
     ("damage", "message"),
     [
         (truncate, "cannot be read"),
-        (rename_module, "no module for the tensors of .*layers.9"),
-        (add_vision_tensors, "no module for the tensors of visual"),
+        (rename_module, "vLLM does not use the tensors of .*layers.9"),
+        (add_vision_tensors, "vLLM does not use the tensors of visual"),
         (drop_a_matrix, "o_proj.lora_B.weight is not a LoRA matrix, or the other one of its pair is missing"),
         (rename_matrix, "o_proj.lora_[BC].weight is not a LoRA matrix"),
         (wrong_shape, "o_proj is 7 to 64 wide in the adapter, and 128 to 64 in the model"),

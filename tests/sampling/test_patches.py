@@ -17,7 +17,7 @@ OWN_OBJECTS = {"engine_thread.py", "host_memory.py", "vllm_sampler.py"}
 NOT_INTERNAL = {
     *("seed", "logprobs", "prompt_logprobs", "extra_args", "skip_reading_prefix_cache"),  # of SamplingParams
     "id",  # of LoRAModel
-    "kept_by_dynamo",  # ours
+    *("kept_by_dynamo", "in_torch"),  # ours
     *("disable", "set_num_threads"),  # torch's
     "_exit",  # of os
 }

@@ -82,7 +82,7 @@ def by_segments(wrapper: Any) -> Any:
             self, mapping: Any, lora_index_to_id: Sequence[int | None], *args: Any, **kwargs: Any
         ) -> None:
             super().update_metadata(mapping, lora_index_to_id, *args, **kwargs)
-            self._token_segments = segments(mapping.index_mapping, lora_index_to_id)
+            self.token_segments = segments(mapping.index_mapping, lora_index_to_id)
             self._sampled_segments = segments(mapping.prompt_mapping, lora_index_to_id)
 
         def add_lora_linear(
@@ -96,10 +96,10 @@ def by_segments(wrapper: Any) -> Any:
             **_: Any,
         ) -> None:
             y, x = y.view(-1, y.shape[-1]), x.view(-1, x.shape[-1])
-            add_lora(y, x, lora_a_stacked, lora_b_stacked, output_slices, self._token_segments, scale)
+            add_lora(y, x, lora_a_stacked, lora_b_stacked, output_slices, self.token_segments, scale)
 
         def add_lora_embedding(self, y: torch.Tensor, x: torch.Tensor, lora_b_stacked: torch.Tensor, **_: Any) -> None:
-            for slot, start, stop in self._token_segments:
+            for slot, start, stop in self.token_segments:
                 y[start:stop] += x[start:stop].to(y.dtype) @ lora_b_stacked[slot, 0].to(y.dtype).T
 
         def add_lora_logits(

@@ -65,7 +65,7 @@ def _experts_in_torch() -> Any:
             if activation != MoEActivation.SILU:
                 raise NotImplementedError(f"experts with the activation {activation} take no adapters on CPU")
             context, width = self._lora_context, w2.shape[2]
-            rows = [] if context is None else context.punica_wrapper._token_segments
+            rows = [] if context is None else context.punica_wrapper.token_segments
             slots = _slots_of_rows(rows, len(hidden_states))
             output.zero_()
             for expert in topk_ids.unique().tolist():
