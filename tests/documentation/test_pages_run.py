@@ -34,6 +34,9 @@ until grep -q "ready: http" server.log; do
 done
 """
 
+END_OF_SDK = "|| [ $? = 134 ]"
+"""The SDK's threads rarely abort their process when Python has ended, after all that the block does."""
+
 PRINTED = {
     "first-ten-minutes": [r"^loss \d", r"^tinker://\S+/weights/first$", r"fake/bi"],
     "your-own-pictures": [
@@ -58,7 +61,7 @@ def script(page: Path, port: int) -> str:
             if block.title and (ROOT / block.title).exists():  # test_documented_code.py compares them
                 return ""
             runs = f"cat > {block.title}" if block.title else ".venv/bin/python -"
-            return f"{runs} <<'END OF BLOCK'\n{text}END OF BLOCK\n"
+            return f"{runs} <<'END OF BLOCK' {END_OF_SDK}\n{text}END OF BLOCK\n"
         if block.server:
             return f"exec {text.rstrip()} > server.log 2>&1 &{WAITING}"
         return text
