@@ -9,7 +9,9 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
+import anthropic
 import httpx
+import openai
 import pytest
 from tinker_local.backend import BackendOptions, InProcessBackend, ModelSource
 from tinker_local.backend.control.callers import KeyFile
@@ -356,6 +358,20 @@ def loopback_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Loopba
     server = InProcessBackend([ModelSource(BASE, BASE)], options, load=load_fake).serve_in_thread()
     yield server
     server.close()
+
+
+@pytest.fixture(scope="module")
+def client(loopback_server: LoopbackServer) -> Iterator[openai.OpenAI]:
+    """OpenAI's client, of that server."""
+    with openai.OpenAI(base_url=f"{loopback_server.url}/v1", api_key=loopback_server.api_key, max_retries=0) as one:
+        yield one
+
+
+@pytest.fixture(scope="module")
+def claude(loopback_server: LoopbackServer) -> Iterator[anthropic.Anthropic]:
+    """Anthropic's client, of that server."""
+    with anthropic.Anthropic(base_url=loopback_server.url, api_key=loopback_server.api_key, max_retries=0) as one:
+        yield one
 
 
 @pytest.fixture

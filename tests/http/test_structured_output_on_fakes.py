@@ -2,7 +2,6 @@
 
 import json
 import math
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -12,10 +11,10 @@ import openai
 import pydantic
 import pytest
 from tinker_local.backend import BackendOptions, InProcessBackend, ModelSource
-from tinker_local.backend.http.server import LoopbackServer
 from tinker_local.backend.models.load_engines import load_fake
 
-MODEL = "fake/bigram"
+from tests.http.conftest import BASE
+
 HI: Any = [{"role": "user", "content": "hi"}]
 SCHEMA: Any = {
     "type": "object",
@@ -31,33 +30,13 @@ class Colour(pydantic.BaseModel):
     count: int
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LoopbackServer]:
-    options = BackendOptions(data_dir=tmp_path_factory.mktemp("data"))
-    served = InProcessBackend([ModelSource(MODEL, MODEL)], options, load=load_fake).serve_in_thread()
-    yield served
-    served.close()
-
-
-@pytest.fixture(scope="module")
-def client(server: LoopbackServer) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key=server.api_key, max_retries=0) as one:
-        yield one
-
-
-@pytest.fixture(scope="module")
-def claude(server: LoopbackServer) -> Iterator[anthropic.Anthropic]:
-    with anthropic.Anthropic(base_url=server.url, api_key=server.api_key, max_retries=0) as one:
-        yield one
-
-
 @pytest.mark.mutation(
     "grammar-lost-on-the-way", "control/sampling_sessions.py", "            grammar=besides.grammar,\n", ""
 )
 def test_answers_are_of_the_schema_whole_and_streamed_on_fakes(client: openai.OpenAI) -> None:
     found = set()
     for seed in range(6):
-        asked: Any = {"model": MODEL, "messages": HI, "seed": seed, "response_format": ASKED}
+        asked: Any = {"model": BASE, "messages": HI, "seed": seed, "response_format": ASKED}
         whole = client.chat.completions.create(**asked).choices[0]
         assert whole.finish_reason == "stop"
         said = json.loads(whole.message.content or "")
@@ -66,35 +45,35 @@ def test_answers_are_of_the_schema_whole_and_streamed_on_fakes(client: openai.Op
         stream = client.chat.completions.create(**asked, stream=True)
         assert "".join(chunk.choices[0].delta.content or "" for chunk in stream) == whole.message.content
     assert found == {"red", "green"}
-    parsed = client.chat.completions.parse(model=MODEL, messages=HI, response_format=Colour).choices[0].message.parsed
+    parsed = client.chat.completions.parse(model=BASE, messages=HI, response_format=Colour).choices[0].message.parsed
     assert parsed is not None
     assert parsed.colour in ("red", "green")
-    anything = client.chat.completions.create(model=MODEL, messages=HI, response_format={"type": "json_object"})
+    anything = client.chat.completions.create(model=BASE, messages=HI, response_format={"type": "json_object"})
     assert isinstance(json.loads(anything.choices[0].message.content or ""), dict)
 
 
 def test_vllms_structured_outputs_are_taken_in_both_routes_on_fakes(client: openai.OpenAI) -> None:
     choice: Any = {"structured_outputs": {"choice": ["left", "right"]}}
-    said = client.chat.completions.create(model=MODEL, messages=HI, extra_body=choice).choices[0].message.content
+    said = client.chat.completions.create(model=BASE, messages=HI, extra_body=choice).choices[0].message.content
     assert said in ("left", "right")
-    assert client.completions.create(model=MODEL, prompt="a", extra_body=choice).choices[0].text in ("left", "right")
+    assert client.completions.create(model=BASE, prompt="a", extra_body=choice).choices[0].text in ("left", "right")
     given: Any = {"structured_outputs": {"json": json.dumps(SCHEMA)}}
-    text = client.chat.completions.create(model=MODEL, messages=HI, extra_body=given).choices[0].message.content
+    text = client.chat.completions.create(model=BASE, messages=HI, extra_body=given).choices[0].message.content
     jsonschema.validate(json.loads(text or ""), SCHEMA)
 
 
 def test_anthropics_client_parses_an_output_format_on_fakes(claude: anthropic.Anthropic) -> None:
     config: Any = {"format": {"type": "json_schema", "schema": SCHEMA}}
-    said = claude.messages.create(model=MODEL, messages=HI, max_tokens=99, output_config=config)
+    said = claude.messages.create(model=BASE, messages=HI, max_tokens=99, output_config=config)
     jsonschema.validate(json.loads("".join(getattr(block, "text", "") for block in said.content)), SCHEMA)
     with pytest.raises(anthropic.BadRequestError, match=r"output_config.effort"):
-        claude.messages.create(model=MODEL, messages=HI, max_tokens=99, output_config={"effort": "low"})
+        claude.messages.create(model=BASE, messages=HI, max_tokens=99, output_config={"effort": "low"})
 
 
 def test_logprobs_are_those_of_what_the_grammar_allows_on_fakes(client: openai.OpenAI) -> None:
     choice: Any = {"structured_outputs": {"choice": ["left", "lost"]}}
     said = client.chat.completions.create(
-        model=MODEL, messages=HI, extra_body=choice, logprobs=True, top_logprobs=5, temperature=0.7
+        model=BASE, messages=HI, extra_body=choice, logprobs=True, top_logprobs=5, temperature=0.7
     )
     assert said.choices[0].logprobs is not None
     entries = said.choices[0].logprobs.content or []
@@ -126,7 +105,7 @@ def test_what_is_no_grammar_is_refused_by_its_name_streamed_or_not_on_fakes(
 ) -> None:
     for stream in (False, True):
         with pytest.raises(openai.BadRequestError, match=field.replace(".json_schema.json_schema.", ".*")):
-            client.chat.completions.create(model=MODEL, messages=HI, stream=stream, extra_body=given)
+            client.chat.completions.create(model=BASE, messages=HI, stream=stream, extra_body=given)
 
 
 @pytest.mark.mutation("deep-schemas-pass", "rendering/grammar.py", "range(MAX_NESTING + 1)", "range(9 * MAX_NESTING)")
@@ -136,16 +115,16 @@ def test_a_deeply_nested_schema_is_refused_with_its_field_on_fakes(client: opena
         schema = {"anyOf": [schema]}
     given: Any = {"type": "json_schema", "json_schema": {"name": "deep", "schema": schema}}
     with pytest.raises(openai.BadRequestError, match=r"response_format.json_schema.schema: .* more than 64 deep"):
-        client.chat.completions.create(model=MODEL, messages=HI, response_format=given)
+        client.chat.completions.create(model=BASE, messages=HI, response_format=given)
 
 
 def test_a_server_without_grammars_refuses_them_by_name_on_fakes(tmp_path: Any) -> None:
     options = replace(BackendOptions(data_dir=tmp_path), grammars="never")
-    served = InProcessBackend([ModelSource(MODEL, MODEL)], options, load=load_fake).serve_in_thread()
+    served = InProcessBackend([ModelSource(BASE, BASE)], options, load=load_fake).serve_in_thread()
     try:
         with openai.OpenAI(base_url=f"{served.url}/v1", api_key=served.api_key, max_retries=0) as client:
             with pytest.raises(openai.BadRequestError, match=r"response_format.*: this server .* --grammars never"):
-                client.chat.completions.create(model=MODEL, messages=HI, response_format=ASKED)
-            assert client.chat.completions.create(model=MODEL, messages=HI).choices
+                client.chat.completions.create(model=BASE, messages=HI, response_format=ASKED)
+            assert client.chat.completions.create(model=BASE, messages=HI).choices
     finally:
         served.close()

@@ -1,18 +1,15 @@
 """Tools with OpenAI's and Anthropic's own clients: calls over turns, whole and streamed, and what is refused."""
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import anthropic
 import openai
 import pytest
-from tinker_local.backend import BackendOptions, InProcessBackend, ModelSource
 from tinker_local.backend.fakes.fake_tools import NO_CALL
-from tinker_local.backend.http.server import LoopbackServer
-from tinker_local.backend.models.load_engines import load_fake
 
-MODEL = "fake/bigram"
+from tests.http.conftest import BASE
+
 HI: Any = [{"role": "user", "content": "hi"}]
 WEATHER: Any = {"type": "object", "properties": {"city": {"enum": ["Bern", "Oslo"]}}, "required": ["city"]}
 TIME: Any = {"type": "object", "properties": {"zone": {"type": "integer"}}, "required": ["zone"]}
@@ -26,28 +23,8 @@ CLIENT_TOOLS: Any = [
 ]
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LoopbackServer]:
-    options = BackendOptions(data_dir=tmp_path_factory.mktemp("data"))
-    served = InProcessBackend([ModelSource(MODEL, MODEL)], options, load=load_fake).serve_in_thread()
-    yield served
-    served.close()
-
-
-@pytest.fixture(scope="module")
-def client(server: LoopbackServer) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key=server.api_key, max_retries=0) as one:
-        yield one
-
-
-@pytest.fixture(scope="module")
-def claude(server: LoopbackServer) -> Iterator[anthropic.Anthropic]:
-    with anthropic.Anthropic(base_url=server.url, api_key=server.api_key, max_retries=0) as one:
-        yield one
-
-
 def asked(client: openai.OpenAI, seed: int = 0, **fields: Any) -> Any:
-    given: Any = {"model": MODEL, "messages": HI, "tools": TOOLS, "seed": seed} | fields
+    given: Any = {"model": BASE, "messages": HI, "tools": TOOLS, "seed": seed} | fields
     return client.chat.completions.create(**given)
 
 
@@ -162,7 +139,7 @@ def test_tools_that_cannot_be_served_are_refused_by_name_on_fakes(
     "calls-not-counted-as-the-end", "anthropic_routes.py", '"tool_use" if reply.called else "end_turn"', '"end_turn"'
 )
 def test_anthropics_client_calls_tools_whole_and_streamed_over_turns_on_fakes(claude: anthropic.Anthropic) -> None:
-    given: Any = {"model": MODEL, "messages": HI, "max_tokens": 200, "tools": CLIENT_TOOLS}
+    given: Any = {"model": BASE, "messages": HI, "max_tokens": 200, "tools": CLIENT_TOOLS}
     chosen: Any = {"type": "any", "disable_parallel_tool_use": True}
     said = claude.messages.create(**given, tool_choice=chosen)
     (block,) = said.content
@@ -172,10 +149,10 @@ def test_anthropics_client_calls_tools_whole_and_streamed_over_turns_on_fakes(cl
     result = {"type": "tool_result", "tool_use_id": block.id, "content": "no such city", "is_error": True}
     turns: Any = [*HI, {"role": "assistant", "content": said.content}]
     turns.append({"role": "user", "content": [result, {"type": "text", "text": "and now?"}]})
-    counted = claude.messages.count_tokens(model=MODEL, messages=turns).input_tokens
+    counted = claude.messages.count_tokens(model=BASE, messages=turns).input_tokens
     call = f"<call>{block.name} {json.dumps(block.input)}</call>"
     assert counted == len(f"user:hi\nassistant:{call}\ntool:Error: no such city\nuser:and now?\nassistant:")
-    assert claude.messages.count_tokens(model=MODEL, messages=turns, tools=CLIENT_TOOLS).input_tokens > counted
+    assert claude.messages.count_tokens(model=BASE, messages=turns, tools=CLIENT_TOOLS).input_tokens > counted
     kinds = set()
     for _ in range(12):
         with claude.messages.stream(**{**given, "messages": turns}) as stream:
@@ -219,6 +196,6 @@ def test_anthropics_client_calls_tools_whole_and_streamed_over_turns_on_fakes(cl
 def test_what_anthropics_tools_cannot_be_is_refused_by_name_on_fakes(
     claude: anthropic.Anthropic, field: str, given: Any
 ) -> None:
-    body: Any = {"model": MODEL, "messages": HI, "max_tokens": 9, "tools": CLIENT_TOOLS} | given
+    body: Any = {"model": BASE, "messages": HI, "max_tokens": 9, "tools": CLIENT_TOOLS} | given
     with pytest.raises(anthropic.BadRequestError, match=field):
         claude.messages.create(**body)

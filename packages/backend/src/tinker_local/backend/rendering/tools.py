@@ -64,7 +64,7 @@ class ReplyReader(Protocol):
         """The whole reply; each call in one piece."""
 
     def add(self, text: str, tokens: Sequence[int], *, last: bool) -> ReplyPiece:
-        """What more of the text and of the tokens gives. `last`: there is no more."""
+        """What more of the text and of the tokens gives. `last`: whether they are the end of the answer."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

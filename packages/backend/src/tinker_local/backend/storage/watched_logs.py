@@ -103,7 +103,7 @@ class WatchedLogs:
 
     def read(self, log_id: str, after: int, file: str) -> LogPiece | None:
         """What comes after the first `after` bytes of `file`, which an earlier piece named; all if it is another one by
-        now. None if there is no such log, or no longer."""
+        now. None if the log does not exist."""
         found = self._found.get(log_id)
         if found is None:
             return None
