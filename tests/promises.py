@@ -683,7 +683,7 @@ MISTAKES = (
         "grammar-lost-on-the-way grammar-not-given-to-vllm deep-schemas-pass schema-of-elsewhere "
         "tools-without-their-grammar calls-not-counted-as-the-end",
         (
-            "sampling/test_grammars.py::test_other_requests_in_the_batch_are_the_same_to_the_bit",
+            "sampling/test_grammars.py::test_other_requests_in_the_batch_are_the_same",
             "sampling/test_grammars.py::"
             "test_a_grammar_that_is_too_much_is_killed_with_its_process_and_the_next_one_starts_again",
             "e2e/test_tools_on_real_models.py::test_random_weights_call_a_strict_tool_whole_and_streamed",
