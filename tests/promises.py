@@ -198,7 +198,8 @@ PROMISES = (
         "19",
         "No model starts whose trainer and sampler differ; the effect of a loaded adapter is verified",
         "base-models-not-compared images-not-compared rounding-of-text-not-compared engines-outlive-a-probe "
-        "image-probe-of-any-size effect-not-verified unmatched-keys-ignored",
+        "image-probe-of-any-size effect-not-verified unmatched-keys-ignored unknown-adapters-not-compared "
+        "changed-classes-of-transformers known-refusals-forgotten",
     ),
     Promise(
         "20",

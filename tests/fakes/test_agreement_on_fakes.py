@@ -1,6 +1,7 @@
 """Trainer and sampler are compared before a model is ready: on every kind of prompt that could differ."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,19 +19,22 @@ from tinker_local.types import ImageChunk, InvalidRequestError, ModelInput, Samp
 WINDOW = 100
 
 Wrong = Callable[[RenderedInput], bool]
+NEVER: Wrong = lambda prompt: False  # noqa: E731
 
 
 class WrongSampler(FakeSampler):
-    """Adds `error` to the logprobs of prompts that `wrong` selects."""
+    """Adds `error` to the logprobs of prompts that `wrong` selects. With `blind`, it samples the base model
+    whatever the version."""
 
-    def __init__(self, model: FakeModel, wrong: Wrong, error: float) -> None:
+    def __init__(self, model: FakeModel, wrong: Wrong, error: float, blind: bool) -> None:
         super().__init__(model)
         self._wrong = wrong
         self._error = error
+        self._blind = blind
         self.lengths: list[int] = []
 
     async def sample(self, work: SampleWork) -> SampleOutput:
-        output = await super().sample(work)
+        output = await super().sample(replace(work, version=None) if self._blind else work)
         self.lengths.append(work.prompt.length)
         if output.prompt_logprobs is None or not self._wrong(work.prompt):
             return output
@@ -39,7 +43,7 @@ class WrongSampler(FakeSampler):
 
 
 async def start(
-    tmp_path: Path, wrong: Wrong, error: float = 0.5, tolerance: float = 1e-4, **fields: Any
+    tmp_path: Path, wrong: Wrong, error: float = 0.5, tolerance: float = 1e-4, *, blind: bool = False, **fields: Any
 ) -> tuple[list[int], list[str]]:
     """Lengths of the prompts that the sampler was compared on, and what the server said."""
     samplers: list[WrongSampler] = []
@@ -47,7 +51,7 @@ async def start(
 
     def load(source: ModelSource, options: BackendOptions) -> Engines:
         model = FakeModel(source.name)
-        samplers.append(WrongSampler(model, wrong, error))
+        samplers.append(WrongSampler(model, wrong, error, blind))
         return Engines(
             FakeRenderer(model), FakeTrainer(model), samplers[-1], arch="fake", tolerance=tolerance, **fields
         )
@@ -95,6 +99,21 @@ async def test_engines_that_differ_on_one_kind_of_prompt_do_not_start_on_fakes(
         await start(tmp_path, wrong, sliding_window=WINDOW)
     assert str(no.value).startswith("fake/bigram: trainer and sampler compute this model differently: the logprob at ")
     assert "they differ by 0.5 on average (at most 0.0001 is normal)" in str(no.value)
+
+
+@pytest.mark.mutation(
+    "unknown-adapters-not-compared",
+    "models/load_engines.py",
+    "        if engines.unknown_adapters:\n",
+    "        if False:\n",
+)
+async def test_a_sampler_without_effect_of_adapters_does_not_start_if_they_are_unknown_on_fakes(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="trainer and sampler compute adapters of this model differently"):
+        await start(tmp_path / "blind", NEVER, blind=True, unknown_adapters=True)
+    lengths, _ = await start(tmp_path / "not", NEVER, unknown_adapters=True)
+    assert len(lengths) == 6
+    lengths, _ = await start(tmp_path / "known", NEVER, blind=True)
+    assert len(lengths) == 3
 
 
 async def test_without_a_window_no_long_prompt_is_computed_on_fakes(tmp_path: Path) -> None:

@@ -14,7 +14,8 @@ from typing import Annotated, Any, Literal, cast
 
 DType = Literal["float32", "bfloat16"]
 EnginePlace = Literal["inline", "process"]
-DecoderChoice = Literal["auto", "written-out", "autograd"]
+DecoderName = Literal["written-out", "autograd"]
+DecoderChoice = Literal["auto", DecoderName]
 GrammarChoice = Literal["auto", "always", "never"]
 ShardChoice = Literal["auto", "never"] | int
 

@@ -153,12 +153,12 @@ def read_trained(source: CheckpointFolder, base: BaseModel) -> Trained:
     nothing = np.empty(0)
     shapes = {path: [tensors.get(tensor_name(path, factor), nothing).shape for factor in "AB"] for path in paths}
     base.check(paths, shapes)
-    last = {path.rpartition(".")[2] for path in _paths(parts)}
+    flags = {lora.flag(path) for path in _paths(parts)}
     config = LoraConfig(
         rank=rank,
         train_unembed=HEAD in paths,
-        train_attn=bool(last & set(lora.attn)),
-        train_mlp=bool(last & {*lora.mlp, *(lora.experts.names if lora.experts else ())}),
+        train_attn="attn" in flags,
+        train_mlp="mlp" in flags,
     )
     return Trained(source, base, config, tensors, paths, parts)
 

@@ -114,6 +114,7 @@ class FakeTrainer:
         self._tower = FakeTower()
         self.vocab_size = model.vocab_size
         self.max_context_length = model.max_context_length
+        self.trains = "a fake: adapters are square matrices that change the logits of a bigram model"
 
     @property
     def images_encoded(self) -> int:

@@ -1,10 +1,11 @@
-"""The supported model families, one module each, by `model_type` of their Hugging Face config."""
+"""Model families, one module each, by `model_type` of their Hugging Face config; `other` is for all without one."""
 
 from tinker_local.backend.families import (
     gemma2,
     gemma3_text,
     llama,
     mistral,
+    other,
     qwen2,
     qwen2_5_vl,
     qwen3,
@@ -33,11 +34,14 @@ FAMILIES: dict[str, Family] = {
 }
 
 
+OTHER = other.FAMILY
+NO_FAMILY = "model_type {!r} is supported for text alone, and this model has a part for images or sound"
+"""Why a model of `OTHER` with such a part is refused."""
+
+
 def family_of(model_type: str, where: str) -> Family:
-    """The family of a config's `model_type`; UnsupportedError lists the supported ones. `where`: the model's name."""
-    if model_type not in FAMILIES:
-        why = f" ({NOT_SERVED[model_type]})" if model_type in NOT_SERVED else ""
-        raise UnsupportedError(
-            f"{where}: model_type {model_type!r} is not supported{why}; supported are {', '.join(FAMILIES)}"
-        )
-    return FAMILIES[model_type]
+    """The family of a config's `model_type`, or `OTHER` for one without; UnsupportedError for what is known not to
+    work. `where`: the model's name."""
+    if model_type in NOT_SERVED and model_type not in FAMILIES:
+        raise UnsupportedError(f"{where}: model_type {model_type!r} is not supported: {NOT_SERVED[model_type]}")
+    return FAMILIES.get(model_type, OTHER)

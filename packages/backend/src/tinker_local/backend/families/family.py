@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -81,21 +81,40 @@ class Experts:
 class LoraNames:
     """The last names of the projections in the decoder's layers that adapters train, by the field of `LoraConfig`
     (`train_attn`, `train_mlp`) that asks for them. They are Linear modules, or parts of one of `split`, by its name.
-    `experts`: of mixtures of experts, which `train_mlp` enables too."""
+    `experts`: of mixtures of experts, which `train_mlp` enables too. `every_linear`: all Linear modules of a layer but
+    those that choose experts; `train_attn` enables what is below a module whose name has `attn` or `attention` in it,
+    and `train_mlp` the rest."""
 
     attn: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj")
     mlp: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")
     split: Mapping[str, SplitRows] = field(default_factory=dict)
     experts: Experts | None = None
+    every_linear: bool = False
+
+    def flag(self, path: str) -> Literal["attn", "mlp"] | None:
+        """Which field enables the module at `path`, or the part of one; None if adapters do not train it."""
+        parent, _, last = path.rpartition(".")
+        if self.every_linear:
+            if ".layers." not in f".{path}" or last in _ROUTERS:
+                return None
+            return "attn" if "attn" in parent or "attention" in parent else "mlp"
+        if last in self.attn:
+            return "attn"
+        return "mlp" if last in (*self.mlp, *(self.experts.names if self.experts else ())) else None
+
+
+_ROUTERS = ("gate", "router", "shared_expert_gate")
+"""Modules that choose experts, to which vLLM applies no adapters."""
 
 
 @dataclass(frozen=True, slots=True)
 class VLLMHead:
     """vLLM's class of a language model that does not declare its LM head as a LoRA target: `name` in `module` of
-    `vllm.model_executor.models`. `embedding`: path of the head's matrix if the class has no `lm_head`."""
+    `vllm.model_executor.models`; by default the one that vLLM chooses for the model, if it does not. `embedding`: path
+    of the head's matrix if the class has no `lm_head`."""
 
-    module: str
-    name: str
+    module: str = ""
+    name: str = ""
     embedding: str | None = None
 
 
@@ -123,7 +142,7 @@ class Family:
     `auto_class`: the transformers class that loads it. `decoder_path`: the module that turns `inputs_embeds` into
     hidden states. `position_ids(config, input)`: rotary positions of one rendered input, int64 [rows, N]. `vision`:
     None for text only. `lora`: what adapters train beside the LM head. `logits(config)`: what follows the LM head, from
-    the text config. `vllm_head`: None if vLLM takes adapters of the LM head as it is.
+    the text config. `vllm_head`: None if vLLM is known to take adapters of the LM head as it is.
     `tool_parser`: of vLLM, for the form in which the family's models write calls of tools; None if they have none.
     """
 

@@ -72,3 +72,25 @@ NOT_SERVED: Mapping[str, str] = {
     "inkling": "the trainer does not compute its layers; 276 billion parameters are the least",
 }
 """Why an architecture without a family is refused."""
+
+OTHERS: Sequence[str] = (
+    "arcee",
+    "cohere",
+    "ernie4_5",
+    "exaone4",
+    "gemma",
+    "glm",
+    "granite",
+    "helium",
+    "hunyuan_v1_dense",
+    "ministral",
+    "ministral3",
+    "olmo2",
+    "olmo3",
+    "phi",
+    "phi3",
+    "seed_oss",
+    "smollm3",
+    "starcoder2",
+)
+"""Architectures without a family that the tests have seen agree in trainer and sampler, with adapters."""

@@ -7,12 +7,13 @@ import asyncio
 import io
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 from tinker_local.backend.rendering.rendered_input import RenderedInput, Renderer
 from tinker_local.backend.sampling.sampler import AdapterVersion, Sampler, SampleWork
+from tinker_local.backend.training.trainer import AdapterState
 from tinker_local.types import EncodedTextChunk, ImageChunk, ModelInput, SamplingParams
 
 LENGTHS = (16, 40)
@@ -88,6 +89,18 @@ async def sampler_logprobs(
         return np.concatenate([logprobs[1:] for logprobs in found if logprobs is not None])
 
     return await asyncio.gather(*(of_replica(replica) for replica in range(replicas)))
+
+
+def with_random_b(state: AdapterState) -> AdapterState:
+    """`state` with random B, of which each module's output changes by about a tenth."""
+    random = np.random.Generator(np.random.Philox(13))
+    tensors = {
+        name: np.asarray(matrix, np.float32)
+        if ".lora_A." in name
+        else (3e-3 * random.standard_normal(matrix.shape)).astype(np.float32)
+        for name, matrix in state.tensors.items()
+    }
+    return replace(state, tensors=tensors)
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,6 +33,7 @@ from tinker_local.backend.sampling.replica_pool import ReplicaPool, replica_name
 from tinker_local.backend.scheduling.memory_sharing import MemorySharing, WakingSampler
 from tinker_local.backend.scheduling.train_scheduler import TrainScheduler
 from tinker_local.backend.training.process_trainer import ProcessTrainer, TrainerFactory
+from tinker_local.types import UnsupportedError
 
 if TYPE_CHECKING:
     from tinker_local.backend.fakes import FakeModel
@@ -87,9 +88,12 @@ async def load_base_models(
             tuple(names), path, ident, engines, scheduler, memory_sharing, seconds, of_trainer, of_sampler, pool
         )
         models.add(model)  # from here on `models` closes it
-        agreement = await model.check_agreement(options.max_image_pixels)
+        difference = (await model.check_agreement(options.max_image_pixels)).difference
+        if engines.unknown_adapters:
+            difference = max(difference, (await model.check_adapter()).difference)
+        progress(f"{names[0]}: {engines.trainer.trains}")
         progress(
-            f"{names[0]}: trainer and sampler agree to {agreement.difference:.1g} nats, "
+            f"{names[0]}: trainer and sampler agree to {difference:.1g} nats, "
             f"checked in {time.monotonic() - start:.1f} s"
         )
 
@@ -234,6 +238,7 @@ def load_real(source: ModelSource, options: BackendOptions, progress: Progress) 
     """vLLM for sampling and HF transformers for training, each with its own copy of the weights. Tells `progress` where
     they are if there are several GPUs."""
     import torch
+    from tinker_local.backend.families import NO_FAMILY, OTHER, family_of
     from tinker_local.backend.rendering.hf_text import HFText
     from tinker_local.backend.training.worker import HFTrainer, trainer_of_rank
     from tinker_local.backend.vllm_engine import build_engine, compat_vllm
@@ -242,6 +247,9 @@ def load_real(source: ModelSource, options: BackendOptions, progress: Progress) 
     dtype = options.dtype or compat_vllm.default_dtype()
     config = AutoConfig.from_pretrained(source.path)
     text_config = config.get_text_config()
+    family = family_of(config.model_type, source.path)
+    if family is OTHER and text_config is not config:
+        raise UnsupportedError(f"{source.path}: {NO_FAMILY.format(config.model_type)}")
     options = replace(options, max_context_length=options.max_context_length or longrope_context(text_config))
     engine = build_engine.EngineOptions(
         source.path,
@@ -292,6 +300,7 @@ def load_real(source: ModelSource, options: BackendOptions, progress: Progress) 
         text=text,
         no_grammars=compat_vllm.why_no_grammars(options.grammars),
         tools=tools,
+        unknown_adapters=family is OTHER,
     )
 
 

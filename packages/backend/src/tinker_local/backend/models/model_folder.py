@@ -9,9 +9,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tinker_local.backend.families import FAMILIES
+from tinker_local.backend.families import NO_FAMILY, OTHER, family_of
 from tinker_local.backend.options import ModelSource
 from tinker_local.backend.weight_files import INDEX, SINGLE, weight_files
+from tinker_local.types import UnsupportedError
 
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 PROCESSORS = ("preprocessor_config.json", "processor_config.json")
@@ -55,12 +56,19 @@ def look_at(source: ModelSource) -> ModelFiles:
     if config is None:
         return found
     found.model_type = str(config.get("model_type"))
-    family = FAMILIES.get(found.model_type)
-    if family is None:
-        found.problems.append(
-            f"model_type {config.get('model_type')!r} is not supported; supported are {', '.join(sorted(FAMILIES))}"
-        )
+    try:
+        family = family_of(found.model_type, str(folder))
+    except UnsupportedError as error:
+        found.problems.append(str(error))
         return found
+    if family is OTHER:
+        if "text_config" in config or "vision_config" in config:
+            found.problems.append(NO_FAMILY.format(found.model_type))
+            return found
+        found.warnings.append(
+            f"model_type {found.model_type!r} is not among those that docs/models.md lists as tested; it is compared "
+            "in vLLM and transformers when it is loaded, and refused if they differ"
+        )
     if config.get("quantization_config"):
         found.problems.append(f"{folder / 'config.json'}: quantized weights cannot be trained; give the original model")
     found.vision = family.vision is not None

@@ -2,10 +2,13 @@
 
 import asyncio
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
 from tinker_local.backend.models.agreement import (
     Agreement,
     Probes,
@@ -13,6 +16,7 @@ from tinker_local.backend.models.agreement import (
     make_probes,
     rounding_limit,
     sampler_logprobs,
+    with_random_b,
     worst,
 )
 from tinker_local.backend.models.metrics import Counts, ModelMetrics, ReplicaMetrics
@@ -22,12 +26,15 @@ from tinker_local.backend.rendering.rendered_input import Renderer
 from tinker_local.backend.rendering.text import TextCodec
 from tinker_local.backend.rendering.tools import ToolFormat
 from tinker_local.backend.sampling.replica_pool import ReplicaPool
-from tinker_local.backend.sampling.sampler import Sampler
+from tinker_local.backend.sampling.sampler import AdapterVersion, Sampler
 from tinker_local.backend.scheduling.memory_sharing import MemorySharing
 from tinker_local.backend.scheduling.sample_turns import PROMPTS_AHEAD, SampleTurns
 from tinker_local.backend.scheduling.train_scheduler import TrainScheduler
-from tinker_local.backend.training.trainer import Trainer
-from tinker_local.types import ApiError, InvalidRequestError
+from tinker_local.backend.training.trainer import AdapterState, Trainer
+from tinker_local.types import ApiError, InvalidRequestError, LoraConfig
+
+_CHECKED = "checked-at-the-start"
+"""The id of the adapter that `ServedModel.check_adapter` makes."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -38,7 +45,8 @@ class Engines:
     the base model's attention, in positions; None if it has none. `sequences`: how many the sampler is to run at once;
     it has room for `RESERVED` more. `text`: None for a model without a tokenizer, which clients must bring.
     `no_grammars`: why samples cannot follow a grammar; empty if they can. `tools`: how it writes calls of tools, or why
-    that is not known.
+    that is not known. `unknown_adapters`: whether trainer and sampler must be compared with an adapter at the start,
+    since they may not reach the same modules with it.
     """
 
     renderer: Renderer
@@ -51,6 +59,7 @@ class Engines:
     text: TextCodec | None = None
     no_grammars: str = ""
     tools: ToolFormat | str = "not loaded"
+    unknown_adapters: bool = False
 
 
 EngineLoader = Callable[[ModelSource, BackendOptions], Engines]
@@ -108,23 +117,56 @@ class ServedModel:
         `max_image_pixels`: the renderer's."""
         engines, limit = self.engines, self.max_context_length - 1
         vocab_size, window = engines.trainer.vocab_size, engines.sliding_window
-        try:
+        with self._comparing():
             self.probes = await asyncio.to_thread(
                 make_probes, engines.renderer, vocab_size, limit, window, max_image_pixels
             )
-            probes = self.probes.base
-            trainer = await self.scheduler.call(engines.trainer.logprobs, None, *probes)
-            found = await sampler_logprobs(engines.sampler, None, probes, self.replicas)
-            agreements = [each for logprobs in found for each in compare(probes, trainer, logprobs)]
+            trainer = await self.scheduler.call(engines.trainer.logprobs, None, *self.probes.base)
+            agreement = await self._compared(None, trainer, "this model")
+        self.images_of_start = self.images()
+        return agreement
+
+    async def check_adapter(self) -> Agreement:
+        """ValueError in one line if trainer and sampler compute an adapter on all modules differently, or if the
+        sampler cannot take it. After `check_agreement`."""
+        trainer, sampler = self.engines.trainer, self.engines.sampler
+
+        def on_trainer() -> tuple[AdapterState, npt.NDArray[np.float32]]:
+            trainer.create_adapter(_CHECKED, LoraConfig(rank=1, seed=0))
+            try:
+                trainer.load_adapter(_CHECKED, with_random_b(trainer.capture(_CHECKED, optimizer=False)))
+                logprobs = trainer.logprobs(_CHECKED, *self.probes.base)
+                return trainer.capture(_CHECKED, optimizer=False, dtype=sampler.adapter_dtype), logprobs
+            finally:
+                trainer.remove_adapter(_CHECKED)
+
+        with self._comparing(" with an adapter"):
+            state, logprobs = await self.scheduler.call(on_trainer)
+            version = AdapterVersion(f"{self.names[0]} {_CHECKED}", Path(_CHECKED), lambda: state)
+            try:
+                return await self._compared(version, logprobs, "adapters of this model")
+            finally:
+                await sampler.remove_version(version)
+
+    @contextmanager
+    def _comparing(self, how: str = "") -> Iterator[None]:
+        """Errors of the engines end the start."""
+        try:
+            yield
         except ApiError as error:
-            raise ValueError(f"{self.names[0]}: trainer and sampler could not be compared: {error}") from error
-        agreement, normal = worst(agreements), rounding_limit(agreements, engines.tolerance)
+            raise ValueError(f"{self.names[0]}: trainer and sampler could not be compared{how}: {error}") from error
+
+    async def _compared(self, version: AdapterVersion | None, trainer: npt.NDArray[np.float32], what: str) -> Agreement:
+        """How the sampler's logprobs of the base model's probes differ from `trainer`; ValueError if too much."""
+        probes = self.probes.base
+        found = await sampler_logprobs(self.engines.sampler, version, probes, self.replicas)
+        agreements = [each for logprobs in found for each in compare(probes, trainer, logprobs)]
+        agreement, normal = worst(agreements), rounding_limit(agreements, self.engines.tolerance)
         if not agreement.difference <= normal:
             raise ValueError(
-                f"{self.names[0]}: trainer and sampler compute this model differently: {agreement}; they differ by "
+                f"{self.names[0]}: trainer and sampler compute {what} differently: {agreement}; they differ by "
                 f"{agreement.difference:.3g} on average (at most {normal:.3g} is normal)"
             )
-        self.images_of_start = self.images()
         return agreement
 
     def metrics(self) -> ModelMetrics:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+from tinker_local.backend.options import DecoderName
 from tinker_local.backend.training.attention import Segments
 from tinker_local.backend.training.large_weights import RESIDENT, Walk
 from tinker_local.backend.training.lora import Target
@@ -51,7 +52,9 @@ class DecoderPass(Protocol):
 
 
 class Decoder(Protocol):
-    """The layers of one base model, with frozen weights. Stateless between calls."""
+    """The layers of one base model, with frozen weights. Stateless between calls. `name`: as `--decoder` has it."""
+
+    name: DecoderName
 
     @property
     def targets(self) -> Sequence[Target]:

@@ -44,6 +44,7 @@ class Loaded:
 
     vocab_size: int
     max_context_length: int
+    trains: str
     adapter_bytes: Mapping[tuple[str, bool, bool, bool], Mapping[int, int]]
 
 
@@ -51,7 +52,7 @@ def loaded(trainer: Trainer) -> Loaded:
     """What a `ProcessTrainer` has to know of the trainer; called in its process."""
     switch = (False, True)
     sizes = {key: adapter_sizes(trainer, *key) for key in itertools.product(OPTIMIZERS, switch, switch, switch)}
-    return Loaded(trainer.vocab_size, trainer.max_context_length, sizes)
+    return Loaded(trainer.vocab_size, trainer.max_context_length, trainer.trains, sizes)
 
 
 def adapter_sizes(trainer: Trainer, optimizer: str, unembed: bool, mlp: bool, attn: bool) -> dict[int, int]:
@@ -81,6 +82,7 @@ class ProcessTrainer(ProcessEngine):
 
     vocab_size: int
     max_context_length: int
+    trains: str
 
     def __init__(
         self,
@@ -121,6 +123,7 @@ class ProcessTrainer(ProcessEngine):
         assert isinstance(told, Loaded)
         self.vocab_size = told.vocab_size
         self.max_context_length = told.max_context_length
+        self.trains = told.trains
         self._adapter_bytes = told.adapter_bytes
 
     def restart(self) -> None:

@@ -148,6 +148,9 @@ class Trainer(Protocol):
     max_context_length: int
     """The longest sequence, in positions."""
 
+    trains: str
+    """What computes the layers, and what adapters reach, in words."""
+
     @property
     def images_encoded(self) -> int:
         """How many images the vision tower has encoded so far. May be read from any thread."""

@@ -96,6 +96,8 @@ class HFTrainer:
         self.name = name
         self.vocab_size = loaded.vocab_size
         self.max_context_length = loaded.max_positions
+        reached = dict.fromkeys(target.projection for target in (*loaded.decoder.targets, loaded.head_target))
+        self.trains = f"trained by the {loaded.decoder.name} decoder; adapters reach {', '.join(reached)}"
         self.max_rank = max_rank
         self._budget = TokenBudget(micro_batch_tokens)
         self._loaded = loaded

@@ -14,10 +14,16 @@ def declare_lm_head(config: Any, _: int) -> None:
     head = family_of(hf_config.model_type, config.model_config.model).vllm_head
     if head is None:
         return
-    model_class: Any = getattr(importlib.import_module(f"vllm.model_executor.models.{head.module}"), head.name)
-    if "lm_head" in model_class.embedding_modules:
+    model_class: Any
+    if head.name:
+        model_class = getattr(importlib.import_module(f"vllm.model_executor.models.{head.module}"), head.name)
+    else:
+        model = config.model_config
+        model_class, _ = model.registry.resolve_model_cls(model.architectures, model)
+    declared = getattr(model_class, "embedding_modules", {})  # a class without LoRA has none
+    if "lm_head" in declared:
         return
-    model_class.embedding_modules = {**model_class.embedding_modules, "lm_head": "output_embeddings"}
+    model_class.embedding_modules = {**declared, "lm_head": "output_embeddings"}
     if head.embedding is not None:
         model_class.__init__ = _with_head(model_class.__init__, head.embedding)
 
@@ -26,7 +32,8 @@ def _with_head(init: Callable[..., None], embedding: str) -> Callable[..., None]
     @functools.wraps(init)
     def with_head(model: Any, *args: Any, **kwargs: Any) -> None:
         init(model, *args, **kwargs)
-        model.lm_head = model.get_submodule(embedding)
+        if not hasattr(model, "lm_head"):
+            model.lm_head = model.get_submodule(embedding)
 
     return with_head
 

@@ -22,7 +22,7 @@ from tinker_local.backend.vllm_engine import (
     sleep_mode,
     vllm_experts,
 )
-from tinker_local.backend.vllm_engine.compat_vllm import lora_worker, model_runner, scheduler, version
+from tinker_local.backend.vllm_engine.compat_vllm import lora_worker, model_runner, runs_on_cpu, scheduler, version
 
 RANKS_NAME = "TINKER_LOCAL_RANKS"
 """A variable of the environment: the name of the ranks of which this process is one."""
@@ -71,6 +71,13 @@ def _name_ranks() -> None:
 
     if not hasattr(original, "__wrapped__"):
         ExecutorWithExternalLauncher._distributed_args = distributed_args
+
+
+def _leave_transformers_alone() -> None:
+    if runs_on_cpu():
+        from vllm.model_executor.models.transformers.base import Base
+
+        Base._decorate_cls_for_torch_compile = lambda self, *args, **kwargs: None
 
 
 def _correct_yarn_of_sections() -> None:
@@ -250,6 +257,15 @@ PATCHES = (
         ),
         hook="ModelRegistry.register_model takes a subclass, but then its logs show another class name",
         to_config=adapter_targets.declare_lm_head,
+    ),
+    Patch(
+        "classes of transformers stay as they are",
+        "where vLLM has no class for a model it runs transformers', which it changes for its compiler; the trainer of "
+        "the same process could then neither load nor run the model",
+        "CPU, 0.32",
+        ("_decorate_cls_for_torch_compile",),
+        ("families/test_other_families.py::test_a_model_without_a_family_starts_and_says_what_adapters_reach",),
+        to_process=_leave_transformers_alone,
     ),
     Patch(
         "adapters name parts of a module's rows as their family does: in_proj_q, in_proj_k, in_proj_v of in_proj_qkv",

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from tinker_local.backend.families.family import LoraNames
+from tinker_local.backend.options import DecoderName
 from tinker_local.backend.training.attention import Segments
 from tinker_local.backend.training.decoder import PackedRow
 from tinker_local.backend.training.decoders.gated_mlp import GatedDown, is_gated
@@ -43,6 +44,8 @@ class _Run:
 class AutogradDecoder:
     """Implements `training.decoder.Decoder` on `modules`, transformers' decoder at `path` of its model, whose layers
     have `weights`."""
+
+    name: DecoderName = "autograd"
 
     def __init__(self, modules: Any, path: str, lora: LoraNames, weights: LargeWeights = RESIDENT) -> None:
         attention_rules(modules, weights)  # raises if a layer does not use the registered function
@@ -280,20 +283,21 @@ def find_targets(modules: Any, path: str, lora: LoraNames) -> dict[Any, list[Tar
     for name, module in modules.named_modules():
         parent, _, last = name.rpartition(".")
         split = lora.split.get(last)
-        if not isinstance(module, torch.nn.Linear) or (split is None and last not in (*lora.attn, *lora.mlp)):
+        if not isinstance(module, torch.nn.Linear) or (split is None and lora.flag(name) is None):
             continue
         suffix = name.split(".", 2)[-1] if name.startswith("layers.") else name
         group = f"{suffix} {module.out_features}x{module.in_features}"
         index = counts[group] = counts.get(group, -1) + 1
         projections = (last,) if split is None else split.projections
         heights = (module.out_features,) if split is None else split.heights(modules.get_submodule(parent))
-        flag: Flag = "attn" if projections[0] in lora.attn else "mlp"
+        flag: Flag = lora.flag(f"{parent}.{projections[0]}") or "mlp"
         found[module] = [
             Target(f"{path}.{parent}.{projection}", group, projection, index, module.in_features, height, flag)
             for projection, height in zip(projections, heights, strict=True)
         ]
     if not found:
-        raise UnsupportedError(f"it has no Linear modules named {', '.join((*lora.attn, *lora.mlp))}")
+        named = "in its layers" if lora.every_linear else f"named {', '.join((*lora.attn, *lora.mlp))}"
+        raise UnsupportedError(f"it has no Linear modules {named}")
     return found
 
 

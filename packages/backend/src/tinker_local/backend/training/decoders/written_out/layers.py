@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from tinker_local.backend.families.family import Experts
+from tinker_local.backend.options import DecoderName
 from tinker_local.backend.training.block_memory import decoder_memory
 from tinker_local.backend.training.decoder import PackedRow
 from tinker_local.backend.training.decoders.packed_attention import attention_rules
@@ -32,6 +33,8 @@ Layer = Sequence[Block]
 class WrittenOutDecoder:
     """Implements `training.decoder.Decoder` for layers made of known blocks. `dtype`: of activations; `norm` [H]:
     weight of the last norm; `rotary(embeds, position_ids)`: transformers' module for cos and sin."""
+
+    name: DecoderName = "written-out"
 
     def __init__(
         self,

@@ -1,0 +1,167 @@
+"""Text models without a family: the autograd decoder, and adapters on every Linear module of a layer."""
+
+import asyncio
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import peft
+import pytest
+import torch
+import transformers
+from tinker_local.backend import BackendOptions, InProcessBackend, ModelSource
+from tinker_local.backend.families import FAMILIES, OTHER, family_of
+from tinker_local.backend.families.line_up import NOT_SERVED, OTHERS
+from tinker_local.backend.rendering.rendered_input import RenderedInput
+from tinker_local.backend.storage.adapter_files import write_adapter
+from tinker_local.backend.tiny_models.marks import QWEN, VOCAB_SIZE
+from tinker_local.backend.tiny_models.tokenizer import write_tokenizer
+from tinker_local.backend.training.trainer import TrainDatum, TrainResult, TrainWork
+from tinker_local.backend.training.worker import HFTrainer
+from tinker_local.types import AdamParams, LoraConfig, UnsupportedError
+
+OWN: dict[str, dict[str, Any]] = {
+    "phi3": {},  # joined projections, in vLLM's own class
+    "olmo2": {},  # vLLM has no class that takes adapters, and runs transformers' instead
+    "granite": {"embedding_multiplier": 3.0, "attention_multiplier": 0.1, "logits_scaling": 2.0},
+    "arcee": {},
+    "cohere": {"logit_scale": 0.5, "tie_word_embeddings": True},
+    "ernie4_5": {"head_dim": 32},
+    "exaone4": {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"]},
+    "gemma": {"head_dim": 32},
+    "glm": {"head_dim": 32},
+    "helium": {"head_dim": 32},
+    "hunyuan_v1_dense": {"head_dim": 32},
+    "ministral": {"head_dim": 32, "layer_types": ["full_attention"] * 2},
+    "ministral3": {"head_dim": 32},
+    "olmo3": {"sliding_window": 16},
+    "phi": {},
+    "seed_oss": {"head_dim": 32},
+    "smollm3": {"no_rope_layers": [1, 0]},
+    "starcoder2": {},
+}
+"""Fields of each config, beyond what all have."""
+
+FAST = ("phi3", "olmo2")
+
+REACHED = {
+    "phi3": "o_proj, qkv_proj, gate_up_proj, down_proj, lm_head",
+    "olmo2": "q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj, lm_head",
+}
+
+
+def tiny(model_type: str, out: Path) -> Path:
+    """A model of random weights."""
+    config = transformers.AutoConfig.for_model(
+        model_type,
+        vocab_size=VOCAB_SIZE,
+        hidden_size=128,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+        initializer_range=0.1,
+        pad_token_id=QWEN.token_id(QWEN.pad),
+        eos_token_id=QWEN.token_id(QWEN.stops[0]),
+        bos_token_id=None,
+        dtype="float32",
+        **{"tie_word_embeddings": False, **OWN.get(model_type, {"head_dim": 32})},
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        transformers.AutoModelForCausalLM.from_config(config).save_pretrained(out)
+    write_tokenizer(out, QWEN, 256)
+    return out
+
+
+def data(seed: int) -> list[TrainDatum]:
+    """Two sequences, which share a row."""
+    random = np.random.default_rng(seed)
+    tokens = [random.integers(20, 380, length).astype(np.int32) for length in (18, 34)]
+    return [
+        TrainDatum(RenderedInput(ids[:-1]), ids[1:].astype(np.int64), {"weights": np.ones(len(ids) - 1, np.float32)})
+        for ids in tokens
+    ]
+
+
+async def started(folder: Path, data_dir: Path) -> list[str]:
+    """What a server of the model says until it is ready."""
+    said: list[str] = []
+    options = BackendOptions(
+        data_dir=data_dir, dtype="float32", kv_cache_bytes=2**26, max_rank=8, trainer="inline", sampler="inline"
+    )
+    async with InProcessBackend([ModelSource("tiny/other", str(folder))], options, progress=said.append):
+        return said
+
+
+@pytest.mark.parametrize("model_type", ["phi3", "granite"])
+def test_its_checkpoint_gives_the_trainers_logprobs_in_peft(model_type: str, tmp_path: Path) -> None:
+    folder = tiny(model_type, tmp_path / "model")
+    trainer = HFTrainer(str(folder), name="tiny", decoder="autograd")
+    for name, config in {
+        "all": LoraConfig(rank=4, seed=1),
+        "mlp": LoraConfig(rank=2, seed=2, train_attn=False),
+    }.items():
+        trainer.create_adapter(name, config)
+    for _ in range(3):
+        trainer.forward_backward([TrainWork(name, data(1), "cross_entropy") for name in ("all", "mlp")])
+        for name in ("all", "mlp"):
+            trainer.optim_step(name, AdamParams(learning_rate=0.01))
+    attention = {name for name in trainer.capture("mlp", optimizer=False).tensors if "attn" in name}
+    assert attention == set()
+    (tmp_path / "adapter").mkdir()
+    write_adapter(tmp_path / "adapter", trainer.capture("all", optimizer=False))
+    base = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    theirs = peft.PeftModel.from_pretrained(base, str(tmp_path / "adapter")).eval()
+    (result,) = trainer.forward_backward([TrainWork("all", data(2), "cross_entropy", backward=False)])
+    assert isinstance(result, TrainResult)
+    for datum, output in zip(data(2), result.outputs, strict=True):
+        with torch.no_grad():
+            ids = torch.from_numpy(datum.input.token_ids.astype(np.int64))
+            logprobs = theirs(input_ids=ids[None]).logits[0].log_softmax(-1)
+        expected = logprobs.gather(1, torch.from_numpy(datum.target_tokens)[:, None])[:, 0]
+        np.testing.assert_allclose(output["logprobs"], expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.mutation(
+    "changed-classes-of-transformers",
+    "patches.py",
+    "        to_process=_leave_transformers_alone,\n",
+    "",
+    cases=("olmo2",),
+)
+@pytest.mark.parametrize(
+    "model_type", [kind if kind in FAST else pytest.param(kind, marks=pytest.mark.more) for kind in OWN]
+)
+def test_a_model_without_a_family_starts_and_says_what_adapters_reach(model_type: str, tmp_path: Path) -> None:
+    said = asyncio.run(started(tiny(model_type, tmp_path / "model"), tmp_path / "data"))
+    (trains,) = (line for line in said if line.startswith("tiny/other: trained by the "))
+    assert trains.endswith(REACHED.get(model_type, "lm_head"))
+    agreed = re.search(r"agree to (\S+) nats", said[-1])
+    assert agreed is not None
+    assert float(agreed[1]) < 1e-4
+
+
+def test_the_page_of_models_lists_them() -> None:
+    assert sorted(OWN) == list(OTHERS)
+    assert not {*OTHERS} & {*FAMILIES, *NOT_SERVED}
+
+
+def test_a_model_whose_adapters_vllm_does_not_take_is_refused_at_its_start(tmp_path: Path) -> None:
+    """Its class in vLLM calls a joined projection two."""
+    with pytest.raises(ValueError, match=r"could not be compared with an adapter: .*gate_up_proj is 128 to 192 wide"):
+        asyncio.run(started(tiny("glm4", tmp_path / "model"), tmp_path / "data"))
+
+
+@pytest.mark.mutation(
+    "known-refusals-forgotten",
+    "families/__init__.py",
+    "    if model_type in NOT_SERVED and model_type not in FAMILIES:\n",
+    "    if False:\n",
+)
+def test_what_is_known_not_to_work_is_refused_with_its_reason() -> None:
+    assert family_of("olmo2", "m") is OTHER
+    with pytest.raises(UnsupportedError, match=r"m: model_type 'nemotron_h' is not supported: .*Mamba-2 layers"):
+        family_of("nemotron_h", "m")
