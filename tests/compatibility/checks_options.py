@@ -70,10 +70,36 @@ def gspo(world: World) -> None:
     assert output.metrics["loss:sum"] == pytest.approx(-float((ratio * ADVANTAGES).sum()), rel=1e-3)
 
 
-@refused("TrainingClient.forward_backward(loss_fn='stable_reinforce')", saying="nearest")
+@works(
+    "TrainingClient.forward_backward(loss_fn='stable_reinforce')",
+    by="its loss on recorded samples, by this project's definition (losses.md), written in numpy",
+)
 def stable_reinforce(world: World) -> None:
-    inputs = {name: np.zeros(N, np.float32) for name in ("logprobs", "advantages")}
-    world.training().forward_backward([datum(TOKENS, **inputs)], "stable_reinforce").result()
+    client = world.training()
+    sampler = client.save_weights_and_get_sampling_client(record_stability_info=True)
+    (sequence,) = sampler.sample(prompt(), 1, tinker.SamplingParams(max_tokens=5)).result().sequences
+    given, count = prompt().to_ints(), len(sequence.tokens)
+    before = len(given) - 1
+    spans: dict[str, Any] = {
+        "model_input_spans": [
+            tinker.PromptProvenanceSpan(sequence_id=sequence.sequence_id, length=before + 1),
+            tinker.SampledProvenanceSpan(sequence_id=sequence.sequence_id, length=count - 1),
+        ],
+        "loss_fn_input_spans": [
+            tinker.PromptProvenanceSpan(sequence_id=sequence.sequence_id, offset=1, length=before),
+            tinker.SampledProvenanceSpan(sequence_id=sequence.sequence_id, length=count),
+        ],
+    }
+    inputs: Any = {
+        "target_tokens": np.array([*given[1:], *sequence.tokens]),
+        "logprobs": np.array([0.0] * before + list(sequence.logprobs), np.float32),
+        "advantages": np.array([0.0] * before + [2.0] * count, np.float32),
+    }
+    model_input = tinker.ModelInput.from_ints([*given, *sequence.tokens[:-1]])
+    data = [tinker.Datum(model_input=model_input, loss_fn_inputs=inputs, **spans)]
+    output = client.forward_backward(data, "stable_reinforce", {"kl_coeff": 0.0}).result()
+    on_policy = -2.0 * float(output.loss_fn_outputs[0]["logprobs"].to_numpy()[before:].sum())
+    assert output.metrics["loss:sum"] == pytest.approx(on_policy, rel=1e-3)
 
 
 @refused("ServiceClient.create_lora_training_client(optimizer=dimuon)", saying="dimuon")
@@ -83,10 +109,11 @@ def dimuon(world: World) -> None:
     ).result()
 
 
-@refused("ServiceClient.create_sampling_client(record_stability_info=True)", saying="record_stability_info")
+@works("ServiceClient.create_sampling_client(record_stability_info=True)", by="an id on each sequence")
 def stability(world: World) -> None:
     sampler = world.service.create_sampling_client(base_model=world.model, record_stability_info=True).result()
-    sampler.sample(prompt(), 1, tinker.SamplingParams(max_tokens=1)).result()
+    (sequence,) = sampler.sample(prompt(), 1, tinker.SamplingParams(max_tokens=1)).result().sequences
+    assert sequence.sequence_id
 
 
 @refused("TrainingClient.save_weights_and_get_sampling_client(kind='inflight')", saying="snapshot")

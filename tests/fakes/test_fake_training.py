@@ -78,11 +78,14 @@ def autograd(trainer: FakeTrainer, datum: TrainDatum, loss_fn: str) -> tuple[flo
         ratio, advantages = torch.exp(logprobs - given["logprobs"]), given["advantages"]
         marked = given.get("sequence_ratio_mask", torch.ones(length)) != 0
         of_sequence = ratio[marked].log().mean().exp().detach() * torch.exp(logprobs - logprobs.detach())
+        kept = ratio[marked].log().mean().abs() <= np.log(2)
+        pull = torch.where(ratio <= 2, ratio - 1 - ratio.log(), 1 - np.log(2) + ratio.log() - np.log(2))
         loss = {
             "importance_sampling": -(ratio * advantages).sum(),
             "ppo": -torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages).sum(),
             "cispo": -(ratio.clamp(0.0, 4.0).detach() * logprobs * advantages).sum(),
             "dro": -(logprobs * advantages - 0.025 * (logprobs - given["logprobs"]) ** 2).sum(),
+            "stable_reinforce": (0.01 * pull - kept * ratio.clamp(max=2).detach() * advantages * logprobs).sum(),
             "gspo": -torch.minimum(of_sequence * advantages, of_sequence.clamp(0.9997, 1.0004) * advantages).sum(),
         }[loss_fn]
     loss.backward()

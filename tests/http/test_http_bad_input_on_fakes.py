@@ -215,7 +215,7 @@ async def test_learning_rate_that_is_none_fails_in_its_place_on_fakes(
 BAD_GRADIENTS: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
     ("no data", {"data": []}, ("data", "at least one")),
     ("unknown loss", {"loss_fn": "mse"}, ("loss_fn", "mse", "cross_entropy")),
-    ("loss of the SDK that is not served", {"loss_fn": "stable_reinforce"}, ("loss_fn", "stable_reinforce", "gspo")),
+    ("loss that needs records", {"loss_fn": "stable_reinforce"}, ("loss_fn_inputs.advantages", "is missing")),
     ("uploaded loss", {"loss_fn": "custom"}, ("loss_fn", "custom", "forward_backward_custom")),
     ("no loss", {"loss_fn": ""}, ("loss_fn",)),
     ("unknown setting", {"loss_fn_config": {"beta": 0.1}}, ("loss_fn_config.beta",)),

@@ -320,7 +320,7 @@ async def test_training_runs_are_paged_newest_first_on_fakes(api: Api) -> None:
 @pytest.mark.mutation(
     "unsupported-fields-ignored",
     "control/sampling_sessions.py",
-    "        if request.record_stability_info:\n",
+    "        if request.num_samples > self._options.max_num_samples:\n",
     "        if False:\n",
 )
 async def test_what_is_not_honoured_is_refused_by_name_on_fakes(api: Api) -> None:
@@ -338,7 +338,6 @@ async def test_what_is_not_honoured_is_refused_by_name_on_fakes(api: Api) -> Non
     ]
     sampler = await api.base_sampler(session)
     for name, value in [
-        ("record_stability_info", True),
         ("base_model", "fake/bigram"),
         ("num_samples", 10**6),
     ]:

@@ -90,8 +90,8 @@ async def test_a_small_gradient_is_prepared_between_the_slices_of_a_large_one_on
     ended: list[str] = []
     prepare = training_commands.prepare_work
 
-    def noting(base: Any, model_id: str, decoding: Any) -> Any:
-        work = yield from prepare(base, model_id, decoding)
+    def noting(base: Any, model_id: str, *rest: Any, **options: Any) -> Any:
+        work = yield from prepare(base, model_id, *rest, **options)
         ended.append(model_id)
         return work
 

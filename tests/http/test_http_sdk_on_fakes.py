@@ -117,8 +117,8 @@ def test_bad_arguments_are_raised_at_once_on_fakes(service: Any) -> None:
     with pytest.raises(tinker.BadRequestError, match="base_model"):
         service.create_sampling_client(base_model="unknown/model").result()
     client = service.create_lora_training_client(base_model="fake/bigram", rank=2)
-    with pytest.raises(tinker.RequestFailedError, match="stable_reinforce"):
-        client.forward_backward([datum([5, 9])], "stable_reinforce").result(timeout=60)
+    with pytest.raises(tinker.RequestFailedError, match="loss_fn: unknown loss 'mse'; known are"):
+        client.forward_backward([datum([5, 9])], "mse").result(timeout=60)
     client.save_state("name").result()
     with pytest.raises(tinker.RequestFailedError, match="exists already"):
         client.save_state("name").result(timeout=60)  # no 409, which would be repeated for five minutes

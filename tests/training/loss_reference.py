@@ -19,6 +19,18 @@ def reference(
     if loss_fn == "gspo":
         marked = [t for t in range(len(logprobs)) if inputs["sequence_ratio_mask"][t]]
         of_sequence = np.exp(sum(fixed[t] - inputs["logprobs"][t] for t in marked) / len(marked))
+    if loss_fn == "stable_reinforce":
+        sampled = [t for t in range(len(logprobs)) if inputs["sampled"][t]]
+        drift = sum(fixed[t] - inputs["logprobs"][t] for t in sampled) / len(sampled)
+        kept = 1.0 / config["max_sequence_ratio"] <= np.exp(drift) <= config["max_sequence_ratio"]
+        largest = config["max_ratio"]
+        for t in sampled:
+            ratio = np.exp(logprobs[t] - inputs["logprobs"][t])
+            weight = min(np.exp(fixed[t] - inputs["logprobs"][t]), largest) if kept else 0.0
+            total -= weight * inputs["advantages"][t] * logprobs[t]
+            at = min(ratio, largest)
+            total += config["kl_coeff"] * (at - 1 - np.log(at) + (largest - 1) * (np.log(ratio) - np.log(at)))
+        return total
     for t in range(len(logprobs)):
         if loss_fn == "cross_entropy":
             total -= inputs["weights"][t] * logprobs[t]

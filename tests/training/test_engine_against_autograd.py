@@ -197,10 +197,25 @@ def loss_terms(loss_fn: str, logprobs: torch.Tensor, inputs: dict[str, torch.Ten
         ratio = of_sequence.detach() * torch.exp(logprobs - logprobs.detach())
     if loss_fn == "importance_sampling":
         return -ratio * advantages
+    if loss_fn == "stable_reinforce":
+        return stable_terms(logprobs, log_ratio, inputs, config)
     clipped = ratio.clamp(config["clip_low_threshold"], config["clip_high_threshold"])
     if loss_fn in ("ppo", "gspo"):
         return -torch.minimum(ratio * advantages, clipped * advantages)
     return -clipped.detach() * logprobs * advantages
+
+
+def stable_terms(
+    logprobs: torch.Tensor, log_ratio: torch.Tensor, inputs: dict[str, torch.Tensor], config: Any
+) -> torch.Tensor:
+    sampled, largest = inputs["sampled"] != 0, torch.tensor(config["max_ratio"], dtype=logprobs.dtype)
+    drift = log_ratio[sampled].mean() if sampled.any() else torch.zeros((), dtype=logprobs.dtype)
+    kept = drift.detach().abs() <= np.log(config["max_sequence_ratio"])
+    ratio = log_ratio.exp()
+    beyond = largest - 1 - largest.log() + (largest - 1) * (log_ratio - largest.log())
+    pull = torch.where(ratio <= largest, ratio - 1 - log_ratio, beyond)
+    gain = kept * torch.minimum(ratio, largest).detach() * inputs["advantages"] * logprobs
+    return torch.where(sampled, config["kl_coeff"] * pull - gain, 0.0)
 
 
 def expected(theirs: Hooked, work: TrainWork) -> tuple[list[torch.Tensor], float]:
@@ -288,6 +303,8 @@ def some_works(rng: np.random.Generator, adapters: Sequence[str], vocabulary: in
         config = loss_of(loss_fn).complete_settings({})
         if loss_fn == "gspo" and rng.random() < 0.7:
             config = {"clip_low_threshold": 0.1, "clip_high_threshold": 10.0}
+        if loss_fn == "stable_reinforce" and rng.random() < 0.7:
+            config = {"kl_coeff": 0.5, "max_ratio": 1.5, "max_sequence_ratio": 1e3}
         works.append(TrainWork(str(adapter_id), data, loss_fn, config, backward=bool(rng.random() < 0.85)))
     rng.shuffle(works)  # type: ignore[arg-type]
     return works

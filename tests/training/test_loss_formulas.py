@@ -13,9 +13,13 @@ from tests.training.loss_reference import reference
 
 
 def settings_of(loss_fn: str) -> list[dict[str, float]]:
-    """The default settings; for `gspo`, thresholds that contain the ratios of random data."""
-    wide = [{"clip_low_threshold": 0.5, "clip_high_threshold": 2.0}] if loss_fn == "gspo" else []
-    return [loss_of(loss_fn).complete_settings(given) for given in ({}, *wide)]
+    """The default settings; for `gspo`, thresholds that contain the ratios of random data; for `stable_reinforce`, ones
+    that leave the sequence out."""
+    further = {
+        "gspo": [{"clip_low_threshold": 0.5, "clip_high_threshold": 2.0}],
+        "stable_reinforce": [{"kl_coeff": 0.3, "max_sequence_ratio": 1.0}, {"max_ratio": 1.1}],
+    }
+    return [loss_of(loss_fn).complete_settings(given) for given in ({}, *further.get(loss_fn, []))]
 
 
 def random_inputs(loss_fn: str, n: int, rng: np.random.Generator) -> tuple[np.ndarray, dict[str, np.ndarray]]:
@@ -23,8 +27,8 @@ def random_inputs(loss_fn: str, n: int, rng: np.random.Generator) -> tuple[np.nd
     inputs = {name: rng.standard_normal(n) for name in LOSSES[loss_fn].inputs}
     if "logprobs" in inputs:
         inputs["logprobs"] = logprobs + rng.normal(0, 0.5, n)
-    if "sequence_ratio_mask" in inputs:
-        inputs["sequence_ratio_mask"] = (rng.random(n) < 0.7).astype(float)
+    for mask in {"sequence_ratio_mask", "sampled"} & {*inputs}:
+        inputs[mask] = (rng.random(n) < 0.7).astype(float)
     return logprobs, inputs
 
 
@@ -166,6 +170,36 @@ def test_gspo_keeps_or_drops_the_whole_sequence() -> None:
     above, below = np.exp(0.3), np.exp(-1.5)
     assert values.tolist() == pytest.approx([-1.0004, above, -below, 0.9997])
     assert derivative.tolist() == pytest.approx([0.0, above, -below, 0.0])
+
+
+@pytest.mark.mutation(
+    "stable-weights-not-cut-off",
+    "stable_reinforce.py",
+    "xp.exp(xp.clip(log_ratio, None, longest))",
+    "xp.exp(log_ratio)",
+)
+@pytest.mark.mutation(
+    "drifted-sequences-kept", "stable_reinforce.py", 'math.log(settings["max_sequence_ratio"])', "math.inf"
+)
+def test_stable_reinforce_cuts_weights_off_and_leaves_out_sequences_that_drifted() -> None:
+    inputs = {"logprobs": [-3.0, -1.0, -1.0, -3.0], "advantages": [1.0] * 4, "sampled": [1.0] * 4}
+    config = loss_of("stable_reinforce").complete_settings({"kl_coeff": 0})
+    # The first datum's ratios are e and 1, their geometric mean 1.65; the second's are 1 and e^2, and e.
+    logprobs = [-2.0, -1.0, -1.0, -1.0]
+    values, derivative = run("stable_reinforce", logprobs, inputs, config, torch.float64, lengths=(2, 2))
+    assert derivative.tolist() == pytest.approx([-2.0, -1.0, 0.0, 0.0])
+    assert values.tolist() == pytest.approx([4.0, 1.0, 0.0, 0.0])
+    config = loss_of("stable_reinforce").complete_settings({"kl_coeff": 0.5})
+    _, derivative = run("stable_reinforce", logprobs, inputs, config, torch.float64, lengths=(2, 2))
+    assert derivative.tolist() == pytest.approx([-1.5, -1.0, 0.0, 0.5])  # the pull stays, also where it is left out
+
+
+def test_stable_reinforce_survives_ratios_that_overflow() -> None:
+    inputs = {"logprobs": [-300.0, -1.0], "advantages": [-2.0, 1.0], "sampled": [1.0, 1.0]}
+    config = loss_of("stable_reinforce").complete_settings({})
+    values, derivative = run("stable_reinforce", [-1.0, -300.0], inputs, config, torch.float32)
+    assert np.isfinite(values).all()
+    assert np.isfinite(derivative).all()
 
 
 def test_gspo_survives_a_datum_without_a_marked_position() -> None:

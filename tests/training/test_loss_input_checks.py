@@ -115,7 +115,7 @@ def test_numbers_that_are_not_finite_are_refused_with_their_position(name: Any, 
     "(targets >= vocab_size))",
 )
 @pytest.mark.parametrize("token", [-1, VOCAB, 2**40])
-@pytest.mark.parametrize("loss_fn", LOSSES)
+@pytest.mark.parametrize("loss_fn", [name for name, loss in LOSSES.items() if loss.recorded is None])
 def test_targets_outside_the_vocabulary_are_refused_only_where_they_count(loss_fn: Any, token: Any) -> None:
     targets = TARGETS.copy()
     targets[1] = token

@@ -64,12 +64,11 @@ def gradient_of(ours: Any, gradients: Any) -> Any:
 def test_ten_times_the_coefficient_is_ten_times_loss_and_gradient(
     loss_fn: Any, ours: Any, make: Any, gradient_of: Any, assert_close: Any
 ) -> None:
-    """For `dro`, this includes the penalty."""
+    """For `dro` and `stable_reinforce`, this includes the penalty."""
     work = make.work("a", [9, 4, 20], loss_fn)
-    config = {name: value * (10 if name == "beta" else 1) for name, value in work.loss_config.items()}
-    bigger = replace(
-        work, data=[scaled(datum, LOSSES[loss_fn].mask_inputs[0], 10) for datum in work.data], loss_config=config
-    )
+    config = {name: value * (10 if name in ("beta", "kl_coeff") else 1) for name, value in work.loss_config.items()}
+    coefficient = "weights" if loss_fn == "cross_entropy" else "advantages"
+    bigger = replace(work, data=[scaled(datum, coefficient, 10) for datum in work.data], loss_config=config)
     once, ten = run(ours, work, bigger)
     assert ten.metrics["loss:sum"] == pytest.approx(10 * once.metrics["loss:sum"], rel=1e-5)
     assert_close(gradient_of([bigger]), {k: 10 * v for k, v in gradient_of([work]).items()}, 1e-6)
@@ -231,8 +230,8 @@ def test_all_weights_zero_reports_logprobs_and_leaves_no_gradient(ours: Any, mak
 @pytest.mark.mutation(
     "totals-of-the-batch",
     "tally.py",
-    '{"loss:sum": work.loss}',
-    '{"loss:sum": sum(other.loss for other in self.works.values())}',
+    "loss.metrics(work.loss)",
+    "loss.metrics(sum(other.loss for other in self.works.values()))",
 )
 @pytest.mark.mutation(
     "packed-order",
@@ -329,7 +328,7 @@ def test_malformed_data_fails_its_own_request(ours: Any, make: Any) -> None:
     datum = make.datum(5)
     wrong = {
         "loss_fn: unknown loss": TrainWork("a", [datum], "mse"),
-        "nearest": TrainWork("a", [datum], "stable_reinforce"),
+        "takes logprobs, advantages, sampled": TrainWork("a", [datum], "stable_reinforce"),
         "loss_fn_config.epsilon": TrainWork("a", [datum], "cross_entropy", {"epsilon": 1}),
         "takes logprobs, advantages": TrainWork("a", [datum], "ppo"),
         "data[0].loss_fn_inputs: cross_entropy takes weights of shape [5], not nothing": TrainWork(

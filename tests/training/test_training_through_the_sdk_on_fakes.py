@@ -195,7 +195,7 @@ def test_one_and_several_targets_per_position_in_one_request_are_answered_on_fak
     assert_same_gradient(trainer, hooked, client.model_id)
 
 
-@pytest.mark.parametrize("loss_fn", LOSSES)
+@pytest.mark.parametrize("loss_fn", [name for name, loss in LOSSES.items() if loss.recorded is None])
 def test_each_loss_is_its_formula_and_its_gradient_that_of_a_custom_loss_on_fakes(
     loss_fn: Any, client: Any, trainer: Any, hooked: Any
 ) -> None:
@@ -229,7 +229,7 @@ def names(loss_fn: str) -> Sequence[str]:
     return tuple(LOSSES[loss_fn].settings)
 
 
-@pytest.mark.parametrize("loss_fn", LOSSES)
+@pytest.mark.parametrize("loss_fn", [name for name, loss in LOSSES.items() if loss.recorded is None])
 def test_chunks_combine_as_the_sdk_combines_them_to_what_one_request_gives_on_fakes(
     loss_fn: Any, client: Any, trainer: Any
 ) -> None:

@@ -241,6 +241,13 @@ class BackendOptions:
             "autograd, or with the first where it supports the layers and the second otherwise.",
         ),
     ] = "auto"
+    strict_losses: Annotated[
+        bool,
+        CommandOption(
+            "Refuse stable_reinforce, whose objective on the hosted service is not public, instead of training it by "
+            "this project's definition."
+        ),
+    ] = False
     max_adapters: Annotated[int, CommandOption("Maximum number of training runs in memory.", least=1)] = 64
     max_rank: Annotated[int, CommandOption("Maximum LoRA rank.", least=1, most=512)] = 128
     max_adapter_bytes: Annotated[

@@ -146,7 +146,16 @@ class ControlPlane:
         loads = LoadWeights(self.store, self.models, self.sessions, self.runs, uses)
         saves = SaveWeightsForSampler(self.store, self.folders, versions, self.sampling)
         self.training = Training(
-            self.quotas, self.store, self.runs, self.operations, loads, saves, self.exports, self.curves
+            self.quotas,
+            self.store,
+            self.runs,
+            self.operations,
+            loads,
+            saves,
+            self.exports,
+            self.curves,
+            self.sampling.recorded,
+            strict_losses=options.strict_losses,
         )
         self.lost_requests = LostRequests(self.store, self.sessions, self.runs, self.sampling)
         self.checkpoints = Checkpoints(

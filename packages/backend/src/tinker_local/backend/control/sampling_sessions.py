@@ -9,6 +9,7 @@ from typing import Any
 
 from tinker_local.backend.control.checkpoint_lifetime import CheckpointUses, version_of
 from tinker_local.backend.control.ephemeral_versions import EphemeralVersion, EphemeralVersions
+from tinker_local.backend.control.recorded_samples import RecordedSamples
 from tinker_local.backend.control.sample_prompts import SamplePrompts
 from tinker_local.backend.control.sampler_versions import SamplerVersions
 from tinker_local.backend.control.sampling_clients import Completion, SamplingClients, client_of
@@ -123,6 +124,7 @@ class Sampling:
         self._prompts = SamplePrompts(options)
         self.in_flight = InFlight(quotas)
         self.ephemeral = EphemeralVersions(quotas, versions)
+        self.recorded = RecordedSamples()
         self._in_samplers: dict[ServedModel, SamplerQueue] = {}
 
     # Sessions -------------------------------------------------------------------------------------------------------
@@ -270,6 +272,7 @@ class Sampling:
 
     async def end_session(self, session_id: str) -> None:
         """Cancel the samples of a session and free its ephemeral versions."""
+        self.recorded.end_session(session_id)
         ending = [self._open[name] for name in self._of_session.pop(session_id, ())]
         for session in ending:
             del self._open[session.record.sampling_session_id]
@@ -348,10 +351,10 @@ class Sampling:
         return operation
 
     def _check(self, request: SampleRequest) -> None:
-        if request.record_stability_info:
+        if request.record_stability_info and self._options.strict_losses:
             raise UnsupportedError(
-                "record_stability_info: only stable_reinforce reads it, a loss that this server does not have; leave "
-                "it out and train with another, as with loss_fn=importance_sampling of a recipe"
+                "record_stability_info: only stable_reinforce reads it, which this server refuses (--strict-losses); "
+                "leave it out and train with another loss, as with loss_fn=importance_sampling of a recipe"
             )
         if request.num_samples > self._options.max_num_samples:
             raise InvalidRequestError(
@@ -370,7 +373,7 @@ class Sampling:
             size = bytes_of(output) + OBJECT_BYTES * len(output.sequences)
             form = WireForm(encode_sample_output, partial(decoded, operation.request_id))
             self._ended(session, operation)
-            operation.succeed(with_ids(output, operation.request_id), size, form)
+            operation.succeed(output, size, form)
         except Exception as error:
             self._ended(session, operation)
             operation.fail_from(error)
@@ -439,6 +442,9 @@ class Sampling:
             queue.leave(operation)
         count(session.base, work, output)
         operation.timeline.note(sampled_tokens=sampled_tokens(output))
+        output = with_ids(output, operation.request_id)
+        if request.record_stability_info:
+            self.recorded.add(session_id, output.sequences, prompt.length)
         return output
 
     async def count_tokens(self, session: SamplingSession, prompt: ModelInput) -> int:

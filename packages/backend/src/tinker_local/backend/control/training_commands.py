@@ -1,5 +1,6 @@
 """What a training run is asked for, in order of `seq_id`: gradients, optimizer steps, saves; and how each is queued."""
 
+import logging
 import math
 import time
 from collections.abc import Generator, Sequence
@@ -10,6 +11,7 @@ from typing import Any
 from tinker_local.backend.control.checkpoint_lifetime import check_ttl
 from tinker_local.backend.control.exports import Exports
 from tinker_local.backend.control.load_weights import LoadWeights
+from tinker_local.backend.control.recorded_samples import RecordedSamples
 from tinker_local.backend.control.save_weights_for_sampler import SaveWeightsForSampler
 from tinker_local.backend.control.sessions import check_user_metadata
 from tinker_local.backend.control.training_runs import Command, TrainingRun, TrainingRuns
@@ -24,6 +26,7 @@ from tinker_local.backend.storage.store import Store
 from tinker_local.backend.threads import DISK, IMAGE_THREADS, PREPARING, PREPARING_IMAGES
 from tinker_local.backend.training.losses import loss_of
 from tinker_local.backend.training.losses.loss import Loss, make_train_datum
+from tinker_local.backend.training.losses.recorded import FindRecord
 from tinker_local.backend.training.optimizers import step_settings
 from tinker_local.backend.training.trainer import TrainDatum, TrainResult, TrainWork
 from tinker_local.types import (
@@ -41,7 +44,10 @@ from tinker_local.types import (
     SaveWeightsForSamplerRequest,
     SaveWeightsRequest,
     TooManyRequestsError,
+    UnsupportedError,
 )
+
+log = logging.getLogger(__name__)
 
 Steps = Generator[bool | None, None, TrainWork]
 """The steps to a prepared request. Each yields whether the next one renders images."""
@@ -63,6 +69,9 @@ class Training:
         saves_for_sampler: SaveWeightsForSampler,
         exports: Exports,
         curves: Curves,
+        recorded: RecordedSamples,
+        *,
+        strict_losses: bool,
     ) -> None:
         self._store = store
         self._runs = runs
@@ -71,6 +80,8 @@ class Training:
         self._saves_for_sampler = saves_for_sampler
         self._exports = exports
         self._curves = curves
+        self._recorded = recorded
+        self._strict_losses = strict_losses
         self._image_turns = ImageTurns(IMAGE_THREADS)
         self._bounds = Bounds(quotas)
 
@@ -106,13 +117,18 @@ class Training:
             return model
         base = model.base
 
-        steps, targets = in_stage(operation.timeline, prepare_work(base, model_id, decoding)), 0
+        find_record = self._recorded.finder(model.record.session_id)
+        work_steps = prepare_work(base, model_id, decoding, find_record, strict_losses=self._strict_losses)
+        steps, targets = in_stage(operation.timeline, work_steps), 0
 
         async def prepare() -> TrainWork:
             nonlocal targets
             work = await self._prepared(model.owner, model.record.session_id, steps)
             images = sum(len(datum.input.images) for datum in work.data)
             loss = loss_of(work.loss_fn)
+            if loss.own_definition and loss.name not in model.told_losses:
+                model.told_losses.add(loss.name)
+                log.info("run %s: %s is trained by %s (docs/losses.md)", model_id, loss.name, loss.source)
             targets = sum(int(loss.active(datum.loss_inputs).sum()) for datum in work.data)
             operation.timeline.note(datums=len(work.data), tokens=positions(work.data), images=images)
             return work
@@ -329,19 +345,31 @@ def _decoded(request: ForwardBackwardRequest) -> Generator[None, None, ForwardBa
     return request
 
 
-def prepare_work(base: ServedModel, model_id: str, decoding: Generator[None, None, ForwardBackwardRequest]) -> Steps:
+def prepare_work(
+    base: ServedModel,
+    model_id: str,
+    decoding: Generator[None, None, ForwardBackwardRequest],
+    find_record: FindRecord,
+    *,
+    strict_losses: bool,
+) -> Steps:
     """Decode, render and check one request, a datum in each step; InvalidRequestError names the datum and the field."""
     request = yield from decoding
     if not request.data:
         raise InvalidRequestError("data: at least one datum is needed")
     loss = loss_of(request.loss_fn)
+    if loss.own_definition and strict_losses:
+        raise UnsupportedError(
+            f"loss_fn: {loss.name!r} is refused by this server (--strict-losses), because its objective on the hosted "
+            "service is not public; the nearest is 'importance_sampling'"
+        )
     config = loss.complete_settings(request.loss_fn_config)
     check_cells(request.data)
     data: list[TrainDatum] = []
     size, images = 0, set[int]()
     for index, datum in enumerate(request.data):
         yield any(isinstance(chunk, ImageChunk) for chunk in datum.model_input.chunks)
-        data.append(prepare_datum(base, datum, loss, f"data[{index}]"))
+        data.append(prepare_datum(base, datum, loss, f"data[{index}]", find_record))
         for placed in data[-1].input.images:
             size += 0 if id(placed.image) in images else placed.image.num_bytes
             images.add(id(placed.image))
@@ -372,14 +400,16 @@ def check_cells(data: Sequence[Datum]) -> None:
         )
 
 
-def prepare_datum(base: ServedModel, datum: Datum, loss: Loss, where: str) -> TrainDatum:
+def prepare_datum(
+    base: ServedModel, datum: Datum, loss: Loss, where: str, find_record: FindRecord | None = None
+) -> TrainDatum:
     """One datum rendered and checked."""
     rendered = base.engines.renderer.render(datum.model_input, f"{where}.model_input")
     if rendered.length > base.max_context_length:
         raise InvalidRequestError(
             f"{where}.model_input: {rendered.length} positions exceed the context length of {base.max_context_length}"
         )
-    return make_train_datum(datum, rendered, loss, base.engines.trainer.vocab_size, where)
+    return make_train_datum(datum, rendered, loss, base.engines.trainer.vocab_size, where, find_record)
 
 
 def bytes_of(request: ForwardBackwardRequest) -> int:

@@ -66,6 +66,7 @@ class TrainingRun:
     source: the last durable checkpoint of its weights, or the one that it was loaded from; None: it was created.
     source_optimizer: its optimizer is that of `source`.
     progress: what it has done.
+    told_losses: those of which the log has said that their definition is this project's.
     captures: tasks that write or publish what was captured of it.
     """
 
@@ -86,6 +87,7 @@ class TrainingRun:
     source: CheckpointRecord | None = None
     source_optimizer: bool = False
     progress: RunProgress = field(default_factory=RunProgress)
+    told_losses: set[str] = field(default_factory=set)
     captures: set[asyncio.Task[Any]] = field(default_factory=set)
 
     @property

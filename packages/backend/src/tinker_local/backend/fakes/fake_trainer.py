@@ -191,7 +191,7 @@ class FakeTrainer:
         if work.backward:
             for name, gradient in gradients.items():
                 adapter.gradients[name] = adapter.gradients.get(name, 0.0) + gradient
-        return TrainResult(outputs=outputs, metrics={"loss:sum": total})
+        return TrainResult(outputs=outputs, metrics=loss.metrics(total))
 
     def _datum(
         self,

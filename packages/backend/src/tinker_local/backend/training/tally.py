@@ -86,8 +86,8 @@ class Tally:
 
     def result(self, at: int) -> TrainResult | ApiError:
         """The result of the request at index `at`."""
-        work = self.works[at]
-        return work.error or TrainResult(outputs=tuple(work.outputs), metrics={"loss:sum": work.loss})
+        work, loss = self.works[at], LOSSES[self._requests[at].loss_fn]
+        return work.error or TrainResult(outputs=tuple(work.outputs), metrics=loss.metrics(work.loss))
 
 
 def _output(item: Item, elementwise: bool, logprobs: torch.Tensor, losses: torch.Tensor) -> Output:

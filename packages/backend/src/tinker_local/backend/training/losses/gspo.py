@@ -6,13 +6,18 @@ from tinker_local.backend.training.losses.loss import Array, DatumSum, Inputs, L
 from tinker_local.backend.training.losses.ppo import check_thresholds, clipped_surrogate
 
 
-def sequence_log_ratio(xp: Any, logprobs: Array, inputs: Inputs, datum_sum: DatumSum) -> Inputs:
-    """The mean of l - q over those positions of each datum where `sequence_ratio_mask` is not 0; 0 for a datum without
-    such positions. The sums are in float64: in float32, over thousands of positions, they would be off by more than the
+def mean_log_ratio(xp: Any, logprobs: Array, inputs: Inputs, mask: str, datum_sum: DatumSum) -> Array:
+    """The mean of l - q over those positions of each datum where the input `mask` is not 0; 0 for a datum without such
+    positions. The sums are in float64: in float32, over thousands of positions, they would be off by more than the
     thresholds are from 1."""
-    marked = inputs["sequence_ratio_mask"] != 0
+    marked = inputs[mask] != 0
     total = datum_sum(xp.where(marked, logprobs - inputs["logprobs"], 0.0))
-    return {"sequence_log_ratio": total / xp.clip(datum_sum(marked), 1, None)}
+    return total / xp.clip(datum_sum(marked), 1, None)
+
+
+def sequence_log_ratio(xp: Any, logprobs: Array, inputs: Inputs, datum_sum: DatumSum) -> Inputs:
+    """The mean of l - q where `sequence_ratio_mask` is not 0."""
+    return {"sequence_log_ratio": mean_log_ratio(xp, logprobs, inputs, "sequence_ratio_mask", datum_sum)}
 
 
 def terms(xp: Any, logprobs: Array, inputs: Inputs, settings: Settings) -> Terms:

@@ -20,8 +20,17 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 from tinker_local.backend.rendering.rendered_input import RenderedInput
+from tinker_local.backend.training.losses.recorded import (
+    FindRecord,
+    check_advantages,
+    check_sent,
+    recorded_inputs,
+)
 from tinker_local.backend.training.trainer import TrainDatum
 from tinker_local.types import Datum, InvalidRequestError, ProvenanceSpan, TensorData
+
+OWN_DEFINITION = "local_definition:mean"
+"""A metric, 1, of losses whose formula is this project's (`Loss.own_definition`)."""
 
 Array = Any
 """A `torch.Tensor` or a `numpy.ndarray`; in one call all are of one kind."""
@@ -76,6 +85,9 @@ class Loss:
         depend on. They are computed first, and count as constants in the derivative.
     per_datum: `per_datum(xp, logprobs, inputs, datum_sum)`, further inputs [M] that the marked positions determine. Of
         `logprobs` only those at marked positions of data that are not wholly masked are known.
+    recorded: the input that marks targets which were sampled and recorded; it and `logprobs` come from the records.
+        None: all inputs come from the client.
+    own_definition: whether the formula is this project's, under a name of the hosted service whose own is not public.
     """
 
     name: str
@@ -91,11 +103,23 @@ class Loss:
     elementwise: bool = False
     per_datum_input: str | None = None
     per_datum: Callable[[Any, Array, Inputs, DatumSum], Inputs] = _nothing
+    recorded: str | None = None
+    own_definition: bool = False
+
+    @property
+    def sent_inputs(self) -> tuple[str, ...]:
+        """The inputs that come from the client; with `recorded`, `logprobs` may be absent."""
+        return tuple(name for name in self.inputs if name != self.recorded)
+
+    def metrics(self, total: float) -> dict[str, float]:
+        """Of a request whose loss is `total`, by `name:reduction`."""
+        return {"loss:sum": total, **({OWN_DEFINITION: 1.0} if self.own_definition else {})}
 
     @property
     def target_inputs(self) -> tuple[str, ...]:
         """The inputs of which one is not 0 wherever the loss depends on the target's logprob."""
-        return self.mask_inputs if self.per_datum_input is None else (*self.mask_inputs, self.per_datum_input)
+        further = () if self.per_datum_input in (None, *self.mask_inputs) else (self.per_datum_input,)
+        return (*self.mask_inputs, *further)
 
     def gives_elementwise(self, data: Sequence[TrainDatum]) -> bool:
         """Whether the outputs of a request of `data` have `elementwise_loss`: those of all data or of none, because
@@ -142,26 +166,47 @@ def any_of(inputs: Inputs, names: tuple[str, ...]) -> Array:
 TARGETS = "target_tokens"
 
 
+LOGPROBS = "logprobs"
+
+
 Float32Array = npt.NDArray[np.float32]
 
 
 Int64Array = npt.NDArray[np.int64]
 
 
-def make_train_datum(datum: Datum, rendered: RenderedInput, loss: Loss, vocab_size: int, where: str) -> TrainDatum:
+def make_train_datum(
+    datum: Datum,
+    rendered: RenderedInput,
+    loss: Loss,
+    vocab_size: int,
+    where: str,
+    find_record: FindRecord | None = None,
+) -> TrainDatum:
     """`datum` as the trainer takes it: dense arrays of one shape, names and numbers checked.
 
     `rendered` is its model input of N positions. `where` prefixes messages (`data[3]`). Absent weights are ones; a
     target outside [0, vocab_size) is refused only where its logprob counts. Provenance is checked and dropped.
+    `find_record`: for losses whose inputs are `recorded`.
     """
     _check_names(datum, loss, where)
     if rendered.length == 0:
         raise InvalidRequestError(f"{where}.model_input: is empty, at least one position is needed")
     targets = _targets(datum.loss_fn_inputs[TARGETS], loss, rendered.length, where)
-    inputs = {name: _loss_input(datum, name, targets, loss, where) for name in loss.inputs}
+    _check_provenance(datum, rendered.length, targets, where)
+    inputs = {
+        name: _loss_input(datum, name, targets, loss, where)
+        for name in loss.sent_inputs
+        if loss.recorded is None or name in datum.loss_fn_inputs
+    }
+    if loss.recorded is not None:
+        assert find_record is not None
+        logprobs, sampled = recorded_inputs(datum, rendered.token_ids, targets, find_record, where)
+        check_sent(inputs.get(LOGPROBS, logprobs), logprobs, sampled, where)
+        check_advantages(inputs["advantages"], sampled, where)
+        inputs |= {LOGPROBS: logprobs, loss.recorded: sampled}
     _check_vocabulary(targets, loss, inputs, vocab_size, where)
     _check_per_datum_input(loss, inputs, where)
-    _check_provenance(datum, rendered.length, targets, where)
     return TrainDatum(rendered, targets, inputs)
 
 
@@ -182,7 +227,7 @@ def check_train_datum(datum: TrainDatum, loss: Loss, where: str) -> None:
 
 
 def _check_names(datum: Datum, loss: Loss, where: str) -> None:
-    known = (TARGETS, *loss.inputs)
+    known = (TARGETS, *loss.sent_inputs)
     for name in datum.loss_fn_inputs:
         if name in loss.settings:
             raise InvalidRequestError(
@@ -194,7 +239,8 @@ def _check_names(datum: Datum, loss: Loss, where: str) -> None:
                 f"{where}.loss_fn_inputs.{name}: unknown to {loss.name}, which takes {', '.join(known)}"
             )
     for name in known:
-        if name not in datum.loss_fn_inputs and name not in loss.optional:
+        optional = name in loss.optional or (name == LOGPROBS and loss.recorded is not None)
+        if name not in datum.loss_fn_inputs and not optional:
             raise InvalidRequestError(f"{where}.loss_fn_inputs.{name}: is missing, {loss.name} needs it")
 
 
@@ -257,7 +303,7 @@ def _check_per_datum_input(loss: Loss, inputs: Mapping[str, Float32Array], where
 
 
 def _check_provenance(datum: Datum, length: int, targets: Int64Array, where: str) -> None:
-    """Spans tile their field; what they refer to is not looked up (no loss here needs it)."""
+    """Spans tile their field. What they refer to is looked up for losses that need it alone."""
     if datum.model_input_spans is None or datum.loss_fn_input_spans is None:
         return
     if targets.ndim != 1:
