@@ -86,7 +86,9 @@ def refused(client: Any, data: list[tinker.Datum], match: str) -> None:
 
 
 @pytest.mark.mutation("records-of-nothing", "stable_reinforce.py", "    recorded=SAMPLED,\n", "")
-def test_it_trains_on_what_was_recorded_and_says_that_the_definition_is_local_on_fakes(client: Any) -> None:
+def test_it_trains_on_what_was_recorded_and_says_that_the_definition_is_local_on_fakes(
+    client: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     data = [datum(sequence, advantage) for sequence, advantage in zip(sample(client), (1.0, -1.0), strict=True)]
     off_policy = tinker.AdamParams(learning_rate=0.05)
     client.forward_backward(data, "stable_reinforce").result()
@@ -101,6 +103,7 @@ def test_it_trains_on_what_was_recorded_and_says_that_the_definition_is_local_on
         wanted += reference("stable_reinforce", found["logprobs"].to_numpy().astype(float), inputs, settings)
     assert output.metrics["loss:sum"] == pytest.approx(wanted, rel=1e-4)
     assert output.metrics["local_definition:mean"] == 1.0
+    assert sum("stable_reinforce is trained by this project's definition" in line for line in caplog.messages) == 1
     assert client.optim_step(off_policy).result().metrics["grad_norm"] > 0
 
 

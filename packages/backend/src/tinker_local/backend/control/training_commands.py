@@ -128,7 +128,7 @@ class Training:
             loss = loss_of(work.loss_fn)
             if loss.own_definition and loss.name not in model.told_losses:
                 model.told_losses.add(loss.name)
-                log.info("run %s: %s is trained by %s (docs/losses.md)", model_id, loss.name, loss.source)
+                log.warning("run %s: %s is trained by %s (docs/losses.md)", model_id, loss.name, loss.source)
             targets = sum(int(loss.active(datum.loss_inputs).sum()) for datum in work.data)
             operation.timeline.note(datums=len(work.data), tokens=positions(work.data), images=images)
             return work
