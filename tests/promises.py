@@ -276,7 +276,7 @@ MISTAKES = (
     Promise(
         "loss",
         "A sequence's ratio is taken over a part of it, or over several sequences",
-        "gspo-ratio-of-a-chunk gspo-ratio-of-several-data",
+        "gspo-ratio-of-a-chunk gspo-ratio-of-several-data prompts-in-the-sequence-ratio",
     ),
     Promise(
         "loss",

@@ -20,6 +20,8 @@ def table(heading: str) -> list[str]:
 def loss_row(loss: Loss) -> str:
     formula = loss.formula + ("; targets may be `[N, K]`, dense or CSR" if loss.candidates else "")
     absent = {name: f" (absent: {value:g})" for name, value in loss.optional.items()}
+    if loss.by_spans is not None:
+        absent[loss.by_spans] = " (absent: what provenance spans call sampled)"
     inputs = ", ".join(f"`{name}`{absent.get(name, '')}" for name in loss.inputs)
     masks = " and ".join(f"`{name}`" for name in loss.mask_inputs)
     settings = ", ".join(f"`{name}` {value}" for name, value in loss.settings.items()) or "none"

@@ -182,11 +182,23 @@ def test_thresholds_as_tensors_are_refused_with_what_to_do(loss_fn: Any, name: A
     )
 
 
+@pytest.mark.mutation("prompts-in-the-sequence-ratio", "loss.py", 'span.source == "sampled" for span', "True for span")
+def test_without_a_mask_the_sequence_ratio_is_of_what_spans_call_sampled() -> None:
+    def span(source: Any, length: int) -> ProvenanceSpan:
+        return ProvenanceSpan(source=source, sequence_id="s:0", length=length)
+
+    spans = ([span("prompt", N)], [span("prompt", 1), span("sampled", 2), span("prompt", 1)])
+    inputs = {"target_tokens": TARGETS, "logprobs": -ONES, "advantages": ONES}
+    assert check("gspo", spans, **inputs).loss_inputs["sequence_ratio_mask"].tolist() == [0, 1, 1, 0]
+    given = check("gspo", spans, **inputs, sequence_ratio_mask=ONES)
+    assert given.loss_inputs["sequence_ratio_mask"].tolist() == [1] * N
+
+
 def test_the_mask_of_the_sequence_ratio_is_checked() -> None:
-    """The mask is required, finite, as long as the targets, and not empty if an advantage counts."""
+    """Without spans the mask is required, finite, as long as the targets, and not empty if an advantage counts."""
     policy = {"loss_fn": "gspo", "target_tokens": TARGETS, "logprobs": -ONES}
     field = "data[3].loss_fn_inputs.sequence_ratio_mask"
-    refusal(field, "missing", advantages=ONES, **policy)
+    refusal(field, "missing", "provenance spans", advantages=ONES, **policy)
     refusal(field, [3], [4], advantages=ONES, sequence_ratio_mask=ONES[1:], **policy)
     refusal(field, "nan", "position 0", advantages=ONES, sequence_ratio_mask=ONES * np.nan, **policy)
     refusal(field, "0 at all 4 positions", "advantages", advantages=ONES, sequence_ratio_mask=0 * ONES, **policy)

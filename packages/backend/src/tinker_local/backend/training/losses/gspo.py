@@ -39,5 +39,6 @@ GSPO = Loss(
     settings={"clip_low_threshold": 1 - 3e-4, "clip_high_threshold": 1 + 4e-4},  # section 5.1
     check=check_thresholds,
     per_datum_input="sequence_ratio_mask",
+    by_spans="sequence_ratio_mask",
     per_datum=sequence_log_ratio,
 )

@@ -87,6 +87,7 @@ class Loss:
         `logprobs` only those at marked positions of data that are not wholly masked are known.
     recorded: the input that marks targets which were sampled and recorded; it and `logprobs` come from the records.
         None: all inputs come from the client.
+    by_spans: the input that, if absent, is 1 where the datum's spans say that the target was sampled, and 0 elsewhere.
     own_definition: whether the formula is this project's, under a name of the hosted service whose own is not public.
     """
 
@@ -104,6 +105,7 @@ class Loss:
     per_datum_input: str | None = None
     per_datum: Callable[[Any, Array, Inputs, DatumSum], Inputs] = _nothing
     recorded: str | None = None
+    by_spans: str | None = None
     own_definition: bool = False
 
     @property
@@ -240,8 +242,15 @@ def _check_names(datum: Datum, loss: Loss, where: str) -> None:
             )
     for name in known:
         optional = name in loss.optional or (name == LOGPROBS and loss.recorded is not None)
-        if name not in datum.loss_fn_inputs and not optional:
+        if name in datum.loss_fn_inputs or optional:
+            continue
+        if name != loss.by_spans:
             raise InvalidRequestError(f"{where}.loss_fn_inputs.{name}: is missing, {loss.name} needs it")
+        if datum.loss_fn_input_spans is None:
+            raise InvalidRequestError(
+                f"{where}.loss_fn_inputs.{name}: is missing, {loss.name} needs it, or provenance spans, which say what "
+                "was sampled"
+            )
 
 
 def _targets(tensor: TensorData, loss: Loss, length: int, where: str) -> Int64Array:
@@ -265,6 +274,10 @@ def _targets(tensor: TensorData, loss: Loss, length: int, where: str) -> Int64Ar
 
 def _loss_input(datum: Datum, name: str, targets: Int64Array, loss: Loss, where: str) -> Float32Array:
     tensor = datum.loss_fn_inputs.get(name)
+    if tensor is None and name == loss.by_spans and datum.loss_fn_input_spans is not None:
+        spans = datum.loss_fn_input_spans
+        sampled = np.array([span.source == "sampled" for span in spans], np.float32)
+        return np.repeat(sampled, [span.length for span in spans])
     if tensor is None:
         return np.full(targets.shape, loss.optional[name], np.float32)
     field_name = f"{where}.loss_fn_inputs.{name}"
