@@ -180,7 +180,7 @@ async def test_thinking_model_trains_each_turn_as_it_was_shown(client: tinker.Tr
 
 
 @pytest.mark.mutation(
-    "encoded-images-not-counted", "image_features.py", "self.images_encoded += len(new)", "self.images_encoded += 0"
+    "encoded-images-not-counted", "vision_tower.py", "self.images_encoded += len(images)", "self.images_encoded += 0"
 )
 async def test_group_of_sixteen_renders_and_encodes_each_image_once(
     real_server: Any, client: tinker.TrainingClient, sampler: tinker.SamplingClient

@@ -44,7 +44,7 @@ async def test_every_setting_of_each_optimizer_step_arrives_on_fakes(api: Api, m
 @pytest.mark.mutation(
     "lora-settings-dropped-on-the-way",
     "training_runs.py",
-    "call(create, model_id, request.lora_config,",
+    "call(create, model_id, config,",
     "call(create, model_id, LoraConfig(rank=request.lora_config.rank),",
 )
 @pytest.mark.parametrize(

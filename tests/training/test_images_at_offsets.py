@@ -94,8 +94,8 @@ def test_pad_ids_in_pure_text_are_text(family: str, make: Any, trainer: Any, mod
 @pytest.mark.mutation(
     "image-encoded-for-every-datum",
     "packing.py",
-    "            if image.content_hash not in first_row:\n",
-    "            if True:\n",
+    "key = own, placement.image.content_hash",
+    "key = own, f'{placement.image.content_hash}/{item.index}'",
 )
 @pytest.mark.parametrize("family", VISION)
 def test_an_image_is_encoded_once_per_content(

@@ -56,14 +56,14 @@ def test_changing_one_datum_leaves_the_others_logprobs_unchanged(
 @pytest.mark.mutation(
     "images-at-the-start-of-the-batch",
     "packing.py",
-    "rows.append(start + placement.offset + np.arange(image.num_tokens))",
-    "rows.append(placement.offset + np.arange(image.num_tokens))",
+    "int(start) + placement.offset, placement.image",
+    "placement.offset, placement.image",
     cases=("qwen3_vl",),
 )
 @pytest.mark.mutation(
     "no-rows-of-pixels",
     "embedding.py",
-    "    if not packed.images:\n",
+    "    if not packed.images and own is None:\n",
     "    if packed.images is None:\n",
     cases=("qwen3_vl",),
 )

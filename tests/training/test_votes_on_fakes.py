@@ -87,8 +87,8 @@ def test_an_error_of_any_text_is_told_to_the_others_on_fakes(error: Exception) -
     "logprobs-fail-before-the-walk",
     "micro_batch.py",
     "        with self.walk(backward=False) as walk:  # all that may fail on one rank alone\n"
-    "            packed = pack(items, self._loaded.vocab_size)\n",
-    "        packed = pack(items, self._loaded.vocab_size)\n"
+    "            packed = pack(items, self._loaded.vocab_size, towers_of(adapters))\n",
+    "        packed = pack(items, self._loaded.vocab_size, towers_of(adapters))\n"
     "        self._lora_batch(packed, adapters, gradient=False)\n"
     "        with self.walk(backward=False) as walk:\n",
 )

@@ -250,6 +250,13 @@ class BackendOptions:
     ] = False
     max_adapters: Annotated[int, CommandOption("Maximum number of training runs in memory.", least=1)] = 64
     max_rank: Annotated[int, CommandOption("Maximum LoRA rank.", least=1, most=512)] = 128
+    train_vision: Annotated[
+        bool,
+        CommandOption(
+            "Let clients also train the vision towers of models (`train_vision`). Adapters, and vLLM's slots for them, "
+            "then take more memory. Default: towers are frozen."
+        ),
+    ] = False
     max_adapter_bytes: Annotated[
         int | None,
         CommandOption(

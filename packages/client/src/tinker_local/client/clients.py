@@ -9,13 +9,15 @@ from urllib.parse import urlencode
 import tinker
 from tinker.lib.internal_client_holder import InternalClientHolder
 from tinker.lib.public_interfaces.api_future import AwaitableConcurrentFuture
+from tinker.lib.public_interfaces.backcompat_training_client_future import BackcompatTrainingClientFuture
 from tinker_local.client.endpoint import connect
 from tinker_local.client.loopback import LoopbackBackend, LoopbackServer
-from tinker_local.types import InvalidRequestError
+from tinker_local.types import TRAIN_VISION, InvalidRequestError
 
 
 class ServiceClient(tinker.ServiceClient):
-    """The official `tinker.ServiceClient` with local defaults. All of its methods work the same.
+    """The official `tinker.ServiceClient` with local defaults. All of its methods work the same;
+    `create_lora_training_client` can also train the vision tower.
 
     Args:
         base_url: URL of the server. Default: $TINKER_BASE_URL, then http://127.0.0.1:8000.
@@ -66,6 +68,30 @@ class ServiceClient(tinker.ServiceClient):
             api_key=endpoint.api_key,
             default_headers_overrides=default_headers_overrides,
             **kwargs,
+        )
+
+    def create_lora_training_client(
+        self,
+        base_model: str,
+        rank: int = 32,
+        seed: int | None = None,
+        train_mlp: bool = True,
+        train_attn: bool = True,
+        train_unembed: bool = True,
+        user_metadata: dict[str, str] | None = None,
+        optimizer: tinker.types.OptimizerConfig | None = None,
+        *,
+        train_vision: bool = False,
+    ) -> BackcompatTrainingClientFuture:
+        """As in the official client; `train_vision` also trains the vision tower of `base_model`.
+
+        The server must allow it (`--train-vision`). It is an entry of the run's `user_metadata` on the wire, so that
+        the official client can ask for it, too: {"tinker_local.train_vision": "true"}.
+        """
+        if train_vision:
+            user_metadata = {**(user_metadata or {}), TRAIN_VISION: "true"}
+        return super().create_lora_training_client(
+            base_model, rank, seed, train_mlp, train_attn, train_unembed, user_metadata, optimizer
         )
 
     def get_console_url(self, run: tinker.TrainingClient | None = None) -> str:

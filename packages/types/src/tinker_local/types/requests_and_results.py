@@ -11,6 +11,7 @@ import numpy.typing as npt
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 from tinker_local.types.base import AsList, Frozen, Logprobs, Tokens, TupleOf, float32_array, integer_array
 from tinker_local.types.datum import Datum, ModelInput, TensorData
+from tinker_local.types.errors import InvalidRequestError
 
 Metadata = dict[str, Any]
 
@@ -50,13 +51,30 @@ class CreateSessionRequest(Frozen):
 
 
 class LoraConfig(Frozen):
-    """A LoRA adapter: its rank, the matrices it trains, and the seed of its initialisation (None: random)."""
+    """A LoRA adapter: its rank, the matrices it trains, and the seed of its initialisation (None: random).
+
+    `train_vision`: also the vision tower, which the hosted service never trains.
+    """
 
     rank: Annotated[int, Field(ge=1)] = 32
     seed: int | None = None
     train_unembed: bool = True
     train_mlp: bool = True
     train_attn: bool = True
+    train_vision: bool = False
+
+
+TRAIN_VISION = "tinker_local.train_vision"
+"""The entry of `user_metadata` with which clients of the SDK, whose `LoraConfig` has no such field, set
+`LoraConfig.train_vision`: "true" or "false"."""
+
+
+def asks_for_vision(user_metadata: Metadata | None) -> bool:
+    """Whether `TRAIN_VISION` is "true"; InvalidRequestError for another value than "false"."""
+    asked = (user_metadata or {}).get(TRAIN_VISION, "false")
+    if asked not in ("true", "false"):
+        raise InvalidRequestError(f"user_metadata[{TRAIN_VISION!r}]: must be 'true' or 'false', not {asked!r}")
+    return bool(asked == "true")
 
 
 class OptimizerConfig(Frozen):
@@ -67,7 +85,8 @@ class OptimizerConfig(Frozen):
 
 
 class CreateModelRequest(Frozen):
-    """A new LoRA adapter on `base_model`; its id is `{session_id}:train:{model_seq_id}`."""
+    """A new LoRA adapter on `base_model`; its id is `{session_id}:train:{model_seq_id}`. `lora`: its configuration,
+    `lora_config` with the vision tower if `user_metadata` asks for that."""
 
     session_id: Id
     model_seq_id: SlotId
@@ -76,6 +95,11 @@ class CreateModelRequest(Frozen):
     user_metadata: Metadata | None = None
     optimizer_config: OptimizerConfig = OptimizerConfig()
     type: Literal["create_model"] = "create_model"
+
+    @property
+    def lora(self) -> LoraConfig:
+        config = self.lora_config
+        return config.model_copy(update={"train_vision": True}) if asks_for_vision(self.user_metadata) else config
 
 
 class ForwardBackwardRequest(Frozen):

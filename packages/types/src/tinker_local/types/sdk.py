@@ -120,7 +120,7 @@ def _converters_to_sdk() -> dict[type, Converter]:
         SamplingParams: lambda v: sdk.SamplingParams(
             **{**dict(v), "stop": list(v.stop) if isinstance(v.stop, tuple) else v.stop}
         ),
-        LoraConfig: _same_fields(sdk.LoraConfig),
+        LoraConfig: _lora_to_sdk,
         AdamParams: _same_fields(sdk.AdamParams),
         ForwardBackwardOutput: lambda v: sdk.ForwardBackwardOutput(
             loss_fn_output_type=v.loss_fn_output_type,
@@ -150,6 +150,14 @@ def _converters_to_sdk() -> dict[type, Converter]:
 def _same_fields(target: Callable[..., Any]) -> Converter:
     """For types whose fields have the same names and meaning on both sides (both are pydantic models)."""
     return lambda value: target(**dict(value))
+
+
+def _lora_to_sdk(value: LoraConfig) -> Any:
+    from tinker import types as sdk
+
+    if value.train_vision:
+        raise UnsupportedError("train_vision: the SDK's LoraConfig has no such field")
+    return sdk.LoraConfig(**value.model_dump(exclude={"train_vision"}))
 
 
 def _optional(value: Any, convert: Converter) -> Any:

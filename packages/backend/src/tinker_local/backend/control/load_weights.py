@@ -16,6 +16,7 @@ from tinker_local.backend.training.optimizers import OPTIMIZERS, optimizer_of
 from tinker_local.backend.training.optimizers.optimizer import Optimizer
 from tinker_local.backend.training.trainer import AdapterState
 from tinker_local.types import (
+    TRAIN_VISION,
     GoneError,
     InvalidRequestError,
     LoadWeightsRequest,
@@ -23,6 +24,7 @@ from tinker_local.types import (
     OptimizerConfig,
     UnsupportedError,
 )
+from tinker_local.types.requests_and_results import asks_for_vision
 
 
 class LoadWeights:
@@ -55,6 +57,10 @@ class LoadWeights:
         base = self._base_models.get(name)
         check_base(record, base, name)
         check_user_metadata(request.user_metadata)
+        if asks_for_vision(request.user_metadata) and not record.lora_config.train_vision:
+            raise InvalidRequestError(
+                f"user_metadata[{TRAIN_VISION!r}]: {request.path} does not train the vision tower"
+            )
         if request.optimizer and request.optimizer_config is not None:
             raise InvalidRequestError("optimizer_config: cannot be chosen when the optimizer state is loaded too")
         optimizer = optimizer_of(request.optimizer_config or OptimizerConfig())
@@ -161,5 +167,5 @@ def without_seed(config: LoraConfig) -> LoraConfig:
 
 def trained_parts(config: LoraConfig) -> str:
     """In words."""
-    parts = [name for name in ("unembed", "mlp", "attn") if getattr(config, f"train_{name}")]
+    parts = [name for name in ("unembed", "mlp", "attn", "vision") if getattr(config, f"train_{name}")]
     return " and ".join(parts)

@@ -204,14 +204,15 @@ class TrainingRuns:
         base = self._base_models.get(request.base_model)
         optimizer = optimizer_of(request.optimizer_config)
         check_user_metadata(request.user_metadata)
+        config = request.lora
         await self._sessions.require(request.session_id)
 
         async def make() -> dict[str, Any]:
             create = base.engines.trainer.create_adapter
-            await base.scheduler.call(create, model_id, request.lora_config, optimizer.name)
+            await base.scheduler.call(create, model_id, config, optimizer.name)
             return {"model_id": model_id}
 
-        record = new_run(model_id, request.base_model, request.lora_config, request.user_metadata)
+        record = new_run(model_id, request.base_model, config, request.user_metadata)
         return self.begin("create_model", record, base, optimizer, make)
 
     def creation(self, model_id: str, kind: OperationKind) -> Operation[dict[str, Any]] | None:
@@ -270,6 +271,10 @@ class TrainingRuns:
         if not (config.train_unembed or config.train_mlp or config.train_attn):
             raise InvalidRequestError(
                 "lora_config: at least one of train_unembed, train_mlp and train_attn must be true"
+            )
+        if config.train_vision and not options.train_vision:
+            raise InvalidRequestError(
+                "lora_config.train_vision: this server keeps vision towers frozen; start it with --train-vision"
             )
         size = base.engines.trainer.adapter_bytes(config, optimizer.name)
         own = self.of_owner(owner)

@@ -108,6 +108,8 @@ class FakeModel:
 
     def modules(self, config: LoraConfig) -> list[str]:
         """Names of the modules that `config` adapts; InvalidRequestError if there is none."""
+        if config.train_vision:
+            raise InvalidRequestError("lora_config.train_vision: the model in numpy has no vision tower")
         names = [name for flag, name in MODULES.items() if getattr(config, flag)]
         if not names:
             raise InvalidRequestError(f"lora_config: at least one of {', '.join(MODULES)} must be true")

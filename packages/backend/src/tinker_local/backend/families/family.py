@@ -125,7 +125,7 @@ class Vision:
     `tower`: path of the vision tower in the model. `vllm_tower`: the same in vLLM; its forward takes `grid_thw`,
     by name or second, with a row for each image. `tokens(config)`: the ids that mark an image. `read_image(processor,
     batch)`: the image in what the HF image processor returns for one. `encode_images(model, images)`: features of
-    images in order, without a gradient.
+    images in order.
     """
 
     tower: str
@@ -155,12 +155,18 @@ class Family:
     vllm_head: VLLMHead | None = None
     tool_parser: str | None = None
 
+    def in_tower(self, path: str) -> bool:
+        """Whether the module at `path` of the model is in its vision tower."""
+        return self.vision is not None and path.startswith(f"{self.vision.tower}.")
+
     def hosted_path(self, path: str, *, tied_head: bool) -> str:
-        """The name in exports of the adapted module at `path`, in the decoder or the LM head.
+        """The name in exports of the adapted module at `path`, in the decoder, the vision tower or the LM head.
 
         `tied_head`: whether the head's matrix is the embedding's. An untied head keeps its name, which PEFT and vLLM
-        know.
+        know, and so does the tower, for which the hosted service has none.
         """
+        if self.in_tower(path):
+            return path
         if path.startswith(f"{self.decoder_path}."):
             return HOSTED_DECODER + path.removeprefix(self.decoder_path)
         return HOSTED_TIED_HEAD if tied_head else path

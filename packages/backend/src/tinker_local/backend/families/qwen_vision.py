@@ -59,8 +59,7 @@ def _encode_images(model: Any, images: Sequence[RenderedImage]) -> ImageFeatures
     device = model.get_input_embeddings().weight.device
     pixels = torch.from_numpy(np.concatenate([image.pixel_values for image in images])).to(device)
     grid = torch.tensor([image.grid_thw for image in images], dtype=torch.int64, device=device)
-    with torch.no_grad():
-        output = model.model.get_image_features(pixels, grid, return_dict=True)
+    output = model.model.get_image_features(pixels, grid, return_dict=True)
     deepstack = getattr(output, "deepstack_features", None) or ()
     return ImageFeatures(embeds=_joined(output.pooler_output), deepstack=tuple(map(_joined, deepstack)))
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from tinker_local.backend.training.block_memory import TowerSizes
     from tinker_local.backend.training.recompute_policy import ActivationMemory
 
 _GIB = 2**30
@@ -28,7 +29,8 @@ COUNTED_RANK = 32
 class ModelSizes:
     """Sizes of a model. `parameters`: of the whole model. `q_width`, `kv_width`: heads times head size. `itemsize`:
     bytes per number. The others describe the language model's layers. `intermediate`: of all experts together, if the
-    layers have experts. `chosen`: experts of a position, of `expert_width` each."""
+    layers have experts. `chosen`: experts of a position, of `expert_width` each. `tower`: of the vision
+    tower, if adapters train it."""
 
     parameters: int
     hidden: int
@@ -40,6 +42,7 @@ class ModelSizes:
     itemsize: int
     chosen: int = 0
     expert_width: int = 0
+    tower: "TowerSizes | None" = None
 
     @property
     def weight_bytes(self) -> int:
@@ -69,9 +72,10 @@ class ModelSizes:
         return 2 * self.kv_width * self.layers * self.itemsize
 
     def adapter_parameters(self, rank: int) -> int:
-        """Of an adapter with that rank on all projections and the LM head."""
+        """Of an adapter with that rank on all projections, the LM head, and the vision tower if that is trained."""
         widths = 6 * self.hidden + 2 * self.q_width + 2 * self.kv_width + 3 * self.intermediate
-        return rank * (self.layers * widths + self.hidden + self.vocabulary)
+        of_tower = 0 if self.tower is None else self.tower.widths
+        return rank * (self.layers * widths + self.hidden + self.vocabulary + of_tower)
 
     def step_bytes(self, step: "StepSize") -> int:
         """Of one step of vLLM: a layer's activations, and logits, probabilities and noise in float32."""
@@ -166,6 +170,11 @@ def plan_gpu(
     longest = min(context, micro_batch_tokens)
     least, most = activations(longest).always, activations(micro_batch_tokens).everything
     least_kv = context * kv_bytes if kv_cache is None else kv_cache
+    if sizes.tower is not None and trains:
+        trainer += micro_batch_tokens * sizes.tower.kept
+        # Its backward begins when the decoder's activations are gone.
+        least = max(least, longest * sizes.tower.backward)
+        most = max(most, micro_batch_tokens * sizes.tower.backward)
     if not trains:
         least = most = 0
     if not samples:

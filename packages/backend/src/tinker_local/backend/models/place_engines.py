@@ -109,13 +109,16 @@ def gpu_plans(config: Any, engine: "EngineOptions", options: BackendOptions) -> 
     """A function that plans the memory of a GPU in a layout, by what is free there, for a model of `config`. It raises
     ValueError, with the number of the GPU if there are several."""
     import torch
-    from tinker_local.backend.training.load_model import decoder_of_sizes
+    from tinker_local.backend.training.load_model import decoder_of_sizes, tower_of_sizes
 
     text_config = config.get_text_config()
     dtype = engine.dtype or options.dtype or "float32"
     decoder, parameters = decoder_of_sizes(config, dtype, options.decoder)
     itemsize = 2 if dtype == "bfloat16" else 4
-    sizes = model_sizes(text_config.to_dict(), parameters, itemsize)
+    tower = tower_of_sizes(config, dtype) if engine.train_vision else None
+    sizes = replace(
+        model_sizes(text_config.to_dict(), parameters, itemsize), tower=None if tower is None else tower.sizes(itemsize)
+    )
     longest = text_config.max_position_embeddings
 
     memory = functools.partial(decoder.memory, columns=min(options.max_rank, COUNTED_RANK))

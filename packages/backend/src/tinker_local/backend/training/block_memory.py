@@ -24,6 +24,16 @@ class BlockMemory:
     transient: int
 
 
+@dataclass(frozen=True, slots=True)
+class TowerSizes:
+    """Of a vision tower that adapters train. `widths`: inputs and outputs of all its projections. Bytes of each image
+    position: what a micro-batch has `kept` of it until its gradient comes back, and what its `backward` then takes."""
+
+    widths: int
+    kept: int
+    backward: int
+
+
 def attention_memory(
     tokens: int, columns: int, itemsize: int, *, heads: int, kv_heads: int, head_size: int, gates: int = 0
 ) -> BlockMemory:

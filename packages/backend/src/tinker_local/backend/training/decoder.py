@@ -23,7 +23,8 @@ class PackedRow:
 
     `embeds` [T, H]: decoders may keep but not change it. `position_ids` [1, T] or [3, 1, T], as the family's rotary
     module takes them. `segments`: the lengths of the sequences. `deepstack`: [V, H] for each of the first layers, added
-    to its output at `image_rows` [V].
+    to its output at `image_rows` [V]. `grad_deepstack`: receives their gradients in a backward; empty if none needs
+    them.
     """
 
     embeds: torch.Tensor
@@ -31,12 +32,18 @@ class PackedRow:
     segments: Segments
     image_rows: torch.Tensor | None = None
     deepstack: Sequence[torch.Tensor] = ()
+    grad_deepstack: Sequence[torch.Tensor] = ()
 
     def add_deepstack(self, layer: int, hidden: torch.Tensor) -> torch.Tensor:
         """Add the image features of layer `layer` to its output `hidden` [T, H], in place."""
         if layer < len(self.deepstack) and self.image_rows is not None:
             hidden.index_add_(0, self.image_rows, self.deepstack[layer].to(hidden.dtype))
         return hidden
+
+    def write_deepstack_gradient(self, layer: int, grad: torch.Tensor) -> None:
+        """Write the gradient of the image features of layer `layer` from that of its output, [T, H]."""
+        if layer < len(self.grad_deepstack) and self.image_rows is not None:
+            torch.index_select(grad, 0, self.image_rows, out=self.grad_deepstack[layer])
 
 
 class DecoderPass(Protocol):
@@ -48,7 +55,8 @@ class DecoderPass(Protocol):
 
     def backward(self, grad_hidden: torch.Tensor) -> torch.Tensor:
         """The gradient of the embeddings [T, H] from that of `hidden` [T, H]. Writes the adapters' gradients to the
-        `LoraBatch`. Consumes this pass and `grad_hidden`. Walks back through the layers."""
+        `LoraBatch`, and those of image features to `PackedRow.grad_deepstack`. Consumes this pass and `grad_hidden`.
+        Walks back through the layers."""
 
 
 class Decoder(Protocol):

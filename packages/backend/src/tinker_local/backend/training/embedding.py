@@ -2,6 +2,7 @@
 
 import numpy as np
 import torch
+from tinker_local.backend.families.family import ImageFeatures
 from tinker_local.backend.training.attention import Segments
 from tinker_local.backend.training.decoder import PackedRow
 from tinker_local.backend.training.image_features import ImageFeatureCache
@@ -11,9 +12,16 @@ from tinker_local.backend.training.transfer import to_device
 
 
 @torch.no_grad()
-def packed_row(loaded: LoadedModel, images: ImageFeatureCache, packed: Packed) -> PackedRow:
+def packed_row(
+    loaded: LoadedModel,
+    images: ImageFeatureCache,
+    packed: Packed,
+    own: ImageFeatures | None = None,
+    *,
+    gradient: bool = False,
+) -> PackedRow:
     """Embed `packed` into one row of T positions. Image positions are explicit: an image pad id elsewhere is an
-    ordinary token."""
+    ordinary token. `own`: the features of `packed.own_images`. `gradient`: a backward gives those of image features."""
     device, family = loaded.device, loaded.family
     positions = np.concatenate(
         [family.position_ids(loaded.model.config, item.datum.input) for item in packed.items], axis=1
@@ -21,11 +29,39 @@ def packed_row(loaded: LoadedModel, images: ImageFeatureCache, packed: Packed) -
     position_ids = to_device(positions if len(positions) == 1 else positions[:, None], device)
     embeds = loaded.model.get_input_embeddings()(to_device(packed.token_ids, device))
     segments = Segments(packed.lengths, device)
-    if not packed.images:
+    if not packed.images and own is None:
         return PackedRow(embeds, position_ids, segments)
-    features = images.features(packed.images)
+    features = joined([*([images.features(packed.images)] if packed.images else []), *([own] if own else [])])
     image_rows = to_device(packed.image_rows, device)
     feature_rows = to_device(packed.feature_rows, device)
     embeds.index_copy_(0, image_rows, features.embeds[feature_rows].to(embeds.dtype))
     deepstack = tuple(level[feature_rows] for level in features.deepstack)
-    return PackedRow(embeds, position_ids, segments, image_rows, deepstack)
+    grad_deepstack = tuple(torch.zeros_like(level, dtype=embeds.dtype) for level in deepstack) if gradient else ()
+    return PackedRow(embeds, position_ids, segments, image_rows, deepstack, grad_deepstack)
+
+
+def own_gradients(packed: Packed, row: PackedRow, grad_embeds: torch.Tensor) -> ImageFeatures:
+    """The gradients of the features of `packed.own_images`, summed over the places of each image. `row`: after the
+    backward, which gave `grad_embeds` [T, H]."""
+    first = sum(image.num_tokens for image in packed.images)
+    count = sum(image.num_tokens for _, image in packed.own_images)
+    places = np.flatnonzero(packed.feature_rows >= first)
+    device = grad_embeds.device
+    rows = to_device(packed.feature_rows[places] - first, device)
+
+    def summed(gradients: torch.Tensor, of: torch.Tensor) -> torch.Tensor:
+        return gradients.new_zeros(count, gradients.shape[1]).index_add_(0, rows, gradients[of])
+
+    levels = to_device(places, device)
+    return ImageFeatures(
+        summed(grad_embeds, to_device(packed.image_rows[places], device)),
+        tuple(summed(level, levels) for level in row.grad_deepstack),
+    )
+
+
+def joined(features: list[ImageFeatures]) -> ImageFeatures:
+    """The features of several lists of images as those of one."""
+    if len(features) == 1:
+        return features[0]
+    levels = zip(*(each.deepstack for each in features), strict=True)
+    return ImageFeatures(torch.cat([each.embeds for each in features]), tuple(torch.cat(level) for level in levels))

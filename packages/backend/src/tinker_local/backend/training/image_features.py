@@ -1,4 +1,5 @@
-"""A cache of image features: the vision tower is frozen, so they never change."""
+"""A cache of image features of the frozen vision tower, which never change. Adapters that train the tower have their
+own features, which are computed each time."""
 
 from collections.abc import Callable, Sequence
 
@@ -11,12 +12,11 @@ from tinker_local.backend.rendering.rendered_input import RenderedImage
 class ImageFeatureCache:
     """Caches the features of recently used images by content hash, up to `max_bytes` (0: none) on the model's device.
 
-    `encode` computes the features of several images at once. `images_encoded`: how many it has encoded so far.
+    `encode` computes the features of several images at once.
     """
 
     def __init__(self, encode: Callable[[Sequence[RenderedImage]], ImageFeatures], max_bytes: int) -> None:
         self._encode = encode
-        self.images_encoded = 0
         self._kept: LRUCache[str, ImageFeatures] = LRUCache(max_bytes, getsizeof=_bytes)
 
     def features(self, images: Sequence[RenderedImage]) -> ImageFeatures:
@@ -25,7 +25,6 @@ class ImageFeatureCache:
         new = [image for image in images if found[image.content_hash] is None]
         if new:
             found |= _by_image(self._encode(new), new)
-            self.images_encoded += len(new)
         parts = [part for part in found.values() if part is not None]
         for content_hash, part in zip(found, parts, strict=True):
             if _bytes(part) <= self._kept.maxsize:

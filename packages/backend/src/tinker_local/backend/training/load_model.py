@@ -14,6 +14,7 @@ from tinker_local.backend.training.kernels import Kernels, kernels_for
 from tinker_local.backend.training.large_weights import RESIDENT, LargeWeights
 from tinker_local.backend.training.lora import HEAD, Target
 from tinker_local.backend.training.vision_attention import use_packed_attention
+from tinker_local.backend.training.vision_tower import VisionTower
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
@@ -21,12 +22,13 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LoadedModel:
-    """`model`: transformers' whole model. `decoder`: runs from its embeddings to its LM head. `weights`: where those of
-    both are. `kernels`: the operations of both besides matmuls. `logit_rule`: what follows the LM head.
-    `max_positions`: the most of a sequence."""
+    """`model`: transformers' whole model. `decoder`: runs from its embeddings to its LM head. `tower`: of models that
+    read images. `weights`: where those of decoder and head are. `kernels`: the operations of both besides matmuls.
+    `logit_rule`: what follows the LM head. `max_positions`: the most of a sequence."""
 
     model: Any
     decoder: Decoder
+    tower: VisionTower | None
     weights: LargeWeights
     kernels: Kernels
     logit_rule: LogitRule
@@ -50,16 +52,25 @@ class LoadedModel:
 def decoder_of_sizes(config: Any, dtype: str, decoder: DecoderChoice) -> tuple[Decoder, int]:
     """The decoder that `load_model` chooses for a model of `config`, and the model's parameters. Its tensors are on
     torch's meta device: they have shapes and no values, so that it can tell its memory before anything is loaded."""
-    family = family_of(config.model_type, config.name_or_path)
-    place = torch.device("meta")
-    with place:
-        auto_class = getattr(transformers, family.auto_class)
-        model = auto_class.from_config(config, dtype=DTYPES[dtype], attn_implementation="sdpa")
-    model.eval().requires_grad_(False)
+    family, place = family_of(config.model_type, config.name_or_path), torch.device("meta")
+    model = _without_values(config, family, dtype)
     _fix_frequencies(model.get_submodule(family.decoder_path), config.get_text_config().max_position_embeddings)
     kernels = kernels_for(place, DTYPES[dtype])
     found = make_decoder(model, family, kernels, decoder, config.name_or_path)
     return found, sum(parameter.numel() for parameter in model.parameters())
+
+
+def tower_of_sizes(config: Any, dtype: str) -> VisionTower | None:
+    """The same of the vision tower."""
+    family = family_of(config.model_type, config.name_or_path)
+    return None if family.vision is None else VisionTower(_without_values(config, family, dtype), family.vision)
+
+
+def _without_values(config: Any, family: Family, dtype: str) -> Any:
+    with torch.device("meta"):
+        auto_class = getattr(transformers, family.auto_class)
+        model = auto_class.from_config(config, dtype=DTYPES[dtype], attn_implementation="sdpa")
+    return model.eval().requires_grad_(False)
 
 
 def load_model(
@@ -91,6 +102,7 @@ def load_model(
     return LoadedModel(
         model=model,
         decoder=make_decoder(model, family, kernels, decoder, path, weights),
+        tower=None if family.vision is None else VisionTower(model, family.vision),
         weights=weights,
         kernels=kernels,
         logit_rule=family.logits(text_config),

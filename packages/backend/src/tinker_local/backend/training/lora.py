@@ -23,9 +23,9 @@ from tinker_local.backend.training.transfer import to_host
 from tinker_local.types import InvalidRequestError, LoraConfig
 
 HEAD = "head"
-"""The LoRA group of the LM head. All other groups belong to the decoder."""
+"""The LoRA group of the LM head. All other groups belong to the decoder or the vision tower."""
 
-Flag = Literal["attn", "mlp", "unembed"]
+Flag = Literal["attn", "mlp", "unembed", "vision"]
 Factor = Literal["A", "B"]
 FACTORS: tuple[Factor, ...] = ("A", "B")
 
@@ -57,7 +57,8 @@ class Target:
 
     def is_trained(self, config: LoraConfig) -> bool:
         """Whether the flags of `config` enable it."""
-        return {"attn": config.train_attn, "mlp": config.train_mlp, "unembed": config.train_unembed}[self.flag]
+        flags = {"attn": config.train_attn, "mlp": config.train_mlp, "unembed": config.train_unembed}
+        return {**flags, "vision": config.train_vision}[self.flag]
 
     def shape(self, factor: Factor, rank: int) -> tuple[int, ...]:
         """Of factor A [r, in] or B [out, r] in files; of E experts [E, ...], or [1, ...] if they share it."""

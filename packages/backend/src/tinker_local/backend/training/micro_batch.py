@@ -8,13 +8,12 @@ import itertools
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
 import torch
 from tinker_local.backend.families.family import ImageFeatures
 from tinker_local.backend.rendering.rendered_input import RenderedImage
-from tinker_local.backend.training.embedding import packed_row
+from tinker_local.backend.training.embedding import own_gradients, packed_row
 from tinker_local.backend.training.image_features import ImageFeatureCache
 from tinker_local.backend.training.large_weights import RESIDENT, Walk
 from tinker_local.backend.training.lm_head import LmHead, Targets
@@ -26,6 +25,7 @@ from tinker_local.backend.training.losses.loss_evaluation import LossEvaluation
 from tinker_local.backend.training.packing import Item, Packed, pack, spans
 from tinker_local.backend.training.recompute_policy import RecomputePolicy, free_bytes
 from tinker_local.backend.training.trainer import TrainWork
+from tinker_local.backend.training.vision_tower import TowerPass
 from tinker_local.types import ApiError, InvalidRequestError
 
 _PLANNED_SHARE = 0.9
@@ -77,13 +77,15 @@ class MicroBatchRunner:
         activation_bytes: int | None,
         usual_tokens: int,
     ) -> None:
-        self.targets = [*loaded.decoder.targets, loaded.head_target]
+        text_targets = [*loaded.decoder.targets, loaded.head_target]
+        # The tower comes last, so that the same seed gives the others the same numbers with and without it.
+        self.targets = [*text_targets, *(loaded.tower.targets if loaded.tower else [])]
         self.activation_bytes = activation_bytes
-        self._groups = groups_of(self.targets)
+        self._groups = groups_of(text_targets)
         self._usual_tokens = usual_tokens
         self._loaded = loaded
         self.float_dtype = float_dtype
-        self._images = ImageFeatureCache(partial(_encode_images, loaded), image_cache_bytes)
+        self._images = ImageFeatureCache(self._encode_images, image_cache_bytes)
         self._decoder = loaded.decoder
         head = loaded.model.lm_head
         bias = None if head.bias is None else head.bias.detach()
@@ -94,14 +96,14 @@ class MicroBatchRunner:
     @property
     def images_encoded(self) -> int:
         """How many images the vision tower has encoded so far."""
-        return self._images.images_encoded
+        return 0 if self._loaded.tower is None else self._loaded.tower.images_encoded
 
     def goes_back(self, items: Sequence[Item], adapters: Mapping[str, Adapter], works: Mapping[int, TrainWork]) -> bool:
         """Whether the gradient of a micro-batch of `items` passes through the decoder."""
-        configs = [adapters[str(item.adapter_id)].config for item in items]
-        return any(config.train_attn or config.train_mlp for config in configs) and any(
-            LOSSES[works[item.work].loss_fn].active(item.datum.loss_inputs).any() for item in items
-        )
+        configs = [(adapters[str(item.adapter_id)].config, item.datum.input.images) for item in items]
+        return any(
+            config.train_attn or config.train_mlp or (config.train_vision and images) for config, images in configs
+        ) and any(LOSSES[works[item.work].loss_fn].active(item.datum.loss_inputs).any() for item in items)
 
     def walk(self, *, backward: bool) -> AbstractContextManager[Walk]:
         """Walk through the large weights; every rank must, for each round of micro-batches. `backward`: whether any of
@@ -117,18 +119,22 @@ class MicroBatchRunner:
         walk: Walk = RESIDENT,
         *,
         gradient: bool,
-    ) -> tuple[Pending, Gradients | None]:
+    ) -> tuple[Pending, Sequence[Gradients]]:
         """Start the computation for `packed`; with `gradient`, also of its adapters' gradients."""
         targets = _targets(packed, works)
         gradient = gradient and bool(targets.active.any())
         batch = self._lora_batch(packed, adapters, gradient=gradient)
 
         # 1. Tokens and images to hidden states [T, H].
-        row = packed_row(self._loaded, self._images, packed)
+        tower = self._tower_pass(packed, adapters, gradient=gradient)
+        own = None if tower is None else tower.features
+        row = packed_row(self._loaded, self._images, packed, own, gradient=gradient and tower is not None)
+        del own
         groups = batch.trained() if gradient else []
-        through_decoder = any(group != HEAD for group in groups)
+        through_decoder = any(group != HEAD for group in groups) or (gradient and tower is not None)
         done = self._decoder.forward(row, batch, self._policy(packed, batch) if through_decoder else None, walk)
-        del row
+        if tower is None:
+            del row
 
         # 2. Hidden states to logprobs of the targets, and the gradient of all losses with respect to hidden states.
         losses = LossEvaluation(packed, works, self.float_dtype, self._loaded.device)
@@ -136,14 +142,18 @@ class MicroBatchRunner:
         if not gradient:
             logprobs = self._head.logprobs(done.hidden, targets, batch.group(HEAD))
             losses.derive(np.arange(len(targets.rows)), logprobs)
-            return Pending(packed, losses.numbers(logprobs)), None
+            return Pending(packed, losses.numbers(logprobs)), ()
         found = [*self._head.logprobs_and_gradient(done.hidden, targets, batch.group(HEAD), losses.derive)]
         logprobs = found[0]
 
-        # 3. Back through the decoder, which alone holds the gradient from here on.
+        # 3. Back through the decoder, which alone holds the gradient from here on, and the vision tower.
+        gradients = [Gradients(batch, tuple(groups))]
         if through_decoder:
-            done.backward(found.pop())
-        return Pending(packed, losses.numbers(logprobs)), Gradients(batch, tuple(groups))
+            grad_embeds = done.backward(found.pop())
+            if tower is not None:
+                tower.backward(own_gradients(packed, row, grad_embeds))
+                gradients.append(Gradients(tower.lora, tuple(tower.lora.trained())))
+        return Pending(packed, losses.numbers(logprobs)), gradients
 
     @staticmethod
     def finish(pending: Pending) -> Computed:
@@ -163,11 +173,12 @@ class MicroBatchRunner:
     def logprobs(self, items: Sequence[Item], adapters: Mapping[str, Adapter]) -> torch.Tensor:
         """Compute only the logprobs of the targets of `items` in one row, [M] on the host."""
         with self.walk(backward=False) as walk:  # all that may fail on one rank alone
-            packed = pack(items, self._loaded.vocab_size)
+            packed = pack(items, self._loaded.vocab_size, towers_of(adapters))
             batch = self._lora_batch(packed, adapters, gradient=False)
             none = np.zeros(len(packed.target_rows), np.bool_)
             targets = Targets(packed.target_rows, packed.target_ids, active=none, prepass=none)
-            row = packed_row(self._loaded, self._images, packed)
+            tower = self._tower_pass(packed, adapters, gradient=False)
+            row = packed_row(self._loaded, self._images, packed, None if tower is None else tower.features)
             done = self._decoder.forward(row, batch, None, walk)
             walk.head()
             return self._head.logprobs(done.hidden, targets, batch.group(HEAD)).cpu()
@@ -175,6 +186,17 @@ class MicroBatchRunner:
     def _lora_batch(self, packed: Packed, adapters: Mapping[str, Adapter], *, gradient: bool) -> LoraBatch:
         slices = _slices(packed, adapters)
         return LoraBatch(self._groups, slices, self._loaded.dtype, self.float_dtype, gradient=gradient)
+
+    def _tower_pass(self, packed: Packed, adapters: Mapping[str, Adapter], *, gradient: bool) -> TowerPass | None:
+        """The vision tower over the images of adapters that train it; None without any."""
+        if not packed.own_images or self._loaded.tower is None:
+            return None
+        images = [(adapters[adapter_id], image) for adapter_id, image in packed.own_images]
+        return self._loaded.tower.forward(images, self._loaded.dtype, self.float_dtype, gradient=gradient)
+
+    def _encode_images(self, images: Sequence[RenderedImage]) -> ImageFeatures:
+        assert self._loaded.tower is not None, "images for a text model are refused before they are packed"
+        return self._loaded.tower.encode(images)
 
     def _policy(self, packed: Packed, batch: LoraBatch) -> RecomputePolicy:
         """Choose what each layer keeps. Reserves the head's logits, which exist while activations are kept."""
@@ -186,9 +208,9 @@ class MicroBatchRunner:
         return self._decoder.memory(len(packed.token_ids), batch.columns).policy(budget)
 
 
-def _encode_images(loaded: LoadedModel, images: Sequence[RenderedImage]) -> ImageFeatures:
-    assert loaded.family.vision is not None, "images for a text model are refused before they are packed"
-    return loaded.family.vision.encode_images(loaded.model, images)
+def towers_of(adapters: Mapping[str, Adapter]) -> set[str | None]:
+    """Those that train the vision tower."""
+    return {adapter_id for adapter_id, adapter in adapters.items() if adapter.config.train_vision}
 
 
 def _targets(packed: Packed, works: Mapping[int, TrainWork]) -> Targets:

@@ -4,7 +4,7 @@ Legend: T positions of a micro-batch, M targets (positions times candidates), V 
 """
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -88,8 +88,10 @@ class Packed:
     `token_ids` [T]. `starts`: first position of each item. `target_rows` [M] (ascending) and `target_ids` [M]: the
     position that predicts each target, and the target. A target outside the vocabulary becomes token 0; its coefficient
     is 0, which was checked, so this only affects its reported logprob. `target_starts`: each item's first target, then
-    M. `images`: each image once; `image_rows` [V] (ascending): positions that hold image features; `feature_rows` [V]:
-    which row of all images' features each of them gets.
+    M. `images`: each image once, but for adapters that train the vision tower, which have `own_images`: each image once
+    for each such adapter, those of an adapter adjacent. `image_rows` [V] (ascending): positions that hold image
+    features; `feature_rows` [V]: which row of all images' features each of them gets, in the order `images`,
+    `own_images`.
     """
 
     items: Sequence[Item]
@@ -99,6 +101,7 @@ class Packed:
     target_ids: Int64Array
     target_starts: Sequence[int]
     images: Sequence[RenderedImage]
+    own_images: Sequence[tuple[str, RenderedImage]]
     image_rows: Int64Array
     feature_rows: Int64Array
 
@@ -111,13 +114,13 @@ class Packed:
         return slice(self.target_starts[item], self.target_starts[item + 1])
 
 
-def pack(items: Sequence[Item], vocab_size: int) -> Packed:
-    """Concatenate `items` into one row."""
+def pack(items: Sequence[Item], vocab_size: int, towers: Collection[str | None] = ()) -> Packed:
+    """Concatenate `items` into one row. `towers`: the adapters that train the vision tower."""
     starts = np.cumsum([0, *(item.length for item in items)])
     targets = [item.datum.target_tokens for item in items]
     target_ids = np.concatenate([target.reshape(-1) for target in targets])
     outside = (target_ids < 0) | (target_ids >= vocab_size)
-    images, image_rows, feature_rows = _place_images(items, starts)
+    images, own_images, image_rows, feature_rows = _place_images(items, starts, towers)
     return Packed(
         items=items,
         token_ids=np.concatenate([item.datum.input.token_ids for item in items]).astype(np.int64),
@@ -128,6 +131,7 @@ def pack(items: Sequence[Item], vocab_size: int) -> Packed:
         target_ids=np.where(outside, 0, target_ids),
         target_starts=[int(start) for start in np.cumsum([0, *(target.size for target in targets)])],
         images=images,
+        own_images=own_images,
         image_rows=image_rows,
         feature_rows=feature_rows,
     )
@@ -142,21 +146,25 @@ def spans(packed: Packed) -> list[tuple[int, slice]]:
     return found
 
 
-def _place_images(items: Sequence[Item], starts: Int64Array) -> tuple[list[RenderedImage], Int64Array, Int64Array]:
-    """Each image once (by content), the positions of all placements in order, and their feature rows."""
-    first_row: dict[str, int] = {}
-    images: list[RenderedImage] = []
-    rows: list[Int64Array] = []
-    features: list[Int64Array] = []
-    encoded = 0
+def _place_images(
+    items: Sequence[Item], starts: Int64Array, towers: Collection[str | None]
+) -> tuple[list[RenderedImage], list[tuple[str, RenderedImage]], Int64Array, Int64Array]:
+    """Each image once (by content), those of `towers` by adapter, the positions of all placements in order, and their
+    feature rows."""
+    placements = []
     for item, start in zip(items, starts, strict=False):
+        own = item.adapter_id if item.adapter_id in towers else None
         for placement in sorted(item.datum.input.images, key=lambda placement: placement.offset):
-            image = placement.image
-            if image.content_hash not in first_row:
-                first_row[image.content_hash] = encoded
-                images.append(image)
-                encoded += image.num_tokens
-            rows.append(start + placement.offset + np.arange(image.num_tokens))
-            features.append(first_row[image.content_hash] + np.arange(image.num_tokens))
+            key = own, placement.image.content_hash
+            placements.append((key, int(start) + placement.offset, placement.image))
+    distinct = {key: image for key, _, image in placements}
+    ordered = sorted(distinct, key=lambda key: key[0] is not None)  # stable
+    ends = np.cumsum([distinct[key].num_tokens for key in ordered])
+    first_row = {key: int(end) - distinct[key].num_tokens for key, end in zip(ordered, ends, strict=True)}
     empty = np.empty(0, np.int64)
-    return images, np.concatenate([empty, *rows]), np.concatenate([empty, *features])
+    return (
+        [distinct[own, image] for own, image in ordered if own is None],
+        [(own, distinct[own, image]) for own, image in ordered if own is not None],
+        np.concatenate([empty, *(start + np.arange(image.num_tokens) for _, start, image in placements)]),
+        np.concatenate([empty, *(first_row[key] + np.arange(image.num_tokens) for key, _, image in placements)]),
+    )

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from tinker_local.backend.training.lora import Adapter
-from tinker_local.backend.training.micro_batch import MicroBatchRunner, Pending
+from tinker_local.backend.training.micro_batch import MicroBatchRunner, Pending, towers_of
 from tinker_local.backend.training.packing import Item, Packed, items_of, pack, rounds
 from tinker_local.backend.training.ranks import Ranks
 from tinker_local.backend.training.tally import Tally
@@ -80,10 +80,10 @@ class Passes:
             if not items:
                 return None
             started: Pending
-            packed = pack(items, self._vocab_size)
+            packed = pack(items, self._vocab_size, towers_of(self._adapters))
             started, gradients = self._runner.run(packed, self._adapters, works, walk, gradient=gradient)
-            if gradients is not None:
-                tally.add_gradients(gradients, self._adapters)
+            for each in gradients:
+                tally.add_gradients(each, self._adapters)
         return started
 
     def _smaller(self, lacked: Sequence[Sequence[Item]], waiting: Iterable[Round], tally: Tally) -> Iterable[Round]:

@@ -64,7 +64,8 @@ class Tally:
             tally.outputs[item.index] = output
 
     def add_gradients(self, found: Gradients, adapters: Mapping[str, Adapter]) -> None:
-        """Add the gradients of one micro-batch. Allocates first, so that lack of memory leaves no partial sum."""
+        """Add the gradients of one micro-batch. Allocates first, so that lack of memory leaves no partial sum; those of
+        the vision tower come second, of adapters that have a sum by then."""
         in_batch = {id(adapter) for adapter in found.batch.adapters}
         names = [name for name, adapter in adapters.items() if id(adapter) in in_batch]
         self.start_gradients(names, adapters)

@@ -348,6 +348,8 @@ class HFTrainer:
     def _layout(self, config: LoraConfig) -> tuple[TensorSpec, ...]:
         if not 1 <= config.rank <= self.max_rank:
             raise InvalidRequestError(f"lora_config.rank: must be from 1 to {self.max_rank}, not {config.rank}")
+        if config.train_vision and self._loaded.tower is None:
+            raise InvalidRequestError(f"lora_config.train_vision: {self.name} reads text only")
         specs = lora.layout(self._runner.targets, config)
         if not specs:
             raise InvalidRequestError(

@@ -41,7 +41,8 @@ class EngineOptions:
     (`models/gpu_plan.py` chooses both for a GPU). `image_cache_bytes`: image features kept on the device for later
     requests, if that is more than vLLM's default. `enforce_eager` None: True on CPU, False on CUDA (CUDA graphs).
     `sleeps`: enable sleep mode; on CUDA, and for one engine of the process at a time. `ranks`: of tensor parallelism,
-    each a process with a share of every layer (`rank_leader.py`); `kv_cache_bytes` is that of one.
+    each a process with a share of every layer (`rank_leader.py`); `kv_cache_bytes` is that of one. `train_vision`:
+    adapters may change the vision tower, which also takes `max_rank` in each slot.
     """
 
     model: str
@@ -58,6 +59,7 @@ class EngineOptions:
     enforce_eager: bool | None = None
     sleeps: bool = False
     ranks: int = 1
+    train_vision: bool = False
 
 
 def prepare_environment() -> None:
@@ -161,6 +163,7 @@ def _engine_arguments(options: EngineOptions) -> dict[str, Any]:
         "max_num_seqs": options.max_sequences + RESERVED,
         "max_num_batched_tokens": max(options.max_batched_tokens, options.max_sequences + RESERVED),
         "enable_lora": True,
+        "enable_tower_connector_lora": options.train_vision,
         "max_lora_rank": rank,
         "max_loras": options.adapters_per_step,
         "max_cpu_loras": max(options.cached_adapters, options.adapters_per_step),

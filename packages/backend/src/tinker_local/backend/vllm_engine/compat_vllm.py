@@ -161,6 +161,12 @@ def lora_modules(worker: Any) -> Any:
     return worker._adapter_manager.modules
 
 
+def tower_prefixes(worker: Any) -> tuple[str, ...]:
+    """How the names of modules of the vision tower begin; nothing for a text model."""
+    mapping = getattr(worker._adapter_manager, "mm_mapping", None)
+    return () if mapping is None else (*mapping.tower_model, *mapping.connector)
+
+
 @dataclass(frozen=True, slots=True)
 class Taken:
     """What a module takes of one projection: A [experts_a, rank, inputs] and B [experts_b, outputs, rank]. The number

@@ -42,6 +42,14 @@ def engine_prompt(prompt: RenderedInput) -> Any:
     )
 
 
+def with_own_features(prompt: Any, version: str) -> Any:
+    """`prompt`, whose images have other features than for the base model: those of the adapter `version`."""
+    if "mm_hashes" not in prompt:
+        return prompt
+    hashes = {kind: [f"{version}:{image}" for image in images] for kind, images in prompt["mm_hashes"].items()}
+    return prompt | {"mm_hashes": hashes}
+
+
 def sample_seed(seed: int, index: int) -> int:
     """63 bits for sample `index` of a request. vLLM itself takes seed + index, so that neighbouring seeds would share
     samples, and fails beyond 64 bits."""

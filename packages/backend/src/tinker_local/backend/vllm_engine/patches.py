@@ -172,6 +172,11 @@ def _load_adapters(engine: Any, events: EngineEvents) -> None:
         lora_worker(engine)._load_adapter = events.load_adapter
 
 
+def _share_features(engine: Any, events: EngineEvents) -> None:
+    # `engine_inputs.with_own_features` names those of adapters that have their own.
+    engine.input_processor._get_mm_identifier = lambda mm_hash, lora_request: mm_hash
+
+
 def _report_images(engine: Any, events: EngineEvents) -> None:
     runner, config = model_runner(engine), engine.model_config
     if not runner.supports_mm_inputs:
@@ -432,6 +437,14 @@ PATCHES = (
         hook="none: a LoRAResolver also returns a folder",
         used_in=("compat_vllm.py", "vllm_adapters.py"),
         to_engine=_load_adapters,
+    ),
+    Patch(
+        "adapters that leave the vision tower as it is share the features of images with the base model",
+        "an engine that takes adapters of the tower encodes each image again for each adapter, whatever it changes",
+        "0.26 to 0.32",
+        ("_get_mm_identifier",),
+        ("families/test_vision_tower.py::test_the_sampler_keeps_features_of_adapters_apart_and_shares_the_others",),
+        to_engine=_share_features,
     ),
     Patch(
         "runs of the vision tower are counted",

@@ -16,6 +16,7 @@ from tinker_local.backend.vllm_engine.compat_vllm import (
     module_renames,
     runs_on_cpu,
     taken_by,
+    tower_prefixes,
 )
 from tinker_local.backend.vllm_engine.host_memory import new_vector
 from tinker_local.types import ApiError, InternalError, InvalidRequestError
@@ -42,6 +43,7 @@ class VLLMAdapters:
         self._ids = itertools.count(1)
         self._requests: dict[str, Any] = {}  # by name, verified; only the engine thread changes it
         self._versions: dict[str, AdapterVersion] = {}  # those with a LoRARequest
+        self._with_tower: set[str] = set()  # names of versions that change the vision tower
         self._preparing: dict[str, asyncio.Task[Any]] = {}
         self._handed_over: Any = None  # a LoRAModel, during `add_lora`
         self._worker: Any = None
@@ -106,9 +108,14 @@ class VLLMAdapters:
         self._requests[version.name], self._versions[version.name] = request, version
         return request
 
+    def changes_tower(self, version: AdapterVersion) -> bool:
+        """Whether `version`, which was requested, has its own image features."""
+        return version.name in self._with_tower
+
     def forget(self, name: str, engine: Any) -> None:
         """Remove a version that no request uses from the engine."""
         self._versions.pop(name, None)
+        self._with_tower.discard(name)
         request = self._requests.pop(name, None)
         if request is not None:
             engine.remove_lora(request.lora_int_id)
@@ -141,6 +148,13 @@ class VLLMAdapters:
             if isinstance(error, torch.OutOfMemoryError):
                 raise
             raise _refusal(version, error) from error
+        if any(name.startswith(tower_prefixes(worker)) for name in lora.loras):
+            if not worker.lora_config.enable_tower_connector_lora:
+                raise InvalidRequestError(
+                    f"sampler version {version.name}: it changes the vision tower, and this server's sampler has the "
+                    "base model's alone; start the server with --train-vision"
+                )
+            self._with_tower.add(version.name)
         check_adapter_taken(version, numbers, len(tensors), lora, lora_modules(worker))
         return lora
 

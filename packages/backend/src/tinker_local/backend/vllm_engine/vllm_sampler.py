@@ -14,7 +14,13 @@ from tinker_local.backend.sampling.sampler import AdapterVersion, SampleWork
 from tinker_local.backend.vllm_engine import sleep_mode
 from tinker_local.backend.vllm_engine.build_engine import EngineOptions, build_engine
 from tinker_local.backend.vllm_engine.compat_vllm import default_dtype, kv_cache_used, sequences_running
-from tinker_local.backend.vllm_engine.engine_inputs import TokenStream, engine_params, engine_prompt, sample_output
+from tinker_local.backend.vllm_engine.engine_inputs import (
+    TokenStream,
+    engine_params,
+    engine_prompt,
+    sample_output,
+    with_own_features,
+)
 from tinker_local.backend.vllm_engine.engine_thread import Engine, EngineRequest, EngineThread
 from tinker_local.backend.vllm_engine.grammar_process import GrammarProcess
 from tinker_local.backend.vllm_engine.patches import EngineEvents
@@ -123,8 +129,11 @@ class VLLMSampler:
 
             def make(engine: Any) -> EngineRequest:
                 self._check_awake()
-                lora = None if work.version is None else self._adapters.request(work.version, engine, prepared)
-                return EngineRequest(prompt, params, lora)
+                if work.version is None:
+                    return EngineRequest(prompt, params, None)
+                lora = self._adapters.request(work.version, engine, prepared)
+                own = self._adapters.changes_tower(work.version)
+                return EngineRequest(with_own_features(prompt, work.version.name) if own else prompt, params, lora)
 
             on_output = None if work.drawn is None else TokenStream(work).output
             submitted = self._thread.submit(self._engine, make, work.begun, work.ended, on_output)

@@ -144,7 +144,7 @@ class AutogradDecoder:
         if low_rank is None:
             return original(x)
         heights = [target.outputs for target in self._by_module[linear]]
-        return _AdaptedLinear.apply(x, linear.weight, linear.bias, low_rank, functools.partial(_rows, heights))
+        return AdaptedLinear.apply(x, linear.weight, linear.bias, low_rank, functools.partial(_rows, heights))
 
     def _delta(
         self, net: Any, original: Callable[..., Any], hidden_states: torch.Tensor, *args: Any, **rest: Any
@@ -182,7 +182,7 @@ class AutogradDecoder:
             output = checkpoint(original, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
         else:
             output = original(*args, **kwargs)
-        hidden = _Enter.apply(output[0] if isinstance(output, tuple) else output, run.walk, index)
+        hidden = _Enter.apply(output[0] if isinstance(output, tuple) else output, run, index)
         if index < len(run.row.deepstack):
             hidden = run.row.add_deepstack(index, hidden[0].clone())[None]
         return (hidden, *output[1:]) if isinstance(output, tuple) else hidden
@@ -251,13 +251,14 @@ class _Enter(torch.autograd.Function):
     """The output of layer `index` as it is; its backward enters the layer once more."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: torch.Tensor, walk: Walk, index: int) -> torch.Tensor:
-        ctx.walk, ctx.index = walk, index
+    def forward(ctx: Any, hidden: torch.Tensor, run: _Run, index: int) -> torch.Tensor:
+        ctx.run, ctx.index = run, index
         return hidden.view_as(hidden)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        ctx.walk.layer(ctx.index)
+        ctx.run.walk.layer(ctx.index)
+        ctx.run.row.write_deepstack_gradient(ctx.index, grad[0])
         return grad, None, None
 
 
@@ -306,7 +307,7 @@ def _rows(heights: list[int], output: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return tuple(output.split(heights, dim=-1))
 
 
-class _AdaptedLinear(torch.autograd.Function):
+class AdaptedLinear(torch.autograd.Function):
     """x weight^T + bias + low rank. The backward writes the adapters' gradients to `LowRank`, outside autograd."""
 
     @staticmethod

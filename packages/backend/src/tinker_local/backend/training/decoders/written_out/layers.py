@@ -70,7 +70,8 @@ class WrittenOutDecoder:
             if policy is not None:
                 kept.append(_kept(layer, passes, policy[index]))
             x = row.add_deepstack(index, x)
-        return WrittenOutPass(self, context, walk, self.kernels.rms_norm(x, self.norm, self.epsilon), x, kept)
+        hidden = self.kernels.rms_norm(x, self.norm, self.epsilon)
+        return WrittenOutPass(self, row if row.grad_deepstack else None, context, walk, hidden, x, kept)
 
     def memory(self, tokens: int, columns: int) -> ActivationMemory:
         """See `Decoder.memory`."""
@@ -205,9 +206,11 @@ def _kept(layer: Layer, passes: Sequence[BlockPass], keep: Keep) -> _KeptLayer:
 
 @dataclass(slots=True, eq=False)
 class WrittenOutPass:
-    """A `DecoderPass`. `hidden` [T, H]: after the last norm; `last` [T, H]: before it."""
+    """A `DecoderPass`. `row`: None if no image features need a gradient. `hidden` [T, H]: after the last norm; `last`
+    [T, H]: before it."""
 
     decoder: WrittenOutDecoder
+    row: PackedRow | None
     context: RowContext
     walk: Walk
     hidden: torch.Tensor
@@ -223,6 +226,8 @@ class WrittenOutPass:
         del grad_hidden, self.hidden, self.last  # no layer's backward needs them
         while self.kept:
             self.walk.layer(len(self.kept) - 1)
+            if self.row is not None:
+                self.row.write_deepstack_gradient(len(self.kept) - 1, grad)
             passes = list(self.kept.pop().restore(self.context))
             while passes:
                 grad = passes.pop().backward(grad)
