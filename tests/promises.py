@@ -51,7 +51,7 @@ PROMISES = (
         "LoRA: scale 32 / rank, flags and seed obeyed, step 0 is the base model",
         "scale-without-rank another-alpha flags-of-lora-ignored seed-of-lora-ignored "
         "lora-settings-dropped-on-the-way b-not-0-at-the-start scale-forgotten-in-the-gradient "
-        "scores-of-experts-detached",
+        "scores-of-experts-detached tower-drawn-first deepstack-without-gradient an-image-twice-counts-once",
     ),
     Promise(
         "5",
@@ -101,7 +101,7 @@ PROMISES = (
     Promise(
         "10",
         "An image is processed once per content; 16 samples of a prompt pay for one image",
-        "image-processed-again image-encoded-for-every-datum image-encoded-for-every-sample",
+        "image-processed-again image-encoded-for-every-datum image-encoded-for-every-sample features-for-each-adapter",
     ),
     Promise(
         "11",
@@ -391,6 +391,11 @@ MISTAKES = (
         "images",
         "expected_tokens is checked in training only, one mismatch fails the batch, or lengths are not compared",
         "expected-tokens-for-training-only one-failure-fails-the-batch lengths-not-compared",
+    ),
+    Promise(
+        "images",
+        "Features of an image come from the vision tower of another adapter",
+        "towers-share-features features-of-another-tower",
     ),
     Promise("images", "base64 is decoded twice or not at all", "base64-not-decoded base64-encoded-twice"),
     Promise(

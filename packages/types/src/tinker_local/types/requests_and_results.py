@@ -8,7 +8,14 @@ from typing import Annotated, Any, Literal, Self
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import BeforeValidator, Field, field_validator, model_validator
+from pydantic import (
+    BeforeValidator,
+    Field,
+    SerializerFunctionWrapHandler,
+    field_validator,
+    model_serializer,
+    model_validator,
+)
 from tinker_local.types.base import AsList, Frozen, Logprobs, Tokens, TupleOf, float32_array, integer_array
 from tinker_local.types.datum import Datum, ModelInput, TensorData
 from tinker_local.types.errors import InvalidRequestError
@@ -62,6 +69,12 @@ class LoraConfig(Frozen):
     train_mlp: bool = True
     train_attn: bool = True
     train_vision: bool = False
+
+    @model_serializer(mode="wrap")
+    def _plain_as_in_the_sdk(self, fields_of: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """All fields; `train_vision` only where it is set."""
+        fields: dict[str, Any] = fields_of(self)
+        return fields if self.train_vision else {name: fields[name] for name in fields if name != "train_vision"}
 
 
 TRAIN_VISION = "tinker_local.train_vision"

@@ -157,7 +157,7 @@ def _lora_to_sdk(value: LoraConfig) -> Any:
 
     if value.train_vision:
         raise UnsupportedError("train_vision: the SDK's LoraConfig has no such field")
-    return sdk.LoraConfig(**value.model_dump(exclude={"train_vision"}))
+    return sdk.LoraConfig(**value.model_dump())
 
 
 def _optional(value: Any, convert: Converter) -> Any:
