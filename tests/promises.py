@@ -51,7 +51,8 @@ PROMISES = (
         "LoRA: scale 32 / rank, flags and seed obeyed, step 0 is the base model",
         "scale-without-rank another-alpha flags-of-lora-ignored seed-of-lora-ignored "
         "lora-settings-dropped-on-the-way b-not-0-at-the-start scale-forgotten-in-the-gradient "
-        "scores-of-experts-detached tower-drawn-first deepstack-without-gradient an-image-twice-counts-once",
+        "scores-of-experts-detached tower-drawn-first deepstack-without-gradient an-image-twice-counts-once "
+        "metadata-of-vision-ignored",
     ),
     Promise(
         "5",
@@ -576,7 +577,8 @@ MISTAKES = (
         "operation",
         "The cookbook's exporters fail on an export, or merge nothing",
         "exports-with-paths-of-transformers tied-head-as-a-tensor-of-its-own merged-into-the-tied-embedding "
-        "exported-with-the-hosted-names export-not-compared export-overwrites models-not-recorded "
+        "exported-with-the-hosted-names tower-merged-into-the-decoder export-not-compared export-overwrites "
+        "models-not-recorded "
         "export-beside-its-encrypted-form encrypted-for-the-first-recipient-alone "
         "untied-head-named-as-a-tied-one export-is-a-checkpoint folder-names-the-first-of-a-models-names",
     ),

@@ -84,17 +84,18 @@ def _rendered(folder: Path, inputs: Any) -> RenderedInput:
 
 @pytest.fixture(scope="session")
 def tuned(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Tuned]:
-    """(family, tied, head): a tiny model with an adapter of rank 4 on everything, or all but the LM head."""
+    """(family, tied, head, vision): a tiny model with an adapter of rank 4 on the decoder, and if asked on LM head and
+    vision tower."""
 
     @cache
-    def make(family: str, tied: bool = True, head: bool = True) -> Tuned:
+    def make(family: str, tied: bool = True, head: bool = True, vision: bool = False) -> Tuned:
         root = tmp_path_factory.mktemp(family)
         if "_vl" in family or family == "qwen3_5":
             model = make_tiny_vl_model(root / "model", family=family, tie_word_embeddings=tied)  # type: ignore[arg-type]
         else:
             model = make_tiny_text_model(root / "model", family=family, tie_word_embeddings=tied)  # type: ignore[arg-type]
         trainer = HFTrainer(str(model), name="tiny/served", dtype="float32", device="cpu")
-        trainer.create_adapter("a", LoraConfig(rank=4, seed=1, train_unembed=head))
+        trainer.create_adapter("a", LoraConfig(rank=4, seed=1, train_unembed=head, train_vision=vision))
         rendered = _rendered(model, asked(model))
         targets = np.append(rendered.token_ids[1:], 0).astype(np.int64)
         datum = TrainDatum(rendered, targets, {"weights": np.ones(rendered.length, np.float32)})

@@ -92,6 +92,37 @@ def test_merged_model_computes_what_was_trained(tuned: Make, tmp_path: Path, fam
     assert "differ by" in card
 
 
+@pytest.mark.mutation(
+    "tower-merged-into-the-decoder",
+    "exporting/merged_model.py",
+    "start = vision.tower if vision is not None and base.family.in_tower(path) else base.family.decoder_path",
+    "start = base.family.decoder_path",
+    cases=("merged-qwen2_5_vl",),
+)
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "qwen3_5"])
+@pytest.mark.parametrize("to", ["merged", "peft"])
+def test_a_vision_tower_that_was_trained_is_exported_with_the_rest(
+    tuned: Make, tmp_path: Path, family: str, to: Any
+) -> None:
+    """From the layout of the hosted service, which has no names of the tower, and from a checkpoint."""
+    trained = tuned(family, True, True, True)
+    folder = trained.exported if to == "peft" else trained.checkpoint
+    exported = export_checkpoint(folder, tmp_path / "o", to=to, base=str(trained.model))
+    assert exported.checked is not None
+    assert exported.checked.agrees
+    base = find_base(str(trained.model), "--base")
+    read = read_trained(find_checkpoint(str(folder), tmp_path), base)
+    of_tower = [name for name in read.tensors if ".visual." in name]
+    assert of_tower
+    assert all(read.tensors[name].any() for name in of_tower)
+    assert read.config.train_vision
+    model = load(tmp_path / "o" if to == "merged" else trained.model)
+    if to == "peft":
+        model = peft.PeftModel.from_pretrained(model, str(tmp_path / "o")).eval()
+    np.testing.assert_allclose(hf_logprobs(model, asked(trained.model)), trained.expected, atol=1e-4, rtol=0)
+    assert "vision tower" in (tmp_path / "o" / "README.md").read_text()
+
+
 def test_merged_model_in_several_files_is_the_same(tuned: Make, tmp_path: Path) -> None:
     trained = tuned("qwen3_vl")
     base = find_base(str(trained.model), "--base")
@@ -119,10 +150,16 @@ def test_merged_model_keeps_the_dtype_of_its_base(tuned: Make, tmp_path: Path) -
 
 @pytest.mark.more
 @pytest.mark.parametrize(
-    ("family", "head"), [("qwen3", True), ("qwen3_vl", True), ("qwen2_5_vl", False), ("qwen3_5", True)]
+    ("family", "head", "vision"),
+    [
+        *(("qwen3", True, False), ("qwen3_vl", True, False), ("qwen2_5_vl", False, False), ("qwen3_5", True, False)),
+        *(("qwen3_vl", True, True), ("qwen2_5_vl", False, True), ("qwen3_5", True, True)),
+    ],
 )
-def test_vllm_as_it_is_computes_what_was_trained(tuned: Make, tmp_path: Path, family: str, head: bool) -> None:
-    trained = tuned(family, True, head)
+def test_vllm_as_it_is_computes_what_was_trained(
+    tuned: Make, tmp_path: Path, family: str, head: bool, vision: bool
+) -> None:
+    trained = tuned(family, True, head, vision)
     exported = export_checkpoint(trained.checkpoint, tmp_path / "v", to="vllm", base=str(trained.model))
     assert exported.checked is not None
     assert exported.checked.library == "vLLM"

@@ -249,6 +249,8 @@ async def test_rank_and_memory_limits_are_told_with_the_numbers_on_fakes(start_a
         assert words in answer.json()["detail"]
     off = {"rank": 4, "train_unembed": False, "train_mlp": False, "train_attn": False}
     assert "at least one" in (await api.post("create_model", {**body, "lora_config": off})).json()["detail"]
+    tower = {"rank": 4, "train_vision": True}
+    assert "--train-vision" in (await api.post("create_model", {**body, "lora_config": tower})).json()["detail"]
     first = await api.model(session, 0, lora_config={"rank": 16})
     answer = await api.post("create_model", {**body, "model_seq_id": 1, "lora_config": {"rank": 8}})
     assert answer.status_code == 400

@@ -198,6 +198,7 @@ def check_by_vllm(folder: Path, trained: Trained, device: str) -> Checked:
         "adapter": str(folder),
         "max_lora_rank": vllm_rank(trained.largest_rank),
         "experts": trained.has_experts,
+        "tower": trained.config.train_vision,
         "prompts": [_for_vllm(prompt) for prompt in probe.prompts],
     }
     with tempfile.TemporaryDirectory() as scratch:

@@ -112,12 +112,15 @@ def _names(file: Path) -> list[str]:
 
 def _name_in_files(base: BaseModel, path: str, names: list[str]) -> str:
     """The parameter at `path`: older files of a family begin its names differently."""
-    inside = path.removeprefix(f"{base.family.decoder_path}.")
-    tower = [] if base.family.vision is None else [f"{base.family.vision.tower}.", f"{base.family.vision.vllm_tower}."]
+    vision = base.family.vision
+    towers = () if vision is None else (f"{vision.tower}.", f"{vision.vllm_tower}.")
+    start = vision.tower if vision is not None and base.family.in_tower(path) else base.family.decoder_path
+    inside = path.removeprefix(f"{start}.")
     found = [
         name
         for name in names
-        if f".{name}".endswith(f".{inside}") and not any(f".{part}" in f".{name}" for part in tower)
+        if f".{name}".endswith(f".{inside}")
+        and any(f".{part}" in f".{name}" for part in towers) == base.family.in_tower(path)
     ]
     if len(found) != 1:
         raise InvalidRequestError(f"{base.folder}: {len(found)} tensors are named *{inside}, expected one")

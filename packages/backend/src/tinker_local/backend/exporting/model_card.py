@@ -19,6 +19,7 @@ def write_card(folder: Path, out: Path, trained: Trained, to: Target, checked: s
             ("attention", config.train_attn),
             ("MLP", config.train_mlp),
             ("LM head", config.train_unembed),
+            ("vision tower", config.train_vision),
         )
         if is_trained
     ]
@@ -72,8 +73,9 @@ def _usage(out: Path, trained: Trained, to: Target) -> list[str]:
     else:
         rank = vllm_rank(trained.largest_rank)
         serve = f"vllm serve {base.path} --enable-lora --max-lora-rank {rank} --lora-modules trained={out.name}"
-        shared = " --enable-moe-shared-loras" if trained.has_experts else ""
-        lines += ["```", serve + shared, "```"]
+        serve += " --enable-moe-shared-loras" if trained.has_experts else ""
+        serve += " --enable-tower-connector-lora" if trained.config.train_vision else ""
+        lines += ["```", serve, "```"]
     if trained.has_head and base.tied_head:
         lines += [
             "",

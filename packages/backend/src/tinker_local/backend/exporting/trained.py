@@ -153,12 +153,14 @@ def read_trained(source: CheckpointFolder, base: BaseModel) -> Trained:
     nothing = np.empty(0)
     shapes = {path: [tensors.get(tensor_name(path, factor), nothing).shape for factor in "AB"] for path in paths}
     base.check(paths, shapes)
-    flags = {lora.flag(path) for path in _paths(parts)}
+    in_tower = {path for path in paths if base.family.in_tower(path)}
+    flags = {lora.flag(path) for path in _paths(parts) if path not in in_tower}
     config = LoraConfig(
         rank=rank,
         train_unembed=HEAD in paths,
         train_attn="attn" in flags,
         train_mlp="mlp" in flags,
+        train_vision=bool(in_tower),
     )
     return Trained(source, base, config, tensors, paths, parts)
 

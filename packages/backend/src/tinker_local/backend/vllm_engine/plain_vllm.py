@@ -1,8 +1,8 @@
 """`python -m tinker_local.backend.vllm_engine.plain_vllm FOLDER`: vLLM as a user runs it, with one adapter.
 
-Reads `asked.json` (model, dtype, adapter, max_lora_rank, prompts as token ids, and whether experts share factors) and
-`picture.png` of the folder, samples greedily, and writes `answers.json`: tokens and logprobs for each prompt. None of
-this project's patches of adapters is applied.
+Reads `asked.json` (model, dtype, adapter, max_lora_rank, prompts as token ids, whether experts share factors, and
+whether the adapter changes the vision tower) and `picture.png` of the folder, samples greedily, and writes
+`answers.json`: tokens and logprobs for each prompt. None of this project's patches of adapters is applied.
 """
 
 import json
@@ -35,6 +35,7 @@ def main(folder: Path) -> None:
         max_lora_rank=asked["max_lora_rank"],
         max_loras=1,
         enable_moe_shared_loras=asked["experts"],
+        enable_tower_connector_lora=asked["tower"],
         max_model_len=1024,
         max_num_seqs=4,
         kv_cache_memory_bytes=2**28,
