@@ -39,10 +39,20 @@ REAL_SETTINGS = ["--learning-rate", "2e-4", "--epochs", "2", "--side", "224"]
 MARKS = ["--min-accuracy", "0.95", "--max-blank-accuracy", "0.15"]
 
 
-def serve(model: str, data_dir: str, console: Console) -> tuple[subprocess.Popen, str]:
-    """Start the server, show its output, and return the process and URL once it is ready."""
-    command = [sys.executable, "-m", "tinker_local.backend.cli.main", "serve", "--model", model, "--port", "0"]
-    console.print(f"[bold]$ tinker-local serve --model {model}[/bold]")
+def serve(model: str, data_dir: str, console: Console, *options: str) -> tuple[subprocess.Popen, str]:
+    """Start the server with `options`, show its output, and return the process and URL once it is ready."""
+    command = [
+        sys.executable,
+        "-m",
+        "tinker_local.backend.cli.main",
+        "serve",
+        "--model",
+        model,
+        "--port",
+        "0",
+        *options,
+    ]
+    console.print(f"[bold]$ tinker-local serve {shlex.join(['--model', model, *options])}[/bold]")
     server = subprocess.Popen(
         [*command, "--data-dir", data_dir],
         stdout=subprocess.PIPE,

@@ -36,12 +36,13 @@ def connect(options: argparse.Namespace) -> tinker.ServiceClient:
 
 
 def training_client(
-    service: tinker.ServiceClient, options: argparse.Namespace, *, rank: int, seed: int
+    service: tinker.ServiceClient, options: argparse.Namespace, *, rank: int, seed: int, train_vision: bool = False
 ) -> tinker.TrainingClient:
     """A new adapter on `--model`, or the one of `--resume` with its optimizer."""
     if options.resume:
         return service.create_training_client_from_state_with_optimizer(options.resume).result()
-    return service.create_lora_training_client(base_model=options.model, rank=rank, seed=seed).result()
+    lora = {"rank": rank, "seed": seed, "train_vision": train_vision}
+    return service.create_lora_training_client(base_model=options.model, **lora).result()
 
 
 def first_step(options: argparse.Namespace) -> int:

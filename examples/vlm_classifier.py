@@ -261,7 +261,8 @@ def run(options: argparse.Namespace, dataset: Dataset) -> Report:
     """Measure, train, measure again."""
     start = time.monotonic()
     with connect(options) as service:
-        client = training_client(service, options, rank=options.rank, seed=options.seed)
+        vision = options.train_vision
+        client = training_client(service, options, rank=options.rank, seed=options.seed, train_vision=vision)
         task = Task(client, options.question, dataset.classes)
         held_out = random.Random(options.seed).sample(dataset.held_out, len(dataset.held_out))
         images = [dataset.image(example.source, None) for example in held_out]
@@ -376,6 +377,11 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path("runs/vlm_classifier"))
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--rank", type=int, default=32)
+    parser.add_argument(
+        "--train-vision",
+        action="store_true",
+        help="also train the vision tower; the server must allow it (tinker-local serve --train-vision)",
+    )
     parser.add_argument("--learning-rate", type=float, default=2e-4)
     parser.add_argument("--warmup", type=int, default=5, help="warm-up steps")
     parser.add_argument("--weight-decay", type=float, default=0.0, help="AdamW's, times the learning rate")

@@ -669,7 +669,7 @@ MISTAKES = (
         "Training keeps activations and gradients in memory that no layer's backward reads",
         "gated-mlp-as-autograd-keeps-it norm-as-autograd-keeps-it norm-of-heads-in-tiny-parts "
         "gradient-of-hidden-states-kept kept-on-meta-counted-once plan-of-the-other-decoder "
-        "whole-product-of-a-gated-mlp",
+        "whole-product-of-a-gated-mlp backward-of-a-tower-hardly-planned tower-not-planned tower-not-in-adapters",
     ),
     Promise(
         "operation",

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tinker_local.backend.models.gpu_plan import GATHERED, ModelSizes, StepSize, plan_gpu, step_sizes
+from tinker_local.backend.training.block_memory import TowerSizes
 from tinker_local.backend.training.recompute_policy import ActivationMemory, LayerMemory
 
 GIB = 2**30
@@ -63,6 +64,26 @@ def test_a_decoder_that_keeps_more_gets_more() -> None:
     found, more = plan(EIGHT, 200), plan(EIGHT, 200, twice)
     assert more.activations >= activations(EIGHT, 16384).everything > found.activations
     assert more.kv_cache < found.kv_cache
+
+
+@pytest.mark.mutation(
+    "tower-not-planned", "gpu_plan.py", "        trainer += micro_batch_tokens * sizes.tower.kept\n", ""
+)
+@pytest.mark.mutation("tower-not-in-adapters", "gpu_plan.py", "+ self.vocabulary + of_tower)", "+ self.vocabulary)")
+def test_a_vision_tower_that_is_trained_takes_its_memory_from_the_cache() -> None:
+    """Of vLLM's slots, of the trainer's adapters, and of what a micro-batch of images keeps; its backward, if that
+    takes more than the decoder, is what the activations have room for."""
+    tower = TowerSizes(widths=552_928, kept=248_832, backward=285_184)
+    with_tower = dataclasses.replace(EIGHT, tower=tower)
+    before, found = plan(EIGHT, 134), plan(with_tower, 134)
+    assert found.activations == before.activations
+    slots = 4 * 128 * tower.widths * 2
+    adapters = 32 * tower.widths * (4 * 4 * 4 + 2 * 2 + 4 * 2)
+    assert before.kv_cache - found.kv_cache == slots + adapters + 8192 * tower.kept
+    large = dataclasses.replace(EIGHT, tower=dataclasses.replace(tower, backward=2**22))
+    assert plan(large, 134).activations == 8192 * 2**22
+    sampler_alone = plan(EIGHT, 134, trains=False).kv_cache - plan(with_tower, 134, trains=False).kv_cache
+    assert sampler_alone == slots
 
 
 def test_a_model_whose_weights_fill_most_of_the_card_is_served_still() -> None:

@@ -1,4 +1,5 @@
-"""How much memory the autograd decoder has in use at most: counted on tensors without values, in the shapes of 8B."""
+"""How much memory the autograd decoder and the vision tower have in use at most: counted on tensors without values, in
+the shapes of 8B."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -9,10 +10,11 @@ import transformers
 from tinker_local.backend.training.attention import Segments
 from tinker_local.backend.training.decoder import PackedRow
 from tinker_local.backend.training.decoders.autograd import AutogradDecoder
-from tinker_local.backend.training.load_model import decoder_of_sizes
+from tinker_local.backend.training.load_model import decoder_of_sizes, tower_of_sizes
 from tinker_local.backend.training.lora import Adapter, AdapterSlice, groups_of, layout
 from tinker_local.backend.training.lora_batch import LoraBatch
 from tinker_local.backend.training.recompute_policy import Keep
+from tinker_local.backend.training.vision_tower import _Run
 from tinker_local.types import LoraConfig
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -42,6 +44,56 @@ class Live(TorchDispatchMode):
                 self._storages.setdefault(storage._cdata, (StorageWeakRef(storage), storage.nbytes()))
         self.peak = max(self.peak, sum(size for _, size in self._storages.values()))
         return outputs
+
+
+@pytest.mark.mutation(
+    "backward-of-a-tower-hardly-planned",
+    "training/vision_tower.py",
+    "backward = merged * (16 * hidden + 4 * config.intermediate_size) * itemsize",
+    "backward = merged * 4 * hidden * itemsize",
+)
+def test_the_plan_has_room_for_the_backward_of_a_block_of_a_vision_tower(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the shapes of Qwen3-VL-8B; and not twice as much."""
+
+    class LikeKernels(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+            ctx.save_for_backward(query, key, value)
+            return torch.empty_like(query).transpose(1, 2)
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            return tuple(map(torch.empty_like, ctx.saved_tensors))
+
+    def attend(module: Any, query: Any, key: Any, value: Any, **_: Any) -> tuple[torch.Tensor, None]:
+        return LikeKernels.apply(query, key, value), None
+
+    monkeypatch.setattr(f"{PACKAGE}.compat_torch.mm_into_float32", lambda a, b, out: None)
+    vision = {"depth": 2, "hidden_size": 1152, "intermediate_size": 4304, "num_heads": 16, "out_hidden_size": 64}
+    text = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "vocab_size": 100}
+    config = transformers.Qwen3VLConfig(
+        text_config=text, vision_config={**vision, "deepstack_visual_indexes": [0]}, tie_word_embeddings=True
+    )
+    tower = tower_of_sizes(config, "bfloat16")
+    assert tower is not None
+    lora = LoraConfig(rank=32, train_vision=True)
+    specs = layout(tower.targets, lora)
+    adapter = Adapter(lora, specs, torch.zeros(specs[-1].stop, device=META))
+    slices = [AdapterSlice(adapter, 0, TOKENS)]
+    batch = LoraBatch(groups_of(tower.targets), slices, torch.bfloat16, torch.float32, gradient=True)
+    transformers.AttentionInterface.register("like_kernels_of_flash", attend)
+    tower._tower.config._attn_implementation = "like_kernels_of_flash"
+    x = torch.zeros(TOKENS, 1152, dtype=torch.bfloat16, device=META, requires_grad=True)
+    angles = torch.zeros(TOKENS, 72, device=META)
+    weights = [*tower._tower.parameters(), *batch._a.values(), *batch._b.values()]
+    bounds = torch.zeros(2, dtype=torch.int32, device=META)
+    live = Live([*weights, *batch._grad_a.values(), *batch._grad_b.values(), x])
+    with live, tower._running(_Run(batch, TOKENS)):
+        output = tower._tower.blocks[0](x, cu_seqlens=bounds, position_embeddings=(angles, angles), max_seqlen=TOKENS)
+        output.sum().backward()
+    planned = tower.sizes(2).backward * TOKENS // 4
+    assert planned / 2 < live.peak < planned
+    assert tower.sizes(2).kept == 4 * 2 * 1152 * 2
 
 
 @pytest.mark.mutation(

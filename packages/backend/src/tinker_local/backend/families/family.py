@@ -122,10 +122,10 @@ class VLLMHead:
 class Vision:
     """How a family reads images.
 
-    `tower`: path of the vision tower in the model. `vllm_tower`: the same in vLLM; its forward takes `grid_thw`,
-    by name or second, with a row for each image. `tokens(config)`: the ids that mark an image. `read_image(processor,
-    batch)`: the image in what the HF image processor returns for one. `encode_images(model, images)`: features of
-    images in order.
+    `tower`: path of the vision tower in the model, whose layers are its `blocks`. `vllm_tower`: the same in vLLM; its
+    forward takes `grid_thw`, by name or second, with a row for each image. `tokens(config)`: the ids that mark an
+    image. `read_image(processor, batch)`: the image in what the HF image processor returns for one.
+    `encode_images(model, images)`: features of images in order.
     """
 
     tower: str
