@@ -53,6 +53,9 @@ Qwen3-VL-8B and Qwen3-32B.
 | --- | --- | ---: | --- |
 """
 
+AFTER_STEPS = {"gpt_oss": "served [in bfloat16](supported.md#gpt-oss)"}
+"""Architectures whose published weights take a step before they are served."""
+
 
 def architecture(model_type: str) -> str:
     """A line of the first table."""
@@ -64,8 +67,9 @@ def architecture(model_type: str) -> str:
     decoder, _ = decoder_of_sizes(AutoConfig.for_model(model_type), "bfloat16", "auto")
     how = "autograd" if isinstance(decoder, AutogradDecoder) else "written out"
     images = "" if family.vision is None else "yes"
-    experts = [] if family.lora.experts is None else [f"experts.{name}" for name in family.lora.experts.names]
-    targets = ", ".join(f"`{name}`" for name in (*family.lora.attn, *(experts or family.lora.mlp)))
+    # Below "layers.N.self_attn." and the like.
+    names = dict.fromkeys(target.path.split(".layers.")[1].split(".", 2)[2] for target in decoder.targets)
+    targets = ", ".join(f"`{name}`" for name in names)
     return f"| `{model_type}` | {how} | {images} | {targets} |"
 
 
@@ -77,7 +81,8 @@ def gib(name: str) -> str:
 
 def line(name: str, model_type: str) -> str:
     """A line of the second table."""
-    return f"| {name} | `{model_type}` | {gib(name)} | {'served' if model_type in FAMILIES else 'refused'} |"
+    served = AFTER_STEPS.get(model_type, "served") if model_type in FAMILIES else "refused"
+    return f"| {name} | `{model_type}` | {gib(name)} | {served} |"
 
 
 def page() -> str:

@@ -51,7 +51,8 @@ PROMISES = (
         "LoRA: scale 32 / rank, flags and seed obeyed, step 0 is the base model",
         "scale-without-rank another-alpha flags-of-lora-ignored seed-of-lora-ignored "
         "lora-settings-dropped-on-the-way b-not-0-at-the-start scale-forgotten-in-the-gradient "
-        "scores-of-experts-detached tower-drawn-first deepstack-without-gradient an-image-twice-counts-once "
+        "scores-of-experts-detached gate-of-the-shared-expert-detached gradient-beyond-the-limits-of-gpt-oss "
+        "tower-drawn-first deepstack-without-gradient an-image-twice-counts-once "
         "metadata-of-vision-ignored",
     ),
     Promise(

@@ -3,17 +3,18 @@
 import json
 import os
 import re
+import shutil
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import peft
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
+from tinker_cookbook.weights import build_hf_model
 from tinker_local.backend.exporting import export_checkpoint
 from tinker_local.backend.exporting.base_model import find_base
 from tinker_local.backend.exporting.merged_model import write_merged
@@ -74,12 +75,19 @@ def test_peft_loads_an_export_without_a_key_mapping_and_computes_what_was_traine
 )
 @pytest.mark.parametrize(
     ("family", "tied"),
-    [*((family, tied) for family in FAMILIES for tied in (True, False)), ("qwen3_moe", False), ("qwen3_vl_moe", True)],
+    [
+        *((family, tied) for family in FAMILIES for tied in (True, False)),
+        ("qwen3_moe", False),
+        ("qwen3_vl_moe", True),
+        ("qwen3_5_moe", False),
+        ("gpt_oss", False),
+    ],
 )
 def test_merged_model_computes_what_was_trained(tuned: Make, tmp_path: Path, family: str, tied: bool) -> None:
     """With a head that was trained, which must not change a tied embedding."""
     trained = tuned(family, tied)
-    exported = export_checkpoint(trained.checkpoint, tmp_path / "m", to="merged", base=str(trained.model))
+    layout = trained.exported if family == "gpt_oss" else trained.checkpoint  # with other names than the model's
+    exported = export_checkpoint(layout, tmp_path / "m", to="merged", base=str(trained.model))
     assert exported.checked is not None
     assert exported.checked.agrees
     assert exported.warnings == ()
@@ -136,6 +144,38 @@ def test_merged_model_in_several_files_is_the_same(tuned: Make, tmp_path: Path) 
     assert np.array_equal(one, many)
 
 
+@pytest.mark.parametrize("family", ["qwen3_5_moe", "gpt_oss"])
+def test_the_cookbooks_merge_of_experts_is_what_was_trained(tuned: Make, tmp_path: Path, family: str) -> None:
+    trained = tuned(family, False)
+    folders = {"base_model": trained.model, "adapter_path": trained.exported, "output_path": tmp_path / "m"}
+    build_hf_model(**{name: str(folder) for name, folder in folders.items()})
+    np.testing.assert_allclose(hf_logprobs(load(tmp_path / "m"), asked(trained.model)), trained.expected, atol=1e-4)
+
+
+@pytest.mark.mutation(
+    "draft-layers-taken-for-layers", "merged_model.py", "if not name.startswith(_DRAFT)", "if name is not None"
+)
+def test_layers_that_predict_several_tokens_at_once_stay_as_they_are(tuned: Make, tmp_path: Path) -> None:
+    """Published Qwen3.5 models have them, with names that end like those of the other layers."""
+    trained = tuned("qwen3_5_moe", False)
+    shutil.copytree(trained.model, tmp_path / "base")
+    tensors = load_file(tmp_path / "base" / "model.safetensors")
+    start = "model.language_model.layers.0.mlp"
+    drafts = {name: name.replace(start, "mtp.layers.0.mlp") for name in tensors if name.startswith(start)}
+    tensors |= {draft: tensors[name].clone() for name, draft in drafts.items()}
+    save_file(tensors, tmp_path / "base" / "model.safetensors", metadata={"format": "pt"})
+    base = find_base(str(tmp_path / "base"), "--base")
+    (tmp_path / "m").mkdir()
+    write_merged(tmp_path / "m", read_trained(find_checkpoint(str(trained.checkpoint), tmp_path), base))
+    merged = load_file(tmp_path / "m" / "model.safetensors")
+    assert all(torch.equal(merged[draft], tensors[draft]) for draft in drafts.values())
+    changed = {name.removeprefix(f"{start}.") for name in drafts if not torch.equal(merged[name], tensors[name])}
+    assert changed == {
+        *("experts.gate_up_proj", "experts.down_proj"),
+        *(f"shared_expert.{name}_proj.weight" for name in ("gate", "up", "down")),
+    }
+
+
 def test_merged_model_keeps_the_dtype_of_its_base(tuned: Make, tmp_path: Path) -> None:
     trained = tuned("qwen3")
     load(trained.model).to(torch.bfloat16).save_pretrained(tmp_path / "base")
@@ -150,22 +190,31 @@ def test_merged_model_keeps_the_dtype_of_its_base(tuned: Make, tmp_path: Path) -
 
 @pytest.mark.more
 @pytest.mark.parametrize(
-    ("family", "head", "vision"),
+    ("family", "tied", "head", "vision"),
     [
-        *(("qwen3", True, False), ("qwen3_vl", True, False), ("qwen2_5_vl", False, False), ("qwen3_5", True, False)),
-        *(("qwen3_vl", True, True), ("qwen2_5_vl", False, True), ("qwen3_5", True, True)),
+        ("qwen3", True, True, False),
+        ("qwen3_vl", True, True, False),
+        ("qwen2_5_vl", True, False, False),
+        ("qwen3_5", True, True, False),
+        ("qwen3_moe", False, True, False),
+        ("qwen3_5_moe", False, True, False),
+        ("gpt_oss", False, False, False),
+        ("qwen3_vl", True, True, True),
+        ("qwen2_5_vl", True, False, True),
+        ("qwen3_5", True, True, True),
     ],
 )
 def test_vllm_as_it_is_computes_what_was_trained(
-    tuned: Make, tmp_path: Path, family: str, head: bool, vision: bool
+    tuned: Make, tmp_path: Path, family: str, tied: bool, head: bool, vision: bool
 ) -> None:
-    trained = tuned(family, True, head, vision)
+    """Experts on a CPU with this project's operators, since vLLM has none there."""
+    trained = tuned(family, tied, head, vision)
     exported = export_checkpoint(trained.checkpoint, tmp_path / "v", to="vllm", base=str(trained.model))
     assert exported.checked is not None
     assert exported.checked.library == "vLLM"
     assert exported.checked.agrees, str(exported.checked)
     assert exported.checked.effect > 0.1
-    assert exported.checked.images == (family != "qwen3")
+    assert exported.checked.images == (family not in ("qwen3", "qwen3_moe", "gpt_oss"))
 
 
 def test_vllm_is_refused_what_it_would_not_take(tuned: Make, tmp_path: Path) -> None:
@@ -175,14 +224,11 @@ def test_vllm_is_refused_what_it_would_not_take(tuned: Make, tmp_path: Path) -> 
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(
-    ("to", "message"),
-    [("peft", "PEFT has no adapters of experts that share a factor"), ("vllm", "no adapters of experts on a CPU")],
-)
-def test_experts_are_refused_where_they_would_not_load(tuned: Make, tmp_path: Path, to: Any, message: str) -> None:
-    trained = tuned("qwen3_moe", False)
-    with pytest.raises(InvalidRequestError, match=message):
-        export_checkpoint(trained.checkpoint, tmp_path / "v", to=to, base=str(trained.model))
+@pytest.mark.parametrize("family", ["qwen3_moe", "qwen3_5_moe", "gpt_oss"])
+def test_peft_is_refused_experts(tuned: Make, tmp_path: Path, family: str) -> None:
+    trained = tuned(family, False)
+    with pytest.raises(InvalidRequestError, match="use --to merged or --to vllm"):
+        export_checkpoint(trained.checkpoint, tmp_path / "p", to="peft", base=str(trained.model))
     assert list(tmp_path.iterdir()) == []
 
 

@@ -77,22 +77,8 @@ class Hooked:
 
     def logprobs(self, adapter_id: str | None, input: RenderedInput) -> torch.Tensor:
         """log softmax of all logits, [N, vocabulary]."""
-        token_ids = torch.from_numpy(input.token_ids.astype(np.int64))[None]
-        arguments = {}
-        if input.images:
-            placements = sorted(input.images, key=lambda placement: placement.offset)
-            is_image = torch.zeros_like(token_ids, dtype=torch.int32)
-            for placement in placements:
-                is_image[0, placement.offset : placement.offset + placement.image.num_tokens] = 1
-            arguments = {
-                "pixel_values": torch.from_numpy(np.concatenate([p.image.pixel_values for p in placements])),
-                "image_grid_thw": torch.tensor([p.image.grid_thw for p in placements]),
-                "mm_token_type_ids": is_image,
-            }
-            if any(first.offset + first.image.num_tokens == second.offset for first, second in pairwise(placements)):
-                arguments["position_ids"] = positions(input, placements)  # transformers merges adjacent images
         with self.on(adapter_id):
-            return self._theirs(input_ids=token_ids, use_cache=False, **arguments).logits[0].log_softmax(-1)
+            return self._theirs(**model_arguments(input)).logits[0].log_softmax(-1)
 
     def gradients(self, adapter_id: str) -> dict[str, torch.Tensor]:
         return {n: torch.zeros_like(v) if v.grad is None else v.grad for n, v in self.leaves[adapter_id].items()}
@@ -105,6 +91,25 @@ class Hooked:
             return output + torch.cat([args[0] @ a.T @ b.T for a, b in pairs], -1) * scale
 
         return add
+
+
+def model_arguments(input: RenderedInput) -> dict[str, Any]:
+    """What transformers' models take."""
+    token_ids = torch.from_numpy(input.token_ids.astype(np.int64))[None]
+    arguments: dict[str, Any] = {"input_ids": token_ids, "use_cache": False}
+    if input.images:
+        placements = sorted(input.images, key=lambda placement: placement.offset)
+        is_image = torch.zeros_like(token_ids, dtype=torch.int32)
+        for placement in placements:
+            is_image[0, placement.offset : placement.offset + placement.image.num_tokens] = 1
+        arguments |= {
+            "pixel_values": torch.from_numpy(np.concatenate([p.image.pixel_values for p in placements])),
+            "image_grid_thw": torch.tensor([p.image.grid_thw for p in placements]),
+            "mm_token_type_ids": is_image,
+        }
+        if any(first.offset + first.image.num_tokens == second.offset for first, second in pairwise(placements)):
+            arguments["position_ids"] = positions(input, placements)  # transformers merges adjacent images
+    return arguments
 
 
 def positions(input: RenderedInput, placements: Sequence[ImagePlacement]) -> torch.Tensor:

@@ -81,8 +81,8 @@ def logprobs(trainer: HFTrainer, adapter: str | None, inputs: list[RenderedInput
 @pytest.mark.mutation(
     "exports-with-paths-of-transformers",
     "families/family.py",
-    "            return HOSTED_DECODER + path.removeprefix(self.decoder_path)\n",
-    "            return path\n",
+    "            hosted = HOSTED_DECODER + path.removeprefix(self.decoder_path)\n",
+    "            hosted = path\n",
     cases=("qwen3_vl_untied",),
 )
 @pytest.mark.parametrize("name", UNTIED)

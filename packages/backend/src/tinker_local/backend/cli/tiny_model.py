@@ -5,8 +5,19 @@ from typing import Any
 
 import click
 
-TEXT_KINDS = ("qwen3", "qwen3_moe", "qwen2", "qwen3_5_text", "llama", "mistral", "gemma2", "gemma3_text")
-VISION_KINDS = ("qwen3_vl", "qwen3_vl_moe", "qwen2_5_vl", "qwen3_5")
+TEXT_KINDS = (
+    "qwen3",
+    "qwen3_moe",
+    "qwen2",
+    "qwen3_5_text",
+    "qwen3_5_moe_text",
+    "llama",
+    "mistral",
+    "gemma2",
+    "gemma3_text",
+    "gpt_oss",
+)
+VISION_KINDS = ("qwen3_vl", "qwen3_vl_moe", "qwen2_5_vl", "qwen3_5", "qwen3_5_moe")
 ALIASES = {"text": "qwen3", "vl": "qwen3_vl"}
 
 

@@ -62,7 +62,7 @@ def export_checkpoint(
     found = find_base(path, "--base" if base else source.name)
     trained = read_trained(source, found)
     if to == "vllm":
-        check_vllm_takes(trained, on_cpu=check and device == "cpu")
+        check_vllm_takes(trained)
     elif to == "peft":
         check_peft_takes(trained)
     if check and (missing := missing_library(to)):

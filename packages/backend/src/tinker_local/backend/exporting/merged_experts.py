@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from tinker_local.backend.adapter_tensors import as_torch
 from tinker_local.backend.exporting.trained import Trained
+from tinker_local.backend.families.family import Experts
 from tinker_local.backend.training.trainer import LORA_ALPHA
 from tinker_local.types import InvalidRequestError
 
@@ -35,22 +36,20 @@ def expert_modules(trained: Trained) -> list[str]:
     return list(found)
 
 
-def first_tensor(trained: Trained, module: str) -> str:
-    """The name in files, below the decoder, of a tensor of the experts `module`."""
-    names = trained.base.family.lora.experts
-    assert names is not None
-    return f"{module}.gate_up_proj" if names.transposed else f"{module}.0.gate_proj.weight"
+WHOLE, EACH = "gate_up_proj", "0.gate_proj.weight"
+"""A tensor of experts in files that have one of all experts, and in files that have one of each, below their module."""
 
 
-def merges(trained: Trained, module: str, prefix: str) -> Mapping[str, Merge]:
-    """For each tensor in files of the experts `module`: what adds the adapter. `prefix`: how their names begin."""
+def merges(trained: Trained, module: str, prefix: str, form: str) -> Mapping[str, Merge]:
+    """For each tensor in files of the experts `module`: what adds the adapter. `prefix`: how their names begin; `form`:
+    `WHOLE` or `EACH`."""
     names = trained.base.family.lora.experts
     assert names is not None
     gate, up, down = (f"{module}.{name}" for name in names.names)
-    if names.transposed:
+    if form == WHOLE:
         return {
-            f"{prefix}gate_up_proj": partial(_add_to_all, trained, (gate, up)),
-            f"{prefix}down_proj": partial(_add_to_all, trained, (down,)),
+            f"{prefix}gate_up_proj": partial(_add_to_all, trained, names, (gate, up)),
+            f"{prefix}down_proj": partial(_add_to_all, trained, names, (down,)),
         }
     count = max(len(factor) for factor in trained.factors(gate))
     return {
@@ -71,14 +70,12 @@ def _add(trained: Trained, path: str, expert: int, tensor: "torch.Tensor") -> "t
     return tensor.float().add_(_change(trained, path, expert)).to(tensor.dtype)
 
 
-def _add_to_all(trained: Trained, paths: tuple[str, ...], tensor: "torch.Tensor") -> "torch.Tensor":
-    """`tensor` [E, in, out of all `paths`]."""
+def _add_to_all(trained: Trained, names: Experts, paths: tuple[str, ...], tensor: "torch.Tensor") -> "torch.Tensor":
+    """`tensor` [E, out of all `paths`, in], or transposed."""
     merged = tensor.clone()
     for expert, matrix in enumerate(merged):
-        start = 0
-        for path in paths:
-            change = _change(trained, path, expert).T
-            part = matrix[:, start : start + change.shape[1]]
-            part.copy_(part.float() + change)
-            start += change.shape[1]
+        rows, count = matrix.T if names.transposed else matrix, len(paths)
+        for place, path in enumerate(paths):
+            part = rows[place::count] if names.interleaved else rows.chunk(count)[place]
+            part.copy_(part.float() + _change(trained, path, expert))
     return merged

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from safetensors import safe_open
 from tinker_local.backend.adapter_tensors import as_torch
 from tinker_local.backend.exporting.base_model import BaseModel
-from tinker_local.backend.exporting.merged_experts import Merge, expert_modules, first_tensor, merges
+from tinker_local.backend.exporting.merged_experts import EACH, WHOLE, Merge, expert_modules, merges
 from tinker_local.backend.exporting.trained import HEAD, Trained
 from tinker_local.backend.training.trainer import LORA_ALPHA
 from tinker_local.backend.weight_files import INDEX, SINGLE, weight_files
@@ -23,6 +23,9 @@ SHARD_BYTES = 4 * 2**30
 """Most bytes of a file, unless one tensor alone has more."""
 
 _NOT_COPIED = {"readme.md", ".gitattributes", INDEX, "config.json"}
+_DRAFT = "mtp."
+"""What begins the names of layers that predict several tokens at once. They are no part of transformers' models, and
+stay as they are."""
 _WEIGHTS = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx"}
 
 
@@ -35,7 +38,7 @@ def write_merged(folder: Path, trained: Trained, shard_bytes: int = SHARD_BYTES)
     base = trained.base
     weights = {file: _names(file) for file in _weight_files(base)}
     names = [name for file in weights.values() for name in file]
-    changed = _changed(trained, names)
+    changed = _changed(trained, [name for name in names if not name.startswith(_DRAFT)])
     untied = trained.has_head and base.tied_head
     head = _embedding(names, base) if untied else f"{HEAD}.weight"
     if trained.has_head and head not in names:
@@ -73,9 +76,9 @@ def _changed(trained: Trained, names: list[str]) -> dict[str, Merge]:
         if path != HEAD and path.rpartition(".")[0] not in experts:
             found[_name_in_files(base, f"{path}.weight", names)] = partial(_added, trained, path)
     for module in experts:
-        first = first_tensor(trained, module)
-        name = _name_in_files(base, first, names)
-        found |= merges(trained, module, name.removesuffix(first.removeprefix(f"{module}.")))
+        form = WHOLE if any(name.endswith(f".{WHOLE}") for name in names) else EACH
+        name = _name_in_files(base, f"{module}.{form}", names)
+        found |= merges(trained, module, name.removesuffix(form), form)
     if missing := found.keys() - set(names):
         raise InvalidRequestError(f"{base.folder}: {len(missing)} tensors are missing, such as {min(missing)}")
     return found

@@ -29,14 +29,8 @@ def check_peft_takes(trained: Trained) -> None:
         )
 
 
-def check_vllm_takes(trained: Trained, *, on_cpu: bool) -> None:
-    """InvalidRequestError for an adapter that vLLM, as it is, refuses or ignores a part of. `on_cpu`: whether it is
-    loaded on the CPU now."""
-    if trained.has_experts and on_cpu:
-        raise InvalidRequestError(
-            "--to vllm: vLLM takes no adapters of experts on a CPU, so the result cannot be checked here; use --device "
-            "cuda, or leave the check out with --no-check"
-        )
+def check_vllm_takes(trained: Trained) -> None:
+    """InvalidRequestError for an adapter that vLLM, as it is, refuses or ignores a part of."""
     if trained.has_head and trained.base.family.vllm_head is not None:
         raise InvalidRequestError(
             f"--to vllm: vLLM takes no adapter of the LM head of {trained.base.config.model_type} models, and this "

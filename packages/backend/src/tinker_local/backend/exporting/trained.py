@@ -12,7 +12,6 @@ from safetensors import SafetensorError
 from tinker_local.backend.checksums import DESCRIPTION, check_files
 from tinker_local.backend.exporting.base_model import BaseModel
 from tinker_local.backend.exporting.joined_parts import joined_parts
-from tinker_local.backend.families.family import HOSTED_DECODER, HOSTED_TIED_HEAD
 from tinker_local.backend.storage.adapter_files import AGE, CONFIG, WEIGHTS, read_adapter
 from tinker_local.backend.storage.checkpoint_folders import REMOVING, UNFINISHED
 from tinker_local.backend.storage.model_paths import model_paths
@@ -172,12 +171,8 @@ def _paths(tensors: Mapping[str, Any]) -> tuple[str, ...]:
 
 def _own_name(name: str, base: BaseModel) -> str:
     """A tensor's name by its module in the model: exports of the hosted service and of this server differ in some."""
-    path = name.removeprefix(_PREFIX)
-    if path.startswith(f"{HOSTED_TIED_HEAD}."):
-        path = HEAD + path.removeprefix(HOSTED_TIED_HEAD)
-    elif path.startswith(f"{HOSTED_DECODER}.layers."):
-        path = base.family.decoder_path + path.removeprefix(HOSTED_DECODER)
-    return _PREFIX + path
+    path, factor, rest = name.removeprefix(_PREFIX).rpartition(".lora_")
+    return f"{_PREFIX}{base.family.own_path(path)}{factor}{rest}"
 
 
 def _json(path: Path) -> dict[str, Any]:

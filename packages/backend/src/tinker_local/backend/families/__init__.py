@@ -3,6 +3,7 @@
 from tinker_local.backend.families import (
     gemma2,
     gemma3_text,
+    gpt_oss,
     llama,
     mistral,
     other,
@@ -10,6 +11,7 @@ from tinker_local.backend.families import (
     qwen2_5_vl,
     qwen3,
     qwen3_5,
+    qwen3_5_moe,
     qwen3_moe,
     qwen3_vl,
     qwen3_vl_moe,
@@ -21,6 +23,7 @@ from tinker_local.types import UnsupportedError
 FAMILIES: dict[str, Family] = {
     "gemma2": gemma2.FAMILY,
     "gemma3_text": gemma3_text.FAMILY,
+    "gpt_oss": gpt_oss.FAMILY,
     "llama": llama.FAMILY,
     "mistral": mistral.FAMILY,
     "qwen2": qwen2.FAMILY,
@@ -31,6 +34,8 @@ FAMILIES: dict[str, Family] = {
     "qwen3_vl_moe": qwen3_vl_moe.FAMILY,
     "qwen3_5": qwen3_5.FAMILY,
     "qwen3_5_text": qwen3_5.TEXT,
+    "qwen3_5_moe": qwen3_5_moe.FAMILY,
+    "qwen3_5_moe_text": qwen3_5_moe.TEXT,
 }
 
 

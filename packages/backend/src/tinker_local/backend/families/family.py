@@ -62,14 +62,16 @@ class Experts:
 
     transformers has one module of all experts of a layer, whose parameters `gate_up_proj` [E, 2 I, H] and `down_proj`
     [E, H, I] are not Linear modules. Adapters call their projections `gate`, `up` and `down`, below the module's name.
-    `transposed`: whether files have these parameters as they are, but [E, H, 2 I] and [E, I, H]; otherwise files have a
-    tensor for each expert and projection, as `gate_proj.weight`.
+    Files have these parameters, or a tensor for each expert and projection, as `gate_proj.weight`. `transposed`:
+    whether the parameters are [E, H, 2 I] and [E, I, H] there. `interleaved`: whether gate and up take turns there,
+    number by number; otherwise gate comes first.
     """
 
     gate: str = "w1"
     up: str = "w3"
     down: str = "w2"
     transposed: bool = False
+    interleaved: bool = False
 
     @property
     def names(self) -> tuple[str, str, str]:
@@ -143,6 +145,7 @@ class Family:
     hidden states. `position_ids(config, input)`: rotary positions of one rendered input, int64 [rows, N]. `vision`:
     None for text only. `lora`: what adapters train beside the LM head. `logits(config)`: what follows the LM head, from
     the text config. `vllm_head`: None if vLLM is known to take adapters of the LM head as it is.
+    `quantized`: what to do with a checkpoint in fewer bits, which is refused. `hosted_attention`: what exports call the modules `self_attn`.
     `tool_parser`: of vLLM, for the form in which the family's models write calls of tools; None if they have none.
     """
 
@@ -153,6 +156,8 @@ class Family:
     lora: LoraNames = LoraNames()
     logits: Callable[[Any], LogitRule] = lambda config: PLAIN_LOGITS
     vllm_head: VLLMHead | None = None
+    quantized: str = "give the original model"
+    hosted_attention: str = "self_attn"
     tool_parser: str | None = None
 
     def in_tower(self, path: str) -> bool:
@@ -168,5 +173,15 @@ class Family:
         if self.in_tower(path):
             return path
         if path.startswith(f"{self.decoder_path}."):
-            return HOSTED_DECODER + path.removeprefix(self.decoder_path)
+            hosted = HOSTED_DECODER + path.removeprefix(self.decoder_path)
+            return hosted.replace(".self_attn.", f".{self.hosted_attention}.")
         return HOSTED_TIED_HEAD if tied_head else path
+
+    def own_path(self, path: str) -> str:
+        """The reverse of `hosted_path`; other paths stay as they are."""
+        if path == HOSTED_TIED_HEAD:
+            return "lm_head"
+        if path.startswith(f"{HOSTED_DECODER}.layers."):
+            path = self.decoder_path + path.removeprefix(HOSTED_DECODER)
+            return path.replace(f".{self.hosted_attention}.", ".self_attn.")
+        return path

@@ -55,8 +55,6 @@ LINE_UP: Mapping[str, Sequence[str]] = {
 Inkling are guesses, which only group names."""
 
 NOT_SERVED: Mapping[str, str] = {
-    "qwen3_5_moe": "its layers are mixtures of experts, which are not trained yet",
-    "gpt_oss": "its layers are mixtures of experts in 4 bits, with attention sinks, which are not trained yet",
     "gemma3": "positions of an image attend to each other in both directions, which the trainer does not compute yet; "
     "its text model alone is served, as `gemma3_text`",
     "deepseek_v3": "the trainer does not compute attention over a compressed latent; 671 billion parameters take more "

@@ -29,8 +29,8 @@ COUNTED_RANK = 32
 class ModelSizes:
     """Sizes of a model. `parameters`: of the whole model. `q_width`, `kv_width`: heads times head size. `itemsize`:
     bytes per number. The others describe the language model's layers. `intermediate`: of all experts together, if the
-    layers have experts. `chosen`: experts of a position, of `expert_width` each. `tower`: of the vision
-    tower, if adapters train it."""
+    layers have experts, and of a shared one. `chosen`: experts of a position, of `expert_width` each. `tower`: of the
+    vision tower, if adapters train it."""
 
     parameters: int
     hidden: int
@@ -114,18 +114,21 @@ def step_sizes(total: int, name: str) -> Sequence[StepSize]:
 def model_sizes(config: Mapping[str, Any], parameters: int, itemsize: int) -> ModelSizes:
     """Sizes from the fields of a text config of transformers."""
     head = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-    experts = config.get("num_experts") or 0
+    experts = config.get("num_experts") or config.get("num_local_experts") or 0
+    # gpt-oss has no other name for the width of an expert.
+    width = config.get("moe_intermediate_size") or config["intermediate_size"]
+    shared = config.get("shared_expert_intermediate_size") or 0
     return ModelSizes(
         parameters=parameters,
         hidden=config["hidden_size"],
-        intermediate=experts * config["moe_intermediate_size"] if experts else config["intermediate_size"],
+        intermediate=experts * width + shared if experts else config["intermediate_size"],
         layers=config["num_hidden_layers"],
         q_width=config["num_attention_heads"] * head,
         kv_width=config["num_key_value_heads"] * head,
         vocabulary=config["vocab_size"],
         itemsize=itemsize,
         chosen=config["num_experts_per_tok"] if experts else 0,
-        expert_width=config["moe_intermediate_size"] if experts else 0,
+        expert_width=width if experts else 0,
     )
 
 

@@ -70,7 +70,7 @@ def look_at(source: ModelSource) -> ModelFiles:
             "in vLLM and transformers when it is loaded, and refused if they differ"
         )
     if config.get("quantization_config"):
-        found.problems.append(f"{folder / 'config.json'}: quantized weights cannot be trained; give the original model")
+        found.problems.append(f"{folder / 'config.json'}: quantized weights cannot be trained; {family.quantized}")
     found.vision = family.vision is not None
     found.parameters = _weights(folder, found)
     if not any((folder / name).is_file() for name in TOKENIZERS):

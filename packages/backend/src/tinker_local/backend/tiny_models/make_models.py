@@ -20,6 +20,7 @@ from tinker_local.backend.tiny_models.text_families import (
     TEXT_FAMILIES,
     TextFamilyName,
     expert_settings,
+    qwen3_5_moe_settings,
     qwen3_5_settings,
     text_settings,
 )
@@ -46,14 +47,17 @@ def make_tiny_text_model(
 
     kind = TEXT_FAMILIES[family]
     # Qwen2 has no setting for the head size: attention is as wide as the hidden state.
-    shapes = {"qwen2": TextShape(hidden_size=128), "qwen3_5_text": QWEN3_5_SHAPE}
+    shapes = {
+        "qwen2": TextShape(hidden_size=128),
+        "qwen3_5_text": QWEN3_5_SHAPE,
+        "qwen3_5_moe_text": QWEN3_5_SHAPE,
+    }
     shape = shape or shapes.get(family, TextShape())
     if family == "qwen2":
         _check_attention_width("Qwen2.5", shape)
     model_class = getattr(transformers, kind.model_class)
     config = model_class.config_class(
-        **text_settings(shape, kind.marks),
-        **kind.settings(shape),
+        **{**text_settings(shape, kind.marks), **kind.settings(shape)},
         tie_word_embeddings=kind.tied if tie_word_embeddings is None else tie_word_embeddings,
     )
     _claim_folder(out)
@@ -66,7 +70,7 @@ def make_tiny_vl_model(
     out: Path,
     *,
     seed: int = 0,
-    family: Literal["qwen3_vl", "qwen3_vl_moe", "qwen2_5_vl", "qwen3_5"] = "qwen3_vl",
+    family: Literal["qwen3_vl", "qwen3_vl_moe", "qwen2_5_vl", "qwen3_5", "qwen3_5_moe"] = "qwen3_vl",
     tie_word_embeddings: bool = True,
     text: TextShape | None = None,
     vision: VisionShape | None = None,
@@ -80,16 +84,18 @@ def make_tiny_vl_model(
     if family in ("qwen3_vl", "qwen3_vl_moe"):
         text, settings = text or TextShape(), QWEN3_VL
         model = _qwen3_vl(text, vision, settings, tie_word_embeddings, experts=family == "qwen3_vl_moe")
-    elif family == "qwen3_5":
+    elif family in ("qwen3_5", "qwen3_5_moe"):
         text, settings = text or QWEN3_5_SHAPE, QWEN3_VL  # the tower and its processor are Qwen3-VL's
-        model = _qwen3_5(text, vision, settings, tie_word_embeddings)
+        model = _qwen3_5(text, vision, settings, tie_word_embeddings, experts=family == "qwen3_5_moe")
     else:
         # Qwen2.5-VL has no setting for the head size: attention is as wide as the hidden state.
         text, settings = text or TextShape(hidden_size=128), QWEN2_5_VL
         model = _qwen2_5_vl(text, vision, settings, tie_word_embeddings)
     _claim_folder(out)
     write_tokenizer(out, QWEN, text.max_position_embeddings)
-    write_weights(model, out, seed, QWEN, text_scale=text.weight_scale, vision_scale=vision.weight_scale)
+    as_held = family == "qwen3_5_moe"  # as its published checkpoints are
+    scales = {"text_scale": text.weight_scale, "vision_scale": vision.weight_scale}
+    write_weights(model, out, seed, QWEN, **scales, as_held=as_held)
     write_processors(out, settings, vision)
     if family == "qwen3_vl_moe":
         _transpose_experts(out)
@@ -190,12 +196,21 @@ def _qwen3_vl(
     return _instantiate(model_class, config)
 
 
-def _qwen3_5(text: TextShape, vision: VisionShape, settings: ProcessorSettings, tie_word_embeddings: bool) -> Any:
-    from transformers import Qwen3_5Config, Qwen3_5ForConditionalGeneration
+def _qwen3_5(
+    text: TextShape, vision: VisionShape, settings: ProcessorSettings, tie_word_embeddings: bool, experts: bool
+) -> Any:
+    import transformers
 
+    config_class: Any = transformers.Qwen3_5MoeConfig if experts else transformers.Qwen3_5Config
+    model_class: Any = (
+        transformers.Qwen3_5MoeForConditionalGeneration if experts else transformers.Qwen3_5ForConditionalGeneration
+    )
     # The text model reads both of these from its own config, whatever the whole config says.
-    own = {"tie_word_embeddings": tie_word_embeddings, **qwen3_5_settings(text)}
-    config = Qwen3_5Config(
+    own = {
+        "tie_word_embeddings": tie_word_embeddings,
+        **(qwen3_5_moe_settings(text) if experts else qwen3_5_settings(text)),
+    }
+    config = config_class(
         text_config={**text_settings(text, QWEN), **own},
         vision_config={
             **_vision_settings(text, vision, settings),
@@ -205,7 +220,7 @@ def _qwen3_5(text: TextShape, vision: VisionShape, settings: ProcessorSettings, 
         dtype="float32",
         **_image_token_ids(),
     )
-    return _instantiate(Qwen3_5ForConditionalGeneration, config)
+    return _instantiate(model_class, config)
 
 
 def _qwen2_5_vl(text: TextShape, vision: VisionShape, settings: ProcessorSettings, tie_word_embeddings: bool) -> Any:

@@ -208,3 +208,33 @@ GEMMA = Marks(
     stops=("<eos>", "<end_of_turn>"),
     pad="<pad>",
 )
+
+_HARMONY = r"""
+{%- for message in messages -%}
+  {{- '<|start|>' + message.role -}}
+  {%- if message.role == 'assistant' -%}{{- '<|channel|>final' -}}{%- endif -%}
+  {{- '<|message|>' + message.content + '<|end|>' -}}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{- '<|start|>assistant' -}}{%- endif -%}
+""".lstrip()
+
+GPT_OSS = Marks(
+    _HARMONY,
+    tuple(
+        (f"<|{name}|>", True)
+        for name in (
+            "startoftext",
+            "endoftext",
+            "return",
+            "constrain",
+            "channel",
+            "start",
+            "end",
+            "message",
+            "call",
+        )
+    ),
+    bos=None,
+    stops=("<|return|>", "<|endoftext|>", "<|call|>"),
+    pad="<|endoftext|>",
+)

@@ -4,10 +4,21 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from tinker_local.backend.tiny_models.marks import GEMMA, LLAMA3, MISTRAL, QWEN, VOCAB_SIZE, Marks
+from tinker_local.backend.tiny_models.marks import GEMMA, GPT_OSS, LLAMA3, MISTRAL, QWEN, VOCAB_SIZE, Marks
 from tinker_local.backend.tiny_models.shapes import TextShape
 
-TextFamilyName = Literal["qwen3", "qwen3_moe", "qwen2", "qwen3_5_text", "llama", "mistral", "gemma2", "gemma3_text"]
+TextFamilyName = Literal[
+    "qwen3",
+    "qwen3_moe",
+    "qwen2",
+    "qwen3_5_text",
+    "qwen3_5_moe_text",
+    "llama",
+    "mistral",
+    "gemma2",
+    "gemma3_text",
+    "gpt_oss",
+]
 
 SLIDING_WINDOW = 16
 """Positions that a layer with a sliding window attends to, its own included."""
@@ -91,6 +102,15 @@ def qwen3_5_settings(shape: TextShape) -> dict[str, Any]:
     }
 
 
+def qwen3_5_moe_settings(shape: TextShape) -> dict[str, Any]:
+    """The shared expert has a width of its own, too."""
+    return {
+        **qwen3_5_settings(shape),
+        **expert_settings(shape),
+        "shared_expert_intermediate_size": shape.intermediate_size // 8 * 5,
+    }
+
+
 def _llama(shape: TextShape) -> dict[str, Any]:
     """Llama 3's rotary frequencies: those that turn less than once in 64 positions are 8 times slower."""
     rope = {
@@ -140,13 +160,38 @@ def _gemma3(shape: TextShape) -> dict[str, Any]:
     }
 
 
+def _gpt_oss(shape: TextShape) -> dict[str, Any]:
+    """Each expert is narrower than an MLP; frequencies are stretched 32 times beyond 256 positions."""
+    rope = {
+        "rope_type": "yarn",
+        "rope_theta": 1.5e5,
+        "factor": 32.0,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "truncate": False,
+        "original_max_position_embeddings": 256,
+    }
+    return {
+        "head_dim": shape.head_dim,
+        "intermediate_size": shape.intermediate_size // 8 * 3,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "rope_parameters": rope,
+        "sliding_window": SLIDING_WINDOW,
+        "layer_types": _layer_types(shape),
+        "rms_norm_eps": 1e-5,
+    }
+
+
 TEXT_FAMILIES: dict[TextFamilyName, TextFamily] = {
     "qwen3": TextFamily("Qwen3ForCausalLM", QWEN, _qwen3),
     "qwen3_moe": TextFamily("Qwen3MoeForCausalLM", QWEN, _qwen3_moe, tied=False),
     "qwen2": TextFamily("Qwen2ForCausalLM", QWEN, _qwen2),
     "qwen3_5_text": TextFamily("Qwen3_5ForCausalLM", QWEN, qwen3_5_settings),
+    "qwen3_5_moe_text": TextFamily("Qwen3_5MoeForCausalLM", QWEN, qwen3_5_moe_settings, tied=False),
     "llama": TextFamily("LlamaForCausalLM", LLAMA3, _llama, tied=False),
     "mistral": TextFamily("MistralForCausalLM", MISTRAL, _mistral, tied=False),
     "gemma2": TextFamily("Gemma2ForCausalLM", GEMMA, _gemma2),
     "gemma3_text": TextFamily("Gemma3ForCausalLM", GEMMA, _gemma3),
+    "gpt_oss": TextFamily("GptOssForCausalLM", GPT_OSS, _gpt_oss, tied=False),
 }

@@ -24,8 +24,10 @@ def random_weight(name: str, shape: tuple[int, ...], seed: int, scale: float) ->
     """
     digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
     noise = np.random.default_rng(int.from_bytes(digest, "little")).standard_normal(shape, dtype=np.float32)
-    if name.endswith(("dt_bias", "A_log")):
+    if name.endswith(("dt_bias", "A_log", "sinks")):
         return noise  # states that fade at once, and ones that last for dozens of positions
+    if name.endswith("gate_up_proj_bias"):
+        return 4 * noise  # now and then beyond the limits of gpt-oss
     if name.endswith("bias"):
         return np.float32(_NORM_JITTER) * noise
     if len(shape) == 1:
@@ -39,9 +41,17 @@ def random_weight(name: str, shape: tuple[int, ...], seed: int, scale: float) ->
 
 
 def write_weights(
-    model: Any, out: Path, seed: int, marks: Marks, *, text_scale: float, vision_scale: float = 1.0
+    model: Any,
+    out: Path,
+    seed: int,
+    marks: Marks,
+    *,
+    text_scale: float,
+    vision_scale: float = 1.0,
+    as_held: bool = False,
 ) -> None:
-    """Fill the HF model's parameters with random values and write it, with its configs, into `out`."""
+    """Fill the HF model's parameters with random values and write it, with its configs, into `out`. `as_held`: its
+    experts as transformers has them in memory."""
     import torch
 
     with torch.no_grad():
@@ -54,4 +64,4 @@ def write_weights(
     model.generation_config.bos_token_id = None if marks.bos is None else marks.token_id(marks.bos)
     model.generation_config.eos_token_id = [marks.token_id(name) for name in marks.stops]
     model.generation_config.pad_token_id = marks.token_id(marks.pad)
-    model.save_pretrained(out)
+    model.save_pretrained(out, save_original_format=not as_held)

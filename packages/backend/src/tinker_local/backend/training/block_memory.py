@@ -23,6 +23,11 @@ class BlockMemory:
     large: int
     transient: int
 
+    def beside(self, other: "BlockMemory") -> "BlockMemory":
+        """Of two blocks in the place of one, whose backwards run one after the other."""
+        transient = max(self.transient, other.transient)
+        return BlockMemory(self.lean + other.lean, self.large + other.large, transient)
+
 
 @dataclass(frozen=True, slots=True)
 class TowerSizes:

@@ -1,7 +1,8 @@
 """Routed experts with adapters, forward and backward, for all adapters of a packed row at once.
 
-    out = Σ_k s_k D_e (silu(G_e x) * (U_e x))        e: the k-th expert of the token, s_k: its score
+    out = Σ_k s_k (D_e gated(G_e x, U_e x) + c_e)        e: the k-th expert of the token, s_k: its score
 
+`gated` is silu(g) * u or a clamped variant; G, U and D may have biases, which are frozen as they are.
 Adapters have the layout of the hosted service: all experts share A of gate and up, and B of down. So h = A x of gate
 and up is computed once per token, before it goes to its K experts, and B of down is applied once, to the weighted sum
 of what its experts' A gave. Frozen matrices need no gradient; scores do, because the router reads what adapters change.
@@ -11,6 +12,7 @@ intermediate size, R columns of adapters.
 """
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from tinker_local.backend.training import compat_torch
@@ -19,35 +21,116 @@ from tinker_local.backend.training.kernels import Kernels
 from tinker_local.backend.training.lora_batch import LowRank
 
 
+class Gating(Protocol):
+    """What experts make of gate and up."""
+
+    def halves(self, gate_up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Views of gate and up, [S, I] each, of both, [S, 2 I]."""
+
+    def forward(self, gate_up: torch.Tensor, kernels: Kernels) -> torch.Tensor:
+        """[S, 2 I] -> [S, I]."""
+
+    def backward(
+        self, grad: torch.Tensor, gate_up: torch.Tensor, kernels: Kernels
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The gradient of `gate_up`, and the forward's output. May overwrite both inputs."""
+
+
+class SiluGating:
+    """silu(g) * u; gate comes first."""
+
+    def halves(self, gate_up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        gate, up = gate_up.chunk(2, dim=-1)
+        return gate, up
+
+    def forward(self, gate_up: torch.Tensor, kernels: Kernels) -> torch.Tensor:
+        return kernels.swiglu(gate_up)
+
+    def backward(
+        self, grad: torch.Tensor, gate_up: torch.Tensor, kernels: Kernels
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return kernels.swiglu_backward(grad, gate_up)
+
+
+SILU = SiluGating()
+
+
+@dataclass(frozen=True, slots=True)
+class ClampedGating:
+    """(u + 1) * g sigmoid(alpha g), with g at most `limit` and u between -`limit` and `limit`, as gpt-oss has it; gate
+    and up take turns, number by number."""
+
+    alpha: float
+    limit: float
+
+    def halves(self, gate_up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return gate_up[..., ::2], gate_up[..., 1::2]
+
+    def forward(self, gate_up: torch.Tensor, kernels: Kernels) -> torch.Tensor:
+        gate, up = self._clamped(gate_up)
+        return (up + 1) * (gate * torch.sigmoid(self.alpha * gate))
+
+    def backward(
+        self, grad: torch.Tensor, gate_up: torch.Tensor, kernels: Kernels
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        gate, up = self._clamped(gate_up)
+        sigmoid = torch.sigmoid(self.alpha * gate)
+        active, factor = gate * sigmoid, up + 1
+        result = torch.empty_like(gate_up)
+        grad_gate, grad_up = self.halves(result)
+        raw_gate, raw_up = self.halves(gate_up)
+        grad_up.copy_((grad * active).masked_fill_(raw_up.abs() > self.limit, 0))
+        slope = sigmoid + self.alpha * active * (1 - sigmoid)
+        grad_gate.copy_((grad * factor * slope).masked_fill_(raw_gate > self.limit, 0))
+        return result, factor * active
+
+    def _clamped(self, gate_up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        gate, up = self.halves(gate_up)
+        return gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class ExpertWeights:
-    """Of one layer: `gate_up` [E, 2 I, H], gate first; `down` [E, H, I]."""
+    """Of one layer: `gate_up` [E, 2 I, H], as `gating` has it; `down` [E, H, I]; biases [E, 2 I] and [E, H], or None.
+    Matrices may be transposed views."""
 
     gate_up: torch.Tensor
     down: torch.Tensor
+    gate_up_bias: torch.Tensor | None = None
+    down_bias: torch.Tensor | None = None
+    gating: Gating = SILU
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Routing:
-    """Which pairs go where. `tokens` int64 [S]: of each pair. `places` int64 [T, K]: of each token's pairs."""
+    """Which pairs go where. `tokens` and `experts` int64 [S]: of each pair. `places` int64 [T, K]: of each token's
+    pairs."""
 
     tokens: torch.Tensor
+    experts: torch.Tensor
     places: torch.Tensor
     groups: RowGroups
 
     @classmethod
     def of(cls, experts: torch.Tensor, count: int) -> "Routing":
         """For the `experts` [T, K] of tokens, of `count`."""
-        order = experts.flatten().argsort(stable=True)
+        flat = experts.flatten()
+        order = flat.argsort(stable=True)
         places = torch.empty_like(order)
         places[order] = torch.arange(len(order), device=order.device)
-        ends = (experts.flatten()[:, None] == torch.arange(count, device=order.device)).sum(0).cumsum(0)
-        return cls(order // experts.shape[1], places.view(experts.shape), RowGroups(ends.to(torch.int32)))
+        ends = (flat[:, None] == torch.arange(count, device=order.device)).sum(0).cumsum(0)
+        groups = RowGroups(ends.to(torch.int32))
+        return cls(order // experts.shape[1], flat[order], places.view(experts.shape), groups)
 
     def sums(self, pairs: torch.Tensor, weights: torch.Tensor | None = None) -> torch.Tensor:
         """The sum of each token's `pairs`, [S, n] -> [T, n], with `weights` [T, K] if there are any."""
         of_tokens = pairs[self.places]
         return of_tokens.sum(1) if weights is None else (weights[:, None] @ of_tokens)[:, 0]
+
+    @property
+    def of_tokens(self) -> torch.Tensor:
+        """The experts of each token, int64 [T, K]."""
+        return self.experts[self.places]
 
 
 @dataclass(slots=True, eq=False)
@@ -65,11 +148,13 @@ def gate_and_up(
 ) -> tuple[torch.Tensor | None, torch.Tensor]:
     """h [T, 2, R] of the adapters, and both projections [S, 2 I], of `x` [T, H]."""
     gate_up = routing.groups.multiply(x[routing.tokens], weights.gate_up.transpose(1, 2))
+    if weights.gate_up_bias is not None:
+        gate_up += weights.gate_up_bias[routing.experts]
     if low_rank is None:
         return None, gate_up
     h = low_rank.down(x)
     of_pairs = h[routing.tokens]
-    for place, (b, half) in enumerate(zip(low_rank.b, gate_up.chunk(2, dim=-1), strict=True)):
+    for place, (b, half) in enumerate(zip(low_rank.b, weights.gating.halves(gate_up), strict=True)):
         routing.groups.add_product(half, of_pairs[:, place].contiguous(), b.transpose(1, 2))
     return h, gate_up
 
@@ -83,8 +168,11 @@ def down(
     kernels: Kernels,
 ) -> tuple[torch.Tensor | None, torch.Tensor]:
     """`mid` [T, 1, R] of the adapters, and the experts' output [T, H]. `scores` [T, K]."""
-    activated = kernels.swiglu(gate_up)
+    activated = weights.gating.forward(gate_up, kernels)
     output = routing.sums(routing.groups.multiply(activated, weights.down.transpose(1, 2)), scores)
+    if weights.down_bias is not None:
+        shares = scores.new_zeros(len(scores), len(weights.down)).scatter_(1, routing.of_tokens, scores)
+        output.addmm_(shares, weights.down_bias)
     if low_rank is None:
         return None, output
     mid = middle(activated, scores, routing, low_rank)
@@ -120,12 +208,14 @@ def experts_backward(
         grad_mid = low_down.masked((grad @ low_down.b[0])[:, None])[:, 0][tokens]
         groups.add_product(grad_activated, grad_mid, low_down.a)
     # The score's gradient is the product of the output's with what the expert gave, here one matmul earlier.
-    products = grad_activated * kernels.swiglu(kept.gate_up)
+    products = grad_activated * weights.gating.forward(kept.gate_up, kernels)
     grad_scores = products.sum(-1, dtype=_wide(products))[routing.places].to(scores.dtype)
     del products
+    if weights.down_bias is not None:
+        grad_scores += (grad @ weights.down_bias.T).gather(1, routing.of_tokens)
     of_pairs = scores.new_empty(len(tokens))
     of_pairs[routing.places.flatten()] = scores.flatten()
-    grad_gate_up, activated = kernels.swiglu_backward(grad_activated.mul_(of_pairs[:, None]), kept.gate_up)
+    grad_gate_up, activated = weights.gating.backward(grad_activated.mul_(of_pairs[:, None]), kept.gate_up, kernels)
     if low_down is not None and grad_mid is not None:
         assert low_down.grad_a is not None
         groups.write_outer(grad_mid.mul_(of_pairs[:, None]), activated, low_down.grad_a)
@@ -133,7 +223,7 @@ def experts_backward(
     grad_x = routing.sums(groups.multiply(grad_gate_up, weights.gate_up))
     if low_gate_up is not None:
         assert kept.h is not None, "kept or recomputed before the backward"
-        h, halves = kept.h[tokens], grad_gate_up.chunk(2, dim=-1)
+        h, halves = kept.h[tokens], weights.gating.halves(grad_gate_up)
         grad_h = torch.empty_like(kept.h)
         for place, (b, half) in enumerate(zip(low_gate_up.b, halves, strict=True)):
             grad_h[:, place] = routing.sums(groups.multiply(half, b))

@@ -27,7 +27,7 @@ class RowGroups:
     def multiply(self, x: torch.Tensor, matrices: torch.Tensor) -> torch.Tensor:
         """Each row of `x` [S, in] times its group's matrix of `matrices` [E, in, out]: [S, out]."""
         if compat_torch.grouped_mm_works(x):
-            return compat_torch.grouped_mm(x, matrices, self.ends)
+            return compat_torch.grouped_mm(_dense(x), matrices, self.ends)
         found = x.new_empty(len(x), matrices.shape[-1])
         for e, a, b in self._filled(x):
             torch.mm(x[a:b], matrices[e], out=found[a:b])
@@ -46,7 +46,7 @@ class RowGroups:
         zeros for an empty group."""
         if compat_torch.grouped_mm_works(a):
             empty = self.ends.diff(prepend=self.ends.new_zeros(1)) == 0
-            out.copy_(compat_torch.grouped_mm(a.T, b, self.ends).masked_fill_(empty[:, None, None], 0))
+            out.copy_(compat_torch.grouped_mm(_dense(a).T, b, self.ends).masked_fill_(empty[:, None, None], 0))
             return
         out.zero_()
         for e, start, stop in self._filled(a):
@@ -55,3 +55,8 @@ class RowGroups:
     def _filled(self, x: torch.Tensor) -> Iterator[tuple[int, int, int]]:
         """The groups that have rows; on the meta device, which has no values, none."""
         yield from () if x.is_meta else self._bounds
+
+
+def _dense(x: torch.Tensor) -> torch.Tensor:
+    """`x` with numbers of a row side by side."""
+    return x if x.stride(-1) == 1 else x.contiguous()

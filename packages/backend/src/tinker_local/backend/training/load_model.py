@@ -15,6 +15,7 @@ from tinker_local.backend.training.large_weights import RESIDENT, LargeWeights
 from tinker_local.backend.training.lora import HEAD, Target
 from tinker_local.backend.training.vision_attention import use_packed_attention
 from tinker_local.backend.training.vision_tower import VisionTower
+from tinker_local.types import UnsupportedError
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
@@ -69,7 +70,7 @@ def tower_of_sizes(config: Any, dtype: str) -> VisionTower | None:
 def _without_values(config: Any, family: Family, dtype: str) -> Any:
     with torch.device("meta"):
         auto_class = getattr(transformers, family.auto_class)
-        model = auto_class.from_config(config, dtype=DTYPES[dtype], attn_implementation="sdpa")
+        model = auto_class.from_config(config, dtype=DTYPES[dtype])
     return model.eval().requires_grad_(False)
 
 
@@ -90,6 +91,8 @@ def load_model(
     """
     config = transformers.AutoConfig.from_pretrained(path)
     family = family_of(config.model_type, path)
+    if getattr(config, "quantization_config", None):
+        raise UnsupportedError(f"{path}: quantized weights cannot be trained; {family.quantized}")
     text_config = config.get_text_config()
     place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     chosen = DTYPES[dtype or ("bfloat16" if place.type == "cuda" else "float32")]
@@ -122,7 +125,7 @@ def _load(
         from tinker_local.backend.training.load_sharded import load_sharded
 
         return load_sharded(path, config, family, dtype, device, shards)
-    model = getattr(transformers, family.auto_class).from_pretrained(path, dtype=dtype, attn_implementation="sdpa")
+    model = getattr(transformers, family.auto_class).from_pretrained(path, dtype=dtype)
     return model.to(device).eval().requires_grad_(False), RESIDENT
 
 

@@ -72,7 +72,7 @@ def load_sharded(
     the same time."""
     auto_class = getattr(transformers, family.auto_class)
     with torch.device("meta"):
-        model = auto_class.from_config(config, dtype=dtype, attn_implementation="sdpa")
+        model = auto_class.from_config(config, dtype=dtype)
     model.eval().requires_grad_(False)
     tied = model.lm_head.weight is model.get_input_embeddings().weight
     _fill_in(model, _rest(path, config, dtype), f"{family.decoder_path}.layers.", device)
@@ -102,7 +102,7 @@ def _rest(path: str, config: Any, dtype: torch.dtype) -> Any:
     if getattr(text, "layer_types", None) is not None:
         text.layer_types = kinds
     with _quiet():
-        return transformers.AutoModel.from_pretrained(path, config=config, dtype=dtype, attn_implementation="sdpa")
+        return transformers.AutoModel.from_pretrained(path, config=config, dtype=dtype)
 
 
 @contextmanager

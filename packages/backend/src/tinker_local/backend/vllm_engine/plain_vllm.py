@@ -2,7 +2,8 @@
 
 Reads `asked.json` (model, dtype, adapter, max_lora_rank, prompts as token ids, whether experts share factors, and
 whether the adapter changes the vision tower) and `picture.png` of the folder, samples greedily, and writes
-`answers.json`: tokens and logprobs for each prompt. None of this project's patches of adapters is applied.
+`answers.json`: tokens and logprobs for each prompt. Of this project's patches, only those are applied without which vLLM
+on a CPU has no such layers.
 """
 
 import json
@@ -18,9 +19,11 @@ def main(folder: Path) -> None:
     """Answer `asked.json`."""
     from tinker_local.backend.vllm_engine.build_engine import prepare_environment
     from tinker_local.backend.vllm_engine.delta_net_on_cpu import take_float32
+    from tinker_local.backend.vllm_engine.vllm_experts import take_adapters_on_cpu
 
     prepare_environment()
-    take_float32()  # without it vLLM has no such layers in float32 at all
+    take_float32()  # without these two, vLLM has such layers on GPUs alone
+    take_adapters_on_cpu()
     from PIL import Image
     from vllm import LLM, SamplingParams
     from vllm.lora.request import LoRARequest

@@ -24,8 +24,8 @@ from tinker_local.types import ApiError, InternalError, InvalidRequestError
 if TYPE_CHECKING:
     from tinker_local.backend.vllm_engine.rank_leader import Leader
 
-_IGNORED = ("gate", "shared_expert_gate")
-"""Modules that take adapters and compute without them: the router of experts, and the gate of a shared one."""
+_ROUTERS = ("gate", "router", "shared_expert_gate")
+"""Routers of experts, and the gate of a shared one: modules that take adapters, and of which most compute without."""
 
 
 class VLLMAdapters:
@@ -222,7 +222,7 @@ def check_adapter_taken(version: AdapterVersion, numbers: torch.Tensor, tensors:
     """
     where = f"sampler version {version.name}"
     weights = lora.loras
-    ignored = sorted(name for name in weights if name not in modules or name.rpartition(".")[2] in _IGNORED)
+    ignored = sorted(name for name in weights if name not in modules or name.rpartition(".")[2] in _ROUTERS)
     if ignored:
         raise InvalidRequestError(f"{where}: vLLM does not use the tensors of {', '.join(ignored)}")
     finite = all_finite(numbers)

@@ -2,13 +2,16 @@
 
 import functools
 import importlib
-from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
 import torch
 from tinker_local.backend.families import family_of
-from tinker_local.backend.vllm_engine.lora_operators import Segment, add_lora
+from tinker_local.backend.training.experts import SILU, ClampedGating
+from tinker_local.backend.training.kernels import TorchKernels
+from tinker_local.backend.vllm_engine.lora_operators import add_lora
+
+_KERNELS = TorchKernels()
 
 
 def share_factors(config: Any, _: int) -> None:
@@ -44,6 +47,9 @@ def _experts_in_torch() -> Any:
     from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
     from vllm.model_executor.layers.fused_moe.experts.lora_experts_mixin import LoRAExpertsMixin
 
+    # Its limit and slope are those of gpt-oss, as in vLLM's own kernels, whatever a config says.
+    gatings: Any = {MoEActivation.SILU: SILU, MoEActivation.SWIGLUOAI: ClampedGating(1.702, 7.0)}
+
     class ExpertsInTorch(LoRAExpertsMixin, CPUUnquantizedExperts):
         """Expert by expert, with the adapters of the rows of each."""
 
@@ -62,36 +68,33 @@ def _experts_in_torch() -> Any:
             **_: Any,
         ) -> None:
             """`hidden_states` [T, H], `w1` [E, 2 I, H], `w2` [E, H, I]; writes `output` [T, H]."""
-            if activation != MoEActivation.SILU:
+            if activation not in gatings:
                 raise NotImplementedError(f"experts with the activation {activation} take no adapters on CPU")
-            context, width = self._lora_context, w2.shape[2]
-            rows = [] if context is None else context.punica_wrapper.token_segments
-            slots = _slots_of_rows(rows, len(hidden_states))
+            gating = gatings[activation]
+            context = self._lora_context
+            slots = None if context is None else context.punica_wrapper.token_lora_indices  # -1 for the base model
             output.zero_()
             for expert in topk_ids.unique().tolist():
                 tokens, nth = torch.nonzero(topk_ids == expert, as_tuple=True)
-                x, of_rows = hidden_states[tokens], slots[tokens]
+                x = hidden_states[tokens]
                 gate_up = x @ w1[expert].T
-                if context is not None:
-                    for place in range(2):
-                        a, b = context.w13_lora_a_stacked[place], context.w13_lora_b_stacked[place]
-                        _add_adapters(gate_up[:, place * width :][:, :width], x, a, b, of_rows, expert)
-                activated = torch.nn.functional.silu(gate_up[:, :width]) * gate_up[:, width:]
+                if self.w1_bias is not None:
+                    gate_up += self.w1_bias[expert]
+                halves = gating.halves(gate_up)
+                if slots is not None:
+                    stacked = context.w13_lora_a_stacked, context.w13_lora_b_stacked
+                    for half, a, b in zip(halves, *stacked, strict=True):
+                        _add_adapters(half, x, a, b, slots[tokens], expert)
+                activated = gating.forward(gate_up, _KERNELS)
                 found = activated @ w2[expert].T
-                if context is not None:
+                if self.w2_bias is not None:
+                    found += self.w2_bias[expert]
+                if slots is not None:
                     a, b = context.w2_lora_a_stacked[0], context.w2_lora_b_stacked[0]
-                    _add_adapters(found, activated, a, b, of_rows, expert)
+                    _add_adapters(found, activated, a, b, slots[tokens], expert)
                 output.index_add_(0, tokens, (found * topk_weights[tokens, nth, None]).to(output.dtype))
 
     return ExpertsInTorch
-
-
-def _slots_of_rows(segments: Sequence[Segment], count: int) -> torch.Tensor:
-    """The slot of each row, -1 for the base model."""
-    slots = torch.full((count,), -1)
-    for slot, start, stop in segments:
-        slots[start:stop] = slot
-    return slots
 
 
 def _add_adapters(

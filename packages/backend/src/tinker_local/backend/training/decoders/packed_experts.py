@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from tinker_local.backend.families.family import Experts
 from tinker_local.backend.training.experts import (
+    SILU,
+    ClampedGating,
     ExpertsKept,
     ExpertWeights,
     Routing,
@@ -23,17 +25,33 @@ from tinker_local.backend.training.lora_batch import LowRank
 _KERNELS = TorchKernels()
 
 
+_MATRICES, _BIASES = {"gate_up_proj", "down_proj"}, {"gate_up_proj_bias", "down_proj_bias"}
+
+
+def weights_of(module: Any) -> ExpertWeights | None:
+    """The weights of transformers' `module`, as views, if it has the parts of routed experts and no others."""
+    found = {name: weight.detach() for name, weight in module.named_parameters(recurse=False)}
+    if found.keys() not in (_MATRICES, _MATRICES | _BIASES) or any(found[name].dim() != 3 for name in _MATRICES):
+        return None
+    biases = found.get("gate_up_proj_bias"), found.get("down_proj_bias")
+    gating = ClampedGating(module.alpha, module.limit) if hasattr(module, "limit") else SILU
+    gate_up, down = found["gate_up_proj"], found["down_proj"]
+    for _ in range(2):
+        count, height, hidden = gate_up.shape
+        if down.shape == (count, hidden, height // 2):
+            return ExpertWeights(gate_up, down, *biases, gating)
+        gate_up, down = gate_up.transpose(1, 2), down.transpose(1, 2)
+    return None
+
+
 @torch.no_grad()
 def is_experts(module: Any) -> bool:
-    """Whether `module` maps rows, experts and scores to Σ s D (silu(G x) * (U x)) and has no other weights. Without
-    values (on the meta device) it is assumed to, if it has these parts."""
-    shapes = {name: tuple(weight.shape) for name, weight in module.named_parameters()}
-    if shapes.keys() != {"gate_up_proj", "down_proj"} or any(len(shape) != 3 for shape in shapes.values()):
+    """Whether `module` maps rows, experts and scores to what `training.experts` computes of its weights. Without values
+    (on the meta device) it is assumed to, if it has these parts."""
+    weights = weights_of(module)
+    if weights is None:
         return False
-    count, height, hidden = shapes["gate_up_proj"]
-    if shapes["down_proj"] != (count, hidden, height // 2):
-        return False
-    weight = module.gate_up_proj
+    weight, (count, _, hidden) = weights.gate_up, weights.gate_up.shape
     if weight.is_meta:
         return True
     x = torch.linspace(-2, 2, 2 * hidden, dtype=weight.dtype, device=weight.device).view(2, -1)
@@ -47,7 +65,9 @@ def is_experts(module: Any) -> bool:
 def expert_targets(path: str, group: str, index: int, module: Any, names: Experts) -> list[Target]:
     """What adapters train of the experts `module` at `path`, block `index` of its kind: gate and up in the group
     `group`.gate_up, down in `group`.down."""
-    count, hidden, width = module.down_proj.shape
+    weights = weights_of(module)
+    assert weights is not None
+    count, hidden, width = weights.down.shape
     return [
         Target(f"{path}.{names.gate}", f"{group}.gate_up", names.gate, index, hidden, width, "mlp", count, "A"),
         Target(f"{path}.{names.up}", f"{group}.gate_up", names.up, index, hidden, width, "mlp", count, "A"),
@@ -64,9 +84,7 @@ def packed_experts(
     low_down: LowRank | None,
 ) -> torch.Tensor:
     """The output [T, H] of the experts `module` for rows `x` [T, H], which go to `experts` [T, K] with `scores`."""
-    output: torch.Tensor = _Experts.apply(
-        x, scores, experts, module.gate_up_proj, module.down_proj, low_gate_up, low_down
-    )
+    output: torch.Tensor = _Experts.apply(x, scores, experts, weights_of(module), low_gate_up, low_down)
     return output
 
 
@@ -79,35 +97,34 @@ class _Experts(torch.autograd.Function):
         x: torch.Tensor,
         scores: torch.Tensor,
         experts: torch.Tensor,
-        weight_gate_up: torch.Tensor,
-        weight_down: torch.Tensor,
+        weights: ExpertWeights,
         low_gate_up: LowRank | None,
         low_down: LowRank | None,
     ) -> torch.Tensor:
         x, scores = x.detach(), scores.detach()
-        weights, routing = ExpertWeights(weight_gate_up, weight_down), Routing.of(experts, len(weight_down))
+        routing = Routing.of(experts, len(weights.down))
         h, gate_up = gate_and_up(x, routing, weights, low_gate_up)
         mid, output = down(gate_up, scores, routing, weights, low_down, _KERNELS)
-        ctx.save_for_backward(x, scores, weight_gate_up, weight_down, gate_up, h, mid, routing.tokens, routing.places)
-        ctx.groups, ctx.low_ranks = routing.groups, (low_gate_up, low_down)
+        ctx.save_for_backward(x, scores, gate_up, h, mid, routing.tokens, routing.experts, routing.places)
+        ctx.groups, ctx.weights, ctx.low_ranks = routing.groups, weights, (low_gate_up, low_down)
         return output
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        x, scores, weight_gate_up, weight_down, gate_up, h, mid, tokens, places = ctx.saved_tensors
+        x, scores, gate_up, h, mid, tokens, chosen, places = ctx.saved_tensors
         low_gate_up, low_down = ctx.low_ranks
         grad_x, grad_scores = experts_backward(
             grad,
             x,
             scores,
-            Routing(tokens, places, ctx.groups),
-            ExpertWeights(weight_gate_up, weight_down),
+            Routing(tokens, chosen, places, ctx.groups),
+            ctx.weights,
             ExpertsKept(gate_up, h, mid),
             low_gate_up,
             low_down,
             _KERNELS,
         )
-        return grad_x, grad_scores, None, None, None, None, None
+        return grad_x, grad_scores, None, None, None, None
 
 
 def in_order(targets: Sequence[Target], modules: Any, path: str) -> list[Target]:

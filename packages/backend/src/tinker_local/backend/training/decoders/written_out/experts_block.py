@@ -1,9 +1,9 @@
 """Routed experts in place of an MLP, forward and backward.
 
-    out = y + Σ_k s_k D_e (silu(G_e m) * (U_e m))        m = norm(y); e and s_k: of the router
+    out = y + Σ_k s_k D_e gated(G_e m, U_e m)        m = norm(y); e and s_k: of the router
 
-`training/experts.py` has the sum. Legend: T tokens, H hidden size, K experts of a token, S = T K, I intermediate size
-of an expert, R columns of adapters.
+`training/experts.py` has the sum. A shared expert, if there is one, adds what `mlp_block.py` has. Legend: T tokens, H
+hidden size, K experts of a token, S = T K, I intermediate size of an expert, R columns of adapters.
 """
 
 from collections.abc import Callable
@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from tinker_local.backend.families.family import Experts
 from tinker_local.backend.training.block_memory import BlockMemory, experts_memory
-from tinker_local.backend.training.decoders.packed_experts import expert_targets
+from tinker_local.backend.training.decoders.packed_experts import expert_targets, weights_of
 from tinker_local.backend.training.decoders.written_out.block import RowContext, norm_weight, present
+from tinker_local.backend.training.decoders.written_out.mlp_block import MlpBlock, MlpPass
 from tinker_local.backend.training.experts import (
     ExpertsKept,
     ExpertWeights,
@@ -30,7 +31,7 @@ from tinker_local.backend.training.lora import Target
 @dataclass(frozen=True, slots=True, eq=False)
 class ExpertsBlock:
     """The weights of experts block `index`; `norm` [H]. `router(m)`: transformers' module, which returns logits, scores
-    [T, K] and experts [T, K]."""
+    [T, K] and experts [T, K]. `shared`: the expert that every position takes, or None."""
 
     index: int
     norm: torch.Tensor
@@ -38,39 +39,52 @@ class ExpertsBlock:
     router: Callable[[torch.Tensor], tuple[torch.Tensor, ...]]
     chosen: int
     weights: ExpertWeights
+    shared: MlpBlock | None
     targets: tuple[Target, ...]
 
     @classmethod
     def take(cls, index: int, path: str, norm: Any, mlp: Any, names: Experts) -> "ExpertsBlock":
         """Make the block from transformers' modules `norm` and `mlp` (at `path`)."""
         weight, epsilon = norm_weight(norm)
+        shared = None
+        if hasattr(mlp, "shared_expert"):
+            scale = mlp.shared_expert_gate.weight.detach()
+            shared = MlpBlock.take(index, f"{path}.shared_expert", norm, mlp.shared_expert, "shared_expert", scale)
+        weights = weights_of(mlp.experts)
+        assert weights is not None
+        router = mlp.gate if hasattr(mlp, "gate") else mlp.router
+        of_experts = expert_targets(f"{path}.experts", "experts", index, mlp.experts, names)
         return cls(
             index=index,
             norm=weight,
             epsilon=epsilon,
-            router=mlp.gate,
-            chosen=mlp.gate.top_k,
-            weights=ExpertWeights(mlp.experts.gate_up_proj.detach(), mlp.experts.down_proj.detach()),
-            targets=tuple(expert_targets(f"{path}.experts", "experts", index, mlp.experts, names)),
+            router=router,
+            chosen=router.top_k,
+            weights=weights,
+            shared=shared,
+            targets=(*of_experts, *(() if shared is None else shared.targets)),
         )
 
     def start(self, x: torch.Tensor, context: RowContext) -> "ExpertsPass":
         """Create a pass over `x` [T, H]."""
-        return ExpertsPass(self, context, x)
+        return ExpertsPass(self, context, x, None if self.shared is None else self.shared.start(x, context))
 
     def memory(self, tokens: int, columns: int, itemsize: int) -> BlockMemory:
         """See `Block.memory`."""
         _, hidden, width = self.weights.down.shape
-        return experts_memory(tokens, columns, itemsize, chosen=self.chosen, hidden=hidden, width=width)
+        routed = experts_memory(tokens, columns, itemsize, chosen=self.chosen, hidden=hidden, width=width)
+        return routed if self.shared is None else routed.beside(self.shared.memory(tokens, columns, itemsize))
 
 
 @dataclass(slots=True, eq=False)
 class ExpertsPass:
-    """`scores` [T, K]; `gate_up` [S, 2 I]; `h` [T, 2, R], of gate and up, and `mid` [T, 1, R]: of the adapters."""
+    """`shared`: the pass of the shared expert. `scores` [T, K]; `gate_up` [S, 2 I]; `h` [T, 2, R], of gate and up, and
+    `mid` [T, 1, R]: of the adapters."""
 
     block: ExpertsBlock
     context: RowContext
     x: torch.Tensor
+    shared: MlpPass | None = None
     routing: Routing | None = None
     scores: torch.Tensor | None = None
     gate_up: torch.Tensor | None = None
@@ -82,10 +96,13 @@ class ExpertsPass:
         routing, scores, gate_up = self._routed()
         low_rank = c.lora.group("experts.down", block.index)
         self.mid, output = down(gate_up, scores, routing, block.weights, low_rank, c.kernels)
-        return output.add_(self.x)
+        output.add_(self.x)
+        return output if self.shared is None else self.shared.forward(output)
 
     def drop_large(self) -> None:
         self.gate_up = None
+        if self.shared is not None:
+            self.shared.drop_large()
 
     def restore(self) -> None:
         if self.gate_up is None:
@@ -93,8 +110,10 @@ class ExpertsPass:
         low_rank = self.context.lora.group("experts.down", self.block.index)
         if self.mid is None and low_rank is not None:
             assert self.routing is not None
-            activated = self.context.kernels.swiglu(present(self.gate_up))
+            activated = self.block.weights.gating.forward(present(self.gate_up), self.context.kernels)
             self.mid = middle(activated, present(self.scores), self.routing, low_rank)
+        if self.shared is not None:
+            self.shared.restore()
 
     def backward(self, grad: torch.Tensor) -> torch.Tensor:
         block, c = self.block, self.context
@@ -109,7 +128,8 @@ class ExpertsPass:
             leaf = m.detach().requires_grad_()
             scores = block.router(leaf)[1]
         grad_m += torch.autograd.grad(scores, leaf, grad_scores)[0]
-        return c.kernels.rms_norm_backward(grad_m, self.x, block.norm, block.epsilon, grad)
+        grad_x = c.kernels.rms_norm_backward(grad_m, self.x, block.norm, block.epsilon, grad)
+        return grad_x if self.shared is None else self.shared.backward(grad, grad_x)
 
     def _routed(self) -> tuple[Routing, torch.Tensor, torch.Tensor]:
         block, c = self.block, self.context

@@ -57,8 +57,8 @@ class WrittenOutDecoder:
         self, row: PackedRow, lora: LoraBatch, policy: RecomputePolicy | None, walk: Walk = RESIDENT
     ) -> "WrittenOutPass":
         """See `Decoder.forward`."""
-        cos, sin = self.rotary(row.embeds, row.position_ids)
-        context = RowContext(self.kernels, row.segments, cos.squeeze(0), sin.squeeze(0), lora)
+        cos, sin = (self._both_halves(each.squeeze(0)) for each in self.rotary(row.embeds, row.position_ids))
+        context = RowContext(self.kernels, row.segments, cos, sin, lora)
         x = row.embeds
         kept: list[_KeptLayer] = []
         for index, layer in enumerate(self.layers):
@@ -72,6 +72,11 @@ class WrittenOutDecoder:
             x = row.add_deepstack(index, x)
         hidden = self.kernels.rms_norm(x, self.norm, self.epsilon)
         return WrittenOutPass(self, row if row.grad_deepstack else None, context, walk, hidden, x, kept)
+
+    def _both_halves(self, angles: torch.Tensor) -> torch.Tensor:
+        """`angles` [T, rotary]: some of transformers' modules give those of the first half alone."""
+        only_one = angles.shape[-1] == len(self.rotary.inv_freq)
+        return torch.cat([angles, angles], dim=-1) if only_one else angles
 
     def memory(self, tokens: int, columns: int) -> ActivationMemory:
         """See `Decoder.memory`."""
@@ -88,8 +93,8 @@ def take_layers(
     experts: Experts | None = None,
 ) -> WrittenOutDecoder:
     """Make a decoder from transformers' module `decoder`, at `path` of its model. Supports the layers of Llama, Qwen2,
-    Qwen3 and Qwen3.5: RMS norms before attention (softmax or linear) and MLP, rotary positions, SiLU; and, if the
-    family names them, `experts` in place of MLPs. UnsupportedError says what differs.
+    Qwen3, Qwen3.5 and gpt-oss: RMS norms before attention (softmax or linear) and MLP, rotary positions, SiLU; and, if
+    the family names them, `experts` in place of MLPs. UnsupportedError says what differs.
 
     Joins matrices: the modules' own parameters become views of the joined ones. Walks through `weights`.
     """
@@ -124,16 +129,18 @@ def take_layers(
             elif is_experts(layer.mlp.experts):
                 layers.append((first, ExpertsBlock.take(index - dense, *rest, experts)))
             else:
-                raise UnsupportedError(f"layer {index}: its experts are not gated by SiLU")
+                raise UnsupportedError(f"layer {index}: its experts compute something else")
     norm, epsilon = norm_weight(decoder.norm)
     return WrittenOutDecoder(layers, decoder.norm.weight.dtype, norm, epsilon, decoder.rotary_emb, kernels)
 
 
 _NORM = {"weight"}
+_ONE_PLUS = {"Qwen3_5RMSNorm", "Qwen3_5MoeRMSNorm"}
+"""transformers' norms that multiply by 1 + w."""
 _MLP = {"gate_proj.weight", "up_proj.weight", "down_proj.weight"}
 _ATTENTION = {
     "self_attn": {f"{name}_proj.{kind}" for name in "qkvo" for kind in ("weight", "bias")}
-    | {"q_norm.weight", "k_norm.weight"},
+    | {"q_norm.weight", "k_norm.weight", "sinks"},
     "linear_attn": PARAMETERS,
 }
 """Parameters of each kind of attention, by the name of its module in a layer."""
@@ -143,7 +150,9 @@ def _kind(layer: Any) -> str:
     return "linear_attn" if hasattr(layer, "linear_attn") else "self_attn"
 
 
-_EXPERTS = {"gate.weight", "experts.gate_up_proj", "experts.down_proj"}
+_EXPERTS = {"gate.weight", "experts.gate_up_proj", "experts.down_proj", "shared_expert_gate.weight"}
+_EXPERTS |= {f"shared_expert.{name}" for name in _MLP}
+_EXPERTS |= {"router.weight", "router.bias", "experts.gate_up_proj_bias", "experts.down_proj_bias"}
 
 
 def _has_experts(mlp: Any) -> bool:
@@ -161,7 +170,7 @@ def _check_layer(layer: Any, where: str, experts: Experts | None) -> None:
     _check_parts(layer.mlp, _EXPERTS if routed else _MLP, f"{where}: mlp")
     for name in ("input_layernorm", "post_attention_layernorm"):
         _check_parts(parts[name], _NORM, f"{where}: {name}")
-        if not hasattr(parts[name], "variance_epsilon") and type(parts[name]).__name__ != "Qwen3_5RMSNorm":
+        if not hasattr(parts[name], "variance_epsilon") and type(parts[name]).__name__ not in _ONE_PLUS:
             raise UnsupportedError(f"{where}: {name} is a {type(parts[name]).__name__}, not an RMS norm")
 
 

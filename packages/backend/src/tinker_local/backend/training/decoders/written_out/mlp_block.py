@@ -1,9 +1,10 @@
 """A gated MLP (SwiGLU), forward and backward.
 
-    out = y + D (silu(G m) * (U m))        m = norm(y)
+    out = y + D (silu(G m) * (U m) * s)        m = norm(y)
 
-Each of G, U, D is a frozen matrix plus the adapters' low rank. Legend: T tokens, H hidden size, I intermediate size,
-p projections of a group, R columns of adapters.
+Each of G, U, D is a frozen matrix plus the adapters' low rank. s is 1, or sigmoid(g m) for an expert that all positions
+take beside others (`experts_block.py`). Legend: T tokens, H hidden size, I intermediate size, p projections of a
+group, R columns of adapters.
 """
 
 from dataclasses import dataclass
@@ -18,7 +19,8 @@ from tinker_local.backend.training.lora_batch import project, project_backward, 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MlpBlock:
-    """The weights of MLP block `index`: `gate_up` [2 I, H], joined, gate first; `down` [H, I]; `norm` [H]."""
+    """The weights of MLP block `index`: `gate_up` [2 I, H], joined, gate first; `down` [H, I]; `norm` [H]; `scale`
+    [1, H]: g, or None. `kind`: what the names of its groups begin with."""
 
     index: int
     norm: torch.Tensor
@@ -26,9 +28,13 @@ class MlpBlock:
     gate_up: torch.Tensor
     down: torch.Tensor
     targets: tuple[Target, ...]
+    kind: str = "mlp"
+    scale: torch.Tensor | None = None
 
     @classmethod
-    def take(cls, index: int, path: str, norm: Any, mlp: Any) -> "MlpBlock":
+    def take(
+        cls, index: int, path: str, norm: Any, mlp: Any, kind: str = "mlp", scale: torch.Tensor | None = None
+    ) -> "MlpBlock":
         """Make the block from transformers' modules `norm` and `mlp` (at `path`). Joins gate and up: the modules' own
         parameters become views."""
         weight, epsilon = norm_weight(norm)
@@ -40,10 +46,12 @@ class MlpBlock:
             gate_up=joined([mlp.gate_proj, mlp.up_proj]),
             down=mlp.down_proj.weight.detach(),
             targets=tuple(
-                Target.of(f"{path}.{name}", f"mlp.{group}", index, getattr(mlp, name), "mlp")
+                Target.of(f"{path}.{name}", f"{kind}.{group}", index, getattr(mlp, name), "mlp")
                 for group, names in groups.items()
                 for name in names
             ),
+            kind=kind,
+            scale=scale,
         )
 
     def start(self, x: torch.Tensor, context: RowContext) -> "MlpPass":
@@ -57,19 +65,22 @@ class MlpBlock:
 
 @dataclass(slots=True, eq=False)
 class MlpPass:
-    """`gate_up` [T, 2 I]; `h_gate_up` [T, 2, R] and `h_down` [T, 1, R]: h of the adapters."""
+    """`gate_up` [T, 2 I]; `s` [T, 1], None for 1; `h_gate_up` [T, 2, R] and `h_down` [T, 1, R]: h of the adapters."""
 
     block: MlpBlock
     context: RowContext
     x: torch.Tensor
     gate_up: torch.Tensor | None = None
+    s: torch.Tensor | None = None
     h_gate_up: torch.Tensor | None = None
     h_down: torch.Tensor | None = None
 
-    def forward(self) -> torch.Tensor:
+    def forward(self, onto: torch.Tensor | None = None) -> torch.Tensor:
+        """`onto`: what the MLP's output is added to, if it is not x."""
         block, c = self.block, self.context
-        a = c.kernels.swiglu(self._gate_up())
-        self.h_down, output = project_onto(self.x, a, block.down, c.lora.group("mlp.down", block.index))
+        a = self._scaled(c.kernels.swiglu(self._gate_up()))
+        onto = self.x if onto is None else onto
+        self.h_down, output = project_onto(onto, a, block.down, c.lora.group(f"{block.kind}.down", block.index))
         return output
 
     def drop_large(self) -> None:
@@ -78,30 +89,43 @@ class MlpPass:
     def restore(self) -> None:
         if self.gate_up is None:
             self._gate_up()
-        low_rank = self.context.lora.group("mlp.down", self.block.index)
+        low_rank = self.context.lora.group(f"{self.block.kind}.down", self.block.index)
         if self.h_down is None and low_rank is not None:
-            self.h_down = low_rank.down(self.context.kernels.swiglu(present(self.gate_up)))
+            self.h_down = low_rank.down(self._scaled(self.context.kernels.swiglu(present(self.gate_up))))
 
-    def backward(self, grad: torch.Tensor) -> torch.Tensor:
+    def backward(self, grad: torch.Tensor, onto: torch.Tensor | None = None) -> torch.Tensor:
+        """`onto`: what the gradient through the MLP is added to, if it is not `grad`."""
         block, c = self.block, self.context
-        low_rank = c.lora.group("mlp.down", block.index)
+        low_rank = c.lora.group(f"{block.kind}.down", block.index)
         grad_h = None if low_rank is None else low_rank.up_gradient(present(self.h_down), (grad,))
-        grad_a = through(grad, block.down, low_rank, grad_h)
+        grad_scaled = through(grad, block.down, low_rank, grad_h)
+        grad_a = grad_scaled if self.s is None else grad_scaled * self.s
         grad_gate_up, a = c.kernels.swiglu_backward(grad_a, present(self.gate_up))
         if low_rank is not None and grad_h is not None:
-            low_rank.write_a_gradient(grad_h, a)
-        del grad_a, a
+            low_rank.write_a_gradient(grad_h, self._scaled(a))
+        grad_g = None
+        if self.s is not None:  # `swiglu_backward` has overwritten `grad_a`, and not `grad_scaled`
+            wide = (grad_scaled * a).sum(-1, keepdim=True, dtype=torch.promote_types(a.dtype, torch.float32))
+            grad_g = (wide * self.s * (1 - self.s)).to(a.dtype)
+        del grad_scaled, grad_a, a
         m = c.kernels.rms_norm(self.x, block.norm, block.epsilon)
-        low_rank = c.lora.group("mlp.gate_up", block.index)
+        low_rank = c.lora.group(f"{block.kind}.gate_up", block.index)
         grad_m = project_backward(grad_gate_up, m, block.gate_up, low_rank, self.h_gate_up, _halves)
-        return c.kernels.rms_norm_backward(grad_m, self.x, block.norm, block.epsilon, grad)
+        if grad_g is not None and block.scale is not None:
+            grad_m.addmm_(grad_g, block.scale)
+        return c.kernels.rms_norm_backward(grad_m, self.x, block.norm, block.epsilon, grad if onto is None else onto)
 
     def _gate_up(self) -> torch.Tensor:
         block, c = self.block, self.context
         m = c.kernels.rms_norm(self.x, block.norm, block.epsilon)
-        low_rank = c.lora.group("mlp.gate_up", block.index)
+        low_rank = c.lora.group(f"{block.kind}.gate_up", block.index)
         self.h_gate_up, self.gate_up = project(m, block.gate_up, None, low_rank, _halves)
+        if block.scale is not None:
+            self.s = (m @ block.scale.T).sigmoid()
         return self.gate_up
+
+    def _scaled(self, a: torch.Tensor) -> torch.Tensor:
+        return a if self.s is None else a * self.s
 
 
 def _halves(joint: torch.Tensor) -> tuple[torch.Tensor, ...]:
