@@ -144,8 +144,8 @@ class Family:
     `auto_class`: the transformers class that loads it. `decoder_path`: the module that turns `inputs_embeds` into
     hidden states. `position_ids(config, input)`: rotary positions of one rendered input, int64 [rows, N]. `vision`:
     None for text only. `lora`: what adapters train beside the LM head. `logits(config)`: what follows the LM head, from
-    the text config. `vllm_head`: None if vLLM is known to take adapters of the LM head as it is.
-    `quantized`: what to do with a checkpoint in fewer bits, which is refused. `hosted_attention`: what exports call the modules `self_attn`.
+    the text config. `vllm_head`: None if vLLM is known to take adapters of the LM head as it is. `quantized`: what to
+    do with a checkpoint in fewer bits, which is refused. `hosted_attention`: what exports call the modules `self_attn`.
     `tool_parser`: of vLLM, for the form in which the family's models write calls of tools; None if they have none.
     """
 

@@ -2,8 +2,8 @@
 
 Reads `asked.json` (model, dtype, adapter, max_lora_rank, prompts as token ids, whether experts share factors, and
 whether the adapter changes the vision tower) and `picture.png` of the folder, samples greedily, and writes
-`answers.json`: tokens and logprobs for each prompt. Of this project's patches, only those are applied without which vLLM
-on a CPU has no such layers.
+`answers.json`: tokens and logprobs for each prompt. Of this project's patches, only those are applied without which
+vLLM on a CPU has no such layers.
 """
 
 import json
