@@ -1,8 +1,9 @@
-"""gpt-oss in MXFP4, as it is published: refused, and served after what docs/supported.md says."""
+"""What gpt-oss alone has; the rest is in `test_experts.py`."""
 
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from tinker_local.backend.models.model_folder import look_at
 from tinker_local.backend.options import ModelSource
 from tinker_local.backend.tiny_models import TextShape, make_tiny_text_model
 from tinker_local.backend.training.worker import HFTrainer
+from tinker_local.backend.vllm_engine.vllm_experts import interleaving
 from tinker_local.types import UnsupportedError
 
 ROOT = Path(__file__).parents[2]
@@ -30,6 +32,24 @@ def mxfp4(seed: int, shape: tuple[int, int, int]) -> tuple[dict[str, torch.Tenso
     numbers = FP4[codes] * np.exp2(scales.astype(np.float32) - 127)[..., None]
     files = {"blocks": torch.from_numpy(blocks), "scales": torch.from_numpy(scales)}
     return files, numbers.reshape(shape).astype(np.float32)
+
+
+@pytest.mark.parametrize("add_inputs", [True, False])
+def test_adapters_of_gate_and_up_change_numbers_that_take_turns(add_inputs: bool) -> None:
+    """With kernels of vLLM that have gate first, as its versions up to 0.26 do, and as they are for other models."""
+
+    def add(self: Any, context: Any, *, y: torch.Tensor, add_inputs: bool, change: torch.Tensor) -> str:
+        y.copy_(y + change if add_inputs else change)
+        return "what vLLM returns"
+
+    change, before = torch.tensor([[1.0, 2, 3, 10, 20, 30]]), torch.full((1, 6), 100.0 if add_inputs else 7)
+    for activation, expected in {"swigluoai": [1, 10, 2, 20, 3, 30], "silu": [1, 2, 3, 10, 20, 30]}.items():
+        experts = SimpleNamespace(moe_config=SimpleNamespace(activation=SimpleNamespace(value=activation)))
+        y = before.clone()
+        context = SimpleNamespace(w13_num_slices=2)
+        found = interleaving(add)(experts, context, y=y, add_inputs=add_inputs, change=change)
+        assert found == "what vLLM returns"
+        assert y.tolist() == [[value + 100 * add_inputs for value in expected]]
 
 
 @pytest.mark.mutation(

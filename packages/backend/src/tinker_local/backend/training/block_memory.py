@@ -55,14 +55,16 @@ def mlp_memory(tokens: int, columns: int, itemsize: int, *, intermediate: int) -
     return BlockMemory(lean=tokens * 3 * columns * itemsize, large=gate_up, transient=gate_up)
 
 
-def experts_memory(tokens: int, columns: int, itemsize: int, *, chosen: int, hidden: int, width: int) -> BlockMemory:
+def experts_memory(
+    tokens: int, columns: int, itemsize: int, *, chosen: int, hidden: int, width: int, widths: int = 3
+) -> BlockMemory:
     """Of routed experts, `chosen` for each position and each `width` wide. gate and up of each pair of both are large.
-    The backward has two copies of the hidden state of each pair, and three tensors as wide as an expert."""
+    The backward has two copies of the hidden state of each pair, and `widths` tensors as wide as an expert."""
     pairs = tokens * chosen
     return BlockMemory(
         lean=tokens * 3 * columns * itemsize + pairs * (16 + itemsize),
         large=pairs * 2 * width * itemsize,
-        transient=pairs * (2 * hidden + 3 * width + 3 * columns) * itemsize,
+        transient=pairs * (2 * hidden + widths * width + 3 * columns) * itemsize,
     )
 
 

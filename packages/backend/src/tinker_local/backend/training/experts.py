@@ -12,7 +12,7 @@ intermediate size, R columns of adapters.
 """
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 from tinker_local.backend.training import compat_torch
@@ -23,6 +23,9 @@ from tinker_local.backend.training.lora_batch import LowRank
 
 class Gating(Protocol):
     """What experts make of gate and up."""
+
+    widths: ClassVar[int]
+    """How many tensors [S, I] the backward of a block has at once."""
 
     def halves(self, gate_up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Views of gate and up, [S, I] each, of both, [S, 2 I]."""
@@ -38,6 +41,8 @@ class Gating(Protocol):
 
 class SiluGating:
     """silu(g) * u; gate comes first."""
+
+    widths: ClassVar[int] = 3
 
     def halves(self, gate_up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         gate, up = gate_up.chunk(2, dim=-1)
@@ -60,6 +65,7 @@ class ClampedGating:
     """(u + 1) * g sigmoid(alpha g), with g at most `limit` and u between -`limit` and `limit`, as gpt-oss has it; gate
     and up take turns, number by number."""
 
+    widths: ClassVar[int] = 9
     alpha: float
     limit: float
 

@@ -2,6 +2,7 @@
 
 import functools
 import importlib
+import inspect
 from itertools import pairwise
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 from tinker_local.backend.families import family_of
 from tinker_local.backend.training.experts import SILU, ClampedGating
 from tinker_local.backend.training.kernels import TorchKernels
+from tinker_local.backend.vllm_engine.compat_vllm import version
 from tinker_local.backend.vllm_engine.lora_operators import add_lora
 
 _KERNELS = TorchKernels()
@@ -16,8 +18,41 @@ _KERNELS = TorchKernels()
 
 def share_factors(config: Any, _: int) -> None:
     """Have an engine of a model with experts, of vLLM's `config`, take adapters in which experts share factors."""
-    if family_of(config.model_config.hf_config.model_type, config.model_config.model).lora.experts is not None:
-        config.lora_config.enable_moe_shared_loras = True
+    model = config.model_config
+    if family_of(model.hf_config.model_type, model.model).lora.experts is None:
+        return
+    config.lora_config.enable_moe_shared_loras = True
+    if version() < (0, 32):  # it would take gate and up of some models as one projection
+        found, _ = model.registry.resolve_model_cls(model.architectures, model)
+        config.lora_config.enable_mixed_moe_lora_format = getattr(found, "is_3d_moe_weight", False)
+
+
+def interleave_gate_and_up(config: Any, _: int) -> None:
+    """Have vLLM's kernels add adapters of gate and up to the numbers where a model of vLLM's `config` has them: older
+    ones have gate first."""
+    experts = family_of(config.model_config.hf_config.model_type, config.model_config.model).lora.experts
+    if experts is None or not experts.interleaved:
+        return
+    mixin: Any = importlib.import_module("vllm.model_executor.layers.fused_moe.experts.lora_experts_mixin")
+    original = mixin.LoRAExpertsMixin.apply_w13_lora
+    if "interleave" not in inspect.getsource(original):
+        mixin.LoRAExpertsMixin.apply_w13_lora = interleaving(original)
+
+
+def interleaving(add: Any) -> Any:
+    """vLLM's method `add`, which writes to `y` [..., 2 I], gate first, for activations that want the two in turns."""
+
+    @functools.wraps(add)
+    def interleaved(self: Any, context: Any, *, y: torch.Tensor, add_inputs: bool = True, **given: Any) -> Any:
+        if context.w13_num_slices != 2 or self.moe_config.activation.value != "swigluoai":
+            return add(self, context, y=y, add_inputs=add_inputs, **given)
+        found = torch.zeros_like(y)
+        result = add(self, context, y=found, add_inputs=True, **given)
+        found = found.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2)
+        y.copy_(y + found if add_inputs else found)
+        return result
+
+    return interleaved
 
 
 def take_adapters_on_cpu() -> None:

@@ -72,7 +72,8 @@ class ExpertsBlock:
     def memory(self, tokens: int, columns: int, itemsize: int) -> BlockMemory:
         """See `Block.memory`."""
         _, hidden, width = self.weights.down.shape
-        routed = experts_memory(tokens, columns, itemsize, chosen=self.chosen, hidden=hidden, width=width)
+        sizes = {"chosen": self.chosen, "hidden": hidden, "width": width, "widths": self.weights.gating.widths}
+        routed = experts_memory(tokens, columns, itemsize, **sizes)
         return routed if self.shared is None else routed.beside(self.shared.memory(tokens, columns, itemsize))
 
 
