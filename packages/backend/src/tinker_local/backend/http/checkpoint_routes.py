@@ -91,7 +91,7 @@ async def weights_info(request: Request, backend: Backend) -> dict[str, Any]:
         "train_unembed": config.train_unembed,
         "train_mlp": config.train_mlp,
         "train_attn": config.train_attn,
-        "train_vision": config.train_vision,
+        **({"train_vision": True} if config.train_vision else {}),
         "optimizer_config": {"type": await backend.checkpoints.optimizer_of(record)},
     }
 
