@@ -30,25 +30,31 @@ ALIASES = {"text": "qwen3", "vl": "qwen3_vl"}
 )
 @click.option("--out", type=click.Path(path_type=Path, file_okay=False), required=True, help="The folder to write.")
 @click.option(
-    "--preset", type=click.Choice(["tiny", "demo"]), default="tiny", show_default=True, help="The model's size."
+    "--preset",
+    type=click.Choice(["tiny", "demo", "mosaic"]),
+    default="tiny",
+    show_default=True,
+    help="What the model is laid out for: demo reads strokes, mosaic sees where colours are (both --kind vl).",
 )
 @click.option("--seed", default=0, show_default=True, help="Seed of the random weights.")
 def tiny_model(kind: str, out: Path, preset: str, seed: int) -> None:
     """Write a tiny model with random weights, tokenizer and processor, without network access."""
-    from tinker_local.backend.tiny_models import make_demo_vl_model, make_tiny_text_model, make_tiny_vl_model
+    from tinker_local.backend import tiny_models
 
     family: Any = ALIASES.get(kind, kind)
     if (out / "config.json").exists():
         raise click.UsageError(f"--out: {out} already holds a model")
-    if preset == "demo" and family != "qwen3_vl":
-        raise click.UsageError("--preset demo: only for --kind vl")
+    if preset != "tiny" and family != "qwen3_vl":
+        raise click.UsageError(f"--preset {preset}: only for --kind vl")
     try:
         if preset == "demo":
-            make_demo_vl_model(out, seed=seed)
+            tiny_models.make_demo_vl_model(out, seed=seed)
+        elif preset == "mosaic":
+            tiny_models.make_mosaic_vl_model(out, seed=seed)
         elif family in VISION_KINDS:
-            make_tiny_vl_model(out, seed=seed, family=family)
+            tiny_models.make_tiny_vl_model(out, seed=seed, family=family)
         else:
-            make_tiny_text_model(out, seed=seed, family=family)
+            tiny_models.make_tiny_text_model(out, seed=seed, family=family)
     except OSError as error:
         raise click.UsageError(f"--out: {error}") from error
     click.echo(f"wrote {out}")

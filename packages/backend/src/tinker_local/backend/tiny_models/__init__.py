@@ -2,6 +2,7 @@
 
 from tinker_local.backend.tiny_models.demo_model import make_demo_vl_model
 from tinker_local.backend.tiny_models.make_models import make_tiny_text_model, make_tiny_vl_model
+from tinker_local.backend.tiny_models.mosaic_model import make_mosaic_vl_model
 from tinker_local.backend.tiny_models.shapes import TextShape, VisionShape
 from tinker_local.backend.tiny_models.text_families import TEXT_FAMILIES
 from tinker_local.backend.tiny_models.tokenizer import COLOUR_WORDS, DIGIT_WORDS
@@ -13,6 +14,7 @@ __all__ = [
     "TextShape",
     "VisionShape",
     "make_demo_vl_model",
+    "make_mosaic_vl_model",
     "make_tiny_text_model",
     "make_tiny_vl_model",
 ]

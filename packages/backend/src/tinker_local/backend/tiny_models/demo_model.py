@@ -63,25 +63,26 @@ def make_demo_vl_model(out: Path, *, seed: int = 0) -> Path:
     path = out / "model.safetensors"
     weights = load_file(path)
     rng = np.random.default_rng(seed)
-    weights |= _tower(weights, rng) | _decoder(weights, rng)
+    weights |= _tower(weights, rng) | decoder(weights, TEXT, rng)
     save_file({name: np.ascontiguousarray(value) for name, value in weights.items()}, path, {"format": "pt"})
     return out
 
 
-def _decoder(weights: Weights, rng: np.random.Generator) -> Weights:
+def decoder(weights: Weights, text: TextShape, rng: np.random.Generator) -> Weights:
     """The language model's weights that differ: random rotations carry all of an image through the attention, and the
     MLP is small, because a random one only adds noise to what the attention has read."""
     decoder = {}
     for name, value in weights.items():
         if name.endswith(("v_proj.weight", "o_proj.weight")):
-            decoder[name] = np.float32(TEXT.weight_scale) * _rotation(rng)
+            decoder[name] = np.float32(text.weight_scale) * rotation(text.hidden_size, rng)
         elif ".mlp." in name and ".visual." not in name:
             decoder[name] = value * np.float32(_MLP_SCALE)
     return decoder
 
 
-def _rotation(rng: np.random.Generator) -> Array:
-    return np.linalg.qr(rng.standard_normal((_WIDTH, _WIDTH)))[0].astype(np.float32)
+def rotation(width: int, rng: np.random.Generator) -> Array:
+    """A random one, [width, width]."""
+    return np.linalg.qr(rng.standard_normal((width, width)))[0].astype(np.float32)
 
 
 def _tower(weights: Weights, rng: np.random.Generator) -> Weights:
@@ -113,7 +114,7 @@ def _tower(weights: Weights, rng: np.random.Generator) -> Weights:
     tower[prefix + "blocks.0.mlp.linear_fc2.weight"] = second
     tower[prefix + "blocks.0.mlp.linear_fc2.bias"] = bias
     # The merger's GELU is nearly linear far from zero.
-    out = np.float32(_OUTPUT_RMS) * _rotation(rng)
+    out = np.float32(_OUTPUT_RMS) * rotation(_WIDTH, rng)
     tower[prefix + "merger.linear_fc1.weight"] = np.eye(_WIDTH, dtype=np.float32)
     tower[prefix + "merger.linear_fc1.bias"] = np.full(_WIDTH, _LINEAR, np.float32)
     tower[prefix + "merger.linear_fc2.weight"] = out
