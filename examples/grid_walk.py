@@ -1,16 +1,19 @@
-"""Reinforcement learning over many turns of images: walk a grid to its goal, one step and one picture at a time.
+"""Reinforcement learning over many turns of images: walk to a goal that hops, one step and one picture at a time.
 
-    tinker-local serve --model NAME[=PATH]
-    python examples/grid_walk.py --model NAME
+    tinker-local tiny-model --kind vl --preset mosaic --out models/mosaic-vl
+    tinker-local serve --model local/mosaic-vl=models/mosaic-vl
+    python examples/grid_walk.py --model local/mosaic-vl
 
-A 5x5 board shows the walker (white), its home (grey, a corner at least five steps away) and a sign: the colour of the
-floor tells which way to go from here. The sign changes with every step, so each reply has to read the newest picture.
-The reward of a step is the share of the way that it saves, so an episode that reaches home returns exactly 1. A few
-supervised steps teach the form of an answer, and GRPO (grpo.py) does the rest. Control: boards that show nothing.
+A 5x5 board shows the walker (red) and the goal (blue), both in cells drawn at random. Where they are decides which way
+to go, and nothing else does. After each step the goal hops to some cell as far from the walker as before, so each reply
+has to read the newest picture. The reward of a step is the share of the way that it saves, so an episode that arrives
+returns exactly 1. A few supervised steps on random moves teach the form of an answer, and GRPO (grpo.py) does the rest.
+Controls: boards that show nothing, and the first board again and again.
 """
 
 import argparse
 from collections.abc import Sequence
+from typing import Literal
 
 import grpo
 import numpy as np
@@ -19,66 +22,69 @@ from tinker_local.client import rl
 
 CELLS, PIXELS = 5, 6
 MOVES = {"N": (-1, 0), "S": (1, 0), "W": (0, -1), "E": (0, 1)}
-SIGNS = {"N": (40, 60, 230), "S": (240, 220, 30), "W": (30, 200, 40), "E": (230, 30, 30)}
-LIMIT = 8
+FLOOR, WALKER, GOAL = (128, 128, 128), (230, 30, 30), (30, 30, 230)
+NEAREST, LIMIT = 2, 8
+
+PLACES = np.argwhere(np.ones((CELLS, CELLS)))
+"""Row and column of each cell, [25, 2]."""
+DISTANCES = np.abs(PLACES[:, None] - PLACES).sum(-1)
+"""Steps from cell to cell, [25, 25]."""
+NEXT = {name: np.clip(PLACES + move, 0, CELLS - 1) @ (CELLS, 1) for name, move in MOVES.items()}
+"""The cell that a move leads to from each cell, [25]."""
 
 
 class GridWalk:
-    """Walker and goal on a board; replies are N, S, W or E. Truncated after LIMIT replies."""
+    """Walker and goal on a board; replies are N, S, W or E. Truncated after LIMIT replies.
 
-    def __init__(self, blank: bool = False) -> None:
-        self.blank = blank
+    Any other reply moves the goal one step farther away, if the board has room, so silence does not pay.
+
+    `shows`: the pictures show the newest board, always the first one, or a board with nothing on it.
+    """
+
+    def __init__(self, shows: Literal["newest", "first", "nothing"] = "newest") -> None:
+        self.shows = shows
 
     def reset(self, *, seed: int | None = None) -> tuple[list, dict]:
-        rng = np.random.default_rng(seed)
-        self.home = rng.choice([0, CELLS - 1], 2)
-        while True:
-            self.walker = rng.integers(0, CELLS, 2)
-            if self.distance() >= 5:
-                break
+        self.rng = np.random.default_rng(seed)
+        self.walker, self.goal = self.rng.choice(np.argwhere(DISTANCES >= NEAREST))
         self.start, self.turns = self.distance(), 0
-        self.prefers = rng.random((CELLS, CELLS))  # which of two possible ways a cell's sign shows
-        return ["Walk home: N, S, W or E?", self.image()], {}
+        self.picture = self.board()
+        return ["You are the red cell, your goal is the blue one: N, S, W or E?", self.picture], {}
 
     def step(self, action: str) -> tuple[list, float, bool, bool, dict]:
         before = self.distance()
-        if (move := MOVES.get(action.strip())) is not None:
-            self.walker = np.clip(self.walker + move, 0, CELLS - 1)
+        if (move := action.strip()) in MOVES:
+            self.walker = NEXT[move][self.walker]
+        left = self.distance() + (move not in MOVES)
+        left = min(left, int(DISTANCES[self.walker].max()))
+        self.goal = self.rng.choice(np.flatnonzero(DISTANCES[self.walker] == left))
         self.turns += 1
-        reward = (before - self.distance()) / self.start
-        arrived = self.distance() == 0
-        return [self.image()], reward, arrived, self.turns == LIMIT and not arrived, {"arrived": arrived}
+        if self.shows != "first":
+            self.picture = self.board()
+        arrived = left == 0
+        return [self.picture], (before - left) / self.start, arrived, self.turns == LIMIT and not arrived, {}
 
     def distance(self) -> int:
-        return int(np.abs(self.walker - self.home).sum())
+        return int(DISTANCES[self.walker, self.goal])
 
-    def sign(self) -> str:
-        """A direction that leads home from here."""
-        away = self.home - self.walker
-        ways = [name for name, move in MOVES.items() if np.dot(move, away) > 0]
-        return ways[int(self.prefers[tuple(self.walker)] * len(ways))]
-
-    def image(self) -> np.ndarray:
-        """The board, uint8 [30, 30, 3]."""
-        cells = np.full((CELLS, CELLS, 3), 128, np.uint8)
-        if not self.blank and self.distance():
-            cells[:] = SIGNS[self.sign()]
-            cells[tuple(self.home)] = (128, 128, 128)
-            cells[tuple(self.walker)] = (250, 250, 250)
-        return cells.repeat(PIXELS, 0).repeat(PIXELS, 1)
+    def board(self) -> np.ndarray:
+        """uint8 [30, 30, 3]."""
+        cells = np.full((CELLS**2, 3), FLOOR, np.uint8)
+        if self.shows != "nothing":
+            cells[self.goal] = GOAL
+            cells[self.walker] = WALKER
+        return cells.reshape(CELLS, CELLS, 3).repeat(PIXELS, 0).repeat(PIXELS, 1)
 
 
 def demonstration(chat: rl.Chat, seed: int) -> list[tinker.Datum]:
-    """A conversation that follows the signs."""
-    environment = GridWalk()
+    """A conversation of LIMIT random moves, whatever the pictures show."""
+    environment, moves = GridWalk(), np.random.default_rng(seed + 1).choice(list(MOVES), LIMIT)
     observation, _ = environment.reset(seed=seed)
-    messages = [{"role": "user", "content": observation}]
-    arrived = False
-    while not arrived:
-        move = environment.sign()
-        observation, _, arrived, _, _ = environment.step(move)
-        messages += [{"role": "assistant", "content": move}, {"role": "user", "content": observation}]
-    return rl.conversation_data(chat, messages[:-1])
+    messages = []
+    for move in moves:
+        messages += [{"role": "user", "content": observation}, {"role": "assistant", "content": str(move)}]
+        observation, *_ = environment.step(move)
+    return rl.conversation_data(chat, messages)
 
 
 def step_advantages(trajectories: Sequence[rl.Trajectory]) -> list[list[float]]:
@@ -90,13 +96,20 @@ def step_advantages(trajectories: Sequence[rl.Trajectory]) -> list[list[float]]:
 async def run(client: tinker.TrainingClient, options: argparse.Namespace) -> str:
     chat = rl.Chat.of(client)
     rng = np.random.default_rng(options.seed)
+    params = tinker.SamplingParams(max_tokens=3)
 
     def seeds(count: int) -> list[int]:
         return [int(seed) for seed in rng.integers(2**31, size=count)]
 
+    async def walk(shows: Literal["newest", "first", "nothing"]) -> rl.Rollouts:
+        """One episode on each of the new boards."""
+        sampler = await client.save_weights_and_get_sampling_client()
+        return await rl.rollout([rl.Group(lambda: GridWalk(shows), 1, seed) for seed in new], sampler, chat, params)
+
+    new = seeds(128)
     batches = [[d for seed in seeds(16) for d in demonstration(chat, seed)] for _ in range(options.warm_steps)]
     await grpo.warm_start(client, batches, options.warm_rate)
-    params = tinker.SamplingParams(max_tokens=3)
+    before = (await walk("newest")).mean_reward
     history = await grpo.train(
         client,
         chat,
@@ -109,38 +122,45 @@ async def run(client: tinker.TrainingClient, options: argparse.Namespace) -> str
         save_every=options.save_every,
         advantages=step_advantages,
     )
-    sampler = await client.save_weights_and_get_sampling_client()
-    new = seeds(64)
-    unseen = await rl.rollout([rl.Group(GridWalk, 1, seed) for seed in new], sampler, chat, params)
-    blanks = [rl.Group(lambda: GridWalk(blank=True), 1, seed) for seed in seeds(128)]
-    control = (await rl.rollout(blanks, sampler, chat, params)).mean_reward
-    boards = seeds(256)
-    random = blind_return(boards, "NSWE")
-    blind = max(blind_return(boards, moves) for moves in ("N", "S", "W", "E", "NW", "NE", "SW", "SE"))
+    after = await walk("newest")
+    stale, control = (await walk("first")).mean_reward, (await walk("nothing")).mean_reward
+    random, blind = blind_returns()
     path = options.out / "grid_walk.png"
-    levels = {"random policy": random, "best blind policy": blind, "blank images, after": control}
-    shown = grpo.pictures_of(unseen.trajectories[0], GridWalk().reset(seed=new[0])[0][1])
-    grpo.draw(history, path, "a walk on a grid", levels, shown)
-    arrived = float(np.mean([trajectory.end == "terminated" for trajectory in unseen.trajectories]))
-    print(
-        f"return on new boards {unseen.mean_reward:.3f} ({arrived:.0%} arrived), on blank ones {control:.3f}, ", end=""
-    )
-    print(f"random policy {random:.3f}, best blind one {blind:.3f}; {path}")
-    return grpo.verdict(arrived, unseen.mean_reward >= random + 0.4 and control < blind + 0.1)
+    levels = {"first board only, after": stale, "best blind policy": blind, "blank boards, after": control}
+    shown = grpo.pictures_of(after.trajectories[0], GridWalk().reset(seed=new[0])[0][1])
+    grpo.draw(history, path, "a walk to a goal that hops", levels, shown)
+    arrived = float(np.mean([trajectory.end == "terminated" for trajectory in after.trajectories]))
+    print(f"return on new boards {before:.3f} before RL, {after.mean_reward:.3f} after ({arrived:.0%} arrived)")
+    print(f"with the first board only {stale:.3f}, on blank boards {control:.3f}, ", end="")
+    print(f"random policy {random:.3f}, best blind policy {blind:.3f}; {path}")
+    reached = after.mean_reward >= 0.8 and control < blind + 0.1 and stale < after.mean_reward - 0.2
+    return grpo.verdict(arrived, reached)
 
 
-def blind_return(seeds: list[int], moves: str) -> float:
-    """Mean return of random steps from `moves`."""
-    total = 0.0
-    for seed in seeds:
-        environment, rng = GridWalk(), np.random.default_rng(seed)
-        environment.reset(seed=seed)
-        done = False
-        while not done:
-            _, reward, terminated, truncated, _ = environment.step(str(rng.choice(list(moves))))
-            total, done = total + reward, terminated or truncated
-    return total / len(seeds)
+def blind_returns() -> tuple[float, float]:
+    """The mean return over all boards of random moves, and of the best policy that sees nothing. Both are exact.
+
+    What a policy can do without pictures is to choose a sequence of moves: this follows all of them.
+    """
+    starts = DISTANCES >= NEAREST
+    states = (starts / np.maximum(DISTANCES, 1) / starts.sum()).reshape(1, -1)  # probability / distance at the start
+    hops = (DISTANCES[:, :, None] == DISTANCES[:, None]) * (DISTANCES > 0)[:, :, None]  # [walker, goal, next goal]
+    hops = hops / np.maximum(hops.sum(2, keepdims=True), 1)
+    saved, follow = [], []
+    for cells in NEXT.values():
+        saved.append((DISTANCES - DISTANCES[cells]).reshape(-1))
+        after = np.zeros((CELLS**2,) * 4)  # [walker, goal, next walker, next goal]
+        after[np.arange(CELLS**2), :, cells] = hops[cells]
+        follow.append(after.reshape(CELLS**4, CELLS**4))
+    returns, best = np.zeros(1), 0.0
+    for turn in range(LIMIT):
+        returns = np.concatenate([returns + states @ save for save in saved])
+        best = max(best, float(returns.max()))
+        if turn + 1 < LIMIT:
+            states = np.concatenate([states @ matrix for matrix in follow])
+    return float(returns.mean()), best
 
 
 if __name__ == "__main__":
-    grpo.run_example(run, __doc__.splitlines()[0], steps=25, groups=20, group_size=4, learning_rate=2e-3)
+    defaults = {"steps": 40, "groups": 16, "group_size": 4, "learning_rate": 2e-3, "warm_steps": 16, "warm_rate": 2e-3}
+    grpo.run_example(run, __doc__.splitlines()[0], **defaults)

@@ -248,6 +248,7 @@ VISION_RL_PROMISES = (
         "kl-of-all-positions",
         (
             "examples/test_examples_rl.py::test_reward_rises_by_rl_and_not_on_blank_images",
+            "examples/test_examples_rl.py::test_walker_learns_the_way_to_a_goal_that_only_the_newest_picture_shows",
             "examples/test_examples_rl.py::test_classifier_begins_with_a_trainer_that_agrees_with_its_sampler",
         ),
     ),

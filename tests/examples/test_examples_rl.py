@@ -4,6 +4,7 @@ import importlib
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 import tinker
 import torch
+from tinker_local.backend.tiny_models import make_mosaic_vl_model
 from tinker_local.client import rl
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -18,8 +20,8 @@ SECONDS = 700
 DIVERGENCE = 0.02 if torch.cuda.is_available() else 1e-6  # bfloat16 there, float32 here
 
 
-def run(name: str, url: str, out: Path, *settings: str) -> str:
-    command = [sys.executable, "-W", "ignore", str(EXAMPLES / name), "--model", "tiny/vision", "--base-url", url]
+def run(name: str, model: str, url: str, out: Path, *settings: str) -> str:
+    command = [sys.executable, "-W", "ignore", str(EXAMPLES / name), "--model", model, "--base-url", url]
     done = subprocess.run(
         [*command, "--out", str(out), *settings],
         capture_output=True,
@@ -39,22 +41,32 @@ def test_an_rl_example_that_learned_nothing_is_not_called_a_missed_mark(monkeypa
     assert verdict(0.9, True) == ""
 
 
-@pytest.mark.more
-@pytest.mark.timeout(SECONDS + 60)
-@pytest.mark.parametrize(
-    ("name", "settings"), [("color_square", []), ("grid_walk", ["--groups", "14", "--learning-rate", "2.5e-3"])]
-)
-def test_reward_rises_by_rl_and_not_on_blank_images(
-    real_server: Any, tmp_path: Path, name: str, settings: list[str]
-) -> None:
-    """The marks are the examples' own: they fail if the return on new images is low or that on blank ones high."""
-    printed = run(f"{name}.py", real_server.url, tmp_path, *settings)
+def check_that_reward_rises(printed: str, picture: Path) -> None:
     returns = [float(value) for value in re.findall(r"return +(-?[0-9.]+) ", printed)]
     assert np.mean(returns[-3:]) > np.mean(returns[:3]) + 0.3, printed
     (kl,) = re.findall(r"KL.*: ([0-9.e+-]+)", printed)
     assert float(kl) < DIVERGENCE
-    print(printed)
-    assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.more
+@pytest.mark.timeout(SECONDS + 60)
+def test_reward_rises_by_rl_and_not_on_blank_images(real_server: Any, tmp_path: Path) -> None:
+    """The mark is the example's own: it fails if the return on new images is low or that on blank ones high."""
+    printed = run("color_square.py", "tiny/vision", real_server.url, tmp_path)
+    check_that_reward_rises(printed, tmp_path / "color_square.png")
+
+
+@pytest.mark.more
+@pytest.mark.timeout(2 * SECONDS)
+def test_walker_learns_the_way_to_a_goal_that_only_the_newest_picture_shows(
+    serve: Callable[..., Any], tmp_path: Path
+) -> None:
+    """The mark is the example's own: a high return on new boards, a low one on blank boards and on old pictures."""
+    model = make_mosaic_vl_model(tmp_path / "mosaic")
+    server = serve("--model", f"tiny/mosaic={model}", "--kv-cache", "0.25", "--max-rank", "32")
+    printed = run("grid_walk.py", "tiny/mosaic", server.url, tmp_path)
+    check_that_reward_rises(printed, tmp_path / "grid_walk.png")
 
 
 @pytest.mark.more
