@@ -2,11 +2,11 @@
 
 A Qwen3-VL whose tower reads an image of 32x32 pixels as one patch. The patch embedding averages blocks of 4x4 pixels
 into 64 brightnesses, and larger blocks into 32 numbers for red and blue. The MLP of its only layer is a convolution of
-random 3x3 filters over the brightnesses, written as a dense matrix, and an average over the four quarters of the image.
-Random convolutions with pooling are known to keep what a linear classifier needs (Saxe et al., "On random weights and
-unsupervised feature learning", ICML 2011). Of these averages the model keeps the principal components on pictures of
-random curves, beside the numbers of the patch embedding. Nothing in it has seen a digit: what the model learns, it
-learns through the API, in the language model.
+random 5x5 filters over the brightnesses, written as a dense matrix, and an average over nine overlapping parts of the
+image. Random convolutions with pooling are known to keep what a linear classifier needs (Saxe et al., "On random
+weights and unsupervised feature learning", ICML 2011). Of these averages the model keeps what tells random curves apart
+however they are bent, tilted or moved (linear discriminants, each curve a class), beside the numbers of the patch
+embedding. Nothing in it has seen a digit: what the model learns, it learns through the API, in the language model.
 """
 
 from pathlib import Path
@@ -23,13 +23,15 @@ _CELLS = 8
 _COLOUR_CELLS = 4
 _SEEN = _CELLS**2 + 2 * _COLOUR_CELLS**2
 _FILTERS = 256
-_KERNEL = 3
-_QUARTERS = 4
+_KERNEL = 5
+_PARTS = 3
 _WIDTH = 512
 _CONSTANT = 3.0
 _LINEAR = 8.0
 _OUTPUT_RMS = 0.3
-_CURVES = 1024
+_CURVES = 1000
+_COPIES = 4
+_RIDGE = 0.1
 _MLP_SCALE = 0.2
 
 # Attention is as wide as the state, so that all of an image passes it.
@@ -105,11 +107,11 @@ def _tower(weights: Weights, rng: np.random.Generator) -> Weights:
     tower[prefix + "blocks.0.mlp.linear_fc1.weight"] = first
     tower[prefix + "blocks.0.mlp.linear_fc1.bias"] = offsets
     curves = _curves(rng)
-    projection, centre = _components(_gelu(curves @ filters.T + offsets), _WIDTH - _SEEN)
+    projection, centre = _discriminants(curves, filters, offsets, _WIDTH - _SEEN)
     second = np.zeros((_WIDTH, filters.shape[0]), np.float32)
     second[_SEEN:] = projection
     bias = -constant
-    bias[: _CELLS**2] -= curves.mean(0)  # brightness, which the residual stream carries along
+    bias[: _CELLS**2] -= curves.mean((0, 1))  # brightness, which the residual stream carries along
     bias[_SEEN:] -= centre
     tower[prefix + "blocks.0.mlp.linear_fc2.weight"] = second
     tower[prefix + "blocks.0.mlp.linear_fc2.bias"] = bias
@@ -161,47 +163,56 @@ def _convolution(rng: np.random.Generator) -> tuple[Array, Array]:
 
 
 def _curves(rng: np.random.Generator) -> Array:
-    """Pictures [n, 64] of random smooth curves, white (1) on black (-1)."""
+    """Pictures [curves, copies, 64] of random curves, white (1) on black (-1); copies differ in bend and place."""
     fine = 2 * _CELLS
-    y, x = (np.mgrid[:fine, :fine] + 0.5) / 2
+    cells = (np.arange(fine) + 0.5) / 2
     along = np.linspace(0, 1, 12)[:, None]
-    pictures = np.empty((_CURVES, fine, fine), np.float32)
-    for picture in pictures:
-        points = rng.uniform(1, _CELLS - 1, (rng.integers(3, 6), 2))
-        middles = np.concatenate([points[:1], (points[1:] + points[:-1]) / 2, points[-1:]])
-        # A quadratic spline: pieces between the middles, bent by the points.
-        pieces = zip(middles[:-1], points, middles[1:], strict=True)
-        curve = np.concatenate(
-            [a * (1 - along) ** 2 + 2 * b * along * (1 - along) + c * along**2 for a, b, c in pieces]
-        )
-        distance = np.hypot(y[..., None] - curve[:, 0], x[..., None] - curve[:, 1]).min(-1)
-        picture[:] = np.clip((rng.uniform(0.4, 0.9) - distance) * 2 + 0.5, 0, 1)
-    cells = pictures.reshape(-1, _CELLS, 2, _CELLS, 2).mean((2, 4)).reshape(_CURVES, -1)
-    return np.asarray(cells * 2 - 1, np.float32)
+    pictures = np.empty((_CURVES, _COPIES, fine, fine), np.float32)
+    for copies in pictures:
+        shape = rng.uniform(1, _CELLS - 1, (rng.integers(3, 6), 2)) - _CELLS / 2
+        for picture in copies:
+            points = shape @ (np.eye(2) + 0.15 * rng.standard_normal((2, 2))) + 0.5 * rng.standard_normal(shape.shape)
+            points += _CELLS / 2 + rng.uniform(-0.6, 0.6, 2)
+            middles = np.concatenate([points[:1], (points[1:] + points[:-1]) / 2, points[-1:]])
+            # A quadratic spline: pieces between the middles, bent by the points.
+            pieces = zip(middles[:-1], points, middles[1:], strict=True)
+            curve = np.concatenate(
+                [a * (1 - along) ** 2 + 2 * b * along * (1 - along) + c * along**2 for a, b, c in pieces]
+            )
+            squares = (cells[:, None, None] - curve[:, 0]) ** 2 + (cells[:, None] - curve[:, 1]) ** 2
+            picture[:] = np.clip((rng.uniform(0.4, 0.9) - np.sqrt(squares.min(-1))) * 2 + 0.5, 0, 1)
+    means = pictures.reshape(_CURVES, _COPIES, _CELLS, 2, _CELLS, 2).mean((3, 5))
+    return np.asarray(means.reshape(_CURVES, _COPIES, -1) * 2 - 1, np.float32)
 
 
-def _components(values: Array, count: int) -> tuple[Array, Array]:
+def _discriminants(curves: Array, filters: Array, offsets: Array, count: int) -> tuple[Array, Array]:
     """What makes `count` features, of RMS 1 on average, from a convolution's output [n, filters * 64].
 
-    A matrix [count, filters * 64] and what to subtract then: the principal components of the means of quarters.
+    A matrix [count, filters * 64] and what to subtract then: directions in which the means of parts differ most between
+    curves, in units of how much they differ between copies of a curve.
     """
     pooling = _pooling()
-    pooled = values @ pooling.T
-    centre, scale = pooled.mean(0), pooled.std(0) + 0.05
-    vectors = np.linalg.svd((pooled - centre) / scale, full_matrices=False)[2][:count] / scale
+    maps = [_gelu(copies @ filters.T + offsets).reshape(-1, _FILTERS, _CELLS**2) for copies in curves.swapaxes(0, 1)]
+    pooled = np.stack([(copies @ pooling.T).reshape(_CURVES, -1) for copies in maps], 1)
+    means = pooled.mean(1)
+    centre = means.mean(0)
+    within = (pooled - means[:, None]).reshape(-1, pooled.shape[-1])
+    covariance = within.T @ within / (_CURVES * (_COPIES - 1))
+    variances, axes = np.linalg.eigh(covariance)
+    whiten = axes / np.sqrt(variances + _RIDGE * variances.mean())
+    vectors = np.linalg.svd((means - centre) @ whiten, full_matrices=False)[2][:count] @ whiten.T
     vectors /= np.sqrt(np.mean(((pooled - centre) @ vectors.T) ** 2))
-    return (vectors @ pooling).astype(np.float32), (vectors @ centre).astype(np.float32)
+    return (vectors.reshape(-1, len(pooling)) @ pooling).reshape(count, -1), vectors @ centre
 
 
 def _pooling() -> Array:
-    """Mean of each filter over each quarter of the image, [filters * 4, filters * 64]."""
-    half = _CELLS // 2
-    quarter = np.arange(_CELLS) // half
-    which = (quarter[:, None] * 2 + quarter[None]).reshape(-1)
-    mean = (which == np.arange(_QUARTERS)[:, None]) / half**2
-    return np.kron(np.eye(_FILTERS), mean).astype(np.float32)
+    """Means over 3x3 parts of the image, [9, 64]; weights fall towards the edges of a part."""
+    centres = np.linspace(1, _CELLS - 2, _PARTS)[:, None]
+    weights = np.clip(1 - np.abs(np.arange(_CELLS) - centres) / 3.5, 0, None)
+    weights /= weights.sum(1, keepdims=True)
+    return np.kron(weights, weights).astype(np.float32)
 
 
 def _gelu(x: Array) -> Array:
     """GELU in its tanh form, which the tower uses."""
-    return np.asarray(0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3))), np.float32)
+    return np.asarray(0.5 * x * (1 + np.tanh(float(np.sqrt(2 / np.pi)) * (x + 0.044715 * x**3))), np.float32)
