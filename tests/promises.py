@@ -286,7 +286,7 @@ MISTAKES = (
         "A loss reads what was recorded of samples, and trains on other tokens, other sessions' samples, or for ever",
         "records-of-nothing spans-not-compared spans-out-of-bounds prompts-have-advantages sent-logprobs-not-compared "
         "records-for-everybody use-does-not-renew-a-record records-without-bound all-records-without-bound "
-        "stable-weights-not-cut-off drifted-sequences-kept strict-losses-ignored",
+        "records-counted-twice stable-weights-not-cut-off drifted-sequences-kept strict-losses-ignored",
     ),
     Promise("loss", "A penalty on prompts makes the model memorise them", "dro-learns-prompts-by-heart"),
     Promise(

@@ -263,3 +263,20 @@ def test_records_are_bounded_in_bytes_and_the_least_recently_used_go_first(found
     assert [found(records, name) for name in "abcd"] == [True, False, True, True]
     records.add("t", [drawn("e"), drawn("f")], 3)
     assert records.bytes == 4 * size
+
+
+@pytest.mark.mutation(
+    "records-counted-twice", "recorded_samples.py", "            self.bytes -= _size(before[0])\n", "            pass\n"
+)
+def test_a_sequence_that_is_recorded_again_takes_the_place_of_the_first_on_fakes(found: Any) -> None:
+    """As many bytes are counted as there are: otherwise every later sample of the session would fail."""
+    one = RecordedSamples()
+    one.add("s", [drawn("a")], 3)
+    size = one.bytes
+    records = RecordedSamples(session_bytes=3 * size)
+    for _ in range(5):
+        records.add("s", [drawn("a", 3), drawn("b")], 3)
+        records.add("s", [drawn("a")], 3)
+    assert records.bytes == 2 * size
+    assert len(records.finder("s")("a").tokens) == 4
+    assert found(records, "b")

@@ -91,6 +91,9 @@ class _Records:
         self._kept: OrderedDict[str, tuple[RecordedSequence, float]] = OrderedDict()
 
     def add(self, sequence_id: str, record: RecordedSequence, now: float) -> None:
+        """A request that comes again after its result was read has new sequences of the same ids."""
+        if (before := self._kept.pop(sequence_id, None)) is not None:
+            self.bytes -= _size(before[0])
         self._kept[sequence_id] = record, now
         self.bytes += _size(record)
 
