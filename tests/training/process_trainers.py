@@ -147,6 +147,18 @@ class OddTrainer(FakeTrainer):
         return np.array([[p.size, p.sum()] for p in pixels], np.float32)
 
 
+class SeeingTrainer(FakeTrainer):
+    """Its adapters of the vision tower take 1000 bytes for each rank."""
+
+    def adapter_bytes(self, config: LoraConfig, optimizer: str = "adamw") -> int:
+        plain = config.model_copy(update={"train_vision": False})
+        return super().adapter_bytes(plain, optimizer) + 1000 * config.rank * config.train_vision
+
+
+def seeing() -> FakeTrainer:
+    return SeeingTrainer(FakeModel("fake/bigram"))
+
+
 def odd() -> OddTrainer:
     return OddTrainer(FakeModel("fake/bigram"))
 

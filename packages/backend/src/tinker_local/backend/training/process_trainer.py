@@ -40,26 +40,29 @@ _SIZED_RANKS = tuple(2**power for power in range(10))
 @dataclass(frozen=True, slots=True, eq=False)
 class Loaded:
     """The trainer is loaded. `adapter_bytes`: the size of an adapter at some ranks, by (optimizer, unembed, mlp,
-    attn)."""
+    attn, vision)."""
 
     vocab_size: int
     max_context_length: int
     trains: str
-    adapter_bytes: Mapping[tuple[str, bool, bool, bool], Mapping[int, int]]
+    adapter_bytes: Mapping[tuple[str, bool, bool, bool, bool], Mapping[int, int]]
 
 
 def loaded(trainer: Trainer) -> Loaded:
     """What a `ProcessTrainer` has to know of the trainer; called in its process."""
     switch = (False, True)
-    sizes = {key: adapter_sizes(trainer, *key) for key in itertools.product(OPTIMIZERS, switch, switch, switch)}
+    keys = itertools.product(OPTIMIZERS, switch, switch, switch, switch)
+    sizes = {key: adapter_sizes(trainer, *key) for key in keys}
     return Loaded(trainer.vocab_size, trainer.max_context_length, trainer.trains, sizes)
 
 
-def adapter_sizes(trainer: Trainer, optimizer: str, unembed: bool, mlp: bool, attn: bool) -> dict[int, int]:
+def adapter_sizes(
+    trainer: Trainer, optimizer: str, unembed: bool, mlp: bool, attn: bool, vision: bool
+) -> dict[int, int]:
     """The size of an adapter in bytes at each rank of 2^i that the trainer accepts."""
     sizes = {}
     for rank in _SIZED_RANKS:
-        config = LoraConfig(rank=rank, train_unembed=unembed, train_mlp=mlp, train_attn=attn)
+        config = LoraConfig(rank=rank, train_unembed=unembed, train_mlp=mlp, train_attn=attn, train_vision=vision)
         try:
             sizes[rank] = trainer.adapter_bytes(config, optimizer)
         except ApiError:
@@ -141,7 +144,9 @@ class ProcessTrainer(ProcessEngine):
 
         Sizes between two ranks are interpolated: an adapter's matrices are [rank, in] and [out, rank].
         """
-        sizes = self._adapter_bytes[optimizer, config.train_unembed, config.train_mlp, config.train_attn]
+        key = optimizer, config.train_unembed, config.train_mlp, config.train_attn
+        # A text model has no sizes with vision; its trainer refuses such an adapter when it is to make it.
+        sizes = self._adapter_bytes[*key, config.train_vision] or self._adapter_bytes[*key, False]
         if not sizes:  # nothing would be trained; the trainer raises the error
             return cast(int, self._call("adapter_bytes", config, optimizer))
         largest = max(sizes)
