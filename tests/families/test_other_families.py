@@ -165,3 +165,20 @@ def test_what_is_known_not_to_work_is_refused_with_its_reason() -> None:
     assert family_of("olmo2", "m") is OTHER
     with pytest.raises(UnsupportedError, match=r"m: model_type 'nemotron_h' is not supported: .*Mamba-2 layers"):
         family_of("nemotron_h", "m")
+
+
+@pytest.mark.parametrize(
+    ("model_type", "why"),
+    [
+        ("gpt2", "needs its layers at model.layers"),
+        ("opt", "needs its layers at model.layers"),
+        ("t5", "transformers makes no language model of model_type 't5'"),
+    ],
+)
+def test_a_model_that_is_built_otherwise_is_refused_before_engines_start(
+    model_type: str, why: str, tmp_path: Path
+) -> None:
+    transformers.AutoConfig.for_model(model_type).save_pretrained(tmp_path / "model")
+    with pytest.raises(UnsupportedError, match=why) as no:
+        asyncio.run(started(tmp_path / "model", tmp_path / "data"))
+    assert "\n" not in str(no.value)

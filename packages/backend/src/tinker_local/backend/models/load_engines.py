@@ -240,6 +240,7 @@ def load_real(source: ModelSource, options: BackendOptions, progress: Progress) 
     import torch
     from tinker_local.backend.families import NO_FAMILY, OTHER, family_of
     from tinker_local.backend.rendering.hf_text import HFText
+    from tinker_local.backend.training.load_model import check_layers
     from tinker_local.backend.training.worker import HFTrainer, trainer_of_rank
     from tinker_local.backend.vllm_engine import build_engine, compat_vllm
     from transformers import AutoConfig
@@ -250,6 +251,8 @@ def load_real(source: ModelSource, options: BackendOptions, progress: Progress) 
     family = family_of(config.model_type, source.path)
     if family is OTHER and text_config is not config:
         raise UnsupportedError(f"{source.path}: {NO_FAMILY.format(config.model_type)}")
+    if family is OTHER:
+        check_layers(config, family, source.path)
     options = replace(options, max_context_length=options.max_context_length or longrope_context(text_config))
     engine = build_engine.EngineOptions(
         source.path,

@@ -61,6 +61,33 @@ def decoder_of_sizes(config: Any, dtype: str, decoder: DecoderChoice) -> tuple[D
     return found, sum(parameter.numel() for parameter in model.parameters())
 
 
+def check_layers(config: Any, family: Family, where: str) -> None:
+    """UnsupportedError if transformers has no language model for `config`, or one without the family's decoder, its
+    layers or an LM head. Loads no weights. `where`: the model's name."""
+    kind = config.model_type
+    try:
+        model = _without_values(config, family, "float32")
+    except ValueError as error:
+        first = str(error).partition("\n")[0]
+        raise UnsupportedError(
+            f"{where}: transformers makes no language model of model_type {kind!r}: {first}"
+        ) from None
+    path = family.decoder_path
+    try:
+        for needed in (f"{path}.layers", "lm_head"):
+            model.get_submodule(needed)
+    except AttributeError as error:
+        raise UnsupportedError(
+            f"{where}: model_type {kind!r} is not supported: in transformers the model needs its layers at "
+            f"{path}.layers and its LM head at lm_head ({error})"
+        ) from None
+    if getattr(config.get_text_config(), "max_position_embeddings", None) is None:
+        raise UnsupportedError(
+            f"{where}: model_type {kind!r} is not supported: its config has no max_position_embeddings, the longest "
+            "sequence that it takes"
+        )
+
+
 def tower_of_sizes(config: Any, dtype: str) -> VisionTower | None:
     """The same of the vision tower."""
     family = family_of(config.model_type, config.name_or_path)
