@@ -162,5 +162,12 @@ def blind_returns() -> tuple[float, float]:
 
 
 if __name__ == "__main__":
-    defaults = {"steps": 40, "groups": 16, "group_size": 4, "learning_rate": 2e-3, "warm_steps": 16, "warm_rate": 2e-3}
+    defaults = {
+        "steps": 40,
+        "groups": 16,
+        "group_size": 4,
+        "learning_rate": 1.5e-3,
+        "warm_steps": 16,
+        "warm_rate": 2e-3,
+    }
     grpo.run_example(run, __doc__.splitlines()[0], **defaults)

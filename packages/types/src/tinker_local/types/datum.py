@@ -272,11 +272,15 @@ def _check_csr(shape: tuple[int, ...] | None, crow: Int64Array, col: Int64Array,
         raise ValueError(f"sparse_col_indices: must rise within a row, found {col[at + 1]} after {col[at]}")
 
 
+LONGEST_SEQUENCE_ID = 1024
+"""Characters. Those of this server have about 70."""
+
+
 class ProvenanceSpan(Frozen):
     """`length` positions taken from a sampled sequence's prompt or from its sampled tokens."""
 
     source: Literal["prompt", "sampled"]
-    sequence_id: Annotated[str, Field(min_length=1)]
+    sequence_id: Annotated[str, Field(min_length=1, max_length=LONGEST_SEQUENCE_ID)]
     offset: Annotated[int, Field(ge=0)] = 0
     length: Annotated[int, Field(ge=0)]
 

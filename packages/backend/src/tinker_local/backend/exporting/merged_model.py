@@ -24,8 +24,8 @@ SHARD_BYTES = 4 * 2**30
 
 _NOT_COPIED = {"readme.md", ".gitattributes", INDEX, "config.json"}
 _DRAFT = "mtp."
-"""What begins the names of layers that predict several tokens at once. They are no part of transformers' models, and
-stay as they are."""
+"""What begins the names of layers that predict several tokens at once. transformers' models lack
+them, and they stay as they are."""
 _WEIGHTS = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx"}
 
 

@@ -103,7 +103,7 @@ def qwen3_5_settings(shape: TextShape) -> dict[str, Any]:
 
 
 def qwen3_5_moe_settings(shape: TextShape) -> dict[str, Any]:
-    """The shared expert has a width of its own, too."""
+    """The shared expert has another width, too."""
     return {
         **qwen3_5_settings(shape),
         **expert_settings(shape),
