@@ -152,7 +152,7 @@ def test_what_cannot_work_is_refused_before_anything_is_loaded_on_fakes(
     monkeypatch.setattr("tinker_local.backend.cli.serve._serve", went_on)
     (tmp_path / "empty").mkdir()
     (tmp_path / "odd").mkdir()
-    (tmp_path / "odd" / "config.json").write_text(json.dumps({"model_type": "oracle"}))
+    (tmp_path / "odd" / "config.json").write_text(json.dumps({"model_type": "nemotron_h"}))
     for name, content in (("cut", b'{"model_type": '), ("list", b"[1]"), ("bytes", b"\xff\xfe")):
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_bytes(content)
@@ -163,7 +163,7 @@ def test_what_cannot_work_is_refused_before_anything_is_loaded_on_fakes(
         (["serve", "--model", "x="], "NAME"),
         (["serve", "--model", f"m={tmp_path}/nothing"], "there is no folder"),
         (["serve", "--model", f"m={tmp_path}/empty"], "no config.json"),
-        (["serve", "--model", f"m={tmp_path}/odd"], "oracle"),
+        (["serve", "--model", f"m={tmp_path}/odd"], "Mamba-2 layers"),
         (["serve", "--model", f"m={tmp_path}/cut"], f"{tmp_path}/cut/config.json"),
         (["serve", "--model", f"m={tmp_path}/list"], f"{tmp_path}/list/config.json"),
         (["serve", "--model", f"m={tmp_path}/bytes"], f"{tmp_path}/bytes/config.json"),

@@ -214,7 +214,7 @@ def drawn(name: str, tokens: int = 4) -> SampledSequence:
 def found() -> Callable[[RecordedSamples, str], bool]:
     def find(records: RecordedSamples, name: str) -> bool:
         try:
-            records.finder("s")(name)
+            records.find("s", name)
         except InvalidRequestError:
             return False
         return True
@@ -278,5 +278,5 @@ def test_a_sequence_that_is_recorded_again_takes_the_place_of_the_first_on_fakes
         records.add("s", [drawn("a", 3), drawn("b")], 3)
         records.add("s", [drawn("a")], 3)
     assert records.bytes == 2 * size
-    assert len(records.finder("s")("a").tokens) == 4
+    assert len(records.find("s", "a").tokens) == 4
     assert found(records, "b")

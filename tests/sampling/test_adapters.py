@@ -173,7 +173,7 @@ def configure(**values: Any) -> Callable[[Path], None]:
     [
         (truncate, "cannot be read"),
         (rename_module, "vLLM does not use the tensors of .*layers.9"),
-        (add_vision_tensors, "vLLM does not use the tensors of visual"),
+        (add_vision_tensors, "it changes the vision tower, .*; start the server with --train-vision"),
         (drop_a_matrix, "o_proj.lora_B.weight is not a LoRA matrix, or the other one of its pair is missing"),
         (rename_matrix, "o_proj.lora_[BC].weight is not a LoRA matrix"),
         (wrong_shape, "o_proj is 7 to 64 wide in the adapter, and 128 to 64 in the model"),

@@ -99,7 +99,7 @@ def test_training_is_the_same_inline_and_in_a_process(
 
 
 def test_an_unsupported_model_is_the_same_error_in_a_process(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
+    (tmp_path / "config.json").write_text('{"model_type": "nemotron_h"}')
     with pytest.raises(UnsupportedError) as inline:
         HFTrainer(str(tmp_path), name="gpt")
     with pytest.raises(UnsupportedError) as apart:

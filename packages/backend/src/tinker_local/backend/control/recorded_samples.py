@@ -4,11 +4,10 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from functools import partial
 
 import numpy as np
 from tinker_local.backend.scheduling.operations import OBJECT_BYTES
-from tinker_local.backend.training.losses.recorded import FindRecord, RecordedSequence
+from tinker_local.backend.training.losses.recorded import RecordedSequence
 from tinker_local.types import InvalidRequestError, SampledSequence
 
 LIFETIME = 24 * 60 * 60.0
@@ -65,11 +64,8 @@ class RecordedSamples:
         with self._changing:
             self._sessions.pop(session_id, None)
 
-    def finder(self, session_id: str) -> FindRecord:
-        """How a request of a training run of this session finds records."""
-        return partial(self._find, session_id)
-
-    def _find(self, session_id: str, sequence_id: str) -> RecordedSequence:
+    def find(self, session_id: str, sequence_id: str) -> RecordedSequence:
+        """A record, for a training run of this session; InvalidRequestError if there is none."""
         now = self._clock()
         with self._changing:
             records = self._sessions.get(session_id)

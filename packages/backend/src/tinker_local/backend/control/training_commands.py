@@ -117,7 +117,7 @@ class Training:
             return model
         base = model.base
 
-        find_record = self._recorded.finder(model.record.session_id)
+        find_record = partial(self._recorded.find, model.record.session_id)
         work_steps = prepare_work(base, model_id, decoding, find_record, strict_losses=self._strict_losses)
         steps, targets = in_stage(operation.timeline, work_steps), 0
 
