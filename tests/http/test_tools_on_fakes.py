@@ -153,8 +153,10 @@ def test_anthropics_client_calls_tools_whole_and_streamed_over_turns_on_fakes(cl
     call = f"<call>{block.name} {json.dumps(block.input)}</call>"
     assert counted == len(f"user:hi\nassistant:{call}\ntool:Error: no such city\nuser:and now?\nassistant:")
     assert claude.messages.count_tokens(model=BASE, messages=turns, tools=CLIENT_TOOLS).input_tokens > counted
-    kinds = set()
-    for _ in range(12):
+    kinds: set[tuple[str, ...]] = set()
+    for _ in range(300):  # they are drawn without a seed, which this API does not have
+        if kinds >= {("text",), ("tool_use",)}:
+            break
         with claude.messages.stream(**{**given, "messages": turns}) as stream:
             begun = [event.content_block.type for event in stream if event.type == "content_block_start"]
             message = stream.get_final_message()
