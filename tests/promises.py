@@ -61,7 +61,7 @@ PROMISES = (
         "logprobs-after-the-cut logprobs-without-temperature small-temperatures-raised temperature-0-is-1 "
         "one-pass-without-noise one-pass-logprob-unscaled one-pass-ignores-seeds "
         "trainers-positions frequencies-by-the-row yarn-by-the-size-of-the-table "
-        "experts-without-adapters-in-vllm",
+        "experts-without-adapters-in-vllm experts-come-first",
         (
             "sampling/test_sampled_logprobs.py::test_a_batch_that_mixes_all_settings_agrees_with_hf",
             "e2e/test_agreement.py::test_sampled_logprobs_are_the_trainers",

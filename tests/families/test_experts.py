@@ -434,3 +434,29 @@ def test_each_target_alone_reaches_the_sampler(family: str, folder: Folder, tmp_
         if name != "base":
             effect = float(np.abs(ours - trainer.logprobs(None, whole))[is_text].max())
             assert effect > 0.02, f"{name} changes logprobs by {effect:.2g}"
+
+
+@pytest.mark.mutation(
+    "experts-come-first", "vllm_experts.py", "parallel_state._EP is None", "parallel_state._EP is parallel_state"
+)
+def test_a_model_with_experts_may_come_after_one_without(
+    folder: Folder, tiny_models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM makes its groups of ranks with the first engine of a process, here or in an earlier test."""
+    from vllm.distributed import parallel_state
+
+    async def sampled(model: Path) -> Any:
+        options = EngineOptions(str(model), max_rank=16, kv_cache_bytes=2**26)
+        sampler = VLLMSampler(options, EngineThread())
+        try:
+            return await sampler.sample(SampleWork(prompt, None, SamplingParams(max_tokens=3, seed=0, stop=[])))
+        finally:
+            await sampler.close()
+
+    prompt = RenderedInput(tokens(0, 9))
+    asyncio.run(sampled(tiny_models["tiny/text"]))
+    monkeypatch.setattr(parallel_state, "_EP", None)
+    (sequence,) = asyncio.run(sampled(folder("qwen3_moe"))).sequences
+    whole = replace(prompt, token_ids=np.concatenate([prompt.token_ids, sequence.tokens.astype(np.int32)]))
+    ours = new_trainer(folder("qwen3_moe")).logprobs(None, whole)
+    np.testing.assert_allclose(sequence.logprobs, ours[len(prompt.token_ids) - 1 :], atol=1e-4, rtol=0)

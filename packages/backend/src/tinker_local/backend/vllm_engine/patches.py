@@ -260,6 +260,15 @@ PATCHES = (
         to_config=vllm_experts.share_factors,
     ),
     Patch(
+        "a model with experts may come after one without",
+        "the first engine of a process makes vLLM's groups of ranks, and the group of experts only if its model has any",
+        "0.26 to 0.32",
+        ("_EP",),
+        ("families/test_experts.py::test_a_model_with_experts_may_come_after_one_without",),
+        used_in=("vllm_experts.py",),
+        to_config=vllm_experts.make_group_of_experts,
+    ),
+    Patch(
         "adapters of gate and up change the numbers where gpt-oss has them, which take turns",
         "older kernels add them as if gate came first; newer ones do what the patch does",
         "0.26",

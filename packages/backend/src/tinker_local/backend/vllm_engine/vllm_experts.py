@@ -27,6 +27,22 @@ def share_factors(config: Any, _: int) -> None:
         config.lora_config.enable_mixed_moe_lora_format = getattr(found, "is_3d_moe_weight", False)
 
 
+def make_group_of_experts(config: Any, _: int) -> None:
+    """Have vLLM know which ranks share the experts of a model of vLLM's `config`: it makes its groups with the first
+    engine of a process, and this one only for a model with experts."""
+    from vllm.distributed import parallel_state
+
+    if not config.model_config.is_moe or not parallel_state.model_parallel_is_initialized():
+        return
+    if parallel_state._EP is None:
+        world = parallel_state.get_world_group()
+        backend = torch.distributed.get_backend(world.device_group)
+        # Engines have no data parallelism, so all ranks of one are in one group.
+        parallel_state._EP = parallel_state.init_model_parallel_group(
+            [world.ranks], world.local_rank, backend, group_name="ep"
+        )
+
+
 def interleave_gate_and_up(config: Any, _: int) -> None:
     """Have vLLM's kernels add adapters of gate and up to the numbers where a model of vLLM's `config` has them: older
     ones have gate first."""
@@ -35,7 +51,7 @@ def interleave_gate_and_up(config: Any, _: int) -> None:
         return
     mixin: Any = importlib.import_module("vllm.model_executor.layers.fused_moe.experts.lora_experts_mixin")
     original = mixin.LoRAExpertsMixin.apply_w13_lora
-    if "interleave" not in inspect.getsource(original):
+    if not hasattr(original, "__wrapped__") and "interleave" not in inspect.getsource(original):
         mixin.LoRAExpertsMixin.apply_w13_lora = interleaving(original)
 
 
