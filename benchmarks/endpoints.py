@@ -26,6 +26,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
+import numpy as np
 from engine import room_for_models
 from harness import machine, processes, report
 from harness.lines import Line
@@ -36,6 +37,7 @@ STREAMS = {"full": 64, "tiny": 4}
 TOKENS = {"full": (256, 256), "tiny": (8, 8)}
 """Of a prompt, and of its completion."""
 ROUNDS = 3
+SAVES = 6
 START_SECONDS = 400.0
 RATIOS = [
     Ratio("streamed tokens/s, ours / vLLM's server", "endpoints.ours", ("endpoints.vllm",), 0.97),
@@ -89,7 +91,6 @@ async def stream(http: Any, url: str, model: str, prompt: Sequence[int], tokens:
 async def client(job: dict[str, Any]) -> dict[str, list[float]]:
     """Rates and first tokens of all rounds; one before them warms up."""
     import httpx
-    import numpy as np
 
     rng = np.random.default_rng(0)
     rates, firsts = [], []
@@ -177,19 +178,34 @@ def of_ours(scale: Scale, model: Path, folder: Path, url: str) -> list[str]:
     return [*command, "--port", url.rpartition(":")[2], "--data-dir", str(folder / "data")]
 
 
-def checkpoint(url: str, rank: int) -> tuple[str, float]:
-    """A sampler version of a new run, and the seconds from the call that saves it to its first token."""
+def checkpoints(url: str, rank: int) -> tuple[str, list[tuple[float, float]]]:
+    """The path of a sampler version, and for each of some: seconds of the call that saves it, after a step of
+    training, and from then to the first token of its first answer."""
     import httpx
     import tinker
 
-    with contextlib.redirect_stdout(sys.stderr):
+    seconds = []
+    with contextlib.redirect_stdout(sys.stderr), httpx.Client(timeout=60, trust_env=False) as http:
         service = tinker.ServiceClient(base_url=url, api_key="tml-bench")
         run = service.create_lora_training_client("bench/text", rank=rank, train_unembed=False).result()
-        start = time.perf_counter()
-        path = run.save_weights_for_sampler("bench").result().path
-        body = {"model": path, "prompt": [5, 6, 7], "max_tokens": 1}
-        httpx.post(f"{url}/v1/completions", json=body, timeout=60, trust_env=False).raise_for_status()
-        return path, time.perf_counter() - start
+        tokens = tinker.ModelInput.from_ints([5, 6, 7])
+        inputs = {"target_tokens": tinker.TensorData.from_numpy(np.array([6, 7, 8]))}
+        for number in range(SAVES):
+            run.forward_backward([tinker.Datum(model_input=tokens, loss_fn_inputs=inputs)], "cross_entropy").result()
+            run.optim_step(tinker.AdamParams(learning_rate=1e-4)).result()
+            start = time.perf_counter()
+            path = run.save_weights_for_sampler(f"bench{number}").result().path
+            saved = time.perf_counter()
+            body = {"model": path, "prompt": [5, 6, 7], "max_tokens": 1}
+            http.post(f"{url}/v1/completions", json=body).raise_for_status()
+            seconds.append((saved - start, time.perf_counter() - saved))
+        return path, seconds
+
+
+def of_saves(seconds: Sequence[tuple[float, float]]) -> Line:
+    first, *others = (f"{1000 * save:.0f} + {1000 * answer:.0f}" for save, answer in seconds)
+    note = f"over HTTP, save + one token; the first, which warms up: {first}; then {', '.join(others)}"
+    return Line("endpoints.save_to_answer", 1000 * statistics.median(sum(one) for one in seconds[1:]), "ms", note=note)
 
 
 def measure(scale: Scale, name: str, url: str, model: str, log: TextIO, note: str) -> list[Line]:
@@ -240,8 +256,8 @@ def run(options: argparse.Namespace, models: Path, folder: Path, log: TextIO) ->
             else:
                 command = of_ours(scale, model, folder, url)
                 with serving(command, environment, url, "/api/v1/healthz", log) as seconds:
-                    served, first = checkpoint(url, scale.rank)
-                    lines.append(Line("endpoints.save_to_answer", 1000 * first, "ms", note="over HTTP, one token"))
+                    served, saves = checkpoints(url, scale.rank)
+                    lines.append(of_saves(saves))
                     lines += measure(scale, name, url, served, log, f"up in {seconds:.0f} s")
         except (RuntimeError, subprocess.CalledProcessError) as error:
             lines.append(Line(f"endpoints.{name}", error=re.sub(r"\s+", " ", str(error))[:300]))
