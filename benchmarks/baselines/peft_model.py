@@ -29,7 +29,7 @@ def text_model(shape: TextShape, attention: str) -> Any:
         torch.set_default_dtype(before)
 
 
-def with_lora(model: Any, rank: int, *, within: str, in_compute_dtype: bool) -> Any:
+def with_lora(model: Any, rank: int, *, within: str, in_compute_dtype: bool, projections: str = PROJECTIONS) -> Any:
     """`model` wrapped by PEFT in train mode, with one adapter on the projections whose path contains `within`.
 
     PEFT keeps adapters in float32; `in_compute_dtype` casts them to the model's type instead, which few people do.
@@ -38,7 +38,7 @@ def with_lora(model: Any, rank: int, *, within: str, in_compute_dtype: bool) -> 
 
     model.requires_grad_(False)
     wrapped = get_peft_model(
-        model, LoraConfig(r=rank, lora_alpha=32, target_modules=rf".*{within}.*\.({PROJECTIONS})", lora_dropout=0.0)
+        model, LoraConfig(r=rank, lora_alpha=32, target_modules=rf".*{within}.*\.({projections})", lora_dropout=0.0)
     )
     if in_compute_dtype:
         cast_adapters(wrapped)

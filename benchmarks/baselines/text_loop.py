@@ -45,11 +45,16 @@ class TextLoop:
             segments.register()
         model = text_model(scale.text, segments.NAME if variant.packed else "sdpa")
         self.parameters = sum(parameter.numel() for parameter in model.parameters())
-        self._wrapped = with_lora(model, scale.rank, within="layers", in_compute_dtype=variant.bf16_adapters)
+        wrapped = with_lora(model, scale.rank, within="layers", in_compute_dtype=variant.bf16_adapters)
         if variant.liger:
             from liger_kernel.transformers import apply_liger_kernel_to_qwen3
 
             apply_liger_kernel_to_qwen3(model=model, fused_linear_cross_entropy=False, cross_entropy=False)
+        self._adopt(scale, variant, sequences, model, wrapped)
+
+    def _adopt(self, scale: Scale, variant: Variant, sequences: Sequence[Any], model: Any, wrapped: Any) -> None:
+        """Train `model`, which PEFT has `wrapped`."""
+        self._wrapped = wrapped
         if variant.recompute:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         self._model = model

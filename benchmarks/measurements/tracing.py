@@ -40,7 +40,7 @@ class Event:
     duration: float
 
 
-def measure(scale: Scale, models: Path, trainer: Any) -> None:
+def measure(scale: Scale, models: Path, trainer: Any, name: str = "trace") -> None:
     """One step of `text.ours` after a warm-up: prints the share of each kind and the slowest kernels."""
     import torch
     from tinker_local.types import LoraConfig
@@ -62,9 +62,9 @@ def measure(scale: Scale, models: Path, trainer: Any) -> None:
     events = device_events(trace["traceEvents"], on_gpu=on_gpu)
     seconds = span(events) / 1e6
     for kind, share in shares(events).items():
-        Line(f"trace.{kind}", 100 * share, "% of a step", note=f"of {seconds:.3f} s").emit()
-    for name, microseconds in longest(events, 12):
-        Line(f"trace.kernel: {name[:70]}", microseconds / 1e3, "ms a step", note=kind_of(name)).emit()
+        Line(f"{name}.{kind}", 100 * share, "% of a step", note=f"of {seconds:.3f} s").emit()
+    for kernel, microseconds in longest(events, 12):
+        Line(f"{name}.kernel: {kernel[:70]}", microseconds / 1e3, "ms a step", note=kind_of(kernel)).emit()
 
 
 def _trace(profile: Any) -> Any:

@@ -1,0 +1,89 @@
+"""Train models of several families in real shapes: tokens per second of a step of LoRA, and peak memory.
+
+    python benchmarks/families.py --out benchmarks/results                    # a GPU with 140 GiB, about ten minutes
+    python benchmarks/families.py --shapes qwen3.5-9b --out benchmarks/results
+    python benchmarks/families.py --tiny                                      # the same code on a CPU
+
+Random weights, written one after the other and deleted again. The step is that of `text.ours` in engine.py.
+"""
+
+import argparse
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+
+from engine import room_for_models
+from harness import machine, processes, report
+from harness.lines import Line
+from harness.ratios import Ratio
+from harness.shapes import SHAPES
+
+SECONDS = 400.0
+"""Most that a shape may take, its weights included."""
+RATIOS = [
+    *(
+        Ratio(
+            f"{name}: ours / packed loop",
+            f"{name}.ours",
+            (f"{name}.packed_bf16", f"{name}.packed_bf16_recompute"),
+            1.15,
+        )
+        for name, shape in SHAPES.items()
+        if shape.loop
+    ),
+    *(
+        Ratio(f"{name}: 8 adapters / one", f"{name}.co_batched", (f"{name}.ours",), 0.9)
+        for name, shape in SHAPES.items()
+    ),
+    *(
+        Ratio(f"{name}: experts / their grouped products alone", f"{name}.experts", (f"{name}.products",), 0.7)
+        for name, shape in SHAPES.items()
+        if shape.experts
+    ),
+]
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tiny", action="store_true", help="tiny models; fails if anything does")
+    parser.add_argument("--shapes", default=",".join(SHAPES), metavar="NAME,…", help=f"of {', '.join(SHAPES)}")
+    parser.add_argument("--trace", action="store_true", help="also print where the time of a step goes")
+    parser.add_argument("--out", type=Path, help="folder for dated files of the result")
+    parser.add_argument("--log", type=Path, help="file for other output (default: a temporary one)")
+    options = parser.parse_args()
+    options.chosen = options.shapes.split(",")
+    for name in options.chosen:
+        if name not in SHAPES:
+            parser.error(f"--shapes {name}: no such shape; there are {', '.join(SHAPES)}")
+    if not options.tiny and not machine.gpu():
+        parser.error("no NVIDIA GPU here; --tiny runs the same code on a CPU")
+    return options
+
+
+def main() -> int:
+    options = arguments()
+    scale = "tiny" if options.tiny else "full"
+    lines: list[Line] = []
+    log_file = options.log or Path(tempfile.gettempdir()) / "tinker-local-families.log"
+    with log_file.open("w") as log:
+        for name in options.chosen:
+            # Every process has all of the GPU's memory, and its weights are gone before the next one writes.
+            folder = Path(tempfile.mkdtemp(dir=None if options.tiny else room_for_models(), prefix="family-"))
+            try:
+                trace = ["trace"] if options.trace else []
+                outcome = processes.run(["measurements.family", scale, name, str(folder), *trace], SECONDS, log)
+            finally:
+                shutil.rmtree(folder)
+            lines += outcome.lines
+            if outcome.fault:
+                lines.append(Line(name, error=outcome.fault[:300]))
+                processes.show(lines[-1])
+            print(f"-- {name}: {outcome.seconds:.0f} s", flush=True)
+    report.show("families", lines, options.out, tiny=options.tiny, ratios=RATIOS)
+    print(f"other output: {log_file}")
+    return 1 if options.tiny and any(line.error for line in lines) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
