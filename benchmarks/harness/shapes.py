@@ -7,12 +7,12 @@ from typing import Any, Literal
 @dataclass(frozen=True, slots=True)
 class Shape:
     """`family`: the tiny model whose other settings and tokenizer it has. `settings`: of its config. `loop`: whether a
-    loop by hand is measured beside it. `experts`: how many, and how many of them compute a token; none if 0."""
+    loop by hand is measured beside it. `experts`: whether tokens go to some of many."""
 
     family: Literal["qwen3_5_text", "qwen3_moe", "llama", "mistral", "gpt_oss"]
     settings: dict[str, Any]
     loop: bool = True
-    experts: tuple[int, int] = (0, 0)
+    experts: bool = False
 
 
 def _sizes(hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int, vocab: int) -> dict[str, Any]:
@@ -52,7 +52,7 @@ SHAPES = {
         _sizes(2048, 6144, 48, 32, 4, 151936)
         | {"head_dim": 128, "moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8},
         loop=False,
-        experts=(128, 8),
+        experts=True,
     ),
     "llama-3.1-8b": Shape("llama", _sizes(4096, 14336, 32, 32, 8, 128256) | {"head_dim": 128}),
     "mistral-7b": Shape("mistral", _sizes(4096, 14336, 32, 32, 8, 32768) | {"head_dim": 128, "sliding_window": None}),
@@ -67,7 +67,7 @@ SHAPES = {
             "layer_types": ["sliding_attention", "full_attention"] * 12,
         },
         loop=False,
-        experts=(32, 4),
+        experts=True,
     ),
 }
 """Names of the command line, the most important first."""

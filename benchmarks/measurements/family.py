@@ -31,6 +31,7 @@ def write_model(scale: Scale, shape: Shape, out: Path) -> int:
     if scale.name == "full":
         for old in out.glob("*.safetensors"):
             old.unlink()
+        config.pop("num_local_experts", None)  # another name of `num_experts` in some configs
         config |= shape.settings | {"dtype": "bfloat16"}
         model_class: Any = getattr(transformers, TEXT_FAMILIES[shape.family].model_class)
         model = random_model(model_class, model_class.config_class(**config))
@@ -38,11 +39,10 @@ def write_model(scale: Scale, shape: Shape, out: Path) -> int:
     return int(config["vocab_size"])
 
 
-def computed(shape: Shape, config: dict[str, Any], parameters: int) -> int:
+def computed(config: dict[str, Any], parameters: int) -> int:
     """Of `parameters`, those that compute a token: of experts, the ones it is sent to."""
-    experts, chosen = shape.experts
-    if not experts:
-        return parameters
+    experts = config.get("num_local_experts", config.get("num_experts", 0))
+    chosen = config.get("num_experts_per_tok", 0)
     width = config.get("moe_intermediate_size", config["intermediate_size"])
     each = 3 * config["hidden_size"] * width * config["num_hidden_layers"]
     return parameters - (experts - chosen) * each
@@ -104,7 +104,7 @@ def experts(scale: Scale, name: str, shape: Shape, config: dict[str, Any]) -> No
     from tinker_local.backend.training.lora_batch import LowRank
 
     device, dtype = timing.device(), torch.bfloat16 if timing.device() == "cuda" else torch.float32
-    count, chosen = shape.experts if scale.name == "full" else (8, 2)
+    count, chosen = config.get("num_local_experts", config.get("num_experts")), config["num_experts_per_tok"]
     hidden, width = config["hidden_size"], config.get("moe_intermediate_size", config["intermediate_size"])
     rows, rank = scale.micro_batch_tokens, scale.rank
 
@@ -163,13 +163,15 @@ def main(arguments: list[str]) -> None:
     collect()
     scale = dataclasses.replace(scale, text=dataclasses.replace(scale.text, vocab=vocab))
     config = json.loads((folder / "config.json").read_text())
-    parameters = computed(shape, config, parameters_of(folder))
+    whole = parameters_of(folder)
+    parameters = computed(config, whole)
+    Line(f"{name}.parameters", whole / 1e9, "billion", note=f"{parameters / 1e9:.2f} of them compute a token").emit()
     steps: list[tuple[str, Callable[[], None]]] = [
         ("ours", lambda: ours(scale, name, folder, parameters, trace=trace)),
     ]
     if shape.loop:
         steps.append(("packed_bf16", lambda: loops(scale, name, folder, parameters)))
-    if shape.experts[0]:
+    if shape.experts:
         steps.append(("experts", lambda: experts(scale, name, shape, config)))
     for line, step in steps:
         try:

@@ -57,6 +57,8 @@ def check_kernels(
     norm = draw(size) if has_norm else None
     cos, sin, gate_up = draw(rows, rotary or size), draw(rows, rotary or size), draw(rows, 2 * width)
     logits, scale = draw(rows, width) * 5, torch.randn(rows, generator=generator, device=device)
+    shares, scores = draw(rows), draw(2, 4)
+    places = torch.randint(rows, (2, 4), generator=generator, device=device)
     off = rows - 1
     scale[off] = 0
     logits[off, 0] = float("nan")
@@ -75,6 +77,7 @@ def check_kernels(
         logsumexp = kernels.logsumexp(cast(logits))
         grad_gate_up, value = kernels.swiglu_backward(cast(grad), cast(gate_up))
         assert logsumexp[off].isnan()
+        routed = kernels.routed_swiglu_backward(cast(grad), cast(gate_up), cast(shares))
         seen.append(
             {
                 "rms_norm": kernels.rms_norm(cast(x), cast(weight), 1e-6),
@@ -84,6 +87,9 @@ def check_kernels(
                 "swiglu": kernels.swiglu(cast(gate_up)),
                 "grad_gate_up": grad_gate_up,
                 "swiglu again": value,
+                **dict(zip(("routed grad_gate_up", "routed value", "grad_shares"), routed, strict=True)),
+                "weighted sum": kernels.weighted_sum(cast(x), places, cast(scores)),
+                "sum": kernels.weighted_sum(cast(x), places, None),
                 "logsumexp": logsumexp[:off],
                 "scaled_softmax": kernels.scaled_softmax(cast(logits), logsumexp, scale),
             }

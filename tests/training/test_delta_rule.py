@@ -140,3 +140,11 @@ def test_chunks_of_a_row_begin_with_the_first_of_each_segment_by_falling_length(
     assert (chunks.alive, chunks.size) == ([3, 1, 1], 64)
     starts = [3 * 0, 3, 3 + 64, 3 + 128, 3 + 130]
     np.testing.assert_array_equal(chunks.places[starts], [128, 0, 192, 256, 64])
+
+
+@pytest.mark.mutation("wrong-gradients-on-hopper", "delta_rule.py", "return major != 9 or", "return True or")
+def test_fla_does_not_compute_where_its_gradients_are_wrong() -> None:
+    wrong = [(9, "3.4.0"), (9, "3.6.0"), (9, "3.7.0")]
+    right = [(9, "3.3.1"), (9, "3.7.1"), (9, "3.8.0+git1"), (8, "3.6.0"), (10, "3.6.0")]
+    assert [delta_rule.gradients_are_right(*each) for each in wrong] == [False] * 3
+    assert [delta_rule.gradients_are_right(*each) for each in right] == [True] * 5

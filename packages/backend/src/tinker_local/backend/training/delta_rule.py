@@ -5,7 +5,7 @@ Each value head keeps a state S [K, V], zero where a segment begins. With k and 
     S <- exp(g) S,    S <- S + k beta (v - k^T S)^T,    o = S^T q / sqrt(K)
 
 Around it, as Qwen3.5 has it: a causal convolution with SiLU before, and a norm with a gate after. CUDA in 16 bits uses
-the kernels of `fla-core` if it is installed; anything else uses `_chunked`, in plain torch. Legend: T positions, N key
+the kernels of `fla-core` where they are right; anything else uses `_chunked`, in plain torch. Legend: T positions, N key
 heads, M value heads (a multiple of N), K and V the sizes of their heads, C = 2 N K + M V, W taps of the convolution,
 S segments, c positions of a chunk."""
 
@@ -13,6 +13,7 @@ import functools
 import importlib
 import importlib.util
 import itertools
+import re
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -241,16 +242,34 @@ class FlaKernels:
         return output
 
 
-def has_kernels() -> bool:
-    """Whether `fla-core` is installed. It is imported on CUDA alone: without a GPU its import fails."""
-    return importlib.util.find_spec("fla") is not None
+def kernels_for(device: torch.device, dtype: torch.dtype) -> tuple[FlaKernels | None, str]:
+    """The kernels for activations of `dtype` on `device`, or None for plain torch, and in words what computes."""
+    if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
+        return None, "plain torch"
+    return _on_cuda(torch.cuda.get_device_capability(device)[0])
 
 
 @functools.cache
-def _fla_kernels() -> FlaKernels:
-    return FlaKernels()
+def _on_cuda(major: int) -> tuple[FlaKernels | None, str]:
+    """For GPUs of this compute capability. `fla` is imported on CUDA alone: without a GPU its import fails."""
+    if importlib.util.find_spec("fla") is None:
+        return None, "plain torch, which is slower than fla-core (pip install fla-core)"
+    triton = str(importlib.import_module("triton").__version__)
+    if not gradients_are_right(major, triton):
+        return None, (
+            f"plain torch, since gradients of fla-core are wrong on this GPU with Triton {triton} (3.7.1 is right)"
+        )
+    return FlaKernels(), "fla-core"
+
+
+def gradients_are_right(major: int, triton: str) -> bool:
+    """Whether `fla` computes right gradients on GPUs of this compute capability: not on Hopper with Triton from 3.4 to
+    before 3.7.1, which miscompiles `chunk_bwd_dqkwg` (fla-org/flash-linear-attention#640). New versions of `fla` refuse to,
+    old ones do not."""
+    numbers = tuple(int(part) for part in re.findall(r"\d+", triton)[:3])
+    return major != 9 or not (3, 4) <= numbers < (3, 7, 1)
 
 
 def _kernels(x: torch.Tensor) -> FlaKernels | None:
     """The kernels for activations like `x`; None for plain torch."""
-    return _fla_kernels() if x.is_cuda and x.dtype in (torch.bfloat16, torch.float16) and has_kernels() else None
+    return kernels_for(x.device, x.dtype)[0]

@@ -34,9 +34,10 @@ class Gating(Protocol):
         """[S, 2 I] -> [S, I]."""
 
     def backward(
-        self, grad: torch.Tensor, gate_up: torch.Tensor, kernels: Kernels
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The gradient of `gate_up`, and the forward's output. May overwrite both inputs."""
+        self, grad: torch.Tensor, gate_up: torch.Tensor, shares: torch.Tensor, kernels: Kernels
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """From the gradient of `shares` [S] times the output: those of `gate_up` and of `shares`, and between them the
+        output without its share. May overwrite `grad` and `gate_up`."""
 
 
 class SiluGating:
@@ -52,9 +53,9 @@ class SiluGating:
         return kernels.swiglu(gate_up)
 
     def backward(
-        self, grad: torch.Tensor, gate_up: torch.Tensor, kernels: Kernels
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        return kernels.swiglu_backward(grad, gate_up)
+        self, grad: torch.Tensor, gate_up: torch.Tensor, shares: torch.Tensor, kernels: Kernels
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        return kernels.routed_swiglu_backward(grad, gate_up, shares)
 
 
 SILU = SiluGating()
@@ -77,18 +78,21 @@ class ClampedGating:
         return (up + 1) * (gate * torch.sigmoid(self.alpha * gate))
 
     def backward(
-        self, grad: torch.Tensor, gate_up: torch.Tensor, kernels: Kernels
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, grad: torch.Tensor, gate_up: torch.Tensor, shares: torch.Tensor, kernels: Kernels
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         gate, up = self._clamped(gate_up)
         sigmoid = torch.sigmoid(self.alpha * gate)
         active, factor = gate * sigmoid, up + 1
+        output = factor * active
+        grad_shares = (grad * output).sum(-1, dtype=_wide(grad))
+        grad = grad.mul_(shares[:, None])
         result = torch.empty_like(gate_up)
         grad_gate, grad_up = self.halves(result)
         raw_gate, raw_up = self.halves(gate_up)
         grad_up.copy_((grad * active).masked_fill_(raw_up.abs() > self.limit, 0))
         slope = sigmoid + self.alpha * active * (1 - sigmoid)
         grad_gate.copy_((grad * factor * slope).masked_fill_(raw_gate > self.limit, 0))
-        return result, factor * active
+        return result, output, grad_shares
 
     def _clamped(self, gate_up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         gate, up = self.halves(gate_up)
@@ -127,11 +131,6 @@ class Routing:
         ends = (flat[:, None] == torch.arange(count, device=order.device)).sum(0).cumsum(0)
         groups = RowGroups(ends.to(torch.int32))
         return cls(order // experts.shape[1], flat[order], places.view(experts.shape), groups)
-
-    def sums(self, pairs: torch.Tensor, weights: torch.Tensor | None = None) -> torch.Tensor:
-        """The sum of each token's `pairs`, [S, n] -> [T, n], with `weights` [T, K] if there are any."""
-        of_tokens = pairs[self.places]
-        return of_tokens.sum(1) if weights is None else (weights[:, None] @ of_tokens)[:, 0]
 
     @property
     def of_tokens(self) -> torch.Tensor:
@@ -175,20 +174,23 @@ def down(
 ) -> tuple[torch.Tensor | None, torch.Tensor]:
     """`mid` [T, 1, R] of the adapters, and the experts' output [T, H]. `scores` [T, K]."""
     activated = weights.gating.forward(gate_up, kernels)
-    output = routing.sums(routing.groups.multiply(activated, weights.down.transpose(1, 2)), scores)
+    of_pairs = routing.groups.multiply(activated, weights.down.transpose(1, 2))
+    output = kernels.weighted_sum(of_pairs, routing.places, scores)
     if weights.down_bias is not None:
         shares = scores.new_zeros(len(scores), len(weights.down)).scatter_(1, routing.of_tokens, scores)
         output.addmm_(shares, weights.down_bias)
     if low_rank is None:
         return None, output
-    mid = middle(activated, scores, routing, low_rank)
+    mid = middle(activated, scores, routing, low_rank, kernels)
     return mid, output.addmm_(mid[:, 0], low_rank.b[0].T)
 
 
-def middle(activated: torch.Tensor, scores: torch.Tensor, routing: Routing, low_rank: LowRank) -> torch.Tensor:
+def middle(
+    activated: torch.Tensor, scores: torch.Tensor, routing: Routing, low_rank: LowRank, kernels: Kernels
+) -> torch.Tensor:
     """The weighted sum of A of down, [T, 1, R], of `activated` [S, I]."""
     found = routing.groups.multiply(activated, low_rank.a.transpose(1, 2))
-    return low_rank.masked(routing.sums(found, scores)[:, None])
+    return low_rank.masked(kernels.weighted_sum(found, routing.places, scores)[:, None])
 
 
 def experts_backward(
@@ -213,26 +215,24 @@ def experts_backward(
         compat_torch.mm_into_float32(grad.T, kept.mid[:, 0], low_down.grad_b[0])
         grad_mid = low_down.masked((grad @ low_down.b[0])[:, None])[:, 0][tokens]
         groups.add_product(grad_activated, grad_mid, low_down.a)
-    # The score's gradient is the product of the output's with what the expert gave, here one matmul earlier.
-    products = grad_activated * weights.gating.forward(kept.gate_up, kernels)
-    grad_scores = products.sum(-1, dtype=_wide(products))[routing.places].to(scores.dtype)
-    del products
-    if weights.down_bias is not None:
-        grad_scores += (grad @ weights.down_bias.T).gather(1, routing.of_tokens)
     of_pairs = scores.new_empty(len(tokens))
     of_pairs[routing.places.flatten()] = scores.flatten()
-    grad_gate_up, activated = weights.gating.backward(grad_activated.mul_(of_pairs[:, None]), kept.gate_up, kernels)
+    # The score's gradient is the product of the output's with what the expert gave, here one matmul earlier.
+    grad_gate_up, activated, grad_shares = weights.gating.backward(grad_activated, kept.gate_up, of_pairs, kernels)
+    grad_scores = grad_shares[routing.places].to(scores.dtype)
+    if weights.down_bias is not None:
+        grad_scores += (grad @ weights.down_bias.T).gather(1, routing.of_tokens)
     if low_down is not None and grad_mid is not None:
         assert low_down.grad_a is not None
         groups.write_outer(grad_mid.mul_(of_pairs[:, None]), activated, low_down.grad_a)
     del activated, grad_activated, grad_mid
-    grad_x = routing.sums(groups.multiply(grad_gate_up, weights.gate_up))
+    grad_x = kernels.weighted_sum(groups.multiply(grad_gate_up, weights.gate_up), routing.places, None)
     if low_gate_up is not None:
         assert kept.h is not None, "kept or recomputed before the backward"
         h, halves = kept.h[tokens], weights.gating.halves(grad_gate_up)
         grad_h = torch.empty_like(kept.h)
         for place, (b, half) in enumerate(zip(low_gate_up.b, halves, strict=True)):
-            grad_h[:, place] = routing.sums(groups.multiply(half, b))
+            grad_h[:, place] = kernels.weighted_sum(groups.multiply(half, b), routing.places, None)
             groups.write_outer(half, h[:, place].contiguous(), low_gate_up.grad_b[place])
         low_gate_up.masked(grad_h)
         low_gate_up.write_a_gradient(grad_h, x)

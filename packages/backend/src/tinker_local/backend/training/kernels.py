@@ -59,6 +59,16 @@ class Kernels(Protocol):
     def swiglu_backward(self, grad: torch.Tensor, gate_up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The gradient of `gate_up` [T, 2 I], and the forward's output [T, I]. May overwrite both inputs."""
 
+    def routed_swiglu_backward(
+        self, grad: torch.Tensor, gate_up: torch.Tensor, shares: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """`swiglu_backward` of `shares` [T] times each row of the output, for its gradient `grad` [T, I]: the gradient
+        of `gate_up`, the output without its share, and the gradient of `shares`, float32 (float64 stays). May overwrite
+        `grad` and `gate_up`."""
+
+    def weighted_sum(self, rows: torch.Tensor, places: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
+        """The sum over k of `rows` [S, n] at `places` [T, K], times `weights` [T, K] if there are any. [T, n]."""
+
     def logsumexp(self, logits: torch.Tensor) -> torch.Tensor:
         """log sum exp of each row in float32 (float64 stays). [C, V] -> [C]."""
 
@@ -118,6 +128,16 @@ class TorchKernels:
         grad_up.copy_(grad * silu)
         grad_gate.copy_(grad * up * (sigmoid + silu * (1 - sigmoid)))
         return result, silu * up
+
+    def routed_swiglu_backward(
+        self, grad: torch.Tensor, gate_up: torch.Tensor, shares: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        grad_shares = (grad * self.swiglu(gate_up)).sum(-1, dtype=_wide(grad))
+        return *self.swiglu_backward(grad.mul_(shares[:, None]), gate_up), grad_shares
+
+    def weighted_sum(self, rows: torch.Tensor, places: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
+        found = rows[places]
+        return found.sum(1) if weights is None else (weights[:, None] @ found)[:, 0]
 
     def logsumexp(self, logits: torch.Tensor) -> torch.Tensor:
         return logits.to(_wide(logits)).logsumexp(-1)

@@ -68,13 +68,37 @@ class TritonKernels:
     def swiglu(self, gate_up: torch.Tensor) -> torch.Tensor:
         rows, width = gate_up.shape[0], gate_up.shape[1] // 2
         result = torch.empty(rows, width, dtype=gate_up.dtype, device=gate_up.device)
-        _swiglu[(rows, triton.cdiv(width, _SPAN))](gate_up, result, width, block=_SPAN, num_warps=4)
+        block = _span(width)
+        _swiglu[(rows, triton.cdiv(width, block))](gate_up, result, width, block=block, num_warps=4)
         return result
 
     def swiglu_backward(self, grad: torch.Tensor, gate_up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         rows, width = gate_up.shape[0], gate_up.shape[1] // 2
-        _swiglu_backward[(rows, triton.cdiv(width, _SPAN))](grad, gate_up, width, block=_SPAN, num_warps=4)
+        block = _span(width)
+        _swiglu_backward[(rows, triton.cdiv(width, block))](grad, gate_up, width, block=block, num_warps=4)
         return gate_up, grad
+
+    def routed_swiglu_backward(
+        self, grad: torch.Tensor, gate_up: torch.Tensor, shares: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        rows, width = gate_up.shape[0], gate_up.shape[1] // 2
+        grad_shares = torch.empty(rows, dtype=torch.float32, device=grad.device)
+        block = triton.next_power_of_2(width)
+        _routed_swiglu_backward[(rows,)](
+            grad, gate_up, shares, grad_shares, width, block=block, num_warps=min(16, max(1, block // 256))
+        )
+        return gate_up, grad, grad_shares
+
+    def weighted_sum(self, rows: torch.Tensor, places: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
+        tokens, chosen = places.shape
+        width = rows.shape[1]
+        result = torch.empty(tokens, width, dtype=rows.dtype, device=rows.device)
+        block = _span(width)
+        weights = None if weights is None else weights.contiguous()
+        _weighted_sum[(tokens, triton.cdiv(width, block))](
+            rows, places, weights, result, width, chosen, has_weights=weights is not None, block=block, num_warps=4
+        )
+        return result
 
     def logsumexp(self, logits: torch.Tensor) -> torch.Tensor:
         rows, width = logits.shape
@@ -91,6 +115,11 @@ class TritonKernels:
 
 _SPAN = 2048
 _LONG_SPAN = 4096
+
+
+def _span(width: int) -> int:
+    """How much of a row of `width` numbers a program takes."""
+    return min(_SPAN, int(triton.next_power_of_2(width)))
 
 
 def _warps(width: int) -> int:
@@ -246,6 +275,43 @@ def _swiglu_backward(grad, gate_up, width, block: tl.constexpr):  # type: ignore
     tl.store(gate_place, grad_output * up * (sigmoid + silu * (1 - sigmoid)), mask=inside)
     tl.store(gate_place + width, grad_output * silu, mask=inside)
     tl.store(grad_place, silu * up, mask=inside)
+
+
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+def _routed_swiglu_backward(grad, gate_up, shares, grad_shares, width, block: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Overwrite gate and up with their gradients, and `grad` with the forward's output."""
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, block)
+    inside = at < width
+    gate_place = gate_up + row * 2 * width + at
+    grad_place = grad + row * width + at
+    gate = tl.load(gate_place, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(gate_place + width, mask=inside, other=0.0).to(tl.float32)
+    grad_output = tl.load(grad_place, mask=inside, other=0.0).to(tl.float32)
+    sigmoid = tl.sigmoid(gate)
+    silu = gate * sigmoid
+    tl.store(grad_shares + row, tl.sum(grad_output * silu * up, 0))
+    grad_output *= tl.load(shares + row).to(tl.float32)
+    tl.store(gate_place, grad_output * up * (sigmoid + silu * (1 - sigmoid)), mask=inside)
+    tl.store(gate_place + width, grad_output * silu, mask=inside)
+    tl.store(grad_place, silu * up, mask=inside)
+
+
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+def _weighted_sum(  # type: ignore[no-untyped-def]
+    rows, places, weights, result, width, chosen, has_weights: tl.constexpr, block: tl.constexpr
+):
+    token = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * block + tl.arange(0, block)
+    inside = at < width
+    total = tl.zeros((block,), tl.float32)
+    for k in range(chosen):
+        place = tl.load(places + token * chosen + k)
+        values = tl.load(rows + place * width + at, mask=inside, other=0.0).to(tl.float32)
+        if has_weights:
+            values *= tl.load(weights + token * chosen + k).to(tl.float32)
+        total += values
+    tl.store(result + token * width + at, total, mask=inside)
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]

@@ -23,7 +23,7 @@ import numpy.typing as npt
 import torch
 from tinker_local.backend.options import DecoderChoice
 from tinker_local.backend.rendering.rendered_input import RenderedInput
-from tinker_local.backend.training import lora
+from tinker_local.backend.training import delta_rule, lora
 from tinker_local.backend.training.block_memory import CUDA_LOGITS
 from tinker_local.backend.training.load_model import load_model
 from tinker_local.backend.training.lora import Adapter, TensorSpec
@@ -98,6 +98,8 @@ class HFTrainer:
         self.max_context_length = loaded.max_positions
         reached = dict.fromkeys(target.projection for target in (*loaded.decoder.targets, loaded.head_target))
         self.trains = f"trained by the {loaded.decoder.name} decoder; adapters reach {', '.join(reached)}"
+        if "linear_attention" in (getattr(loaded.model.config.get_text_config(), "layer_types", None) or ()):
+            self.trains += f"; linear attention is computed by {delta_rule.kernels_for(loaded.device, loaded.dtype)[1]}"
         self.max_rank = max_rank
         self._budget = TokenBudget(micro_batch_tokens)
         self._loaded = loaded

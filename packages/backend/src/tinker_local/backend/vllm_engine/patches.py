@@ -261,7 +261,7 @@ PATCHES = (
     ),
     Patch(
         "a model with experts may come after one without",
-        "the first engine of a process makes vLLM's groups of ranks, and the group of experts only if its model has any",
+        "the first engine of a process makes the groups of ranks, that of experts only if its model has any",
         "0.26 to 0.32",
         ("_EP",),
         ("families/test_experts.py::test_a_model_with_experts_may_come_after_one_without",),

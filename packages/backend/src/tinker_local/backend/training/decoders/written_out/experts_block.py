@@ -112,7 +112,7 @@ class ExpertsPass:
         if self.mid is None and low_rank is not None:
             assert self.routing is not None
             activated = self.block.weights.gating.forward(present(self.gate_up), self.context.kernels)
-            self.mid = middle(activated, present(self.scores), self.routing, low_rank)
+            self.mid = middle(activated, present(self.scores), self.routing, low_rank, self.context.kernels)
         if self.shared is not None:
             self.shared.restore()
 
