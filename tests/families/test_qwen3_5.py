@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tinker_local.backend.families import FAMILIES
 from tinker_local.backend.rendering.rendered_input import ImagePlacement, RenderedImage, RenderedInput
 from tinker_local.backend.sampling.sampler import AdapterVersion, SampleWork
 from tinker_local.backend.storage.adapter_files import write_adapter
@@ -290,3 +291,11 @@ def test_images_have_the_positions_and_features_that_transformers_gives_them(
         weights = np.where(made.token_ids == pad, 0, 1).astype(np.float32)
         data.append(TrainDatum(made, targets, {"weights": weights}))
     assert_agrees_with_transformers(trainers[decoder], folder, {"a": data})
+
+
+@pytest.mark.mutation("positions-of-text-in-one-row", "families/qwen3_5.py", ", 3, axis=0)", ", 1, axis=0)")
+@pytest.mark.parametrize("model_type", ["qwen3_5_text", "qwen3_5_moe_text"])
+def test_positions_of_text_alone_have_three_rows(model_type: str) -> None:
+    """Before transformers 5.19 the text model's rotary module fails with one."""
+    positions = FAMILIES[model_type].position_ids(None, RenderedInput(np.arange(5, dtype=np.int32)))
+    np.testing.assert_array_equal(positions, [np.arange(5)] * 3)

@@ -5,7 +5,7 @@ Each value head keeps a state S [K, V], zero where a segment begins. With k and 
     S <- exp(g) S,    S <- S + k beta (v - k^T S)^T,    o = S^T q / sqrt(K)
 
 Around it, as Qwen3.5 has it: a causal convolution with SiLU before, and a norm with a gate after. CUDA in 16 bits uses
-the kernels of `fla-core` where they are right; anything else uses `_chunked`, in plain torch. Legend: T positions, N key
+the kernels of `fla-core` where they are right; all else uses `_chunked`, in plain torch. Legend: T positions, N key
 heads, M value heads (a multiple of N), K and V the sizes of their heads, C = 2 N K + M V, W taps of the convolution,
 S segments, c positions of a chunk."""
 
@@ -264,7 +264,7 @@ def _on_cuda(major: int) -> tuple[FlaKernels | None, str]:
 
 def gradients_are_right(major: int, triton: str) -> bool:
     """Whether `fla` computes right gradients on GPUs of this compute capability: not on Hopper with Triton from 3.4 to
-    before 3.7.1, which miscompiles `chunk_bwd_dqkwg` (fla-org/flash-linear-attention#640). New versions of `fla` refuse to,
+    before 3.7.1, which miscompiles `chunk_bwd_dqkwg` (fla-org/flash-linear-attention#640). New ones of `fla` refuse,
     old ones do not."""
     numbers = tuple(int(part) for part in re.findall(r"\d+", triton)[:3])
     return major != 9 or not (3, 4) <= numbers < (3, 7, 1)
