@@ -55,7 +55,7 @@ def test_each_target_alone_changes_both_engines_alike(family: Any, tmp_path: Pat
             params = SamplingParams(max_tokens=1, seed=0, stop=[])
             works = [SampleWork(prompt, version, params, prompt_logprobs=True) for prompt in prompts]
             outputs = await asyncio.gather(*(sampler.sample(work) for work in works))
-            return [np.asarray(output.prompt_logprobs[1:], np.float32) for output in outputs]
+            return [np.asarray(output.prompt_logprobs, np.float32)[1:] for output in outputs]
 
         try:
             return [await of(version) for version in versions.values()]
