@@ -453,7 +453,7 @@ MISTAKES = (
         "ttl-dropped expired-checkpoint-found expired-folder-stays folder-deleted-under-its-users "
         "one-key-two-copies last-reason-of-a-session-wins old-data-folder-as-it-is metadata-dropped "
         "lora-settings-dropped-on-the-way checkpoint-of-another-base-accepted "
-        "unserved-base-model-accepted",
+        "unserved-base-model-accepted checkpoint-without-kind-is-not-found strict-hosted-ignored",
     ),
     Promise(
         "operation",
@@ -584,6 +584,15 @@ MISTAKES = (
         "models-not-recorded "
         "export-beside-its-encrypted-form encrypted-for-the-first-recipient-alone "
         "untied-head-named-as-a-tied-one export-is-a-checkpoint folder-names-the-first-of-a-models-names",
+    ),
+    Promise(
+        "operation",
+        "An adapter from elsewhere is another one here, in its scale, its modules or its base model, or half of it stays",
+        "parts-of-an-export-in-another-order alpha-of-peft-ignored rslora-taken-for-lora rows-of-parts-from-the-first "
+        "unknown-fields-of-peft-ignored missing-layers-filled joined-parts-beside-the-diagonal-dropped "
+        "import-loads-a-fresh-adapter adapter-of-another-base-imported file-of-a-tar-archive-chosen-by-the-archive "
+        "truncated-tar-archive-accepted half-an-import-stays imports-belong-to-everybody",
+        ("e2e/test_imports_on_real_models.py::test_what_peft_wrote_samples_and_trains_as_pefts_model",),
     ),
     Promise(
         "operation",

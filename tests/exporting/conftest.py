@@ -69,7 +69,7 @@ def load(folder: Path | str) -> Any:
     return auto.from_pretrained(folder, dtype=torch.float32).eval()
 
 
-def _rendered(folder: Path, inputs: Any) -> RenderedInput:
+def rendered(folder: Path, inputs: Any) -> RenderedInput:
     ids = inputs["input_ids"][0].numpy().astype(np.int32)
     config = transformers.AutoConfig.from_pretrained(folder)
     vision = family_of(config.model_type, "").vision
@@ -96,16 +96,16 @@ def tuned(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Tuned]:
             model = make_tiny_text_model(root / "model", family=family, tie_word_embeddings=tied)  # type: ignore[arg-type]
         trainer = HFTrainer(str(model), name="tiny/served", dtype="float32", device="cpu")
         trainer.create_adapter("a", LoraConfig(rank=4, seed=1, train_unembed=head, train_vision=vision))
-        rendered = _rendered(model, asked(model))
-        targets = np.append(rendered.token_ids[1:], 0).astype(np.int64)
-        datum = TrainDatum(rendered, targets, {"weights": np.ones(rendered.length, np.float32)})
+        prompt = rendered(model, asked(model))
+        targets = np.append(prompt.token_ids[1:], 0).astype(np.int64)
+        datum = TrainDatum(prompt, targets, {"weights": np.ones(prompt.length, np.float32)})
         for _ in range(3):
             trainer.forward_backward([TrainWork("a", [datum], "cross_entropy")])
             trainer.optim_step("a", AdamParams(learning_rate=0.01))
         for name, state in (("checkpoint", trainer.capture("a", optimizer=True)), ("exported", trainer.export("a"))):
             (root / name).mkdir()
             write_adapter(root / name, state)
-        expected, base = (trainer.logprobs(which, rendered)[-12:] for which in ("a", None))
+        expected, base = (trainer.logprobs(which, prompt)[-12:] for which in ("a", None))
         assert np.abs(expected - base).max() > 0.5
         return Tuned(model, root / "checkpoint", root / "exported", 4, expected, base)
 

@@ -125,6 +125,35 @@ async def test_ttl_of_nothing_or_of_no_number_is_refused_on_fakes(api: Api) -> N
 
 
 @pytest.mark.mutation(
+    "checkpoint-without-kind-is-not-found",
+    "http/checkpoint_routes.py",
+    '@router.delete("/training_runs/{run_id}/checkpoints/{name}")\n',
+    "",
+)
+async def test_a_checkpoint_without_its_kind_is_refused_with_the_three_that_it_may_be_on_fakes(api: Api) -> None:
+    model = await api.model()
+    await api.save(model, 1, "x")
+    run = f"/api/v1/training_runs/{model}/checkpoints"
+    for method, path in (
+        ("GET", "x"),
+        ("DELETE", "x"),
+        ("POST", "x/publish"),
+        ("PUT", "x/ttl"),
+        ("GET", "x/external_weights_urls"),
+    ):
+        answer = await api.http.request(method, f"{run}/{path}")
+        assert answer.status_code == 400, (method, path)
+        assert answer.json()["detail"] == (
+            "checkpoint_id: 'x' lacks its kind: give weights/x, sampler_weights/x or external_weights/x, as the "
+            "run's listing has it"
+        )
+    listed = (await api.get(f"training_runs/{model}/checkpoints")).json()["checkpoints"]
+    assert [(await api.http.get(f"{run}/{one['checkpoint_id']}")).json() for one in listed] == listed
+    assert (await api.http.get(f"{run}/sampler_weights/x")).status_code == 404
+    assert (await api.delete(f"training_runs/{model}/checkpoints/weights/x")).status_code == 204
+
+
+@pytest.mark.mutation(
     "expired-checkpoint-found",
     "store.py",
     "        return expires_at.is_(None) | (expires_at > self._clock.now())\n",

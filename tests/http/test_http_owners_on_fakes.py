@@ -36,6 +36,7 @@ NAMES_NOTHING = {
     ("POST", "/api/v1/telemetry"),
     *((method, path) for method in ("GET", "HEAD") for path in ("/", "/console/{file}")),
     ("POST", "/api/v1/create_session"),
+    ("POST", "/api/v1/import_adapter"),  # of the caller: test_http_import_on_fakes.py
     *((method, f"/api/v1{path}") for method, path in REFUSED if "{" not in path),
 }
 """Routes that take no id, and tell nothing of what anybody made."""
@@ -131,9 +132,21 @@ def calls(of: str, own: str) -> Iterator[Call]:
     yield Call("POST", f"{one}/publish", weights)
     yield Call("DELETE", f"{one}/publish", weights)
     yield Call("PUT", f"{one}/ttl", weights, {"ttl_seconds": 3600})
+    yield Call("GET", one, weights)
     yield Call("DELETE", one, weights)
+    for method, end in WITHOUT_KIND:
+        yield Call(method, f"/training_runs/{{run_id}}/checkpoints/{{name}}{end}", weights)
     yield Call("POST", "/sessions/{session_id}/finish", {"session_id": of}, {})
 
+
+WITHOUT_KIND = (
+    ("GET", ""),
+    ("DELETE", ""),
+    ("POST", "/publish"),
+    ("PUT", "/ttl"),
+    ("GET", "/external_weights_urls"),
+)
+"""Requests of a checkpoint that do not say its kind."""
 
 LISTINGS = (
     Call("GET", "/sessions", {}),

@@ -238,6 +238,25 @@ async def test_adapter_limit_is_told_with_the_numbers_and_lifted_by_finish_on_fa
     await api.model(other, 0)
 
 
+@pytest.mark.mutation("strict-hosted-ignored", "training_runs.py", "if options.strict_hosted:", "if False:")
+async def test_a_strict_server_refuses_what_the_hosted_service_does_on_fakes(start_api: StartApi) -> None:
+    strict = await start_api(strict_hosted=True, train_vision=True)
+    session = await strict.session()
+    body = {"session_id": session, "base_model": "fake/bigram"}
+    for config, words in (
+        (
+            {"rank": 12},
+            "lora_config.rank: 12 must be a power of 2, as on the hosted service (--strict-hosted): choose 8",
+        ),
+        ({"rank": 8, "train_vision": True}, "lora_config.train_vision: the hosted service never trains"),
+    ):
+        answer = await strict.post("create_model", {**body, "model_seq_id": 0, "lora_config": config})
+        assert answer.status_code == 400
+        assert words in answer.json()["detail"]
+    for number, rank in enumerate((1, 2, 32)):
+        await strict.model(session, number, lora_config={"rank": rank})
+
+
 async def test_rank_and_memory_limits_are_told_with_the_numbers_on_fakes(start_api: StartApi) -> None:
     per_rank = 3 * (1024 + 512) * 8 * 4
     api = await start_api(max_rank=64, max_adapter_bytes=20 * per_rank)

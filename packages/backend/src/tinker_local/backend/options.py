@@ -248,6 +248,13 @@ class BackendOptions:
             "this project's definition."
         ),
     ] = False
+    strict_hosted: Annotated[
+        bool,
+        CommandOption(
+            "Refuse what the hosted service is known to refuse and this server takes: ranks that are not powers of 2, "
+            "and training of vision towers."
+        ),
+    ] = False
     max_adapters: Annotated[int, CommandOption("Maximum number of training runs in memory.", least=1)] = 64
     max_rank: Annotated[int, CommandOption("Maximum LoRA rank.", least=1, most=512)] = 128
     train_vision: Annotated[

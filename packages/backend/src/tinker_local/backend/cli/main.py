@@ -6,6 +6,7 @@ from tinker_local.backend.cli.chat_command import chat
 from tinker_local.backend.cli.check_command import check
 from tinker_local.backend.cli.completion_command import completion
 from tinker_local.backend.cli.export_command import export
+from tinker_local.backend.cli.import_command import import_
 from tinker_local.backend.cli.install_engine import install_engine
 from tinker_local.backend.cli.models_command import models
 from tinker_local.backend.cli.serve import serve
@@ -28,6 +29,7 @@ main.add_command(chat)
 main.add_command(backup)
 main.add_command(restore)
 main.add_command(export)
+main.add_command(import_)
 main.add_command(tiny_model)
 main.add_command(models)
 main.add_command(install_engine)

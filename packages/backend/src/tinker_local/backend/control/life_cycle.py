@@ -13,6 +13,7 @@ from tinker_local.backend.control.checkpoint_lifetime import CheckpointUses
 from tinker_local.backend.control.checkpoints import Checkpoints
 from tinker_local.backend.control.completions import Completions
 from tinker_local.backend.control.exports import Exports
+from tinker_local.backend.control.imports import Imports
 from tinker_local.backend.control.load_weights import LoadWeights
 from tinker_local.backend.control.lost_requests import LostRequests
 from tinker_local.backend.control.restore_runs import RestoreRuns
@@ -59,9 +60,9 @@ class ControlPlane:
 
     `sessions`: create, heartbeat, finish, list, search. `runs`: training runs, created and ended. `training`: the
     commands of a run. `sampling`: sampling sessions and samples. `completions`: samples of callers that name a
-    model and send text. `checkpoints`: look-up, expiry, deletion, copies. `exports`: signed downloads. `curves`:
-    what each run has done. `operations`: by request id. `lost_requests`: why an operation is not there. `traces`:
-    where a session's time went. `models`: the base models.
+    model and send text. `checkpoints`: look-up, expiry, deletion, copies. `imports`: adapters that were trained
+    elsewhere. `exports`: signed downloads. `curves`: what each run has done. `operations`: by request id.
+    `lost_requests`: why an operation is not there. `traces`: where a session's time went. `models`: the base models.
     """
 
     def __init__(
@@ -169,6 +170,7 @@ class ControlPlane:
             lambda path: self.on_own_change("delete checkpoint", path),
         )
         self._closing.push_async_callback(self.checkpoints.close)
+        self.imports = Imports(options, self.models, self.sessions, self.runs, self.training, self.checkpoints)
         await self.checkpoints.sweep()
         self.traces = SessionTraces(
             self.operations.recorder, self.store, self.sessions, signatures, options.data_dir / "traces"

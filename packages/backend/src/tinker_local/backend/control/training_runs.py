@@ -268,6 +268,8 @@ class TrainingRuns:
             raise InvalidRequestError(
                 f"lora_config.rank: {config.rank} is outside 1 to {options.max_rank}, the largest rank of this server"
             )
+        if options.strict_hosted:
+            _check_hosted(config)
         if not (config.train_unembed or config.train_mlp or config.train_attn):
             raise InvalidRequestError(
                 "lora_config: at least one of train_unembed, train_mlp and train_attn must be true"
@@ -428,6 +430,22 @@ def new_run(
     return TrainingRunRecord(
         model_id, session_of(model_id), base_model, config, when, when, user_metadata=user_metadata or {}
     )
+
+
+def _check_hosted(config: LoraConfig) -> None:
+    """InvalidRequestError for what the hosted service does not train."""
+    rank = config.rank
+    if rank & (rank - 1):
+        below = 2 ** (rank.bit_length() - 1)
+        raise InvalidRequestError(
+            f"lora_config.rank: {rank} must be a power of 2, as on the hosted service (--strict-hosted): choose "
+            f"{below} or {2 * below}"
+        )
+    if config.train_vision:
+        raise InvalidRequestError(
+            "lora_config.train_vision: the hosted service never trains a vision tower, and this server refuses what it "
+            "does not take (--strict-hosted)"
+        )
 
 
 NAMED = 3

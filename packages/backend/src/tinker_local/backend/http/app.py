@@ -13,6 +13,7 @@ from tinker_local.backend.http import (
     download_routes,
     error_responses,
     future_routes,
+    import_routes,
     metrics_routes,
     openai_routes,
     progress_routes,
@@ -38,6 +39,7 @@ ROUTES = (
     future_routes,
     checkpoint_routes,
     download_routes,
+    import_routes,
     progress_routes,
 )
 

@@ -7,8 +7,9 @@ from fastapi import APIRouter, Depends, Header, Query, Request, Response
 from tinker_local.backend.control.callers import owner_urn
 from tinker_local.backend.http.access import Backend, Offset, ServerKeys, ToList, caller_of, owned
 from tinker_local.backend.http.bodies import discard_body, parse
+from tinker_local.backend.storage.names import KINDS
 from tinker_local.backend.storage.records import LOCAL_OWNER, CheckpointKind, CheckpointRecord, TrainingRunRecord
-from tinker_local.types import CopyWeightsRequest, Frozen
+from tinker_local.types import CopyWeightsRequest, Frozen, InvalidRequestError
 
 router = APIRouter(tags=["training runs and checkpoints"], dependencies=[Depends(owned)])
 
@@ -69,6 +70,26 @@ async def set_checkpoint_ttl(run_id: str, kind: str, name: str, request: Request
     body = await parse(request, TtlBody)
     await backend.checkpoints.set_ttl(f"tinker://{run_id}/{kind}/{name}", body.ttl_seconds)
     return Response(status_code=204)
+
+
+@router.get("/training_runs/{run_id}/checkpoints/{name}")
+@router.delete("/training_runs/{run_id}/checkpoints/{name}")
+@router.post("/training_runs/{run_id}/checkpoints/{name}/publish")
+@router.put("/training_runs/{run_id}/checkpoints/{name}/ttl")
+@router.get("/training_runs/{run_id}/checkpoints/{name}/external_weights_urls")
+async def refuse_without_kind(run_id: str, name: str, request: Request) -> None:
+    """A checkpoint by its name alone may be any of three; SDKs send whatever id they are given."""
+    await discard_body(request)
+    ids = [f"{kind}/{name}" for kind in KINDS]
+    raise InvalidRequestError(
+        f"checkpoint_id: {name!r} lacks its kind: give {', '.join(ids[:-1])} or {ids[-1]}, as the run's listing has it"
+    )
+
+
+@router.get("/training_runs/{run_id}/checkpoints/{kind}/{name}")
+async def get_checkpoint(run_id: str, kind: str, name: str, backend: Backend) -> dict[str, Any]:
+    """One checkpoint, as the listings have it. The SDK asks for lists alone. Not part of the Tinker API."""
+    return checkpoint_json(await backend.checkpoints.get(f"tinker://{run_id}/{kind}/{name}"))
 
 
 @router.post("/copy_weights")

@@ -32,6 +32,7 @@ AUDITED: Mapping[tuple[str, str], str] = {
     ("POST", "/api/v1/save_weights_for_sampler"): "save checkpoint",
     ("POST", "/api/v1/save_weights_external"): "save checkpoint",
     ("POST", "/api/v1/copy_weights"): "copy checkpoint",
+    ("POST", "/api/v1/import_adapter"): "import checkpoint",
     ("POST", f"{_CHECKPOINT}/publish"): "publish checkpoint",
     ("DELETE", f"{_CHECKPOINT}/publish"): "unpublish checkpoint",
     ("PUT", f"{_CHECKPOINT}/ttl"): "change expiry",

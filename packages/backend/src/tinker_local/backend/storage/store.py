@@ -147,6 +147,10 @@ class Store(Metadata):
             self._closed = True
             self._opened.close()
 
+    def full_disk_explained(self) -> AbstractContextManager[None]:
+        """Turn errors of a full disk into StorageFullError, for what others write into the folder."""
+        return self._disk.explained()
+
     # Checkpoints: writing
 
     def write_checkpoint(

@@ -1,0 +1,306 @@
+"""An adapter that PEFT wrote, or an export, is the same adapter after its import; what cannot be is refused by name."""
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import peft
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from tinker_local.backend.exporting import export_checkpoint
+from tinker_local.backend.families import family_of
+from tinker_local.backend.storage.peft_adapters import read_peft_adapter
+from tinker_local.backend.tiny_models import make_tiny_text_model
+from tinker_local.backend.training.trainer import AdapterState
+from tinker_local.backend.training.worker import HFTrainer
+from tinker_local.types import InvalidRequestError
+
+from tests.exporting.conftest import Tuned, asked, hf_logprobs, load, rendered
+
+Make = Callable[..., Tuned]
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+
+
+@contextmanager
+def imported(folder: Path, model: Path) -> Iterator[tuple[HFTrainer, AdapterState, tuple[str, ...]]]:
+    """A trainer of `model` that has the adapter in `folder` as `a`, its state, and the notes."""
+    family = family_of(transformers.AutoConfig.from_pretrained(model).model_type, "")
+    adapter = read_peft_adapter(folder, family)
+    trainer = HFTrainer(str(model), name="tiny/served", dtype="float32", device="cpu")
+    trainer.create_adapter("a", adapter.config(family))
+    state, notes = adapter.state(trainer.capture("a", optimizer=False), family)
+    trainer.load_adapter("a", state)
+    yield trainer, trainer.capture("a", optimizer=False), notes
+    trainer.close()
+
+
+def by_peft(folder: Path, model: Path, b: float = 0.3, **config: Any) -> np.ndarray:
+    """Have PEFT write an adapter with random factors into `folder`; the logprobs of PEFT's model."""
+    torch.manual_seed(3)
+    wrapped = peft.get_peft_model(load(model), peft.LoraConfig(**{"r": 4, "lora_alpha": 32, **config})).eval()
+    for name, weight in wrapped.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(weight, std=b)
+    wrapped.save_pretrained(str(folder), save_embedding_layers=False)
+    return hf_logprobs(wrapped, asked(model))
+
+
+@pytest.mark.mutation(
+    "parts-of-an-export-in-another-order",
+    "storage/peft_adapters.py",
+    'found[_own(path, "A")] = a[columns]',
+    'found[_own(path, "A")] = a[columns][::-1]',
+    cases=("qwen3_5-peft",),
+)
+@pytest.mark.parametrize(
+    ("family", "layout"),
+    [
+        *((family, "peft") for family in ("qwen3", "qwen2_5_vl", "qwen3_vl", "qwen3_5")),
+        *((family, "hosted") for family in ("qwen3", "qwen3_5", "gpt_oss")),
+        *((family, "checkpoint") for family in ("qwen3_moe", "qwen3_5_moe", "gpt_oss")),
+    ],
+)
+def test_an_export_comes_back_bit_for_bit(tuned: Make, tmp_path: Path, family: str, layout: str) -> None:
+    trained = tuned(family) if layout == "peft" or family in ("qwen3", "qwen3_5") else tuned(family, False)
+    folder = {"hosted": trained.exported, "checkpoint": trained.checkpoint}.get(layout, tmp_path / "peft")
+    if layout == "peft":
+        export_checkpoint(trained.checkpoint, folder, to="peft", base=str(trained.model), check=False)
+    with imported(folder, trained.model) as (trainer, state, notes):
+        assert notes == ()
+        tensors = {name: tensor.numpy() for name, tensor in load_file(trained.checkpoint / WEIGHTS).items()}
+        assert tensors.keys() == state.tensors.keys()
+        assert all(np.array_equal(state.tensors[name], tensor) for name, tensor in tensors.items())
+        found = trainer.logprobs("a", rendered(trained.model, asked(trained.model)))[-12:]
+        np.testing.assert_allclose(found, trained.expected, atol=1e-6, rtol=0)
+
+
+LANGUAGE = r".*language_model.*\.(q_proj|o_proj|up_proj)"
+
+
+@pytest.mark.mutation(
+    "alpha-of-peft-ignored",
+    "storage/peft_adapters.py",
+    "factor = alpha / LORA_ALPHA",
+    "factor = 1.0",
+    cases=("qwen3-",),
+)
+@pytest.mark.mutation(
+    "rslora-taken-for-lora", "storage/peft_adapters.py", "factor *= math.isqrt(rank)", "pass", cases=("rslora",)
+)
+@pytest.mark.mutation(
+    "rows-of-parts-from-the-first",
+    "storage/peft_adapters.py",
+    "            begin += height\n",
+    "            begin += 0\n",
+    cases=("delta-net",),
+)
+@pytest.mark.parametrize(
+    ("family", "config", "notes"),
+    [
+        pytest.param("qwen3", {"target_modules": "all-linear", "lora_alpha": 16}, ["by 0.5, exactly"], id="qwen3-"),
+        pytest.param(
+            "qwen3",
+            {"target_modules": ["q_proj", "v_proj", "lm_head"], "lora_alpha": 24, "lora_dropout": 0.1},
+            ["lora_dropout 0.1", "has no k_proj, o_proj: these begin with B = 0", "by 0.75, rounded"],
+            id="qwen3-some",
+        ),
+        pytest.param(
+            "llama",
+            {"target_modules": ["o_proj"], "use_rslora": True, "lora_alpha": 8, "init_lora_weights": "gaussian"},
+            ["has no", "by 0.5, exactly"],
+            id="rslora",
+        ),
+        pytest.param("qwen2_5_vl", {"target_modules": LANGUAGE}, ["has no k_proj"], id="qwen2_5_vl"),
+        pytest.param("qwen3_vl", {"target_modules": LANGUAGE, "r": 3}, ["has no k_proj"], id="qwen3_vl"),
+        pytest.param(
+            "qwen3_5",
+            {"target_modules": ["in_proj_qkv", "out_proj", "q_proj"], "lora_alpha": 64},
+            ["an A for each", "has no", "by 2, exactly"],
+            id="delta-net",
+        ),
+        pytest.param("qwen3_moe", {"target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"]}, [], id="qwen3_moe"),
+        pytest.param("gpt_oss", {"target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"]}, [], id="gpt_oss"),
+    ],
+)
+def test_what_peft_wrote_computes_what_pefts_model_does(
+    tuned: Make, tmp_path: Path, family: str, config: dict[str, Any], notes: list[str]
+) -> None:
+    trained = tuned(family, False) if family in ("qwen3_moe", "gpt_oss") else tuned(family)
+    expected = by_peft(tmp_path, trained.model, **config)
+    assert np.abs(expected - trained.base).max() > 0.3
+    with imported(tmp_path, trained.model) as (trainer, _, told):
+        assert len(told) == len(notes)
+        assert all(part in note for part, note in zip(notes, told, strict=True)), told
+        found = trainer.logprobs("a", rendered(trained.model, asked(trained.model)))[-12:]
+        np.testing.assert_allclose(found, expected, atol=1e-5, rtol=0)
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A tiny Qwen3, and an adapter of PEFT on its attention."""
+    root = tmp_path_factory.mktemp("refused")
+    make_tiny_text_model(root / "model", family="qwen3")
+    by_peft(root / "adapter", root / "model", target_modules=["q_proj", "v_proj"])
+    return root / "model", root / "adapter"
+
+
+Q = "base_model.model.model.layers.0.self_attn.q_proj"
+
+
+def _without(tensors: dict[str, Any], *names: str) -> None:
+    for name in names:
+        del tensors[name]
+
+
+@pytest.mark.mutation(
+    "unknown-fields-of-peft-ignored",
+    "storage/peft_adapters.py",
+    "elif value and field not in _TOLD | _ELSEWHERE:",
+    "elif False:",
+    cases=("unknown-field",),
+)
+@pytest.mark.mutation(
+    "missing-layers-filled",
+    "storage/peft_adapters.py",
+    'if (other := kinds.get(_NUMBER.sub("*", name))) is not None:',
+    "if (other := None) is not None:",
+    cases=("missing-layer",),
+)
+@pytest.mark.parametrize(
+    ("config", "change", "message"),
+    [
+        pytest.param({"use_dora": True}, None, "use_dora: True is not supported: DoRA", id="dora"),
+        pytest.param({"use_rslora": True, "r": 8}, None, "32 / sqrt(8), which no factor turns exactly", id="rslora"),
+        pytest.param({"bias": "lora_only"}, None, "bias: 'lora_only' is not one of ['none']", id="bias"),
+        pytest.param({"modules_to_save": ["lm_head"]}, None, "modules_to_save: ['lm_head'] is not", id="whole"),
+        pytest.param({"rank_pattern": {"q_proj": 2}}, None, "rank_pattern: {'q_proj': 2} is not", id="ranks"),
+        pytest.param({"alpha_pattern": {"q_proj": 2}}, None, "r 4 and lora_alpha 32", id="alphas"),
+        pytest.param({"init_lora_weights": "pissa"}, None, "init_lora_weights: 'pissa' is not one of", id="pissa"),
+        pytest.param({"target_parameters": ["gate_up_proj"]}, None, "adapters of experts", id="experts"),
+        pytest.param({"peft_type": None}, None, "peft_type: None is not one of", id="untyped"),
+        pytest.param({"peft_type": "LOHA"}, None, "peft_type: 'LOHA' is not one of", id="loha"),
+        pytest.param({"new_method": "x"}, None, "new_method: 'x' is not known here", id="unknown-field"),
+        pytest.param({"r": 0}, None, "r: 0 is not a rank", id="rank"),
+        pytest.param({"lora_alpha": -1}, None, "lora_alpha: -1 is not between 0 and 2,147,483,648", id="alpha"),
+        pytest.param(
+            {"r": 8},
+            None,
+            "q_proj.lora_A.weight: has shape [4, 64], and the base model and the adapter's r want [8, 64]",
+            id="another-rank",
+        ),
+        pytest.param(
+            {},
+            lambda t: t.update({f"{Q}.lora_B.weight": torch.zeros(60, 4)}),
+            "q_proj.lora_B.weight: has shape [60, 4]",
+            id="shape",
+        ),
+        pytest.param(
+            {},
+            lambda t: _without(t, f"{Q}.lora_B.weight"),
+            "has base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight, and no factor B",
+            id="missing-factor",
+        ),
+        pytest.param(
+            {},
+            lambda t: _without(t, f"{Q}.lora_A.weight", f"{Q}.lora_B.weight"),
+            f"has no {Q}.lora_A.weight, but {Q.replace('0', '1')}.lora_A.weight",
+            id="missing-layer",
+        ),
+        pytest.param(
+            {},
+            lambda t: t.update(
+                {f"{Q.replace('0', '9')}.lora_{f}.weight": t[f"{Q}.lora_{f}.weight"].clone() for f in "AB"}
+            ),
+            "layers.9.self_attn.q_proj.lora_A.weight: adapters of this model do not train such a module",
+            id="no-such-layer",
+        ),
+        pytest.param(
+            {},
+            lambda t: t.update({"base_model.model.model.norm.lora_A.weight": torch.zeros(4, 64)}),
+            "model.norm.lora_A.weight: adapters of this model do not train the module 'model.norm'",
+            id="target",
+        ),
+        pytest.param(
+            {},
+            lambda t: t.update({"base_model.model.lm_head.base_layer.weight": torch.zeros(4, 64)}),
+            "save_embedding_layers=False",
+            id="base-layer",
+        ),
+        pytest.param(
+            {},
+            lambda t: t.update({f"{Q}.lora_A.weight": torch.full((4, 64), torch.nan)}),
+            f"{Q}.lora_A.weight: 256 of 256 values are not finite",
+            id="nan",
+        ),
+        pytest.param(
+            {},
+            lambda t: t.update({f"{Q}.lora_A.weight": torch.zeros((4, 64), dtype=torch.int32)}),
+            f"{Q}.lora_A.weight: I32 is not one of F32, F16, BF16",
+            id="integers",
+        ),
+    ],
+)
+def test_what_would_not_be_the_same_adapter_is_refused_by_name(
+    written: tuple[Path, Path], tmp_path: Path, config: dict[str, Any], change: Any, message: str
+) -> None:
+    model, adapter = written
+    given = json.loads((adapter / CONFIG).read_text()) | config
+    (tmp_path / CONFIG).write_text(json.dumps(given))
+    tensors = load_file(adapter / WEIGHTS)
+    if change is not None:
+        change(tensors)
+    save_file(tensors, tmp_path / WEIGHTS)
+    with pytest.raises(InvalidRequestError, match=re.escape(message)), imported(tmp_path, model):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        (WEIGHTS, b"PK\x03\x04 a pickle of torch", "is not a whole safetensors file"),
+        (CONFIG, b"{", "adapter_config.json: is not JSON"),
+        (CONFIG, b"[]", "holds no object"),
+        (f"{WEIGHTS}.age", b"", "is encrypted"),
+    ],
+)
+def test_files_that_are_no_adapter_are_refused(
+    written: tuple[Path, Path], tmp_path: Path, file: str, content: bytes, message: str
+) -> None:
+    for each in (CONFIG, WEIGHTS):
+        (tmp_path / each).write_bytes((written[1] / each).read_bytes())
+    (tmp_path / file).write_bytes(content)
+    with pytest.raises(InvalidRequestError, match=re.escape(message)):
+        read_peft_adapter(tmp_path, family_of("qwen3", ""))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_read_exactly(written: tuple[Path, Path], tmp_path: Path, dtype: torch.dtype) -> None:
+    (tmp_path / CONFIG).write_bytes((written[1] / CONFIG).read_bytes())
+    tensors = {name: tensor.to(dtype) for name, tensor in load_file(written[1] / WEIGHTS).items()}
+    save_file(tensors, tmp_path / WEIGHTS)
+    found = read_peft_adapter(tmp_path, family_of("qwen3", "")).tensors
+    assert all(np.array_equal(found[name], tensor.float().numpy()) for name, tensor in tensors.items())
+
+
+@pytest.mark.mutation(
+    "joined-parts-beside-the-diagonal-dropped", "storage/peft_adapters.py", "if left.any():", "if False:"
+)
+def test_joined_parts_with_more_beside_the_diagonal_are_refused(tuned: Make, tmp_path: Path) -> None:
+    trained = tuned("qwen3_5")
+    export_checkpoint(trained.checkpoint, tmp_path / "p", to="peft", base=str(trained.model), check=False)
+    tensors = load_file(tmp_path / "p" / WEIGHTS)
+    name = next(name for name in tensors if name.endswith("in_proj_qkv.lora_B.weight"))
+    tensors[name][0, -1] = 1
+    save_file(tensors, tmp_path / "p" / WEIGHTS)
+    with (
+        pytest.raises(InvalidRequestError, match=rf"{re.escape(name)}: rank 12 is more than the adapter's 4"),
+        imported(tmp_path / "p", trained.model),
+    ):
+        pass
