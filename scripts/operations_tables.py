@@ -1,6 +1,7 @@
 """Writes the tables of docs/operations.md from the code: .venv/bin/python scripts/operations_tables.py"""
 
 import ast
+import importlib
 import inspect
 from collections.abc import Iterator
 from dataclasses import MISSING, Field, fields
@@ -9,15 +10,9 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from tinker_local.backend import options
-from tinker_local.backend.control import sessions, training_commands
-from tinker_local.backend.http import bodies, connections, sampling_routes
 from tinker_local.backend.http.metrics_routes import EXPORTED, OF_OWNERS, OWNER_LABELS
 from tinker_local.backend.http.server_metrics import SERVER_METRICS
 from tinker_local.backend.options import BackendOptions, CommandOption
-from tinker_local.backend.rendering import decoding
-from tinker_local.backend.sampling import sampler
-from tinker_local.backend.scheduling import sample_turns
-from tinker_local.types import codec, requests_and_results
 
 PAGE = Path(__file__).parent.parent / "docs" / "operations.md"
 END = "<!-- end -->\n"
@@ -79,49 +74,154 @@ def _notes() -> Iterator[tuple[str, str]]:
             yield field.target.id, " ".join(str(note.value.value).split())
 
 
-LIMITS: dict[str, tuple[float, ...]] = {
-    "bytes of a request line with its headers": (connections.MAX_HEAD_BYTES,),
-    "headers of a request": (connections.MAX_HEADERS,),
-    "seconds in which a head must come": (connections.HEAD_SECONDS,),
-    "seconds in which a body must come, with one more for each so many bytes": (
-        connections.BODY_SECONDS,
-        connections.BODY_BYTES_A_SECOND,
-    ),
-    "seconds for which an answer may wait for a client that does not read; so many bytes that are read give one back": (
-        connections.READ_SECONDS,
-        connections.READ_BYTES_A_SECOND,
-    ),
-    "connections; fewer if fewer files may be open": (connections.MAX_CONNECTIONS,),
-    "requests of a connection that wait for the answer to an earlier one": (connections.MAX_PIPELINED,),
-    "bytes of bodies that come or wait to be parsed; an owner may have as many as are left": (bodies.MAX_BODY_BYTES,),
-    "bytes of a forward_backward, as sent and as unpacked": (bodies.MAX_GRADIENT_BYTES,),
-    "datums of a forward_backward": (codec.MAX_DATUMS,),
-    "chunks, tensors and spans of a forward_backward": (codec.MAX_PARTS,),
-    "bytes of a forward_backward besides its data": (codec.MAX_OTHER_BYTES,),
-    "cells of its tensors when dense": (training_commands.MAX_CELLS,),
-    "seconds of a thread to prepare a forward_backward": (training_commands.MAX_PREPARATION_SECONDS,),
-    "bytes of images in a request for samples, besides what the context length allows": (bodies.MAX_IMAGE_BYTES,),
-    "JSON values in a request for samples, for each position of the context length, and besides": (
-        sampling_routes.VALUES_PER_POSITION,
-        bodies.MAX_JSON_VALUES,
-    ),
-    "bytes and values of any other JSON": (bodies.MAX_JSON_BYTES, bodies.MAX_JSON_VALUES),
-    "characters of an id": (requests_and_results.LONGEST_ID,),
-    "pixels of images in flight; a larger one goes alone": (decoding.MAX_PIXELS,),
-    "scans of a JPEG": (decoding.MAX_SCANS,),
-    "positions of prompts that a sampler (or each replica) has not read, when another session waits": (
-        sample_turns.PROMPTS_AHEAD,
-    ),
-    "sequences beyond those that run at once, for sessions that have none": (sampler.RESERVED,),
-    "silent sessions that end at one time": (sessions.MOST_ENDING,),
+LIMITS: dict[str, dict[str, str]] = {
+    "connections and bodies": {
+        "bytes of a request line with its headers": "http.connections.MAX_HEAD_BYTES",
+        "headers of a request": "http.connections.MAX_HEADERS",
+        "seconds in which a head must come": "http.connections.HEAD_SECONDS",
+        "seconds in which a body must come, with one more for each so many bytes": (
+            "http.connections.BODY_SECONDS http.connections.BODY_BYTES_A_SECOND"
+        ),
+        "seconds for which an answer may wait for a client that does not read; so many bytes that are read give one "
+        "back": "http.connections.READ_SECONDS http.connections.READ_BYTES_A_SECOND",
+        "connections; fewer if fewer files may be open": "http.connections.MAX_CONNECTIONS",
+        "requests of a connection that wait for the answer to an earlier one": "http.connections.MAX_PIPELINED",
+        "bytes of bodies that come or wait to be parsed; an owner may have as many as are left": (
+            "http.bodies.MAX_BODY_BYTES"
+        ),
+        "bytes and values of JSON that has no other limit": "http.bodies.MAX_JSON_BYTES http.bodies.MAX_JSON_VALUES",
+        "bytes and values of a call that reports which results were read": (
+            "http.future_routes.MAX_RETRIEVED_BYTES http.future_routes.MAX_RETRIEVED_VALUES"
+        ),
+        "wrong keys of an address that are answered at once; further ones wait": "http.access.FREE_WRONG_KEYS",
+        "answers to wrong keys that wait": "http.access.MOST_DELAYED",
+    },
+    "training": {
+        "bytes of a forward_backward, as sent and as unpacked": "http.bodies.MAX_GRADIENT_BYTES",
+        "times its size, or bytes whatever its size, that a zstd body may unpack to": (
+            "http.bodies.MAX_RATIO http.bodies.ANY_RATIO_BYTES"
+        ),
+        "datums of a forward_backward": "types.codec.MAX_DATUMS",
+        "chunks, tensors and spans of a forward_backward": "types.codec.MAX_PARTS",
+        "fields and bytes of a forward_backward besides its data": (
+            "types.codec.MAX_OTHER_FIELDS types.codec.MAX_OTHER_BYTES"
+        ),
+        "cells of its tensors when dense": "control.training_commands.MAX_CELLS",
+        "such cells whatever was sent, and for each value that was": (
+            "control.training_commands.FREE_CELLS control.training_commands.CELLS_PER_VALUE"
+        ),
+        "cells of one sparse tensor when dense": "types.datum.MAX_SPARSE_CELLS",
+        "dimensions of a tensor": "types.wire_tensors.MAX_DIMENSIONS",
+        "characters of a sequence's id in provenance": "types.datum.LONGEST_SEQUENCE_ID",
+        "seconds of a thread to prepare a forward_backward": "control.training_commands.MAX_PREPARATION_SECONDS",
+        "summed rank of the adapters of one micro-batch; further ones take the next": "training.packing.MAX_COLUMNS",
+    },
+    "sampling": {
+        "bytes of images in a request for samples, besides what the context length allows": (
+            "http.bodies.MAX_IMAGE_BYTES"
+        ),
+        "JSON values in a request for samples, for each position of the context length, and besides": (
+            "http.sampling_routes.VALUES_PER_POSITION http.bodies.MAX_JSON_VALUES"
+        ),
+        "texts or ids in `stop`, and characters of all texts": (
+            "types.requests_and_results.MAX_STOPS types.requests_and_results.MAX_STOP_CHARACTERS"
+        ),
+        "cells of an answer: `len(prompt)` times k, target ids, or samples times tokens times k": (
+            "sampling.prompt_scores.MAX_CELLS"
+        ),
+        "positions of prompts that a sampler (or each replica) has not read, when another session waits": (
+            "scheduling.sample_turns.PROMPTS_AHEAD"
+        ),
+        "sequences beyond those that run at once, for sessions that have none": "sampling.sampler.RESERVED",
+    },
+    "images": {
+        "pixels of images in flight; a larger one goes alone": "rendering.decoding.MAX_PIXELS",
+        "scans of a JPEG": "rendering.decoding.MAX_SCANS",
+        "bytes of an image that a prompt names, and of all of one prompt": (
+            "rendering.image_assets.MAX_BYTES rendering.image_assets.MAX_PROMPT_BYTES"
+        ),
+        "seconds to fetch the images of a prompt": "rendering.image_assets.SECONDS",
+        "redirects of an image": "rendering.image_assets.MAX_REDIRECTS",
+        "prompts that read from one host, or from the folder, at once": "rendering.image_assets.MAX_PROMPTS",
+        "look-ups of a host's name at once": "rendering.image_assets.MAX_LOOK_UPS",
+        "prompts of an owner that name images, which are being fetched or wait to be rendered": (
+            "control.sample_prompts.MAX_FETCHED"
+        ),
+    },
+    "OpenAI's and Anthropic's APIs": {
+        "characters of a model's name": "http.endpoint_fields.LONGEST_MODEL",
+        "`logprobs` and `top_logprobs`": "http.openai_bodies.MAX_LIKELIEST",
+        "logprobs in an answer that is not streamed": "http.openai_answers.MAX_CELLS",
+        "tools of a request": "http.tool_fields.MOST_TOOLS",
+        "characters of a grammar, and objects within each other in a JSON schema": (
+            "rendering.grammar.MAX_CHARACTERS rendering.grammar.MAX_NESTING"
+        ),
+        "newest checkpoints among which `GET models` looks for those of a sampler": "http.openai_routes.MOST_LISTED",
+    },
+    "names, sessions and checkpoints": {
+        "characters of an id": "types.requests_and_results.LONGEST_ID",
+        "characters of a checkpoint's name, and of a path": (
+            "storage.names.MAX_NAME_LENGTH storage.names.MAX_PATH_LENGTH"
+        ),
+        "characters of a display name, a project, a tag and a key of metadata": "control.sessions.LONGEST_NAME",
+        "characters of a value of metadata": "control.sessions.LONGEST_VALUE",
+        "tags of a session, and entries of metadata": "control.sessions.MOST_ENTRIES",
+        "characters that are kept of the detail of a `finish`": "control.sessions.LONGEST_DETAIL",
+        "characters of an idempotency key": "control.checkpoints.LONGEST_KEY",
+        "seconds of a TTL": "control.checkpoint_lifetime.MAX_TTL",
+        "recipients of an encrypted export": "control.age_encryption.MOST_RECIPIENTS",
+        "bytes of the configuration of an imported adapter": "storage.peft_adapters.MAX_CONFIG_BYTES",
+        "`lora_alpha` of an imported adapter, which must be less": "storage.peft_adapters.MAX_ALPHA",
+        "items of a page of a listing": "http.access.MOST_LISTED",
+        "sessions of a page of a search": "types.session_search.MOST_FOUND",
+        "silent sessions that end at one time": "control.sessions.MOST_ENDING",
+        "requests of all sessions, and of one, that traces remember": (
+            "scheduling.operations.MOST_TIMELINES scheduling.operations.MOST_OF_A_SESSION"
+        ),
+    },
+    "curves and logs": {
+        "numbers in a call that adds to a run's curve, and characters of each name": (
+            "http.progress_routes.MOST_METRICS http.progress_routes.LONGEST_METRIC"
+        ),
+        "bytes of a run's curve": "storage.curves.MOST_BYTES",
+        "logs that `--watch-logs` shows, and folders that it looks at": (
+            "storage.watched_logs.MOST_LOGS storage.watched_logs.MOST_FOLDERS"
+        ),
+        "bytes of a watched log, numbers of a line, and characters of each name": (
+            "storage.watched_logs.MOST_BYTES storage.watched_logs.MOST_METRICS storage.watched_logs.LONGEST_METRIC"
+        ),
+        "ephemeral sampler versions that are listed of a run": "http.progress_routes.MOST_EPHEMERAL",
+        "lines of a log that wait for the disk": "http.log_files.MOST_WAITING",
+        "characters of an error that is answered": "http.error_responses.LONGEST_MESSAGE",
+    },
 }
-"""What is bounded without an option, and by how much."""
+"""What is bounded without an option, and by how much: constants by their names below `tinker_local.backend`, or with
+`types.` below `tinker_local.types`. The tests find constants that are bounds by their names and compare."""
+
+
+def value_of(name: str) -> float:
+    """The constant `name` of `LIMITS`."""
+    module, _, constant = name.rpartition(".")
+    package = "tinker_local" if module.startswith("types.") else "tinker_local.backend"
+    found: float = getattr(importlib.import_module(f"{package}.{module}"), constant)
+    return found
 
 
 def limits() -> str:
-    """One line for each of `LIMITS`."""
-    lines = ["| at most | |", "| ---: | --- |"]
-    lines += [f"| {', '.join(f'{most:,.12g}' for most in given)} | {what} |" for what, given in LIMITS.items()]
+    """One line for each of `LIMITS`, and before them for each option that is a limit."""
+    lines = ["| at most | with an option or a field of `BackendOptions` |", "| ---: | --- |"]
+    hints, notes = get_type_hints(BackendOptions, include_extras=True), dict(_notes())
+    for each in fields(BackendOptions):
+        if each.name.startswith("max_"):
+            hint = hints[each.name]
+            option: CommandOption = get_args(hint)[1] if get_origin(hint) is Annotated else CommandOption("")
+            flag = option.flag or f"--{each.name.replace('_', '-')}" if option.help else each.name
+            words = (option.help or notes[each.name]).partition(". ")[0].rstrip(".")
+            lines.append(f"| {_default(each, option) or 'no limit'} | `{flag}`: {words} |")
+    for section, given in LIMITS.items():
+        lines += ["", f"| at most | {section} |", "| ---: | --- |"]
+        for words, names in given.items():
+            lines.append(f"| {', '.join(f'{value_of(name):,.12g}' for name in names.split())} | {words} |")
     return "\n".join(lines) + "\n"
 
 

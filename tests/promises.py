@@ -587,7 +587,7 @@ MISTAKES = (
     ),
     Promise(
         "operation",
-        "An adapter from elsewhere is another one here, in its scale, its modules or its base model, or half of it stays",
+        "An imported adapter is another one here, in its scale, its modules or its base model, or half of it stays",
         "parts-of-an-export-in-another-order alpha-of-peft-ignored rslora-taken-for-lora rows-of-parts-from-the-first "
         "unknown-fields-of-peft-ignored missing-layers-filled joined-parts-beside-the-diagonal-dropped "
         "import-loads-a-fresh-adapter adapter-of-another-base-imported file-of-a-tar-archive-chosen-by-the-archive "

@@ -446,10 +446,13 @@ class BackendOptions:
     batch_tokens: int = 65536
     """Maximum positions in one round of the training scheduler."""
     max_image_pixels: int = 64 * 2**20
+    """Maximum pixels of one image."""
     max_num_samples: int = 1024
     """Maximum `num_samples` of one sampling request."""
     max_queued_samples: int = 20000
+    """Maximum number of sampling requests that have not ended."""
     max_queued_samples_per_session: int = 10000
+    """The same, for one session."""
     sampler_sleeps: bool = True
     """vLLM gives its GPU memory to the trainer when a training request would not fit otherwise. Its weights move to
     host memory until the next sample. Requires a single base model, because vLLM can put only one engine per process

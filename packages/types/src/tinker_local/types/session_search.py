@@ -10,6 +10,10 @@ FinishType = Literal["success", "errored", "interrupted"]
 """What a client reports when it ends its session."""
 
 
+MOST_FOUND = 200
+"""Sessions of one page of a search."""
+
+
 class StatusQuery(Frozen):
     """Sessions that run, were cancelled, or failed because something in them failed."""
 
@@ -68,5 +72,5 @@ class SessionSearchRequest(Frozen):
         ]
         | None
     ) = None
-    limit: Annotated[int, Field(ge=1, le=200)] = 50
+    limit: Annotated[int, Field(ge=1, le=MOST_FOUND)] = 50
     cursor: SessionCursor | None = None

@@ -379,6 +379,11 @@ async def _backend(request: Request) -> ControlPlane:
 
 Backend = Annotated[ControlPlane, Depends(_backend)]
 
+MOST_LISTED = 1000
+"""Items of one page of a listing."""
+
+PageSize = Annotated[int, Query(ge=1, le=MOST_LISTED)]
+
 Offset = Annotated[int, Query(ge=0, le=2**63 - 1)]
 """Where a page begins; the database counts in 64 bits."""
 

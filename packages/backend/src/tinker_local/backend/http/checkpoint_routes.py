@@ -3,9 +3,9 @@
 from collections.abc import Mapping
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Depends, Header, Query, Request, Response
+from fastapi import APIRouter, Depends, Header, Request, Response
 from tinker_local.backend.control.callers import owner_urn
-from tinker_local.backend.http.access import Backend, Offset, ServerKeys, ToList, caller_of, owned
+from tinker_local.backend.http.access import Backend, Offset, PageSize, ServerKeys, ToList, caller_of, owned
 from tinker_local.backend.http.bodies import discard_body, parse
 from tinker_local.backend.storage.names import KINDS
 from tinker_local.backend.storage.records import LOCAL_OWNER, CheckpointKind, CheckpointRecord, TrainingRunRecord
@@ -33,7 +33,7 @@ async def list_checkpoints(run_id: str, backend: Backend) -> dict[str, Any]:
 
 @router.get("/checkpoints")
 async def list_all_checkpoints(
-    backend: Backend, owned: ToList, limit: Annotated[int, Query(ge=1, le=1000)] = 100, offset: Offset = 0
+    backend: Backend, owned: ToList, limit: PageSize = 100, offset: Offset = 0
 ) -> dict[str, Any]:
     """Newest first."""
     records, total = await backend.checkpoints.newest(limit, offset, owned)
@@ -138,7 +138,7 @@ def checkpoint_json(record: CheckpointRecord) -> dict[str, Any]:
 
 @router.get("/training_runs")
 async def list_training_runs(
-    backend: Backend, owned: ToList, limit: Annotated[int, Query(ge=1, le=1000)] = 20, offset: Offset = 0
+    backend: Backend, owned: ToList, limit: PageSize = 20, offset: Offset = 0
 ) -> dict[str, Any]:
     """Newest first."""
     records, total = await backend.runs.newest(limit, offset, owned)

@@ -1,11 +1,11 @@
 """Sessions: create, heartbeat, finish, list and search."""
 
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from fastapi import APIRouter, Depends, Query, Request, Response
+from fastapi import APIRouter, Depends, Request, Response
 from tinker_local.backend.control.callers import owner_urn
 from tinker_local.backend.control.sessions import FoundSession, SessionStatus
-from tinker_local.backend.http.access import Backend, Offset, ToList, caller_of, owned
+from tinker_local.backend.http.access import Backend, Offset, PageSize, ToList, caller_of, owned
 from tinker_local.backend.http.bodies import parse
 from tinker_local.backend.storage.records import LOCAL_PROJECT
 from tinker_local.types import CreateSessionRequest, FinishType, Frozen, SessionSearchRequest
@@ -50,7 +50,7 @@ async def finish(session_id: str, request: Request, backend: Backend) -> Respons
 
 @router.get("/sessions")
 async def list_sessions(
-    backend: Backend, owned: ToList, limit: Annotated[int, Query(ge=1, le=1000)] = 20, offset: Offset = 0
+    backend: Backend, owned: ToList, limit: PageSize = 20, offset: Offset = 0
 ) -> dict[str, Any]:
     """Newest first."""
     return {"sessions": await backend.sessions.newest(limit, offset, owned)}
