@@ -90,6 +90,34 @@ def problems(block: Block) -> list[str]:
     return [f"{block.page.name}, line {block.line}: {problem}" for problem in found if problem]
 
 
+TAKEN = re.compile(r"create_(lora_)?training_client\w*")
+
+
+def not_taken(text: str) -> list[str]:
+    """Calls that make a training client in Python code, without `.result()` or `await`."""
+    calls, taken = {}, set()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            if TAKEN.fullmatch(node.func.attr):
+                calls[id(node)] = f"{node.func.attr}, line {node.lineno}"
+            if node.func.attr == "result":
+                taken.add(id(node.func.value))
+        if isinstance(node, ast.Await):
+            taken.add(id(node.value))
+    return [words for call, words in calls.items() if call not in taken]
+
+
+def test_no_example_makes_a_training_client_without_taking_it() -> None:
+    """The SDK can wait for itself for ever then: docs/futures-and-exports.md."""
+    code = {str(path.relative_to(ROOT)): path.read_text() for path in (ROOT / "examples").rglob("*.py")}
+    code |= {f"{b.page.name}, {b.line}": b.text for page in PAGES for b in blocks(page) if b.language == "python"}
+    assert sum(len(TAKEN.findall(text)) for text in code.values()) > 5
+    assert {place: found for place, text in code.items() if (found := not_taken(text))} == {}
+    assert not_taken("a = s.create_lora_training_client(1)\nb = await s.create_training_client_from_state(2)") == [
+        "create_lora_training_client, line 1"
+    ]
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_documented_commands_and_imports_exist(page: Path) -> None:
     assert [problem for block in blocks(page) for problem in problems(block)] == []
