@@ -590,7 +590,8 @@ MISTAKES = (
         "An imported adapter is another one here, in its scale, its modules or its base model, or half of it stays",
         "parts-of-an-export-in-another-order alpha-of-peft-ignored rslora-taken-for-lora rows-of-parts-from-the-first "
         "unknown-fields-of-peft-ignored missing-layers-filled joined-parts-beside-the-diagonal-dropped "
-        "import-loads-a-fresh-adapter adapter-of-another-base-imported file-of-a-tar-archive-chosen-by-the-archive "
+        "import-loads-a-fresh-adapter import-goes-on-from-a-fresh-adapter adapter-of-another-base-imported "
+        "file-of-a-tar-archive-chosen-by-the-archive "
         "truncated-tar-archive-accepted half-an-import-stays imports-belong-to-everybody",
         ("e2e/test_imports_on_real_models.py::test_what_peft_wrote_samples_and_trains_as_pefts_model",),
     ),

@@ -14,6 +14,8 @@ from click.testing import CliRunner
 from safetensors.numpy import load_file, save_file
 from tinker_local.backend.cli.main import main
 from tinker_local.backend.control.callers import KeyFile
+from tinker_local.backend.control.checkpoint_lifetime import CheckpointUses
+from tinker_local.backend.control.restore_runs import RestoreRuns
 from tinker_local.backend.exporting import import_adapter
 from tinker_local.backend.fakes import FakeModel
 from tinker_local.backend.http.server import LoopbackServer
@@ -204,6 +206,33 @@ async def test_an_import_whose_second_checkpoint_fails_leaves_none_on_fakes(
     monkeypatch.setattr(api.backend.training, "save_weights", fail)
     assert (await send(api, archive(folder))).status_code == 500
     await nothing_left(api, 1)
+
+
+@pytest.mark.mutation(
+    "import-goes-on-from-a-fresh-adapter",
+    "control/training_runs.py",
+    "if self.imported and self.source is None:",
+    "if False:",
+)
+async def test_an_import_whose_trainer_is_lost_does_not_go_on_with_a_fresh_adapter_on_fakes(
+    api: Api, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run without steps is otherwise created again in the new trainer."""
+    _, folder = await trained(api)
+    save = api.backend.training.save_weights
+    restore = RestoreRuns(api.backend.models.get(BASE), api.backend.store, api.backend.runs, CheckpointUses())
+
+    async def lose_the_trainer_first(request: Any) -> Any:
+        api.trainer._adapters.clear()
+        await restore.lost("the trainer's process ended")
+        await restore.restore()
+        return await save(request)
+
+    monkeypatch.setattr(api.backend.training, "save_weights", lose_the_trainer_first)
+    answer = await send(api, archive(folder))
+    assert answer.status_code == 500
+    assert "the trainer's process ended, and the adapter is lost that was being imported" in answer.json()["detail"]
+    assert [one["checkpoint_id"] for one in (await api.get("checkpoints")).json()["checkpoints"]] == ["weights/first"]
 
 
 @pytest.mark.mutation(

@@ -136,6 +136,8 @@ class Imports:
             nonlocal notes
             begun = await base.scheduler.call(fresh)
             state, notes = await DISK.run(adapter.state, begun, family_of(base.engines.arch, base_model))
+            if (run := self._runs.live(model_id)) is not None:
+                run.imported = True
             await base.scheduler.call(trainer.load_adapter, model_id, state)
             return {"model_id": model_id}
 

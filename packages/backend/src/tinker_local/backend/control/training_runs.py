@@ -64,6 +64,7 @@ class TrainingRun:
     stepped_at: when it took the last of them; of the monotonic clock.
     autosaving, autosaved_at: held during an autosave; when the last one began, or the run.
     source: the last durable checkpoint of its weights, or the one that it was loaded from; None: it was created.
+    imported: its adapter came from elsewhere, so that without a `source` only the trainer has it.
     source_optimizer: its optimizer is that of `source`.
     progress: what it has done.
     told_losses: those of which the log has said that their definition is this project's.
@@ -86,6 +87,7 @@ class TrainingRun:
     autosaved_at: float = field(default_factory=time.monotonic)
     source: CheckpointRecord | None = None
     source_optimizer: bool = False
+    imported: bool = False
     progress: RunProgress = field(default_factory=RunProgress)
     told_losses: set[str] = field(default_factory=set)
     captures: set[asyncio.Task[Any]] = field(default_factory=set)
@@ -113,6 +115,8 @@ class TrainingRun:
         """What of it only the trainer has, in words; None if nothing."""
         if steps := self.unsaved_steps:
             return f"{count_of_steps(steps)} {'are' if steps > 1 else 'is'} lost that no checkpoint has"
+        if self.imported and self.source is None:
+            return "the adapter is lost that was being imported"
         return "the gradient since the last optimizer step is lost" if self.queue.gradient else None
 
     def saved(self, record: CheckpointRecord, steps: int) -> None:

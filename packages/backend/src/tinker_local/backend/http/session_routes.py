@@ -49,9 +49,7 @@ async def finish(session_id: str, request: Request, backend: Backend) -> Respons
 
 
 @router.get("/sessions")
-async def list_sessions(
-    backend: Backend, owned: ToList, limit: PageSize = 20, offset: Offset = 0
-) -> dict[str, Any]:
+async def list_sessions(backend: Backend, owned: ToList, limit: PageSize = 20, offset: Offset = 0) -> dict[str, Any]:
     """Newest first."""
     return {"sessions": await backend.sessions.newest(limit, offset, owned)}
 
