@@ -65,12 +65,16 @@ def by_peft(folder: Path, model: Path, b: float = 0.3, **config: Any) -> np.ndar
         *((family, "peft") for family in ("qwen3", "qwen2_5_vl", "qwen3_vl", "qwen3_5")),
         *((family, "hosted") for family in ("qwen3", "qwen3_5", "gpt_oss")),
         *((family, "checkpoint") for family in ("qwen3_moe", "qwen3_5_moe", "gpt_oss")),
+        ("qwen3_vl", "tower"),
     ],
 )
 def test_an_export_comes_back_bit_for_bit(tuned: Make, tmp_path: Path, family: str, layout: str) -> None:
-    trained = tuned(family) if layout == "peft" or family in ("qwen3", "qwen3_5") else tuned(family, False)
+    if layout == "tower":
+        trained = tuned(family, True, True, True)
+    else:
+        trained = tuned(family, layout == "peft" or family in ("qwen3", "qwen3_5"))
     folder = {"hosted": trained.exported, "checkpoint": trained.checkpoint}.get(layout, tmp_path / "peft")
-    if layout == "peft":
+    if layout in ("peft", "tower"):
         export_checkpoint(trained.checkpoint, folder, to="peft", base=str(trained.model), check=False)
     with imported(folder, trained.model) as (trainer, state, notes):
         assert notes == ()
