@@ -400,10 +400,17 @@ MISTAKES = (
         "Features of an image come from the vision tower of another adapter",
         "towers-share-features features-of-another-tower",
     ),
+    Promise(
+        "images",
+        "The positions of an image see only what precedes them where the model sees all of it, or they see others",
+        "images-seen-causally images-of-a-portion-alone images-beside-their-place images-causal-on-cpus "
+        "images-in-several-steps images-longer-than-the-window images-cut-into-several",
+    ),
     Promise("images", "base64 is decoded twice or not at all", "base64-not-decoded base64-encoded-twice"),
     Promise(
         "images",
         "The vision tower gets LoRA that the sampler ignores",
+        "tower-of-gemma-3-trained",
         tests=("training/test_lora_equals_peft.py::test_files_have_the_names_of_transformers_modules[qwen2_5_vl]",),
     ),
     Promise(
@@ -704,7 +711,7 @@ MISTAKES = (
     Promise(
         "families",
         "One engine ignores a rule of a family's LM head",
-        "head-without-a-name-in-vllm logits-not-capped",
+        "head-without-a-name-in-vllm logits-not-capped heads-of-gemma-3-without-a-name",
     ),
     Promise(
         "grammars",

@@ -90,7 +90,7 @@ def tuned(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Tuned]:
     @cache
     def make(family: str, tied: bool = True, head: bool = True, vision: bool = False) -> Tuned:
         root = tmp_path_factory.mktemp(family)
-        if "_vl" in family or family in ("qwen3_5", "qwen3_5_moe"):
+        if "_vl" in family or family in ("qwen3_5", "qwen3_5_moe", "gemma3"):
             model = make_tiny_vl_model(root / "model", family=family, tie_word_embeddings=tied)  # type: ignore[arg-type]
         else:
             model = make_tiny_text_model(root / "model", family=family, tie_word_embeddings=tied)  # type: ignore[arg-type]

@@ -166,7 +166,7 @@ class Merged:
             .eval()
         )
         self.model.requires_grad_(False)
-        self.split = trainer._loaded.family.lora.split
+        self.split, self.vision = trainer._loaded.family.lora.split, trainer._loaded.family.vision
         self.leaves = {
             name: {spec.name: spec.view(adapter.weights).clone().requires_grad_() for spec in adapter.specs}
             for name, adapter in trainer._adapters.items()
@@ -196,7 +196,8 @@ class Merged:
                 down += change.transpose(1, 2) if self.model.config.model_type == "gpt_oss" else change
             else:
                 weights[f"{path}.weight"] += change
-        return torch.func.functional_call(self.model, weights, (), model_arguments(input)).logits[0].log_softmax(-1)
+        arguments = model_arguments(input, self.vision)
+        return torch.func.functional_call(self.model, weights, (), arguments).logits[0].log_softmax(-1)
 
     def rows(self, module: str, part: str) -> tuple[str, slice | None]:
         """The module at `module`, and its rows, that adapters call `part`."""

@@ -136,7 +136,7 @@ SHARE = {"gpt_oss": 0.8}
 
 
 @pytest.mark.more
-@pytest.mark.parametrize("family", [*IN_BFLOAT16, "qwen3_vl", "qwen2_5_vl"])
+@pytest.mark.parametrize("family", [*IN_BFLOAT16, "qwen3_vl", "qwen2_5_vl", "gemma3"])
 async def test_rounding_of_bfloat16_takes_about_half_of_what_is_normal_at_most(tmp_path: Path, family: Any) -> None:
     make = make_tiny_text_model if family in TEXT_FAMILIES else make_tiny_vl_model
     make(tmp_path / "model", family=family)

@@ -18,7 +18,7 @@ from tinker_local.backend.tiny_models import (
 )
 from tinker_local.backend.tiny_models.marks import QWEN, VOCAB_SIZE
 
-VISION_FAMILIES = ("qwen3_vl", "qwen2_5_vl")
+VISION_FAMILIES = ("qwen3_vl", "qwen2_5_vl", "gemma3")
 QUESTION = [
     {"role": "system", "content": "Be brief."},
     {"role": "user", "content": "What is two plus 2?"},
@@ -35,6 +35,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "text_untied": make_tiny_text_model(root / "text_untied", tie_word_embeddings=False),
         "qwen3_vl": make_tiny_vl_model(root / "qwen3_vl"),
         "qwen2_5_vl": make_tiny_vl_model(root / "qwen2_5_vl", family="qwen2_5_vl"),
+        "gemma3": make_tiny_vl_model(root / "gemma3", family="gemma3"),
         **{name: make_tiny_text_model(root / name, family=name) for name in TEXT_FAMILIES if name != "qwen3"},
     }
 
@@ -174,8 +175,8 @@ def test_vision_model_and_processors_load_and_the_image_matters(folders: dict[st
         inputs = processor.apply_chat_template(
             [message], add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt"
         )
-        patches = image_processor.get_number_of_image_patches(48, 80, {})
-        assert int((inputs["input_ids"] == model.config.image_token_id).sum()) == patches // 4
+        wanted = 16 if family == "gemma3" else image_processor.get_number_of_image_patches(48, 80, {}) // 4
+        assert int((inputs["input_ids"] == model.config.image_token_id).sum()) == wanted
         with torch.no_grad():
             logits.append(model(**inputs).logits[0, -1])
     assert (logits[0] - logits[1]).abs().max() > 0.1
@@ -186,6 +187,7 @@ CHATS = {
     "<|start_header_id|>user<|end_header_id|>\n\nHi<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n",
     "mistral": "<s>[INST] Be brief.\n\nHi[/INST]",
     "gemma2": "<bos><start_of_turn>user\nBe brief.\n\nHi<end_of_turn>\n<start_of_turn>model\n",
+    "gemma3": "<bos><start_of_turn>user\nBe brief.\n\nHi<end_of_turn>\n<start_of_turn>model\n",
 }
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
+from tinker_local.backend.families.family import Vision
 from tinker_local.backend.rendering.rendered_input import ImagePlacement, RenderedInput
 from tinker_local.backend.training.worker import HFTrainer
 
@@ -52,6 +53,7 @@ class Hooked:
 
     def __init__(self, ours: HFTrainer, theirs: Any) -> None:
         self._theirs = theirs
+        self._vision = ours._loaded.family.vision
         self._split = ours._loaded.family.lora.split
         self.leaves: dict[str, dict[str, torch.Tensor]] = {}
         self._scale: dict[str, float] = {}
@@ -78,7 +80,7 @@ class Hooked:
     def logprobs(self, adapter_id: str | None, input: RenderedInput) -> torch.Tensor:
         """log softmax of all logits, [N, vocabulary]."""
         with self.on(adapter_id):
-            return self._theirs(**model_arguments(input)).logits[0].log_softmax(-1)
+            return self._theirs(**model_arguments(input, self._vision)).logits[0].log_softmax(-1)
 
     def gradients(self, adapter_id: str) -> dict[str, torch.Tensor]:
         return {n: torch.zeros_like(v) if v.grad is None else v.grad for n, v in self.leaves[adapter_id].items()}
@@ -93,20 +95,16 @@ class Hooked:
         return add
 
 
-def model_arguments(input: RenderedInput) -> dict[str, Any]:
+def model_arguments(input: RenderedInput, vision: Vision | None) -> dict[str, Any]:
     """What transformers' models take."""
     token_ids = torch.from_numpy(input.token_ids.astype(np.int64))[None]
     arguments: dict[str, Any] = {"input_ids": token_ids, "use_cache": False}
-    if input.images:
+    if input.images and vision is not None:
         placements = sorted(input.images, key=lambda placement: placement.offset)
         is_image = torch.zeros_like(token_ids, dtype=torch.int32)
         for placement in placements:
             is_image[0, placement.offset : placement.offset + placement.image.num_tokens] = 1
-        arguments |= {
-            "pixel_values": torch.from_numpy(np.concatenate([p.image.pixel_values for p in placements])),
-            "image_grid_thw": torch.tensor([p.image.grid_thw for p in placements]),
-            "mm_token_type_ids": is_image,
-        }
+        arguments |= vision.arguments([placement.image for placement in placements], is_image)
         if any(first.offset + first.image.num_tokens == second.offset for first, second in pairwise(placements)):
             arguments["position_ids"] = positions(input, placements)  # transformers merges adjacent images
     return arguments

@@ -22,11 +22,13 @@ class Module(torch.nn.Module):
         self.sinks = sinks
 
 
-def theirs(query: Any, key: Any, value: Any, rule: AttentionRule) -> torch.Tensor:
-    """Attend in one segment [L, heads, D] with transformers and a mask [1, 1, L, L]."""
+def theirs(query: Any, key: Any, value: Any, rule: AttentionRule, image: torch.Tensor) -> torch.Tensor:
+    """Attend in one segment [L, heads, D] with transformers and a mask [1, 1, L, L]. `image` [L]: the number of the
+    image that each position belongs to, 0 for text."""
     places = torch.arange(len(query))
     distance = places[:, None] - places[None]
-    seen = (distance >= 0) & (distance < (rule.window or len(query)))
+    same = (image[:, None] == image[None]) & (image > 0)
+    seen = ((distance >= 0) | same) & (distance < (rule.window or len(query)))
     mask = torch.zeros(seen.shape, dtype=query.dtype).masked_fill_(~seen, -torch.inf)[None, None]
     parts = [tensor.transpose(0, 1)[None] for tensor in (query, key, value)]
     if rule.sinks is not None:
@@ -38,7 +40,7 @@ def theirs(query: Any, key: Any, value: Any, rule: AttentionRule) -> torch.Tenso
     return output[0]
 
 
-@pytest.mark.mutation("window-ignored", "attention.py", "(distance < 0) | (distance >= rule.window)", "distance < 0")
+@pytest.mark.mutation("window-ignored", "attention.py", "hidden | (queries - keys >= rule.window)", "hidden")
 @pytest.mark.mutation(
     "soft-cap-without-its-derivative", "attention.py", "grad_scores *= 1 - capped * capped", "grad_scores *= 1"
 )
@@ -51,10 +53,12 @@ def theirs(query: Any, key: Any, value: Any, rule: AttentionRule) -> torch.Tenso
 @pytest.mark.parametrize("window", [None, 1, 4, 100])
 @pytest.mark.parametrize(("softcap", "sinks"), [(None, False), (1.5, False), (None, True)])
 @pytest.mark.parametrize("scores", [1, 2**26])
+@pytest.mark.parametrize("images", [(), ((4, 8), (12, 15), (15, 17), (19, 21), (21, 22), (22, 29))])
 def test_each_segment_attends_as_in_transformers_alone(
-    window: Any, softcap: Any, sinks: Any, scores: Any, monkeypatch: pytest.MonkeyPatch
+    window: Any, softcap: Any, sinks: Any, scores: Any, images: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Forward and the three gradients in float64, in portions of any size; nothing leaks between segments."""
+    """Forward and the three gradients in float64, in portions of any size; nothing leaks between segments. Images see
+    themselves: in the middle of a segment, side by side, at its end and its start, and as all of it."""
     monkeypatch.setattr(attention, "SCORES", scores)
     lengths = (3, 9, 9, 1, 14)
     generator = torch.Generator().manual_seed(0)
@@ -62,7 +66,7 @@ def test_each_segment_attends_as_in_transformers_alone(
     query, key, value = (torch.randn(shape, generator=generator, dtype=torch.float64) * 2 for shape in shapes)
     grad = torch.randn(shapes[0], generator=generator, dtype=torch.float64)
     rule = AttentionRule(SCALING, window, softcap, torch.linspace(-1, 2, HEADS, dtype=torch.float64) if sinks else None)
-    segments = Segments(lengths, torch.device("cpu"))
+    segments = Segments(lengths, torch.device("cpu"), images)
 
     output, logsumexp = attend(query, key, value, segments, rule)
     gradients = attend_backward(grad, query, key, value, output, logsumexp, segments, rule)
@@ -70,7 +74,12 @@ def test_each_segment_attends_as_in_transformers_alone(
     leaves = [tensor.clone().requires_grad_() for tensor in (query, key, value)]
     bounds = itertools.pairwise([0, *itertools.accumulate(lengths)])
     q, k, v = leaves
-    wanted = torch.cat([theirs(q[start:stop], k[start:stop], v[start:stop], rule) for start, stop in bounds])
+    image = torch.zeros(sum(lengths), dtype=torch.int64)
+    for number, (start, stop) in enumerate(images, 1):
+        image[start:stop] = number
+    wanted = torch.cat(
+        [theirs(q[start:stop], k[start:stop], v[start:stop], rule, image[start:stop]) for start, stop in bounds]
+    )
     # transformers computes the softmax in float32 if there is a soft cap.
     tolerance = 1e-12 if sinks else 1e-5
     torch.testing.assert_close(output, wanted, rtol=0, atol=tolerance)

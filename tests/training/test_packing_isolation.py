@@ -33,8 +33,8 @@ def with_other_tokens(datum: Any, make: Any) -> Any:
 @pytest.mark.mutation(
     "one-segment-for-all",
     "embedding.py",
-    "Segments(packed.lengths, device)",
-    "Segments((sum(packed.lengths),), device)",
+    "Segments(packed.lengths, device,",
+    "Segments((sum(packed.lengths),), device,",
 )
 @pytest.mark.parametrize(
     ("family", "with_images"), [(f, i) for f in FAMILIES for i in (False, True) if f != "qwen3" or not i]

@@ -17,7 +17,7 @@ TEXT_KINDS = (
     "gemma3_text",
     "gpt_oss",
 )
-VISION_KINDS = ("qwen3_vl", "qwen3_vl_moe", "qwen2_5_vl", "qwen3_5", "qwen3_5_moe")
+VISION_KINDS = ("qwen3_vl", "qwen3_vl_moe", "qwen2_5_vl", "qwen3_5", "qwen3_5_moe", "gemma3")
 ALIASES = {"text": "qwen3", "vl": "qwen3_vl"}
 
 

@@ -67,10 +67,11 @@ class Checked:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Probe:
-    """`prompts`: ordinary token ids; one with an image between two texts if the model reads images. `picture`: that
-    image."""
+    """`prompts`: ordinary token ids; one with an image between two texts if the model reads images. `asked`: the same
+    as vLLM takes them, with the ids that it replaces by the image. `picture`: that image."""
 
     prompts: tuple[RenderedInput, ...]
+    asked: tuple[list[int], ...]
     picture: "Image | None"
 
 
@@ -92,10 +93,10 @@ def make_probe(base: BaseModel) -> Probe:
         found: npt.NDArray[np.int32] = ordinary[(np.arange(length) * 7919 + first) % len(ordinary)].astype(np.int32)
         return found
 
-    prompts = [RenderedInput(text(TEXT_LENGTH, 11))]
+    only_text = RenderedInput(text(TEXT_LENGTH, 11))
     vision = base.family.vision
     if vision is None:
-        return Probe(tuple(prompts), None)
+        return Probe((only_text,), (only_text.token_ids.tolist(),), None)
     from PIL.Image import fromarray
     from tinker_local.backend.rendering.hf_images import HFImages
 
@@ -103,11 +104,13 @@ def make_probe(base: BaseModel) -> Probe:
     picture = fromarray(pixels)
     read = HFImages(base.path, vision.read_image).process(picture)
     image = RenderedImage("probe", read.num_tokens, read.pixel_values, read.grid_thw)
-    marks, before = vision.tokens(base.config), text(6, 23)
-    pads = np.full(image.num_tokens, marks.pad, np.int32)
-    ids = np.concatenate([before, [marks.start], pads, [marks.end], text(18, 37)]).astype(np.int32)
-    prompts.append(RenderedInput(ids, (ImagePlacement(len(before) + 1, image),)))
-    return Probe(tuple(prompts), picture)
+    marks, before, after = vision.tokens(base.config), text(6, 23), text(18, 37)
+    around = [] if marks.around is None else tokenizer.encode(marks.around, add_special_tokens=False)
+    start, end = [*before, *around, marks.start], [marks.end, *around, *after]
+    ids = np.array([*start, *[marks.pad] * image.num_tokens, *end], np.int32)
+    with_image = RenderedInput(ids, (ImagePlacement(len(start), image),))
+    asked = [*start, marks.pad, *end] if marks.around is None else [*before, marks.start, *after]
+    return Probe((only_text, with_image), (only_text.token_ids.tolist(), list(map(int, asked))), picture)
 
 
 class Reference:
@@ -173,14 +176,11 @@ def _loaded_logprobs(folder: Path, trained: Trained, to: str, device: str, probe
     for prompt in probe.prompts:
         ids = torch.from_numpy(prompt.token_ids.astype(np.int64))[None].to(device)
         further: dict[str, Any] = {}
-        for placed in prompt.images:
+        if prompt.images and base.family.vision is not None:
             is_image = torch.zeros_like(ids, dtype=torch.int32)
-            is_image[0, placed.offset : placed.offset + placed.image.num_tokens] = 1
-            further = {
-                "pixel_values": torch.from_numpy(placed.image.pixel_values).to(device),
-                "image_grid_thw": torch.tensor([placed.image.grid_thw], device=device),
-                "mm_token_type_ids": is_image,
-            }
+            for placed in prompt.images:
+                is_image[0, placed.offset : placed.offset + placed.image.num_tokens] = 1
+            further = base.family.vision.arguments([placed.image for placed in prompt.images], is_image)
         with torch.no_grad():
             logits = model(input_ids=ids, **further).logits[0, :-1].float()
         logprobs = logits.log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
@@ -199,7 +199,7 @@ def check_by_vllm(folder: Path, trained: Trained, device: str) -> Checked:
         "max_lora_rank": vllm_rank(trained.largest_rank),
         "experts": trained.has_experts,
         "tower": trained.config.train_vision,
-        "prompts": [_for_vllm(prompt) for prompt in probe.prompts],
+        "prompts": probe.asked,
     }
     with tempfile.TemporaryDirectory() as scratch:
         if probe.picture is not None:
@@ -224,14 +224,6 @@ def check_by_vllm(folder: Path, trained: Trained, device: str) -> Checked:
     )
     theirs = np.array([logprob for answer in answers for logprob in answer["logprobs"]], np.float32)
     return _compare("vLLM", trained.base.dtype, ours, theirs, without, probe)
-
-
-def _for_vllm(prompt: RenderedInput) -> list[int]:
-    """Ids with one pad for an image, which vLLM repeats."""
-    ids = prompt.token_ids.tolist()
-    for placed in prompt.images:
-        del ids[placed.offset + 1 : placed.offset + placed.image.num_tokens]
-    return [int(token) for token in ids]
 
 
 def _compare(library: str, dtype: str, ours: Logprobs, theirs: Logprobs, without: Logprobs, probe: Probe) -> Checked:

@@ -40,7 +40,8 @@ def write_merged(folder: Path, trained: Trained, shard_bytes: int = SHARD_BYTES)
     names = [name for file in weights.values() for name in file]
     changed = _changed(trained, [name for name in names if not name.startswith(_DRAFT)])
     untied = trained.has_head and base.tied_head
-    head = _embedding(names, base) if untied else f"{HEAD}.weight"
+    own_head = next((name for name in names if f".{name}".endswith(f".{HEAD}.weight")), f"{HEAD}.weight")
+    head = _embedding(names, base) if untied else own_head
     if trained.has_head and head not in names:
         raise InvalidRequestError(f"{base.folder}: has no tensor {head}, to which the trained LM head is added")
     _check_space(folder, base, list(weights), base.model.lm_head.weight.nbytes if untied else 0)
@@ -49,7 +50,7 @@ def write_merged(folder: Path, trained: Trained, shard_bytes: int = SHARD_BYTES)
         for file, inside in weights.items():
             with safe_open(file, "pt") as opened:
                 for name in inside:
-                    if untied and name == f"{HEAD}.weight":
+                    if untied and name == own_head:
                         continue  # a copy of the embedding, from which the head is made
                     tensor = opened.get_tensor(name)
                     yield name, changed[name](tensor) if name in changed else tensor

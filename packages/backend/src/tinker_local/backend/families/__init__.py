@@ -2,6 +2,7 @@
 
 from tinker_local.backend.families import (
     gemma2,
+    gemma3,
     gemma3_text,
     gpt_oss,
     llama,
@@ -22,6 +23,7 @@ from tinker_local.types import UnsupportedError
 
 FAMILIES: dict[str, Family] = {
     "gemma2": gemma2.FAMILY,
+    "gemma3": gemma3.FAMILY,
     "gemma3_text": gemma3_text.FAMILY,
     "gpt_oss": gpt_oss.FAMILY,
     "llama": llama.FAMILY,

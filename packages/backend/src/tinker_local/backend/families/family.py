@@ -125,9 +125,13 @@ class Vision:
     """How a family reads images.
 
     `tower`: path of the vision tower in the model, whose layers are its `blocks`. `vllm_tower`: the same in vLLM; its
-    forward takes `grid_thw`, by name or second, with a row for each image. `tokens(config)`: the ids that mark an
-    image. `read_image(processor, batch)`: the image in what the HF image processor returns for one.
-    `encode_images(model, images)`: features of images in order.
+    forward takes `grid_thw`, by name or second, or pixels alone, with a row for each image. `tokens(config)`: the ids
+    that mark an image; UnsupportedError for a config whose images the engines compute differently.
+    `read_image(processor, batch)`: the image in what the HF image processor returns for one. `encode_images(model,
+    images)`: features of images in order. `arguments(images, is_image)`: what transformers' forward takes for the
+    images of one input, in order, beside its ids; `is_image` int32 [1, N]. `whole_images`: whether the positions of an
+    image see all of it, and not only what precedes them. `frozen`: why adapters cannot train the tower; empty if they
+    can.
     """
 
     tower: str
@@ -135,6 +139,9 @@ class Vision:
     tokens: Callable[[Any], ImageTokens]
     read_image: Callable[[Any, Any], TrainerImage]
     encode_images: Callable[[Any, Sequence[RenderedImage]], ImageFeatures]
+    arguments: Callable[[Sequence[RenderedImage], Any], dict[str, Any]]
+    whole_images: bool = False
+    frozen: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -55,8 +55,6 @@ LINE_UP: Mapping[str, Sequence[str]] = {
 Inkling are guesses, which only group names."""
 
 NOT_SERVED: Mapping[str, str] = {
-    "gemma3": "positions of an image attend to each other in both directions, which the trainer does not compute yet; "
-    "its text model alone is served, as `gemma3_text`",
     "deepseek_v3": "the trainer does not compute attention over a compressed latent; 671 billion parameters take more "
     "than eight H200s in bfloat16",
     "deepseek_v4": "the trainer does not compute attention over a compressed latent; 552 billion parameters take eight "

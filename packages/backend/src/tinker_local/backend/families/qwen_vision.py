@@ -64,6 +64,17 @@ def _encode_images(model: Any, images: Sequence[RenderedImage]) -> ImageFeatures
     return ImageFeatures(embeds=_joined(output.pooler_output), deepstack=tuple(map(_joined, deepstack)))
 
 
+def _arguments(images: Sequence[RenderedImage], is_image: Any) -> dict[str, Any]:
+    import torch
+
+    pixels = torch.from_numpy(np.concatenate([image.pixel_values for image in images]))
+    return {
+        "pixel_values": pixels.to(is_image.device),
+        "image_grid_thw": torch.tensor([image.grid_thw for image in images], device=is_image.device),
+        "mm_token_type_ids": is_image,
+    }
+
+
 def _joined(features: Any) -> Any:
     """Features of all images in one tensor. transformers returns one per image; 5.17 returns some already joined."""
     import torch
@@ -77,4 +88,5 @@ VISION = Vision(
     tokens=_image_tokens,
     read_image=_read_image,
     encode_images=_encode_images,
+    arguments=_arguments,
 )

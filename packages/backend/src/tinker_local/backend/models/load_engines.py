@@ -261,7 +261,7 @@ def load_real(source: ModelSource, options: BackendOptions, progress: Progress) 
         kv_cache_bytes=options.kv_cache_bytes,
         max_rank=options.max_rank,
         sleeps=options.sampler_sleeps,
-        train_vision=options.train_vision and family.vision is not None,
+        train_vision=options.train_vision and family.vision is not None and not family.vision.frozen,
     )
     gpus = 0 if compat_vllm.runs_on_cpu() else torch.cuda.device_count()
     placed = place_engines(config, engine, options, gpus)

@@ -40,6 +40,10 @@ class HFText:
         self._template = template
         self._has_template = bool(template or tokenizer.chat_template)
         self._image_token = None if images is None else str(tokenizer.convert_ids_to_tokens(images.pad))
+        self._written, self._meant = "", ""
+        if images is not None and images.around is not None:
+            self._written, end = map(str, tokenizer.convert_ids_to_tokens([images.start, images.end]))
+            self._meant = f"{images.around}{self._written}{self._image_token}{end}{images.around}"
         added = getattr(tokenizer, "added_tokens_decoder", {}).values()
         special = {*tokenizer.all_special_tokens, *(token.content for token in added if token.special), _OPEN, _CLOSE}
         special |= {self._image_token} - {None}
@@ -186,6 +190,8 @@ class HFText:
 
     def _chunks(self, text: str, images: Sequence[Chunk]) -> Iterator[Chunk]:
         """A template's text, each image token in it replaced by its image."""
+        if self._written:
+            text = text.replace(self._written, self._meant)
         pieces = [text] if self._image_token is None else text.split(self._image_token)
         if len(pieces) - 1 != len(images):
             raise InvalidRequestError(

@@ -14,17 +14,23 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ImageTokens:
-    """Ids that mark an image in a prompt: `start`, one `pad` for each position of the image, `end`."""
+    """Ids that mark an image in a prompt: `start`, one `pad` for each position of the image, `end`.
+
+    `around`: None if chat templates write all three, with one pad. Otherwise they write `start` alone, of which
+    processors make `start`, pads and `end` between two of this text.
+    """
 
     start: int
     pad: int
     end: int
+    around: str | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TrainerImage:
-    """An image as the trainer reads it. `pixel_values` float32 [patches, patch_dim]; `grid_thw`: patches in time,
-    height and width before merging; `num_tokens`: positions in the prompt."""
+    """An image as the trainer reads it. `pixel_values` float32 [patches, patch_dim], or [1, 3, height, width] where
+    the model cuts it itself; `grid_thw`: patches in time, height and width before merging, or positions of an image
+    that the model cuts itself; `num_tokens`: positions in the prompt."""
 
     pixel_values: npt.NDArray[np.float32]
     grid_thw: tuple[int, int, int]

@@ -6,12 +6,26 @@ torch and transformers are imported when a model is made, not before.
 from pathlib import Path
 from typing import Any, Literal
 
-from tinker_local.backend.tiny_models.marks import IMAGE_PAD, QWEN, VIDEO_PAD, VISION_END, VISION_START
+from tinker_local.backend.tiny_models.marks import (
+    GEMMA3,
+    IMAGE_END,
+    IMAGE_PAD,
+    IMAGE_SOFT,
+    IMAGE_START,
+    QWEN,
+    VIDEO_PAD,
+    VISION_END,
+    VISION_START,
+)
 from tinker_local.backend.tiny_models.processors import (
+    GEMMA3_PATCH_SIZE,
+    GEMMA3_PATCHES,
+    GEMMA3_POOLING,
     QWEN2_5_VL,
     QWEN3_VL,
     TEMPORAL_PATCH_SIZE,
     ProcessorSettings,
+    write_gemma3_processor,
     write_processors,
 )
 from tinker_local.backend.tiny_models.shapes import TextShape, VisionShape
@@ -20,6 +34,7 @@ from tinker_local.backend.tiny_models.text_families import (
     TEXT_FAMILIES,
     TextFamilyName,
     expert_settings,
+    gemma3_settings,
     qwen3_5_moe_settings,
     qwen3_5_settings,
     text_settings,
@@ -70,7 +85,7 @@ def make_tiny_vl_model(
     out: Path,
     *,
     seed: int = 0,
-    family: Literal["qwen3_vl", "qwen3_vl_moe", "qwen2_5_vl", "qwen3_5", "qwen3_5_moe"] = "qwen3_vl",
+    family: Literal["qwen3_vl", "qwen3_vl_moe", "qwen2_5_vl", "qwen3_5", "qwen3_5_moe", "gemma3"] = "qwen3_vl",
     tie_word_embeddings: bool = True,
     text: TextShape | None = None,
     vision: VisionShape | None = None,
@@ -81,6 +96,8 @@ def make_tiny_vl_model(
     ValueError for a shape that the family cannot have.
     """
     vision = vision or VisionShape()
+    if family == "gemma3":
+        return _write_gemma3(out, seed, text or TextShape(), vision, tie_word_embeddings)
     if family in ("qwen3_vl", "qwen3_vl_moe"):
         text, settings = text or TextShape(), QWEN3_VL
         model = _qwen3_vl(text, vision, settings, tie_word_embeddings, experts=family == "qwen3_vl_moe")
@@ -100,6 +117,53 @@ def make_tiny_vl_model(
     if family == "qwen3_vl_moe":
         _transpose_experts(out)
     return out
+
+
+def _write_gemma3(out: Path, seed: int, text: TextShape, vision: VisionShape, tie_word_embeddings: bool) -> Path:
+    """Images of any shape become squares of the same number of positions."""
+    from transformers import Gemma3Config, Gemma3ForConditionalGeneration
+
+    patch_size = vision.patch_size or GEMMA3_PATCH_SIZE
+    config = Gemma3Config(
+        text_config={
+            **text_settings(text, GEMMA3),
+            **gemma3_settings(text),
+            "tie_word_embeddings": tie_word_embeddings,
+        },
+        vision_config={
+            "hidden_size": vision.hidden_size,
+            "intermediate_size": vision.intermediate_size,
+            "num_hidden_layers": vision.num_layers,
+            "num_attention_heads": vision.num_heads,
+            "patch_size": patch_size,
+            "image_size": GEMMA3_PATCHES * patch_size,
+            "vision_use_head": False,
+        },
+        mm_tokens_per_image=(GEMMA3_PATCHES // GEMMA3_POOLING) ** 2,
+        boi_token_index=GEMMA3.token_id(IMAGE_START),
+        eoi_token_index=GEMMA3.token_id(IMAGE_END),
+        image_token_index=GEMMA3.token_id(IMAGE_SOFT),
+        tie_word_embeddings=tie_word_embeddings,
+        dtype="float32",
+    )
+    model = _instantiate(Gemma3ForConditionalGeneration, config)
+    _claim_folder(out)
+    write_tokenizer(out, GEMMA3, text.max_position_embeddings)
+    write_weights(model, out, seed, GEMMA3, text_scale=text.weight_scale, vision_scale=vision.weight_scale)
+    write_gemma3_processor(out, vision)
+    _rename_tower(out)
+    return out
+
+
+def _rename_tower(out: Path) -> None:
+    """Name the vision tower as the family's checkpoints do and vLLM expects."""
+    from safetensors.torch import load_file, save_file
+
+    (file,) = out.glob("*.safetensors")
+    tensors = {
+        name.replace("vision_tower.", "vision_tower.vision_model."): tensor for name, tensor in load_file(file).items()
+    }
+    save_file(tensors, file, metadata={"format": "pt"})
 
 
 def _transpose_experts(out: Path) -> None:

@@ -22,6 +22,7 @@ class Marks:
 
     `added`: name and whether special, in the order of their ids; reserved tokens fill them up to `NUM_ADDED`. `bos`:
     None if prompts begin without one. `stops`: tokens that end a generation; the first one is the tokenizer's EOS.
+    `named`: what the tokenizer calls some of them, beyond the usual.
     """
 
     chat_template: str
@@ -30,6 +31,7 @@ class Marks:
     stops: tuple[str, ...]
     pad: str
     tokenizer_class: str = "PreTrainedTokenizerFast"
+    named: tuple[tuple[str, str], ...] = ()
 
     def __post_init__(self) -> None:
         reserved = [(f"<|reserved_special_token_{index}|>", True) for index in range(NUM_ADDED - len(self.added))]
@@ -194,19 +196,65 @@ _GEMMA = r"""
 {%- if add_generation_prompt -%}{{- '<start_of_turn>model\n' -}}{%- endif -%}
 """.lstrip()
 
+_GEMMA_TOKENS: tuple[tuple[str, bool], ...] = (
+    ("<pad>", True),
+    ("<eos>", True),
+    ("<bos>", True),
+    ("<unk>", True),
+    ("<start_of_turn>", True),
+    ("<end_of_turn>", True),
+)
+
 GEMMA = Marks(
     _GEMMA,
+    _GEMMA_TOKENS,
+    bos="<bos>",
+    stops=("<eos>", "<end_of_turn>"),
+    pad="<pad>",
+)
+
+# An image is one mark, which the processor makes two line breaks, the mark, the image, its end and two line breaks.
+_GEMMA3 = r"""
+{%- macro render(content) -%}
+  {%- if content is string -%}
+    {{- content | trim -}}
+  {%- else -%}
+    {%- for part in content -%}
+      {{- '<start_of_image>' if part.type == 'image' else part.text | trim -}}
+    {%- endfor -%}
+  {%- endif -%}
+{%- endmacro -%}
+
+{%- set system = render(messages[0].content) + '\n\n' if messages[0].role == 'system' else '' -%}
+{{- bos_token -}}
+{%- for message in (messages[1:] if system else messages) -%}
+  {%- if (message.role == 'user') != (loop.index0 % 2 == 0) -%}
+    {{- raise_exception('roles must alternate: user, assistant, user, ...') -}}
+  {%- endif -%}
+  {{- '<start_of_turn>' + ('model' if message.role == 'assistant' else message.role) + '\n' -}}
+  {{- (system if loop.first else '') + render(message.content) + '<end_of_turn>\n' -}}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{- '<start_of_turn>model\n' -}}{%- endif -%}
+""".lstrip()
+
+IMAGE_START = "<start_of_image>"
+IMAGE_END = "<end_of_image>"
+IMAGE_SOFT = "<image_soft_token>"
+
+GEMMA3 = Marks(
+    _GEMMA3,
     (
-        ("<pad>", True),
-        ("<eos>", True),
-        ("<bos>", True),
-        ("<unk>", True),
-        ("<start_of_turn>", True),
-        ("<end_of_turn>", True),
+        *_GEMMA_TOKENS,
+        (IMAGE_START, True),
+        (IMAGE_END, True),
+        (IMAGE_SOFT, True),
+        # Runs of line breaks are tokens, which vLLM looks up by these names.
+        *(("\n" * count, False) for count in range(1, 5)),
     ),
     bos="<bos>",
     stops=("<eos>", "<end_of_turn>"),
     pad="<pad>",
+    named=(("boi_token", IMAGE_START), ("eoi_token", IMAGE_END), ("image_token", IMAGE_SOFT)),
 )
 
 _HARMONY = r"""

@@ -54,3 +54,38 @@ def write_processors(out: Path, settings: ProcessorSettings, vision: VisionShape
         out / "video_preprocessor_config.json",
         {"video_processor_type": settings.video_processor_class} | common,
     )
+
+
+GEMMA3_PATCH_SIZE = 4
+GEMMA3_PATCHES = 16
+"""Patches per side of an image, of whatever shape it was."""
+
+GEMMA3_POOLING = 4
+"""Patches per side of what becomes one position, as in the published models, whose images have 64 patches per side."""
+
+
+def write_gemma3_processor(out: Path, vision: VisionShape) -> None:
+    """Write `preprocessor_config.json` and `processor_config.json` of Gemma 3."""
+    side = GEMMA3_PATCHES * (vision.patch_size or GEMMA3_PATCH_SIZE)
+    common = {
+        "processor_class": "Gemma3Processor",
+        "image_seq_length": (GEMMA3_PATCHES // GEMMA3_POOLING) ** 2,
+    }
+    write_json(
+        out / "preprocessor_config.json",
+        {
+            "image_processor_type": "Gemma3ImageProcessor",
+            "do_convert_rgb": None,
+            "do_normalize": True,
+            "do_pan_and_scan": None,
+            "do_rescale": True,
+            "do_resize": True,
+            "image_mean": [0.5, 0.5, 0.5],
+            "image_std": [0.5, 0.5, 0.5],
+            "resample": 2,
+            "rescale_factor": 1 / 255,
+            "size": {"height": side, "width": side},
+            **common,
+        },
+    )
+    write_json(out / "processor_config.json", common)

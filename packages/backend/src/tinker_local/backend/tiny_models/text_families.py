@@ -146,7 +146,7 @@ def _gemma2(shape: TextShape) -> dict[str, Any]:
     }
 
 
-def _gemma3(shape: TextShape) -> dict[str, Any]:
+def gemma3_settings(shape: TextShape) -> dict[str, Any]:
     """Each kind of layer has its own rotary frequencies."""
     return {
         "head_dim": shape.head_dim,
@@ -192,6 +192,6 @@ TEXT_FAMILIES: dict[TextFamilyName, TextFamily] = {
     "llama": TextFamily("LlamaForCausalLM", LLAMA3, _llama, tied=False),
     "mistral": TextFamily("MistralForCausalLM", MISTRAL, _mistral, tied=False),
     "gemma2": TextFamily("Gemma2ForCausalLM", GEMMA, _gemma2),
-    "gemma3_text": TextFamily("Gemma3ForCausalLM", GEMMA, _gemma3),
+    "gemma3_text": TextFamily("Gemma3ForCausalLM", GEMMA, gemma3_settings),
     "gpt_oss": TextFamily("GptOssForCausalLM", GPT_OSS, _gpt_oss, tied=False),
 }

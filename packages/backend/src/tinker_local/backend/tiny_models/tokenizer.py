@@ -111,6 +111,8 @@ def write_tokenizer(out: Path, marks: Marks, max_length: int) -> None:
             "errors": "replace",
             "clean_up_tokenization_spaces": False,
             "model_max_length": max_length,
+            **dict(marks.named),
+            **({"extra_special_tokens": dict(marks.named)} if marks.named else {}),
         },
     )
 

@@ -1,8 +1,8 @@
 """Causal attention inside the segments of one packed row, forward and backward.
 
 A segment is the contiguous positions of one sequence. Bounds are explicit, never inferred from position ids. Sliding
-windows, soft caps and sinks are part of the rule. Legend: T positions, N query heads, M key-value heads (N is a
-multiple of M), D head size, B segments of one length L."""
+windows, soft caps and sinks are part of the rule; positions of an image may see all of it. Legend: T positions, N query
+heads, M key-value heads (N is a multiple of M), D head size, B segments of one length L."""
 
 import itertools
 from collections.abc import Iterator
@@ -30,10 +30,14 @@ class Run:
 
 @dataclass(frozen=True)
 class Segments:
-    """The `lengths` of the segments that tile a row, in order, and their bounds on the device for attention kernels."""
+    """The `lengths` of the segments that tile a row, in order, and their bounds on the device for attention kernels.
+
+    `images`: start and stop in the row of each image whose positions also see those after them in the image.
+    """
 
     lengths: tuple[int, ...]
     device: torch.device
+    images: tuple[tuple[int, int], ...] = ()
 
     @cached_property
     def runs(self) -> tuple[Run, ...]:
@@ -54,6 +58,14 @@ class Segments:
     def places(self) -> torch.Tensor:
         """int64 [T]: each position's place in its segment, from 0."""
         return to_device(np.concatenate([np.arange(length) for length in self.lengths]), self.device)
+
+    @cached_property
+    def horizon(self) -> torch.Tensor:
+        """int64 [T]: the first place of its segment that each position does not see because it comes later."""
+        found = np.concatenate([np.arange(1, length + 1) for length in self.lengths])
+        for start, stop in self.images:
+            found[start:stop] = found[stop - 1]
+        return to_device(found, self.device)
 
     @cached_property
     def longest(self) -> int:
@@ -82,7 +94,7 @@ def attend(
     for `attend_backward` (None if it needs none). T is the sum of the segments' lengths."""
     if query.is_meta:  # it has no values; kernels give the output this layout
         return query.new_empty(query.shape), None
-    if rule.softcap is None and compat_torch.flash_attention_works(query):
+    if rule.softcap is None and not segments.images and compat_torch.flash_attention_works(query):
         output, logsumexp = compat_torch.flash_attention(
             query, key, value, segments.bounds, segments.longest, rule.scaling, causal=True, window=rule.window
         )
@@ -92,7 +104,7 @@ def attend(
         return (outputs[0] if len(outputs) == 1 else torch.cat(outputs)), None
     output = torch.empty_like(query)
     for run in segments.runs:
-        for part in _portions(query, key, value, run, rule):
+        for part in _portions(query, key, value, segments, run, rule):
             part.rows_of(output).copy_(part.weights(rule) @ part.value)
     return output, None
 
@@ -124,15 +136,15 @@ def attend_backward(
     grad_key = torch.zeros(key.shape, dtype=_wide(key), device=key.device)
     grad_value = torch.zeros(value.shape, dtype=_wide(value), device=value.device)
     for run in segments.runs:
-        for part in _portions(query, key, value, run, rule):
+        for part in _portions(query, key, value, segments, run, rule):
             part.backward(rule, part.rows_of(grad), part.rows_of(output), grad_query, grad_key, grad_value)
     return grad_query, grad_key.to(key.dtype), grad_value.to(value.dtype)
 
 
 def _is_plain(rule: AttentionRule, segments: Segments) -> bool:
-    """Whether `rule` reduces to causal softmax attention for segments of these lengths."""
+    """Whether `rule` reduces to causal softmax attention for these segments."""
     within = rule.window is None or rule.window >= segments.longest
-    return within and rule.softcap is None and rule.sinks is None
+    return within and rule.softcap is None and rule.sinks is None and not segments.images
 
 
 def _with_sinks(
@@ -164,13 +176,16 @@ SCORES = 2**26
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Portion:
-    """The queries [start, stop) of each segment of `run`, and the keys [first, stop) that they may attend to.
-    `query` [B, M, N / M, l, D], `key` and `value` [B, M, 1, k, D]."""
+    """The queries [start, stop) of each segment of `run`, and the keys [first, last) that they may attend to.
+    `query` [B, M, N / M, l, D], `key` and `value` [B, M, 1, k, D]. `horizon` [B, 1, 1, l, 1]: `Segments.horizon` of the
+    queries; None without images."""
 
     run: Run
     start: int
     stop: int
     first: int
+    last: int
+    horizon: torch.Tensor | None
     query: torch.Tensor
     key: torch.Tensor
     value: torch.Tensor
@@ -195,8 +210,8 @@ class _Portion:
         """Write the gradient of these queries to `grad_query`; add those of the keys and values to the others."""
         scores = self._scores(rule)
         weights = self._softmax(scores, rule)
-        to_key = _grouped(grad_key, self.run, self.first, self.stop, self.key.shape[1])
-        to_value = _grouped(grad_value, self.run, self.first, self.stop, self.key.shape[1])
+        to_key = _grouped(grad_key, self.run, self.first, self.last, self.key.shape[1])
+        to_value = _grouped(grad_value, self.run, self.first, self.last, self.key.shape[1])
         wide = weights.dtype
         to_value += (weights.transpose(-1, -2) @ grad.to(wide)).sum(2, keepdim=True)
         grad_weights = (grad @ self.value.transpose(-1, -2)).to(wide)
@@ -214,11 +229,11 @@ class _Portion:
         scores = (self.query @ self.key.transpose(-1, -2)).to(_wide(self.query)) * rule.scaling
         if rule.softcap is not None:
             scores = rule.softcap * torch.tanh(scores / rule.softcap)
-        distance = (
-            torch.arange(self.start, self.stop, device=scores.device)[:, None]
-            - torch.arange(self.first, self.stop, device=scores.device)[None]
-        )
-        hidden = distance < 0 if rule.window is None else (distance < 0) | (distance >= rule.window)
+        queries = torch.arange(self.start, self.stop, device=scores.device)[:, None]
+        keys = torch.arange(self.first, self.last, device=scores.device)[None]
+        hidden = keys > queries if self.horizon is None else keys >= self.horizon
+        if rule.window is not None:
+            hidden = hidden | (queries - keys >= rule.window)
         return scores.masked_fill_(hidden, -torch.inf)
 
     @staticmethod
@@ -231,7 +246,7 @@ class _Portion:
 
 
 def _portions(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, run: Run, rule: AttentionRule
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, segments: Segments, run: Run, rule: AttentionRule
 ) -> Iterator[_Portion]:
     """Split the queries of `run` so that the scores of each portion stay below `SCORES`."""
     groups = key.shape[1]
@@ -239,14 +254,21 @@ def _portions(
     for start in range(0, run.length, size):
         stop = min(run.length, start + size)
         first = 0 if rule.window is None else max(0, start - rule.window + 1)
+        last, horizon = stop, None
+        if segments.images:
+            last = run.length  # an image may begin in this portion and end in another
+            of_run = segments.horizon[run.start : run.stop].unflatten(0, (run.count, run.length))
+            horizon = of_run[:, None, None, start:stop, None]
         yield _Portion(
             run,
             start,
             stop,
             first,
+            last,
+            horizon,
             _grouped(query, run, start, stop, groups),
-            _grouped(key, run, first, stop, groups),
-            _grouped(value, run, first, stop, groups),
+            _grouped(key, run, first, last, groups),
+            _grouped(value, run, first, last, groups),
         )
 
 

@@ -28,7 +28,8 @@ def packed_row(
     )
     position_ids = to_device(positions if len(positions) == 1 else positions[:, None], device)
     embeds = loaded.model.get_input_embeddings()(to_device(packed.token_ids, device))
-    segments = Segments(packed.lengths, device)
+    whole = family.vision is not None and family.vision.whole_images
+    segments = Segments(packed.lengths, device, packed.image_bounds if whole else ())
     if not packed.images and own is None:
         return PackedRow(embeds, position_ids, segments)
     features = joined([*([images.features(packed.images)] if packed.images else []), *([own] if own else [])])

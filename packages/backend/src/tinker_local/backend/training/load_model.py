@@ -126,7 +126,7 @@ def load_model(
     model, weights = _load(path, config, family, chosen, place, shards)
     max_positions = min(max_context_length or text_config.max_position_embeddings, text_config.max_position_embeddings)
     _fix_frequencies(model.get_submodule(family.decoder_path), max_positions)
-    if family.vision is not None:
+    if family.vision is not None and not family.vision.whole_images:
         use_packed_attention(model.get_submodule(family.vision.tower))
     kernels = kernels_for(place, chosen)
     return LoadedModel(

@@ -109,6 +109,15 @@ class Packed:
     def lengths(self) -> tuple[int, ...]:
         return tuple(item.length for item in self.items)
 
+    @property
+    def image_bounds(self) -> tuple[tuple[int, int], ...]:
+        """Start and stop of each image in the row, in no order."""
+        return tuple(
+            (start + placed.offset, start + placed.offset + placed.image.num_tokens)
+            for item, start in zip(self.items, self.starts, strict=True)
+            for placed in item.datum.input.images
+        )
+
     def targets_of(self, item: int) -> slice:
         """The slice of the targets of item `item`."""
         return slice(self.target_starts[item], self.target_starts[item + 1])

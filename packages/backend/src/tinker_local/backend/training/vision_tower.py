@@ -34,14 +34,14 @@ class VisionTower:
     def __init__(self, model: Any, vision: Vision) -> None:
         self._model, self._vision = model, vision
         self._tower = tower = model.get_submodule(vision.tower)
-        self._by_module = tower_targets(tower, vision.tower)
+        self._by_module = {} if vision.frozen else tower_targets(tower, vision.tower)
         self.targets = list(self._by_module.values())
         self._groups = groups_of(self.targets)
         self._run: _Run | None = None
         self.images_encoded = 0
         for linear in self._by_module:
             linear.forward = functools.partial(self._linear, linear, linear.forward)
-        for block in tower.blocks:
+        for block in () if vision.frozen else tower.blocks:
             block.forward = functools.partial(self._block, block.forward)
 
     def encode(self, images: Sequence[RenderedImage]) -> ImageFeatures:

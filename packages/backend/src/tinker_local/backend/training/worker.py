@@ -352,6 +352,11 @@ class HFTrainer:
             raise InvalidRequestError(f"lora_config.rank: must be from 1 to {self.max_rank}, not {config.rank}")
         if config.train_vision and self._loaded.tower is None:
             raise InvalidRequestError(f"lora_config.train_vision: {self.name} reads text only")
+        vision = self._loaded.family.vision
+        if config.train_vision and vision is not None and vision.frozen:
+            raise InvalidRequestError(
+                f"lora_config.train_vision: the vision tower of {self.name} stays as it is: {vision.frozen}"
+            )
         specs = lora.layout(self._runner.targets, config)
         if not specs:
             raise InvalidRequestError(

@@ -21,6 +21,7 @@ from tinker_local.backend.vllm_engine import (
     score_prompts,
     sleep_mode,
     vllm_experts,
+    whole_images,
 )
 from tinker_local.backend.vllm_engine.compat_vllm import lora_worker, model_runner, runs_on_cpu, scheduler, version
 
@@ -177,6 +178,10 @@ def _share_features(engine: Any, events: EngineEvents) -> None:
     engine.input_processor._get_mm_identifier = lambda mm_hash, lora_request: mm_hash
 
 
+def _keep_images_whole(engine: Any, events: EngineEvents) -> None:
+    whole_images.keep_images_whole(scheduler(engine), engine.model_config)
+
+
 def _report_images(engine: Any, events: EngineEvents) -> None:
     runner, config = model_runner(engine), engine.model_config
     if not runner.supports_mm_inputs:
@@ -186,8 +191,8 @@ def _report_images(engine: Any, events: EngineEvents) -> None:
         raise RuntimeError(f"vLLM takes images for {config.model}, but its family names no vision tower")
 
     def after(tower: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        # One row of the grid for each image; some models pass it by position.
-        events.images_encoded(len(kwargs["grid_thw"] if "grid_thw" in kwargs else args[1]))
+        # One row of the grid, or of pixels, for each image; some models pass the grid by position.
+        events.images_encoded(len(kwargs["grid_thw"] if "grid_thw" in kwargs else args[min(1, len(args) - 1)]))
 
     # It sees every run: vLLM's CUDA graphs leave the tower out unless those for encoders are switched on.
     runner.get_model().get_submodule(vision.vllm_tower).register_forward_hook(after, with_kwargs=True)
@@ -261,7 +266,7 @@ PATCHES = (
     ),
     Patch(
         "a model with experts may come after one without",
-        "the first engine of a process makes the groups of ranks, that of experts only if its model has any",
+        "the first engine of a process makes vLLM's groups of ranks, and that of experts only if its model has any",
         "0.26 to 0.32",
         ("_EP",),
         ("families/test_experts.py::test_a_model_with_experts_may_come_after_one_without",),
@@ -320,6 +325,26 @@ PATCHES = (
         ("families/test_qwen3_5.py::test_each_target_alone_reaches_the_sampler",),
         used_in=("delta_net_on_cpu.py",),
         to_process=delta_net_on_cpu.take_float32,
+    ),
+    Patch(
+        "the positions of an image see each other, where the model was made so",
+        "vLLM's attention on CPUs is causal, also where that of GPUs is not: Gemma 3 differs by 0.7 nats",
+        "CPU, 0.32",
+        ("CPUAttentionMetadataBuilder", "build", "mm_req_doc_ranges"),
+        ("families/test_gemma3.py::test_trainer_and_sampler_agree_with_each_target_alone",),
+        used_in=("whole_images.py",),
+        to_process=whole_images.see_whole_images,
+    ),
+    Patch(
+        "no step has a part of an image whose positions see each other",
+        "vLLM's rule against it leaves out images that begin where the step before has ended",
+        "0.26 to 0.32",
+        ("disable_chunked_mm_input", "_try_schedule_encoder_inputs"),
+        ("families/test_gemma3.py::test_an_image_is_never_split_over_two_steps",),
+        hook="disable_chunked_mm_input of EngineArgs, which is made before the model's family is known",
+        used_in=("whole_images.py",),
+        to_config=whole_images.check_steps,
+        to_engine=_keep_images_whole,
     ),
     Patch(
         "an LM head of any size takes adapters",

@@ -20,10 +20,12 @@ def main(folder: Path) -> None:
     from tinker_local.backend.vllm_engine.build_engine import prepare_environment
     from tinker_local.backend.vllm_engine.delta_net_on_cpu import take_float32
     from tinker_local.backend.vllm_engine.vllm_experts import take_adapters_on_cpu
+    from tinker_local.backend.vllm_engine.whole_images import see_whole_images
 
     prepare_environment()
-    take_float32()  # without these two, vLLM has such layers on GPUs alone
+    take_float32()  # without these, vLLM has such layers on GPUs alone
     take_adapters_on_cpu()
+    see_whole_images()
     from PIL import Image
     from vllm import LLM, SamplingParams
     from vllm.lora.request import LoRARequest

@@ -35,8 +35,9 @@ class VLLMImages:
     def process(self, image: "Image") -> SamplerImage:
         """vLLM's MultiModalKwargsItem of `image`."""
         tokens = self._tokens
+        ids = [tokens.start, tokens.pad, tokens.end] if tokens.around is None else [tokens.start]
         prompt = {
-            "prompt_token_ids": [tokens.start, tokens.pad, tokens.end],
+            "prompt_token_ids": ids,
             "multi_modal_data": {"image": [image]},
         }
         with self._lock:
@@ -48,4 +49,4 @@ class VLLMImages:
         (place,) = rendered["mm_placeholders"]["image"]
         (item,) = rendered["mm_kwargs"]["image"]
         num_bytes = sum(tensor.nbytes for tensor in item.get_data().values())
-        return SamplerImage(item, num_bytes, place.length)
+        return SamplerImage(item, num_bytes, place.get_num_embeds())
