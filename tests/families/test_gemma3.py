@@ -246,6 +246,25 @@ def test_an_image_is_never_split_over_two_steps(
         assert_agrees(trainer, None, given, output)
 
 
+async def test_the_rest_of_an_image_whose_beginning_is_in_the_prefix_cache_sees_all_of_it(
+    trainer: HFTrainer, folder: Path, images: Sequence[RenderedImage]
+) -> None:
+    """Blocks of the cache end in the middle of the first image and before the second."""
+    given = prompt(trainer, 40, images[:2], first=120)
+    params = SamplingParams(max_tokens=6, seed=1, stop=[])
+    options = EngineOptions(str(folder), max_rank=8, kv_cache_bytes=2**26, max_context_length=1024)
+    sampler = VLLMSampler(options, EngineThread())
+    try:
+        outputs = [await sampler.sample(SampleWork(given, None, params)) for _ in range(2)]
+    finally:
+        await sampler.close()
+    assert given.images[0].offset < outputs[1].prompt_cache_hit_tokens < given.images[0].offset + 16
+    for output in outputs:
+        (sequence,) = output.sequences
+        whole = replace(given, token_ids=np.concatenate([given.token_ids, sequence.tokens]).astype(np.int32))
+        np.testing.assert_allclose(sequence.logprobs, trainer.logprobs(None, whole)[-6:], atol=TOLERANCE, rtol=0)
+
+
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_a_chat_with_images_has_the_ids_and_pixels_of_the_hf_processor(
     folder: Path, renderer: ModelRenderer, count: int
