@@ -214,7 +214,7 @@ def test_vllm_as_it_is_computes_what_was_trained(
     assert exported.checked is not None
     assert exported.checked.library == "vLLM"
     assert exported.checked.agrees, str(exported.checked)
-    assert exported.checked.effect > 0.05
+    assert exported.checked.effect > (0.05 if family == "gemma3" else 0.1)
     assert exported.checked.images == (family not in ("qwen3", "gpt_oss"))
 
 
