@@ -39,6 +39,8 @@ REFUSED = """
 - models with images or sound that are not in the table above;
 - models whose layers do not pass their arguments on to attention (`nemotron`, `stablelm`), or compute it by other
   functions than transformers' common ones;
+- mixtures of experts that are not in the table above (`mixtral`, `olmoe`, `granitemoe`, `qwen3_next`, `minimax`):
+  adapters train routed experts in the architectures of the table alone;
 """
 NAMES = """
 ## Names

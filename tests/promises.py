@@ -201,7 +201,8 @@ PROMISES = (
         "No model starts whose trainer and sampler differ; the effect of a loaded adapter is verified",
         "base-models-not-compared images-not-compared rounding-of-text-not-compared engines-outlive-a-probe "
         "image-probe-of-any-size effect-not-verified unmatched-keys-ignored unknown-adapters-not-compared "
-        "changed-classes-of-transformers known-refusals-forgotten quantized-weights-loaded adapters-lost-in-rounding",
+        "changed-classes-of-transformers known-refusals-forgotten experts-without-a-family-accepted "
+        "quantized-weights-loaded adapters-lost-in-rounding",
     ),
     Promise(
         "20",

@@ -11,7 +11,9 @@ import peft
 import pytest
 import torch
 import transformers
+from click.testing import CliRunner
 from tinker_local.backend import BackendOptions, InProcessBackend, ModelSource
+from tinker_local.backend.cli.models_command import models
 from tinker_local.backend.families import FAMILIES, OTHER, family_of
 from tinker_local.backend.families.line_up import NOT_SERVED, OTHERS
 from tinker_local.backend.models.agreement import ROUNDING, with_random_b
@@ -203,3 +205,25 @@ def test_a_model_that_is_built_otherwise_is_refused_before_engines_start(
     with pytest.raises(UnsupportedError, match=why) as no:
         asyncio.run(started(tmp_path / "model", tmp_path / "data"))
     assert "\n" not in str(no.value)
+
+
+@pytest.mark.mutation(
+    "experts-without-a-family-accepted",
+    "training/load_model.py",
+    '        if name.endswith(".gate_up_proj") and parameter.dim() == 3:\n',
+    "        if False:\n",
+)
+@pytest.mark.parametrize("model_type", ["mixtral", "olmoe", "granitemoe", "qwen3_next", "minimax"])
+def test_a_mixture_of_experts_without_a_family_is_refused_in_a_sentence(model_type: str, tmp_path: Path) -> None:
+    sizes = {"hidden_size": 128, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 4}
+    transformers.AutoConfig.for_model(model_type, vocab_size=VOCAB_SIZE, **sizes).save_pretrained(tmp_path / "model")
+    with pytest.raises(UnsupportedError) as no:
+        asyncio.run(started(tmp_path / "model", tmp_path / "data"))
+    assert re.search(
+        f"model: model_type '{model_type}' is not supported: model.layers.0.* has [0-9]+ routed experts", str(no.value)
+    )
+    assert "are served with model_type gpt_oss, qwen3_5_moe, " in str(no.value)
+    assert "\n" not in str(no.value)
+    done = CliRunner().invoke(models, [f"m={tmp_path / 'model'}", "--gpu", "80"])
+    assert done.exit_code == 2
+    assert "routed experts" in done.output

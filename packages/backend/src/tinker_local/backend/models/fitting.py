@@ -144,9 +144,11 @@ class Fitting:
 
     @classmethod
     def of(cls, config: Any) -> "Fitting":
-        """Any model, from its config of transformers: torch makes its modules without values."""
-        from tinker_local.backend.training.load_model import decoder_of_sizes
+        """Any model, from its config of transformers: torch makes its modules without values. UnsupportedError if it is
+        not served."""
+        from tinker_local.backend.training.load_model import decoder_of_sizes, supported_family
 
+        supported_family(config, config.name_or_path)
         options = BackendOptions()
         decoder, parameters = decoder_of_sizes(config, "bfloat16", options.decoder)
         text = config.get_text_config().to_dict()

@@ -33,7 +33,6 @@ from tinker_local.backend.sampling.replica_pool import ReplicaPool, replica_name
 from tinker_local.backend.scheduling.memory_sharing import MemorySharing, WakingSampler
 from tinker_local.backend.scheduling.train_scheduler import TrainScheduler
 from tinker_local.backend.training.process_trainer import ProcessTrainer, TrainerFactory
-from tinker_local.types import UnsupportedError
 
 if TYPE_CHECKING:
     from tinker_local.backend.fakes import FakeModel
@@ -238,9 +237,9 @@ def load_real(source: ModelSource, options: BackendOptions, progress: Progress) 
     """vLLM for sampling and HF transformers for training, each with its own copy of the weights. Tells `progress` where
     they are if there are several GPUs."""
     import torch
-    from tinker_local.backend.families import NO_FAMILY, OTHER, family_of
+    from tinker_local.backend.families import OTHER
     from tinker_local.backend.rendering.hf_text import HFText
-    from tinker_local.backend.training.load_model import check_layers
+    from tinker_local.backend.training.load_model import supported_family
     from tinker_local.backend.training.worker import HFTrainer, trainer_of_rank
     from tinker_local.backend.vllm_engine import build_engine, compat_vllm
     from transformers import AutoConfig
@@ -248,11 +247,7 @@ def load_real(source: ModelSource, options: BackendOptions, progress: Progress) 
     dtype = options.dtype or compat_vllm.default_dtype()
     config = AutoConfig.from_pretrained(source.path)
     text_config = config.get_text_config()
-    family = family_of(config.model_type, source.path)
-    if family is OTHER and text_config is not config:
-        raise UnsupportedError(f"{source.path}: {NO_FAMILY.format(config.model_type)}")
-    if family is OTHER:
-        check_layers(config, family, source.path)
+    family = supported_family(config, source.path)
     options = replace(options, max_context_length=options.max_context_length or longrope_context(text_config))
     engine = build_engine.EngineOptions(
         source.path,

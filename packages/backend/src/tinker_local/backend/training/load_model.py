@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 import transformers
-from tinker_local.backend.families import family_of
+from tinker_local.backend.families import FAMILIES, NO_FAMILY, OTHER, family_of
 from tinker_local.backend.families.family import Family, LogitRule
 from tinker_local.backend.options import DecoderChoice
 from tinker_local.backend.training.decoder import Decoder
@@ -61,18 +61,28 @@ def decoder_of_sizes(config: Any, dtype: str, decoder: DecoderChoice) -> tuple[D
     return found, sum(parameter.numel() for parameter in model.parameters())
 
 
-def check_layers(config: Any, family: Family, where: str) -> None:
-    """UnsupportedError if transformers has no language model for `config`, or one without the family's decoder, its
-    layers or an LM head. Loads no weights. `where`: the model's name."""
-    kind = config.model_type
+def supported_family(config: Any, where: str) -> Family:
+    """The family of a model of `config`; UnsupportedError if the trainer does not take its architecture. Loads no
+    weights. `where`: the model's name."""
+    family = family_of(config.model_type, where)
+    if family is OTHER and config.get_text_config() is not config:
+        raise UnsupportedError(f"{where}: {NO_FAMILY.format(config.model_type)}")
+    if family is OTHER:
+        _check_layers(config, where)
+    return family
+
+
+def _check_layers(config: Any, where: str) -> None:
+    """UnsupportedError if transformers has no language model for `config`, or one that `OTHER` does not describe:
+    without its decoder, layers or LM head, or with routed experts."""
+    kind, path = config.model_type, OTHER.decoder_path
     try:
-        model = _without_values(config, family, "float32")
+        model = _without_values(config, OTHER, "float32")
     except ValueError as error:
         first = str(error).partition("\n")[0]
         raise UnsupportedError(
             f"{where}: transformers makes no language model of model_type {kind!r}: {first}"
         ) from None
-    path = family.decoder_path
     try:
         for needed in (f"{path}.layers", "lm_head"):
             model.get_submodule(needed)
@@ -86,6 +96,14 @@ def check_layers(config: Any, family: Family, where: str) -> None:
             f"{where}: model_type {kind!r} is not supported: its config has no max_position_embeddings, the longest "
             "sequence that it takes"
         )
+    for name, parameter in model.named_parameters():
+        if name.endswith(".gate_up_proj") and parameter.dim() == 3:
+            known = ", ".join(each for each, family in sorted(FAMILIES.items()) if family.lora.experts)
+            raise UnsupportedError(
+                f"{where}: model_type {kind!r} is not supported: {name.rpartition('.')[0]} has {len(parameter)} routed "
+                f"experts, which adapters do not train in this architecture; mixtures of experts are served with "
+                f"model_type {known}"
+            )
 
 
 def tower_of_sizes(config: Any, dtype: str) -> VisionTower | None:
