@@ -20,8 +20,8 @@ help: ## this list
 setup: ## the environment alone: .venv
 	@$(BOOTSTRAP)
 
-demo: setup ## fine-tune a vision-language model through the SDK; MODEL=NAME on a GPU
-	$(BIN)/python examples/demo.py $(if $(MODEL),--model "$(MODEL)")
+demo: setup ## fine-tune a vision-language model through the SDK; KIND=FAMILY, or MODEL=NAME on a GPU
+	$(BIN)/python examples/demo.py $(if $(MODEL),--model "$(MODEL)") $(if $(KIND),--kind "$(KIND)")
 
 wheels: setup ## dist/: wheels, and the requirements that install them with an engine
 	PATH="$$PATH:$$PWD/.uv/bin" uv build --all-packages --wheel --quiet --out-dir dist

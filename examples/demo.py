@@ -1,6 +1,7 @@
 """Everything in one command: a model, a server, and a program that teaches the model to read digits.
 
     make demo                                    a tiny vision-language model with random weights, on any laptop
+    make demo KIND=qwen3_5                       the same of another family: qwen3_5, qwen3_vl_moe, qwen3_5_moe
     make demo MODEL=Qwen/Qwen3-VL-4B-Instruct    real weights, on a GPU
     python examples/demo.py --data FOLDER ...    a folder of images per class instead of the digits; without a goal
     python examples/demo.py --ask PICTURE        ask the trained model about a picture
@@ -25,8 +26,7 @@ from pathlib import Path
 from rich.console import Console
 
 EXAMPLES = Path(__file__).parent
-TINY = Path("models/demo-vl")
-TINY_SOURCE = f"local/demo-vl={TINY}"
+KINDS = ("vl", "qwen3_vl", "qwen3_5", "qwen3_vl_moe", "qwen3_5_moe")
 DEFAULT_OUT = Path("runs/demo")
 
 # Random weights and real weights need different settings.
@@ -93,13 +93,14 @@ def ask(options: argparse.Namespace, console: Console) -> int:
     return classify(options, run["source"], asked, console).returncode
 
 
-def make_tiny(console: Console) -> None:
-    """Write the tiny model, unless it is there."""
-    if (TINY / "config.json").exists():
-        return
-    command = [sys.executable, "-m", "tinker_local.backend.cli.main", "tiny-model"]
-    console.print(f"[bold]$ tinker-local tiny-model --kind vl --preset demo --out {TINY}[/bold]")
-    subprocess.run([*command, "--kind", "vl", "--preset", "demo", "--out", str(TINY)], check=True)
+def make_tiny(kind: str, console: Console) -> str:
+    """Write the tiny model, unless it is there; returns its NAME=PATH."""
+    folder = Path("models") / f"demo-{kind}"
+    if not (folder / "config.json").exists():
+        command = ["tiny-model", "--kind", kind, "--preset", "demo", "--out", str(folder)]
+        console.print(f"[bold]$ tinker-local {shlex.join(command)}[/bold]")
+        subprocess.run([sys.executable, "-m", "tinker_local.backend.cli.main", *command], check=True)
+    return f"local/demo-{kind}={folder}"
 
 
 def next_steps(options: argparse.Namespace, source: str, console: Console) -> None:
@@ -122,7 +123,9 @@ def next_steps(options: argparse.Namespace, source: str, console: Console) -> No
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", help="NAME or NAME=PATH of a vision-language model; default: a tiny one")
+    model = parser.add_mutually_exclusive_group()
+    model.add_argument("--model", help="NAME or NAME=PATH of a vision-language model; default: a tiny one")
+    model.add_argument("--kind", choices=KINDS, default="vl", help="family of the tiny model; default: vl, Qwen3-VL")
     parser.add_argument("--data", type=Path, help="a folder with one folder of images per class; default: the digits")
     parser.add_argument("--out", type=Path, default=DEFAULT_OUT)
     parser.add_argument("--ask", type=Path, metavar="PICTURE", help="ask the model that the last run trained")
@@ -134,8 +137,7 @@ def main() -> int:
         return ask(options, console)
     start = time.monotonic()
     if options.model is None:
-        make_tiny(console)
-        source, settings = TINY_SOURCE, TINY_SETTINGS if options.data else TINY_DIGITS
+        source, settings = make_tiny(options.kind, console), TINY_SETTINGS if options.data else TINY_DIGITS
     else:
         source, settings = options.model, REAL_SETTINGS
     options.out.mkdir(parents=True, exist_ok=True)

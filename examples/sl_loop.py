@@ -1,7 +1,9 @@
 """Supervised fine-tuning of a language model on questions and answers, with the loop written out.
 
-tinker-local serve --model NAME[=PATH]
-python examples/sl_loop.py --model NAME
+    tinker-local serve --model NAME[=PATH]
+    python examples/sl_loop.py --model NAME
+
+Takes any language model with a chat template, also a mixture of experts: the same adapter then trains the experts.
 """
 
 import argparse
@@ -32,15 +34,17 @@ def main() -> None:
         client = training_client(service, options, rank=16, seed=0)
         tokenizer = client.get_tokenizer()
 
-        def ids(text: str) -> list[int]:
-            return tokenizer.encode(text, add_special_tokens=False)
+        def chat(question: str, answer: str) -> tuple[list[int], list[int]]:
+            """Prompt and answer in the model's chat format; the answer's last token ends the turn."""
+            asked = [{"role": "user", "content": question}]
+            answered = [*asked, {"role": "assistant", "content": answer}]
+            prompt = tokenizer.apply_chat_template(asked, add_generation_prompt=True, tokenize=False)
+            text = tokenizer.apply_chat_template(answered, tokenize=False).removeprefix(prompt).rstrip()
+            before, after = (tokenizer.encode(part, add_special_tokens=False) for part in (prompt, text))
+            return before, after
 
-        def prompt(question: str) -> list[int]:
-            return ids(f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n")
-
-        def datum(question: str, answer: str) -> tinker.Datum:
+        def datum(before: list[int], after: list[int]) -> tinker.Datum:
             """Position i of the input predicts token i + 1 of the text; only the answer has weight."""
-            before, after = prompt(question), ids(f"{answer}<|im_end|>")
             tokens = before + after
             weights = [0.0] * (len(before) - 1) + [1.0] * len(after)
             return tinker.Datum(
@@ -48,7 +52,21 @@ def main() -> None:
                 loss_fn_inputs={"target_tokens": tokens[1:], "weights": np.array(weights, dtype=np.float32)},
             )
 
-        data = [datum(question, answer) for question, answer in PAIRS]
+        def answers(sampler: tinker.SamplingClient) -> list[list[int]]:
+            """What the model says to each question at temperature 0."""
+            futures = []
+            for before, after in chats:
+                greedy = tinker.SamplingParams(max_tokens=len(after) + 2, temperature=0.0, stop=[after[-1]])
+                futures.append(sampler.sample(tinker.ModelInput.from_ints(before), 1, greedy))
+            return [list(future.result().sequences[0].tokens) for future in futures]
+
+        def right(said: list[list[int]]) -> int:
+            return sum(tokens == after for tokens, (_, after) in zip(said, chats, strict=True))
+
+        chats = [chat(question, answer) for question, answer in PAIRS]
+        base = right(answers(service.create_sampling_client(base_model=options.model).result()))
+        print(f"before training {base} of {len(PAIRS)} right")
+        data = [datum(before, after) for before, after in chats]
         for step in range(first_step(options), options.steps):
             # Both are submitted before either is awaited: the server runs them in this order.
             gradient = client.forward_backward(data, "cross_entropy")
@@ -62,16 +80,12 @@ def main() -> None:
 
         saved = save(client, "sl-loop")
         sampler = service.create_sampling_client(model_path=saved.sampler).result()
-        greedy = tinker.SamplingParams(max_tokens=8, temperature=0.0)
-        futures = [sampler.sample(tinker.ModelInput.from_ints(prompt(q)), 1, greedy) for q, _ in PAIRS]
-        right = 0
-        for (question, answer), future in zip(PAIRS, futures, strict=True):
-            said = tokenizer.decode(future.result().sequences[0].tokens, skip_special_tokens=True).strip()
-            right += said == answer
-            print(f"{question:34s} {said!r}")
-        print(f"{right} of {len(PAIRS)} right; saved as {saved.state} and {saved.sampler}")
-        if right < len(PAIRS):
-            raise SystemExit("the model did not learn its answers" if right else RANDOM)
+        said = answers(sampler)
+        for (question, _), tokens in zip(PAIRS, said, strict=True):
+            print(f"{question:34s} {tokenizer.decode(tokens, skip_special_tokens=True).strip()!r}")
+        print(f"{right(said)} of {len(PAIRS)} right; saved as {saved.state} and {saved.sampler}")
+        if right(said) < len(PAIRS):
+            raise SystemExit("the model did not learn its answers" if right(said) else RANDOM)
 
 
 if __name__ == "__main__":

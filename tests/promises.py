@@ -73,6 +73,7 @@ PROMISES = (
         "What is not honoured is refused by name; so is a base model that is not served",
         "unknown-fields-ignored unknown-fields-of-protobuf-ignored unsupported-fields-ignored "
         "unknown-loss-is-cross-entropy checkpoint-of-another-base-accepted unserved-base-model-accepted "
+        "preset-on-another-tower "
         "prompt-over-the-context-fails-as-a-sample decoder-never-compared "
         "sampling-of-training-state-without-advice",
         (

@@ -1,14 +1,20 @@
 """The examples run, as a user runs them, against the tiny models, and reach what they promise."""
 
+import json
 import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from click.testing import CliRunner
+from tinker_local.backend.cli.tiny_model import tiny_model
+
+from tests.conftest import Server, start_server
 
 pytestmark = pytest.mark.more
 
@@ -36,6 +42,47 @@ def test_example_reaches_its_mark(real_server: Any, name: str, model: str) -> No
     for divergence in re.findall(r"KL.*: ([0-9.e+-]+)", printed):
         assert float(divergence) < (0.02 if torch.cuda.is_available() else 1e-6)  # bfloat16 there, float32 here
     assert name != "rl_loop.py" or "KL" in printed
+
+
+KINDS = ("qwen3_moe", "gpt_oss", "llama", "gemma3_text")
+
+
+@pytest.fixture(scope="module")
+def families_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server of a tiny model of each of `KINDS`, made as users make them."""
+    folder = tmp_path_factory.mktemp("kinds")
+    for kind in KINDS:
+        CliRunner().invoke(tiny_model, ["--kind", kind, "--out", str(folder / kind)], catch_exceptions=False)
+    models = [part for kind in KINDS for part in ("--model", f"tiny/{kind}={folder / kind}")]
+    server = start_server(folder / "data", "--kv-cache", "0.25", *models)
+    yield server
+    server.stop()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_supervised_loop_teaches_any_family_in_its_chat_format(families_server: Server, kind: str) -> None:
+    printed = run("sl_loop.py", "--base-url", families_server.url, "--model", f"tiny/{kind}")
+    assert "before training 0 of 6 right" in printed
+    assert "\n6 of 6 right" in printed
+    first, *_, last = (float(loss) for loss in re.findall(r"nll per answer ([0-9.]+)", printed))
+    assert last < first / 10
+
+
+def test_demo_takes_another_family(tmp_path: Path) -> None:
+    """A few steps only: what each family reaches with all of them is in the README."""
+    few = ("--epochs", "0.2", "--min-accuracy", "0", "--max-blank-accuracy", "1", "--eval-images", "20")
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", str(EXAMPLES / "demo.py"), "--kind", "qwen3_5", *few],
+        capture_output=True,
+        text=True,
+        timeout=600,
+        stdin=subprocess.DEVNULL,
+        cwd=tmp_path,
+    )
+    report = json.loads((tmp_path / "runs" / "demo" / "report.json").read_text())
+    assert report["nll"] < report["base_nll"] / 4, done.stdout + done.stderr
+    config = json.loads((tmp_path / "models" / "demo-qwen3_5" / "config.json").read_text())
+    assert config["model_type"] == "qwen3_5"
 
 
 def test_in_process_example_needs_no_server(tiny_models: dict[str, Path]) -> None:

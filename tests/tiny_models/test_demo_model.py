@@ -9,7 +9,8 @@ import torch
 from sklearn.datasets import load_digits
 from tinker_local.backend.tiny_models import make_demo_vl_model
 from tinker_local.backend.tiny_models.demo_model import SIDE
-from transformers import AutoImageProcessor, AutoModelForImageTextToText
+from tinker_local.backend.tiny_models.make_models import VisionFamilyName
+from transformers import AutoConfig, AutoImageProcessor, AutoModelForImageTextToText
 
 Array = npt.NDArray[np.float32]
 
@@ -65,3 +66,12 @@ def test_a_linear_classifier_of_the_towers_features_reads_digits_that_it_has_not
         scores = (features[held_out] - centre) @ weights
         right.append((scores.argmax(1) == data.target[held_out]).mean())
     assert np.mean(right) >= 0.975, right
+
+
+@pytest.mark.more
+@pytest.mark.parametrize("family", ["qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"])
+def test_demo_model_of_another_family_sees_the_same(family: VisionFamilyName, folder: Path, tmp_path: Path) -> None:
+    other = make_demo_vl_model(tmp_path / "model", family=family)
+    assert AutoConfig.from_pretrained(other).model_type == family
+    images = np.random.default_rng(0).integers(0, 256, (4, SIDE, SIDE, 3), np.uint8)
+    np.testing.assert_allclose(tower_features(other, images), tower_features(folder, images), atol=1e-4)

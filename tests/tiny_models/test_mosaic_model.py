@@ -8,7 +8,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 from tinker_local.backend.cli.tiny_model import tiny_model
-from tinker_local.backend.tiny_models import make_mosaic_vl_model
+from tinker_local.backend.tiny_models import make_demo_vl_model, make_mosaic_vl_model
 from transformers import AutoImageProcessor, AutoModelForImageTextToText, AutoTokenizer
 
 
@@ -72,5 +72,21 @@ def test_a_preset_of_a_vision_model_is_refused_for_text(tmp_path: Path) -> None:
     out = tmp_path / "model"
     done = CliRunner().invoke(tiny_model, ["--kind", "text", "--preset", "mosaic", "--out", str(out)])
     assert done.exit_code == 2
-    assert "--preset mosaic: only for --kind vl" in done.output
+    assert "--preset mosaic: only for --kind qwen3_vl, not text" in done.output
+    assert not out.exists()
+
+
+@pytest.mark.mutation(
+    "preset-on-another-tower",
+    "cli/tiny_model.py",
+    '    if preset != "tiny" and family not in presets[preset]:\n',
+    "    if False:\n",
+)
+def test_the_demos_preset_is_refused_for_another_vision_tower(tmp_path: Path) -> None:
+    out = tmp_path / "model"
+    done = CliRunner().invoke(tiny_model, ["--kind", "qwen2_5_vl", "--preset", "demo", "--out", str(out)])
+    assert done.exit_code == 2
+    assert "--preset demo: only for --kind qwen3_vl, qwen3_vl_moe, qwen3_5, qwen3_5_moe, not" in done.output
+    with pytest.raises(ValueError, match="qwen2_5_vl has another one"):
+        make_demo_vl_model(out, family="qwen2_5_vl")
     assert not out.exists()

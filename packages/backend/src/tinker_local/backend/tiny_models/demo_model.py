@@ -9,11 +9,12 @@ however they are bent, tilted or moved (linear discriminants, each curve a class
 embedding. Nothing in it has seen a digit: what the model learns, it learns through the API, in the language model.
 """
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
-from tinker_local.backend.tiny_models.make_models import make_tiny_vl_model
+from tinker_local.backend.tiny_models.make_models import VisionFamilyName, make_tiny_vl_model
 from tinker_local.backend.tiny_models.shapes import TextShape, VisionShape
 
 SIDE = 32
@@ -54,14 +55,18 @@ Array = npt.NDArray[np.float32]
 Weights = dict[str, Array]
 
 
-def make_demo_vl_model(out: Path, *, seed: int = 0) -> Path:
+def make_demo_vl_model(out: Path, *, seed: int = 0, family: VisionFamilyName = "qwen3_vl") -> Path:
     """Write the demo's model into the folder `out` and return it; the same seed gives the same bytes.
 
-    Raises FileExistsError if `out` exists and is not an empty folder.
+    Raises FileExistsError if `out` exists and is not an empty folder, and ValueError for a family with another tower.
     """
     from safetensors.numpy import load_file, save_file
 
-    make_tiny_vl_model(out, seed=seed, text=TEXT, vision=VISION)
+    if family == "qwen2_5_vl":
+        raise ValueError("the demo's vision tower is Qwen3-VL's, and qwen2_5_vl has another one: gated, without biases")
+    # Qwen3.5 has softmax attention in every fourth layer.
+    text = replace(TEXT, num_layers=4) if family in ("qwen3_5", "qwen3_5_moe") else TEXT
+    make_tiny_vl_model(out, seed=seed, family=family, text=text, vision=VISION)
     path = out / "model.safetensors"
     weights = load_file(path)
     rng = np.random.default_rng(seed)
@@ -72,12 +77,12 @@ def make_demo_vl_model(out: Path, *, seed: int = 0) -> Path:
 
 def decoder(weights: Weights, text: TextShape, rng: np.random.Generator) -> Weights:
     """The language model's weights that differ: random rotations carry all of an image through the attention, and the
-    MLP is small, because a random one only adds noise to what the attention has read."""
+    MLP is small, because a random one only adds noise to what the attention has read. So is linear attention."""
     decoder = {}
     for name, value in weights.items():
         if name.endswith(("v_proj.weight", "o_proj.weight")):
             decoder[name] = np.float32(text.weight_scale) * rotation(text.hidden_size, rng)
-        elif ".mlp." in name and ".visual." not in name:
+        elif (".mlp." in name and ".visual." not in name) or name.endswith("linear_attn.out_proj.weight"):
             decoder[name] = value * np.float32(_MLP_SCALE)
     return decoder
 

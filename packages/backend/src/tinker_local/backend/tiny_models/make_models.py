@@ -42,6 +42,8 @@ from tinker_local.backend.tiny_models.text_families import (
 from tinker_local.backend.tiny_models.tokenizer import write_tokenizer
 from tinker_local.backend.tiny_models.weights import write_weights
 
+VisionFamilyName = Literal["qwen3_vl", "qwen3_vl_moe", "qwen2_5_vl", "qwen3_5", "qwen3_5_moe", "gemma3"]
+
 _ROPE_THETA = 1e6
 
 
@@ -85,7 +87,7 @@ def make_tiny_vl_model(
     out: Path,
     *,
     seed: int = 0,
-    family: Literal["qwen3_vl", "qwen3_vl_moe", "qwen2_5_vl", "qwen3_5", "qwen3_5_moe", "gemma3"] = "qwen3_vl",
+    family: VisionFamilyName = "qwen3_vl",
     tie_word_embeddings: bool = True,
     text: TextShape | None = None,
     vision: VisionShape | None = None,
