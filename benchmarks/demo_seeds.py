@@ -55,14 +55,14 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=list(range(1, 11)))
     options, further = parser.parse_known_args()
     console, results = Console(highlight=False), options.name.with_name(options.name.name + ".jsonl")
-    demo.make_tiny(console)
+    source = demo.make_tiny("vl", console)
     with tempfile.TemporaryDirectory() as folder:
-        server, url = demo.serve(demo.TINY_SOURCE, folder, console)
+        server, url = demo.serve(source, folder, console)
         start_s = server_s(psutil.Process(server.pid))
         for seed in options.seeds:
             begin = children_s() + server_s(psutil.Process(server.pid))
             command = [sys.executable, str(EXAMPLES / "vlm_classifier.py"), "--base-url", url, "--out", folder]
-            command += ["--model", demo.TINY_SOURCE.partition("=")[0], "--seed", str(seed), *demo.TINY_DIGITS, *further]
+            command += ["--model", source.partition("=")[0], "--seed", str(seed), *demo.TINY_DIGITS, *further]
             subprocess.run(command, check=True)
             used = children_s() + server_s(psutil.Process(server.pid)) - begin
             row = json.loads((Path(folder) / "report.json").read_text()) | {"seed": seed, "processor_s": start_s + used}
