@@ -50,8 +50,8 @@ a server takes beside them, and on which GPU, is in [several GPUs](scaling.md#wh
 `tinker-local models NAME` says. None of these weights has been on the machines where the tests run: those have tiny
 models of the same architecture with random weights, and on GPUs random weights in the shapes of Qwen3-8B,
 Qwen3-VL-8B, Qwen3-32B and Qwen3-30B-A3B. In bfloat16 on an H200, with vLLM 0.26 and an adapter on each target alone,
-logprobs of trainer and sampler differ by 0.01 nats in the mean for a tiny Gemma 3, by 0.03 to 0.05 for Llama and by 0.04
-to 0.07 for Qwen3-MoE, where the adapters change them by 0.5 to 2.2
+logprobs of trainer and sampler differ by 0.01 nats in the mean for a tiny Gemma 3, by 0.03 to 0.05 for Llama and by
+0.04 to 0.07 for Qwen3-MoE, where the adapters change them by 0.5 to 2.2
 ([numbers](../benchmarks/results/families_bfloat16-20261124-cut-short.txt)).
 
 | name | `model_type` | GiB | here |

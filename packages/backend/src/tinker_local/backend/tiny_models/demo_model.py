@@ -62,8 +62,8 @@ def make_demo_vl_model(out: Path, *, seed: int = 0, family: VisionFamilyName = "
     """
     from safetensors.numpy import load_file, save_file
 
-    if family == "qwen2_5_vl":
-        raise ValueError("the demo's vision tower is Qwen3-VL's, and qwen2_5_vl has another one: gated, without biases")
+    if family in ("qwen2_5_vl", "gemma3"):
+        raise ValueError(f"the demo's vision tower is Qwen3-VL's, and {family} has another one")
     # Qwen3.5 has softmax attention in every fourth layer.
     text = replace(TEXT, num_layers=4) if family in ("qwen3_5", "qwen3_5_moe") else TEXT
     make_tiny_vl_model(out, seed=seed, family=family, text=text, vision=VISION)
