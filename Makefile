@@ -75,6 +75,7 @@ bench-tiny: setup ## the same code on tiny models and a CPU, in a minute or two:
 	$(BIN)/python benchmarks/engine.py --tiny $(ARGS)
 	$(BIN)/python benchmarks/scaling.py --tiny --only text
 	$(BIN)/python benchmarks/replicas.py --tiny
+	$(BIN)/python benchmarks/families.py --tiny --shapes qwen3.5-9b,qwen3-30b-a3b
 
 clean: ## caches and build results; the environment stays (it is .venv and .uv)
 	rm -rf .mypy_cache .ruff_cache .pytest_cache .hypothesis dist

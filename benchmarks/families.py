@@ -16,8 +16,8 @@ from pathlib import Path
 from engine import room_for_models
 from harness import machine, processes, report
 from harness.lines import Line
+from harness.model_shapes import SHAPES
 from harness.ratios import Ratio
-from harness.shapes import SHAPES
 
 SECONDS = 400.0
 """Most that a shape may take, its weights included."""
@@ -72,7 +72,7 @@ def main() -> int:
             folder = Path(tempfile.mkdtemp(dir=None if options.tiny else room_for_models(), prefix="family-"))
             try:
                 trace = ["trace"] if options.trace else []
-                outcome = processes.run(["measurements.family", scale, name, str(folder), *trace], SECONDS, log)
+                outcome = processes.run(["measurements.one_family", scale, name, str(folder), *trace], SECONDS, log)
             finally:
                 shutil.rmtree(folder)
             lines += outcome.lines

@@ -1,4 +1,4 @@
-"""One shape of `families.py`: `python -m measurements.family SCALE SHAPE FOLDER [trace]` prints its lines."""
+"""One shape of `families.py`: `python -m measurements.one_family SCALE SHAPE FOLDER [trace]` prints its lines."""
 
 import dataclasses
 import json
@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 from harness import timing, workloads
 from harness.lines import Line, failed
+from harness.model_shapes import SHAPES, Shape
 from harness.scale import SCALES, Scale
-from harness.shapes import SHAPES, Shape
 
 from measurements import tracing
 from measurements.training import collect, make_trainer, parameters_of, rate_line, text_datum, train_step, work
