@@ -192,6 +192,7 @@ def _without(tensors: dict[str, Any], *names: str) -> None:
         pytest.param({"peft_type": "LOHA"}, None, "peft_type: 'LOHA' is not one of", id="loha"),
         pytest.param({"new_method": "x"}, None, "new_method: 'x' is not known here", id="unknown-field"),
         pytest.param({"r": 0}, None, "r: 0 is not a rank", id="rank"),
+        pytest.param({"r": 10**700, "use_rslora": True}, None, "is not a rank", id="huge-rank"),
         pytest.param({"lora_alpha": -1}, None, "lora_alpha: -1 is not between 0 and 2,147,483,648", id="alpha"),
         pytest.param(
             {"r": 8},
@@ -282,6 +283,47 @@ def test_files_that_are_no_adapter_are_refused(
     (tmp_path / file).write_bytes(content)
     with pytest.raises(InvalidRequestError, match=re.escape(message)):
         read_peft_adapter(tmp_path, family_of("qwen3", ""))
+
+
+@pytest.mark.mutation(
+    "header-of-any-length-parsed",
+    "storage/peft_adapters.py",
+    "if MAX_HEADER_BYTES < length",
+    "if False",
+    cases=("long",),
+)
+@pytest.mark.parametrize(
+    ("shape", "padding", "message"),
+    [
+        pytest.param([0] * 65, 0, "a: shape [0, 0, ", id="dimensions"),
+        pytest.param([0, 2**62], 0, "a: shape [0, 4611686018427387904]: array is too big", id="no-values"),
+        pytest.param([0], 2**24, "bytes is more than 16777216", id="long"),
+    ],
+)
+def test_headers_that_safetensors_takes_and_numpy_or_the_server_would_not_are_refused(
+    written: tuple[Path, Path], tmp_path: Path, shape: list[int], padding: int, message: str
+) -> None:
+    (tmp_path / CONFIG).write_bytes((written[1] / CONFIG).read_bytes())
+    header = json.dumps({"a": {"dtype": "F32", "shape": shape, "data_offsets": [0, 0]}}).encode() + b" " * padding
+    (tmp_path / WEIGHTS).write_bytes(len(header).to_bytes(8, "little") + header)
+    with pytest.raises(InvalidRequestError, match=re.escape(message)):
+        read_peft_adapter(tmp_path, family_of("qwen3", ""))
+
+
+@pytest.mark.mutation(
+    "rslora-of-joined-parts-taken",
+    "storage/peft_adapters.py",
+    'if joined and given.get("use_rslora"):',
+    "if False:",
+)
+def test_joined_parts_with_rslora_are_refused_for_they_have_another_scale(tuned: Make, tmp_path: Path) -> None:
+    """PEFT scales them by alpha / sqrt(3 r) with three times the alpha, and the others by alpha / sqrt(r)."""
+    trained = tuned("qwen3_5")
+    export_checkpoint(trained.checkpoint, tmp_path / "p", to="peft", base=str(trained.model), check=False)
+    given = json.loads((tmp_path / "p" / CONFIG).read_text()) | {"use_rslora": True}
+    (tmp_path / "p" / CONFIG).write_text(json.dumps(given))
+    with pytest.raises(InvalidRequestError, match="use_rslora: with rank_pattern for in_proj_qkv"):
+        read_peft_adapter(tmp_path / "p", family_of("qwen3_5", ""))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -348,6 +348,12 @@ def test_its_vision_tower_cannot_be_trained(trainer: HFTrainer) -> None:
         trainer.create_adapter("tower", LoraConfig(rank=4, train_vision=True))
 
 
+@pytest.mark.mutation(
+    "imports-need-a-tower",
+    "control/imports.py",
+    "with suppress(InvalidRequestError):  # the model",
+    "with suppress():  # the model",
+)
 async def test_a_server_starts_and_trainer_and_sampler_agree(folder: Path, tmp_path: Path) -> None:
     said: list[str] = []
     options = BackendOptions(
@@ -355,6 +361,7 @@ async def test_a_server_starts_and_trainer_and_sampler_agree(folder: Path, tmp_p
     )
     backend = InProcessBackend([ModelSource("tiny/gemma3", str(folder))], options, progress=said.append)
     await backend.start()
+    assert backend.imports.most_bytes("tiny/gemma3") > 2**20  # although no adapter trains its tower
     await backend.close()
     agreed = re.search(r"trainer and sampler agree to (\S+) nats", said[-1])
     assert agreed is not None

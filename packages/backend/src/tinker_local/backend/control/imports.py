@@ -71,8 +71,12 @@ class Imports:
 
     def most_bytes(self, base_model: str) -> int:
         """The files of an adapter of `base_model` are not larger: one of the largest rank, with an optimizer."""
-        config = LoraConfig(rank=self._options.max_rank, train_vision=self._options.train_vision)
-        return self._models.get(base_model).engines.trainer.adapter_bytes(config) + OTHER_FILE_BYTES
+        trainer, config = self._models.get(base_model).engines.trainer, LoraConfig(rank=self._options.max_rank)
+        most = trainer.adapter_bytes(config)
+        if self._options.train_vision:
+            with suppress(InvalidRequestError):  # the model reads text only, or its tower stays as it is
+                most = trainer.adapter_bytes(config.model_copy(update={"train_vision": True}))
+        return most + OTHER_FILE_BYTES
 
     @asynccontextmanager
     async def place(self, owner: str) -> AsyncIterator[Path]:

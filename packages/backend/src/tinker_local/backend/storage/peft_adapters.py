@@ -25,6 +25,9 @@ FACTORS = ("A", "B")
 MAX_CONFIG_BYTES = 2**20
 """Of `adapter_config.json`. PEFT writes the path of every module where last names do not tell them apart."""
 
+MAX_HEADER_BYTES = 2**24
+"""Of the weights' header: 100,000 tensors. Python parses it in one piece, and nothing else runs meanwhile."""
+
 MAX_ALPHA = 2**31
 
 _NAME = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
@@ -212,7 +215,7 @@ def read_peft_adapter(folder: Path, family: Family) -> PeftAdapter:
     files that cannot be read or hold values that are not finite."""
     given = _config(folder)
     rank, alpha = given.get("r"), given.get("lora_alpha")
-    if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
+    if not isinstance(rank, int) or isinstance(rank, bool) or not 0 < rank < MAX_ALPHA:
         raise InvalidRequestError(f"{CONFIG}: r: {_short(rank)} is not a rank")
     if not isinstance(alpha, int | float) or not 0 < alpha < MAX_ALPHA:
         raise InvalidRequestError(f"{CONFIG}: lora_alpha: {_short(alpha)} is not between 0 and {MAX_ALPHA:,}")
@@ -228,6 +231,11 @@ def read_peft_adapter(folder: Path, family: Family) -> PeftAdapter:
     if dropout := given.get("lora_dropout"):
         notes.append(f"lora_dropout {dropout} is not applied: training here has no dropout")
     joined = _joined(given, family, rank, alpha)
+    if joined and given.get("use_rslora"):
+        raise InvalidRequestError(
+            f"{CONFIG}: use_rslora: with rank_pattern for {', '.join(sorted(joined))}, the adapter has several scales, "
+            "lora_alpha over the square root of each rank, and one here has one scale"
+        )
     base_model = given.get("base_model_name_or_path") or ""
     return PeftAdapter(rank, factor, joined, str(base_model), _tensors(folder / WEIGHTS), tuple(notes))
 
@@ -277,6 +285,10 @@ def _joined(given: Mapping[str, Any], family: Family, rank: int, alpha: float) -
 
 def _tensors(path: Path) -> dict[str, npt.NDArray[np.float32]]:
     """All tensors of a file in float32."""
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+    if MAX_HEADER_BYTES < length <= path.stat().st_size:
+        raise InvalidRequestError(f"{WEIGHTS}: a header of {length} bytes is more than {MAX_HEADER_BYTES}")
     try:
         with safe_open(path, framework="numpy"):
             pass  # it has checked the header and all places
@@ -292,7 +304,10 @@ def _tensors(path: Path) -> dict[str, npt.NDArray[np.float32]]:
     for name, place in header.items():
         if (dtype := _DTYPES.get(place["dtype"])) is None:
             raise InvalidRequestError(f"{WEIGHTS}: {name}: {place['dtype']} is not one of {', '.join(_DTYPES)}")
-        array = content[slice(*place["data_offsets"])].view(dtype).reshape(place["shape"])
+        try:
+            array = content[slice(*place["data_offsets"])].view(dtype).reshape(place["shape"])
+        except ValueError as error:  # numpy has at most 64 dimensions, and bounds even those of no values
+            raise InvalidRequestError(f"{WEIGHTS}: {name}: shape {_short(place['shape'])}: {error}") from None
         if dtype is np.uint16:
             array = (array.astype(np.uint32) << np.uint32(16)).view(np.float32)
         found[name] = array.astype(np.float32)
