@@ -602,7 +602,7 @@ MISTAKES = (
         "import-loads-a-fresh-adapter import-goes-on-from-a-fresh-adapter adapter-of-another-base-imported "
         "file-of-a-tar-archive-chosen-by-the-archive "
         "truncated-tar-archive-accepted half-an-import-stays imports-belong-to-everybody rslora-of-joined-parts-taken "
-        "imports-need-a-tower header-of-any-length-parsed",
+        "imports-need-a-tower header-of-any-length-parsed checkpoint-written-after-its-deletion",
         ("e2e/test_imports_on_real_models.py::test_what_peft_wrote_samples_and_trains_as_pefts_model",),
     ),
     Promise(

@@ -5,6 +5,7 @@ import asyncio
 import io
 import json
 import tarfile
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -205,6 +206,36 @@ async def test_an_import_whose_second_checkpoint_fails_leaves_none_on_fakes(
 
     monkeypatch.setattr(api.backend.training, "save_weights", fail)
     assert (await send(api, archive(folder))).status_code == 500
+    await nothing_left(api, 1)
+
+
+@pytest.mark.mutation(
+    "checkpoint-written-after-its-deletion",
+    "control/imports.py",
+    'await self._sessions.finish(session_id, "errored", str(error))  # waits for saves',
+    "pass",
+)
+async def test_an_import_that_is_cancelled_while_a_checkpoint_is_written_leaves_none_on_fakes(
+    api: Api, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, folder = await trained(api)
+    write, begun, go_on = api.backend.store.write_checkpoint, asyncio.Event(), threading.Event()
+    loop = asyncio.get_running_loop()
+
+    def slowly(*args: Any, **kwargs: Any) -> Any:
+        loop.call_soon_threadsafe(begun.set)
+        go_on.wait(10)
+        return write(*args, **kwargs)
+
+    monkeypatch.setattr(api.backend.store, "write_checkpoint", slowly)
+    running = asyncio.create_task(api.backend.imports.add(folder, BASE, "cancelled"))
+    await begun.wait()
+    running.cancel()
+    await asyncio.sleep(0.1)
+    go_on.set()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    await asyncio.sleep(0.3)
     await nothing_left(api, 1)
 
 

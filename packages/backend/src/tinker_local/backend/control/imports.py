@@ -117,10 +117,12 @@ class Imports:
             training = SaveWeightsRequest(model_id=model_id, seq_id=2, path=name)
             path = (await (await self._training.save_weights(training)))["path"]
         except BaseException as error:
-            for kind in ("sampler_weights", "weights"):
-                with suppress(NotFoundError):
-                    await self._checkpoints.delete(f"tinker://{model_id}/{kind}/{name}")
-            await self._sessions.finish(session_id, "errored", str(error))
+            try:
+                await self._sessions.finish(session_id, "errored", str(error))  # waits for saves
+            finally:
+                for kind in ("sampler_weights", "weights"):
+                    with suppress(NotFoundError):
+                        await self._checkpoints.delete(f"tinker://{model_id}/{kind}/{name}")
             raise
         await self._sessions.finish(session_id, "success")
         return Imported(path, sampler_path, notes)
