@@ -17,8 +17,8 @@ from tinker_local.types.codec import encode_forward_backward_request
 
 from tests.http.conftest import Api
 
-COMPUTED = {"checkpoint_folder"}
-"""Of the store: a path made of a record, without a look at the disk."""
+COMPUTED = {"checkpoint_folder", "full_disk_explained"}
+"""Of the store, without a look at the disk: a path made of a record, and a context that turns errors into others."""
 
 
 def png() -> bytes:
