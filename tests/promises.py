@@ -586,6 +586,11 @@ MISTAKES = (
     ),
     Promise(
         "operation",
+        "A local name needs the hub, or the server's disk, for its tokenizer and its renderer",
+        "served-names-not-redirected tokenizers-by-the-servers-disk",
+    ),
+    Promise(
+        "operation",
         "The cookbook's exporters fail on an export, or merge nothing",
         "draft-layers-taken-for-layers exports-with-paths-of-transformers tied-head-as-a-tensor-of-its-own "
         "merged-into-the-tied-embedding "

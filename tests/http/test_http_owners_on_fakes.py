@@ -36,6 +36,7 @@ NAMES_NOTHING = {
     ("POST", "/api/v1/telemetry"),
     *((method, path) for method in ("GET", "HEAD") for path in ("/", "/console/{file}")),
     ("POST", "/api/v1/create_session"),
+    *(("GET", path) for path in ("/api/v1/tokenizers", "/api/v1/tokenizers/{file}")),
     ("POST", "/api/v1/import_adapter"),  # of the caller: test_http_import_on_fakes.py
     *((method, f"/api/v1{path}") for method, path in REFUSED if "{" not in path),
 }

@@ -19,6 +19,7 @@ from tinker_local.backend.http import (
     progress_routes,
     sampling_routes,
     session_routes,
+    tokenizer_routes,
     training_routes,
 )
 from tinker_local.backend.http.access import (
@@ -41,6 +42,7 @@ ROUTES = (
     download_routes,
     import_routes,
     progress_routes,
+    tokenizer_routes,
 )
 
 
