@@ -30,19 +30,19 @@ def bare(scale: Scale, models: Path) -> None:
 
 def autograd(scale: Scale, models: Path, trainer: Any) -> None:
     """Prints `adapters.autograd_one` and `adapters.autograd_co_batched`."""
-    with _adapters(scale, trainer) as names:
+    with adapters_of(scale, trainer) as names:
         _one_and_all(scale, models, trainer, names, "adapters.autograd_")
 
 
 def ours(scale: Scale, models: Path, trainer: Any) -> None:
     """Prints `adapters.one` and `.co_batched`, and small runs together in one call and apart in one call each."""
-    with _adapters(scale, trainer) as names:
+    with adapters_of(scale, trainer) as names:
         _one_and_all(scale, models, trainer, names, "adapters.")
         _small_runs(scale, models, trainer, names)
 
 
 @contextlib.contextmanager
-def _adapters(scale: Scale, trainer: Any) -> Iterator[list[str]]:
+def adapters_of(scale: Scale, trainer: Any) -> Iterator[list[str]]:
     from tinker_local.types import LoraConfig
 
     names = [f"run_{index}" for index in range(scale.adapters)]
@@ -54,15 +54,19 @@ def _adapters(scale: Scale, trainer: Any) -> Iterator[list[str]]:
 
 
 def _one_and_all(scale: Scale, models: Path, trainer: Any, names: list[str], prefix: str) -> None:
-    """The same tokens in one step, under one adapter and spread over all."""
-    parameters = parameters_of(models / "text")
+    lines = (f"{prefix}one", f"{prefix}co_batched")
+    one_and_all(scale, trainer, names, lines, parameters_of(models / "text"))
+
+
+def one_and_all(scale: Scale, trainer: Any, names: list[str], lines: tuple[str, str], parameters: int) -> None:
+    """The same tokens in one step, under one adapter and spread over all; `lines` are the names of both."""
     data = [text_datum(sequence) for sequence in workloads.ragged_sequences(scale)]
     tokens = sum(datum.input.length for datum in data)
-    for line, owners in (("one", names[:1]), ("co_batched", names)):
+    for line, owners in zip(lines, (names[:1], names), strict=True):
         works = [work(name, data[index :: len(owners)]) for index, name in enumerate(owners)]
         seconds = timing.median_seconds(lambda works=works: train_step(trainer, works), scale)
         note = f"{len(owners)} adapter{'s' * (len(owners) > 1)}, {tokens} tokens in all"
-        rate_line(f"{prefix}{line}", tokens, seconds, parameters, note).emit()
+        rate_line(line, tokens, seconds, parameters, note).emit()
 
 
 def _small_runs(scale: Scale, models: Path, trainer: Any, names: list[str]) -> None:

@@ -16,7 +16,8 @@ from harness.model_shapes import SHAPES, Shape
 from harness.scale import SCALES, Scale
 
 from measurements import tracing
-from measurements.training import collect, make_trainer, parameters_of, rate_line, text_datum, train_step, work
+from measurements.adapters import adapters_of, one_and_all
+from measurements.training import collect, make_trainer, parameters_of, rate_line
 
 
 def write_model(scale: Scale, shape: Shape, out: Path) -> int:
@@ -50,19 +51,9 @@ def computed(config: dict[str, Any], parameters: int) -> int:
 
 def ours(scale: Scale, name: str, folder: Path, parameters: int, *, trace: bool) -> None:
     """One adapter of rank 32 on all but the LM head, then the same tokens spread over several."""
-    from tinker_local.types import LoraConfig
-
     trainer = make_trainer(scale, folder)
-    names = [f"run_{index}" for index in range(scale.adapters)]
-    for adapter in names:
-        trainer.create_adapter(adapter, LoraConfig(rank=scale.rank, train_unembed=False))
-    data = [text_datum(sequence) for sequence in workloads.ragged_sequences(scale)]
-    tokens = sum(datum.input.length for datum in data)
-    for line, owners in (("ours", names[:1]), ("co_batched", names)):
-        works = [work(adapter, data[index :: len(owners)]) for index, adapter in enumerate(owners)]
-        seconds = timing.median_seconds(lambda works=works: train_step(trainer, works), scale)
-        note = f"{len(owners)} adapter{'s' * (len(owners) > 1)}, float32 masters"
-        rate_line(f"{name}.{line}", tokens, seconds, parameters, note).emit()
+    with adapters_of(scale, trainer) as names:
+        one_and_all(scale, trainer, names, (f"{name}.ours", f"{name}.co_batched"), parameters)
     if trace:
         tracing.measure(scale, folder, trainer, f"{name}.trace")
     trainer.close()

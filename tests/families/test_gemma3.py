@@ -23,7 +23,7 @@ from tinker_local.backend.rendering.text import ChatMessage
 from tinker_local.backend.sampling.sampler import AdapterVersion, SampleWork
 from tinker_local.backend.storage.adapter_files import write_adapter
 from tinker_local.backend.tiny_models import make_tiny_vl_model
-from tinker_local.backend.training.trainer import AdapterState, TrainDatum, TrainResult, TrainWork
+from tinker_local.backend.training.trainer import AdapterState, TrainDatum, TrainWork
 from tinker_local.backend.training.worker import HFTrainer
 from tinker_local.backend.vllm_engine.build_engine import EngineOptions
 from tinker_local.backend.vllm_engine.engine_thread import EngineThread
@@ -40,7 +40,7 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from tests.rendering.conftest import Pictures
 from tests.rendering.test_image_counts import SHAPES as EVERY_SHAPE
-from tests.training.autograd_reference import Hooked
+from tests.training.autograd_reference import assert_computes_like
 
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head")
 TOLERANCE = 1e-4
@@ -146,24 +146,10 @@ def test_packed_runs_agree_with_transformers_on_each_sequence_alone(
     for name, rank in {"a": 4, "b": 7}.items():
         trainer.load_adapter(name, noisy(trainer, LoraConfig(rank=rank, seed=rank), rank, 0.03))
     theirs = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
-    hooked = Hooked(trainer, theirs.eval().requires_grad_(False))
     works = [
         TrainWork(name, [datum(each, n) for n, each in enumerate(of)], "cross_entropy") for name, of in inputs.items()
     ]
-    for work, result in zip(works, trainer.forward_backward(works), strict=True):
-        assert isinstance(result, TrainResult)
-        for each, output in zip(work.data, result.outputs, strict=True):
-            rows = hooked.logprobs(work.adapter_id, each.input)
-            logprobs = rows.gather(1, torch.from_numpy(each.target_tokens)[:, None])[:, 0]
-            np.testing.assert_allclose(output["logprobs"], logprobs.detach(), atol=TOLERANCE, rtol=0)
-            (-(torch.from_numpy(each.loss_inputs["weights"]) * logprobs).sum()).backward()
-        adapter, wanted = trainer._adapters[work.adapter_id], hooked.gradients(work.adapter_id)
-        for spec in adapter.specs:
-            assert adapter.gradient is not None
-            atol = GRADIENT_TOLERANCE * float(wanted[spec.name].abs().max())
-            assert atol > 0, spec.name
-            found = spec.view(adapter.gradient)
-            torch.testing.assert_close(found, wanted[spec.name], rtol=0, atol=atol, msg=spec.name)
+    assert_computes_like(trainer, theirs, works, TOLERANCE, GRADIENT_TOLERANCE)
 
 
 def sampled(folder: Path, works: Sequence[SampleWork], **options: Any) -> list[Any]:

@@ -19,7 +19,7 @@ from tinker_local.backend.storage.adapter_files import write_adapter
 from tinker_local.backend.tiny_models import make_tiny_vl_model
 from tinker_local.backend.tiny_models.text_families import QWEN3_5_SHAPE
 from tinker_local.backend.training.recompute_policy import Keep
-from tinker_local.backend.training.trainer import AdapterState, TrainDatum, TrainResult, TrainWork
+from tinker_local.backend.training.trainer import AdapterState, TrainDatum, TrainWork
 from tinker_local.backend.training.worker import HFTrainer
 from tinker_local.backend.vllm_engine.build_engine import EngineOptions
 from tinker_local.backend.vllm_engine.engine_thread import EngineThread
@@ -27,7 +27,7 @@ from tinker_local.backend.vllm_engine.vllm_sampler import VLLMSampler
 from tinker_local.types import AdamParams, LoraConfig, SamplingParams
 from transformers import AutoModelForImageTextToText
 
-from tests.training.autograd_reference import Hooked
+from tests.training.autograd_reference import assert_computes_like
 
 TARGETS = (
     *("q_proj", "k_proj", "v_proj", "o_proj"),
@@ -108,25 +108,10 @@ def test_adapters_have_the_tensors_of_the_hosted_service(trainers: Mapping[str, 
 
 def assert_agrees_with_transformers(trainer: HFTrainer, folder: Path, data: Mapping[str, list[TrainDatum]]) -> None:
     theirs = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
-    hooked = Hooked(trainer, theirs.eval().requires_grad_(False))
     works = [TrainWork(name, of_run, "cross_entropy") for name, of_run in data.items()]
     for name in ("a", "b"):
         trainer.discard_gradients(name)
-    for work, result in zip(works, trainer.forward_backward(works), strict=True):
-        assert isinstance(result, TrainResult)
-        for each, output in zip(work.data, result.outputs, strict=True):
-            rows = hooked.logprobs(work.adapter_id, each.input)
-            logprobs = rows.gather(1, torch.from_numpy(each.target_tokens)[:, None])[:, 0]
-            np.testing.assert_allclose(output["logprobs"], logprobs.detach(), atol=TOLERANCE, rtol=0)
-            (-(torch.from_numpy(each.loss_inputs["weights"]) * logprobs).sum()).backward()
-        adapter, wanted = trainer._adapters[work.adapter_id], hooked.gradients(work.adapter_id)
-        for spec in adapter.specs:
-            assert adapter.gradient is not None
-            scale = float(wanted[spec.name].abs().max())
-            assert scale > 0, spec.name
-            found = spec.view(adapter.gradient)
-            atol = GRADIENT_TOLERANCE * scale
-            torch.testing.assert_close(found, wanted[spec.name], rtol=0, atol=atol, msg=spec.name)
+    assert_computes_like(trainer, theirs, works, TOLERANCE, GRADIENT_TOLERANCE)
 
 
 @pytest.mark.parametrize("decoder", DECODERS)
@@ -293,7 +278,7 @@ def test_images_have_the_positions_and_features_that_transformers_gives_them(
     assert_agrees_with_transformers(trainers[decoder], folder, {"a": data})
 
 
-@pytest.mark.mutation("positions-of-text-in-one-row", "families/qwen3_5.py", ", 3, axis=0)", ", 1, axis=0)")
+@pytest.mark.mutation("positions-of-text-in-one-row", "families/qwen3_5.py", "position_ids=mrope_position_ids,", "")
 @pytest.mark.parametrize("model_type", ["qwen3_5_text", "qwen3_5_moe_text"])
 def test_positions_of_text_alone_have_three_rows(model_type: str) -> None:
     """Before transformers 5.19 the text model's rotary module fails with one."""

@@ -10,6 +10,7 @@ import torch
 import transformers
 from tinker_local.backend.families.family import Vision
 from tinker_local.backend.rendering.rendered_input import ImagePlacement, RenderedInput
+from tinker_local.backend.training.trainer import TrainResult, TrainWork
 from tinker_local.backend.training.worker import HFTrainer
 
 
@@ -124,3 +125,25 @@ def positions(input: RenderedInput, placements: Sequence[ImagePlacement]) -> tor
             found += [(following, following + row, following + c) for row in range(rows) for c in range(columns)]
             following += max(rows, columns)
     return torch.tensor(found).T[:, None]
+
+
+def assert_computes_like(
+    ours: HFTrainer, theirs: Any, works: Sequence[TrainWork], tolerance: float, of_gradients: float
+) -> None:
+    """One forward and backward of `works`, one for each adapter: logprobs in nats, gradients as a share of the largest
+    of their tensor, against those of `theirs`, a model of transformers."""
+    hooked = Hooked(ours, theirs.eval().requires_grad_(False))
+    for work, result in zip(works, ours.forward_backward(works), strict=True):
+        assert isinstance(result, TrainResult)
+        for each, output in zip(work.data, result.outputs, strict=True):
+            rows = hooked.logprobs(work.adapter_id, each.input)
+            logprobs = rows.gather(1, torch.from_numpy(each.target_tokens)[:, None])[:, 0]
+            np.testing.assert_allclose(output["logprobs"], logprobs.detach(), atol=tolerance, rtol=0)
+            (-(torch.from_numpy(each.loss_inputs["weights"]) * logprobs).sum()).backward()
+        adapter, wanted = ours._adapters[work.adapter_id], hooked.gradients(work.adapter_id)
+        for spec in adapter.specs:
+            assert adapter.gradient is not None
+            atol = of_gradients * float(wanted[spec.name].abs().max())
+            assert atol > 0, spec.name
+            found = spec.view(adapter.gradient)
+            torch.testing.assert_close(found, wanted[spec.name], rtol=0, atol=atol, msg=spec.name)

@@ -1,13 +1,15 @@
 """Decides where a client connects and with which key: local defaults, no proxy, and a quick error if no server answers.
 
-This module knows URLs, environment variables and one health request, but no sessions and models.
+This module knows URLs, environment variables and how a request is sent, but no sessions and models.
 """
 
 import ipaddress
 import logging
 import os
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
@@ -58,6 +60,30 @@ def connect(base_url: str | None, api_key: str | None, *, check_server: bool) ->
         if check_server and endpoint.base_url.startswith("http://"):
             require_server(endpoint.base_url)
     return endpoint
+
+
+def send(
+    endpoint: Endpoint, method: str, path: str, request: Callable[..., httpx.Response] = httpx.request, **given: Any
+) -> httpx.Response:
+    """What the server answers at `path` below its API. `given` goes to `request`, which is httpx's.
+
+    Raises tinker.APIConnectionError if no server answers, tinker.APIStatusError if it refuses.
+    """
+    url = f"{endpoint.base_url}/api/v1/{path}"
+    try:
+        answer = request(method, url, headers={"X-API-Key": endpoint.api_key}, **given)
+    except httpx.TransportError as error:
+        raise tinker.APIConnectionError(httpx.Request(method, url), f"{endpoint.base_url}: {error}") from error
+    if answer.is_error:
+        raise tinker.APIStatusError(_why(answer), response=answer, body=None)
+    return answer
+
+
+def _why(answer: httpx.Response) -> str:
+    try:
+        return str(answer.json()["detail"])
+    except (ValueError, KeyError, TypeError):
+        return f"HTTP {answer.status_code}"
 
 
 def is_loopback(host: str) -> bool:

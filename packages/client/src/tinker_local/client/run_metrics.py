@@ -4,9 +4,8 @@ from collections.abc import Mapping
 from typing import Any
 from urllib.parse import quote
 
-import httpx
 import tinker
-from tinker_local.client.endpoint import connect
+from tinker_local.client.endpoint import connect, send
 from tinker_local.types import InvalidRequestError
 
 
@@ -34,14 +33,13 @@ def log_metrics(
     endpoint = connect(base_url, api_key, check_server=False)
     if not finite:
         return
-    url = f"{endpoint.base_url}/api/v1/training_runs/{quote(run_id)}/metrics"
-    body = {"metrics": finite, "step": step}
-    try:
-        answer = httpx.post(url, json=body, headers={"X-API-Key": endpoint.api_key}, timeout=30)
-    except httpx.TransportError as error:
-        raise tinker.APIConnectionError(httpx.Request("POST", url), f"{endpoint.base_url}: {error}") from error
-    if answer.is_error:
-        raise tinker.APIStatusError(_why(answer), response=answer, body=None)
+    send(
+        endpoint,
+        "POST",
+        f"training_runs/{quote(run_id)}/metrics",
+        json={"metrics": finite, "step": step},
+        timeout=30,
+    )
 
 
 def _id_of(run: Any) -> str:
@@ -49,10 +47,3 @@ def _id_of(run: Any) -> str:
     if not isinstance(model_id, str):
         raise InvalidRequestError(f"run: must be a TrainingClient or a model_id, not {type(run).__name__}")
     return model_id
-
-
-def _why(answer: httpx.Response) -> str:
-    try:
-        return str(answer.json()["detail"])
-    except (ValueError, KeyError, TypeError):
-        return f"HTTP {answer.status_code}"

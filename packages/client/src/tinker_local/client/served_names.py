@@ -19,8 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import tinker
-from tinker_local.client.endpoint import Endpoint, connect
+from tinker_local.client.endpoint import Endpoint, connect, send
 from tinker_local.types import InvalidRequestError
 
 CACHE = "TINKER_LOCAL_CACHE"
@@ -66,8 +65,8 @@ def use_served_names(*, base_url: str | None = None, api_key: str | None = None)
     """
     endpoint = connect(base_url, api_key, check_server=True)
     found: dict[str, Path] = {}
-    with httpx.Client(headers={"X-API-Key": endpoint.api_key}, timeout=60) as http:
-        for model in _get(http, endpoint, "tokenizers", {}).json()["tokenizers"]:
+    with httpx.Client(timeout=60) as http:
+        for model in send(endpoint, "GET", "tokenizers", http.request).json()["tokenizers"]:
             if model["files"]:
                 name = model["base_model"]
                 found[name] = _folders[name] = _download(http, endpoint, name, model["files"])
@@ -80,23 +79,13 @@ def use_served_names(*, base_url: str | None = None, api_key: str | None = None)
     return found
 
 
-def _get(http: httpx.Client, endpoint: Endpoint, path: str, query: Mapping[str, str]) -> httpx.Response:
-    url = f"{endpoint.base_url}/api/v1/{path}"
-    try:
-        answer = http.get(url, params=dict(query))
-    except httpx.TransportError as error:
-        raise tinker.APIConnectionError(httpx.Request("GET", url), f"{endpoint.base_url}: {error}") from error
-    if answer.is_error:
-        raise tinker.APIStatusError(f"{url}: {answer.text[:500]}", response=answer, body=None)
-    return answer
-
-
 def _download(http: httpx.Client, endpoint: Endpoint, name: str, files: Mapping[str, int]) -> Path:
     """The folder with these files of the base model `name`, named by their contents."""
     if strange := [file for file in files if not _FILE.fullmatch(file)]:
         raise InvalidRequestError(f"{endpoint.base_url} names {strange[0]!r}, which is not the name of a file")
     contents = {
-        file: _get(http, endpoint, f"tokenizers/{file}", {"base_model": name}).content for file in sorted(files)
+        file: send(endpoint, "GET", f"tokenizers/{file}", http.request, params={"base_model": name}).content
+        for file in sorted(files)
     }
     digest = hashlib.sha256()
     for file, content in contents.items():

@@ -18,9 +18,6 @@ TEXT_KINDS = (
     "gpt_oss",
 )
 VISION_KINDS = ("qwen3_vl", "qwen3_vl_moe", "qwen2_5_vl", "qwen3_5", "qwen3_5_moe", "gemma3")
-DEMO_KINDS = ("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
-"""Those with the vision tower of Qwen3-VL."""
-
 ALIASES = {"text": "qwen3", "vl": "qwen3_vl"}
 
 
@@ -37,8 +34,8 @@ ALIASES = {"text": "qwen3", "vl": "qwen3_vl"}
     type=click.Choice(["tiny", "demo", "mosaic"]),
     default="tiny",
     show_default=True,
-    help="What the model is laid out for: demo reads strokes (vision-language kinds but qwen2_5_vl), mosaic sees where "
-    "colours are (vl).",
+    help="What the model is laid out for: demo reads strokes (kinds with the vision tower of Qwen3-VL), mosaic sees "
+    "where colours are (vl).",
 )
 @click.option("--seed", default=0, show_default=True, help="Seed of the random weights.")
 def tiny_model(kind: str, out: Path, preset: str, seed: int) -> None:
@@ -48,7 +45,7 @@ def tiny_model(kind: str, out: Path, preset: str, seed: int) -> None:
     family: Any = ALIASES.get(kind, kind)
     if (out / "config.json").exists():
         raise click.UsageError(f"--out: {out} already holds a model")
-    presets = {"demo": DEMO_KINDS, "mosaic": ("qwen3_vl",)}
+    presets = {"demo": tiny_models.DEMO_FAMILIES, "mosaic": ("qwen3_vl",)}
     if preset != "tiny" and family not in presets[preset]:
         raise click.UsageError(f"--preset {preset}: only for --kind {', '.join(presets[preset])}, not {kind}")
     try:

@@ -4,19 +4,12 @@ softmax attention with a gate on its output. Images as in Qwen3-VL, without Deep
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
-from tinker_local.backend.families.family import Family, LoraNames, Positions, SplitRows, text_position_ids
+from tinker_local.backend.families.family import Family, LoraNames, SplitRows
 from tinker_local.backend.families.qwen_vision import VISION, mrope_position_ids
-from tinker_local.backend.rendering.rendered_input import RenderedInput
 
 
 def _rows_of_qkv(delta_net: Any) -> tuple[int, int, int]:
     return delta_net.key_dim, delta_net.key_dim, delta_net.value_dim
-
-
-def _three_rows(config: Any, input: RenderedInput) -> Positions:
-    """Positions of text, int64 [3, N]: before transformers 5.19 the text model takes no others."""
-    return np.repeat(text_position_ids(config, input), 3, axis=0)
 
 
 _QKV = SplitRows(("in_proj_q", "in_proj_k", "in_proj_v"), _rows_of_qkv)
@@ -26,7 +19,7 @@ TEXT = Family(
         attn=("q_proj", "k_proj", "v_proj", "o_proj", *_QKV.projections, "in_proj_z", "out_proj"),
         split={"in_proj_qkv": _QKV},
     ),
-    position_ids=_three_rows,
+    position_ids=mrope_position_ids,  # before transformers 5.19 the text model alone takes no others either
     tool_parser="qwen3_coder",
 )
 
@@ -34,6 +27,5 @@ FAMILY = replace(
     TEXT,
     auto_class="AutoModelForImageTextToText",
     decoder_path="model.language_model",
-    position_ids=mrope_position_ids,
     vision=VISION,
 )

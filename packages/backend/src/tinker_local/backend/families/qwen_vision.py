@@ -14,14 +14,13 @@ def mrope_position_ids(config: Any, input: RenderedInput) -> Positions:
     Text advances all rows by 1. An image that begins at position p has time p for all its tokens, height p + row and
     width p + column; the text after it continues at p + max(rows, columns). Only `input.images` says where images are.
     """
-    merge = config.vision_config.spatial_merge_size
     positions = np.empty((3, input.length), np.int64)
     done, next_position = 0, 0
     for placement in sorted(input.images, key=lambda placement: placement.offset):
         text = placement.offset - done
         positions[:, done : placement.offset] = next_position + np.arange(text)
         next_position += text
-        frames, rows, columns = _merged_grid(placement.image, merge)
+        frames, rows, columns = _merged_grid(placement.image, config.vision_config.spatial_merge_size)
         done = placement.offset + placement.image.num_tokens
         grid = np.indices((frames, rows, columns)).reshape(3, -1)
         positions[:, placement.offset : done] = next_position + grid

@@ -55,6 +55,10 @@ Array = npt.NDArray[np.float32]
 Weights = dict[str, Array]
 
 
+DEMO_FAMILIES = ("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
+"""Those with the vision tower of Qwen3-VL."""
+
+
 def make_demo_vl_model(out: Path, *, seed: int = 0, family: VisionFamilyName = "qwen3_vl") -> Path:
     """Write the demo's model into the folder `out` and return it; the same seed gives the same bytes.
 
@@ -62,7 +66,7 @@ def make_demo_vl_model(out: Path, *, seed: int = 0, family: VisionFamilyName = "
     """
     from safetensors.numpy import load_file, save_file
 
-    if family in ("qwen2_5_vl", "gemma3"):
+    if family not in DEMO_FAMILIES:
         raise ValueError(f"the demo's vision tower is Qwen3-VL's, and {family} has another one")
     # Qwen3.5 has softmax attention in every fourth layer.
     text = replace(TEXT, num_layers=4) if family in ("qwen3_5", "qwen3_5_moe") else TEXT

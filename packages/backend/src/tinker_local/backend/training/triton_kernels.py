@@ -75,7 +75,9 @@ class TritonKernels:
     def swiglu_backward(self, grad: torch.Tensor, gate_up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         rows, width = gate_up.shape[0], gate_up.shape[1] // 2
         block = _span(width)
-        _swiglu_backward[(rows, triton.cdiv(width, block))](grad, gate_up, width, block=block, num_warps=4)
+        _swiglu_backward[(rows, triton.cdiv(width, block))](
+            grad, gate_up, None, None, width, routed=False, block=block, num_warps=4
+        )
         return gate_up, grad
 
     def routed_swiglu_backward(
@@ -84,9 +86,10 @@ class TritonKernels:
         rows, width = gate_up.shape[0], gate_up.shape[1] // 2
         grad_shares = torch.empty(rows, dtype=torch.float32, device=grad.device)
         block = triton.next_power_of_2(width)
-        _routed_swiglu_backward[(rows,)](
-            grad, gate_up, shares, grad_shares, width, block=block, num_warps=min(16, max(1, block // 256))
-        )
+        _swiglu_backward[(rows, 1)](
+            grad, gate_up, shares, grad_shares, width,
+            routed=True, block=block, num_warps=min(16, max(1, block // 256)),
+        )  # fmt: skip
         return gate_up, grad, grad_shares
 
     def weighted_sum(self, rows: torch.Tensor, places: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
@@ -260,8 +263,11 @@ def _swiglu(gate_up, result, width, block: tl.constexpr):  # type: ignore[no-unt
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
-def _swiglu_backward(grad, gate_up, width, block: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Overwrite gate and up with their gradients, and `grad` with the forward's output."""
+def _swiglu_backward(  # type: ignore[no-untyped-def]
+    grad, gate_up, shares, grad_shares, width, routed: tl.constexpr, block: tl.constexpr
+):
+    """Overwrite gate and up with their gradients, and `grad` with the forward's output. `routed`: of rows times their
+    `shares`; then a program has a whole row."""
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * block + tl.arange(0, block)
     inside = at < width
@@ -272,26 +278,9 @@ def _swiglu_backward(grad, gate_up, width, block: tl.constexpr):  # type: ignore
     grad_output = tl.load(grad_place, mask=inside, other=0.0).to(tl.float32)
     sigmoid = tl.sigmoid(gate)
     silu = gate * sigmoid
-    tl.store(gate_place, grad_output * up * (sigmoid + silu * (1 - sigmoid)), mask=inside)
-    tl.store(gate_place + width, grad_output * silu, mask=inside)
-    tl.store(grad_place, silu * up, mask=inside)
-
-
-@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
-def _routed_swiglu_backward(grad, gate_up, shares, grad_shares, width, block: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Overwrite gate and up with their gradients, and `grad` with the forward's output."""
-    row = tl.program_id(0).to(tl.int64)
-    at = tl.arange(0, block)
-    inside = at < width
-    gate_place = gate_up + row * 2 * width + at
-    grad_place = grad + row * width + at
-    gate = tl.load(gate_place, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(gate_place + width, mask=inside, other=0.0).to(tl.float32)
-    grad_output = tl.load(grad_place, mask=inside, other=0.0).to(tl.float32)
-    sigmoid = tl.sigmoid(gate)
-    silu = gate * sigmoid
-    tl.store(grad_shares + row, tl.sum(grad_output * silu * up, 0))
-    grad_output *= tl.load(shares + row).to(tl.float32)
+    if routed:
+        tl.store(grad_shares + row, tl.sum(grad_output * silu * up, 0))
+        grad_output *= tl.load(shares + row).to(tl.float32)
     tl.store(gate_place, grad_output * up * (sigmoid + silu * (1 - sigmoid)), mask=inside)
     tl.store(gate_place + width, grad_output * silu, mask=inside)
     tl.store(grad_place, silu * up, mask=inside)
