@@ -2,6 +2,7 @@
 
     python benchmarks/families.py --out benchmarks/results                    # a GPU with 140 GiB, about ten minutes
     python benchmarks/families.py --shapes qwen3.5-9b --out benchmarks/results
+    python benchmarks/families.py --sampling --shapes qwen3.5-9b --out benchmarks/results
     python benchmarks/families.py --tiny                                      # the same code on a CPU
 
 Random weights, written one after the other and deleted again. The step is that of `text.ours` in engine.py.
@@ -41,6 +42,15 @@ RATIOS = [
         for name, shape in SHAPES.items()
         if shape.experts
     ),
+    *(
+        Ratio(f"{name}: FLOP/s of matrix products / Qwen3-8B's", f"{name}.flops", ("qwen3-8b.flops",), 0.95)
+        for name in ("llama-3.1-8b", "mistral-7b", "gemma-3-12b")
+    ),
+    *(
+        Ratio(f"{name}: our sampler / vLLM alone", f"{name}.sampling_ours", (f"{name}.sampling_alone",), 0.97)
+        for name, shape in SHAPES.items()
+        if shape.family == "qwen3_5_text"
+    ),
 ]
 
 
@@ -49,6 +59,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--tiny", action="store_true", help="tiny models; fails if anything does")
     parser.add_argument("--shapes", default=",".join(SHAPES), metavar="NAME,…", help=f"of {', '.join(SHAPES)}")
     parser.add_argument("--trace", action="store_true", help="also print where the time of a step goes")
+    parser.add_argument("--without-loops", action="store_true", help="leave out the loops by hand")
+    parser.add_argument("--sampling", action="store_true", help="measure the sampler in place of training")
     parser.add_argument("--out", type=Path, help="folder for dated files of the result")
     parser.add_argument("--log", type=Path, help="file for other output (default: a temporary one)")
     options = parser.parse_args()
@@ -70,16 +82,21 @@ def main() -> int:
         for name in options.chosen:
             # Every process has all of the GPU's memory, and its weights are gone before the next one writes.
             folder = Path(tempfile.mkdtemp(dir=None if options.tiny else room_for_models(), prefix="family-"))
+            if options.sampling:
+                parts = [["measurements.family_sampling", scale, name, str(folder), who] for who in ("alone", "ours")]
+            else:
+                words = ["trace"] * options.trace + ["without_loops"] * options.without_loops
+                parts = [["measurements.one_family", scale, name, str(folder), *words]]
             try:
-                trace = ["trace"] if options.trace else []
-                outcome = processes.run(["measurements.one_family", scale, name, str(folder), *trace], SECONDS, log)
+                for part in parts:
+                    outcome = processes.run(part, SECONDS, log)
+                    lines += outcome.lines
+                    if outcome.fault:
+                        lines.append(Line(name, error=outcome.fault[:300]))
+                        processes.show(lines[-1])
+                    print(f"-- {name}: {outcome.seconds:.0f} s", flush=True)
             finally:
                 shutil.rmtree(folder)
-            lines += outcome.lines
-            if outcome.fault:
-                lines.append(Line(name, error=outcome.fault[:300]))
-                processes.show(lines[-1])
-            print(f"-- {name}: {outcome.seconds:.0f} s", flush=True)
     report.show("families", lines, options.out, tiny=options.tiny, ratios=RATIOS)
     print(f"other output: {log_file}")
     return 1 if options.tiny and any(line.error for line in lines) else 0

@@ -1,6 +1,6 @@
 """Write a Qwen3 or Qwen3-VL of random bfloat16 weights in a real model's shape, for runs without a hub.
 
-    python benchmarks/random_model.py OUT [--shape 4b-vl]
+    python benchmarks/random_model.py OUT [--shape 4b-vl] [--mosaic]
 
 Slow without a GPU. The tokenizer is that of the tiny models: its ids are the first few hundred of the vocabulary.
 """
@@ -10,6 +10,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from harness import mosaic
 from harness.scale import FULL, TextShape, VisionShape
 
 _VISION_24 = VisionShape(24, 1024, 4096, 16, (5, 11, 17))
@@ -36,7 +37,7 @@ def text_config(shape: TextShape) -> dict[str, Any]:
     }
 
 
-def _change_vision(config: dict[str, Any], text: TextShape, vision: VisionShape) -> None:
+def _change_vision(config: dict[str, Any], text: TextShape, vision: VisionShape, rope_theta: float) -> None:
     """Write the shape of the tower into Qwen3-VL's configuration, and the rotary sections of the decoder."""
     config["vision_config"] |= {
         "depth": vision.depth,
@@ -50,14 +51,17 @@ def _change_vision(config: dict[str, Any], text: TextShape, vision: VisionShape)
     third = text.head_dim // 6 // 4 * 4
     config["text_config"]["rope_parameters"] = {
         "rope_type": "default",
-        "rope_theta": 5e6,
+        "rope_theta": rope_theta,
         "mrope_section": [text.head_dim // 2 - 2 * third, third, third],
         "mrope_interleaved": True,
     }
 
 
-def write_random_model(out: Path, text: TextShape, vision: VisionShape | None) -> int:
-    """Write the model into the new folder `out`, in files that load in parallel; return its number of parameters."""
+def write_random_model(out: Path, text: TextShape, vision: VisionShape | None, *, sees_colours: bool = False) -> int:
+    """Write the model into the new folder `out`, in files that load in parallel; return its number of parameters.
+
+    `sees_colours`: its tower and attention are laid out by `harness.mosaic`, which needs `vision`.
+    """
     import transformers
     from tinker_local.backend.tiny_models import make_tiny_text_model, make_tiny_vl_model
 
@@ -71,11 +75,13 @@ def write_random_model(out: Path, text: TextShape, vision: VisionShape | None) -
         config = json.loads((out / "config.json").read_text()) | {"dtype": "bfloat16"}
         config["text_config"] |= text_config(text)
         config["text_config"].pop("layer_types", None)
-        _change_vision(config, text, vision)
+        _change_vision(config, text, vision, mosaic.ROPE_THETA if sees_colours else 5e6)
         model_class, config_class = transformers.Qwen3VLForConditionalGeneration, transformers.Qwen3VLConfig
     for old in out.glob("*.safetensors"):
         old.unlink()
     model = random_model(model_class, config_class(**config))
+    if sees_colours:
+        mosaic.lay_out(model)
     model.save_pretrained(out, max_shard_size="4GB")
     return sum(parameter.numel() for parameter in model.parameters())
 
@@ -104,8 +110,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("out", type=Path)
     parser.add_argument("--shape", choices=SHAPES, default="4b-vl")
+    parser.add_argument("--mosaic", action="store_true", help="sees where colours are, as examples/grid_walk.py needs")
     options = parser.parse_args()
-    parameters = write_random_model(options.out, *SHAPES[options.shape])
+    text, vision = SHAPES[options.shape]
+    if options.mosaic and vision is None:
+        parser.error(f"--mosaic: {options.shape} has no vision tower")
+    parameters = write_random_model(options.out, text, vision, sees_colours=options.mosaic)
     print(f"{parameters / 1e9:.2f} billion parameters in {options.out}")
 
 

@@ -4,7 +4,7 @@ import importlib.util
 import json
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +14,7 @@ from harness.timing import device
 
 
 def write_random_adapter(out: Path, shape: TextShape, rank: int) -> Path:
-    """An adapter on all projections of the decoder, in PEFT's layout, float32."""
-    from safetensors.numpy import save_file
-
+    """An adapter on all projections of a Qwen3 decoder."""
     queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     sizes = {
         "self_attn.q_proj": (shape.hidden, queries),
@@ -27,13 +25,19 @@ def write_random_adapter(out: Path, shape: TextShape, rank: int) -> Path:
         "mlp.up_proj": (shape.hidden, shape.intermediate),
         "mlp.down_proj": (shape.intermediate, shape.hidden),
     }
+    layers = [f"base_model.model.model.layers.{layer}" for layer in range(shape.layers)]
+    return write_adapter(out, {f"{layer}.{name}": size for layer in layers for name, size in sizes.items()}, rank)
+
+
+def write_adapter(out: Path, sizes: Mapping[str, Sequence[int]], rank: int) -> Path:
+    """An adapter of random values in PEFT's layout, float32; `sizes`: width in and width out by module."""
+    from safetensors.numpy import save_file
+
     rng = np.random.default_rng(0)
     tensors = {}
-    for layer in range(shape.layers):
-        for module, (width_in, width_out) in sizes.items():
-            path = f"base_model.model.model.layers.{layer}.{module}"
-            tensors[f"{path}.lora_A.weight"] = 0.01 * rng.standard_normal((rank, width_in), np.float32)
-            tensors[f"{path}.lora_B.weight"] = 0.01 * rng.standard_normal((width_out, rank), np.float32)
+    for path, (width_in, width_out) in sizes.items():
+        tensors[f"{path}.lora_A.weight"] = 0.01 * rng.standard_normal((rank, width_in), np.float32)
+        tensors[f"{path}.lora_B.weight"] = 0.01 * rng.standard_normal((width_out, rank), np.float32)
     out.mkdir(parents=True, exist_ok=True)
     save_file(tensors, out / "adapter_model.safetensors")
     config = {
@@ -42,7 +46,7 @@ def write_random_adapter(out: Path, shape: TextShape, rank: int) -> Path:
         "r": rank,
         "lora_alpha": 32,
         "lora_dropout": 0.0,
-        "target_modules": sorted(module.split(".")[1] for module in sizes),
+        "target_modules": sorted({path.rsplit(".", 1)[1] for path in sizes}),
         "bias": "none",
     }
     (out / "adapter_config.json").write_text(json.dumps(config))

@@ -9,7 +9,7 @@ class Shape:
     """`family`: the tiny model whose other settings and tokenizer it has. `settings`: of its config. `loop`: whether a
     loop by hand is measured beside it. `experts`: whether tokens go to some of many."""
 
-    family: Literal["qwen3_5_text", "qwen3_moe", "llama", "mistral", "gpt_oss"]
+    family: Literal["qwen3", "qwen3_5_text", "qwen3_moe", "llama", "mistral", "gemma3_text", "gpt_oss"]
     settings: dict[str, Any]
     loop: bool = True
     experts: bool = False
@@ -54,8 +54,20 @@ SHAPES = {
         loop=False,
         experts=True,
     ),
+    "qwen3-8b": Shape("qwen3", _sizes(4096, 12288, 36, 32, 8, 151936) | {"head_dim": 128}, loop=False),
     "llama-3.1-8b": Shape("llama", _sizes(4096, 14336, 32, 32, 8, 128256) | {"head_dim": 128}),
     "mistral-7b": Shape("mistral", _sizes(4096, 14336, 32, 32, 8, 32768) | {"head_dim": 128, "sliding_window": None}),
+    "gemma-3-12b": Shape(
+        "gemma3_text",
+        _sizes(3840, 15360, 48, 16, 8, 262208)
+        | {
+            "head_dim": 256,
+            "query_pre_attn_scalar": 256,
+            "sliding_window": 1024,
+            "layer_types": (["sliding_attention"] * 5 + ["full_attention"]) * 8,
+        },
+        loop=False,
+    ),
     "gpt-oss-20b": Shape(
         "gpt_oss",
         _sizes(2880, 2880, 24, 64, 8, 201088)

@@ -58,15 +58,19 @@ def _one_and_all(scale: Scale, models: Path, trainer: Any, names: list[str], pre
     one_and_all(scale, trainer, names, lines, parameters_of(models / "text"))
 
 
-def one_and_all(scale: Scale, trainer: Any, names: list[str], lines: tuple[str, str], parameters: int) -> None:
-    """The same tokens in one step, under one adapter and spread over all; `lines` are the names of both."""
+def one_and_all(scale: Scale, trainer: Any, names: list[str], lines: tuple[str, str], parameters: int) -> float:
+    """The same tokens in one step, under one adapter and spread over all; `lines` are the names of both. Returns the
+    tokens per second of the first."""
     data = [text_datum(sequence) for sequence in workloads.ragged_sequences(scale)]
     tokens = sum(datum.input.length for datum in data)
+    rates = []
     for line, owners in zip(lines, (names[:1], names), strict=True):
         works = [work(name, data[index :: len(owners)]) for index, name in enumerate(owners)]
         seconds = timing.median_seconds(lambda works=works: train_step(trainer, works), scale)
         note = f"{len(owners)} adapter{'s' * (len(owners) > 1)}, {tokens} tokens in all"
         rate_line(line, tokens, seconds, parameters, note).emit()
+        rates.append(tokens / seconds)
+    return rates[0]
 
 
 def _small_runs(scale: Scale, models: Path, trainer: Any, names: list[str]) -> None:

@@ -1,4 +1,5 @@
-"""One shape of `families.py`: `python -m measurements.one_family SCALE SHAPE FOLDER [trace]` prints its lines."""
+"""One shape of `families.py`: `python -m measurements.one_family SCALE SHAPE FOLDER [trace] [without_loops]` prints its
+lines."""
 
 import dataclasses
 import json
@@ -49,11 +50,14 @@ def computed(config: dict[str, Any], parameters: int) -> int:
     return parameters - (experts - chosen) * each
 
 
-def ours(scale: Scale, name: str, folder: Path, parameters: int, *, trace: bool) -> None:
-    """One adapter of rank 32 on all but the LM head, then the same tokens spread over several."""
+def ours(scale: Scale, name: str, folder: Path, parameters: int, *, embedding: int, trace: bool) -> None:
+    """One adapter of rank 32 on all but the LM head, then the same tokens spread over several. `embedding`: of the
+    `parameters`, those that only look tokens up."""
     trainer = make_trainer(scale, folder)
     with adapters_of(scale, trainer) as names:
-        one_and_all(scale, trainer, names, (f"{name}.ours", f"{name}.co_batched"), parameters)
+        rate = one_and_all(scale, trainer, names, (f"{name}.ours", f"{name}.co_batched"), parameters)
+    note = "4 FLOP per token and parameter that multiplies"
+    Line(f"{name}.flops", 4e-12 * (parameters - embedding) * rate, "TFLOP/s", note=note).emit()
     if trace:
         tracing.measure(scale, folder, trainer, f"{name}.trace")
     trainer.close()
@@ -148,8 +152,8 @@ def experts(scale: Scale, name: str, shape: Shape, config: dict[str, Any]) -> No
 
 
 def main(arguments: list[str]) -> None:
-    scale, name, place, trace = SCALES[arguments[0]], arguments[1], Path(arguments[2]), arguments[3:] == ["trace"]
-    shape, folder = SHAPES[name], Path(place) / "model"
+    scale, name, folder = SCALES[arguments[0]], arguments[1], Path(arguments[2]) / "model"
+    shape, trace = SHAPES[name], "trace" in arguments[3:]
     vocab = write_model(scale, shape, folder)
     collect()
     scale = dataclasses.replace(scale, text=dataclasses.replace(scale.text, vocab=vocab))
@@ -158,9 +162,9 @@ def main(arguments: list[str]) -> None:
     parameters = computed(config, whole)
     Line(f"{name}.parameters", whole / 1e9, "billion", note=f"{parameters / 1e9:.2f} of them compute a token").emit()
     steps: list[tuple[str, Callable[[], None]]] = [
-        ("ours", lambda: ours(scale, name, folder, parameters, trace=trace)),
+        ("ours", lambda: ours(scale, name, folder, parameters, embedding=vocab * config["hidden_size"], trace=trace)),
     ]
-    if shape.loop:
+    if shape.loop and "without_loops" not in arguments[3:]:
         steps.append(("packed_bf16", lambda: loops(scale, name, folder, parameters)))
     if shape.experts:
         steps.append(("experts", lambda: experts(scale, name, shape, config)))

@@ -10,6 +10,7 @@ import tempfile
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from harness.lines import Line
@@ -27,18 +28,25 @@ _seeds = itertools.count(1000)
 
 def alone(scale: Scale, models: Path) -> None:
     """Prints `sampling.alone`: vLLM as its users run it."""
-    from baselines.vllm_alone import VLLMAlone, write_random_adapter
+    from baselines.vllm_alone import write_random_adapter
 
     with tempfile.TemporaryDirectory() as folder:
         adapter = write_random_adapter(Path(folder) / "adapter", scale.text, scale.rank)
-        engine = VLLMAlone(scale, models / "text", adapter)
-        with DeviceMemory() as memory:
-            engine.output_tokens_per_second(prompts(scale, min(WARM_UP_REQUESTS, scale.requests)), WARM_UP_TOKENS)
-            found = [
-                engine.output_tokens_per_second(prompts(scale, scale.requests), scale.output_tokens)
-                for _ in range(scale.repeats)
-            ]
-        rate_line("sampling.alone", scale, found, memory.peak_gib, engine.settings()).emit()
+        alone_with(scale, models / "text", adapter, "sampling.alone")
+
+
+def alone_with(scale: Scale, model: Path, adapter: Path, line: str) -> None:
+    """Prints `line`: vLLM as its users run it, with `adapter`, which it can read."""
+    from baselines.vllm_alone import VLLMAlone
+
+    engine = VLLMAlone(scale, model, adapter)
+    with DeviceMemory() as memory:
+        engine.output_tokens_per_second(prompts(scale, min(WARM_UP_REQUESTS, scale.requests)), WARM_UP_TOKENS)
+        found = [
+            engine.output_tokens_per_second(prompts(scale, scale.requests), scale.output_tokens)
+            for _ in range(scale.repeats)
+        ]
+    rate_line(line, scale, found, memory.peak_gib, engine.settings()).emit()
 
 
 def prompts(scale: Scale, count: int) -> list[list[int]]:
@@ -68,9 +76,7 @@ async def ours(host: Host) -> None:
 async def through_sampler(host: Host) -> None:
     """Prints `sampling.sampler`."""
     from baselines.vllm_alone import write_random_adapter
-    from tinker_local.backend.rendering.rendered_input import RenderedInput
-    from tinker_local.backend.sampling.sampler import AdapterVersion, SampleWork
-    from tinker_local.types import SamplingParams
+    from tinker_local.backend.sampling.sampler import AdapterVersion
 
     sampler = host.backend.models.get(host.model).engines.sampler
     with tempfile.TemporaryDirectory() as folder:
@@ -78,15 +84,23 @@ async def through_sampler(host: Host) -> None:
             "bench-random", write_random_adapter(Path(folder) / "adapter", host.scale.text, host.scale.rank)
         )
         await sampler.load_version(version)
-
-        async def sample(prompt: list[int], max_tokens: int) -> int:
-            params = SamplingParams(max_tokens=max_tokens, stop=())
-            work = SampleWork(RenderedInput(np.array(prompt, np.int32)), version, params)
-            (sequence,) = (await sampler.sample(work)).sequences
-            return len(sequence.tokens)
-
-        await _measure("sampling.sampler", host.scale, sample)
+        await with_version("sampling.sampler", host.scale, sampler, version)
         await sampler.remove_version(version)
+
+
+async def with_version(line: str, scale: Scale, sampler: Any, version: Any) -> None:
+    """Prints `line`: a sampler of vLLM that holds the adapter `version`."""
+    from tinker_local.backend.rendering.rendered_input import RenderedInput
+    from tinker_local.backend.sampling.sampler import SampleWork
+    from tinker_local.types import SamplingParams
+
+    async def sample(prompt: list[int], max_tokens: int) -> int:
+        params = SamplingParams(max_tokens=max_tokens, stop=())
+        work = SampleWork(RenderedInput(np.array(prompt, np.int32)), version, params)
+        (sequence,) = (await sampler.sample(work)).sequences
+        return len(sequence.tokens)
+
+    await _measure(line, scale, sample)
 
 
 async def many_at_once(way: Way, scale: Scale) -> None:

@@ -32,7 +32,7 @@ LENGTH = 60
 def test_each_target_alone_changes_both_engines_alike(family: Any, tmp_path: Path) -> None:
     """Rounding may send a token to another expert, so the mean over positions counts, not the largest difference."""
     make: Any = make_tiny_text_model if FAMILIES[family].vision is None else make_tiny_vl_model
-    folder = make(tmp_path / "model", family=family, tie_word_embeddings=False)
+    folder = make(tmp_path / "model", family=family, tie_word_embeddings=family == "gemma2")  # vLLM has tied ones alone
     trainer = HFTrainer(str(folder), name="tiny", dtype="bfloat16")
     trainer.create_adapter("everything", LoraConfig(rank=4, seed=1))
     full = trainer.capture("everything", optimizer=False)

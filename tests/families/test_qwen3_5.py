@@ -99,7 +99,7 @@ def test_adapters_have_the_tensors_of_the_hosted_service(trainers: Mapping[str, 
         linear, attention = "layers.0.linear_attn", "layers.3.self_attn"
         assert shapes[f"{linear}.in_proj_q.lora_A.weight"] == (4, 64)
         rows = {name: shapes[f"{linear}.in_proj_{name}.lora_B.weight"][0] for name in "qkvz"}
-        assert rows == {"q": 32, "k": 32, "v": 96, "z": 96}
+        assert rows == {"q": 48, "k": 48, "v": 96, "z": 96}
         assert shapes[f"{linear}.out_proj.lora_A.weight"] == (4, 96)
         assert shapes[f"{attention}.q_proj.lora_B.weight"] == (2 * 4 * 32, 4)
         projections = {name.rsplit(".", 3)[-3] for name in shapes}
