@@ -4,8 +4,7 @@
     python examples/color_square.py --model NAME
 
 The model sees the second square after its first answer. A few supervised steps teach the form of an answer, which
-leaves the return at chance. GRPO with `importance_sampling` (grpo.py) does the rest. Control: on grey images, the
-trained model is at chance.
+leaves the return at chance. GRPO (grpo.py) does the rest. Control: on grey images, the trained model is at chance.
 """
 
 import argparse
@@ -18,6 +17,7 @@ from tinker_local.client import rl
 
 COLORS = ("red", "green", "blue", "yellow")
 CHANCE = 1 / len(COLORS)
+DEFAULTS = {"steps": 30, "groups": 16, "group_size": 8, "learning_rate": 2.5e-3}
 
 
 class ColorSquares:
@@ -51,7 +51,7 @@ def demonstration(chat: rl.Chat, seed: int) -> list[tinker.Datum]:
     return rl.conversation_data(chat, [{"role": role, "content": content} for role, content in contents])
 
 
-async def run(client: tinker.TrainingClient, options: argparse.Namespace) -> str:
+async def run(client: tinker.TrainingClient, options: argparse.Namespace) -> grpo.Outcome:
     chat = rl.Chat.of(client)
     rng = np.random.default_rng(options.seed)
 
@@ -68,6 +68,8 @@ async def run(client: tinker.TrainingClient, options: argparse.Namespace) -> str
         steps=options.steps,
         learning_rate=options.learning_rate,
         params=params,
+        loss=options.loss,
+        staleness=options.staleness,
         seed=options.seed,
         begin=options.begin,
         save_every=options.save_every,
@@ -77,13 +79,18 @@ async def run(client: tinker.TrainingClient, options: argparse.Namespace) -> str
     unseen = await rl.rollout([rl.Group(ColorSquares, 1, seed) for seed in new], sampler, chat, params)
     blanks = [rl.Group(lambda: ColorSquares(blank=True), 1, seed) for seed in seeds(128)]
     control = (await rl.rollout(blanks, sampler, chat, params)).mean_reward
-    path = options.out / "color_square.png"
     shown = [grpo.pictures_of(unseen.trajectories[i], ColorSquares().reset(seed=new[i])[0][0]) for i in range(3)]
-    levels = {"chance": CHANCE, "blank images, after": control}
-    grpo.draw(history, path, "two coloured squares", levels, [picture for episode in shown for picture in episode])
-    print(f"return on new squares {unseen.mean_reward:.3f}, on blank images {control:.3f}, chance {CHANCE}; {path}")
-    return grpo.verdict(unseen.mean_reward, unseen.mean_reward >= 0.9 and control < CHANCE + 0.1)
+    success = unseen.mean_reward
+    return grpo.Outcome(
+        history,
+        success,
+        report=f"return on new squares {success:.3f}, on blank images {control:.3f}, chance {CHANCE}",
+        wrong=grpo.verdict(success, success >= 0.9 and control < CHANCE + 0.1),
+        title="two coloured squares",
+        levels={"chance": CHANCE, "blank images, after": control},
+        shown=[picture for episode in shown for picture in episode],
+    )
 
 
 if __name__ == "__main__":
-    grpo.run_example(run, __doc__.splitlines()[0], steps=30, groups=16, group_size=8, learning_rate=2.5e-3)
+    grpo.run_example(run, "color_square", __doc__.splitlines()[0], DEFAULTS)

@@ -24,6 +24,14 @@ CELLS, PIXELS = 5, 6
 MOVES = {"N": (-1, 0), "S": (1, 0), "W": (0, -1), "E": (0, 1)}
 FLOOR, WALKER, GOAL = (128, 128, 128), (230, 30, 30), (30, 30, 230)
 NEAREST, LIMIT = 2, 8
+DEFAULTS = {
+    "steps": 40,
+    "groups": 16,
+    "group_size": 4,
+    "learning_rate": 1.5e-3,
+    "warm_steps": 16,
+    "warm_rate": 2e-3,
+}
 
 PLACES = np.argwhere(np.ones((CELLS, CELLS)))
 """Row and column of each cell, [25, 2]."""
@@ -93,7 +101,7 @@ def step_advantages(trajectories: Sequence[rl.Trajectory]) -> list[list[float]]:
     return [[turn.reward - float(mean) for turn in trajectory.turns] for trajectory in trajectories]
 
 
-async def run(client: tinker.TrainingClient, options: argparse.Namespace) -> str:
+async def run(client: tinker.TrainingClient, options: argparse.Namespace) -> grpo.Outcome:
     chat = rl.Chat.of(client)
     rng = np.random.default_rng(options.seed)
     params = tinker.SamplingParams(max_tokens=3)
@@ -117,6 +125,8 @@ async def run(client: tinker.TrainingClient, options: argparse.Namespace) -> str
         steps=options.steps,
         learning_rate=options.learning_rate,
         params=params,
+        loss=options.loss,
+        staleness=options.staleness,
         seed=options.seed,
         begin=options.begin,
         save_every=options.save_every,
@@ -125,16 +135,19 @@ async def run(client: tinker.TrainingClient, options: argparse.Namespace) -> str
     after = await walk("newest")
     stale, control = (await walk("first")).mean_reward, (await walk("nothing")).mean_reward
     random, blind = blind_returns()
-    path = options.out / "grid_walk.png"
-    levels = {"first board only, after": stale, "best blind policy": blind, "blank boards, after": control}
-    shown = grpo.pictures_of(after.trajectories[0], GridWalk().reset(seed=new[0])[0][1])
-    grpo.draw(history, path, "a walk to a goal that hops", levels, shown)
     arrived = float(np.mean([trajectory.end == "terminated" for trajectory in after.trajectories]))
-    print(f"return on new boards {before:.3f} before RL, {after.mean_reward:.3f} after ({arrived:.0%} arrived)")
-    print(f"with the first board only {stale:.3f}, on blank boards {control:.3f}, ", end="")
-    print(f"random policy {random:.3f}, best blind policy {blind:.3f}; {path}")
-    reached = after.mean_reward >= 0.8 and control < blind + 0.1 and stale < after.mean_reward - 0.2
-    return grpo.verdict(arrived, reached)
+    success = after.mean_reward
+    return grpo.Outcome(
+        history,
+        success,
+        report=f"return on new boards {before:.3f} before RL, {success:.3f} after ({arrived:.0%} arrived)\n"
+        f"with the first board only {stale:.3f}, on blank boards {control:.3f}, "
+        f"random policy {random:.3f}, best blind policy {blind:.3f}",
+        wrong=grpo.verdict(arrived, success >= 0.8 and control < blind + 0.1 and stale < success - 0.2),
+        title="a walk to a goal that hops",
+        levels={"first board only, after": stale, "best blind policy": blind, "blank boards, after": control},
+        shown=grpo.pictures_of(after.trajectories[0], GridWalk().reset(seed=new[0])[0][1]),
+    )
 
 
 def blind_returns() -> tuple[float, float]:
@@ -162,12 +175,4 @@ def blind_returns() -> tuple[float, float]:
 
 
 if __name__ == "__main__":
-    defaults = {
-        "steps": 40,
-        "groups": 16,
-        "group_size": 4,
-        "learning_rate": 1.5e-3,
-        "warm_steps": 16,
-        "warm_rate": 2e-3,
-    }
-    grpo.run_example(run, __doc__.splitlines()[0], **defaults)
+    grpo.run_example(run, "grid_walk", __doc__.splitlines()[0], DEFAULTS)

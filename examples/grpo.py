@@ -2,6 +2,7 @@
 
 import argparse
 import asyncio
+from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,6 +12,8 @@ import tinker_local.client as tinker
 from saving import NOTHING, RANDOM, add_options, connect, first_step, save, training_client
 from tinker_local.client import rl
 
+LOSSES = ("importance_sampling", "ppo", "cispo", "stable_reinforce")
+
 
 @dataclass
 class History:
@@ -18,6 +21,22 @@ class History:
 
     rewards: list[float] = field(default_factory=list)
     kl: float = float("nan")
+
+
+@dataclass
+class Outcome:
+    """What an example saw: `success`, the mean return of the trained model on new starts, and `report`, in words.
+
+    `wrong`: its `verdict`. `title`, `levels`, `shown`: of `draw`.
+    """
+
+    history: History
+    success: float
+    report: str
+    wrong: str
+    title: str
+    levels: dict[str, float]
+    shown: Sequence[tuple[str, np.ndarray]]
 
 
 async def warm_start(
@@ -40,19 +59,25 @@ async def train(
     learning_rate: float,
     params: tinker.SamplingParams,
     advantages: rl.Advantages = rl.centered_returns_to_go,
+    loss: tinker.types.LossFnType = "importance_sampling",
+    staleness: int = 0,
     seed: int = 0,
     begin: int = 0,
     save_every: int = 0,
 ) -> History:
-    """Each step samples the groups of `groups_of(step)` with the newest weights and takes one policy gradient step.
+    """Each step samples the groups of `groups_of(step)` and takes one policy gradient step on them.
 
-    `begin`: the first step. `save_every`: also save after so many steps; 0: do not.
+    `staleness`: step t samples with the weights before step max(begin, t - staleness), as a trainer that runs ahead of
+    its samplers sees them; 0: with the newest. `begin`: the first step. `save_every`: also save after so many steps;
+    0: do not.
     """
     history = History()
+    samplers = deque[tinker.SamplingClient](maxlen=staleness + 1)
+    recorded = loss == "stable_reinforce"  # it trains on what the server recorded of the samples
     for step in range(begin, steps):
-        sampler = await client.save_weights_and_get_sampling_client()
+        samplers.append(await client.save_weights_and_get_sampling_client(record_stability_info=recorded))
         seeded = params.model_copy(update={"seed": seed * steps + step})
-        rollouts = await rl.rollout(groups_of(step), sampler, chat, seeded)
+        rollouts = await rl.rollout(groups_of(step), samplers[0], chat, seeded)
         history.rewards.append(rollouts.mean_reward)
         if step == begin:
             everything = [datum for trajectory in rollouts.trajectories for datum in trajectory.data()]
@@ -64,8 +89,8 @@ async def train(
             f"step {step:3d}   return {history.rewards[-1]:6.3f}   {stats.turns} turns, {stats.tokens} tokens", end=""
         )
         print(f"   failed: {rollouts.failures[0]}" if rollouts.failures else "", flush=True)
-        if data := rollouts.data(advantages):
-            gradient = client.forward_backward(data, "importance_sampling")
+        if data := rollouts.data(advantages, loss):
+            gradient = client.forward_backward(data, loss)
             rate = learning_rate * (1 - 0.7 * step / steps)
             update = client.optim_step(tinker.AdamParams(learning_rate=rate, beta2=0.99, eps=1e-8, grad_clip_norm=1.0))
             await gradient
@@ -75,10 +100,8 @@ async def train(
     return history
 
 
-def draw(
-    history: History, path: Path, title: str, levels: dict[str, float], shown: Sequence[tuple[str, np.ndarray]]
-) -> None:
-    """Plot the returns as a PNG, with horizontal lines at `levels`, below some pictures and replies of an episode."""
+def draw(outcome: Outcome, path: Path) -> None:
+    """Plot the returns as a PNG, with horizontal lines at `levels`, below the pictures and replies of `shown`."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -86,15 +109,16 @@ def draw(
 
     figure = pyplot.figure(figsize=(6, 4.6), layout="constrained")
     above, below = figure.subfigures(2, 1, height_ratios=[1, 3])
-    for axes, (reply, picture) in zip(above.subplots(1, len(shown), squeeze=False)[0], shown, strict=True):
+    places = above.subplots(1, len(outcome.shown), squeeze=False)[0]
+    for axes, (reply, picture) in zip(places, outcome.shown, strict=True):
         axes.imshow(picture)
         axes.set_title(reply, fontsize="small")
         axes.axis("off")
     axes = below.subplots()
-    axes.plot(history.rewards, label="sampled while training")
-    for (name, level), style in zip(levels.items(), ("--", ":", "-."), strict=False):
+    axes.plot(outcome.history.rewards, label="sampled while training")
+    for (name, level), style in zip(outcome.levels.items(), ("--", ":", "-."), strict=False):
         axes.axhline(level, linestyle=style, color="grey", label=f"{name}: {level:.2f}")
-    axes.set(xlabel="step", ylabel="mean return", title=title)
+    axes.set(xlabel="step", ylabel="mean return", title=outcome.title)
     axes.legend()
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=100)
@@ -116,9 +140,12 @@ def verdict(success: float, reached: bool) -> str:
 
 
 def run_example(
-    run: Callable[[tinker.TrainingClient, argparse.Namespace], Awaitable[str]], description: str, **defaults: float
+    run: Callable[[tinker.TrainingClient, argparse.Namespace], Awaitable[Outcome]],
+    name: str,
+    description: str,
+    defaults: dict[str, float],
 ) -> None:
-    """Run an example; `run` returns its `verdict`. `defaults` are for a tiny random model."""
+    """Run the example `name`. `defaults` are for a tiny random model."""
     parser = argparse.ArgumentParser(description=description)
     add_options(parser)
     parser.add_argument("--model", required=True, help="a vision-language model that the server serves")
@@ -128,6 +155,8 @@ def run_example(
     parser.add_argument("--learning-rate", type=float, help="2e-5 suits a real model")
     parser.add_argument("--warm-steps", type=int, default=6, help="number of supervised steps; 0 suits a real model")
     parser.add_argument("--warm-rate", type=float, default=5e-3)
+    parser.add_argument("--loss", choices=LOSSES, default=LOSSES[0], help="of the RL steps")
+    parser.add_argument("--staleness", type=int, default=0, metavar="N", help="sample with the weights N steps ago")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("runs/rl"))
     parser.set_defaults(**defaults)
@@ -137,8 +166,11 @@ def run_example(
         options.warm_steps = 0  # before the first step
     with connect(options) as service:
         client = training_client(service, options, rank=32, seed=0)
-        wrong = asyncio.run(run(client, options))
+        outcome = asyncio.run(run(client, options))
+        path = options.out / f"{name}.png"
+        draw(outcome, path)
+        print(f"{outcome.report}; {path}")
         saved = save(client, "rl")
         print(f"saved as {saved.state} and {saved.sampler}")
-        if wrong:
-            raise SystemExit(wrong)
+        if outcome.wrong:
+            raise SystemExit(outcome.wrong)

@@ -1,0 +1,256 @@
+"""Asynchronous RL: the return of both RL examples by loss, and by how old the weights are that sample.
+
+    python benchmarks/staleness.py benchmarks/results/staleness-20261124-color_square --examples color_square
+    python benchmarks/staleness.py benchmarks/results/staleness-20261124-grid_walk --examples grid_walk \
+        --workers 14 --budget 560                                        # on a GPU
+    python benchmarks/staleness.py /tmp/try/staleness --tiny             # the same code in a minute
+
+A job is an example with a loss, a staleness and a seed: its environments, warm start, learning rate and test on new
+starts with the final weights, by the example's code. With staleness n, step t trains on episodes that the weights of
+step max(0, t - n) sampled. All jobs of an example take as many steps, by default the example's and 64 more, so that
+the largest staleness sees 30 or 40 generations of weights. Nothing is tuned on these seeds.
+
+`--workers` processes have an engine each, which runs `--runs` jobs at once. Each job that ends appends a line to
+NAME.jsonl; a job that is there is not run again. After `--budget` seconds no job begins, those that run stop, and their
+steps are lost. NAME.txt has the table of all lines. Jobs are in order of their seeds. On a GPU vLLM starts without CUDA
+graphs, and a worker takes about 5 GiB. What the engines and examples print is in `--log`, a file for each worker.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import importlib
+import itertools
+import json
+import multiprocessing
+import os
+import queue
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from statistics import mean, stdev
+from typing import Any, NamedTuple
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+
+MODELS = {"color_square": "tiny", "grid_walk": "mosaic"}
+"""Each example, and the preset of the tiny model that it trains."""
+LOSSES = ("stable_reinforce", "importance_sampling", "ppo")
+STALENESS = (0, 8, 64)
+SEEDS = (0, 1, 2, 3, 4)
+LAST = 10
+"""Steps at the end whose returns are averaged. These are of the weights that sampled, `staleness` steps ago."""
+TINY = {"steps": 4, "groups": 2, "group_size": 2, "warm_steps": 1}
+
+
+class Job(NamedTuple):
+    example: str
+    loss: str
+    staleness: int
+    seed: int
+
+
+class Settings(NamedTuple):
+    """What all workers have in common. `deadline`: of `time.monotonic`, which all processes share."""
+
+    jobs: Sequence[Job]
+    runs: int
+    deadline: float
+    models: Path
+    log: Path
+    changes: dict[str, int]
+
+
+def read(results: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in results.read_text().splitlines()] if results.exists() else []
+
+
+def job_of(row: dict[str, Any]) -> Job:
+    return Job(row["example"], row["loss"], row["staleness"], row["seed"])
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """Mean, standard deviation and minimum over the seeds, for each example, staleness and loss."""
+    lines = [
+        f"{'example':<13}{'staleness':>10}  {'loss':<20}{'mean':>6}{'sd':>7}{'minimum':>9}{'last steps':>12}  by seed"
+    ]
+    ordered = sorted(rows, key=lambda row: (row["example"], row["staleness"], -LOSSES.index(row["loss"]), row["seed"]))
+    for (example, staleness, loss), group in itertools.groupby(
+        ordered, lambda row: (row["example"], row["staleness"], row["loss"])
+    ):
+        same = list(group)
+        returns = [row["return"] for row in same]
+        spread = f"{stdev(returns):7.3f}" if len(returns) > 1 else f"{'-':>7}"
+        lines.append(
+            f"{example:<13}{staleness:>10}  {loss:<20}{mean(returns):6.3f}{spread}{min(returns):9.3f}"
+            f"{mean(row['last_steps'] for row in same):12.3f}  "
+            + " ".join(f"{row['seed']}: {row['return']:.3f}" for row in same)
+        )
+    for example in sorted({row["example"] for row in rows}):
+        same = [row for row in rows if row["example"] == example]
+        lines.append(
+            f"{example}: {' or '.join(sorted({str(row['steps']) for row in same}))} steps, "
+            f"{' or '.join(sorted({row['device'] for row in same}))}, "
+            f"{mean(row['processor_s'] for row in same):.0f} processor seconds for a job"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def options_of(job: Job, changes: dict[str, int]) -> argparse.Namespace:
+    """The example's options: its defaults, those of `grpo.run_example`, and `changes`."""
+    defaults = {"warm_steps": 6, "warm_rate": 5e-3, **importlib.import_module(job.example).DEFAULTS}
+    defaults["steps"] += max(STALENESS)
+    named = {"loss": job.loss, "staleness": job.staleness, "seed": job.seed, "begin": 0, "save_every": 0}
+    return argparse.Namespace(**defaults | named | changes)
+
+
+async def run(service: Any, job: Job, settings: Settings, device: str) -> dict[str, Any]:
+    """A job, as a line of the results."""
+    options, start, used = options_of(job, settings.changes), time.monotonic(), time.process_time()
+    client = await service.create_lora_training_client_async(base_model=f"local/{job.example}", rank=32, seed=0)
+    outcome = await importlib.import_module(job.example).run(client, options)
+    rewards = outcome.history.rewards
+    return {
+        **job._asdict(),
+        "return": outcome.success,
+        "last_steps": mean(rewards[-LAST:]),
+        "steps": options.steps,
+        "learning_rate": options.learning_rate,
+        "report": outcome.report,
+        "rewards": [round(reward, 4) for reward in rewards],
+        "device": device,
+        "seconds": round(time.monotonic() - start, 1),
+        "processor_s": round((time.process_time() - used) / settings.runs, 1),
+    }
+
+
+async def work(settings: Settings, taken: Any, results: Any) -> None:
+    """Run jobs on an engine in this process, until there are none left or the time is over."""
+    import tinker_local.client as tinker
+    import torch
+    from tinker_local.backend import BackendOptions, InProcessBackend, ModelSource
+    from tinker_local.backend.vllm_engine import build_engine
+
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+    build_engine.cuda_graphs_work = lambda *_: False  # to capture them takes longer than they save here
+    names = sorted({job.example for job in settings.jobs})
+    sources = [ModelSource(f"local/{name}", str(settings.models / name)) for name in names]
+
+    async def some(service: Any) -> None:
+        while time.monotonic() < settings.deadline and (job := take(settings.jobs, taken)) is not None:
+            results.put(await run(service, job, settings, device))
+
+    with tempfile.TemporaryDirectory() as folder:
+        options = BackendOptions(
+            data_dir=Path(folder),
+            trainer="inline",
+            sampler="inline",
+            sampler_sleeps=False,
+            max_rank=32,
+            kv_cache_bytes=2**28,
+        )
+        service = tinker.ServiceClient(backend=InProcessBackend(sources, options))
+        try:
+            async with asyncio.timeout_at(settings.deadline), asyncio.TaskGroup() as tasks:
+                for _ in range(settings.runs):
+                    tasks.create_task(some(service))
+        except TimeoutError:
+            print("the time is over")
+        await asyncio.to_thread(lambda: service.close("success").result())
+
+
+def take(jobs: Sequence[Job], taken: Any) -> Job | None:
+    """The next job that no worker has taken."""
+    with taken.get_lock():
+        taken.value += 1
+        return jobs[taken.value - 1] if taken.value <= len(jobs) else None
+
+
+def worker(index: int, settings: Settings, taken: Any, results: Any) -> None:
+    """A process of `--workers`, which prints to a file."""
+    log = os.open(settings.log / f"{index}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    asyncio.run(work(settings, taken, results))
+
+
+def make_models(examples: Sequence[str], folder: Path) -> None:
+    from tinker_local.backend.tiny_models import make_mosaic_vl_model, make_tiny_vl_model
+
+    for example in examples:
+        if not (folder / example / "config.json").exists():
+            {"tiny": make_tiny_vl_model, "mosaic": make_mosaic_vl_model}[MODELS[example]](folder / example)
+
+
+def rows_of(processes: Sequence[Any], results: Any) -> Iterator[dict[str, Any]]:
+    """What the workers find, until all of them have ended."""
+    while True:
+        running = any(process.is_alive() for process in processes)
+        with contextlib.suppress(queue.Empty):
+            while True:
+                yield results.get(timeout=1)
+        if not running:
+            return
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("name", type=Path, help="of the result, without suffix")
+    parser.add_argument("--examples", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--losses", nargs="+", choices=LOSSES, default=LOSSES)
+    parser.add_argument("--staleness", nargs="+", type=int, default=STALENESS, metavar="N")
+    parser.add_argument("--seeds", nargs="+", type=int, default=SEEDS, metavar="N")
+    parser.add_argument("--steps", type=int, help=f"default: the example's and {max(STALENESS)} more")
+    parser.add_argument("--workers", type=int, default=1, help="processes (1)")
+    parser.add_argument("--runs", type=int, default=1, help="jobs at once in each of them (1)")
+    parser.add_argument("--budget", type=float, default=float("inf"), metavar="SECONDS", help="stop after so long")
+    parser.add_argument("--models", type=Path, help="folder for the tiny models (default: a temporary one)")
+    parser.add_argument("--log", type=Path, help="folder for the workers' output (default: a temporary one)")
+    parser.add_argument("--tiny", action="store_true", help="a few small steps of each example, with one seed")
+    options = parser.parse_args()
+    deadline = time.monotonic() + options.budget
+    os.environ.update(HF_HUB_OFFLINE="1", TINKER_TELEMETRY="0", PYTHONUNBUFFERED="1")
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # the models are tiny
+    changes = dict(TINY) if options.tiny else {}
+    if options.steps is not None:
+        changes["steps"] = options.steps
+    if options.tiny:
+        options.losses, options.staleness, options.seeds = LOSSES[:1], (2,), (0,)
+    options.name.parent.mkdir(parents=True, exist_ok=True)
+    lines, text = (options.name.with_name(options.name.name + suffix) for suffix in (".jsonl", ".txt"))
+    done = {job_of(row) for row in read(lines)}
+    cells = itertools.product(options.seeds, options.examples, options.staleness, options.losses)
+    jobs = [job for seed, example, staleness, loss in cells if (job := Job(example, loss, staleness, seed)) not in done]
+    log = options.log or Path(tempfile.mkdtemp(prefix="log-"))
+    log.mkdir(parents=True, exist_ok=True)
+    print(f"{len(jobs)} jobs, {len(done)} done before; output of the workers: {log}", flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        models = options.models or Path(folder)
+        make_models(options.examples, models)
+        settings = Settings(jobs, options.runs, deadline, models, log, changes)
+        spawn = multiprocessing.get_context("spawn")
+        taken, results = spawn.Value("i", 0), spawn.Queue()
+        count = min(options.workers, -(-len(jobs) // options.runs))
+        processes = [spawn.Process(target=worker, args=(index, settings, taken, results)) for index in range(count)]
+        for process in processes:
+            process.start()
+        for row in rows_of(processes, results):
+            with lines.open("a") as file:
+                file.write(json.dumps(row) + "\n")
+            print(f"{' '.join(map(str, job_of(row)))}: {row['return']:.3f} after {row['seconds']:.0f} s", flush=True)
+    rows = read(lines)
+    if rows:
+        text.write_text(table(rows))
+        print(table(rows))
+    failed = [process.exitcode for process in processes if process.exitcode]
+    missing = len(jobs) - len({job_of(row) for row in rows} & set(jobs))
+    print(
+        f"{missing} of {len(jobs)} jobs are missing" + (f"; workers ended with {failed}: see {log}" if failed else "")
+    )
+    return 1 if failed or (missing and options.budget == float("inf")) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
