@@ -70,6 +70,7 @@ class VLLMAlone:
             os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
             if importlib.util.find_spec("flashinfer") is None:  # else vLLM does not start
                 os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
+                settings["additional_config"] = {"gdn_prefill_backend": "triton"}  # else Qwen3.5 fails on Hopper
         else:
             os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
             os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")

@@ -1,6 +1,7 @@
 """Builds vLLM engines that this process steps itself, and protects the process from what vLLM does to it."""
 
 import contextlib
+import importlib.util
 import logging
 import os
 import random
@@ -190,6 +191,9 @@ def _engine_arguments(options: EngineOptions) -> dict[str, Any]:
         arguments["gpu_memory_utilization"] = 0.05
     else:
         arguments["gpu_memory_utilization"] = options.gpu_memory_utilization
+    if not on_cpu and importlib.util.find_spec("flashinfer") is None:
+        # Otherwise Qwen3.5 starts on Hopper and fails at its first prompt.
+        arguments["additional_config"] = {"gdn_prefill_backend": "triton"}
     return arguments
 
 
