@@ -1,19 +1,21 @@
 """Asynchronous RL: the return of both RL examples by loss, and by how old the weights are that sample.
 
     python benchmarks/staleness.py benchmarks/results/staleness-20261124-color_square --examples color_square
-    python benchmarks/staleness.py benchmarks/results/staleness-20261124-grid_walk --examples grid_walk \
-        --workers 14 --budget 560                                        # on a GPU
+    python benchmarks/staleness.py benchmarks/results/staleness-20261124-grid_walk --examples grid_walk \\
+        --workers 14 --budget 540                                        # on a GPU; again for what is left
     python benchmarks/staleness.py /tmp/try/staleness --tiny             # the same code in a minute
 
 A job is an example with a loss, a staleness and a seed: its environments, warm start, learning rate and test on new
 starts with the final weights, by the example's code. With staleness n, step t trains on episodes that the weights of
 step max(0, t - n) sampled. All jobs of an example take as many steps, by default the example's and 64 more, so that
-the largest staleness sees 30 or 40 generations of weights. Nothing is tuned on these seeds.
+with a staleness of 64 the weights of 30 or 40 steps sample. Nothing is tuned on these seeds.
 
-`--workers` processes have an engine each, which runs `--runs` jobs at once. Each job that ends appends a line to
-NAME.jsonl; a job that is there is not run again. After `--budget` seconds no job begins, those that run stop, and their
-steps are lost. NAME.txt has the table of all lines. Jobs are in order of their seeds. On a GPU vLLM starts without CUDA
-graphs, and a worker takes about 5 GiB. What the engines and examples print is in `--log`, a file for each worker.
+`--workers` processes have an engine each, which runs `--runs` jobs at once (on a CPU that saves nothing). Each job that
+ends appends a line to NAME.jsonl; a job that is there is not run again. After `--budget` seconds no job begins, those
+that run stop, and their steps are lost; workers then need some seconds to end. NAME.txt has the table of all lines.
+Seeds come one after the other, each with all losses. A job takes about 150 (color_square) and 250 (grid_walk) processor
+seconds on a CPU, and the start of a worker 20. On a GPU vLLM starts without CUDA graphs, and a worker takes some GiB.
+What engines and examples print is in `--log`, a file for each worker.
 """
 
 import argparse
