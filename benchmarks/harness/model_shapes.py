@@ -7,12 +7,15 @@ from typing import Any, Literal
 @dataclass(frozen=True, slots=True)
 class Shape:
     """`family`: the tiny model whose other settings and tokenizer it has. `settings`: of its config. `loop`: whether a
-    loop by hand is measured beside it. `experts`: whether tokens go to some of many."""
+    loop by hand is measured beside it. `experts`: whether tokens go to some of many. `memory_gib`: also measure one
+    adapter with no more memory than this; the goal is `limited_tokens` a second."""
 
     family: Literal["qwen3", "qwen3_5_text", "qwen3_moe", "llama", "mistral", "gemma3_text", "gpt_oss"]
     settings: dict[str, Any]
     loop: bool = True
     experts: bool = False
+    memory_gib: int | None = None
+    limited_tokens: float | None = None
 
 
 def _sizes(hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int, vocab: int) -> dict[str, Any]:
@@ -53,6 +56,8 @@ SHAPES = {
         | {"head_dim": 128, "moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8},
         loop=False,
         experts=True,
+        memory_gib=80,
+        limited_tokens=9000,
     ),
     "qwen3-8b": Shape("qwen3", _sizes(4096, 12288, 36, 32, 8, 151936) | {"head_dim": 128}, loop=False),
     "llama-3.1-8b": Shape("llama", _sizes(4096, 14336, 32, 32, 8, 128256) | {"head_dim": 128}),

@@ -1,4 +1,4 @@
-"""One shape of `families.py`: `python -m measurements.one_family SCALE SHAPE FOLDER [trace] [without_loops]` prints its
+"""One shape of `families.py`: `python -m measurements.one_family SCALE SHAPE FOLDER [trace] [parts] [without_loops]` prints its
 lines."""
 
 import dataclasses
@@ -18,7 +18,7 @@ from harness.scale import SCALES, Scale
 
 from measurements import tracing
 from measurements.adapters import adapters_of, one_and_all
-from measurements.training import collect, make_trainer, parameters_of, rate_line
+from measurements.training import collect, make_trainer, parameters_of, rate_line, text_datum, train_step, work
 
 
 def write_model(scale: Scale, shape: Shape, out: Path) -> int:
@@ -50,17 +50,80 @@ def computed(config: dict[str, Any], parameters: int) -> int:
     return parameters - (experts - chosen) * each
 
 
-def ours(scale: Scale, name: str, folder: Path, parameters: int, *, embedding: int, trace: bool) -> None:
-    """One adapter of rank 32 on all but the LM head, then the same tokens spread over several. `embedding`: of the
-    `parameters`, those that only look tokens up."""
+def ours(
+    scale: Scale, name: str, shape: Shape, folder: Path, parameters: int, embedding: int, words: list[str]
+) -> None:
+    """One adapter of rank 32 on all but the LM head, then the same tokens spread over several, and one adapter again
+    with less memory. `embedding`: of the `parameters`, those that only look tokens up."""
     trainer = make_trainer(scale, folder)
     with adapters_of(scale, trainer) as names:
         rate = one_and_all(scale, trainer, names, (f"{name}.ours", f"{name}.co_batched"), parameters)
-    note = "4 FLOP per token and parameter that multiplies"
-    Line(f"{name}.flops", 4e-12 * (parameters - embedding) * rate, "TFLOP/s", note=note).emit()
-    if trace:
+        note = "4 FLOP per token and parameter that multiplies"
+        Line(f"{name}.flops", 4e-12 * (parameters - embedding) * rate, "TFLOP/s", note=note).emit()
+        if "parts" in words:
+            halves_of_a_step(scale, name, trainer, names)
+    if shape.memory_gib is not None:
+        try:
+            limited(scale, name, trainer, parameters, shape.memory_gib)
+        except Exception as error:
+            traceback.print_exc()
+            failed(f"{name}.limited", error).emit()
+    if "trace" in words:
         tracing.measure(scale, folder, trainer, f"{name}.trace")
     trainer.close()
+
+
+def limited(scale: Scale, name: str, trainer: Any, parameters: int, gib: int) -> None:
+    """One adapter alone, with `gib` GiB for the whole process: weights, activations and what the driver takes."""
+    import torch
+
+    collect()
+    if torch.cuda.is_available():
+        free, total = torch.cuda.mem_get_info()
+        driver = total - free - torch.cuda.memory_reserved()
+        torch.cuda.set_per_process_memory_fraction((gib * 2**30 - driver) / total)
+    one = dataclasses.replace(scale, adapters=1)
+    data = [text_datum(sequence) for sequence in workloads.ragged_sequences(scale)]
+    with adapters_of(one, trainer) as names:
+        seconds = timing.median_seconds(lambda: train_step(trainer, [work(names[0], data)]), scale)
+    tokens = sum(datum.input.length for datum in data)
+    note = f"1 adapter, at most {gib} GiB, {allocator()}, micro-batches of {trainer.micro_batch_tokens}"
+    rate_line(f"{name}.limited", tokens, seconds, parameters, note).emit()
+    if torch.cuda.is_available():
+        torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+def allocator() -> str:
+    """How often torch's allocator had to empty its cache, and ran out of memory, since the process began."""
+    import torch
+
+    stats = torch.cuda.memory_stats() if torch.cuda.is_available() else {}
+    return f"{stats.get('num_alloc_retries', 0)} allocator retries, {stats.get('num_ooms', 0)} out of memory"
+
+
+def halves_of_a_step(scale: Scale, name: str, trainer: Any, names: list[str]) -> None:
+    """Milliseconds of the gradients and of the updates of a step, under one adapter and under all."""
+    from tinker_local.types import AdamParams
+
+    data = [text_datum(sequence) for sequence in workloads.ragged_sequences(scale)]
+    for owners in (names[:1], names):
+        works = [work(adapter, data[index :: len(owners)]) for index, adapter in enumerate(owners)]
+
+        def gradients(works: list[Any] = works) -> None:
+            for adapter in names:
+                trainer.discard_gradients(adapter)
+            for result in trainer.forward_backward(works):
+                if isinstance(result, Exception):
+                    raise result
+
+        def updates(owners: list[str] = owners) -> None:
+            for adapter in owners:
+                trainer.optim_step(adapter, AdamParams(learning_rate=0.0))
+
+        for half, run in (("gradients", gradients), ("updates", updates)):
+            seconds = timing.median_seconds(run, scale, warmup=1)
+            note = f"{len(owners)} adapters, {allocator()}"
+            Line(f"{name}.{half}_{len(owners)}", 1000 * seconds, "ms a step", note=note).emit()
 
 
 def loops(scale: Scale, name: str, folder: Path, parameters: int) -> None:
@@ -81,61 +144,27 @@ def loops(scale: Scale, name: str, folder: Path, parameters: int) -> None:
         collect()
 
 
-def experts(scale: Scale, name: str, shape: Shape, config: dict[str, Any]) -> None:
+def experts(scale: Scale, name: str, shape: Shape, config: dict[str, Any], *, parts: bool) -> None:
     """Forward and backward of one layer's experts with an adapter, and the grouped products in them alone: those of
-    the frozen matrices with activations and with their gradients. In rows per second of a micro-batch."""
+    the frozen matrices with activations and with their gradients. In rows per second of a micro-batch. `parts`: also
+    of several adapters, without the fused kernels, and the kernels' times."""
     import torch
-    from tinker_local.backend.training.experts import (
-        SILU,
-        ClampedGating,
-        ExpertsKept,
-        ExpertWeights,
-        Routing,
-        down,
-        experts_backward,
-        gate_and_up,
-    )
-    from tinker_local.backend.training.kernels import kernels_for
-    from tinker_local.backend.training.lora_batch import LowRank
+    from tinker_local.backend.training.experts import SILU, ClampedGating, ExpertWeights, Routing
 
     device, dtype = timing.device(), torch.bfloat16 if timing.device() == "cuda" else torch.float32
     count, chosen = config.get("num_local_experts", config.get("num_experts")), config["num_experts_per_tok"]
     hidden, width = config["hidden_size"], config.get("moe_intermediate_size", config["intermediate_size"])
-    rows, rank = scale.micro_batch_tokens, scale.rank
+    rows = scale.micro_batch_tokens
 
-    def random(*sizes: int, like: torch.dtype = dtype) -> torch.Tensor:
-        return torch.randn(*sizes, device=device, dtype=like) * sizes[-1] ** -0.5
+    def random(*sizes: int) -> torch.Tensor:
+        return torch.randn(*sizes, device=device, dtype=dtype) * sizes[-1] ** -0.5
 
     torch.manual_seed(0)
     gating = ClampedGating(1.702, 7.0) if shape.family == "gpt_oss" else SILU
     weights = ExpertWeights(random(count, 2 * width, hidden), random(count, hidden, width), gating=gating)
-    grads = {"like": torch.float32}
-    first = LowRank(
-        random(2 * rank, hidden),
-        (random(count, width, rank), random(count, width, rank)),
-        None,
-        random(2 * rank, hidden, **grads),
-        (random(count, width, rank, **grads), random(count, width, rank, **grads)),
-    )
-    second = LowRank(
-        random(count, rank, width),
-        (random(hidden, rank),),
-        None,
-        random(count, rank, width, **grads),
-        (random(hidden, rank, **grads),),
-    )
     x, grad = random(rows, hidden), random(rows, hidden)
     scores, places = torch.rand(rows, count, device=device).topk(chosen)
-    scores = scores.to(dtype)
-    kernels = kernels_for(torch.device(device), dtype)
-
-    def both() -> None:
-        routing = Routing.of(places, count)
-        h, gate_up = gate_and_up(x, routing, weights, first)
-        mid, _ = down(gate_up, scores, routing, weights, second, kernels)
-        kept = ExpertsKept(gate_up, h, mid)
-        experts_backward(grad, x, scores, routing, weights, kept, first, second, kernels)
-
+    layer = ExpertsLayer(x, grad, scores.to(dtype), places, weights, scale.rank)
     routing = Routing.of(places, count)
     pairs, wide, narrow = x[routing.tokens], random(len(routing.tokens), 2 * width), random(len(routing.tokens), width)
 
@@ -145,15 +174,85 @@ def experts(scale: Scale, name: str, shape: Shape, config: dict[str, Any]) -> No
         routing.groups.multiply(pairs, weights.down)
         routing.groups.multiply(wide, weights.gate_up)
 
-    for line, run in (("products", products), ("experts", both)):
+    def measure(line: str, run: Callable[[], None], note: str = "") -> None:
         seconds = timing.median_seconds(run, dataclasses.replace(scale, repeats=20, warmup=5))
-        note = f"one layer, {rows} rows to {chosen} of {count} experts, {1000 * seconds:.2f} ms"
+        note = f"one layer, {rows} rows to {chosen} of {count} experts, {1000 * seconds:.2f} ms{note}"
         Line(f"{name}.{line}", rows / seconds, "rows/s", note=note).emit()
+
+    measure("products", products)
+    alone = layer.pass_of(1)
+    measure("experts", alone)
+    if device == "cuda":
+        try:
+            torch.cuda.set_sync_debug_mode("error")
+            alone()
+            Line(f"{name}.experts_wait", 0, "operations that wait for the device").emit()
+        except Exception as error:
+            traceback.print_exc()
+            failed(f"{name}.experts_wait", error).emit()
+        torch.cuda.set_sync_debug_mode("default")
+    if parts:
+        for adapters in (3, scale.adapters):
+            measure(f"experts_of_{adapters}", layer.pass_of(adapters), f", {adapters} adapters")
+        measure("experts_plain", layer.pass_of(1, fused=False), ", without fused kernels")
+        measure("experts_plain_of_3", layer.pass_of(3, fused=False), ", 3 adapters, without fused kernels")
+        for line, run in (("experts", alone), ("experts_of_3", layer.pass_of(3))):
+            tracing.kernels(run, f"{name}.{line}")
+
+
+@dataclasses.dataclass(frozen=True)
+class ExpertsLayer:
+    """Rows [T, H], their gradient, scores and experts [T, K], frozen matrices, and the rank of adapters."""
+
+    x: Any
+    grad: Any
+    scores: Any
+    experts: Any
+    weights: Any
+    rank: int
+
+    def pass_of(self, adapters: int, *, fused: bool = True) -> Callable[[], None]:
+        """Forward and backward with as many adapters, each of as many rows."""
+        import torch
+        from tinker_local.backend.training.experts import ExpertsKept, Routing, down, experts_backward, gate_and_up
+        from tinker_local.backend.training.kernels import kernels_for
+        from tinker_local.backend.training.lora import Adapter, AdapterSlice, Target, groups_of, layout
+        from tinker_local.backend.training.lora_batch import LoraBatch
+        from tinker_local.types import LoraConfig
+
+        (tokens, hidden), (count, _, width) = self.x.shape, self.weights.down.shape
+        targets = [
+            Target("w1", "experts.gate_up", "w1", 0, hidden, width, "mlp", count, "A"),
+            Target("w3", "experts.gate_up", "w3", 0, hidden, width, "mlp", count, "A"),
+            Target("w2", "experts.down", "w2", 0, width, hidden, "mlp", count, "B"),
+        ]
+        config = LoraConfig(rank=self.rank)
+        specs = layout(targets, config)
+        slices = []
+        for index in range(adapters):
+            numbers = torch.randn(specs[-1].stop, device=self.x.device) * 0.02
+            start, stop = (tokens * at // adapters for at in (index, index + 1))
+            slices.append(AdapterSlice(Adapter(config, specs, numbers), start, stop))
+        batch = LoraBatch(groups_of(targets), slices, self.x.dtype, torch.float32, gradient=True)
+        first, second = batch.group("experts.gate_up"), batch.group("experts.down")
+        assert first is not None
+        kernels: Any = kernels_for(self.x.device, self.x.dtype)
+        if not fused:
+            kernels = type("Plain", (type(kernels),), {"experts": None})()
+
+        def run() -> None:
+            routing = Routing.of(self.experts, count, first.owners)
+            h, gate_up = gate_and_up(self.x, routing, self.weights, first, kernels)
+            mid, _ = down(gate_up, h, self.scores, routing, self.weights, first, second, kernels)
+            kept = ExpertsKept(gate_up, h, mid)
+            experts_backward(self.grad, self.x, self.scores, routing, self.weights, kept, first, second, kernels)
+
+        return run
 
 
 def main(arguments: list[str]) -> None:
-    scale, name, folder = SCALES[arguments[0]], arguments[1], Path(arguments[2]) / "model"
-    shape, trace = SHAPES[name], "trace" in arguments[3:]
+    scale, name, folder, words = SCALES[arguments[0]], arguments[1], Path(arguments[2]) / "model", arguments[3:]
+    shape = SHAPES[name]
     vocab = write_model(scale, shape, folder)
     collect()
     scale = dataclasses.replace(scale, text=dataclasses.replace(scale.text, vocab=vocab))
@@ -162,12 +261,12 @@ def main(arguments: list[str]) -> None:
     parameters = computed(config, whole)
     Line(f"{name}.parameters", whole / 1e9, "billion", note=f"{parameters / 1e9:.2f} of them compute a token").emit()
     steps: list[tuple[str, Callable[[], None]]] = [
-        ("ours", lambda: ours(scale, name, folder, parameters, embedding=vocab * config["hidden_size"], trace=trace)),
+        ("ours", lambda: ours(scale, name, shape, folder, parameters, vocab * config["hidden_size"], words)),
     ]
-    if shape.loop and "without_loops" not in arguments[3:]:
+    if shape.loop and "without_loops" not in words:
         steps.append(("packed_bf16", lambda: loops(scale, name, folder, parameters)))
     if shape.experts:
-        steps.append(("experts", lambda: experts(scale, name, shape, config)))
+        steps.append(("experts", lambda: experts(scale, name, shape, config, parts="parts" in words)))
     for line, step in steps:
         try:
             step()

@@ -4,7 +4,7 @@ import gzip
 import json
 import os
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,29 +42,35 @@ class Event:
 
 def measure(scale: Scale, models: Path, trainer: Any, name: str = "trace") -> None:
     """One step of `text.ours` after a warm-up: prints the share of each kind and the slowest kernels."""
-    import torch
     from tinker_local.types import LoraConfig
 
     trainer.create_adapter("traced", LoraConfig(rank=scale.rank, train_unembed=False))
     works = [work("traced", [text_datum(sequence) for sequence in workloads.ragged_sequences(scale)])]
     for _ in range(scale.warmup):
         train_step(trainer, works)
+    kernels(lambda: train_step(trainer, works), name, 12)
+
+
+def kernels(run: Callable[[], None], name: str, count: int = 24) -> None:
+    """Profile `run`, which has run before: prints the share of each kind and the slowest `count` kernels."""
+    import torch
+
     on_gpu = torch.cuda.is_available()
     activities = [torch.profiler.ProfilerActivity.CPU]
     if on_gpu:
         activities.append(torch.profiler.ProfilerActivity.CUDA)
         torch.cuda.synchronize()
     with torch.profiler.profile(activities=activities) as profile:
-        train_step(trainer, works)
+        run()
         if on_gpu:
             torch.cuda.synchronize()
     trace = _trace(profile)
     events = device_events(trace["traceEvents"], on_gpu=on_gpu)
     seconds = span(events) / 1e6
     for kind, share in shares(events).items():
-        Line(f"{name}.{kind}", 100 * share, "% of a step", note=f"of {seconds:.3f} s").emit()
-    for kernel, microseconds in longest(events, 12):
-        Line(f"{name}.kernel: {kernel[:70]}", microseconds / 1e3, "ms a step", note=kind_of(kernel)).emit()
+        Line(f"{name}.{kind}", 100 * share, "%", note=f"of {1000 * seconds:.2f} ms").emit()
+    for kernel, microseconds in longest(events, count):
+        Line(f"{name}.kernel: {kernel[:70]}", microseconds / 1e3, "ms", note=kind_of(kernel)).emit()
 
 
 def _trace(profile: Any) -> Any:

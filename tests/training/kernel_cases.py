@@ -4,10 +4,22 @@ An environment variable selects the interpreter before Triton is imported, for t
 file checks all cases on the CPU.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
+from tinker_local.backend.training.experts import (
+    ExpertsKept,
+    ExpertWeights,
+    Routing,
+    down,
+    experts_backward,
+    gate_and_up,
+)
 from tinker_local.backend.training.kernels import Kernels, TorchKernels
+from tinker_local.backend.training.lora import Adapter, AdapterSlice, Factor, Target, groups_of, layout
+from tinker_local.backend.training.lora_batch import LoraBatch
+from tinker_local.types import LoraConfig
 
 SHAPES = [
     (5, 48, 3, 16),
@@ -119,12 +131,90 @@ def check_logsumexp(device: str, row: str, width: int) -> None:
         assert not ours[1].isfinite()
 
 
-def interpret_as_a_gpu() -> None:
-    """The maximum of a number and NaN is the number on a GPU, but NaN in the interpreter: make it the number."""
-    import numpy as np
-    from triton.runtime.interpreter import InterpreterBuilder
+EXPERTS = {
+    "one adapter": (7, 24, ((16, 33),)),
+    "a rank that fills no columns": (4, 40, ((3, 20),)),
+    "three ranks": (5, 48, ((4, 9), (13, 70), (1, 1))),
+    "the base model too": (3, 72, ((8, 12), (None, 5), (20, 6))),
+}
+"""Experts, their width, and the rank (None: the base model) and tokens of each adapter."""
 
+
+def check_experts(
+    device: str, experts: int, width: int, slices: Sequence[tuple[int | None, int]], *, relative: float = 1e-2
+) -> None:
+    """Forward and backward of a layer of experts in bfloat16 with fused kernels, beside float32 in plain torch."""
+    from tinker_local.backend.training.triton_kernels import TritonKernels
+
+    hidden = 32
+    kinds: tuple[tuple[str, str, int, int, Factor], ...] = (
+        ("w1", "gate_up", hidden, width, "A"),
+        ("w3", "gate_up", hidden, width, "A"),
+        ("w2", "down", width, hidden, "B"),
+    )
+    targets = [
+        Target(name, f"experts.{group}", name, 0, inputs, outputs, "mlp", experts, shared)
+        for name, group, inputs, outputs, shared in kinds
+    ]
+    generator = torch.Generator().manual_seed(experts)
+
+    def draw(*shape: int, scale: float = 1.0) -> torch.Tensor:
+        return (scale * torch.randn(shape, generator=generator)).to(device, torch.bfloat16)
+
+    found, start = list[AdapterSlice](), 0
+    for rank, tokens in slices:
+        adapter = None
+        if rank is not None:
+            config = LoraConfig(rank=rank)
+            specs = layout(targets, config)
+            weights = draw(specs[-1].stop, scale=rank / 32 * 0.2).float()
+            adapter = Adapter(config, specs, weights)
+        found.append(AdapterSlice(adapter, start, start + tokens))
+        start += tokens
+    matrices = draw(experts, 2 * width, hidden, scale=0.2), draw(experts, hidden, width, scale=0.2)
+    # The last expert has no rows.
+    chosen = torch.stack([torch.randperm(experts - 1, generator=generator)[:2] for _ in range(start)]).to(device)
+    x, grad, scores = draw(start, hidden), draw(start, hidden), draw(start, 2)
+    seen = []
+    for kernels, dtype in ((TritonKernels(), torch.bfloat16), (TorchKernels(), torch.float32)):
+        batch = LoraBatch(groups_of(targets), found, dtype, torch.float32, gradient=True)
+        low = batch.group("experts.gate_up"), batch.group("experts.down")
+        assert low[0] is not None
+        of_layer = ExpertWeights(*(matrix.to(dtype) for matrix in matrices))
+        routing = Routing.of(chosen, experts, low[0].owners)
+        h, gate_up = gate_and_up(x.to(dtype), routing, of_layer, low[0], kernels)
+        mid, output = down(gate_up, h, scores.to(dtype), routing, of_layer, *low, kernels)
+        kept = ExpertsKept(gate_up, h, mid)
+        grad_x, grad_scores = experts_backward(
+            grad.to(dtype), x.to(dtype), scores.to(dtype), routing, of_layer, kept, *low, kernels
+        )
+        gradients: dict[str, torch.Tensor] = {}
+        for place, adapter in enumerate(batch.adapters):
+            flat = torch.zeros_like(adapter.weights)
+            batch.add_gradients(adapter, flat, batch.trained())
+            gradients |= {f"{place} {spec.name}": spec.view(flat) for spec in adapter.specs}
+        seen.append({"output": output, "grad_x": grad_x, "grad_scores": grad_scores, **gradients})
+    for name, wanted in seen[1].items():
+        assert float(wanted.norm()) > 0, name
+        difference = float((seen[0][name].float() - wanted).norm() / wanted.norm())
+        assert difference <= relative, f"{name}: {difference:.2g}"
+
+
+def interpret_as_a_gpu() -> None:
+    """The maximum of a number and NaN is the number on a GPU, but NaN in the interpreter: make it the number. And the
+    interpreter multiplies matrices of bfloat16 as the integers that have their bits: make them numbers."""
+    import numpy as np
+    import triton.language as tl
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+    def number(handle: Any) -> Any:
+        if handle.dtype.scalar != tl.bfloat16:
+            return handle
+        return TensorHandle((handle.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
+
+    dot = InterpreterBuilder.create_dot
     InterpreterBuilder.create_maxnumf = lambda self, lhs, rhs: self.binary_op(lhs, rhs, np.fmax)
+    InterpreterBuilder.create_dot = lambda self, a, b, *rest: dot(self, number(a), number(b), *rest)
 
 
 if __name__ == "__main__":
@@ -137,3 +227,5 @@ if __name__ == "__main__":
     for name in ROWS:
         for row_width in (4, 5000):
             check_logsumexp("cpu", name, row_width)
+    for case in EXPERTS.values():
+        check_experts("cpu", *case, relative=3e-2)

@@ -5,8 +5,10 @@ from typing import Any
 
 import pytest
 import torch
+from tinker_local.backend.training import lora
 from tinker_local.backend.training.lora import gradient_norm
 from tinker_local.backend.training.optimizers import OPTIMIZERS
+from tinker_local.backend.training.optimizers.adamw import in_one_pass
 from tinker_local.types import AdamParams, InvalidRequestError
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -62,6 +64,21 @@ def test_equals_torch_over_steps_with_changing_settings() -> None:
         torch.testing.assert_close(weights, theirs.detach(), rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.mutation(
+    "one-pass-of-another-step", "adamw.py", "torch.full((), step, dtype", "torch.full((), step + 1, dtype"
+)
+def test_the_pass_that_a_gpu_makes_computes_the_same() -> None:
+    generator = torch.Generator().manual_seed(0)
+    weights = torch.randn(300, generator=generator, dtype=torch.float64)
+    other = weights.clone()
+    state, moments = ADAMW.new_state(torch, weights), ADAMW.new_state(torch, other).tensors
+    for params in STEPS[:3] * 2:
+        gradient = torch.randn(300, generator=generator, dtype=torch.float64)
+        in_one_pass(other, gradient, moments["exp_avg"], moments["exp_avg_sq"], state.step + 1, params)
+        ADAMW.update(torch, weights, gradient, state, params, gradient_norm(gradient))
+        torch.testing.assert_close(weights, other, rtol=1e-12, atol=1e-12)
+
+
 @pytest.mark.mutation("eps-ignored")
 @pytest.mark.mutation("clip-norm-ignored")
 @pytest.mark.parametrize(
@@ -84,6 +101,11 @@ def test_every_setting_of_a_step_matters(changed: Any) -> None:
             ADAMW.update(torch, weights, gradient, state, params, gradient_norm(gradient))
         results.append(weights)
     assert not torch.equal(*results)
+
+
+def test_the_norm_is_that_of_all_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lora, "_NORM_PART", 2)
+    assert gradient_norm(torch.tensor([1.0, -4.0, 2.0, 10.0, 2.0])) == pytest.approx(5**0.5 * 5)
 
 
 def test_the_norm_of_large_finite_gradients_is_finite() -> None:

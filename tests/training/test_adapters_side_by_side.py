@@ -36,9 +36,7 @@ def works_of(make: Any) -> Any:
     return [TrainWork(name, parts, "cross_entropy") for name, parts in data.items()]
 
 
-@pytest.mark.mutation(
-    "columns-of-other-adapters-count", "lora_batch.py", "h if self.others is None else", "h if True else"
-)
+@pytest.mark.mutation("columns-of-other-adapters-count", "lora_batch.py", "h if others is None else", "h if True else")
 def test_ranks_and_flags_of_all_kinds_in_one_micro_batch_equal_each_alone(
     many: Any, make: Any, gradients: Any, assert_close: Any
 ) -> None:
@@ -55,13 +53,13 @@ def test_ranks_and_flags_of_all_kinds_in_one_micro_batch_equal_each_alone(
 @pytest.mark.mutation(
     "other-adapters-multiplied-by-zero",
     "lora_batch.py",
-    "h.masked_fill_(self.others[:, None], 0)",
-    "h.mul_(~self.others[:, None])",
+    "h.masked_fill_(others[:, None], 0)",
+    "h.mul_(~others[:, None])",
 )
 @pytest.mark.mutation(
     "broken-weights-are-multiplied",
     "lora.py",
-    "self._computable = bool(largest < torch.finfo(torch.bfloat16).max)",
+    "self._computable = max(-low, high) * max(1.0, self.scale) < torch.finfo(torch.bfloat16).max",
     "self._computable = True",
 )
 @pytest.mark.parametrize("broken", [float("nan"), float("-inf"), 3e38, 8e37, 1e25])

@@ -7,6 +7,7 @@ import ast
 import itertools
 import os
 import pickle
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
@@ -120,6 +121,13 @@ def deviation(found: Mapping[Any, Any], wanted: Mapping[Any, Any]) -> float:
     return worst
 
 
+def _parts(message: str) -> tuple[str, list[float]]:
+    """A message without its numbers, and these: the last digits of a logprob depend on how many rows were multiplied
+    at once."""
+    number = r"-?\d+\.\d+(?:e[-+]\d+)?"
+    return re.sub(number, "#", message), [float(found) for found in re.findall(number, message)]
+
+
 @pytest.mark.parametrize("label", LABELS)
 def test_gradients_of_several_ranks_are_those_of_one(one: Any, several: Any, label: str) -> None:
     tolerance = 1e-12 if "float64" in label else 1e-5
@@ -135,7 +143,9 @@ def test_results_of_several_ranks_are_those_of_one(one: Any, several: Any, label
         for call, wanted in one[label].results.items():
             for found, expected in zip(seen[label].results[call], wanted, strict=True):
                 if isinstance(expected, str):
-                    assert found == expected
+                    (text, numbers), (wanted_text, right) = _parts(found), _parts(expected)
+                    assert text == wanted_text
+                    assert numbers == pytest.approx(right, rel=1e-5, nan_ok=True)
                     continue
                 assert found.metrics == pytest.approx(expected.metrics, rel=1e-5)
                 assert len(found.outputs) == len(expected.outputs)

@@ -11,7 +11,7 @@ from tinker_local.backend.training.losses import LOSSES
 from tinker_local.backend.training.trainer import TrainResult, TrainWork
 from tinker_local.types import AdamParams
 
-from tests.training.kernel_cases import ROWS, SHAPES, check_kernels, check_logsumexp
+from tests.training.kernel_cases import EXPERTS, ROWS, SHAPES, check_experts, check_kernels, check_logsumexp
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -57,6 +57,11 @@ def test_variable_length_attention_equals_float32(kv_heads: Any) -> None:
 def test_triton_kernels_equal_plain_torch(rows: Any, width: Any, heads: Any, size: Any, has_norm: Any) -> None:
     # With few numbers a single rounding shows.
     check_kernels("cuda", rows, width, heads, size, has_norm=has_norm, relative=5e-3 if rows * width > 200 else 1e-2)
+
+
+@pytest.mark.parametrize("case", EXPERTS)
+def test_fused_experts_equal_plain_torch(case: str) -> None:
+    check_experts("cuda", *EXPERTS[case])
 
 
 @pytest.mark.parametrize("row", ROWS)

@@ -62,7 +62,7 @@ def experts_memory(
     The backward has two copies of the hidden state of each pair, and `widths` tensors as wide as an expert."""
     pairs = tokens * chosen
     return BlockMemory(
-        lean=tokens * 3 * columns * itemsize + pairs * (16 + itemsize),
+        lean=tokens * 3 * columns * itemsize + pairs * (18 + itemsize),
         large=pairs * 2 * width * itemsize,
         transient=pairs * (2 * hidden + widths * width + 3 * columns) * itemsize,
     )

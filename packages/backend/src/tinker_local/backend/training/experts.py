@@ -7,18 +7,24 @@ Adapters have the layout of the hosted service: all experts share A of gate and 
 and up is computed once per token, before it goes to its K experts, and B of down is applied once, to the weighted sum
 of what its experts' A gave. Frozen matrices need no gradient; scores do, because the router reads what adapters change.
 
-Legend: T tokens, H hidden size, E experts, K experts of a token, S = T K pairs of both, sorted by expert, I
-intermediate size, R columns of adapters.
+For SwiGLU in 16 bits on CUDA, `triton_experts.py` computes all of it between the products with the frozen matrices.
+
+Legend: T tokens, H hidden size, E experts, K experts of a token, S = T K pairs of both, sorted by expert and within an
+expert by adapter, I intermediate size, N adapters, R columns of adapters.
 """
 
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from functools import cached_property
+from typing import TYPE_CHECKING, ClassVar, Protocol
 
 import torch
 from tinker_local.backend.training import compat_torch
 from tinker_local.backend.training.grouped_products import RowGroups
 from tinker_local.backend.training.kernels import Kernels
-from tinker_local.backend.training.lora_batch import LowRank
+from tinker_local.backend.training.lora_batch import LowRank, Owners
+
+if TYPE_CHECKING:
+    from tinker_local.backend.training.triton_experts import OwnedRows, TritonExperts
 
 
 class Gating(Protocol):
@@ -111,26 +117,49 @@ class ExpertWeights:
     gating: Gating = SILU
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class Routing:
-    """Which pairs go where. `tokens` and `experts` int64 [S]: of each pair. `places` int64 [T, K]: of each token's
-    pairs."""
+    """Which pairs go where. `tokens` int64 [S]: of each pair. `places` int64 [T, K]: of each token's pairs. `keys`
+    [S], ascending: the expert of each pair times `owners`, the number N of adapters, plus the token's adapter. `bounds`
+    int32 [E N + 1]: where the pairs of each key start, then S."""
 
     tokens: torch.Tensor
-    experts: torch.Tensor
     places: torch.Tensor
-    groups: RowGroups
+    keys: torch.Tensor
+    bounds: torch.Tensor
+    owners: int = 1
 
     @classmethod
-    def of(cls, experts: torch.Tensor, count: int) -> "Routing":
+    def of(cls, experts: torch.Tensor, count: int, owners: Owners | None = None) -> "Routing":
         """For the `experts` [T, K] of tokens, of `count`."""
-        flat = experts.flatten()
-        order = flat.argsort(stable=True)
-        places = torch.empty_like(order)
-        places[order] = torch.arange(len(order), device=order.device)
-        ends = (flat[:, None] == torch.arange(count, device=order.device)).sum(0).cumsum(0)
-        groups = RowGroups(ends.to(torch.int32))
-        return cls(order // experts.shape[1], flat[order], places.view(experts.shape), groups)
+        several = 1
+        if owners is not None and owners.of_tokens is not None:
+            several = len(owners.columns)
+            experts = experts * several + owners.of_tokens[:, None]
+        groups = count * several
+        # Few bits are sorted in few passes.
+        dtype = torch.int16 if groups <= torch.iinfo(torch.int16).max else torch.int32
+        keys, order = experts.flatten().to(dtype).sort(stable=True)
+        places = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+        bounds = torch.searchsorted(keys, torch.arange(groups + 1, dtype=dtype, device=keys.device), out_int32=True)
+        return cls(order // experts.shape[1], places.view(experts.shape), keys, bounds, several)
+
+    @cached_property
+    def groups(self) -> RowGroups:
+        """By expert."""
+        return RowGroups(self.bounds[self.owners :: self.owners].contiguous())
+
+    @cached_property
+    def owned(self) -> "OwnedRows":
+        """By expert and adapter."""
+        from tinker_local.backend.training.triton_experts import OwnedRows
+
+        return OwnedRows.of(self.tokens, self.bounds)
+
+    @property
+    def experts(self) -> torch.Tensor:
+        """Of each pair, int64 [S]."""
+        return self.keys.long() // self.owners
 
     @property
     def of_tokens(self) -> torch.Tensor:
@@ -140,8 +169,8 @@ class Routing:
 
 @dataclass(slots=True, eq=False)
 class ExpertsKept:
-    """What the backward reads. `gate_up` [S, 2 I]; `h` [T, 2, R], of gate and up; `mid` [T, 1, R]: the weighted sum of
-    A of down. None without adapters."""
+    """What the backward reads. `gate_up` [S, 2 I], as `gate_and_up` gives it; `h` [T, 2, R], of gate and up; `mid`
+    [T, 1, R]: the weighted sum of A of down. None without adapters."""
 
     gate_up: torch.Tensor
     h: torch.Tensor | None
@@ -149,48 +178,69 @@ class ExpertsKept:
 
 
 def gate_and_up(
-    x: torch.Tensor, routing: Routing, weights: ExpertWeights, low_rank: LowRank | None
+    x: torch.Tensor, routing: Routing, weights: ExpertWeights, low_rank: LowRank | None, kernels: Kernels
 ) -> tuple[torch.Tensor | None, torch.Tensor]:
-    """h [T, 2, R] of the adapters, and both projections [S, 2 I], of `x` [T, H]."""
+    """h [T, 2, R] of the adapters, and both projections [S, 2 I], of `x` [T, H]; the fused kernels add the low rank
+    later."""
     gate_up = routing.groups.multiply(x[routing.tokens], weights.gate_up.transpose(1, 2))
     if weights.gate_up_bias is not None:
         gate_up += weights.gate_up_bias[routing.experts]
     if low_rank is None:
         return None, gate_up
     h = low_rank.down(x)
-    of_pairs = h[routing.tokens]
-    for place, (b, half) in enumerate(zip(low_rank.b, weights.gating.halves(gate_up), strict=True)):
-        routing.groups.add_product(half, of_pairs[:, place].contiguous(), b.transpose(1, 2))
+    if _fused(weights, low_rank, kernels) is None:
+        of_pairs = h[routing.tokens]
+        for place, (b, half) in enumerate(zip(low_rank.b, weights.gating.halves(gate_up), strict=True)):
+            routing.groups.add_product(half, of_pairs[:, place].contiguous(), b.transpose(1, 2))
     return h, gate_up
 
 
 def down(
     gate_up: torch.Tensor,
+    h: torch.Tensor | None,
     scores: torch.Tensor,
     routing: Routing,
     weights: ExpertWeights,
-    low_rank: LowRank | None,
+    low_gate_up: LowRank | None,
+    low_down: LowRank | None,
     kernels: Kernels,
 ) -> tuple[torch.Tensor | None, torch.Tensor]:
-    """`mid` [T, 1, R] of the adapters, and the experts' output [T, H]. `scores` [T, K]."""
-    activated = weights.gating.forward(gate_up, kernels)
+    """`mid` [T, 1, R] of the adapters, and the experts' output [T, H]. `gate_up` and `h`: of `gate_and_up`; `scores`
+    [T, K]."""
+    activated, mid = activate(gate_up, h, scores, routing, weights, low_gate_up, low_down, kernels)
     of_pairs = routing.groups.multiply(activated, weights.down.transpose(1, 2))
     output = kernels.weighted_sum(of_pairs, routing.places, scores)
     if weights.down_bias is not None:
         shares = scores.new_zeros(len(scores), len(weights.down)).scatter_(1, routing.of_tokens, scores)
         output.addmm_(shares, weights.down_bias)
-    if low_rank is None:
+    if low_down is None or mid is None:
         return None, output
-    mid = middle(activated, scores, routing, low_rank, kernels)
-    return mid, output.addmm_(mid[:, 0], low_rank.b[0].T)
+    return mid, output.addmm_(mid[:, 0], low_down.b[0].T)
 
 
-def middle(
-    activated: torch.Tensor, scores: torch.Tensor, routing: Routing, low_rank: LowRank, kernels: Kernels
-) -> torch.Tensor:
-    """The weighted sum of A of down, [T, 1, R], of `activated` [S, I]."""
-    found = routing.groups.multiply(activated, low_rank.a.transpose(1, 2))
-    return low_rank.masked(kernels.weighted_sum(found, routing.places, scores)[:, None])
+def activate(
+    gate_up: torch.Tensor,
+    h: torch.Tensor | None,
+    scores: torch.Tensor,
+    routing: Routing,
+    weights: ExpertWeights,
+    low_gate_up: LowRank | None,
+    low_down: LowRank | None,
+    kernels: Kernels,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The experts' activations [S, I], and the weighted sum of A of down, [T, 1, R]."""
+    fused = _fused(weights, low_down, kernels)
+    if fused is None:
+        activated = weights.gating.forward(gate_up, kernels)
+        if low_down is None:
+            return activated, None
+        found = routing.groups.multiply(activated, low_down.a.transpose(1, 2))
+        return activated, low_down.masked(kernels.weighted_sum(found, routing.places, scores)[:, None])
+    assert h is not None, "a low rank of down comes with one of gate and up"
+    assert low_gate_up is not None
+    assert low_down is not None
+    activated, found = fused.activate(gate_up, h, routing.owned, low_gate_up, low_down)
+    return activated, kernels.weighted_sum(found, routing.places, scores)[:, None]
 
 
 def experts_backward(
@@ -206,38 +256,80 @@ def experts_backward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The gradients of `x` [T, H] and `scores` [T, K] from that of the output [T, H]. Writes those of the adapters, and
     overwrites what was kept."""
-    groups, tokens = routing.groups, routing.tokens
+    groups, places = routing.groups, routing.places
     # By the activations, before the scores.
-    grad_activated = groups.multiply(grad[tokens], weights.down)
+    grad_activated = groups.multiply(grad[routing.tokens], weights.down)
     grad_mid = None
     if low_down is not None:
         assert kept.mid is not None, "kept or recomputed before the backward"
         compat_torch.mm_into_float32(grad.T, kept.mid[:, 0], low_down.grad_b[0])
-        grad_mid = low_down.masked((grad @ low_down.b[0])[:, None])[:, 0][tokens]
-        groups.add_product(grad_activated, grad_mid, low_down.a)
-    of_pairs = scores.new_empty(len(tokens))
-    of_pairs[routing.places.flatten()] = scores.flatten()
+        grad_mid = low_down.masked((grad @ low_down.b[0])[:, None])[:, 0]
+    shares = torch.empty_like(scores).flatten().scatter_(0, places.flatten(), scores.flatten())
+    fused = _fused(weights, low_down, kernels)
+    if fused is None:
+        grad_gate_up, grad_shares, grad_h = _backward_between(
+            grad_activated, grad_mid, shares, routing, weights, kept, low_gate_up, low_down, kernels
+        )
+    else:
+        assert kept.h is not None, "kept or recomputed before the backward"
+        assert grad_mid is not None, "a low rank of down comes with one of gate and up"
+        assert low_gate_up is not None
+        assert low_down is not None
+        grad_gate_up, grad_shares, grad_rows = fused.backward(
+            grad_activated, kept.gate_up, kept.h, grad_mid, shares, routing.owned, low_gate_up, low_down
+        )
+        grad_h = kernels.weighted_sum(grad_rows.flatten(1), places, None).view(kept.h.shape)
+        del grad_rows
+    del grad_activated
     # The score's gradient is the product of the output's with what the expert gave, here one matmul earlier.
-    grad_gate_up, activated, grad_shares = weights.gating.backward(grad_activated, kept.gate_up, of_pairs, kernels)
-    grad_scores = grad_shares[routing.places].to(scores.dtype)
+    grad_scores = grad_shares[places].to(scores.dtype)
     if weights.down_bias is not None:
         grad_scores += (grad @ weights.down_bias.T).gather(1, routing.of_tokens)
-    if low_down is not None and grad_mid is not None:
-        assert low_down.grad_a is not None
-        groups.write_outer(grad_mid.mul_(of_pairs[:, None]), activated, low_down.grad_a)
-    del activated, grad_activated, grad_mid
-    grad_x = kernels.weighted_sum(groups.multiply(grad_gate_up, weights.gate_up), routing.places, None)
-    if low_gate_up is not None:
-        assert kept.h is not None, "kept or recomputed before the backward"
-        h, halves = kept.h[tokens], weights.gating.halves(grad_gate_up)
-        grad_h = torch.empty_like(kept.h)
-        for place, (b, half) in enumerate(zip(low_gate_up.b, halves, strict=True)):
-            grad_h[:, place] = kernels.weighted_sum(groups.multiply(half, b), routing.places, None)
-            groups.write_outer(half, h[:, place].contiguous(), low_gate_up.grad_b[place])
-        low_gate_up.masked(grad_h)
+    grad_x = kernels.weighted_sum(groups.multiply(grad_gate_up, weights.gate_up), places, None)
+    if low_gate_up is not None and grad_h is not None:
         low_gate_up.write_a_gradient(grad_h, x)
         grad_x.addmm_(grad_h.flatten(1), low_gate_up.a)
     return grad_x, grad_scores
+
+
+def _backward_between(
+    grad_activated: torch.Tensor,
+    grad_mid: torch.Tensor | None,
+    shares: torch.Tensor,
+    routing: Routing,
+    weights: ExpertWeights,
+    kept: ExpertsKept,
+    low_gate_up: LowRank | None,
+    low_down: LowRank | None,
+    kernels: Kernels,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """From the gradients of the activations by the frozen matrix [S, I] and of A of down [T, R] to those of `gate_up`,
+    of `shares` [S] and of h [T, 2, R]. Writes those of the adapters that experts do not share."""
+    groups = routing.groups
+    if low_down is not None and grad_mid is not None:
+        grad_mid = grad_mid[routing.tokens]
+        groups.add_product(grad_activated, grad_mid, low_down.a)
+    grad_gate_up, activated, grad_shares = weights.gating.backward(grad_activated, kept.gate_up, shares, kernels)
+    if low_down is not None and grad_mid is not None:
+        assert low_down.grad_a is not None
+        groups.write_outer(grad_mid.mul_(shares[:, None]), activated, low_down.grad_a)
+    del activated, grad_activated, grad_mid
+    if low_gate_up is None:
+        return grad_gate_up, grad_shares, None
+    assert kept.h is not None, "kept or recomputed before the backward"
+    h, halves = kept.h[routing.tokens], weights.gating.halves(grad_gate_up)
+    grad_h = torch.empty_like(kept.h)
+    for place, (b, half) in enumerate(zip(low_gate_up.b, halves, strict=True)):
+        grad_h[:, place] = kernels.weighted_sum(groups.multiply(half, b), routing.places, None)
+        groups.write_outer(half, h[:, place].contiguous(), low_gate_up.grad_b[place])
+    return grad_gate_up, grad_shares, low_gate_up.masked(grad_h)
+
+
+def _fused(weights: ExpertWeights, low_rank: LowRank | None, kernels: Kernels) -> "TritonExperts | None":
+    """The kernels that compute what lies between the products with the frozen matrices, if they can."""
+    if kernels.experts is None or low_rank is None or weights.gating is not SILU:
+        return None
+    return kernels.experts if low_rank.owners.widest <= kernels.experts.most_rank else None
 
 
 def _wide(x: torch.Tensor) -> torch.dtype:

@@ -7,9 +7,12 @@ applied. Plain torch rounds every step to the dtype of the activations, as trans
 once, at the end.
 """
 
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
+
+if TYPE_CHECKING:
+    from tinker_local.backend.training.triton_experts import TritonExperts
 
 
 class Kernels(Protocol):
@@ -18,6 +21,10 @@ class Kernels(Protocol):
     Tensors are contiguous, except that rows may be strided where a method says so. Methods keep nothing between calls
     and do not change their inputs unless they say so.
     """
+
+    @property
+    def experts(self) -> "TritonExperts | None":
+        """Fused passes over the rows of routed experts with SwiGLU and adapters; None: `experts.py` does without."""
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
         """x / rms(x) * weight, [T, H] (arXiv 1910.07467). `weight` may be float32 where x is not."""
@@ -78,6 +85,8 @@ class Kernels(Protocol):
 
 class TorchKernels:
     """Implements `Kernels` in plain torch, for any device and dtype."""
+
+    experts = None
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
         normalized = _normalized(x, epsilon)[0]

@@ -177,8 +177,8 @@ class Adapter:
         """Whether all weights are finite, also when scaled and in any dtype of activations. Non-finite adapters must
         not share a matmul with others: 0 x inf is NaN."""
         if self._computable is None:
-            largest = self.weights.abs().amax() * max(1.0, self.scale)
-            self._computable = bool(largest < torch.finfo(torch.bfloat16).max)
+            low, high = extremes(self.weights)
+            self._computable = max(-low, high) * max(1.0, self.scale) < torch.finfo(torch.bfloat16).max
         return self._computable
 
     def stack(self, flat: torch.Tensor, group: str, projection: str, factor: str) -> torch.Tensor | None:
@@ -229,9 +229,21 @@ def flatten(specs: Sequence[TensorSpec], tensors: Mapping[str, npt.NDArray[Any]]
     return flat
 
 
+def extremes(flat: torch.Tensor) -> tuple[float, float]:
+    """The smallest and the largest number of `flat`, in one pass over it and without a copy; both NaN if one is."""
+    low, high = torch.stack(torch.aminmax(flat)).tolist()
+    return low, high
+
+
+_NORM_PART = 2**22
+"""Numbers whose float64 copy the cache of a GPU holds."""
+
+
 def gradient_norm(gradient: torch.Tensor) -> float:
-    """Euclidean norm, summed in float64 so that large finite gradients have a finite norm."""
-    return float(torch.linalg.vector_norm(gradient, dtype=torch.float64))
+    """Euclidean norm, summed in float64 so that large finite gradients have a finite norm. In parts, because torch
+    makes a float64 copy."""
+    parts = [torch.linalg.vector_norm(part, dtype=torch.float64) for part in gradient.split(_NORM_PART)]
+    return float(torch.linalg.vector_norm(torch.stack(parts)))
 
 
 def module_norms(specs: Sequence[TensorSpec], gradient: torch.Tensor) -> dict[str, float]:

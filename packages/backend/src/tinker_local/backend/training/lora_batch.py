@@ -1,7 +1,7 @@
 """Concatenates the adapters of one micro-batch, so that the tokens of all adapters share every matmul.
 
 Legend: T tokens, R columns (ranks of all adapters of the micro-batch, concatenated, then zeros up to a multiple of 16),
-L blocks of one kind, in and out: widths of a projection.
+L blocks of one kind, N adapters, in and out: widths of a projection.
 
 For all adapters together, A is [R, in] and B [out, R]. A token's row of h = x A^T has R numbers. Those in the
 columns of other adapters are set to zero, so y = W x + B h adds nothing of other adapters, whatever their ranks and
@@ -20,6 +20,8 @@ from tinker_local.backend.training.transfer import to_device
 
 _COLUMNS = 16
 """R is a multiple of this, the narrowest tile of tensor cores."""
+_FIRST_COLUMN = 8
+"""The columns of an adapter start at a multiple of this: 16 bytes, which a kernel reads at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,18 +34,35 @@ class Columns:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Owners:
+    """Whose tokens they are. `columns` int32 [N, 2]: the first column and the rank of each adapter, and last of the
+    base model if it has tokens: rank 0. `widest`: the largest rank. `of_tokens` int64 [T]: the place in `columns`;
+    `others` bool [T, R]: True for columns of other adapters than the token's. Both are None if one has all tokens."""
+
+    columns: torch.Tensor
+    widest: int
+    of_tokens: torch.Tensor | None = None
+    others: torch.Tensor | None = None
+
+    def rows(self, index: torch.Tensor | slice) -> "Owners":
+        """The same, for the tokens of `index` only."""
+        if self.of_tokens is None or self.others is None:
+            return self
+        return Owners(self.columns, self.widest, self.of_tokens[index], self.others[index])
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class LowRank:
     """A group of projections in one block (or the LM head).
 
-    `a` [p R, in] for p projections; `b` [out, R] of each, scaled by alpha / r; `others` bool [T, R], True for columns
-    of other adapters than the token's, or None if one adapter has all tokens. `grad_a`, `grad_b` receive the gradients,
-    in the same shapes (with respect to the scaled b). Of experts, the factor that they do not share is [E, ...], and
-    `experts.py` multiplies by it.
+    `a` [p R, in] for p projections; `b` [out, R] of each, scaled by alpha / r. `grad_a`, `grad_b` receive the
+    gradients, in the same shapes (with respect to the scaled b). Of experts, the factor that they do not share is
+    [E, ...], and `experts.py` multiplies by it.
     """
 
     a: torch.Tensor
     b: tuple[torch.Tensor, ...]
-    others: torch.Tensor | None
+    owners: Owners
     grad_a: torch.Tensor | None = None
     grad_b: tuple[torch.Tensor, ...] = ()
 
@@ -78,13 +97,13 @@ class LowRank:
 
     def rows(self, index: torch.Tensor | slice) -> "LowRank":
         """The same, for the tokens of `index` only."""
-        others = None if self.others is None else self.others[index]
-        return LowRank(self.a, self.b, others, self.grad_a, self.grad_b)
+        return LowRank(self.a, self.b, self.owners.rows(index), self.grad_a, self.grad_b)
 
     def masked(self, h: torch.Tensor) -> torch.Tensor:
         """`h` [T, p, R] with zeros in the columns of other adapters, in place."""
         # Fill instead of multiplying: other adapters' h may be infinite, and 0 x inf is NaN.
-        return h if self.others is None else h.masked_fill_(self.others[:, None], 0)
+        others = self.owners.others
+        return h if others is None else h.masked_fill_(others[:, None], 0)
 
 
 Parts = Callable[[torch.Tensor], tuple[torch.Tensor, ...]]
@@ -167,7 +186,7 @@ class LoraBatch:
         self._columns = _columns(slices)
         self._width = -(-(self._columns[-1].stop if self._columns else 0) // _COLUMNS) * _COLUMNS
         self._dtype, self._grad_dtype = dtype, grad_dtype
-        self._others = self._make_others(slices) if self._columns else None
+        self._owners = self._make_owners(slices) if self._columns else None
         self._a: dict[str, torch.Tensor] = {}
         self._b: dict[tuple[str, str], torch.Tensor] = {}
         for group in groups:
@@ -177,14 +196,14 @@ class LoraBatch:
 
     def group(self, name: str, index: int = 0) -> LowRank | None:
         """The adapters' matrices for a group in block `index` of its kind."""
-        if name not in self._a:
+        if name not in self._a or self._owners is None:
             return None
         grad_a = self._grad_a.get(name)
         keys = [(name, projection) for projection in self._groups[name]]
         return LowRank(
             self._a[name][index],
             tuple(self._b[key][index] for key in keys),
-            self._others,
+            self._owners,
             None if grad_a is None else grad_a[index],
             tuple(self._grad_b[key][index] for key in keys) if grad_a is not None else (),
         )
@@ -245,16 +264,24 @@ class LoraBatch:
                 return a.shape, b.shape
         return None
 
-    def _make_others(self, slices: Sequence[AdapterSlice]) -> torch.Tensor | None:
+    def _make_owners(self, slices: Sequence[AdapterSlice]) -> Owners:
+        device = self._columns[0].adapter.weights.device
+        table = [(c.start, c.stop - c.start) for c in self._columns]
+        widest = max(rank for _, rank in table)
+        places = {id(c.adapter): place for place, c in enumerate(self._columns)}
+        if any(part.adapter is None for part in slices):
+            table.append((0, 0))
+        columns = to_device(np.array(table, np.int32), device)
         if len(slices) == 1:
-            return None
+            return Owners(columns, widest)
+        of_tokens = np.zeros(slices[-1].stop, np.int64)
         others = np.ones((slices[-1].stop, self._width), np.bool_)
-        places = {id(c.adapter): c for c in self._columns}
         for part in slices:
-            if part.adapter is not None:
-                columns = places[id(part.adapter)]
-                others[part.start : part.stop, columns.start : columns.stop] = False
-        return to_device(others, self._columns[0].adapter.weights.device)
+            place = len(self._columns) if part.adapter is None else places[id(part.adapter)]
+            start, rank = table[place]
+            of_tokens[part.start : part.stop] = place
+            others[part.start : part.stop, start : start + rank] = False
+        return Owners(columns, widest, to_device(of_tokens, device), to_device(others, device))
 
     def _like(self, matrices: torch.Tensor) -> torch.Tensor:
         return torch.zeros_like(matrices, dtype=self._grad_dtype)
@@ -263,6 +290,6 @@ class LoraBatch:
 def _columns(slices: Sequence[AdapterSlice]) -> list[Columns]:
     found: list[Columns] = []
     for adapter in {id(part.adapter): part.adapter for part in slices if part.adapter is not None}.values():
-        start = found[-1].stop if found else 0
+        start = -(-found[-1].stop // _FIRST_COLUMN) * _FIRST_COLUMN if found else 0
         found.append(Columns(adapter, start, start + adapter.config.rank))
     return found

@@ -62,11 +62,14 @@ class ActivationMemory:
 
 
 def free_bytes(device: "torch.device") -> int | None:
-    """Bytes that can be allocated on `device`, including the cache of torch's allocator; None if it is not a GPU."""
+    """Bytes that can be allocated on `device`, including the cache of torch's allocator, within the share of the
+    device that torch allows this process; None if it is not a GPU."""
     if device.type != "cuda":
         return None
     import torch
 
-    free, _ = torch.cuda.mem_get_info(device)
-    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return int(free + unused)
+    free, total = torch.cuda.mem_get_info(device)
+    allocated = torch.cuda.memory_allocated(device)
+    unused = torch.cuda.memory_reserved(device) - allocated
+    allowed = torch.cuda.get_per_process_memory_fraction(device) * total - allocated
+    return int(min(free + unused, allowed))

@@ -8,10 +8,13 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from tinker_local.backend.training.triton_experts import TritonExperts
 
 
 class TritonKernels:
     """Implements `kernels.Kernels`."""
+
+    experts = TritonExperts()
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
         result = torch.empty_like(x)

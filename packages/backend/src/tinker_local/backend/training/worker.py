@@ -302,10 +302,11 @@ class HFTrainer:
     def _gradient_fault(self, adapter_id: str, tally: Tally) -> ApiError | None:
         """Why an adapter's gradient from a pass cannot be used; None if it can."""
         gradient = tally.gradients.get(adapter_id)
-        if gradient is not None and not torch.isfinite(gradient).all():
+        lowest, highest = (0.0, 0.0) if gradient is None else lora.extremes(gradient)
+        if not (math.isfinite(lowest) and math.isfinite(highest)):
             return InvalidRequestError("the gradient is not finite; nothing of this request was added to it")
         adapter = self._adapter(adapter_id)
-        adapter.gradient_seen = adapter.gradient_seen or (gradient is not None and bool(gradient.any()))
+        adapter.gradient_seen = adapter.gradient_seen or lowest < 0 or highest > 0
         # Gradients of both signs may cancel, as for one completion with advantages of 1 and -1.
         low, high = tally.logit_gradients.get(adapter_id, (0.0, 0.0))
         if adapter.gradient_seen or low < 0 < high or max(-low, high) <= _NOT_FLAT:

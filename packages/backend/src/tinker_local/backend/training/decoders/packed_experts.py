@@ -103,21 +103,22 @@ class _Experts(torch.autograd.Function):
     ) -> torch.Tensor:
         x, scores = x.detach(), scores.detach()
         routing = Routing.of(experts, len(weights.down))
-        h, gate_up = gate_and_up(x, routing, weights, low_gate_up)
-        mid, output = down(gate_up, scores, routing, weights, low_down, _KERNELS)
-        ctx.save_for_backward(x, scores, gate_up, h, mid, routing.tokens, routing.experts, routing.places)
-        ctx.groups, ctx.weights, ctx.low_ranks = routing.groups, weights, (low_gate_up, low_down)
+        h, gate_up = gate_and_up(x, routing, weights, low_gate_up, _KERNELS)
+        mid, output = down(gate_up, h, scores, routing, weights, low_gate_up, low_down, _KERNELS)
+        places = routing.tokens, routing.places, routing.keys, routing.bounds
+        ctx.save_for_backward(x, scores, gate_up, h, mid, *places)
+        ctx.weights, ctx.low_ranks = weights, (low_gate_up, low_down)
         return output
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        x, scores, gate_up, h, mid, tokens, chosen, places = ctx.saved_tensors
+        x, scores, gate_up, h, mid, *places = ctx.saved_tensors
         low_gate_up, low_down = ctx.low_ranks
         grad_x, grad_scores = experts_backward(
             grad,
             x,
             scores,
-            Routing(tokens, chosen, places, ctx.groups),
+            Routing(*places),
             ctx.weights,
             ExpertsKept(gate_up, h, mid),
             low_gate_up,

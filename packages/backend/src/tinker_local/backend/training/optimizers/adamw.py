@@ -23,8 +23,12 @@ def update(xp: Any, weights: Array, gradient: Array, state: OptimizerState, sett
         )
     if 0 < settings.grad_clip_norm < norm:
         gradient = gradient * (settings.grad_clip_norm / norm)
-    denominator = xp.empty_like(weights)  # the last allocation: if memory runs out, nothing has changed
     m, v = state.tensors["exp_avg"], state.tensors["exp_avg_sq"]
+    if getattr(weights, "is_cuda", False):
+        in_one_pass(weights, gradient, m, v, step, settings)
+        state.step = step
+        return
+    denominator = xp.empty_like(weights)  # the last allocation: if memory runs out, nothing has changed
     state.step = step
     weights *= decay
     xp.lerp(m, gradient, 1 - settings.beta1, out=m)
@@ -34,6 +38,18 @@ def update(xp: Any, weights: Array, gradient: Array, state: OptimizerState, sett
     denominator /= math.sqrt(1 - settings.beta2**step)
     denominator += settings.eps
     xp.addcdiv(weights, m, denominator, value=-size, out=weights)
+
+
+def in_one_pass(weights: Array, gradient: Array, m: Array, v: Array, step: int, settings: AdamParams) -> None:
+    """The same, with torch's kernel, which reads and writes each tensor once: a third of the memory traffic. An adapter
+    of a mixture of experts has hundreds of millions of numbers."""
+    import torch
+
+    torch._fused_adamw_(
+        [weights], [gradient], [m], [v], [], [torch.full((), step, dtype=torch.float32, device=weights.device)],
+        lr=settings.learning_rate, beta1=settings.beta1, beta2=settings.beta2, weight_decay=settings.weight_decay,
+        eps=settings.eps, amsgrad=False, maximize=False,
+    )  # fmt: skip
 
 
 ADAMW = Optimizer(

@@ -20,12 +20,13 @@ from tinker_local.backend.training.experts import (
     ExpertsKept,
     ExpertWeights,
     Routing,
+    activate,
     down,
     experts_backward,
     gate_and_up,
-    middle,
 )
 from tinker_local.backend.training.lora import Target
+from tinker_local.backend.training.lora_batch import LowRank
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -95,8 +96,7 @@ class ExpertsPass:
     def forward(self) -> torch.Tensor:
         block, c = self.block, self.context
         routing, scores, gate_up = self._routed()
-        low_rank = c.lora.group("experts.down", block.index)
-        self.mid, output = down(gate_up, scores, routing, block.weights, low_rank, c.kernels)
+        self.mid, output = down(gate_up, self.h, scores, routing, block.weights, *self._low_ranks(), c.kernels)
         output.add_(self.x)
         return output if self.shared is None else self.shared.forward(output)
 
@@ -108,11 +108,11 @@ class ExpertsPass:
     def restore(self) -> None:
         if self.gate_up is None:
             self._routed()
-        low_rank = self.context.lora.group("experts.down", self.block.index)
-        if self.mid is None and low_rank is not None:
+        low_ranks = self._low_ranks()
+        if self.mid is None and low_ranks[1] is not None:
             assert self.routing is not None
-            activated = self.block.weights.gating.forward(present(self.gate_up), self.context.kernels)
-            self.mid = middle(activated, present(self.scores), self.routing, low_rank, self.context.kernels)
+            given = present(self.gate_up), self.h, present(self.scores), self.routing, self.block.weights
+            _, self.mid = activate(*given, *low_ranks, self.context.kernels)
         if self.shared is not None:
             self.shared.restore()
 
@@ -121,9 +121,8 @@ class ExpertsPass:
         m = c.kernels.rms_norm(self.x, block.norm, block.epsilon)
         assert self.routing is not None, "kept or recomputed before the backward"
         kept, self.gate_up = ExpertsKept(present(self.gate_up), self.h, self.mid), None
-        low_gate_up, low_down = (c.lora.group(f"experts.{name}", block.index) for name in ("gate_up", "down"))
         grad_m, grad_scores = experts_backward(
-            grad, m, present(self.scores), self.routing, block.weights, kept, low_gate_up, low_down, c.kernels
+            grad, m, present(self.scores), self.routing, block.weights, kept, *self._low_ranks(), c.kernels
         )
         with torch.enable_grad():  # the router is small, and families differ in it
             leaf = m.detach().requires_grad_()
@@ -135,9 +134,15 @@ class ExpertsPass:
     def _routed(self) -> tuple[Routing, torch.Tensor, torch.Tensor]:
         block, c = self.block, self.context
         m = c.kernels.rms_norm(self.x, block.norm, block.epsilon)
+        low_rank, _ = self._low_ranks()
         if self.routing is None or self.scores is None:
             _, self.scores, experts = block.router(m)
-            self.routing = Routing.of(experts, len(block.weights.down))
-        low_rank = c.lora.group("experts.gate_up", block.index)
-        self.h, self.gate_up = gate_and_up(m, self.routing, block.weights, low_rank)
+            owners = None if low_rank is None else low_rank.owners
+            self.routing = Routing.of(experts, len(block.weights.down), owners)
+        self.h, self.gate_up = gate_and_up(m, self.routing, block.weights, low_rank, c.kernels)
         return self.routing, self.scores, self.gate_up
+
+    def _low_ranks(self) -> tuple[LowRank | None, LowRank | None]:
+        """Of gate and up, and of down."""
+        lora, index = self.context.lora, self.block.index
+        return lora.group("experts.gate_up", index), lora.group("experts.down", index)

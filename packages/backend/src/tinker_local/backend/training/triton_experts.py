@@ -1,0 +1,250 @@
+"""What a layer of routed experts with adapters computes beside the products with its frozen matrices, in Triton, for
+16-bit activations on CUDA.
+
+A program takes rows of one expert and one adapter, and of the adapters' matrices only the columns of that adapter, so
+that a batch of several costs what one does. Every [S, ...] tensor is read and written once: low rank, SwiGLU and the
+next low rank share a pass.
+
+Legend: T tokens, S pairs of a token and an expert, sorted by expert and adapter, E experts, N adapters of a batch, I
+intermediate size, R columns of adapters.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from tinker_local.backend.training.lora_batch import LowRank, Owners
+
+_ROWS = 64
+"""Of a tile."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class OwnedRows:
+    """Which rows belong to one expert and one adapter: group e N + n. `tokens` int64 [S]. `bounds` int32 [E N + 1]:
+    where groups start, then S. `tile_groups` int32: the group of each tile of `_ROWS` rows, E N if there is no such
+    tile; `tile_ends` int32 [E N]: how many tiles a group and those before it have."""
+
+    tokens: torch.Tensor
+    bounds: torch.Tensor
+    tile_groups: torch.Tensor
+    tile_ends: torch.Tensor
+
+    @classmethod
+    def of(cls, tokens: torch.Tensor, bounds: torch.Tensor) -> "OwnedRows":
+        """Waits for nothing: there are as many tiles as there can be."""
+        groups = len(bounds) - 1
+        ends = ((bounds.diff() + (_ROWS - 1)) // _ROWS).cumsum(0, dtype=torch.int32)
+        most = triton.cdiv(len(tokens), _ROWS) + groups
+        tiles = torch.arange(most, dtype=torch.int32, device=bounds.device)
+        return cls(tokens, bounds, torch.searchsorted(ends, tiles, right=True, out_int32=True), ends)
+
+
+class TritonExperts:
+    """For SwiGLU. `h` [T, 2, R]: what A of gate and up gave; `gate_up` [S, 2 I]: what the frozen matrices gave."""
+
+    most_rank = 128
+    """Of an adapter: what a program holds of its rows' h and its gradient."""
+
+    def activate(
+        self, gate_up: torch.Tensor, h: torch.Tensor, rows: OwnedRows, first: LowRank, second: LowRank
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """swiglu(gate_up + B h) [S, I], and what A of down makes of it, [S, R]. `first`: of gate and up, `second`: of
+        down."""
+        count, width = len(gate_up), gate_up.shape[1] // 2
+        activated = torch.empty(count, width, dtype=gate_up.dtype, device=gate_up.device)
+        found = _columns(gate_up, (count,), first)
+        _activate[(len(rows.tile_groups),)](
+            gate_up, h, second.a, *first.b, *_places(rows, first.owners), activated, found,
+            *_sizes(rows, first.owners, width, h), **_blocks(first.owners, 32),
+        )  # fmt: skip
+        return activated, found
+
+    def backward(
+        self,
+        grad: torch.Tensor,
+        gate_up: torch.Tensor,
+        h: torch.Tensor,
+        grad_mid: torch.Tensor,
+        shares: torch.Tensor,
+        rows: OwnedRows,
+        first: LowRank,
+        second: LowRank,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The gradients of `gate_up`, of the rows' `shares` [S] (float32), and of each row's h, [S, 2, R]. `grad`
+        [S, I]: of the activations without their shares, by the frozen matrix alone; `grad_mid` [T, R]: of what A of
+        down gave. Writes the gradients of B of gate and up and of A of down. Overwrites `grad` and `gate_up`."""
+        count, width = grad.shape
+        grad_shares = torch.empty(count, dtype=torch.float32, device=grad.device)
+        grad_h = _columns(grad, (count, 2), first)
+        sizes, places = _sizes(rows, first.owners, width, h), _places(rows, first.owners)
+        _activate_backward[(len(rows.tile_groups),)](
+            grad, gate_up, h, grad_mid, shares, second.a, *first.b, *places, grad_shares, grad_h,
+            *sizes, **_blocks(first.owners, 32),
+        )  # fmt: skip
+        assert second.grad_a is not None
+        _write_gradients[(len(rows.bounds) - 1, triton.cdiv(width, 64))](
+            gate_up, grad, h, grad_mid, shares, rows.tokens, rows.bounds, first.owners.columns,
+            second.grad_a, *first.grad_b, *sizes[1:], **_blocks(first.owners, 64),
+        )  # fmt: skip
+        return gate_up, grad_shares, grad_h
+
+
+def _columns(like: torch.Tensor, sizes: tuple[int, ...], low_rank: LowRank) -> torch.Tensor:
+    """[*sizes, R]; zeros, unless every program fills all columns."""
+    owners, columns = low_rank.owners, low_rank.b[0].shape[-1]
+    make = torch.empty if owners.of_tokens is None and owners.widest == columns else torch.zeros
+    return make(*sizes, columns, dtype=like.dtype, device=like.device)
+
+
+def _places(rows: OwnedRows, owners: Owners) -> tuple[torch.Tensor, ...]:
+    return rows.tokens, rows.bounds, rows.tile_groups, rows.tile_ends, owners.columns
+
+
+def _sizes(rows: OwnedRows, owners: Owners, width: int, h: torch.Tensor) -> tuple[int, ...]:
+    return len(rows.bounds) - 1, len(owners.columns), width, h.shape[-1]
+
+
+def _blocks(owners: Owners, block: int) -> dict[str, int]:
+    """`block`: how many of I a program takes at once."""
+    rank_block = max(16, int(triton.next_power_of_2(owners.widest)))
+    return {"row_block": _ROWS, "block": block, "rank_block": rank_block, "num_warps": 4 if rank_block <= 64 else 8}
+
+
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+def _activate(  # type: ignore[no-untyped-def]
+    gate_up, h, a, b_gate, b_up, tokens, bounds, tile_groups, tile_ends, columns, activated, found,
+    groups, owners, width, ranks, row_block: tl.constexpr, block: tl.constexpr, rank_block: tl.constexpr,
+):  # fmt: skip
+    tile = tl.program_id(0)
+    group = tl.load(tile_groups + tile)
+    if group < groups:
+        before = tl.load(tile_ends + group - 1, mask=group > 0, other=0)
+        row = tl.load(bounds + group) + (tile - before) * row_block + tl.arange(0, row_block)
+        inside = (row < tl.load(bounds + group + 1))[:, None]
+        row = row.to(tl.int64)[:, None]
+        token = tl.load(tokens + row, mask=inside, other=0)
+        expert, owner = (group // owners).to(tl.int64), group % owners
+        column = tl.multiple_of(tl.load(columns + 2 * owner), 8) + tl.arange(0, rank_block)
+        used = tl.arange(0, rank_block) < tl.load(columns + 2 * owner + 1)
+        h_place = h + token * 2 * ranks + column[None, :]
+        h_gate = tl.load(h_place, mask=inside & used[None, :], other=0.0)
+        h_up = tl.load(h_place + ranks, mask=inside & used[None, :], other=0.0)
+        total = tl.zeros((row_block, rank_block), tl.float32)
+        for start in range(0, width, block):
+            at = start + tl.arange(0, block)
+            here = inside & (at < width)[None, :]
+            place = gate_up + row * 2 * width + at[None, :]
+            gate = tl.load(place, mask=here, other=0.0).to(tl.float32)
+            up = tl.load(place + width, mask=here, other=0.0).to(tl.float32)
+            of_b = (expert * width + at)[:, None] * ranks + column[None, :]
+            known = (at < width)[:, None] & used[None, :]
+            gate += tl.dot(h_gate, tl.trans(tl.load(b_gate + of_b, mask=known, other=0.0)))
+            up += tl.dot(h_up, tl.trans(tl.load(b_up + of_b, mask=known, other=0.0)))
+            value = (gate * tl.sigmoid(gate) * up).to(activated.dtype.element_ty)
+            tl.store(activated + row * width + at[None, :], value, mask=here)
+            of_a = (expert * ranks + column)[:, None] * width + at[None, :]
+            total += tl.dot(value, tl.trans(tl.load(a + of_a, mask=used[:, None] & (at < width)[None, :], other=0.0)))
+        tl.store(found + row * ranks + column[None, :], total, mask=inside & used[None, :])
+
+
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+def _activate_backward(  # type: ignore[no-untyped-def]
+    grad, gate_up, h, grad_mid, shares, a, b_gate, b_up, tokens, bounds, tile_groups, tile_ends, columns,
+    grad_shares, grad_h,
+    groups, owners, width, ranks, row_block: tl.constexpr, block: tl.constexpr, rank_block: tl.constexpr,
+):  # fmt: skip
+    """Overwrite gate and up with their gradients, and `grad` with the activations."""
+    tile = tl.program_id(0)
+    group = tl.load(tile_groups + tile)
+    if group < groups:
+        before = tl.load(tile_ends + group - 1, mask=group > 0, other=0)
+        row = tl.load(bounds + group) + (tile - before) * row_block + tl.arange(0, row_block)
+        is_row = row < tl.load(bounds + group + 1)
+        share = tl.load(shares + row, mask=is_row, other=0.0).to(tl.float32)
+        share_place = grad_shares + row
+        inside = is_row[:, None]
+        row = row.to(tl.int64)[:, None]
+        token = tl.load(tokens + row, mask=inside, other=0)
+        expert, owner = (group // owners).to(tl.int64), group % owners
+        column = tl.multiple_of(tl.load(columns + 2 * owner), 8) + tl.arange(0, rank_block)
+        used = tl.arange(0, rank_block) < tl.load(columns + 2 * owner + 1)
+        h_place = h + token * 2 * ranks + column[None, :]
+        h_gate = tl.load(h_place, mask=inside & used[None, :], other=0.0)
+        h_up = tl.load(h_place + ranks, mask=inside & used[None, :], other=0.0)
+        mid = tl.load(grad_mid + token * ranks + column[None, :], mask=inside & used[None, :], other=0.0)
+        grad_share = tl.zeros((row_block,), tl.float32)
+        total_gate = tl.zeros((row_block, rank_block), tl.float32)
+        total_up = tl.zeros((row_block, rank_block), tl.float32)
+        for start in range(0, width, block):
+            at = start + tl.arange(0, block)
+            here = inside & (at < width)[None, :]
+            place = gate_up + row * 2 * width + at[None, :]
+            grad_place = grad + row * width + at[None, :]
+            of_b = (expert * width + at)[:, None] * ranks + column[None, :]
+            known = (at < width)[:, None] & used[None, :]
+            of_gate = tl.load(b_gate + of_b, mask=known, other=0.0)
+            of_up = tl.load(b_up + of_b, mask=known, other=0.0)
+            of_a = (expert * ranks + column)[:, None] * width + at[None, :]
+            of_down = tl.load(a + of_a, mask=used[:, None] & (at < width)[None, :], other=0.0)
+            gate = tl.load(place, mask=here, other=0.0).to(tl.float32) + tl.dot(h_gate, tl.trans(of_gate))
+            up = tl.load(place + width, mask=here, other=0.0).to(tl.float32) + tl.dot(h_up, tl.trans(of_up))
+            grad_value = tl.load(grad_place, mask=here, other=0.0).to(tl.float32) + tl.dot(mid, of_down)
+            sigmoid = tl.sigmoid(gate)
+            silu = gate * sigmoid
+            value = silu * up
+            grad_share += tl.sum(grad_value * value, 1)
+            tl.store(grad_place, value, mask=here)
+            grad_value *= share[:, None]
+            grad_gate = (grad_value * up * (sigmoid + silu * (1 - sigmoid))).to(gate_up.dtype.element_ty)
+            grad_up = (grad_value * silu).to(gate_up.dtype.element_ty)
+            tl.store(place, grad_gate, mask=here)
+            tl.store(place + width, grad_up, mask=here)
+            total_gate += tl.dot(grad_gate, of_gate)
+            total_up += tl.dot(grad_up, of_up)
+        tl.store(share_place, grad_share, mask=is_row)
+        total_place = grad_h + row * 2 * ranks + column[None, :]
+        tl.store(total_place, total_gate, mask=inside & used[None, :])
+        tl.store(total_place + ranks, total_up, mask=inside & used[None, :])
+
+
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+def _write_gradients(  # type: ignore[no-untyped-def]
+    grad_gate_up, activated, h, grad_mid, shares, tokens, bounds, columns, grad_a, grad_gate, grad_up,
+    owners, width, ranks, row_block: tl.constexpr, block: tl.constexpr, rank_block: tl.constexpr,
+):  # fmt: skip
+    """Of one group, and `block` numbers of its expert's I: the gradients of B of gate and up, and of A of down."""
+    group = tl.program_id(0)
+    at = tl.program_id(1) * block + tl.arange(0, block)
+    expert, owner = (group // owners).to(tl.int64), group % owners
+    column = tl.multiple_of(tl.load(columns + 2 * owner), 8) + tl.arange(0, rank_block)
+    used = tl.arange(0, rank_block) < tl.load(columns + 2 * owner + 1)
+    stop = tl.load(bounds + group + 1)
+    total_gate = tl.zeros((block, rank_block), tl.float32)
+    total_up = tl.zeros((block, rank_block), tl.float32)
+    total_down = tl.zeros((rank_block, block), tl.float32)
+    for start in range(tl.load(bounds + group), stop, row_block):
+        row = start + tl.arange(0, row_block)
+        is_row = row < stop
+        share = tl.load(shares + row, mask=is_row, other=0.0).to(tl.float32)
+        inside = is_row[:, None]
+        row = row.to(tl.int64)[:, None]
+        token = tl.load(tokens + row, mask=inside, other=0)
+        here = inside & (at < width)[None, :]
+        place = grad_gate_up + row * 2 * width + at[None, :]
+        of_gate = tl.load(place, mask=here, other=0.0)
+        of_up = tl.load(place + width, mask=here, other=0.0)
+        value = tl.load(activated + row * width + at[None, :], mask=here, other=0.0)
+        h_place = h + token * 2 * ranks + column[None, :]
+        total_gate += tl.dot(tl.trans(of_gate), tl.load(h_place, mask=inside & used[None, :], other=0.0))
+        total_up += tl.dot(tl.trans(of_up), tl.load(h_place + ranks, mask=inside & used[None, :], other=0.0))
+        mid = tl.load(grad_mid + token * ranks + column[None, :], mask=inside & used[None, :], other=0.0)
+        mid = (mid.to(tl.float32) * share[:, None]).to(value.dtype)
+        total_down += tl.dot(tl.trans(mid), value)
+    of_b = (expert * width + at)[:, None] * ranks + column[None, :]
+    known = (at < width)[:, None] & used[None, :]
+    tl.store(grad_gate + of_b, total_gate, mask=known)
+    tl.store(grad_up + of_b, total_up, mask=known)
+    of_a = (expert * ranks + column)[:, None] * width + at[None, :]
+    tl.store(grad_a + of_a, total_down, mask=used[:, None] & (at < width)[None, :])
