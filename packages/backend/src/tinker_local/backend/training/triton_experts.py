@@ -132,12 +132,19 @@ def _activate(  # type: ignore[no-untyped-def]
         h_gate = tl.load(h_place, mask=inside & used[None, :], other=0.0)
         h_up = tl.load(h_place + ranks, mask=inside & used[None, :], other=0.0)
         total = tl.zeros((row_block, rank_block), tl.float32)
+        at = tl.arange(0, block)
+        place = gate_up + row * 2 * width + at[None, :]
+        next_gate = tl.load(place, mask=inside & (at < width)[None, :], other=0.0)
+        next_up = tl.load(place + width, mask=inside & (at < width)[None, :], other=0.0)
         for start in range(0, width, block):
+            # What the next turn needs is on its way during this one.
+            gate, up = next_gate.to(tl.float32), next_up.to(tl.float32)
+            ahead = start + block + tl.arange(0, block)
+            place = gate_up + row * 2 * width + ahead[None, :]
+            next_gate = tl.load(place, mask=inside & (ahead < width)[None, :], other=0.0)
+            next_up = tl.load(place + width, mask=inside & (ahead < width)[None, :], other=0.0)
             at = start + tl.arange(0, block)
             here = inside & (at < width)[None, :]
-            place = gate_up + row * 2 * width + at[None, :]
-            gate = tl.load(place, mask=here, other=0.0).to(tl.float32)
-            up = tl.load(place + width, mask=here, other=0.0).to(tl.float32)
             of_b = (expert * width + at)[:, None] * ranks + column[None, :]
             known = (at < width)[:, None] & used[None, :]
             gate += tl.dot(h_gate, tl.trans(tl.load(b_gate + of_b, mask=known, other=0.0)))
@@ -177,7 +184,19 @@ def _activate_backward(  # type: ignore[no-untyped-def]
         grad_share = tl.zeros((row_block,), tl.float32)
         total_gate = tl.zeros((row_block, rank_block), tl.float32)
         total_up = tl.zeros((row_block, rank_block), tl.float32)
+        at = tl.arange(0, block)
+        place = gate_up + row * 2 * width + at[None, :]
+        next_gate = tl.load(place, mask=inside & (at < width)[None, :], other=0.0)
+        next_up = tl.load(place + width, mask=inside & (at < width)[None, :], other=0.0)
+        next_grad = tl.load(grad + row * width + at[None, :], mask=inside & (at < width)[None, :], other=0.0)
         for start in range(0, width, block):
+            gate, up, grad_value = next_gate.to(tl.float32), next_up.to(tl.float32), next_grad.to(tl.float32)
+            ahead = start + block + tl.arange(0, block)
+            is_ahead = inside & (ahead < width)[None, :]
+            place = gate_up + row * 2 * width + ahead[None, :]
+            next_gate = tl.load(place, mask=is_ahead, other=0.0)
+            next_up = tl.load(place + width, mask=is_ahead, other=0.0)
+            next_grad = tl.load(grad + row * width + ahead[None, :], mask=is_ahead, other=0.0)
             at = start + tl.arange(0, block)
             here = inside & (at < width)[None, :]
             place = gate_up + row * 2 * width + at[None, :]
@@ -188,9 +207,9 @@ def _activate_backward(  # type: ignore[no-untyped-def]
             of_up = tl.load(b_up + of_b, mask=known, other=0.0)
             of_a = (expert * ranks + column)[:, None] * width + at[None, :]
             of_down = tl.load(a + of_a, mask=used[:, None] & (at < width)[None, :], other=0.0)
-            gate = tl.load(place, mask=here, other=0.0).to(tl.float32) + tl.dot(h_gate, tl.trans(of_gate))
-            up = tl.load(place + width, mask=here, other=0.0).to(tl.float32) + tl.dot(h_up, tl.trans(of_up))
-            grad_value = tl.load(grad_place, mask=here, other=0.0).to(tl.float32) + tl.dot(mid, of_down)
+            gate += tl.dot(h_gate, tl.trans(of_gate))
+            up += tl.dot(h_up, tl.trans(of_up))
+            grad_value += tl.dot(mid, of_down)
             sigmoid = tl.sigmoid(gate)
             silu = gate * sigmoid
             value = silu * up

@@ -102,8 +102,9 @@ class TritonKernels:
         block = _span(width)
         weights = None if weights is None else weights.contiguous()
         _weighted_sum[(tokens, triton.cdiv(width, block))](
-            rows, places, weights, result, width, chosen, has_weights=weights is not None, block=block, num_warps=4
-        )
+            rows, places, weights, result, width,
+            chosen=chosen, has_weights=weights is not None, block=block, num_warps=4,
+        )  # fmt: skip
         return result
 
     def logsumexp(self, logits: torch.Tensor) -> torch.Tensor:
@@ -291,13 +292,13 @@ def _swiglu_backward(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def _weighted_sum(  # type: ignore[no-untyped-def]
-    rows, places, weights, result, width, chosen, has_weights: tl.constexpr, block: tl.constexpr
+    rows, places, weights, result, width, chosen: tl.constexpr, has_weights: tl.constexpr, block: tl.constexpr
 ):
     token = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * block + tl.arange(0, block)
     inside = at < width
     total = tl.zeros((block,), tl.float32)
-    for k in range(chosen):
+    for k in tl.static_range(chosen):  # unrolled, so that all rows are on their way at once
         place = tl.load(places + token * chosen + k)
         values = tl.load(rows + place * width + at, mask=inside, other=0.0).to(tl.float32)
         if has_weights:
