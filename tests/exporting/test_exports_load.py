@@ -225,10 +225,70 @@ def test_vllm_is_refused_what_it_would_not_take(tuned: Make, tmp_path: Path) -> 
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "qwen3_5_moe", "gpt_oss"])
-def test_peft_is_refused_experts(tuned: Make, tmp_path: Path, family: str) -> None:
+@pytest.mark.mutation(
+    "columns-of-experts-by-expert",
+    "storage/peft_experts.py",
+    "b.transpose(1, 2, 0).reshape(2 * width, -1)",
+    "b.transpose(1, 0, 2).reshape(2 * width, -1)",
+    cases=("qwen3_moe-checkpoint",),
+)
+@pytest.mark.mutation(
+    "scale-of-gate-and-up-halved", "exporting/trained.py", "parts[GATE_UP] = 2", "parts |= {GATE_UP: 2} and {}"
+)
+@pytest.mark.mutation(
+    "gate-and-up-side-by-side-in-gpt-oss",
+    "storage/peft_experts.py",
+    "if names is not None and names.interleaved:",
+    "if False:",
+    cases=("gpt_oss-checkpoint",),
+)
+@pytest.mark.parametrize(
+    ("family", "layout"),
+    [
+        *((family, "checkpoint") for family in ("qwen3_moe", "qwen3_vl_moe", "qwen3_5_moe", "gpt_oss")),
+        ("qwen3_vl_moe", "exported"),
+    ],
+)
+def test_peft_loads_experts_and_computes_what_was_trained(
+    tuned: Make, tmp_path: Path, family: str, layout: str
+) -> None:
+    """All experts of a layer are one parameter there, and gate and up another's two halves."""
     trained = tuned(family, False)
-    with pytest.raises(InvalidRequestError, match="use --to merged or --to vllm"):
+    exported = export_checkpoint(getattr(trained, layout), tmp_path / "a", to="peft", base=str(trained.model))
+    assert exported.checked is not None
+    assert exported.checked.agrees
+    assert exported.warnings == ()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model = peft.PeftModel.from_pretrained(load(trained.model), str(tmp_path / "a")).eval()
+    assert not [each for each in caught if "missing adapter keys" in str(each.message)]
+    np.testing.assert_allclose(hf_logprobs(model, asked(trained.model)), trained.expected, atol=1e-4, rtol=0)
+    merged = model.merge_and_unload()
+    np.testing.assert_allclose(hf_logprobs(merged, asked(trained.model)), trained.expected, atol=1e-4, rtol=0)
+    card = (tmp_path / "a" / "README.md").read_text()
+    assert "PEFT from 0.19.1" in card
+    assert "vllm serve" not in card
+
+
+def test_experts_alone_are_exported_for_peft(tuned: Make, tmp_path: Path) -> None:
+    """`target_modules` is empty then."""
+    trained = tuned("qwen3_moe", False)
+    shutil.copytree(trained.checkpoint, tmp_path / "c")
+    tensors = load_file(trained.checkpoint / "adapter_model.safetensors")
+    kept = {name: tensor for name, tensor in tensors.items() if ".experts." in name}
+    save_file(kept, tmp_path / "c" / "adapter_model.safetensors", metadata={"format": "pt"})
+    exported = export_checkpoint(tmp_path / "c", tmp_path / "a", to="peft", base=str(trained.model))
+    assert exported.checked is not None
+    assert exported.checked.effect > 0.1
+    assert json.loads((tmp_path / "a" / "adapter_config.json").read_text())["target_modules"] == []
+
+
+def test_a_peft_that_has_experts_in_another_form_is_refused(
+    tuned: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trained = tuned("qwen3_moe", False)
+    monkeypatch.setattr("tinker_local.backend.exporting.check_export.version", lambda name: "0.19.0")
+    with pytest.raises(InvalidRequestError, match=r"peft 0\.19\.0 .* from 0\.19\.1"):
         export_checkpoint(trained.checkpoint, tmp_path / "p", to="peft", base=str(trained.model))
     assert list(tmp_path.iterdir()) == []
 

@@ -65,6 +65,7 @@ def by_peft(folder: Path, model: Path, b: float = 0.3, **config: Any) -> np.ndar
         *((family, "peft") for family in ("qwen3", "qwen2_5_vl", "qwen3_vl", "qwen3_5")),
         *((family, "hosted") for family in ("qwen3", "qwen3_5", "gpt_oss")),
         *((family, "checkpoint") for family in ("qwen3_moe", "qwen3_5_moe", "gpt_oss")),
+        *((family, "peft") for family in ("qwen3_moe", "qwen3_vl_moe", "qwen3_5_moe", "gpt_oss")),
         ("qwen3_vl", "tower"),
     ],
 )
@@ -72,7 +73,8 @@ def test_an_export_comes_back_bit_for_bit(tuned: Make, tmp_path: Path, family: s
     if layout == "tower":
         trained = tuned(family, True, True, True)
     else:
-        trained = tuned(family, layout == "peft" or family in ("qwen3", "qwen3_5"))
+        experts = family.endswith("_moe") or family == "gpt_oss"
+        trained = tuned(family, not experts and (layout == "peft" or family in ("qwen3", "qwen3_5")))
     folder = {"hosted": trained.exported, "checkpoint": trained.checkpoint}.get(layout, tmp_path / "peft")
     if layout in ("peft", "tower"):
         export_checkpoint(trained.checkpoint, folder, to="peft", base=str(trained.model), check=False)
@@ -187,7 +189,12 @@ def _without(tensors: dict[str, Any], *names: str) -> None:
         pytest.param({"rank_pattern": {"q_proj": 2}}, None, "rank_pattern: {'q_proj': 2} is not", id="ranks"),
         pytest.param({"alpha_pattern": {"q_proj": 2}}, None, "r 4 and lora_alpha 32", id="alphas"),
         pytest.param({"init_lora_weights": "pissa"}, None, "init_lora_weights: 'pissa' is not one of", id="pissa"),
-        pytest.param({"target_parameters": ["gate_up_proj"]}, None, "adapters of experts", id="experts"),
+        pytest.param(
+            {"target_parameters": ["experts.gate_up_proj", "experts.down_proj"]},
+            None,
+            "parameters of routed experts alone",
+            id="experts",
+        ),
         pytest.param({"peft_type": None}, None, "peft_type: None is not one of", id="untyped"),
         pytest.param({"peft_type": "LOHA"}, None, "peft_type: 'LOHA' is not one of", id="loha"),
         pytest.param({"new_method": "x"}, None, "new_method: 'x' is not known here", id="unknown-field"),
@@ -350,3 +357,79 @@ def test_joined_parts_with_more_beside_the_diagonal_are_refused(tuned: Make, tmp
         imported(tmp_path / "p", trained.model),
     ):
         pass
+
+
+@pytest.fixture(scope="module")
+def of_experts(tuned: Make, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A tiny Qwen3-MoE, and an adapter of its experts for PEFT."""
+    trained, folder = tuned("qwen3_moe", False), tmp_path_factory.mktemp("experts") / "adapter"
+    export_checkpoint(trained.checkpoint, folder, to="peft", base=str(trained.model), check=False)
+    return trained.model, folder
+
+
+E = "base_model.model.model.layers.0.mlp.experts"
+
+
+def _changed(name: str, row: int, column: int) -> Callable[[dict[str, torch.Tensor]], None]:
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        tensors[name][row, column] += 1
+
+    return change
+
+
+@pytest.mark.mutation(
+    "experts-that-share-nothing-taken",
+    "storage/peft_experts.py",
+    "if not (array == first).all():",
+    "if False:",
+    cases=("a-of-gate", "b-of-down"),
+)
+@pytest.mark.mutation(
+    "beside-the-blocks-of-experts-dropped", "storage/peft_experts.py", "if left.any():", "if False:", cases=("beside",)
+)
+@pytest.mark.parametrize(
+    ("config", "change", "message"),
+    [
+        pytest.param({}, _changed(f"{E}.base_layer.lora_A.weight", 9, 0), "differs between experts", id="a-of-gate"),
+        pytest.param({}, _changed(f"{E}.lora_B.weight", 0, 1), "differs between experts", id="b-of-down"),
+        pytest.param({}, _changed(f"{E}.base_layer.lora_B.weight", 0, -1), "not 0 beside its two blocks", id="beside"),
+        pytest.param(
+            {}, lambda t: _without(t, f"{E}.lora_A.weight"), f"and lacks {E}.lora_A.weight", id="missing-factor"
+        ),
+        pytest.param(
+            {},
+            lambda t: t.update({f"{E}.base_layer.lora_A.weight": t[f"{E}.base_layer.lora_A.weight"][:-1].clone()}),
+            "PEFT before 0.19.1 has another form",
+            id="shape",
+        ),
+        pytest.param(
+            {"target_parameters": ["experts.gate_up_proj"]}, None, "gate_up_proj and down_proj together", id="one"
+        ),
+        pytest.param({"target_parameters": "experts.*"}, None, "target_parameters: 'experts.*' is not", id="pattern"),
+        pytest.param(
+            {"target_parameters": ["other.gate_up_proj", "other.down_proj"]}, None, "holds no tensor", id="elsewhere"
+        ),
+        pytest.param({"rank_pattern": {"gate_up_proj": 4}}, None, "rank_pattern: {'gate_up_proj': 4}", id="rank"),
+    ],
+)
+def test_experts_of_peft_that_would_not_be_the_same_adapter_are_refused(
+    of_experts: tuple[Path, Path], tmp_path: Path, config: dict[str, Any], change: Any, message: str
+) -> None:
+    model, folder = of_experts
+    given = json.loads((folder / CONFIG).read_text()) | config
+    (tmp_path / CONFIG).write_text(json.dumps(given))
+    tensors = load_file(folder / WEIGHTS)
+    if change is not None:
+        change(tensors)
+    save_file(tensors, tmp_path / WEIGHTS)
+    with pytest.raises(InvalidRequestError, match=re.escape(message)), imported(tmp_path, model):
+        pass
+
+
+def test_what_peft_trained_of_experts_is_refused_for_what_they_do_not_share(tuned: Make, tmp_path: Path) -> None:
+    trained = tuned("qwen3_moe", False)
+    patterns = {"rank_pattern": {"gate_up_proj": 8}, "alpha_pattern": {"gate_up_proj": 64}}
+    parameters = ["experts.gate_up_proj", "experts.down_proj"]
+    by_peft(tmp_path, trained.model, target_modules=["q_proj"], target_parameters=parameters, **patterns)
+    with pytest.raises(InvalidRequestError, match="all experts share A of gate and up, and B of down"):
+        read_peft_adapter(tmp_path, family_of("qwen3_moe", ""))

@@ -2,11 +2,13 @@
 
 import gc
 import json
+import re
 import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -17,7 +19,8 @@ from tinker_local.backend.exporting.base_model import BaseModel
 from tinker_local.backend.exporting.peft_folder import vllm_rank
 from tinker_local.backend.exporting.trained import Trained
 from tinker_local.backend.rendering.rendered_input import ImagePlacement, RenderedImage, RenderedInput
-from tinker_local.types import InternalError
+from tinker_local.backend.storage.peft_experts import PEFT_VERSION
+from tinker_local.types import InternalError, InvalidRequestError
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -79,6 +82,16 @@ def missing_library(to: str) -> Library | None:
     """The library that the check needs and that is not installed."""
     needed: Library = "transformers" if to == "merged" else "vllm" if to == "vllm" else "peft"
     return needed if find_spec(needed) is None else None
+
+
+def check_peft_version() -> None:
+    """InvalidRequestError if the installed PEFT reads adapters of experts in another form than an export has."""
+    found = version("peft")
+    if tuple(map(int, re.findall(r"\d+", found)[:3])) < tuple(map(int, PEFT_VERSION.split("."))):
+        raise InvalidRequestError(
+            f"--to peft: peft {found} is installed, and it reads adapters of experts from {PEFT_VERSION} on: install a "
+            "newer one, or leave the check out with --no-check"
+        )
 
 
 def make_probe(base: BaseModel) -> Probe:

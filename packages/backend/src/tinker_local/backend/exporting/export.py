@@ -8,10 +8,16 @@ from pathlib import Path
 from typing import Literal
 
 from tinker_local.backend.exporting.base_model import find_base
-from tinker_local.backend.exporting.check_export import Checked, check_by_transformers, check_by_vllm, missing_library
+from tinker_local.backend.exporting.check_export import (
+    Checked,
+    check_by_transformers,
+    check_by_vllm,
+    check_peft_version,
+    missing_library,
+)
 from tinker_local.backend.exporting.merged_model import write_merged
 from tinker_local.backend.exporting.model_card import Target, write_card
-from tinker_local.backend.exporting.peft_folder import check_peft_takes, check_vllm_takes, write_peft
+from tinker_local.backend.exporting.peft_folder import check_vllm_takes, write_adapter_for
 from tinker_local.backend.exporting.trained import find_checkpoint, read_trained
 from tinker_local.backend.options import default_data_dir
 from tinker_local.types import InternalError, InvalidRequestError
@@ -63,13 +69,13 @@ def export_checkpoint(
     trained = read_trained(source, found)
     if to == "vllm":
         check_vllm_takes(trained)
-    elif to == "peft":
-        check_peft_takes(trained)
     if check and (missing := missing_library(to)):
         raise InvalidRequestError(
             f"--to {to}: the result is checked with {missing}, which is not installed: pip install {missing}, or leave "
             "the check out with --no-check"
         )
+    if check and to == "peft" and trained.has_experts:
+        check_peft_version()
     unfinished = out.with_name(f".{out.name}.unfinished")
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir(parents=True)
@@ -78,7 +84,7 @@ def export_checkpoint(
         if to == "merged":
             write_merged(unfinished, trained)
         else:
-            write_peft(unfinished, trained)
+            write_adapter_for(to, unfinished, trained)
         checked = None
         if check:
             progress("comparing it with the trainer")

@@ -5,6 +5,7 @@ from typing import Literal
 
 from tinker_local.backend.exporting.peft_folder import vllm_rank
 from tinker_local.backend.exporting.trained import Trained
+from tinker_local.backend.storage.peft_experts import PEFT_VERSION
 
 Target = Literal["peft", "vllm", "merged"]
 
@@ -37,8 +38,7 @@ def write_card(folder: Path, out: Path, trained: Trained, to: Target, checked: s
         (
             f"A whole {base.config.model_type} model: {hub_name} with a LoRA adapter merged into its weights."
             if to == "merged"
-            else f"A LoRA adapter of {hub_name} ({base.config.model_type}), for "
-            f"{'vLLM' if trained.has_experts else 'PEFT and vLLM'}."
+            else f"A LoRA adapter of {hub_name} ({base.config.model_type}), for {_libraries(trained, to)}."
         ),
         "",
         f"- made from: `{trained.source.name}`",
@@ -49,6 +49,13 @@ def write_card(folder: Path, out: Path, trained: Trained, to: Target, checked: s
         *_usage(out, trained, to),
     ]
     (folder / "README.md").write_text("\n".join(lines) + "\n")
+
+
+def _libraries(trained: Trained, to: Target) -> str:
+    """That load it: they have experts in different forms."""
+    if not trained.has_experts:
+        return "PEFT and vLLM"
+    return "vLLM" if to == "vllm" else f"PEFT from {PEFT_VERSION}"
 
 
 def _usage(out: Path, trained: Trained, to: Target) -> list[str]:
@@ -64,11 +71,18 @@ def _usage(out: Path, trained: Trained, to: Target) -> list[str]:
             ]
         return lines
     lines = []
-    if not trained.has_experts:
+    if not trained.has_experts or to == "peft":
         lines += ["```python", "from peft import PeftModel", f"from transformers import {auto}", ""]
         lines += [f'base = {auto}.from_pretrained("{base.path}")']
         lines += [f'model = PeftModel.from_pretrained(base, "{out.name}")', "```", ""]
-    if trained.has_head and base.family.vllm_head is not None:
+    if trained.has_experts and to == "peft":
+        lines += [
+            "PEFT warns that it ignores patterns for `gate_up_proj`, and applies them: it looks for a module of that "
+            "name, and this is a parameter.",
+            "",
+            "vLLM has experts in another form: export with `--to vllm` or `--to merged` for it.",
+        ]
+    elif trained.has_head and base.family.vllm_head is not None:
         lines.append("vLLM takes no adapter of this model's LM head: serve a merged export there.")
     else:
         rank = vllm_rank(trained.largest_rank)

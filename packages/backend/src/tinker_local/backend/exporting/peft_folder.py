@@ -2,31 +2,27 @@
 
 import json
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 from safetensors.numpy import save_file
 from tinker_local.backend.exporting.trained import Trained
 from tinker_local.backend.storage.adapter_files import CONFIG, WEIGHTS
+from tinker_local.backend.storage.peft_experts import as_parameters
 from tinker_local.types import InvalidRequestError
 
 VLLM_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """What vLLM's `max_lora_rank` can be."""
 
 
-def write_peft(folder: Path, trained: Trained) -> None:
-    """Write the adapter in float32 into `folder`, with the names of the base model's modules."""
-    tensors = {name: np.ascontiguousarray(array, np.float32) for name, array in trained.tensors.items()}
-    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
-    (folder / CONFIG).write_text(json.dumps(trained.peft_config(), indent=2) + "\n")
-
-
-def check_peft_takes(trained: Trained) -> None:
-    """InvalidRequestError for an adapter that PEFT has no form for."""
-    if trained.has_experts:
-        raise InvalidRequestError(
-            "--to peft: PEFT has no adapters of experts that share a factor, and this one trained them; use --to "
-            "merged or --to vllm, or train with train_mlp=False"
-        )
+def write_adapter_for(library: Literal["peft", "vllm"], folder: Path, trained: Trained) -> None:
+    """Write the adapter in float32 into `folder`, with the names of the base model's modules; experts as `library` has
+    them."""
+    names = trained.base.family.lora.experts if library == "peft" else None
+    tensors = trained.tensors if names is None else as_parameters(trained.tensors, names)
+    arrays = {name: np.ascontiguousarray(array, np.float32) for name, array in tensors.items()}
+    save_file(arrays, folder / WEIGHTS, metadata={"format": "pt"})
+    (folder / CONFIG).write_text(json.dumps(trained.peft_config(names), indent=2) + "\n")
 
 
 def check_vllm_takes(trained: Trained) -> None:

@@ -12,10 +12,12 @@ from safetensors import SafetensorError
 from tinker_local.backend.checksums import DESCRIPTION, check_files
 from tinker_local.backend.exporting.base_model import BaseModel
 from tinker_local.backend.exporting.joined_parts import joined_parts
+from tinker_local.backend.families.family import Experts
 from tinker_local.backend.storage.adapter_files import AGE, CONFIG, WEIGHTS, read_adapter
 from tinker_local.backend.storage.checkpoint_folders import REMOVING, UNFINISHED
 from tinker_local.backend.storage.model_paths import model_paths
 from tinker_local.backend.storage.names import parse_tinker_path, safe_segment
+from tinker_local.backend.storage.peft_experts import GATE_UP, target_parameters
 from tinker_local.backend.training.trainer import LORA_ALPHA, AdapterState
 from tinker_local.types import InvalidRequestError, LoraConfig, NotFoundError
 
@@ -100,19 +102,24 @@ class Trained:
         targets = self.base.target_modules(_paths(self.parts))
         return AdapterState(self.base.path, self.config, targets, self.parts)
 
-    def peft_config(self) -> dict[str, Any]:
-        """PEFT's `adapter_config.json` for `tensors`."""
+    def peft_config(self, experts: Experts | None = None) -> dict[str, Any]:
+        """PEFT's `adapter_config.json` for `tensors`, with those of `experts`, if given, as parameters (see
+        `peft_experts.py`)."""
         rank, split = self.config.rank, self.base.family.lora.split
         parts = {
             name: len(rows.projections)
             for name, rows in split.items()
             if any(f".{name}.lora" in t for t in self.tensors)
         }
+        modules = {"target_modules": list(self.base.target_modules(self.paths))}
+        if parameters := target_parameters(self.tensors, experts):
+            parts[GATE_UP] = 2
+            others = [path for path in self.paths if self.factors(path)[0].ndim == 2]
+            modules = {"target_modules": list(self.base.target_modules(others)), "target_parameters": parameters}
         patterns = {
             "rank_pattern": {name: count * rank for name, count in parts.items()},
             "alpha_pattern": {name: count * LORA_ALPHA for name, count in parts.items()},
         }
-        modules = {"target_modules": list(self.base.target_modules(self.paths))}
         return self.state().peft_config() | modules | (patterns if parts else {})
 
     @property
@@ -145,7 +152,7 @@ def read_trained(source: CheckpointFolder, base: BaseModel) -> Trained:
         raise InvalidRequestError(f"{source.folder / WEIGHTS} cannot be read: {error}") from error
     lora = base.family.lora
     parts = {_own_name(name, base): np.asarray(array, np.float32) for name, array in read.tensors.items()}
-    if whole := [name for name in parts if name.split(".")[-3] in lora.split]:
+    if whole := [name for name in parts if name.split(".")[-3] in (*lora.split, "base_layer")]:
         raise InvalidRequestError(f"{source.name} is an export, which joined {whole[0]}; give its checkpoint")
     tensors = joined_parts(parts, lora.split, source.name)
     paths = _paths(tensors)

@@ -14,6 +14,7 @@ import numpy.typing as npt
 from safetensors import SafetensorError, safe_open
 from tinker_local.backend.families.family import Family, SplitRows
 from tinker_local.backend.storage.adapter_files import AGE, CONFIG, WEIGHTS
+from tinker_local.backend.storage.peft_experts import DOWN, GATE_UP, from_parameters
 from tinker_local.backend.training.trainer import LORA_ALPHA, AdapterState
 from tinker_local.types import InvalidRequestError, LoraConfig
 
@@ -48,7 +49,6 @@ _REFUSED: Mapping[str, str] = {
     "fan_in_fan_out": "its matrices are transposed",
     "lora_bias": "its B has a bias",
     "modules_to_save": "these modules were trained whole",
-    "target_parameters": "PEFT's adapters of experts give each expert factors that here all share",
     "trainable_token_indices": "rows of the embedding were trained",
     "layer_replication": "the base model's layers are used several times",
     "alora_invocation_tokens": "it acts after these tokens only",
@@ -57,6 +57,7 @@ _REFUSED: Mapping[str, str] = {
 """Why a field of PEFT's configuration is refused if it is set."""
 
 _TOLD = {"r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "lora_dropout", "base_model_name_or_path"}
+_TOLD |= {"target_parameters"}
 _ELSEWHERE = {
     *("task_type", "auto_mapping", "revision", "inference_mode", "peft_version", "target_modules", "exclude_modules"),
     *("layers_to_transform", "layers_pattern", "megatron_core", "qalora_group_size", "eva_config", "base_model"),
@@ -230,14 +231,17 @@ def read_peft_adapter(folder: Path, family: Family) -> PeftAdapter:
     notes = []
     if dropout := given.get("lora_dropout"):
         notes.append(f"lora_dropout {dropout} is not applied: training here has no dropout")
-    joined = _joined(given, family, rank, alpha)
+    parent = _parent_of_experts(given, family)
+    joined = _joined(given, family, rank, alpha, experts=parent is not None)
     if joined and given.get("use_rslora"):
         raise InvalidRequestError(
             f"{CONFIG}: use_rslora: with rank_pattern for {', '.join(sorted(joined))}, the adapter has several scales, "
             "lora_alpha over the square root of each rank, and one here has one scale"
         )
-    base_model = given.get("base_model_name_or_path") or ""
-    return PeftAdapter(rank, factor, joined, str(base_model), _tensors(folder / WEIGHTS), tuple(notes))
+    base_model, tensors = given.get("base_model_name_or_path") or "", _tensors(folder / WEIGHTS)
+    if parent is not None and family.lora.experts is not None:
+        tensors = from_parameters(tensors, family.lora.experts, parent, rank, WEIGHTS)
+    return PeftAdapter(rank, factor, joined, str(base_model), tensors, tuple(notes))
 
 
 def _config(folder: Path) -> dict[str, Any]:
@@ -267,7 +271,26 @@ def _config(folder: Path) -> dict[str, Any]:
     return given
 
 
-def _joined(given: Mapping[str, Any], family: Family, rank: int, alpha: float) -> frozenset[str]:
+def _parent_of_experts(given: Mapping[str, Any], family: Family) -> str | None:
+    """The last name of the modules whose experts are trained as `target_parameters`; None without these.
+    InvalidRequestError for other parameters."""
+    parameters = given.get("target_parameters")
+    if not parameters:
+        return None
+    parents, lasts = set[str](), list[str]()
+    for each in parameters if isinstance(parameters, list) else [parameters]:
+        path, _, last = str(each).rpartition(".")
+        parents.add(path.rpartition(".")[2])
+        lasts.append(last)
+    if family.lora.experts is None or set(lasts) != {GATE_UP, DOWN} or len(parents) != 1 or "" in parents:
+        raise InvalidRequestError(
+            f"{CONFIG}: target_parameters: {_short(parameters)} is not supported: adapters here train parameters of "
+            f"routed experts alone, {GATE_UP} and {DOWN} together, of models that have them"
+        )
+    return parents.pop()
+
+
+def _joined(given: Mapping[str, Any], family: Family, rank: int, alpha: float, *, experts: bool) -> frozenset[str]:
     """The modules whose patterns are those of an export; InvalidRequestError for other patterns."""
     ranks, alphas = (given.get(field) or {} for field in ("rank_pattern", "alpha_pattern"))
     for field, pattern, one in (("rank_pattern", ranks, rank), ("alpha_pattern", alphas, alpha)):
@@ -275,7 +298,8 @@ def _joined(given: Mapping[str, Any], family: Family, rank: int, alpha: float) -
             raise InvalidRequestError(f"{CONFIG}: {field}: {_short(pattern)} is not an object")
         for module, value in pattern.items():
             rows = family.lora.split.get(module)
-            if rows is None or value != one * len(rows.projections) or module not in ranks or module not in alphas:
+            parts = 2 if experts and module == GATE_UP else 0 if rows is None else len(rows.projections)
+            if not parts or value != one * parts or module not in ranks or module not in alphas:
                 raise InvalidRequestError(
                     f"{CONFIG}: {field}: {_short({module: value})} is not supported: an adapter here has one rank and "
                     f"one scale; these are r {rank} and lora_alpha {alpha:g}"
