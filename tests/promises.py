@@ -43,7 +43,7 @@ PROMISES = (
     Promise(
         "3",
         "Optimizer settings are those of each step",
-        "betas-ignored eps-ignored weight-decay-coupled clip-norm-ignored clip-norm-0-is-1 "
+        "betas-ignored eps-ignored weight-decay-coupled clip-norm-ignored clip-norm-0-is-1 one-pass-of-another-step "
         "only-the-learning-rate-used another-optimizer-is-adamw",
     ),
     Promise(
@@ -120,7 +120,7 @@ PROMISES = (
         "Each run follows the order of seq_id; a duplicate runs once; gaps are skipped and closed; runs share calls",
         "order-of-arrival duplicates-run-twice gap-not-skipped-by-a-step gap-waited-for-for-ever "
         "impatient-with-gaps skipped-id-stays-open skipped-gap-forgotten one-request-per-call "
-        "columns-of-other-adapters-count ranks-without-bound",
+        "columns-of-other-adapters-count ranks-without-bound rows-by-expert-alone",
     ),
     Promise(
         "13",
@@ -595,6 +595,7 @@ MISTAKES = (
         "draft-layers-taken-for-layers exports-with-paths-of-transformers tied-head-as-a-tensor-of-its-own "
         "merged-into-the-tied-embedding "
         "exported-with-the-hosted-names tower-merged-into-the-decoder export-not-compared export-overwrites "
+        "columns-of-experts-by-expert scale-of-gate-and-up-halved gate-and-up-side-by-side-in-gpt-oss "
         "models-not-recorded "
         "export-beside-its-encrypted-form encrypted-for-the-first-recipient-alone "
         "untied-head-named-as-a-tied-one export-is-a-checkpoint folder-names-the-first-of-a-models-names",
@@ -607,7 +608,8 @@ MISTAKES = (
         "import-loads-a-fresh-adapter import-goes-on-from-a-fresh-adapter adapter-of-another-base-imported "
         "file-of-a-tar-archive-chosen-by-the-archive "
         "truncated-tar-archive-accepted half-an-import-stays imports-belong-to-everybody rslora-of-joined-parts-taken "
-        "imports-need-a-tower header-of-any-length-parsed checkpoint-written-after-its-deletion",
+        "imports-need-a-tower header-of-any-length-parsed checkpoint-written-after-its-deletion "
+        "experts-that-share-nothing-taken beside-the-blocks-of-experts-dropped",
         ("e2e/test_imports_on_real_models.py::test_what_peft_wrote_samples_and_trains_as_pefts_model",),
     ),
     Promise(

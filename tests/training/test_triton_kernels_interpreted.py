@@ -11,6 +11,21 @@ from pathlib import Path
 import pytest
 
 
+@pytest.mark.mutation(
+    "rows-by-expert-alone",
+    "training/experts.py",
+    "experts = experts * several + owners.of_tokens[:, None]",
+    "experts = experts * several",
+)
+@pytest.mark.mutation(
+    "last-tile-of-a-group-left-out",
+    "triton_experts.py",
+    "(bounds.diff() + (_ROWS - 1)) // _ROWS",
+    "bounds.diff() // _ROWS",
+)
+@pytest.mark.mutation(
+    "gradient-of-experts-without-their-share", "triton_experts.py", "grad_value *= share[:, None]", "grad_value *= 1.0"
+)
 def test_triton_kernels_equal_plain_torch_in_the_interpreter() -> None:
     pytest.importorskip("triton")
     cases = Path(__file__).with_name("kernel_cases.py")
