@@ -1,5 +1,5 @@
-"""One shape of `families.py`: `python -m measurements.one_family SCALE SHAPE FOLDER [trace] [parts] [without_loops]` prints its
-lines."""
+"""One shape of `families.py`, as lines: `python -m measurements.one_family SCALE SHAPE FOLDER [trace] [parts]
+[without_loops]`."""
 
 import dataclasses
 import json
