@@ -44,8 +44,11 @@ class Outcome:
 
 def run(arguments: Sequence[str], limit: float, log: TextIO, checkout: Path = BENCHMARKS.parent) -> Outcome:
     """Run `python -m …` on the project from `checkout` with a time limit; return its lines and write its other output
-    to `log`. At the limit, kill it and everything that it started."""
+    to `log`. At the limit, kill it and everything that it started, and so when this process is told to end: what goes
+    on running would hold the GPU's memory."""
     start = time.monotonic()
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     process = subprocess.Popen(
         [sys.executable, "-m", *arguments],
         stdout=subprocess.PIPE,

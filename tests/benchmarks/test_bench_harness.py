@@ -1,10 +1,15 @@
 """The benchmarks' harness, without a model. The measurements themselves run in `make bench-tiny`."""
 
 import io
+import subprocess
+import sys
+import time
 from datetime import datetime
 from pathlib import Path
 
 import pytest
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
 def test_a_full_step_of_text_has_the_tokens_that_baselines_are_known_for() -> None:
@@ -239,3 +244,26 @@ def test_nested_operators_of_the_cpu_count_for_what_they_do_themselves() -> None
     for event in device_events(events, on_gpu=False):
         own[event.name] = own.get(event.name, 0) + event.duration
     assert own == {"linear": 50, "mm": 50, "copy_": 10, "add": 20}
+
+
+def test_a_run_that_is_told_to_end_leaves_no_process_behind() -> None:
+    waiting = "processes.run(['timeit', '-n1', '-r1', 'import time; time.sleep(600)'], 600, sys.stderr)"
+    program = f"import sys; sys.path.insert(0, {str(BENCHMARKS)!r}); from harness import processes; {waiting}"
+    started = subprocess.Popen([sys.executable, "-c", program])
+    children = Path(f"/proc/{started.pid}/task/{started.pid}/children")
+    while not (found := children.read_text().split()):
+        time.sleep(0.05)
+    started.terminate()
+    assert started.wait(60) == 143
+    deadline = time.monotonic() + 60
+    while any(is_running(int(child)) for child in found):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def is_running(process: int) -> bool:
+    try:
+        status = Path(f"/proc/{process}/status").read_text()
+    except FileNotFoundError:
+        return False
+    return "State:\tZ" not in status

@@ -4,7 +4,7 @@ softmax attention with a gate on its output. Images as in Qwen3-VL, without Deep
 from dataclasses import replace
 from typing import Any
 
-from tinker_local.backend.families.family import Family, LoraNames, SplitRows
+from tinker_local.backend.families.family import Family, LoraNames, SplitRows, VLLMHead
 from tinker_local.backend.families.qwen_vision import VISION, mrope_position_ids
 
 
@@ -20,6 +20,7 @@ TEXT = Family(
         split={"in_proj_qkv": _QKV},
     ),
     position_ids=mrope_position_ids,  # before transformers 5.19 the text model alone takes no others either
+    vllm_head=VLLMHead("qwen3_5", "Qwen3_5ForCausalLMBase"),  # vLLM 0.32 declares it
     tool_parser="qwen3_coder",
 )
 

@@ -71,5 +71,5 @@ def free_bytes(device: "torch.device") -> int | None:
     free, total = torch.cuda.mem_get_info(device)
     allocated = torch.cuda.memory_allocated(device)
     unused = torch.cuda.memory_reserved(device) - allocated
-    allowed = torch.cuda.get_per_process_memory_fraction(device) * total - allocated
+    allowed = torch.cuda.get_per_process_memory_fraction(device.index) * total - allocated
     return int(min(free + unused, allowed))
