@@ -2,7 +2,9 @@
 
 A segment is the contiguous positions of one sequence. Bounds are explicit, never inferred from position ids. Sliding
 windows, soft caps and sinks are part of the rule; positions of an image may see all of it. Legend: T positions, N query
-heads, M key-value heads (N is a multiple of M), D head size, B segments of one length L."""
+heads, M key-value heads (N is a multiple of M), D head size, B segments of one length L.
+
+Of a row that several ranks share, queries, keys, values, outputs and gradients are those of this rank's positions."""
 
 import itertools
 from collections.abc import Iterator
@@ -12,6 +14,7 @@ from functools import cached_property
 import numpy as np
 import torch
 from tinker_local.backend.training import compat_torch
+from tinker_local.backend.training.shared_rows import SharedRow
 from tinker_local.backend.training.transfer import to_device
 
 
@@ -32,12 +35,14 @@ class Run:
 class Segments:
     """The `lengths` of the segments that tile a row, in order, and their bounds on the device for attention kernels.
 
-    `images`: start and stop in the row of each image whose positions also see those after them in the image.
+    `images`: start and stop in the row of each image whose positions also see those after them in the image. `shared`:
+    if several ranks share the row. All else is of the whole row.
     """
 
     lengths: tuple[int, ...]
     device: torch.device
     images: tuple[tuple[int, int], ...] = ()
+    shared: SharedRow | None = None
 
     @cached_property
     def runs(self) -> tuple[Run, ...]:
@@ -91,9 +96,20 @@ def attend(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, segments: Segments, rule: AttentionRule
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Attend: `query` [T, N, D]; `key`, `value` [T, M, D], rows may be strided -> output [T, N, D], and the `logsumexp`
-    for `attend_backward` (None if it needs none). T is the sum of the segments' lengths."""
+    for `attend_backward` (None if it needs none). T is the sum of the segments' lengths. Of a shared row, the
+    `logsumexp` is that of this rank's heads."""
     if query.is_meta:  # it has no values; kernels give the output this layout
         return query.new_empty(query.shape), None
+    if (shared := segments.shared) is None:
+        return _attend(query, key, value, segments, rule)
+    output, logsumexp = _attend(*shared.to_heads(query, key, value), segments, shared.of_heads(rule))
+    return shared.to_rows(output)[0], logsumexp
+
+
+def _attend(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, segments: Segments, rule: AttentionRule
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """`attend` where all positions are on this rank."""
     if rule.softcap is None and not segments.images and compat_torch.flash_attention_works(query):
         output, logsumexp = compat_torch.flash_attention(
             query, key, value, segments.bounds, segments.longest, rule.scaling, causal=True, window=rule.window
@@ -121,6 +137,25 @@ def attend_backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The gradients of query, key and value from that of the output, [T, N, D]. The other arguments are the inputs and
     outputs of `attend`."""
+    if (shared := segments.shared) is None:
+        return _attend_backward(grad, query, key, value, output, logsumexp, segments, rule)
+    heads = shared.to_heads(grad, query, key, value, output)
+    grad_query, grad_key, grad_value = shared.to_rows(
+        *_attend_backward(*heads, logsumexp, segments, shared.of_heads(rule))
+    )
+    return grad_query, grad_key, grad_value
+
+
+def _attend_backward(
+    grad: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    output: torch.Tensor,
+    logsumexp: torch.Tensor | None,
+    segments: Segments,
+    rule: AttentionRule,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     if logsumexp is not None:
         # Output and logsumexp include the sinks, so the kernel recomputes the right weights and gradients from them.
         return compat_torch.flash_attention_backward(
@@ -129,7 +164,7 @@ def attend_backward(
     if _is_plain(rule, segments):
         with torch.enable_grad():
             leaves = [tensor.detach().requires_grad_() for tensor in (query, key, value)]
-            again, _ = attend(leaves[0], leaves[1], leaves[2], segments, rule)
+            again, _ = _attend(leaves[0], leaves[1], leaves[2], segments, rule)
             grad_query, grad_key, grad_value = torch.autograd.grad(again, leaves, grad)
         return grad_query, grad_key, grad_value
     grad_query = torch.empty_like(query)

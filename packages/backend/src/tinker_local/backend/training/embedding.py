@@ -7,7 +7,8 @@ from tinker_local.backend.training.attention import Segments
 from tinker_local.backend.training.decoder import PackedRow
 from tinker_local.backend.training.image_features import ImageFeatureCache
 from tinker_local.backend.training.load_model import LoadedModel
-from tinker_local.backend.training.packing import Packed
+from tinker_local.backend.training.packing import Part
+from tinker_local.backend.training.shared_rows import RowRanks, SharedRow
 from tinker_local.backend.training.transfer import to_device
 
 
@@ -15,47 +16,49 @@ from tinker_local.backend.training.transfer import to_device
 def packed_row(
     loaded: LoadedModel,
     images: ImageFeatureCache,
-    packed: Packed,
+    part: Part,
+    ranks: RowRanks,
     own: ImageFeatures | None = None,
     *,
     gradient: bool = False,
 ) -> PackedRow:
-    """Embed `packed` into one row of T positions. Image positions are explicit: an image pad id elsewhere is an
-    ordinary token. `own`: the features of `packed.own_images`. `gradient`: a backward gives those of image features."""
+    """Embed `part`, of a row that `ranks` share. Image positions are explicit: an image pad id elsewhere is an ordinary
+    token. `own`: the features of `part.own_images`. `gradient`: a backward gives those of image features."""
     device, family = loaded.device, loaded.family
     positions = np.concatenate(
-        [family.position_ids(loaded.model.config, item.datum.input) for item in packed.items], axis=1
-    )
+        [family.position_ids(loaded.model.config, item.datum.input) for item in part.packed.items], axis=1
+    )[:, part.start : part.stop]
     position_ids = to_device(positions if len(positions) == 1 else positions[:, None], device)
-    embeds = loaded.model.get_input_embeddings()(to_device(packed.token_ids, device))
+    embeds = loaded.model.get_input_embeddings()(to_device(part.packed.token_ids[part.start : part.stop], device))
     whole = family.vision is not None and family.vision.whole_images
-    segments = Segments(packed.lengths, device, packed.image_bounds if whole else ())
-    if not packed.images and own is None:
+    shared = None if ranks.size == 1 else SharedRow(ranks, part.counts)
+    segments = Segments(part.packed.lengths, device, part.packed.image_bounds if whole else (), shared)
+    if not part.images and own is None:
         return PackedRow(embeds, position_ids, segments)
-    features = joined([*([images.features(packed.images)] if packed.images else []), *([own] if own else [])])
-    image_rows = to_device(packed.image_rows, device)
-    feature_rows = to_device(packed.feature_rows, device)
+    features = joined([*([images.features(part.images)] if part.images else []), *([own] if own else [])])
+    image_rows = to_device(part.image_rows, device)
+    feature_rows = to_device(part.feature_rows, device)
     embeds.index_copy_(0, image_rows, features.embeds[feature_rows].to(embeds.dtype))
     deepstack = tuple(level[feature_rows] for level in features.deepstack)
     grad_deepstack = tuple(torch.zeros_like(level, dtype=embeds.dtype) for level in deepstack) if gradient else ()
     return PackedRow(embeds, position_ids, segments, image_rows, deepstack, grad_deepstack)
 
 
-def own_gradients(packed: Packed, row: PackedRow, grad_embeds: torch.Tensor) -> ImageFeatures:
-    """The gradients of the features of `packed.own_images`, summed over the places of each image. `row`: after the
+def own_gradients(part: Part, row: PackedRow, grad_embeds: torch.Tensor) -> ImageFeatures:
+    """The gradients of the features of `part.own_images`, summed over the places of each image. `row`: after the
     backward, which gave `grad_embeds` [T, H]."""
-    first = sum(image.num_tokens for image in packed.images)
-    count = sum(image.num_tokens for _, image in packed.own_images)
-    places = np.flatnonzero(packed.feature_rows >= first)
+    first = sum(image.num_tokens for image in part.images)
+    count = sum(image.num_tokens for _, image in part.own_images)
+    places = np.flatnonzero(part.feature_rows >= first)
     device = grad_embeds.device
-    rows = to_device(packed.feature_rows[places] - first, device)
+    rows = to_device(part.feature_rows[places] - first, device)
 
     def summed(gradients: torch.Tensor, of: torch.Tensor) -> torch.Tensor:
         return gradients.new_zeros(count, gradients.shape[1]).index_add_(0, rows, gradients[of])
 
     levels = to_device(places, device)
     return ImageFeatures(
-        summed(grad_embeds, to_device(packed.image_rows[places], device)),
+        summed(grad_embeds, to_device(part.image_rows[places], device)),
         tuple(summed(level, levels) for level in row.grad_deepstack),
     )
 

@@ -4,7 +4,8 @@ All connections are over the loopback interface.
 """
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import TypeVar
 
@@ -12,13 +13,17 @@ import torch
 import torch.distributed as dist
 from tinker_local.backend.process.child import message_of
 from tinker_local.backend.training.ranks import Ranks
+from tinker_local.backend.training.shared_rows import RowLeftError, RowRanks
 from tinker_local.backend.training.trainer import Seat
 from tinker_local.types import InternalError
 
 T = TypeVar("T")
 
-DONE, LACKED_MEMORY, FAILED = range(3)
-"""How an attempt ended on a rank."""
+DONE, LACKED_MEMORY, FAILED, LEFT = range(4)
+"""How an attempt ended on a rank; `LEFT`: because another one that shares its row lacked memory or failed."""
+
+GONE = -1
+"""What a rank that fails says to those that share its row."""
 
 FOREVER = timedelta(days=1)
 """The server limits the time of a call and ends processes that take longer."""
@@ -55,7 +60,7 @@ class JoinedRanks(Ranks):
         except Exception as raised:
             error = raised
         try:
-            ended = DONE if error is None else LACKED_MEMORY if isinstance(error, torch.OutOfMemoryError) else FAILED
+            ended = _ended(error)
             words = [word for (word,) in self.gather([ended])]
             if FAILED in words:
                 failed = words.index(FAILED)
@@ -101,9 +106,70 @@ class JoinedRanks(Ranks):
                 f"({'; '.join(sorted(differing))}); load a checkpoint"
             )
 
+    def share_rows(self, size: int, device: torch.device) -> RowRanks:
+        """See `Ranks.share_rows`."""
+        alone = super().share_rows(size, device)
+        return alone if size == 1 else JoinedRowRanks(size, device)
+
     def _quoted(self, rank: int, error: Exception | None) -> str:
         """The beginning of the text of the error on `rank`."""
         said = "" if error is None else message_of(error)
         # Nothing here may fail on one rank alone, whatever the error says.
         text = f"{type(error).__name__}: {said}".encode(errors="replace")[:_QUOTED_BYTES].ljust(_QUOTED_BYTES, b"\0")
         return bytes(self.gather(list(text))[rank]).rstrip(b"\0").decode(errors="replace")
+
+
+class JoinedRowRanks(RowRanks):
+    """See `RowRanks`: each `size` ranks in a row. Connects, on all ranks."""
+
+    def __init__(self, size: int, device: torch.device) -> None:
+        self.size = size
+        self.rank = dist.get_rank() % size
+        self._group, _ = dist.new_subgroups(size, timeout=FOREVER)
+        if device.type == "cuda":  # as above: NCCL takes its memory now
+            self.add_up(torch.zeros(1, device=device))
+            self.exchange(torch.zeros(size, 1, device=device), [1] * size, [1] * size)
+
+    @contextmanager
+    def sharing(self) -> Iterator[None]:
+        """See `RowRanks.sharing`."""
+        try:
+            yield
+        except RowLeftError:
+            raise
+        except Exception:
+            self._least(GONE)
+            raise
+        self.least(0)
+
+    def least(self, number: int) -> int:
+        """See `RowRanks.least`."""
+        found = self._least(number)
+        if found == GONE:
+            raise RowLeftError
+        return found
+
+    def add_up(self, tensor: torch.Tensor) -> None:
+        """See `RowRanks.add_up`."""
+        self.least(0)
+        dist.all_reduce(tensor, group=self._group)
+
+    def exchange(self, send: torch.Tensor, sent: Sequence[int], received: Sequence[int]) -> torch.Tensor:
+        """See `RowRanks.exchange`."""
+        found = send.new_empty(sum(received), *send.shape[1:])
+        self.least(0)
+        dist.all_to_all_single(found, send, [*received], [*sent], group=self._group)
+        return found
+
+    def _least(self, number: int) -> int:
+        least = torch.tensor([number])
+        dist.all_reduce(least, dist.ReduceOp.MIN, group=self._group)
+        return int(least)
+
+
+def _ended(error: Exception | None) -> int:
+    if error is None:
+        return DONE
+    if isinstance(error, RowLeftError):
+        return LEFT
+    return LACKED_MEMORY if isinstance(error, torch.OutOfMemoryError) else FAILED

@@ -28,7 +28,8 @@ the derivative of the loss with respect to the logprobs at the places, [m]; 0 fo
 @dataclass(frozen=True, slots=True, eq=False)
 class Targets:
     """Which token each row predicts, on the host. `rows` [M] ascending, `ids` [M]; `active` bool [M]: not masked;
-    `prepass` bool [M]: the derivatives of other targets depend on this one's logprob."""
+    `prepass` bool [M]: the derivatives of other targets depend on this one's logprob. Rows below 0 and from T on are
+    those of other ranks."""
 
     rows: Int64Array
     ids: Int64Array
@@ -62,22 +63,30 @@ class LmHead:
     rule: LogitRule = PLAIN_LOGITS
 
     def logprobs(self, hidden: torch.Tensor, targets: Targets, low_rank: LowRank | None) -> torch.Tensor:
-        """log softmax(logits)[id] for each target, [M] on the device. `hidden` [T, H]."""
-        result = torch.empty(len(targets.rows), dtype=self.dtype, device=hidden.device)
+        """log softmax(logits)[id] for each target, [M] on the device; 0 for those that no row of `hidden` [T, H]
+        predicts."""
+        result = torch.zeros(len(targets.rows), dtype=self.dtype, device=hidden.device)
         self._forward(hidden, targets, np.unique(targets.rows), low_rank, result)
         return result
 
     def logprobs_and_gradient(
-        self, hidden: torch.Tensor, targets: Targets, low_rank: LowRank | None, derive: Derive
+        self,
+        hidden: torch.Tensor,
+        targets: Targets,
+        low_rank: LowRank | None,
+        derive: Derive,
+        complete: Callable[[torch.Tensor], None] = lambda _: None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Logprobs [M], and the gradient with respect to `hidden` [T, H] of the loss that `derive` differentiates. Adds
-        the gradients of `low_rank` to its own."""
-        logprobs = torch.empty(len(targets.rows), dtype=self.dtype, device=hidden.device)
+        """Logprobs [M] as of `logprobs`, and the gradient with respect to `hidden` [T, H] of the loss that `derive`
+        differentiates. Adds the gradients of `low_rank` to its own. `complete`: adds to the logprobs, between prepass
+        and gradient, those that other ranks know."""
+        logprobs = torch.zeros(len(targets.rows), dtype=self.dtype, device=hidden.device)
         grad_hidden = torch.zeros_like(hidden)
         active_rows = np.unique(targets.rows[targets.active])
         before = np.union1d(np.setdiff1d(targets.rows, active_rows), targets.rows[targets.prepass])
         self._forward(hidden, targets, before, low_rank, logprobs)
-        for chunk in self._chunks(active_rows, targets, hidden.device):
+        complete(logprobs)
+        for chunk in self._chunks(_within(active_rows, hidden), targets, hidden.device):
             self._gradient(chunk, hidden, low_rank, derive, logprobs, grad_hidden)
         return logprobs, grad_hidden
 
@@ -85,7 +94,7 @@ class LmHead:
         self, hidden: torch.Tensor, targets: Targets, rows: Int64Array, low_rank: LowRank | None, result: torch.Tensor
     ) -> None:
         """Write the logprobs of the targets of `rows` to `result`."""
-        for chunk in self._chunks(rows, targets, hidden.device):
+        for chunk in self._chunks(_within(rows, hidden), targets, hidden.device):
             logits, _, _ = self._logits(hidden[chunk.rows], chunk, low_rank)
             result[chunk.places] = self._target_logprobs(logits, chunk, self.kernels.logsumexp(logits))
 
@@ -167,6 +176,10 @@ class LmHead:
             _, same = np.unique(local_rows * len(self.weight) + ids, return_inverse=True)
             arrays = (chunk, places, local_rows, ids, same)
             yield _Chunk(places, *(to_device(array, device) for array in arrays))
+
+
+def _within(rows: Int64Array, hidden: torch.Tensor) -> Int64Array:
+    return rows[(rows >= 0) & (rows < len(hidden))]
 
 
 def _sums(values: torch.Tensor, into: torch.Tensor, count: int) -> torch.Tensor:

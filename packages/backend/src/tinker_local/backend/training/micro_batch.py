@@ -22,8 +22,9 @@ from tinker_local.backend.training.lora import HEAD, Adapter, AdapterSlice, grou
 from tinker_local.backend.training.lora_batch import LoraBatch
 from tinker_local.backend.training.losses import LOSSES
 from tinker_local.backend.training.losses.loss_evaluation import LossEvaluation
-from tinker_local.backend.training.packing import Item, Packed, pack, spans
+from tinker_local.backend.training.packing import Item, Packed, Part, pack, part_of, spans
 from tinker_local.backend.training.recompute_policy import RecomputePolicy, free_bytes
+from tinker_local.backend.training.shared_rows import ONE_HAS_ALL, RowRanks
 from tinker_local.backend.training.trainer import TrainWork
 from tinker_local.backend.training.vision_tower import TowerPass
 from tinker_local.types import ApiError, InvalidRequestError
@@ -66,6 +67,7 @@ class MicroBatchRunner:
 
     `float_dtype`: of logprobs, losses and adapters. `activation_bytes`: limit for activations; on a GPU they also never
     take more than is free. None: what a row of `usual_tokens` takes without recomputation (on the CPU: no limit).
+    `row_ranks`: the ranks that share each row, of whose positions this one then computes a part.
     """
 
     def __init__(
@@ -76,6 +78,7 @@ class MicroBatchRunner:
         float_dtype: torch.dtype,
         activation_bytes: int | None,
         usual_tokens: int,
+        row_ranks: RowRanks = ONE_HAS_ALL,
     ) -> None:
         text_targets = [*loaded.decoder.targets, loaded.head_target]
         # The tower comes last, so that the same seed gives the others the same numbers with and without it.
@@ -83,6 +86,7 @@ class MicroBatchRunner:
         self.activation_bytes = activation_bytes
         self._groups = groups_of(text_targets)
         self._usual_tokens = usual_tokens
+        self._row_ranks = row_ranks
         self._loaded = loaded
         self.float_dtype = float_dtype
         self._images = ImageFeatureCache(self._encode_images, image_cache_bytes)
@@ -120,30 +124,35 @@ class MicroBatchRunner:
         *,
         gradient: bool,
     ) -> tuple[Pending, Sequence[Gradients]]:
-        """Start the computation for `packed`; with `gradient`, also of its adapters' gradients."""
-        targets = _targets(packed, works)
+        """Start the computation for `packed`, or for this rank's part of it; with `gradient`, also of its adapters'
+        gradients. Ranks that share the row call this together."""
+        part, ranks = part_of(packed, self._row_ranks), self._row_ranks
+        targets = _targets(part, works)
         gradient = gradient and bool(targets.active.any())
-        batch = self._lora_batch(packed, adapters, gradient=gradient)
+        batch = self._lora_batch(part, adapters, gradient=gradient)
 
         # 1. Tokens and images to hidden states [T, H].
-        tower = self._tower_pass(packed, adapters, gradient=gradient)
+        tower = self._tower_pass(part, adapters, gradient=gradient)
         own = None if tower is None else tower.features
-        row = packed_row(self._loaded, self._images, packed, own, gradient=gradient and tower is not None)
+        row = packed_row(self._loaded, self._images, part, ranks, own, gradient=gradient and tower is not None)
         del own
         groups = batch.trained() if gradient else []
-        through_decoder = any(group != HEAD for group in groups) or (gradient and tower is not None)
-        done = self._decoder.forward(row, batch, self._policy(packed, batch) if through_decoder else None, walk)
+        # By the whole row, since all of its ranks must do the same.
+        through_decoder = any(group != HEAD for group in groups) or (gradient and bool(packed.own_images))
+        done = self._decoder.forward(row, batch, self._policy(part, batch) if through_decoder else None, walk)
         if tower is None:
             del row
 
         # 2. Hidden states to logprobs of the targets, and the gradient of all losses with respect to hidden states.
         losses = LossEvaluation(packed, works, self.float_dtype, self._loaded.device)
         walk.head()
+        complete = self._row_ranks.add_up if targets.prepass.any() else lambda _: None
         if not gradient:
             logprobs = self._head.logprobs(done.hidden, targets, batch.group(HEAD))
-            losses.derive(np.arange(len(targets.rows)), logprobs)
-            return Pending(packed, losses.numbers(logprobs)), ()
-        found = [*self._head.logprobs_and_gradient(done.hidden, targets, batch.group(HEAD), losses.derive)]
+            complete(logprobs)
+            losses.derive(np.arange(part.targets.start, part.targets.stop), logprobs)
+            return Pending(packed, _own(losses.numbers(logprobs), part)), ()
+        found = [*self._head.logprobs_and_gradient(done.hidden, targets, batch.group(HEAD), losses.derive, complete)]
         logprobs = found[0]
 
         # 3. Back through the decoder, which alone holds the gradient from here on, and the vision tower.
@@ -151,9 +160,9 @@ class MicroBatchRunner:
         if through_decoder:
             grad_embeds = done.backward(found.pop())
             if tower is not None:
-                tower.backward(own_gradients(packed, row, grad_embeds))
+                tower.backward(own_gradients(part, row, grad_embeds))
                 gradients.append(Gradients(tower.lora, tuple(tower.lora.trained())))
-        return Pending(packed, losses.numbers(logprobs)), gradients
+        return Pending(packed, _own(losses.numbers(logprobs), part)), gradients
 
     @staticmethod
     def finish(pending: Pending) -> Computed:
@@ -172,40 +181,44 @@ class MicroBatchRunner:
     @torch.no_grad()
     def logprobs(self, items: Sequence[Item], adapters: Mapping[str, Adapter]) -> torch.Tensor:
         """Compute only the logprobs of the targets of `items` in one row, [M] on the host."""
-        with self.walk(backward=False) as walk:  # all that may fail on one rank alone
+        with self.walk(backward=False) as walk, self._row_ranks.sharing():  # all that may fail on one rank alone
             packed = pack(items, self._loaded.vocab_size, towers_of(adapters))
-            batch = self._lora_batch(packed, adapters, gradient=False)
+            part, ranks = part_of(packed, self._row_ranks), self._row_ranks
+            batch = self._lora_batch(part, adapters, gradient=False)
             none = np.zeros(len(packed.target_rows), np.bool_)
-            targets = Targets(packed.target_rows, packed.target_ids, active=none, prepass=none)
-            tower = self._tower_pass(packed, adapters, gradient=False)
-            row = packed_row(self._loaded, self._images, packed, None if tower is None else tower.features)
+            targets = Targets(packed.target_rows - part.start, packed.target_ids, active=none, prepass=none)
+            tower = self._tower_pass(part, adapters, gradient=False)
+            row = packed_row(self._loaded, self._images, part, ranks, None if tower is None else tower.features)
             done = self._decoder.forward(row, batch, None, walk)
             walk.head()
-            return self._head.logprobs(done.hidden, targets, batch.group(HEAD)).cpu()
+            logprobs = self._head.logprobs(done.hidden, targets, batch.group(HEAD))
+            ranks.add_up(logprobs)
+            return logprobs.cpu()
 
-    def _lora_batch(self, packed: Packed, adapters: Mapping[str, Adapter], *, gradient: bool) -> LoraBatch:
-        slices = _slices(packed, adapters)
+    def _lora_batch(self, part: Part, adapters: Mapping[str, Adapter], *, gradient: bool) -> LoraBatch:
+        slices = _slices(part, adapters)
         return LoraBatch(self._groups, slices, self._loaded.dtype, self.float_dtype, gradient=gradient)
 
-    def _tower_pass(self, packed: Packed, adapters: Mapping[str, Adapter], *, gradient: bool) -> TowerPass | None:
+    def _tower_pass(self, part: Part, adapters: Mapping[str, Adapter], *, gradient: bool) -> TowerPass | None:
         """The vision tower over the images of adapters that train it; None without any."""
-        if not packed.own_images or self._loaded.tower is None:
+        if not part.own_images or self._loaded.tower is None:
             return None
-        images = [(adapters[adapter_id], image) for adapter_id, image in packed.own_images]
+        images = [(adapters[adapter_id], image) for adapter_id, image in part.own_images]
         return self._loaded.tower.forward(images, self._loaded.dtype, self.float_dtype, gradient=gradient)
 
     def _encode_images(self, images: Sequence[RenderedImage]) -> ImageFeatures:
         assert self._loaded.tower is not None, "images for a text model are refused before they are packed"
         return self._loaded.tower.encode(images)
 
-    def _policy(self, packed: Packed, batch: LoraBatch) -> RecomputePolicy:
-        """Choose what each layer keeps. Reserves the head's logits, which exist while activations are kept."""
+    def _policy(self, part: Part, batch: LoraBatch) -> RecomputePolicy:
+        """Choose what each layer keeps, alike on all ranks that share the row. Reserves the head's logits, which exist
+        while activations are kept."""
         budget, free = self.activation_bytes, free_bytes(self._loaded.device)
         if free is not None:
             free = int(_PLANNED_SHARE * free) - self._head.chunk_elements * self._loaded.dtype.itemsize
             usual = self._decoder.memory(self._usual_tokens, batch.columns).everything
-            budget = min(free, usual if budget is None else budget)
-        return self._decoder.memory(len(packed.token_ids), batch.columns).policy(budget)
+            budget = self._row_ranks.least(max(0, min(free, usual if budget is None else budget)))
+        return self._decoder.memory(max(part.counts), batch.columns).policy(budget)
 
 
 def towers_of(adapters: Mapping[str, Adapter]) -> set[str | None]:
@@ -213,7 +226,16 @@ def towers_of(adapters: Mapping[str, Adapter]) -> set[str | None]:
     return {adapter_id for adapter_id, adapter in adapters.items() if adapter.config.train_vision}
 
 
-def _targets(packed: Packed, works: Mapping[int, TrainWork]) -> Targets:
+def _own(numbers: torch.Tensor, part: Part) -> torch.Tensor:
+    """`numbers` [3, M] with 0 for the targets of other ranks."""
+    numbers[:, : part.targets.start] = 0
+    numbers[:, part.targets.stop :] = 0
+    return numbers
+
+
+def _targets(part: Part, works: Mapping[int, TrainWork]) -> Targets:
+    """Those of the whole row, with rows counted from the first of this rank."""
+    packed = part.packed
     active, prepass = [], []
     for item in packed.items:
         loss, inputs = LOSSES[works[item.work].loss_fn], item.datum.loss_inputs
@@ -224,16 +246,18 @@ def _targets(packed: Packed, works: Mapping[int, TrainWork]) -> Targets:
             if loss.per_datum_input is None
             else is_active.any() & (inputs[loss.per_datum_input] != 0)
         )
-    return Targets(packed.target_rows, packed.target_ids, np.concatenate(active), np.concatenate(prepass))
+    rows = packed.target_rows - part.start
+    return Targets(rows, packed.target_ids, np.concatenate(active), np.concatenate(prepass))
 
 
-def _slices(packed: Packed, adapters: Mapping[str, Adapter]) -> list[AdapterSlice]:
-    """The rows of each adapter; an adapter's items are adjacent."""
+def _slices(part: Part, adapters: Mapping[str, Adapter]) -> list[AdapterSlice]:
+    """The rows of each adapter, also of those without any on this rank; an adapter's items are adjacent."""
     slices: list[AdapterSlice] = []
-    for adapter_id, group in itertools.groupby(packed.items, key=lambda item: item.adapter_id):
-        start = slices[-1].stop if slices else 0
-        stop = start + sum(item.length for item in group)
-        slices.append(AdapterSlice(None if adapter_id is None else adapters[adapter_id], start, stop))
+    at, rows = -part.start, part.stop - part.start
+    for adapter_id, group in itertools.groupby(part.packed.items, key=lambda item: item.adapter_id):
+        start, at = at, at + sum(item.length for item in group)
+        adapter = None if adapter_id is None else adapters[adapter_id]
+        slices.append(AdapterSlice(adapter, min(max(start, 0), rows), min(max(at, 0), rows)))
     return slices
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 from tinker_local.backend.rendering.rendered_input import RenderedImage
+from tinker_local.backend.training.shared_rows import RowRanks, counts_of
 from tinker_local.backend.training.trainer import TrainDatum, TrainWork
 
 Int64Array = npt.NDArray[np.int64]
@@ -143,6 +144,51 @@ def pack(items: Sequence[Item], vocab_size: int, towers: Collection[str | None] 
         own_images=own_images,
         image_rows=image_rows,
         feature_rows=feature_rows,
+    )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Part:
+    """The positions [start, stop) of the row `packed` that this rank has: all, or `counts[rank]` of a row that ranks
+    share. `targets`: the slice of those that these positions predict. `images`, `own_images`, `image_rows` (counted
+    from `start`) and `feature_rows`: as of `Packed`, for these positions."""
+
+    packed: Packed
+    counts: tuple[int, ...]
+    start: int
+    stop: int
+    targets: slice
+    images: Sequence[RenderedImage]
+    own_images: Sequence[tuple[str, RenderedImage]]
+    image_rows: Int64Array
+    feature_rows: Int64Array
+
+
+def part_of(packed: Packed, ranks: RowRanks) -> Part:
+    """This rank's part of a row that `ranks` share."""
+    counts = counts_of(len(packed.token_ids), ranks.size)
+    start = sum(counts[: ranks.rank])
+    stop = start + counts[ranks.rank]
+    first, last = (int(place) for place in np.searchsorted(packed.target_rows, (start, stop)))
+    here = slice(*np.searchsorted(packed.image_rows, (start, stop)))
+    # The features of those images alone that have a position here.
+    sizes = np.array([image.num_tokens for image in [*packed.images, *(image for _, image in packed.own_images)]])
+    ends, rows = np.cumsum(sizes), packed.feature_rows[here]
+    image_of = np.searchsorted(ends, rows, side="right")
+    used = np.zeros(len(sizes), np.bool_)
+    used[image_of] = True
+    skipped = np.cumsum(np.where(used, 0, sizes))
+    images, own_images = used[: len(packed.images)], used[len(packed.images) :]
+    return Part(
+        packed=packed,
+        counts=counts,
+        start=start,
+        stop=stop,
+        targets=slice(first, last),
+        images=[image for image, needed in zip(packed.images, images, strict=True) if needed],
+        own_images=[each for each, needed in zip(packed.own_images, own_images, strict=True) if needed],
+        image_rows=packed.image_rows[here] - start,
+        feature_rows=rows - skipped[image_of],
     )
 
 

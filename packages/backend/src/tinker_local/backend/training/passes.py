@@ -10,20 +10,22 @@ from tinker_local.backend.training.lora import Adapter
 from tinker_local.backend.training.micro_batch import MicroBatchRunner, Pending, towers_of
 from tinker_local.backend.training.packing import Item, Packed, items_of, pack, rounds
 from tinker_local.backend.training.ranks import Ranks
+from tinker_local.backend.training.shared_rows import RowRanks
 from tinker_local.backend.training.tally import Tally
 from tinker_local.backend.training.token_budget import TokenBudget
 from tinker_local.backend.training.trainer import TrainWork
 from tinker_local.types import NotEnoughMemoryError
 
 Round = Sequence[Sequence[Item]]
-"""Micro-batches that run at the same time, by rank; the last ranks may have none."""
+"""Micro-batches that run at the same time, by rank, or by group of ranks that share rows; the last may have none."""
 
 
 class Passes:
     """Fills micro-batches across requests and adapters, and runs each.
 
     `adapters` is read during a pass and must hold every adapter that its requests name. Every one of `ranks` computes
-    the same plan and runs its own micro-batches; after a pass, all have the results and gradients of all.
+    the same plan and runs its own micro-batches; after a pass, all have the results and gradients of all. `row_ranks`
+    run a micro-batch together, which then may have as many times the positions of the budget.
     """
 
     def __init__(
@@ -34,6 +36,7 @@ class Passes:
         vocab_size: int,
         device: torch.device,
         ranks: Ranks,
+        row_ranks: RowRanks,
     ) -> None:
         self._runner = runner
         self._adapters = adapters
@@ -41,6 +44,7 @@ class Passes:
         self._vocab_size = vocab_size
         self._device = device
         self._ranks = ranks
+        self._row_ranks = row_ranks
 
     def run(self, works: Mapping[int, TrainWork], *, gradient: bool) -> Tally:
         """Run all micro-batches of `works`. If memory runs out, the micro-batch is halved and tried again; a single
@@ -51,11 +55,12 @@ class Passes:
         waiting = deque(self._rounds(items_of(list(works.items()))))
         while waiting:
             batches = waiting.popleft()
-            here = self._ranks.rank
+            here = self._ranks.rank // self._row_ranks.size
             mine = batches[here] if here < len(batches) else ()
             backward = gradient and any(self._runner.goes_back(each, self._adapters, works) for each in batches)
             start = functools.partial(self._start, mine, works, tally, gradient=gradient, backward=backward)
-            started, lacked = self._ranks.attempt(start)
+            started, short = self._ranks.attempt(start)
+            lacked = sorted({rank // self._row_ranks.size for rank in short})
             done += [(each, started if at == here else None) for at, each in enumerate(batches) if at not in lacked]
             if lacked:
                 enough_memory = False
@@ -69,7 +74,8 @@ class Passes:
 
     def _rounds(self, items: Sequence[Item]) -> Sequence[Round]:
         columns = {item.adapter_id: self._adapters[str(item.adapter_id)].config.rank for item in items}
-        return rounds(items, self._budget.tokens, columns, self._ranks.size)
+        share = self._row_ranks.size
+        return rounds(items, self._budget.tokens * share, columns, self._ranks.size // share)
 
     def _start(
         self, items: Sequence[Item], works: Mapping[int, TrainWork], tally: Tally, *, gradient: bool, backward: bool
@@ -80,8 +86,11 @@ class Passes:
             if not items:
                 return None
             started: Pending
-            packed = pack(items, self._vocab_size, towers_of(self._adapters))
-            started, gradients = self._runner.run(packed, self._adapters, works, walk, gradient=gradient)
+            with self._row_ranks.sharing():
+                packed = pack(items, self._vocab_size, towers_of(self._adapters))
+                started, gradients = self._runner.run(packed, self._adapters, works, walk, gradient=gradient)
+                for each in gradients:
+                    tally.allocate(each, self._adapters)
             for each in gradients:
                 tally.add_gradients(each, self._adapters)
         return started
@@ -97,7 +106,8 @@ class Passes:
         larger = [items for items in lacked if len(items) > 1]
         if not larger:
             return waiting
-        self._budget.ran_out(max(sum(item.length for item in items) for items in larger))
+        tried = max(sum(item.length for item in items) for items in larger)
+        self._budget.ran_out(-(-tried // self._row_ranks.size))
         return self._rounds(
             [*itertools.chain(*larger), *(item for each in waiting for items in each for item in items)]
         )

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
 import torch
+from tinker_local.backend.training.shared_rows import ONE_HAS_ALL, RowRanks
 from tinker_local.backend.training.trainer import Seat
 
 T = TypeVar("T")
@@ -43,6 +44,13 @@ class Ranks:
     def compare(self, where: str, fingerprints: Callable[[], Mapping[str, int]]) -> None:
         """Raise InternalError, on all ranks, unless `fingerprints` returns the same numbers on each. The error names
         the ranks and the numbers that differ from those of rank 0. A single rank does not compute them."""
+
+    def share_rows(self, size: int, device: torch.device) -> RowRanks:
+        """The `size` ranks in a row, this one among them, that share each packed row; their tensors are on `device`. All
+        ranks call this. ValueError if they cannot be divided so."""
+        if self.size % size:
+            raise ValueError(f"context_parallel {size}: it must divide the number of ranks, {self.size}")
+        return ONE_HAS_ALL
 
 
 ONE_RANK = Ranks()

@@ -67,7 +67,8 @@ class HFTrainer:
     `image_cache_bytes`: limit for image features cached on the device. `module_gradient_norms`: `optim_step` also
     reports the norm of each module. `decoder`: runs the layers; "auto" means "written-out" if it supports them, else
     "autograd". `ranks`: the processes that share the work. `shards`: how many of them, in a row, hold one copy of the
-    layers and of an untied LM head together, each a part; 1: all are whole on each.
+    layers and of an untied LM head together, each a part; 1: all are whole on each. `context_parallel`: how many ranks,
+    in a row, share each micro-batch, which then has as many times `micro_batch_tokens`.
 
     A target outside the vocabulary is allowed where its coefficient is 0; its reported logprob is that of token 0.
     An `optim_step` without a gradient since the last one uses a zero gradient: AdamW's moments fade, weight decay
@@ -91,6 +92,7 @@ class HFTrainer:
         decoder: DecoderChoice = "auto",
         ranks: Ranks = ONE_RANK,
         shards: int = 1,
+        context_parallel: int = 1,
     ) -> None:
         loaded = load_model(model_path, dtype, device, decoder, max_context_length, shards)
         self.name = name
@@ -105,13 +107,14 @@ class HFTrainer:
         self._loaded = loaded
         self._float = torch.float64 if loaded.dtype == torch.float64 else torch.float32
         chunk = logit_chunk_elements or (CUDA_LOGITS if loaded.device.type == "cuda" else 2**26)
+        row_ranks = ranks.share_rows(context_parallel, loaded.device)
         self._runner = MicroBatchRunner(
-            loaded, chunk, image_cache_bytes, self._float, activation_memory_bytes, micro_batch_tokens
+            loaded, chunk, image_cache_bytes, self._float, activation_memory_bytes, micro_batch_tokens, row_ranks
         )
         self._module_gradient_norms = module_gradient_norms
         self._adapters: dict[str, Adapter] = {}
         self._ranks = ranks
-        self._passes = Passes(self._runner, self._adapters, self._budget, self.vocab_size, loaded.device, ranks)
+        self._passes = Passes(self._runner, self._adapters, self._budget, self.vocab_size, loaded.device, ranks, row_ranks)
 
     @property
     def images_encoded(self) -> int:
