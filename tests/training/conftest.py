@@ -47,16 +47,17 @@ VISION = {
 MROPE = {"rope_type": "default", "rope_theta": 1e4}
 
 
-def _qwen3(tied: bool, layers: int = 2) -> Any:
-    sizes = {**TEXT, "num_hidden_layers": layers}
+def _qwen3(tied: bool, layers: int = 2, kv_heads: int = 2) -> Any:
+    sizes = {**TEXT, "num_hidden_layers": layers, "num_attention_heads": 2 * kv_heads, "num_key_value_heads": kv_heads}
     return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**sizes, head_dim=16, tie_word_embeddings=tied))
 
 
-def _qwen3_vl(tied: bool) -> Any:
+def _qwen3_vl(tied: bool, kv_heads: int = 2) -> Any:
+    sizes = {**TEXT, "num_attention_heads": 2 * kv_heads, "num_key_value_heads": kv_heads}
     rope = {**MROPE, "mrope_section": [4, 2, 2], "mrope_interleaved": True}
     return transformers.Qwen3VLForConditionalGeneration(
         transformers.Qwen3VLConfig(
-            text_config=dict(**TEXT, head_dim=16, rope_parameters=rope),
+            text_config=dict(**sizes, head_dim=16, rope_parameters=rope),
             vision_config=dict(
                 **VISION, out_hidden_size=32, num_position_embeddings=16, deepstack_visual_indexes=[0, 1]
             ),
@@ -96,6 +97,8 @@ MODELS: dict[str, Callable[[], Any]] = {
     "qwen2_5_vl_tied": lambda: _qwen2_5_vl(True),
     "qwen3_vl": lambda: _qwen3_vl(True),
     "qwen3_vl_untied": lambda: _qwen3_vl(False),
+    "qwen3_untied_kv4": lambda: _qwen3(False, kv_heads=4),
+    "qwen3_vl_kv4": lambda: _qwen3_vl(True, kv_heads=4),
 }
 
 

@@ -339,9 +339,14 @@ def gathering(what: str, ranks: Ranks) -> None:
         os.environ["NCCL_P2P_DISABLE"] = str(int(what in BY_COLLECTIVES))
 
 
-def make_trainer(folder: Path, label: str, ranks: Ranks = ONE_RANK, shards: int | None = None) -> HFTrainer:
+def make_trainer(
+    folder: Path, label: str, ranks: Ranks = ONE_RANK, shards: int | None = None, context_parallel: int | None = None
+) -> HFTrainer:
+    """With `context_parallel`, of a model with four KV heads."""
     gathering(label, ranks)
     model, decoder, dtype = TRAINERS[SHARDED.get(label, label)]
+    if context_parallel is not None:
+        model = f"{model}_kv4"
     return HFTrainer(
         str(folder / model),
         name=model,
@@ -351,6 +356,7 @@ def make_trainer(folder: Path, label: str, ranks: Ranks = ONE_RANK, shards: int 
         micro_batch_tokens=64,
         ranks=ranks,
         shards=(shards or ranks.size) if label in SHARDED else 1,
+        context_parallel=context_parallel or 1,
     )
 
 

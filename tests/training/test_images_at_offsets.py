@@ -52,9 +52,9 @@ def test_positions_equal_those_of_transformers(family: str, images: Any, make: A
 @pytest.mark.mutation(
     "pad-ids-found-by-the-trainer",
     "embedding.py",
-    "image_rows = to_device(packed.image_rows, device)",
-    "image_rows = to_device(np.flatnonzero(packed.token_ids =="
-    " loaded.model.config.image_token_id)[: len(packed.image_rows)], device)",
+    "image_rows = to_device(part.image_rows, device)",
+    "image_rows = to_device(np.flatnonzero(part.packed.token_ids =="
+    " loaded.model.config.image_token_id)[: len(part.image_rows)], device)",
 )
 @pytest.mark.parametrize("family", VISION)
 def test_a_pad_id_that_came_as_text_is_text(family: str, make: Any, trainer: Any, model_path: Any) -> None:

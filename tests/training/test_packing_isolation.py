@@ -33,8 +33,8 @@ def with_other_tokens(datum: Any, make: Any) -> Any:
 @pytest.mark.mutation(
     "one-segment-for-all",
     "embedding.py",
-    "Segments(packed.lengths, device,",
-    "Segments((sum(packed.lengths),), device,",
+    "Segments(part.packed.lengths, device,",
+    "Segments((sum(part.packed.lengths),), device,",
 )
 @pytest.mark.parametrize(
     ("family", "with_images"), [(f, i) for f in FAMILIES for i in (False, True) if f != "qwen3" or not i]
@@ -63,8 +63,8 @@ def test_changing_one_datum_leaves_the_others_logprobs_unchanged(
 @pytest.mark.mutation(
     "no-rows-of-pixels",
     "embedding.py",
-    "    if not packed.images and own is None:\n",
-    "    if packed.images is None:\n",
+    "    if not part.images and own is None:\n",
+    "    if part.images is None:\n",
     cases=("qwen3_vl",),
 )
 @pytest.mark.parametrize("family", FAMILIES)

@@ -48,9 +48,9 @@ def folder(model_path: Callable[[str], Path]) -> Path:
     return model_path("qwen3_vl").parent
 
 
-def spawned(folder: Path, size: int, extent: str = "all") -> list[dict[str, Any]]:
+def spawned(folder: Path, size: int, extent: str = "all", program: str = "rank_program") -> list[dict[str, Any]]:
     """What each of `size` ranks saw."""
-    command = [sys.executable, "-m", "tests.training.rank_program", str(folder), extent]
+    command = [sys.executable, "-m", f"tests.training.{program}", str(folder), extent]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     started = [subprocess.Popen([*command, str(rank), str(size)], cwd=ROOT, env=environment) for rank in range(size)]
     try:

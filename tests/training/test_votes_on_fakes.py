@@ -14,6 +14,7 @@ from tinker_local.backend.training.joined_ranks import JoinedRanks
 from tinker_local.backend.training.large_weights import RESIDENT, Walk
 from tinker_local.backend.training.micro_batch import MicroBatchRunner
 from tinker_local.backend.training.packing import Item
+from tinker_local.backend.training.shared_rows import ONE_HAS_ALL
 from tinker_local.backend.training.trainer import TrainDatum
 
 
@@ -86,11 +87,11 @@ def test_an_error_of_any_text_is_told_to_the_others_on_fakes(error: Exception) -
 @pytest.mark.mutation(
     "logprobs-fail-before-the-walk",
     "micro_batch.py",
-    "        with self.walk(backward=False) as walk:  # all that may fail on one rank alone\n"
+    "        with self.walk(backward=False) as walk, self._row_ranks.sharing():  # all that may fail on one rank\n"
     "            packed = pack(items, self._loaded.vocab_size, towers_of(adapters))\n",
     "        packed = pack(items, self._loaded.vocab_size, towers_of(adapters))\n"
-    "        self._lora_batch(packed, adapters, gradient=False)\n"
-    "        with self.walk(backward=False) as walk:\n",
+    "        self._lora_batch(part_of(packed, self._row_ranks), adapters, gradient=False)\n"
+    "        with self.walk(backward=False) as walk, self._row_ranks.sharing():\n",
 )
 def test_a_rank_that_lacks_memory_for_logprobs_walks_with_the_others_on_fakes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sharded ranks that walk would wait for it."""
@@ -99,6 +100,7 @@ def test_a_rank_that_lacks_memory_for_logprobs_walks_with_the_others_on_fakes(mo
     class NotedRunner(MicroBatchRunner):
         def __init__(self) -> None:
             self._loaded: Any = type("Loaded", (), {"vocab_size": 50})
+            self._row_ranks = ONE_HAS_ALL
 
         @contextmanager
         def _walks(self) -> Iterator[Walk]:

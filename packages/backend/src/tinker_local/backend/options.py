@@ -215,6 +215,15 @@ class BackendOptions:
             parse_one=parse_shard,
         ),
     ] = "auto"
+    context_parallel: Annotated[
+        int,
+        CommandOption(
+            "How many of --train-gpus compute each micro-batch together, each a part of its positions, so that it may "
+            "have as many times --micro-batch-tokens, and a sequence be longer than one GPU has memory for. N must "
+            "divide their number and the model's KV heads.",
+            least=1,
+        ),
+    ] = 1
     sample_gpus: Annotated[
         tuple[int, ...],
         CommandOption(
@@ -282,8 +291,9 @@ class BackendOptions:
     micro_batch_tokens: Annotated[
         int | None,
         CommandOption(
-            f"Maximum positions in one forward pass of the trainer. Default: {MICRO_BATCH_TOKENS}, or twice as many on "
-            "GPUs that share the trainer's layers, do not sample, and have the memory.",
+            "Maximum positions in one forward pass on each GPU of the trainer. Default: "
+            f"{MICRO_BATCH_TOKENS}, or twice as many on GPUs that share the trainer's layers, do not sample, and have "
+            "the memory.",
             least=1,
         ),
     ] = None

@@ -9,6 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from tinker_local.backend.training.block_memory import attention_widths, exchange_bytes
+
 if TYPE_CHECKING:
     from tinker_local.backend.training.block_memory import TowerSizes
     from tinker_local.backend.training.recompute_policy import ActivationMemory
@@ -113,7 +115,7 @@ def step_sizes(total: int, name: str) -> Sequence[StepSize]:
 
 def model_sizes(config: Mapping[str, Any], parameters: int, itemsize: int) -> ModelSizes:
     """Sizes from the fields of a text config of transformers."""
-    head = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    q_width, kv_width = attention_widths(config)
     experts = config.get("num_experts") or config.get("num_local_experts") or 0
     # gpt-oss has no other name for the width of an expert.
     width = config.get("moe_intermediate_size") or config["intermediate_size"]
@@ -123,8 +125,8 @@ def model_sizes(config: Mapping[str, Any], parameters: int, itemsize: int) -> Mo
         hidden=config["hidden_size"],
         intermediate=experts * width + shared if experts else config["intermediate_size"],
         layers=config["num_hidden_layers"],
-        q_width=config["num_attention_heads"] * head,
-        kv_width=config["num_key_value_heads"] * head,
+        q_width=q_width,
+        kv_width=kv_width,
         vocabulary=config["vocab_size"],
         itemsize=itemsize,
         chosen=config["num_experts_per_tok"] if experts else 0,
@@ -147,6 +149,7 @@ def plan_gpu(
     kv_cache: int | None = None,
     ranks: int = 1,
     sample_ranks: int = 1,
+    context_parallel: int = 1,
     trains: bool = True,
     samples: bool = True,
 ) -> GpuPlan:
@@ -154,8 +157,9 @@ def plan_gpu(
     takes for a micro-batch of so many positions. `context`: the longest sequence, in positions; `adapter_slots` of
     `max_rank`: vLLM's; `image_cache`, `logits`: bytes of image features and of logits that exist at a time, in both
     engines each; `kv_cache`: its size if it is given. `trains`, `samples`: whether the GPU has a trainer, one of
-    `ranks` that share the layers, and a sampler, one of `sample_ranks` with a part of every layer; at least one of
-    them. `kv_cache`, here and in the plan, is the part on this GPU.
+    `ranks` that share the layers, and one of `context_parallel` that compute a micro-batch together; and a sampler, one
+    of `sample_ranks` with a part of every layer; at least one of them. `kv_cache`, here and in the plan, is the part on
+    this GPU.
 
     Raises ValueError with the numbers if the KV cache, of one sequence at least, and one sequence in the trainer do not
     fit with the last of `steps`.
@@ -170,8 +174,11 @@ def plan_gpu(
     sampler = sampled + slots + logits + image_cache if samples else 0
     kv_bytes = -(-sizes.kv_bytes // sample_ranks)
 
-    longest = min(context, micro_batch_tokens)
+    longest = min(-(-context // context_parallel), micro_batch_tokens)
     least, most = activations(longest).always, activations(micro_batch_tokens).everything
+    if context_parallel > 1:
+        exchanged = exchange_bytes(sizes.q_width, sizes.kv_width, sizes.itemsize)
+        least, most = least + longest * exchanged, most + micro_batch_tokens * exchanged
     least_kv = context * kv_bytes if kv_cache is None else kv_cache
     if sizes.tower is not None and trains:
         trainer += micro_batch_tokens * sizes.tower.kept

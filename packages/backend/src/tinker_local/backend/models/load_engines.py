@@ -276,6 +276,7 @@ def load_real(source: ModelSource, options: BackendOptions, progress: Progress) 
         module_gradient_norms=options.module_gradient_norms,
         decoder=options.decoder,
         shards=layout.shards,
+        context_parallel=layout.context_parallel,
     )
     make_one: SamplerFactory = make_vllm_sampler if layout.sample_tp == 1 else make_vllm_rank
     factories = [functools.partial(make_one, engine) for engine in engines]

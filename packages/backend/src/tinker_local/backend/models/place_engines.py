@@ -141,6 +141,7 @@ def gpu_plans(config: Any, engine: "EngineOptions", options: BackendOptions) -> 
                 kv_cache=engine.kv_cache_bytes,
                 ranks=layout.shards,
                 sample_ranks=layout.sample_tp,
+                context_parallel=layout.context_parallel,
                 trains=gpu in layout.trains_on,
                 samples=gpu in layout.samples_on,
             )

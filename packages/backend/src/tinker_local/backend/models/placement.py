@@ -14,12 +14,14 @@ FIRST_GPU = 0
 class Layout:
     """Where the engines of a base model are. `train_gpus`: a rank of the trainer on each; `sample_gpus`: a replica of
     the sampler on each `sample_tp` of them. Empty: the engine is on `FIRST_GPU`, or on the CPU, at its place of
-    `--trainer` or `--sampler`. `shards`: how many ranks of the trainer hold one copy of its layers together."""
+    `--trainer` or `--sampler`. `shards`: how many ranks of the trainer hold one copy of its layers together;
+    `context_parallel`: how many compute each micro-batch together."""
 
     train_gpus: tuple[int, ...] = ()
     sample_gpus: tuple[int, ...] = ()
     sample_tp: int = 1
     shards: int = 1
+    context_parallel: int = 1
 
     @property
     def trains_on(self) -> tuple[int, ...]:
@@ -33,6 +35,8 @@ class Layout:
 
     def __str__(self) -> str:
         copies = "a copy of the weights on each" if self.shards == 1 else f"a copy of the layers on each {self.shards}"
+        if self.context_parallel > 1:
+            copies += f", each micro-batch on {self.context_parallel}"
         replicas = "a replica on each" if self.sample_tp == 1 else f"a replica on each {self.sample_tp}"
         trains = _names(self.trains_on) + (f" ({copies})" if len(self.trains_on) > 1 else "")
         samples = _names(self.samples_on) + (f" ({replicas})" if len(self.samples_on) > 1 else "")
@@ -58,8 +62,10 @@ def layouts(options: BackendOptions, gpus: int, kv_heads: int) -> list[Layout]:
     sample_gpus = options.sample_gpus or _rest(options.train_gpus, options.sampler, gpus)
     sizes = _sizes_of_a_replica(options.sample_tp, sample_gpus, kv_heads, gpus)
     shards = _shards(options, len(train_gpus), gpus)
-    found = [Layout(train_gpus, sample_gpus, size, each) for size in sizes for each in shards]
-    chosen = options.train_gpus or options.sample_gpus or 1 not in sizes or 1 not in shards
+    parts = options.context_parallel
+    check_parts(parts, len(train_gpus), kv_heads)
+    found = [Layout(train_gpus, sample_gpus, size, each, parts) for size in sizes for each in shards]
+    chosen = options.train_gpus or options.sample_gpus or 1 not in sizes or 1 not in shards or parts > 1
     return found if chosen or ONE_GPU in found else [*found, ONE_GPU]
 
 
@@ -115,6 +121,14 @@ def check_shares(kv_heads: int, ranks: int) -> None:
     """ValueError in one line if `ranks` cannot have equal shares of the attention of a model with `kv_heads`."""
     if kv_heads % ranks:
         raise ValueError(f"--sample-tp {ranks}: it must divide the {kv_heads} KV heads of this model")
+
+
+def check_parts(parts: int, ranks: int, kv_heads: int) -> None:
+    """ValueError in one line if each `parts` of `ranks` of the trainer cannot compute a micro-batch together."""
+    if parts > 1 and (not ranks or ranks % parts):
+        raise ValueError(f"--context-parallel {parts}: --train-gpus has to name a multiple of it, not {ranks} GPUs")
+    if kv_heads % parts:
+        raise ValueError(f"--context-parallel {parts}: it must divide the {kv_heads} KV heads of this model")
 
 
 def _names(gpus: Sequence[int]) -> str:

@@ -102,7 +102,8 @@ def attend(
         return query.new_empty(query.shape), None
     if (shared := segments.shared) is None:
         return _attend(query, key, value, segments, rule)
-    output, logsumexp = _attend(*shared.to_heads(query, key, value), segments, shared.of_heads(rule))
+    query, key, value = shared.to_heads(query, key, value)
+    output, logsumexp = _attend(query, key, value, segments, shared.of_heads(rule))
     return shared.to_rows(output)[0], logsumexp
 
 
@@ -139,10 +140,10 @@ def attend_backward(
     outputs of `attend`."""
     if (shared := segments.shared) is None:
         return _attend_backward(grad, query, key, value, output, logsumexp, segments, rule)
-    heads = shared.to_heads(grad, query, key, value, output)
-    grad_query, grad_key, grad_value = shared.to_rows(
-        *_attend_backward(*heads, logsumexp, segments, shared.of_heads(rule))
-    )
+    grad, query, key, value, output = shared.to_heads(grad, query, key, value, output)
+    found = _attend_backward(grad, query, key, value, output, logsumexp, segments, shared.of_heads(rule))
+    del grad, query, key, value, output
+    grad_query, grad_key, grad_value = shared.to_rows(*found)
     return grad_query, grad_key, grad_value
 
 

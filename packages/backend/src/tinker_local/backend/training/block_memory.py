@@ -5,8 +5,9 @@ Legend: T tokens, H hidden size, N query heads, M key-value heads, D head size, 
 adapters.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from tinker_local.backend.training.recompute_policy import ActivationMemory, LayerMemory
 
@@ -46,6 +47,19 @@ def attention_memory(
     heads whose output has a gate, which is kept too; what it let through is computed again."""
     kept = tokens * (2 * heads + 2 * gates + 2 * kv_heads) * head_size * itemsize + tokens * heads * 4
     return BlockMemory(lean=kept + tokens * 4 * columns * itemsize, large=0, transient=3 * kept)
+
+
+def attention_widths(config: Mapping[str, Any]) -> tuple[int, int]:
+    """Query heads and KV heads, times the head size, from the fields of a text config of transformers."""
+    heads = config["num_attention_heads"]
+    head_size = config.get("head_dim") or config["hidden_size"] // heads
+    return heads * head_size, (config.get("num_key_value_heads") or heads) * head_size
+
+
+def exchange_bytes(q_width: int, kv_width: int, itemsize: int) -> int:
+    """Of each of its positions, what the backward of attention takes in addition on a rank that shares rows: what it
+    sends and receives, at most the queries, keys, values, output and its gradient."""
+    return 3 * (q_width + kv_width) * itemsize
 
 
 def mlp_memory(tokens: int, columns: int, itemsize: int, *, intermediate: int) -> BlockMemory:

@@ -7,19 +7,23 @@ Each value head keeps a state S [K, V], zero where a segment begins. With k and 
 Around it, as Qwen3.5 has it: a causal convolution with SiLU before, and a norm with a gate after. CUDA in 16 bits uses
 the kernels of `fla-core` where they are right; all else uses `_chunked`, in plain torch. Legend: T positions, N key
 heads, M value heads (a multiple of N), K and V the sizes of their heads, C = 2 N K + M V, W taps of the convolution,
-S segments, c positions of a chunk."""
+S segments, c positions of a chunk.
+
+If several ranks share the row, T are the positions of this one, and the rule runs on all positions of its heads."""
 
 import functools
 import importlib
 import importlib.util
 import itertools
 import re
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from tinker_local.backend.training.attention import Segments
+from tinker_local.backend.training.shared_rows import SharedRow
 from tinker_local.backend.training.transfer import to_device
 
 CHUNK = 64
@@ -58,6 +62,24 @@ class DeltaRule:
             value_size=module.head_v_dim,
         )
 
+    @property
+    def widths(self) -> tuple[int, int, int]:
+        """Of queries, keys and values in C."""
+        keys = self.key_heads * self.key_size
+        return keys, keys, self.value_heads * self.value_size
+
+    def of_heads(self, shared: SharedRow) -> "DeltaRule":
+        """The rule for this rank's heads."""
+        size, rank = shared.ranks.size, shared.ranks.rank
+        return replace(
+            self,
+            taps=torch.cat([taps.chunk(size)[rank] for taps in self.taps.split(self.widths)]),
+            rate=self.rate.chunk(size)[rank],
+            rate_bias=self.rate_bias.chunk(size)[rank],
+            key_heads=shared.share_of(self.key_heads),
+            value_heads=shared.share_of(self.value_heads),
+        )
+
 
 class MixInputs(NamedTuple):
     """What a layer's projections make of T positions, rows may be strided: `qkv` [T, C], `z` [T, M V], `b` and `a`
@@ -70,15 +92,23 @@ class MixInputs(NamedTuple):
 
 
 def mix(inputs: MixInputs, segments: Segments, rule: DeltaRule) -> torch.Tensor:
-    """The layer between its projections, [T, M V]. Differentiable."""
+    """The layer between its projections, [T, M V]."""
+    if (shared := segments.shared) is None:
+        return _mix(inputs, segments, rule)
+    own = rule.of_heads(shared)
+    mixed = _mix(_joined(shared.to_heads(*_columns(inputs, rule))), segments, own)
+    return shared.to_rows(mixed[..., None])[0].squeeze(-1)
+
+
+def _mix(inputs: MixInputs, segments: Segments, rule: DeltaRule) -> torch.Tensor:
+    """`mix` where all positions are on this rank. Differentiable."""
     qkv, z, b, a = inputs
     if qkv.is_meta:  # it has no values
         return z.new_empty(z.shape)
     fast = _kernels(qkv)
     convolved = _convolved(qkv, rule.taps, segments) if fast is None else fast.convolved(qkv, rule.taps, segments)
-    keys, values = rule.key_heads * rule.key_size, rule.value_heads * rule.value_size
     heads = (rule.key_heads, rule.key_heads, rule.value_heads)
-    parts = zip(convolved.split([keys, keys, values], dim=-1), heads, strict=True)
+    parts = zip(convolved.split(rule.widths, dim=-1), heads, strict=True)
     q, k, v = (part.unflatten(-1, (count, -1)) for part, count in parts)
     wide = _wide(qkv)
     beta = b.to(wide).sigmoid()
@@ -90,9 +120,29 @@ def mix(inputs: MixInputs, segments: Segments, rule: DeltaRule) -> torch.Tensor:
 def mix_backward(grad: torch.Tensor, inputs: MixInputs, segments: Segments, rule: DeltaRule) -> MixInputs:
     """The gradients of `inputs` from that of the output of `mix`. Runs it again: all that lies between takes several
     times their memory."""
+    if (shared := segments.shared) is None:
+        return _mix_backward(grad, inputs, segments, rule)
+    own = rule.of_heads(shared)
+    grad_heads, *heads = shared.to_heads(grad[..., None], *_columns(inputs, rule))
+    found = _mix_backward(grad_heads.squeeze(-1), _joined(heads), segments, own)
+    return _joined(shared.to_rows(*_columns(found, own)))
+
+
+def _columns(inputs: MixInputs, rule: DeltaRule) -> list[torch.Tensor]:
+    """Query, key, value, z, b and a, whose columns lie head by head, [T, columns, 1] each."""
+    return [tensor[..., None] for tensor in (*inputs.qkv.split(rule.widths, dim=-1), *inputs[1:])]
+
+
+def _joined(columns: Sequence[torch.Tensor]) -> MixInputs:
+    """The inverse of `_columns`."""
+    query, key, value, z, b, a = (tensor.squeeze(-1) for tensor in columns)
+    return MixInputs(torch.cat([query, key, value], dim=-1), z, b, a)
+
+
+def _mix_backward(grad: torch.Tensor, inputs: MixInputs, segments: Segments, rule: DeltaRule) -> MixInputs:
     with torch.enable_grad():
         leaves = MixInputs(*(tensor.detach().requires_grad_() for tensor in inputs))
-        output = mix(leaves, segments, rule)
+        output = _mix(leaves, segments, rule)
     if output.is_meta:
         return inputs
     return MixInputs(*torch.autograd.grad(output, leaves, grad))

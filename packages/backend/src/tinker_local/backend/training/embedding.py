@@ -8,7 +8,6 @@ from tinker_local.backend.training.decoder import PackedRow
 from tinker_local.backend.training.image_features import ImageFeatureCache
 from tinker_local.backend.training.load_model import LoadedModel
 from tinker_local.backend.training.packing import Part
-from tinker_local.backend.training.shared_rows import RowRanks, SharedRow
 from tinker_local.backend.training.transfer import to_device
 
 
@@ -17,12 +16,11 @@ def packed_row(
     loaded: LoadedModel,
     images: ImageFeatureCache,
     part: Part,
-    ranks: RowRanks,
     own: ImageFeatures | None = None,
     *,
     gradient: bool = False,
 ) -> PackedRow:
-    """Embed `part`, of a row that `ranks` share. Image positions are explicit: an image pad id elsewhere is an ordinary
+    """Embed `part` into a row of T positions. Image positions are explicit: an image pad id elsewhere is an ordinary
     token. `own`: the features of `part.own_images`. `gradient`: a backward gives those of image features."""
     device, family = loaded.device, loaded.family
     positions = np.concatenate(
@@ -31,8 +29,7 @@ def packed_row(
     position_ids = to_device(positions if len(positions) == 1 else positions[:, None], device)
     embeds = loaded.model.get_input_embeddings()(to_device(part.packed.token_ids[part.start : part.stop], device))
     whole = family.vision is not None and family.vision.whole_images
-    shared = None if ranks.size == 1 else SharedRow(ranks, part.counts)
-    segments = Segments(part.packed.lengths, device, part.packed.image_bounds if whole else (), shared)
+    segments = Segments(part.packed.lengths, device, part.packed.image_bounds if whole else (), part.shared.or_none)
     if not part.images and own is None:
         return PackedRow(embeds, position_ids, segments)
     features = joined([*([images.features(part.images)] if part.images else []), *([own] if own else [])])

@@ -38,6 +38,7 @@ class JoinedRanks(Ranks):
     def __init__(self, seat: Seat, device: torch.device) -> None:
         self.rank = seat.rank
         self.size = seat.size
+        self._device = device
         os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
         if device.type == "cuda" and device.index is not None:
             torch.cuda.set_device(device)
@@ -106,10 +107,10 @@ class JoinedRanks(Ranks):
                 f"({'; '.join(sorted(differing))}); load a checkpoint"
             )
 
-    def share_rows(self, size: int, device: torch.device) -> RowRanks:
+    def share_rows(self, size: int) -> RowRanks:
         """See `Ranks.share_rows`."""
-        alone = super().share_rows(size, device)
-        return alone if size == 1 else JoinedRowRanks(size, device)
+        alone = super().share_rows(size)
+        return alone if size == 1 else JoinedRowRanks(size, self._device)
 
     def _quoted(self, rank: int, error: Exception | None) -> str:
         """The beginning of the text of the error on `rank`."""

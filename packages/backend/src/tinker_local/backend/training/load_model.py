@@ -13,6 +13,7 @@ from tinker_local.backend.training.decoders import make_decoder
 from tinker_local.backend.training.kernels import Kernels, kernels_for
 from tinker_local.backend.training.large_weights import RESIDENT, LargeWeights
 from tinker_local.backend.training.lora import HEAD, Target
+from tinker_local.backend.training.shared_rows import ONE_HAS_ALL, RowRanks
 from tinker_local.backend.training.vision_attention import use_packed_attention
 from tinker_local.backend.training.vision_tower import VisionTower
 from tinker_local.types import UnsupportedError
@@ -126,13 +127,14 @@ def load_model(
     decoder: DecoderChoice = "auto",
     max_context_length: int | None = None,
     shards: int = 1,
+    row_ranks: RowRanks = ONE_HAS_ALL,
 ) -> LoadedModel:
     """Load the model at `path` (a folder or hub name) with the class of its family.
 
     `device` None: CUDA if available. `dtype` None: bfloat16 on CUDA, float32 elsewhere. `max_context_length`: the most
     positions of a sequence, if fewer than the model's own. `shards`: how many ranks hold the large weights together; if
-    more than one, all ranks load at the same time. Raises UnsupportedError if the family or the architecture is not
-    supported.
+    more than one, all ranks load at the same time, as they do if `row_ranks` are several. Raises UnsupportedError if
+    the family or the architecture is not supported.
     """
     config = transformers.AutoConfig.from_pretrained(path)
     family = family_of(config.model_type, path)
@@ -149,7 +151,7 @@ def load_model(
     kernels = kernels_for(place, chosen)
     return LoadedModel(
         model=model,
-        decoder=make_decoder(model, family, kernels, decoder, path, weights),
+        decoder=make_decoder(model, family, kernels, decoder, path, weights, row_ranks),
         tower=None if family.vision is None else VisionTower(model, family.vision),
         weights=weights,
         kernels=kernels,

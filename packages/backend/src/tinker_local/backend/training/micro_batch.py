@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from tinker_local.backend.families.family import ImageFeatures
 from tinker_local.backend.rendering.rendered_input import RenderedImage
+from tinker_local.backend.training.block_memory import attention_widths, exchange_bytes
 from tinker_local.backend.training.embedding import own_gradients, packed_row
 from tinker_local.backend.training.image_features import ImageFeatureCache
 from tinker_local.backend.training.large_weights import RESIDENT, Walk
@@ -87,6 +88,10 @@ class MicroBatchRunner:
         self._groups = groups_of(text_targets)
         self._usual_tokens = usual_tokens
         self._row_ranks = row_ranks
+        self._exchange_bytes = 0
+        if row_ranks.size > 1:
+            widths = attention_widths(loaded.model.config.get_text_config().to_dict())
+            self._exchange_bytes = exchange_bytes(*widths, loaded.dtype.itemsize)
         self._loaded = loaded
         self.float_dtype = float_dtype
         self._images = ImageFeatureCache(self._encode_images, image_cache_bytes)
@@ -126,7 +131,7 @@ class MicroBatchRunner:
     ) -> tuple[Pending, Sequence[Gradients]]:
         """Start the computation for `packed`, or for this rank's part of it; with `gradient`, also of its adapters'
         gradients. Ranks that share the row call this together."""
-        part, ranks = part_of(packed, self._row_ranks), self._row_ranks
+        part = part_of(packed, self._row_ranks)
         targets = _targets(part, works)
         gradient = gradient and bool(targets.active.any())
         batch = self._lora_batch(part, adapters, gradient=gradient)
@@ -134,7 +139,7 @@ class MicroBatchRunner:
         # 1. Tokens and images to hidden states [T, H].
         tower = self._tower_pass(part, adapters, gradient=gradient)
         own = None if tower is None else tower.features
-        row = packed_row(self._loaded, self._images, part, ranks, own, gradient=gradient and tower is not None)
+        row = packed_row(self._loaded, self._images, part, own, gradient=gradient and tower is not None)
         del own
         groups = batch.trained() if gradient else []
         # By the whole row, since all of its ranks must do the same.
@@ -181,18 +186,18 @@ class MicroBatchRunner:
     @torch.no_grad()
     def logprobs(self, items: Sequence[Item], adapters: Mapping[str, Adapter]) -> torch.Tensor:
         """Compute only the logprobs of the targets of `items` in one row, [M] on the host."""
-        with self.walk(backward=False) as walk, self._row_ranks.sharing():  # all that may fail on one rank alone
+        with self.walk(backward=False) as walk, self._row_ranks.sharing():  # all that may fail on one rank
             packed = pack(items, self._loaded.vocab_size, towers_of(adapters))
-            part, ranks = part_of(packed, self._row_ranks), self._row_ranks
+            part = part_of(packed, self._row_ranks)
             batch = self._lora_batch(part, adapters, gradient=False)
             none = np.zeros(len(packed.target_rows), np.bool_)
             targets = Targets(packed.target_rows - part.start, packed.target_ids, active=none, prepass=none)
             tower = self._tower_pass(part, adapters, gradient=False)
-            row = packed_row(self._loaded, self._images, part, ranks, None if tower is None else tower.features)
+            row = packed_row(self._loaded, self._images, part, None if tower is None else tower.features)
             done = self._decoder.forward(row, batch, None, walk)
             walk.head()
             logprobs = self._head.logprobs(done.hidden, targets, batch.group(HEAD))
-            ranks.add_up(logprobs)
+            self._row_ranks.add_up(logprobs)
             return logprobs.cpu()
 
     def _lora_batch(self, part: Part, adapters: Mapping[str, Adapter], *, gradient: bool) -> LoraBatch:
@@ -214,11 +219,14 @@ class MicroBatchRunner:
         """Choose what each layer keeps, alike on all ranks that share the row. Reserves the head's logits, which exist
         while activations are kept."""
         budget, free = self.activation_bytes, free_bytes(self._loaded.device)
+        positions = max(part.shared.counts)
         if free is not None:
             free = int(_PLANNED_SHARE * free) - self._head.chunk_elements * self._loaded.dtype.itemsize
             usual = self._decoder.memory(self._usual_tokens, batch.columns).everything
             budget = self._row_ranks.least(max(0, min(free, usual if budget is None else budget)))
-        return self._decoder.memory(max(part.counts), batch.columns).policy(budget)
+        if budget is not None:
+            budget -= positions * self._exchange_bytes
+        return self._decoder.memory(positions, batch.columns).policy(budget)
 
 
 def towers_of(adapters: Mapping[str, Adapter]) -> set[str | None]:

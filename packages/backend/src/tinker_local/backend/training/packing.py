@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 from tinker_local.backend.rendering.rendered_input import RenderedImage
-from tinker_local.backend.training.shared_rows import RowRanks, counts_of
+from tinker_local.backend.training.shared_rows import RowRanks, SharedRow, share
 from tinker_local.backend.training.trainer import TrainDatum, TrainWork
 
 Int64Array = npt.NDArray[np.int64]
@@ -149,12 +149,12 @@ def pack(items: Sequence[Item], vocab_size: int, towers: Collection[str | None] 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Part:
-    """The positions [start, stop) of the row `packed` that this rank has: all, or `counts[rank]` of a row that ranks
-    share. `targets`: the slice of those that these positions predict. `images`, `own_images`, `image_rows` (counted
+    """The positions [start, stop) of the row `packed` that this rank has: all, or its own of a row that is `shared`.
+    `targets`: the slice of those that these positions predict. `images`, `own_images`, `image_rows` (counted
     from `start`) and `feature_rows`: as of `Packed`, for these positions."""
 
     packed: Packed
-    counts: tuple[int, ...]
+    shared: SharedRow
     start: int
     stop: int
     targets: slice
@@ -166,9 +166,8 @@ class Part:
 
 def part_of(packed: Packed, ranks: RowRanks) -> Part:
     """This rank's part of a row that `ranks` share."""
-    counts = counts_of(len(packed.token_ids), ranks.size)
-    start = sum(counts[: ranks.rank])
-    stop = start + counts[ranks.rank]
+    shared = share(len(packed.token_ids), ranks)
+    start, stop = shared.own.start, shared.own.stop
     first, last = (int(place) for place in np.searchsorted(packed.target_rows, (start, stop)))
     here = slice(*np.searchsorted(packed.image_rows, (start, stop)))
     # The features of those images alone that have a position here.
@@ -181,7 +180,7 @@ def part_of(packed: Packed, ranks: RowRanks) -> Part:
     images, own_images = used[: len(packed.images)], used[len(packed.images) :]
     return Part(
         packed=packed,
-        counts=counts,
+        shared=shared,
         start=start,
         stop=stop,
         targets=slice(first, last),

@@ -45,9 +45,9 @@ class Ranks:
         """Raise InternalError, on all ranks, unless `fingerprints` returns the same numbers on each. The error names
         the ranks and the numbers that differ from those of rank 0. A single rank does not compute them."""
 
-    def share_rows(self, size: int, device: torch.device) -> RowRanks:
-        """The `size` ranks in a row, this one among them, that share each packed row; their tensors are on `device`. All
-        ranks call this. ValueError if they cannot be divided so."""
+    def share_rows(self, size: int) -> RowRanks:
+        """The `size` neighbours, this one among them, that share each packed row. All ranks call this. ValueError if
+        ranks cannot be divided so."""
         if self.size % size:
             raise ValueError(f"context_parallel {size}: it must divide the number of ranks, {self.size}")
         return ONE_HAS_ALL

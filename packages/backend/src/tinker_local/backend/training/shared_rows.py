@@ -1,11 +1,12 @@
-"""Context parallelism: ranks that share each packed row, so that it can be longer than the memory of one of them allows.
+"""Context parallelism: ranks that share each packed row, which can then be longer than one of them has memory for.
 
 Each rank has a part of the row's positions in everything but attention. There it has all positions of some heads: an
-all-to-all before and after it (arXiv 2309.14509) exchanges parts of all heads for all parts of some heads. So a
-decoder's layers do not change, and each rank has an equal share of the work, whatever the lengths of the sequences.
+all-to-all before and one after it (arXiv 2309.14509) exchange its positions of all heads for all positions of its
+heads. So layers do not change, and all ranks have the same amount of work, whatever the lengths of the sequences.
 
-A rank that fails leaves the others in front of their next exchange. Therefore they agree before each, on the host,
-which does not wait for the device. Legend: T positions of the row, t those of this rank, P ranks, D head size.
+If a rank fails, the others must not wait for it in their next exchange. So before each, all ranks agree that they are
+there, on the host, which does not wait for the device. Legend: T positions of the row, t those of this rank, P ranks,
+N heads, D head size.
 """
 
 from collections.abc import Iterator, Sequence
@@ -14,6 +15,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
+from tinker_local.types import UnsupportedError
 
 if TYPE_CHECKING:
     from tinker_local.backend.training.attention import AttentionRule
@@ -21,6 +23,9 @@ if TYPE_CHECKING:
 
 class RowLeftError(Exception):
     """Another rank that shares the row has failed, and says why where all ranks agree how the step ended."""
+
+    def __init__(self) -> None:
+        super().__init__("another rank of the trainer that shares the row failed")
 
 
 class RowRanks:
@@ -62,11 +67,11 @@ class SharedRow:
     def to_heads(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """This rank's positions of all heads, [t, N, D] each, to all positions of its heads, [T, N / P, D] each."""
         size, rows = self.ranks.size, self.counts[self.ranks.rank]
-        widths = [tensor.shape[1] // size for tensor in tensors]
+        widths = [self.share_of(tensor.shape[1]) for tensor in tensors]
         send = tensors[0].new_empty(size, rows, sum(widths), tensors[0].shape[2])
         for part, tensor in zip(send.split(widths, 2), tensors, strict=True):
             part.copy_(tensor.unflatten(1, (size, -1)).transpose(0, 1))
-        return self.ranks.exchange(send.flatten(0, 1), [rows] * size, self.counts).split(widths, 1)
+        return tuple(self.ranks.exchange(send.flatten(0, 1), [rows] * size, self.counts).split(widths, 1))
 
     def to_rows(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """The inverse of `to_heads`."""
@@ -76,11 +81,29 @@ class SharedRow:
         parts = found.unflatten(0, (size, rows)).transpose(0, 1).split(widths, 2)
         return tuple(part.flatten(1, 2) for part in parts)
 
+    @property
+    def own(self) -> slice:
+        """The positions of this rank."""
+        start = sum(self.counts[: self.ranks.rank])
+        return slice(start, start + self.counts[self.ranks.rank])
+
+    @property
+    def or_none(self) -> "SharedRow | None":
+        """None if one rank has all."""
+        return self if self.ranks.size > 1 else None
+
+    def share_of(self, heads: int) -> int:
+        """How many of so many heads each rank has; UnsupportedError if they cannot be divided."""
+        if heads % self.ranks.size:
+            raise UnsupportedError(f"its {heads} heads cannot be divided among {self.ranks.size} ranks")
+        return heads // self.ranks.size
+
     def of_heads(self, rule: "AttentionRule") -> "AttentionRule":
         """`rule` for this rank's heads."""
         return rule if rule.sinks is None else replace(rule, sinks=rule.sinks.chunk(self.ranks.size)[self.ranks.rank])
 
 
-def counts_of(positions: int, ranks: int) -> tuple[int, ...]:
-    """How many `positions` each of `ranks` has, as equal as can be."""
-    return tuple(positions // ranks + (rank < positions % ranks) for rank in range(ranks))
+def share(positions: int, ranks: RowRanks) -> SharedRow:
+    """A row of so many positions, divided as equally as can be."""
+    size = ranks.size
+    return SharedRow(ranks, [positions // size + (rank < positions % size) for rank in range(size)])

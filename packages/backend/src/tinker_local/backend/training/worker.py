@@ -94,7 +94,8 @@ class HFTrainer:
         shards: int = 1,
         context_parallel: int = 1,
     ) -> None:
-        loaded = load_model(model_path, dtype, device, decoder, max_context_length, shards)
+        row_ranks = ranks.share_rows(context_parallel)
+        loaded = load_model(model_path, dtype, device, decoder, max_context_length, shards, row_ranks)
         self.name = name
         self.vocab_size = loaded.vocab_size
         self.max_context_length = loaded.max_positions
@@ -107,14 +108,15 @@ class HFTrainer:
         self._loaded = loaded
         self._float = torch.float64 if loaded.dtype == torch.float64 else torch.float32
         chunk = logit_chunk_elements or (CUDA_LOGITS if loaded.device.type == "cuda" else 2**26)
-        row_ranks = ranks.share_rows(context_parallel, loaded.device)
         self._runner = MicroBatchRunner(
             loaded, chunk, image_cache_bytes, self._float, activation_memory_bytes, micro_batch_tokens, row_ranks
         )
         self._module_gradient_norms = module_gradient_norms
         self._adapters: dict[str, Adapter] = {}
         self._ranks = ranks
-        self._passes = Passes(self._runner, self._adapters, self._budget, self.vocab_size, loaded.device, ranks, row_ranks)
+        self._passes = Passes(
+            self._runner, self._adapters, self._budget, self.vocab_size, loaded.device, ranks, row_ranks
+        )
 
     @property
     def images_encoded(self) -> int:

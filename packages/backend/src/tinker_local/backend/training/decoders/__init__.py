@@ -15,6 +15,7 @@ from tinker_local.backend.training.decoders.written_out.layers import take_layer
 from tinker_local.backend.training.kernels import Kernels
 from tinker_local.backend.training.large_weights import RESIDENT, LargeWeights, entering
 from tinker_local.backend.training.lora_batch import LoraBatch
+from tinker_local.backend.training.shared_rows import ONE_HAS_ALL, RowRanks, share
 from tinker_local.types import UnsupportedError
 
 _SHORT, _LONGEST = 5, 64
@@ -33,34 +34,36 @@ def make_decoder(
     choice: DecoderChoice,
     where: str,
     weights: LargeWeights = RESIDENT,
+    row_ranks: RowRanks = ONE_HAS_ALL,
 ) -> Decoder:
     """The decoder that `choice` names for transformers' `model`, compared with transformers' own forward. `where`: the
-    model's name in errors. `weights`: of the model's layers. UnsupportedError if no decoder works, with the reasons."""
+    model's name in errors. `weights`: of the model's layers. `row_ranks`: who shares rows; all of them call this.
+    UnsupportedError if no decoder works, with the reasons."""
     reasons: list[str] = []
     if choice in ("auto", "written-out"):
         try:
-            return _written_out(model, family, kernels, weights)
+            return _written_out(model, family, kernels, weights, row_ranks)
         except UnsupportedError as error:
             reasons.append(f"the written-out decoder cannot train it: {error}")
     if choice in ("auto", "autograd"):
         try:
-            return _autograd(model, family, weights)
+            return _autograd(model, family, weights, row_ranks)
         except UnsupportedError as error:
             reasons.append(f"the autograd decoder cannot train it: {error}")
     raise UnsupportedError(f"{where}: {'; '.join(reasons)}")
 
 
-def _written_out(model: Any, family: Family, kernels: Kernels, weights: LargeWeights) -> Decoder:
+def _written_out(model: Any, family: Family, kernels: Kernels, weights: LargeWeights, row_ranks: RowRanks) -> Decoder:
     path = family.decoder_path
     decoder = take_layers(model.get_submodule(path), path, kernels, weights, family.lora.experts)
-    _compare(decoder, model, family, weights)
+    _compare(decoder, model, family, weights, row_ranks)
     return decoder
 
 
-def _autograd(model: Any, family: Family, weights: LargeWeights) -> Decoder:
+def _autograd(model: Any, family: Family, weights: LargeWeights, row_ranks: RowRanks) -> Decoder:
     decoder = AutogradDecoder(model.get_submodule(family.decoder_path), family.decoder_path, family.lora, weights)
     try:
-        _compare(decoder, model, family, weights)
+        _compare(decoder, model, family, weights, row_ranks)
         decoder.measure()
     except BaseException:
         decoder.undo()
@@ -69,9 +72,10 @@ def _autograd(model: Any, family: Family, weights: LargeWeights) -> Decoder:
 
 
 @torch.no_grad()
-def _compare(decoder: Decoder, model: Any, family: Family, weights: LargeWeights) -> None:
-    """Raise UnsupportedError unless `decoder` gives two sequences in one row the same hidden states as transformers'
-    modules, with eager attention, give each alone. A model on the meta device has no values to compare."""
+def _compare(decoder: Decoder, model: Any, family: Family, weights: LargeWeights, row_ranks: RowRanks) -> None:
+    """Raise UnsupportedError unless `decoder` gives two sequences in one row, which `row_ranks` share, the same hidden
+    states as transformers' modules, with eager attention, give each alone. A model on the meta device has no values to
+    compare."""
     modules = model.get_submodule(family.decoder_path)
     embedding = model.get_input_embeddings()
     device, vocabulary = embedding.weight.device, embedding.num_embeddings
@@ -84,9 +88,14 @@ def _compare(decoder: Decoder, model: Any, family: Family, weights: LargeWeights
         torch.from_numpy(family.position_ids(model.config, RenderedInput(ids.astype(np.int32), ()))).to(device)
         for ids in tokens
     ]
-    row = PackedRow(torch.cat(embeds), _batched(torch.cat(positions, dim=1)), Segments(lengths, device))
+    shared = share(sum(lengths), row_ranks)
+    row = PackedRow(
+        torch.cat(embeds)[shared.own],
+        _batched(torch.cat(positions, dim=1)[:, shared.own]),
+        Segments(lengths, device, shared=shared.or_none),
+    )
     batch = LoraBatch({}, [], embeds[0].dtype, torch.float32, gradient=False)
-    with weights.walk(backward=False) as walk:
+    with weights.walk(backward=False) as walk, row_ranks.sharing():
         packed = decoder.forward(row, batch, None, walk).hidden.double()
     alone: list[torch.Tensor] = []
     with attending(modules, "eager"):
@@ -94,8 +103,10 @@ def _compare(decoder: Decoder, model: Any, family: Family, weights: LargeWeights
             with entering(modules.layers, weights):
                 output = modules(inputs_embeds=x[None], position_ids=_batched(p), use_cache=False)
             alone.append(output.last_hidden_state[0].double())
-    wanted = torch.cat(alone)
-    difference = float((packed - wanted).norm() / wanted.norm())
+    wanted = torch.cat(alone)[shared.own]
+    squares = torch.stack([(packed - wanted).square().sum(), wanted.square().sum()])
+    row_ranks.add_up(squares)  # so that all ranks come to the same conclusion
+    difference = float((squares[0] / squares[1]).sqrt())
     tolerance = _TOLERANCE.get(embeds[0].dtype, _TOLERANCE_16_BIT)
     if not difference <= tolerance:
         raise UnsupportedError(

@@ -1,0 +1,150 @@
+"""What one of several trainer ranks that share rows runs in the tests, as `rank_program.py`: EXTENT is "two" for two
+ranks, "faults" for two of which one fails, and "four" for four ranks in several layouts.
+"""
+
+import faulthandler
+import os
+import pickle
+import sys
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from tinker_local.backend.training.ranks import ONE_RANK, Ranks, join
+from tinker_local.backend.training.trainer import Seat, TrainWork
+from tinker_local.backend.training.worker import HFTrainer
+from tinker_local.types import ApiError, LoraConfig
+
+from tests.training import rank_program
+from tests.training.conftest import Maker
+from tests.training.rank_program import KINDS, TRAINERS, inject, make_trainer, places, run
+
+FAMILIES = {
+    "qwen2_5_vl": "written-out",
+    "qwen3_moe": "written-out",
+    "gpt_oss": "written-out",
+    "gemma3_text": "autograd",
+    "qwen3_5_text": "written-out",
+    "qwen3_5_text by autograd": "autograd",
+}
+"""With biases; with experts; with sinks and windows; with layers of two kinds; with linear attention."""
+
+LAYOUTS = {
+    "four share": ("image", 4, 1),
+    "four share, in float64": ("image in float64", 4, 1),
+    "four share, by autograd in float64": ("text in float64", 4, 1),
+    "two share": ("image", 2, 1),
+    "two share, sharded by four": ("image, sharded", 2, 4),
+    "two share, sharded by two": ("text, sharded", 2, 2),
+    "four share, sharded by two": ("text, sharded", 4, 2),
+}
+"""Of four ranks: the trainer, how many ranks share rows, and how many share weights."""
+
+
+def of_tower(folder: Path, ranks: Ranks = ONE_RANK, context_parallel: int = 1) -> dict[str, Any]:
+    """Gradients of adapters of which two train the vision tower, for images that lie where one rank's positions end:
+    in one datum, and in another one that only the other adapter reads."""
+    trainer = make_trainer(folder, "image in float64", ranks, context_parallel=context_parallel)
+    trainer._budget.tokens = 256  # all in one row
+    make = Maker(np.random.default_rng(8))
+    picture = make.image(8, 8)
+    for name, config in {"t": {"train_vision": True}, "u": {"train_vision": True}, "plain": {}}.items():
+        trainer.create_adapter(name, LoraConfig(rank=3, seed=len(name), **config))
+        adapter = trainer._adapters[name]
+        adapter.weights.copy_(torch.from_numpy(np.random.default_rng(len(name)).standard_normal(len(adapter.weights))))
+        adapter.weights *= 0.05
+    work = [
+        TrainWork("t", [make.datum(24, [(4, picture)])], "cross_entropy"),
+        TrainWork("u", [make.datum(30, [(3, picture)])], "cross_entropy"),
+        TrainWork("plain", [make.datum(22, [(2, picture)]), make.datum(25)], "cross_entropy"),
+    ]
+    results = trainer.forward_backward(work)
+    assert not any(isinstance(result, ApiError) for result in results), results
+    return {name: rank_program.gradient(trainer, name) for name in ("t", "u", "plain")}
+
+
+def of_family(folder: Path, family: str, ranks: Ranks = ONE_RANK, context_parallel: int = 1) -> Any:
+    """The gradient of an adapter on a model of `family`."""
+    decoder: Any = FAMILIES[family]
+    path = folder / f"{family.split()[0]}_shared"
+    if not path.exists():
+        path = folder / family
+    trainer = HFTrainer(
+        str(path), name=family, device="cpu", decoder=decoder, ranks=ranks, context_parallel=context_parallel
+    )
+    trainer.create_adapter("a", LoraConfig(rank=4, seed=1))
+    adapter = trainer._adapters["a"]
+    noise = np.random.default_rng(1).standard_normal(len(adapter.weights)).astype(np.float32)
+    adapter.weights.copy_(torch.from_numpy(noise * 0.05))
+    make = Maker(np.random.default_rng(7))
+    (result,) = trainer.forward_backward([make.work("a", [40, 3, 1, 26])])
+    assert not isinstance(result, ApiError), result
+    return rank_program.gradient(trainer, "a")
+
+
+def refusal(make: Callable[[], object]) -> str:
+    try:
+        make()
+    except (ApiError, ValueError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def two(folder: Path, ranks: Ranks) -> dict[str, Any]:
+    seen: dict[str, Any] = {}
+    for label in TRAINERS:
+        seen[label] = run(make_trainer(folder, label, ranks, context_parallel=2), images=label.startswith("image"))
+    seen["tower"] = of_tower(folder, ranks, 2)
+    seen["one KV head"] = refusal(
+        lambda: HFTrainer(str(folder / "gpt_oss"), name="g", device="cpu", ranks=ranks, context_parallel=2)
+    )
+    return seen
+
+
+def faults(folder: Path, ranks: Ranks) -> dict[str, Any]:
+    """What follows when the last rank fails. What allocates nothing cannot lack memory on one rank alone."""
+    seen: dict[str, Any] = {}
+    for label in ("image", "text"):
+        trainer = make_trainer(folder, label, ranks, context_parallel=2)
+        rank_program.add_adapters(trainer)
+        for place in places(label):
+            for kind in KINDS:
+                if (place, kind) != ("adding", "memory"):
+                    seen[f"{label}: {kind} in {place}"] = inject(trainer, ranks, place, kind)
+    return seen
+
+
+def four(folder: Path, ranks: Ranks) -> dict[str, Any]:
+    seen: dict[str, Any] = {}
+    for layout, (label, context_parallel, shards) in LAYOUTS.items():
+        trainer = make_trainer(folder, label, ranks, shards, context_parallel)
+        seen[layout] = run(trainer, images=label.startswith("image"))
+    seen["tower"] = of_tower(folder, ranks, 4)
+    for family in FAMILIES:
+        seen[family] = of_family(folder, family, ranks, 2)
+    seen["three of four"] = refusal(lambda: make_trainer(folder, "text", ranks, context_parallel=3))
+    return seen
+
+
+def main(folder: Path, extent: str, rank: int, size: int) -> None:
+    torch.set_num_threads(1)
+    faulthandler.dump_traceback_later(1500, exit=True)  # a hang shows where, and ends
+    ranks = join(Seat(rank, size, str(folder / f"meeting-{extent}-{size}")), torch.device("cpu"))
+    seen = {"two": two, "faults": faults, "four": four}[extent](folder, ranks)
+    (folder / f"{extent}-{rank}-of-{size}.pickle").write_bytes(pickle.dumps(seen))
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    with suppress(Exception):
+        try:
+            from tests.training.shared_rows_program import main  # not as __main__, whose classes no process knows
+
+            main(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4]))
+        except BaseException:
+            traceback.print_exc()
+    os._exit(1)

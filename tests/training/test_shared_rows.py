@@ -1,0 +1,183 @@
+"""Ranks that share rows (context parallelism) compute what one rank does, and fail together or not at all.
+
+Every rank runs `shared_rows_program.py` once, in a process over gloo; the tests look at what it saw.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tinker_local.backend.tiny_models.make_models import make_tiny_text_model
+from tinker_local.backend.tiny_models.text_families import QWEN3_5_SHAPE
+from tinker_local.backend.training.packing import Item, pack, part_of
+from tinker_local.backend.training.shared_rows import RowRanks
+
+from tests.training import rank_program, shared_rows_program
+from tests.training.conftest import SMALL, Maker
+from tests.training.rank_program import RETRIED, TRAINERS, Fault, Seen
+from tests.training.shared_rows_program import FAMILIES, LAYOUTS
+from tests.training.test_ranks import assert_equal, deviation, spawned, tensors
+
+
+@pytest.fixture(scope="module")
+def folder(model_path: Callable[[str], Path]) -> Path:
+    for model in ("qwen3_vl_kv4", "qwen3_untied_kv4", "gpt_oss"):
+        model_path(model)
+    return model_path("gpt_oss").parent
+
+
+@pytest.fixture(scope="module")
+def two(folder: Path) -> list[dict[str, Any]]:
+    return spawned(folder, 2, "two", "shared_rows_program")
+
+
+@pytest.fixture(scope="module")
+def four(folder: Path, model_path: Callable[[str], Path]) -> list[dict[str, Any]]:
+    model_path("qwen2_5_vl")
+    for family in FAMILIES:
+        path = folder / f"{family}_shared"
+        if family != "qwen2_5_vl" and " " not in family and not path.exists():
+            linear = family == "qwen3_5_text"
+            shape = QWEN3_5_SHAPE if linear else replace(SMALL, num_heads=4, num_kv_heads=2, intermediate_size=64)
+            make_tiny_text_model(path, family=family, shape=shape)
+    return spawned(folder, 4, "four", "shared_rows_program")
+
+
+@pytest.fixture(scope="module")
+def one(folder: Path) -> Mapping[str, Seen]:
+    return {
+        label: rank_program.run(
+            rank_program.make_trainer(folder, label, context_parallel=1), images=label.startswith("image")
+        )
+        for label in TRAINERS
+    }
+
+
+def assert_trained_alike(several: list[Seen], alone: Seen, tolerance: float) -> None:
+    """Results, gradients and steps are those of one rank, and the same to the bit on all."""
+    assert any(array.any() for array in alone.gradients.values())
+    for seen in several:
+        assert deviation(seen.gradients, alone.gradients) <= tolerance
+        assert deviation(tensors(seen.trained), tensors(alone.trained)) <= 10 * tolerance
+        np.testing.assert_allclose(seen.logprobs, alone.logprobs, atol=max(tolerance, 1e-7))
+        for call, wanted in alone.results.items():
+            for found, expected in zip(seen.results[call], wanted, strict=True):
+                if isinstance(expected, str):
+                    assert found == expected
+                    continue
+                assert found.metrics == pytest.approx(expected.metrics, rel=1e-5)
+                for output, right in zip(found.outputs, expected.outputs, strict=True):
+                    assert deviation(output, right) <= 1e-5
+        for name in ("results", "gradients", "norms", "saved", "trained", "logprobs"):
+            assert_equal(getattr(seen, name), getattr(several[0], name))
+
+
+def tolerance(label: str) -> float:
+    return 1e-12 if "float64" in label else 1e-5
+
+
+@pytest.mark.parametrize("label", TRAINERS)
+def test_two_ranks_that_share_rows_train_what_one_does(one: Any, two: Any, label: str) -> None:
+    assert_trained_alike([seen[label] for seen in two], one[label], tolerance(label))
+
+
+def test_the_vision_tower_is_trained_by_images_of_which_each_rank_has_a_part(folder: Path, two: Any) -> None:
+    alone = shared_rows_program.of_tower(folder)
+    for seen in two:
+        assert deviation(seen["tower"], alone) <= 1e-12
+
+
+def test_a_save_of_ranks_that_share_rows_goes_on_on_one(folder: Path, two: Any) -> None:
+    saved, trained = two[0]["text"].saved, two[0]["text"].trained
+    alone = rank_program.resumed(rank_program.make_trainer(folder, "text", context_parallel=1), saved, images=False)
+    assert deviation(tensors(alone.trained), tensors(trained)) <= 1e-5
+
+
+def test_heads_that_ranks_cannot_divide_are_refused_with_the_numbers(two: Any) -> None:
+    for seen in two:
+        assert seen["one KV head"].startswith("UnsupportedError: ")
+        assert "its 1 heads cannot be divided among 2 ranks" in seen["one KV head"]
+
+
+@pytest.mark.more  # with every place where a rank can fail
+def test_a_failure_on_one_rank_of_a_row_is_one_of_all_and_changes_nothing(folder: Path) -> None:
+    both = spawned(folder, 2, "faults", "shared_rows_program")
+    for name in both[0]:
+        kind, place = name.partition(": ")[2].split(" in ", 1)
+        found: list[Fault] = [seen[name] for seen in both]
+        assert all(fault.same and fault.again for fault in found), name
+        lacked = kind == "memory" and place in RETRIED
+        assert [fault.error is None for fault in found] == [lacked, lacked], name
+        if kind == "exception":
+            assert found[1].error == "ZeroDivisionError: injected"
+            assert found[0].error == "InternalError: rank 1 of the trainer failed: ZeroDivisionError: injected"
+
+
+@pytest.mark.more  # four ranks
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_four_ranks_that_share_rows_train_what_one_does(one: Any, four: Any, layout: str) -> None:
+    label = LAYOUTS[layout][0]
+    assert_trained_alike([seen[layout] for seen in four], one[label.removesuffix(", sharded")], tolerance(label))
+
+
+@pytest.mark.more
+def test_four_ranks_train_the_vision_tower_as_one_does(folder: Path, four: Any) -> None:
+    alone = shared_rows_program.of_tower(folder)
+    for seen in four:
+        assert deviation(seen["tower"], alone) <= 1e-12
+
+
+@pytest.mark.more
+@pytest.mark.parametrize("family", FAMILIES)
+def test_other_families_share_rows(folder: Path, four: Any, family: str) -> None:
+    alone = shared_rows_program.of_family(folder, family)
+    assert alone.any()
+    for seen in four:
+        assert deviation({"a": seen[family]}, {"a": alone}) <= 1e-5
+
+
+@pytest.mark.more
+def test_a_number_of_ranks_that_rows_cannot_divide_is_refused(four: Any) -> None:
+    for seen in four:
+        assert seen["three of four"] == "ValueError: context_parallel 3: it must divide the number of ranks, 4"
+
+
+# The part of one rank -------------------------------------------------------------------------------------------------
+
+
+class Rank(RowRanks):
+    """Rank `rank` of `size`, which exchanges nothing."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank, self.size = rank, size
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7])
+def test_parts_have_every_position_target_and_image_position_once(size: int) -> None:
+    make = Maker(np.random.default_rng(0))
+    picture = make.image(8, 8)
+    data = [make.datum(30, [(2, picture)], candidates=2), make.datum(9), make.datum(40, [(1, (4, 4)), (20, picture)])]
+    items = [Item(0, at, "ab"[at % 2], datum) for at, datum in enumerate(data)]
+    packed = pack(items, 120, {"b"})
+    images = [image.content_hash for image in packed.images] + [f"{a}{i.content_hash}" for a, i in packed.own_images]
+    sizes = [image.num_tokens for image in [*packed.images, *(image for _, image in packed.own_images)]]
+    feature = np.repeat(images, sizes)
+    parts = [part_of(packed, Rank(rank, size)) for rank in range(size)]
+    lengths = [part.stop - part.start for part in parts]
+    assert sum(lengths) == len(packed.token_ids)
+    assert max(lengths) - min(lengths) <= 1
+    assert [part.start for part in parts] == [0, *np.cumsum(lengths)[:-1]]
+    targets = np.arange(len(packed.target_rows))
+    np.testing.assert_array_equal(np.concatenate([targets[part.targets] for part in parts]), targets)
+    rows, features = [], []
+    for part in parts:
+        rows.append(part.image_rows + part.start)
+        own = [image.content_hash for image in part.images] + [f"{a}{i.content_hash}" for a, i in part.own_images]
+        counts = [image.num_tokens for image in [*part.images, *(image for _, image in part.own_images)]]
+        features.append(np.repeat(own, counts)[part.feature_rows])
+        assert {*features[-1]} == {*own}, "no image is encoded for nothing"
+    np.testing.assert_array_equal(np.concatenate(rows), packed.image_rows)
+    np.testing.assert_array_equal(np.concatenate(features), feature[packed.feature_rows])
