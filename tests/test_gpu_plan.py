@@ -57,6 +57,22 @@ def test_on_a_large_card_the_trainer_computes_nothing_again_and_the_cache_gets_t
     assert 2 * EIGHT.weight_bytes + found.kv_cache + found.activations < 134 * GIB
 
 
+@pytest.mark.mutation("exchanges-not-planned", "gpu_plan.py", "    if context_parallel > 1:\n", "    if False:\n")
+def test_ranks_that_share_rows_need_memory_for_their_part_and_what_they_exchange() -> None:
+    whole = plan(EIGHT, 200, context=8192, kv_cache=0, samples=False)
+    part = plan(EIGHT, 200, context=8192, kv_cache=0, samples=False, context_parallel=2)
+    assert part == whole, "all that is left, on a GPU that trains alone"
+    exchanged = 3 * (EIGHT.q_width + EIGHT.kv_width) * EIGHT.itemsize
+    for parts, least in ((1, activations(EIGHT, 8192).always), (4, activations(EIGHT, 2048).always + 2048 * exchanged)):
+        fits = 200 - (whole.activations - least) / GIB
+        arguments = {"context": 8192, "samples": False, "context_parallel": parts}
+        assert plan(EIGHT, fits + 0.001, **arguments).activations == pytest.approx(least, abs=2**21)
+        with pytest.raises(ValueError, match=f"the activations of {8192 // parts} positions"):
+            plan(EIGHT, fits - 0.001, **arguments)
+    most = plan(EIGHT, 134, context_parallel=2).activations
+    assert most == plan(EIGHT, 134).activations + 8192 * exchanged
+
+
 def test_a_decoder_that_keeps_more_gets_more() -> None:
     def twice(sizes: ModelSizes, tokens: int) -> ActivationMemory:
         return activations(sizes, 2 * tokens)

@@ -25,6 +25,7 @@ CHOICES: dict[str, list[Any]] = {
     "sampler": [None, "inline", "process"],
     "shard": ["auto", "never", 2],
     "sample_tp": [None, 1, 2],
+    "context_parallel": [1, 2],
 }
 
 
@@ -73,6 +74,23 @@ def test_an_engine_in_the_server_s_process_is_on_the_first_gpu() -> None:
         found(trainer="inline", shard=2)
 
 
+@pytest.mark.mutation("any-kv-heads-share-rows", "placement.py", "    if kv_heads % parts:", "    if False:")
+def test_gpus_compute_micro_batches_together_if_their_number_and_the_kv_heads_can_be_divided() -> None:
+    (four, *_, last) = layouts(BackendOptions(context_parallel=2), 4, kv_heads=8)
+    assert four == Layout((0, 1, 2, 3), (0, 1, 2, 3), context_parallel=2)
+    assert last != ONE_GPU, "which cannot"
+    both = layouts(BackendOptions(context_parallel=2, train_gpus=(0, 1), shard=2), 0, kv_heads=8)
+    assert both == [Layout((0, 1), (), 1, 2, 2)]
+    for options, gpus, kv_heads, reason in (
+        ({"context_parallel": 3}, 4, 6, "--train-gpus has to name a multiple of it, not 4 GPUs"),
+        ({"context_parallel": 2, "trainer": "inline"}, 4, 8, "--train-gpus has to name a multiple of it, not 0 GPUs"),
+        ({"context_parallel": 2}, 0, 8, "--train-gpus has to name a multiple of it, not 0 GPUs"),
+        ({"context_parallel": 8}, 8, 4, "it must divide the 4 KV heads of this model"),
+    ):
+        with pytest.raises(ValueError, match=f"^--context-parallel [238]: {reason}$"):
+            layouts(BackendOptions(**options), gpus, kv_heads)
+
+
 def test_every_combination_of_options_keeps_what_is_named_and_uses_every_gpu() -> None:
     for gpus, *values in itertools.product([0, 1, 2, 4, 8], *CHOICES.values()):
         options = BackendOptions(**dict(zip(CHOICES, values, strict=True)))
@@ -82,10 +100,9 @@ def test_every_combination_of_options_keeps_what_is_named_and_uses_every_gpu() -
             found = layouts(options, gpus, kv_heads=8)
         except ValueError as error:
             missing = gpus and max(named, default=0) >= gpus
-            indivisible = f"--shard {options.shard}: " in str(error) or f"--sample-tp {options.sample_tp}: " in str(
-                error
-            )
-            assert missing or indivisible, case
+            indivisible = ("--shard 2: ", f"--sample-tp {options.sample_tp}: ", "--context-parallel 2: ")
+            known = str(error).startswith(indivisible)
+            assert missing or known, case
             continue
         assert not gpus or max(named, default=0) < gpus, case
         assert len(set(found)) == len(found) > 0, case
@@ -94,6 +111,7 @@ def test_every_combination_of_options_keeps_what_is_named_and_uses_every_gpu() -
             assert layout.train_gpus == options.train_gpus or not options.train_gpus, case
             assert layout.sample_gpus == options.sample_gpus or not options.sample_gpus, case
             assert options.sample_tp in (None, layout.sample_tp), case
+            assert layout.context_parallel == options.context_parallel, case
             assert len(layout.samples_on) % layout.sample_tp == 8 % layout.sample_tp == 0, case
             allowed: dict[Any, set[int]] = {"never": {1}, "auto": {1, len(layout.train_gpus)}}
             assert layout.shards in allowed.get(options.shard, {options.shard}), case
@@ -136,6 +154,9 @@ def test_a_layout_is_said_in_words() -> None:
     )
     assert str(Layout((0, 1, 2, 3), (5,), shards=2)) == (
         "trains on GPUs 0-3 (a copy of the layers on each 2) and samples on GPU 5"
+    )
+    assert str(Layout((0, 1, 2, 3), (0,), context_parallel=4)) == (
+        "trains on GPUs 0-3 (a copy of the weights on each, each micro-batch on 4) and samples on GPU 0"
     )
     assert str(Layout((4,), (0, 1, 2, 3, 5, 6), 2)) == (
         "trains on GPU 4 and samples on GPUs 0-3 and 5-6 (a replica on each 2)"

@@ -26,13 +26,12 @@ LORA = LoraConfig(rank=4, seed=7)
 GREEDY = SamplingParams(max_tokens=8, temperature=0.0, stop=())
 
 
-@pytest.fixture(params=["never", "2"])
+@pytest.fixture(params=["--shard never", "--shard 2", "--context-parallel 2"])
 def server(tiny_models: dict[str, Path], tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Server]:
     options = [
         "--train-gpus",
         "0,1",
-        "--shard",
-        request.param,
+        *request.param.split(),
         "--max-rank",
         "8",
         "--kv-cache",

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from tinker_local.backend.training.packing import items_of
 from tinker_local.backend.training.ranks import ONE_RANK, Ranks, join
 from tinker_local.backend.training.trainer import Seat, TrainWork
 from tinker_local.backend.training.worker import HFTrainer
@@ -21,7 +22,7 @@ from tinker_local.types import ApiError, LoraConfig
 
 from tests.training import rank_program
 from tests.training.conftest import Maker
-from tests.training.rank_program import KINDS, TRAINERS, inject, make_trainer, places, run
+from tests.training.rank_program import KINDS, inject, make_trainer, places, run
 
 FAMILIES = {
     "qwen2_5_vl": "written-out",
@@ -32,6 +33,9 @@ FAMILIES = {
     "qwen3_5_text by autograd": "autograd",
 }
 """With biases; with experts; with sinks and windows; with layers of two kinds; with linear attention."""
+
+TWO = ("image in float64", "text")
+"""The trainers of two ranks."""
 
 LAYOUTS = {
     "four share": ("image", 4, 1),
@@ -52,19 +56,24 @@ def of_tower(folder: Path, ranks: Ranks = ONE_RANK, context_parallel: int = 1) -
     trainer._budget.tokens = 256  # all in one row
     make = Maker(np.random.default_rng(8))
     picture = make.image(8, 8)
-    for name, config in {"t": {"train_vision": True}, "u": {"train_vision": True}, "plain": {}}.items():
+    only = {"train_attn": False, "train_mlp": False, "train_unembed": False, "train_vision": True}
+    adapters = {"t": {"train_vision": True}, "u": {"train_vision": True}, "plain": {}, "only": only}
+    for name, config in adapters.items():
         trainer.create_adapter(name, LoraConfig(rank=3, seed=len(name), **config))
         adapter = trainer._adapters[name]
         adapter.weights.copy_(torch.from_numpy(np.random.default_rng(len(name)).standard_normal(len(adapter.weights))))
         adapter.weights *= 0.05
+    # Of one rank's images alone, by an adapter of nothing but the tower: the others go back through the decoder, too.
+    alone = [TrainWork("only", [make.datum(40, [(1, (4, 4))])], "cross_entropy")]
     work = [
         TrainWork("t", [make.datum(24, [(4, picture)])], "cross_entropy"),
         TrainWork("u", [make.datum(30, [(3, picture)])], "cross_entropy"),
         TrainWork("plain", [make.datum(22, [(2, picture)]), make.datum(25)], "cross_entropy"),
     ]
-    results = trainer.forward_backward(work)
-    assert not any(isinstance(result, ApiError) for result in results), results
-    return {name: rank_program.gradient(trainer, name) for name in ("t", "u", "plain")}
+    for call in (alone, work):
+        results = trainer.forward_backward(call)
+        assert not any(isinstance(result, ApiError) for result in results), results
+    return {name: rank_program.gradient(trainer, name) for name in adapters}
 
 
 def of_family(folder: Path, family: str, ranks: Ranks = ONE_RANK, context_parallel: int = 1) -> Any:
@@ -74,11 +83,17 @@ def of_family(folder: Path, family: str, ranks: Ranks = ONE_RANK, context_parall
     if not path.exists():
         path = folder / family
     trainer = HFTrainer(
-        str(path), name=family, device="cpu", decoder=decoder, ranks=ranks, context_parallel=context_parallel
+        str(path),
+        name=family,
+        dtype="float64",
+        device="cpu",
+        decoder=decoder,
+        ranks=ranks,
+        context_parallel=context_parallel,
     )
     trainer.create_adapter("a", LoraConfig(rank=4, seed=1))
     adapter = trainer._adapters["a"]
-    noise = np.random.default_rng(1).standard_normal(len(adapter.weights)).astype(np.float32)
+    noise = np.random.default_rng(1).standard_normal(len(adapter.weights))
     adapter.weights.copy_(torch.from_numpy(noise * 0.05))
     make = Maker(np.random.default_rng(7))
     (result,) = trainer.forward_backward([make.work("a", [40, 3, 1, 26])])
@@ -96,8 +111,12 @@ def refusal(make: Callable[[], object]) -> str:
 
 def two(folder: Path, ranks: Ranks) -> dict[str, Any]:
     seen: dict[str, Any] = {}
-    for label in TRAINERS:
-        seen[label] = run(make_trainer(folder, label, ranks, context_parallel=2), images=label.startswith("image"))
+    for label in TWO:
+        trainer = make_trainer(folder, label, ranks, context_parallel=2)
+        seen[label] = run(trainer, images=label.startswith("image"))
+    make = Maker(np.random.default_rng(0))
+    of_works = items_of([(0, make.work("a", [50, 60, 40, 2]))])  # micro-batches may have 64 positions on each rank
+    seen["rounds"] = [[[item.length for item in items] for items in each] for each in trainer._passes._rounds(of_works)]
     seen["tower"] = of_tower(folder, ranks, 2)
     seen["one KV head"] = refusal(
         lambda: HFTrainer(str(folder / "gpt_oss"), name="g", device="cpu", ranks=ranks, context_parallel=2)

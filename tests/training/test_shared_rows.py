@@ -10,15 +10,17 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from tinker_local.backend.tiny_models.make_models import make_tiny_text_model
 from tinker_local.backend.tiny_models.text_families import QWEN3_5_SHAPE
+from tinker_local.backend.training.joined_ranks import GONE, JoinedRowRanks
 from tinker_local.backend.training.packing import Item, pack, part_of
-from tinker_local.backend.training.shared_rows import RowRanks
+from tinker_local.backend.training.shared_rows import RowLeftError, RowRanks
 
 from tests.training import rank_program, shared_rows_program
 from tests.training.conftest import SMALL, Maker
 from tests.training.rank_program import RETRIED, TRAINERS, Fault, Seen
-from tests.training.shared_rows_program import FAMILIES, LAYOUTS
+from tests.training.shared_rows_program import FAMILIES, LAYOUTS, TWO
 from tests.training.test_ranks import assert_equal, deviation, spawned, tensors
 
 
@@ -68,6 +70,7 @@ def assert_trained_alike(several: list[Seen], alone: Seen, tolerance: float) -> 
                 if isinstance(expected, str):
                     assert found == expected
                     continue
+                assert not isinstance(found, str), found
                 assert found.metrics == pytest.approx(expected.metrics, rel=1e-5)
                 for output, right in zip(found.outputs, expected.outputs, strict=True):
                     assert deviation(output, right) <= 1e-5
@@ -79,7 +82,19 @@ def tolerance(label: str) -> float:
     return 1e-12 if "float64" in label else 1e-5
 
 
-@pytest.mark.parametrize("label", TRAINERS)
+@pytest.mark.mutation(
+    "heads-in-order-of-ranks", "shared_rows.py", "unflatten(1, (size, -1))", "unflatten(1, (-1, size)).mT"
+)
+@pytest.mark.mutation(
+    "parts-without-each-others-logprobs",
+    "micro_batch.py",
+    "add_up if targets.prepass.any() else",
+    "add_up if False else",
+)
+@pytest.mark.mutation(
+    "image-rows-of-the-whole-row", "packing.py", "packed.image_rows[here] - start", "packed.image_rows[here]"
+)
+@pytest.mark.parametrize("label", TWO)
 def test_two_ranks_that_share_rows_train_what_one_does(one: Any, two: Any, label: str) -> None:
     assert_trained_alike([seen[label] for seen in two], one[label], tolerance(label))
 
@@ -88,6 +103,14 @@ def test_the_vision_tower_is_trained_by_images_of_which_each_rank_has_a_part(fol
     alone = shared_rows_program.of_tower(folder)
     for seen in two:
         assert deviation(seen["tower"], alone) <= 1e-12
+
+
+@pytest.mark.mutation(
+    "row-no-longer-than-for-one-rank", "passes.py", "self._budget.tokens * share", "self._budget.tokens"
+)
+def test_a_row_has_as_many_times_the_positions_as_ranks_share_it(two: Any) -> None:
+    for seen in two:
+        assert seen["rounds"] == [[[2, 40, 50]], [[60]]]
 
 
 def test_a_save_of_ranks_that_share_rows_goes_on_on_one(folder: Path, two: Any) -> None:
@@ -136,13 +159,53 @@ def test_other_families_share_rows(folder: Path, four: Any, family: str) -> None
     alone = shared_rows_program.of_family(folder, family)
     assert alone.any()
     for seen in four:
-        assert deviation({"a": seen[family]}, {"a": alone}) <= 1e-5
+        assert deviation({"a": seen[family]}, {"a": alone}) <= 1e-12
 
 
 @pytest.mark.more
 def test_a_number_of_ranks_that_rows_cannot_divide_is_refused(four: Any) -> None:
     for seen in four:
         assert seen["three of four"] == "ValueError: context_parallel 3: it must divide the number of ranks, 4"
+
+
+# What a rank tells the others -----------------------------------------------------------------------------------------
+
+
+class TellingRanks(JoinedRowRanks):
+    """Rank 0 of two; the other one says `answer`, and nothing is connected."""
+
+    def __init__(self, answer: int = 0) -> None:
+        self.rank, self.size = 0, 2
+        self.told: list[int] = []
+        self.answer = answer
+
+    def _least(self, number: int) -> int:
+        self.told.append(number)
+        return min(number, self.answer)
+
+
+@pytest.mark.mutation("failure-not-told", "joined_ranks.py", "            self._least(GONE)\n", "")
+def test_a_rank_that_fails_tells_those_that_share_its_row_once() -> None:
+    ranks = TellingRanks()
+
+    def fails() -> None:
+        assert ranks.least(5) == 0
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError), ranks.sharing():
+        fails()
+    assert ranks.told == [5, GONE]
+    with ranks.sharing():
+        pass
+    assert ranks.told[2:] == [0], "so that one which fails at the end is noticed"
+
+
+@pytest.mark.mutation("failure-told-twice", "joined_ranks.py", "        except RowLeftError:\n            raise\n", "")
+def test_a_rank_whose_neighbour_has_failed_leaves_and_says_no_more() -> None:
+    ranks = TellingRanks(answer=GONE)
+    with pytest.raises(RowLeftError), ranks.sharing():
+        ranks.add_up(torch.zeros(1))
+    assert ranks.told == [0]
 
 
 # The part of one rank -------------------------------------------------------------------------------------------------
