@@ -83,16 +83,13 @@ def tolerance(label: str) -> float:
 
 
 @pytest.mark.mutation(
-    "heads-in-order-of-ranks", "shared_rows.py", "unflatten(1, (size, -1))", "unflatten(1, (-1, size)).mT"
+    "heads-in-order-of-ranks", "shared_rows.py", "unflatten(1, (size, -1))", "unflatten(1, (-1, size)).transpose(1, 2)"
 )
 @pytest.mark.mutation(
     "parts-without-each-others-logprobs",
     "micro_batch.py",
     "add_up if targets.prepass.any() else",
     "add_up if False else",
-)
-@pytest.mark.mutation(
-    "image-rows-of-the-whole-row", "packing.py", "packed.image_rows[here] - start", "packed.image_rows[here]"
 )
 @pytest.mark.parametrize("label", TWO)
 def test_two_ranks_that_share_rows_train_what_one_does(one: Any, two: Any, label: str) -> None:
@@ -218,6 +215,9 @@ class Rank(RowRanks):
         self.rank, self.size = rank, size
 
 
+@pytest.mark.mutation(
+    "image-rows-of-the-whole-row", "packing.py", "packed.image_rows[here] - start", "packed.image_rows[here]"
+)
 @pytest.mark.parametrize("size", [1, 2, 3, 7])
 def test_parts_have_every_position_target_and_image_position_once(size: int) -> None:
     make = Maker(np.random.default_rng(0))
