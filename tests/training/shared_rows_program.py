@@ -9,6 +9,7 @@ import sys
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +77,23 @@ def of_tower(folder: Path, ranks: Ranks = ONE_RANK, context_parallel: int = 1) -
     return {name: rank_program.gradient(trainer, name) for name in adapters}
 
 
+def of_whole_data(folder: Path, ranks: Ranks = ONE_RANK, context_parallel: int = 1) -> dict[str, Any]:
+    """Losses and gradients of one datum, whose positions depend on each other by their logprobs, on several ranks."""
+    trainer = make_trainer(folder, "text in float64", ranks, context_parallel=context_parallel)
+    rank_program.add_adapters(trainer)
+    make = Maker(np.random.default_rng(9))
+    found: dict[str, Any] = {}
+    for loss in ("gspo", "stable_reinforce"):
+        work = make.work("a", [37], loss)
+        for backward in (True, False):
+            (result,) = trainer.forward_backward([replace(work, backward=backward)])
+            assert not isinstance(result, ApiError), result
+            found[f"{loss} {backward}"] = np.array(result.metrics["loss:sum"])
+        found[loss] = rank_program.gradient(trainer, "a")
+        trainer.discard_gradients("a")
+    return found
+
+
 def of_family(folder: Path, family: str, ranks: Ranks = ONE_RANK, context_parallel: int = 1) -> Any:
     """The gradient of an adapter on a model of `family`."""
     decoder: Any = FAMILIES[family]
@@ -118,6 +136,7 @@ def two(folder: Path, ranks: Ranks) -> dict[str, Any]:
     of_works = items_of([(0, make.work("a", [50, 60, 40, 2]))])  # micro-batches may have 64 positions on each rank
     seen["rounds"] = [[[item.length for item in items] for items in each] for each in trainer._passes._rounds(of_works)]
     seen["tower"] = of_tower(folder, ranks, 2)
+    seen["whole data"] = of_whole_data(folder, ranks, 2)
     seen["one KV head"] = refusal(
         lambda: HFTrainer(str(folder / "gpt_oss"), name="g", device="cpu", ranks=ranks, context_parallel=2)
     )

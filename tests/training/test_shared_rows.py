@@ -85,15 +85,22 @@ def tolerance(label: str) -> float:
 @pytest.mark.mutation(
     "heads-in-order-of-ranks", "shared_rows.py", "unflatten(1, (size, -1))", "unflatten(1, (-1, size)).transpose(1, 2)"
 )
+@pytest.mark.parametrize("label", TWO)
+def test_two_ranks_that_share_rows_train_what_one_does(one: Any, two: Any, label: str) -> None:
+    assert_trained_alike([seen[label] for seen in two], one[label], tolerance(label))
+
+
 @pytest.mark.mutation(
     "parts-without-each-others-logprobs",
     "micro_batch.py",
     "add_up if targets.prepass.any() else",
     "add_up if False else",
 )
-@pytest.mark.parametrize("label", TWO)
-def test_two_ranks_that_share_rows_train_what_one_does(one: Any, two: Any, label: str) -> None:
-    assert_trained_alike([seen[label] for seen in two], one[label], tolerance(label))
+def test_losses_of_a_whole_datum_know_the_logprobs_of_all_ranks(folder: Path, two: Any) -> None:
+    alone = shared_rows_program.of_whole_data(folder)
+    assert all(array.any() for array in alone.values())
+    for seen in two:
+        assert deviation(seen["whole data"], alone) <= 1e-12
 
 
 def test_the_vision_tower_is_trained_by_images_of_which_each_rank_has_a_part(folder: Path, two: Any) -> None:
