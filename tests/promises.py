@@ -324,7 +324,8 @@ MISTAKES = (
         "A rank that fails in a micro-batch, or has none, leaves others waiting for weights; gathers come late",
         "walk-left-in-the-middle unit-sent-for-too-late peers-bytes-not-compared rank-gathers-alone "
         "shard-choice-ignored twice-the-tokens-without-room logprobs-fail-before-the-walk "
-        "memory-of-a-failed-step-kept cache-of-given-size-shares-no-layers one-copy-of-sharded-weights",
+        "memory-of-a-failed-step-kept cache-of-given-size-shares-no-layers one-copy-of-sharded-weights "
+        "weights-sharded-over-hosts",
     ),
     Promise(
         "loss",

@@ -29,6 +29,7 @@ from tinker_local.backend.training.losses import LOSSES
 from tinker_local.backend.training.micro_batch import MicroBatchRunner
 from tinker_local.backend.training.optimizers.adamw import ADAMW
 from tinker_local.backend.training.passes import Passes
+from tinker_local.backend.training.peer_memory import Handle, HostMemory
 from tinker_local.backend.training.ranks import ONE_RANK, Ranks, join
 from tinker_local.backend.training.tally import Tally
 from tinker_local.backend.training.trainer import AdapterState, Seat, TrainDatum, TrainResult, TrainWork
@@ -65,6 +66,9 @@ ADAPTERS: dict[str, dict[str, Any]] = {
 }
 
 POLICY_LOSSES = [name for name in LOSSES if name != "cross_entropy"]
+
+TWO_HOSTS = "TWO_HOSTS"
+"""In the environment: where ranks meet of which the first half is on one host, and the others on another."""
 
 STEP = AdamParams(learning_rate=0.01, weight_decay=0.1, grad_clip_norm=1.0)
 
@@ -391,20 +395,39 @@ def probed(folder: Path, ranks: Ranks = ONE_RANK, *, shards: int = 1) -> dict[st
 
 def copies_of_two(folder: Path, ranks: Ranks) -> dict[str, Any]:
     """What trainers see of which two ranks hold a copy of the weights, also when the last rank fails."""
-    seen: dict[str, Any] = {}
+    seen: dict[str, Any] = {"opened": noted_processes()}
     for label in ("image, sharded", "text, sharded"):
         trainer = make_trainer(folder, label, ranks, shards=2)
         seen[label] = run(trainer, images=label.startswith("image"))
         for place in places(label):
             seen[label].faults[place] = inject(trainer, ranks, place, "exception")
     seen["memory"] = [measured(partial(deep, folder, decoder, ranks, 2)) for decoder in IN_A_WALK]
-    return seen
+    try:
+        make_trainer(folder, "text, sharded", ranks, shards=4)
+    except ValueError as error:
+        seen["over both hosts"] = str(error)
+    return {**seen, "process": os.getpid(), "opened": [*seen["opened"]]}
+
+
+def noted_processes() -> set[int]:
+    """The processes whose memory this one opens from now on."""
+    opened: set[int] = set()
+    original = HostMemory.open
+
+    def noted(self: HostMemory, handle: Handle, nbytes: int) -> Any:
+        opened.add(int(handle[0].decode().split("/")[2]))
+        return original(self, handle, nbytes)
+
+    HostMemory.open = noted  # type: ignore[method-assign]
+    return opened
 
 
 def main(folder: Path, extent: str, rank: int, size: int) -> None:
     torch.set_num_threads(1)
     faulthandler.dump_traceback_later(1500, exit=True)  # a hang shows where, and ends
-    ranks = join(Seat(rank, size, str(folder / f"meeting-{extent}-{size}")), torch.device("cpu"))
+    two_hosts = os.environ.get(TWO_HOSTS)
+    meeting = two_hosts or str(folder / f"meeting-{extent}-{size}")
+    ranks = join(Seat(rank, size, meeting, host=2 * rank // size if two_hosts else 0), torch.device("cpu"))
     seen: dict[str, Any] = copies_of_two(folder, ranks) if extent == "copies" else {}
     for label in {"all": LABELS, "short": ["text"], "copies": []}[extent]:
         images = label.startswith("image")

@@ -33,8 +33,8 @@ def with_other_tokens(datum: Any, make: Any) -> Any:
 @pytest.mark.mutation(
     "one-segment-for-all",
     "embedding.py",
-    "Segments(part.packed.lengths, device,",
-    "Segments((sum(part.packed.lengths),), device,",
+    "Segments(lengths, device,",
+    "Segments((sum(lengths),), device,",
 )
 @pytest.mark.parametrize(
     ("family", "with_images"), [(f, i) for f in FAMILIES for i in (False, True) if f != "qwen3" or not i]

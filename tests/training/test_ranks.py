@@ -8,6 +8,7 @@ import itertools
 import os
 import pickle
 import re
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
@@ -19,6 +20,7 @@ import numpy as np
 import pytest
 from tinker_local.backend.training import ranks as ranks_module
 from tinker_local.backend.training.packing import Item, rounds
+from tinker_local.backend.training.ranks import Ranks
 from tinker_local.backend.training.trainer import AdapterState
 
 from tests.mutations import ROOT
@@ -34,6 +36,7 @@ from tests.training.rank_program import (
     RETRIED,
     SHARDED,
     TRAINERS,
+    TWO_HOSTS,
     Fault,
     Seen,
 )
@@ -52,6 +55,10 @@ def spawned(folder: Path, size: int, extent: str = "all", program: str = "rank_p
     """What each of `size` ranks saw."""
     command = [sys.executable, "-m", f"tests.training.{program}", str(folder), extent]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    if extent == "copies":
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        environment |= {TWO_HOSTS: f"tcp://127.0.0.1:{port}", "GLOO_SOCKET_IFNAME": "lo"}
     started = [subprocess.Popen([*command, str(rank), str(size)], cwd=ROOT, env=environment) for rank in range(size)]
     try:
         assert [process.wait(timeout=1600) for process in started] == [0] * size
@@ -69,6 +76,12 @@ def two(folder: Path) -> list[dict[str, Any]]:
 @pytest.fixture(scope="module")
 def short(folder: Path) -> list[dict[str, Any]]:
     return spawned(folder, 2, "short")
+
+
+@pytest.fixture(scope="module")
+def two_hosts(folder: Path) -> list[dict[str, Any]]:
+    """Ranks 0 and 1, and ranks 2 and 3: each two hold a copy of the weights."""
+    return spawned(folder, 4, "copies")
 
 
 @pytest.fixture(scope="module")
@@ -275,8 +288,8 @@ def test_ranks_that_diverge_are_an_error_in_short(short: Any) -> None:
     "    if size == dist.get_world_size():\n",
     "    size = dist.get_world_size()\n    if size == dist.get_world_size():\n",
 )
-def test_four_ranks_with_two_copies_of_sharded_weights_compute_what_one_does(folder: Path) -> None:
-    four = spawned(folder, 4, "copies")
+def test_four_ranks_with_two_copies_of_sharded_weights_compute_what_one_does(folder: Path, two_hosts: Any) -> None:
+    four = two_hosts
     for label in ("image, sharded", "text, sharded"):
         alone = rank_program.run(rank_program.make_trainer(folder, SHARDED[label]), images=label.startswith("image"))
         for seen in four:
@@ -291,6 +304,35 @@ def test_four_ranks_with_two_copies_of_sharded_weights_compute_what_one_does(fol
         part = memory.large / 2 + memory.replicated
         assert 0.9 * part <= memory.resting <= 1.05 * (part + 2 * memory.layer + memory.head)
         assert memory.walking <= 1.05 * (part + 3 * memory.layer)
+
+
+@pytest.mark.more
+def test_weights_are_sharded_within_a_host_and_copied_over_hosts(two_hosts: Any) -> None:
+    processes = [seen["process"] for seen in two_hosts]
+    for rank, seen in enumerate(two_hosts):
+        assert seen["opened"] == [processes[rank ^ 1]], "a rank reads the parts of its host alone"
+        assert seen["over both hosts"] == "shards 4: ranks 0 to 3 must be on one host, and are on 0, 1"
+
+
+class Spread(Ranks):
+    """Six ranks on three hosts."""
+
+    size = 6
+    hosts = (0, 0, 1, 1, 2, 2)
+
+
+@pytest.mark.mutation(
+    "weights-sharded-over-hosts", "ranks.py", "            if len(hosts :=", "            if False and len(hosts :="
+)
+def test_ranks_that_share_weights_or_rows_are_on_one_host() -> None:
+    Spread().check_neighbours(1, "shards")
+    Spread().check_neighbours(2, "shards")
+    with pytest.raises(ValueError, match=r"^shards 3: ranks 0 to 2 must be on one host, and are on 0, 1$"):
+        Spread().check_neighbours(3, "shards")
+    with pytest.raises(ValueError, match=r"^context_parallel 6: ranks 0 to 5 must be on one host, and are on 0, 1, 2$"):
+        Spread().share_rows(6)
+    with pytest.raises(ValueError, match=r"^shards 4: it must divide the number of ranks, 6$"):
+        Spread().check_neighbours(4, "shards")
 
 
 def test_ranks_that_diverge_are_an_error_that_names_what_differs(two: Any) -> None:

@@ -20,7 +20,7 @@ from tinker_local.backend.training.shared_rows import RowLeftError, RowRanks
 from tests.training import rank_program, shared_rows_program
 from tests.training.conftest import SMALL, Maker
 from tests.training.rank_program import RETRIED, TRAINERS, Fault, Seen
-from tests.training.shared_rows_program import FAMILIES, LAYOUTS, TWO
+from tests.training.shared_rows_program import FAMILIES, IN_FLOAT32, LAYOUTS, TWO
 from tests.training.test_ranks import assert_equal, deviation, spawned, tensors
 
 
@@ -163,7 +163,7 @@ def test_other_families_share_rows(folder: Path, four: Any, family: str) -> None
     alone = shared_rows_program.of_family(folder, family)
     assert alone.any()
     for seen in four:
-        assert deviation({"a": seen[family]}, {"a": alone}) <= 1e-12
+        assert deviation({"a": seen[family]}, {"a": alone}) <= (1e-5 if family in IN_FLOAT32 else 1e-12)
 
 
 @pytest.mark.more
@@ -225,7 +225,7 @@ class Rank(RowRanks):
 @pytest.mark.mutation(
     "image-rows-of-the-whole-row", "packing.py", "packed.image_rows[here] - start", "packed.image_rows[here]"
 )
-@pytest.mark.parametrize("size", [1, 2, 3, 7])
+@pytest.mark.parametrize("size", [1, 2, 3, 7, 100])
 def test_parts_have_every_position_target_and_image_position_once(size: int) -> None:
     make = Maker(np.random.default_rng(0))
     picture = make.image(8, 8)
@@ -237,7 +237,7 @@ def test_parts_have_every_position_target_and_image_position_once(size: int) -> 
     feature = np.repeat(images, sizes)
     parts = [part_of(packed, Rank(rank, size)) for rank in range(size)]
     lengths = [part.stop - part.start for part in parts]
-    assert sum(lengths) == len(packed.token_ids)
+    assert sum(lengths) == max(len(packed.token_ids), size)
     assert max(lengths) - min(lengths) <= 1
     assert [part.start for part in parts] == [0, *np.cumsum(lengths)[:-1]]
     targets = np.arange(len(packed.target_rows))

@@ -25,11 +25,14 @@ def packed_row(
     device, family = loaded.device, loaded.family
     positions = np.concatenate(
         [family.position_ids(loaded.model.config, item.datum.input) for item in part.packed.items], axis=1
-    )[:, part.start : part.stop]
+    )
+    positions = np.pad(positions, ((0, 0), (0, part.padding)))[:, part.start : part.stop]
+    token_ids = np.pad(part.packed.token_ids, (0, part.padding))[part.start : part.stop]
+    lengths = (*part.packed.lengths, *([part.padding] if part.padding else []))
     position_ids = to_device(positions if len(positions) == 1 else positions[:, None], device)
-    embeds = loaded.model.get_input_embeddings()(to_device(part.packed.token_ids[part.start : part.stop], device))
+    embeds = loaded.model.get_input_embeddings()(to_device(token_ids, device))
     whole = family.vision is not None and family.vision.whole_images
-    segments = Segments(part.packed.lengths, device, part.packed.image_bounds if whole else (), part.shared.or_none)
+    segments = Segments(lengths, device, part.packed.image_bounds if whole else (), part.shared.or_none)
     if not part.images and own is None:
         return PackedRow(embeds, position_ids, segments)
     features = joined([*([images.features(part.images)] if part.images else []), *([own] if own else [])])

@@ -1,6 +1,7 @@
-"""Several ranks on one machine: tensors over NCCL (on the CPU over gloo), numbers of the host over gloo.
+"""Several ranks: tensors over NCCL (on the CPU over gloo), numbers of the host over gloo.
 
-All connections are over the loopback interface.
+On one host all connections are over the loopback interface. On several they are over the network that
+`GLOO_SOCKET_IFNAME` and `NCCL_SOCKET_IFNAME` name, or the one that the libraries choose, and not encrypted.
 """
 
 import os
@@ -39,18 +40,21 @@ class JoinedRanks(Ranks):
         self.rank = seat.rank
         self.size = seat.size
         self._device = device
-        os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+        over_network = seat.meeting.startswith("tcp://")
+        if not over_network:
+            os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
         if device.type == "cuda" and device.index is not None:
             torch.cuda.set_device(device)
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
-            init_method=f"file://{seat.meeting}",
+            init_method=seat.meeting if over_network else f"file://{seat.meeting}",
             rank=seat.rank,
             world_size=seat.size,
             timeout=FOREVER,
         )
         if device.type == "cuda":  # NCCL takes its memory now, and not in a step in which it may be short on one rank
             dist.all_reduce(torch.zeros(1, device=device))
+        self.hosts = [host for (host,) in self.gather([seat.host])]
 
     def attempt(self, step: Callable[[], T]) -> tuple[T | None, Sequence[int]]:
         """See `Ranks.attempt`."""

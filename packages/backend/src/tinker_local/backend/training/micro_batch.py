@@ -266,6 +266,8 @@ def _slices(part: Part, adapters: Mapping[str, Adapter]) -> list[AdapterSlice]:
         start, at = at, at + sum(item.length for item in group)
         adapter = None if adapter_id is None else adapters[adapter_id]
         slices.append(AdapterSlice(adapter, min(max(start, 0), rows), min(max(at, 0), rows)))
+    if part.padding:
+        slices.append(AdapterSlice(None, slices[-1].stop, rows))
     return slices
 
 

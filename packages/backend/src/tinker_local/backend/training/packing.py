@@ -150,11 +150,13 @@ def pack(items: Sequence[Item], vocab_size: int, towers: Collection[str | None] 
 @dataclass(frozen=True, slots=True, eq=False)
 class Part:
     """The positions [start, stop) of the row `packed` that this rank has: all, or its own of a row that is `shared`.
-    `targets`: the slice of those that these positions predict. `images`, `own_images`, `image_rows` (counted
-    from `start`) and `feature_rows`: as of `Packed`, for these positions."""
+    `padding`: how many positions of no item are at the row's end, since each rank must have at least one. `targets`:
+    the slice of those that these positions predict. `images`, `own_images`, `image_rows` (counted from `start`) and
+    `feature_rows`: as of `Packed`, for these positions."""
 
     packed: Packed
     shared: SharedRow
+    padding: int
     start: int
     stop: int
     targets: slice
@@ -166,7 +168,8 @@ class Part:
 
 def part_of(packed: Packed, ranks: RowRanks) -> Part:
     """This rank's part of a row that `ranks` share."""
-    shared = share(len(packed.token_ids), ranks)
+    padding = max(0, ranks.size - len(packed.token_ids))
+    shared = share(len(packed.token_ids) + padding, ranks)
     start, stop = shared.own.start, shared.own.stop
     first, last = (int(place) for place in np.searchsorted(packed.target_rows, (start, stop)))
     here = slice(*np.searchsorted(packed.image_rows, (start, stop)))
@@ -181,6 +184,7 @@ def part_of(packed: Packed, ranks: RowRanks) -> Part:
     return Part(
         packed=packed,
         shared=shared,
+        padding=padding,
         start=start,
         stop=stop,
         targets=slice(first, last),

@@ -21,6 +21,8 @@ class Ranks:
 
     rank: int = 0
     size: int = 1
+    hosts: Sequence[int] = (0,)
+    """The number of each rank's host."""
 
     def attempt(self, step: Callable[[], T]) -> tuple[T | None, Sequence[int]]:
         """Run `step`; its result, None if memory ran out, and the ranks where memory ran out. If it fails in another
@@ -46,11 +48,22 @@ class Ranks:
         the ranks and the numbers that differ from those of rank 0. A single rank does not compute them."""
 
     def share_rows(self, size: int) -> RowRanks:
-        """The `size` neighbours, this one among them, that share each packed row. All ranks call this. ValueError if
-        ranks cannot be divided so."""
-        if self.size % size:
-            raise ValueError(f"context_parallel {size}: it must divide the number of ranks, {self.size}")
+        """The `size` neighbours, this one among them, that share each packed row. All ranks call this; see
+        `check_neighbours`."""
+        self.check_neighbours(size, "context_parallel")
         return ONE_HAS_ALL
+
+    def check_neighbours(self, size: int, setting: str) -> None:
+        """ValueError, which names `setting`, unless each `size` ranks in a row are on one host: what they send each
+        other is too much for the network between hosts."""
+        if self.size % size:
+            raise ValueError(f"{setting} {size}: it must divide the number of ranks, {self.size}")
+        for first in range(0, self.size, size):
+            if len(hosts := {*self.hosts[first : first + size]}) > 1:
+                raise ValueError(
+                    f"{setting} {size}: ranks {first} to {first + size - 1} must be on one host, and are on "
+                    f"{', '.join(map(str, sorted(hosts)))}"
+                )
 
 
 ONE_RANK = Ranks()

@@ -132,11 +132,13 @@ class AdapterLayout:
 
 @dataclass(frozen=True, slots=True)
 class Seat:
-    """Rank `rank` of `size`. `meeting`: the path of a file, empty at first, over which the ranks find each other."""
+    """Rank `rank` of `size`, on host number `host`. `meeting`: where the ranks find each other; on one host the path of
+    a file, empty at first, and on several "tcp://ADDRESS:PORT", where rank 0 listens."""
 
     rank: int
     size: int
     meeting: str
+    host: int = 0
 
 
 class Trainer(Protocol):

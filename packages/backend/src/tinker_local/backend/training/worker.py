@@ -94,6 +94,7 @@ class HFTrainer:
         shards: int = 1,
         context_parallel: int = 1,
     ) -> None:
+        ranks.check_neighbours(shards, "shards")
         row_ranks = ranks.share_rows(context_parallel)
         loaded = load_model(model_path, dtype, device, decoder, max_context_length, shards, row_ranks)
         self.name = name
