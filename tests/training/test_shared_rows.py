@@ -3,7 +3,9 @@
 Every rank runs `shared_rows_program.py` once, in a process over gloo; the tests look at what it saw.
 """
 
-from collections.abc import Callable, Mapping
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,9 +15,10 @@ import pytest
 import torch
 from tinker_local.backend.tiny_models.make_models import make_tiny_text_model
 from tinker_local.backend.tiny_models.text_families import QWEN3_5_SHAPE
+from tinker_local.backend.training.attention import AttentionRule, Segments, attend, attend_backward
 from tinker_local.backend.training.joined_ranks import GONE, JoinedRowRanks
 from tinker_local.backend.training.packing import Item, pack, part_of
-from tinker_local.backend.training.shared_rows import RowLeftError, RowRanks
+from tinker_local.backend.training.shared_rows import RowLeftError, RowRanks, SharedRow, share
 
 from tests.training import rank_program, shared_rows_program
 from tests.training.conftest import SMALL, Maker
@@ -82,9 +85,6 @@ def tolerance(label: str) -> float:
     return 1e-12 if "float64" in label else 1e-5
 
 
-@pytest.mark.mutation(
-    "heads-in-order-of-ranks", "shared_rows.py", "unflatten(1, (size, -1))", "unflatten(1, (-1, size)).transpose(1, 2)"
-)
 @pytest.mark.parametrize("label", TWO)
 def test_two_ranks_that_share_rows_train_what_one_does(one: Any, two: Any, label: str) -> None:
     assert_trained_alike([seen[label] for seen in two], one[label], tolerance(label))
@@ -170,6 +170,62 @@ def test_other_families_share_rows(folder: Path, four: Any, family: str) -> None
 def test_a_number_of_ranks_that_rows_cannot_divide_is_refused(four: Any) -> None:
     for seen in four:
         assert seen["three of four"] == "ValueError: context_parallel 3: it must divide the number of ranks, 4"
+
+
+# Attention ------------------------------------------------------------------------------------------------------------
+
+
+class ThreadRanks(RowRanks):
+    """Rank `rank` of those that share `posts`, where each leaves what it sends, and `barrier`; each in a thread."""
+
+    def __init__(self, rank: int, posts: list[Sequence[torch.Tensor]], barrier: threading.Barrier) -> None:
+        self.rank, self.size = rank, len(posts)
+        self._posts, self._barrier = posts, barrier
+
+    def exchange(self, send: torch.Tensor, sent: Sequence[int], received: Sequence[int]) -> torch.Tensor:
+        self._posts[self.rank] = send.split([*sent])
+        self._barrier.wait(60)
+        found = [parts[self.rank] for parts in self._posts]
+        self._barrier.wait(60)
+        assert [len(part) for part in found] == [*received]
+        return torch.cat(found)
+
+
+@pytest.mark.mutation(
+    "heads-in-order-of-ranks", "shared_rows.py", "unflatten(1, (size, -1))", "unflatten(1, (-1, size)).transpose(1, 2)"
+)
+@pytest.mark.mutation(
+    "sinks-of-the-first-heads",
+    "shared_rows.py",
+    "rule.sinks.chunk(self.ranks.size)[self.ranks.rank]",
+    "rule.sinks.chunk(self.ranks.size)[0]",
+)
+@pytest.mark.parametrize("size", [2, 4])
+def test_attention_of_ranks_that_share_a_row_is_that_of_one(size: int) -> None:
+    lengths, heads, kv_heads = (20, 1, 17), 8, 4
+    row = share(sum(lengths), RowRanks())
+    noise = torch.Generator().manual_seed(0)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, dtype=torch.float64, generator=noise)
+
+    query, grad = random(sum(lengths), heads, 16), random(sum(lengths), heads, 16)
+    key, value = random(sum(lengths), kv_heads, 16), random(sum(lengths), kv_heads, 16)
+    rule = AttentionRule(0.2, window=9, sinks=random(heads))
+
+    def attended(shared: SharedRow) -> list[torch.Tensor]:
+        segments = Segments(lengths, torch.device("cpu"), shared=shared.or_none)
+        q, k, v, g = (tensor[shared.own] for tensor in (query, key, value, grad))
+        output, logsumexp = attend(q, k, v, segments, rule)
+        return [output, *attend_backward(g, q, k, v, output, logsumexp, segments, rule)]
+
+    posts: list[Sequence[torch.Tensor]] = [()] * size
+    barrier = threading.Barrier(size)
+    rows = [share(sum(lengths), ThreadRanks(rank, posts, barrier)) for rank in range(size)]
+    with ThreadPoolExecutor(size) as threads:
+        parts = [*threads.map(attended, rows)]
+    for name, wanted, *found in zip(("output", "query", "key", "value"), attended(row), *parts, strict=True):
+        torch.testing.assert_close(torch.cat(found), wanted, rtol=0, atol=1e-12, msg=name)
 
 
 # What a rank tells the others -----------------------------------------------------------------------------------------
