@@ -172,6 +172,7 @@ LIMITS: dict[str, dict[str, str]] = {
         "recipients of an encrypted export": "control.age_encryption.MOST_RECIPIENTS",
         "bytes of the configuration of an imported adapter": "storage.peft_adapters.MAX_CONFIG_BYTES",
         "bytes of the header of an imported adapter's weights": "storage.peft_adapters.MAX_HEADER_BYTES",
+        "characters of the name of a tensor in it": "storage.peft_adapters.LONGEST_NAME",
         "`lora_alpha` and `r` of an imported adapter, which must be less": "storage.peft_adapters.MAX_ALPHA",
         "items of a page of a listing": "http.access.MOST_LISTED",
         "sessions of a page of a search": "types.session_search.MOST_FOUND",

@@ -11,6 +11,7 @@ import httpx
 import pytest
 import tinker
 import tinker_local.client as local
+from tinker_local.client import endpoint
 from tinker_local.client.endpoint import resolve_endpoint
 from tinker_local.types import InvalidRequestError
 
@@ -90,6 +91,26 @@ def test_a_fake_server_that_still_loads_is_waited_for(fake_server: Any, caplog: 
     local.ServiceClient(base_url=fake_server.url)
     assert fake_server.paths() == ["healthz"]
     assert "still loading" in caplog.text
+
+
+@pytest.mark.mutation(
+    "loading-server-is-an-error",
+    "endpoint.py",
+    "while answer.status_code == 503 and",
+    "while answer.status_code == 0 and",
+)
+def test_what_the_sdk_does_not_send_waits_for_a_server_that_loads_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`use_served_names` and `log_metrics`."""
+    monkeypatch.setattr(endpoint, "LOADING_DELAY_S", 0.0)
+    loading = httpx.Response(503, json={"detail": "the server is loading its models"})
+    answers = [loading, loading, httpx.Response(200, json={})]
+    at = endpoint.Endpoint("http://127.0.0.1:1", "tml-local")
+    assert endpoint.send(at, "GET", "tokenizers", lambda *_, **__: answers.pop(0)).status_code == 200
+    assert answers == []
+    monkeypatch.setattr(endpoint, "LOADING_S", 0.0)
+    loading.request = httpx.Request("GET", at.base_url)
+    with pytest.raises(tinker.APIStatusError, match="the server is loading its models"):
+        endpoint.send(at, "GET", "tokenizers", lambda *_, **__: loading)
 
 
 def test_a_fake_server_that_comes_up_late_is_found(fake_server: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -179,6 +179,12 @@ def _without(tensors: dict[str, Any], *names: str) -> None:
     "if (other := None) is not None:",
     cases=("missing-layer",),
 )
+@pytest.mark.mutation(
+    "alpha-is-true", "storage/peft_adapters.py", "isinstance(alpha, bool) or ", "", cases=("alpha-is-true",)
+)
+@pytest.mark.mutation(
+    "tensors-of-any-name", "storage/peft_adapters.py", "if len(name) > LONGEST_NAME:", "if False:", cases=("long-name",)
+)
 @pytest.mark.parametrize(
     ("config", "change", "message"),
     [
@@ -200,7 +206,14 @@ def _without(tensors: dict[str, Any], *names: str) -> None:
         pytest.param({"new_method": "x"}, None, "new_method: 'x' is not known here", id="unknown-field"),
         pytest.param({"r": 0}, None, "r: 0 is not a rank", id="rank"),
         pytest.param({"r": 10**700, "use_rslora": True}, None, "is not a rank", id="huge-rank"),
+        pytest.param({"lora_alpha": True}, None, "lora_alpha: True is not between", id="alpha-is-true"),
         pytest.param({"lora_alpha": -1}, None, "lora_alpha: -1 is not between 0 and 2,147,483,648", id="alpha"),
+        pytest.param(
+            {},
+            lambda t: t.update({"n" * 10**5: torch.zeros(1)}),
+            "nnn...: 100000 characters are more than 512",
+            id="long-name",
+        ),
         pytest.param(
             {"r": 8},
             None,

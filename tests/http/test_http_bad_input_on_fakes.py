@@ -447,8 +447,8 @@ async def test_any_integer_is_a_seed_on_fakes(api: Api, seed: int) -> None:
 @pytest.mark.mutation(
     "unserved-base-model-accepted",
     "served_models.py",
-    "        if name not in self._by_name:\n",
-    "        name = name if name in self._by_name else next(iter(self._by_name))\n        if False:\n",
+    "        if name in self._by_name:\n",
+    "        name = name if name in self._by_name else next(iter(self._by_name))\n        if True:\n",
 )
 async def test_unknown_base_model_is_refused_with_those_that_are_served_on_fakes(start_api: StartApi) -> None:
     api = await start_api(models=("fake/bigram", "fake/other"))
@@ -464,6 +464,48 @@ async def test_unknown_base_model_is_refused_with_those_that_are_served_on_fakes
             assert "base_model" in detail
             assert name in detail
             assert "fake/bigram, fake/other" in detail
+        answer = await api.post(path, {"session_id": session, "base_model": "m" * 10**5, **fields})
+        assert len(answer.json()["detail"]) < 200
+
+
+@pytest.mark.mutation(
+    "context-in-a-name-ignored", "served_models.py", "if int(match[2]) > context:", "if int(match[2]) < 0:"
+)
+@pytest.mark.mutation(
+    "context-of-a-name-kept",
+    "training_runs.py",
+    "new_run(model_id, name, config",
+    "new_run(model_id, request.base_model, config",
+)
+async def test_a_context_in_a_models_name_must_fit_and_the_name_before_it_is_recorded_on_fakes(
+    start_api: StartApi,
+) -> None:
+    api = await start_api(models=("fake/bigram", "fake/other:peft:9999"))
+    session = await api.session()
+    model = await api.model(session, base_model="fake/bigram:peft:4096")
+    info = await api.ok("get_info", {"model_id": model})
+    assert info["model_data"]["model_name"] == "fake/bigram"
+    path = await api.named(model, 1, "a")
+    state = await api.save(model, 2, "a")
+    body = {"session_id": session, "sampling_session_seq_id": 0, "base_model": "fake/bigram:peft:1024"}
+    for fields in ({}, {}, {"sampling_session_seq_id": 1, "model_path": path}):  # the second is the first again
+        await api.ok("create_sampling_session", {**body, **fields})
+    load = {"session_id": session, "model_seq_id": 1, "path": state, "optimizer": False}
+    await api.result(await api.submit("load_weights", {**load, "base_model": "fake/bigram:peft:4096"}))
+    await api.model(session, 2, base_model="fake/other:peft:9999")  # served under this very name
+    for name, words in (
+        ("fake/bigram:peft:4097", "names a context of 4097 positions, and 'fake/bigram' has 4096 here"),
+        ("fake/bigram:peft:0", "is not served here"),
+        ("fake/bigram:peft:4096:sampling", "is not served here"),
+        ("fake/other:peft:4096", "is not served here"),
+    ):
+        for answer in (
+            await api.post("create_model", {"session_id": session, "model_seq_id": 3, "base_model": name}),
+            await api.post("create_sampling_session", {**body, "sampling_session_seq_id": 3, "base_model": name}),
+            await api.post("load_weights", {**load, "model_seq_id": 3, "base_model": name}),
+        ):
+            assert answer.status_code == 400
+            assert words in answer.json()["detail"]
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,9 @@ CONNECT_ATTEMPTS = 3
 """Attempts if the connection is refused, in case the server is about to listen."""
 RETRY_DELAY_S = 0.25
 HEALTH_TIMEOUT_S = 2.0
+LOADING_S = 300.0
+"""For how long the SDK, too, repeats what a server refuses with 503."""
+LOADING_DELAY_S = 1.0
 
 logger = logging.getLogger(__name__)
 
@@ -65,13 +68,18 @@ def connect(base_url: str | None, api_key: str | None, *, check_server: bool) ->
 def send(
     endpoint: Endpoint, method: str, path: str, request: Callable[..., httpx.Response] = httpx.request, **given: Any
 ) -> httpx.Response:
-    """What the server answers at `path` below its API. `given` goes to `request`, which is httpx's.
+    """What the server answers at `path` below its API. `given` goes to `request`, which is httpx's. A server that loads
+    its models (503) is asked again for `LOADING_S`, as by the SDK.
 
     Raises tinker.APIConnectionError if no server answers, tinker.APIStatusError if it refuses.
     """
     url = f"{endpoint.base_url}/api/v1/{path}"
+    deadline = time.monotonic() + LOADING_S
     try:
         answer = request(method, url, headers={"X-API-Key": endpoint.api_key}, **given)
+        while answer.status_code == 503 and time.monotonic() < deadline:
+            time.sleep(LOADING_DELAY_S)
+            answer = request(method, url, headers={"X-API-Key": endpoint.api_key}, **given)
     except httpx.TransportError as error:
         raise tinker.APIConnectionError(httpx.Request(method, url), f"{endpoint.base_url}: {error}") from error
     if answer.is_error:

@@ -23,6 +23,12 @@ from typing import ClassVar, Literal
 Category = Literal["user", "server", "unknown"]
 
 
+def brief(value: object) -> str:
+    """`repr(value)` for a message, cut after 80 characters: names that a client chose may be a megabyte long."""
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
 class ApiError(Exception):
     """Base of every error that a client may see; `str(error)` is the message it sees."""
 

@@ -32,6 +32,7 @@ from tinker_local.types import (
     SaveWeightsRequest,
     TooManyRequestsError,
 )
+from tinker_local.types.errors import brief
 
 OTHER_FILE_BYTES = MAX_CONFIG_BYTES + 2**20
 """Of an adapter's files besides its weights: the configuration, and headers."""
@@ -101,6 +102,7 @@ class Imports:
         """
         if check_checkpoint_name(name) == AUTOSAVE:
             raise InvalidRequestError(f"name: {AUTOSAVE!r} is the name of what the server saves by itself")
+        base_model = self._models.served_name(base_model)
         base = self._models.get(base_model)
         family = family_of(base.engines.arch, base_model)
         adapter = await DISK.run(read_peft_adapter, folder, family)
@@ -156,8 +158,8 @@ def _check_base(named: str, base: ServedModel, base_model: str) -> None:
     known = {_last(name) for name in (*base.names, base.path)}
     if named and _last(named) not in known:
         raise InvalidRequestError(
-            f"adapter_config.json: base_model_name_or_path: the adapter is of {named!r}, and {base_model!r} is served "
-            f"from {base.path!r}; if these are the same weights, import it with --other-base"
+            f"adapter_config.json: base_model_name_or_path: the adapter is of {brief(named)}, and {base_model!r} is "
+            f"served from {base.path!r}; if these are the same weights, import it with --other-base"
         )
 
 

@@ -53,7 +53,7 @@ class LoadWeights:
             return known
         await self._sessions.require(request.session_id)
         record = await self._checkpoint(request)
-        name = request.base_model or record.base_model
+        name = self._base_models.served_name(request.base_model or record.base_model)
         base = self._base_models.get(name)
         check_base(record, base, name)
         check_user_metadata(request.user_metadata)

@@ -74,7 +74,8 @@ class RecordedSamples:
             raise InvalidRequestError(
                 f"sequence_id: {sequence_id!r} is not recorded in this run's session. Records are made of samples with "
                 "record_stability_info=True, belong to the session that sampled, and are kept for one day from their "
-                f"last use, {self._session_bytes >> 20} MiB for each session, and not over a restart of the server"
+                f"last use, {self._session_bytes >> 20} MiB for each session, and not over a restart of the server: "
+                "sample again, with the newest weights, and train on that"
             )
         return record
 

@@ -138,7 +138,7 @@ class Sampling:
         checkpoint = None if request.model_path is None else await self._checkpoint(request.model_path)
         if checkpoint is None and request.base_model is None:
             raise InvalidRequestError("base_model: give base_model or model_path")
-        name = request.base_model or (checkpoint.base_model if checkpoint else "")
+        name = self._base_models.served_name(request.base_model or (checkpoint.base_model if checkpoint else ""))
         base = self._base_models.get(name)
         if checkpoint is not None and checkpoint.base_model not in base.names:
             raise InvalidRequestError(
@@ -158,7 +158,8 @@ class Sampling:
         """`session_id`, which is open, if it is what `request` asks for."""
         self._check_there(self._open[session_id])
         record = self._open[session_id].record
-        same_base = request.base_model in (None, record.base_model)
+        asked = request.base_model
+        same_base = asked is None or self._base_models.served_name(asked) == record.base_model
         if record.nameless or record.model_path != request.model_path or not same_base:
             raise InvalidRequestError(
                 f"sampling_session_seq_id: {request.sampling_session_seq_id} is the sampler of "

@@ -205,7 +205,8 @@ class TrainingRuns:
         model_id = model_id_in(request.session_id, request.model_seq_id)
         if (known := self.creation(model_id, "create_model")) is not None:
             return known
-        base = self._base_models.get(request.base_model)
+        name = self._base_models.served_name(request.base_model)
+        base = self._base_models.get(name)
         optimizer = optimizer_of(request.optimizer_config)
         check_user_metadata(request.user_metadata)
         config = request.lora
@@ -216,7 +217,7 @@ class TrainingRuns:
             await base.scheduler.call(create, model_id, config, optimizer.name)
             return {"model_id": model_id}
 
-        record = new_run(model_id, request.base_model, config, request.user_metadata)
+        record = new_run(model_id, name, config, request.user_metadata)
         return self.begin("create_model", record, base, optimizer, make)
 
     def creation(self, model_id: str, kind: OperationKind) -> Operation[dict[str, Any]] | None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import hashlib
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -32,8 +33,10 @@ from tinker_local.backend.scheduling.sample_turns import PROMPTS_AHEAD, SampleTu
 from tinker_local.backend.scheduling.train_scheduler import TrainScheduler
 from tinker_local.backend.training.trainer import AdapterState, Trainer
 from tinker_local.types import ApiError, InvalidRequestError, LoraConfig
+from tinker_local.types.errors import brief
 
 _CHECKED = "checked-at-the-start"
+_CONTEXT_VARIANT = re.compile(r"(.+):peft:([1-9]\d{0,11})", re.ASCII)
 """The id of the adapter that `ServedModel.check_adapter` makes."""
 
 
@@ -254,11 +257,25 @@ class ServedModels:
             self._by_name[name] = model
 
     def get(self, name: str) -> ServedModel:
-        """The model served under `name`; otherwise InvalidRequestError with the served names."""
-        if name not in self._by_name:
+        """The model that `name` means (`served_name`)."""
+        return self._by_name[self.served_name(name)]
+
+    def served_name(self, name: str) -> str:
+        """`name` if it is served, or what is before `:peft:N` in it, as the hosted service names a model with a context
+        of N positions: if that is served, with so many. Otherwise InvalidRequestError with names or numbers."""
+        if name in self._by_name:
+            return name
+        match = _CONTEXT_VARIANT.fullmatch(name)
+        if match is None or match[1] not in self._by_name:
             served = ", ".join(sorted(self._by_name)) or "none"
-            raise InvalidRequestError(f"base_model: {name!r} is not served here; served are: {served}")
-        return self._by_name[name]
+            raise InvalidRequestError(f"base_model: {brief(name)} is not served here; served are: {served}")
+        context = self._by_name[match[1]].max_context_length
+        if int(match[2]) > context:
+            raise InvalidRequestError(
+                f"base_model: {name!r} names a context of {match[2]} positions, and {match[1]!r} has {context} here; "
+                "name it without :peft:, or serve it with a longer context"
+            )
+        return match[1]
 
     def names(self) -> list[str]:
         return list(self._by_name)

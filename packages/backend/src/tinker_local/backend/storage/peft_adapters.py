@@ -17,6 +17,7 @@ from tinker_local.backend.storage.adapter_files import AGE, CONFIG, WEIGHTS
 from tinker_local.backend.storage.peft_experts import DOWN, GATE_UP, from_parameters
 from tinker_local.backend.training.trainer import LORA_ALPHA, AdapterState
 from tinker_local.types import InvalidRequestError, LoraConfig
+from tinker_local.types.errors import brief
 
 Tensors = Mapping[str, npt.NDArray[np.float32]]
 
@@ -28,6 +29,9 @@ MAX_CONFIG_BYTES = 2**20
 
 MAX_HEADER_BYTES = 2**24
 """Of the weights' header: 100,000 tensors. Python parses it in one piece, and nothing else runs meanwhile."""
+
+LONGEST_NAME = 512
+"""Characters of a tensor's name, which messages quote."""
 
 MAX_ALPHA = 2**31
 
@@ -217,9 +221,9 @@ def read_peft_adapter(folder: Path, family: Family) -> PeftAdapter:
     given = _config(folder)
     rank, alpha = given.get("r"), given.get("lora_alpha")
     if not isinstance(rank, int) or isinstance(rank, bool) or not 0 < rank < MAX_ALPHA:
-        raise InvalidRequestError(f"{CONFIG}: r: {_short(rank)} is not a rank")
-    if not isinstance(alpha, int | float) or not 0 < alpha < MAX_ALPHA:
-        raise InvalidRequestError(f"{CONFIG}: lora_alpha: {_short(alpha)} is not between 0 and {MAX_ALPHA:,}")
+        raise InvalidRequestError(f"{CONFIG}: r: {brief(rank)} is not a rank")
+    if not isinstance(alpha, int | float) or isinstance(alpha, bool) or not 0 < alpha < MAX_ALPHA:
+        raise InvalidRequestError(f"{CONFIG}: lora_alpha: {brief(alpha)} is not between 0 and {MAX_ALPHA:,}")
     factor = alpha / LORA_ALPHA
     if given.get("use_rslora"):
         if math.isqrt(rank) ** 2 != rank:
@@ -261,13 +265,11 @@ def _config(folder: Path) -> dict[str, Any]:
     for field, value in ({"peft_type": None} | given).items():
         if field in _ONLY:
             if value not in _ONLY[field] and (value is not None or field == "peft_type"):
-                raise InvalidRequestError(f"{CONFIG}: {field}: {_short(value)} is not one of {list(_ONLY[field])}")
+                raise InvalidRequestError(f"{CONFIG}: {field}: {brief(value)} is not one of {list(_ONLY[field])}")
         elif value and field in _REFUSED:
-            raise InvalidRequestError(f"{CONFIG}: {field}: {_short(value)} is not supported: {_REFUSED[field]}")
+            raise InvalidRequestError(f"{CONFIG}: {field}: {brief(value)} is not supported: {_REFUSED[field]}")
         elif value and field not in _TOLD | _ELSEWHERE:
-            raise InvalidRequestError(
-                f"{CONFIG}: {field}: {_short(value)} is not known here, and may change the result"
-            )
+            raise InvalidRequestError(f"{CONFIG}: {field}: {brief(value)} is not known here, and may change the result")
     return given
 
 
@@ -295,13 +297,13 @@ def _joined(given: Mapping[str, Any], family: Family, rank: int, alpha: float, *
     ranks, alphas = (given.get(field) or {} for field in ("rank_pattern", "alpha_pattern"))
     for field, pattern, one in (("rank_pattern", ranks, rank), ("alpha_pattern", alphas, alpha)):
         if not isinstance(pattern, dict):
-            raise InvalidRequestError(f"{CONFIG}: {field}: {_short(pattern)} is not an object")
+            raise InvalidRequestError(f"{CONFIG}: {field}: {brief(pattern)} is not an object")
         for module, value in pattern.items():
             rows = family.lora.split.get(module)
             parts = 2 if experts and module == GATE_UP else 0 if rows is None else len(rows.projections)
             if not parts or value != one * parts or module not in ranks or module not in alphas:
                 raise InvalidRequestError(
-                    f"{CONFIG}: {field}: {_short({module: value})} is not supported: an adapter here has one rank and "
+                    f"{CONFIG}: {field}: {brief({module: value})} is not supported: an adapter here has one rank and "
                     f"one scale; these are r {rank} and lora_alpha {alpha:g}"
                 )
     return frozenset(ranks)
@@ -326,12 +328,14 @@ def _tensors(path: Path) -> dict[str, npt.NDArray[np.float32]]:
         raise InvalidRequestError(f"{WEIGHTS}: holds no tensor")
     found = {}
     for name, place in header.items():
+        if len(name) > LONGEST_NAME:
+            raise InvalidRequestError(f"{WEIGHTS}: {brief(name)}: {len(name)} characters are more than {LONGEST_NAME}")
         if (dtype := _DTYPES.get(place["dtype"])) is None:
             raise InvalidRequestError(f"{WEIGHTS}: {name}: {place['dtype']} is not one of {', '.join(_DTYPES)}")
         try:
             array = content[slice(*place["data_offsets"])].view(dtype).reshape(place["shape"])
         except ValueError as error:  # numpy has at most 64 dimensions, and bounds even those of no values
-            raise InvalidRequestError(f"{WEIGHTS}: {name}: shape {_short(place['shape'])}: {error}") from None
+            raise InvalidRequestError(f"{WEIGHTS}: {name}: shape {brief(place['shape'])}: {error}") from None
         if dtype is np.uint16:
             array = (array.astype(np.uint32) << np.uint32(16)).view(np.float32)
         found[name] = array.astype(np.float32)
@@ -365,8 +369,3 @@ def _why_not(name: str) -> str:
     if "lora_magnitude_vector" in name:
         return "is a magnitude of DoRA"
     return "is not lora_A.weight or lora_B.weight of a module base_model.model.…"
-
-
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."
