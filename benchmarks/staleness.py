@@ -78,7 +78,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
     lines = [
         f"{'example':<13}{'staleness':>10}  {'loss':<20}{'mean':>6}{'sd':>7}{'minimum':>9}{'last steps':>12}  by seed"
     ]
-    ordered = sorted(rows, key=lambda row: (row["example"], row["staleness"], -LOSSES.index(row["loss"]), row["seed"]))
+    ordered = sorted(rows, key=lambda row: (row["example"], row["staleness"], LOSSES.index(row["loss"]), row["seed"]))
     for (example, staleness, loss), group in itertools.groupby(
         ordered, lambda row: (row["example"], row["staleness"], row["loss"])
     ):
@@ -178,7 +178,8 @@ async def work(settings: Settings, taken: Any, results: Any) -> None:
             await super().start()
 
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
-    build_engine.cuda_graphs_work = lambda *_: False  # to capture them takes longer than they save here
+    # To capture CUDA graphs takes longer than they save here.
+    build_engine.cuda_graphs_work = lambda *_: False  # type: ignore[attr-defined]
     names = sorted({job.example for job in settings.jobs})
     sources = [ModelSource(f"local/{name}", str(settings.models / name)) for name in names]
 

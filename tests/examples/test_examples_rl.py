@@ -43,6 +43,65 @@ def test_an_rl_example_that_learned_nothing_is_not_called_a_missed_mark(monkeypa
     assert verdict(0.9, True) == ""
 
 
+class _Client:
+    """Notes which weights sample, numbered by the steps before them, and with which loss they are trained."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self.recorded: list[bool] = []
+        self.losses: list[str] = []
+
+    async def save_weights_and_get_sampling_client(self, record_stability_info: bool) -> int:
+        self.recorded.append(record_stability_info)
+        return self.steps
+
+    async def forward(self, data: Any, loss: str) -> None:
+        return None
+
+    async def _done(self) -> None:
+        return None
+
+    def forward_backward(self, data: Any, loss: str) -> Any:
+        self.losses.append(loss)
+        return self._done()
+
+    def optim_step(self, params: Any) -> Any:
+        self.steps += 1
+        return self._done()
+
+
+@pytest.mark.parametrize("loss", ["importance_sampling", "stable_reinforce"])
+async def test_with_staleness_n_a_step_trains_on_what_the_weights_n_steps_ago_sampled(
+    monkeypatch: pytest.MonkeyPatch, loss: Any
+) -> None:
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    grpo, sampled, asked = importlib.import_module("grpo"), list[int](), list[str]()
+
+    class Rollouts:
+        trajectories, failures, mean_reward = (), (), 0.5
+        stats = rl.RolloutStats(total=1)
+
+        def data(self, advantages: Any, loss_fn: str) -> list[int]:
+            asked.append(loss_fn)
+            return [1]
+
+    async def rollout(groups: Any, sampler: int, chat: Any, params: Any) -> Rollouts:
+        sampled.append(sampler)
+        return Rollouts()
+
+    monkeypatch.setattr(grpo.rl, "rollout", rollout)
+    monkeypatch.setattr(grpo.rl, "sampler_trainer_kl", lambda data, output: 0.0)
+    client = _Client()
+    settings = {"steps": 6, "learning_rate": 1e-3, "params": tinker.SamplingParams(), "loss": loss}
+    await grpo.train(client, None, lambda step: [step], staleness=2, **settings)
+    assert sampled == [0, 0, 0, 1, 2, 3]
+    assert client.losses == asked == [loss] * 6
+    assert client.recorded == [loss == "stable_reinforce"] * 6
+    client, sampled[:] = _Client(), []
+    await grpo.train(client, None, lambda step: [step], **settings)
+    assert sampled == [0, 1, 2, 3, 4, 5]
+
+
 def check_that_reward_rises(printed: str, picture: Path, rise: float = 0.3) -> None:
     returns = [float(value) for value in re.findall(r"return +(-?[0-9.]+) ", printed)]
     assert np.mean(returns[-3:]) > np.mean(returns[:3]) + rise, printed
