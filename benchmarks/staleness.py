@@ -219,6 +219,7 @@ def worker(index: int, settings: Settings, taken: Any, results: Any) -> None:
     log = os.open(settings.log / f"{index}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 1)
     os.dup2(log, 2)
+    sys.dont_write_bytecode = False  # as in the Makefile: imports would take 20 s more in each worker
     asyncio.run(work(settings, taken, results))
 
 
@@ -258,7 +259,6 @@ def main() -> int:
     options = parser.parse_args()
     deadline = time.monotonic() + options.budget
     os.environ.update(HF_HUB_OFFLINE="1", TINKER_TELEMETRY="0", PYTHONUNBUFFERED="1")
-    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # as in the Makefile: imports would take 20 s more in each worker
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # the models are tiny
     changes = dict(TINY) if options.tiny else {}
     if options.steps is not None:
