@@ -286,7 +286,7 @@ def _parent_of_experts(given: Mapping[str, Any], family: Family) -> str | None:
         lasts.append(last)
     if family.lora.experts is None or set(lasts) != {GATE_UP, DOWN} or len(parents) != 1 or "" in parents:
         raise InvalidRequestError(
-            f"{CONFIG}: target_parameters: {_short(parameters)} is not supported: adapters here train parameters of "
+            f"{CONFIG}: target_parameters: {brief(parameters)} is not supported: adapters here train parameters of "
             f"routed experts alone, {GATE_UP} and {DOWN} together, of models that have them"
         )
     return parents.pop()
