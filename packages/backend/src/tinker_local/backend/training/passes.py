@@ -80,11 +80,15 @@ class Passes:
     def _start(
         self, items: Sequence[Item], works: Mapping[int, TrainWork], tally: Tally, *, gradient: bool, backward: bool
     ) -> Pending | None:
-        """Start one micro-batch and add its gradients to `tally`, which is unchanged if memory runs out. None without
-        items. `backward`: see `MicroBatchRunner.walk`."""
+        """Start one micro-batch and add its gradients to `tally`, whose sums are unchanged if memory runs out. None
+        without items. `backward`: see `MicroBatchRunner.walk`."""
         with self._runner.walk(backward=backward) as walk:
             if not items:
                 return None
+            if gradient:
+                # First of all that this micro-batch allocates: they stay when the rest is free again, and would leave
+                # that in pieces which are too small for the next ones.
+                tally.start_gradients(list(dict.fromkeys(str(item.adapter_id) for item in items)), self._adapters)
             started: Pending
             with self._row_ranks.sharing():
                 packed = pack(items, self._vocab_size, towers_of(self._adapters))
