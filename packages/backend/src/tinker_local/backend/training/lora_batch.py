@@ -20,7 +20,7 @@ from tinker_local.backend.training.transfer import to_device
 
 _COLUMNS = 16
 """R is a multiple of this, the narrowest tile of tensor cores."""
-_FIRST_COLUMN = 8
+_STEP = 8
 """The columns of an adapter start at a multiple of this: 16 bytes, which a kernel reads at once."""
 
 
@@ -35,9 +35,10 @@ class Columns:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Owners:
-    """Whose tokens they are. `columns` int32 [N, 2]: the first column and the rank of each adapter, and last of the
-    base model if it has tokens: rank 0. `widest`: the largest rank. `of_tokens` int64 [T]: the place in `columns`;
-    `others` bool [T, R]: True for columns of other adapters than the token's. Both are None if one has all tokens."""
+    """Whose tokens they are. `columns` int32 [N, 2]: of each adapter its first column and how many it has, multiples of
+    8, with zeros beyond its rank; last, if it has tokens, the base model with none. `widest`: the largest number.
+    `of_tokens` int64 [T]: the place in `columns`; `others` bool [T, R]: True for columns of other adapters than the
+    token's. Both are None if one has all tokens."""
 
     columns: torch.Tensor
     widest: int
@@ -266,8 +267,8 @@ class LoraBatch:
 
     def _make_owners(self, slices: Sequence[AdapterSlice]) -> Owners:
         device = self._columns[0].adapter.weights.device
-        table = [(c.start, c.stop - c.start) for c in self._columns]
-        widest = max(rank for _, rank in table)
+        table = [(c.start, -(-(c.stop - c.start) // _STEP) * _STEP) for c in self._columns]
+        widest = max(count for _, count in table)
         places = {id(c.adapter): place for place, c in enumerate(self._columns)}
         if any(part.adapter is None for part in slices):
             table.append((0, 0))
@@ -278,9 +279,9 @@ class LoraBatch:
         others = np.ones((slices[-1].stop, self._width), np.bool_)
         for part in slices:
             place = len(self._columns) if part.adapter is None else places[id(part.adapter)]
-            start, rank = table[place]
+            start, count = table[place]
             of_tokens[part.start : part.stop] = place
-            others[part.start : part.stop, start : start + rank] = False
+            others[part.start : part.stop, start : start + count] = False
         return Owners(columns, widest, to_device(of_tokens, device), to_device(others, device))
 
     def _like(self, matrices: torch.Tensor) -> torch.Tensor:
@@ -290,6 +291,6 @@ class LoraBatch:
 def _columns(slices: Sequence[AdapterSlice]) -> list[Columns]:
     found: list[Columns] = []
     for adapter in {id(part.adapter): part.adapter for part in slices if part.adapter is not None}.values():
-        start = -(-found[-1].stop // _FIRST_COLUMN) * _FIRST_COLUMN if found else 0
+        start = -(-found[-1].stop // _STEP) * _STEP if found else 0
         found.append(Columns(adapter, start, start + adapter.config.rank))
     return found

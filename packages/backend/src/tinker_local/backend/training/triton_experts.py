@@ -127,7 +127,7 @@ def _activate(  # type: ignore[no-untyped-def]
         token = tl.load(tokens + row, mask=inside, other=0)
         expert, owner = (group // owners).to(tl.int64), group % owners
         column = tl.multiple_of(tl.load(columns + 2 * owner), 8) + tl.arange(0, rank_block)
-        used = tl.arange(0, rank_block) < tl.load(columns + 2 * owner + 1)
+        used = tl.arange(0, rank_block) < tl.multiple_of(tl.load(columns + 2 * owner + 1), 8)
         h_place = h + token * 2 * ranks + column[None, :]
         h_gate = tl.load(h_place, mask=inside & used[None, :], other=0.0)
         h_up = tl.load(h_place + ranks, mask=inside & used[None, :], other=0.0)
@@ -176,7 +176,7 @@ def _activate_backward(  # type: ignore[no-untyped-def]
         token = tl.load(tokens + row, mask=inside, other=0)
         expert, owner = (group // owners).to(tl.int64), group % owners
         column = tl.multiple_of(tl.load(columns + 2 * owner), 8) + tl.arange(0, rank_block)
-        used = tl.arange(0, rank_block) < tl.load(columns + 2 * owner + 1)
+        used = tl.arange(0, rank_block) < tl.multiple_of(tl.load(columns + 2 * owner + 1), 8)
         h_place = h + token * 2 * ranks + column[None, :]
         h_gate = tl.load(h_place, mask=inside & used[None, :], other=0.0)
         h_up = tl.load(h_place + ranks, mask=inside & used[None, :], other=0.0)
@@ -238,7 +238,7 @@ def _write_gradients(  # type: ignore[no-untyped-def]
     at = tl.program_id(1) * block + tl.arange(0, block)
     expert, owner = (group // owners).to(tl.int64), group % owners
     column = tl.multiple_of(tl.load(columns + 2 * owner), 8) + tl.arange(0, rank_block)
-    used = tl.arange(0, rank_block) < tl.load(columns + 2 * owner + 1)
+    used = tl.arange(0, rank_block) < tl.multiple_of(tl.load(columns + 2 * owner + 1), 8)
     stop = tl.load(bounds + group + 1)
     total_gate = tl.zeros((block, rank_block), tl.float32)
     total_up = tl.zeros((block, rank_block), tl.float32)
