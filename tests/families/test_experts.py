@@ -23,6 +23,8 @@ from tinker_local.backend.sampling.sampler import AdapterVersion, SampleWork
 from tinker_local.backend.storage.adapter_files import write_adapter
 from tinker_local.backend.tiny_models import make_tiny_text_model, make_tiny_vl_model
 from tinker_local.backend.tiny_models.text_families import QWEN3_5_SHAPE
+from tinker_local.backend.training import compat_torch
+from tinker_local.backend.training.decoders.written_out.experts_block import ExpertsPass
 from tinker_local.backend.training.load_model import decoder_of_sizes
 from tinker_local.backend.training.lora import FACTORS
 from tinker_local.backend.training.recompute_policy import Keep
@@ -40,6 +42,7 @@ from tinker_local.types import (
     ModelInput,
     SamplingParams,
 )
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.training.autograd_reference import model_arguments
 
@@ -272,6 +275,50 @@ def test_recomputed_layers_with_experts_have_the_same_gradients(
     for keep, gradients in seen.items():
         for name, gradient in gradients.items():
             torch.testing.assert_close(gradient, seen[Keep.ALL][name], rtol=1e-5, atol=1e-6, msg=f"{keep} {name}")
+
+
+class Waits(TorchDispatchMode):
+    """Counts what reads a number of a tensor, or as many numbers as its values say: on a GPU, the host waits for it."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.name()
+        self.count += name in ("aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select", "aten::is_nonzero")
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.mutation(
+    "number-of-adapters-read-from-the-device",
+    "training/experts.py",
+    "several = len(owners.columns)",
+    "several = int(owners.of_tokens.max()) + 1",
+    cases=("qwen3_moe", "gpt_oss"),
+)
+@pytest.mark.parametrize("family", ["qwen3_moe", "qwen3_5_moe", "gpt_oss"])
+def test_no_layer_with_experts_waits_for_the_device(
+    family: str, folder: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With torch's grouped products, as on a GPU."""
+    monkeypatch.setattr(compat_torch, "grouped_mm_works", lambda x: True)
+    trainer = HFTrainer(str(folder(family)), name="tiny", dtype="bfloat16", device="cpu", decoder="written-out")
+    waits, ran = Waits(), []
+
+    def counted(do: Any) -> Any:
+        def run(*args: Any) -> Any:
+            with waits:
+                ran.append(do)
+                return do(*args)
+
+        return run
+
+    for step in ("forward", "restore", "backward"):
+        monkeypatch.setattr(ExpertsPass, step, counted(getattr(ExpertsPass, step)))
+    for name, rank in (("a", 4), ("b", 8)):
+        trainer.create_adapter(name, LoraConfig(rank=rank, seed=1))
+    trainer.forward_backward([TrainWork(name, data(3), "cross_entropy") for name in ("a", "b")])
+    assert len(ran) >= 6
+    assert waits.count == 0
 
 
 @pytest.mark.parametrize("decoder", DECODERS)

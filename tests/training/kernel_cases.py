@@ -141,9 +141,15 @@ EXPERTS = {
 
 
 def check_experts(
-    device: str, experts: int, width: int, slices: Sequence[tuple[int | None, int]], *, relative: float = 1e-2
+    device: str,
+    experts: int,
+    width: int,
+    slices: Sequence[tuple[int | None, int]],
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    relative: float = 1e-2,
 ) -> None:
-    """Forward and backward of a layer of experts in bfloat16 with fused kernels, beside float32 in plain torch."""
+    """Forward and backward of a layer of experts in `dtype` with fused kernels, beside float32 in plain torch."""
     from tinker_local.backend.training.triton_kernels import TritonKernels
 
     hidden = 32
@@ -176,17 +182,18 @@ def check_experts(
     chosen = torch.stack([torch.randperm(experts - 1, generator=generator)[:2] for _ in range(start)]).to(device)
     x, grad, scores = draw(start, hidden), draw(start, hidden), draw(start, 2)
     seen = []
-    for kernels, dtype in ((TritonKernels(), torch.bfloat16), (TorchKernels(), torch.float32)):
-        batch = LoraBatch(groups_of(targets), found, dtype, torch.float32, gradient=True)
+    ways: list[tuple[Kernels, torch.dtype]] = [(TritonKernels(), dtype), (TorchKernels(), torch.float32)]
+    for kernels, kind in ways:
+        batch = LoraBatch(groups_of(targets), found, kind, torch.float32, gradient=True)
         low = batch.group("experts.gate_up"), batch.group("experts.down")
         assert low[0] is not None
-        of_layer = ExpertWeights(*(matrix.to(dtype) for matrix in matrices))
+        of_layer = ExpertWeights(*(matrix.to(kind) for matrix in matrices))
         routing = Routing.of(chosen, experts, low[0].owners)
-        h, gate_up = gate_and_up(x.to(dtype), routing, of_layer, low[0], kernels)
-        mid, output = down(gate_up, h, scores.to(dtype), routing, of_layer, *low, kernels)
+        h, gate_up = gate_and_up(x.to(kind), routing, of_layer, low[0], kernels)
+        mid, output = down(gate_up, h, scores.to(kind), routing, of_layer, *low, kernels)
         kept = ExpertsKept(gate_up, h, mid)
         grad_x, grad_scores = experts_backward(
-            grad.to(dtype), x.to(dtype), scores.to(dtype), routing, of_layer, kept, *low, kernels
+            grad.to(kind), x.to(kind), scores.to(kind), routing, of_layer, kept, *low, kernels
         )
         gradients: dict[str, torch.Tensor] = {}
         for place, adapter in enumerate(batch.adapters):
@@ -228,4 +235,5 @@ if __name__ == "__main__":
         for row_width in (4, 5000):
             check_logsumexp("cpu", name, row_width)
     for case in EXPERTS.values():
-        check_experts("cpu", *case, relative=3e-2)
+        check_experts("cpu", *case, dtype=torch.float32, relative=1e-5)
+    check_experts("cpu", *EXPERTS["three ranks"], relative=3e-2)
