@@ -5,8 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import transformers
 from tinker_local.backend.training.load_model import decoder_of_sizes
+from tinker_local.backend.training.recompute_policy import free_bytes
 
 FAMILIES = ("llama", "mistral", "qwen2", "gemma2", "gemma3_text", "qwen3", "qwen3_untied", "qwen2_5_vl", "qwen3_vl")
 
@@ -35,3 +37,16 @@ def test_a_decoder_without_values_tells_the_memory_of_the_loaded_one(
         assert type(planned) is type(loaded.decoder)
         assert planned.memory(100, 16) == loaded.decoder.memory(100, 16)
         assert parameters == sum(parameter.numel() for parameter in loaded.model.parameters())
+
+
+@pytest.mark.mutation(
+    "share-of-the-device-ignored", "recompute_policy.py", "int(min(free + unused, allowed))", "int(free + unused)"
+)
+def test_activations_keep_to_the_share_of_the_device_that_a_process_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 100 bytes 70 are free, this process has 20 and caches 4 of them."""
+    numbers = {"mem_get_info": (70, 100), "memory_allocated": 16, "memory_reserved": 20}
+    for name, value in numbers.items():
+        monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)
+    for share, expected in ((1.0, 74), (0.5, 34), (0.1, -6)):
+        monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda device, share=share: share)
+        assert free_bytes(torch.device("cuda")) == expected

@@ -21,7 +21,13 @@ from tinker_local.backend.training.transfer import to_device
 _COLUMNS = 16
 """R is a multiple of this, the narrowest tile of tensor cores."""
 _STEP = 8
-"""The columns of an adapter start at a multiple of this: 16 bytes, which a kernel reads at once."""
+"""Beside experts, the columns of an adapter start at a multiple of this: 16 bytes, which a kernel reads at once."""
+
+
+def columns_of(groups: Groups, rank: int) -> int:
+    """How many columns of R an adapter of `rank` takes, of a model whose targets are `groups`."""
+    step = _STEP if any(name.startswith("experts.") for name in groups) else 1
+    return -(-rank // step) * step
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,10 +41,10 @@ class Columns:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Owners:
-    """Whose tokens they are. `columns` int32 [N, 2]: of each adapter its first column and how many it has, multiples of
-    8, with zeros beyond its rank; last, if it has tokens, the base model with none. `widest`: the largest number.
-    `of_tokens` int64 [T]: the place in `columns`; `others` bool [T, R]: True for columns of other adapters than the
-    token's. Both are None if one has all tokens."""
+    """Whose tokens they are. `columns` int32 [N, 2]: of each adapter its first column and how many it has (see
+    `columns_of`), with zeros beyond its rank; last, if it has tokens, the base model with none. `widest`: the largest
+    number. `of_tokens` int64 [T]: the place in `columns`; `others` bool [T, R]: True for columns of other adapters than
+    the token's. Both are None if one has all tokens."""
 
     columns: torch.Tensor
     widest: int
@@ -184,7 +190,7 @@ class LoraBatch:
         gradient: bool,
     ) -> None:
         self._groups = groups
-        self._columns = _columns(slices)
+        self._columns = _columns(slices, groups)
         self._width = -(-(self._columns[-1].stop if self._columns else 0) // _COLUMNS) * _COLUMNS
         self._dtype, self._grad_dtype = dtype, grad_dtype
         self._owners = self._make_owners(slices) if self._columns else None
@@ -267,7 +273,7 @@ class LoraBatch:
 
     def _make_owners(self, slices: Sequence[AdapterSlice]) -> Owners:
         device = self._columns[0].adapter.weights.device
-        table = [(c.start, -(-(c.stop - c.start) // _STEP) * _STEP) for c in self._columns]
+        table = [(c.start, columns_of(self._groups, c.stop - c.start)) for c in self._columns]
         widest = max(count for _, count in table)
         places = {id(c.adapter): place for place, c in enumerate(self._columns)}
         if any(part.adapter is None for part in slices):
@@ -288,9 +294,9 @@ class LoraBatch:
         return torch.zeros_like(matrices, dtype=self._grad_dtype)
 
 
-def _columns(slices: Sequence[AdapterSlice]) -> list[Columns]:
+def _columns(slices: Sequence[AdapterSlice], groups: Groups) -> list[Columns]:
     found: list[Columns] = []
     for adapter in {id(part.adapter): part.adapter for part in slices if part.adapter is not None}.values():
-        start = -(-found[-1].stop // _STEP) * _STEP if found else 0
+        start = columns_of(groups, found[-1].stop) if found else 0
         found.append(Columns(adapter, start, start + adapter.config.rank))
     return found

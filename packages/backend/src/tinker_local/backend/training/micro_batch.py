@@ -20,7 +20,7 @@ from tinker_local.backend.training.large_weights import RESIDENT, Walk
 from tinker_local.backend.training.lm_head import LmHead, Targets
 from tinker_local.backend.training.load_model import LoadedModel
 from tinker_local.backend.training.lora import HEAD, Adapter, AdapterSlice, groups_of
-from tinker_local.backend.training.lora_batch import LoraBatch
+from tinker_local.backend.training.lora_batch import LoraBatch, columns_of
 from tinker_local.backend.training.losses import LOSSES
 from tinker_local.backend.training.losses.loss_evaluation import LossEvaluation
 from tinker_local.backend.training.packing import Item, Packed, Part, pack, part_of, spans
@@ -106,6 +106,10 @@ class MicroBatchRunner:
     def images_encoded(self) -> int:
         """How many images the vision tower has encoded so far."""
         return 0 if self._loaded.tower is None else self._loaded.tower.images_encoded
+
+    def columns_of(self, adapter: Adapter) -> int:
+        """Of R, the columns of all adapters of a micro-batch."""
+        return columns_of(self._groups, adapter.config.rank)
 
     def goes_back(self, items: Sequence[Item], adapters: Mapping[str, Adapter], works: Mapping[int, TrainWork]) -> bool:
         """Whether the gradient of a micro-batch of `items` passes through the decoder."""

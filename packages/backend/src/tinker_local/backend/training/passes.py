@@ -73,7 +73,7 @@ class Passes:
         return tally
 
     def _rounds(self, items: Sequence[Item]) -> Sequence[Round]:
-        columns = {item.adapter_id: self._adapters[str(item.adapter_id)].config.rank for item in items}
+        columns = {item.adapter_id: self._runner.columns_of(self._adapters[str(item.adapter_id)]) for item in items}
         share = self._row_ranks.size
         return rounds(items, self._budget.tokens * share, columns, self._ranks.size // share)
 
