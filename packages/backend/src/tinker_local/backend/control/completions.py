@@ -32,6 +32,7 @@ from tinker_local.types import (
     SamplingParams,
     UnsupportedError,
 )
+from tinker_local.types.errors import brief
 
 SESSION_NAME = "OpenAI and Anthropic endpoints"
 """The display name of an owner's session."""
@@ -47,7 +48,7 @@ def parse_model(name: str) -> tuple[str | None, str | None]:
     """Base model and checkpoint that `name` means: a base model, a `tinker://` path, or `BASE;PATH`."""
     base, separator, path = name.partition(";")
     if separator and not (base and path.startswith("tinker://")):
-        raise InvalidRequestError(f"model: {name!r} is not BASE_MODEL;tinker://RUN/sampler_weights/NAME")
+        raise InvalidRequestError(f"model: {brief(name)} is not BASE_MODEL;tinker://RUN/sampler_weights/NAME")
     if separator:
         return base, path
     return (None, name) if name.startswith("tinker://") else (name, None)
