@@ -52,6 +52,7 @@ PROMISES = (
         "scale-without-rank another-alpha flags-of-lora-ignored seed-of-lora-ignored "
         "lora-settings-dropped-on-the-way b-not-0-at-the-start scale-forgotten-in-the-gradient "
         "scores-of-experts-detached gate-of-the-shared-expert-detached gradient-beyond-the-limits-of-gpt-oss "
+        "last-tile-of-a-group-left-out gradient-of-experts-without-their-share "
         "tower-drawn-first deepstack-without-gradient an-image-twice-counts-once "
         "metadata-of-vision-ignored",
     ),
@@ -711,6 +712,7 @@ MISTAKES = (
         "Training keeps activations and gradients in memory that no layer's backward reads",
         "gated-mlp-as-autograd-keeps-it norm-as-autograd-keeps-it norm-of-heads-in-tiny-parts "
         "gradient-of-hidden-states-kept kept-on-meta-counted-once plan-of-the-other-decoder "
+        "share-of-the-device-ignored "
         "whole-product-of-a-gated-mlp backward-of-a-tower-hardly-planned tower-not-planned tower-not-in-adapters "
         "sizes-without-vision-tower",
     ),
@@ -756,6 +758,11 @@ MISTAKES = (
         "split-rows-ignored-by-vllm parts-joined-off-the-diagonal gate-of-attention-without-its-gradient "
         "wrong-gradients-on-hopper positions-of-text-in-one-row",
         ("families/test_qwen3_5.py::test_long_prompts_in_parts_and_from_the_cache_have_the_same_logprobs",),
+    ),
+    Promise(
+        "families",
+        "Every layer of experts waits for the GPU",
+        "number-of-adapters-read-from-the-device",
     ),
     Promise(
         "endpoints",

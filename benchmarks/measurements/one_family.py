@@ -192,7 +192,7 @@ def experts(scale: Scale, name: str, shape: Shape, config: dict[str, Any], *, pa
             failed(f"{name}.experts_wait", error).emit()
         torch.cuda.set_sync_debug_mode("default")
     if parts:
-        for adapters in (3, scale.adapters):
+        for adapters in sorted({3, scale.adapters}):
             measure(f"experts_of_{adapters}", layer.pass_of(adapters), f", {adapters} adapters")
         measure("experts_plain", layer.pass_of(1, fused=False), ", without fused kernels")
         measure("experts_plain_of_3", layer.pass_of(3, fused=False), ", 3 adapters, without fused kernels")
