@@ -150,7 +150,7 @@ def two(folder: Path, ranks: Ranks) -> dict[str, Any]:
 def faults(folder: Path, ranks: Ranks) -> dict[str, Any]:
     """What follows when the last rank fails. What allocates nothing cannot lack memory on one rank alone."""
     seen: dict[str, Any] = {}
-    for label in ("image", "text"):
+    for label in ("image", "text", "text, sharded"):
         trainer = make_trainer(folder, label, ranks, context_parallel=2)
         rank_program.add_adapters(trainer)
         for place in places(label):

@@ -243,8 +243,11 @@ class TellingRanks(JoinedRowRanks):
         self.told.append(number)
         return min(number, self.answer)
 
+    def _leave(self) -> None:
+        self.told.append(GONE)
 
-@pytest.mark.mutation("failure-not-told", "joined_ranks.py", "            self._least(GONE)\n", "")
+
+@pytest.mark.mutation("failure-not-told", "joined_ranks.py", "            self._leave()\n", "")
 def test_a_rank_that_fails_tells_those_that_share_its_row_once() -> None:
     ranks = TellingRanks()
 

@@ -22,9 +22,9 @@ class PackedRow:
     """One micro-batch as a row without padding.
 
     `embeds` [T, H]: decoders may keep but not change it. `position_ids` [1, T] or [3, 1, T], as the family's rotary
-    module takes them. `segments`: the lengths of the sequences. `deepstack`: [V, H] for each of the first layers, added
-    to its output at `image_rows` [V]. `grad_deepstack`: receives their gradients in a backward; empty if none needs
-    them.
+    module takes them. `segments`: the lengths of the sequences; if several ranks share the row, those of all of it, and
+    all else is of the T positions of this rank. `deepstack`: [V, H] for each of the first layers, added to its output
+    at `image_rows` [V]. `grad_deepstack`: receives their gradients in a backward; empty if none needs them.
     """
 
     embeds: torch.Tensor

@@ -143,7 +143,7 @@ class JoinedRowRanks(RowRanks):
         except RowLeftError:
             raise
         except Exception:
-            self._least(GONE)
+            self._leave()
             raise
         self.least(0)
 
@@ -170,6 +170,12 @@ class JoinedRowRanks(RowRanks):
         least = torch.tensor([number])
         dist.all_reduce(least, dist.ReduceOp.MIN, group=self._group)
         return int(least)
+
+    def _leave(self) -> None:
+        """Say `GONE`, and do not wait for the others: they may still be waiting for this rank, in a gather of sharded
+        weights."""
+        gone = torch.tensor([GONE])
+        self._leaving = gone, dist.all_reduce(gone, dist.ReduceOp.MIN, group=self._group, async_op=True)
 
 
 def _ended(error: Exception | None) -> int:

@@ -174,7 +174,8 @@ def part_of(packed: Packed, ranks: RowRanks) -> Part:
     first, last = (int(place) for place in np.searchsorted(packed.target_rows, (start, stop)))
     here = slice(*np.searchsorted(packed.image_rows, (start, stop)))
     # The features of those images alone that have a position here.
-    sizes = np.array([image.num_tokens for image in [*packed.images, *(image for _, image in packed.own_images)]])
+    all_images = [*packed.images, *(image for _, image in packed.own_images)]
+    sizes = np.array([image.num_tokens for image in all_images], np.int64)
     ends, rows = np.cumsum(sizes), packed.feature_rows[here]
     image_of = np.searchsorted(ends, rows, side="right")
     used = np.zeros(len(sizes), np.bool_)
