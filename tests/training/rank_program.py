@@ -376,10 +376,18 @@ def places(label: str) -> list[str]:
     return [place for place in PLACES if place not in of_other | seen]
 
 
-def deep(folder: Path, decoder: Any, ranks: Ranks, shards: int) -> HFTrainer:
+def deep(folder: Path, decoder: Any, ranks: Ranks, shards: int, context_parallel: int = 1) -> HFTrainer:
     """A sharded trainer of ten layers."""
     gathering(decoder, ranks)
-    return HFTrainer(str(folder / "qwen3_deep"), name="d", device="cpu", decoder=decoder, ranks=ranks, shards=shards)
+    return HFTrainer(
+        str(folder / "qwen3_deep"),
+        name="d",
+        device="cpu",
+        decoder=decoder,
+        ranks=ranks,
+        shards=shards,
+        context_parallel=context_parallel,
+    )
 
 
 def probed(folder: Path, ranks: Ranks = ONE_RANK, *, shards: int = 1) -> dict[str, Any]:

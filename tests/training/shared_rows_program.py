@@ -23,7 +23,7 @@ from tinker_local.types import ApiError, LoraConfig
 
 from tests.training import rank_program
 from tests.training.conftest import Maker
-from tests.training.rank_program import KINDS, inject, make_trainer, places, run
+from tests.training.rank_program import IN_A_WALK, KINDS, deep, inject, make_trainer, places, run
 
 FAMILIES = {
     "qwen2_5_vl": "written-out",
@@ -157,6 +157,10 @@ def faults(folder: Path, ranks: Ranks) -> dict[str, Any]:
             for kind in KINDS:
                 if (place, kind) != ("adding", "memory"):
                     seen[f"{label}: {kind} in {place}"] = inject(trainer, ranks, place, kind)
+    trainer = deep(folder, "autograd", ranks, 2, 2)  # with gathers that others wait in
+    rank_program.add_adapters(trainer)
+    for place in IN_A_WALK["autograd"]:
+        seen[f"deep: exception in {place}"] = inject(trainer, ranks, place, "exception")
     return seen
 
 

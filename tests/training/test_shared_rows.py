@@ -130,7 +130,10 @@ def test_heads_that_ranks_cannot_divide_are_refused_with_the_numbers(two: Any) -
 
 
 @pytest.mark.more  # with every place where a rank can fail
-def test_a_failure_on_one_rank_of_a_row_is_one_of_all_and_changes_nothing(folder: Path) -> None:
+def test_a_failure_on_one_rank_of_a_row_is_one_of_all_and_changes_nothing(
+    folder: Path, model_path: Callable[[str], Path]
+) -> None:
+    model_path("qwen3_deep")
     both = spawned(folder, 2, "faults", "shared_rows_program")
     for name in both[0]:
         kind, place = name.partition(": ")[2].split(" in ", 1)
