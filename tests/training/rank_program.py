@@ -215,6 +215,7 @@ PLACES: dict[str, tuple[Any, str]] = {
     "a layer's backward": (AttentionPass, "backward"),
     "a layer of autograd": (autograd, "project"),
     "a layer's backward of autograd": (autograd, "project_backward"),
+    "starting sums": (Tally, "start_gradients"),
     "packing": (passes, "pack"),
     "adding": (Tally, "add_gradients"),
     "joining": (Passes, "_joined"),
@@ -230,7 +231,7 @@ PLACES: dict[str, tuple[Any, str]] = {
 """What fails, once, by the name of the place."""
 
 IN_A_WALK = {
-    "written-out": ("packing", "forward", "a layer", "a layer's backward", "backward", "adding"),
+    "written-out": ("starting sums", "packing", "forward", "a layer", "a layer's backward", "backward", "adding"),
     "autograd": (
         "forward",
         "a layer of autograd",

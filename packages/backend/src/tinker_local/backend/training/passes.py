@@ -85,16 +85,14 @@ class Passes:
         with self._runner.walk(backward=backward) as walk:
             if not items:
                 return None
-            if gradient:
-                # First of all that this micro-batch allocates: they stay when the rest is free again, and would leave
-                # that in pieces which are too small for the next ones.
-                tally.start_gradients(list(dict.fromkeys(str(item.adapter_id) for item in items)), self._adapters)
             started: Pending
-            with self._row_ranks.sharing():
+            with self._row_ranks.sharing():  # all that may fail on one rank alone
+                if gradient:
+                    # First of all that this micro-batch allocates: they stay when the rest is free again, and would
+                    # leave that in pieces which are too small for the next ones.
+                    tally.start_gradients(list(dict.fromkeys(str(item.adapter_id) for item in items)), self._adapters)
                 packed = pack(items, self._vocab_size, towers_of(self._adapters))
                 started, gradients = self._runner.run(packed, self._adapters, works, walk, gradient=gradient)
-                for each in gradients:
-                    tally.allocate(each, self._adapters)
             for each in gradients:
                 tally.add_gradients(each, self._adapters)
         return started

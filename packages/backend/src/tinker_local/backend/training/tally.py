@@ -63,17 +63,11 @@ class Tally:
             output = _output(item, tally.elementwise, computed.logprobs[span], computed.losses[span])
             tally.outputs[item.index] = output
 
-    def allocate(self, found: Gradients, adapters: Mapping[str, Adapter]) -> list[str]:
-        """Allocate what `add_gradients` needs, so that lack of memory leaves no partial sum; the names of the adapters
-        of `found`."""
-        in_batch = {id(adapter) for adapter in found.batch.adapters}
-        names = [name for name, adapter in adapters.items() if id(adapter) in in_batch]
-        self.start_gradients(names, adapters)
-        return names
-
     def add_gradients(self, found: Gradients, adapters: Mapping[str, Adapter]) -> None:
-        """Add the gradients of one micro-batch; those of the vision tower come second."""
-        for name in self.allocate(found, adapters):
+        """Add the gradients of one micro-batch, of adapters that have a sum by then. Allocates nothing, so that lack of
+        memory leaves no partial sum."""
+        in_batch = {id(adapter) for adapter in found.batch.adapters}
+        for name in [name for name, adapter in adapters.items() if id(adapter) in in_batch]:
             found.batch.add_gradients(adapters[name], self.gradients[name], found.groups)
 
     def start_gradients(self, names: Sequence[str], adapters: Mapping[str, Adapter]) -> None:
