@@ -75,6 +75,7 @@ PROMISES = (
         "unknown-fields-ignored unknown-fields-of-protobuf-ignored unsupported-fields-ignored "
         "unknown-loss-is-cross-entropy checkpoint-of-another-base-accepted unserved-base-model-accepted "
         "preset-on-another-tower "
+        "context-in-a-name-ignored context-of-a-name-kept "
         "prompt-over-the-context-fails-as-a-sample decoder-never-compared "
         "sampling-of-training-state-without-advice",
         (
@@ -600,7 +601,7 @@ MISTAKES = (
     Promise(
         "operation",
         "A local name needs the hub, or the server's disk, for its tokenizer and its renderer",
-        "served-names-not-redirected tokenizers-by-the-servers-disk",
+        "served-names-not-redirected tokenizers-by-the-servers-disk loading-server-is-an-error",
     ),
     Promise(
         "operation",
@@ -616,6 +617,7 @@ MISTAKES = (
     Promise(
         "operation",
         "An imported adapter is another one here, in its scale, its modules or its base model, or half of it stays",
+        "alpha-is-true tensors-of-any-name "
         "parts-of-an-export-in-another-order alpha-of-peft-ignored rslora-taken-for-lora rows-of-parts-from-the-first "
         "unknown-fields-of-peft-ignored missing-layers-filled joined-parts-beside-the-diagonal-dropped "
         "import-loads-a-fresh-adapter import-goes-on-from-a-fresh-adapter adapter-of-another-base-imported "

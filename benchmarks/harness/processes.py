@@ -44,7 +44,7 @@ class Outcome:
 
 def run(arguments: Sequence[str], limit: float, log: TextIO, checkout: Path = BENCHMARKS.parent) -> Outcome:
     """Run `python -m …` on the project from `checkout` with a time limit; return its lines and write its other output
-    to `log`. At the limit, kill it and everything that it started, and so when this process is told to end: what goes
+    to `log`. At the limit, kill it and everything that it started, also when SIGTERM ends this process: what goes
     on running would hold the GPU's memory."""
     start = time.monotonic()
     if threading.current_thread() is threading.main_thread():

@@ -246,7 +246,7 @@ def test_nested_operators_of_the_cpu_count_for_what_they_do_themselves() -> None
     assert own == {"linear": 50, "mm": 50, "copy_": 10, "add": 20}
 
 
-def test_a_run_that_is_told_to_end_leaves_no_process_behind() -> None:
+def test_a_run_that_sigterm_ends_leaves_no_process_behind() -> None:
     waiting = "processes.run(['timeit', '-n1', '-r1', 'import time; time.sleep(600)'], 600, sys.stderr)"
     program = f"import sys; sys.path.insert(0, {str(BENCHMARKS)!r}); from harness import processes; {waiting}"
     started = subprocess.Popen([sys.executable, "-c", program])

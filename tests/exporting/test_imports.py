@@ -145,7 +145,8 @@ def test_what_peft_wrote_computes_what_pefts_model_does(
         assert len(told) == len(notes)
         assert all(part in note for part, note in zip(notes, told, strict=True)), told
         found = trainer.logprobs("a", rendered(trained.model, asked(trained.model)))[-12:]
-        np.testing.assert_allclose(found, expected, atol=1e-5, rtol=0)
+        # The delta rule adds up in another order in transformers.
+        np.testing.assert_allclose(found, expected, atol=1e-4 if family == "qwen3_5" else 1e-5, rtol=0)
 
 
 @pytest.fixture(scope="module")
