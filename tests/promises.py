@@ -688,6 +688,24 @@ MISTAKES = (
     ),
     Promise(
         "operation",
+        "Ranks on other hosts compute another thing; a host that ends or falls silent is waited for, or leaves ranks",
+        "a-host-for-all-ranks another-hosts-process-outlives-the-server a-lost-host-waits-for-the-limit "
+        "a-killed-rank-elsewhere-ends-well a-silent-host-is-waited-for hosts-without-ray-ignored",
+        (
+            "training/test_ranks_elsewhere_on_fakes.py::"
+            "test_a_lost_host_fails_the_step_with_the_last_checkpoint_and_another_model_never_notices_on_fakes",
+            "training/test_ray.py::"
+            "test_ranks_on_two_ray_nodes_train_as_one_process_and_outlive_actor_and_host_but_no_other_token",
+        ),
+    ),
+    Promise(
+        "operation",
+        "A process on another host takes orders from anybody",
+        "any-secret-will-do",
+        ("training/test_ranks_elsewhere_on_fakes.py::test_hosts_are_refused_without_what_they_need",),
+    ),
+    Promise(
+        "operation",
         "A GPU that has a sampler alone keeps memory for a trainer that is elsewhere",
         "sampler-alone-shares-its-gpu",
     ),

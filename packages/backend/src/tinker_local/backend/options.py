@@ -205,6 +205,21 @@ class BackendOptions:
             parse_one=parse_gpus,
         ),
     ] = ()
+    train_hosts: Annotated[
+        int,
+        CommandOption(
+            "Hosts that train, this one among them. On each there are as many ranks of the trainer as here, on GPUs "
+            "that Ray has; replicas that sample are on this one alone.",
+            least=1,
+        ),
+    ] = 1
+    ray_address: Annotated[
+        str | None,
+        CommandOption(
+            "Ray's cluster, which starts ranks on other hosts (docs/scaling.md). It needs the extra ray and a token.",
+            metavar="HOST:PORT",
+        ),
+    ] = None
     shard: Annotated[
         ShardChoice,
         CommandOption(

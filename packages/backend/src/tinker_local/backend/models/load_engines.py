@@ -3,6 +3,7 @@
 import functools
 import logging
 import os
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -24,6 +25,7 @@ from tinker_local.backend.models.served_models import (
 )
 from tinker_local.backend.models.supervision import TrainerSupervision, supervise_sampler
 from tinker_local.backend.options import MICRO_BATCH_TOKENS, BackendOptions, DType, EnginePlace, ModelSource
+from tinker_local.backend.process.ray_hosts import RayHosts
 from tinker_local.backend.rendering.decoding import MAX_PIXELS
 from tinker_local.backend.rendering.grammar import SWITCHED_OFF
 from tinker_local.backend.rendering.renderer import CACHE_BYTES, ImageReading, ModelRenderer
@@ -202,13 +204,30 @@ def _loading_replicas(failed: ExitStack, options: BackendOptions, replicas: Repl
 
 
 def _ranks(options: BackendOptions, make_trainer: TrainerFactory) -> ProcessTrainer:
-    """A trainer with a process for each of `train_gpus`."""
+    """A trainer with a process for each of `train_gpus`, on each of the hosts."""
     if options.trainer == "inline":
         raise ValueError("--trainer inline and --train-gpus exclude each other: each rank is a process")
     environments = [environment_of([gpu]) for gpu in options.train_gpus]
+    others = other_hosts(options, len(environments))
     return ProcessTrainer(
-        make_trainer, ranks=len(environments), timeout=options.trainer_timeout, environments=environments
+        make_trainer,
+        ranks=len(environments) * options.train_hosts,
+        timeout=options.trainer_timeout,
+        environments=environments,
+        others=others,
     )
+
+
+def other_hosts(options: BackendOptions, ranks: int) -> RayHosts | None:
+    """The hosts besides this one that train, with so many ranks on each; ValueError in one line if they cannot."""
+    if options.train_hosts == 1:
+        return None
+    assert options.ray_address is not None
+    torch: Any = sys.modules.get("torch")  # fakes do without
+    gpus = torch is not None and bool(torch.cuda.is_available())
+    hosts = RayHosts(options.ray_address, options.train_hosts - 1, ranks, gpus)
+    hosts.check()
+    return hosts
 
 
 def engine_place(chosen: EnginePlace | None) -> EnginePlace:
@@ -265,7 +284,7 @@ def load_real(source: ModelSource, options: BackendOptions, progress: Progress) 
         progress(f"{source.name} {placed}")
     options = replace(options, train_gpus=layout.train_gpus, sample_gpus=layout.sample_gpus, sample_tp=layout.sample_tp)
     make_trainer = functools.partial(
-        trainer_of_rank if len(options.train_gpus) > 1 else HFTrainer,
+        trainer_of_rank if len(options.train_gpus) * options.train_hosts > 1 else HFTrainer,
         source.path,
         name=source.name,
         dtype=dtype,
@@ -283,6 +302,9 @@ def load_real(source: ModelSource, options: BackendOptions, progress: Progress) 
     sequences = engines[0].max_sequences
     make_sampler = Replicas(factories, sequences) if options.sample_gpus else factories[0]
     places = engine_place(options.sampler), make_sampler, engine_place(options.trainer), make_trainer
+    if options.train_hosts > 1:
+        each, hosts = len(options.train_gpus), options.train_hosts
+        progress(f"{source.name} trains on {hosts} hosts with {each} of its ranks on each, and samples on this one")
     with starting(options, *places) as (load_sampler, load_trainer):
         sampler: Sampler = load_sampler()
         trainer: Trainer = load_trainer()
@@ -362,11 +384,12 @@ def load_fake(source: ModelSource, options: BackendOptions) -> Engines:
     from tinker_local.backend.fakes.fake_trainer import fake_of_rank
 
     model = FakeModel(source.name)
-    make: Callable[..., FakeTrainer] = fake_of_rank if len(options.train_gpus) > 1 else FakeTrainer
-    make_trainer = functools.partial(make, model, module_gradient_norms=options.module_gradient_norms)
     sample_tp = options.sample_tp or 1
     (layout,) = layouts(options, 0, kv_heads=sample_tp)
-    options = replace(options, sample_tp=sample_tp)
+    options = replace(options, sample_tp=sample_tp, train_gpus=layout.train_gpus)
+    ranks = len(options.train_gpus) * options.train_hosts
+    make: Callable[..., FakeTrainer] = fake_of_rank if ranks > 1 else FakeTrainer
+    make_trainer = functools.partial(make, model, module_gradient_norms=options.module_gradient_norms)
     make_one = functools.partial(FakeSampler if sample_tp == 1 else make_fake_rank, model)
     groups = replica_gpus(layout.sample_gpus, sample_tp)
     make_sampler = Replicas([make_one] * len(groups)) if groups else make_one

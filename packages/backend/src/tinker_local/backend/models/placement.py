@@ -58,14 +58,18 @@ def layouts(options: BackendOptions, gpus: int, kv_heads: int) -> list[Layout]:
     if gpus:
         check_gpus("--train-gpus", options.train_gpus, gpus)
         check_gpus("--sample-gpus", options.sample_gpus, gpus)
+    check_hosts(options)
     train_gpus = options.train_gpus or _rest(options.sample_gpus, options.trainer, gpus)
+    if options.train_hosts > 1:
+        train_gpus = train_gpus or (FIRST_GPU,)
     sample_gpus = options.sample_gpus or _rest(options.train_gpus, options.sampler, gpus)
     sizes = _sizes_of_a_replica(options.sample_tp, sample_gpus, kv_heads, gpus)
     shards = _shards(options, len(train_gpus), gpus)
     parts = options.context_parallel
     check_parts(parts, len(train_gpus), kv_heads)
     found = [Layout(train_gpus, sample_gpus, size, each, parts) for size in sizes for each in shards]
-    chosen = options.train_gpus or options.sample_gpus or 1 not in sizes or 1 not in shards or parts > 1
+    several = options.train_hosts > 1 or parts > 1
+    chosen = options.train_gpus or options.sample_gpus or 1 not in sizes or 1 not in shards or several
     return found if chosen or ONE_GPU in found else [*found, ONE_GPU]
 
 
@@ -101,6 +105,14 @@ def environment_of(gpus: Sequence[int]) -> dict[str, str]:
     seen = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")]
     names = [seen[gpu] if any(seen) and gpu < len(seen) else str(gpu) for gpu in gpus]
     return {"CUDA_VISIBLE_DEVICES": ",".join(names)}
+
+
+def check_hosts(options: BackendOptions) -> None:
+    """ValueError in one line if only one of `train_hosts` and `ray_address` is chosen."""
+    if options.train_hosts > 1 and options.ray_address is None:
+        raise ValueError(f"--train-hosts {options.train_hosts}: it needs --ray-address, by which the others are found")
+    if options.train_hosts == 1 and options.ray_address is not None:
+        raise ValueError(f"--ray-address {options.ray_address}: it needs --train-hosts of at least 2")
 
 
 def check_gpus(option: str, gpus: Sequence[int], count: int) -> None:

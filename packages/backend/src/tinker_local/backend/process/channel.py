@@ -12,7 +12,7 @@ import os
 import select
 import socket
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -68,26 +68,35 @@ class Channel:
         gone, and OSError if memory is short (then nothing was sent)."""
         first = _first_array(len(encoded.head))
         total = first + encoded.offsets[-1]
+        if total < BLOCK_BYTES:
+            self.send_bytes(_joined(encoded, first))  # there may be thousands of small arrays
+        else:
+            self._send_block(total, lambda block: _copy_into(block, encoded, first))
+
+    def send_bytes(self, message: bytes | bytearray | memoryview) -> None:
+        """Send a message in the form of `message_bytes` and `receive_bytes`; as `send_encoded`."""
+        total = len(message)
         if total <= INLINE_BYTES:
-            self._socket.send(_RECORD.pack(False, total) + _joined(encoded, first))
-            return
-        record = _RECORD.pack(True, total)
-        if total >= BLOCK_BYTES:
-            block = self._blocks.take(total)
+            self._socket.send(_RECORD.pack(False, total) + message)
+        elif total >= BLOCK_BYTES:
+            self._send_block(total, lambda block: _copy_bytes(block, message))
+        else:
+            memory = os.memfd_create("tinker-local", os.MFD_CLOEXEC)
             try:
-                _copy_into(block, encoded, first)
-                socket.send_fds(self._socket, [record], [block.file])
-            except BaseException:
-                block.forget()
-                raise
-            self._blocks.keep(block)
-            return
-        memory = os.memfd_create("tinker-local", os.MFD_CLOEXEC)
+                _write(memory, memoryview(message))
+                socket.send_fds(self._socket, [_RECORD.pack(True, total)], [memory])
+            finally:
+                os.close(memory)
+
+    def _send_block(self, total: int, fill: Callable[[Block], None]) -> None:
+        block = self._blocks.take(total)
         try:
-            _write(memory, memoryview(_joined(encoded, first)))  # there may be thousands of small arrays
-            socket.send_fds(self._socket, [record], [memory])
-        finally:
-            os.close(memory)
+            fill(block)
+            socket.send_fds(self._socket, [_RECORD.pack(True, total)], [block.file])
+        except BaseException:
+            block.forget()
+            raise
+        self._blocks.keep(block)
 
     def send_joined(self, messages: Sequence[Encoded]) -> None:
         """Send messages in order, neighbours together as long as they fit into a record: each record wakes the
@@ -108,6 +117,18 @@ class Channel:
     def receive(self, images: Mapping[str, RenderedImage] | None = None) -> Any:
         """The next message, or a list of joined ones, whose images are looked up in `images`. EOFError if the peer has
         ended."""
+        memory, start, _ = self._received()
+        (size,) = _SIZE.unpack_from(memory, start)
+        head = bytes(memory[start + _SIZE.size : start + _SIZE.size + size])
+        return decode(head, memory, start + _first_array(size), images or {})
+
+    def receive_bytes(self) -> memoryview:
+        """The next message, not decoded. EOFError if the peer has ended."""
+        memory, start, total = self._received()
+        return memoryview(memory)[start : start + total]
+
+    def _received(self) -> tuple[bytearray | mmap.mmap, int, int]:
+        """The memory of the next message, and where it starts and its size there."""
         ready = dict(self._poll.poll())
         if self._socket.fileno() not in ready:
             raise EOFError
@@ -118,15 +139,10 @@ class Channel:
             raise EOFError
         shared, total = _RECORD.unpack_from(record)
         if not shared:
-            memory: bytearray | mmap.mmap = bytearray(memoryview(record)[_RECORD.size :])
-            start = 0
-        elif descriptors:
-            memory, start = _taken(descriptors[0], total)
-        else:
+            return bytearray(memoryview(record)[_RECORD.size :]), 0, total
+        if not descriptors:
             raise OSError(f"a message of {total} bytes came without its memory (flags {flags}): too many open files?")
-        (size,) = _SIZE.unpack_from(memory, start)
-        head = bytes(memory[start + _SIZE.size : start + _SIZE.size + size])
-        return decode(head, memory, start + _first_array(size), images or {})
+        return *_taken(descriptors[0], total), total
 
     def wait_for_end(self) -> None:
         """Block until the other end is closed or its process has ended, without receiving a message."""
@@ -142,6 +158,12 @@ class Channel:
         self._blocks.close()
 
 
+def message_bytes(message: Any) -> bytearray:
+    """A message in one piece, for `Channel.send_bytes`."""
+    encoded = encode(message)
+    return _joined(encoded, _first_array(len(encoded.head)))
+
+
 def _first_array(head: int) -> int:
     """Where the arrays begin, after the size of the head and the head itself."""
     return -(-(_SIZE.size + head) // ALIGNMENT) * ALIGNMENT
@@ -154,6 +176,10 @@ def _joined(encoded: Encoded, first: int) -> bytearray:
     for array, at in zip(encoded.arrays, encoded.offsets, strict=False):
         np.ndarray(array.shape, array.dtype, joined, first + at)[...] = array
     return joined
+
+
+def _copy_bytes(block: Block, message: bytes | bytearray | memoryview) -> None:
+    block.memory[Block.START : Block.START + len(message)] = message
 
 
 def _copy_into(block: Block, encoded: Encoded, first: int) -> None:

@@ -30,6 +30,9 @@ TICK = 1.0
 """Seconds between two looks at time limits. A limit counts at most this much between two looks, so that it is not over
 at once when the whole machine or this process was stopped meanwhile."""
 
+HOST_LOST = 71
+"""Exit code of the stand-in of a process on another host, when that host or the connection to it is lost."""
+
 _REAP_SECONDS = 10.0
 """A killed process that has not ended by then hangs in the kernel."""
 
@@ -49,21 +52,12 @@ class ChildProcess:
     """
 
     def __init__(self, name: str, program: Program, environment: Mapping[str, str], files: Sequence[int]) -> None:
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs:
-            self.popen = subprocess.Popen(
-                [sys.executable, "-P", "-m", __package__, str(theirs.fileno())],
-                pass_fds=[theirs.fileno(), *files],
-                stdin=subprocess.DEVNULL,
-                process_group=0,  # Ctrl-C in a terminal does not reach it, not even before it ignores it
-                env={**os.environ, **environment, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-            )
-        self.channel = Channel(ours, self.popen.pid)
+        self.popen, self.channel = start_process(environment, files)
         try:
             self.channel.send(Start(name, program, logging.getLogger("tinker_local.backend").getEffectiveLevel()))
         except BaseException:
             self.channel.close()
-            _end(self.popen)
+            end_process(self.popen)
             raise
 
     @property
@@ -99,7 +93,7 @@ class ProcessGroup:
         except BaseException:
             for member in self.members:
                 member.channel.close()
-                _end(member.popen)
+                end_process(member.popen)
             raise
         # The watch gets the processes and not the channels, so that dropping the group closes its channels.
         self._watch = _Watch(name, [member.popen for member in self.members], on_end)
@@ -267,6 +261,8 @@ class _Watch:
             how = self._killed or "hangs in the kernel"
         elif status == DEVICE_LOST:
             how = f"ended after an error of its device (exit code {status})"
+        elif status == HOST_LOST:
+            how = "on another host was lost: that host, Ray's actor on it, or the connection ended"
         elif status >= 0:
             how = f"ended with exit code {status}"
         else:
@@ -277,7 +273,22 @@ class _Watch:
         return f"the {self._name}'s process {how}"
 
 
-def _end(process: "subprocess.Popen[bytes]") -> None:
+def start_process(environment: Mapping[str, str], files: Sequence[int]) -> "tuple[subprocess.Popen[bytes], Channel]":
+    """A process that waits for its `Start`, and the channel to it. See `ChildProcess`."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with theirs:
+        popen = subprocess.Popen(
+            [sys.executable, "-P", "-m", __package__, str(theirs.fileno())],
+            pass_fds=[theirs.fileno(), *files],
+            stdin=subprocess.DEVNULL,
+            process_group=0,  # Ctrl-C in a terminal does not reach it, not even before it ignores it
+            env={**os.environ, **environment, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        )
+    return popen, Channel(ours, popen.pid)
+
+
+def end_process(process: "subprocess.Popen[bytes]") -> None:
+    """Kill a process that leads a process group, and all of that group."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait(_REAP_SECONDS)

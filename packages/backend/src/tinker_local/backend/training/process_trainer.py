@@ -1,6 +1,7 @@
 """`ProcessTrainer`: `training.trainer.Trainer` on a trainer in a separate process, or in several."""
 
 import itertools
+import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,9 +11,13 @@ from typing import Any, cast
 import numpy as np
 import numpy.typing as npt
 from tinker_local.backend.process.calls import Calls
+from tinker_local.backend.process.channel import message_bytes
 from tinker_local.backend.process.child import serve_calls
+from tinker_local.backend.process.messages import Program, Start
 from tinker_local.backend.process.process_engine import ProcessEngine
 from tinker_local.backend.process.process_group import ProcessGroup
+from tinker_local.backend.process.ray_hosts import RayHosts, placed
+from tinker_local.backend.process.relay import stand_in
 from tinker_local.backend.rendering.rendered_input import RenderedInput
 from tinker_local.backend.training.optimizers import OPTIMIZERS
 from tinker_local.backend.training.trainer import (
@@ -74,7 +79,8 @@ class ProcessTrainer(ProcessEngine):
     """Implements `Trainer` with the trainer that `make` makes in a separate process, which starts at once.
 
     With `ranks` above 1, there are so many processes, and each calls `make` with its `Seat`. They get the same calls;
-    those that only read an adapter go to the first alone, as its copy equals all others. They end together.
+    those that only read an adapter go to the first alone, as its copy equals all others. They end together. `others`:
+    where the last of them are, if not on this host; each has a process here that stands in for it.
 
     Call `load` before anything else. Errors of the trainer are raised here: an ApiError unchanged, others as
     InternalError with the traceback in the log. If the process ends, the running call and every later one raise
@@ -95,23 +101,58 @@ class ProcessTrainer(ProcessEngine):
         timeout: float = 120.0,
         image_bytes: int = 2**30,
         environments: Sequence[Mapping[str, str]] = (),
+        others: RayHosts | None = None,
     ) -> None:
         self._make = make
         self._ranks = ranks
+        self._others = others
         self._image_bytes = image_bytes
         self._images_encoded = 0
-        super().__init__("trainer", [], timeout, environments)
+        self._elsewhere = 0 if others is None else others.hosts * others.ranks
+        nothing: list[Mapping[str, str]] = [{}]
+        of_each = [*(environments or nothing * (ranks - self._elsewhere)), *nothing * self._elsewhere]
+        super().__init__("trainer", [], timeout, of_each)
 
     def _begin(self) -> None:
         makes = [self._make] if self._ranks == 1 else self._makes()
         self._programs = [partial(serve_calls, make=make, describe=loaded, told=("images_encoded",)) for make in makes]
-        super()._begin()
+        if self._others is None:
+            super()._begin()
+        else:
+            self._begin_elsewhere(self._others, self._ranks - self._elsewhere)
+
+    def _begin_elsewhere(self, others: RayHosts, here: int) -> None:
+        """Start the first `here` ranks, and stand-ins of all others. The first stand-in places the actors, and tells
+        each other one through a pipe where its own is."""
+        level = logging.getLogger("tinker_local.backend").getEffectiveLevel()
+        starts = [message_bytes(Start(self._name, program, level)) for program in self._programs[here:]]
+        pipes = [os.pipe() for _ in starts[1:]]
+        writes = [write for _, write in pipes]
+        finds = [partial(others.place, writes), *(partial(placed, read) for read, _ in pipes)]
+        programs: list[Program] = [
+            partial(stand_in, start=bytes(start), find=find) for start, find in zip(starts, finds, strict=True)
+        ]
+        self._programs = [*self._programs[:here], *programs]
+        self._files = [*([()] * here), writes, *([read] for read, _ in pipes)]
+        try:
+            super()._begin()
+        finally:
+            for file in itertools.chain.from_iterable(pipes):
+                os.close(file)
 
     def _makes(self) -> list[TrainerFactory]:
-        """The factory of each rank. They meet in a new file, which has no name, so that it leaves nothing behind."""
-        self._meeting = os.fdopen(os.memfd_create("tinker-local-ranks", os.MFD_CLOEXEC), "rb")
-        path = f"/proc/{os.getpid()}/fd/{self._meeting.fileno()}"
-        return [partial(self._make, Seat(rank, self._ranks, path)) for rank in range(self._ranks)]
+        """The factory of each rank. On one host they meet in a new file, which has no name, so that it leaves nothing
+        behind."""
+        others, here = self._others, self._ranks - self._elsewhere
+        if others is not None:
+            meeting = others.meeting()
+        else:
+            self._meeting = os.fdopen(os.memfd_create("tinker-local-ranks", os.MFD_CLOEXEC), "rb")
+            meeting = f"/proc/{os.getpid()}/fd/{self._meeting.fileno()}"
+        hosts = [
+            0 if others is None or rank < here else 1 + (rank - here) // others.ranks for rank in range(self._ranks)
+        ]
+        return [partial(self._make, Seat(rank, self._ranks, meeting, host)) for rank, host in enumerate(hosts)]
 
     def _connect(self, group: ProcessGroup) -> None:
         self._calls = Calls(group, image_bytes=self._image_bytes)

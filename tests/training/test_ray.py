@@ -1,0 +1,223 @@
+"""Ranks on two Ray nodes of this machine, on the CPU: the head, where the server is, and another "host"."""
+
+import os
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tinker_local.backend.process.process_group import ProcessEndedError
+from tinker_local.backend.process.ray_hosts import RayHosts
+from tinker_local.backend.training.process_trainer import ProcessTrainer
+from tinker_local.backend.training.trainer import AdapterState, Trainer, TrainResult
+from tinker_local.backend.training.worker import HFTrainer, trainer_of_rank
+from tinker_local.types import AdamParams, LoraConfig
+
+from tests.http.supervised_apps import children
+
+pytestmark = pytest.mark.more
+
+RAY = Path(sys.executable).with_name("ray")
+QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_enable_worker_prestart": "0", "OMP_NUM_THREADS": "1"}
+PORTS = ("dashboard-agent-listen", "dashboard-agent-grpc", "metrics-export", "runtime-env-agent")
+OBJECT_STORE_BYTES = 80_000_000
+
+
+def free_ports(count: int) -> list[int]:
+    servers = [socket.create_server(("", 0)) for _ in range(count)]
+    ports = [server.getsockname()[1] for server in servers]
+    for server in servers:
+        server.close()
+    return ports
+
+
+def own_address() -> str:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, suppress(OSError):
+        probe.connect(("192.0.2.1", 1))  # sends nothing
+        address = str(probe.getsockname()[0])
+        if not address.startswith("127."):
+            return address
+    pytest.skip("this machine has no address but the loopback's")
+
+
+class Nodes:
+    """`ray start --block`, each in a session that is ended as a whole."""
+
+    def __init__(self) -> None:
+        self.folder = tempfile.mkdtemp(prefix="ray-", dir="/tmp")  # Ray's sockets need a short path
+        self.host = own_address()
+        (self._port,) = free_ports(1)
+        self.address = f"{self.host}:{self._port}"
+        self._started: list[subprocess.Popen[bytes]] = []
+
+    def head(self) -> None:
+        (client,) = free_ports(1)
+        self._start(
+            f"--head --port={self._port} --num-cpus=0 --include-dashboard=false --temp-dir={self.folder} "
+            f"--ray-client-server-port={client}"
+        )
+        until = time.monotonic() + 300
+        while time.monotonic() < until:
+            with suppress(OSError):
+                return socket.create_connection((self.host, self._port), 1).close()
+            time.sleep(0.2)
+        raise TimeoutError("Ray's head does not start")
+
+    def other(self) -> subprocess.Popen[bytes]:
+        return self._start(f"--address={self.address} --num-cpus=1")
+
+    def _start(self, options: str) -> subprocess.Popen[bytes]:
+        ports = [f"--{name}-port={port}" for name, port in zip(PORTS, free_ports(len(PORTS)), strict=True)]
+        command = [RAY, "start", "--block", *options.split(), f"--node-ip-address={self.host}", "--num-gpus=0"]
+        command += [f"--object-store-memory={OBJECT_STORE_BYTES}", *ports]
+        with Path(self.folder, f"node-{len(self._started)}.log").open("wb") as log:
+            started = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
+        self._started.append(started)
+        return started
+
+    def kill(self, node: subprocess.Popen[bytes]) -> None:
+        """As if its host had ended: everything at once."""
+        for pid in [*descendants(node.pid), node.pid]:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        node.wait(60)
+
+    def close(self) -> None:
+        for node in reversed(self._started):
+            if node.poll() is None:
+                self.kill(node)
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def descendants(pid: int) -> list[int]:
+    found: list[int] = []
+    with suppress(FileNotFoundError, ProcessLookupError):
+        for child in children(pid):
+            found += [child, *descendants(child)]
+    return found
+
+
+def actors(node: subprocess.Popen[bytes]) -> list[int]:
+    """The processes of the node's actors."""
+    return [pid for pid in descendants(node.pid) if b"RankActor" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+
+
+@pytest.fixture
+def nodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Nodes]:
+    for name, value in QUIET.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")
+    monkeypatch.setenv("RAY_AUTH_TOKEN", secrets.token_hex(16))
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    nodes = Nodes()
+    yield nodes
+    nodes.close()
+
+
+def steps(trainer: Trainer, make: Any, state: AdapterState | None) -> tuple[dict[str, Any], AdapterState]:
+    """Two steps from `state`, or from a new adapter: every number by name, and the state after them."""
+    if state is None:
+        trainer.create_adapter("a", LoraConfig(rank=4, seed=7))
+    else:
+        trainer.load_adapter("a", state)
+    seen: dict[str, Any] = {}
+    for step in range(2):
+        (result,) = trainer.forward_backward([make()])
+        assert isinstance(result, TrainResult)
+        seen[f"loss {step}"] = result.metrics["loss:sum"]
+        seen |= {f"logprobs {step} {at}": output["logprobs"] for at, output in enumerate(result.outputs)}
+        seen[f"norm {step}"] = trainer.optim_step("a", AdamParams(learning_rate=0.01))["grad_norm"]
+    last = trainer.capture("a", optimizer=True)
+    return seen | dict(last.tensors), last
+
+
+def equal(found: dict[str, Any], expected: dict[str, Any]) -> float:
+    """The largest difference, relative to the largest number of each array."""
+    assert found.keys() == expected.keys()
+    return max(
+        float(np.abs(np.subtract(found[key], value)).max() / max(1.0, float(np.abs(value).max())))
+        for key, value in expected.items()
+    )
+
+
+def test_ranks_on_two_ray_nodes_train_as_one_process_and_outlive_actor_and_host_but_no_other_token(
+    nodes: Nodes, model_path: Callable[[str], Path], make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = str(model_path("qwen3"))
+    settings: dict[str, Any] = {"name": "qwen3", "dtype": "float32", "device": "cpu", "micro_batch_tokens": 32}
+    work = make.work("a", [9, 5, 12, 7, 6, 30])
+    one = HFTrainer(path, **settings)
+    expected, between = steps(one, lambda: work, None)
+    later, _ = steps(one, lambda: work, between)
+
+    nodes.head()
+    host = nodes.other()
+    others = RayHosts(nodes.address, hosts=1, ranks=1, gpus=False)
+    others.check()
+    trainer = ProcessTrainer(partial(trainer_of_rank, path, **settings), ranks=2, others=others)
+    try:
+        began = time.monotonic()
+        trainer.load()
+        print(f"two ranks on two nodes after {time.monotonic() - began:.1f} s")
+        found, state = steps(trainer, lambda: work, None)
+        print(f"largest difference {equal(found, expected):.1e}")
+        assert equal(found, expected) < 1e-5
+
+        def fails_within_10_seconds(end: Callable[[], None], why: str) -> None:
+            begun = [0.0]
+
+            def act() -> None:
+                begun[0] = time.monotonic()
+                end()
+
+            def train_on() -> None:
+                while True:
+                    trainer.forward_backward([work])
+
+            threading.Timer(0.5, act).start()
+            with pytest.raises(ProcessEndedError, match="on another host was lost"):
+                train_on()
+            seconds = time.monotonic() - begun[0]
+            print(f"{why}: noticed after {seconds:.2f} s")
+            assert seconds < 10
+
+        (actor,) = actors(host)
+        fails_within_10_seconds(lambda: os.kill(actor, signal.SIGKILL), "an actor killed")
+        trainer.restart()
+        trainer.load()
+        found, _ = steps(trainer, lambda: work, state)
+        assert equal(found, later) < 1e-5
+
+        fails_within_10_seconds(lambda: nodes.kill(host), "a host killed")
+        trainer.restart()
+        loading = threading.Thread(target=trainer.load)
+        loading.start()
+        loading.join(5)
+        assert loading.is_alive(), "there is no other host to start on"
+        nodes.other()
+        loading.join(300)
+        assert not loading.is_alive()
+        found, _ = steps(trainer, lambda: work, state)
+        assert equal(found, later) < 1e-5
+    finally:
+        trainer.close()
+
+    monkeypatch.setenv("RAY_AUTH_TOKEN", secrets.token_hex(16))
+    refused = ProcessTrainer(partial(trainer_of_rank, path, **settings), ranks=2, others=others)
+    try:
+        with pytest.raises(ConnectionError, match="its token must be the same"):
+            refused.load()
+    finally:
+        refused.close()
