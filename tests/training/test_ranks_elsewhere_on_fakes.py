@@ -94,10 +94,7 @@ def test_ranks_elsewhere_get_every_call_with_arrays_of_all_sizes_on_fakes(start:
 
 
 @pytest.mark.mutation(
-    "another-hosts-process-outlives-the-server",
-    "relay.py",
-    "                links.status.recv_bytes()\n            _end_if_it_runs(popen)",
-    "                links.status.recv_bytes()",
+    "another-hosts-process-outlives-the-server", "relay.py", "    if process.poll() is None:", "    if False:"
 )
 @pytest.mark.mutation(
     "a-lost-host-waits-for-the-limit",
