@@ -12,7 +12,7 @@ BOOTSTRAP := sh scripts/bootstrap.sh </dev/null
 SOURCES := packages/types/src packages/client/src packages/backend/src
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo wheels test test-more test-vllm mutations check format proto serve bench bench-tiny clean
+.PHONY: help setup demo wheels test test-more test-ray test-vllm mutations check format proto serve bench bench-tiny clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
@@ -30,11 +30,15 @@ wheels: setup ## dist/: wheels, and the requirements that install them with an e
 # Tiny models: more threads than one only get in each other's way.
 test: export OMP_NUM_THREADS ?= 1
 test: setup ## the test suite; ARGS="-k name" for a part of it
-	$(BIN)/python -m pytest -n auto -m "not more" $(ARGS)
+	$(BIN)/python -m pytest -n auto -m "not more and not ray" $(ARGS)
 
 test-more: export OMP_NUM_THREADS ?= 1
 test-more: setup ## what is slow or needs more: examples, the cookbook, real clients, killed servers
-	$(BIN)/python -m pytest -n auto -m more $(ARGS)
+	$(BIN)/python -m pytest -n auto -m "more and not ray" $(ARGS)
+
+test-ray: export OMP_NUM_THREADS ?= 1
+test-ray: setup ## ranks on two Ray nodes of this machine, about three minutes
+	$(BIN)/python -m pytest -m ray $(ARGS)
 
 # Without `setup`, so that a vLLM that you installed into .venv stays.
 test-vllm: export OMP_NUM_THREADS ?= 1

@@ -27,7 +27,7 @@ from tinker_local.types import AdamParams, LoraConfig
 
 from tests.http.supervised_apps import children
 
-pytestmark = pytest.mark.more
+pytestmark = pytest.mark.ray
 
 RAY = Path(sys.executable).with_name("ray")
 QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_enable_worker_prestart": "0", "OMP_NUM_THREADS": "1"}
