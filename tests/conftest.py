@@ -53,7 +53,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     """`-n auto`: two for `make test` and `make test-more`, none (pytest's own process) for a part of them, which would
     pay for what both have to start; nor beside a GPU, whose memory the tests measure."""
-    whole = config.option.markexpr in ("", "more", "not more") and not config.option.keyword
+    whole = config.option.markexpr in ("", "more and not ray", "not more and not ray") and not config.option.keyword
     if not whole or config.args_source is not pytest.Config.ArgsSource.TESTPATHS:
         return 0
     return 0 if Path("/dev/nvidia0").exists() else 2
