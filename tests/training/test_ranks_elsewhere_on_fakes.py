@@ -247,7 +247,7 @@ def test_hosts_are_refused_without_what_they_need(tmp_path: Path, monkeypatch: p
     monkeypatch.setenv("RAY_AUTH_TOKEN", "0" * 32)
     assert "other hosts cannot reach this" in refusal("127.0.0.1:6379")
     for address in ("192.0.2.1", "192.0.2.1:0", "192.0.2.1:70000", ":6379"):
-        assert "it must be HOST:PORT" in refusal(address)
+        assert "expected HOST:PORT" in refusal(address)
 
 
 @pytest.mark.mutation("hosts-without-ray-ignored", "placement.py", "if options.train_hosts > 1 and", "if False and")

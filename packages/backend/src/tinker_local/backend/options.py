@@ -72,6 +72,14 @@ def parse_gpus(text: str) -> tuple[int, ...]:
     return tuple(found)
 
 
+def parse_host_and_port(text: str) -> str:
+    """`text` if it is HOST:PORT; ValueError for anything else."""
+    host, _, port = text.rpartition(":")
+    if not host or not re.fullmatch(r"\d{1,5}", port) or not 0 < int(port) < 2**16:
+        raise ValueError(f"expected HOST:PORT, got {text!r}")
+    return text
+
+
 def parse_shard(text: str) -> ShardChoice:
     """Parse `auto`, `never` or a number from 2; ValueError for anything else."""
     if text in ("auto", "never"):
@@ -218,6 +226,7 @@ class BackendOptions:
         CommandOption(
             "Ray's cluster, which starts ranks on other hosts (docs/scaling.md). It needs the extra ray and a token.",
             metavar="HOST:PORT",
+            parse_one=parse_host_and_port,
         ),
     ] = None
     shard: Annotated[

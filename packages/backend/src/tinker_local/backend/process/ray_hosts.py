@@ -20,6 +20,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from tinker_local.backend.options import parse_host_and_port
 from tinker_local.backend.process.relay import Address, Links, Relay, connect
 
 log = logging.getLogger(__name__)
@@ -67,9 +68,7 @@ class RayHosts:
             raise ValueError(f"--ray-address {self.address}: {error}") from None
 
     def _host_and_port(self) -> tuple[str, int]:
-        host, _, port = self.address.rpartition(":")
-        if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
-            raise ValueError("it must be HOST:PORT")
+        host, _, port = parse_host_and_port(self.address).rpartition(":")
         return host, int(port)
 
     def meeting(self) -> str:
