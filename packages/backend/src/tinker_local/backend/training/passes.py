@@ -141,6 +141,8 @@ class Passes:
         names = list(dict.fromkeys(work.adapter_id for work in works.values()))
         found = self._ranks.gather([name in tally.gradients for name in names])
         summed = [name for name, flags in zip(names, zip(*found, strict=True), strict=True) if any(flags)]
+        if not summed:
+            return
         self._ranks.together(lambda: tally.start_gradients(summed, self._adapters))
         for name in summed:
             self._ranks.add_up(tally.gradients[name])
