@@ -158,6 +158,21 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return root / "model", root / "adapter"
 
 
+def assert_refused(
+    written: tuple[Path, Path], tmp_path: Path, config: dict[str, Any], change: Any, message: str
+) -> None:
+    """Importing into the model, the first of `written`, what `config` and `change` make of the adapter, the second."""
+    model, adapter = written
+    given = json.loads((adapter / CONFIG).read_text()) | config
+    (tmp_path / CONFIG).write_text(json.dumps(given))
+    tensors = load_file(adapter / WEIGHTS)
+    if change is not None:
+        change(tensors)
+    save_file(tensors, tmp_path / WEIGHTS)
+    with pytest.raises(InvalidRequestError, match=re.escape(message)), imported(tmp_path, model):
+        pass
+
+
 Q = "base_model.model.model.layers.0.self_attn.q_proj"
 
 
@@ -276,15 +291,7 @@ def _without(tensors: dict[str, Any], *names: str) -> None:
 def test_what_would_not_be_the_same_adapter_is_refused_by_name(
     written: tuple[Path, Path], tmp_path: Path, config: dict[str, Any], change: Any, message: str
 ) -> None:
-    model, adapter = written
-    given = json.loads((adapter / CONFIG).read_text()) | config
-    (tmp_path / CONFIG).write_text(json.dumps(given))
-    tensors = load_file(adapter / WEIGHTS)
-    if change is not None:
-        change(tensors)
-    save_file(tensors, tmp_path / WEIGHTS)
-    with pytest.raises(InvalidRequestError, match=re.escape(message)), imported(tmp_path, model):
-        pass
+    assert_refused(written, tmp_path, config, change, message)
 
 
 @pytest.mark.parametrize(
@@ -429,15 +436,7 @@ def _changed(name: str, row: int, column: int) -> Callable[[dict[str, torch.Tens
 def test_experts_of_peft_that_would_not_be_the_same_adapter_are_refused(
     of_experts: tuple[Path, Path], tmp_path: Path, config: dict[str, Any], change: Any, message: str
 ) -> None:
-    model, folder = of_experts
-    given = json.loads((folder / CONFIG).read_text()) | config
-    (tmp_path / CONFIG).write_text(json.dumps(given))
-    tensors = load_file(folder / WEIGHTS)
-    if change is not None:
-        change(tensors)
-    save_file(tensors, tmp_path / WEIGHTS)
-    with pytest.raises(InvalidRequestError, match=re.escape(message)), imported(tmp_path, model):
-        pass
+    assert_refused(of_experts, tmp_path, config, change, message)
 
 
 def test_what_peft_trained_of_experts_is_refused_for_what_they_do_not_share(tuned: Make, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 This module knows URLs, environment variables and how a request is sent, but no sessions and models.
 """
 
+import functools
 import ipaddress
 import logging
 import os
@@ -74,12 +75,13 @@ def send(
     Raises tinker.APIConnectionError if no server answers, tinker.APIStatusError if it refuses.
     """
     url = f"{endpoint.base_url}/api/v1/{path}"
+    ask = functools.partial(request, method, url, headers={"X-API-Key": endpoint.api_key}, **given)
     deadline = time.monotonic() + LOADING_S
     try:
-        answer = request(method, url, headers={"X-API-Key": endpoint.api_key}, **given)
+        answer = ask()
         while answer.status_code == 503 and time.monotonic() < deadline:
             time.sleep(LOADING_DELAY_S)
-            answer = request(method, url, headers={"X-API-Key": endpoint.api_key}, **given)
+            answer = ask()
     except httpx.TransportError as error:
         raise tinker.APIConnectionError(httpx.Request(method, url), f"{endpoint.base_url}: {error}") from error
     if answer.is_error:

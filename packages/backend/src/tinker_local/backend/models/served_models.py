@@ -36,8 +36,8 @@ from tinker_local.types import ApiError, InvalidRequestError, LoraConfig
 from tinker_local.types.errors import brief
 
 _CHECKED = "checked-at-the-start"
-_CONTEXT_VARIANT = re.compile(r"(.+):peft:([1-9]\d{0,11})", re.ASCII)
 """The id of the adapter that `ServedModel.check_adapter` makes."""
+_CONTEXT_VARIANT = re.compile(r"(.+):peft:([1-9]\d{0,11})", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

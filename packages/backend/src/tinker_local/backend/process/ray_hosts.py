@@ -44,7 +44,7 @@ class RayHosts:
     gpus: bool
 
     def check(self) -> None:
-        """ValueError in one line if there is no Ray, no token, or no address of this host that others can reach."""
+        """ValueError, in one line, if Ray or its token is missing here, or if other hosts cannot reach this one."""
         if find_spec("ray") is None:
             raise ValueError("--ray-address: Ray is not installed; install tinker-local[ray] here and on every host")
         if not _has_token():

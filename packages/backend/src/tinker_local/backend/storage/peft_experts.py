@@ -28,16 +28,14 @@ def target_parameters(tensors: Tensors, names: Experts | None) -> list[str]:
     """PEFT's `target_parameters` for `tensors` of an adapter here; empty if it trained no experts."""
     if names is None:
         return []
-    ending = f".{names.gate}.lora_A.weight"
-    parents = {name.removesuffix(ending).rpartition(".")[2] for name in tensors if name.endswith(ending)}
+    parents = {module.rpartition(".")[2] for module in _modules(tensors, names)}
     return [f"{parent}.{parameter}" for parent in sorted(parents) for parameter in (GATE_UP, DOWN)]
 
 
 def as_parameters(tensors: Tensors, names: Experts) -> dict[str, npt.NDArray[np.float32]]:
     """`tensors` of an adapter here, with those of experts in PEFT's form."""
     found = {name: np.asarray(array, np.float32) for name, array in tensors.items()}
-    ending = f".{names.gate}.lora_A.weight"
-    for module in [name.removesuffix(ending) for name in tensors if name.endswith(ending)]:
+    for module in _modules(tensors, names):
         (a_gate, b_gate), (a_up, b_up), (a_down, b_down) = (
             [found.pop(f"{module}.{name}.lora_{factor}.weight") for factor in _FACTORS] for name in names.names
         )
@@ -102,6 +100,12 @@ def from_parameters(tensors: Tensors, names: Experts, parent: str, rank: int, fi
         found[f"{module}.{names.down}.lora_A.weight"] = a_down.reshape(count, rank, width)
         found[f"{module}.{names.down}.lora_B.weight"] = b_down[None, ..., 0]
     return found
+
+
+def _modules(tensors: Tensors, names: Experts) -> list[str]:
+    """The paths of modules of experts that an adapter here trained."""
+    ending = f".{names.gate}.lora_A.weight"
+    return [name.removesuffix(ending) for name in tensors if name.endswith(ending)]
 
 
 def _paths(module: str) -> tuple[str, str]:

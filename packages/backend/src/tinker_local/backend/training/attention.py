@@ -8,7 +8,7 @@ Of a row that several ranks share, queries, keys, values, outputs and gradients 
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -43,6 +43,11 @@ class Segments:
     device: torch.device
     images: tuple[tuple[int, int], ...] = ()
     shared: SharedRow | None = None
+
+    @cached_property
+    def gathered(self) -> "Segments":
+        """The same row where all of its positions are on this rank, with some heads of each."""
+        return replace(self, shared=None)
 
     @cached_property
     def runs(self) -> tuple[Run, ...]:
@@ -100,17 +105,10 @@ def attend(
     `logsumexp` is that of this rank's heads."""
     if query.is_meta:  # it has no values; kernels give the output this layout
         return query.new_empty(query.shape), None
-    if (shared := segments.shared) is None:
-        return _attend(query, key, value, segments, rule)
-    query, key, value = shared.to_heads(query, key, value)
-    output, logsumexp = _attend(query, key, value, segments, shared.of_heads(rule))
-    return shared.to_rows(output)[0], logsumexp
-
-
-def _attend(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, segments: Segments, rule: AttentionRule
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """`attend` where all positions are on this rank."""
+    if (shared := segments.shared) is not None:
+        query, key, value = shared.to_heads(query, key, value)
+        output, logsumexp = attend(query, key, value, segments.gathered, shared.of_heads(rule))
+        return shared.to_rows(output)[0], logsumexp
     if rule.softcap is None and not segments.images and compat_torch.flash_attention_works(query):
         output, logsumexp = compat_torch.flash_attention(
             query, key, value, segments.bounds, segments.longest, rule.scaling, causal=True, window=rule.window
@@ -138,25 +136,13 @@ def attend_backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The gradients of query, key and value from that of the output, [T, N, D]. The other arguments are the inputs and
     outputs of `attend`."""
-    if (shared := segments.shared) is None:
-        return _attend_backward(grad, query, key, value, output, logsumexp, segments, rule)
-    grad, query, key, value, output = shared.to_heads(grad, query, key, value, output)
-    found = _attend_backward(grad, query, key, value, output, logsumexp, segments, shared.of_heads(rule))
-    del grad, query, key, value, output
-    grad_query, grad_key, grad_value = shared.to_rows(*found)
-    return grad_query, grad_key, grad_value
-
-
-def _attend_backward(
-    grad: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    output: torch.Tensor,
-    logsumexp: torch.Tensor | None,
-    segments: Segments,
-    rule: AttentionRule,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    if (shared := segments.shared) is not None:
+        grad, query, key, value, output = shared.to_heads(grad, query, key, value, output)
+        of_heads = shared.of_heads(rule)
+        found = attend_backward(grad, query, key, value, output, logsumexp, segments.gathered, of_heads)
+        del grad, query, key, value, output
+        grad_query, grad_key, grad_value = shared.to_rows(*found)
+        return grad_query, grad_key, grad_value
     if logsumexp is not None:
         # Output and logsumexp include the sinks, so the kernel recomputes the right weights and gradients from them.
         return compat_torch.flash_attention_backward(
@@ -165,7 +151,7 @@ def _attend_backward(
     if _is_plain(rule, segments):
         with torch.enable_grad():
             leaves = [tensor.detach().requires_grad_() for tensor in (query, key, value)]
-            again, _ = _attend(leaves[0], leaves[1], leaves[2], segments, rule)
+            again, _ = attend(leaves[0], leaves[1], leaves[2], segments, rule)
             grad_query, grad_key, grad_value = torch.autograd.grad(again, leaves, grad)
         return grad_query, grad_key, grad_value
     grad_query = torch.empty_like(query)

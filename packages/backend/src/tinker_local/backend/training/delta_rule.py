@@ -92,16 +92,11 @@ class MixInputs(NamedTuple):
 
 
 def mix(inputs: MixInputs, segments: Segments, rule: DeltaRule) -> torch.Tensor:
-    """The layer between its projections, [T, M V]."""
-    if (shared := segments.shared) is None:
-        return _mix(inputs, segments, rule)
-    own = rule.of_heads(shared)
-    mixed = _mix(_joined(shared.to_heads(*_columns(inputs, rule))), segments, own)
-    return shared.to_rows(mixed[..., None])[0].squeeze(-1)
-
-
-def _mix(inputs: MixInputs, segments: Segments, rule: DeltaRule) -> torch.Tensor:
-    """`mix` where all positions are on this rank. Differentiable."""
+    """The layer between its projections, [T, M V]. Differentiable, unless ranks share the row."""
+    if (shared := segments.shared) is not None:
+        of_heads = _joined(shared.to_heads(*_columns(inputs, rule)))
+        mixed = mix(of_heads, segments.gathered, rule.of_heads(shared))
+        return shared.to_rows(mixed[..., None])[0].squeeze(-1)
     qkv, z, b, a = inputs
     if qkv.is_meta:  # it has no values
         return z.new_empty(z.shape)
@@ -120,12 +115,17 @@ def _mix(inputs: MixInputs, segments: Segments, rule: DeltaRule) -> torch.Tensor
 def mix_backward(grad: torch.Tensor, inputs: MixInputs, segments: Segments, rule: DeltaRule) -> MixInputs:
     """The gradients of `inputs` from that of the output of `mix`. Runs it again: all that lies between takes several
     times their memory."""
-    if (shared := segments.shared) is None:
-        return _mix_backward(grad, inputs, segments, rule)
-    own = rule.of_heads(shared)
-    grad_heads, *heads = shared.to_heads(grad[..., None], *_columns(inputs, rule))
-    found = _mix_backward(grad_heads.squeeze(-1), _joined(heads), segments, own)
-    return _joined(shared.to_rows(*_columns(found, own)))
+    if (shared := segments.shared) is not None:
+        own = rule.of_heads(shared)
+        grad_heads, *heads = shared.to_heads(grad[..., None], *_columns(inputs, rule))
+        found = mix_backward(grad_heads.squeeze(-1), _joined(heads), segments.gathered, own)
+        return _joined(shared.to_rows(*_columns(found, own)))
+    with torch.enable_grad():
+        leaves = MixInputs(*(tensor.detach().requires_grad_() for tensor in inputs))
+        output = mix(leaves, segments, rule)
+    if output.is_meta:
+        return inputs
+    return MixInputs(*torch.autograd.grad(output, leaves, grad))
 
 
 def _columns(inputs: MixInputs, rule: DeltaRule) -> list[torch.Tensor]:
@@ -137,15 +137,6 @@ def _joined(columns: Sequence[torch.Tensor]) -> MixInputs:
     """The inverse of `_columns`."""
     query, key, value, z, b, a = (tensor.squeeze(-1) for tensor in columns)
     return MixInputs(torch.cat([query, key, value], dim=-1), z, b, a)
-
-
-def _mix_backward(grad: torch.Tensor, inputs: MixInputs, segments: Segments, rule: DeltaRule) -> MixInputs:
-    with torch.enable_grad():
-        leaves = MixInputs(*(tensor.detach().requires_grad_() for tensor in inputs))
-        output = _mix(leaves, segments, rule)
-    if output.is_meta:
-        return inputs
-    return MixInputs(*torch.autograd.grad(output, leaves, grad))
 
 
 def transient_bytes(tokens: int, rule: DeltaRule) -> int:

@@ -23,8 +23,9 @@ _ROWS = 64
 @dataclass(frozen=True, slots=True, eq=False)
 class OwnedRows:
     """Which rows belong to one expert and one adapter: group e N + n. `tokens` int64 [S]. `bounds` int32 [E N + 1]:
-    where groups start, then S. `tile_groups` int32: the group of each tile of `_ROWS` rows, E N if there is no such
-    tile; `tile_ends` int32 [E N]: how many tiles a group and those before it have."""
+    the first row of each group, and S at the end. `tile_groups` int32: the group of each tile of `_ROWS` rows; the
+    tiles at the end that no group needs have E N. `tile_ends` int32 [E N]: how many tiles a group and those before it
+    have."""
 
     tokens: torch.Tensor
     bounds: torch.Tensor
@@ -113,6 +114,22 @@ def _blocks(owners: Owners, block: int) -> dict[str, int]:
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+def _rows_of(tile, group, bounds, tile_ends, row_block: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Of a tile: numbers from its first row on, and whether they are rows of its group."""
+    before = tl.load(tile_ends + group - 1, mask=group > 0, other=0)
+    row = tl.load(bounds + group) + (tile - before) * row_block + tl.arange(0, row_block)
+    return row, row < tl.load(bounds + group + 1)
+
+
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+def _columns_of(columns, owner, rank_block: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Of an adapter: numbers from its first column on, and whether they are columns of it."""
+    first, count = tl.load(columns + 2 * owner), tl.load(columns + 2 * owner + 1)
+    at = tl.arange(0, rank_block)
+    return tl.multiple_of(first, 8) + at, at < tl.multiple_of(count, 8)
+
+
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def _activate(  # type: ignore[no-untyped-def]
     gate_up, h, a, b_gate, b_up, tokens, bounds, tile_groups, tile_ends, columns, activated, found,
     groups, owners, width, ranks, row_block: tl.constexpr, block: tl.constexpr, rank_block: tl.constexpr,
@@ -120,14 +137,12 @@ def _activate(  # type: ignore[no-untyped-def]
     tile = tl.program_id(0)
     group = tl.load(tile_groups + tile)
     if group < groups:
-        before = tl.load(tile_ends + group - 1, mask=group > 0, other=0)
-        row = tl.load(bounds + group) + (tile - before) * row_block + tl.arange(0, row_block)
-        inside = (row < tl.load(bounds + group + 1))[:, None]
+        row, is_row = _rows_of(tile, group, bounds, tile_ends, row_block)
+        inside = is_row[:, None]
         row = row.to(tl.int64)[:, None]
         token = tl.load(tokens + row, mask=inside, other=0)
         expert, owner = (group // owners).to(tl.int64), group % owners
-        column = tl.multiple_of(tl.load(columns + 2 * owner), 8) + tl.arange(0, rank_block)
-        used = tl.arange(0, rank_block) < tl.multiple_of(tl.load(columns + 2 * owner + 1), 8)
+        column, used = _columns_of(columns, owner, rank_block)
         h_place = h + token * 2 * ranks + column[None, :]
         h_gate = tl.load(h_place, mask=inside & used[None, :], other=0.0)
         h_up = tl.load(h_place + ranks, mask=inside & used[None, :], other=0.0)
@@ -166,17 +181,14 @@ def _activate_backward(  # type: ignore[no-untyped-def]
     tile = tl.program_id(0)
     group = tl.load(tile_groups + tile)
     if group < groups:
-        before = tl.load(tile_ends + group - 1, mask=group > 0, other=0)
-        row = tl.load(bounds + group) + (tile - before) * row_block + tl.arange(0, row_block)
-        is_row = row < tl.load(bounds + group + 1)
+        row, is_row = _rows_of(tile, group, bounds, tile_ends, row_block)
         share = tl.load(shares + row, mask=is_row, other=0.0).to(tl.float32)
         share_place = grad_shares + row
         inside = is_row[:, None]
         row = row.to(tl.int64)[:, None]
         token = tl.load(tokens + row, mask=inside, other=0)
         expert, owner = (group // owners).to(tl.int64), group % owners
-        column = tl.multiple_of(tl.load(columns + 2 * owner), 8) + tl.arange(0, rank_block)
-        used = tl.arange(0, rank_block) < tl.multiple_of(tl.load(columns + 2 * owner + 1), 8)
+        column, used = _columns_of(columns, owner, rank_block)
         h_place = h + token * 2 * ranks + column[None, :]
         h_gate = tl.load(h_place, mask=inside & used[None, :], other=0.0)
         h_up = tl.load(h_place + ranks, mask=inside & used[None, :], other=0.0)
@@ -237,8 +249,7 @@ def _write_gradients(  # type: ignore[no-untyped-def]
     group = tl.program_id(0)
     at = tl.program_id(1) * block + tl.arange(0, block)
     expert, owner = (group // owners).to(tl.int64), group % owners
-    column = tl.multiple_of(tl.load(columns + 2 * owner), 8) + tl.arange(0, rank_block)
-    used = tl.arange(0, rank_block) < tl.multiple_of(tl.load(columns + 2 * owner + 1), 8)
+    column, used = _columns_of(columns, owner, rank_block)
     stop = tl.load(bounds + group + 1)
     total_gate = tl.zeros((block, rank_block), tl.float32)
     total_up = tl.zeros((block, rank_block), tl.float32)
