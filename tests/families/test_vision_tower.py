@@ -27,7 +27,7 @@ from tinker_local.backend.vllm_engine.vllm_sampler import VLLMSampler
 from tinker_local.types import AdamParams, InvalidRequestError, LoraConfig, SamplingParams
 from transformers import AutoModelForImageTextToText
 
-from tests.training.autograd_reference import Hooked
+from tests.training.autograd_reference import gradients_like
 
 Family = Literal["qwen2_5_vl", "qwen3_vl", "qwen3_5"]
 FAMILIES: tuple[Family, ...] = ("qwen2_5_vl", "qwen3_vl", "qwen3_5")
@@ -160,16 +160,8 @@ def test_logprobs_and_gradients_are_those_of_transformers(
     theirs = AutoModelForImageTextToText.from_pretrained(
         folders(family), dtype=torch.float32, attn_implementation="eager"
     )
-    hooked = Hooked(trainer, theirs.eval().requires_grad_(False))
     works = [TrainWork(name, data, "cross_entropy") for name, data in mixed_data(trainer).items()]
-    for work, result in zip(works, trainer.forward_backward(works), strict=True):
-        assert isinstance(result, TrainResult)
-        for each, output in zip(work.data, result.outputs, strict=True):
-            rows = hooked.logprobs(work.adapter_id, each.input)
-            logprobs = rows.gather(1, torch.from_numpy(each.target_tokens)[:, None])[:, 0]
-            np.testing.assert_allclose(output["logprobs"], logprobs.detach(), atol=LOGPROB, rtol=0)
-            (-(torch.from_numpy(each.loss_inputs["weights"]) * logprobs).sum()).backward()
-        adapter, wanted = trainer._adapters[work.adapter_id], hooked.gradients(work.adapter_id)
+    for adapter, wanted in gradients_like(trainer, theirs, works, LOGPROB):
         assert adapter.gradient is not None
         assert any("visual" in spec.name for spec in adapter.specs) == adapter.config.train_vision
         for spec in adapter.specs:

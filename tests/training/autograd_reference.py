@@ -1,6 +1,6 @@
 """The oracle: transformers' own forward with autograd, with adapters as hooks on its modules, as PEFT computes them."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
@@ -10,6 +10,7 @@ import torch
 import transformers
 from tinker_local.backend.families.family import Vision
 from tinker_local.backend.rendering.rendered_input import ImagePlacement, RenderedInput
+from tinker_local.backend.training.lora import Adapter
 from tinker_local.backend.training.trainer import TrainResult, TrainWork
 from tinker_local.backend.training.worker import HFTrainer
 
@@ -130,8 +131,21 @@ def positions(input: RenderedInput, placements: Sequence[ImagePlacement]) -> tor
 def assert_computes_like(
     ours: HFTrainer, theirs: Any, works: Sequence[TrainWork], tolerance: float, of_gradients: float
 ) -> None:
-    """One forward and backward of `works`, one for each adapter: logprobs in nats, gradients as a share of the largest
-    of their tensor, against those of `theirs`, a model of transformers."""
+    """As `gradients_like`, and gradients as a share of the largest of their tensor."""
+    for adapter, wanted in gradients_like(ours, theirs, works, tolerance):
+        for spec in adapter.specs:
+            assert adapter.gradient is not None
+            atol = of_gradients * float(wanted[spec.name].abs().max())
+            assert atol > 0, spec.name
+            found = spec.view(adapter.gradient)
+            torch.testing.assert_close(found, wanted[spec.name], rtol=0, atol=atol, msg=spec.name)
+
+
+def gradients_like(
+    ours: HFTrainer, theirs: Any, works: Sequence[TrainWork], tolerance: float
+) -> Iterator[tuple[Adapter, Mapping[str, torch.Tensor]]]:
+    """One forward and backward of `works`, one for each adapter: compares logprobs in nats with those of `theirs`, a
+    model of transformers, and gives each adapter with the gradients that it should have."""
     hooked = Hooked(ours, theirs.eval().requires_grad_(False))
     for work, result in zip(works, ours.forward_backward(works), strict=True):
         assert isinstance(result, TrainResult)
@@ -140,10 +154,4 @@ def assert_computes_like(
             logprobs = rows.gather(1, torch.from_numpy(each.target_tokens)[:, None])[:, 0]
             np.testing.assert_allclose(output["logprobs"], logprobs.detach(), atol=tolerance, rtol=0)
             (-(torch.from_numpy(each.loss_inputs["weights"]) * logprobs).sum()).backward()
-        adapter, wanted = ours._adapters[work.adapter_id], hooked.gradients(work.adapter_id)
-        for spec in adapter.specs:
-            assert adapter.gradient is not None
-            atol = of_gradients * float(wanted[spec.name].abs().max())
-            assert atol > 0, spec.name
-            found = spec.view(adapter.gradient)
-            torch.testing.assert_close(found, wanted[spec.name], rtol=0, atol=atol, msg=spec.name)
+        yield ours._adapters[work.adapter_id], hooked.gradients(work.adapter_id)
