@@ -218,6 +218,20 @@ def test_vllm_as_it_is_computes_what_was_trained(
     assert exported.checked.images == (family not in ("qwen3", "gpt_oss"))
 
 
+@pytest.mark.mutation(
+    "heads-that-newer-vllm-takes-are-refused",
+    "families/family.py",
+    "return self.vllm_head is None or bool(self.vllm_head.declared_by)",
+    "return self.vllm_head is None",
+)
+def test_a_head_is_exported_for_the_vllm_that_takes_it(tuned: Make, tmp_path: Path) -> None:
+    trained = tuned("qwen3_5")
+    export_checkpoint(trained.checkpoint, tmp_path / "v", to="vllm", base=str(trained.model), check=False)
+    card = (tmp_path / "v" / "README.md").read_text()
+    assert "vllm serve" in card
+    assert "vLLM 0.32 or newer" in card
+
+
 def test_vllm_is_refused_what_it_would_not_take(tuned: Make, tmp_path: Path) -> None:
     trained = tuned("qwen2_5_vl")
     with pytest.raises(InvalidRequestError, match="--to merged"):

@@ -82,7 +82,7 @@ def _usage(out: Path, trained: Trained, to: Target) -> list[str]:
             "",
             "vLLM has experts in another form: export with `--to vllm` or `--to merged` for it.",
         ]
-    elif trained.has_head and base.family.vllm_head is not None:
+    elif trained.has_head and not base.family.head_adapters_in_vllm:
         lines.append("vLLM takes no adapter of this model's LM head: serve a merged export there.")
     else:
         rank = vllm_rank(trained.largest_rank)
@@ -90,6 +90,9 @@ def _usage(out: Path, trained: Trained, to: Target) -> list[str]:
         serve += " --enable-moe-shared-loras" if trained.has_experts else ""
         serve += " --enable-tower-connector-lora" if trained.config.train_vision else ""
         lines += ["```", serve, "```"]
+        if trained.has_head and base.family.vllm_head is not None:
+            declared_by = base.family.vllm_head.declared_by
+            lines += ["", f"It trains the LM head: give it to vLLM {declared_by} or newer (some older ones refuse it)."]
     if trained.has_head and base.tied_head:
         lines += [
             "",

@@ -27,7 +27,7 @@ def write_adapter_for(library: Literal["peft", "vllm"], folder: Path, trained: T
 
 def check_vllm_takes(trained: Trained) -> None:
     """InvalidRequestError for an adapter that vLLM, as it is, refuses or ignores a part of."""
-    if trained.has_head and trained.base.family.vllm_head is not None:
+    if trained.has_head and not trained.base.family.head_adapters_in_vllm:
         raise InvalidRequestError(
             f"--to vllm: vLLM takes no adapter of the LM head of {trained.base.config.model_type} models, and this "
             "one trained it; use --to merged, or train with train_unembed=False"

@@ -113,11 +113,13 @@ _ROUTERS = ("gate", "router", "shared_expert_gate")
 class VLLMHead:
     """vLLM's class of a language model that does not declare its LM head as a LoRA target: `name` in `module` of
     `vllm.model_executor.models`; by default the one that vLLM chooses for the model, if it does not. `embedding`: path
-    of the head's matrix if the class has no `lm_head`."""
+    of the head's matrix if the class has no `lm_head`. `declared_by`: the oldest vLLM seen to declare it, `"0.32"` for
+    instance; empty if none does."""
 
     module: str = ""
     name: str = ""
     embedding: str | None = None
+    declared_by: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,6 +168,11 @@ class Family:
     quantized: str = "give the original model"
     hosted_attention: str = "self_attn"
     tool_parser: str | None = None
+
+    @property
+    def head_adapters_in_vllm(self) -> bool:
+        """Whether some vLLM, as it is, takes adapters of the LM head."""
+        return self.vllm_head is None or bool(self.vllm_head.declared_by)
 
     def in_tower(self, path: str) -> bool:
         """Whether the module at `path` of the model is in its vision tower."""

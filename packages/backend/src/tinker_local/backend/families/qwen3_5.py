@@ -20,7 +20,7 @@ TEXT = Family(
         split={"in_proj_qkv": _QKV},
     ),
     position_ids=mrope_position_ids,  # before transformers 5.19 the text model alone takes no others either
-    vllm_head=VLLMHead("qwen3_5", "Qwen3_5ForCausalLMBase"),  # vLLM 0.32 declares it
+    vllm_head=VLLMHead("qwen3_5", "Qwen3_5ForCausalLMBase", declared_by="0.32"),
     tool_parser="qwen3_coder",
 )
 
