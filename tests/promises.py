@@ -690,12 +690,25 @@ MISTAKES = (
         "operation",
         "Ranks on other hosts compute another thing; a host that ends or falls silent is waited for, or leaves ranks",
         "a-host-for-all-ranks another-hosts-process-outlives-the-server a-lost-host-waits-for-the-limit "
-        "a-killed-rank-elsewhere-ends-well a-silent-host-is-waited-for hosts-without-ray-ignored",
+        "a-killed-rank-elsewhere-ends-well a-silent-host-is-waited-for hosts-without-ray-ignored "
+        "a-rank-that-ends-beside-others-goes-unseen",
         (
             "training/test_ranks_elsewhere_on_fakes.py::"
             "test_a_lost_host_fails_the_step_with_the_last_checkpoint_and_another_model_never_notices_on_fakes",
             "training/test_ray.py::"
             "test_ranks_on_two_ray_nodes_train_as_one_process_and_outlive_actor_and_host_but_no_other_token",
+        ),
+    ),
+    Promise(
+        "operation",
+        "A replica on another host lacks weights that were saved here, forgets what a call needs, or ends the others",
+        "versions-stay-on-the-servers-host a-value-that-a-call-needs-is-forgotten a-gpu-for-two-engines-on-other-hosts",
+        (
+            "fakes/test_replicas_elsewhere_on_fakes.py::"
+            "test_a_replica_without_a_host_waits_while_the_other_answers_on_fakes",
+            "fakes/test_replicas_elsewhere_on_fakes.py::"
+            "test_why_a_replica_has_no_place_is_the_error_of_the_start_on_fakes",
+            "training/test_ray.py::test_replicas_on_two_ray_nodes_sample_as_one_and_outlive_actor_and_host",
         ),
     ),
     Promise(

@@ -53,8 +53,11 @@ def start(tmp_path: Path) -> Iterator[Start]:
 
 
 def running(pid: int) -> bool:
-    status = Path(f"/proc/{pid}/stat")
-    return status.exists() and status.read_text().rpartition(")")[2].split()[0] != "Z"
+    try:
+        status = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return status.rpartition(")")[2].split()[0] != "Z"
 
 
 def gone(pids: list[int]) -> bool:
@@ -250,11 +253,11 @@ def test_hosts_are_refused_without_what_they_need(tmp_path: Path, monkeypatch: p
         assert "expected HOST:PORT" in refusal(address)
 
 
-@pytest.mark.mutation("hosts-without-ray-ignored", "placement.py", "if options.train_hosts > 1 and", "if False and")
+@pytest.mark.mutation("hosts-without-ray-ignored", "placement.py", "if hosts > 1 and", "if False and")
 def test_train_hosts_and_ray_address_need_each_other(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="--train-hosts 2: it needs --ray-address"):
         layouts(BackendOptions(train_hosts=2), 0, 1)
-    with pytest.raises(ValueError, match="--ray-address h:1: it needs --train-hosts of at least 2"):
+    with pytest.raises(ValueError, match="--ray-address h:1: it needs --train-hosts or --sample-hosts of at least 2"):
         layouts(BackendOptions(ray_address="h:1"), 0, 1)
     (one, *_) = layouts(BackendOptions(train_hosts=2, ray_address="h:1"), 1, 1)
     assert one.train_gpus == (0,), "one GPU has a rank in a process"

@@ -1,5 +1,6 @@
-"""Ranks on two Ray nodes of this machine, on the CPU: the head, where the server is, and another "host"."""
+"""Ranks and replicas on two Ray nodes of this machine, on the CPU: the head, where the server is, and another host."""
 
+import asyncio
 import os
 import secrets
 import shutil
@@ -12,18 +13,25 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from tinker_local.backend.models.load_engines import make_vllm_sampler
 from tinker_local.backend.process.process_group import ProcessEndedError
 from tinker_local.backend.process.ray_hosts import RayHosts
+from tinker_local.backend.process.ray_replicas import RayReplicas
+from tinker_local.backend.sampling.process_sampler import ProcessSampler
+from tinker_local.backend.sampling.replica_pool import ReplicaPool
+from tinker_local.backend.sampling.sampler import AdapterVersion, SampleWork
 from tinker_local.backend.training.process_trainer import ProcessTrainer
 from tinker_local.backend.training.trainer import AdapterState, Trainer, TrainResult
 from tinker_local.backend.training.worker import HFTrainer, trainer_of_rank
-from tinker_local.types import AdamParams, LoraConfig
+from tinker_local.backend.vllm_engine.build_engine import EngineOptions
+from tinker_local.types import AdamParams, LoraConfig, SamplingParams
 
 from tests.http.supervised_apps import children
 
@@ -221,3 +229,81 @@ def test_ranks_on_two_ray_nodes_train_as_one_process_and_outlive_actor_and_host_
             refused.load()
     finally:
         refused.close()
+
+
+async def test_replicas_on_two_ray_nodes_sample_as_one_and_outlive_actor_and_host(
+    nodes: Nodes, model_path: Callable[[str], Path], make: Any, tmp_path: Path
+) -> None:
+    path = str(model_path("llama"))
+    trainer = HFTrainer(path, name="llama", dtype="float32", device="cpu", micro_batch_tokens=32)
+    _, state = steps(trainer, lambda: make.work("a", [9, 5, 12]), None)
+    version = AdapterVersion("a", tmp_path / "nowhere", lambda: state)
+    work = SampleWork(
+        make.work("a", [9]).data[0].input,
+        version,
+        SamplingParams(max_tokens=8, temperature=0.0),
+        prompt_logprobs=True,
+    )
+    engine = EngineOptions(path, dtype="float32", kv_cache_bytes=2**26, max_rank=4)
+    nodes.head()
+    host = nodes.other()
+    hosts = RayHosts(nodes.address, hosts=1, ranks=1, gpus=False)
+    hosts.check()
+    places = RayReplicas(hosts, 1)
+    here = ProcessSampler(partial(make_vllm_sampler, engine), name="sampler replica 0")
+    there = ProcessSampler(partial(make_vllm_sampler, engine), name="sampler replica 1", elsewhere=(places, 0))
+    try:
+        began = time.monotonic()
+        for replica in (here, there):
+            await asyncio.to_thread(replica.load)
+        print(f"two replicas on two nodes after {time.monotonic() - began:.1f} s")
+        pool = ReplicaPool([here, there], 256)
+        await pool.load_version(version)
+        expected = await pool.sample(replace(work, replica=0))
+        logprobs = trainer.logprobs("a", work.prompt)
+        np.testing.assert_allclose(np.asarray(expected.prompt_logprobs)[1:], logprobs, rtol=0, atol=1e-4)
+
+        async def agrees() -> None:
+            found = await pool.sample(replace(work, replica=1))
+            assert found.sequences[0].tokens.tolist() == expected.sequences[0].tokens.tolist()
+            np.testing.assert_allclose(found.sequences[0].logprobs, expected.sequences[0].logprobs, rtol=0, atol=1e-5)
+            assert found.prompt_logprobs is not None
+            np.testing.assert_allclose(found.prompt_logprobs, expected.prompt_logprobs, rtol=0, atol=1e-5)
+
+        await agrees()
+
+        async def fails_within_10_seconds(end: Callable[[], None], why: str) -> None:
+            params = SamplingParams(max_tokens=100, stop=())
+            long = replace(work, replica=1, params=params, num_samples=64)
+
+            async def sample_on() -> None:
+                while True:
+                    await pool.sample(long)
+
+            running = asyncio.create_task(sample_on())
+            await asyncio.sleep(0.5)
+            begun = time.monotonic()
+            await asyncio.to_thread(end)
+            with pytest.raises(ProcessEndedError, match="replica 1's process on another host was lost"):
+                await running
+            print(f"{why}: noticed after {time.monotonic() - begun:.2f} s")
+            assert time.monotonic() - begun < 10
+            (answer,) = (await pool.sample(replace(work, replica=1))).sequences
+            assert answer.tokens.tolist() == expected.sequences[0].tokens.tolist(), "the other one answers"
+
+        (actor,) = actors(host)
+        await fails_within_10_seconds(lambda: os.kill(actor, signal.SIGKILL), "a replica's actor killed")
+        await asyncio.to_thread(there.restart)
+        await asyncio.to_thread(there.load)
+        await agrees()
+
+        await fails_within_10_seconds(lambda: nodes.kill(host), "a replica's host killed")
+        await asyncio.to_thread(there.restart)
+        loading = asyncio.create_task(asyncio.to_thread(there.load))
+        await asyncio.sleep(5)
+        assert not loading.done(), "it should wait until there is another host"
+        nodes.other()
+        await asyncio.wait_for(loading, 300)
+        await agrees()
+    finally:
+        await asyncio.gather(here.close(), there.close())

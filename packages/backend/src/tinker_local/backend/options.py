@@ -217,14 +217,23 @@ class BackendOptions:
         int,
         CommandOption(
             "Hosts that train, this one among them. On each there are as many ranks of the trainer as here, on GPUs "
-            "that Ray has; replicas that sample are on this one alone.",
+            "that Ray has.",
+            least=1,
+        ),
+    ] = 1
+    sample_hosts: Annotated[
+        int,
+        CommandOption(
+            "Hosts that sample, this one among them. On each there are as many replicas of the sampler as here, on "
+            "GPUs that Ray has.",
             least=1,
         ),
     ] = 1
     ray_address: Annotated[
         str | None,
         CommandOption(
-            "Ray's cluster, which starts ranks on other hosts (docs/scaling.md). It needs the extra ray and a token.",
+            "Ray's cluster, which starts ranks and replicas on other hosts (docs/scaling.md). It needs the extra ray "
+            "and a token.",
             metavar="HOST:PORT",
             parse_one=parse_host_and_port,
         ),

@@ -26,6 +26,7 @@ from tinker_local.backend.models.served_models import (
 from tinker_local.backend.models.supervision import TrainerSupervision, supervise_sampler
 from tinker_local.backend.options import MICRO_BATCH_TOKENS, BackendOptions, DType, EnginePlace, ModelSource
 from tinker_local.backend.process.ray_hosts import RayHosts
+from tinker_local.backend.process.ray_replicas import RayReplicas
 from tinker_local.backend.rendering.decoding import MAX_PIXELS
 from tinker_local.backend.rendering.grammar import SWITCHED_OFF
 from tinker_local.backend.rendering.renderer import CACHE_BYTES, ImageReading, ModelRenderer
@@ -127,7 +128,8 @@ def engine_thread() -> "EngineThread":
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Replicas:
-    """Samplers on `sample_gpus`: what makes each, on `sample_tp` of them. Each is to run `sequences` at once."""
+    """Samplers on `sample_gpus`: what makes each, on `sample_tp` of them; as many on each of `sample_hosts`. Each is to
+    run `sequences` at once."""
 
     factories: Sequence[SamplerFactory]
     sequences: int = 256
@@ -182,14 +184,19 @@ def _loading_replicas(failed: ExitStack, options: BackendOptions, replicas: Repl
         raise ValueError("--sampler inline and --sample-gpus exclude each other: replicas are processes")
     started = []
     groups = replica_gpus(options.sample_gpus, options.sample_tp or 1)
-    for at, (gpus, make_sampler) in enumerate(zip(groups, replicas.factories, strict=True)):
+    here, size = len(groups), options.sample_tp or 1
+    count = here * options.sample_hosts
+    hosts = other_hosts(options, options.sample_hosts, here)
+    places = None if hosts is None else RayReplicas(hosts, size)
+    for at in range(count):
         started.append(
             ProcessSampler(
-                make_sampler,
+                replicas.factories[at % here],
                 timeout=options.sampler_timeout,
-                name=replica_name(at) if len(groups) > 1 else "sampler",
-                environment=environment_of(gpus),
-                ranks=len(gpus),
+                name=replica_name(at) if count > 1 else "sampler",
+                environment=environment_of(groups[at % here]),
+                ranks=size,
+                elsewhere=None if places is None or at < here else (places, at - here),
             )
         )
         failed.callback(started[-1].end)
@@ -208,7 +215,7 @@ def _ranks(options: BackendOptions, make_trainer: TrainerFactory) -> ProcessTrai
     if options.trainer == "inline":
         raise ValueError("--trainer inline and --train-gpus exclude each other: each rank is a process")
     environments = [environment_of([gpu]) for gpu in options.train_gpus]
-    others = other_hosts(options, len(environments))
+    others = other_hosts(options, options.train_hosts, len(environments))
     return ProcessTrainer(
         make_trainer,
         ranks=len(environments) * options.train_hosts,
@@ -218,14 +225,15 @@ def _ranks(options: BackendOptions, make_trainer: TrainerFactory) -> ProcessTrai
     )
 
 
-def other_hosts(options: BackendOptions, ranks: int) -> RayHosts | None:
-    """The hosts besides this one that train, with so many ranks on each; ValueError in one line if they cannot."""
-    if options.train_hosts == 1:
+def other_hosts(options: BackendOptions, count: int, processes: int) -> RayHosts | None:
+    """All but this one of `count` hosts, with so many ranks or replicas on each; ValueError in one line if they cannot
+    be used."""
+    if count == 1:
         return None
     assert options.ray_address is not None
     torch: Any = sys.modules.get("torch")  # fakes do without
     gpus = torch is not None and bool(torch.cuda.is_available())
-    hosts = RayHosts(options.ray_address, options.train_hosts - 1, ranks, gpus)
+    hosts = RayHosts(options.ray_address, count - 1, processes, gpus)
     hosts.check()
     return hosts
 
@@ -302,9 +310,12 @@ def load_real(source: ModelSource, options: BackendOptions, progress: Progress) 
     sequences = engines[0].max_sequences
     make_sampler = Replicas(factories, sequences) if options.sample_gpus else factories[0]
     places = engine_place(options.sampler), make_sampler, engine_place(options.trainer), make_trainer
-    if options.train_hosts > 1:
-        each, hosts = len(options.train_gpus), options.train_hosts
-        progress(f"{source.name} trains on {hosts} hosts with {each} of its ranks on each, and samples on this one")
+    if max(options.train_hosts, options.sample_hosts) > 1:
+        ranks, replicas = len(options.train_gpus), len(engines)
+        progress(
+            f"{source.name} trains on {options.train_hosts} hosts, with ranks on each: {ranks}; and samples on "
+            f"{options.sample_hosts}, with replicas on each: {replicas}"
+        )
     with starting(options, *places) as (load_sampler, load_trainer):
         sampler: Sampler = load_sampler()
         trainer: Trainer = load_trainer()
@@ -318,7 +329,7 @@ def load_real(source: ModelSource, options: BackendOptions, progress: Progress) 
         arch=config.model_type,
         tolerance=TOLERANCE[dtype],
         sliding_window=sliding_window(text_config),
-        sequences=sequences * len(engines),
+        sequences=sequences * len(engines) * options.sample_hosts,
         text=text,
         no_grammars=compat_vllm.why_no_grammars(options.grammars),
         tools=tools,
@@ -386,7 +397,7 @@ def load_fake(source: ModelSource, options: BackendOptions) -> Engines:
     model = FakeModel(source.name)
     sample_tp = options.sample_tp or 1
     (layout,) = layouts(options, 0, kv_heads=sample_tp)
-    options = replace(options, sample_tp=sample_tp, train_gpus=layout.train_gpus)
+    options = replace(options, sample_tp=sample_tp, train_gpus=layout.train_gpus, sample_gpus=layout.sample_gpus)
     ranks = len(options.train_gpus) * options.train_hosts
     make: Callable[..., FakeTrainer] = fake_of_rank if ranks > 1 else FakeTrainer
     make_trainer = functools.partial(make, model, module_gradient_norms=options.module_gradient_norms)
@@ -396,7 +407,7 @@ def load_fake(source: ModelSource, options: BackendOptions) -> Engines:
     places = options.sampler or "inline", make_sampler, options.trainer or "inline", make_trainer
     with starting(options, *places) as (load_sampler, load_trainer):
         sampler, trainer = load_sampler(), load_trainer()
-    sequences = 256 * max(1, len(groups))
+    sequences = 256 * max(1, len(groups)) * options.sample_hosts
     return Engines(
         FakeRenderer(model),
         trainer,

@@ -63,12 +63,19 @@ def layouts(options: BackendOptions, gpus: int, kv_heads: int) -> list[Layout]:
     if options.train_hosts > 1:
         train_gpus = train_gpus or (FIRST_GPU,)
     sample_gpus = options.sample_gpus or _rest(options.train_gpus, options.sampler, gpus)
+    if options.sample_hosts > 1:
+        sample_gpus = sample_gpus or (FIRST_GPU,)
+    if gpus and options.train_hosts > 1 < options.sample_hosts and (both := set(train_gpus) & set(sample_gpus)):
+        raise ValueError(
+            f"--train-hosts {options.train_hosts} --sample-hosts {options.sample_hosts}: on several hosts a GPU cannot "
+            f"do both, and {_names(sorted(both))} would; name others with --train-gpus and --sample-gpus"
+        )
     sizes = _sizes_of_a_replica(options.sample_tp, sample_gpus, kv_heads, gpus)
     shards = _shards(options, len(train_gpus), gpus)
     parts = options.context_parallel
     check_parts(parts, len(train_gpus), kv_heads)
     found = [Layout(train_gpus, sample_gpus, size, each, parts) for size in sizes for each in shards]
-    several = options.train_hosts > 1 or parts > 1
+    several = max(options.train_hosts, options.sample_hosts, parts) > 1
     chosen = options.train_gpus or options.sample_gpus or 1 not in sizes or 1 not in shards or several
     return found if chosen or ONE_GPU in found else [*found, ONE_GPU]
 
@@ -108,11 +115,13 @@ def environment_of(gpus: Sequence[int]) -> dict[str, str]:
 
 
 def check_hosts(options: BackendOptions) -> None:
-    """ValueError in one line if only one of `train_hosts` and `ray_address` is chosen."""
-    if options.train_hosts > 1 and options.ray_address is None:
-        raise ValueError(f"--train-hosts {options.train_hosts}: it needs --ray-address, by which the others are found")
-    if options.train_hosts == 1 and options.ray_address is not None:
-        raise ValueError(f"--ray-address {options.ray_address}: it needs --train-hosts of at least 2")
+    """ValueError in one line if other hosts are chosen without `ray_address`, or the reverse."""
+    chosen = {"--train-hosts": options.train_hosts, "--sample-hosts": options.sample_hosts}
+    for option, hosts in chosen.items():
+        if hosts > 1 and options.ray_address is None:
+            raise ValueError(f"{option} {hosts}: it needs --ray-address, by which the others are found")
+    if max(chosen.values()) == 1 and options.ray_address is not None:
+        raise ValueError(f"--ray-address {options.ray_address}: it needs {' or '.join(chosen)} of at least 2")
 
 
 def check_gpus(option: str, gpus: Sequence[int], count: int) -> None:

@@ -10,7 +10,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -57,10 +57,11 @@ def ignore(_: Any) -> None:
 
 @dataclass(slots=True, eq=False)
 class _Waiting:
-    """A call without an answer."""
+    """A call without an answer. `values`: the names of those that it needs."""
 
     future: "asyncio.Future[Any]"
     heard: Callable[[Any], None]
+    values: Sequence[str]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -79,11 +80,14 @@ class AsyncCalls:
     The others only log.
 
     The group is killed if the process takes longer than `seconds` to receive what is sent, or to answer a `PULSE`,
-    which it gets while calls run. `image_bytes`: how many bytes of pixel values it keeps. `state`: what it told with
+    which it gets while calls run. `image_bytes`: how many bytes of pixel values it keeps. `values_kept`: how many
+    values it keeps that no call needs, those used last; None: each until it is None here. `state`: what it told with
     its last answer. Calls raise ProcessEndedError once the group has ended and its owner has called `lost`.
     """
 
-    def __init__(self, group: ProcessGroup, seconds: float, *, image_bytes: int = 2**30) -> None:
+    def __init__(
+        self, group: ProcessGroup, seconds: float, *, image_bytes: int = 2**30, values_kept: int | None = None
+    ) -> None:
         member, *others = group.members
         self.group = group
         self.state: Mapping[str, Any] = {}
@@ -93,7 +97,8 @@ class AsyncCalls:
         self._waiting: dict[int, _Waiting] = {}
         self._outbox: queue.SimpleQueue[_Order | Cancel | None] = queue.SimpleQueue()
         self._images = SentImages(image_bytes)  # the sender's, like the next three
-        self._values: dict[str, Value] = {}
+        self._values: dict[str, Value] = {}  # the last that was used is the last of them
+        self._values_kept = values_kept
         self._pulsed = 0.0
         self._pulse: ExitStack | None = None
         self._error: Callable[[], Exception] | None = None
@@ -122,12 +127,14 @@ class AsyncCalls:
         `values`: what the process has to keep by then, until it is None here. `heard`: called from a thread with what
         the method tells.
         """
-        number, waiting = next(self._numbers), _Waiting(asyncio.get_running_loop().create_future(), heard)
+        values = values or {}
+        waiting = _Waiting(asyncio.get_running_loop().create_future(), heard, tuple(values))
+        number = next(self._numbers)
         with self._lock:
             if self._error is not None:
                 raise self._error()
             self._waiting[number] = waiting
-        self._outbox.put(_Order(Call(number, method, args), values or {}))
+        self._outbox.put(_Order(Call(number, method, args), values))
         try:
             return await waiting.future
         finally:
@@ -210,12 +217,23 @@ class AsyncCalls:
 
     def _send_values(self, values: Mapping[str, Value]) -> None:
         for name, value in values.items():
-            if name not in self._values and (kept := value()) is not None:
+            if name in self._values:
+                self._values[name] = self._values.pop(name)
+            elif (kept := value()) is not None:
                 self._channel.send(Keep(name, kept))
                 self._values[name] = value
 
+    def _unneeded_values(self) -> list[str]:
+        if self._values_kept is None:
+            return [name for name, value in self._values.items() if not _is_needed(value)]
+        if len(self._values) <= self._values_kept:
+            return []
+        needed = {name for waiting in list(self._waiting.values()) for name in waiting.values}
+        unused = [name for name in self._values if name not in needed]
+        return unused[: max(0, len(unused) - self._values_kept)]
+
     def _forget_values(self) -> None:
-        unneeded = [name for name, value in self._values.items() if not _is_needed(value)]
+        unneeded = self._unneeded_values()
         if unneeded:
             for name in unneeded:
                 del self._values[name]

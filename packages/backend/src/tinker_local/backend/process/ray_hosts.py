@@ -1,4 +1,4 @@
-"""Ray starts the ranks of a trainer on other hosts, and does nothing else: for each an actor, which runs a `Relay`.
+"""Ray starts processes on other hosts, and does nothing else: for each rank of a trainer an actor, which runs a relay.
 
 Only the stand-in of the first of these ranks imports Ray. It places the actors, and tells the other stand-ins where
 their relays are. Actors and placement group end with it, and it ends with the server.
@@ -11,9 +11,8 @@ import os
 import platform
 import secrets
 import socket
-import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -21,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from tinker_local.backend.options import parse_host_and_port
-from tinker_local.backend.process.relay import Address, Links, Relay, connect
+from tinker_local.backend.process.relay import Address, Links, Relays, connect
 
 log = logging.getLogger(__name__)
 
@@ -30,7 +29,7 @@ TOKEN_FILE = Path(".ray") / "auth_token"
 
 _NODE_ID = "ray.io/node-id"
 _CONNECT_SECONDS = 5.0
-_SAY_SECONDS = 30.0
+SAY_SECONDS = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +54,11 @@ class RayHosts:
             )
         self.own_address()
 
+    @property
+    def resource(self) -> str:
+        """What each process takes of those that Ray counts."""
+        return "GPU" if self.gpus else "CPU"
+
     def own_address(self) -> str:
         """This host's address in the network of the cluster's."""
         try:
@@ -71,6 +75,10 @@ class RayHosts:
         host, _, port = parse_host_and_port(self.address).rpartition(":")
         return host, int(port)
 
+    def reach(self) -> None:
+        """OSError if nothing listens at the address, at once; Ray tries for minutes."""
+        socket.create_connection(self._host_and_port(), _CONNECT_SECONDS).close()
+
     def meeting(self) -> str:
         """Where the ranks meet: a free port of this host."""
         with socket.create_server((self.own_address(), 0)) as free:
@@ -82,7 +90,7 @@ class RayHosts:
         one is written."""
         secret = secrets.token_bytes(32)
         try:
-            socket.create_connection(self._host_and_port(), _CONNECT_SECONDS).close()  # Ray tries for minutes
+            self.reach()
             first, *rest = _place(self, secret)
         except (ValueError, OSError):
             raise
@@ -95,35 +103,51 @@ class RayHosts:
 
 
 def placed(file: int) -> Links:
-    """The connections to the relay whose address arrives in `file`."""
+    """The connections to the relay whose secret and address arrive in `file`; ConnectionError if a reason does."""
     with os.fdopen(file) as pipe:
         text = pipe.read()
     if not text:
         raise ConnectionError("the ranks on other hosts were not placed; the first of them has the reason")
-    secret, *address = json.loads(text)
+    found = json.loads(text)
+    if isinstance(found, str):
+        raise ConnectionError(found)
+    secret, *address = found
     return connect(Address(*address), bytes.fromhex(secret))
 
 
 class RankActor:
-    """Starts a rank's process on its host, when the stand-in connects."""
+    """Starts the process of a rank, or the `size` processes of a sampler, on its host, when their stand-ins connect."""
 
-    def __init__(self, secret: bytes) -> None:
+    def __init__(self, secret: bytes, size: int) -> None:
         import ray
 
-        self._relay = Relay(ray.util.get_node_ip_address(), secret)
-        threading.Thread(target=self._relay.run, daemon=True, name="relay").start()
+        self._relays = Relays(ray.util.get_node_ip_address(), secret, size)
 
-    def address(self) -> tuple[Address, str, bool]:
-        """Where the relay listens, what is installed here, and whether Ray on this host demands its token."""
-        return self._relay.address, _versions(), os.environ.get("RAY_AUTH_MODE") == "token"
+    def addresses(self) -> tuple[list[Address], str, bool]:
+        """Where the relays listen, what is installed here, and whether Ray on this host demands its token."""
+        return self._relays.addresses, _versions(), os.environ.get("RAY_AUTH_MODE") == "token"
 
 
 def _place(hosts: RayHosts, secret: bytes) -> list[Address]:
     """Where the relay of each rank listens. Waits until there are enough hosts."""
+    join_cluster(hosts)
+    import ray
+
+    group = reserve(hosts, hosts.ranks)
+    began = time.monotonic()
+    while not group.wait(SAY_SECONDS):
+        log.warning("%s", waits_for("the trainer", time.monotonic() - began, hosts, hosts.ranks, "--train-hosts"))
+    # If an actor ends, all ranks do, and the server starts them all again.
+    places = [host for host in range(hosts.hosts) for _ in range(hosts.ranks)]
+    _actors.extend(start_actor(hosts, group, host, secret, 1) for host in places)
+    found = ray.get([each.addresses.remote() for each in _actors])
+    return [address for each in found for address in accepted(*each)]
+
+
+def join_cluster(hosts: RayHosts) -> None:
+    """Connect this process to Ray; ConnectionError if another token is needed there."""
     os.environ["RAY_AUTH_MODE"] = "token"
     import ray
-    from ray.util.placement_group import placement_group
-    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
     try:
         ray.init(hosts.address, log_to_driver=False, logging_level=logging.WARNING)
@@ -131,43 +155,54 @@ def _place(hosts: RayHosts, secret: bytes) -> list[Address]:
         raise ConnectionError(
             f"--ray-address {hosts.address}: Ray is there and does not let this host in; its token must be the same"
         ) from None
-    resource = "GPU" if hosts.gpus else "CPU"
+
+
+def reserve(hosts: RayHosts, each: int) -> Any:
+    """Ray's placement group with room for `each` processes on each of `hosts`, which are others than this one."""
+    import ray
+    from ray.util.placement_group import placement_group
+
     elsewhere = {_NODE_ID: f"!{ray.get_runtime_context().get_node_id()}"}
     # Ray has each bundle on one node (PACK), and each on another one.
-    bundles = [{resource: float(hosts.ranks)}] * hosts.hosts
-    group = placement_group(bundles, "STRICT_SPREAD", bundle_label_selector=[elsewhere] * hosts.hosts)
-    began = time.monotonic()
-    while not group.wait(_SAY_SECONDS):
-        log.warning(
-            "the trainer has waited %.0f s for %d other hosts with %d free %ss each (--train-hosts); Ray has %s",
-            time.monotonic() - began,
-            hosts.hosts,
-            hosts.ranks,
-            resource,
-            _nodes(ray.nodes(), resource),
-        )
-    # If an actor ends, all ranks do, and the server starts them all again.
-    needs = {"num_cpus": 0, "num_gpus": 1} if hosts.gpus else {"num_cpus": 1}
+    bundles = [{hosts.resource: float(each)}] * hosts.hosts
+    return placement_group(bundles, "STRICT_SPREAD", bundle_label_selector=[elsewhere] * hosts.hosts)
+
+
+def start_actor(hosts: RayHosts, group: Any, host: int, secret: bytes, size: int) -> Any:
+    """A `RankActor` on a host of `group`. It ends with the last reference to it."""
+    import ray
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+    needs = {"num_cpus": 0, "num_gpus": size} if hosts.gpus else {"num_cpus": size}
     actor = ray.remote(max_restarts=0, **needs)(RankActor)
-    for bundle in range(hosts.hosts):
-        there = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle)
-        _actors.extend(actor.options(scheduling_strategy=there).remote(secret) for _ in range(hosts.ranks))
-    found = ray.get([each.address.remote() for each in _actors])
-    for address, versions, demands_token in found:
-        if not demands_token:
-            raise ValueError(f"Ray on {address.host} demands no token; start it with RAY_AUTH_MODE=token on every host")
-        if versions != _versions():
-            raise ValueError(f"the host {address.host} has {versions}, and this one {_versions()}: they must be equal")
-    return [address for address, _, _ in found]
+    there = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=host)
+    return actor.options(scheduling_strategy=there).remote(secret, size)
+
+
+def accepted(addresses: Sequence[Address], versions: str, demands_token: bool) -> Sequence[Address]:
+    """The addresses of an actor; ValueError in one line if its host is not as it should be."""
+    host = addresses[0].host
+    if not demands_token:
+        raise ValueError(f"Ray on {host} demands no token; start it with RAY_AUTH_MODE=token on every host")
+    if versions != _versions():
+        raise ValueError(f"the host {host} has {versions}, and this one {_versions()}: they must be equal")
+    return addresses
+
+
+def waits_for(who: str, seconds: float, hosts: RayHosts, each: int, option: str) -> str:
+    """That there are too few hosts, and what Ray has."""
+    import ray
+
+    alive = [node for node in ray.nodes() if node["Alive"]]
+    nodes = (f"{node['NodeManagerAddress']}: {node['Resources'].get(hosts.resource, 0):.0f}" for node in alive)
+    return (
+        f"{who} has waited {seconds:.0f} s for {hosts.hosts} other hosts with {each} free {hosts.resource}s each "
+        f"({option}); Ray has {', '.join(nodes)}"
+    )
 
 
 _actors: list[Any] = []
-"""Of this process. An actor ends with the last reference to it."""
-
-
-def _nodes(nodes: Sequence[Mapping[str, Any]], resource: str) -> str:
-    alive = [node for node in nodes if node["Alive"]]
-    return ", ".join(f"{node['NodeManagerAddress']}: {node['Resources'].get(resource, 0):.0f}" for node in alive)
+"""Of the trainer in this process."""
 
 
 def _versions() -> str:

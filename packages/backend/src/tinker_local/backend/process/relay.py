@@ -7,21 +7,26 @@ stand-in, and if the stand-in ends, so does the process. So nothing else has to 
 Relay and stand-in prove to each other that they know a secret (HMAC). What they send is not encrypted.
 """
 
+import logging
 import os
 import signal
 import socket
 import struct
 import subprocess
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
+from types import MappingProxyType
 from typing import NamedTuple
 
-from tinker_local.backend.process.channel import Channel
+from tinker_local.backend.process.channel import Channel, message_bytes
 from tinker_local.backend.process.child import Inbox, fail
+from tinker_local.backend.process.linked import linked
+from tinker_local.backend.process.messages import Program, Start
 from tinker_local.backend.process.process_group import HOST_LOST, end_process, start_process
 
 PROBE_SECONDS, PROBES = 2, 3
@@ -53,18 +58,27 @@ class Links:
 
 class Relay:
     """Listens on this host's address `host` for one stand-in, and then starts the process that the first message
-    describes, with this process's environment."""
+    describes, with this process's environment and `environment`. It gets the descriptors `files` under the same
+    numbers, which are then closed."""
 
-    def __init__(self, host: str, secret: bytes) -> None:
+    def __init__(
+        self, host: str, secret: bytes, environment: Mapping[str, str] = MappingProxyType({}), files: Sequence[int] = ()
+    ) -> None:
         self._server = socket.create_server((host, 0))
         self._secret = secret
+        self._environment = environment
+        self._files = files
         self.address = Address(*self._server.getsockname()[:2])
 
     def run(self) -> None:
         """Serve one stand-in; return when the process has ended, or end it when the stand-in has."""
         with self._server:
             links = Links(self._accept(), self._accept())
-        popen, channel = start_process({}, ())
+        try:
+            popen, channel = start_process(self._environment, self._files)
+        finally:
+            for file in self._files:
+                os.close(file)
 
         def forward() -> None:
             with suppress(*_ENDED):
@@ -87,7 +101,7 @@ class Relay:
         _end_if_it_runs(popen)
         with suppress(*_ENDED):
             links.status.send_bytes(str(popen.wait()).encode())
-            links.messages.close()
+            _shut_down(links.messages)
 
     def _accept(self) -> Connection:
         """The next connection of one that knows the secret."""
@@ -95,6 +109,20 @@ class Relay:
             accepted, _ = self._server.accept()
             with suppress(AuthenticationError, *_ENDED):
                 return _proven(accepted, self._secret, first=True)
+
+
+class Relays:
+    """Those of `size` processes that are one rank or one sampler, each in a thread."""
+
+    def __init__(self, host: str, secret: bytes, size: int) -> None:
+        links = linked(size)
+        self._meeting = links.meeting
+        each = zip(links.environments, links.files, strict=True)
+        relays = [Relay(host, secret, environment, files) for environment, files in each]
+        self.addresses = [relay.address for relay in relays]
+        self.threads = [threading.Thread(target=relay.run, daemon=True, name="relay") for relay in relays]
+        for thread in self.threads:
+            thread.start()
 
 
 def connect(address: Address, secret: bytes) -> Links:
@@ -131,6 +159,12 @@ def _proven(connected: socket.socket, secret: bytes, *, first: bool) -> Connecti
     return connection
 
 
+def _shut_down(connection: Connection) -> None:
+    """End a connection from which another thread of this process may be reading; to close it would not."""
+    with socket.socket(fileno=os.dup(connection.fileno())) as connected:
+        connected.shutdown(socket.SHUT_RDWR)
+
+
 def _limit_reads(connected: socket.socket, seconds: int) -> None:
     """0: without a limit."""
     connected.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", seconds, 0))
@@ -139,6 +173,12 @@ def _limit_reads(connected: socket.socket, seconds: int) -> None:
 def _end_if_it_runs(process: "subprocess.Popen[bytes]") -> None:
     if process.poll() is None:
         end_process(process)
+
+
+def standing_in(name: str, program: Program, find: Callable[[], Links]) -> Program:
+    """The program of a stand-in for the process `name`, which runs `program` elsewhere. See `stand_in`."""
+    level = logging.getLogger("tinker_local.backend").getEffectiveLevel()
+    return partial(stand_in, start=bytes(message_bytes(Start(name, program, level))), find=find)
 
 
 def stand_in(inbox: Inbox, start: bytes, find: Callable[[], Links]) -> None:

@@ -2,7 +2,6 @@
 
 import os
 import secrets
-import socket
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -10,14 +9,19 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any, cast
 
+from tinker_local.backend.checksums import check_files
 from tinker_local.backend.daemon_thread import in_daemon_thread
-from tinker_local.backend.process.async_calls import AsyncCalls, ignore
+from tinker_local.backend.process.async_calls import AsyncCalls, Value, ignore
 from tinker_local.backend.process.async_child import Tell, serve_async_calls
 from tinker_local.backend.process.calls import Calls
 from tinker_local.backend.process.child import Inbox, serve_follower
+from tinker_local.backend.process.linked import linked, own_meeting, own_sockets
 from tinker_local.backend.process.messages import Program
 from tinker_local.backend.process.process_engine import ProcessEngine
 from tinker_local.backend.process.process_group import ProcessEndedError, ProcessGroup
+from tinker_local.backend.process.ray_hosts import placed
+from tinker_local.backend.process.ray_replicas import RayReplicas
+from tinker_local.backend.process.relay import standing_in
 from tinker_local.backend.sampling.sampler import (
     AdapterVersion,
     DrawnTokens,
@@ -27,13 +31,17 @@ from tinker_local.backend.sampling.sampler import (
     ignore_drawn,
     written,
 )
-from tinker_local.backend.training.trainer import AdapterDType
-from tinker_local.types import SampleOutput
+from tinker_local.backend.storage.adapter_files import CONFIG, WEIGHTS, read_captured
+from tinker_local.backend.training.trainer import AdapterDType, AdapterState
+from tinker_local.types import NotFoundError, SampleOutput
 
 SamplerFactory = Callable[..., Sampler]
 """Makes the sampler in its process: a function of a module that can be imported (so not `__main__`), or a
 `functools.partial` of one or of a class. One for several ranks takes its `SamplerSeat`; on all but the first rank it
 makes an object whose `follow` does what the first one says, and returns only if that has ended."""
+
+VERSIONS_ELSEWHERE = 8
+"""How many versions a replica on another host keeps in host memory. It gets others again when they are sampled from."""
 
 _BEGUN, _ENDED = "begun", "ended"
 
@@ -123,6 +131,9 @@ class ProcessSampler(ProcessEngine):
 
     With `ranks` above 1, there are so many processes, and each calls `make` with its `SamplerSeat`. The first one is
     called, and leads the others. They end together.
+
+    `elsewhere`: the processes are on another host, as the replica of that number; each has one here that stands in for
+    it. Versions are sent, since that host has none of this one's folders; it keeps `VERSIONS_ELSEWHERE`.
     """
 
     max_context_length: int
@@ -138,36 +149,38 @@ class ProcessSampler(ProcessEngine):
         name: str = "sampler",
         environment: Mapping[str, str] = MappingProxyType({}),
         ranks: int = 1,
+        elsewhere: tuple[RayReplicas, int] | None = None,
     ) -> None:
         self._make = make
         self._ranks = ranks
+        self._elsewhere = elsewhere
         self._image_bytes = image_bytes
         self._images_encoded = 0
         self._changing = threading.Lock()
-        super().__init__(name, [], timeout, [environment] * ranks)
+        self._environment = environment
+        super().__init__(name, [], timeout)
 
     def _begin(self) -> None:
-        if self._ranks == 1:
-            self._programs = [_leading(self._make)]
-            super()._begin()
-            return
-        pairs = [socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(self._ranks - 1)]
-        ours, theirs = [[one.fileno() for one in each] for each in zip(*pairs, strict=True)]
-        self._files = [ours, *([link] for link in theirs)]
-        # As long as the processes: a file without a name, which leaves nothing behind.
-        self._meeting = os.fdopen(os.memfd_create("tinker-local-ranks", os.MFD_CLOEXEC), "rb")
-        meeting, name = f"/proc/{os.getpid()}/fd/{self._meeting.fileno()}", secrets.token_hex(8)
-        makes = [
-            partial(self._make, SamplerSeat(rank, self._ranks, meeting, tuple(links), name))
-            for rank, links in enumerate(self._files)
-        ]
-        self._programs = [_leading(makes[0]), *(partial(serve_follower, make=make) for make in makes[1:])]
+        ranks, name = self._ranks, secrets.token_hex(8)
+        seated = partial(_seated, self._make, ranks, name)
+        makes = [self._make] if ranks == 1 else [partial(seated, rank) for rank in range(ranks)]
+        programs: list[Program] = [_leading(makes[0]), *(partial(serve_follower, make=make) for make in makes[1:])]
+        if self._elsewhere is None:
+            links = linked(ranks)
+            self._meeting = links.meeting
+            self._programs, self._files = programs, links.files
+            self._environments = [{**self._environment, **each} for each in links.environments]
+        else:
+            places, replica = self._elsewhere
+            found = places.find(replica)
+            finds = [partial(placed, file) for file in found]
+            self._programs = [standing_in(self._name, *each) for each in zip(programs, finds, strict=True)]
+            self._files = [[file] for file in found]
         try:
             super()._begin()
         finally:
-            for pair in pairs:
-                for end in pair:
-                    end.close()
+            for file in (file for each in self._files for file in each):
+                os.close(file)
 
     def _connect(self, group: ProcessGroup) -> None:
         self._loading = Calls(group)
@@ -197,7 +210,8 @@ class ProcessSampler(ProcessEngine):
             if self.ended or self._closed:
                 raise ProcessEndedError(self.why)
             limit = self._timeout + self.load_seconds
-            self._calls = AsyncCalls(self._group, limit, image_bytes=self._image_bytes)
+            kept = None if self._elsewhere is None else VERSIONS_ELSEWHERE
+            self._calls = AsyncCalls(self._group, limit, image_bytes=self._image_bytes, values_kept=kept)
 
     @property
     def ready(self) -> bool:
@@ -277,6 +291,13 @@ class ProcessSampler(ProcessEngine):
         """End the process within seconds; what is in flight fails. It does not start again."""
         await in_daemon_thread(self.end)
 
+    def end(self) -> None:
+        """As `close`, for any thread."""
+        closed, self._closed = self._closed, True
+        super().end()
+        if self._elsewhere is not None and not closed:
+            self._elsewhere[0].ended()
+
     async def _call(
         self,
         method: str,
@@ -288,12 +309,34 @@ class ProcessSampler(ProcessEngine):
         calls = self._calls
         if calls is None:
             raise ProcessEndedError(self.why if self.ended else "the sampler is not loaded")
-        values = {} if version is None else {version.name: version.unwritten}
+        values = {} if version is None else {version.name: self._content(version)}
         return await calls.call(method, *args, values=values, heard=heard)
+
+    def _content(self, version: AdapterVersion) -> Value:
+        return version.unwritten if self._elsewhere is None else partial(_whole, version)
 
 
 def _leading(make: SamplerFactory) -> Program:
     return partial(serve_async_calls, make=partial(ServedSampler, make), describe=loaded, state=state)
+
+
+def _seated(make: SamplerFactory, size: int, name: str, rank: int) -> Any:
+    """What `make` makes at the seat of this process."""
+    return make(SamplerSeat(rank, size, own_meeting(), own_sockets(), name))
+
+
+def _whole(version: AdapterVersion) -> AdapterState:
+    """The content of `version`, from memory or this host's disk. NotFoundError if its folder is gone."""
+    state = version.unwritten()
+    if state is not None:
+        return state
+    where = f"sampler version {version.name}"
+    try:
+        if not version.just_written:
+            check_files(version.path, (CONFIG, WEIGHTS), where)
+        return read_captured(version.path)
+    except FileNotFoundError:
+        raise NotFoundError(f"{where}: its folder {version.path} is gone") from None
 
 
 def _named(version: AdapterVersion) -> AdapterVersion:

@@ -27,6 +27,8 @@ AGE = ".age"
 
 READ_AT_ONCE = 2**26
 
+_FLOAT32: Mapping[str, type[np.number[Any]]] = {"F32": np.float32}
+
 
 def write_adapter(folder: Path, state: AdapterState) -> None:
     """Write `state` into the existing, empty `folder`."""
@@ -38,7 +40,8 @@ def write_adapter(folder: Path, state: AdapterState) -> None:
 
 
 def read_adapter(folder: Path, base_model: str, lora_config: LoraConfig, *, optimizer: bool) -> AdapterState:
-    """What `write_adapter` wrote; with `optimizer`, the optimizer's state too (FileNotFoundError if there is none)."""
+    """What `write_adapter` wrote in float32; with `optimizer`, the optimizer's state too (FileNotFoundError if there is
+    none)."""
     config = json.loads((folder / CONFIG).read_text())
     return AdapterState(
         base_model=base_model,
@@ -48,6 +51,18 @@ def read_adapter(folder: Path, base_model: str, lora_config: LoraConfig, *, opti
         optimizer=_load(folder / OPTIMIZER) if optimizer else None,
         step=int(_optimizer_metadata(folder)["step"]) if optimizer else 0,
         optimizer_type=optimizer_type(folder) if optimizer else "adamw",
+    )
+
+
+def read_captured(folder: Path) -> AdapterState:
+    """What `write_adapter` wrote, in the dtype in which it was captured, without the optimizer's state. Of its
+    `lora_config` only the rank is known."""
+    config = json.loads((folder / CONFIG).read_text())
+    return AdapterState(
+        base_model=config["base_model_name_or_path"],
+        lora_config=LoraConfig(rank=config["r"]),
+        target_modules=tuple(config["target_modules"]),
+        tensors=_load(folder / WEIGHTS, {"F32": np.float32, "BF16": np.uint16}),
     )
 
 
@@ -66,8 +81,9 @@ def adapter_bytes(state: AdapterState) -> int:
     return sum(tensor.nbytes for tensors in (state.tensors, state.optimizer or {}) for tensor in tensors.values())
 
 
-def _load(path: Path) -> dict[str, npt.NDArray[Any]]:
-    """The tensors of a file. Reads it without holding the GIL, which `safetensors` does for as long as the disk takes.
+def _load(path: Path, dtypes: Mapping[str, type[np.number[Any]]] = _FLOAT32) -> dict[str, npt.NDArray[Any]]:
+    """The tensors of a file; those of `dtypes` become arrays as they are. Reads it without holding the GIL, which
+    `safetensors` does for as long as the disk takes.
 
     SafetensorError for a file that is not whole.
     """
@@ -80,10 +96,10 @@ def _load(path: Path) -> dict[str, npt.NDArray[Any]]:
         while read < content.size:
             read += file.readinto(content.data[read : read + READ_AT_ONCE])
     header.pop("__metadata__", None)
-    if any(place["dtype"] != "F32" for place in header.values()):
+    if any(place["dtype"] not in dtypes for place in header.values()):
         return dict(load_file(path))
     return {
-        name: content[slice(*place["data_offsets"])].view(np.float32).reshape(place["shape"])
+        name: content[slice(*place["data_offsets"])].view(dtypes[place["dtype"]]).reshape(place["shape"])
         for name, place in header.items()
     }
 

@@ -1,7 +1,6 @@
 """`ProcessTrainer`: `training.trainer.Trainer` on a trainer in a separate process, or in several."""
 
 import itertools
-import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,13 +10,11 @@ from typing import Any, cast
 import numpy as np
 import numpy.typing as npt
 from tinker_local.backend.process.calls import Calls
-from tinker_local.backend.process.channel import message_bytes
 from tinker_local.backend.process.child import serve_calls
-from tinker_local.backend.process.messages import Program, Start
 from tinker_local.backend.process.process_engine import ProcessEngine
 from tinker_local.backend.process.process_group import ProcessGroup
 from tinker_local.backend.process.ray_hosts import RayHosts, placed
-from tinker_local.backend.process.relay import stand_in
+from tinker_local.backend.process.relay import standing_in
 from tinker_local.backend.rendering.rendered_input import RenderedInput
 from tinker_local.backend.training.optimizers import OPTIMIZERS
 from tinker_local.backend.training.trainer import (
@@ -124,14 +121,11 @@ class ProcessTrainer(ProcessEngine):
     def _begin_elsewhere(self, others: RayHosts, here: int) -> None:
         """Start the first `here` ranks, and stand-ins of all others. The first stand-in places the actors, and tells
         each other one through a pipe where its own is."""
-        level = logging.getLogger("tinker_local.backend").getEffectiveLevel()
-        starts = [message_bytes(Start(self._name, program, level)) for program in self._programs[here:]]
-        pipes = [os.pipe() for _ in starts[1:]]
+        elsewhere = self._programs[here:]
+        pipes = [os.pipe() for _ in elsewhere[1:]]
         writes = [write for _, write in pipes]
         finds = [partial(others.place, writes), *(partial(placed, read) for read, _ in pipes)]
-        programs: list[Program] = [
-            partial(stand_in, start=bytes(start), find=find) for start, find in zip(starts, finds, strict=True)
-        ]
+        programs = [standing_in(self._name, *each) for each in zip(elsewhere, finds, strict=True)]
         self._programs = [*self._programs[:here], *programs]
         self._files = [*([()] * here), writes, *([read] for read, _ in pipes)]
         try:
