@@ -180,7 +180,7 @@ async def test_a_factory_that_raises_ends_the_process_with_the_same_error_on_fak
     await sampler.close()
 
 
-@pytest.mark.mutation("unwritten-version-sent-each-time", "async_calls.py", "if name not in self._values and", "if")
+@pytest.mark.mutation("unwritten-version-sent-each-time", "async_calls.py", "if name in self._values:", "if False:")
 async def test_a_version_in_memory_is_sent_once_and_forgotten_when_its_folder_is_there_on_fakes(
     start: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
