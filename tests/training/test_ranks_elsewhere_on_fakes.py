@@ -44,7 +44,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
 
         def begin(make: Any, hosts: int = 1) -> ProcessTrainer:
             others = RelayHosts(address, hosts, 1, gpus=False, folder=tmp_path)
-            started.append(ProcessTrainer(make, ranks=1 + hosts, others=others))
+            started.append(ProcessTrainer(make, ranks=1 + hosts, others=others, timeout=30.0))
             return started[-1]
 
         yield begin
