@@ -37,7 +37,7 @@ test-more: setup ## what is slow or needs more: examples, the cookbook, real cli
 	$(BIN)/python -m pytest -n auto -m "more and not ray" $(ARGS)
 
 test-ray: export OMP_NUM_THREADS ?= 1
-test-ray: setup ## ranks on two Ray nodes of this machine, about three minutes
+test-ray: setup ## ranks and replicas on two Ray nodes of this machine, about six minutes
 	$(BIN)/python -m pytest -m ray $(ARGS)
 
 # Without `setup`, so that a vLLM that you installed into .venv stays.

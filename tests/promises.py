@@ -709,6 +709,8 @@ MISTAKES = (
             "fakes/test_replicas_elsewhere_on_fakes.py::"
             "test_why_a_replica_has_no_place_is_the_error_of_the_start_on_fakes",
             "training/test_ray.py::test_replicas_on_two_ray_nodes_sample_as_one_and_outlive_actor_and_host",
+            "training/test_ray.py::"
+            "test_a_server_on_two_ray_nodes_trains_and_samples_through_the_sdk_and_goes_on_after_the_other_host_ends",
         ),
     ),
     Promise(

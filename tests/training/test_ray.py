@@ -31,8 +31,11 @@ from tinker_local.backend.training.process_trainer import ProcessTrainer
 from tinker_local.backend.training.trainer import AdapterState, Trainer, TrainResult
 from tinker_local.backend.training.worker import HFTrainer, trainer_of_rank
 from tinker_local.backend.vllm_engine.build_engine import EngineOptions
-from tinker_local.types import AdamParams, LoraConfig, SamplingParams
+from tinker_local.types import AdamParams, LoraConfig, ModelInput, SamplingParams
 
+from tests.conftest import TEXT, start_server
+from tests.e2e.conftest import SdkDriver
+from tests.e2e.test_ranks_over_http import ADAM, DATA, GREEDY, LORA, healthy, of_one_rank
 from tests.http.supervised_apps import children
 
 pytestmark = pytest.mark.ray
@@ -83,8 +86,9 @@ class Nodes:
             time.sleep(0.2)
         raise TimeoutError("Ray's head does not start")
 
-    def other(self) -> subprocess.Popen[bytes]:
-        return self._start(f"--address={self.address} --num-cpus=1")
+    def other(self, processes: int = 1) -> subprocess.Popen[bytes]:
+        """A node with room for so many ranks and replicas."""
+        return self._start(f"--address={self.address} --num-cpus={processes}")
 
     def _start(self, options: str) -> subprocess.Popen[bytes]:
         ports = [f"--{name}-port={port}" for name, port in zip(PORTS, free_ports(len(PORTS)), strict=True)]
@@ -307,3 +311,47 @@ async def test_replicas_on_two_ray_nodes_sample_as_one_and_outlive_actor_and_hos
         await agrees()
     finally:
         await asyncio.gather(here.close(), there.close())
+
+
+def test_a_server_on_two_ray_nodes_trains_and_samples_through_the_sdk_and_goes_on_after_the_other_host_ends(
+    nodes: Nodes, tiny_models: dict[str, Path], tmp_path: Path
+) -> None:
+    options = "--max-rank 8 --kv-cache 0.25 --max-context-length 256 --train-hosts 2 --sample-hosts 2 --ray-address"
+    nodes.head()
+    host = nodes.other(processes=2)
+    model_option = ["--model", f"{TEXT}={tiny_models[TEXT]}"]
+    server = start_server(tmp_path / "data", *model_option, *options.split(), nodes.address)
+    try:
+        assert len(actors(host)) == 2
+        driver = SdkDriver(server.url)
+        model = driver.create(TEXT, LORA)
+
+        def trained(model: Any, steps: int) -> list[float]:
+            losses = []
+            for _ in range(steps):
+                losses.append(driver.gradient(model, DATA, "cross_entropy")[1])
+                driver.step(model, ADAM)
+            return losses
+
+        first = trained(model, 3)
+        path = driver.save(model, "three-steps")
+        sampler = driver.sampler(model)  # compared with the trainer on each replica
+        prompts = [ModelInput.from_ints([5, 9 + at]) for at in range(4)]
+        wanted = [driver.sample(sampler, prompt, 1, GREEDY)[0][0] for prompt in prompts]
+
+        nodes.kill(host)
+        while healthy(server):
+            time.sleep(0.01)
+        assert [driver.sample(sampler, prompt, 1, GREEDY)[0][0] for prompt in prompts] == wanted
+        nodes.other(processes=2)
+        until = time.monotonic() + 300
+        while not healthy(server) and time.monotonic() < until:
+            time.sleep(1)
+        again = driver.resume(path, optimizer=True)
+        np.testing.assert_allclose([*first, *trained(again, 2)], of_one_rank(tiny_models[TEXT], 5), rtol=1e-5)
+        other_prompts = [ModelInput.from_ints([6, 9 + at]) for at in range(4)]
+        later = driver.sampler(again)
+        assert all(driver.sample(later, prompt, 1, GREEDY)[0][0] for prompt in other_prompts)
+    finally:
+        server.stop()
+        print("\n".join(server.lines))
