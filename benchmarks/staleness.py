@@ -4,6 +4,10 @@
     python benchmarks/staleness.py benchmarks/results/staleness-20261124-grid_walk --examples grid_walk \\
         --workers 14 --budget 540                                        # on a GPU; again for what is left
     python benchmarks/staleness.py /tmp/try/staleness --tiny             # the same code in a minute
+    python benchmarks/random_model.py runs/models/grid_walk --shape 2b-vl --mosaic
+    python benchmarks/staleness.py benchmarks/results/grid_walk_2b --examples grid_walk --models runs/models \\
+        --losses importance_sampling --staleness 0 --seeds 1 --steps 40 --learning-rate 3e-4 --warm-steps 24 \\
+        --warm-rate 5e-4 --kv-cache 4                                    # a model in a GPU model's shape
 
 A job is an example with a loss, a staleness and a seed: its environments, warm start, learning rate and test on new
 starts with the final weights, by the example's code. With staleness n, step t trains on episodes that the weights of
@@ -15,7 +19,8 @@ ends appends a line to NAME.jsonl; a job that is there is not run again. After `
 that run stop, and their steps are lost; workers then need some seconds to end. NAME.txt has the table of all lines.
 Seeds come one after the other, each with all losses. A job takes about 150 (color_square) and 250 (grid_walk) processor
 seconds on a CPU, and the start of a worker 20. On a GPU vLLM starts without CUDA graphs, and a worker takes some GiB.
-What engines and examples print is in `--log`, a file for each worker.
+What engines and examples print is in `--log`, a file for each worker. A model that is in `--models` already, under the
+example's name, is trained in place of the tiny one.
 """
 
 import argparse
@@ -62,7 +67,8 @@ class Settings(NamedTuple):
     deadline: float
     models: Path
     log: Path
-    changes: dict[str, int]
+    changes: dict[str, float]
+    kv_cache_bytes: int
 
 
 def read(results: Path) -> list[dict[str, Any]]:
@@ -100,7 +106,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def options_of(job: Job, changes: dict[str, int]) -> argparse.Namespace:
+def options_of(job: Job, changes: dict[str, float]) -> argparse.Namespace:
     """The example's options: its defaults, those of `grpo.run_example`, and `changes`."""
     defaults = {"warm_steps": 6, "warm_rate": 5e-3, **importlib.import_module(job.example).DEFAULTS}
     defaults["steps"] += max(STALENESS)
@@ -194,7 +200,7 @@ async def work(settings: Settings, taken: Any, results: Any) -> None:
             sampler="inline",
             sampler_sleeps=False,
             max_rank=32,
-            kv_cache_bytes=2**28,
+            kv_cache_bytes=settings.kv_cache_bytes,
         )
         backend = Backend(sources, options)
         service = tinker.ServiceClient(backend=backend)
@@ -250,19 +256,23 @@ def main() -> int:
     parser.add_argument("--staleness", nargs="+", type=int, default=STALENESS, metavar="N")
     parser.add_argument("--seeds", nargs="+", type=int, default=SEEDS, metavar="N")
     parser.add_argument("--steps", type=int, help=f"default: the example's and {max(STALENESS)} more")
+    parser.add_argument("--learning-rate", type=float, help="of the steps (default: the example's)")
+    parser.add_argument("--warm-steps", type=int, help="of the warm start (default: the example's)")
+    parser.add_argument("--warm-rate", type=float, help="learning rate of the warm start (default: the example's)")
+    parser.add_argument("--kv-cache", type=float, default=0.25, metavar="GIB", help="of each worker (0.25)")
     parser.add_argument("--workers", type=int, default=1, help="processes (1)")
     parser.add_argument("--runs", type=int, default=1, help="jobs at once in each of them (1)")
     parser.add_argument("--budget", type=float, default=float("inf"), metavar="SECONDS", help="stop after so long")
-    parser.add_argument("--models", type=Path, help="folder for the tiny models (default: a temporary one)")
+    parser.add_argument("--models", type=Path, help="folder for the models (default: a temporary one)")
     parser.add_argument("--log", type=Path, help="folder for the workers' output (default: a temporary one)")
     parser.add_argument("--tiny", action="store_true", help="a few small steps of each example, with one seed")
     options = parser.parse_args()
     deadline = time.monotonic() + options.budget
     os.environ.update(HF_HUB_OFFLINE="1", TINKER_TELEMETRY="0", PYTHONUNBUFFERED="1")
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # the models are tiny
-    changes = dict(TINY) if options.tiny else {}
-    if options.steps is not None:
-        changes["steps"] = options.steps
+    changes: dict[str, float] = dict(TINY) if options.tiny else {}
+    chosen = {name: getattr(options, name) for name in ("steps", "learning_rate", "warm_steps", "warm_rate")}
+    changes |= {name: value for name, value in chosen.items() if value is not None}
     if options.tiny:
         options.losses, options.staleness, options.seeds = LOSSES[:1], (2,), (0,)
     options.name.parent.mkdir(parents=True, exist_ok=True)
@@ -276,7 +286,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         models = options.models or Path(folder)
         make_models(options.examples, models)
-        settings = Settings(jobs, options.runs, deadline, models, log, changes)
+        settings = Settings(jobs, options.runs, deadline, models, log, changes, int(options.kv_cache * 2**30))
         spawn = multiprocessing.get_context("spawn")
         taken, results = spawn.Value("i", 0), spawn.Queue()
         count = min(options.workers, -(-len(jobs) // options.runs))

@@ -48,7 +48,7 @@ def test_all_losses_and_stalenesses_take_the_same_steps_at_the_examples_rates() 
 def test_jobs_run_once_and_a_budget_stops_those_that_run(tmp_path: Path) -> None:
     name, models = tmp_path / "results", str(tmp_path / "models")
     command = [sys.executable, "-W", "ignore", str(BENCHMARK), str(name), "--tiny", "--examples", "color_square"]
-    command += ["--models", models, "--log", str(tmp_path)]
+    command += ["--models", models, "--log", str(tmp_path), "--learning-rate", "0.001", "--kv-cache", "0.125"]
     stopped = subprocess.run([*command, "--budget", "0"], capture_output=True, text=True, timeout=280)
     assert stopped.returncode == 0, stopped.stderr
     assert "1 of 1 jobs are missing" in stopped.stdout
@@ -56,6 +56,7 @@ def test_jobs_run_once_and_a_budget_stops_those_that_run(tmp_path: Path) -> None
     assert done.returncode == 0, done.stdout + done.stderr + (tmp_path / "0.log").read_text()
     (found,) = map(json.loads, name.with_suffix(".jsonl").read_text().splitlines())
     assert (found["loss"], found["staleness"], len(found["rewards"])) == ("stable_reinforce", 2, 4)
+    assert found["learning_rate"] == 0.001
     assert "color_square" in name.with_suffix(".txt").read_text()
     again = subprocess.run(command, capture_output=True, text=True, timeout=280)
     assert "0 jobs, 1 done before" in again.stdout
