@@ -6,7 +6,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -181,7 +181,8 @@ def _loading(failed: ExitStack, engine: Engine) -> Callable[[], Engine]:
 def _loading_replicas(failed: ExitStack, options: BackendOptions, replicas: Replicas) -> SamplerFactory:
     """A function that loads all replicas on `sample_gpus` at once. `failed` ends their processes."""
     if options.sampler == "inline":
-        raise ValueError("--sampler inline and --sample-gpus exclude each other: replicas are processes")
+        option = f"--sample-hosts {options.sample_hosts}" if options.sample_hosts > 1 else "--sample-gpus"
+        raise ValueError(f"--sampler inline and {option} exclude each other: replicas are processes")
     started = []
     groups = replica_gpus(options.sample_gpus, options.sample_tp or 1)
     here, size = len(groups), options.sample_tp or 1
@@ -203,8 +204,13 @@ def _loading_replicas(failed: ExitStack, options: BackendOptions, replicas: Repl
 
     def load() -> "Sampler":
         with ThreadPoolExecutor(len(started)) as threads:
-            for loading in [threads.submit(replica.load) for replica in started]:
-                loading.result()
+            try:
+                for loading in as_completed([threads.submit(replica.load) for replica in started]):
+                    loading.result()
+            except BaseException:
+                for replica in started:  # one of them may be waiting for a host
+                    replica.end()
+                raise
         return started[0] if len(started) == 1 else ReplicaPool(started, replicas.sequences)
 
     return load
