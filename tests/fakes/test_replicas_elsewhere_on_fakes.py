@@ -2,6 +2,7 @@
 
 import asyncio
 import functools
+import json
 import os
 import signal
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -16,11 +17,13 @@ from tinker_local.backend.models import load_engines
 from tinker_local.backend.models.load_engines import Replicas, starting
 from tinker_local.backend.models.placement import layouts
 from tinker_local.backend.models.served_models import Engines
+from tinker_local.backend.process import ray_replicas
 from tinker_local.backend.process.async_calls import AsyncCalls
 from tinker_local.backend.process.async_child import Tell, serve_async_calls
 from tinker_local.backend.process.calls import Calls
 from tinker_local.backend.process.child import LOAD, Inbox
 from tinker_local.backend.process.process_group import ProcessGroup
+from tinker_local.backend.sampling.process_sampler import ProcessSampler
 
 from tests.fakes.test_replicas_on_fakes import all_work, replicas
 from tests.fakes.test_sampler_supervision_on_fakes import tokens
@@ -155,6 +158,55 @@ async def test_why_a_replica_has_no_place_is_the_error_of_the_start_on_fakes(sta
     (tmp_path / "hosts" / "refused").write_text("0")
     with pytest.raises(ConnectionError, match="Ray says no"):
         await start()
+
+
+def broken() -> Any:
+    raise RuntimeError("this one is broken")
+
+
+@pytest.mark.parametrize("waits_for", ["full", "slow"])
+def test_a_broken_replica_is_the_error_of_the_start_while_another_waits_for_a_host(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, waits_for: str
+) -> None:
+    hosts = RelayHosts("h:1", 1, 1, gpus=False, folder=tmp_path)
+    (tmp_path / waits_for).write_text("0")
+    monkeypatch.setattr(load_engines, "other_hosts", lambda *_: hosts)
+    monkeypatch.setattr(load_engines, "RayReplicas", RelayReplicas)
+    options = BackendOptions(sample_gpus=(0,), sample_hosts=2, ray_address="h:1")
+    with (
+        pytest.raises(RuntimeError, match="this one is broken"),
+        starting(options, "process", Replicas([broken]), "inline", functools.partial(FakeTrainer, FakeModel(BASE))) as (
+            load_sampler,
+            _,
+        ),
+    ):
+        load_sampler()
+
+
+def test_replicas_start_and_end_while_ray_is_joined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray_replicas, "_PLACER_SECONDS", 3600.0)
+    (tmp_path / "slow").write_text("0")
+    places = RelayReplicas(RelayHosts("h:1", 2, 1, gpus=False, folder=tmp_path), 1)
+    make = functools.partial(sampler_elsewhere, FakeModel(BASE))
+    for replica in [ProcessSampler(make, elsewhere=(places, at)) for at in range(2)]:
+        replica.end()
+
+
+def test_an_older_start_of_a_replica_leaves_the_place_of_a_newer_one(tmp_path: Path) -> None:
+    (tmp_path / "slow").write_text("0")
+    places = RelayReplicas(RelayHosts("h:1", 1, 1, gpus=False, folder=tmp_path), 1)
+    ((older,), (newer,)) = places.find(0), places.find(0)
+    (tmp_path / "slow").unlink()
+    try:
+        with os.fdopen(older) as pipe:
+            assert "started again" in pipe.read()
+        with os.fdopen(newer) as pipe:
+            assert isinstance(json.loads(pipe.read()), list)
+        assert (tmp_path / "places").read_text().split() == ["0"]
+    finally:
+        places.ended()
+        for host in hosts_of(tmp_path).values():
+            os.kill(host, signal.SIGKILL)
 
 
 def nothing(_: Any) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -103,15 +104,20 @@ class RelayReplicas(RayReplicas):
 
 
 class RelayPlacer:
-    """Has no place for the replica that the file `full` names, until it is gone; one in `refused` is an error."""
+    """Has no place for the replica that the file `full` names, until it is gone; one in `refused` is an error. Is not
+    there while the file `slow` is. Notes in `places` which replicas it was told to place."""
 
     def __init__(self, hosts: RelayHosts, size: int) -> None:
         self._folder, self._size = hosts.folder, size
+        while self._named("slow", 0):
+            time.sleep(0.05)
         self._addresses: dict[int, list[Address]] = {}
 
     def place(self, replica: int) -> None:
         if self._named("refused", replica):
             raise RuntimeError("Ray says no")
+        with (self._folder / "places").open("a") as places:
+            places.write(f"{replica}\n")
         self._addresses.pop(replica, None)
 
     def placed(self, replica: int) -> list[tuple[str, str, int]] | None:

@@ -42,7 +42,8 @@ class RayReplicas:
     def __init__(self, hosts: RayHosts, size: int) -> None:
         self.size = size
         self._hosts = hosts
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # for moments, since starts and ends of replicas take it
+        self._placing = threading.Lock()  # from before the placer is loaded until it has begun to place a replica
         self._calls: Calls | None = None
         self._starts = [0] * (hosts.hosts * hosts.ranks)
         self._in_use = len(self._starts)
@@ -76,8 +77,10 @@ class RayReplicas:
                 json.dump(each, pipe)
 
     def _found(self, replica: int, start: int) -> Sequence[Any]:
-        calls = self._placer()
-        calls.call(_PLACER_SECONDS, "place", replica)
+        with self._placing:
+            calls = self._placer()
+            if self._starts[replica] == start:  # otherwise it would end the actor of the start after it
+                calls.call(_PLACER_SECONDS, "place", replica)
         while self._starts[replica] == start and self._in_use:
             found: Sequence[Any] | None = calls.call(_PLACER_SECONDS, "placed", replica)
             if found is not None:
@@ -92,14 +95,13 @@ class RayReplicas:
             if self._calls is not None and not self._calls.group.ended:
                 return self._calls
             program = partial(serve_calls, make=partial(self._make_placer, self._hosts, self.size), describe=bool)
-            calls = Calls(ProcessGroup("process that places replicas", [program]))
-            try:
-                calls.call(_PLACER_SECONDS, LOAD)
-            except BaseException:
-                calls.close()
-                raise
-            self._calls = calls
-            return calls
+            calls = self._calls = Calls(ProcessGroup("process that places replicas", [program]))
+        try:
+            calls.call(_PLACER_SECONDS, LOAD)
+        except BaseException:
+            calls.close()
+            raise
+        return calls
 
     @staticmethod
     def _make_placer(hosts: RayHosts, size: int) -> Any:
