@@ -23,7 +23,12 @@ from tinker_local.backend.process.async_child import Tell, serve_async_calls
 from tinker_local.backend.process.calls import Calls
 from tinker_local.backend.process.child import LOAD, Inbox
 from tinker_local.backend.process.process_group import ProcessGroup
+from tinker_local.backend.sampling import process_sampler
 from tinker_local.backend.sampling.process_sampler import ProcessSampler
+from tinker_local.backend.sampling.sampler import AdapterVersion
+from tinker_local.backend.storage.adapter_files import CONFIG, WEIGHTS, write_adapter
+from tinker_local.backend.training.trainer import AdapterState
+from tinker_local.types import InvalidRequestError, LoraConfig
 
 from tests.fakes.test_replicas_on_fakes import all_work, replicas
 from tests.fakes.test_sampler_supervision_on_fakes import tokens
@@ -207,6 +212,15 @@ def test_an_older_start_of_a_replica_leaves_the_place_of_a_newer_one(tmp_path: P
         places.ended()
         for host in hosts_of(tmp_path).values():
             os.kill(host, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("damaged", [CONFIG, WEIGHTS])
+def test_a_version_that_cannot_be_read_is_refused_before_it_is_sent(tmp_path: Path, damaged: str) -> None:
+    tensors = {"m.lora_A.weight": np.zeros((1, 2), np.float32), "m.lora_B.weight": np.zeros((2, 1), np.float32)}
+    write_adapter(tmp_path, AdapterState("base", LoraConfig(rank=1), ("m",), tensors))
+    (tmp_path / damaged).write_bytes(b"{}")
+    with pytest.raises(InvalidRequestError, match=r"sampler version v: its files in .* cannot be read"):
+        process_sampler._whole(AdapterVersion("v", tmp_path))
 
 
 def nothing(_: Any) -> dict[str, Any]:

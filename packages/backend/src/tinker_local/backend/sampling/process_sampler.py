@@ -9,6 +9,7 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any, cast
 
+from safetensors import SafetensorError
 from tinker_local.backend.checksums import check_files
 from tinker_local.backend.daemon_thread import in_daemon_thread
 from tinker_local.backend.process.async_calls import AsyncCalls, Value, ignore
@@ -33,7 +34,7 @@ from tinker_local.backend.sampling.sampler import (
 )
 from tinker_local.backend.storage.adapter_files import CONFIG, WEIGHTS, read_captured
 from tinker_local.backend.training.trainer import AdapterDType, AdapterState
-from tinker_local.types import NotFoundError, SampleOutput
+from tinker_local.types import InvalidRequestError, NotFoundError, SampleOutput
 
 SamplerFactory = Callable[..., Sampler]
 """Makes the sampler in its process: a function of a module that can be imported (so not `__main__`), or a
@@ -326,7 +327,8 @@ def _seated(make: SamplerFactory, size: int, name: str, rank: int) -> Any:
 
 
 def _whole(version: AdapterVersion) -> AdapterState:
-    """The content of `version`, from memory or this host's disk. NotFoundError if its folder is gone."""
+    """The content of `version`, from memory or this host's disk. NotFoundError if its folder is gone,
+    InvalidRequestError if its files cannot be read."""
     state = version.unwritten()
     if state is not None:
         return state
@@ -337,6 +339,8 @@ def _whole(version: AdapterVersion) -> AdapterState:
         return read_captured(version.path)
     except FileNotFoundError:
         raise NotFoundError(f"{where}: its folder {version.path} is gone") from None
+    except (ValueError, KeyError, TypeError, SafetensorError) as error:  # as a sampler on this host says it
+        raise InvalidRequestError(f"{where}: its files in {version.path} cannot be read: {error!r}") from error
 
 
 def _named(version: AdapterVersion) -> AdapterVersion:
