@@ -702,12 +702,18 @@ MISTAKES = (
     Promise(
         "operation",
         "A replica on another host lacks weights that were saved here, forgets what a call needs, or ends the others",
-        "versions-stay-on-the-servers-host a-value-that-a-call-needs-is-forgotten a-gpu-for-two-engines-on-other-hosts",
+        "versions-stay-on-the-servers-host a-value-that-a-call-needs-is-forgotten a-gpu-for-two-engines-on-other-hosts "
+        "an-older-start-takes-the-place-of-a-newer-one",
         (
             "fakes/test_replicas_elsewhere_on_fakes.py::"
             "test_a_replica_without_a_host_waits_while_the_other_answers_on_fakes",
             "fakes/test_replicas_elsewhere_on_fakes.py::"
             "test_why_a_replica_has_no_place_is_the_error_of_the_start_on_fakes",
+            "fakes/test_replicas_elsewhere_on_fakes.py::"
+            "test_a_broken_replica_is_the_error_of_the_start_while_another_waits_for_a_host",
+            "fakes/test_replicas_elsewhere_on_fakes.py::"
+            "test_a_version_that_cannot_be_read_is_refused_before_it_is_sent",
+            "fakes/test_replicas_elsewhere_on_fakes.py::test_replicas_start_and_end_while_ray_is_joined",
             "training/test_ray.py::test_replicas_on_two_ray_nodes_sample_as_one_and_outlive_actor_and_host",
             "training/test_ray.py::"
             "test_a_server_on_two_ray_nodes_trains_and_samples_through_the_sdk_and_goes_on_after_the_other_host_ends",

@@ -169,7 +169,7 @@ def broken() -> Any:
     raise RuntimeError("this one is broken")
 
 
-@pytest.mark.parametrize("waits_for", ["full", "slow"])
+@pytest.mark.parametrize("waits_for", ["full", pytest.param("slow", marks=pytest.mark.more)])
 def test_a_broken_replica_is_the_error_of_the_start_while_another_waits_for_a_host(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, waits_for: str
 ) -> None:
@@ -197,6 +197,12 @@ def test_replicas_start_and_end_while_ray_is_joined(tmp_path: Path, monkeypatch:
         replica.end()
 
 
+@pytest.mark.mutation(
+    "an-older-start-takes-the-place-of-a-newer-one",
+    "ray_replicas.py",
+    "            if self._starts[replica] == start:  #",
+    "            if True:  #",
+)
 def test_an_older_start_of_a_replica_leaves_the_place_of_a_newer_one(tmp_path: Path) -> None:
     (tmp_path / "slow").write_text("0")
     places = RelayReplicas(RelayHosts("h:1", 1, 1, gpus=False, folder=tmp_path), 1)

@@ -301,6 +301,15 @@ async def test_replicas_on_two_ray_nodes_sample_as_one_and_outlive_actor_and_hos
         await asyncio.to_thread(there.load)
         await agrees()
 
+        def kill_placer() -> None:
+            assert places._calls is not None
+            os.kill(places._calls.group.members[0].pid, signal.SIGKILL)
+
+        await fails_within_10_seconds(kill_placer, "the placer killed, and Ray ends its actors")
+        await asyncio.to_thread(there.restart)
+        await asyncio.to_thread(there.load)
+        await agrees()
+
         await fails_within_10_seconds(lambda: nodes.kill(host), "a replica's host killed")
         await asyncio.to_thread(there.restart)
         loading = asyncio.create_task(asyncio.to_thread(there.load))

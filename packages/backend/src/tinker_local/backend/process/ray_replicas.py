@@ -95,7 +95,7 @@ class RayReplicas:
             if self._calls is not None and not self._calls.group.ended:
                 return self._calls
             program = partial(serve_calls, make=partial(self._make_placer, self._hosts, self.size), describe=bool)
-            calls = self._calls = Calls(ProcessGroup("process that places replicas", [program]))
+            calls = self._calls = Calls(ProcessGroup("replica placer", [program]))
         try:
             calls.call(_PLACER_SECONDS, LOAD)
         except BaseException:
