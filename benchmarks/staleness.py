@@ -32,6 +32,7 @@ import json
 import multiprocessing
 import os
 import queue
+import signal
 import sys
 import tempfile
 import time
@@ -291,12 +292,19 @@ def main() -> int:
         taken, results = spawn.Value("i", 0), spawn.Queue()
         count = min(options.workers, -(-len(jobs) // options.runs))
         processes = [spawn.Process(target=worker, args=(index, settings, taken, results)) for index in range(count)]
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
         for process in processes:
             process.start()
-        for row in rows_of(processes, results):
-            with lines.open("a") as file:
-                file.write(json.dumps(row) + "\n")
-            print(f"{' '.join(map(str, job_of(row)))}: {row['return']:.3f} after {row['seconds']:.0f} s", flush=True)
+        try:
+            for row in rows_of(processes, results):
+                with lines.open("a") as file:
+                    file.write(json.dumps(row) + "\n")
+                print(
+                    f"{' '.join(map(str, job_of(row)))}: {row['return']:.3f} after {row['seconds']:.0f} s", flush=True
+                )
+        finally:
+            for process in processes:
+                process.kill()
     rows = read(lines)
     if rows:
         text.write_text(table(rows))

@@ -609,6 +609,7 @@ MISTAKES = (
         "draft-layers-taken-for-layers exports-with-paths-of-transformers tied-head-as-a-tensor-of-its-own "
         "merged-into-the-tied-embedding "
         "exported-with-the-hosted-names tower-merged-into-the-decoder export-not-compared export-overwrites "
+        "heads-that-newer-vllm-takes-are-refused "
         "columns-of-experts-by-expert scale-of-gate-and-up-halved gate-and-up-side-by-side-in-gpt-oss "
         "models-not-recorded "
         "export-beside-its-encrypted-form encrypted-for-the-first-recipient-alone "

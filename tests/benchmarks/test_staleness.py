@@ -2,12 +2,17 @@
 
 import json
 import multiprocessing
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.http.supervised_apps import children
+from tests.training.test_ranks_elsewhere_on_fakes import gone
 
 BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "staleness.py"
 
@@ -60,3 +65,24 @@ def test_jobs_run_once_and_a_budget_stops_those_that_run(tmp_path: Path) -> None
     assert "color_square" in name.with_suffix(".txt").read_text()
     again = subprocess.run(command, capture_output=True, text=True, timeout=280)
     assert "0 jobs, 1 done before" in again.stdout
+
+
+@pytest.mark.more
+def test_workers_end_with_the_benchmark(tmp_path: Path) -> None:
+    command = [sys.executable, "-W", "ignore", str(BENCHMARK), str(tmp_path / "results"), "--tiny"]
+    benchmark = subprocess.Popen([*command, "--examples", "color_square"], start_new_session=True)
+
+    def workers() -> list[int]:
+        found = children(benchmark.pid)
+        return [pid for pid in found if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+
+    try:
+        until = time.monotonic() + 200
+        while not workers() and time.monotonic() < until:
+            time.sleep(0.1)
+        (worker,) = workers()
+        benchmark.terminate()
+        assert benchmark.wait(60) == 128 + signal.SIGTERM
+        assert gone([worker])
+    finally:
+        benchmark.kill()

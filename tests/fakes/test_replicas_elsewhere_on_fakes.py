@@ -23,10 +23,10 @@ from tinker_local.backend.process.async_child import Tell, serve_async_calls
 from tinker_local.backend.process.calls import Calls
 from tinker_local.backend.process.child import LOAD, Inbox
 from tinker_local.backend.process.process_group import ProcessGroup
-from tinker_local.backend.sampling import process_sampler
-from tinker_local.backend.sampling.process_sampler import ProcessSampler
+from tinker_local.backend.sampling.process_sampler import Elsewhere, ProcessSampler
 from tinker_local.backend.sampling.sampler import AdapterVersion
 from tinker_local.backend.storage.adapter_files import CONFIG, WEIGHTS, write_adapter
+from tinker_local.backend.storage.version_content import version_content
 from tinker_local.backend.training.trainer import AdapterState
 from tinker_local.types import InvalidRequestError, LoraConfig
 
@@ -90,7 +90,7 @@ async def answered(api: Api, sampler: str, first: int, prompts: int = 3) -> list
 @pytest.mark.mutation(
     "versions-stay-on-the-servers-host",
     "process_sampler.py",
-    "return version.unwritten if self._elsewhere is None else partial(_whole, version)",
+    "return version.unwritten if self._elsewhere is None else partial(self._elsewhere.read, version)",
     "return version.unwritten",
 )
 @pytest.mark.mutation(
@@ -193,7 +193,7 @@ def test_replicas_start_and_end_while_ray_is_joined(tmp_path: Path, monkeypatch:
     (tmp_path / "slow").write_text("0")
     places = RelayReplicas(RelayHosts("h:1", 2, 1, gpus=False, folder=tmp_path), 1)
     make = functools.partial(sampler_elsewhere, FakeModel(BASE))
-    for replica in [ProcessSampler(make, elsewhere=(places, at)) for at in range(2)]:
+    for replica in [ProcessSampler(make, elsewhere=Elsewhere(places, at, version_content)) for at in range(2)]:
         replica.end()
 
 
@@ -226,7 +226,7 @@ def test_a_version_that_cannot_be_read_is_refused_before_it_is_sent(tmp_path: Pa
     write_adapter(tmp_path, AdapterState("base", LoraConfig(rank=1), ("m",), tensors))
     (tmp_path / damaged).write_bytes(b"{}")
     with pytest.raises(InvalidRequestError, match=r"sampler version v: its files in .* cannot be read"):
-        process_sampler._whole(AdapterVersion("v", tmp_path))
+        version_content(AdapterVersion("v", tmp_path))
 
 
 def nothing(_: Any) -> dict[str, Any]:

@@ -24,9 +24,10 @@ from tinker_local.backend.models.load_engines import make_vllm_sampler
 from tinker_local.backend.process.process_group import ProcessEndedError
 from tinker_local.backend.process.ray_hosts import RayHosts
 from tinker_local.backend.process.ray_replicas import RayReplicas
-from tinker_local.backend.sampling.process_sampler import ProcessSampler
+from tinker_local.backend.sampling.process_sampler import Elsewhere, ProcessSampler
 from tinker_local.backend.sampling.replica_pool import ReplicaPool
 from tinker_local.backend.sampling.sampler import AdapterVersion, SampleWork
+from tinker_local.backend.storage.version_content import version_content
 from tinker_local.backend.training.process_trainer import ProcessTrainer
 from tinker_local.backend.training.trainer import AdapterState, Trainer, TrainResult
 from tinker_local.backend.training.worker import HFTrainer, trainer_of_rank
@@ -255,7 +256,9 @@ async def test_replicas_on_two_ray_nodes_sample_as_one_and_outlive_actor_and_hos
     hosts.check()
     places = RayReplicas(hosts, 1)
     here = ProcessSampler(partial(make_vllm_sampler, engine), name="sampler replica 0")
-    there = ProcessSampler(partial(make_vllm_sampler, engine), name="sampler replica 1", elsewhere=(places, 0))
+    there = ProcessSampler(
+        partial(make_vllm_sampler, engine), name="sampler replica 1", elsewhere=Elsewhere(places, 0, version_content)
+    )
     try:
         began = time.monotonic()
         for replica in (here, there):

@@ -31,10 +31,11 @@ from tinker_local.backend.rendering.decoding import MAX_PIXELS
 from tinker_local.backend.rendering.grammar import SWITCHED_OFF
 from tinker_local.backend.rendering.renderer import CACHE_BYTES, ImageReading, ModelRenderer
 from tinker_local.backend.rendering.tools import ToolFormat
-from tinker_local.backend.sampling.process_sampler import ProcessSampler, SamplerFactory, SamplerSeat
+from tinker_local.backend.sampling.process_sampler import Elsewhere, ProcessSampler, SamplerFactory, SamplerSeat
 from tinker_local.backend.sampling.replica_pool import ReplicaPool, replica_name
 from tinker_local.backend.scheduling.memory_sharing import MemorySharing, WakingSampler
 from tinker_local.backend.scheduling.train_scheduler import TrainScheduler
+from tinker_local.backend.storage.version_content import version_content
 from tinker_local.backend.training.process_trainer import ProcessTrainer, TrainerFactory
 
 if TYPE_CHECKING:
@@ -197,7 +198,7 @@ def _loading_replicas(failed: ExitStack, options: BackendOptions, replicas: Repl
                 name=replica_name(at) if count > 1 else "sampler",
                 environment=environment_of(groups[at % here]),
                 ranks=size,
-                elsewhere=None if places is None or at < here else (places, at - here),
+                elsewhere=None if places is None or at < here else Elsewhere(places, at - here, version_content),
             )
         )
         failed.callback(started[-1].end)

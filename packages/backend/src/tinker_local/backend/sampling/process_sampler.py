@@ -9,8 +9,6 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any, cast
 
-from safetensors import SafetensorError
-from tinker_local.backend.checksums import check_files
 from tinker_local.backend.daemon_thread import in_daemon_thread
 from tinker_local.backend.process.async_calls import AsyncCalls, Value, ignore
 from tinker_local.backend.process.async_child import Tell, serve_async_calls
@@ -32,9 +30,8 @@ from tinker_local.backend.sampling.sampler import (
     ignore_drawn,
     written,
 )
-from tinker_local.backend.storage.adapter_files import CONFIG, WEIGHTS, read_captured
 from tinker_local.backend.training.trainer import AdapterDType, AdapterState
-from tinker_local.types import InvalidRequestError, NotFoundError, SampleOutput
+from tinker_local.types import SampleOutput
 
 SamplerFactory = Callable[..., Sampler]
 """Makes the sampler in its process: a function of a module that can be imported (so not `__main__`), or a
@@ -58,6 +55,16 @@ class SamplerSeat:
     meeting: str
     links: tuple[int, ...]
     name: str
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Elsewhere:
+    """A place on another host: that of the `replica` of this number in `places`. `read`: the content of a version, also
+    from its folder; its errors are those of the request."""
+
+    places: RayReplicas
+    replica: int
+    read: Callable[[AdapterVersion], AdapterState]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -133,8 +140,8 @@ class ProcessSampler(ProcessEngine):
     With `ranks` above 1, there are so many processes, and each calls `make` with its `SamplerSeat`. The first one is
     called, and leads the others. They end together.
 
-    `elsewhere`: the processes are on another host, as the replica of that number; each has one here that stands in for
-    it. Versions are sent, since that host has none of this one's folders; it keeps `VERSIONS_ELSEWHERE`.
+    `elsewhere`: the processes are on another host, and each has one here that stands in for it. Versions are sent,
+    since that host has none of this one's folders; it keeps `VERSIONS_ELSEWHERE`.
     """
 
     max_context_length: int
@@ -150,7 +157,7 @@ class ProcessSampler(ProcessEngine):
         name: str = "sampler",
         environment: Mapping[str, str] = MappingProxyType({}),
         ranks: int = 1,
-        elsewhere: tuple[RayReplicas, int] | None = None,
+        elsewhere: Elsewhere | None = None,
     ) -> None:
         self._make = make
         self._ranks = ranks
@@ -172,8 +179,7 @@ class ProcessSampler(ProcessEngine):
             self._programs, self._files = programs, links.files
             self._environments = [{**self._environment, **each} for each in links.environments]
         else:
-            places, replica = self._elsewhere
-            found = places.find(replica)
+            found = self._elsewhere.places.find(self._elsewhere.replica)
             finds = [partial(placed, file) for file in found]
             self._programs = [standing_in(self._name, *each) for each in zip(programs, finds, strict=True)]
             self._files = [[file] for file in found]
@@ -297,7 +303,7 @@ class ProcessSampler(ProcessEngine):
         closed, self._closed = self._closed, True
         super().end()
         if self._elsewhere is not None and not closed:
-            self._elsewhere[0].ended()
+            self._elsewhere.places.ended()
 
     async def _call(
         self,
@@ -314,7 +320,7 @@ class ProcessSampler(ProcessEngine):
         return await calls.call(method, *args, values=values, heard=heard)
 
     def _content(self, version: AdapterVersion) -> Value:
-        return version.unwritten if self._elsewhere is None else partial(_whole, version)
+        return version.unwritten if self._elsewhere is None else partial(self._elsewhere.read, version)
 
 
 def _leading(make: SamplerFactory) -> Program:
@@ -324,23 +330,6 @@ def _leading(make: SamplerFactory) -> Program:
 def _seated(make: SamplerFactory, size: int, name: str, rank: int) -> Any:
     """What `make` makes at the seat of this process."""
     return make(SamplerSeat(rank, size, own_meeting(), own_sockets(), name))
-
-
-def _whole(version: AdapterVersion) -> AdapterState:
-    """The content of `version`, from memory or this host's disk. NotFoundError if its folder is gone,
-    InvalidRequestError if its files cannot be read."""
-    state = version.unwritten()
-    if state is not None:
-        return state
-    where = f"sampler version {version.name}"
-    try:
-        if not version.just_written:
-            check_files(version.path, (CONFIG, WEIGHTS), where)
-        return read_captured(version.path)
-    except FileNotFoundError:
-        raise NotFoundError(f"{where}: its folder {version.path} is gone") from None
-    except (ValueError, KeyError, TypeError, SafetensorError) as error:  # as a sampler on this host says it
-        raise InvalidRequestError(f"{where}: its files in {version.path} cannot be read: {error!r}") from error
 
 
 def _named(version: AdapterVersion) -> AdapterVersion:
