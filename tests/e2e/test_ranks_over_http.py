@@ -81,6 +81,15 @@ def of_one_rank(folder: Path, steps: int) -> list[float]:
     return losses
 
 
+def trained(driver: SdkDriver, model: object, steps: int) -> list[float]:
+    """The losses of so many steps."""
+    losses = []
+    for _ in range(steps):
+        losses.append(driver.gradient(model, DATA, "cross_entropy")[1])
+        driver.step(model, ADAM)
+    return losses
+
+
 @pytest.mark.more  # starts a server with vLLM
 @pytest.mark.skipif(torch.cuda.is_available(), reason="one GPU has no room for two ranks' collectives")
 def test_two_ranks_train_over_http_as_one_and_go_on_after_one_is_killed(
@@ -89,23 +98,16 @@ def test_two_ranks_train_over_http_as_one_and_go_on_after_one_is_killed(
     driver = SdkDriver(server.url)
     model = driver.create(TEXT, LORA)
 
-    def trained(model: object, steps: int) -> list[float]:
-        losses = []
-        for _ in range(steps):
-            losses.append(driver.gradient(model, DATA, "cross_entropy")[1])
-            driver.step(model, ADAM)
-        return losses
-
-    first = trained(model, 3)
+    first = trained(driver, model, 3)
     path = driver.save(model, "three-steps")
     before = ranks_of(server)
     assert len(before) == 2
     os.kill(before[1], signal.SIGKILL)
     while healthy(server):  # calls before that fail
         time.sleep(0.01)
-    after = trained(model, 2)
+    after = trained(driver, model, 2)
     assert len(ranks_of(server)) == 2
     assert not {*before} & {*ranks_of(server)}
-    assert after == trained(driver.resume(path, optimizer=True), 2)
+    assert after == trained(driver, driver.resume(path, optimizer=True), 2)
     np.testing.assert_allclose([*first, *after], of_one_rank(tiny_models[TEXT], 5), rtol=1e-5)
     assert driver.sample(driver.sampler(model), ModelInput.from_ints([5, 9]), 1, GREEDY)[0][0]

@@ -36,7 +36,7 @@ from tinker_local.types import AdamParams, LoraConfig, ModelInput, SamplingParam
 
 from tests.conftest import TEXT, start_server
 from tests.e2e.conftest import SdkDriver
-from tests.e2e.test_ranks_over_http import ADAM, DATA, GREEDY, LORA, healthy, of_one_rank
+from tests.e2e.test_ranks_over_http import GREEDY, LORA, healthy, of_one_rank, trained
 from tests.http.supervised_apps import children
 
 pytestmark = pytest.mark.ray
@@ -338,14 +338,7 @@ def test_a_server_on_two_ray_nodes_trains_and_samples_through_the_sdk_and_goes_o
         driver = SdkDriver(server.url)
         model = driver.create(TEXT, LORA)
 
-        def trained(model: Any, steps: int) -> list[float]:
-            losses = []
-            for _ in range(steps):
-                losses.append(driver.gradient(model, DATA, "cross_entropy")[1])
-                driver.step(model, ADAM)
-            return losses
-
-        first = trained(model, 3)
+        first = trained(driver, model, 3)
         path = driver.save(model, "three-steps")
         sampler = driver.sampler(model)  # compared with the trainer on each replica
         prompts = [ModelInput.from_ints([5, 9 + at]) for at in range(4)]
@@ -360,7 +353,7 @@ def test_a_server_on_two_ray_nodes_trains_and_samples_through_the_sdk_and_goes_o
         while not healthy(server) and time.monotonic() < until:
             time.sleep(1)
         again = driver.resume(path, optimizer=True)
-        np.testing.assert_allclose([*first, *trained(again, 2)], of_one_rank(tiny_models[TEXT], 5), rtol=1e-5)
+        np.testing.assert_allclose([*first, *trained(driver, again, 2)], of_one_rank(tiny_models[TEXT], 5), rtol=1e-5)
         other_prompts = [ModelInput.from_ints([6, 9 + at]) for at in range(4)]
         later = driver.sampler(again)
         assert all(driver.sample(later, prompt, 1, GREEDY)[0][0] for prompt in other_prompts)

@@ -185,9 +185,9 @@ def _loading_replicas(failed: ExitStack, options: BackendOptions, replicas: Repl
         option = f"--sample-hosts {options.sample_hosts}" if options.sample_hosts > 1 else "--sample-gpus"
         raise ValueError(f"--sampler inline and {option} exclude each other: replicas are processes")
     started = []
-    groups = replica_gpus(options.sample_gpus, options.sample_tp or 1)
-    here, size = len(groups), options.sample_tp or 1
-    count = here * options.sample_hosts
+    size = options.sample_tp or 1
+    groups = replica_gpus(options.sample_gpus, size)
+    here, count = len(groups), len(groups) * options.sample_hosts
     hosts = other_hosts(options, options.sample_hosts, here)
     places = None if hosts is None else RayReplicas(hosts, size)
     for at in range(count):

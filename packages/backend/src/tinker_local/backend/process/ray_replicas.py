@@ -143,8 +143,10 @@ class Placer:
             raise self._readable(error) from None
 
     def placed(self, replica: int) -> list[tuple[str, str, int]] | None:
-        """The secret and the address of the relay of each process, or None if there is no host for it yet. Ray may take
-        half a minute to see that a host is gone; an actor that it started there meanwhile is started again."""
+        """The secret and the address of each process's relay; None while there is no host for the replica.
+
+        For up to half a minute Ray does not notice that a host is gone. An actor that it places there ends before it
+        answers, and another one is started."""
         import ray
 
         try:
