@@ -2,10 +2,12 @@
 
     python benchmarks/scaling.py --out benchmarks/results          # all GPUs of the machine, shapes of 8B models
     python benchmarks/scaling.py --ranks 2 --only text --shape 32b --layouts sharded
+    python benchmarks/scaling.py --layouts one,context --tokens 131072        # each micro-batch on all GPUs
     python benchmarks/scaling.py --tiny                            # two processes over gloo, on a CPU
 
 Each layout trains the same data from the same adapter, one layout after the other: `one` rank, several with the weights
-`replicated`, and several that have a part of them each (`sharded`). Prints tokens/s, the memory of each rank, the share
+`replicated`, several that have a part of them each (`sharded`), and several that compute each micro-batch together
+(`context`). Prints tokens/s, the memory of each rank, the share
 of a step in which the computation waits for gathers, and how far gradients are from those of one rank, with how far one
 rank is from itself: the same data again, in other micro-batches, and after another first step.
 `kill` ends a rank in a step, three times.
@@ -36,7 +38,11 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--tiny", action="store_true", help="tiny models; fails if anything does")
     parser.add_argument("--ranks", type=int, help="ranks of a layout with several (default: GPUs; on a CPU 2)")
     parser.add_argument("--only", default="text,images,kill", metavar="text,images,kill", help="what to do")
-    parser.add_argument("--layouts", default="one,replicated,sharded", help="which layouts, the first is the base")
+    parser.add_argument(
+        "--layouts",
+        default="one,replicated,sharded",
+        help="which of one, replicated, sharded and context; the first is the base",
+    )
     parser.add_argument("--shape", choices=("8b", "32b"), default="8b", help="of the text model")
     parser.add_argument("--tokens", type=int, help="positions of a step")
     parser.add_argument("--sharded-tokens", type=int, metavar="N", help="micro-batches of the sharded layout")

@@ -29,9 +29,9 @@ ADAPTER = "one"
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What the ranks do. `layout`: "one" rank, or several that have the weights "replicated" or "sharded". `data`:
-    "text" or "images". `tokens`: least positions of a step. `model`, `folder`: paths. `micro_batch_tokens`: None for
-    those of the scale."""
+    """What the ranks do. `layout`: "one" rank, or several that have the weights "replicated" or "sharded", or that
+    compute each micro-batch together ("context"). `data`: "text" or "images". `tokens`: least positions of a step.
+    `model`, `folder`: paths. `micro_batch_tokens`: None for those of the scale."""
 
     scale: str
     layout: str
@@ -104,6 +104,8 @@ def rank_trainer(scale: Scale, job: Job, rank: int, size: int) -> Any:
     options: dict[str, Any] = {"ranks": ranks, "device": device.type}
     if job.layout == "sharded":
         options["shards"] = size
+    if job.layout == "context":
+        options["context_parallel"] = size
     if job.micro_batch_tokens is not None:
         options["micro_batch_tokens"] = job.micro_batch_tokens
     return make_trainer(scale, Path(job.model), **options)
