@@ -12,6 +12,7 @@ have sampled with the trainer's, for the same tokens.
 """
 
 import argparse
+import dataclasses
 import json
 import os
 import re
@@ -20,7 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
@@ -214,47 +215,37 @@ class Programs:
             process.wait()
 
 
-def measure(layout: str, programs: Programs, work: Work, note: str) -> list[Line]:
-    """Lines of one server."""
-    with DeviceMemory() as memory:
-        programs.begin("train")
-        steps = [programs.begin("train") for _ in range(work.rounds)]
-        saves = [programs.begin("save")[0] for _ in range(1 + work.rounds)][1:]
-        programs.begin("sample")
-        rounds = [programs.begin("sample") for _ in range(work.rounds)]
-        differences = np.abs(np.concatenate(programs.begin("compare")[1]))
-    trained = [sum(counts) / seconds for seconds, counts in steps]
-    sampled = [sum(counts) / seconds for seconds, counts in rounds]
+def measure(layout: str, programs: Programs, work: Work, note: str) -> Iterator[Line]:
+    """Lines of one server, each as soon as it is measured."""
     each = f"{PROGRAMS} programs of"
-    return [
-        Line(
-            f"served.{layout}.train",
-            statistics.median(trained),
-            "tokens/s",
-            peak_gib=memory.peak_gib,
-            note=f"{each} {work.sequences} x {work.length}; {min(trained):,.0f} to {max(trained):,.0f}; {note}",
-        ),
-        Line(
-            f"served.{layout}.sample",
-            statistics.median(sampled),
-            "tokens/s",
-            note=f"{each} {work.requests} requests, {work.prompt} in, {work.output} out; "
-            f"{min(sampled):,.0f} to {max(sampled):,.0f}",
-        ),
-        Line(
-            f"served.{layout}.save",
-            1000 * statistics.median(saves),
-            "ms",
-            note=f"{each} a save and a token; {', '.join(f'{1000 * seconds:.0f}' for seconds in saves)}",
-        ),
-        Line(
-            f"served.{layout}.difference",
-            float(differences.mean()),
-            "",
-            note=f"of logprobs, sampler and trainer, mean of {len(differences)} sampled tokens; "
-            f"99 % below {np.quantile(differences, 0.99):.3g}, largest {differences.max():.3g}",
-        ),
-    ]
+
+    def rate(phase: str, words: str) -> Line:
+        rates = [sum(counts) / seconds for seconds, counts in (programs.begin(phase) for _ in range(work.rounds))]
+        note = f"{each} {words}; {min(rates):,.0f} to {max(rates):,.0f}"
+        return Line(f"served.{layout}.{phase}", statistics.median(rates), "tokens/s", note=note)
+
+    programs.begin("train")
+    with DeviceMemory() as memory:
+        trained = rate("train", f"{work.sequences} x {work.length}")
+    yield dataclasses.replace(trained, peak_gib=memory.peak_gib, note=f"{trained.note}; {note}")
+    saves = [programs.begin("save")[0] for _ in range(1 + work.rounds)][1:]
+    yield Line(
+        f"served.{layout}.save",
+        1000 * statistics.median(saves),
+        "ms",
+        note=f"{each} a save and a token; {', '.join(f'{1000 * seconds:.0f}' for seconds in saves)}",
+    )
+    programs.begin("sample")
+    with DeviceMemory() as memory:
+        sampled = rate("sample", f"{work.requests} requests, {work.prompt} in, {work.output} out")
+    yield dataclasses.replace(sampled, peak_gib=memory.peak_gib)
+    differences = np.abs(np.concatenate(programs.begin("compare")[1]))
+    yield Line(
+        f"served.{layout}.difference",
+        float(differences.mean()),
+        note=f"of logprobs, sampler and trainer, mean of {len(differences)} sampled tokens; "
+        f"99 % below {np.quantile(differences, 0.99):.3g}, largest {differences.max():.3g}",
+    )
 
 
 def run(options: argparse.Namespace, models: Path, folder: Path, log: TextIO) -> list[Line]:
@@ -273,14 +264,14 @@ def run(options: argparse.Namespace, models: Path, folder: Path, log: TextIO) ->
             with serving(command, environment | seen, url, "/api/v1/healthz", log) as seconds:
                 programs = Programs(url, scale, log)
                 try:
-                    found = measure(layout, programs, WORK[scale.name], f"up in {seconds:.0f} s")
+                    for line in measure(layout, programs, WORK[scale.name], f"up in {seconds:.0f} s"):
+                        processes.show(line)
+                        lines.append(line)
                 finally:
                     programs.end()
         except RuntimeError as error:
-            found = [Line(f"served.{layout}", error=re.sub(r"\s+", " ", str(error))[:300])]
-        for line in found:
-            processes.show(line)
-        lines += found
+            lines.append(Line(f"served.{layout}", error=re.sub(r"\s+", " ", str(error))[:300]))
+            processes.show(lines[-1])
     return lines
 
 

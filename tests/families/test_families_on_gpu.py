@@ -30,7 +30,10 @@ LENGTH = 60
 
 @pytest.mark.parametrize("family", SERVED)
 def test_each_target_alone_changes_both_engines_alike(family: Any, tmp_path: Path) -> None:
-    """Rounding may send a token to another expert, so the mean over positions counts, not the largest difference."""
+    """Rounding may send a token to another expert, so the mean over positions counts, not the largest difference. Some
+    targets change less than bfloat16 rounds (the keys of Qwen3.5, which are normed), but do so in the same direction in
+    both engines: `slope` is the sampler's change along the trainer's, 0 for a target that the sampler ignores. Without
+    an adapter, the engines differ as much as the trainer in bfloat16 differs from the one in float32."""
     make: Any = make_tiny_text_model if FAMILIES[family].vision is None else make_tiny_vl_model
     folder = make(tmp_path / "model", family=family, tie_word_embeddings=family == "gemma2")  # vLLM has tied ones alone
     trainer = HFTrainer(str(folder), name="tiny", dtype="bfloat16")
@@ -70,10 +73,17 @@ def test_each_target_alone_changes_both_engines_alike(family: Any, tmp_path: Pat
     ours = {name: np.concatenate(of_trainer(None if name == "base" else name))[is_text] for name in versions}
     rows = []
     for name in versions:
-        gaps, effects = np.abs(sampled[name] - ours[name]), np.abs(ours[name] - ours["base"])
-        rows.append((name, float(gaps.mean()), float(gaps.max()), float(effects.mean())))
-        print(f"{family} {name}: gap {gaps.mean():.3f}, at most {gaps.max():.2f}; effect {effects.mean():.2f}")
-    for name, gap, _, effect in rows:
-        assert name != "base" or gap < 0.1, gap
-        assert name == "base" or gap < effect / 4, (name, gap, effect)
+        gap = float(np.abs(sampled[name] - ours[name]).mean())
+        wanted, found = ours[name] - ours["base"], sampled[name] - sampled["base"]
+        effect, slope = float(np.abs(wanted).mean()), float(found @ wanted / max(wanted @ wanted, 1e-9))
+        rows.append((name, gap, effect, slope))
+        print(f"{family} {name}: gap {gap:.3f}; effect {effect:.2f}, slope {slope:.2f}")
+    (_, noise, _, _), *targeted = rows
+    exact = HFTrainer(str(folder), name="exact", dtype="float32", device="cpu")
+    rounded = np.concatenate([exact.logprobs(None, prompt) for prompt in prompts])[is_text] - ours["base"]
+    exact.close()
+    assert noise < 2 * np.abs(rounded).mean() + 0.02, (noise, rounded)
+    for name, gap, effect, slope in targeted:
+        assert gap < max(effect / 4, 1.5 * noise), (name, gap, effect, noise)
+        assert 0.5 < slope < 1.5, (name, slope)
     trainer.close()
