@@ -1,8 +1,8 @@
 """Compare servers on several GPUs with one on one GPU, as two programs that use the official SDK at once see them.
 
-    python benchmarks/served.py --out benchmarks/results             # all GPUs of the machine, eight minutes
-    python benchmarks/served.py --layouts one,divided                # of one, whole and divided
-    python benchmarks/served.py --tiny                               # the same code on a CPU, two minutes
+    python benchmarks/whole_servers.py --out benchmarks/results             # all GPUs of the machine, eight minutes
+    python benchmarks/whole_servers.py --layouts one,divided                # of one, whole and divided
+    python benchmarks/whole_servers.py --tiny                               # the same code on a CPU, two minutes
 
 `one` serves with the first GPU, `whole` with the defaults on all (whole weights on each, trainer and sampler), and
 `divided` with `--shard N --sample-tp N` (each engine has a part of its weights on each of N GPUs). Random weights in
@@ -295,7 +295,7 @@ def main() -> int:
     if options.program:
         program(json.loads(options.program))
         return 0
-    log_file = options.log or Path(tempfile.gettempdir()) / "tinker-local-served.log"
+    log_file = options.log or Path(tempfile.gettempdir()) / "tinker-local-whole-servers.log"
     place = None if options.tiny else room_for_models()
     began = time.monotonic()
     with tempfile.TemporaryDirectory(dir=place, prefix="served-") as temporary, log_file.open("w") as log:
@@ -305,7 +305,7 @@ def main() -> int:
         lines = run(options, models, folder, log)
     took = time.monotonic() - began
     layouts = options.layouts.split(",")
-    report.show("served", lines, options.out, tiny=options.tiny, seconds=took, ratios=ratios(layouts))
+    report.show("whole_servers", lines, options.out, tiny=options.tiny, seconds=took, ratios=ratios(layouts))
     print(f"other output: {log_file}")
     return 1 if options.tiny and any(line.error for line in lines) else 0
 
