@@ -77,7 +77,7 @@ def gspo(world: World) -> None:
 def stable_reinforce(world: World) -> None:
     client = world.training()
     sampler = client.save_weights_and_get_sampling_client(record_stability_info=True)
-    (sequence,) = sampler.sample(prompt(), 1, tinker.SamplingParams(max_tokens=5)).result().sequences
+    (sequence,) = sampler.sample(prompt(), 1, tinker.SamplingParams(max_tokens=5, stop=[])).result().sequences
     given, count = prompt().to_ints(), len(sequence.tokens)
     before = len(given) - 1
     spans: dict[str, Any] = {
