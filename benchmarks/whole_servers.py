@@ -14,7 +14,6 @@ have sampled with the trainer's, for the same tokens.
 import argparse
 import dataclasses
 import json
-import os
 import re
 import statistics
 import subprocess
@@ -311,5 +310,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("TINKER_TELEMETRY", "0")
     sys.exit(main())
