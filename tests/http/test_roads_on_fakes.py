@@ -1,6 +1,7 @@
 """The roads that CONTRIBUTING.md tells: which files a second request enters, and in which order, on fakes."""
 
 import asyncio
+import gc
 import re
 import sys
 from collections.abc import Callable
@@ -30,7 +31,8 @@ def told(road: str) -> list[str]:
 
 
 class Road:
-    """Notes each file of the packages when its code is first entered."""
+    """Notes each file of the packages when its code is first entered. Garbage of earlier tests is collected before:
+    finalizers run in whatever code is there when it is collected."""
 
     def __init__(self) -> None:
         self.files: dict[str, None] = {}
@@ -40,11 +42,14 @@ class Road:
             self.files.setdefault(name.split(NAMESPACE)[1].removeprefix("backend/"))
 
     def __enter__(self) -> "Road":
+        gc.collect()
+        gc.disable()
         sys.setprofile(self._profile)
         return self
 
     def __exit__(self, *_: object) -> None:
         sys.setprofile(None)
+        gc.enable()
 
 
 @pytest.fixture
