@@ -37,7 +37,7 @@ def arguments() -> argparse.Namespace:
     options = parser.parse_args()
     if options.replicas * options.tp < 2:
         parser.error(f"--replicas {options.replicas} --tp {options.tp}: at least 2 GPUs")
-    gpus = len(machine.gpu().split("; ")) if machine.gpu() else 0
+    gpus = machine.gpu_count()
     if not options.tiny and gpus < options.replicas * options.tp:
         needed = options.replicas * options.tp
         parser.error(f"these replicas need {needed} GPUs, and there are {gpus}; --tiny runs the same code on a CPU")

@@ -35,7 +35,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--models", type=Path, help="folder where random models are kept and found again")
     parser.add_argument("--log", type=Path, help="file for other output of the measurements (default: a temporary one)")
     options = parser.parse_args()
-    options.gpus = len(machine.gpu().split("; ")) if machine.gpu() else 0
+    options.gpus = machine.gpu_count()
     if not options.tiny and options.gpus < 2:
         parser.error(f"there are {options.gpus} GPUs, and this needs two; --tiny runs the same code on a CPU")
     return options

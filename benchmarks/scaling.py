@@ -7,9 +7,9 @@
 
 Each layout trains the same data from the same adapter, one layout after the other: `one` rank, several with the weights
 `replicated`, several that have a part of them each (`sharded`), and several that compute each micro-batch together
-(`context`). Prints tokens/s, the memory of each rank, the share
-of a step in which the computation waits for gathers, and how far gradients are from those of one rank, with how far one
-rank is from itself: the same data again, in other micro-batches, and after another first step.
+(`context`). Prints tokens/s, the memory of each rank, the share of a step in which the computation waits for gathers,
+and how far gradients are from those of one rank, with how far one rank is from itself: the same data again, in other
+micro-batches, and after another first step.
 `kill` ends a rank in a step, three times.
 """
 
@@ -51,7 +51,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--models", type=Path, help="folder where random models are kept and found again")
     parser.add_argument("--log", type=Path, help="file for other output of the ranks (default: a temporary one)")
     options = parser.parse_args()
-    gpus = len(machine.gpu().split(";")) if machine.gpu() else 0
+    gpus = machine.gpu_count()
     if not options.tiny and not gpus:
         parser.error("no NVIDIA GPU here; --tiny runs the same code on a CPU")
     options.ranks = options.ranks or (gpus if gpus > 1 else 2)

@@ -2,7 +2,7 @@
 
     python benchmarks/whole_servers.py --out benchmarks/results             # all GPUs of the machine, eight minutes
     python benchmarks/whole_servers.py --layouts one,divided                # of one, whole and divided
-    python benchmarks/whole_servers.py --tiny                               # the same code on a CPU, two minutes
+    python benchmarks/whole_servers.py --tiny                               # the same code on a CPU, some minutes
 
 `one` serves with the first GPU, `whole` with the defaults on all (whole weights on each, trainer and sampler), and
 `divided` with `--shard N --sample-tp N` (each engine has a part of its weights on each of N GPUs). Random weights in
@@ -65,7 +65,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--log", type=Path, help="file for other output (default: a temporary one)")
     parser.add_argument("--program", metavar="JSON", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    options.gpus = len(machine.gpu().split("; ")) if machine.gpu() else 0
+    options.gpus = machine.gpu_count()
     if unknown := set(options.layouts.split(",")) - set(LAYOUTS):
         parser.error(f"--layouts {options.layouts}: {', '.join(sorted(unknown))}; there are {', '.join(LAYOUTS)}")
     if not options.tiny and not options.program and options.gpus < 2:

@@ -23,6 +23,12 @@ def gpu() -> str:
     return "; ".join(_output("nvidia-smi", fields, "--format=csv,noheader").splitlines())
 
 
+def gpu_count() -> int:
+    """How many GPUs `gpu` names."""
+    names = gpu()
+    return len(names.split("; ")) if names else 0
+
+
 def commit() -> str:
     """GIT_COMMIT (for an exported tree), else the checkout's commit and whether it has changes."""
     if "GIT_COMMIT" in os.environ:

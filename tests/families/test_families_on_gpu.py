@@ -32,8 +32,7 @@ LENGTH = 60
 def test_each_target_alone_changes_both_engines_alike(family: Any, tmp_path: Path) -> None:
     """Rounding may send a token to another expert, so the mean over positions counts, not the largest difference. Some
     targets change less than bfloat16 rounds (the keys of Qwen3.5, which are normed), but do so in the same direction in
-    both engines: `slope` is the sampler's change along the trainer's, 0 for a target that the sampler ignores. Without
-    an adapter, the engines differ as much as the trainer in bfloat16 differs from the one in float32."""
+    both engines: `slope` is the sampler's change along the trainer's, 0 for a target that the sampler ignores."""
     make: Any = make_tiny_text_model if FAMILIES[family].vision is None else make_tiny_vl_model
     folder = make(tmp_path / "model", family=family, tie_word_embeddings=family == "gemma2")  # vLLM has tied ones alone
     trainer = HFTrainer(str(folder), name="tiny", dtype="bfloat16")
@@ -79,10 +78,7 @@ def test_each_target_alone_changes_both_engines_alike(family: Any, tmp_path: Pat
         rows.append((name, gap, effect, slope))
         print(f"{family} {name}: gap {gap:.3f}; effect {effect:.2f}, slope {slope:.2f}")
     (_, noise, _, _), *targeted = rows
-    exact = HFTrainer(str(folder), name="exact", dtype="float32", device="cpu")
-    rounded = np.concatenate([exact.logprobs(None, prompt) for prompt in prompts])[is_text] - ours["base"]
-    exact.close()
-    assert noise < 2 * np.abs(rounded).mean() + 0.02, (noise, rounded)
+    assert noise < 0.1, noise
     for name, gap, effect, slope in targeted:
         assert gap < max(effect / 4, 1.5 * noise), (name, gap, effect, noise)
         assert 0.5 < slope < 1.5, (name, slope)
