@@ -7,9 +7,9 @@
 
 Each layout trains the same data from the same adapter, one layout after the other: `one` rank, several with the weights
 `replicated`, several that have a part of them each (`sharded`), and several that compute each micro-batch together
-(`context`). Prints tokens/s, the memory of each rank, the share of a step in which the computation waits for gathers,
-and how far gradients are from those of one rank, with how far one rank is from itself: the same data again, in other
-micro-batches, and after another first step.
+(`context`). Prints tokens/s, the memory of each rank, the shares of a step in which the computation waits for gathers
+and for other ranks, and how far gradients are from those of one rank, with how far one rank is from itself: the same
+data again, in other micro-batches, and after another first step.
 `kill` ends a rank in a step, three times.
 """
 
@@ -181,15 +181,16 @@ class Run:
         note += ", ".join(
             f"{peak:.1f} ({rank['weights'] / 2**30:.1f} loaded)" for peak, rank in zip(gib, ranks, strict=True)
         )
+        note += "; seconds of steps " + ", ".join(f"{took:.2f}" for took in first["seconds"])
         note += f"; loaded in {max(rank['load_seconds'] for rank in ranks):.0f} s; norms "
         note += " ".join(f"{norm:.6g}" for norm in first["norms"][:4])
         self._add(Line(f"{data}.{layout}", first["positions"] / seconds, "tokens/s", seconds, max(gib), note))
-        if first["gathers"]:
-            waits = [statistics.median(rank["gathers"]) / seconds for rank in ranks]
-            note = "of a step, in which the computation waits for a gather; by rank " + ", ".join(
-                f"{w:.2%}" for w in waits
-            )
-            self._add(Line(f"{data}.{layout}.gathers", 100 * max(waits), "%", note=note))
+        for waits, words in (("gathers", "a gather"), ("others", "another rank")):
+            if first[waits]:
+                shares = [statistics.median(rank[waits]) / seconds for rank in ranks]
+                by_rank = ", ".join(f"{share:.2%}" for share in shares)
+                note = f"of a step, in which the computation waits for {words}; by rank {by_rank}"
+                self._add(Line(f"{data}.{layout}.{waits}", 100 * max(shares), "%", note=note))
         for name, words in (
             ("again", "one rank, the same data again"),
             ("reordered", "one rank, in other micro-batches"),

@@ -45,17 +45,18 @@ class Job:
 
 @dataclass(slots=True)
 class Seen:
-    """What a rank saw. `seconds` of each timed step; `gathers`: seconds of each in which the computation waited for a
-    gather, empty if there are none. `bytes`: the most that its tensors took (on a CPU: that its process took), and
-    `weights` what they took once the model was loaded. `norms`: of the gradient of each step. `again`, `reordered`,
-    `repeated`: how far the gradient of the same data is from the first one, a second time, in other micro-batches, and
-    after the same first step of another such adapter, as (largest difference / largest element, norm of the difference
-    / norm)."""
+    """What a rank saw. `seconds` of each timed step; `gathers`: seconds of each in which the computation waits for a
+    gather, and `others`: for another rank; each is empty if there are none. `bytes`: the most that its tensors took (on
+    a CPU: that its process took), and `weights` what they took once the model was loaded. `norms`: of the gradient of
+    each step. `again`, `reordered`, `repeated`: how far the gradient of the same data is from the first one, a second
+    time, in other micro-batches, and after the same first step of another such adapter, as (largest difference /
+    largest element, norm of the difference / norm)."""
 
     positions: int
     examples: int
     seconds: list[float] = field(default_factory=list)
     gathers: list[float] = field(default_factory=list)
+    others: list[float] = field(default_factory=list)
     weights: int = 0
     bytes: int = 0
     norms: list[float] = field(default_factory=list)
@@ -111,39 +112,37 @@ def rank_trainer(scale: Scale, job: Job, rank: int, size: int) -> Any:
     return make_trainer(scale, Path(job.model), **options)
 
 
-class Gathers:
-    """Times how long the computation waits for gathers, if there are any: on a GPU by events in its stream around each
-    wait, on a CPU by the clock around each gather."""
+class Waits:
+    """Times how long the computation waits in the methods that it watches: on a GPU by events in its stream around each
+    call, on a CPU by the clock around each call."""
 
     def __init__(self) -> None:
         self._waits: list[tuple[Any, Any]] = []
         self._seconds = 0.0
         self.there = False
 
-    def watch(self) -> None:
-        """Watch all gathers of this process from now on."""
+    def watch(self, owner: type, name: str) -> None:
+        """Watch all calls of the method `name` of `owner` in this process from now on."""
         import torch
-        from tinker_local.backend.training.sharded_weights import ShardedWeights
 
         cuda = torch.cuda.is_available()
-        name = "wait" if cuda else "gather"
-        original = getattr(ShardedWeights, name)
+        original = getattr(owner, name)
 
         @functools.wraps(original)
-        def timed(weights: Any, number: int) -> Any:
+        def timed(*given: Any, **named: Any) -> Any:
             if cuda:
                 before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
                 before.record()
-                result = original(weights, number)
+                result = original(*given, **named)
                 after.record()
                 self._waits.append((before, after))
                 return result
             start = time.perf_counter()
-            result = original(weights, number)
+            result = original(*given, **named)
             self._seconds += time.perf_counter() - start
             return result
 
-        setattr(ShardedWeights, name, timed)
+        setattr(owner, name, timed)
         self.there = True
 
     def take(self) -> float:
@@ -152,6 +151,24 @@ class Gathers:
         self._waits.clear()
         self._seconds = 0.0
         return seconds
+
+
+def watched(layout: str) -> tuple[Waits, Waits]:
+    """Waits for the gathers of sharded weights, and for what the other ranks have yet to compute or to say: neither is
+    there with one rank."""
+    import torch
+
+    gathers, others = Waits(), Waits()
+    if layout != "one":
+        from tinker_local.backend.training.joined_ranks import JoinedRanks
+
+        others.watch(JoinedRanks, "gather")
+        others.watch(JoinedRanks, "add_up")
+    if layout == "sharded":
+        from tinker_local.backend.training.sharded_weights import ShardedWeights
+
+        gathers.watch(ShardedWeights, "wait" if torch.cuda.is_available() else "gather")
+    return gathers, others
 
 
 def process_bytes() -> int:
@@ -167,15 +184,13 @@ def measure(scale: Scale, job: Job, rank: int, size: int) -> Seen:
     data = data_of(scale, job)
     seen = Seen(sum(datum.input.length for datum in data), len(data))
     cuda = torch.cuda.is_available()
-    gathers = Gathers()
     start = time.perf_counter()
     try:
         trainer = rank_trainer(scale, job, rank, size)
     except Unavailable as lacked:
         seen.lacked = str(lacked)
         return seen
-    if job.layout == "sharded":
-        gathers.watch()
+    gathers, others = watched(job.layout)
     seen.load_seconds = time.perf_counter() - start
     seen.weights = torch.cuda.memory_allocated() if cuda else process_bytes()
     settings = LoraConfig(rank=scale.rank, seed=1, train_unembed=False)
@@ -221,12 +236,15 @@ def measure(scale: Scale, job: Job, rank: int, size: int) -> Seen:
     for _ in range(job.steps):
         timing.synchronize()
         gathers.take()
+        others.take()
         start = time.perf_counter()
         step()
         timing.synchronize()
         seen.seconds.append(time.perf_counter() - start)
         if gathers.there:
             seen.gathers.append(gathers.take())
+        if others.there:
+            seen.others.append(others.take())
     seen.bytes = torch.cuda.max_memory_allocated() if cuda else process_bytes()
     return seen
 
