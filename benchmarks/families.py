@@ -4,6 +4,7 @@
     python benchmarks/families.py --shapes qwen3.5-9b --out benchmarks/results
     python benchmarks/families.py --sampling --shapes qwen3.5-9b --out benchmarks/results
     python benchmarks/families.py --shapes qwen3-30b-a3b --parts       # and where a layer of experts spends its time
+    python benchmarks/families.py --shapes qwen3.5-9b --only-parts     # what is special in a layer, in half a minute
     python benchmarks/families.py --tiny                                      # the same code on a CPU
 
 Random weights, written one after the other and deleted again. The step is that of `text.ours` in engine.py.
@@ -67,10 +68,12 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--trace", action="store_true", help="also print where the time of a step goes")
     parser.add_argument("--without-loops", action="store_true", help="leave out the loops by hand")
     parser.add_argument("--sampling", action="store_true", help="measure the sampler in place of training")
-    parser.add_argument("--parts", action="store_true", help="also print the parts of a step and of a layer of experts")
+    parser.add_argument("--parts", action="store_true", help="also print the parts of a step and of single layers")
+    parser.add_argument("--only-parts", action="store_true", help="those of single layers alone, without a model")
     parser.add_argument("--out", type=Path, help="folder for dated files of the result")
     parser.add_argument("--log", type=Path, help="file for other output (default: a temporary one)")
     options = parser.parse_args()
+    options.parts |= options.only_parts
     options.chosen = options.shapes.split(",")
     for name in options.chosen:
         if name not in SHAPES:
@@ -92,7 +95,7 @@ def main() -> int:
             if options.sampling:
                 parts = [["measurements.family_sampling", scale, name, str(folder), who] for who in ("alone", "ours")]
             else:
-                words = [word for word in ("trace", "parts", "without_loops") if getattr(options, word)]
+                words = [word for word in ("trace", "parts", "only_parts", "without_loops") if getattr(options, word)]
                 parts = [["measurements.one_family", scale, name, str(folder), *words]]
             try:
                 for part in parts:

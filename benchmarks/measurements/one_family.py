@@ -1,10 +1,12 @@
 """One shape of `families.py`, as lines: `python -m measurements.one_family SCALE SHAPE FOLDER [trace] [parts]
-[without_loops]`."""
+[only_parts] [without_loops]`."""
 
 import dataclasses
+import itertools
 import json
 import os
 import sys
+import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -21,8 +23,9 @@ from measurements.adapters import adapters_of, one_and_all
 from measurements.training import collect, make_trainer, parameters_of, rate_line, text_datum, train_step, work
 
 
-def write_model(scale: Scale, shape: Shape, out: Path) -> int:
-    """Write a model of `shape` (at tiny scale the family's tiny one) into `out`; return the size of its vocabulary."""
+def write_model(scale: Scale, shape: Shape, out: Path, *, weights: bool = True) -> dict[str, Any]:
+    """Write a model of `shape` (at tiny scale the family's tiny one) into `out`, unless without `weights`; return its
+    configuration."""
     import transformers
     from random_model import random_model
     from tinker_local.backend.tiny_models import make_tiny_text_model
@@ -34,11 +37,15 @@ def write_model(scale: Scale, shape: Shape, out: Path) -> int:
         for old in out.glob("*.safetensors"):
             old.unlink()
         config.pop("num_local_experts", None)  # another name of `num_experts` in some configs
+        config.pop("layer_types", None)  # as many as the tiny model has
         config |= shape.settings | {"dtype": "bfloat16"}
+        if not weights:
+            return config
         model_class: Any = getattr(transformers, TEXT_FAMILIES[shape.family].model_class)
         model = random_model(model_class, model_class.config_class(**config))
         model.save_pretrained(out, max_shard_size="4GB")
-    return int(config["vocab_size"])
+        config = json.loads((out / "config.json").read_text())
+    return config
 
 
 def computed(config: dict[str, Any], parameters: int) -> int:
@@ -182,15 +189,7 @@ def experts(scale: Scale, name: str, shape: Shape, config: dict[str, Any], *, pa
     measure("products", products)
     alone = layer.pass_of(1)
     measure("experts", alone)
-    if device == "cuda":
-        try:
-            torch.cuda.set_sync_debug_mode("error")
-            alone()
-            Line(f"{name}.experts_wait", 0, "operations that wait for the device").emit()
-        except Exception as error:
-            traceback.print_exc()
-            failed(f"{name}.experts_wait", error).emit()
-        torch.cuda.set_sync_debug_mode("default")
+    waits_for_device(f"{name}.experts", alone)
     if parts:
         for adapters in sorted({3, scale.adapters}):
             measure(f"experts_of_{adapters}", layer.pass_of(adapters), f", {adapters} adapters")
@@ -198,6 +197,62 @@ def experts(scale: Scale, name: str, shape: Shape, config: dict[str, Any], *, pa
         measure("experts_plain_of_3", layer.pass_of(3, fused=False), ", 3 adapters, without fused kernels")
         for line, run in (("experts", alone), ("experts_of_3", layer.pass_of(3))):
             tracing.kernels(run, f"{name}.{line}")
+
+
+def linear_attention(scale: Scale, name: str, config: dict[str, Any]) -> None:
+    """The part of a layer of linear attention between its projections, forward and backward, in rows per second of a
+    micro-batch, whether it waits for the device, and the kernels' times."""
+    import torch
+    from tinker_local.backend.training.attention import Segments
+    from tinker_local.backend.training.delta_rule import DeltaRule, MixInputs, kernels_for, mix, mix_backward
+
+    device, dtype = torch.device(timing.device()), torch.bfloat16 if timing.device() == "cuda" else torch.float32
+    heads = config["linear_num_key_heads"], config["linear_num_value_heads"]
+    sizes = config["linear_key_head_dim"], config["linear_value_head_dim"]
+    values = heads[1] * sizes[1]
+    channels = 2 * heads[0] * sizes[0] + values
+    ends = itertools.accumulate(workloads.ragged_lengths(scale))
+    lengths = workloads.ragged_lengths(scale)[: sum(end <= scale.micro_batch_tokens for end in ends)]
+    rows = sum(lengths)
+    torch.manual_seed(0)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, device=device, dtype=dtype)
+
+    rate = torch.rand(heads[1], device=device)
+    rule = DeltaRule(random(channels, 4), rate, random(heads[1]), random(sizes[1]), 1e-6, *heads, *sizes)
+    inputs = MixInputs(random(rows, channels), random(rows, values), random(rows, heads[1]), random(rows, heads[1]))
+    grad, segments = random(rows, values), Segments(tuple(lengths), device)
+
+    def run() -> None:
+        mix(inputs, segments, rule)
+        mix_backward(grad, inputs, segments, rule)
+
+    start = time.perf_counter()
+    run()
+    timing.synchronize()
+    first = time.perf_counter() - start
+    seconds = timing.median_seconds(run, dataclasses.replace(scale, repeats=20, warmup=5))
+    note = f"one layer, {len(lengths)} segments, {1000 * seconds:.2f} ms, the first time {first:.0f} s"
+    Line(f"{name}.delta_rule", rows / seconds, "rows/s", note=f"{note}; {kernels_for(device, dtype)[1]}").emit()
+    waits_for_device(f"{name}.delta_rule", run)
+    tracing.kernels(run, f"{name}.delta_rule")
+
+
+def waits_for_device(line: str, run: Callable[[], None]) -> None:
+    """Whether an operation of `run`, which has run before, makes the host wait: an error then."""
+    import torch
+
+    if timing.device() != "cuda":
+        return
+    try:
+        torch.cuda.set_sync_debug_mode("error")
+        run()
+        Line(f"{line}_wait", 0, "operations that wait for the device").emit()
+    except Exception as error:
+        traceback.print_exc()
+        failed(f"{line}_wait", error).emit()
+    torch.cuda.set_sync_debug_mode("default")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -252,19 +307,21 @@ class ExpertsLayer:
 
 def main(arguments: list[str]) -> None:
     scale, name, folder, words = SCALES[arguments[0]], arguments[1], Path(arguments[2]) / "model", arguments[3:]
-    shape = SHAPES[name]
-    vocab = write_model(scale, shape, folder)
+    shape, steps = SHAPES[name], list[tuple[str, Callable[[], None]]]()
+    config = write_model(scale, shape, folder, weights="only_parts" not in words)
     collect()
-    scale = dataclasses.replace(scale, text=dataclasses.replace(scale.text, vocab=vocab))
-    config = json.loads((folder / "config.json").read_text())
-    whole = parameters_of(folder)
-    parameters = computed(config, whole)
-    Line(f"{name}.parameters", whole / 1e9, "billion", note=f"{parameters / 1e9:.2f} of them compute a token").emit()
-    steps: list[tuple[str, Callable[[], None]]] = [
-        ("ours", lambda: ours(scale, name, shape, folder, parameters, vocab * config["hidden_size"], words)),
-    ]
-    if shape.loop and "without_loops" not in words:
-        steps.append(("packed_bf16", lambda: loops(scale, name, folder, parameters)))
+    scale = dataclasses.replace(scale, text=dataclasses.replace(scale.text, vocab=config["vocab_size"]))
+    if "only_parts" not in words:
+        whole = parameters_of(folder)
+        parameters, embedding = computed(config, whole), config["vocab_size"] * config["hidden_size"]
+        Line(
+            f"{name}.parameters", whole / 1e9, "billion", note=f"{parameters / 1e9:.2f} of them compute a token"
+        ).emit()
+        steps.append(("ours", lambda: ours(scale, name, shape, folder, parameters, embedding, words)))
+        if shape.loop and "without_loops" not in words:
+            steps.append(("packed_bf16", lambda: loops(scale, name, folder, parameters)))
+    if "parts" in words and "linear_num_key_heads" in config:
+        steps.append(("delta_rule", lambda: linear_attention(scale, name, config)))
     if shape.experts:
         steps.append(("experts", lambda: experts(scale, name, shape, config, parts="parts" in words)))
     for line, step in steps:

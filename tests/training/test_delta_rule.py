@@ -1,5 +1,7 @@
 """The gated delta rule in chunks, on packed rows, is what its formula gives each segment alone."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -18,26 +20,28 @@ ROWS = {
 }
 
 
-def made(lengths: tuple[int, ...], dtype: torch.dtype = torch.float64) -> tuple[MixInputs, DeltaRule]:
+def made(
+    lengths: tuple[int, ...], dtype: torch.dtype = torch.float64, key_size: int = KEY_SIZE, value_size: int = VALUE_SIZE
+) -> tuple[MixInputs, DeltaRule]:
     """qkv, z, b and a of a row, and random parameters."""
     generator = torch.Generator().manual_seed(len(lengths))
 
     def normal(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
 
-    channels, rows = 2 * KEY_HEADS * KEY_SIZE + VALUE_HEADS * VALUE_SIZE, sum(lengths)
+    channels, rows = 2 * KEY_HEADS * key_size + VALUE_HEADS * value_size, sum(lengths)
     rule = DeltaRule(
         taps=normal(channels, TAPS),
         rate=normal(VALUE_HEADS).exp(),
         rate_bias=normal(VALUE_HEADS),
-        norm=1 + normal(VALUE_SIZE) / 10,
+        norm=1 + normal(value_size) / 10,
         epsilon=1e-6,
         key_heads=KEY_HEADS,
         value_heads=VALUE_HEADS,
-        key_size=KEY_SIZE,
-        value_size=VALUE_SIZE,
+        key_size=key_size,
+        value_size=value_size,
     )
-    widths = (channels, VALUE_HEADS * VALUE_SIZE, VALUE_HEADS, VALUE_HEADS)
+    widths = (channels, VALUE_HEADS * value_size, VALUE_HEADS, VALUE_HEADS)
     return MixInputs(*(normal(rows, width) for width in widths)), rule
 
 
@@ -140,6 +144,47 @@ def test_chunks_of_a_row_begin_with_the_first_of_each_segment_by_falling_length(
     assert (chunks.alive, chunks.size) == ([3, 1, 1], 64)
     starts = [3 * 0, 3, 3 + 64, 3 + 128, 3 + 130]
     np.testing.assert_array_equal(chunks.places[starts], [128, 0, 192, 256, 64])
+
+
+def test_fla_knows_where_chunks_begin() -> None:
+    lengths = ROWS["mixed"]
+    bounds, chunks = delta_rule.FlaBounds.of(lengths, CPU)
+    assert bounds.tolist() == [0, 3, 133, 134, 198, 200, 265, 285]
+    assert chunks.tolist() == [[0, 0], [1, 0], [1, 1], [1, 2], [2, 0], [3, 0], [4, 0], [5, 0], [5, 1], [6, 0]]
+    again, _ = delta_rule.FlaBounds.of(lengths, CPU)
+    assert again is bounds
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_fla_computes_what_plain_torch_does_and_never_waits() -> None:
+    """In bfloat16, against float64 on the CPU: the norm of the difference over the norm. The first call compiles
+    kernels, and waits."""
+    cuda = torch.device("cuda")
+    kernels, words = delta_rule.kernels_for(cuda, torch.bfloat16)
+    if kernels is None:
+        pytest.skip(words)
+    lengths = ROWS["mixed"]
+    exact, rule = made(lengths, torch.bfloat16, 128, 128)
+    grad = torch.randn(sum(lengths), VALUE_HEADS * 128).bfloat16()
+    wide = replace(rule, **{name: getattr(rule, name).double() for name in ("taps", "rate", "rate_bias", "norm")})
+    doubles = MixInputs(*(x.double() for x in exact))
+    wanted = (
+        mix(doubles, Segments(lengths, CPU), wide),
+        *mix_backward(grad.double(), doubles, Segments(lengths, CPU), wide),
+    )
+    on_gpu = replace(rule, **{name: getattr(rule, name).cuda() for name in ("taps", "rate", "rate_bias", "norm")})
+    inputs, segments, grad = MixInputs(*(x.cuda() for x in exact)), Segments(lengths, cuda), grad.cuda()
+    for mode in ("default", "error"):
+        torch.cuda.set_sync_debug_mode(mode)
+        try:
+            found = (mix(inputs, segments, on_gpu), *mix_backward(grad, inputs, segments, on_gpu))
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    for name, ours, theirs in zip(("output", *MixInputs._fields), found, wanted, strict=True):
+        difference = float((ours.cpu().double() - theirs).norm() / theirs.norm())
+        print(f"{name}: {difference:.4f}")
+        assert difference < 0.02, name
 
 
 @pytest.mark.mutation("wrong-gradients-on-hopper", "delta_rule.py", "return major != 9 or", "return True or")

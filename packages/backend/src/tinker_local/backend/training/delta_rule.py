@@ -13,6 +13,7 @@ If several ranks share the row, T are the positions of this one, and the rule ru
 
 import functools
 import importlib
+import importlib.metadata
 import importlib.util
 import itertools
 import re
@@ -28,6 +29,9 @@ from tinker_local.backend.training.transfer import to_device
 
 CHUNK = 64
 """Positions whose updates are one triangular system; what `fla` uses, too."""
+
+FLA_CORE = "0.6"
+"""The oldest version of `fla-core` whose kernels take the bounds of chunks."""
 
 _LENGTH_EPSILON = 1e-6
 
@@ -108,8 +112,10 @@ def mix(inputs: MixInputs, segments: Segments, rule: DeltaRule) -> torch.Tensor:
     wide = _wide(qkv)
     beta = b.to(wide).sigmoid()
     g = -rule.rate.to(wide) * torch.nn.functional.softplus(a.to(wide) + rule.rate_bias.to(wide))
-    o = _chunked(q, k, v, g, beta, segments) if fast is None else fast.delta_rule(q, k, v, g, beta, segments)
-    return _gated_norm(o, z.unflatten(-1, (rule.value_heads, -1)), rule).flatten(1)
+    z = z.unflatten(-1, (rule.value_heads, -1))
+    if fast is None:
+        return _gated_norm(_chunked(q, k, v, g, beta, segments), z, rule).flatten(1)
+    return fast.gated_norm(fast.delta_rule(q, k, v, g, beta, segments), z, rule).flatten(1)
 
 
 def mix_backward(grad: torch.Tensor, inputs: MixInputs, segments: Segments, rule: DeltaRule) -> MixInputs:
@@ -254,16 +260,36 @@ def _wide(x: torch.Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
+class FlaBounds(NamedTuple):
+    """Where segments and their chunks begin, as `fla` takes it, int64 on the device. `segments` [S + 1]: the start of
+    each, then the end. `chunks` [chunks, 2]: of each its segment, and its number in it. Without them `fla` finds chunks
+    in each layer again, and the host waits for the device each time."""
+
+    segments: torch.Tensor
+    chunks: torch.Tensor
+
+    @classmethod
+    @functools.lru_cache(maxsize=16)
+    def of(cls, lengths: tuple[int, ...], device: torch.device) -> "FlaBounds":
+        """Of segments of these `lengths`. The same tensors for the same row: `fla` knows them again by identity."""
+        counts = [-(-length // CHUNK) for length in lengths]
+        chunks = [(segment, chunk) for segment, count in enumerate(counts) for chunk in range(count)]
+        bounds = np.array([0, *itertools.accumulate(lengths)], np.int64)
+        return cls(to_device(bounds, device), to_device(np.array(chunks, np.int64), device))
+
+
 class FlaKernels:
-    """The same two operations by Triton kernels of `fla-core`; 16 bits, on CUDA."""
+    """The same three operations by Triton kernels of `fla-core`; 16 bits, on CUDA."""
 
     def __init__(self) -> None:
         self._convolution = importlib.import_module("fla.modules.causal_conv1d").causal_conv1d
         self._rule = importlib.import_module("fla.ops.gated_delta_rule").chunk_gated_delta_rule
+        self._gated_norm = importlib.import_module("fla.modules.norm.fused_norm_gate").rms_norm_gated
 
     def convolved(self, x: torch.Tensor, taps: torch.Tensor, segments: Segments) -> torch.Tensor:
         """See `_convolved`."""
-        found, _ = self._convolution(x[None], taps, activation="silu", cu_seqlens=segments.bounds.long())
+        bounds, chunks = FlaBounds.of(segments.lengths, x.device)
+        found, _ = self._convolution(x[None], taps, activation="silu", cu_seqlens=bounds, chunk_indices=chunks)
         convolved: torch.Tensor = found[0]
         return convolved
 
@@ -277,10 +303,16 @@ class FlaKernels:
         segments: Segments,
     ) -> torch.Tensor:
         """See `_chunked`."""
+        bounds, chunks = FlaBounds.of(segments.lengths, q.device)
         rows = [x.contiguous()[None] for x in (q, k, v, g, beta)]
-        found, _ = self._rule(*rows, cu_seqlens=segments.bounds.long(), use_qk_l2norm_in_kernel=True)
+        found, _ = self._rule(*rows, cu_seqlens=bounds, chunk_indices=chunks, use_qk_l2norm_in_kernel=True)
         output: torch.Tensor = found[0]
         return output
+
+    def gated_norm(self, o: torch.Tensor, z: torch.Tensor, rule: DeltaRule) -> torch.Tensor:
+        """See `_gated_norm`; rounded once, at the end."""
+        found: torch.Tensor = self._gated_norm(o, z, rule.norm, None, eps=rule.epsilon)
+        return found
 
 
 def kernels_for(device: torch.device, dtype: torch.dtype) -> tuple[FlaKernels | None, str]:
@@ -294,7 +326,9 @@ def kernels_for(device: torch.device, dtype: torch.dtype) -> tuple[FlaKernels | 
 def _on_cuda(major: int) -> tuple[FlaKernels | None, str]:
     """For GPUs of this compute capability. `fla` is imported on CUDA alone: without a GPU its import fails."""
     if importlib.util.find_spec("fla") is None:
-        return None, "plain torch, which is slower than fla-core (pip install fla-core)"
+        return None, f"plain torch, which is slower than fla-core (pip install 'fla-core>={FLA_CORE}')"
+    if (found := importlib.metadata.version("fla-core")) and _numbers(found) < _numbers(FLA_CORE):
+        return None, f"plain torch, since fla-core {found} is older than {FLA_CORE}"
     triton = str(importlib.import_module("triton").__version__)
     if not gradients_are_right(major, triton):
         return None, (
@@ -307,8 +341,11 @@ def gradients_are_right(major: int, triton: str) -> bool:
     """Whether `fla` computes right gradients on GPUs of this compute capability: not on Hopper with Triton from 3.4 to
     before 3.7.1, which miscompiles `chunk_bwd_dqkwg` (fla-org/flash-linear-attention#640). New ones of `fla` refuse,
     old ones do not."""
-    numbers = tuple(int(part) for part in re.findall(r"\d+", triton)[:3])
-    return major != 9 or not (3, 4) <= numbers < (3, 7, 1)
+    return major != 9 or not (3, 4) <= _numbers(triton) < (3, 7, 1)
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall(r"\d+", version)[:3])
 
 
 def _kernels(x: torch.Tensor) -> FlaKernels | None:
