@@ -1,6 +1,9 @@
 """The gated delta rule in chunks, on packed rows, is what its formula gives each segment alone."""
 
+import importlib
+import importlib.util
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -146,6 +149,7 @@ def test_chunks_of_a_row_begin_with_the_first_of_each_segment_by_falling_length(
     np.testing.assert_array_equal(chunks.places[starts], [128, 0, 192, 256, 64])
 
 
+@pytest.mark.mutation("last-chunk-unknown-to-fla", "delta_rule.py", "[-(-length // CHUNK)", "[length // CHUNK")
 def test_fla_knows_where_chunks_begin() -> None:
     lengths = ROWS["mixed"]
     bounds, chunks = delta_rule.FlaBounds.of(lengths, CPU)
@@ -153,6 +157,16 @@ def test_fla_knows_where_chunks_begin() -> None:
     assert chunks.tolist() == [[0, 0], [1, 0], [1, 1], [1, 2], [2, 0], [3, 0], [4, 0], [5, 0], [5, 1], [6, 0]]
     again, _ = delta_rule.FlaBounds.of(lengths, CPU)
     assert again is bounds
+
+
+@pytest.mark.mutation("old-fla-core", "delta_rule.py", "_numbers(fla) < _numbers(FLA_CORE)", "False")
+def test_an_older_fla_core_is_said_not_to_compute(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a fake of the package, which has no kernels."""
+    versions = {"fla": SimpleNamespace(__version__="0.5.1"), "triton": SimpleNamespace(__version__="3.7.1")}
+    monkeypatch.setattr(importlib, "import_module", versions.__getitem__)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: True)
+    found = delta_rule._on_cuda.__wrapped__(9)
+    assert found == (None, "plain torch, since fla-core 0.5.1 is older than 0.6")
 
 
 @pytest.mark.gpu

@@ -13,7 +13,6 @@ If several ranks share the row, T are the positions of this one, and the rule ru
 
 import functools
 import importlib
-import importlib.metadata
 import importlib.util
 import itertools
 import re
@@ -327,14 +326,14 @@ def _on_cuda(major: int) -> tuple[FlaKernels | None, str]:
     """For GPUs of this compute capability. `fla` is imported on CUDA alone: without a GPU its import fails."""
     if importlib.util.find_spec("fla") is None:
         return None, f"plain torch, which is slower than fla-core (pip install 'fla-core>={FLA_CORE}')"
-    if (found := importlib.metadata.version("fla-core")) and _numbers(found) < _numbers(FLA_CORE):
-        return None, f"plain torch, since fla-core {found} is older than {FLA_CORE}"
-    triton = str(importlib.import_module("triton").__version__)
+    fla, triton = (str(importlib.import_module(name).__version__) for name in ("fla", "triton"))
+    if _numbers(fla) < _numbers(FLA_CORE):
+        return None, f"plain torch, since fla-core {fla} is older than {FLA_CORE}"
     if not gradients_are_right(major, triton):
         return None, (
             f"plain torch, since gradients of fla-core are wrong on this GPU with Triton {triton} (3.7.1 is right)"
         )
-    return FlaKernels(), "fla-core"
+    return FlaKernels(), "fla-core, whose kernels the first steps compile, unless Triton's cache has them"
 
 
 def gradients_are_right(major: int, triton: str) -> bool:
