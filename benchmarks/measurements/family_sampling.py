@@ -20,6 +20,7 @@ from harness.model_shapes import SHAPES, Shape
 from harness.scale import SCALES, Scale
 
 from measurements import sampling
+from measurements.training import collect
 
 PREFIX = "base_model.model.model.language_model."
 
@@ -113,6 +114,7 @@ def main(arguments: list[str]) -> None:
     try:
         if not folder.exists():
             write_model(scale, SHAPES[name], folder)
+            collect()  # vLLM's own process needs that memory
         text = json.loads((folder / "config.json").read_text())["text_config"]
         scale = dataclasses.replace(scale, text=dataclasses.replace(scale.text, vocab=text["vocab_size"]))
         {"alone": alone, "ours": ours}[who](scale, name, folder, text)
