@@ -733,6 +733,11 @@ MISTAKES = (
     ),
     Promise(
         "operation",
+        "The first start of an architecture takes ten seconds more, in an interpreter that imports vLLM again",
+        "an-interpreter-for-each-architecture",
+    ),
+    Promise(
+        "operation",
         "GPUs are idle or taken unasked: those not named, one without room, one that is not there; and no line says so",
         "one-gpu-of-many gpus-of-the-other-engine-taken busy-gpu-stops-the-start layout-not-said "
         "missing-gpu-refused-without-those-there",

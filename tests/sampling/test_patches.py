@@ -1,6 +1,7 @@
 """The table of patches of vLLM is complete, and each row names tests that exist."""
 
 import ast
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -61,3 +62,24 @@ def test_a_patch_names_the_tests_that_fail_without_it(patch: Patch) -> None:
 def test_a_patch_is_applied_by_the_table_or_names_its_modules(patch: Patch) -> None:
     assert patch.used_in or patch.to_process or patch.to_config or patch.to_engine
     assert all((FOLDER / module).is_file() for module in patch.used_in)
+
+
+@pytest.mark.mutation(
+    "an-interpreter-for-each-architecture",
+    "vllm_engine/patches.py",
+    "        to_process=_look_at_models_here,\n",
+    '        used_in=("patches.py",),\n',
+)
+def test_no_interpreter_is_started_to_look_at_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    patches.apply_to_process()
+    from vllm.model_executor.models import registry
+
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("a process was started")
+
+    # vLLM looks only once: what it saw is a file.
+    monkeypatch.setattr(registry._LazyRegisteredModel, "_load_modelinfo_from_cache", lambda *_: None)
+    monkeypatch.setattr(registry._LazyRegisteredModel, "_save_modelinfo_to_cache", lambda *_: None)
+    monkeypatch.setattr(subprocess, "run", refuse)
+    found = registry._LazyRegisteredModel("vllm.model_executor.models.qwen2", "Qwen2ForCausalLM").inspect_model_cls()
+    assert found.architecture == "Qwen2ForCausalLM"

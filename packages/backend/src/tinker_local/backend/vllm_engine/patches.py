@@ -60,6 +60,12 @@ def _replace_cpu_operators() -> None:
         module.PunicaWrapperCPU = lora_operators.by_segments(module.PunicaWrapperCPU)  # type: ignore[attr-defined]
 
 
+def _look_at_models_here() -> None:
+    from vllm.model_executor.models import registry
+
+    registry._run_in_subprocess = lambda look: look()
+
+
 def _name_ranks() -> None:
     from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
 
@@ -244,6 +250,14 @@ PATCHES = (
         ("PunicaWrapperCPU",),
         ("sampling/test_adapters.py::test_base_and_adapters_in_one_step_do_not_touch_each_other",),
         to_process=_replace_cpu_operators,
+    ),
+    Patch(
+        "the class of a model is looked at in this process, which loads it next",
+        "vLLM starts an interpreter for it, which takes ten seconds for each new architecture",
+        "0.26 to 0.32",
+        ("_run_in_subprocess",),
+        ("sampling/test_patches.py::test_no_interpreter_is_started_to_look_at_a_model",),
+        to_process=_look_at_models_here,
     ),
     Patch(
         "experts take adapters of the hosted layout, in which they share factors; on CPU in plain torch",
