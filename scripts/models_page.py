@@ -53,8 +53,8 @@ Qwen3-VL-8B, Qwen3-32B and Qwen3-30B-A3B. In bfloat16 on an H100, with vLLM 0.26
 logprobs of trainer and sampler differ by 0.01 nats in the mean for tiny models of Gemma 2 and 3, by 0.02 to 0.06 for
 Qwen, Llama and Mistral, and by 0.03 to 0.1 for mixtures of experts, where the adapters change them by 0.5 to 2.2
 ([numbers](../benchmarks/results/families_bfloat16-20261124.txt),
-[Llama and Qwen3-MoE](../benchmarks/results/families_bfloat16-20261124-cut-short.txt)). Qwen3.5 and Qwen3.5-MoE differ
-by 0.05 to 0.12; the sampler's changes along the trainer's are 0.97 to 1.01 of them
+[Llama and Qwen3-MoE](../benchmarks/results/families_bfloat16-20261124-cut-short.txt)). Qwen3.5 and Qwen3.5-MoE (with
+experts nearly alike) differ by 0.05 to 0.12; the sampler's changes along the trainer's are 0.97 to 1.01 of them
 ([numbers](../benchmarks/results/families_bfloat16-20261125.txt)).
 
 | name | `model_type` | GiB | here |

@@ -42,13 +42,14 @@ def make_experts_alike(folder: Path) -> None:
 
 @pytest.mark.parametrize("family", SERVED)
 def test_each_target_alone_changes_both_engines_alike(family: Any, tmp_path: Path) -> None:
-    """Rounding may send a token to another expert: experts are nearly alike (their adapters are not), and the mean over
-    positions counts, not the largest difference. Some targets change less than bfloat16 rounds (the keys of Qwen3.5,
-    which are normed), but do so in the same direction in both engines: `slope` is the sampler's change along the
-    trainer's, 0 for a target that the sampler ignores."""
+    """Rounding may send a token to another expert, so the mean over positions counts, not the largest difference. In
+    Qwen3.5-MoE that alone makes 0.2 nats, so its experts are nearly alike there (their adapters are not). Some targets
+    change less than bfloat16 rounds (the keys of Qwen3.5, which are normed), but do so in the same direction in both
+    engines: `slope` is the sampler's change along the trainer's, 0 for a target that the sampler ignores."""
     make: Any = make_tiny_text_model if FAMILIES[family].vision is None else make_tiny_vl_model
     folder = make(tmp_path / "model", family=family, tie_word_embeddings=family == "gemma2")  # vLLM has tied ones alone
-    make_experts_alike(folder)
+    if family == "qwen3_5_moe":
+        make_experts_alike(folder)
     trainer = HFTrainer(str(folder), name="tiny", dtype="bfloat16")
     trainer.create_adapter("everything", LoraConfig(rank=4, seed=1))
     full = trainer.capture("everything", optimizer=False)
