@@ -281,6 +281,9 @@ class FlaKernels:
     """The same three operations by Triton kernels of `fla-core`; 16 bits, on CUDA."""
 
     def __init__(self) -> None:
+        from tinker_local.backend.training.autotuning import compile_choices_at_once
+
+        compile_choices_at_once()
         self._convolution = importlib.import_module("fla.modules.causal_conv1d").causal_conv1d
         self._rule = importlib.import_module("fla.ops.gated_delta_rule").chunk_gated_delta_rule
         self._gated_norm = importlib.import_module("fla.modules.norm.fused_norm_gate").rms_norm_gated
