@@ -22,6 +22,9 @@ from measurements import tracing
 from measurements.adapters import adapters_of, one_and_all
 from measurements.training import collect, make_trainer, parameters_of, rate_line, text_datum, train_step, work
 
+AT_ONCE = 4
+"""Layers of experts that are measured one after the other."""
+
 
 def write_model(scale: Scale, shape: Shape, out: Path, *, weights: bool = True) -> dict[str, Any]:
     """Write a model of `shape` (at tiny scale the family's tiny one) into `out`, unless without `weights`; return its
@@ -152,9 +155,9 @@ def loops(scale: Scale, name: str, folder: Path, parameters: int) -> None:
 
 
 def experts(scale: Scale, name: str, shape: Shape, config: dict[str, Any], *, parts: bool) -> None:
-    """Forward and backward of one layer's experts with an adapter, and the grouped products in them alone: those of
-    the frozen matrices with activations and with their gradients. In rows per second of a micro-batch. `parts`: also
-    of several adapters, without the fused kernels, and the kernels' times."""
+    """Forward and backward of a layer's experts with an adapter, and the grouped products in them alone: those of the
+    frozen matrices with activations and with their gradients. In rows per second of a micro-batch, in turns. `parts`:
+    also of several adapters, without the fused kernels, and the kernels' times."""
     import torch
     from tinker_local.backend.training.experts import SILU, ClampedGating, ExpertWeights, Routing
 
@@ -181,20 +184,21 @@ def experts(scale: Scale, name: str, shape: Shape, config: dict[str, Any], *, pa
         routing.groups.multiply(pairs, weights.down)
         routing.groups.multiply(wide, weights.gate_up)
 
-    def measure(line: str, run: Callable[[], None], note: str = "") -> None:
-        seconds = timing.median_seconds(run, dataclasses.replace(scale, repeats=20, warmup=5))
-        note = f"one layer, {rows} rows to {chosen} of {count} experts, {1000 * seconds:.2f} ms{note}"
-        Line(f"{name}.{line}", rows / seconds, "rows/s", note=note).emit()
-
-    measure("products", products)
     alone = layer.pass_of(1)
-    measure("experts", alone)
+    steps = {"products": ("", products), "experts": ("", alone)}
+    if parts:
+        steps |= {f"experts_of_{n}": (f", {n} adapters", layer.pass_of(n)) for n in sorted({3, scale.adapters})}
+        plain = ", without fused kernels"
+        steps["experts_plain"] = plain, layer.pass_of(1, fused=False)
+        steps["experts_plain_of_3"] = f", 3 adapters{plain}", layer.pass_of(3, fused=False)
+    found = timing.seconds_in_turns(
+        {line: run for line, (_, run) in steps.items()}, scale, at_once=AT_ONCE, warmup=5, repeats=15
+    )
+    for line, seconds in found.items():
+        note = f"{rows} rows to {chosen} of {count} experts, {1000 * seconds:.2f} ms, {AT_ONCE} layers in a row"
+        Line(f"{name}.{line}", rows / seconds, "rows/s", note=note + steps[line][0]).emit()
     waits_for_device(f"{name}.experts", alone)
     if parts:
-        for adapters in sorted({3, scale.adapters}):
-            measure(f"experts_of_{adapters}", layer.pass_of(adapters), f", {adapters} adapters")
-        measure("experts_plain", layer.pass_of(1, fused=False), ", without fused kernels")
-        measure("experts_plain_of_3", layer.pass_of(3, fused=False), ", 3 adapters, without fused kernels")
         for line, run in (("experts", alone), ("experts_of_3", layer.pass_of(3))):
             tracing.kernels(run, f"{name}.{line}")
 

@@ -71,6 +71,7 @@ def check_kernels(
     logits, scale = draw(rows, width) * 5, torch.randn(rows, generator=generator, device=device)
     shares, scores = draw(rows), draw(2, 4)
     places = torch.randint(rows, (2, 4), generator=generator, device=device)
+    wide, all_places = draw(2, 2 * width), torch.randperm(8, generator=generator, device=device).view(2, 4)
     off = rows - 1
     scale[off] = 0
     logits[off, 0] = float("nan")
@@ -102,6 +103,7 @@ def check_kernels(
                 **dict(zip(("routed grad_gate_up", "routed value", "grad_shares"), routed, strict=True)),
                 "weighted sum": kernels.weighted_sum(cast(x), places, cast(scores)),
                 "sum": kernels.weighted_sum(cast(x), places, None),
+                "spread": kernels.spread(cast(wide)[:, :width], all_places),
                 "logsumexp": logsumexp[:off],
                 "scaled_softmax": kernels.scaled_softmax(cast(logits), logsumexp, scale),
             }

@@ -182,7 +182,7 @@ def gate_and_up(
 ) -> tuple[torch.Tensor | None, torch.Tensor]:
     """h [T, 2, R] of the adapters, and both projections [S, 2 I], of `x` [T, H]; the fused kernels add the low rank
     later."""
-    gate_up = routing.groups.multiply(x[routing.tokens], weights.gate_up.transpose(1, 2))
+    gate_up = routing.groups.multiply(kernels.spread(x, routing.places), weights.gate_up.transpose(1, 2))
     if weights.gate_up_bias is not None:
         gate_up += weights.gate_up_bias[routing.experts]
     if low_rank is None:
@@ -258,7 +258,7 @@ def experts_backward(
     overwrites what was kept."""
     groups, places = routing.groups, routing.places
     # By the activations, before the scores.
-    grad_activated = groups.multiply(grad[routing.tokens], weights.down)
+    grad_activated = groups.multiply(kernels.spread(grad, places), weights.down)
     grad_mid = None
     if low_down is not None:
         assert kept.mid is not None, "kept or recomputed before the backward"

@@ -76,6 +76,10 @@ class Kernels(Protocol):
     def weighted_sum(self, rows: torch.Tensor, places: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
         """The sum over k of `rows` [S, n] at `places` [T, K], times `weights` [T, K] if there are any. [T, n]."""
 
+    def spread(self, x: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+        """Each row of `x` [T, n] at all of its `places` [T, K], which are the numbers below S = T K: [S, n]. Rows of
+        `x` may be strided."""
+
     def logsumexp(self, logits: torch.Tensor) -> torch.Tensor:
         """log sum exp of each row in float32 (float64 stays). [C, V] -> [C]."""
 
@@ -147,6 +151,11 @@ class TorchKernels:
     def weighted_sum(self, rows: torch.Tensor, places: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
         found = rows[places]
         return found.sum(1) if weights is None else (weights[:, None] @ found)[:, 0]
+
+    def spread(self, x: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+        found = x.new_empty(places.numel(), x.shape[1])
+        found[places] = x[:, None]
+        return found
 
     def logsumexp(self, logits: torch.Tensor) -> torch.Tensor:
         return logits.to(_wide(logits)).logsumexp(-1)

@@ -18,6 +18,8 @@ from tinker_local.backend.training.lora_batch import LowRank, Owners
 
 _ROWS = 64
 """Of a tile."""
+_FEW_ROWS = 16
+"""Of a tile, what one program of the backward pass takes: it holds more of each row."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -80,9 +82,9 @@ class TritonExperts:
         grad_shares = torch.empty(count, dtype=torch.float32, device=grad.device)
         grad_h = _columns(grad, (count, 2), first)
         sizes, places = _sizes(rows, first.owners, width, h), _places(rows, first.owners)
-        _activate_backward[(len(rows.tile_groups),)](
+        _activate_backward[(len(rows.tile_groups) * (_ROWS // _FEW_ROWS),)](
             grad, gate_up, h, grad_mid, shares, second.a, *first.b, *places, grad_shares, grad_h,
-            *sizes, **_blocks(first.owners, 32),
+            *sizes, **_few_rows(first.owners),
         )  # fmt: skip
         assert second.grad_a is not None
         _write_gradients[(len(rows.bounds) - 1, triton.cdiv(width, 64))](
@@ -113,12 +115,18 @@ def _blocks(owners: Owners, block: int) -> dict[str, int]:
     return {"row_block": _ROWS, "block": block, "rank_block": rank_block, "num_warps": 4 if rank_block <= 64 else 8}
 
 
+def _few_rows(owners: Owners) -> dict[str, int]:
+    """The blocks of the backward pass. Products of fewer rows than 64 need no barriers between warps on Hopper."""
+    rank_block = _blocks(owners, 64)["rank_block"]
+    warps = 2 if rank_block <= 32 else 4
+    return {"tile_rows": _ROWS, "row_block": _FEW_ROWS, "block": 64, "rank_block": rank_block, "num_warps": warps}
+
+
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
-def _rows_of(tile, group, bounds, tile_ends, row_block: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Of a tile: numbers from its first row on, and whether they are rows of its group."""
+def _first_row(tile, group, bounds, tile_ends, tile_rows: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Of a tile of the group."""
     before = tl.load(tile_ends + group - 1, mask=group > 0, other=0)
-    row = tl.load(bounds + group) + (tile - before) * row_block + tl.arange(0, row_block)
-    return row, row < tl.load(bounds + group + 1)
+    return tl.load(bounds + group) + (tile - before) * tile_rows
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
@@ -137,8 +145,8 @@ def _activate(  # type: ignore[no-untyped-def]
     tile = tl.program_id(0)
     group = tl.load(tile_groups + tile)
     if group < groups:
-        row, is_row = _rows_of(tile, group, bounds, tile_ends, row_block)
-        inside = is_row[:, None]
+        row = _first_row(tile, group, bounds, tile_ends, row_block) + tl.arange(0, row_block)
+        inside = (row < tl.load(bounds + group + 1))[:, None]
         row = row.to(tl.int64)[:, None]
         token = tl.load(tokens + row, mask=inside, other=0)
         expert, owner = (group // owners).to(tl.int64), group % owners
@@ -175,13 +183,20 @@ def _activate(  # type: ignore[no-untyped-def]
 def _activate_backward(  # type: ignore[no-untyped-def]
     grad, gate_up, h, grad_mid, shares, a, b_gate, b_up, tokens, bounds, tile_groups, tile_ends, columns,
     grad_shares, grad_h,
-    groups, owners, width, ranks, row_block: tl.constexpr, block: tl.constexpr, rank_block: tl.constexpr,
+    groups, owners, width, ranks,
+    tile_rows: tl.constexpr, row_block: tl.constexpr, block: tl.constexpr, rank_block: tl.constexpr,
 ):  # fmt: skip
     """Overwrite gate and up with their gradients, and `grad` with the activations."""
-    tile = tl.program_id(0)
+    parts: tl.constexpr = tile_rows // row_block
+    tile = tl.program_id(0) // parts
     group = tl.load(tile_groups + tile)
+    first, stop = 0, 0
     if group < groups:
-        row, is_row = _rows_of(tile, group, bounds, tile_ends, row_block)
+        first = _first_row(tile, group, bounds, tile_ends, tile_rows) + tl.program_id(0) % parts * row_block
+        stop = tl.load(bounds + group + 1)
+    if first < stop:
+        row = first + tl.arange(0, row_block)
+        is_row = row < stop
         share = tl.load(shares + row, mask=is_row, other=0.0).to(tl.float32)
         share_place = grad_shares + row
         inside = is_row[:, None]

@@ -103,8 +103,18 @@ class TritonKernels:
         weights = None if weights is None else weights.contiguous()
         _weighted_sum[(tokens, triton.cdiv(width, block))](
             rows, places, weights, result, width,
-            chosen=chosen, has_weights=weights is not None, block=block, num_warps=4,
+            chosen=chosen, has_weights=weights is not None, block=block, num_warps=max(1, min(4, block // 256)),
         )  # fmt: skip
+        return result
+
+    def spread(self, x: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+        tokens, chosen = places.shape
+        width = x.shape[1]
+        result = torch.empty(tokens * chosen, width, dtype=x.dtype, device=x.device)
+        block = _span(width)
+        _spread[(tokens, triton.cdiv(width, block))](
+            x, places, result, x.stride(0), width, chosen=chosen, block=block, num_warps=max(1, min(4, block // 256))
+        )
         return result
 
     def logsumexp(self, logits: torch.Tensor) -> torch.Tensor:
@@ -305,6 +315,18 @@ def _weighted_sum(  # type: ignore[no-untyped-def]
             values *= tl.load(weights + token * chosen + k).to(tl.float32)
         total += values
     tl.store(result + token * width + at, total, mask=inside)
+
+
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+def _spread(x, places, result, stride, width, chosen: tl.constexpr, block: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Reads each row once, which a gather of the result's rows does `chosen` times."""
+    token = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * block + tl.arange(0, block)
+    inside = at < width
+    values = tl.load(x + token * stride + at, mask=inside)
+    for k in tl.static_range(chosen):
+        place = tl.load(places + token * chosen + k)
+        tl.store(result + place * width + at, values, mask=inside)
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
