@@ -1,4 +1,4 @@
-"""What one of several trainer ranks runs in the tests: python -m tests.training.rank_program FOLDER EXTENT RANK SIZE
+"""What one of several trainer ranks runs in the tests, in a process of its own: `main`.
 
 Each rank makes the same calls, and writes what it saw into `FOLDER/EXTENT-RANK-of-SIZE.pickle`. EXTENT: "all", or
 "short" for a part of them, or "copies" for those of sharded weights of which two ranks hold a copy.
@@ -8,7 +8,6 @@ import faulthandler
 import os
 import pickle
 import sys
-import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -66,9 +65,6 @@ ADAPTERS: dict[str, dict[str, Any]] = {
 }
 
 POLICY_LOSSES = [name for name in LOSSES if name != "cross_entropy"]
-
-TWO_HOSTS = "TWO_HOSTS"
-"""In the environment: where ranks meet of which the first half is on one host, and the others on another."""
 
 STEP = AdamParams(learning_rate=0.01, weight_decay=0.1, grad_clip_norm=1.0)
 
@@ -431,10 +427,21 @@ def noted_processes() -> set[int]:
     return opened
 
 
-def main(folder: Path, extent: str, rank: int, size: int) -> None:
+def alone(folder: Path) -> None:
+    """One rank trains in this process, which ends with 0 if it has not imported what joins several, and else with 1."""
+    torch.set_num_threads(1)
+    trainer = make_trainer(folder, "text")
+    add_adapters(trainer)
+    train(trainer, Seen(), range(1), images=False)
+    sys.exit("tinker_local.backend.training.joined_ranks" in sys.modules)
+
+
+def main(folder: Path, extent: str, rank: int, size: int, two_hosts: str | None) -> None:
+    """`two_hosts`: where ranks meet of which the first half is on one host, and the others on another."""
     torch.set_num_threads(1)
     faulthandler.dump_traceback_later(1500, exit=True)  # a hang shows where, and ends
-    two_hosts = os.environ.get(TWO_HOSTS)
+    if two_hosts:
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     meeting = two_hosts or str(folder / f"meeting-{extent}-{size}")
     ranks = join(Seat(rank, size, meeting, host=2 * rank // size if two_hosts else 0), torch.device("cpu"))
     seen: dict[str, Any] = copies_of_two(folder, ranks) if extent == "copies" else {}
@@ -455,14 +462,4 @@ def main(folder: Path, extent: str, rank: int, size: int) -> None:
         seen["memory"] = [measured(partial(deep, folder, decoder, ranks, size)) for decoder in IN_A_WALK]
         seen["probed"] = probed(folder, ranks, shards=size)
     (folder / f"{extent}-{rank}-of-{size}.pickle").write_bytes(pickle.dumps(seen))
-    os._exit(0)
-
-
-if __name__ == "__main__":
-    try:
-        from tests.training.rank_program import main  # not as __main__, whose classes no other process knows
-
-        main(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4]))
-    except BaseException:
-        traceback.print_exc()
-    os._exit(1)  # without it, an interpreter that has joined others may hang at its end
+    os._exit(0)  # without it, an interpreter that has joined others may hang at its end

@@ -5,10 +5,7 @@ ranks, "faults" for two of which one fails, and "four" for four ranks in several
 import faulthandler
 import os
 import pickle
-import sys
-import traceback
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -176,21 +173,10 @@ def four(folder: Path, ranks: Ranks) -> dict[str, Any]:
     return seen
 
 
-def main(folder: Path, extent: str, rank: int, size: int) -> None:
+def main(folder: Path, extent: str, rank: int, size: int, _: None) -> None:
     torch.set_num_threads(1)
     faulthandler.dump_traceback_later(1500, exit=True)  # a hang shows where, and ends
     ranks = join(Seat(rank, size, str(folder / f"meeting-{extent}-{size}")), torch.device("cpu"))
     seen = {"two": two, "faults": faults, "four": four}[extent](folder, ranks)
     (folder / f"{extent}-{rank}-of-{size}.pickle").write_bytes(pickle.dumps(seen))
     os._exit(0)
-
-
-if __name__ == "__main__":
-    with suppress(Exception):
-        try:
-            from tests.training.shared_rows_program import main  # not as __main__, whose classes no process knows
-
-            main(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4]))
-        except BaseException:
-            traceback.print_exc()
-    os._exit(1)

@@ -5,16 +5,19 @@ Every rank runs `rank_program.py` once, in a process over gloo; the tests look a
 
 import ast
 import itertools
+import multiprocessing
 import os
 import pickle
 import re
 import socket
-import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass
+from functools import cache
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -23,8 +26,7 @@ from tinker_local.backend.training.packing import Item, rounds
 from tinker_local.backend.training.ranks import Ranks
 from tinker_local.backend.training.trainer import AdapterState
 
-from tests.mutations import ROOT
-from tests.training import rank_program
+from tests.training import rank_program, shared_rows_program
 from tests.training.conftest import Maker
 from tests.training.rank_program import (
     ADAPTERS,
@@ -36,7 +38,6 @@ from tests.training.rank_program import (
     RETRIED,
     SHARDED,
     TRAINERS,
-    TWO_HOSTS,
     Fault,
     Seen,
 )
@@ -51,17 +52,35 @@ def folder(model_path: Callable[[str], Path]) -> Path:
     return model_path("qwen3_vl").parent
 
 
+PROGRAMS = {"rank_program": rank_program.main, "shared_rows_program": shared_rows_program.main}
+
+
+@cache
+def fork_server() -> Any:
+    """Starts processes as forks of one that has imported what ranks run, which takes a processor 8 s."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([f"tests.training.{program}" for program in PROGRAMS])
+    with mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join(filter(None, sys.path))):
+        forkserver.ensure_running()
+    return context
+
+
 def spawned(folder: Path, size: int, extent: str = "all", program: str = "rank_program") -> list[dict[str, Any]]:
     """What each of `size` ranks saw."""
-    command = [sys.executable, "-m", f"tests.training.{program}", str(folder), extent]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    meeting = None
     if extent == "copies":
         with socket.create_server(("127.0.0.1", 0)) as free:
-            port = free.getsockname()[1]
-        environment |= {TWO_HOSTS: f"tcp://127.0.0.1:{port}", "GLOO_SOCKET_IFNAME": "lo"}
-    started = [subprocess.Popen([*command, str(rank), str(size)], cwd=ROOT, env=environment) for rank in range(size)]
+            meeting = f"tcp://127.0.0.1:{free.getsockname()[1]}"
+    started = [
+        fork_server().Process(target=PROGRAMS[program], args=(folder, extent, rank, size, meeting))
+        for rank in range(size)
+    ]
     try:
-        assert [process.wait(timeout=1600) for process in started] == [0] * size
+        for process in started:
+            process.start()
+        for process in started:
+            process.join(1600)
+        assert [process.exitcode for process in started] == [0] * size
     finally:
         for process in started:
             process.kill()
@@ -362,16 +381,10 @@ def test_one_rank_does_not_import_what_joins_several() -> None:
 
 
 def test_a_trainer_of_one_rank_trains_without_what_joins_several(folder: Path) -> None:
-    program = """
-import sys
-from pathlib import Path
-from tests.training import rank_program
-trainer = rank_program.make_trainer(Path(sys.argv[1]), "text")
-rank_program.add_adapters(trainer)
-rank_program.train(trainer, rank_program.Seen(), range(1), images=False)
-sys.exit("tinker_local.backend.training.joined_ranks" in sys.modules)
-"""
-    subprocess.run([sys.executable, "-c", program, str(folder)], check=True, cwd=ROOT, timeout=280)
+    alone = fork_server().Process(target=rank_program.alone, args=(folder,))
+    alone.start()
+    alone.join(280)
+    assert alone.exitcode == 0
 
 
 def items_of_lengths(lengths: list[int]) -> list[Item]:
