@@ -2,6 +2,7 @@
 
 import gc
 import sys
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -53,6 +54,18 @@ def lora_slot_tensors(worker: Any) -> Iterator[Any]:
             yield from stacked if isinstance(stacked, list | tuple) else [stacked]
 
 
+def _tensors_that_have_to_go(runner: Any) -> list[Any]:
+    """Weak references to weights, KV caches and LoRA slots.
+
+    A weight also lets go of its module here, of which it has a method: a cycle that outlasts a collection where several
+    modules have that weight.
+    """
+    for weight in runner.model.parameters():
+        vars(weight).clear()
+    slots = lora_slot_tensors(runner.lora_manager)
+    return [weakref.ref(tensor) for tensor in (*runner.model.parameters(), *runner.kv_caches, *slots)]
+
+
 def release_engine(engine: Any) -> None:
     """Free an engine's memory, and leave other engines of the process alone.
 
@@ -61,6 +74,7 @@ def release_engine(engine: Any) -> None:
     """
     runner, sleeps = model_runner(engine), can_sleep(engine)
     _forget_lora_pointers(lora_worker(engine))
+    tensors = _tensors_that_have_to_go(runner)
     runner.compilation_config.static_forward_context.clear()
     runner.kv_caches.clear()
     runner.model = None
@@ -71,7 +85,8 @@ def release_engine(engine: Any) -> None:
     del runner
     gc.unfreeze()  # vLLM froze the heap when it built the engine, and frozen objects are never collected
     gc.collect()
-    gc.collect()  # what finalizers of the first one let go
+    if any(tensor() is not None for tensor in tensors):
+        gc.collect()  # what finalizers of the first one let go; it takes as long again, seconds in a large process
     gc.freeze()  # as it was: the server's modules and other engines stay out of full collections
     if sleeps:
         free_sleep_pools()
