@@ -224,4 +224,4 @@ def _pooling() -> Array:
 
 def _gelu(x: Array) -> Array:
     """GELU in its tanh form, which the tower uses."""
-    return np.asarray(0.5 * x * (1 + np.tanh(float(np.sqrt(2 / np.pi)) * (x + 0.044715 * x**3))), np.float32)
+    return np.asarray(0.5 * x * (1 + np.tanh(float(np.sqrt(2 / np.pi)) * (x + 0.044715 * x * x * x))), np.float32)
