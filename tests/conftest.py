@@ -1,5 +1,6 @@
 """Fixtures of the whole suite: tiny models made once, and servers started as users start them."""
 
+import gc
 import logging
 import os
 import re
@@ -23,6 +24,10 @@ os.environ.setdefault("TINKER_API_KEY", "tml-local")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # A client that a test left open warns of its server's end for as long as this process lives: not in others' `caplog`.
 logging.getLogger("tinker.lib.internal_client_holder").setLevel(logging.ERROR)
+# A client reads all certificates of the machine when it is made, for 35 ms, and no test asks for one. (httpx looks at
+# this variable alone, and a file in place of a folder has none.)
+os.environ.pop("SSL_CERT_FILE", None)
+os.environ["SSL_CERT_DIR"] = os.devnull
 os.environ["NO_PROXY"] = ",".join(filter(None, [os.environ.get("NO_PROXY"), "127.0.0.1", "localhost"]))
 
 TOGETHER = {
@@ -47,6 +52,11 @@ def scope(nodeid: str) -> str:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The tests of the real server come first: they are what the others would have to wait for in the end."""
     items.sort(key=lambda item: scope(item.nodeid) != "real_server")
+
+
+def pytest_collection_finish() -> None:
+    """Modules and tests are no garbage: leave them out of its collections from now on."""
+    gc.freeze()
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -24,6 +24,7 @@ PARAMS = tinker.SamplingParams(max_tokens=16)
 
 @pytest.fixture(autouse=True)
 def _asyncio_has_no_complaints(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    gc.freeze()  # so that the search below is for this test's garbage alone
     yield
     gc.collect()
     assert [record.getMessage() for record in caplog.records if record.name == "asyncio"] == []

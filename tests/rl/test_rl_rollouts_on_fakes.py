@@ -40,6 +40,7 @@ async def until(condition: Callable[[], bool], seconds: float = 60) -> None:
 @pytest.fixture(autouse=True)
 def _nothing_is_left(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
     """No thread of an environment, and nothing that asyncio complains about."""
+    gc.freeze()  # so that the search below is for this test's garbage alone
     yield
     gc.collect()
     assert [record.getMessage() for record in caplog.records if record.name == "asyncio"] == []
