@@ -3,6 +3,7 @@
 import ast
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ MUTATIONS = read_mutations()
 ALL = (*PROMISES, *VISION_RL_PROMISES, *MISTAKES)
 
 
+@cache
 def functions(file: str) -> set[str]:
     """The test functions of a file, which is parsed and not imported."""
     body = ast.parse((ROOT / file).read_text()).body
