@@ -1,21 +1,25 @@
 """Fixtures of the whole suite: tiny models made once, and servers started as users start them."""
 
 import gc
+import json
 import logging
 import os
 import re
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 import threading
 import urllib.request
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import certifi
 import pytest
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -24,10 +28,12 @@ os.environ.setdefault("TINKER_API_KEY", "tml-local")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # A client that a test left open warns of its server's end for as long as this process lives: not in others' `caplog`.
 logging.getLogger("tinker.lib.internal_client_holder").setLevel(logging.ERROR)
-# A client reads all certificates of the machine when it is made, for 35 ms, and no test asks for one. (httpx looks at
-# this variable alone, and a file in place of a folder has none.)
-os.environ.pop("SSL_CERT_FILE", None)
-os.environ["SSL_CERT_DIR"] = os.devnull
+# Each client reads all the certificates that there are, for 35 ms, and no test asks for one: leave one there.
+ONE_CERTIFICATE = tempfile.NamedTemporaryFile("w", suffix=".pem")  # noqa: SIM115, which ends with this process
+print(
+    certifi.contents().partition("-----END")[0], "-----END CERTIFICATE-----", sep="", file=ONE_CERTIFICATE, flush=True
+)
+os.environ["SSL_CERT_FILE"] = ONE_CERTIFICATE.name
 os.environ["NO_PROXY"] = ",".join(filter(None, [os.environ.get("NO_PROXY"), "127.0.0.1", "localhost"]))
 
 TOGETHER = {
@@ -163,20 +169,58 @@ def start_server(data_dir: Path, *arguments: str, seconds: float = 600, program:
     return server
 
 
+SDK_COMMANDS = """
+import json
+import os
+import sys
+from tinker.cli.__main__ import main
+
+for line in sys.stdin:
+    order = json.loads(line)
+    if child := os.fork():
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+        continue
+    for stream, file in enumerate([os.devnull, *order["files"]]):
+        os.dup2(os.open(file, os.O_RDWR | os.O_CREAT | os.O_TRUNC), stream)
+    os.chdir(order["folder"])
+    os.environ |= order["environment"]
+    sys.argv[1:] = order["arguments"]
+    try:
+        main()
+    except SystemExit as end:
+        print(end="", flush=True)
+        os._exit(end.code or 0)
+    sys.exit("the command did not end with a status")
+"""
+"""A program: the SDK's command line, each command in a fork, since it takes seconds to import the SDK, and most of one
+to take its interpreter apart."""
+
+
+@cache
+def sdk_commands() -> subprocess.Popen[str]:
+    """`SDK_COMMANDS`, which ends with this process."""
+    command = [sys.executable, "-c", SDK_COMMANDS]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+
 def tinker_command(*arguments: str, url: str, api_key: str, home: Path) -> subprocess.CompletedProcess[str]:
-    """The SDK's command line. About once in 150 times it aborts in silence when it ends, with its work done and
-    printed: that is status 0 here."""
-    done = subprocess.run(
-        [sys.executable, "-m", "tinker.cli", *arguments],
-        capture_output=True,
-        text=True,
-        timeout=280,
-        stdin=subprocess.DEVNULL,
-        env={**os.environ, "TINKER_BASE_URL": url, "TINKER_API_KEY": api_key, "HOME": str(home)},
-    )
-    if done.returncode == -signal.SIGABRT and not done.stderr:
-        done.returncode = 0
-    return done
+    """The SDK's command line."""
+    with tempfile.TemporaryDirectory() as folder:
+        files = [Path(folder) / "stdout", Path(folder) / "stderr"]
+        environment = {"TINKER_BASE_URL": url, "TINKER_API_KEY": api_key, "HOME": str(home)}
+        order = {
+            "arguments": arguments,
+            "environment": environment,
+            "files": [*map(str, files)],
+            "folder": str(Path.cwd()),
+        }
+        runner = sdk_commands()
+        assert runner.stdin is not None
+        assert runner.stdout is not None
+        print(json.dumps(order), file=runner.stdin, flush=True)
+        status = int(runner.stdout.readline())
+        out, err = (file.read_text() for file in files)
+    return subprocess.CompletedProcess(arguments, status, out, err)
 
 
 @pytest.fixture(scope="session")
