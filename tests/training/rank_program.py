@@ -1,4 +1,4 @@
-"""What one of several trainer ranks runs in the tests, in a process of its own: `main`.
+"""What one of several trainer ranks runs in the tests, each in a process that runs `main`.
 
 Each rank makes the same calls, and writes what it saw into `FOLDER/EXTENT-RANK-of-SIZE.pickle`. EXTENT: "all", or
 "short" for a part of them, or "copies" for those of sharded weights of which two ranks hold a copy.
