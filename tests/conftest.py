@@ -61,7 +61,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Modules and tests are no garbage: leave them out of its collections from now on."""
+    """Modules and tests stay, so that searches for garbage leave them out from now on."""
     gc.freeze()
 
 
