@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
+from tinker_local.backend.heap import while_importing
 from tinker_local.backend.process.channel import Channel
 from tinker_local.backend.process.messages import (
     Answer,
@@ -56,7 +57,8 @@ def main(descriptor: int) -> None:
     faulthandler.enable()
     channel = Channel(socket.socket(fileno=descriptor), os.getppid())
     threading.Thread(target=_end_with, args=(channel,), daemon=True, name="parent").start()
-    start: Start = channel.receive()  # imports what the program needs
+    with while_importing("torch"):
+        start: Start = channel.receive()  # imports what the program needs
     logging.basicConfig(level=start.log_level, handlers=[_Forwarding(channel, start.name)])
     with suppress(EOFError, BrokenPipeError, ConnectionResetError):
         start.program(Inbox(channel))

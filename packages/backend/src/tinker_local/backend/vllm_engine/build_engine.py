@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from tinker_local.backend.heap import while_importing
 from tinker_local.backend.options import DType
 from tinker_local.backend.sampling.sampler import RESERVED
 from tinker_local.backend.vllm_engine import patches
@@ -138,11 +139,12 @@ def build_engine(options: EngineOptions, events: patches.EngineEvents | None = N
     """
     prepare_environment()
     with process_state_kept():
-        from vllm.engine.arg_utils import EngineArgs
-        from vllm.usage.usage_lib import UsageContext
-        from vllm.v1.engine.llm_engine import LLMEngine
+        with while_importing("vllm"):
+            from vllm.engine.arg_utils import EngineArgs
+            from vllm.usage.usage_lib import UsageContext
+            from vllm.v1.engine.llm_engine import LLMEngine
 
-        patches.apply_to_process()
+            patches.apply_to_process()
         config = EngineArgs(**_engine_arguments(options)).create_engine_config(UsageContext.ENGINE_CONTEXT)
         patches.apply_to_config(config, options.image_cache_bytes)
         kept_before = kept_by_dynamo()
