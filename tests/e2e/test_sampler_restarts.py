@@ -16,7 +16,7 @@ from tinker_local.types import LoraConfig, SampleOutput, SampleRequest, Sampling
 
 from tests.e2e.test_trainer_restarts import GREEDY, PROMPT, free_memory, trained
 
-LOAD = 48
+LOAD, TOKENS = 24, 100
 
 
 def begin(driver: Any, sampler: str, count: int) -> list["Future[SampleOutput]"]:
@@ -28,7 +28,7 @@ def begin(driver: Any, sampler: str, count: int) -> list["Future[SampleOutput]"]
             seq_id=seq_id,
             prompt=PROMPT,
             num_samples=2,
-            sampling_params=SamplingParams(max_tokens=200, seed=seq_id, stop=()),
+            sampling_params=SamplingParams(max_tokens=TOKENS, seed=seq_id, stop=()),
         )
         result: SampleOutput = await (await driver.backend.sampling.sample(request))
         return result
@@ -89,7 +89,7 @@ def test_sampling_goes_on_after_a_kill_and_a_hang_as_if_there_had_been_none(
             f"after it; trained meanwhile: {trains}"
         )
         for output in (each.result(300) for each in load):
-            assert [len(sequence.tokens) for sequence in output.sequences] == [200, 200]
+            assert [len(sequence.tokens) for sequence in output.sequences] == [TOKENS, TOKENS]
         after = [driver.sample(each, PROMPT, 1, GREEDY)[0] for each in samplers]  # alone, as before
         for (tokens, logprobs, _), (wanted_tokens, wanted, _) in zip(after, before, strict=True):
             assert tokens == wanted_tokens
