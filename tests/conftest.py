@@ -45,19 +45,39 @@ TOGETHER = {
 }
 """Tests that one worker runs when several share the suite, because they share what takes long to start."""
 
+WALK = "tests/examples/test_examples_rl.py::test_walker_learns_the_way_to_a_goal_that_only_the_newest_picture_shows"
+DEMO = "tests/examples/test_examples.py::test_demo_takes_another_family"
+RESTARTS = (
+    "tests/e2e/test_sampler_restarts.py",
+    "tests/e2e/test_trainer_restarts.py",
+    "tests/e2e/test_ranks_over_http.py",
+)
+APART = (WALK, DEMO, *RESTARTS)
+"""Files and tests of these folders that start their servers themselves: another worker may run them."""
+
+LONGEST = (
+    "real_server",
+    *(WALK, RESTARTS[0], "tests/chaos/test_rank_kills.py", "tests/documentation/test_pages_run.py", "tests/sampling"),
+    *(RESTARTS[2], "tests/storage/test_storage_kill.py", "tests/training/test_rank_processes_on_fakes.py", DEMO),
+)
+"""Scopes that come first, in this order: one that begins last is what all wait for in the end."""
+
 TEXT, VISION = "tiny/text", "tiny/vision"
 """Names under which tests serve the two tiny models."""
 
 
 def scope(nodeid: str) -> str:
-    """What one worker runs as a whole: a file, or a group of `TOGETHER`."""
+    """What one worker runs as a whole: a file, a group of `TOGETHER`, or one of `APART`."""
     file = nodeid.partition("::")[0]
+    if apart := {file, nodeid.partition("[")[0]}.intersection(APART):
+        return apart.pop()
     return next((group for path, group in TOGETHER.items() if f"{file}/".startswith(f"{path}/")), file)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The tests of the real server come first: they are what the others would have to wait for in the end."""
-    items.sort(key=lambda item: scope(item.nodeid) != "real_server")
+    """Those of `LONGEST` come first."""
+    places = {name: place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: places.get(scope(item.nodeid), len(places)))
 
 
 def pytest_collection_finish() -> None:
