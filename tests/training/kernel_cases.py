@@ -138,6 +138,7 @@ EXPERTS = {
     "a rank that fills no columns": (4, 40, ((3, 20),)),
     "three ranks": (5, 48, ((4, 9), (13, 70), (1, 1))),
     "the base model too": (3, 72, ((8, 12), (None, 5), (20, 6))),
+    "rows of several tiles": (3, 24, ((8, 150),)),
 }
 """Experts, their width, and the rank (None: the base model) and tokens of each adapter."""
 

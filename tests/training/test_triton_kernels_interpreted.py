@@ -26,6 +26,15 @@ import pytest
 @pytest.mark.mutation(
     "gradient-of-experts-without-their-share", "triton_experts.py", "grad_value *= share[:, None]", "grad_value *= 1.0"
 )
+@pytest.mark.mutation(
+    "first-rows-of-a-tile-alone", "triton_experts.py", "tl.program_id(0) % parts * row_block", "0 * row_block"
+)
+@pytest.mark.mutation(
+    "spread-to-one-place",
+    "triton_kernels.py",
+    "tl.store(result + place * width + at, values",
+    "tl.store(result + at, values",
+)
 def test_triton_kernels_equal_plain_torch_in_the_interpreter() -> None:
     pytest.importorskip("triton")
     cases = Path(__file__).with_name("kernel_cases.py")
