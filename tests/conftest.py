@@ -208,8 +208,10 @@ for line in sys.stdin:
     try:
         main()
     except SystemExit as end:
+        if isinstance(end.code, str):
+            print(end.code, file=sys.stderr)
         print(end="", flush=True)
-        os._exit(end.code or 0)
+        os._exit(1 if isinstance(end.code, str) else end.code or 0)
     sys.exit("the command did not end with a status")
 """
 """A program: the SDK's command line, each command in a fork, since it takes seconds to import the SDK, and most of one

@@ -122,7 +122,8 @@ PROMISES = (
         "Each run follows the order of seq_id; a duplicate runs once; gaps are skipped and closed; runs share calls",
         "order-of-arrival duplicates-run-twice gap-not-skipped-by-a-step gap-waited-for-for-ever "
         "impatient-with-gaps skipped-id-stays-open skipped-gap-forgotten one-request-per-call "
-        "columns-of-other-adapters-count ranks-without-bound rows-by-expert-alone",
+        "columns-of-other-adapters-count ranks-without-bound rows-by-expert-alone first-tile-of-a-group-alone "
+        "first-rows-of-a-tile-alone spread-to-one-place",
     ),
     Promise(
         "13",
@@ -803,7 +804,8 @@ MISTAKES = (
         "delta-nets-see-other-sequences delta-rule-state-of-other-segments convolution-leaks-between-segments "
         "delta-rule-decay-not-in-the-system delta-rule-keeps-a-graph parts-of-a-module-in-one "
         "split-rows-ignored-by-vllm parts-joined-off-the-diagonal gate-of-attention-without-its-gradient "
-        "wrong-gradients-on-hopper old-fla-core last-chunk-unknown-to-fla positions-of-text-in-one-row",
+        "wrong-gradients-on-hopper old-fla-core last-chunk-unknown-to-fla positions-of-text-in-one-row "
+        "choices-compiled-one-by-one failed-choices-kept",
         ("families/test_qwen3_5.py::test_long_prompts_in_parts_and_from_the_cache_have_the_same_logprobs",),
     ),
     Promise(
@@ -838,7 +840,7 @@ MISTAKES = (
         "vLLM",
         "A patch of vLLM is not applied, or another version of vLLM passes it by",
         "vllms-draw draws-not-rewound large-vocabularies-refused images-not-counted begun-sequences-not-reported "
-        "temperature-through-vllms-checks slots-of-released-engines-noted "
+        "temperature-through-vllms-checks slots-of-released-engines-noted caches-of-a-layer-taken-for-a-tensor "
         "compiled-code-of-released-engines-stays half-a-waking-stays engines-shut-vllm-down images-encoded-each-time",
     ),
 )

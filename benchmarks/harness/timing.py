@@ -48,18 +48,17 @@ def seconds_in_turns(
 ) -> dict[str, float]:
     """Median seconds of each of `steps`, which run in turns, so that a clock that falls slows all of them. Each time
     `at_once` run one after the other without waiting for the device between them, as layers of a model do."""
-    found: dict[str, list[float]] = {name: [] for name in steps}
-    while all(sum(times) * at_once < scale.patience for times in found.values()):
-        if min(map(len, found.values())) >= warmup + repeats:
-            break
-        for name, step in steps.items():
-            synchronize()
-            start = time.perf_counter()
-            for _ in range(at_once):
-                step()
-            synchronize()
-            found[name].append((time.perf_counter() - start) / at_once)
-    return {name: statistics.median(times[warmup:] or times) for name, times in found.items()}
+    for limit in (warmup, repeats):
+        found = {name: list[float]() for name in steps}
+        while all(len(times) < limit and at_once * sum(times) < scale.patience for times in found.values()):
+            for name, step in steps.items():
+                synchronize()
+                start = time.perf_counter()
+                for _ in range(at_once):
+                    step()
+                synchronize()
+                found[name].append((time.perf_counter() - start) / at_once)
+    return {name: statistics.median(times) for name, times in found.items()}
 
 
 def forget_peak() -> None:

@@ -185,18 +185,26 @@ def experts(scale: Scale, name: str, shape: Shape, config: dict[str, Any], *, pa
         routing.groups.multiply(wide, weights.gate_up)
 
     alone = layer.pass_of(1)
-    steps = {"products": ("", products), "experts": ("", alone)}
+    plain = ", without fused kernels"
+
+    def measure(steps: dict[str, tuple[str, Callable[[], None]]]) -> None:
+        found = timing.seconds_in_turns(
+            {line: run for line, (_, run) in steps.items()}, scale, at_once=AT_ONCE, warmup=5, repeats=15
+        )
+        for line, seconds in found.items():
+            note = f"{rows} rows to {chosen} of {count} experts, {1000 * seconds:.2f} ms, {AT_ONCE} layers in a row"
+            Line(f"{name}.{line}", rows / seconds, "rows/s", note=note + steps[line][0]).emit()
+
+    measure({"products": ("", products), "experts": ("", alone)})
     if parts:
-        steps |= {f"experts_of_{n}": (f", {n} adapters", layer.pass_of(n)) for n in sorted({3, scale.adapters})}
-        plain = ", without fused kernels"
-        steps["experts_plain"] = plain, layer.pass_of(1, fused=False)
-        steps["experts_plain_of_3"] = f", 3 adapters{plain}", layer.pass_of(3, fused=False)
-    found = timing.seconds_in_turns(
-        {line: run for line, (_, run) in steps.items()}, scale, at_once=AT_ONCE, warmup=5, repeats=15
-    )
-    for line, seconds in found.items():
-        note = f"{rows} rows to {chosen} of {count} experts, {1000 * seconds:.2f} ms, {AT_ONCE} layers in a row"
-        Line(f"{name}.{line}", rows / seconds, "rows/s", note=note + steps[line][0]).emit()
+        several = {f"experts_of_{n}": (f", {n} adapters", layer.pass_of(n)) for n in sorted({3, scale.adapters})}
+        measure(several)
+        measure(
+            {
+                "experts_plain": (plain, layer.pass_of(1, fused=False)),
+                "experts_plain_of_3": (f", 3 adapters{plain}", layer.pass_of(3, fused=False)),
+            }
+        )
     waits_for_device(f"{name}.experts", alone)
     if parts:
         for line, run in (("experts", alone), ("experts_of_3", layer.pass_of(3))):

@@ -5,8 +5,11 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
+from tinker_local.backend.vllm_engine import release_engine
 
 SCRIPT = """
 import gc, sys, weakref
@@ -90,3 +93,17 @@ def test_a_released_engine_leaves_no_weights(tiny_models: dict[str, Path], how: 
     left, of = re.search(r"left (\d+) of (\d+)", done.stdout).groups()  # type: ignore[union-attr]
     assert int(of) > 10
     assert int(left) == 0
+
+
+@pytest.mark.mutation(
+    "caches-of-a-layer-taken-for-a-tensor",
+    "release_engine.py",
+    "if isinstance(cache, list | tuple) else",
+    "if False else",
+)
+def test_a_layer_may_have_several_caches_on_a_fake(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a model runner: vLLM 0.26 has a list of them for each layer of linear attention."""
+    monkeypatch.setattr(release_engine, "lora_slot_tensors", lambda _: iter(()))
+    model, caches = torch.nn.Linear(2, 2), [torch.zeros(1), [torch.zeros(1), torch.zeros(1)]]
+    runner = SimpleNamespace(model=model, kv_caches=caches, lora_manager=None)
+    assert len(release_engine._tensors_that_have_to_go(runner)) == 5

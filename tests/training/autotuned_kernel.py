@@ -1,4 +1,4 @@
-"""A kernel to tune, and a fake of the driver of an H100, as far as Triton's compiler asks it."""
+"""A kernel to tune, and a fake of the driver of an H100: what Triton's compiler asks of it."""
 
 from typing import Any
 

@@ -8,13 +8,13 @@ import pytest
 import torch
 
 
+@pytest.mark.mutation("failed-choices-kept", "autotuning.py", "del kernels[key]", "pass")
 @pytest.mark.mutation("choices-compiled-one-by-one", "autotuning.py", "and config == choices[0]", "and False")
 def test_all_choices_are_compiled_in_threads_before_the_first_is_timed(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     triton = pytest.importorskip("triton")
     from tinker_local.backend.training.autotuning import compile_choices_at_once
-    from triton.compiler.errors import CompileTimeAssertionFailure
     from triton.runtime._async_compile import FutureKernel
     from triton.runtime.autotuner import Autotuner
 
@@ -48,6 +48,9 @@ def test_all_choices_are_compiled_in_threads_before_the_first_is_timed(
     assert sorted(compiled) == [16, 64, 128]
     assert timed == [3, 3, 3, 3]
     assert tuner.best_config.kwargs == {"block": 16}
-    (failed,) = (each for each in kernel.device_caches[0][0].values() if isinstance(each, FutureKernel))
-    with pytest.raises(CompileTimeAssertionFailure):  # a launch asks for the result, and the autotuner expects this
-        failed.result()
+    assert tuner.configs_timings[choices[1]] == [float("inf")] * 3
+    kernels = kernel.device_caches[0][0].values()
+    assert len(kernels) == 3
+    assert not any(isinstance(each, FutureKernel) for each in kernels), (
+        "it would keep the error, and what that refers to"
+    )

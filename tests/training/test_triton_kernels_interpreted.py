@@ -27,6 +27,9 @@ import pytest
     "gradient-of-experts-without-their-share", "triton_experts.py", "grad_value *= share[:, None]", "grad_value *= 1.0"
 )
 @pytest.mark.mutation(
+    "first-tile-of-a-group-alone", "triton_experts.py", "(tile - before) * tile_rows", "0 * tile_rows"
+)
+@pytest.mark.mutation(
     "first-rows-of-a-tile-alone", "triton_experts.py", "tl.program_id(0) % parts * row_block", "0 * row_block"
 )
 @pytest.mark.mutation(

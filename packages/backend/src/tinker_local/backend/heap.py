@@ -33,6 +33,7 @@ def while_importing(module: str) -> Iterator[None]:
     if module in sys.modules or not gc.isenabled():
         yield
         return
+    gc.collect()  # what is garbage already must not be frozen
     gc.disable()
     try:
         yield

@@ -28,10 +28,17 @@ def compile_choices_at_once() -> None:
 
 
 def _compile(tuner: Autotuner, choices: Sequence[Config], args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-    """Compile `choices` for a launch with these arguments, in threads: most of it does not hold Python's lock. A choice
-    that fails here raises again when it is timed, which the autotuner expects."""
+    """Compile `choices` for a launch with these arguments, in threads: most of it does not hold Python's lock. One that
+    fails is compiled again when it is timed, and the autotuner expects that error."""
     launch = {name: value for name, value in kwargs.items() if name != "warmup"}
     threads = len(os.sched_getaffinity(0))
     with ThreadPoolExecutor(threads) as pool, triton.AsyncCompileMode(pool, ignore_errors=True):
         for choice in choices:
             tuner.fn.warmup(*args, **launch, **choice.all_kwargs())
+    kernel = tuner.fn
+    while not isinstance(kernel, triton.JITFunction):
+        kernel = kernel.fn
+    for kernels, *_ in kernel.device_caches.values():
+        # Triton keeps what failed, with its error and thereby the tensors of this launch.
+        for key in [key for key, found in kernels.items() if isinstance(found, triton.FutureKernel)]:
+            del kernels[key]

@@ -1,6 +1,7 @@
 """Releases engines: frees what vLLM and dynamo would keep until the process ends, and the weights with it."""
 
 import gc
+import itertools
 import sys
 import weakref
 from collections.abc import Iterator
@@ -62,8 +63,9 @@ def _tensors_that_have_to_go(runner: Any) -> list[Any]:
     """
     for weight in runner.model.parameters():
         vars(weight).clear()
-    slots = lora_slot_tensors(runner.lora_manager)
-    return [weakref.ref(tensor) for tensor in (*runner.model.parameters(), *runner.kv_caches, *slots)]
+    caches = (cache if isinstance(cache, list | tuple) else [cache] for cache in runner.kv_caches)  # a list until 0.26
+    tensors = (*runner.model.parameters(), *itertools.chain(*caches), *lora_slot_tensors(runner.lora_manager))
+    return [weakref.ref(tensor) for tensor in tensors]
 
 
 def release_engine(engine: Any) -> None:
