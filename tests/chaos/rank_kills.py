@@ -300,7 +300,7 @@ class RankFaults:
         before, rank = self._victims(), self._rng.randrange(2)
         counted = Counter(bystander.done)
         calls = {"gradient": client.gradient(self._data[SAVED + unsaved]), "step": client.step()}
-        time.sleep(self._rng.uniform(0, 0.9 * self._seconds))
+        time.sleep(self._rng.uniform(0, 0.6 * self._seconds))
         start = time.monotonic()
         os.kill(before[rank], number)
         failed = self._failures(client, calls)
