@@ -103,7 +103,7 @@ class TritonKernels:
         weights = None if weights is None else weights.contiguous()
         _weighted_sum[(tokens, triton.cdiv(width, block))](
             rows, places, weights, result, width,
-            chosen=chosen, has_weights=weights is not None, block=block, num_warps=max(1, min(4, block // 256)),
+            chosen=chosen, has_weights=weights is not None, block=block, num_warps=_span_warps(block),
         )  # fmt: skip
         return result
 
@@ -113,7 +113,7 @@ class TritonKernels:
         result = torch.empty(tokens * chosen, width, dtype=x.dtype, device=x.device)
         block = _span(width)
         _spread[(tokens, triton.cdiv(width, block))](
-            x, places, result, x.stride(0), width, chosen=chosen, block=block, num_warps=max(1, min(4, block // 256))
+            x, places, result, x.stride(0), width, chosen=chosen, block=block, num_warps=_span_warps(block)
         )
         return result
 
@@ -137,6 +137,11 @@ _LONG_SPAN = 4096
 def _span(width: int) -> int:
     """How much of a row of `width` numbers a program takes."""
     return min(_SPAN, int(triton.next_power_of_2(width)))
+
+
+def _span_warps(block: int) -> int:
+    """For a program that holds a few numbers of `block` at once."""
+    return max(1, min(4, block // 256))
 
 
 def _warps(width: int) -> int:
