@@ -86,8 +86,11 @@ def alone(scale: Scale, name: str, folder: Path, text: Mapping[str, Any]) -> Non
 
 
 def ours(scale: Scale, name: str, folder: Path, text: Mapping[str, Any]) -> None:
-    """Prints `NAME.sampling_ours`: our sampler with its defaults, without a trainer beside it."""
+    """Prints `NAME.sampling_ours`: our sampler with the steps that a server takes on this GPU, without a trainer beside
+    it."""
+    import torch
     from baselines.vllm_alone import write_adapter
+    from tinker_local.backend.models.gpu_plan import StepSize, step_sizes
     from tinker_local.backend.sampling.sampler import AdapterVersion
     from tinker_local.backend.vllm_engine.build_engine import EngineOptions
     from tinker_local.backend.vllm_engine.engine_thread import EngineThread
@@ -95,8 +98,19 @@ def ours(scale: Scale, name: str, folder: Path, text: Mapping[str, Any]) -> None
 
     sizes = {PREFIX + path: widths for path, *widths in modules(text, split=True)}
     version = AdapterVersion("bench-random", write_adapter(folder / "ours", sizes, scale.rank))
-    dtype: Any = "bfloat16" if timing.device() == "cuda" else "float32"
-    options = EngineOptions(str(folder), dtype=dtype, max_rank=scale.rank, kv_cache_bytes=scale.kv_cache_bytes)
+    dtype: Any = "float32"
+    step = StepSize()
+    if timing.device() == "cuda":
+        dtype = "bfloat16"
+        step = step_sizes(torch.cuda.get_device_properties(0).total_memory, torch.cuda.get_device_name(0))[0]
+    options = EngineOptions(
+        str(folder),
+        dtype=dtype,
+        max_rank=scale.rank,
+        kv_cache_bytes=scale.kv_cache_bytes,
+        max_sequences=step.sequences,
+        max_batched_tokens=step.positions,
+    )
 
     async def run() -> None:
         sampler = VLLMSampler(options, EngineThread())

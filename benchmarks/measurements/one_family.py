@@ -160,6 +160,7 @@ def experts(scale: Scale, name: str, shape: Shape, config: dict[str, Any], *, pa
     also of several adapters, without the fused kernels, and the kernels' times."""
     import torch
     from tinker_local.backend.training.experts import SILU, ClampedGating, ExpertWeights, Routing
+    from tinker_local.backend.training.kernels import kernels_for
 
     device, dtype = timing.device(), torch.bfloat16 if timing.device() == "cuda" else torch.float32
     count, chosen = config.get("num_local_experts", config.get("num_experts")), config["num_experts_per_tok"]
@@ -175,7 +176,7 @@ def experts(scale: Scale, name: str, shape: Shape, config: dict[str, Any], *, pa
     x, grad = random(rows, hidden), random(rows, hidden)
     scores, places = torch.rand(rows, count, device=device).topk(chosen)
     layer = ExpertsLayer(x, grad, scores.to(dtype), places, weights, scale.rank)
-    routing = Routing.of(places, count)
+    routing = Routing.of(places, count, None, kernels_for(torch.device(device), dtype))
     pairs, wide, narrow = x[routing.tokens], random(len(routing.tokens), 2 * width), random(len(routing.tokens), width)
 
     def products() -> None:
@@ -308,7 +309,7 @@ class ExpertsLayer:
             kernels = type("Plain", (type(kernels),), {"experts": None})()
 
         def run() -> None:
-            routing = Routing.of(self.experts, count, first.owners)
+            routing = Routing.of(self.experts, count, first.owners, kernels)
             h, gate_up = gate_and_up(self.x, routing, self.weights, first, kernels)
             mid, _ = down(gate_up, h, self.scores, routing, self.weights, first, second, kernels)
             kept = ExpertsKept(gate_up, h, mid)

@@ -291,8 +291,8 @@ class Waits(TorchDispatchMode):
 @pytest.mark.mutation(
     "number-of-adapters-read-from-the-device",
     "training/experts.py",
-    "several = len(owners.columns)",
-    "several = int(owners.of_tokens.max()) + 1",
+    "is None else len(owners.columns)",
+    "is None else int(of_tokens.max()) + 1",
     cases=("qwen3_moe", "gpt_oss"),
 )
 @pytest.mark.parametrize("family", ["qwen3_moe", "qwen3_5_moe", "gpt_oss"])

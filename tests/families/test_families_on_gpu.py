@@ -40,31 +40,44 @@ def make_experts_alike(folder: Path) -> None:
     save_file(weights, file, metadata={"format": "pt"})
 
 
-@pytest.mark.parametrize("family", SERVED)
-def test_each_target_alone_changes_both_engines_alike(family: Any, tmp_path: Path) -> None:
-    """Rounding may send a token to another expert, so the mean over positions counts, not the largest difference. In
+@pytest.mark.parametrize(
+    ("family", "train_vision"),
+    [*((family, False) for family in SERVED), *((family, True) for family in ("qwen2_5_vl", "qwen3_vl", "qwen3_5"))],
+)
+def test_each_target_alone_changes_both_engines_alike(family: Any, train_vision: bool, tmp_path: Path) -> None:
+    """Of the decoder; with `train_vision`, of the vision tower.
+
+    Rounding may send a token to another expert, so the mean over positions counts, not the largest difference. In
     Qwen3.5-MoE that alone makes 0.2 nats, so its experts are nearly alike there (their adapters are not). Some targets
     change less than bfloat16 rounds (the keys of Qwen3.5, which are normed), but do so in the same direction in both
-    engines: `slope` is the sampler's change along the trainer's, 0 for a target that the sampler ignores."""
+    engines: `slope` is the sampler's change along the trainer's, 0 for a target that the sampler ignores.
+    """
     make: Any = make_tiny_text_model if FAMILIES[family].vision is None else make_tiny_vl_model
     folder = make(tmp_path / "model", family=family, tie_word_embeddings=family == "gemma2")  # vLLM has tied ones alone
     if family == "qwen3_5_moe":
         make_experts_alike(folder)
     trainer = HFTrainer(str(folder), name="tiny", dtype="bfloat16")
-    trainer.create_adapter("everything", LoraConfig(rank=4, seed=1))
+    trainer.create_adapter("everything", LoraConfig(rank=4, seed=1, train_vision=train_vision))
     full = trainer.capture("everything", optimizer=False)
-    targets = sorted({match[1] for name in full.tensors if (match := re.search(r"(\w+)\.lora_B\.", name))})
+    module = re.compile(r"(visual\..+)\.lora_B\." if train_vision else r"(\w+)\.lora_B\.")
+    targets = sorted({match[1] for name in full.tensors if (match := module.search(name))})
     versions: dict[str, AdapterVersion | None] = {"base": None}
     for target in targets:
         trainer.load_adapter(target, filled(full, target, 0.2))
         versions[target] = write(tmp_path / target, trainer.capture(target, optimizer=False))
     prompts = [RenderedInput(tokens(seed, LENGTH)) for seed in range(3)]
     if (pad := pad_of(trainer)) is not None:
-        prompts[1:] = with_pictures(folder, prompts[1:])
+        prompts[not train_vision :] = with_pictures(folder, prompts[not train_vision :])
 
     async def scored() -> list[list[npt.NDArray[np.float32]]]:
         options = EngineOptions(
-            str(folder), dtype="bfloat16", max_rank=16, kv_cache_bytes=2**28, adapters_per_step=4, enforce_eager=True
+            str(folder),
+            dtype="bfloat16",
+            max_rank=16,
+            kv_cache_bytes=2**28,
+            adapters_per_step=4,
+            enforce_eager=True,
+            train_vision=train_vision,
         )
         sampler = VLLMSampler(options, EngineThread())
 

@@ -18,7 +18,7 @@ from tinker_local.backend.training.experts import (
 )
 from tinker_local.backend.training.kernels import Kernels, TorchKernels
 from tinker_local.backend.training.lora import Adapter, AdapterSlice, Factor, Target, groups_of, layout
-from tinker_local.backend.training.lora_batch import LoraBatch
+from tinker_local.backend.training.lora_batch import LoraBatch, Owners
 from tinker_local.types import LoraConfig
 
 SHAPES = [
@@ -142,6 +142,16 @@ EXPERTS = {
 }
 """Experts, their width, and the rank (None: the base model) and tokens of each adapter."""
 
+SORTS = [
+    (1, 1, 3, 1),
+    (5, 3, 40, 1),  # more experts than pairs
+    (300, 2, 5, 1),
+    (200, 4, 9, 3),
+    (40, 2, 600, 2),  # more groups than a program takes at once
+    (65_600, 2, 3, 1),  # more blocks of pairs than that
+]
+"""Tokens, experts of each, experts, and owners of tokens."""
+
 
 def check_experts(
     device: str,
@@ -191,7 +201,7 @@ def check_experts(
         low = batch.group("experts.gate_up"), batch.group("experts.down")
         assert low[0] is not None
         of_layer = ExpertWeights(*(matrix.to(kind) for matrix in matrices))
-        routing = Routing.of(chosen, experts, low[0].owners)
+        routing = Routing.of(chosen, experts, low[0].owners, kernels)
         h, gate_up = gate_and_up(x.to(kind), routing, of_layer, low[0], kernels)
         mid, output = down(gate_up, h, scores.to(kind), routing, of_layer, *low, kernels)
         kept = ExpertsKept(gate_up, h, mid)
@@ -208,6 +218,33 @@ def check_experts(
         assert float(wanted.norm()) > 0, name
         difference = float((seen[0][name].float() - wanted).norm() / wanted.norm())
         assert difference <= relative, f"{name}: {difference:.2g}"
+
+
+def check_sort(device: str, tokens: int, chosen: int, experts: int, owners: int) -> None:
+    """The kernels sort pairs exactly as torch does, and give each group the tiles that it needs."""
+    from tinker_local.backend.training.triton_experts import _ROWS
+    from tinker_local.backend.training.triton_kernels import TritonKernels
+
+    generator = torch.Generator().manual_seed(tokens)
+    # Most tokens choose the first experts; the last one has none.
+    scores = torch.rand(tokens, experts - 1, generator=generator) - torch.linspace(0, 1, experts - 1)
+    of_tokens = scores.topk(chosen).indices.to(device)
+    whose = None
+    if owners > 1:
+        drawn = torch.randint(owners, (tokens,), generator=generator).to(device)
+        columns = torch.zeros(owners, 2, dtype=torch.int32, device=device)
+        whose = Owners(columns, 8, drawn, torch.zeros(tokens, 8, dtype=torch.bool, device=device))
+    wanted = Routing.of(of_tokens, experts, whose, TorchKernels())
+    found = Routing.of(of_tokens, experts, whose, TritonKernels())
+    for name in ("order", "places", "bounds", "tokens", "experts", "owners"):
+        assert torch.equal(*(torch.as_tensor(getattr(each, name)) for each in (found, wanted))), name
+    assert found.owned is not None
+    needed = (wanted.bounds.diff() + _ROWS - 1) // _ROWS
+    assert torch.equal(found.owned.tile_ends, needed.cumsum(0, dtype=torch.int32))
+    groups = torch.arange(len(needed), dtype=torch.int32, device=device).repeat_interleave(needed)
+    rest = torch.full((len(found.owned.tile_groups) - len(groups),), len(needed), dtype=torch.int32, device=device)
+    assert len(rest) >= 0
+    assert torch.equal(found.owned.tile_groups, torch.cat([groups, rest]))
 
 
 def interpret_as_a_gpu() -> None:
@@ -237,6 +274,8 @@ if __name__ == "__main__":
     for name in ROWS:
         for row_width in (4, 5000):
             check_logsumexp("cpu", name, row_width)
+    for sort in SORTS:
+        check_sort("cpu", *sort)
     for case in EXPERTS.values():
         check_experts("cpu", *case, dtype=torch.float32, relative=1e-5)
     check_experts("cpu", *EXPERTS["three ranks"], relative=3e-2)

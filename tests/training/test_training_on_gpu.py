@@ -11,7 +11,16 @@ from tinker_local.backend.training.losses import LOSSES
 from tinker_local.backend.training.trainer import TrainResult, TrainWork
 from tinker_local.types import AdamParams
 
-from tests.training.kernel_cases import EXPERTS, ROWS, SHAPES, check_experts, check_kernels, check_logsumexp
+from tests.training.kernel_cases import (
+    EXPERTS,
+    ROWS,
+    SHAPES,
+    SORTS,
+    check_experts,
+    check_kernels,
+    check_logsumexp,
+    check_sort,
+)
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -62,6 +71,11 @@ def test_triton_kernels_equal_plain_torch(rows: Any, width: Any, heads: Any, siz
 @pytest.mark.parametrize("case", EXPERTS)
 def test_fused_experts_equal_plain_torch(case: str) -> None:
     check_experts("cuda", *EXPERTS[case])
+
+
+@pytest.mark.parametrize("case", SORTS)
+def test_pairs_are_sorted_as_torch_sorts_them(case: tuple[int, int, int, int]) -> None:
+    check_sort("cuda", *case)
 
 
 @pytest.mark.parametrize("row", ROWS)

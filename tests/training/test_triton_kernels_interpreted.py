@@ -14,17 +14,24 @@ import pytest
 @pytest.mark.mutation(
     "rows-by-expert-alone",
     "training/experts.py",
-    "experts = experts * several + owners.of_tokens[:, None]",
-    "experts = experts * several",
+    "keys = experts if of_tokens is None else experts * several + of_tokens[:, None]",
+    "keys = experts if of_tokens is None else experts * several",
 )
+@pytest.mark.mutation(
+    "pairs-sorted-without-those-of-earlier-blocks",
+    "triton_experts.py",
+    "row += tl.load(counts + key * blocks + number, mask=inside, other=0)",
+    "row += 0",
+)
+@pytest.mark.mutation("counts-of-later-programs-lost", "triton_experts.py", "before += tl.sum(found, 0)", "before += 0")
 @pytest.mark.mutation(
     "last-tile-of-a-group-left-out",
     "triton_experts.py",
-    "(bounds.diff() + (_ROWS - 1)) // _ROWS",
-    "bounds.diff() // _ROWS",
+    "needed = (found + tile_rows - 1) // tile_rows",
+    "needed = found // tile_rows",
 )
 @pytest.mark.mutation(
-    "gradient-of-experts-without-their-share", "triton_experts.py", "grad_value *= share[:, None]", "grad_value *= 1.0"
+    "gradient-of-experts-without-their-share", "triton_experts.py", "grad_value *= score[:, None]", "grad_value *= 1.0"
 )
 @pytest.mark.mutation(
     "first-tile-of-a-group-alone", "triton_experts.py", "(tile - before) * tile_rows", "0 * tile_rows"

@@ -119,30 +119,31 @@ class ExpertWeights:
 
 @dataclass(frozen=True, eq=False)
 class Routing:
-    """Which pairs go where. `tokens` int64 [S]: of each pair. `places` int64 [T, K]: of each token's pairs. `keys`
-    [S], ascending: the expert of each pair times `owners`, the number N of adapters, plus the token's adapter. `bounds`
-    int32 [E N + 1]: where the pairs of each key start, then S."""
+    """Which pairs go where. `of_tokens` int64 [T, K]: the experts of each token. `order` int64 [S]: the pairs, by
+    expert and within an expert by adapter; pair t K + k is the k-th of token t. `places` int64 [T, K]: where in `order`
+    each one is. `bounds` int32 [E N + 1]: where those of expert e and adapter n start, at e N + n, then S. `owners`: N.
+    `owned`: the same rows for the fused kernels, if there are any."""
 
-    tokens: torch.Tensor
+    of_tokens: torch.Tensor
+    order: torch.Tensor
     places: torch.Tensor
-    keys: torch.Tensor
     bounds: torch.Tensor
     owners: int = 1
+    owned: "OwnedRows | None" = None
 
     @classmethod
-    def of(cls, experts: torch.Tensor, count: int, owners: Owners | None = None) -> "Routing":
+    def of(cls, experts: torch.Tensor, count: int, owners: Owners | None, kernels: Kernels) -> "Routing":
         """For the `experts` [T, K] of tokens, of `count`."""
-        several = 1
-        if owners is not None and owners.of_tokens is not None:
-            several = len(owners.columns)
-            experts = experts * several + owners.of_tokens[:, None]
-        groups = count * several
-        # Few bits are sorted in few passes.
-        dtype = torch.int16 if groups <= torch.iinfo(torch.int16).max else torch.int32
-        keys, order = experts.flatten().to(dtype).sort(stable=True)
+        of_tokens = None if owners is None else owners.of_tokens
+        several = 1 if owners is None or of_tokens is None else len(owners.columns)
+        if kernels.experts is not None:
+            places, owned = kernels.experts.sort(experts, of_tokens, count, several)
+            return cls(experts, owned.order, places, owned.bounds, several, owned)
+        keys = experts if of_tokens is None else experts * several + of_tokens[:, None]
+        keys, order = keys.flatten().sort(stable=True)
         places = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
-        bounds = torch.searchsorted(keys, torch.arange(groups + 1, dtype=dtype, device=keys.device), out_int32=True)
-        return cls(order // experts.shape[1], places.view(experts.shape), keys, bounds, several)
+        bounds = torch.searchsorted(keys, torch.arange(count * several + 1, device=keys.device), out_int32=True)
+        return cls(experts, order, places.view(experts.shape), bounds, several)
 
     @cached_property
     def groups(self) -> RowGroups:
@@ -150,21 +151,14 @@ class Routing:
         return RowGroups(self.bounds[self.owners :: self.owners].contiguous())
 
     @cached_property
-    def owned(self) -> "OwnedRows":
-        """By expert and adapter."""
-        from tinker_local.backend.training.triton_experts import OwnedRows
-
-        return OwnedRows.of(self.tokens, self.bounds)
+    def tokens(self) -> torch.Tensor:
+        """Of each pair in order, int64 [S]."""
+        return self.order // self.places.shape[1]
 
     @property
     def experts(self) -> torch.Tensor:
-        """Of each pair, int64 [S]."""
-        return self.keys.long() // self.owners
-
-    @property
-    def of_tokens(self) -> torch.Tensor:
-        """The experts of each token, int64 [T, K]."""
-        return self.experts[self.places]
+        """Of each pair in order, int64 [S]."""
+        return self.of_tokens.flatten()[self.order]
 
 
 @dataclass(slots=True, eq=False)
@@ -239,6 +233,7 @@ def activate(
     assert h is not None, "a low rank of down comes with one of gate and up"
     assert low_gate_up is not None
     assert low_down is not None
+    assert routing.owned is not None
     activated, found = fused.activate(gate_up, h, routing.owned, low_gate_up, low_down)
     return activated, kernels.weighted_sum(found, routing.places, scores)[:, None]
 
@@ -264,25 +259,26 @@ def experts_backward(
         assert kept.mid is not None, "kept or recomputed before the backward"
         compat_torch.mm_into_float32(grad.T, kept.mid[:, 0], low_down.grad_b[0])
         grad_mid = low_down.masked((grad @ low_down.b[0])[:, None])[:, 0]
-    shares = torch.empty_like(scores).flatten().scatter_(0, places.flatten(), scores.flatten())
     fused = _fused(weights, low_down, kernels)
+    # A score's gradient is the product of the output's with what the expert gave; both take it one matmul earlier.
     if fused is None:
+        shares = scores.flatten()[routing.order]
         grad_gate_up, grad_shares, grad_h = _backward_between(
             grad_activated, grad_mid, shares, routing, weights, kept, low_gate_up, low_down, kernels
         )
+        grad_scores = grad_shares[places].to(scores.dtype)
     else:
         assert kept.h is not None, "kept or recomputed before the backward"
         assert grad_mid is not None, "a low rank of down comes with one of gate and up"
         assert low_gate_up is not None
         assert low_down is not None
-        grad_gate_up, grad_shares, grad_rows = fused.backward(
-            grad_activated, kept.gate_up, kept.h, grad_mid, shares, routing.owned, low_gate_up, low_down
+        assert routing.owned is not None
+        grad_gate_up, grad_scores, grad_rows = fused.backward(
+            grad_activated, kept.gate_up, kept.h, grad_mid, scores, routing.owned, low_gate_up, low_down
         )
         grad_h = kernels.weighted_sum(grad_rows.flatten(1), places, None).view(kept.h.shape)
         del grad_rows
     del grad_activated
-    # The score's gradient is the product of the output's with what the expert gave, here one matmul earlier.
-    grad_scores = grad_shares[places].to(scores.dtype)
     if weights.down_bias is not None:
         grad_scores += (grad @ weights.down_bias.T).gather(1, routing.of_tokens)
     grad_x = kernels.weighted_sum(groups.multiply(grad_gate_up, weights.gate_up), places, None)

@@ -18,30 +18,24 @@ from tinker_local.backend.training.lora_batch import LowRank, Owners
 
 _ROWS = 64
 """Of a tile."""
+_PAIRS = 128
+"""That one program of the sort takes."""
 _FEW_ROWS = 16
 """Of a tile, what one program of the backward pass takes: it holds more of each row."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OwnedRows:
-    """Which rows belong to one expert and one adapter: group e N + n. `tokens` int64 [S]. `bounds` int32 [E N + 1]:
-    the first row of each group, and S at the end. `tile_groups` int32: the group of each tile of `_ROWS` rows; the
-    tiles at the end that no group needs have E N. `tile_ends` int32 [E N]: how many tiles a group and those before it
-    have."""
+    """Which rows belong to one expert and one adapter: group e N + n. `order` int64 [S]: of row s the pair, t K + k for
+    the k-th expert of token t. `chosen`: K. `bounds` int32 [E N + 1]: the first row of each group, and S at the end.
+    `tile_groups` int32: the group of each tile of `_ROWS` rows; the tiles at the end that no group needs have E N.
+    `tile_ends` int32 [E N]: how many tiles a group and those before it have."""
 
-    tokens: torch.Tensor
+    order: torch.Tensor
+    chosen: int
     bounds: torch.Tensor
     tile_groups: torch.Tensor
     tile_ends: torch.Tensor
-
-    @classmethod
-    def of(cls, tokens: torch.Tensor, bounds: torch.Tensor) -> "OwnedRows":
-        """Waits for nothing: there are as many tiles as there can be."""
-        groups = len(bounds) - 1
-        ends = ((bounds.diff() + (_ROWS - 1)) // _ROWS).cumsum(0, dtype=torch.int32)
-        most = triton.cdiv(len(tokens), _ROWS) + groups
-        tiles = torch.arange(most, dtype=torch.int32, device=bounds.device)
-        return cls(tokens, bounds, torch.searchsorted(ends, tiles, right=True, out_int32=True), ends)
 
 
 class TritonExperts:
@@ -49,6 +43,34 @@ class TritonExperts:
 
     most_rank = 128
     """Of an adapter: what a program holds of its rows' h and its gradient."""
+
+    def sort(
+        self, experts: torch.Tensor, owners: torch.Tensor | None, count: int, several: int
+    ) -> tuple[torch.Tensor, OwnedRows]:
+        """Sort the pairs of tokens and their `experts` int64 [T, K] by expert, of `count`, then by the tokens' `owners`
+        int64 [T], of `several` (None: of one), then by token. Returns the rows, and before them the row of each pair,
+        int64 [T, K]. Waits for nothing: there are as many tiles as there can be.
+
+        A counting sort: each program counts a block of pairs, and then knows how many of each group come before it.
+        """
+        pairs, groups, chosen = experts.numel(), count * several, experts.shape[1]
+        blocks, tiles = triton.cdiv(pairs, _PAIRS), triton.cdiv(pairs, _ROWS) + groups
+        whole = {"dtype": torch.int32, "device": experts.device}
+        counts, totals = torch.zeros(groups, blocks, **whole), torch.empty(groups, **whole)
+        bounds, tile_ends = torch.empty(groups + 1, **whole), torch.empty(groups, **whole)
+        tile_groups = torch.empty(tiles, **whole)
+        places = torch.empty(experts.shape, dtype=torch.int64, device=experts.device)
+        order = torch.empty(pairs, dtype=torch.int64, device=experts.device)
+        keys = experts.contiguous(), owners
+        sizes = {"several": several, "blocks": blocks, "chosen": chosen, "block": _PAIRS}
+        _count[(blocks,)](*keys, places, counts, pairs, **sizes)
+        _count_before[(groups,)](counts, totals, blocks, block=min(1024, triton.next_power_of_2(blocks)))
+        _start_groups[(1,)](totals, bounds, tile_ends, groups, tile_rows=_ROWS, block=1024)
+        _place[(max(blocks, groups + 1),)](
+            *keys, counts, bounds, tile_ends, places, order, tile_groups, pairs, groups, tiles,
+            **sizes,
+        )  # fmt: skip
+        return places, OwnedRows(order, chosen, bounds, tile_groups, tile_ends)
 
     def activate(
         self, gate_up: torch.Tensor, h: torch.Tensor, rows: OwnedRows, first: LowRank, second: LowRank
@@ -60,7 +82,7 @@ class TritonExperts:
         found = _columns(gate_up, (count,), first)
         _activate[(len(rows.tile_groups),)](
             gate_up, h, second.a, *first.b, *_places(rows, first.owners), activated, found,
-            *_sizes(rows, first.owners, width, h), **_blocks(first.owners, 32),
+            *_sizes(rows, first.owners, width, h), chosen=rows.chosen, **_blocks(first.owners, 32),
         )  # fmt: skip
         return activated, found
 
@@ -70,28 +92,29 @@ class TritonExperts:
         gate_up: torch.Tensor,
         h: torch.Tensor,
         grad_mid: torch.Tensor,
-        shares: torch.Tensor,
+        scores: torch.Tensor,
         rows: OwnedRows,
         first: LowRank,
         second: LowRank,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The gradients of `gate_up`, of the rows' `shares` [S] (float32), and of each row's h, [S, 2, R]. `grad`
-        [S, I]: of the activations without their shares, by the frozen matrix alone; `grad_mid` [T, R]: of what A of
-        down gave. Writes the gradients of B of gate and up and of A of down. Overwrites `grad` and `gate_up`."""
+        """The gradients of `gate_up`, of `scores` [T, K], and of each row's h, [S, 2, R]. `grad` [S, I]: of the
+        activations without their scores, by the frozen matrix alone; `grad_mid` [T, R]: of what A of down gave. Writes
+        the gradients of B of gate and up and of A of down. Overwrites `grad` and `gate_up`."""
         count, width = grad.shape
-        grad_shares = torch.empty(count, dtype=torch.float32, device=grad.device)
+        scores = scores.contiguous()
+        grad_scores = torch.empty_like(scores)
         grad_h = _columns(grad, (count, 2), first)
         sizes, places = _sizes(rows, first.owners, width, h), _places(rows, first.owners)
         _activate_backward[(len(rows.tile_groups) * (_ROWS // _FEW_ROWS),)](
-            grad, gate_up, h, grad_mid, shares, second.a, *first.b, *places, grad_shares, grad_h,
-            *sizes, **_few_rows(first.owners),
+            grad, gate_up, h, grad_mid, scores, second.a, *first.b, *places, grad_scores, grad_h,
+            *sizes, chosen=rows.chosen, **_few_rows(first.owners),
         )  # fmt: skip
         assert second.grad_a is not None
         _write_gradients[(len(rows.bounds) - 1, triton.cdiv(width, 64))](
-            gate_up, grad, h, grad_mid, shares, rows.tokens, rows.bounds, first.owners.columns,
-            second.grad_a, *first.grad_b, *sizes[1:], **_blocks(first.owners, 64),
+            gate_up, grad, h, grad_mid, scores, rows.order, rows.bounds, first.owners.columns,
+            second.grad_a, *first.grad_b, *sizes[1:], chosen=rows.chosen, **_blocks(first.owners, 64),
         )  # fmt: skip
-        return gate_up, grad_shares, grad_h
+        return gate_up, grad_scores, grad_h
 
 
 def _columns(like: torch.Tensor, sizes: tuple[int, ...], low_rank: LowRank) -> torch.Tensor:
@@ -102,7 +125,7 @@ def _columns(like: torch.Tensor, sizes: tuple[int, ...], low_rank: LowRank) -> t
 
 
 def _places(rows: OwnedRows, owners: Owners) -> tuple[torch.Tensor, ...]:
-    return rows.tokens, rows.bounds, rows.tile_groups, rows.tile_ends, owners.columns
+    return rows.order, rows.bounds, rows.tile_groups, rows.tile_ends, owners.columns
 
 
 def _sizes(rows: OwnedRows, owners: Owners, width: int, h: torch.Tensor) -> tuple[int, ...]:
@@ -128,6 +151,87 @@ def _few_rows(owners: Owners) -> dict[str, int]:
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+def _keys(  # type: ignore[no-untyped-def]
+    experts, owners, pair, pairs, several, chosen: tl.constexpr
+):
+    """The groups of pairs; -1 beyond the last pair."""
+    inside = pair < pairs
+    key = tl.load(experts + pair, mask=inside, other=-1).to(tl.int32)
+    if owners is not None:
+        owner = tl.load(owners + pair // chosen, mask=inside, other=0).to(tl.int32)
+        key = tl.where(inside, key * several + owner, -1)
+    return key
+
+
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+def _count(  # type: ignore[no-untyped-def]
+    experts, owners, places, counts, pairs, several, blocks, chosen: tl.constexpr, block: tl.constexpr
+):
+    """Write how many pairs of its group come before each pair in its block, and how many of each group a block has."""
+    at = tl.arange(0, block)
+    pair = tl.program_id(0) * block + at
+    inside = pair < pairs
+    key = _keys(experts, owners, pair, pairs, several, chosen)
+    same = key[:, None] == key[None, :]
+    before = tl.sum((same & (at[None, :] < at[:, None])).to(tl.int32), 1)
+    after = tl.sum((same & (at[None, :] > at[:, None])).to(tl.int32), 1)
+    tl.store(places + pair, before, mask=inside)
+    tl.store(counts + key * blocks + tl.program_id(0), before + 1, mask=inside & (after == 0))
+
+
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+def _count_before(counts, totals, blocks, block: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Of one group: overwrite the counts of blocks of pairs with those of all blocks before."""
+    group, before = tl.program_id(0), 0
+    for start in range(0, blocks, block):
+        at = start + tl.arange(0, block)
+        place = counts + group * blocks + at
+        found = tl.load(place, mask=at < blocks, other=0)
+        tl.store(place, before + tl.cumsum(found, 0) - found, mask=at < blocks)
+        before += tl.sum(found, 0)
+    tl.store(totals + group, before)
+
+
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+def _start_groups(  # type: ignore[no-untyped-def]
+    totals, bounds, tile_ends, groups, tile_rows: tl.constexpr, block: tl.constexpr
+):
+    rows, tiles = 0, 0
+    tl.store(bounds, 0)
+    for start in range(0, groups, block):
+        group = start + tl.arange(0, block)
+        found = tl.load(totals + group, mask=group < groups, other=0)
+        needed = (found + tile_rows - 1) // tile_rows
+        tl.store(bounds + 1 + group, rows + tl.cumsum(found, 0), mask=group < groups)
+        tl.store(tile_ends + group, tiles + tl.cumsum(needed, 0), mask=group < groups)
+        rows += tl.sum(found, 0)
+        tiles += tl.sum(needed, 0)
+
+
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+def _place(  # type: ignore[no-untyped-def]
+    experts, owners, counts, bounds, tile_ends, places, order, tile_groups, pairs, groups, tiles,
+    several, blocks, chosen: tl.constexpr, block: tl.constexpr,
+):  # fmt: skip
+    """Of one block of pairs their rows, and of one group its tiles; after the last group, the tiles without one."""
+    number = tl.program_id(0)
+    if number < blocks:
+        pair = number * block + tl.arange(0, block)
+        inside = pair < pairs
+        key = _keys(experts, owners, pair, pairs, several, chosen)
+        row = tl.load(places + pair, mask=inside, other=0) + tl.load(bounds + key, mask=inside, other=0)
+        row += tl.load(counts + key * blocks + number, mask=inside, other=0)
+        tl.store(places + pair, row, mask=inside)
+        tl.store(order + row, pair, mask=inside)
+    if number <= groups:
+        first = tl.load(tile_ends + number - 1, mask=number > 0, other=0)
+        stop = tl.load(tile_ends + number, mask=number < groups, other=tiles)
+        for start in range(first, stop, block):
+            tile = start + tl.arange(0, block)
+            tl.store(tile_groups + tile, number, mask=tile < stop)
+
+
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def _first_row(tile, group, bounds, tile_ends, tile_rows: tl.constexpr):  # type: ignore[no-untyped-def]
     """Of a tile of the group."""
     before = tl.load(tile_ends + group - 1, mask=group > 0, other=0)
@@ -144,8 +248,9 @@ def _columns_of(columns, owner, rank_block: tl.constexpr):  # type: ignore[no-un
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def _activate(  # type: ignore[no-untyped-def]
-    gate_up, h, a, b_gate, b_up, tokens, bounds, tile_groups, tile_ends, columns, activated, found,
-    groups, owners, width, ranks, row_block: tl.constexpr, block: tl.constexpr, rank_block: tl.constexpr,
+    gate_up, h, a, b_gate, b_up, order, bounds, tile_groups, tile_ends, columns, activated, found,
+    groups, owners, width, ranks,
+    chosen: tl.constexpr, row_block: tl.constexpr, block: tl.constexpr, rank_block: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0)
     group = tl.load(tile_groups + tile)
@@ -153,7 +258,7 @@ def _activate(  # type: ignore[no-untyped-def]
         row = _first_row(tile, group, bounds, tile_ends, row_block) + tl.arange(0, row_block)
         inside = (row < tl.load(bounds + group + 1))[:, None]
         row = row.to(tl.int64)[:, None]
-        token = tl.load(tokens + row, mask=inside, other=0)
+        token = tl.load(order + row, mask=inside, other=0) // chosen
         expert, owner = (group // owners).to(tl.int64), group % owners
         column, used = _columns_of(columns, owner, rank_block)
         h_place = h + token * 2 * ranks + column[None, :]
@@ -186,9 +291,9 @@ def _activate(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def _activate_backward(  # type: ignore[no-untyped-def]
-    grad, gate_up, h, grad_mid, shares, a, b_gate, b_up, tokens, bounds, tile_groups, tile_ends, columns,
-    grad_shares, grad_h,
-    groups, owners, width, ranks,
+    grad, gate_up, h, grad_mid, scores, a, b_gate, b_up, order, bounds, tile_groups, tile_ends, columns,
+    grad_scores, grad_h,
+    groups, owners, width, ranks, chosen: tl.constexpr,
     tile_rows: tl.constexpr, row_block: tl.constexpr, block: tl.constexpr, rank_block: tl.constexpr,
 ):  # fmt: skip
     """Overwrite gate and up with their gradients, and `grad` with the activations."""
@@ -202,18 +307,18 @@ def _activate_backward(  # type: ignore[no-untyped-def]
     if first < stop:
         row = first + tl.arange(0, row_block)
         is_row = row < stop
-        share = tl.load(shares + row, mask=is_row, other=0.0).to(tl.float32)
-        share_place = grad_shares + row
+        pair = tl.load(order + row, mask=is_row, other=0)
+        score = tl.load(scores + pair, mask=is_row, other=0.0).to(tl.float32)
         inside = is_row[:, None]
         row = row.to(tl.int64)[:, None]
-        token = tl.load(tokens + row, mask=inside, other=0)
+        token = (pair // chosen)[:, None]
         expert, owner = (group // owners).to(tl.int64), group % owners
         column, used = _columns_of(columns, owner, rank_block)
         h_place = h + token * 2 * ranks + column[None, :]
         h_gate = tl.load(h_place, mask=inside & used[None, :], other=0.0)
         h_up = tl.load(h_place + ranks, mask=inside & used[None, :], other=0.0)
         mid = tl.load(grad_mid + token * ranks + column[None, :], mask=inside & used[None, :], other=0.0)
-        grad_share = tl.zeros((row_block,), tl.float32)
+        grad_score = tl.zeros((row_block,), tl.float32)
         total_gate = tl.zeros((row_block, rank_block), tl.float32)
         total_up = tl.zeros((row_block, rank_block), tl.float32)
         at = tl.arange(0, block)
@@ -245,16 +350,16 @@ def _activate_backward(  # type: ignore[no-untyped-def]
             sigmoid = tl.sigmoid(gate)
             silu = gate * sigmoid
             value = silu * up
-            grad_share += tl.sum(grad_value * value, 1)
+            grad_score += tl.sum(grad_value * value, 1)
             tl.store(grad_place, value, mask=here)
-            grad_value *= share[:, None]
+            grad_value *= score[:, None]
             grad_gate = (grad_value * up * (sigmoid + silu * (1 - sigmoid))).to(gate_up.dtype.element_ty)
             grad_up = (grad_value * silu).to(gate_up.dtype.element_ty)
             tl.store(place, grad_gate, mask=here)
             tl.store(place + width, grad_up, mask=here)
             total_gate += tl.dot(grad_gate, of_gate)
             total_up += tl.dot(grad_up, of_up)
-        tl.store(share_place, grad_share, mask=is_row)
+        tl.store(grad_scores + pair, grad_score, mask=is_row)
         total_place = grad_h + row * 2 * ranks + column[None, :]
         tl.store(total_place, total_gate, mask=inside & used[None, :])
         tl.store(total_place + ranks, total_up, mask=inside & used[None, :])
@@ -262,8 +367,9 @@ def _activate_backward(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def _write_gradients(  # type: ignore[no-untyped-def]
-    grad_gate_up, activated, h, grad_mid, shares, tokens, bounds, columns, grad_a, grad_gate, grad_up,
-    owners, width, ranks, row_block: tl.constexpr, block: tl.constexpr, rank_block: tl.constexpr,
+    grad_gate_up, activated, h, grad_mid, scores, order, bounds, columns, grad_a, grad_gate, grad_up,
+    owners, width, ranks,
+    chosen: tl.constexpr, row_block: tl.constexpr, block: tl.constexpr, rank_block: tl.constexpr,
 ):  # fmt: skip
     """Of one group, and `block` numbers of its expert's I: the gradients of B of gate and up, and of A of down."""
     group = tl.program_id(0)
@@ -277,10 +383,11 @@ def _write_gradients(  # type: ignore[no-untyped-def]
     for start in range(tl.load(bounds + group), stop, row_block):
         row = start + tl.arange(0, row_block)
         is_row = row < stop
-        share = tl.load(shares + row, mask=is_row, other=0.0).to(tl.float32)
+        pair = tl.load(order + row, mask=is_row, other=0)
+        score = tl.load(scores + pair, mask=is_row, other=0.0).to(tl.float32)
         inside = is_row[:, None]
         row = row.to(tl.int64)[:, None]
-        token = tl.load(tokens + row, mask=inside, other=0)
+        token = (pair // chosen)[:, None]
         here = inside & (at < width)[None, :]
         place = grad_gate_up + row * 2 * width + at[None, :]
         of_gate = tl.load(place, mask=here, other=0.0)
@@ -290,7 +397,7 @@ def _write_gradients(  # type: ignore[no-untyped-def]
         total_gate += tl.dot(tl.trans(of_gate), tl.load(h_place, mask=inside & used[None, :], other=0.0))
         total_up += tl.dot(tl.trans(of_up), tl.load(h_place + ranks, mask=inside & used[None, :], other=0.0))
         mid = tl.load(grad_mid + token * ranks + column[None, :], mask=inside & used[None, :], other=0.0)
-        mid = (mid.to(tl.float32) * share[:, None]).to(value.dtype)
+        mid = (mid.to(tl.float32) * score[:, None]).to(value.dtype)
         total_down += tl.dot(tl.trans(mid), value)
     of_b = (expert * width + at)[:, None] * ranks + column[None, :]
     known = (at < width)[:, None] & used[None, :]

@@ -102,10 +102,10 @@ class _Experts(torch.autograd.Function):
         low_down: LowRank | None,
     ) -> torch.Tensor:
         x, scores = x.detach(), scores.detach()
-        routing = Routing.of(experts, len(weights.down))
+        routing = Routing.of(experts, len(weights.down), None, _KERNELS)
         h, gate_up = gate_and_up(x, routing, weights, low_gate_up, _KERNELS)
         mid, output = down(gate_up, h, scores, routing, weights, low_gate_up, low_down, _KERNELS)
-        places = routing.tokens, routing.places, routing.keys, routing.bounds
+        places = routing.of_tokens, routing.order, routing.places, routing.bounds
         ctx.save_for_backward(x, scores, gate_up, h, mid, *places)
         ctx.weights, ctx.low_ranks = weights, (low_gate_up, low_down)
         return output

@@ -138,7 +138,7 @@ class ExpertsPass:
         if self.routing is None or self.scores is None:
             _, self.scores, experts = block.router(m)
             owners = None if low_rank is None else low_rank.owners
-            self.routing = Routing.of(experts, len(block.weights.down), owners)
+            self.routing = Routing.of(experts, len(block.weights.down), owners, c.kernels)
         self.h, self.gate_up = gate_and_up(m, self.routing, block.weights, low_rank, c.kernels)
         return self.routing, self.scores, self.gate_up
 
