@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tinker_local.backend.models.gpu_plan import GATHERED, ModelSizes, StepSize, plan_gpu, step_sizes
+from tinker_local.backend.sampling.sampler import RESERVED
 from tinker_local.backend.training.block_memory import TowerSizes
 from tinker_local.backend.training.recompute_policy import ActivationMemory, LayerMemory
 
@@ -105,13 +106,13 @@ def test_a_vision_tower_that_is_trained_takes_its_memory_from_the_cache() -> Non
 def test_a_model_whose_weights_fill_most_of_the_card_is_served_still() -> None:
     """A fixed share of the card for vLLM would not even hold its copy of the weights."""
     found = plan(THIRTY_TWO, 176, context=8192, max_rank=32)
-    assert found.kv_cache >= 8192 * THIRTY_TWO.kv_bytes
+    assert found.kv_cache >= THIRTY_TWO.sequence_bytes(8192, 2048)
     assert found.activations > 0
 
 
 def test_the_cache_takes_no_more_than_its_sequences_can_fill() -> None:
     found = plan(HALF, 134, context=1024)
-    assert found.kv_cache == 256 * 1024 * HALF.kv_bytes
+    assert found.kv_cache == 256 * HALF.sequence_bytes(1024, 2048)
     assert found.activations > 60 * GIB
 
 
@@ -131,7 +132,7 @@ def test_parts_never_exceed_what_is_free(free: Any, context: Any, tokens: Any, r
             found = plan(sizes, free, context=context, micro_batch_tokens=tokens, max_rank=rank)
         except ValueError:
             continue
-        assert found.kv_cache >= context * sizes.kv_bytes
+        assert found.kv_cache >= sizes.sequence_bytes(context, 2048)
         assert found.activations > 0
         assert found.kv_cache + found.activations + 2 * sizes.weight_bytes < free * GIB
 
@@ -144,6 +145,33 @@ def test_steps_are_as_large_as_vllm_takes_them_on_a_card() -> None:
     assert step_sizes(79 * GIB, "NVIDIA H100 80GB HBM3") == (LARGE, SMALL)
     assert step_sizes(79 * GIB, "NVIDIA A100-SXM4-80GB") == (SMALL,)
     assert step_sizes(24 * GIB, "NVIDIA GeForce RTX 4090") == (SMALL,)
+
+
+HYBRID = dataclasses.replace(EIGHT, layers=32, linear=24, state_bytes=2 * 2**20)
+
+
+@pytest.mark.mutation("more-sequences-than-states", "gpu_plan.py", "            if block:\n", "            if False:\n")
+def test_a_step_has_as_many_sequences_as_the_cache_has_blocks_for_states() -> None:
+    """Eight layers share a block, and vLLM refuses to start with fewer blocks than sequences."""
+    assert HYBRID.block_bytes == 8 * 2 * 2**20
+    found = plan(HYBRID, 60, context=8192, steps=[LARGE, SMALL])
+    assert found.step.positions == LARGE.positions
+    assert 32 < found.step.sequences + RESERVED == found.kv_cache // HYBRID.block_bytes < 1024
+    assert plan(HYBRID, 134, context=8192, steps=[LARGE, SMALL]).step == LARGE
+    given = plan(HYBRID, 134, context=8192, kv_cache=2 * GIB)
+    assert given.step.sequences == 2 * GIB // HYBRID.block_bytes - RESERVED
+    with pytest.raises(ValueError, match=re.escape("a KV cache of 0.5 GiB is too small: it takes 0.5 GiB at least")):
+        plan(HYBRID, 134, context=8192, kv_cache=33 * HYBRID.block_bytes - 1)
+
+
+def test_windows_and_states_take_less_of_the_cache_than_whole_sequences() -> None:
+    whole = EIGHT.sequence_bytes(131072, 2048)
+    assert whole == 36 * 131072 * 2 * 1024 * 2
+    windows = dataclasses.replace(EIGHT, sliding=30, window=1024)
+    assert windows.sequence_bytes(131072, 2048) == whole // 6 + 30 * (1024 + 2 * 2048) * 2 * 1024 * 2
+    assert windows.sequence_bytes(1000, 2048) == EIGHT.sequence_bytes(1000, 2048)
+    states = dataclasses.replace(EIGHT, linear=27, state_bytes=2**21)
+    assert states.sequence_bytes(131072, 2048) == whole // 4 + 2 * 27 * 2**21
 
 
 def test_a_large_step_takes_its_memory_from_the_cache_or_the_activations() -> None:

@@ -22,9 +22,6 @@ from measurements import tracing
 from measurements.adapters import adapters_of, one_and_all
 from measurements.training import collect, make_trainer, parameters_of, rate_line, text_datum, train_step, work
 
-AT_ONCE = 4
-"""Layers of experts that are measured one after the other."""
-
 
 def write_model(scale: Scale, shape: Shape, out: Path, *, weights: bool = True) -> dict[str, Any]:
     """Write a model of `shape` (at tiny scale the family's tiny one) into `out`, unless without `weights`; return its
@@ -156,8 +153,9 @@ def loops(scale: Scale, name: str, folder: Path, parameters: int) -> None:
 
 def experts(scale: Scale, name: str, shape: Shape, config: dict[str, Any], *, parts: bool) -> None:
     """Forward and backward of a layer's experts with an adapter, and the grouped products in them alone: those of the
-    frozen matrices with activations and with their gradients. In rows per second of a micro-batch, in turns. `parts`:
-    also of several adapters, without the fused kernels, and the kernels' times."""
+    frozen matrices with activations and with their gradients. In rows per second of a micro-batch, in turns, as many
+    layers in a row as the model has. `parts`: also of several adapters, without the fused kernels, and the kernels'
+    times."""
     import torch
     from tinker_local.backend.training.experts import SILU, ClampedGating, ExpertWeights, Routing
     from tinker_local.backend.training.kernels import kernels_for
@@ -165,7 +163,7 @@ def experts(scale: Scale, name: str, shape: Shape, config: dict[str, Any], *, pa
     device, dtype = timing.device(), torch.bfloat16 if timing.device() == "cuda" else torch.float32
     count, chosen = config.get("num_local_experts", config.get("num_experts")), config["num_experts_per_tok"]
     hidden, width = config["hidden_size"], config.get("moe_intermediate_size", config["intermediate_size"])
-    rows = scale.micro_batch_tokens
+    rows, layers = scale.micro_batch_tokens, config["num_hidden_layers"]
 
     def random(*sizes: int) -> torch.Tensor:
         return torch.randn(*sizes, device=device, dtype=dtype) * sizes[-1] ** -0.5
@@ -190,10 +188,10 @@ def experts(scale: Scale, name: str, shape: Shape, config: dict[str, Any], *, pa
 
     def measure(steps: dict[str, tuple[str, Callable[[], None]]]) -> None:
         found = timing.seconds_in_turns(
-            {line: run for line, (_, run) in steps.items()}, scale, at_once=AT_ONCE, warmup=5, repeats=15
+            {line: run for line, (_, run) in steps.items()}, scale, at_once=layers, warmup=5, repeats=15
         )
         for line, seconds in found.items():
-            note = f"{rows} rows to {chosen} of {count} experts, {1000 * seconds:.2f} ms, {AT_ONCE} layers in a row"
+            note = f"{rows} rows to {chosen} of {count} experts, {1000 * seconds:.2f} ms, {layers} layers in a row"
             Line(f"{name}.{line}", rows / seconds, "rows/s", note=note + steps[line][0]).emit()
 
     measure({"products": ("", products), "experts": ("", alone)})

@@ -14,7 +14,7 @@ def test_all_choices_are_compiled_in_threads_before_the_first_is_timed(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     triton = pytest.importorskip("triton")
-    from tinker_local.backend.training.autotuning import compile_choices_at_once
+    from tinker_local.backend.autotuning import compile_choices_at_once
     from triton.runtime._async_compile import FutureKernel
     from triton.runtime.autotuner import Autotuner
 

@@ -3,12 +3,17 @@
 Both hold the model's weights. Of the rest, the trainer gets what a full micro-batch needs without recomputation, but at
 most half; the KV cache gets the remainder, but no more than its sequences can fill. A GPU that has one of them alone
 gives it everything.
+
+Layers with a sliding window or with linear attention keep little of a sequence. vLLM then divides its cache into blocks
+that layers of all kinds share (`kv_cache_utils.py`, the same in 0.26 and 0.32), and a step has at most as many
+sequences as there are blocks for their states.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from tinker_local.backend.sampling.sampler import RESERVED
 from tinker_local.backend.training.block_memory import attention_widths, exchange_bytes
 
 if TYPE_CHECKING:
@@ -16,6 +21,8 @@ if TYPE_CHECKING:
     from tinker_local.backend.training.recompute_policy import ActivationMemory
 
 _GIB = 2**30
+_PAGE = 16
+"""vLLM's blocks are multiples of so many positions."""
 _RUNTIME = 3 * _GIB
 """CUDA contexts of two processes, workspaces of libraries, CUDA graphs, fragmentation."""
 _COUNTED_ADAPTERS = 4
@@ -31,8 +38,9 @@ COUNTED_RANK = 32
 class ModelSizes:
     """Sizes of a model. `parameters`: of the whole model. `q_width`, `kv_width`: heads times head size. `itemsize`:
     bytes per number. The others describe the language model's layers. `intermediate`: of all experts together, if the
-    layers have experts, and of a shared one. `chosen`: experts of a position, of `expert_width` each. `tower`: of the
-    vision tower, if adapters train it."""
+    layers have experts, and of a shared one. `chosen`: experts of a position, of `expert_width` each. `sliding`: of the
+    `layers`, those that attend to `window` positions; `linear`: those with linear attention, each with `state_bytes`
+    for a sequence. `tower`: of the vision tower, if adapters train it."""
 
     parameters: int
     hidden: int
@@ -44,6 +52,10 @@ class ModelSizes:
     itemsize: int
     chosen: int = 0
     expert_width: int = 0
+    sliding: int = 0
+    window: int = 0
+    linear: int = 0
+    state_bytes: int = 0
     tower: "TowerSizes | None" = None
 
     @property
@@ -68,10 +80,36 @@ class ModelSizes:
         )
         return (self.parameters - layers + shard + received) * self.itemsize
 
+    def sequence_bytes(self, context: int, positions: int) -> int:
+        """Of the KV cache, for one sequence of `context`, if a step has up to `positions`."""
+        position = 2 * self.kv_width * self.itemsize
+        full = self._padded(self.layers - self.sliding - self.linear)
+        whole = full * _round_up(context * position, self._page_bytes or position)
+        # Positions leave a window when their step has ended, and two steps are under way.
+        seen = self._padded(self.sliding) * min(context, self.window + 2 * positions) * position
+        # The state, and the one at the end of the last block, from which a later prompt may go on.
+        return whole + seen + 2 * self._padded(self.linear) * self._page_bytes
+
     @property
-    def kv_bytes(self) -> int:
-        """Of one position."""
-        return 2 * self.kv_width * self.layers * self.itemsize
+    def block_bytes(self) -> int:
+        """Of the KV cache for the state of a sequence: vLLM refuses to run more sequences than it has blocks. 0 for a
+        model without states."""
+        return self._page_bytes * self._group
+
+    @property
+    def _page_bytes(self) -> int:
+        """Of a layer's part of a block that holds a state: whole `_PAGE` positions of another layer. 0 without one."""
+        return _round_up(self.state_bytes, _PAGE * 2 * self.kv_width * self.itemsize) if self.linear else 0
+
+    @property
+    def _group(self) -> int:
+        """How many layers of one kind share a block."""
+        kinds = [count for count in (self.layers - self.sliding - self.linear, self.sliding, self.linear) if count]
+        return max(kinds) if max(kinds) < 1.5 * min(kinds) else min(kinds)
+
+    def _padded(self, layers: int) -> int:
+        """`layers` of one kind, and those for which their last block has room."""
+        return _round_up(layers, self._group)
 
     def adapter_parameters(self, rank: int) -> int:
         """Of an adapter with that rank on all projections, the LM head, and the vision tower if that is trained."""
@@ -120,6 +158,7 @@ def model_sizes(config: Mapping[str, Any], parameters: int, itemsize: int) -> Mo
     # gpt-oss has no other name for the width of an expert.
     width = config.get("moe_intermediate_size") or config["intermediate_size"]
     shared = config.get("shared_expert_intermediate_size") or 0
+    kinds: Sequence[str] = config.get("layer_types") or ()
     return ModelSizes(
         parameters=parameters,
         hidden=config["hidden_size"],
@@ -131,7 +170,20 @@ def model_sizes(config: Mapping[str, Any], parameters: int, itemsize: int) -> Mo
         itemsize=itemsize,
         chosen=config["num_experts_per_tok"] if experts else 0,
         expert_width=width if experts else 0,
+        sliding=kinds.count("sliding_attention"),
+        window=config.get("sliding_window") or 0,
+        linear=kinds.count("linear_attention"),
+        state_bytes=_state_bytes(config, itemsize) if "linear_attention" in kinds else 0,
     )
+
+
+def _state_bytes(config: Mapping[str, Any], itemsize: int) -> int:
+    """Of a layer of GatedDeltaNet: a matrix for each head of values, and the last inputs of its convolution."""
+    keys, values = int(config["linear_num_key_heads"]), int(config["linear_num_value_heads"])
+    key, value = int(config["linear_key_head_dim"]), int(config["linear_value_head_dim"])
+    channels = 2 * keys * key + values * value
+    of_matrix = 4 if config.get("mamba_ssm_dtype") == "float32" else itemsize
+    return values * key * value * of_matrix + channels * (int(config["linear_conv_kernel_dim"]) - 1) * itemsize
 
 
 def plan_gpu(
@@ -172,14 +224,12 @@ def plan_gpu(
     slots = adapter_slots * sizes.adapter_parameters(max_rank) * sizes.itemsize
     sampled = -(-sizes.weight_bytes // sample_ranks)
     sampler = sampled + slots + logits + image_cache if samples else 0
-    kv_bytes = -(-sizes.kv_bytes // sample_ranks)
 
     longest = min(-(-context // context_parallel), micro_batch_tokens)
     least, most = activations(longest).always, activations(micro_batch_tokens).everything
     if context_parallel > 1:
         exchanged = exchange_bytes(sizes.q_width, sizes.kv_width, sizes.itemsize)
         least, most = least + longest * exchanged, most + micro_batch_tokens * exchanged
-    least_kv = context * kv_bytes if kv_cache is None else kv_cache
     if sizes.tower is not None and trains:
         trainer += micro_batch_tokens * sizes.tower.kept
         # Its backward begins when the decoder's activations are gone.
@@ -187,16 +237,22 @@ def plan_gpu(
         most = max(most, micro_batch_tokens * sizes.tower.backward)
     if not trains:
         least = most = 0
-    if not samples:
-        least_kv = 0
+    block = -(-sizes.block_bytes // sample_ranks)
+    least_states = (RESERVED + 1) * block
+    if samples and kv_cache is not None and kv_cache < least_states:
+        raise ValueError(f"a KV cache of {_gib(kv_cache)} is too small: it takes {_gib(least_states)} at least")
     for step in steps:
+        one_sequence = -(-sizes.sequence_bytes(context, step.positions) // sample_ranks)
+        least_kv = (max(one_sequence, least_states) if kv_cache is None else kv_cache) if samples else 0
         left = free - _RUNTIME - sampler - trainer - (sizes.step_bytes(step) if samples else 0)
         if left >= least + least_kv:
             if not samples:
                 return GpuPlan(step, 0, left, micro_batch_tokens)
             trained = min(max(least, min(most, left // 2)), left - least_kv)
-            most_kv = max(least_kv, step.sequences * context * kv_bytes) if kv_cache is None else kv_cache
+            most_kv = max(least_kv, step.sequences * one_sequence) if kv_cache is None else kv_cache
             cache = min(left - trained, most_kv)
+            if block:
+                step = replace(step, sequences=min(step.sequences, cache // block - RESERVED))
             return GpuPlan(step, cache, left - cache if trains else 0, micro_batch_tokens)
     of_trainer = f"the activations of {longest} positions ({_gib(least)})"
     of_sampler = f"a KV cache for one sequence of {context} positions ({_gib(least_kv)})"
@@ -219,6 +275,11 @@ def plan_gpu(
         f"{_gib(free)} of GPU memory are free, but {parts}, adapters, buffers and {what} take "
         f"{_gib(free - left + least + least_kv)}; {less}"
     )
+
+
+def _round_up(number: int, step: int) -> int:
+    """To a multiple of `step`."""
+    return -(-number // step) * step
 
 
 def _gib(number: int) -> str:

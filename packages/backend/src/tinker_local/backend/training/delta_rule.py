@@ -281,7 +281,7 @@ class FlaKernels:
     """The same three operations by Triton kernels of `fla-core`; 16 bits, on CUDA."""
 
     def __init__(self) -> None:
-        from tinker_local.backend.training.autotuning import compile_choices_at_once
+        from tinker_local.backend.autotuning import compile_choices_at_once
 
         compile_choices_at_once()
         self._convolution = importlib.import_module("fla.modules.causal_conv1d").causal_conv1d

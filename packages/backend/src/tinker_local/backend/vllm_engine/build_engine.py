@@ -138,6 +138,10 @@ def build_engine(options: EngineOptions, events: patches.EngineEvents | None = N
     Takes seconds to minutes and leaves the process's state as it was.
     """
     prepare_environment()
+    if not runs_on_cpu():
+        from tinker_local.backend.autotuning import compile_choices_at_once
+
+        compile_choices_at_once()
     with process_state_kept():
         with while_importing("vllm"):
             from vllm.engine.arg_utils import EngineArgs

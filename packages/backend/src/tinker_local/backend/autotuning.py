@@ -1,5 +1,6 @@
 """Triton's autotuner compiles the choices of a kernel one after the other, each just before it times it. For all
-kernels of `fla-core` in a layer that takes minutes, so here all choices are compiled first, on all cores."""
+kernels of linear attention in a layer, `fla-core`'s or vLLM's, that takes minutes, so here all choices are compiled
+first, on all cores."""
 
 import functools
 import os
