@@ -123,7 +123,8 @@ PROMISES = (
         "order-of-arrival duplicates-run-twice gap-not-skipped-by-a-step gap-waited-for-for-ever "
         "impatient-with-gaps skipped-id-stays-open skipped-gap-forgotten one-request-per-call "
         "columns-of-other-adapters-count ranks-without-bound rows-by-expert-alone first-tile-of-a-group-alone "
-        "first-rows-of-a-tile-alone spread-to-one-place",
+        "first-rows-of-a-tile-alone spread-to-one-place pairs-sorted-without-those-of-earlier-blocks "
+        "counts-of-later-programs-lost",
     ),
     Promise(
         "13",
@@ -807,6 +808,11 @@ MISTAKES = (
         "wrong-gradients-on-hopper old-fla-core last-chunk-unknown-to-fla positions-of-text-in-one-row "
         "choices-compiled-one-by-one failed-choices-kept",
         ("families/test_qwen3_5.py::test_long_prompts_in_parts_and_from_the_cache_have_the_same_logprobs",),
+    ),
+    Promise(
+        "families",
+        "The memory plan knows no windows and no states of linear attention: models are refused or do not start",
+        "windows-planned-whole states-in-blocks-of-one-layer more-sequences-than-states",
     ),
     Promise(
         "families",

@@ -159,6 +159,7 @@ def model_sizes(config: Mapping[str, Any], parameters: int, itemsize: int) -> Mo
     width = config.get("moe_intermediate_size") or config["intermediate_size"]
     shared = config.get("shared_expert_intermediate_size") or 0
     kinds: Sequence[str] = config.get("layer_types") or ()
+    sliding = kinds.count("sliding_attention")
     return ModelSizes(
         parameters=parameters,
         hidden=config["hidden_size"],
@@ -170,8 +171,8 @@ def model_sizes(config: Mapping[str, Any], parameters: int, itemsize: int) -> Mo
         itemsize=itemsize,
         chosen=config["num_experts_per_tok"] if experts else 0,
         expert_width=width if experts else 0,
-        sliding=kinds.count("sliding_attention"),
-        window=config.get("sliding_window") or 0,
+        sliding=sliding,
+        window=config["sliding_window"] if sliding else 0,
         linear=kinds.count("linear_attention"),
         state_bytes=_state_bytes(config, itemsize) if "linear_attention" in kinds else 0,
     )
