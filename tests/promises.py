@@ -816,6 +816,11 @@ MISTAKES = (
     ),
     Promise(
         "families",
+        "Gemma's written-out layers leave out a norm, a kind of rotary positions, or the slope of GELU",
+        "norm-after-a-block-without-gradient all-layers-turn-by-the-same-angles slope-of-gelu-forgotten",
+    ),
+    Promise(
+        "families",
         "Every layer of experts waits for the GPU",
         "number-of-adapters-read-from-the-device",
     ),

@@ -16,10 +16,12 @@ from tinker_local.backend.training.experts import (
     experts_backward,
     gate_and_up,
 )
-from tinker_local.backend.training.kernels import Kernels, TorchKernels
+from tinker_local.backend.training.kernels import Activation, Kernels, TorchKernels
 from tinker_local.backend.training.lora import Adapter, AdapterSlice, Factor, Target, groups_of, layout
 from tinker_local.backend.training.lora_batch import LoraBatch, Owners
 from tinker_local.types import LoraConfig
+
+ACTIVATIONS: tuple[Activation, ...] = ("silu", "gelu_tanh")
 
 SHAPES = [
     (5, 48, 3, 16),
@@ -88,7 +90,17 @@ def check_kernels(
             cast(heads_grad), inner, optional, 1e-6, cast(cos), cast(sin), out[:, : apart * heads : apart]
         )
         logsumexp = kernels.logsumexp(cast(logits))
-        grad_gate_up, value = kernels.swiglu_backward(cast(grad), cast(gate_up))
+        gated: dict[str, torch.Tensor] = {}
+        for activation in ACTIVATIONS:
+            grad_gate_up, value = kernels.glu_backward(cast(grad), cast(gate_up), activation)
+            gated |= {
+                activation: kernels.glu(cast(gate_up), activation),
+                f"{activation}: grad_gate_up": grad_gate_up,
+                f"{activation} again": value,
+            }
+        untouched = cast(grad)
+        without_residual = kernels.rms_norm_backward(untouched, cast(x), cast(weight), 1e-6, None)
+        assert torch.equal(untouched, cast(grad))
         assert logsumexp[off].isnan()
         routed = kernels.routed_swiglu_backward(cast(grad), cast(gate_up), cast(shares))
         seen.append(
@@ -97,9 +109,8 @@ def check_kernels(
                 "rms_norm_backward": kernels.rms_norm_backward(cast(grad), cast(x), cast(weight), 1e-6, cast(residual)),
                 "norm_rope": kernels.norm_rope(inner, optional, 1e-6, cast(cos), cast(sin)),
                 "norm_rope_backward": out,
-                "swiglu": kernels.swiglu(cast(gate_up)),
-                "grad_gate_up": grad_gate_up,
-                "swiglu again": value,
+                "rms_norm_backward without a residual": without_residual,
+                **gated,
                 **dict(zip(("routed grad_gate_up", "routed value", "grad_shares"), routed, strict=True)),
                 "weighted sum": kernels.weighted_sum(cast(x), places, cast(scores)),
                 "sum": kernels.weighted_sum(cast(x), places, None),

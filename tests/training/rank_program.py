@@ -54,7 +54,7 @@ BY_COLLECTIVES = ("text, sharded", "image in float64, sharded", "gemma3_text", "
 
 LABELS = [*TRAINERS, *SHARDED]
 
-OTHER_FAMILIES = {"qwen2_5_vl": "written-out", "gemma3_text": "autograd", "gpt_oss": "written-out"}
+OTHER_FAMILIES = {"qwen2_5_vl": "written-out", "gemma3_text": "written-out", "gpt_oss": "written-out"}
 """With biases; with layers of two kinds and a tied LM head; with experts."""
 
 ADAPTERS: dict[str, dict[str, Any]] = {

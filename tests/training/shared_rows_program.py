@@ -26,7 +26,7 @@ FAMILIES = {
     "qwen2_5_vl": "written-out",
     "qwen3_moe": "written-out",
     "gpt_oss": "written-out",
-    "gemma3_text": "autograd",
+    "gemma3_text": "written-out",
     "qwen3_5_text": "written-out",
     "qwen3_5_text by autograd": "autograd",
 }

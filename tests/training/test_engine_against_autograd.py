@@ -317,10 +317,11 @@ class Overwriting(TorchKernels):
     """`Kernels` that overwrite their inputs wherever the interface permits it, as those in Triton do."""
 
     def rms_norm_backward(self, grad: Any, x: Any, weight: Any, epsilon: Any, residual: Any) -> Any:
-        return grad.copy_(super().rms_norm_backward(grad, x, weight, epsilon, residual))
+        found = super().rms_norm_backward(grad, x, weight, epsilon, residual)
+        return found if residual is None else grad.copy_(found)
 
-    def swiglu_backward(self, grad: Any, gate_up: Any) -> Any:
-        by_gate_up, value = super().swiglu_backward(grad, gate_up)
+    def glu_backward(self, grad: Any, gate_up: Any, activation: Any) -> Any:
+        by_gate_up, value = super().glu_backward(grad, gate_up, activation)
         return gate_up.copy_(by_gate_up), grad.copy_(value)
 
 

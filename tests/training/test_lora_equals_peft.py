@@ -83,8 +83,8 @@ def peft_logprobs(model: Any, datum: TrainDatum) -> torch.Tensor:
 @pytest.mark.mutation(
     "residual-without-gradient",
     "kernels.py",
-    "return residual + _norm_backward(",
-    "return 0 * residual + _norm_backward(",
+    "found if residual is None else residual + found",
+    "found",
     cases=("qwen3-attention-float32-1e-05",),
 )
 @pytest.mark.mutation(

@@ -4,6 +4,7 @@ The models have windows of 16 positions, soft caps that take effect, and grouped
 """
 
 import json
+import shutil
 import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -22,14 +23,13 @@ from tinker_local.backend.training.decoders.written_out.layers import WrittenOut
 from tinker_local.backend.training.lm_head import LmHead
 from tinker_local.backend.training.recompute_policy import Keep
 from tinker_local.backend.training.trainer import TrainDatum, TrainWork
+from tinker_local.backend.training.worker import HFTrainer
 from tinker_local.types import UnsupportedError
 
 from tests.training.autograd_reference import Hooked, attention_in_float64, norms_in_float64
 
-LIKE_QWEN = ("llama", "mistral", "qwen2")
-GEMMA = ("gemma2", "gemma3_text")
-FAMILIES = (*LIKE_QWEN, *GEMMA)
-DECODERS = [(family, "written-out") for family in LIKE_QWEN] + [(family, "autograd") for family in FAMILIES]
+FAMILIES = ("llama", "mistral", "qwen2", "gemma2", "gemma3_text")
+DECODERS = [(family, decoder) for family in FAMILIES for decoder in ("written-out", "autograd")]
 LENGTHS = (40, 7, 1, 40, 23)
 
 every_decoder = pytest.mark.parametrize(("family", "decoder"), DECODERS)
@@ -39,6 +39,20 @@ def works_of(make: Any, adapters: Sequence[str]) -> list[TrainWork]:
     return [make.work(adapter_id, LENGTHS) for adapter_id in adapters]
 
 
+@pytest.mark.mutation(
+    "norm-after-a-block-without-gradient",
+    "written_out/block.py",
+    "return kernels.rms_norm_backward(grad, update, self.weight, self.epsilon, None)",
+    "return grad.clone()",
+    cases=("gemma2-written-out",),
+)
+@pytest.mark.mutation(
+    "all-layers-turn-by-the-same-angles",
+    "written_out/layers.py",
+    "norm, attention, rules[id(attention)], after, kinds[index]",
+    "norm, attention, rules[id(attention)], after, kinds[0]",
+    cases=("gemma3_text-written-out",),
+)
 @every_decoder
 def test_several_adapters_in_one_row_equal_transformers_with_each_alone(
     family: str, decoder: Any, trainer: Any, make: Any, add_adapter: Any
@@ -197,7 +211,7 @@ def test_a_gated_mlp_keeps_gate_and_up_alone_with_the_same_gradients(
     family: str, bytes_saved: Callable[..., int]
 ) -> None:
     """The activation and the product are computed again, in place of the gradients of gate and up."""
-    assert bytes_saved(family, ("gated_mlp._ROWS", 16), "is_gated", "float32") == 2 * 48 * 4
+    assert bytes_saved(family, ("gated_mlp._ROWS", 16), "is_gated", "float64") == 2 * 48 * 8
 
 
 @pytest.mark.mutation("norm-as-autograd-keeps-it", "training/decoders/autograd.py", "if is_norm(module)]", "if False]")
@@ -270,15 +284,22 @@ def test_layers_run_backward_without_hidden_states_and_their_gradient_in_memory(
 
 
 def test_auto_takes_the_written_out_decoder_where_it_knows_the_layers(trainer: Any) -> None:
-    for family in (*LIKE_QWEN, "qwen3", "qwen3_vl"):
+    for family in (*FAMILIES, "qwen3", "qwen3_vl"):
         assert isinstance(trainer(family)._loaded.decoder, WrittenOutDecoder), family
-    for family in GEMMA:
-        assert isinstance(trainer(family)._loaded.decoder, AutogradDecoder), family
 
 
-def test_a_model_that_the_chosen_decoder_cannot_train_is_refused_with_the_reason(trainer: Any) -> None:
-    with pytest.raises(UnsupportedError, match=r"written-out decoder .*hidden_act 'gelu_pytorch_tanh' is not 'silu'"):
-        trainer("gemma2", decoder="written-out")
+def test_a_model_that_the_chosen_decoder_cannot_train_is_refused_with_the_reason(
+    trainer: Any, model_path: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """With another activation it has the autograd decoder."""
+    folder = shutil.copytree(model_path("llama"), tmp_path / "relu")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"hidden_act": "relu"}))
+    with pytest.raises(
+        UnsupportedError, match=r"written-out .*hidden_act 'relu' is none of 'silu', 'gelu_pytorch_tanh'"
+    ):
+        HFTrainer(str(folder), name="relu", device="cpu", decoder="written-out")
+    assert isinstance(HFTrainer(str(folder), name="relu", device="cpu")._loaded.decoder, AutogradDecoder)
 
 
 def test_a_model_with_its_own_attention_is_refused(trainer: Any, monkeypatch: pytest.MonkeyPatch) -> None:

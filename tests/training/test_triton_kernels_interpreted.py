@@ -40,6 +40,12 @@ import pytest
     "first-rows-of-a-tile-alone", "triton_experts.py", "tl.program_id(0) % parts * row_block", "0 * row_block"
 )
 @pytest.mark.mutation(
+    "slope-of-gelu-forgotten",
+    "triton_kernels.py",
+    "(sigmoid + active * (1 - sigmoid) * slope)",
+    "(sigmoid + active * (1 - sigmoid))",
+)
+@pytest.mark.mutation(
     "spread-to-one-place",
     "triton_kernels.py",
     "tl.store(result + place * width + at, values",

@@ -29,6 +29,10 @@ class BlockMemory:
         transient = max(self.transient, other.transient)
         return BlockMemory(self.lean + other.lean, self.large + other.large, transient)
 
+    def with_norm_after(self, outputs: int) -> "BlockMemory":
+        """The same with a norm of what the block adds, which is `outputs` bytes: kept, and its gradient made."""
+        return BlockMemory(self.lean + outputs, self.large, self.transient + outputs)
+
 
 @dataclass(frozen=True, slots=True)
 class TowerSizes:

@@ -56,7 +56,7 @@ class SiluGating:
         return gate, up
 
     def forward(self, gate_up: torch.Tensor, kernels: Kernels) -> torch.Tensor:
-        return kernels.swiglu(gate_up)
+        return kernels.glu(gate_up, "silu")
 
     def backward(
         self, grad: torch.Tensor, gate_up: torch.Tensor, shares: torch.Tensor, kernels: Kernels

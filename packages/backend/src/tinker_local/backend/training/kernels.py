@@ -7,12 +7,16 @@ applied. Plain torch rounds every step to the dtype of the activations, as trans
 once, at the end.
 """
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import torch
 
 if TYPE_CHECKING:
     from tinker_local.backend.training.triton_experts import TritonExperts
+
+
+Activation = Literal["silu", "gelu_tanh"]
+"""Of the gate of an MLP: x sigmoid(x), or GELU by tanh (arXiv 1606.08415)."""
 
 
 class Kernels(Protocol):
@@ -30,9 +34,9 @@ class Kernels(Protocol):
         """x / rms(x) * weight, [T, H] (arXiv 1910.07467). `weight` may be float32 where x is not."""
 
     def rms_norm_backward(
-        self, grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, epsilon: float, residual: torch.Tensor
+        self, grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, epsilon: float, residual: torch.Tensor | None
     ) -> torch.Tensor:
-        """`residual` plus the gradient of x, [T, H]. May overwrite `grad`."""
+        """`residual` plus the gradient of x, [T, H]. With a residual, may overwrite `grad`."""
 
     def norm_rope(
         self,
@@ -60,18 +64,20 @@ class Kernels(Protocol):
     ) -> None:
         """Write the gradient of x [T, N, D] to `out`, whose rows and heads may be strided."""
 
-    def swiglu(self, gate_up: torch.Tensor) -> torch.Tensor:
-        """silu(gate) * up (arXiv 2002.05202). [T, 2 I], gate first -> [T, I]."""
+    def glu(self, gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
+        """activation(gate) * up (arXiv 2002.05202). [T, 2 I], gate first -> [T, I]."""
 
-    def swiglu_backward(self, grad: torch.Tensor, gate_up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def glu_backward(
+        self, grad: torch.Tensor, gate_up: torch.Tensor, activation: Activation
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """The gradient of `gate_up` [T, 2 I], and the forward's output [T, I]. May overwrite both inputs."""
 
     def routed_swiglu_backward(
         self, grad: torch.Tensor, gate_up: torch.Tensor, shares: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """`swiglu_backward` of `shares` [T] times each row of the output, for its gradient `grad` [T, I]: the gradient
-        of `gate_up`, the output without its share, and the gradient of `shares`, float32 (float64 stays). May overwrite
-        `grad` and `gate_up`."""
+        """`glu_backward`, with SiLU, of `shares` [T] times each row of the output, for its gradient `grad` [T, I]: the
+        gradient of `gate_up`, the output without its share, and the gradient of `shares`, float32 (float64 stays). May
+        overwrite `grad` and `gate_up`."""
 
     def weighted_sum(self, rows: torch.Tensor, places: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
         """The sum over k of `rows` [S, n] at `places` [T, K], times `weights` [T, K] if there are any. [T, n]."""
@@ -97,9 +103,10 @@ class TorchKernels:
         return (weight * (normalized if weight.dtype == normalized.dtype else normalized.to(x.dtype))).to(x.dtype)
 
     def rms_norm_backward(
-        self, grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, epsilon: float, residual: torch.Tensor
+        self, grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, epsilon: float, residual: torch.Tensor | None
     ) -> torch.Tensor:
-        return residual + _norm_backward(grad, x, weight, epsilon).to(x.dtype)
+        found = _norm_backward(grad, x, weight, epsilon).to(x.dtype)
+        return found if residual is None else residual + found
 
     def norm_rope(
         self,
@@ -128,25 +135,31 @@ class TorchKernels:
         grad_y = torch.cat([rotary * cos[:, None] - _rotated(rotary * sin[:, None]), rest], dim=-1)
         out.copy_(grad_y if weight is None else _norm_backward(grad_y, x, weight, epsilon))
 
-    def swiglu(self, gate_up: torch.Tensor) -> torch.Tensor:
+    def glu(self, gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
-        return torch.nn.functional.silu(gate) * up
+        return _activated(gate, activation) * up
 
-    def swiglu_backward(self, grad: torch.Tensor, gate_up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def glu_backward(
+        self, grad: torch.Tensor, gate_up: torch.Tensor, activation: Activation
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         gate, up = gate_up.chunk(2, dim=-1)
-        sigmoid = torch.sigmoid(gate)
-        silu = gate * sigmoid
         result = torch.empty_like(gate_up)
         grad_gate, grad_up = result.chunk(2, dim=-1)
-        grad_up.copy_(grad * silu)
-        grad_gate.copy_(grad * up * (sigmoid + silu * (1 - sigmoid)))
-        return result, silu * up
+        if activation == "silu":
+            sigmoid = torch.sigmoid(gate)
+            active = gate * sigmoid
+            grad_gate.copy_(grad * up * (sigmoid + active * (1 - sigmoid)))
+        else:
+            active = _activated(gate, activation)
+            grad_gate.copy_(torch.ops.aten.gelu_backward(grad * up, gate, approximate="tanh"))
+        grad_up.copy_(grad * active)
+        return result, active * up
 
     def routed_swiglu_backward(
         self, grad: torch.Tensor, gate_up: torch.Tensor, shares: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        grad_shares = (grad * self.swiglu(gate_up)).sum(-1, dtype=_wide(grad))
-        return *self.swiglu_backward(grad.mul_(shares[:, None]), gate_up), grad_shares
+        grad_shares = (grad * self.glu(gate_up, "silu")).sum(-1, dtype=_wide(grad))
+        return *self.glu_backward(grad.mul_(shares[:, None]), gate_up, "silu"), grad_shares
 
     def weighted_sum(self, rows: torch.Tensor, places: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
         found = rows[places]
@@ -173,6 +186,12 @@ def kernels_for(device: torch.device, dtype: torch.dtype) -> Kernels:
 
         return TritonKernels()
     return TorchKernels()
+
+
+def _activated(gate: torch.Tensor, activation: Activation) -> torch.Tensor:
+    if activation == "silu":
+        return torch.nn.functional.silu(gate)
+    return torch.nn.functional.gelu(gate, approximate="tanh")
 
 
 def _wide(x: torch.Tensor) -> torch.dtype:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from tinker_local.backend.training.kernels import Activation
 from tinker_local.backend.training.triton_experts import TritonExperts
 
 
@@ -25,14 +26,15 @@ class TritonKernels:
         return result
 
     def rms_norm_backward(
-        self, grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, epsilon: float, residual: torch.Tensor
+        self, grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, epsilon: float, residual: torch.Tensor | None
     ) -> torch.Tensor:
         rows, width = x.shape
         block = triton.next_power_of_2(width)
+        result = torch.empty_like(grad) if residual is None else grad
         _rms_norm_backward[(rows,)](
-            grad, x, weight, residual, grad, width, epsilon, block=block, num_warps=_warps(width)
+            grad, x, weight, residual, result, width, epsilon, block=block, num_warps=_warps(width)
         )
-        return grad
+        return result
 
     def norm_rope(
         self,
@@ -68,19 +70,24 @@ class TritonKernels:
             has_norm=weight is not None, **_head_blocks(heads, size, cos.shape[1]),
         )  # fmt: skip
 
-    def swiglu(self, gate_up: torch.Tensor) -> torch.Tensor:
+    def glu(self, gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
         rows, width = gate_up.shape[0], gate_up.shape[1] // 2
         result = torch.empty(rows, width, dtype=gate_up.dtype, device=gate_up.device)
         block = _span(width)
-        _swiglu[(rows, triton.cdiv(width, block))](gate_up, result, width, block=block, num_warps=4)
+        _glu[(rows, triton.cdiv(width, block))](
+            gate_up, result, width, gelu=activation == "gelu_tanh", block=block, num_warps=4
+        )
         return result
 
-    def swiglu_backward(self, grad: torch.Tensor, gate_up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def glu_backward(
+        self, grad: torch.Tensor, gate_up: torch.Tensor, activation: Activation
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         rows, width = gate_up.shape[0], gate_up.shape[1] // 2
         block = _span(width)
-        _swiglu_backward[(rows, triton.cdiv(width, block))](
-            grad, gate_up, None, None, width, routed=False, block=block, num_warps=4
-        )
+        _glu_backward[(rows, triton.cdiv(width, block))](
+            grad, gate_up, None, None, width,
+            routed=False, gelu=activation == "gelu_tanh", block=block, num_warps=4,
+        )  # fmt: skip
         return gate_up, grad
 
     def routed_swiglu_backward(
@@ -89,9 +96,9 @@ class TritonKernels:
         rows, width = gate_up.shape[0], gate_up.shape[1] // 2
         grad_shares = torch.empty(rows, dtype=torch.float32, device=grad.device)
         block = triton.next_power_of_2(width)
-        _swiglu_backward[(rows, 1)](
+        _glu_backward[(rows, 1)](
             grad, gate_up, shares, grad_shares, width,
-            routed=True, block=block, num_warps=min(16, max(1, block // 256)),
+            routed=True, gelu=False, block=block, num_warps=min(16, max(1, block // 256)),
         )  # fmt: skip
         return gate_up, grad, grad_shares
 
@@ -181,8 +188,10 @@ def _rms_norm_backward(grad, x, weight, residual, result, width, epsilon, block:
     grad_output = tl.load(grad + row * width + at, mask=inside, other=0.0).to(tl.float32)
     grad_normalized = grad_output * tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)
     along = tl.sum(grad_normalized * normalized, 0) / width
-    before = tl.load(residual + row * width + at, mask=inside, other=0.0).to(tl.float32)
-    tl.store(result + row * width + at, before + (grad_normalized - normalized * along) * inverse, mask=inside)
+    found = (grad_normalized - normalized * along) * inverse
+    if residual is not None:
+        found += tl.load(residual + row * width + at, mask=inside, other=0.0).to(tl.float32)
+    tl.store(result + row * width + at, found, mask=inside)
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
@@ -272,18 +281,31 @@ def _norm_rope_backward(  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
-def _swiglu(gate_up, result, width, block: tl.constexpr):  # type: ignore[no-untyped-def]
+def _sigmoid_of(gate, gelu: tl.constexpr):  # type: ignore[no-untyped-def]
+    """s such that gate s is the activation, and its gradient is s + gate s (1 - s) slope; s and slope. GELU by tanh has
+    (1 + tanh z) / 2 = sigmoid(2 z), with z = sqrt(2 / pi) (gate + 0.044715 gate^3)."""
+    slope = 1.0
+    argument = gate
+    if gelu:
+        argument = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
+        slope = 1.5957691216057308 * (1 + 0.134145 * gate * gate)
+    return tl.sigmoid(argument), slope
+
+
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+def _glu(gate_up, result, width, gelu: tl.constexpr, block: tl.constexpr):  # type: ignore[no-untyped-def]
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * block + tl.arange(0, block)
     inside = at < width
     gate = tl.load(gate_up + row * 2 * width + at, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_up + row * 2 * width + width + at, mask=inside, other=0.0).to(tl.float32)
-    tl.store(result + row * width + at, gate * tl.sigmoid(gate) * up, mask=inside)
+    sigmoid, _ = _sigmoid_of(gate, gelu)
+    tl.store(result + row * width + at, gate * sigmoid * up, mask=inside)
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
-def _swiglu_backward(  # type: ignore[no-untyped-def]
-    grad, gate_up, shares, grad_shares, width, routed: tl.constexpr, block: tl.constexpr
+def _glu_backward(  # type: ignore[no-untyped-def]
+    grad, gate_up, shares, grad_shares, width, routed: tl.constexpr, gelu: tl.constexpr, block: tl.constexpr
 ):
     """Overwrite gate and up with their gradients, and `grad` with the forward's output. `routed`: of rows times their
     `shares`; then a program has a whole row."""
@@ -295,14 +317,14 @@ def _swiglu_backward(  # type: ignore[no-untyped-def]
     gate = tl.load(gate_place, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_place + width, mask=inside, other=0.0).to(tl.float32)
     grad_output = tl.load(grad_place, mask=inside, other=0.0).to(tl.float32)
-    sigmoid = tl.sigmoid(gate)
-    silu = gate * sigmoid
+    sigmoid, slope = _sigmoid_of(gate, gelu)
+    active = gate * sigmoid
     if routed:
-        tl.store(grad_shares + row, tl.sum(grad_output * silu * up, 0))
+        tl.store(grad_shares + row, tl.sum(grad_output * active * up, 0))
         grad_output *= tl.load(shares + row).to(tl.float32)
-    tl.store(gate_place, grad_output * up * (sigmoid + silu * (1 - sigmoid)), mask=inside)
-    tl.store(gate_place + width, grad_output * silu, mask=inside)
-    tl.store(grad_place, silu * up, mask=inside)
+    tl.store(gate_place, grad_output * up * (sigmoid + active * (1 - sigmoid) * slope), mask=inside)
+    tl.store(gate_place + width, grad_output * active, mask=inside)
+    tl.store(grad_place, active * up, mask=inside)
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]

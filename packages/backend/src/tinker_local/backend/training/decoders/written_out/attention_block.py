@@ -1,9 +1,9 @@
 """Attention with rotary positions, forward and backward.
 
-    y = x + O (attend(rope(norm(Q n)), rope(norm(K n)), V n) * sigmoid(G n))        n = norm(x)
+    y = x + norm'(O (attend(rope(norm(Q n)), rope(norm(K n)), V n) * sigmoid(G n)))        n = norm(x)
 
-Each of Q, K, V, O is a frozen matrix plus the adapters' low rank; the head norms are optional. So is the gate G: its
-rows are those of Q's matrix, head by head after the query's. Legend: T tokens, H hidden size, N query heads, M
+Each of Q, K, V, O is a frozen matrix plus the adapters' low rank; the head norms and norm' are optional. So is the gate
+G: its rows are those of Q's matrix, head by head after the query's. Legend: T tokens, H hidden size, N query heads, M
 key-value heads, D head size, g = 2 with a gate and else 1, p projections of a group, R columns of adapters.
 """
 
@@ -14,6 +14,7 @@ import torch
 from tinker_local.backend.training.attention import AttentionRule, attend, attend_backward
 from tinker_local.backend.training.block_memory import BlockMemory, attention_memory
 from tinker_local.backend.training.decoders.written_out.block import (
+    NormAfter,
     RowContext,
     concatenated,
     joined,
@@ -27,7 +28,8 @@ from tinker_local.backend.training.lora_batch import project, project_backward, 
 @dataclass(frozen=True, slots=True, eq=False)
 class AttentionBlock:
     """The weights of attention block `index`. Projections that read the same input are joined: `qkv`
-    [(g N + 2 M) D, H]. `output` [H, N D]; `norm` [H]; `q_norm`, `k_norm` [D] and biases if the family has them."""
+    [(g N + 2 M) D, H]. `output` [H, N D]; `norm` [H]; `q_norm`, `k_norm` [D], biases and the norm `after` if the family
+    has them. `rotary`: the kind of layer, if its positions have their own angles."""
 
     index: int
     norm: torch.Tensor
@@ -44,9 +46,20 @@ class AttentionBlock:
     gated: bool
     rule: AttentionRule
     targets: tuple[Target, ...]
+    after: NormAfter | None = None
+    rotary: str | None = None
 
     @classmethod
-    def take(cls, index: int, path: str, norm: Any, attention: Any, rule: AttentionRule) -> "AttentionBlock":
+    def take(
+        cls,
+        index: int,
+        path: str,
+        norm: Any,
+        attention: Any,
+        rule: AttentionRule,
+        after: NormAfter | None,
+        rotary: str | None,
+    ) -> "AttentionBlock":
         """Make the block from transformers' modules `norm` and `attention` (at `path`), which attends by `rule`. Joins
         matrices: the modules' own parameters become views."""
         weight, epsilon = norm_weight(norm)
@@ -73,6 +86,8 @@ class AttentionBlock:
                 for group, names in groups.items()
                 for name in names
             ),
+            after=after,
+            rotary=rotary,
         )
 
     def start(self, x: torch.Tensor, context: RowContext) -> "AttentionPass":
@@ -82,7 +97,8 @@ class AttentionBlock:
     def memory(self, tokens: int, columns: int, itemsize: int) -> BlockMemory:
         """See `Block.memory`."""
         sizes = {"heads": self.heads, "kv_heads": self.kv_heads, "head_size": self.head_size}
-        return attention_memory(tokens, columns, itemsize, **sizes, gates=self.heads * self.gated)
+        found = attention_memory(tokens, columns, itemsize, **sizes, gates=self.heads * self.gated)
+        return found if self.after is None else found.with_norm_after(tokens * len(self.norm) * itemsize)
 
     def parts(self, qkv: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Split the joined output into query [T, g N D], key and value [T, M D]."""
@@ -107,7 +123,7 @@ class AttentionBlock:
 @dataclass(slots=True, eq=False)
 class AttentionPass:
     """`qkv` [T, (g N + 2 M) D]: before head norms and positions. `attended` [T, N, D], before the gate, and its
-    `logsumexp`. `h_qkv` [T, 3, R], `h_output` [T, 1, R]: h of the adapters."""
+    `logsumexp`. `h_qkv` [T, 3, R], `h_output` [T, 1, R]: h of the adapters. `update` [T, H]: before the norm after."""
 
     block: AttentionBlock
     context: RowContext
@@ -117,10 +133,13 @@ class AttentionPass:
     logsumexp: torch.Tensor | None = None
     h_qkv: torch.Tensor | None = None
     h_output: torch.Tensor | None = None
+    update: torch.Tensor | None = None
 
     def forward(self) -> torch.Tensor:
         block, lora = self.block, self.context.lora
         self._attend()
+        if block.after is not None:
+            return block.after.add(self.context.kernels, self.x, self._update())
         self.h_output, y = project_onto(
             self.x, self._gated(), block.output, lora.group("attention.output", block.index)
         )
@@ -132,6 +151,8 @@ class AttentionPass:
     def restore(self) -> None:
         if self.attended is None:
             self._attend()
+        if self.block.after is not None and self.update is None:
+            self._update()
         low_rank = self.context.lora.group("attention.output", self.block.index)
         if self.h_output is None and low_rank is not None:
             self.h_output = low_rank.down(self._gated())
@@ -140,7 +161,12 @@ class AttentionPass:
         block, c = self.block, self.context
         qkv, attended = present(self.qkv), present(self.attended)
         low_rank = c.lora.group("attention.output", block.index)
-        grad_attended = project_backward(grad, self._gated(), block.output, low_rank, self.h_output, whole)
+        grad_output = grad
+        if block.after is not None:
+            grad_output, self.update = block.after.backward(c.kernels, grad, present(self.update)), None
+        grad_attended = project_backward(grad_output, self._gated(), block.output, low_rank, self.h_output, whole)
+        del grad_output
+        cos, sin = c.angles[block.rotary]
         grad_qkv = torch.empty_like(qkv)
         if block.gated:
             sigmoid = block.gate(qkv).sigmoid()
@@ -153,13 +179,19 @@ class AttentionPass:
         )
         to_query, to_key, to_value = block.split_heads(grad_qkv)
         raw_query, raw_key, _ = block.split_heads(qkv)
-        c.kernels.norm_rope_backward(grad_query, raw_query, block.q_norm, block.epsilon, c.cos, c.sin, to_query)
-        c.kernels.norm_rope_backward(grad_key, raw_key, block.k_norm, block.epsilon, c.cos, c.sin, to_key)
+        c.kernels.norm_rope_backward(grad_query, raw_query, block.q_norm, block.epsilon, cos, sin, to_query)
+        c.kernels.norm_rope_backward(grad_key, raw_key, block.k_norm, block.epsilon, cos, sin, to_key)
         to_value.copy_(grad_value)
         n = c.kernels.rms_norm(self.x, block.norm, block.epsilon)
         low_rank = c.lora.group("attention.qkv", block.index)
         grad_n = project_backward(grad_qkv, n, block.qkv, low_rank, self.h_qkv, block.parts)
         return c.kernels.rms_norm_backward(grad_n, self.x, block.norm, block.epsilon, grad)
+
+    def _update(self) -> torch.Tensor:
+        """What the norm after reads, [T, H]."""
+        block, low_rank = self.block, self.context.lora.group("attention.output", self.block.index)
+        self.h_output, self.update = project(self._gated(), block.output, block.output_bias, low_rank, whole)
+        return self.update
 
     def _gated(self) -> torch.Tensor:
         """What the output projection reads, [T, N D]."""
@@ -179,9 +211,10 @@ class AttentionPass:
         """The inputs of attention, with head norms and positions: [T, N, D], [T, M, D] and [T, M, D]."""
         block, c = self.block, self.context
         query, key, value = block.split_heads(qkv)
+        cos, sin = c.angles[block.rotary]
         return (
-            c.kernels.norm_rope(query, block.q_norm, block.epsilon, c.cos, c.sin),
-            c.kernels.norm_rope(key, block.k_norm, block.epsilon, c.cos, c.sin),
+            c.kernels.norm_rope(query, block.q_norm, block.epsilon, cos, sin),
+            c.kernels.norm_rope(key, block.k_norm, block.epsilon, cos, sin),
             value,
         )
 

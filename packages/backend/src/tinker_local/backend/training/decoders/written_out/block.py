@@ -1,10 +1,10 @@
-"""The interface of a block: x + f(norm(x)), forward and backward.
+"""The interface of a block: x + f(norm(x)), or x + norm'(f(norm(x))), forward and backward.
 
 A layer is a sequence of blocks. To add a kind of block, add a file beside `attention_block.py` and `mlp_block.py`.
 Legend: T tokens, H hidden size, D head size, R columns of adapters.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -18,13 +18,12 @@ from tinker_local.backend.training.lora_batch import LoraBatch
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RowContext:
-    """Shared by all blocks of a micro-batch. `cos`, `sin` [T, rotary]: positions, for the first `rotary` of the D
-    numbers of a head."""
+    """Shared by all blocks of a micro-batch. `angles`: cos and sin [T, rotary] of the positions, for the first `rotary`
+    of the D numbers of a head, by the kind of layer; under None if all layers have the same."""
 
     kernels: Kernels
     segments: Segments
-    cos: torch.Tensor
-    sin: torch.Tensor
+    angles: Mapping[str | None, tuple[torch.Tensor, torch.Tensor]]
     lora: LoraBatch
 
 
@@ -69,11 +68,32 @@ def present(tensor: torch.Tensor | None) -> torch.Tensor:
 
 
 def norm_weight(norm: Any) -> tuple[torch.Tensor, float]:
-    """What transformers' RMS norm multiplies by, [H], and its epsilon. Qwen3.5's multiplies by 1 + w: the sum is made
-    in float32, where it loses nothing."""
+    """What transformers' RMS norm multiplies by, [H], and its epsilon. Qwen3.5's and Gemma's multiply by 1 + w: the sum
+    is made in float32, where it loses nothing."""
     if hasattr(norm, "variance_epsilon"):
         return norm.weight.detach(), norm.variance_epsilon
     return 1 + norm.weight.detach().to(torch.promote_types(norm.weight.dtype, torch.float32)), norm.eps
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class NormAfter:
+    """A norm of what a block adds to its input, as Gemma has it: its weight [H] and epsilon."""
+
+    weight: torch.Tensor
+    epsilon: float
+
+    @classmethod
+    def take(cls, norm: Any) -> "NormAfter":
+        """From transformers' module."""
+        return cls(*norm_weight(norm))
+
+    def add(self, kernels: Kernels, x: torch.Tensor, update: torch.Tensor) -> torch.Tensor:
+        """`x` plus the norm of `update`, [T, H] each."""
+        return kernels.rms_norm(update, self.weight, self.epsilon).add_(x)
+
+    def backward(self, kernels: Kernels, grad: torch.Tensor, update: torch.Tensor) -> torch.Tensor:
+        """The gradient of `update` from that of the sum, which is not overwritten."""
+        return kernels.rms_norm_backward(grad, update, self.weight, self.epsilon, None)
 
 
 def joined(modules: Sequence[torch.nn.Linear]) -> torch.Tensor:

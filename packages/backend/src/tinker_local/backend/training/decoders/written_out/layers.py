@@ -16,11 +16,17 @@ from tinker_local.backend.training.decoders.packed_attention import attention_ru
 from tinker_local.backend.training.decoders.packed_delta_net import PARAMETERS
 from tinker_local.backend.training.decoders.packed_experts import is_experts
 from tinker_local.backend.training.decoders.written_out.attention_block import AttentionBlock
-from tinker_local.backend.training.decoders.written_out.block import Block, BlockPass, RowContext, norm_weight
+from tinker_local.backend.training.decoders.written_out.block import (
+    Block,
+    BlockPass,
+    NormAfter,
+    RowContext,
+    norm_weight,
+)
 from tinker_local.backend.training.decoders.written_out.delta_block import DeltaBlock
 from tinker_local.backend.training.decoders.written_out.experts_block import ExpertsBlock
 from tinker_local.backend.training.decoders.written_out.mlp_block import MlpBlock
-from tinker_local.backend.training.kernels import Kernels
+from tinker_local.backend.training.kernels import Activation, Kernels
 from tinker_local.backend.training.large_weights import RESIDENT, LargeWeights, Walk
 from tinker_local.backend.training.lora_batch import LoraBatch
 from tinker_local.backend.training.recompute_policy import ActivationMemory, Keep, RecomputePolicy
@@ -32,7 +38,8 @@ Layer = Sequence[Block]
 
 class WrittenOutDecoder:
     """Implements `training.decoder.Decoder` for layers made of known blocks. `dtype`: of activations; `norm` [H]:
-    weight of the last norm; `rotary(embeds, position_ids)`: transformers' module for cos and sin."""
+    weight of the last norm; `rotary(embeds, position_ids)`: transformers' module for cos and sin, which has one more
+    argument where layers of different `kinds` turn by different angles."""
 
     name: DecoderName = "written-out"
 
@@ -43,6 +50,7 @@ class WrittenOutDecoder:
         norm: torch.Tensor,
         epsilon: float,
         rotary: Any,
+        kinds: Sequence[str | None],
         kernels: Kernels,
     ) -> None:
         self.layers = layers
@@ -50,6 +58,7 @@ class WrittenOutDecoder:
         self.norm = norm
         self.epsilon = epsilon
         self.rotary = rotary
+        self.kinds = kinds
         self.kernels = kernels
         self.targets = [target for layer in layers for block in layer for target in block.targets]
 
@@ -57,8 +66,8 @@ class WrittenOutDecoder:
         self, row: PackedRow, lora: LoraBatch, policy: RecomputePolicy | None, walk: Walk = RESIDENT
     ) -> "WrittenOutPass":
         """See `Decoder.forward`."""
-        cos, sin = (self._both_halves(each.squeeze(0)) for each in self.rotary(row.embeds, row.position_ids))
-        context = RowContext(self.kernels, row.segments, cos, sin, lora)
+        angles = {kind: self._angles(row, kind) for kind in self.kinds}
+        context = RowContext(self.kernels, row.segments, angles, lora)
         x = row.embeds
         kept: list[_KeptLayer] = []
         for index, layer in enumerate(self.layers):
@@ -73,10 +82,13 @@ class WrittenOutDecoder:
         hidden = self.kernels.rms_norm(x, self.norm, self.epsilon)
         return WrittenOutPass(self, row if row.grad_deepstack else None, context, walk, hidden, x, kept)
 
-    def _both_halves(self, angles: torch.Tensor) -> torch.Tensor:
-        """`angles` [T, rotary]: some of transformers' modules give those of the first half alone."""
-        only_one = angles.shape[-1] == len(self.rotary.inv_freq)
-        return torch.cat([angles, angles], dim=-1) if only_one else angles
+    def _angles(self, row: PackedRow, kind: str | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """cos and sin [T, rotary]; some of transformers' modules give those of the first half alone."""
+        of_kind = () if kind is None else (kind,)
+        frequencies = getattr(self.rotary, "_".join([*of_kind, "inv_freq"]))
+        cos, sin = (each.squeeze(0) for each in self.rotary(row.embeds, row.position_ids, *of_kind))
+        both = (cos, cos), (sin, sin)
+        return (torch.cat(both[0], -1), torch.cat(both[1], -1)) if cos.shape[-1] == len(frequencies) else (cos, sin)
 
     def memory(self, tokens: int, columns: int) -> ActivationMemory:
         """See `Decoder.memory`."""
@@ -93,21 +105,25 @@ def take_layers(
     experts: Experts | None = None,
 ) -> WrittenOutDecoder:
     """Make a decoder from transformers' module `decoder`, at `path` of its model. Supports the layers of Llama, Qwen2,
-    Qwen3, Qwen3.5 and gpt-oss: RMS norms before attention (softmax or linear) and MLP, rotary positions, SiLU; and, if
-    the family names them, `experts` in place of MLPs. UnsupportedError says what differs.
+    Qwen3, Qwen3.5, gpt-oss and Gemma: RMS norms before attention (softmax or linear) and MLP, or before and after both,
+    rotary positions, SiLU or GELU; and, if the family names them, `experts` in place of MLPs. UnsupportedError says
+    what differs.
 
     Joins matrices: the modules' own parameters become views of the joined ones. Walks through `weights`.
     """
     config = decoder.config
-    activation = getattr(config, "hidden_act", None) or getattr(config, "hidden_activation", None)
-    if activation != "silu":
-        raise UnsupportedError(f"hidden_act {activation!r} is not 'silu'")
+    named = getattr(config, "hidden_activation", None) or getattr(config, "hidden_act", None)
+    if named not in _ACTIVATIONS:
+        raise UnsupportedError(f"hidden_act {named!r} is none of {', '.join(map(repr, _ACTIVATIONS))}")
+    activation = _ACTIVATIONS[named]
     if getattr(decoder, "rotary_emb", None) is None:
         raise UnsupportedError("it has no rotary positions")
     for index, layer in enumerate(decoder.layers):
         _check_layer(layer, f"layer {index}", experts)
     _check_parts(decoder.norm, _NORM, "norm")
     rules = attention_rules(decoder, weights)
+    several = getattr(decoder.rotary_emb, "layer_types", None)  # in Gemma 3
+    kinds = config.layer_types if several else [None] * len(decoder.layers)
     layers: list[Layer] = []
     counts = dict.fromkeys(_ATTENTION, 0)
     dense = 0
@@ -115,28 +131,39 @@ def take_layers(
         for index, layer in enumerate(decoder.layers):
             walk.layer(index)
             where, norm, kind = f"{path}.layers.{index}", layer.input_layernorm, _kind(layer)
+            sandwich = hasattr(layer, "pre_feedforward_layernorm")
+            after = NormAfter.take(layer.post_attention_layernorm) if sandwich else None
             attention, place = getattr(layer, kind), counts[kind]
             counts[kind] += 1
             first: Block = (
-                AttentionBlock.take(place, f"{where}.{kind}", norm, attention, rules[id(attention)])
+                AttentionBlock.take(
+                    place, f"{where}.{kind}", norm, attention, rules[id(attention)], after, kinds[index]
+                )
                 if kind == "self_attn"
                 else DeltaBlock.take(place, f"{where}.{kind}", norm, attention)
             )
-            rest = f"{where}.mlp", layer.post_attention_layernorm, layer.mlp
+            before = layer.pre_feedforward_layernorm if sandwich else layer.post_attention_layernorm
+            rest = f"{where}.mlp", before, layer.mlp
             if experts is None or not _has_experts(layer.mlp):
-                layers.append((first, MlpBlock.take(dense, *rest)))
+                after = NormAfter.take(layer.post_feedforward_layernorm) if sandwich else None
+                layers.append((first, MlpBlock.take(dense, *rest, activation=activation, after=after)))
                 dense += 1
             elif is_experts(layer.mlp.experts):
                 layers.append((first, ExpertsBlock.take(index - dense, *rest, experts)))
             else:
                 raise UnsupportedError(f"layer {index}: its experts compute something else")
     norm, epsilon = norm_weight(decoder.norm)
-    return WrittenOutDecoder(layers, decoder.norm.weight.dtype, norm, epsilon, decoder.rotary_emb, kernels)
+    dtype, distinct = decoder.norm.weight.dtype, sorted(set(several or [None]))
+    return WrittenOutDecoder(layers, dtype, norm, epsilon, decoder.rotary_emb, distinct, kernels)
 
 
 _NORM = {"weight"}
-_ONE_PLUS = {"Qwen3_5RMSNorm", "Qwen3_5MoeRMSNorm"}
+_BEFORE = {"input_layernorm", "post_attention_layernorm"}
+_SANDWICH = _BEFORE | {"pre_feedforward_layernorm", "post_feedforward_layernorm"}
+_ONE_PLUS = {"Qwen3_5RMSNorm", "Qwen3_5MoeRMSNorm", "GemmaRMSNorm", "Gemma2RMSNorm", "Gemma3RMSNorm"}
 """transformers' norms that multiply by 1 + w."""
+_ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+"""By transformers' names."""
 _MLP = {"gate_proj.weight", "up_proj.weight", "down_proj.weight"}
 _ATTENTION = {
     "self_attn": {f"{name}_proj.{kind}" for name in "qkvo" for kind in ("weight", "bias")}
@@ -162,13 +189,17 @@ def _has_experts(mlp: Any) -> bool:
 def _check_layer(layer: Any, where: str, experts: Experts | None) -> None:
     parts = {name: module for name, module in layer.named_children() if any(True for _ in module.parameters())}
     kind = _kind(layer)
-    known = {kind, "mlp", "input_layernorm", "post_attention_layernorm"}
+    norms = _SANDWICH if parts.keys() >= _SANDWICH else _BEFORE
+    known = {kind, "mlp", *norms}
     if parts.keys() != known:
         raise UnsupportedError(f"{where} consists of {', '.join(parts)}, not of {', '.join(sorted(known))}")
-    _check_parts(parts[kind], _ATTENTION[kind], f"{where}: {kind}")
     routed = experts is not None and _has_experts(layer.mlp)
+    if kind != "self_attn" or routed:
+        for name in norms - _BEFORE:
+            raise UnsupportedError(f"{where} has {name} beside linear attention or experts")
+    _check_parts(parts[kind], _ATTENTION[kind], f"{where}: {kind}")
     _check_parts(layer.mlp, _EXPERTS if routed else _MLP, f"{where}: mlp")
-    for name in ("input_layernorm", "post_attention_layernorm"):
+    for name in sorted(norms):
         _check_parts(parts[name], _NORM, f"{where}: {name}")
         if not hasattr(parts[name], "variance_epsilon") and type(parts[name]).__name__ not in _ONE_PLUS:
             raise UnsupportedError(f"{where}: {name} is a {type(parts[name]).__name__}, not an RMS norm")
@@ -229,9 +260,7 @@ class WrittenOutPass:
     def backward(self, grad_hidden: torch.Tensor) -> torch.Tensor:
         """See `DecoderPass.backward`."""
         decoder = self.decoder
-        grad = decoder.kernels.rms_norm_backward(
-            grad_hidden, self.last, decoder.norm, decoder.epsilon, torch.zeros_like(self.last)
-        )
+        grad = decoder.kernels.rms_norm_backward(grad_hidden, self.last, decoder.norm, decoder.epsilon, None)
         del grad_hidden, self.hidden, self.last  # no layer's backward needs them
         while self.kept:
             self.walk.layer(len(self.kept) - 1)
