@@ -812,7 +812,8 @@ MISTAKES = (
     Promise(
         "families",
         "The memory plan knows no windows and no states of linear attention: models are refused or do not start",
-        "windows-planned-whole states-in-blocks-of-one-layer more-sequences-than-states",
+        "windows-planned-whole states-in-blocks-of-one-layer more-sequences-than-states "
+        "fewer-sequences-with-more-memory cache-too-small-for-states",
     ),
     Promise(
         "families",

@@ -150,28 +150,46 @@ def test_steps_are_as_large_as_vllm_takes_them_on_a_card() -> None:
 HYBRID = dataclasses.replace(EIGHT, layers=32, linear=24, state_bytes=2 * 2**20)
 
 
-@pytest.mark.mutation("more-sequences-than-states", "gpu_plan.py", "            if block:\n", "            if False:\n")
-def test_a_step_has_as_many_sequences_as_the_cache_has_blocks_for_states() -> None:
+@pytest.mark.mutation(
+    "more-sequences-than-states",
+    "gpu_plan.py",
+    "if self.linear else wanted",
+    "if False else wanted",
+)
+@pytest.mark.mutation(
+    "fewer-sequences-with-more-memory",
+    "gpu_plan.py",
+    "return max(found, key=lambda plan: plan.step.sequences)",
+    "return found[0]",
+)
+def test_a_step_has_no_more_sequences_than_the_cache_has_blocks() -> None:
     """Eight layers share a block, and vLLM refuses to start with fewer blocks than sequences."""
-    assert HYBRID.block_bytes == 8 * 2 * 2**20
-    found = plan(HYBRID, 60, context=8192, steps=[LARGE, SMALL])
-    assert found.step.positions == LARGE.positions
-    assert 32 < found.step.sequences + RESERVED == found.kv_cache // HYBRID.block_bytes < 1024
-    assert plan(HYBRID, 134, context=8192, steps=[LARGE, SMALL]).step == LARGE
-    given = plan(HYBRID, 134, context=8192, kv_cache=2 * GIB)
-    assert given.step.sequences == 2 * GIB // HYBRID.block_bytes - RESERVED
-    with pytest.raises(ValueError, match=re.escape("a KV cache of 0.5 GiB is too small: it takes 0.5 GiB at least")):
-        plan(HYBRID, 134, context=8192, kv_cache=33 * HYBRID.block_bytes - 1)
+    block = HYBRID.block_bytes
+    assert block == 8 * 2 * 2**20
+    steps = [plan(HYBRID, gib, context=8192, steps=[LARGE, SMALL]) for gib in range(50, 134)]
+    assert steps[-1].step == LARGE
+    for found in steps:
+        assert found.step.sequences == min(found.kv_cache // block - RESERVED, found.step.sequences)
+    sequences = [found.step.sequences for found in steps]
+    assert sequences == sorted(sequences), "more memory gives as many, or more"
+    assert 1 < sequences[0] < 256 < sequences[10] < 1024
+    for kv_cache in (2 * GIB, block):
+        given = plan(HYBRID, 134, context=8192, kv_cache=kv_cache)
+        assert given.step.sequences == max(1, kv_cache // block - RESERVED)
+    halves = plan(HYBRID, 134, context=8192, kv_cache=2 * GIB, sample_ranks=2)
+    assert halves.step.sequences == 4 * GIB // block - RESERVED
 
 
 def test_windows_and_states_take_less_of_the_cache_than_whole_sequences() -> None:
-    whole = EIGHT.sequence_bytes(131072, 2048)
-    assert whole == 36 * 131072 * 2 * 1024 * 2
-    windows = dataclasses.replace(EIGHT, sliding=30, window=1024)
-    assert windows.sequence_bytes(131072, 2048) == whole // 6 + 30 * (1024 + 2 * 2048) * 2 * 1024 * 2
-    assert windows.sequence_bytes(1000, 2048) == EIGHT.sequence_bytes(1000, 2048)
+    position = 2 * 1024 * 2
+    assert EIGHT.sequence_bytes(131072, 2048) == 36 * (131072 + 16) * position
+    windows = dataclasses.replace(EIGHT, sliding=30, window=1025)
+    # A block of 16 positions that a window begins in, and one that vLLM leaves empty.
+    kept = 6 * 131072 + 30 * (1024 + 2 * 2048 + 16) + 6 * 16
+    assert windows.sequence_bytes(131072, 2048) == kept * position
+    assert windows.sequence_bytes(992, 2048) == (36 * 992 + 30 * 16 + 6 * 16) * position
     states = dataclasses.replace(EIGHT, linear=27, state_bytes=2**21)
-    assert states.sequence_bytes(131072, 2048) == whole // 4 + 2 * 27 * 2**21
+    assert states.sequence_bytes(131072, 2048) == (9 * 131072 + 2 * 27 * 512 + 9 * 512) * position
 
 
 def test_a_large_step_takes_its_memory_from_the_cache_or_the_activations() -> None:

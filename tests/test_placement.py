@@ -9,10 +9,13 @@ from typing import Any
 import pytest
 from tinker_local.backend import InProcessBackend
 from tinker_local.backend.models import load_engines
+from tinker_local.backend.models.gpu_plan import model_sizes
 from tinker_local.backend.models.load_engines import Replicas, load_fake, load_real
 from tinker_local.backend.models.place_engines import CPU_SEQUENCES, PlacedEngines, place_engines
 from tinker_local.backend.models.placement import ONE_GPU, Layout, check_gpus, layouts
 from tinker_local.backend.options import BackendOptions, ModelSource, parse_shard
+from tinker_local.backend.sampling.sampler import RESERVED
+from tinker_local.backend.tiny_models import make_tiny_text_model
 from tinker_local.backend.training.process_trainer import ProcessTrainer
 from tinker_local.backend.vllm_engine import compat_vllm
 from tinker_local.backend.vllm_engine.build_engine import EngineOptions
@@ -319,6 +322,34 @@ def test_a_cache_of_given_size_is_never_refused_and_shares_what_does_not_fit(
 
     assert [shared(), shared(train_gpus=(0, 1)), shared(train_gpus=(0,)), shared(shard="never")] == [2, 2, 1, 1]
     assert place(kv_cache=2**20, gpus=1).layout == ONE_GPU
+
+
+@pytest.mark.mutation(
+    "cache-too-small-for-states",
+    "place_engines.py",
+    "    if engine.kv_cache_bytes is not None:\n        _check",
+    "    if False:\n        _check",
+)
+def test_a_cache_that_is_too_small_for_the_states_of_linear_attention_is_refused(
+    free: dict[int, float], tmp_path: Path
+) -> None:
+    """One that is large enough is taken, with as many sequences as it has blocks, also where nothing fits."""
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(make_tiny_text_model(tmp_path / "m", family="qwen3_5_text"))
+    block = model_sizes(config.get_text_config().to_dict(), parameters=1, itemsize=2).block_bytes
+
+    def placed(gib: float, blocks: int) -> PlacedEngines:
+        free[0] = gib
+        engine = EngineOptions("m", dtype="bfloat16", max_rank=8, kv_cache_bytes=blocks * block)
+        return place_engines(config, engine, BackendOptions(max_rank=8), 1)
+
+    for gib in (79.0, 0.1):
+        least = RESERVED + 1
+        with pytest.raises(ValueError, match=f"kv_cache_bytes is {RESERVED * block} .* take {least * block} at least"):
+            placed(gib, RESERVED)
+        assert [each.max_sequences for each in placed(gib, least).engines] == [1]
+        assert [each.max_sequences for each in placed(gib, least + 9).engines] == [10]
 
 
 def test_on_a_cpu_there_are_as_many_processes_as_gpus_are_named(place: Place) -> None:

@@ -5,8 +5,8 @@ most half; the KV cache gets the remainder, but no more than its sequences can f
 gives it everything.
 
 Layers with a sliding window or with linear attention keep little of a sequence. vLLM then divides its cache into blocks
-that layers of all kinds share (`kv_cache_utils.py`, the same in 0.26 and 0.32), and a step has at most as many
-sequences as there are blocks for their states.
+that layers of all kinds share (`kv_cache_utils.py`, the same in 0.26 and 0.32). With linear attention it refuses to
+start if a step may have more sequences than there are blocks.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -81,35 +81,58 @@ class ModelSizes:
         return (self.parameters - layers + shard + received) * self.itemsize
 
     def sequence_bytes(self, context: int, positions: int) -> int:
-        """Of the KV cache, for one sequence of `context`, if a step has up to `positions`."""
-        position = 2 * self.kv_width * self.itemsize
-        full = self._padded(self.layers - self.sliding - self.linear)
-        whole = full * _round_up(context * position, self._page_bytes or position)
+        """Of the KV cache that holds one sequence of `context`, where a step has up to `positions`, as vLLM counts."""
         # Positions leave a window when their step has ended, and two steps are under way.
-        seen = self._padded(self.sliding) * min(context, self.window + 2 * positions) * position
+        seen = min(context, self.window - 1 + 2 * positions)
+        blocks = self._kinds(self._full) * self._blocks(context)
+        if self.sliding:
+            blocks += self._kinds(self.sliding) * (self._blocks(seen) + 1)
         # The state, and the one at the end of the last block, from which a later prompt may go on.
-        return whole + seen + 2 * self._padded(self.linear) * self._page_bytes
+        blocks += 2 * self._kinds(self.linear)
+        return (blocks + 1) * self.block_bytes  # vLLM leaves one block empty
 
     @property
     def block_bytes(self) -> int:
-        """Of the KV cache for the state of a sequence: vLLM refuses to run more sequences than it has blocks. 0 for a
-        model without states."""
-        return self._page_bytes * self._group
+        """Of a block of the KV cache, which some layers of one kind share. Its positions take as much memory as the
+        states of as many layers with linear attention."""
+        return self._shared * self._positions * self._position_bytes
+
+    def states_bytes(self, sequences: int) -> int:
+        """Of the smallest KV cache with which vLLM starts if a step may have so many `sequences` and `RESERVED` more; 0
+        without linear attention."""
+        return (sequences + RESERVED) * self.block_bytes if self.linear else 0
+
+    def sequences_with_states(self, kv_cache: int, wanted: int) -> int:
+        """At most `wanted`, but no more than that, and one at least."""
+        return max(1, min(wanted, kv_cache // self.block_bytes - RESERVED)) if self.linear else wanted
 
     @property
-    def _page_bytes(self) -> int:
-        """Of a layer's part of a block that holds a state: whole `_PAGE` positions of another layer. 0 without one."""
-        return _round_up(self.state_bytes, _PAGE * 2 * self.kv_width * self.itemsize) if self.linear else 0
+    def _full(self) -> int:
+        """Layers that keep all of a sequence."""
+        return self.layers - self.sliding - self.linear
 
     @property
-    def _group(self) -> int:
+    def _position_bytes(self) -> int:
+        """Of a layer's keys and values of one position."""
+        return 2 * self.kv_width * self.itemsize
+
+    @property
+    def _positions(self) -> int:
+        """Of a block: a multiple of `_PAGE`."""
+        return max(_PAGE, _round_up(-(-self.state_bytes // self._position_bytes), _PAGE))
+
+    def _blocks(self, positions: int) -> int:
+        return -(-positions // self._positions)
+
+    @property
+    def _shared(self) -> int:
         """How many layers of one kind share a block."""
-        kinds = [count for count in (self.layers - self.sliding - self.linear, self.sliding, self.linear) if count]
+        kinds = [count for count in (self._full, self.sliding, self.linear) if count]
         return max(kinds) if max(kinds) < 1.5 * min(kinds) else min(kinds)
 
-    def _padded(self, layers: int) -> int:
-        """`layers` of one kind, and those for which their last block has room."""
-        return _round_up(layers, self._group)
+    def _kinds(self, layers: int) -> int:
+        """How many blocks `layers` of one kind take for the same positions."""
+        return -(-layers // self._shared)
 
     def adapter_parameters(self, rank: int) -> int:
         """Of an adapter with that rank on all projections, the LM head, and the vision tower if that is trained."""
@@ -159,7 +182,7 @@ def model_sizes(config: Mapping[str, Any], parameters: int, itemsize: int) -> Mo
     width = config.get("moe_intermediate_size") or config["intermediate_size"]
     shared = config.get("shared_expert_intermediate_size") or 0
     kinds: Sequence[str] = config.get("layer_types") or ()
-    sliding = kinds.count("sliding_attention")
+    window = config.get("sliding_window") or 0
     return ModelSizes(
         parameters=parameters,
         hidden=config["hidden_size"],
@@ -171,8 +194,8 @@ def model_sizes(config: Mapping[str, Any], parameters: int, itemsize: int) -> Mo
         itemsize=itemsize,
         chosen=config["num_experts_per_tok"] if experts else 0,
         expert_width=width if experts else 0,
-        sliding=sliding,
-        window=config["sliding_window"] if sliding else 0,
+        sliding=kinds.count("sliding_attention") if window else 0,
+        window=window if "sliding_attention" in kinds else 0,
         linear=kinds.count("linear_attention"),
         state_bytes=_state_bytes(config, itemsize) if "linear_attention" in kinds else 0,
     )
@@ -206,7 +229,8 @@ def plan_gpu(
     trains: bool = True,
     samples: bool = True,
 ) -> GpuPlan:
-    """Divide `free` bytes of a GPU, with the first of `steps` that fits. `activations`: what the trainer's decoder
+    """Divide `free` bytes of a GPU, with the first of `steps` that fits; of a model with linear attention, with the one
+    that has the most sequences then. `activations`: what the trainer's decoder
     takes for a micro-batch of so many positions. `context`: the longest sequence, in positions; `adapter_slots` of
     `max_rank`: vLLM's; `image_cache`, `logits`: bytes of image features and of logits that exist at a time, in both
     engines each; `kv_cache`: its size if it is given. `trains`, `samples`: whether the GPU has a trainer, one of
@@ -238,23 +262,26 @@ def plan_gpu(
         most = max(most, micro_batch_tokens * sizes.tower.backward)
     if not trains:
         least = most = 0
-    block = -(-sizes.block_bytes // sample_ranks)
-    least_states = (RESERVED + 1) * block
-    if samples and kv_cache is not None and kv_cache < least_states:
-        raise ValueError(f"a KV cache of {_gib(kv_cache)} is too small: it takes {_gib(least_states)} at least")
+    # One that is given and too small is the caller's to refuse.
+    least_states = sizes.states_bytes(1) // sample_ranks if kv_cache is None else 0
+    found: list[GpuPlan] = []
     for step in steps:
         one_sequence = -(-sizes.sequence_bytes(context, step.positions) // sample_ranks)
         least_kv = (max(one_sequence, least_states) if kv_cache is None else kv_cache) if samples else 0
         left = free - _RUNTIME - sampler - trainer - (sizes.step_bytes(step) if samples else 0)
-        if left >= least + least_kv:
-            if not samples:
-                return GpuPlan(step, 0, left, micro_batch_tokens)
-            trained = min(max(least, min(most, left // 2)), left - least_kv)
-            most_kv = max(least_kv, step.sequences * one_sequence) if kv_cache is None else kv_cache
-            cache = min(left - trained, most_kv)
-            if block:
-                step = replace(step, sequences=min(step.sequences, cache // block - RESERVED))
-            return GpuPlan(step, cache, left - cache if trains else 0, micro_batch_tokens)
+        if left < least + least_kv:
+            continue
+        if not samples:
+            return GpuPlan(step, 0, left, micro_batch_tokens)
+        trained = min(max(least, min(most, left // 2)), left - least_kv)
+        most_kv = max(least_kv, step.sequences * one_sequence) if kv_cache is None else kv_cache
+        cache = min(left - trained, most_kv)
+        sequences = sizes.sequences_with_states(cache * sample_ranks, step.sequences)
+        found.append(
+            GpuPlan(replace(step, sequences=sequences), cache, left - cache if trains else 0, micro_batch_tokens)
+        )
+    if found:
+        return max(found, key=lambda plan: plan.step.sequences)  # the first of those with as many
     of_trainer = f"the activations of {longest} positions ({_gib(least)})"
     of_sampler = f"a KV cache for one sequence of {context} positions ({_gib(least_kv)})"
     if trains and samples:

@@ -6,12 +6,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from tinker_local.backend.models.gpu_plan import COUNTED_RANK, GpuPlan, model_sizes, plan_gpu, step_sizes
+from tinker_local.backend.models.gpu_plan import (
+    COUNTED_RANK,
+    GpuPlan,
+    ModelSizes,
+    model_sizes,
+    plan_gpu,
+    step_sizes,
+)
 from tinker_local.backend.models.placement import FIRST_GPU, ONE_GPU, Layout, layouts, replica_gpus
 from tinker_local.backend.options import MICRO_BATCH_TOKENS, BackendOptions
 from tinker_local.backend.training.block_memory import CUDA_LOGITS
 
 if TYPE_CHECKING:
+    from tinker_local.backend.training.decoder import Decoder
     from tinker_local.backend.vllm_engine.build_engine import EngineOptions
 
 log = logging.getLogger(__name__)
@@ -43,7 +51,8 @@ def place_engines(config: Any, engine: "EngineOptions", options: BackendOptions,
     otherwise in the first of the `layouts` that fits the memory.
 
     If none fits, raises the ValueError, in one line, of the one that shares most. With a KV cache of given size that
-    one is taken instead, with small steps.
+    one is taken instead, with small steps. ValueError also if that cache has no room for the states of a model with
+    linear attention.
     """
     text_config = config.get_text_config()
     kv_heads = getattr(text_config, "num_key_value_heads", None) or text_config.num_attention_heads
@@ -51,7 +60,10 @@ def place_engines(config: Any, engine: "EngineOptions", options: BackendOptions,
     if not gpus:
         on_cpu = replace(_placed(engine, possible[0]), max_sequences=CPU_SEQUENCES)
         return PlacedEngines(possible[0], [on_cpu] * len(_replicas(possible[0])))
-    plan = gpu_plans(config, engine, options)
+    decoder, sizes = _sizes(config, engine, options)
+    plan = gpu_plans(config, engine, options, decoder, sizes)
+    if engine.kv_cache_bytes is not None:
+        _check_cache(engine.kv_cache_bytes, min(layout.sample_tp for layout in possible), sizes)
     refusals: dict[Layout, ValueError] = {}
     for layout in possible:
         try:
@@ -64,7 +76,18 @@ def place_engines(config: Any, engine: "EngineOptions", options: BackendOptions,
     *_, most = [layout for layout in possible if layout != ONE_GPU] or possible
     if engine.kv_cache_bytes is None:
         raise refusals[most]
-    return PlacedEngines(most, [_placed(engine, most)] * len(_replicas(most)))
+    sequences = sizes.sequences_with_states(engine.kv_cache_bytes * most.sample_tp, engine.max_sequences)
+    return PlacedEngines(most, [replace(_placed(engine, most), max_sequences=sequences)] * len(_replicas(most)))
+
+
+def _check_cache(kv_cache: int, sample_tp: int, sizes: ModelSizes) -> None:
+    """Raise ValueError if a cache of so many bytes on each of `sample_tp` GPUs is too small for one sequence."""
+    least = -(-sizes.states_bytes(1) // sample_tp)
+    if kv_cache < least:
+        raise ValueError(
+            f"kv_cache_bytes is {kv_cache} (--kv-cache {kv_cache / 2**30:.3f}); the states of linear attention of this "
+            f"model take {least} at least ({least / 2**30:.3f})"
+        )
 
 
 def sized(engine: "EngineOptions", layout: Layout, plan: Callable[[int, Layout], GpuPlan]) -> PlacedEngines:
@@ -80,13 +103,14 @@ def sized(engine: "EngineOptions", layout: Layout, plan: Callable[[int, Layout],
             each.step.sequences,
             each.step.positions,
         )
-    step = min((plans[gpu].step for gpu in layout.samples_on), key=lambda step: step.sequences)
+    steps = [plans[gpu].step for gpu in layout.samples_on]
+    sequences, positions = min(step.sequences for step in steps), min(step.positions for step in steps)
     engines = [
         replace(
             _placed(engine, layout),
             kv_cache_bytes=min(plans[gpu].kv_cache for gpu in of_replica),
-            max_sequences=step.sequences,
-            max_batched_tokens=step.positions,
+            max_sequences=sequences,
+            max_batched_tokens=positions,
         )
         for of_replica in _replicas(layout)
     ]
@@ -105,21 +129,26 @@ def _placed(engine: "EngineOptions", layout: Layout) -> "EngineOptions":
     return replace(engine, sleeps=engine.sleeps and beside, ranks=layout.sample_tp)
 
 
-def gpu_plans(config: Any, engine: "EngineOptions", options: BackendOptions) -> Callable[[int, Layout], GpuPlan]:
-    """A function that plans the memory of a GPU in a layout, by what is free there, for a model of `config`. It raises
-    ValueError, with the number of the GPU if there are several."""
-    import torch
+def _sizes(config: Any, engine: "EngineOptions", options: BackendOptions) -> "tuple[Decoder, ModelSizes]":
+    """The decoder of a model of `config`, without values, and the model's sizes."""
     from tinker_local.backend.training.load_model import decoder_of_sizes, tower_of_sizes
 
-    text_config = config.get_text_config()
     dtype = engine.dtype or options.dtype or "float32"
     decoder, parameters = decoder_of_sizes(config, dtype, options.decoder)
     itemsize = 2 if dtype == "bfloat16" else 4
     tower = tower_of_sizes(config, dtype) if engine.train_vision else None
-    sizes = replace(
-        model_sizes(text_config.to_dict(), parameters, itemsize), tower=None if tower is None else tower.sizes(itemsize)
-    )
-    longest = text_config.max_position_embeddings
+    sizes = model_sizes(config.get_text_config().to_dict(), parameters, itemsize)
+    return decoder, replace(sizes, tower=None if tower is None else tower.sizes(itemsize))
+
+
+def gpu_plans(
+    config: Any, engine: "EngineOptions", options: BackendOptions, decoder: "Decoder", sizes: ModelSizes
+) -> Callable[[int, Layout], GpuPlan]:
+    """A function that plans the memory of a GPU in a layout, by what is free there, for a model of `config`. It raises
+    ValueError, with the number of the GPU if there are several."""
+    import torch
+
+    longest = config.get_text_config().max_position_embeddings
 
     memory = functools.partial(decoder.memory, columns=min(options.max_rank, COUNTED_RANK))
     tokens = options.micro_batch_tokens or MICRO_BATCH_TOKENS
@@ -137,7 +166,7 @@ def gpu_plans(config: Any, engine: "EngineOptions", options: BackendOptions) -> 
                 adapter_slots=engine.adapters_per_step,
                 steps=step_sizes(total, torch.cuda.get_device_name(gpu)),
                 image_cache=engine.image_cache_bytes if hasattr(config, "vision_config") else 0,
-                logits=CUDA_LOGITS * itemsize,
+                logits=CUDA_LOGITS * sizes.itemsize,
                 kv_cache=engine.kv_cache_bytes,
                 ranks=layout.shards,
                 sample_ranks=layout.sample_tp,

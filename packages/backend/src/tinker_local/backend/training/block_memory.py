@@ -80,7 +80,7 @@ def experts_memory(
     The backward has two copies of the hidden state of each pair, and `widths` tensors as wide as an expert."""
     pairs = tokens * chosen
     return BlockMemory(
-        lean=tokens * 3 * columns * itemsize + pairs * (18 + itemsize),
+        lean=tokens * 3 * columns * itemsize + pairs * (4 * 8 + itemsize),  # four indices, and a score
         large=pairs * 2 * width * itemsize,
         transient=pairs * (2 * hidden + widths * width + 3 * columns) * itemsize,
     )

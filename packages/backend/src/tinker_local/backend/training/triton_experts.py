@@ -51,7 +51,8 @@ class TritonExperts:
         int64 [T], of `several` (None: of one), then by token. Returns the rows, and before them the row of each pair,
         int64 [T, K]. Waits for nothing: there are as many tiles as there can be.
 
-        A counting sort: each program counts a block of pairs, and then knows how many of each group come before it.
+        A counting sort: one kernel counts the groups in blocks of pairs, the next ones add up what comes before each
+        block and each group, and the last writes every pair to its place.
         """
         pairs, groups, chosen = experts.numel(), count * several, experts.shape[1]
         blocks, tiles = triton.cdiv(pairs, _PAIRS), triton.cdiv(pairs, _ROWS) + groups
@@ -61,7 +62,7 @@ class TritonExperts:
         tile_groups = torch.empty(tiles, **whole)
         places = torch.empty(experts.shape, dtype=torch.int64, device=experts.device)
         order = torch.empty(pairs, dtype=torch.int64, device=experts.device)
-        keys = experts.contiguous(), owners
+        keys = experts.contiguous(), None if owners is None else owners.contiguous()
         sizes = {"several": several, "blocks": blocks, "chosen": chosen, "block": _PAIRS}
         _count[(blocks,)](*keys, places, counts, pairs, **sizes)
         _count_before[(groups,)](counts, totals, blocks, block=min(1024, triton.next_power_of_2(blocks)))
