@@ -55,7 +55,9 @@ Qwen, Llama and Mistral, and by 0.03 to 0.1 for mixtures of experts, where the a
 ([numbers](../benchmarks/results/families_bfloat16-20261124.txt),
 [Llama and Qwen3-MoE](../benchmarks/results/families_bfloat16-20261124-cut-short.txt)). Qwen3.5 and Qwen3.5-MoE (with
 experts nearly alike) differ by 0.05 to 0.12; the sampler's changes along the trainer's are 0.97 to 1.01 of them
-([numbers](../benchmarks/results/families_bfloat16-20261125.txt)).
+([numbers](../benchmarks/results/families_bfloat16-20261125.txt)). With adapters on a module of the vision tower alone
+they differ by as much as without (0.03 to 0.1), and those changes are 0.95 to 1.02 of the trainer's
+([numbers, and Gemma's written-out layers](../benchmarks/results/families_bfloat16-20261126.txt)).
 
 | name | `model_type` | GiB | here |
 | --- | --- | ---: | --- |

@@ -183,7 +183,7 @@ PROMISES = (
         "lock-follows-links lock-of-any-kind "
         "jump-of-the-clock-deletes model-of-a-finished-session-lives stop-loses-training autosave-without-optimizer "
         "autosave-newer-than-its-content "
-        "autosave-reads-the-run-itself copy-shares-its-numbers "
+        "autosave-reads-the-run-itself copy-shares-its-numbers copies-of-matrices-alone "
         "restored-from-the-last-save-of-the-client stop-waits-for-a-stopped-trainer stop-takes-longer-than-its-limit "
         "stop-waits-for-a-sampler-that-hangs samples-hold-the-memory-for-ever sampler-falls-asleep-for-ever "
         "sampler-wakes-for-ever stop-leaves-the-sampler-its-memory "

@@ -236,11 +236,19 @@ def test_a_removed_adapter_is_gone_and_its_name_is_free(trainer: Any) -> None:
     "copied = adapter.copied(torch.clone)",
     "copied = adapter.copied(lambda flat: flat)",
 )
-@pytest.mark.parametrize("memory_is_short", [False, True])
+@pytest.mark.mutation(
+    "copies-of-matrices-alone",
+    "training/trainer.py",
+    "sum(math.prod(shape) for",
+    "sum(shape[0] * shape[1] for",
+    cases=("qwen3_moe-False",),
+)
+@pytest.mark.parametrize(("model", "memory_is_short"), [("qwen3", False), ("qwen3", True), ("qwen3_moe", False)])
 def test_a_copy_keeps_the_numbers_of_its_moment_also_where_the_device_has_no_room(
-    trainer: Any, make: Any, add_adapter: Any, monkeypatch: pytest.MonkeyPatch, memory_is_short: bool
+    trainer: Any, make: Any, add_adapter: Any, monkeypatch: pytest.MonkeyPatch, model: str, memory_is_short: bool
 ) -> None:
-    ours, work = trainer("qwen3"), make.work("a", [9, 5])
+    """The server's own saves are made from it, of experts' tensors too."""
+    ours, work = trainer(model), make.work("a", [9, 5])
     add_adapter(ours, "a", rank=4)
     step(ours, "a", work)
     before = ours.capture("a", optimizer=True)

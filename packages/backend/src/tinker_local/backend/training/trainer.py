@@ -1,5 +1,6 @@
 """The interface of a trainer: many LoRA adapters on one frozen base model."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
@@ -94,7 +95,7 @@ class AdapterState:
 class AdapterLayout:
     """All of an adapter but its numbers, which are vectors of the same layout: its weights, and the optimizer's states.
 
-    `places`: each matrix's offset in a vector and its shape, by PEFT name. `states`: the names of the optimizer's
+    `places`: each tensor's offset in a vector and its shape, by PEFT name. `states`: the names of the optimizer's
     vectors. The other fields are those of `AdapterState`.
     """
 
@@ -109,7 +110,7 @@ class AdapterLayout:
     @property
     def size(self) -> int:
         """Numbers in a vector."""
-        return sum(rows * columns for _, (rows, columns) in self.places.values())
+        return sum(math.prod(shape) for _, shape in self.places.values())
 
     def filled(
         self, weights: npt.NDArray[Any], states: Mapping[str, npt.NDArray[np.float32]] | None = None
