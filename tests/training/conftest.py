@@ -114,7 +114,7 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path
                 torch.manual_seed(0)
                 if name not in MODELS:
                     # transformers multiplies experts on the CPU if their rows are multiples of 16 bytes.
-                    shape = replace(SMALL, intermediate_size=64) if name == "gpt_oss" else SMALL
+                    shape = replace(SMALL, intermediate_size=64) if name in ("gpt_oss", "qwen3_moe") else SMALL
                     make_tiny_text_model(folder, family=name, shape=shape)
                     return folder
                 model = MODELS[name]()
