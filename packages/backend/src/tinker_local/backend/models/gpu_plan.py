@@ -98,12 +98,12 @@ class ModelSizes:
         return self._shared * self._positions * self._position_bytes
 
     def states_bytes(self, sequences: int) -> int:
-        """Of the smallest KV cache with which vLLM starts if a step may have so many `sequences` and `RESERVED` more; 0
-        without linear attention."""
+        """Of the smallest KV cache with which vLLM starts if a step may have `sequences` and `RESERVED` more. 0 without
+        linear attention."""
         return (sequences + RESERVED) * self.block_bytes if self.linear else 0
 
     def sequences_with_states(self, kv_cache: int, wanted: int) -> int:
-        """At most `wanted`, but no more than that, and one at least."""
+        """`wanted`, or fewer if `kv_cache` bytes are too few for vLLM to start with these; at least one."""
         return max(1, min(wanted, kv_cache // self.block_bytes - RESERVED)) if self.linear else wanted
 
     @property
@@ -229,14 +229,13 @@ def plan_gpu(
     trains: bool = True,
     samples: bool = True,
 ) -> GpuPlan:
-    """Divide `free` bytes of a GPU, with the first of `steps` that fits; of a model with linear attention, with the one
-    that has the most sequences then. `activations`: what the trainer's decoder
-    takes for a micro-batch of so many positions. `context`: the longest sequence, in positions; `adapter_slots` of
-    `max_rank`: vLLM's; `image_cache`, `logits`: bytes of image features and of logits that exist at a time, in both
-    engines each; `kv_cache`: its size if it is given. `trains`, `samples`: whether the GPU has a trainer, one of
-    `ranks` that share the layers, and one of `context_parallel` that compute a micro-batch together; and a sampler, one
-    of `sample_ranks` with a part of every layer; at least one of them. `kv_cache`, here and in the plan, is the part on
-    this GPU.
+    """Divide `free` bytes of a GPU, with the first of `steps` that fits; for a model with linear attention, with that
+    which then has the most sequences. `activations`: what the trainer's decoder takes for a micro-batch of so many
+    positions. `context`: the longest sequence, in positions; `adapter_slots` of `max_rank`: vLLM's; `image_cache`,
+    `logits`: bytes of image features and of logits that exist at a time, in both engines each; `kv_cache`: its size if
+    it is given. `trains`, `samples`: whether the GPU has a trainer, one of `ranks` that share the layers, and one of
+    `context_parallel` that compute a micro-batch together; and a sampler, one of `sample_ranks` with a part of every
+    layer; at least one of them. `kv_cache`, here and in the plan, is the part on this GPU.
 
     Raises ValueError with the numbers if the KV cache, of one sequence at least, and one sequence in the trainer do not
     fit with the last of `steps`.

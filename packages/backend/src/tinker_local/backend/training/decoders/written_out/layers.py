@@ -116,6 +116,8 @@ def take_layers(
     if named not in _ACTIVATIONS:
         raise UnsupportedError(f"hidden_act {named!r} is none of {', '.join(map(repr, _ACTIVATIONS))}")
     activation = _ACTIVATIONS[named]
+    if experts is not None and activation != "silu":
+        raise UnsupportedError(f"its experts have {named!r}, not 'silu'")
     if getattr(decoder, "rotary_emb", None) is None:
         raise UnsupportedError("it has no rotary positions")
     for index, layer in enumerate(decoder.layers):
