@@ -124,7 +124,7 @@ PROMISES = (
         "impatient-with-gaps skipped-id-stays-open skipped-gap-forgotten one-request-per-call "
         "columns-of-other-adapters-count ranks-without-bound rows-by-expert-alone first-tile-of-a-group-alone "
         "first-rows-of-a-tile-alone spread-to-one-place pairs-sorted-without-those-of-earlier-blocks "
-        "counts-of-later-programs-lost",
+        "counts-of-later-programs-lost columns-of-the-first-adapter",
     ),
     Promise(
         "13",

@@ -23,6 +23,9 @@ import pytest
     "row += tl.load(counts + key * blocks + number, mask=inside, other=0)",
     "row += 0",
 )
+@pytest.mark.mutation(
+    "columns-of-the-first-adapter", "triton_experts.py", "owner = tl.load(owners + token)", "owner = 0"
+)
 @pytest.mark.mutation("counts-of-later-programs-lost", "triton_experts.py", "before += tl.sum(found, 0)", "before += 0")
 @pytest.mark.mutation(
     "last-tile-of-a-group-left-out",

@@ -235,7 +235,7 @@ def activate(
     assert low_down is not None
     assert routing.owned is not None
     activated, found = fused.activate(gate_up, h, routing.owned, low_gate_up, low_down)
-    return activated, kernels.weighted_sum(found, routing.places, scores)[:, None]
+    return activated, fused.sum_columns(found, routing.places, scores, low_gate_up)
 
 
 def experts_backward(
@@ -276,7 +276,7 @@ def experts_backward(
         grad_gate_up, grad_scores, grad_rows = fused.backward(
             grad_activated, kept.gate_up, kept.h, grad_mid, scores, routing.owned, low_gate_up, low_down
         )
-        grad_h = kernels.weighted_sum(grad_rows.flatten(1), places, None).view(kept.h.shape)
+        grad_h = fused.sum_columns(grad_rows, places, None, low_gate_up)
         del grad_rows
     del grad_activated
     if weights.down_bias is not None:

@@ -76,11 +76,11 @@ class TritonExperts:
     def activate(
         self, gate_up: torch.Tensor, h: torch.Tensor, rows: OwnedRows, first: LowRank, second: LowRank
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """swiglu(gate_up + B h) [S, I], and what A of down makes of it, [S, R]. `first`: of gate and up, `second`: of
-        down."""
+        """swiglu(gate_up + B h) [S, I], and what A of down makes of it, for `sum_columns`. `first`: of gate and up,
+        `second`: of down."""
         count, width = len(gate_up), gate_up.shape[1] // 2
         activated = torch.empty(count, width, dtype=gate_up.dtype, device=gate_up.device)
-        found = _columns(gate_up, (count,), first)
+        found = _own_columns(gate_up, count, 1, first.owners)
         _activate[(len(rows.tile_groups),)](
             gate_up, h, second.a, *first.b, *_places(rows, first.owners), activated, found,
             *_sizes(rows, first.owners, width, h), chosen=rows.chosen, **_blocks(first.owners, 32),
@@ -98,13 +98,13 @@ class TritonExperts:
         first: LowRank,
         second: LowRank,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The gradients of `gate_up`, of `scores` [T, K], and of each row's h, [S, 2, R]. `grad` [S, I]: of the
+        """The gradients of `gate_up`, of `scores` [T, K], and of each row's h, for `sum_columns`. `grad` [S, I]: of the
         activations without their scores, by the frozen matrix alone; `grad_mid` [T, R]: of what A of down gave. Writes
         the gradients of B of gate and up and of A of down. Overwrites `grad` and `gate_up`."""
         count, width = grad.shape
         scores = scores.contiguous()
         grad_scores = torch.empty_like(scores)
-        grad_h = _columns(grad, (count, 2), first)
+        grad_h = _own_columns(grad, count, 2, first.owners)
         sizes, places = _sizes(rows, first.owners, width, h), _places(rows, first.owners)
         _activate_backward[(len(rows.tile_groups) * (_ROWS // _FEW_ROWS),)](
             grad, gate_up, h, grad_mid, scores, second.a, *first.b, *places, grad_scores, grad_h,
@@ -117,12 +117,27 @@ class TritonExperts:
         )  # fmt: skip
         return gate_up, grad_scores, grad_h
 
+    def sum_columns(
+        self, rows: torch.Tensor, places: torch.Tensor, scores: torch.Tensor | None, low_rank: LowRank
+    ) -> torch.Tensor:
+        """For each token the sum of its `rows`, [S, p, W], times its `scores` [T, K] if there are any: [T, p, R], with
+        zeros in the columns of other adapters. `rows` have the W columns of their own adapter alone, and `places`
+        [T, K] says which are a token's."""
+        (tokens, chosen), (_, parts, own), owners = places.shape, rows.shape, low_rank.owners
+        ranks = low_rank.b[0].shape[-1]
+        result = torch.empty(tokens, parts, ranks, dtype=rows.dtype, device=rows.device)
+        block = triton.next_power_of_2(ranks)
+        _sum_columns[(tokens, parts)](
+            rows, places, None if scores is None else scores.contiguous(), owners.of_tokens, owners.columns, result,
+            ranks, parts, own, chosen=chosen, block=block, num_warps=max(1, min(4, block // 128)),
+        )  # fmt: skip
+        return result
 
-def _columns(like: torch.Tensor, sizes: tuple[int, ...], low_rank: LowRank) -> torch.Tensor:
-    """[*sizes, R]; zeros, unless every program fills all columns."""
-    owners, columns = low_rank.owners, low_rank.b[0].shape[-1]
-    make = torch.empty if owners.of_tokens is None and owners.widest == columns else torch.zeros
-    return make(*sizes, columns, dtype=like.dtype, device=like.device)
+
+def _own_columns(like: torch.Tensor, count: int, parts: int, owners: Owners) -> torch.Tensor:
+    """[count, parts, W], for the columns of one adapter in each row; those beyond its rank are neither written nor
+    read."""
+    return torch.empty(count, parts, _rank_block(owners), dtype=like.dtype, device=like.device)
 
 
 def _places(rows: OwnedRows, owners: Owners) -> tuple[torch.Tensor, ...]:
@@ -286,7 +301,8 @@ def _activate(  # type: ignore[no-untyped-def]
             tl.store(activated + row * width + at[None, :], value, mask=here)
             of_a = (expert * ranks + column)[:, None] * width + at[None, :]
             total += tl.dot(value, tl.trans(tl.load(a + of_a, mask=used[:, None] & (at < width)[None, :], other=0.0)))
-        tl.store(found + row * ranks + column[None, :], total, mask=inside & used[None, :])
+        own = tl.arange(0, rank_block)[None, :]
+        tl.store(found + row * rank_block + own, total, mask=inside & used[None, :])
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
@@ -360,9 +376,9 @@ def _activate_backward(  # type: ignore[no-untyped-def]
             total_gate += tl.dot(grad_gate, of_gate)
             total_up += tl.dot(grad_up, of_up)
         tl.store(grad_scores + pair, grad_score, mask=is_row)
-        total_place = grad_h + row * 2 * ranks + column[None, :]
+        total_place = grad_h + row * 2 * rank_block + tl.arange(0, rank_block)[None, :]
         tl.store(total_place, total_gate, mask=inside & used[None, :])
-        tl.store(total_place + ranks, total_up, mask=inside & used[None, :])
+        tl.store(total_place + rank_block, total_up, mask=inside & used[None, :])
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
@@ -405,3 +421,25 @@ def _write_gradients(  # type: ignore[no-untyped-def]
     tl.store(grad_up + of_b, total_up, mask=known)
     of_a = (expert * ranks + column)[:, None] * width + at[None, :]
     tl.store(grad_a + of_a, total_down, mask=used[:, None] & (at < width)[None, :])
+
+
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+def _sum_columns(  # type: ignore[no-untyped-def]
+    rows, places, scores, owners, columns, result, ranks, parts, own, chosen: tl.constexpr, block: tl.constexpr
+):
+    """Of one token and one part."""
+    token, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    first, count = tl.load(columns), tl.load(columns + 1)
+    if owners is not None:
+        owner = tl.load(owners + token)
+        first, count = tl.load(columns + 2 * owner), tl.load(columns + 2 * owner + 1)
+    at = tl.arange(0, block)
+    is_own = (at >= first) & (at < first + count)
+    total = tl.zeros((block,), tl.float32)
+    for k in tl.static_range(chosen):  # unrolled, so that all rows are on their way at once
+        place = tl.load(places + token * chosen + k)
+        values = tl.load(rows + (place * parts + part) * own + at - first, mask=is_own, other=0.0).to(tl.float32)
+        if scores is not None:
+            values *= tl.load(scores + token * chosen + k).to(tl.float32)
+        total += values
+    tl.store(result + (token * parts + part) * ranks + at, total, mask=at < ranks)
