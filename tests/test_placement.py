@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -327,8 +328,8 @@ def test_a_cache_of_given_size_is_never_refused_and_shares_what_does_not_fit(
 @pytest.mark.mutation(
     "cache-too-small-for-states",
     "place_engines.py",
-    "    if engine.kv_cache_bytes is not None:\n        _check",
-    "    if False:\n        _check",
+    "if kv_cache is not None and kv_cache < least:",
+    "if False:",
 )
 def test_a_cache_that_is_too_small_for_the_states_of_linear_attention_is_refused(
     free: dict[int, float], tmp_path: Path
@@ -346,8 +347,12 @@ def test_a_cache_that_is_too_small_for_the_states_of_linear_attention_is_refused
 
     for gib in (79.0, 0.1):
         least = RESERVED + 1
-        with pytest.raises(ValueError, match=f"kv_cache_bytes is {RESERVED * block} .* take {least * block} at least"):
+        with pytest.raises(
+            ValueError, match=f"kv_cache_bytes is {RESERVED * block} .* take {least * block} at least"
+        ) as refusal:
             placed(gib, RESERVED)
+        named = float(str(refusal.value).rpartition(" ")[2].rstrip(")"))
+        assert placed(gib, math.floor(named * 2**30 / block)), "the size that the error names is enough"
         assert [each.max_sequences for each in placed(gib, least).engines] == [1]
         assert [each.max_sequences for each in placed(gib, least + 9).engines] == [10]
 

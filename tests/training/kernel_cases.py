@@ -16,12 +16,10 @@ from tinker_local.backend.training.experts import (
     experts_backward,
     gate_and_up,
 )
-from tinker_local.backend.training.kernels import Activation, Kernels, TorchKernels
+from tinker_local.backend.training.kernels import ACTIVATIONS, Kernels, TorchKernels
 from tinker_local.backend.training.lora import Adapter, AdapterSlice, Factor, Target, groups_of, layout
 from tinker_local.backend.training.lora_batch import LoraBatch, Owners
 from tinker_local.types import LoraConfig
-
-ACTIVATIONS: tuple[Activation, ...] = ("silu", "gelu_tanh")
 
 SHAPES = [
     (5, 48, 3, 16),

@@ -2,6 +2,7 @@
 
 import functools
 import logging
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -62,8 +63,6 @@ def place_engines(config: Any, engine: "EngineOptions", options: BackendOptions,
         return PlacedEngines(possible[0], [on_cpu] * len(_replicas(possible[0])))
     decoder, sizes = _sizes(config, engine, options)
     plan = gpu_plans(config, engine, options, decoder, sizes)
-    if engine.kv_cache_bytes is not None:
-        _check_cache(engine.kv_cache_bytes, min(layout.sample_tp for layout in possible), sizes)
     refusals: dict[Layout, ValueError] = {}
     for layout in possible:
         try:
@@ -71,22 +70,24 @@ def place_engines(config: Any, engine: "EngineOptions", options: BackendOptions,
         except ValueError as error:
             refusals[layout] = error
         else:
+            _check_cache(engine.kv_cache_bytes, layout, sizes)
             given_up = [*refusals.values()] if layout == ONE_GPU else []
             return replace(found, refusal=str(given_up[-1])) if given_up else found
     *_, most = [layout for layout in possible if layout != ONE_GPU] or possible
     if engine.kv_cache_bytes is None:
         raise refusals[most]
+    _check_cache(engine.kv_cache_bytes, most, sizes)
     sequences = sizes.sequences_with_states(engine.kv_cache_bytes * most.sample_tp, engine.max_sequences)
     return PlacedEngines(most, [replace(_placed(engine, most), max_sequences=sequences)] * len(_replicas(most)))
 
 
-def _check_cache(kv_cache: int, sample_tp: int, sizes: ModelSizes) -> None:
-    """Raise ValueError if a cache of so many bytes on each of `sample_tp` GPUs is too small for one sequence."""
-    least = -(-sizes.states_bytes(1) // sample_tp)
-    if kv_cache < least:
+def _check_cache(kv_cache: int | None, layout: Layout, sizes: ModelSizes) -> None:
+    """Raise ValueError if a cache of given size, on each GPU of a replica, is too small for one sequence."""
+    least = -(-sizes.states_bytes(1) // layout.sample_tp)
+    if kv_cache is not None and kv_cache < least:
         raise ValueError(
             f"kv_cache_bytes is {kv_cache} (--kv-cache {kv_cache / 2**30:.3f}); the states of linear attention of this "
-            f"model take {least} at least ({least / 2**30:.3f})"
+            f"model take {least} at least (--kv-cache {math.ceil(least / 2**20) / 2**10:.6f})"
         )
 
 

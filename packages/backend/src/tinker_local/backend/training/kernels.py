@@ -7,7 +7,7 @@ applied. Plain torch rounds every step to the dtype of the activations, as trans
 once, at the end.
 """
 
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol, get_args
 
 import torch
 
@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 
 Activation = Literal["silu", "gelu_tanh"]
 """Of the gate of an MLP: x sigmoid(x), or GELU by tanh (arXiv 1606.08415)."""
+
+
+ACTIVATIONS: tuple[Activation, ...] = get_args(Activation)
 
 
 class Kernels(Protocol):
@@ -137,7 +140,7 @@ class TorchKernels:
 
     def glu(self, gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
-        return _activated(gate, activation) * up
+        return activated(gate, activation) * up
 
     def glu_backward(
         self, grad: torch.Tensor, gate_up: torch.Tensor, activation: Activation
@@ -150,7 +153,7 @@ class TorchKernels:
             active = gate * sigmoid
             grad_gate.copy_(grad * up * (sigmoid + active * (1 - sigmoid)))
         else:
-            active = _activated(gate, activation)
+            active = activated(gate, activation)
             grad_gate.copy_(torch.ops.aten.gelu_backward(grad * up, gate, approximate="tanh"))
         grad_up.copy_(grad * active)
         return result, active * up
@@ -188,7 +191,8 @@ def kernels_for(device: torch.device, dtype: torch.dtype) -> Kernels:
     return TorchKernels()
 
 
-def _activated(gate: torch.Tensor, activation: Activation) -> torch.Tensor:
+def activated(gate: torch.Tensor, activation: Activation) -> torch.Tensor:
+    """In plain torch."""
     if activation == "silu":
         return torch.nn.functional.silu(gate)
     return torch.nn.functional.gelu(gate, approximate="tanh")

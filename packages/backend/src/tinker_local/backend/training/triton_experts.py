@@ -121,8 +121,8 @@ class TritonExperts:
         self, rows: torch.Tensor, places: torch.Tensor, scores: torch.Tensor | None, low_rank: LowRank
     ) -> torch.Tensor:
         """For each token the sum of its `rows`, [S, p, W], times its `scores` [T, K] if there are any: [T, p, R], with
-        zeros in the columns of other adapters. `rows` have the W columns of their own adapter alone, and `places`
-        [T, K] says which are a token's."""
+        zeros in the columns of other adapters. `rows` have W columns, those of the adapter that a row belongs to, and
+        `places` [T, K] says which are a token's."""
         (tokens, chosen), (_, parts, own), owners = places.shape, rows.shape, low_rank.owners
         ranks = low_rank.b[0].shape[-1]
         result = torch.empty(tokens, parts, ranks, dtype=rows.dtype, device=rows.device)
@@ -135,8 +135,7 @@ class TritonExperts:
 
 
 def _own_columns(like: torch.Tensor, count: int, parts: int, owners: Owners) -> torch.Tensor:
-    """[count, parts, W], for the columns of one adapter in each row; those beyond its rank are neither written nor
-    read."""
+    """[count, parts, W], for the columns of one adapter in each row; those beyond them are neither written nor read."""
     return torch.empty(count, parts, _rank_block(owners), dtype=like.dtype, device=like.device)
 
 

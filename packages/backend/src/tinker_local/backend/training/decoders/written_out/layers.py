@@ -26,7 +26,7 @@ from tinker_local.backend.training.decoders.written_out.block import (
 from tinker_local.backend.training.decoders.written_out.delta_block import DeltaBlock
 from tinker_local.backend.training.decoders.written_out.experts_block import ExpertsBlock
 from tinker_local.backend.training.decoders.written_out.mlp_block import MlpBlock
-from tinker_local.backend.training.kernels import Activation, Kernels
+from tinker_local.backend.training.kernels import ACTIVATIONS, Activation, Kernels, activated
 from tinker_local.backend.training.large_weights import RESIDENT, LargeWeights, Walk
 from tinker_local.backend.training.lora_batch import LoraBatch
 from tinker_local.backend.training.recompute_policy import ActivationMemory, Keep, RecomputePolicy
@@ -112,16 +112,10 @@ def take_layers(
     Joins matrices: the modules' own parameters become views of the joined ones. Walks through `weights`.
     """
     config = decoder.config
-    named = getattr(config, "hidden_activation", None) or getattr(config, "hidden_act", None)
-    if named not in _ACTIVATIONS:
-        raise UnsupportedError(f"hidden_act {named!r} is none of {', '.join(map(repr, _ACTIVATIONS))}")
-    activation = _ACTIVATIONS[named]
-    if experts is not None and activation != "silu":
-        raise UnsupportedError(f"its experts have {named!r}, not 'silu'")
     if getattr(decoder, "rotary_emb", None) is None:
         raise UnsupportedError("it has no rotary positions")
     for index, layer in enumerate(decoder.layers):
-        _check_layer(layer, f"layer {index}", experts)
+        _check_layer(layer, f"layer {index}", experts, getattr(config, "hidden_act", None))
     _check_parts(decoder.norm, _NORM, "norm")
     rules = attention_rules(decoder, weights)
     several = getattr(decoder.rotary_emb, "layer_types", None)  # in Gemma 3
@@ -148,7 +142,8 @@ def take_layers(
             rest = f"{where}.mlp", before, layer.mlp
             if experts is None or not _has_experts(layer.mlp):
                 after = NormAfter.take(layer.post_feedforward_layernorm) if sandwich else None
-                layers.append((first, MlpBlock.take(dense, *rest, activation=activation, after=after)))
+                kind_of_gate = _activation(layer.mlp, where)
+                layers.append((first, MlpBlock.take(dense, *rest, activation=kind_of_gate, after=after)))
                 dense += 1
             elif is_experts(layer.mlp.experts):
                 layers.append((first, ExpertsBlock.take(index - dense, *rest, experts)))
@@ -164,8 +159,6 @@ _BEFORE = {"input_layernorm", "post_attention_layernorm"}
 _SANDWICH = _BEFORE | {"pre_feedforward_layernorm", "post_feedforward_layernorm"}
 _ONE_PLUS = {"Qwen3_5RMSNorm", "Qwen3_5MoeRMSNorm", "GemmaRMSNorm", "Gemma2RMSNorm", "Gemma3RMSNorm"}
 """transformers' norms that multiply by 1 + w."""
-_ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
-"""By transformers' names."""
 _MLP = {"gate_proj.weight", "up_proj.weight", "down_proj.weight"}
 _ATTENTION = {
     "self_attn": {f"{name}_proj.{kind}" for name in "qkvo" for kind in ("weight", "bias")}
@@ -188,7 +181,17 @@ def _has_experts(mlp: Any) -> bool:
     return hasattr(mlp, "experts")
 
 
-def _check_layer(layer: Any, where: str, experts: Experts | None) -> None:
+def _activation(mlp: Any, where: str) -> Activation:
+    """Of the gate of transformers' `mlp`, by what it computes: names in configs differ, and some are not used."""
+    x = torch.linspace(-4, 4, 65)
+    for name in ACTIVATIONS:
+        if torch.allclose(mlp.act_fn(x), activated(x, name), rtol=0, atol=1e-6):
+            return name
+    raise UnsupportedError(f"{where}: mlp: {type(mlp.act_fn).__name__} is none of {', '.join(ACTIVATIONS)}")
+
+
+def _check_layer(layer: Any, where: str, experts: Experts | None, activation: str | None) -> None:
+    """`activation`: of experts, by the config."""
     parts = {name: module for name, module in layer.named_children() if any(True for _ in module.parameters())}
     kind = _kind(layer)
     norms = _SANDWICH if parts.keys() >= _SANDWICH else _BEFORE
@@ -196,6 +199,8 @@ def _check_layer(layer: Any, where: str, experts: Experts | None) -> None:
     if parts.keys() != known:
         raise UnsupportedError(f"{where} consists of {', '.join(parts)}, not of {', '.join(sorted(known))}")
     routed = experts is not None and _has_experts(layer.mlp)
+    if routed and activation != "silu":
+        raise UnsupportedError(f"{where}: hidden_act {activation!r} of experts is not 'silu'")
     if kind != "self_attn" or routed:
         for name in norms - _BEFORE:
             raise UnsupportedError(f"{where} has {name} beside linear attention or experts")
