@@ -47,8 +47,16 @@ def run(arguments: Sequence[str], limit: float, log: TextIO, checkout: Path = BE
     to `log`. At the limit, kill it and everything that it started, also when SIGTERM ends this process: what goes
     on running would hold the GPU's memory."""
     start = time.monotonic()
+    stopped, running = threading.Event(), list[subprocess.Popen[str]]()
+
+    def stop(*_: object) -> None:
+        stopped.set()
+        for each in running:
+            _end(each)
+        sys.exit(128 + signal.SIGTERM)
+
     if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+        signal.signal(signal.SIGTERM, stop)
     process = subprocess.Popen(
         [sys.executable, "-m", *arguments],
         stdout=subprocess.PIPE,
@@ -59,6 +67,7 @@ def run(arguments: Sequence[str], limit: float, log: TextIO, checkout: Path = BE
         cwd=BENCHMARKS,
         start_new_session=True,
     )
+    running.append(process)
     expired = threading.Event()
 
     def expire() -> None:
@@ -89,6 +98,8 @@ def run(arguments: Sequence[str], limit: float, log: TextIO, checkout: Path = BE
     finally:
         timer.cancel()
         _end(process)
+    if stopped.is_set():  # Python ignores the exception of a handler that it calls while it frees an object
+        sys.exit(128 + signal.SIGTERM)
     fault = f"ended at its limit of {limit:.0f} s" if expired.is_set() else f"status {status}: {last}" if status else ""
     return Outcome(lines, fault, time.monotonic() - start)
 
