@@ -98,7 +98,7 @@ def run(arguments: Sequence[str], limit: float, log: TextIO, checkout: Path = BE
     finally:
         timer.cancel()
         _end(process)
-    if stopped.is_set():  # Python ignores the exception of a handler that it calls while it frees an object
+    if stopped.is_set():  # the handler's exception was lost on its way, as was seen once
         sys.exit(128 + signal.SIGTERM)
     fault = f"ended at its limit of {limit:.0f} s" if expired.is_set() else f"status {status}: {last}" if status else ""
     return Outcome(lines, fault, time.monotonic() - start)

@@ -87,8 +87,9 @@ class WrittenOutDecoder:
         of_kind = () if kind is None else (kind,)
         frequencies = getattr(self.rotary, "_".join([*of_kind, "inv_freq"]))
         cos, sin = (each.squeeze(0) for each in self.rotary(row.embeds, row.position_ids, *of_kind))
-        both = (cos, cos), (sin, sin)
-        return (torch.cat(both[0], -1), torch.cat(both[1], -1)) if cos.shape[-1] == len(frequencies) else (cos, sin)
+        if cos.shape[-1] == len(frequencies):
+            cos, sin = torch.cat([cos, cos], dim=-1), torch.cat([sin, sin], dim=-1)
+        return cos, sin
 
     def memory(self, tokens: int, columns: int) -> ActivationMemory:
         """See `Decoder.memory`."""
@@ -201,9 +202,8 @@ def _check_layer(layer: Any, where: str, experts: Experts | None, activation: st
     routed = experts is not None and _has_experts(layer.mlp)
     if routed and activation != "silu":
         raise UnsupportedError(f"{where}: hidden_act {activation!r} of experts is not 'silu'")
-    if kind != "self_attn" or routed:
-        for name in norms - _BEFORE:
-            raise UnsupportedError(f"{where} has {name} beside linear attention or experts")
+    if norms is _SANDWICH and (kind != "self_attn" or routed):
+        raise UnsupportedError(f"{where} has norms after linear attention or experts")
     _check_parts(parts[kind], _ATTENTION[kind], f"{where}: {kind}")
     _check_parts(layer.mlp, _EXPERTS if routed else _MLP, f"{where}: mlp")
     for name in sorted(norms):
