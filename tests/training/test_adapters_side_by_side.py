@@ -81,6 +81,41 @@ def test_broken_weights_leave_adapters_that_share_their_matmuls_alone(
     assert many._adapters["c"].gradient is None
 
 
+@pytest.mark.mutation(
+    "columns-of-no-adapter-unwritten", "lora_batch.py", "torch.empty if filled else torch.zeros", "torch.empty"
+)
+@pytest.mark.mutation(
+    "gradient-of-the-head-added-to-what-was-there",
+    "lora_batch.py",
+    "torch.empty_like if _of_experts(group) else torch.zeros_like",
+    "torch.empty_like",
+)
+@pytest.mark.parametrize("ranks", [(16,), (4,), (8, 24), (4, 12, 16)])
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+def test_memory_that_nothing_has_written_is_not_read(
+    family: str, ranks: tuple[int, ...], trainer: Any, add_adapter: Any, make: Any, gradients: Any
+) -> None:
+    """Filled with NaN, it changes nothing."""
+    ours = trainer(family)
+    for rank in ranks:
+        add_adapter(ours, f"of {rank}", rank=rank, seed=rank)
+    works = [make.work(f"of {rank}", [9, 4]) for rank in ranks]
+    seen = []
+    for filled in (False, True):
+        torch.use_deterministic_algorithms(filled)  # which fills new memory
+        try:
+            results = ours.forward_backward(works)
+        finally:
+            torch.use_deterministic_algorithms(False)
+        assert all(isinstance(result, TrainResult) for result in results), results
+        seen.append([gradients(ours, work.adapter_id) for work in works])
+        for work in works:
+            ours.discard_gradients(work.adapter_id)
+    for plain, with_nan in zip(*seen, strict=True):
+        for name, gradient in plain.items():
+            np.testing.assert_array_equal(with_nan[name], gradient, err_msg=name)
+
+
 def test_the_base_model_is_unaffected_by_its_adapters(many: Any, make: Any) -> None:
     """Rows without an adapter: `logprobs` of the base before and after the adapters have trained."""
     rendered = make.input(17)
@@ -103,6 +138,52 @@ def test_a_micro_batch_has_no_more_ranks_than_its_bound(make: Any, monkeypatch: 
         adapters = {item.adapter_id for item in batch if item.adapter_id is not None}
         assert sum(ranks[name] for name in adapters) <= 20 or adapters == {"huge"}
     assert len(batches) == 3, "each batch is as full as possible"
+
+
+@pytest.mark.mutation(
+    "micro-batches-end-anywhere", "packing.py", "if _adapter_ends(items, stop)), furthest", "), furthest"
+)
+def test_micro_batches_end_where_an_adapter_does_if_no_more_are_needed(make: Any) -> None:
+    """With 40 positions, the items in order fill three: [a a b] [b b c] [c]."""
+    lengths = {"a": (10, 20), "b": (5, 15, 15), "c": (20, 10)}
+    works = [TrainWork(name, [make.datum(n) for n in each], "cross_entropy") for name, each in lengths.items()]
+    items = items_of(list(enumerate(works)))
+
+    def parts(budget: int) -> list[list[tuple[str | None, int]]]:
+        return [
+            [(item.adapter_id, item.length) for item in batch]
+            for batch in split(items, budget, dict.fromkeys(lengths, 4))
+        ]
+
+    assert parts(40) == [[("a", 10), ("a", 20)], [("b", 5), ("b", 15), ("b", 15)], [("c", 10), ("c", 20)]]
+    # Two micro-batches would become three if the first one ended with a.
+    assert parts(50) == [[("a", 10), ("a", 20), ("b", 5), ("b", 15)], [("b", 15), ("c", 10), ("c", 20)]]
+
+
+@pytest.mark.mutation("more-micro-batches-than-needed", "packing.py", "if needed[stop] == needed[furthest])", ")")
+@pytest.mark.parametrize("seed", range(20))
+def test_micro_batches_are_as_few_as_if_each_were_filled_in_order(
+    seed: int, make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As few as there can be, for items in a given order."""
+    rng = np.random.default_rng(seed)
+    monkeypatch.setattr(packing, "MAX_COLUMNS", 20)
+    ranks = {f"run {at}": int(rank) for at, rank in enumerate(rng.integers(1, 12, 6))}
+    works = [TrainWork(name, [make.datum(int(n)) for n in rng.integers(1, 30, 5)], "cross_entropy") for name in ranks]
+    items = items_of(list(enumerate(works)))
+    batches = split(items, 60, ranks)
+    assert [item for batch in batches for item in batch] == items
+    assert all(sum(item.length for item in batch) <= 60 for batch in batches)
+    fullest = [[items[0]]]
+    for item in items[1:]:
+        tried = [*fullest[-1], item]
+        if (
+            sum(each.length for each in tried) > 60
+            or sum(ranks[name] for name in {str(i.adapter_id) for i in tried}) > 20
+        ):
+            fullest.append([])
+        fullest[-1].append(item)
+    assert len(batches) == len(fullest)
 
 
 def test_joined_weights_are_the_models_own(model_path: Any) -> None:

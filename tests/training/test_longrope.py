@@ -36,8 +36,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return found
 
 
-def trainer_of(folder: Path, decoder: Any, context: int | None) -> Any:
-    options: Any = {"dtype": "float32", "device": "cpu", "decoder": decoder}
+def trainer_of(folder: Path, decoder: Any, context: int | None, dtype: str) -> Any:
+    options: Any = {"dtype": dtype, "device": "cpu", "decoder": decoder}
     return HFTrainer(str(folder), name="longrope", max_context_length=context, **options)
 
 
@@ -46,7 +46,7 @@ def trainer_of(folder: Path, decoder: Any, context: int | None) -> Any:
 def test_a_sequence_packed_beside_one_beyond_the_original_length_equals_it_alone(
     decoder: str, folder: Path, make: Any, add_adapter: Any, gradients: Any, assert_close: Any
 ) -> None:
-    ours = trainer_of(folder, decoder, None)
+    ours = trainer_of(folder, decoder, None, "float64")
     add_adapter(ours, "a")
     data = [make.datum(length) for length in (40, 7, 1, 23)]
     (packed,) = ours.forward_backward([TrainWork("a", data, "cross_entropy")])
@@ -64,7 +64,7 @@ def test_frequencies_are_those_of_the_longest_sequence_that_the_context_allows(
     decoder: str, context: int | None, length: int, folder: Path, make: Any
 ) -> None:
     """For a sequence of that kind transformers chooses the same."""
-    ours = trainer_of(folder, decoder, context)
+    ours = trainer_of(folder, decoder, context, "float32")
     ours.create_adapter("a", LoraConfig(rank=2))
     datum = make.datum(length)
     (result,) = ours.forward_backward([TrainWork("a", [datum], "cross_entropy")])

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from tinker_local.backend.training.attention import AttentionRule, Segments, attend, attend_backward
+from tinker_local.backend.training.lora import gradient_norm
 from tinker_local.backend.training.losses import LOSSES
 from tinker_local.backend.training.trainer import TrainResult, TrainWork
 from tinker_local.types import AdamParams
@@ -37,6 +38,16 @@ def data_for(family: str, make: Any) -> Any:
 def cosine(first: Any, second: Any) -> Any:
     a, b = (np.concatenate([array.ravel() for array in tensors.values()]) for tensors in (first, second))
     return float(a @ b / np.linalg.norm(a) / np.linalg.norm(b))
+
+
+def test_the_norm_of_a_gradient_is_summed_in_float64() -> None:
+    """Also over parts, and without a float64 copy of them."""
+    gradient = torch.full((2**23 + 5,), 1e30, device="cuda")
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    assert gradient_norm(gradient) == pytest.approx(1e30 * len(gradient) ** 0.5, rel=1e-12)
+    assert torch.cuda.max_memory_allocated() - before < 2**20
+    assert not np.isfinite(gradient_norm(torch.tensor([1.0, float("nan")], device="cuda")))
 
 
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])

@@ -236,23 +236,28 @@ def extremes(flat: torch.Tensor) -> tuple[float, float]:
 
 
 _NORM_PART = 2**22
-"""Numbers whose float64 copy the cache of a GPU holds."""
+"""Numbers whose float64 copy a cache holds."""
 
 
 def gradient_norm(gradient: torch.Tensor) -> float:
     """Euclidean norm, summed in float64 so that large finite gradients have a finite norm. In parts, because torch
-    makes a float64 copy."""
-    parts = [torch.linalg.vector_norm(part, dtype=torch.float64) for part in gradient.split(_NORM_PART)]
-    return float(torch.linalg.vector_norm(torch.stack(parts)))
+    makes a float64 copy on the CPU."""
+    return float(torch.linalg.vector_norm(torch.stack(_norms(gradient.split(_NORM_PART)))))
 
 
 def module_norms(specs: Sequence[TensorSpec], gradient: torch.Tensor) -> dict[str, float]:
     """Euclidean norm of each module's gradient, A and B together, by path; summed in float64."""
-    norms = torch.stack([torch.linalg.vector_norm(spec.view(gradient), dtype=torch.float64) for spec in specs]).tolist()
+    norms = torch.stack(_norms([spec.view(gradient) for spec in specs])).tolist()
     result: dict[str, float] = {}
     for spec, norm in zip(specs, norms, strict=True):
         result[spec.path] = math.hypot(result.get(spec.path, 0.0), norm)
     return result
+
+
+def _norms(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """Euclidean norm of each, in float64. On CUDA one pass: `torch.linalg.vector_norm` makes a float64 copy first."""
+    found: tuple[torch.Tensor, ...] = torch._foreach_norm(list(tensors), 2, dtype=torch.float64)
+    return found
 
 
 def without_prefix(tensors: Mapping[str, npt.NDArray[np.float32]], prefix: str) -> dict[str, npt.NDArray[np.float32]]:

@@ -9,6 +9,7 @@ number. A projection costs R / in more, a few per cent, and takes as many matmul
 read the same input (a group, see `lora.Target`) have their A's concatenated.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -26,8 +27,12 @@ _STEP = 8
 
 def columns_of(groups: Groups, rank: int) -> int:
     """How many columns of R an adapter of `rank` takes, of a model whose targets are `groups`."""
-    step = _STEP if any(name.startswith("experts.") for name in groups) else 1
+    step = _STEP if any(map(_of_experts, groups)) else 1
     return -(-rank // step) * step
+
+
+def _of_experts(group: str) -> bool:
+    return group.startswith("experts.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,8 +203,8 @@ class LoraBatch:
         self._b: dict[tuple[str, str], torch.Tensor] = {}
         for group in groups:
             self._fill(group)
-        self._grad_a = {name: self._like(a) for name, a in self._a.items() if gradient}
-        self._grad_b = {name: self._like(b) for name, b in self._b.items() if gradient}
+        self._grad_a = {name: self._gradients(name, a) for name, a in self._a.items() if gradient}
+        self._grad_b = {key: self._gradients(key[0], b) for key, b in self._b.items() if gradient}
 
     def group(self, name: str, index: int = 0) -> LowRank | None:
         """The adapters' matrices for a group in block `index` of its kind."""
@@ -223,13 +228,11 @@ class LoraBatch:
         """Add the gradients of `adapter` in `groups` to `flat`, a vector of its layout."""
         columns = next(c for c in self._columns if c.adapter is adapter)
         for group in groups:
-            for place, projection in enumerate(self._groups[group]):
-                a, b = (adapter.stack(flat, group, projection, factor) for factor in "AB")
-                if a is None or b is None:
-                    continue
+            projections = self._groups[group]
+            for place, (a, b) in enumerate(_factors(adapter, flat, group, projections)):
                 first = place * self._width
                 a.add_(self._grad_a[group][..., first + columns.start : first + columns.stop, :])
-                b.add_(self._grad_b[group, projection][..., columns.start : columns.stop], alpha=adapter.scale)
+                b.add_(self._grad_b[group, projections[place]][..., columns.start : columns.stop], alpha=adapter.scale)
 
     @property
     def columns(self) -> int:
@@ -244,32 +247,27 @@ class LoraBatch:
     def _fill(self, group: str) -> None:
         """Concatenate the adapters' matrices of `group`, with zeros where an adapter has none."""
         projections = self._groups[group]
-        shapes = {p: shape for p in projections if (shape := self._shape(group, p)) is not None}
-        if not shapes:
+        found = [(c, _factors(c.adapter, c.adapter.weights, group, projections)) for c in self._columns]
+        trained = [(c, factors) for c, factors in found if factors]
+        if not trained:
             return
-        assert len(shapes) == len(projections), "attention, MLP and LM head are trained wholly or not at all"
-        (*stacked, _, inputs), _ = shapes[projections[0]]
-        device = self._columns[0].adapter.weights.device
-        a_all = torch.zeros(*stacked, len(projections) * self._width, inputs, dtype=self._dtype, device=device)
+        # Zeros only where some remain: those of experts would cost a quarter of filling them.
+        filled = sum(c.stop - c.start for c, _ in trained) == self._width
+        new = functools.partial(
+            torch.empty if filled else torch.zeros, dtype=self._dtype, device=trained[0][0].adapter.weights.device
+        )
+        likes = trained[0][1]
+        (*stacked, _, inputs) = likes[0][0].shape
+        a_all = new(*stacked, len(projections) * self._width, inputs)
         for place, projection in enumerate(projections):
-            b_all = torch.zeros(*shapes[projection][1][:-1], self._width, dtype=self._dtype, device=device)
-            for c in self._columns:
-                a, b = (c.adapter.stack(c.adapter.weights, group, projection, factor) for factor in "AB")
-                if a is not None and b is not None:
-                    first = place * self._width
-                    a_all[..., first + c.start : first + c.stop, :] = a
-                    # Scale before rounding, in one pass.
-                    torch.mul(b, c.adapter.scale, out=b_all[..., c.start : c.stop])
+            b_all = new(*likes[place][1].shape[:-1], self._width)
+            for c, factors in trained:
+                a, b = factors[place]
+                first = place * self._width
+                a_all[..., first + c.start : first + c.stop, :] = a
+                torch.mul(b, c.adapter.scale, out=b_all[..., c.start : c.stop])  # scale before rounding, in one pass
             self._b[group, projection] = b_all
         self._a[group] = a_all
-
-    def _shape(self, group: str, projection: str) -> tuple[torch.Size, torch.Size] | None:
-        """Of an adapter's stacked A and B of a projection; None if no adapter trains it."""
-        for c in self._columns:
-            a, b = (c.adapter.stack(c.adapter.weights, group, projection, factor) for factor in "AB")
-            if a is not None and b is not None:
-                return a.shape, b.shape
-        return None
 
     def _make_owners(self, slices: Sequence[AdapterSlice]) -> Owners:
         device = self._columns[0].adapter.weights.device
@@ -290,8 +288,22 @@ class LoraBatch:
             others[part.start : part.stop, start : start + count] = False
         return Owners(columns, widest, to_device(of_tokens, device), to_device(others, device))
 
-    def _like(self, matrices: torch.Tensor) -> torch.Tensor:
-        return torch.zeros_like(matrices, dtype=self._grad_dtype)
+    def _gradients(self, group: str, matrices: torch.Tensor) -> torch.Tensor:
+        """For those of `matrices`. Zeros, since the head adds to them and a model may leave projections out; those of
+        experts are large, and written whole."""
+        new = torch.empty_like if _of_experts(group) else torch.zeros_like
+        return new(matrices, dtype=self._grad_dtype)
+
+
+def _factors(
+    adapter: Adapter, flat: torch.Tensor, group: str, projections: Sequence[str]
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """A and B of each of the group's `projections` in all blocks, as views of `flat`; none if the adapter does not
+    train the group."""
+    pairs = ((adapter.stack(flat, group, projection, factor) for factor in "AB") for projection in projections)
+    found = [(a, b) for a, b in pairs if a is not None and b is not None]
+    assert len(found) in (0, len(projections)), "attention, MLP and LM head are trained wholly or not at all"
+    return found
 
 
 def _columns(slices: Sequence[AdapterSlice], groups: Groups) -> list[Columns]:

@@ -4,6 +4,7 @@ Legend: T positions of a micro-batch, M targets (positions times candidates), V 
 """
 
 import itertools
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -44,21 +45,53 @@ adapters would cost a considerable part of the model itself."""
 
 
 def split(items: Sequence[Item], budget: int, ranks: Mapping[str | None, int]) -> list[list[Item]]:
-    """Split `items` in order into micro-batches of at most `budget` positions and a total rank of `MAX_COLUMNS`. A
-    longer item, or one of a larger rank, gets its own. `ranks`: of each adapter."""
+    """Split `items` in order into as few micro-batches as possible, of at most `budget` positions and a total rank of
+    `MAX_COLUMNS`. A longer item, or one of a larger rank, gets its own. `ranks`: of each adapter, whose items are
+    adjacent.
+
+    As far as their number allows, micro-batches end where an adapter does: its matrices are copied and its gradients
+    added once for each that it has a part in, and all rows are multiplied by the ranks of all adapters.
+    """
+    ends = _furthest_ends(items, budget, ranks)
+    needed = [0] * (len(items) + 1)  # micro-batches for the items from each on
+    for start in reversed(range(len(items))):
+        needed[start] = 1 + needed[ends[start]]
     batches: list[list[Item]] = []
-    free, columns, adapters = 0, 0, set[str | None]()
-    for item in items:
-        wider = 0 if item.adapter_id in adapters else ranks[item.adapter_id]
-        if not batches or item.length > free or (columns and wider and columns + wider > MAX_COLUMNS):
-            batches.append([])
-            free, columns, adapters = budget, 0, set()
-            wider = ranks[item.adapter_id]
-        batches[-1].append(item)
-        free -= item.length
-        columns += wider
-        adapters.add(item.adapter_id)
+    start = 0
+    while start < len(items):
+        furthest = ends[start]
+        as_few = (stop for stop in range(furthest, start, -1) if needed[stop] == needed[furthest])
+        stop = next((stop for stop in as_few if _adapter_ends(items, stop)), furthest)
+        batches.append(list(items[start:stop]))
+        start = stop
     return batches
+
+
+def _furthest_ends(items: Sequence[Item], budget: int, ranks: Mapping[str | None, int]) -> list[int]:
+    """For each item, where a micro-batch that begins with it ends at the latest."""
+    ends: list[int] = []
+    length, columns, stop = 0, 0, 0
+    held: Counter[str | None] = Counter()
+    for start, first in enumerate(items):
+        while stop < len(items):
+            item = items[stop]
+            wider = 0 if held[item.adapter_id] else ranks[item.adapter_id]
+            too_wide = columns and wider and columns + wider > MAX_COLUMNS
+            if stop > start and (length + item.length > budget or too_wide):
+                break
+            length, columns, stop = length + item.length, columns + wider, stop + 1
+            held[item.adapter_id] += 1
+        ends.append(stop)
+        length -= first.length
+        held[first.adapter_id] -= 1
+        if not held[first.adapter_id]:
+            columns -= ranks[first.adapter_id]
+    return ends
+
+
+def _adapter_ends(items: Sequence[Item], stop: int) -> bool:
+    """Whether those from `stop` on begin with another adapter, or there are none."""
+    return stop == len(items) or items[stop].adapter_id != items[stop - 1].adapter_id
 
 
 def rounds(items: Sequence[Item], budget: int, ranks: Mapping[str | None, int], size: int) -> list[list[list[Item]]]:
