@@ -1,6 +1,7 @@
 """Many adapters in one pass: against one adapter, against PEFT one by one, and against our own single calls."""
 
 import contextlib
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -59,18 +60,25 @@ def _one_and_all(scale: Scale, models: Path, trainer: Any, names: list[str], pre
 
 
 def one_and_all(scale: Scale, trainer: Any, names: list[str], lines: tuple[str, str], parameters: int) -> float:
-    """The same tokens in one step, under one adapter and spread over all; `lines` are the names of both. Returns the
-    tokens per second of the first."""
+    """The same tokens in one step, under one adapter and spread over all, in turns; `lines` are the names of both.
+    Returns the tokens per second of the first."""
     data = [text_datum(sequence) for sequence in workloads.ragged_sequences(scale)]
     tokens = sum(datum.input.length for datum in data)
-    rates = []
-    for line, owners in zip(lines, (names[:1], names), strict=True):
-        works = [work(name, data[index :: len(owners)]) for index, name in enumerate(owners)]
-        seconds = timing.median_seconds(lambda works=works: train_step(trainer, works), scale)
-        note = f"{len(owners)} adapter{'s' * (len(owners) > 1)}, {tokens} tokens in all"
-        rate_line(line, tokens, seconds, parameters, note).emit()
-        rates.append(tokens / seconds)
-    return rates[0]
+    owners = dict(zip(lines, (names[:1], names), strict=True))
+    steps = {
+        line: functools.partial(
+            train_step, trainer, [work(name, data[index :: len(each)]) for index, name in enumerate(each)]
+        )
+        for line, each in owners.items()
+    }
+    found = timing.seconds_in_turns(steps, scale, at_once=1, warmup=scale.warmup, repeats=2 * scale.repeats + 1)
+    for line, step in steps.items():
+        timing.forget_peak()
+        step()
+        count = len(owners[line])
+        note = f"{count} adapter{'s' * (count > 1)}, {tokens} tokens in all"
+        rate_line(line, tokens, found[line], parameters, note).emit()
+    return tokens / found[lines[0]]
 
 
 def _small_runs(scale: Scale, models: Path, trainer: Any, names: list[str]) -> None:
