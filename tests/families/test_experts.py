@@ -2,7 +2,9 @@
 
 import asyncio
 import io
+import json
 import math
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
@@ -24,6 +26,7 @@ from tinker_local.backend.storage.adapter_files import write_adapter
 from tinker_local.backend.tiny_models import make_tiny_text_model, make_tiny_vl_model
 from tinker_local.backend.tiny_models.text_families import QWEN3_5_SHAPE
 from tinker_local.backend.training import compat_torch
+from tinker_local.backend.training.decoders.packed_experts import scores_are_softmax
 from tinker_local.backend.training.decoders.written_out.experts_block import ExpertsPass
 from tinker_local.backend.training.load_model import decoder_of_sizes
 from tinker_local.backend.training.lora import FACTORS
@@ -43,6 +46,7 @@ from tinker_local.types import (
     SamplingParams,
 )
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
 from tests.training.autograd_reference import model_arguments
 
@@ -229,6 +233,20 @@ class Merged:
     "",
     cases=("gpt_oss-autograd", "gpt_oss-written-out"),
 )
+@pytest.mark.mutation(
+    "router-without-gradient-written-out",
+    "experts_block.py",
+    "grad_m.addmm_(grad_logits, block.router.weight)",
+    "grad_m.add_(0)",
+    cases=("qwen3_moe-written-out", "gpt_oss-written-out"),
+)
+@pytest.mark.mutation(
+    "scores-do-not-add-up",
+    "training/experts.py",
+    "of_chosen = weighted - weighted.sum(-1, keepdim=True) * scores",
+    "of_chosen = weighted",
+    cases=("qwen3_moe-written-out",),
+)
 @pytest.mark.parametrize("decoder", DECODERS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_several_adapters_in_one_row_equal_transformers_with_each_merged(
@@ -275,6 +293,44 @@ def test_recomputed_layers_with_experts_have_the_same_gradients(
     for keep, gradients in seen.items():
         for name, gradient in gradients.items():
             torch.testing.assert_close(gradient, seen[Keep.ALL][name], rtol=1e-5, atol=1e-6, msg=f"{keep} {name}")
+
+
+@pytest.mark.mutation(
+    "every-router-a-softmax", "packed_experts.py", "return bool((ours - scores)", "return True or bool((ours - scores)"
+)
+def test_scores_that_are_a_share_of_all_experts_have_their_own_gradient(folder: Folder, tmp_path: Path) -> None:
+    """Qwen3-MoE can leave them as the softmax of all experts' logits; written out, transformers' router gives the
+    gradient then. The autograd decoder always asks it."""
+    path = shutil.copytree(folder("qwen3_moe"), tmp_path / "model")
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**config, "norm_topk_prob": False}))
+    seen = []
+    for decoder in DECODERS:
+        trainer = new_trainer(path, decoder=decoder)
+        trainer.forward_backward([TrainWork(name, data(seed), "cross_entropy") for seed, name in enumerate(ADAPTERS)])
+        seen.append({name: adapter.gradient for name, adapter in trainer._adapters.items()})
+    for name, gradient in seen[0].items():
+        assert gradient is not None
+        torch.testing.assert_close(seen[1][name], gradient, rtol=0, atol=1e-5 * float(gradient.abs().max()))
+
+
+@pytest.mark.parametrize("normalised", [True, False])
+@pytest.mark.parametrize("size", [1e-3, 1.0, 30.0])
+def test_a_router_is_known_by_its_scores(size: float, normalised: bool) -> None:
+    """Whatever the size of its weights: with large ones, nearly all of a softmax is in one expert."""
+    settings = {"num_experts": 64, "num_experts_per_tok": 4, "hidden_size": 32, "norm_topk_prob": normalised}
+    router = Qwen3MoeTopKRouter(transformers.Qwen3MoeConfig(**settings))
+    torch.nn.init.normal_(router.weight, std=size, generator=torch.Generator().manual_seed(0))
+    assert scores_are_softmax(router) is normalised
+
+    class Sigmoid(Qwen3MoeTopKRouter):
+        def forward(self, hidden_states: Any) -> Any:
+            logits = hidden_states @ self.weight.T
+            scores, experts = logits.sigmoid().topk(self.top_k)
+            return logits, scores / scores.sum(-1, keepdim=True), experts
+
+    router.__class__ = Sigmoid
+    assert not scores_are_softmax(router)
 
 
 class Waits(TorchDispatchMode):

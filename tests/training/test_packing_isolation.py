@@ -72,7 +72,7 @@ def test_packed_data_equal_each_alone(
     family: str, trainer: Any, make: Any, add_adapter: Any, gradients: Any, assert_close: Any
 ) -> None:
     """Values and gradients of text alone, images, and text beside images in one micro-batch."""
-    ours = trainer(family)
+    ours = trainer(family, dtype="float64")
     add_adapter(ours, "a")
     data = [make.datum(n) for n in (7, 1, 12, 7, 30)]
     if family != "qwen3":
@@ -96,7 +96,7 @@ def test_the_split_into_micro_batches_does_not_matter(
     data = [make.datum(n) for n in (7, 1, 12, 7, 30, 3, 3, 25)]
     seen = []
     for budget in (1, 13, 8192):
-        ours = trainer("qwen3", micro_batch_tokens=budget)
+        ours = trainer("qwen3", micro_batch_tokens=budget, dtype="float64")
         add_adapter(ours, "a")
         (result,) = ours.forward_backward([TrainWork("a", data, "cross_entropy")])
         seen.append((result, gradients(ours, "a")))
@@ -115,7 +115,7 @@ def test_chunks_of_the_lm_head_do_not_matter(
     data[2].loss_inputs["weights"][::2] = 0
     seen = []
     for elements in (1, 7 * 120, 2**25):
-        ours = trainer("qwen3", logit_chunk_elements=elements)
+        ours = trainer("qwen3", logit_chunk_elements=elements, dtype="float64")
         add_adapter(ours, "a")
         add_adapter(ours, "b", rank=2, seed=5)
         results = ours.forward_backward([TrainWork(name, data, "cross_entropy") for name in "ab"])

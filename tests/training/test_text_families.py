@@ -92,7 +92,7 @@ def test_several_adapters_in_one_row_equal_transformers_with_each_alone(
 def test_packed_sequences_equal_each_alone(
     family: str, decoder: Any, trainer: Any, make: Any, add_adapter: Any, gradients: Any, assert_close: Any
 ) -> None:
-    ours = trainer(family, decoder=decoder)
+    ours = trainer(family, decoder=decoder, dtype="float64")
     add_adapter(ours, "a")
     (work,) = works_of(make, "a")
     (packed,) = ours.forward_backward([work])
@@ -158,7 +158,7 @@ def test_checkpointed_layers_of_autograd_give_the_same_gradients(
     data = [make.datum(9), make.datum(30, [(2, (4, 4))] if family == "qwen3_vl" else [])]
     seen, policies = [], []
     for share in (0.0, 0.5, 1.0):
-        ours = trainer(family, decoder="autograd")
+        ours = trainer(family, decoder="autograd", dtype="float64")
         memory = ours._loaded.decoder.memory(39, 16)
         kept = sum(layer.lean for layer in memory.layers)
         ours._runner.activation_bytes = memory.always + int(share * kept)

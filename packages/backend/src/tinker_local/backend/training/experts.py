@@ -288,6 +288,17 @@ def experts_backward(
     return grad_x, grad_scores
 
 
+def chosen_softmax_backward(
+    grad: torch.Tensor, scores: torch.Tensor, experts: torch.Tensor, count: int
+) -> torch.Tensor:
+    """The gradient of a router's logits [T, E] from that of `scores` [T, K], which are the softmax of the logits of
+    each token's `experts` [T, K] alone, of `count`."""
+    wide = _wide(scores)
+    weighted = grad.to(wide) * scores
+    of_chosen = weighted - weighted.sum(-1, keepdim=True) * scores
+    return scores.new_zeros(len(scores), count).scatter_(1, experts, of_chosen.to(scores.dtype))
+
+
 def _backward_between(
     grad_activated: torch.Tensor,
     grad_mid: torch.Tensor | None,

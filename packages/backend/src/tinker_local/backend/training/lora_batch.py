@@ -205,20 +205,12 @@ class LoraBatch:
             self._fill(group)
         self._grad_a = {name: self._gradients(name, a) for name, a in self._a.items() if gradient}
         self._grad_b = {key: self._gradients(key[0], b) for key, b in self._b.items() if gradient}
+        self._blocks = {name: self._of_blocks(name) for name in self._a}
 
     def group(self, name: str, index: int = 0) -> LowRank | None:
         """The adapters' matrices for a group in block `index` of its kind."""
-        if name not in self._a or self._owners is None:
-            return None
-        grad_a = self._grad_a.get(name)
-        keys = [(name, projection) for projection in self._groups[name]]
-        return LowRank(
-            self._a[name][index],
-            tuple(self._b[key][index] for key in keys),
-            self._owners,
-            None if grad_a is None else grad_a[index],
-            tuple(self._grad_b[key][index] for key in keys) if grad_a is not None else (),
-        )
+        blocks = self._blocks.get(name)
+        return None if blocks is None else blocks[index]
 
     def trained(self) -> list[str]:
         """The groups that at least one adapter trains."""
@@ -287,6 +279,17 @@ class LoraBatch:
             of_tokens[part.start : part.stop] = place
             others[part.start : part.stop, start : start + count] = False
         return Owners(columns, widest, to_device(of_tokens, device), to_device(others, device))
+
+    def _of_blocks(self, group: str) -> list[LowRank]:
+        """Of each block of its kind. Made once, since a block asks several times and each view takes the host's time,
+        which a GPU waits for where matrices are small."""
+        assert self._owners is not None
+        keys = [(group, projection) for projection in self._groups[group]]
+        matrices = zip(self._a[group].unbind(), zip(*(self._b[key].unbind() for key in keys), strict=True), strict=True)
+        if group not in self._grad_a:
+            return [LowRank(a, b, self._owners) for a, b in matrices]
+        grad_a, grad_b = self._grad_a[group].unbind(), zip(*(self._grad_b[key].unbind() for key in keys), strict=True)
+        return [LowRank(*each, self._owners, *grads) for each, *grads in zip(matrices, grad_a, grad_b, strict=True)]
 
     def _gradients(self, group: str, matrices: torch.Tensor) -> torch.Tensor:
         """For those of `matrices`. Zeros, since the head adds to them and a model may leave projections out; those of

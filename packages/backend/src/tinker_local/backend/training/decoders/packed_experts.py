@@ -62,6 +62,20 @@ def is_experts(module: Any) -> bool:
     return bool((ours - theirs).norm() <= 0.02 * theirs.norm())
 
 
+@torch.no_grad()
+def scores_are_softmax(router: Any) -> bool:
+    """Whether the scores that `router` gives are the softmax of its chosen experts' logits, and of no others. Without
+    values (on the meta device) it is assumed to."""
+    weight = router.weight
+    if weight.is_meta:
+        return True
+    x = torch.linspace(-1, 1, 2 * weight.shape[1], dtype=weight.dtype, device=weight.device).view(2, -1)
+    x /= router(x)[0].abs().max().clamp_min(1e-3)  # one logit that is far above the others would tell nothing
+    logits, scores, experts = router(x)
+    ours = logits.gather(1, experts).softmax(-1)
+    return bool((ours - scores).norm() <= 0.02 * scores.norm())
+
+
 def expert_targets(path: str, group: str, index: int, module: Any, names: Experts) -> list[Target]:
     """What adapters train of the experts `module` at `path`, block `index` of its kind: gate and up in the group
     `group`.gate_up, down in `group`.down."""

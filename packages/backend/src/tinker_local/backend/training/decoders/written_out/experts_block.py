@@ -6,14 +6,13 @@
 hidden size, K experts of a token, S = T K, I intermediate size of an expert, R columns of adapters.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from tinker_local.backend.families.family import Experts
 from tinker_local.backend.training.block_memory import BlockMemory, experts_memory
-from tinker_local.backend.training.decoders.packed_experts import expert_targets, weights_of
+from tinker_local.backend.training.decoders.packed_experts import expert_targets, scores_are_softmax, weights_of
 from tinker_local.backend.training.decoders.written_out.block import RowContext, norm_weight, present
 from tinker_local.backend.training.decoders.written_out.mlp_block import MlpBlock, MlpPass
 from tinker_local.backend.training.experts import (
@@ -21,6 +20,7 @@ from tinker_local.backend.training.experts import (
     ExpertWeights,
     Routing,
     activate,
+    chosen_softmax_backward,
     down,
     experts_backward,
     gate_and_up,
@@ -32,12 +32,14 @@ from tinker_local.backend.training.lora_batch import LowRank
 @dataclass(frozen=True, slots=True, eq=False)
 class ExpertsBlock:
     """The weights of experts block `index`; `norm` [H]. `router(m)`: transformers' module, which returns logits, scores
-    [T, K] and experts [T, K]. `shared`: the expert that every position takes, or None."""
+    [T, K] and experts [T, K]; `softmax`: whether the scores are the softmax of the chosen experts' logits. `shared`:
+    the expert that every position takes, or None."""
 
     index: int
     norm: torch.Tensor
     epsilon: float
-    router: Callable[[torch.Tensor], tuple[torch.Tensor, ...]]
+    router: Any
+    softmax: bool
     chosen: int
     weights: ExpertWeights
     shared: MlpBlock | None
@@ -60,6 +62,7 @@ class ExpertsBlock:
             norm=weight,
             epsilon=epsilon,
             router=router,
+            softmax=scores_are_softmax(router),
             chosen=router.top_k,
             weights=weights,
             shared=shared,
@@ -124,12 +127,22 @@ class ExpertsPass:
         grad_m, grad_scores = experts_backward(
             grad, m, present(self.scores), self.routing, block.weights, kept, *self._low_ranks(), c.kernels
         )
-        with torch.enable_grad():  # the router is small, and families differ in it
+        self._add_gradient_by_scores(grad_scores, m, grad_m)
+        grad_x = c.kernels.rms_norm_backward(grad_m, self.x, block.norm, block.epsilon, grad)
+        return grad_x if self.shared is None else self.shared.backward(grad, grad_x)
+
+    def _add_gradient_by_scores(self, grad_scores: torch.Tensor, m: torch.Tensor, grad_m: torch.Tensor) -> None:
+        """Add to `grad_m` [T, H] what reaches `m` through the router, from the gradient of its scores [T, K]."""
+        block = self.block
+        if block.softmax:
+            experts, count = present(self.routing).of_tokens, len(block.weights.down)
+            grad_logits = chosen_softmax_backward(grad_scores, present(self.scores), experts, count)
+            grad_m.addmm_(grad_logits, block.router.weight)
+            return
+        with torch.enable_grad():
             leaf = m.detach().requires_grad_()
             scores = block.router(leaf)[1]
         grad_m += torch.autograd.grad(scores, leaf, grad_scores)[0]
-        grad_x = c.kernels.rms_norm_backward(grad_m, self.x, block.norm, block.epsilon, grad)
-        return grad_x if self.shared is None else self.shared.backward(grad, grad_x)
 
     def _routed(self) -> tuple[Routing, torch.Tensor, torch.Tensor]:
         block, c = self.block, self.context
