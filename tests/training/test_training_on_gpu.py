@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from tinker_local.backend.training.attention import AttentionRule, Segments, attend, attend_backward
+from tinker_local.backend.training.decoders.written_out.experts_block import ExpertsPass
 from tinker_local.backend.training.lora import gradient_norm
 from tinker_local.backend.training.losses import LOSSES
 from tinker_local.backend.training.trainer import TrainResult, TrainWork
@@ -152,6 +153,35 @@ def test_bfloat16_on_the_gpu_is_near_float32_on_the_cpu(
     assert np.abs(bfloat16 - cpu).mean() < 0.1
     assert cosine(float32_gradient, cpu_gradient) > 0.9999
     assert cosine(bfloat16_gradient, cpu_gradient) > 0.98
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_the_gradient_through_a_router_is_that_of_autograd(
+    family: str, trainer: Any, make: Any, add_adapter: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In bfloat16, up to rounding, which is small beside what comes through the router."""
+    ours = trainer(family, dtype="bfloat16", device="cuda")
+    for seed, name in enumerate("ab"):
+        add_adapter(ours, name, seed=seed)
+    works = [make.work(name, [90, 40]) for name in "ab"]
+    by_softmax, nothing = ExpertsPass._add_gradient_by_scores, lambda *_: None
+
+    def by_autograd(self: ExpertsPass, *given: torch.Tensor) -> None:
+        assert self.block.softmax
+        by_softmax(replace(self, block=replace(self.block, softmax=False)), *given)
+
+    seen = []
+    for way in (by_autograd, by_softmax, nothing):
+        monkeypatch.setattr(ExpertsPass, "_add_gradient_by_scores", way)
+        assert all(isinstance(result, TrainResult) for result in ours.forward_backward(works))
+        seen.append(torch.cat([ours._adapters[name].gradient.cpu() for name in "ab"]))
+        for name in "ab":
+            ours.discard_gradients(name)
+    autograd, softmax, without = (each.double() for each in seen)
+    rounding, through = (softmax - autograd).norm() / autograd.norm(), (without - autograd).norm() / autograd.norm()
+    print(f"{family}: {rounding:.5f} of the gradient differs, {through:.4f} comes through routers")
+    assert rounding < 0.02
+    assert rounding < 0.1 * through
 
 
 @pytest.mark.parametrize("loss_fn", LOSSES)
