@@ -51,7 +51,8 @@ PROMISES = (
         "LoRA: scale 32 / rank, flags and seed obeyed, step 0 is the base model",
         "scale-without-rank another-alpha flags-of-lora-ignored seed-of-lora-ignored "
         "lora-settings-dropped-on-the-way b-not-0-at-the-start scale-forgotten-in-the-gradient "
-        "scores-of-experts-detached gate-of-the-shared-expert-detached gradient-beyond-the-limits-of-gpt-oss "
+        "scores-of-experts-detached router-without-gradient-written-out scores-do-not-add-up "
+        "every-router-a-softmax gate-of-the-shared-expert-detached gradient-beyond-the-limits-of-gpt-oss "
         "last-tile-of-a-group-left-out gradient-of-experts-without-their-share "
         "tower-drawn-first deepstack-without-gradient an-image-twice-counts-once "
         "metadata-of-vision-ignored",
@@ -122,7 +123,8 @@ PROMISES = (
         "Each run follows the order of seq_id; a duplicate runs once; gaps are skipped and closed; runs share calls",
         "order-of-arrival duplicates-run-twice gap-not-skipped-by-a-step gap-waited-for-for-ever "
         "impatient-with-gaps skipped-id-stays-open skipped-gap-forgotten one-request-per-call "
-        "columns-of-other-adapters-count ranks-without-bound rows-by-expert-alone first-tile-of-a-group-alone "
+        "columns-of-other-adapters-count columns-of-no-adapter-unwritten gradient-of-the-head-added-to-what-was-there "
+        "micro-batches-end-anywhere more-micro-batches-than-needed ranks-without-bound rows-by-expert-alone first-tile-of-a-group-alone "
         "first-rows-of-a-tile-alone spread-to-one-place pairs-sorted-without-those-of-earlier-blocks "
         "counts-of-later-programs-lost columns-of-the-first-adapter",
     ),

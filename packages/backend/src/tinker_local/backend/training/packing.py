@@ -49,8 +49,8 @@ def split(items: Sequence[Item], budget: int, ranks: Mapping[str | None, int]) -
     `MAX_COLUMNS`. A longer item, or one of a larger rank, gets its own. `ranks`: of each adapter, whose items are
     adjacent.
 
-    As far as their number allows, micro-batches end where an adapter does: its matrices are copied and its gradients
-    added once for each that it has a part in, and all rows are multiplied by the ranks of all adapters.
+    If they do not become more, they end where an adapter does: its matrices are copied and its gradients added once for
+    each that it has a part in, and all rows are multiplied by the ranks of all adapters.
     """
     ends = _furthest_ends(items, budget, ranks)
     needed = [0] * (len(items) + 1)  # micro-batches for the items from each on
