@@ -124,7 +124,8 @@ PROMISES = (
         "order-of-arrival duplicates-run-twice gap-not-skipped-by-a-step gap-waited-for-for-ever "
         "impatient-with-gaps skipped-id-stays-open skipped-gap-forgotten one-request-per-call "
         "columns-of-other-adapters-count columns-of-no-adapter-unwritten gradient-of-the-head-added-to-what-was-there "
-        "micro-batches-end-anywhere more-micro-batches-than-needed ranks-without-bound rows-by-expert-alone first-tile-of-a-group-alone "
+        "micro-batches-end-anywhere more-micro-batches-than-needed ranks-without-bound rows-by-expert-alone "
+        "first-tile-of-a-group-alone "
         "first-rows-of-a-tile-alone spread-to-one-place pairs-sorted-without-those-of-earlier-blocks "
         "counts-of-later-programs-lost columns-of-the-first-adapter",
     ),
