@@ -52,7 +52,8 @@ PROMISES = (
         "scale-without-rank another-alpha flags-of-lora-ignored seed-of-lora-ignored "
         "lora-settings-dropped-on-the-way b-not-0-at-the-start scale-forgotten-in-the-gradient "
         "scores-of-experts-detached router-without-gradient-written-out scores-do-not-add-up "
-        "every-router-a-softmax gate-of-the-shared-expert-detached gradient-beyond-the-limits-of-gpt-oss "
+        "every-router-a-softmax rounded-scores-do-not-add-up experts-drawn-last-by-autograd "
+        "gate-of-the-shared-expert-detached gradient-beyond-the-limits-of-gpt-oss "
         "last-tile-of-a-group-left-out gradient-of-experts-without-their-share "
         "tower-drawn-first deepstack-without-gradient an-image-twice-counts-once "
         "metadata-of-vision-ignored",
@@ -124,7 +125,8 @@ PROMISES = (
         "order-of-arrival duplicates-run-twice gap-not-skipped-by-a-step gap-waited-for-for-ever "
         "impatient-with-gaps skipped-id-stays-open skipped-gap-forgotten one-request-per-call "
         "columns-of-other-adapters-count columns-of-no-adapter-unwritten gradient-of-the-head-added-to-what-was-there "
-        "micro-batches-end-anywhere more-micro-batches-than-needed ranks-without-bound rows-by-expert-alone "
+        "items-split-again-out-of-order micro-batches-end-anywhere "
+        "more-micro-batches-than-needed ranks-without-bound rows-by-expert-alone "
         "first-tile-of-a-group-alone "
         "first-rows-of-a-tile-alone spread-to-one-place pairs-sorted-without-those-of-earlier-blocks "
         "counts-of-later-programs-lost columns-of-the-first-adapter",

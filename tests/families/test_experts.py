@@ -28,6 +28,7 @@ from tinker_local.backend.tiny_models.text_families import QWEN3_5_SHAPE
 from tinker_local.backend.training import compat_torch
 from tinker_local.backend.training.decoders.packed_experts import scores_are_softmax
 from tinker_local.backend.training.decoders.written_out.experts_block import ExpertsPass
+from tinker_local.backend.training.experts import chosen_softmax_backward
 from tinker_local.backend.training.load_model import decoder_of_sizes
 from tinker_local.backend.training.lora import FACTORS
 from tinker_local.backend.training.recompute_policy import Keep
@@ -243,7 +244,7 @@ class Merged:
 @pytest.mark.mutation(
     "scores-do-not-add-up",
     "training/experts.py",
-    "of_chosen = weighted - weighted.sum(-1, keepdim=True) * scores",
+    "of_chosen = weighted - weighted.sum(-1, keepdim=True) * wide",
     "of_chosen = weighted",
     cases=("qwen3_moe-written-out",),
 )
@@ -331,6 +332,40 @@ def test_a_router_is_known_by_its_scores(size: float, normalised: bool) -> None:
 
     router.__class__ = Sigmoid
     assert not scores_are_softmax(router)
+
+
+@pytest.mark.mutation(
+    "experts-drawn-last-by-autograd",
+    "decoders/autograd.py",
+    "for module in modules.modules() for",
+    "for module in found for",
+)
+@pytest.mark.parametrize("family", ["qwen3_moe", "qwen3_5_moe_text", "gpt_oss"])
+def test_a_seed_gives_the_same_weights_under_both_decoders(family: str, tmp_path: Path) -> None:
+    make_tiny_text_model(tmp_path / "model", family=family)
+    seen = []
+    for decoder in DECODERS:
+        trainer = HFTrainer(str(tmp_path / "model"), name="tiny", dtype="float32", device="cpu", decoder=decoder)
+        trainer.create_adapter("a", LoraConfig(rank=4, seed=1))
+        seen.append(trainer.capture("a", optimizer=False).tensors)
+    assert seen[0].keys() == seen[1].keys()
+    for name, array in seen[0].items():
+        np.testing.assert_array_equal(seen[1][name], array, err_msg=name)
+
+
+@pytest.mark.mutation(
+    "rounded-scores-do-not-add-up", "training/experts.py", "wide = wide / wide.sum(-1, keepdim=True)", "wide = wide"
+)
+def test_what_gradients_of_scores_have_in_common_adds_nothing() -> None:
+    """Also where scores are rounded to bfloat16, so that their sum is not quite 1."""
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(200, 8, generator=generator, dtype=torch.float64, requires_grad=True)
+    grad = torch.randn(200, 8, generator=generator, dtype=torch.float64)
+    (wanted,) = torch.autograd.grad(logits.softmax(-1), logits, grad)
+    scores, experts = logits.detach().softmax(-1).bfloat16(), torch.arange(8).expand(200, 8)
+    for common in (0, 30):
+        found = chosen_softmax_backward((grad + common).float(), scores, experts, 8)
+        assert float((found - wanted).norm() / wanted.norm()) < 0.01, common
 
 
 class Waits(TorchDispatchMode):

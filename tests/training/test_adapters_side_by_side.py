@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,10 @@ import torch
 from tinker_local.backend.training import packing
 from tinker_local.backend.training.load_model import load_model
 from tinker_local.backend.training.packing import items_of, split
+from tinker_local.backend.training.passes import Passes
+from tinker_local.backend.training.shared_rows import ONE_HAS_ALL
+from tinker_local.backend.training.tally import Tally
+from tinker_local.backend.training.token_budget import TokenBudget
 from tinker_local.backend.training.trainer import TrainResult, TrainWork
 
 KINDS = {
@@ -91,14 +96,15 @@ def test_broken_weights_leave_adapters_that_share_their_matmuls_alone(
     "torch.empty_like",
 )
 @pytest.mark.parametrize("ranks", [(16,), (4,), (8, 24), (4, 12, 16)])
+@pytest.mark.parametrize("decoder", ["written-out", "autograd"])
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
 def test_memory_that_nothing_has_written_is_not_read(
-    family: str, ranks: tuple[int, ...], trainer: Any, add_adapter: Any, make: Any, gradients: Any
+    family: str, decoder: str, ranks: tuple[int, ...], trainer: Any, add_adapter: Any, make: Any, gradients: Any
 ) -> None:
-    """Filled with NaN, it changes nothing."""
-    ours = trainer(family)
+    """Filled with NaN, it changes nothing. Adapters of rank 12 train attention and LM head alone."""
+    ours = trainer(family, decoder=decoder)
     for rank in ranks:
-        add_adapter(ours, f"of {rank}", rank=rank, seed=rank)
+        add_adapter(ours, f"of {rank}", rank=rank, seed=rank, train_mlp=rank != 12)
     works = [make.work(f"of {rank}", [9, 4]) for rank in ranks]
     seen = []
     for filled in (False, True):
@@ -158,6 +164,29 @@ def test_micro_batches_end_where_an_adapter_does_if_no_more_are_needed(make: Any
     assert parts(40) == [[("a", 10), ("a", 20)], [("b", 5), ("b", 15), ("b", 15)], [("c", 10), ("c", 20)]]
     # Two micro-batches would become three if the first one ended with a.
     assert parts(50) == [[("a", 10), ("a", 20), ("b", 5), ("b", 15)], [("b", 15), ("c", 10), ("c", 20)]]
+
+
+@pytest.mark.mutation("items-split-again-out-of-order", "passes.py", "self._rounds(in_order([", "self._rounds(([")
+def test_items_that_are_split_again_keep_those_of_a_request_together(make: Any) -> None:
+    """Several ranks run the largest micro-batches first, so what is left when memory runs out is in another order."""
+    lengths = ((10, 10), (1, 2, 3), (4,), (10,))
+    works = {
+        at: TrainWork("run", [make.datum(length) for length in each], "cross_entropy")
+        for at, each in enumerate(lengths)
+    }
+    items = items_of(list(works.items()))
+    runner: Any = SimpleNamespace(columns_of=lambda adapter: 4)
+    ranks: Any = SimpleNamespace(size=2)
+    adapters: Any = {"run": None}
+    passes = Passes(runner, adapters, TokenBudget(20), 100, torch.device("cpu"), ranks, ONE_HAS_ALL)
+    largest, waiting = (items[:2], items[4:6]), [[items[6:], items[2:4]]]  # 20 and 7 positions, then 10 and 3
+    again = [items for each in passes._smaller(largest, waiting, Tally(works)) for items in each]
+    assert sorted([(item.work, item.length) for item in items] for items in again) == [
+        [(0, 10)],
+        [(0, 10)],
+        [(1, 1), (1, 2), (1, 3), (2, 4)],
+        [(3, 10)],
+    ]
 
 
 @pytest.mark.mutation("more-micro-batches-than-needed", "packing.py", "if needed[stop] == needed[furthest])", ")")

@@ -293,9 +293,11 @@ def chosen_softmax_backward(
 ) -> torch.Tensor:
     """The gradient of a router's logits [T, E] from that of `scores` [T, K], which are the softmax of the logits of
     each token's `experts` [T, K] alone, of `count`."""
-    wide = _wide(scores)
-    weighted = grad.to(wide) * scores
-    of_chosen = weighted - weighted.sum(-1, keepdim=True) * scores
+    wide = scores.to(_wide(scores))
+    # Rounded scores do not add up to 1: what all experts' gradients have in common would be left over.
+    wide = wide / wide.sum(-1, keepdim=True)
+    weighted = grad * wide
+    of_chosen = weighted - weighted.sum(-1, keepdim=True) * wide
     return scores.new_zeros(len(scores), count).scatter_(1, experts, of_chosen.to(scores.dtype))
 
 

@@ -243,7 +243,7 @@ class LoraBatch:
         trained = [(c, factors) for c, factors in found if factors]
         if not trained:
             return
-        # Zeros only where some remain: those of experts would cost a quarter of filling them.
+        # Zeros only where some remain: matrices of experts are large.
         filled = sum(c.stop - c.start for c, _ in trained) == self._width
         new = functools.partial(
             torch.empty if filled else torch.zeros, dtype=self._dtype, device=trained[0][0].adapter.weights.device

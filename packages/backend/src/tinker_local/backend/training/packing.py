@@ -5,7 +5,7 @@ Legend: T positions of a micro-batch, M targets (positions times candidates), V 
 
 import itertools
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -32,11 +32,16 @@ class Item:
 
 
 def items_of(works: Sequence[tuple[int, TrainWork]]) -> list[Item]:
-    """All data of `works`, sorted by adapter, then request, then length, because attention takes adjacent sequences of
-    equal length in one call."""
-    adapters = {adapter_id: place for place, adapter_id in enumerate(dict.fromkeys(w.adapter_id for _, w in works))}
-    items = [Item(at, i, work.adapter_id, datum) for at, work in works for i, datum in enumerate(work.data)]
-    return sorted(items, key=lambda item: (adapters[str(item.adapter_id)], item.work, item.length))
+    """All data of `works`, in order."""
+    return in_order(Item(at, i, work.adapter_id, datum) for at, work in works for i, datum in enumerate(work.data))
+
+
+def in_order(items: Iterable[Item]) -> list[Item]:
+    """Sorted by adapter, then request, then length: a request's items must be adjacent, and attention takes adjacent
+    sequences of equal length in one call."""
+    by_request = sorted(items, key=lambda item: item.work)
+    adapters = {adapter_id: at for at, adapter_id in enumerate(dict.fromkeys(item.adapter_id for item in by_request))}
+    return sorted(by_request, key=lambda item: (adapters[item.adapter_id], item.work, item.length))
 
 
 MAX_COLUMNS = 512
@@ -235,6 +240,7 @@ def spans(packed: Packed) -> list[tuple[int, slice]]:
     for at, group in itertools.groupby(range(len(packed.items)), key=lambda place: packed.items[place].work):
         places = list(group)
         found.append((at, slice(packed.targets_of(places[0]).start, packed.targets_of(places[-1]).stop)))
+    assert len(dict(found)) == len(found), "a request's items are adjacent"
     return found
 
 

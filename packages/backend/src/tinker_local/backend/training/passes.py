@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from tinker_local.backend.training.lora import Adapter
 from tinker_local.backend.training.micro_batch import MicroBatchRunner, Pending, towers_of
-from tinker_local.backend.training.packing import Item, Packed, items_of, pack, rounds
+from tinker_local.backend.training.packing import Item, Packed, in_order, items_of, pack, rounds
 from tinker_local.backend.training.ranks import Ranks
 from tinker_local.backend.training.shared_rows import RowRanks
 from tinker_local.backend.training.tally import Tally
@@ -110,9 +110,8 @@ class Passes:
             return waiting
         tried = max(sum(item.length for item in items) for items in larger)
         self._budget.ran_out(-(-tried // self._row_ranks.size))
-        return self._rounds(
-            [*itertools.chain(*larger), *(item for each in waiting for items in each for item in items)]
-        )
+        later = (item for each in waiting for items in each for item in items)
+        return self._rounds(in_order([*itertools.chain(*larger), *later]))
 
     def _of_all_ranks(self, done: Sequence[tuple[Sequence[Item], Pending | None]]) -> list[Pending]:
         """The numbers of the micro-batches `done`, also of those that other ranks have run."""

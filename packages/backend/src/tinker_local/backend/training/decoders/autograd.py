@@ -21,7 +21,7 @@ from tinker_local.backend.training.decoder import PackedRow
 from tinker_local.backend.training.decoders.gated_mlp import GatedDown, is_gated
 from tinker_local.backend.training.decoders.packed_attention import ATTENTION, PackedCall, attending, attention_rules
 from tinker_local.backend.training.decoders.packed_delta_net import is_delta_net, packed_delta_net
-from tinker_local.backend.training.decoders.packed_experts import expert_targets, in_order, is_experts, packed_experts
+from tinker_local.backend.training.decoders.packed_experts import expert_targets, is_experts, packed_experts
 from tinker_local.backend.training.decoders.recomputed_norm import RecomputedNorm, is_norm
 from tinker_local.backend.training.large_weights import RESIDENT, LargeWeights, Walk
 from tinker_local.backend.training.lora import Adapter, AdapterSlice, Flag, Target, groups_of, layout
@@ -77,8 +77,8 @@ class AutogradDecoder:
             for index, (name, module) in enumerate(experts):
                 self._expert_targets[module] = expert_targets(name, "experts", index, module, lora.experts)
                 module.forward = functools.partial(self._experts, module, module.forward)
-            of_experts = [target for targets in self._expert_targets.values() for target in targets]
-            self.targets = in_order([*self.targets, *of_experts], modules, path)
+            found = {**self._by_module, **self._expert_targets}
+            self.targets = [target for module in modules.modules() for target in found.get(module, ())]
         for mlp in gated:
             mlp.forward = functools.partial(self._mlp, mlp, mlp.forward)
         for norm in norms:

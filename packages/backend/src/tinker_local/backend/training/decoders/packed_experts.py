@@ -3,7 +3,6 @@
 Legend: T tokens, H hidden size, E experts, K experts of a token, I intermediate size.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -70,7 +69,8 @@ def scores_are_softmax(router: Any) -> bool:
     if weight.is_meta:
         return True
     x = torch.linspace(-1, 1, 2 * weight.shape[1], dtype=weight.dtype, device=weight.device).view(2, -1)
-    x /= router(x)[0].abs().max().clamp_min(1e-3)  # one logit that is far above the others would tell nothing
+    # If one logit is far above the others, they all give the same scores.
+    x /= router(x)[0].abs().max().clamp_min(1e-3)
     logits, scores, experts = router(x)
     ours = logits.gather(1, experts).softmax(-1)
     return bool((ours - scores).norm() <= 0.02 * scores.norm())
@@ -140,9 +140,3 @@ class _Experts(torch.autograd.Function):
             _KERNELS,
         )
         return grad_x, grad_scores, None, None, None, None
-
-
-def in_order(targets: Sequence[Target], modules: Any, path: str) -> list[Target]:
-    """`targets` in the order of the modules of the decoder `modules` at `path`; of one module in the given order."""
-    order = {f"{path}.{name}": place for place, (name, _) in enumerate(modules.named_modules())}
-    return sorted(targets, key=lambda target: order.get(target.path) or order[target.path.rpartition(".")[0]])
