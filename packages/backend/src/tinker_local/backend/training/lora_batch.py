@@ -292,8 +292,8 @@ class LoraBatch:
         return [LowRank(*each, self._owners, *grads) for each, *grads in zip(matrices, grad_a, grad_b, strict=True)]
 
     def _gradients(self, group: str, matrices: torch.Tensor) -> torch.Tensor:
-        """For those of `matrices`. Zeros, since the head adds to them and a model may leave projections out; those of
-        experts are large, and written whole."""
+        """Memory for the gradients of `matrices`. Zeros, since the head adds to them and a model may leave projections
+        out; those of experts are large, and written whole."""
         new = torch.empty_like if _of_experts(group) else torch.zeros_like
         return new(matrices, dtype=self._grad_dtype)
 

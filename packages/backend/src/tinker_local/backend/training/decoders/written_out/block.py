@@ -6,7 +6,7 @@ Legend: T tokens, H hidden size, D head size, R columns of adapters.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from tinker_local.backend.training.attention import Segments
@@ -14,6 +14,8 @@ from tinker_local.backend.training.block_memory import BlockMemory
 from tinker_local.backend.training.kernels import Kernels
 from tinker_local.backend.training.lora import Target
 from tinker_local.backend.training.lora_batch import LoraBatch
+
+Kept = TypeVar("Kept")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -61,10 +63,10 @@ class Block(Protocol):
         """Bytes that activations of `tokens` take, at `itemsize` bytes per number, with R `columns` of adapters."""
 
 
-def present(tensor: torch.Tensor | None) -> torch.Tensor:
-    """`tensor`, which has been kept or recomputed."""
-    assert tensor is not None, "kept or recomputed before the backward"
-    return tensor
+def present(value: Kept | None) -> Kept:
+    """`value`, which has been kept or recomputed."""
+    assert value is not None, "kept or recomputed before the backward"
+    return value
 
 
 def norm_weight(norm: Any) -> tuple[torch.Tensor, float]:

@@ -113,8 +113,7 @@ class ExpertsPass:
             self._routed()
         low_ranks = self._low_ranks()
         if self.mid is None and low_ranks[1] is not None:
-            assert self.routing is not None
-            given = present(self.gate_up), self.h, present(self.scores), self.routing, self.block.weights
+            given = present(self.gate_up), self.h, present(self.scores), present(self.routing), self.block.weights
             _, self.mid = activate(*given, *low_ranks, self.context.kernels)
         if self.shared is not None:
             self.shared.restore()
@@ -122,10 +121,10 @@ class ExpertsPass:
     def backward(self, grad: torch.Tensor) -> torch.Tensor:
         block, c = self.block, self.context
         m = c.kernels.rms_norm(self.x, block.norm, block.epsilon)
-        assert self.routing is not None, "kept or recomputed before the backward"
+        scores, routing = present(self.scores), present(self.routing)
         kept, self.gate_up = ExpertsKept(present(self.gate_up), self.h, self.mid), None
         grad_m, grad_scores = experts_backward(
-            grad, m, present(self.scores), self.routing, block.weights, kept, *self._low_ranks(), c.kernels
+            grad, m, scores, routing, block.weights, kept, *self._low_ranks(), c.kernels
         )
         self._add_gradient_by_scores(grad_scores, m, grad_m)
         grad_x = c.kernels.rms_norm_backward(grad_m, self.x, block.norm, block.epsilon, grad)
