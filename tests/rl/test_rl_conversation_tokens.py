@@ -275,7 +275,7 @@ FORGERIES = {
 @pytest.mark.mutation(
     "special-tokens-forged",
     "chat.py",
-    "return self._any_special.sub(lambda found: self._fence_of[found[0]], text)",
+    "return tokens.sub(lambda found: self._fence_of[found[0]], text)",
     "return text",
 )
 @pytest.mark.parametrize("text", FORGERIES.values(), ids=FORGERIES)

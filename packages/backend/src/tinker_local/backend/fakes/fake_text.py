@@ -1,7 +1,7 @@
 """`FakeText`: the text of a `FakeModel`, one character for each token."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -9,6 +9,7 @@ from tinker_local.backend.fakes.fake_model import EOS_ID, FakeModel, decode, enc
 from tinker_local.backend.fakes.fake_tools import written_call
 from tinker_local.backend.rendering.text import ChatMessage, TemplateValue
 from tinker_local.types import Chunk, EncodedTextChunk, InvalidRequestError, ModelInput
+from tinker_local.types.errors import brief
 
 
 class FakeText:
@@ -24,8 +25,11 @@ class FakeText:
         *,
         go_on: bool,
         functions: Sequence[Mapping[str, Any]] = (),
+        as_tokens: Collection[str] = (),
     ) -> ModelInput:
         """See `TextCodec`; the only variable is `end`, a text after each message."""
+        if as_tokens:
+            raise InvalidRequestError(f"control_tokens: {brief(min(as_tokens))} is not a control token of the fake")
         if unknown := variables.keys() - {"end"}:
             raise InvalidRequestError(f"chat_template_kwargs: the fake's template has no {', '.join(sorted(unknown))}")
         chunks: list[Chunk] = [self._text(f"tools:{json.dumps(list(functions))}\n", "tools")] if functions else []

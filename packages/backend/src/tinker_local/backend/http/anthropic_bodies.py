@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, ValidationError, model_validator
 from tinker_local.backend.http.endpoint_fields import (
+    ControlTokens,
     Image,
     Label,
     ModelName,
@@ -136,6 +137,7 @@ class Conversation(Frozen):
     context_management: Unsupported = None
     mcp_servers: Annotated[Any, only([])] = None
     cache_control: Label = None
+    control_tokens: ControlTokens = ()
 
     @model_validator(mode="after")
     def _ends(self) -> Self:

@@ -62,8 +62,10 @@ async def _asked(backend: ControlPlane, body: Conversation, named: Named) -> tup
     """The prompt, and the tools that it offers."""
     offered = body.offered()
     tools = () if offered is None else offered.tools
-    chat = backend.completions.chat_prompt
-    return await chat(named, body.as_chat(), {}, go_on=body.goes_on, tools=tools), offered
+    prompt = await backend.completions.chat_prompt(
+        named, body.as_chat(), {}, go_on=body.goes_on, tools=tools, control_tokens=body.control_tokens
+    )
+    return prompt, offered
 
 
 def _message(body: MessagesBody, content: Sequence[Json], end: Json, usage: Json) -> Json:

@@ -5,6 +5,7 @@ from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, Field, ValidationError
 from tinker_local.types import ImageAssetPointerChunk, ImageChunk, user_message
+from tinker_local.types.base import TupleOf
 
 LONGEST_MODEL = 1024
 """Characters of a model's name."""
@@ -19,6 +20,11 @@ _FORMATS: dict[str, Literal["png", "jpeg"]] = {
     ".jpg": "jpeg",
     ".jpeg": "jpeg",
 }
+
+MOST_CONTROL_TOKENS = 64
+
+ControlTokens = Annotated[TupleOf[Annotated[str, Field(min_length=1)]], Field(max_length=MOST_CONTROL_TOKENS)]
+"""Control tokens that count as such where a user's, system's or tool's text has them."""
 
 Image = ImageChunk | ImageAssetPointerChunk
 

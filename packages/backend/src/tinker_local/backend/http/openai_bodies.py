@@ -7,7 +7,15 @@ from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, ValidationError, model_validator
-from tinker_local.backend.http.endpoint_fields import Image, Label, ModelName, Unsupported, image_at, only
+from tinker_local.backend.http.endpoint_fields import (
+    ControlTokens,
+    Image,
+    Label,
+    ModelName,
+    Unsupported,
+    image_at,
+    only,
+)
 from tinker_local.backend.http.grammar_fields import ResponseFormat, StructuredOutputs, TextFormat
 from tinker_local.backend.http.tool_fields import CallId, FunctionTool, MessageCall, NamedFunction, ToolChoice, offer
 from tinker_local.backend.rendering.grammar import Grammar
@@ -148,6 +156,7 @@ class ChatBody(Body):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LIKELIEST)] | None = None
     chat_template_kwargs: dict[str, TemplateValue] | None = None
+    control_tokens: ControlTokens = ()
     tools: TupleOf[FunctionTool] | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None

@@ -2,8 +2,9 @@
 
 import itertools
 import json
+import logging
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache
 from typing import Any
@@ -12,11 +13,16 @@ import numpy as np
 from tinker_local.backend.rendering.rendered_input import ImageTokens
 from tinker_local.backend.rendering.text import ChatMessage, TemplateValue
 from tinker_local.types import Chunk, EncodedTextChunk, InvalidRequestError, ModelInput
+from tinker_local.types.control_tokens import control_tokens, control_tokens_in_replies
+from tinker_local.types.errors import brief
 
-# A special token in a message becomes its index between two characters of Unicode's private use area (a fence) before
-# the template sees it. These characters in a message become fences, too, so no message can write one.
-_OPEN, _CLOSE = "\ue000", "\ue001"
-_FENCE = re.compile(f"{_OPEN}([0-9]+){_CLOSE}")
+log = logging.getLogger(__name__)
+
+# A control token in a message gets a cut behind its first character before the template sees it, and the text is
+# encoded in pieces between the cuts. The cut is a character that Python's `repr`, which some templates use, does not
+# escape; in a message this character is followed by another one.
+_CUT, _WRITTEN = "\u241f", "\u241e"
+_CUTS = re.compile(f"{_CUT}(?!{_WRITTEN})")
 _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 _WORD = re.compile(r"[A-Za-z_]\w*")
 
@@ -29,6 +35,36 @@ KEPT_TOKENS = 2**16
 
 RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt", *_PARAMETERS})
 """Variables of a template, and parameters of `apply_chat_template`, that requests may not set."""
+
+
+class _Marks:
+    """The control tokens that a text must not become. `tokens` have at least two characters."""
+
+    def __init__(self, tokens: Iterable[str]) -> None:
+        self._tokens = frozenset(tokens)
+        self._lengths: dict[str, set[int]] = {}
+        for token in self._tokens:
+            self._lengths.setdefault(token[0], set()).add(len(token))
+        self._first = re.compile("[" + "".join(map(re.escape, sorted(self._lengths))) + "]")
+
+    def __contains__(self, token: str) -> bool:
+        return token in self._tokens
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tokens)
+
+    def without(self, tokens: Collection[str]) -> "_Marks":
+        return _Marks(self._tokens.difference(tokens)) if tokens else self
+
+    def cut(self, text: str) -> str:
+        """`text` with a cut in each of them, also where two overlap."""
+        pieces, done = [], 0
+        for first in self._first.finditer(text):
+            start = first.start()
+            if any(text[start : start + length] in self._tokens for length in self._lengths[first[0]]):
+                pieces.append(text[done : start + 1].replace(_CUT, _CUT + _WRITTEN))
+                done = start + 1
+        return _CUT.join((*pieces, text[done:].replace(_CUT, _CUT + _WRITTEN)))
 
 
 class HFText:
@@ -44,14 +80,11 @@ class HFText:
         if images is not None and images.around is not None:
             self._written, end = map(str, tokenizer.convert_ids_to_tokens([images.start, images.end]))
             self._meant = f"{images.around}{self._written}{self._image_token}{end}{images.around}"
-        added = getattr(tokenizer, "added_tokens_decoder", {}).values()
-        special = {*tokenizer.all_special_tokens, *(token.content for token in added if token.special), _OPEN, _CLOSE}
-        special |= {self._image_token} - {None}
-        self._special = sorted(special, key=lambda token: (-len(token), token))
-        self._place = {token: index for index, token in enumerate(self._special)}
+        self._images_alone = frozenset(token for token in (self._image_token, self._written) if token)
+        self._in_text = _Marks(control_tokens(tokenizer, template) | self._images_alone)
+        self._in_replies = _Marks(control_tokens_in_replies(tokenizer, template) | self._images_alone)
         tokenizer.encode("a")  # drops a truncation of the file for good; later, it would disturb other threads
         self._token = lru_cache(KEPT_TOKENS)(lambda token: self._decoded([token], special=True))
-        self._any_special = re.compile("|".join(map(re.escape, self._special)))
 
     @classmethod
     def load(cls, model: str, images: ImageTokens | None = None) -> "HFText | None":
@@ -75,6 +108,7 @@ class HFText:
         *,
         go_on: bool,
         functions: Sequence[Mapping[str, Any]] = (),
+        as_tokens: Collection[str] = (),
     ) -> ModelInput:
         """See `TextCodec`."""
         if not self._has_template:
@@ -87,21 +121,25 @@ class HFText:
         if found and self._image_token is None:
             raise InvalidRequestError("messages: an image, but this base model reads text only")
         self._check_tools(messages, functions)
-        given = [self._given(message) for message in messages]
+        marks = self._marks(as_tokens)
+        given = [self._given(message, marks[message.role == "assistant"]) for message in messages]
         try:
             text = self._tokenizer.apply_chat_template(
                 given,
-                tools=[self._protected_in(function) for function in functions] or None,
+                tools=[self._data_in(function) for function in functions] or None,
                 tokenize=False,
                 add_generation_prompt=not go_on,
                 continue_final_message=go_on,
                 chat_template=self._template,
-                **variables,
+                **{name: self._data_in(value) for name, value in variables.items()},
             )
         except Exception as error:  # templates raise what Jinja or their own expressions raise
             roles = ", ".join(message.role for message in messages)
+            log.info("a chat template failed", exc_info=error)
+            own = type(error).__name__ == "TemplateError"  # by the template's `raise_exception`, with its reason
             raise InvalidRequestError(
-                f"messages: this model's chat template refuses messages of {roles}: {error}"
+                f"messages: this model's chat template refuses messages of {roles}: "
+                f"{error if own else f'{type(error).__name__} in the template'}"
             ) from error
         return ModelInput(chunks=tuple(self._chunks(str(text), found)))
 
@@ -142,8 +180,20 @@ class HFText:
                 f"{words[missing[0]]}"
             )
 
-    def _given(self, message: ChatMessage) -> dict[str, Any]:
-        given: dict[str, Any] = {"role": message.role, "content": self._content(message)}
+    def _marks(self, as_tokens: Collection[str]) -> tuple["_Marks", "_Marks"]:
+        """Of texts in general, and of an assistant's."""
+        for token in as_tokens:
+            if token in self._images_alone:
+                raise InvalidRequestError(f"control_tokens: {brief(token)} marks an image; send the image")
+            if token not in self._in_text:
+                raise InvalidRequestError(
+                    f"control_tokens: {brief(token)} is not a control token of this model; it has "
+                    f"{brief(', '.join(sorted(self._in_text)))}"
+                )
+        return self._in_text.without(as_tokens), self._in_replies.without(as_tokens)
+
+    def _given(self, message: ChatMessage, marks: "_Marks") -> dict[str, Any]:
+        given: dict[str, Any] = {"role": message.role, "content": _content(message, marks)}
         if message.calls:
             given["tool_calls"] = [
                 {
@@ -153,40 +203,28 @@ class HFText:
                 }
                 for call in message.calls
             ]
-            given["tool_calls"] = self._protected_in(given["tool_calls"])
+            given["tool_calls"] = self._data_in(given["tool_calls"])
         if message.answers is not None:
             call, name = message.answers
-            given["tool_call_id"] = self._protected(call)
-            given |= {} if name is None else {"name": self._protected(name)}
+            given["tool_call_id"] = self._data(call)
+            given |= {} if name is None else {"name": self._data(name)}
         return given
 
-    def _protected_in(self, value: Any) -> Any:
+    def _data_in(self, value: Any) -> Any:
         """JSON whose texts are data."""
         match value:
             case str():
-                return self._protected(value)
+                return self._data(value)
             case dict():
-                return {self._protected(str(name)): self._protected_in(part) for name, part in value.items()}
+                return {self._data(str(name)): self._data_in(part) for name, part in value.items()}
             case list() | tuple():
-                return [self._protected_in(part) for part in value]
+                return [self._data_in(part) for part in value]
             case _:
                 return value
 
-    def _content(self, message: ChatMessage) -> str | list[dict[str, str]]:
-        """Templates of language models take only a text. Neighbours are joined first: two halves may make a token."""
-        parts: list[dict[str, str]] = []
-        for is_text, run in itertools.groupby(message.parts, key=lambda part: isinstance(part, str)):
-            if is_text:
-                parts.append({"type": "text", "text": self._protected("".join(map(str, run)))})
-            else:
-                parts += [{"type": "image"} for _ in run]
-        if all(part["type"] == "text" for part in parts):
-            return "".join(part["text"] for part in parts)
-        return parts
-
-    def _protected(self, text: str) -> str:
+    def _data(self, text: str) -> str:
         _check_text(text, "messages")
-        return self._any_special.sub(lambda found: f"{_OPEN}{self._place[found[0]]}{_CLOSE}", text)
+        return self._in_text.cut(text)
 
     def _chunks(self, text: str, images: Sequence[Chunk]) -> Iterator[Chunk]:
         """A template's text, each image token in it replaced by its image."""
@@ -204,17 +242,24 @@ class HFText:
                 yield images[index]
 
     def _encode(self, text: str) -> list[int]:
-        """Special tokens of the template as such, fenced ones as characters: neither half of one is special."""
-        tokens: list[int] = []
-        for index, piece in enumerate(_FENCE.split(text)):
-            written = (piece,) if index % 2 == 0 else _halves(self._special[int(piece)])
-            for part in written:
-                tokens += self._tokenizer.encode(part, add_special_tokens=False) if part else []
-        return tokens
+        """Control tokens of the template as such, and those that are cut as characters."""
+        pieces = (piece.replace(_CUT + _WRITTEN, _CUT) for piece in _CUTS.split(text))
+        return [token for piece in pieces if piece for token in self._tokenizer.encode(piece, add_special_tokens=False)]
 
 
-def _halves(token: str) -> tuple[str, str]:
-    return token[:1], token[1:]
+def _content(message: ChatMessage, marks: _Marks) -> str | list[dict[str, str]]:
+    """Templates of language models take only a text. Neighbours are joined first: two halves may make a token."""
+    parts: list[dict[str, str]] = []
+    for is_text, run in itertools.groupby(message.parts, key=lambda part: isinstance(part, str)):
+        if is_text:
+            text = "".join(map(str, run))
+            _check_text(text, "messages")
+            parts.append({"type": "text", "text": marks.cut(text)})
+        else:
+            parts += [{"type": "image"} for _ in run]
+    if all(part["type"] == "text" for part in parts):
+        return "".join(part["text"] for part in parts)
+    return parts
 
 
 def _check_text(text: str, where: str) -> None:

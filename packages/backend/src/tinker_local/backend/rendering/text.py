@@ -1,6 +1,6 @@
 """Text to chunks and token ids to text, for clients that have no tokenizer: the `TextCodec` protocol."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -42,8 +42,9 @@ class ChatMessage:
 class TextCodec(Protocol):
     """The tokenizer and the chat template of one base model. Worker threads call it, several at once.
 
-    Text in messages is data: special tokens that are written in it are encoded as plain characters, so that no message
-    can forge a turn or an image. Raises InvalidRequestError for what the template refuses.
+    Text in messages is data: control tokens that are written in it are encoded as plain characters, so that no message
+    can forge a turn, an image, a tool's result or the end of thinking. An assistant's text may have those that are not
+    special, since a model writes them itself. Raises InvalidRequestError for what the template refuses.
     """
 
     def chat(
@@ -53,9 +54,11 @@ class TextCodec(Protocol):
         *,
         go_on: bool,
         functions: Sequence[Mapping[str, Any]] = (),
+        as_tokens: Collection[str] = (),
     ) -> ModelInput:
         """A conversation, and the beginning of the model's reply. `variables`: of the template. `go_on`: the last
-        message is the beginning of the reply. `functions`: tools in OpenAI's form."""
+        message is the beginning of the reply. `functions`: tools in OpenAI's form. `as_tokens`: control tokens that
+        count as such where the text of any message has them."""
 
     def prompt(self, text: str) -> ModelInput:
         """A text as Hugging Face's tokenizer encodes it: with the tokens that it puts first, and with special tokens

@@ -2,13 +2,13 @@
 
 Handles templates and tokenizers; a `Conversation` stores the messages.
 
-Two rules make it exact. The text of a message is data: a special token written in it is encoded character by character,
-so that neither a web page nor a model can forge a turn or an image. And an image is only where the template puts its
-image token.
+Two rules make it exact. The text of a message is data: a control token written in it is encoded character by character,
+so that neither a web page nor a model can forge a turn, an image or a tool's result. And an image is only where the
+template puts its image token.
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, TypeAlias
 
@@ -18,6 +18,7 @@ from tinker_local.client.encode_images import chunk_of
 from tinker_local.client.image_marks import QWEN
 from tinker_local.client.rl.environment import Message
 from tinker_local.types import InvalidRequestError
+from tinker_local.types.control_tokens import control_tokens, control_tokens_in_replies, special_tokens
 from tinker_local.types.datum import ImageFormat
 
 Chunk: TypeAlias = tinker.ModelInputChunk
@@ -48,6 +49,8 @@ class Chat:
         options: Further variables of the template, e.g. {"enable_thinking": False}.
         image_token: The token that the template writes for an image.
         image_format: The format of images that must be encoded: "png" (lossless) or "jpeg".
+        as_tokens: Control tokens that count as such where a text has them, for programs that write the results of
+            tools into a user's text: `["<tool_response>", "</tool_response>"]`.
 
     `end_of_turn`: the token that the template puts after a reply, or None. `prefill`: the part of a reply that the
     generation prompt already contains (`<think>\\n` of a thinking model).
@@ -64,6 +67,7 @@ class Chat:
         options: Mapping[str, Any] | None = None,
         image_token: str = QWEN.pad,
         image_format: ImageFormat = "png",
+        as_tokens: Collection[str] = (),
     ) -> None:
         if template is None and not getattr(tokenizer, "chat_template", None):
             raise ChatTemplateError("tokenizer: it has no chat template; pass template=")
@@ -73,15 +77,20 @@ class Chat:
         self._options = dict(options or {})
         self._image_token = image_token
         self._image_format: ImageFormat = image_format
-        added = getattr(tokenizer, "added_tokens_decoder", {}).values()
-        special = {*tokenizer.all_special_tokens, *(token.content for token in added if token.special)}
-        special |= {image_token, _OPEN, _CLOSE}
-        names = sorted(special, key=lambda token: (-len(token), token))
+        ours = {image_token, _OPEN, _CLOSE}
+        self._special = special_tokens(tokenizer) | ours
+        in_texts = control_tokens(tokenizer, template)
+        if unknown := sorted({*as_tokens} - in_texts | {*as_tokens} & ours):
+            raise InvalidRequestError(f"as_tokens: {', '.join(unknown)} cannot be control tokens of this model's texts")
+        in_replies = (control_tokens_in_replies(tokenizer, template) | ours).difference(as_tokens, _THOUGHT_MARKS)
+        names = sorted(in_texts.difference(as_tokens) | ours, key=lambda token: (-len(token), token))
         self._fence_of = {token: f"{_OPEN}{index}{_CLOSE}" for index, token in enumerate(names)}
         self._seam = f"{_OPEN}{len(names)}{_CLOSE}"  # encodes to no tokens
         self._beginnings = {token[:end] for token in names for end in range(1, len(token)) if token[:end].strip()}
         self._longest = max(map(len, names))
-        self._any_special = re.compile("|".join(map(re.escape, names)))
+        self._any_control_token, self._any_in_replies = (
+            re.compile("|".join(re.escape(name) for name in names if name in chosen)) for chosen in (names, in_replies)
+        )
         self._any_fence = re.compile(f"{_OPEN}([0-9]+){_CLOSE}")
         self._anchor = self._find_anchor()
         self._spelled = [*(self._spell(token) for token in names), []]
@@ -110,20 +119,23 @@ class Chat:
         return [token for token in ends if token is not None][:1]
 
     def protect(self, text: str) -> str:
-        """`text` with a fence for each special token written in it.
+        """`text` with a fence for each control token written in it.
 
         Raises InvalidRequestError for half of a surrogate pair, which no tokenizer can encode.
         """
+        return self._fenced(text, self._any_control_token)
+
+    def protect_reply(self, text: str) -> str:
+        """`protect` for what a model writes: it may have tags that are not special tokens, as `<tool_call>` of Qwen3,
+        and what the template looks for, as thinking tags."""
+        return self._fenced(text, self._any_in_replies)
+
+    def _fenced(self, text: str, tokens: re.Pattern[str]) -> str:
         if (lone := _LONE_SURROGATE.search(text)) is not None:
             raise InvalidRequestError(
                 f"text: character {lone.start()} is U+{ord(lone[0]):04X}, half of a surrogate pair, not text"
             )
-        return self._any_special.sub(lambda found: self._fence_of[found[0]], text)
-
-    def protect_reply(self, text: str) -> str:
-        """`protect`, except for thinking tags, which a template must see to drop thoughts."""
-        pieces = re.split("(" + "|".join(map(re.escape, _THOUGHT_MARKS)) + ")", text)
-        return "".join(piece if piece in _THOUGHT_MARKS else self.protect(piece) for piece in pieces)
+        return tokens.sub(lambda found: self._fence_of[found[0]], text)
 
     def render(self, messages: Sequence[Mapping[str, Any]], *, generate: bool = True) -> str:
         """The template's text of `messages`, whose content is protected; `generate` adds a generation prompt."""
@@ -150,7 +162,8 @@ class Chat:
         header = self._protect_all({**message.further, "role": message.role})
         texts = [part for part in message.parts if isinstance(part, str)]
         if len(texts) == len(message.parts):  # templates of language models only accept text
-            return {**header, "content": self.protect("".join(texts))}, []
+            protect = self.protect_reply if message.role == "assistant" else self.protect
+            return {**header, "content": protect("".join(texts))}, []
         parts: list[dict[str, str]] = []
         images: list[tinker.types.ImageChunk] = []
         for index, part in enumerate(message.parts):
@@ -230,7 +243,7 @@ class Chat:
     def ends_turn(self, token: int) -> bool:
         """Whether a reply that ends with `token` is complete. Any special token counts: models have several stops."""
         name = self.decode([token], special=True)
-        return name in self._fence_of and name not in _THOUGHT_MARKS
+        return name in self._special and name not in _THOUGHT_MARKS
 
     def _encode(self, text: str) -> list[int]:
         return list(self.tokenizer.encode(text, add_special_tokens=False))
