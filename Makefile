@@ -12,7 +12,7 @@ BOOTSTRAP := sh scripts/bootstrap.sh </dev/null
 SOURCES := packages/types/src packages/client/src packages/backend/src
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo wheels test test-more test-ray test-vllm mutations check format proto serve bench bench-tiny clean
+.PHONY: help setup demo wheels test test-more test-ray test-vllm mutations check format proto serve bench bench-tiny advisories clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
@@ -80,6 +80,9 @@ bench-tiny: setup ## the same code on tiny models and a CPU, in a minute or two:
 	$(BIN)/python benchmarks/scaling.py --tiny --only text
 	$(BIN)/python benchmarks/replicas.py --tiny
 	$(BIN)/python benchmarks/families.py --tiny --shapes qwen3.5-9b,qwen3-30b-a3b
+
+advisories: ## published advisories about the lowest versions that the wheels admit, and those of uv.lock; needs a network
+	sh scripts/advisories.sh
 
 clean: ## caches and build results; the environment stays (it is .venv and .uv)
 	rm -rf .mypy_cache .ruff_cache .pytest_cache .hypothesis dist

@@ -9,7 +9,9 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import httpx
 from tinker_local.backend.backend import InProcessBackend
+from tinker_local.backend.http.app import create_app
 from tinker_local.backend.models.load_engines import load_fake
 from tinker_local.backend.options import BackendOptions, ModelSource
 from tinker_local.types import (
@@ -72,6 +74,13 @@ async def main(disk: Path) -> dict[str, object]:
         said["overwrite"] = await failure(save(first, 4, "c1"))
         said["create_session"] = await failure(backend.sessions.create())
         said["step"] = await failure(step(first, 5))
+        asked = {"model": "fake/model", "prompt": "hi", "max_tokens": 2}
+        transport = httpx.ASGITransport(create_app(backend))
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+            answer = await client.post("/v1/completions", json=asked)
+            said["new_owner"] = "worked" if answer.status_code == 200 else answer.text
+            said["health"] = (await client.get("/api/v1/healthz")).json()
+        said["problems"] = backend.problems()
         said["junk_left"] = [path.name for path in (disk / "data/checkpoints").glob("*/*/.*")]
         fill(disk)
         said["finish"] = await failure(backend.sessions.finish(sessions[1]))

@@ -36,7 +36,10 @@ def test_a_full_disk_is_freed_through_the_api_on_fakes(tmp_path: Path) -> None:
     for failed in ("save", "overwrite", "create_session"):
         assert said[failed].startswith(full)
     assert said["junk_left"] == []
-    for works in ("step", "finish", "delete", "load"):
+    problem = "the disk of the data folder is full: nothing can be saved, so delete checkpoints or free space there"
+    assert said["problems"] == [problem]
+    assert said["health"] == {"status": "ok", "detail": problem}
+    for works in ("step", "new_owner", "finish", "delete", "load"):
         assert said[works] == "worked", said[works]
     assert said["live"] == [said["first"]]
     assert "is gone: its session has ended (success)" in said["step_of_finished"]

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import sqlite3
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -195,6 +196,11 @@ async def world(api: Api, key: str) -> str:
     return session
 
 
+async def opened(api: Api, session: str, path: str) -> str:
+    body = {"session_id": session, "sampling_session_seq_id": 9, "model_path": path}
+    return str((await api.ok("create_sampling_session", body))["sampling_session_id"])
+
+
 async def seen(api: Api, key: str) -> list[Any]:
     return [(await call.send(api, key)).json() for call in LISTINGS]
 
@@ -212,7 +218,10 @@ async def seen(api: Api, key: str) -> list[Any]:
     "    if True or isinstance(",
 )
 @pytest.mark.mutation(
-    "checkpoints-of-others-answer-as-models", "openai_routes.py", "    if path is not None:\n", "    if False:\n"
+    "checkpoints-of-others-answer-as-models",
+    "openai_routes.py",
+    'path is not None and await check_readable(request, "model", path, None) == "public"',
+    "False",
 )
 async def test_what_another_owner_has_does_not_exist_on_any_route_on_fakes(api: Api) -> None:
     alices, bobs = await world(api, ALICE), await world(api, BOB)
@@ -284,6 +293,65 @@ async def test_published_checkpoints_are_everybodys_to_load_and_their_owners_to_
         ):
             assert (await Call(method, route, ids, body).send(api, BOB)).status_code == 404
             assert (await Call(method, route, ids, body).send(api, ALICE)).status_code == 204
+
+
+@pytest.mark.mutation(
+    "samplers-of-unpublished-checkpoints-go-on",
+    "control/sampling_sessions.py",
+    "session.record.read_as_public and not checkpoint.public",
+    "False",
+)
+@pytest.mark.mutation(
+    "open-samplers-do-not-hear-of-it",
+    "control/checkpoints.py",
+    "        self._sampling.checkpoint_changed(await DATABASE.run(self._store.set_public, record, public))\n",
+    "        await DATABASE.run(self._store.set_public, record, public)\n",
+)
+@pytest.mark.parametrize("old_data", [False, True])
+async def test_an_unpublished_checkpoint_is_sampled_by_its_owner_alone_on_fakes(
+    start_api: StartApi, tmp_path: Path, old_data: bool
+) -> None:
+    """At once, and after a restart; `old_data`: the session was recorded by a server that did not write why."""
+    keys = key_file(tmp_path, f"alice {ALICE}\nbob {BOB}\nadmin {ADMIN}\n")
+    api = await start_api(api_keys=keys)
+    alices = await world(api, ALICE)
+    path = f"tinker://{alices}:train:0/sampler_weights/s"
+    publish = f"training_runs/{alices}:train:0/checkpoints/sampler_weights/s/publish"
+    samplers: dict[str, str] = {}
+
+    async def sample(api: Api, key: str, number: int) -> int:
+        body = {"sampling_session_id": samplers[key], "seq_id": number, **SAMPLE}
+        answer = await api.post("asample", body, headers={"X-API-Key": key})
+        assert answer.status_code in (200, 404), answer.text
+        if answer.status_code == 404:
+            assert answer.json()["detail"] == f"model_path: there is no checkpoint {path}"
+        return answer.status_code
+
+    assert (await api.post(publish, headers={"X-API-Key": ALICE})).status_code == 204
+    for key in (ALICE, BOB, ADMIN):
+        session = await new_session(api, key)
+        samplers[key] = await opened(api, session, path)
+    shared = await new_session(api, BOB)
+    api.http.headers["x-tinker-weights-access-token"] = ALICE
+    samplers["tml-token"] = await opened(api, shared, path)
+    for name in ("x-tinker-weights-access-token", "x-api-key"):
+        del api.http.headers[name]
+    assert [await sample(api, key, 1) for key in (ALICE, BOB, ADMIN)] == [200, 200, 200]
+    assert (await api.http.delete(f"/api/v1/{publish}", headers={"X-API-Key": ALICE})).status_code == 204
+    assert [await sample(api, key, 2) for key in (ALICE, BOB, ADMIN)] == [200, 404, 200]
+    samplers[BOB], unpublished = samplers["tml-token"], samplers[BOB]
+    assert await sample(api, BOB, 2) == 200  # alice gave it to bob, whatever is published
+    samplers[BOB] = unpublished
+    await api.backend.close()
+    if old_data:
+        with sqlite3.connect(api.backend.options.data_dir / "metadata.sqlite3") as database:
+            database.execute("UPDATE sampling_sessions SET read_as_public = NULL")
+    again = await start_api(api_keys=keys)
+    assert [await sample(again, key, 3) for key in (ALICE, BOB, ADMIN)] == [200, 404, 200]
+    assert (await again.post(publish, headers={"X-API-Key": ALICE})).status_code == 204
+    assert await sample(again, BOB, 4) == 200
+    assert (await again.http.delete(f"/api/v1/{publish}", headers={"X-API-Key": ALICE})).status_code == 204
+    assert await sample(again, BOB, 5) == 404
 
 
 async def test_a_key_of_the_owner_opens_a_checkpoint_to_another_on_fakes(api: Api) -> None:

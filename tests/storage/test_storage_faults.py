@@ -420,3 +420,15 @@ def test_a_damaged_database_is_one_sentence_and_the_checkpoints_survive_without_
     store = Store(killed)
     check_all(store)
     store.close()
+
+
+@pytest.mark.parametrize("mode", [0o755, 0o710, 0o702, 0o700])
+def test_a_data_folder_that_others_can_enter_is_warned_about(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, mode: int
+) -> None:
+    folder = tmp_path / "data"
+    folder.mkdir()
+    folder.chmod(mode)
+    Store(folder).close()
+    warned = [record.getMessage() for record in caplog.records if str(folder) in record.getMessage()]
+    assert ([f"{folder} (mode {mode:o})" in text for text in warned]) == [True] * (mode != 0o700)

@@ -18,6 +18,7 @@ are HTTP 200 `{"error", "category"}` on their future. It retries 429 for ever wh
 minutes when training, where it honours Retry-After.
 """
 
+import re
 from typing import ClassVar, Literal
 
 Category = Literal["user", "server", "unknown"]
@@ -29,11 +30,20 @@ def brief(value: object) -> str:
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
+_ADDRESS = re.compile(r"(?: object)? at 0x[0-9a-fA-F]+")
+
+
 class ApiError(Exception):
-    """Base of every error that a client may see; `str(error)` is the message it sees."""
+    """Base of every error that a client may see; `str(error)` is the message it sees.
+
+    A message may quote an exception of a library. Addresses of memory (`<_io.BytesIO object at 0x7f...>`) are left out.
+    """
 
     category: ClassVar[Category] = "server"
     status: ClassVar[int] = 500
+
+    def __str__(self) -> str:
+        return _ADDRESS.sub("", super().__str__())
 
 
 class InvalidRequestError(ApiError):

@@ -92,7 +92,7 @@ class Checkpoints:
     async def set_public(self, tinker_path: str, public: bool) -> None:
         """Publish or unpublish; InvalidRequestError if nothing would change."""
         record = await self.get(tinker_path)
-        await DATABASE.run(self._store.set_public, record, public)
+        self._sampling.checkpoint_changed(await DATABASE.run(self._store.set_public, record, public))
 
     async def set_ttl(self, tinker_path: str, ttl_seconds: int | None) -> None:
         """Let a checkpoint expire `ttl_seconds` from now, or never."""

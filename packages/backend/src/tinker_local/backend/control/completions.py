@@ -7,7 +7,7 @@ import asyncio
 import itertools
 import json
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -164,8 +164,9 @@ class Completions:
         self._owners: dict[str, _OwnersSession] = {}
         self._opening = asyncio.Lock()
 
-    async def named(self, caller: Caller, name: str) -> Named:
-        """The model called `name`. Who may read its checkpoint is decided before."""
+    async def named(self, caller: Caller, name: str, *, read_as_public: bool = False) -> Named:
+        """The model called `name`. Who may read its checkpoint is decided before; `read_as_public`: see
+        `Sampling.create_session`."""
         own = self._owners.get(caller.owner)
         if own is not None and name in own.samplers:
             try:
@@ -173,16 +174,18 @@ class Completions:
             except (GoneError, NotFoundError):  # its checkpoint was saved again, or its session was finished
                 own.samplers.pop(name, None)
         async with self._opening:
-            session, first = await self._open(caller, name)
+            session, first = await self._open(caller, name, read_as_public)
             return Named(await self._sampling.get(session), name, first=first)
 
-    async def _open(self, caller: Caller, name: str) -> tuple[str, bool]:
+    async def _open(self, caller: Caller, name: str, read_as_public: bool) -> tuple[str, bool]:
         """The id of the sampling session of `name`, and whether it is new."""
         base, path = parse_model(name)
         own = self._owners.get(caller.owner)
         if own is None or not self._sessions.is_live(own.session_id):
             session = CreateSessionRequest(display_name=SESSION_NAME)
-            own = self._owners[caller.owner] = _OwnersSession(await self._sessions.create(session, caller=caller))
+            own = self._owners[caller.owner] = _OwnersSession(
+                await self._sessions.create(session, caller=caller, must_record=False)
+            )
         if first := name not in own.samplers:
             try:
                 own.samplers[name] = await self._sampling.create_session(
@@ -191,7 +194,9 @@ class Completions:
                         sampling_session_seq_id=next(own.numbers),
                         base_model=base,
                         model_path=path,
-                    )
+                    ),
+                    read_as_public=read_as_public,
+                    must_record=False,
                 )
             except InvalidRequestError as error:
                 raise _about_model(error, name) from None
@@ -205,14 +210,16 @@ class Completions:
         *,
         go_on: bool = False,
         tools: Sequence[Tool] = (),
+        control_tokens: Collection[str] = (),
     ) -> ModelInput:
-        """A conversation as the model reads it."""
+        """A conversation as the model reads it. `control_tokens`: see `as_tokens` of `TextCodec.chat`."""
         texts = [part for message in messages for part in message.parts if isinstance(part, str)]
         texts += [call.arguments for message in messages for call in message.calls]
         functions = [tool.as_function() for tool in tools]
         _check_length(texts, named, "messages")
         _check_length([json.dumps(function) for function in functions], named, "tools")
-        return await RENDERING.run(partial(named.text.chat, messages, variables, go_on=go_on, functions=functions))
+        chat = partial(named.text.chat, go_on=go_on, functions=functions, as_tokens=control_tokens)
+        return await RENDERING.run(chat, messages, variables)
 
     async def form(self, named: Named, offered: OfferedTools) -> ReplyForm:
         """How the replies to an offer of tools are sampled and read."""

@@ -41,7 +41,7 @@ from tinker_local.backend.storage.result_files import ResultFiles
 from tinker_local.backend.storage.store import Store
 from tinker_local.backend.storage.versions import VersionFolders
 from tinker_local.backend.storage.watched_logs import WatchedLogs
-from tinker_local.backend.threads import DATABASE
+from tinker_local.backend.threads import DATABASE, DISK
 from tinker_local.types import InternalError
 
 log = logging.getLogger(__name__)
@@ -221,16 +221,22 @@ class ControlPlane:
         await self._closing.aclose()
 
     async def _keep_house(self) -> None:
-        """End silent sessions, forget old results and traces, delete expired checkpoints."""
+        """Look at the disk, end silent sessions, forget old results and traces, delete expired checkpoints."""
         pause = max(0.05, min(5.0, self.options.session_timeout / 4))
         while True:
             await asyncio.sleep(pause)
             self.operations.forget_old()
-            for chore in (self.sessions.end_silent, self.checkpoints.sweep, self._prune, self.traces.forget_old):
+            for chore in (
+                *(self._look_at_disk, self.sessions.end_silent, self.checkpoints.sweep),
+                *(self._prune, self.traces.forget_old),
+            ):
                 try:
                     await chore()
                 except Exception:
                     log.exception("housekeeping failed; it goes on")
+
+    async def _look_at_disk(self) -> None:
+        await DISK.run(self.store.look_at_disk)
 
     async def _prune(self) -> None:
         if await self.sessions.prune(timedelta(days=self.options.keep_sessions)):
@@ -255,12 +261,19 @@ class ControlPlane:
         if operation.failed:
             self.on_failure(operation)
 
-    def problems(self) -> list[str]:
+    def recovering(self) -> list[str]:
         """What does not work now but will again, a sentence for each base model; empty unless `ready`."""
         if not self.ready:
             return []
         stops = ["the server is stopping"] if self._stopping else []
         return stops + [f"{model.names[0]}: {model.problem}" for model in self.models.distinct() if model.problem]
+
+    def problems(self) -> list[str]:
+        """What somebody should look at: `recovering`, and what only a person can mend; empty unless `ready`."""
+        if not self.ready:
+            return []
+        disk = self.store.disk_problem()
+        return self.recovering() + ([] if disk is None else [disk])
 
     def metrics(self) -> dict[str, ModelMetrics]:
         """What was counted since the start, by the first name of each base model; empty unless `ready`."""

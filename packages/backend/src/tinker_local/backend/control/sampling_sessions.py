@@ -2,11 +2,13 @@
 
 import asyncio
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import partial
 from typing import Any
 
+from tinker_local.backend.control.callers import ADMIN
 from tinker_local.backend.control.checkpoint_lifetime import CheckpointUses, version_of
 from tinker_local.backend.control.ephemeral_versions import EphemeralVersion, EphemeralVersions
 from tinker_local.backend.control.recorded_samples import RecordedSamples
@@ -56,6 +58,7 @@ from tinker_local.types import (
     NotFoundError,
     SampleOutput,
     SampleRequest,
+    StorageFullError,
     UnsupportedError,
 )
 from tinker_local.types.codec import decode_sample_output, encode_sample_output
@@ -129,8 +132,11 @@ class Sampling:
 
     # Sessions -------------------------------------------------------------------------------------------------------
 
-    async def create_session(self, request: CreateSamplingSessionRequest) -> str:
-        """A sampling session's id; the same request again gives the same one."""
+    async def create_session(
+        self, request: CreateSamplingSessionRequest, *, read_as_public: bool = False, must_record: bool = True
+    ) -> str:
+        """A sampling session's id; the same request again gives the same one. `read_as_public`: the checkpoint is of
+        another owner, and the session ends when it is unpublished. `must_record`: see `Sessions.create`."""
         session_id = sampling_id_in(request.session_id, request.sampling_session_seq_id)
         if session_id in self._open:
             return self._same(session_id, request)
@@ -149,9 +155,11 @@ class Sampling:
         if session_id in self._open:
             return self._same(session_id, request)
         record = SamplingSessionRecord(
-            session_id, request.session_id, name, request.model_path, False, datetime.now(UTC)
+            session_id, request.session_id, name, request.model_path, False, datetime.now(UTC), read_as_public
         )
-        await self._add(SamplingSession(record, owner, base, self._clients(), checkpoint=checkpoint))
+        session = SamplingSession(record, owner, base, self._clients(), checkpoint=checkpoint)
+        self._check_there(session)
+        await self._add(session, must_record)
         return session_id
 
     def _same(self, session_id: str, request: CreateSamplingSessionRequest) -> str:
@@ -185,12 +193,13 @@ class Sampling:
             raise
         return sampling_id
 
-    async def _add(self, session: SamplingSession) -> None:
+    async def _add(self, session: SamplingSession, must_record: bool = True) -> None:
         """Open `session` at once, so that its end finds it, and record it."""
         sampling_id = session.record.sampling_session_id
         self._remember(session)
         try:
-            await DATABASE.run(self._store.add_sampling_session, session.record)
+            with nullcontext() if must_record else suppress(StorageFullError):
+                await DATABASE.run(self._store.add_sampling_session, session.record)
         except Exception:
             self._open.pop(sampling_id, None)
             self._of_session.get(session.record.session_id, {}).pop(sampling_id, None)
@@ -222,7 +231,11 @@ class Sampling:
         checkpoint = None if record.model_path is None else await self._checkpoint(record.model_path)
         base = self._base_models.get(record.base_model)
         owner = LOCAL_OWNER if parent is None else parent.owner
+        if record.read_as_public is None and checkpoint is not None:
+            own = owner in (ADMIN, await self._sessions.owner_of(checkpoint.training_run_id))
+            record = replace(record, read_as_public=not own)
         session = SamplingSession(record, owner, base, self._clients(reopened=True), checkpoint=checkpoint)
+        self._check_there(session)
         return self._remember(session)
 
     def _clients(self, *, reopened: bool = False) -> SamplingClients:
@@ -293,9 +306,11 @@ class Sampling:
             )
         if checkpoint is not None and session.deleted:
             raise NotFoundError(f"model_path: there is no checkpoint {checkpoint.tinker_path} any more")
+        if checkpoint is not None and session.record.read_as_public and not checkpoint.public:
+            raise NotFoundError(f"model_path: there is no checkpoint {checkpoint.tinker_path}")
 
     def checkpoint_changed(self, record: CheckpointRecord) -> None:
-        """Give the sessions of a checkpoint its new expiry."""
+        """Give the sessions of a checkpoint its new expiry, or whether it is public now."""
         for session in self._of_checkpoint(record):
             session.checkpoint = record
 

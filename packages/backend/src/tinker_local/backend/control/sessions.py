@@ -5,6 +5,7 @@ import logging
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from typing import Any, Literal
@@ -23,6 +24,7 @@ from tinker_local.types import (
     SessionCursor,
     SessionSearchRequest,
     StatusQuery,
+    StorageFullError,
     UnsupportedError,
     UserQuery,
 )
@@ -148,9 +150,15 @@ class Sessions:
         self._prune_at = 0.0
 
     async def create(
-        self, request: CreateSessionRequest | None = None, *, heartbeats: bool = False, caller: Caller = LOCAL
+        self,
+        request: CreateSessionRequest | None = None,
+        *,
+        heartbeats: bool = False,
+        caller: Caller = LOCAL,
+        must_record: bool = True,
     ) -> str:
-        """A new session's id. `heartbeats`: it ends when they stop, for clients that may vanish."""
+        """A new session's id. `heartbeats`: it ends when they stop, for clients that may vanish. `must_record`: raise
+        StorageFullError if the disk is full; otherwise the session lives without a record then."""
         request = request or CreateSessionRequest()
         project = project_label(request.project_id, "project_id")
         check_user_metadata(request.user_metadata)
@@ -168,7 +176,8 @@ class Sessions:
             owner=caller.owner,
             project_id=project,
         )
-        await DATABASE.run(self._store.add_session, record)
+        with nullcontext() if must_record else suppress(StorageFullError):
+            await DATABASE.run(self._store.add_session, record)
         session.last_heartbeat = time.monotonic()
         self._live[session.session_id] = session
         return session.session_id

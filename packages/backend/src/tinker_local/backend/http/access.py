@@ -295,6 +295,9 @@ NAMED_MODEL = "tinker_local.named_model"
 """In the scope of a request of OpenAI's or Anthropic's API: the model that it names, with its session once that is
 known; absent if the caller has named it before."""
 
+READ_AS_PUBLIC = "tinker_local.read_as_public"
+"""In the scope of a request that names a checkpoint of another owner, who published it."""
+
 BODY = "tinker_local.body"
 """Where a request's scope has its body, once that is parsed: the audit log reads it there."""
 
@@ -348,26 +351,30 @@ async def check_own_body(request: Request, body: Frozen) -> None:
     for part in [given, *(dict(value) for value in given.values() if isinstance(value, Frozen))]:
         await check_ids(request, part)
     for field, value in given.items():
-        if isinstance(value, str) and value.startswith("tinker://"):
-            await check_readable(request, field, value, given.get("weights_access_token"))
+        if not (isinstance(value, str) and value.startswith("tinker://")):
+            continue
+        if await check_readable(request, field, value, given.get("weights_access_token")) == "public":
+            request.scope[READ_AS_PUBLIC] = True
 
 
-async def check_readable(request: Request, field: str, path: str, token: str | None) -> None:
-    """NotFoundError for a checkpoint that is neither public, nor the caller's, nor of the owner of a given token."""
+async def check_readable(request: Request, field: str, path: str, token: str | None) -> Literal["own", "public", None]:
+    """Why the caller may read a checkpoint: it is the caller's or of the owner of a given token, or it is published.
+    None for a path that the route will refuse; NotFoundError for any other checkpoint."""
     try:
         run, kind, name = parse_tinker_path(path, field)
     except InvalidRequestError:
-        return  # and the route refuses it
+        return None
     backend = cast(ControlPlane, request.app.state.backend)
     keys = cast(Keys, request.app.state.keys)
     tokens = (token, request.headers.get("x-tinker-weights-access-token"))
     readers = [caller_of(request), *(keys.caller(token) for token in tokens if token is not None)]
     owner = await backend.sessions.owner_of(run)
     if owner is not None and any(reader and (reader.admin or reader.owner == owner) for reader in readers):
-        return
+        return "own"
     record = await DATABASE.run(backend.store.get_checkpoint, run, kind, name)
     if record is None or not record.public:
         raise NotFoundError(f"{field}: there is no checkpoint {path}")
+    return "public"
 
 
 # What routes depend on -----------------------------------------------------------------------------------------------

@@ -70,12 +70,13 @@ async def client_dynamic_config(request: Request) -> dict[str, Any]:
 @router.get("/healthz")
 async def healthz(backend: Backend) -> JSONResponse:
     """Readiness: 200 while training and sampling work for every base model; 503 before, and while one recovers. Other
-    requests are taken all the same then, and those that need what is missing wait for it."""
+    requests are taken all the same then, and those that need what is missing wait for it. `detail`: what is wrong."""
     if not backend.ready:
         return JSONResponse({"status": "loading"}, 503)
-    if problems := backend.problems():
-        return JSONResponse({"status": "recovering", "detail": "; ".join(problems)}, 503)
-    return JSONResponse({"status": "ok"})
+    detail = {"detail": "; ".join(problems)} if (problems := backend.problems()) else {}
+    if backend.recovering():
+        return JSONResponse({"status": "recovering", **detail}, 503)
+    return JSONResponse({"status": "ok", **detail})
 
 
 @router.get("/livez")

@@ -14,7 +14,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
-from tinker_local.types import ApiError, InvalidRequestError, TooManyRequestsError
+from tinker_local.types import ApiError, InternalError, InvalidRequestError, TooManyRequestsError
 from tinker_local.types.errors import Category
 
 log = logging.getLogger(__name__)
@@ -112,7 +112,7 @@ def install(app: FastAPI) -> None:
     @app.exception_handler(Exception)
     async def _our_fault(request: Request, error: Exception) -> Response:
         log.exception("%s %s failed", request.method, request.url.path, exc_info=error)
-        text, api = f"{type(error).__name__}: {error}", api_of(request.url.path)
+        text, api = str(InternalError(f"{type(error).__name__}: {error}")), api_of(request.url.path)
         if api != "tinker":
             return JSONResponse(error_body(text, 500, api), 500)
         return JSONResponse({"detail": text, "category": "server"}, 500)

@@ -59,7 +59,9 @@ async def chat_completions(request: Request, backend: Backend) -> Response:
     named = await model_of(request, backend, body.model)
     offered = body.offered()
     tools = () if offered is None else offered.tools
-    prompt = await backend.completions.chat_prompt(named, body.as_chat(), body.chat_template_kwargs or {}, tools=tools)
+    prompt = await backend.completions.chat_prompt(
+        named, body.as_chat(), body.chat_template_kwargs or {}, tools=tools, control_tokens=body.control_tokens
+    )
     form = None if offered is None else await backend.completions.form(named, offered)
     return await _answered(request, backend, body, named, [prompt], form)
 
@@ -82,9 +84,8 @@ async def model_of(request: Request, backend: ControlPlane, name: str) -> Named:
     """The model that a request names, if its caller may read it."""
     request.scope[NAMED_MODEL] = {"model": name}
     _, path = parse_model(name)
-    if path is not None:
-        await check_readable(request, "model", path, None)
-    named = await backend.completions.named(caller_of(request), name)
+    as_public = path is not None and await check_readable(request, "model", path, None) == "public"
+    named = await backend.completions.named(caller_of(request), name, read_as_public=as_public)
     request.scope[NAMED_MODEL]["session_id"] = named.session.record.session_id
     if not named.first:
         del request.scope[NAMED_MODEL]

@@ -4,7 +4,7 @@ from typing import Any, Literal
 
 from fastapi import APIRouter, Request
 from tinker_local.backend.control.life_cycle import ControlPlane
-from tinker_local.backend.http.access import Backend
+from tinker_local.backend.http.access import READ_AS_PUBLIC, Backend
 from tinker_local.backend.http.bodies import MAX_IMAGE_BYTES, MAX_JSON_BYTES, MAX_JSON_VALUES, parse
 from tinker_local.backend.http.future_routes import promise
 from tinker_local.types import CreateSamplingSessionRequest, Frozen, SampleRequest
@@ -35,7 +35,9 @@ class JoinBody(Frozen):
 @router.post("/create_sampling_session")
 async def create_sampling_session(request: Request, backend: Backend) -> dict[str, Any]:
     body = await parse(request, CreateSamplingSessionRequest)
-    return {"sampling_session_id": await backend.sampling.create_session(body), "type": "create_sampling_session"}
+    as_public = READ_AS_PUBLIC in request.scope
+    session_id = await backend.sampling.create_session(body, read_as_public=as_public)
+    return {"sampling_session_id": session_id, "type": "create_sampling_session"}
 
 
 @router.post("/join_sampling_session")

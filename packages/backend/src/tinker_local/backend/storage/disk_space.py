@@ -32,6 +32,12 @@ class DiskSpace:
         self._folder = folder
         self._path = folder / RESERVE
         self._bytes = reserve_bytes
+        self.full = False
+        """Whether there was no space when something was written, or when `look` was called, and not since."""
+
+    def look(self) -> None:
+        """See whether it is full."""
+        self.full = self.free() < NEARLY_FULL
 
     def free(self) -> int:
         """Free bytes."""
@@ -78,6 +84,7 @@ class DiskSpace:
         except (OSError, SafetensorError, sa.exc.DBAPIError) as error:
             if not self._is_full(error):
                 raise
+            self.full = True
             raise StorageFullError(
                 f"the disk of {self._folder} is full ({self.free() / 2**20:.1f} MiB are free): delete checkpoints "
                 "(`tinker checkpoint delete PATH`), which works on a full disk too, or free space there in another "

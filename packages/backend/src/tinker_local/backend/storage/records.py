@@ -68,6 +68,8 @@ class SamplingSessionRecord:
     """A sampling client of a base model (`model_path` None), a named checkpoint, or an ephemeral version.
 
     `model_path`: the tinker path of the named checkpoint. `nameless`: the ephemeral version is lost with its process.
+    `read_as_public`: its owner may read the checkpoint only while it is published; None in data of older servers, which
+    did not record it.
     """
 
     sampling_session_id: str
@@ -76,6 +78,7 @@ class SamplingSessionRecord:
     model_path: str | None
     nameless: bool
     created_at: datetime
+    read_as_public: bool | None = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ and on disk, and deleted before the folder is. The next start removes whatever a
 
 import logging
 import math
+import os
 import threading
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, ExitStack
@@ -79,6 +80,13 @@ class Store(Metadata):
     ) -> None:
         data_dir = data_dir.absolute()
         make_durable_folder(data_dir, mode=0o700)
+        if os.name == "posix" and (mode := data_dir.stat().st_mode) & 0o077:
+            log.warning(
+                "other users of this machine can read or enter %s (mode %o), which holds everybody's checkpoints and "
+                "prompts: chmod 700 it",
+                data_dir,
+                mode & 0o777,
+            )
         disk = DiskSpace(data_dir, reserve_bytes)
         # Expired checkpoints whose name a new one took before `forget_expired` ran; their folders still exist.
         self._replaced_expired: list[CheckpointRecord] = []
@@ -146,6 +154,17 @@ class Store(Metadata):
         finally:
             self._closed = True
             self._opened.close()
+
+    def look_at_disk(self) -> str | None:
+        """What is wrong with the disk of the data folder: that it is full, or None."""
+        self._disk.look()
+        return self.disk_problem()
+
+    def disk_problem(self) -> str | None:
+        """What `look_at_disk` said, or a write since."""
+        if not self._disk.full:
+            return None
+        return "the disk of the data folder is full: nothing can be saved, so delete checkpoints or free space there"
 
     def full_disk_explained(self) -> AbstractContextManager[None]:
         """Turn errors of a full disk into StorageFullError, for what others write into the folder."""

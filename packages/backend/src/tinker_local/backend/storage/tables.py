@@ -7,7 +7,7 @@ from sqlalchemy import JSON, BigInteger, Boolean, Column, Integer, MetaData, Str
 from sqlalchemy import UniqueConstraint as Unique
 
 EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 """Raise it together with a new upgrade step in `database.py`, so that older data folders open."""
 
 
@@ -73,6 +73,7 @@ sampling_sessions = Table(
     Column("model_path", String),
     Column("nameless", Boolean, nullable=False),
     Column("created_at", UtcTime, nullable=False),
+    Column("read_as_public", Boolean),
 )
 
 checkpoints = Table(

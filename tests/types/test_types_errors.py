@@ -1,0 +1,20 @@
+"""What a client reads of an error."""
+
+import io
+
+import pytest
+from tinker_local.types import ApiError, InternalError, InvalidRequestError
+
+
+@pytest.mark.mutation(
+    "addresses-in-answers", "types/errors.py", '_ADDRESS.sub("", super().__str__())', "super().__str__()"
+)
+@pytest.mark.parametrize("kind", [InvalidRequestError, InternalError])
+def test_no_message_has_an_address_of_memory(kind: type[ApiError]) -> None:
+    for foreign in (io.BytesIO(), object(), test_no_message_has_an_address_of_memory, kind("x").__str__):
+        assert " at 0x" in repr(foreign)
+        text = str(kind(f"data[3]: {foreign!r} is no picture"))
+        assert "0x" not in text
+        assert text.startswith("data[3]: <")
+        assert text.endswith("> is no picture")
+    assert str(kind("token 0xff")) == "token 0xff"
