@@ -90,7 +90,7 @@ def check(folder: Path) -> None:
     assert broken is not None
     assert (broken.end_reason, broken.end_detail) == ("errored", "ValueError: bad: luck")
     assert store.get_training_run(RUN) == TrainingRunRecord(RUN, "live", "org/base", CONFIG, START, START)
-    sampler = SamplingSessionRecord("live:sample:0", "live", "org/base", None, False, START)
+    sampler = SamplingSessionRecord("live:sample:0", "live", "org/base", None, False, START, read_as_public=None)
     assert store.get_sampling_session("live:sample:0") == sampler
     (kept,) = store.list_checkpoints(RUN)
     assert (kept.checkpoint_id, kept.public, kept.expires_at) == ("weights/kept", False, None)
@@ -112,7 +112,7 @@ def test_a_folder_of_version_1_opens_with_everything_in_it(old_folder: Path) -> 
     store.close()
 
 
-@pytest.mark.parametrize("step", [1, 2, 3])
+@pytest.mark.parametrize("step", [1, 2, 3, 7])
 def test_a_migration_that_was_killed_is_brought_to_its_end(old_folder: Path, step: int) -> None:
     code = f"""
 import os, sys

@@ -8,7 +8,6 @@ from datetime import UTC, datetime
 from functools import partial
 from typing import Any
 
-from tinker_local.backend.control.callers import ADMIN
 from tinker_local.backend.control.checkpoint_lifetime import CheckpointUses, version_of
 from tinker_local.backend.control.ephemeral_versions import EphemeralVersion, EphemeralVersions
 from tinker_local.backend.control.recorded_samples import RecordedSamples
@@ -46,7 +45,7 @@ from tinker_local.backend.scheduling.operations import (
 from tinker_local.backend.scheduling.quotas import InFlight, Quotas, request_bytes
 from tinker_local.backend.scheduling.sample_turns import SamplerQueue
 from tinker_local.backend.storage.names import parse_tinker_path
-from tinker_local.backend.storage.records import LOCAL_OWNER, CheckpointRecord, SamplingSessionRecord
+from tinker_local.backend.storage.records import ADMIN, LOCAL_OWNER, CheckpointRecord, SamplingSessionRecord
 from tinker_local.backend.storage.store import Store
 from tinker_local.backend.threads import DATABASE
 from tinker_local.types import (
