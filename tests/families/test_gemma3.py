@@ -38,7 +38,7 @@ from tinker_local.types import (
 )
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
-from tests.float64 import Exact
+from tests.float64 import Exact, InFloat64
 from tests.rendering.conftest import Pictures
 from tests.rendering.test_image_counts import SHAPES as EVERY_SHAPE
 from tests.training.autograd_reference import assert_computes_like
@@ -135,7 +135,8 @@ def test_packed_runs_agree_with_transformers_on_each_sequence_alone(
 ) -> None:
     """Logprobs and all gradients of several adapters in the same rows, with up to three images in a datum, first and
     last in it, the same image twice, and none; data of equal length share calls. `scores`: in memory at once."""
-    trainer = HFTrainer(str(folder), name="tiny", device="cpu", dtype="float64")
+    with InFloat64():
+        trainer = HFTrainer(str(folder), name="tiny", device="cpu", dtype="float64")
     monkeypatch.setattr("tinker_local.backend.training.attention.SCORES", scores)
     a, b, c = images
     inputs = {

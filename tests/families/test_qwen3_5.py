@@ -60,7 +60,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def trainers(folder: Path) -> Mapping[str, HFTrainer]:
     """By decoder, in float64; with two adapters of different ranks, whose B are not zero."""
     options: dict[str, Any] = {"name": "tiny", "device": "cpu", "dtype": "float64"}
-    found = {name: HFTrainer(str(folder), decoder=name, **options) for name in DECODERS}
+    with InFloat64():
+        found = {name: HFTrainer(str(folder), decoder=name, **options) for name in DECODERS}
     for trainer in found.values():
         for seed, (name, rank) in enumerate({"a": 4, "b": 7}.items()):
             trainer.load_adapter(name, noisy(trainer, LoraConfig(rank=rank, seed=seed), seed))

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -27,7 +28,7 @@ from tinker_local.backend.vllm_engine.vllm_sampler import VLLMSampler
 from tinker_local.types import AdamParams, InvalidRequestError, LoraConfig, SamplingParams
 from transformers import AutoModelForImageTextToText
 
-from tests.float64 import Exact
+from tests.float64 import Exact, InFloat64
 from tests.training.autograd_reference import gradients_like
 
 Family = Literal["qwen2_5_vl", "qwen3_vl", "qwen3_5"]
@@ -59,7 +60,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Family], Path
 def trainers(folders: Callable[[Family], Path]) -> Trainers:
     @cache
     def load(family: Family, decoder: Any = "auto", dtype: str = "float32") -> HFTrainer:
-        return HFTrainer(str(folders(family)), name="tiny", device="cpu", decoder=decoder, dtype=dtype)
+        with InFloat64() if dtype == "float64" else nullcontext():
+            return HFTrainer(str(folders(family)), name="tiny", device="cpu", decoder=decoder, dtype=dtype)
 
     return load
 
