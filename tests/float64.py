@@ -5,7 +5,7 @@ this one's trainer, vLLM or transformers, is compared with float64 too, and may 
 every result to float32 moves (`Exact`): a number of the model and the prompt, and not of the processor.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -57,6 +57,17 @@ def _in_float64(tree: Any) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor) and leaf.dtype == torch.float64]
 
 
+def exactly(compute: Callable[[], npt.NDArray[Any]]) -> tuple[npt.NDArray[Any], float]:
+    """What `compute` finds with a model in float64, and how far rounding to float32 moves what it moves most."""
+    with InFloat64():
+        exact = compute()
+    moved = float(np.spacing(np.float32(np.abs(exact).max())))
+    for seed in range(DRAWS):
+        with InFloat64(torch.Generator().manual_seed(seed)):
+            moved = max(moved, float(np.abs(compute() - exact).max()))
+    return exact, moved
+
+
 class Exact:
     """The model of `trainer` and its adapters, as they are when asked, in float64."""
 
@@ -67,21 +78,16 @@ class Exact:
                 trainer._loaded.model.name_or_path, name="exact", dtype="float64", device="cpu", image_cache_bytes=0
             )
 
-    def logprobs(self, adapter_id: str | None, *inputs: RenderedInput) -> tuple[npt.NDArray[np.float32], float]:
+    def logprobs(self, adapter_id: str | None, *inputs: RenderedInput) -> tuple[npt.NDArray[Any], float]:
         """As `HFTrainer.logprobs`, and how far rounding moves the one that it moves most."""
         which = None
         if adapter_id is not None:
             which = "a"
             self._exact.load_adapter(which, self._trainer.capture(adapter_id, optimizer=False))
-        with InFloat64():
-            exact = self._exact.logprobs(which, *inputs)
-        moved = float(np.spacing(np.abs(exact).max()))
-        for seed in range(DRAWS):
-            with InFloat64(torch.Generator().manual_seed(seed)):
-                moved = max(moved, float(np.abs(self._exact.logprobs(which, *inputs) - exact).max()))
+        found = exactly(lambda: self._exact.logprobs(which, *inputs))
         if which is not None:
             self._exact.remove_adapter(which)
-        return exact, moved
+        return found
 
     def assert_near(
         self, adapter_id: str | None, inputs: Sequence[RenderedInput], *found: npt.NDArray[Any], at: Any = ...
