@@ -150,7 +150,8 @@ def test_packed_runs_agree_with_transformers_on_each_sequence_alone(
     inputs["b"].append(RenderedInput(inputs["a"][3].token_ids[:20], inputs["a"][3].images))  # ends with an image
     for name, rank in {"a": 4, "b": 7}.items():
         trainer.load_adapter(name, noisy(trainer, LoraConfig(rank=rank, seed=rank), rank, 0.03))
-    theirs = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float64, attn_implementation="eager")
+    with InFloat64():
+        theirs = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float64, attn_implementation="eager")
     works = [
         TrainWork(name, [datum(each, n) for n, each in enumerate(of)], "cross_entropy") for name, of in inputs.items()
     ]

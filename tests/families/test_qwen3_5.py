@@ -118,7 +118,8 @@ def test_adapters_have_the_tensors_of_the_hosted_service(trainers: Mapping[str, 
 
 
 def assert_agrees_with_transformers(trainer: HFTrainer, folder: Path, data: Mapping[str, list[TrainDatum]]) -> None:
-    theirs = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float64, attn_implementation="eager")
+    with InFloat64():
+        theirs = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float64, attn_implementation="eager")
     works = [TrainWork(name, of_run, "cross_entropy") for name, of_run in data.items()]
     for name in ("a", "b"):
         trainer.discard_gradients(name)

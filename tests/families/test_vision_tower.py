@@ -157,9 +157,10 @@ def test_logprobs_and_gradients_are_those_of_transformers(
     """Of all adapters, in the same rows."""
     trainer = trainers(family, decoder, "float64")
     load_adapters(trainer)
-    theirs = AutoModelForImageTextToText.from_pretrained(
-        folders(family), dtype=torch.float64, attn_implementation="eager"
-    )
+    with InFloat64():
+        theirs = AutoModelForImageTextToText.from_pretrained(
+            folders(family), dtype=torch.float64, attn_implementation="eager"
+        )
     works = [TrainWork(name, data, "cross_entropy") for name, data in mixed_data(trainer).items()]
     for adapter, wanted in gradients_like(trainer, theirs, works):
         assert adapter.gradient is not None
