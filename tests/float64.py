@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 DRAWS = 4
 """How often all results are rounded, each time in other directions."""
 
-TIMES = 10.0
+TIMES = 16.0
 """How many times as far as the worst of these draws float32 may be: a sum rounds once for each of its terms."""
 
 
