@@ -136,7 +136,8 @@ def test_trainer_and_sampler_agree(
         finally:
             await sampler.close()
 
-    whole, sampled = defaultdict(list), defaultdict(list)
+    whole: defaultdict[str | None, list[RenderedInput]] = defaultdict(list)
+    sampled: defaultdict[str | None, list[Any]] = defaultdict(list)
     for (name, seed, length), output in zip(asked, asyncio.run(sample()), strict=True):
         (sequence,) = output.sequences
         whole[name].append(RenderedInput(np.concatenate([tokens(seed, length), sequence.tokens.astype(np.int32)])))
