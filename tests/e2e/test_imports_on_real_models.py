@@ -61,13 +61,14 @@ def test_what_peft_wrote_samples_and_trains_as_pefts_model(
 ) -> None:
     sdk = real_sdk
     torch.manual_seed(4)
-    base = transformers.AutoModelForCausalLM.from_pretrained(tiny_models[TEXT], dtype=torch.float64)
+    base = transformers.AutoModelForCausalLM.from_pretrained(tiny_models[TEXT], dtype=torch.float32)
     config = peft.LoraConfig(r=4, lora_alpha=16, target_modules=["q_proj", "v_proj", "down_proj"])
     wrapped = peft.get_peft_model(base, config).eval()
     for weight_name, weight in wrapped.named_parameters():
         if "lora_B" in weight_name:
             torch.nn.init.normal_(weight, std=0.3)
     wrapped.save_pretrained(str(tmp_path))
+    wrapped.double()
 
     @torch.no_grad()
     def of_peft() -> np.ndarray:
