@@ -13,6 +13,7 @@ from tinker_local.types import AdamParams, Datum, LoraConfig, ModelInput, Sampli
 
 from tests.conftest import TEXT, VISION
 from tests.e2e.conftest import SdkDriver
+from tests.float64 import assert_near, exactly
 
 TOKENS = [5, 90, 33, 7, 120, 64, 81, 12, 250, 41]
 DATUM = Datum(model_input=ModelInput.from_ints(TOKENS[:-1]), loss_fn_inputs={"target_tokens": TOKENS[1:]})
@@ -67,14 +68,19 @@ def test_what_peft_wrote_samples_and_trains_as_pefts_model(
         if "lora_B" in weight_name:
             torch.nn.init.normal_(weight, std=0.3)
     wrapped.save_pretrained(str(tmp_path))
-    with torch.no_grad():
+    wrapped.double()
+
+    @torch.no_grad()
+    def of_peft() -> np.ndarray:
         logits = wrapped(input_ids=torch.tensor([TOKENS])).logits[0, :-1]
-    expected = logits.log_softmax(-1).gather(1, torch.tensor(TOKENS[1:])[:, None])[:, 0].numpy()
+        return logits.log_softmax(-1).gather(1, torch.tensor(TOKENS[1:])[:, None])[:, 0].numpy()
+
+    expected, moved = exactly(of_peft)
     imported = import_adapter(tmp_path, model=TEXT, name="from-peft", url=real_server.url)
     assert "B was multiplied by 0.5, exactly" in imported.notes[-1]
-    np.testing.assert_allclose(scores(sdk, imported.sampler_path), expected, atol=1e-5, rtol=0)
+    assert_near(scores(sdk, imported.sampler_path), expected, moved)
     model = sdk.resume(imported.path, optimizer=False)
-    np.testing.assert_allclose(trained(sdk, model), expected, atol=1e-5, rtol=0)
+    assert_near(trained(sdk, model), expected, moved)
     sdk.gradient(model, [DATUM], "cross_entropy")
     sdk.step(model, AdamParams(learning_rate=0.01))
     assert trained(sdk, model).sum() > expected.sum() + 0.1

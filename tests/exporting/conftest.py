@@ -21,6 +21,8 @@ from tinker_local.backend.training.trainer import TrainDatum, TrainWork
 from tinker_local.backend.training.worker import HFTrainer
 from tinker_local.types import AdamParams, LoraConfig
 
+from tests.float64 import Exact, assert_near
+
 PICTURE = Image.fromarray(np.random.default_rng(5).integers(0, 256, (96, 160, 3), dtype=np.uint8))
 QUESTION = "What is in the picture?"
 
@@ -28,7 +30,8 @@ QUESTION = "What is in the picture?"
 @dataclass(frozen=True)
 class Tuned:
     """`checkpoint`: a folder as the server writes it; `exported`: the same with the hosted service's names. `expected`:
-    the trainer's logprobs of the conversation; `base`: those of the base model."""
+    the trainer's logprobs of the conversation; `base`: those of the base model. `exact`: what is expected, computed in
+    float64, and how far rounding moves it."""
 
     model: Path
     checkpoint: Path
@@ -36,6 +39,11 @@ class Tuned:
     rank: int
     expected: npt.NDArray[np.float32]
     base: npt.NDArray[np.float32]
+    exact: tuple[npt.NDArray[np.float32], float]
+
+    def assert_near(self, logprobs: npt.NDArray[np.float32]) -> None:
+        """That these are the logprobs of what was trained, in float32."""
+        assert_near(logprobs, *self.exact)
 
 
 def asked(folder: Path) -> Any:
@@ -107,6 +115,7 @@ def tuned(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Tuned]:
             write_adapter(root / name, state)
         expected, base = (trainer.logprobs(which, prompt)[-12:] for which in ("a", None))
         assert np.abs(expected - base).max() > 0.5
-        return Tuned(model, root / "checkpoint", root / "exported", 4, expected, base)
+        exact, moved = Exact(trainer).logprobs("a", prompt)
+        return Tuned(model, root / "checkpoint", root / "exported", 4, expected, base, (exact[-12:], moved))
 
     return make

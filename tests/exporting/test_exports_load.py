@@ -60,7 +60,7 @@ def test_peft_loads_an_export_without_a_key_mapping_and_computes_what_was_traine
         warnings.simplefilter("always")
         model = peft.PeftModel.from_pretrained(base, str(tmp_path / "a")).eval()
     assert not [each for each in caught if "missing adapter keys" in str(each.message)]
-    np.testing.assert_allclose(hf_logprobs(model, asked(trained.model)), trained.expected, atol=1e-4, rtol=0)
+    trained.assert_near(hf_logprobs(model, asked(trained.model)))
 
 
 @pytest.mark.mutation(
@@ -94,7 +94,7 @@ def test_merged_model_computes_what_was_trained(tuned: Make, tmp_path: Path, fam
     assert exported.warnings == ()
     model = load(tmp_path / "m")
     assert model.lm_head.weight.data_ptr() != model.get_input_embeddings().weight.data_ptr()
-    np.testing.assert_allclose(hf_logprobs(model, asked(tmp_path / "m")), trained.expected, atol=1e-4, rtol=0)
+    trained.assert_near(hf_logprobs(model, asked(tmp_path / "m")))
     transformers.AutoTokenizer.from_pretrained(tmp_path / "m")
     card = (tmp_path / "m" / "README.md").read_text()
     assert str(trained.model) in card
@@ -128,7 +128,7 @@ def test_a_vision_tower_that_was_trained_is_exported_with_the_rest(
     model = load(tmp_path / "o" if to == "merged" else trained.model)
     if to == "peft":
         model = peft.PeftModel.from_pretrained(model, str(tmp_path / "o")).eval()
-    np.testing.assert_allclose(hf_logprobs(model, asked(trained.model)), trained.expected, atol=1e-4, rtol=0)
+    trained.assert_near(hf_logprobs(model, asked(trained.model)))
     assert "vision tower" in (tmp_path / "o" / "README.md").read_text()
 
 
@@ -150,7 +150,7 @@ def test_the_cookbooks_merge_of_experts_is_what_was_trained(tuned: Make, tmp_pat
     trained = tuned(family, False)
     folders = {"base_model": trained.model, "adapter_path": trained.exported, "output_path": tmp_path / "m"}
     build_hf_model(**{name: str(folder) for name, folder in folders.items()})
-    np.testing.assert_allclose(hf_logprobs(load(tmp_path / "m"), asked(trained.model)), trained.expected, atol=1e-4)
+    trained.assert_near(hf_logprobs(load(tmp_path / "m"), asked(trained.model)))
 
 
 @pytest.mark.mutation(
@@ -276,9 +276,9 @@ def test_peft_loads_experts_and_computes_what_was_trained(
         warnings.simplefilter("always")
         model = peft.PeftModel.from_pretrained(load(trained.model), str(tmp_path / "a")).eval()
     assert not [each for each in caught if "missing adapter keys" in str(each.message)]
-    np.testing.assert_allclose(hf_logprobs(model, asked(trained.model)), trained.expected, atol=1e-4, rtol=0)
+    trained.assert_near(hf_logprobs(model, asked(trained.model)))
     merged = model.merge_and_unload()
-    np.testing.assert_allclose(hf_logprobs(merged, asked(trained.model)), trained.expected, atol=1e-4, rtol=0)
+    trained.assert_near(hf_logprobs(merged, asked(trained.model)))
     card = (tmp_path / "a" / "README.md").read_text()
     assert "PEFT from 0.19.1" in card
     assert "vllm serve" not in card

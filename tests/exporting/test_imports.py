@@ -22,6 +22,7 @@ from tinker_local.backend.training.worker import HFTrainer
 from tinker_local.types import InvalidRequestError
 
 from tests.exporting.conftest import Tuned, asked, hf_logprobs, load, rendered
+from tests.float64 import Exact, assert_near
 
 Make = Callable[..., Tuned]
 
@@ -84,7 +85,7 @@ def test_an_export_comes_back_bit_for_bit(tuned: Make, tmp_path: Path, family: s
         assert tensors.keys() == state.tensors.keys()
         assert all(np.array_equal(state.tensors[name], tensor) for name, tensor in tensors.items())
         found = trainer.logprobs("a", rendered(trained.model, asked(trained.model)))[-12:]
-        np.testing.assert_allclose(found, trained.expected, atol=1e-6, rtol=0)
+        trained.assert_near(found)
 
 
 LANGUAGE = r".*language_model.*\.(q_proj|o_proj|up_proj)"
@@ -144,9 +145,11 @@ def test_what_peft_wrote_computes_what_pefts_model_does(
     with imported(tmp_path, trained.model) as (trainer, _, told):
         assert len(told) == len(notes)
         assert all(part in note for part, note in zip(notes, told, strict=True)), told
-        found = trainer.logprobs("a", rendered(trained.model, asked(trained.model)))[-12:]
-        # The delta rule adds up in another order in transformers.
-        np.testing.assert_allclose(found, expected, atol=1e-4 if family == "qwen3_5" else 1e-5, rtol=0)
+        prompt = rendered(trained.model, asked(trained.model))
+        found = trainer.logprobs("a", prompt)[-12:]
+        exact, moved = Exact(trainer).logprobs("a", prompt)
+        for logprobs in (found, expected):
+            assert_near(logprobs, exact[-12:], moved)
 
 
 @pytest.fixture(scope="module")

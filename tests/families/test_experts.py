@@ -49,6 +49,7 @@ from tinker_local.types import (
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
+from tests.float64 import Exact, InFloat64
 from tests.training.autograd_reference import model_arguments
 
 _DENSE = ("q_proj", "k_proj", "v_proj", "o_proj", "lm_head")
@@ -145,8 +146,8 @@ def pad_of(trainer: HFTrainer) -> int | None:
 
 
 def new_trainer(folder: Path, **options: Any) -> HFTrainer:
-    """In float32 on the CPU, with `ADAPTERS` whose B is not 0."""
-    trainer = HFTrainer(str(folder), name="tiny", dtype="float32", device="cpu", **options)
+    """On the CPU, with `ADAPTERS` whose B is not 0."""
+    trainer = HFTrainer(str(folder), name="tiny", device="cpu", **options)
     for name, config in ADAPTERS.items():
         trainer.create_adapter(name, config)
         trainer.load_adapter(name, filled(trainer.capture(name, optimizer=False), ""))
@@ -164,13 +165,13 @@ def filled(state: AdapterState, target: str, size: float = 0.03) -> AdapterState
 
 
 class Merged:
-    """transformers' model with the adapters of a trainer added to its weights, as leaves with gradients."""
+    """transformers' model in float64 with the adapters of a trainer added to its weights, as leaves with gradients."""
 
     def __init__(self, trainer: HFTrainer) -> None:
         path = trainer._loaded.model.name_or_path
         self.model = (
             getattr(transformers, trainer._loaded.family.auto_class)
-            .from_pretrained(path, dtype=torch.float32, attn_implementation="eager", experts_implementation="eager")
+            .from_pretrained(path, dtype=torch.float64, attn_implementation="eager", experts_implementation="eager")
             .eval()
         )
         self.model.requires_grad_(False)
@@ -253,18 +254,18 @@ class Merged:
 def test_several_adapters_in_one_row_equal_transformers_with_each_merged(
     family: str, decoder: Any, folder: Folder
 ) -> None:
-    """Logprobs to 1e-5; gradients of every matrix relative to the largest of its kind, also through the router and the
-    gate of a shared expert. With images, if the family reads them."""
-    trainer = new_trainer(folder(family), decoder=decoder)
-    theirs, pad = Merged(trainer), pad_of(trainer)
-    tolerance = 1e-4 if family == "qwen3_5_moe" else 1e-5  # the delta rule rounds more
-    works = [TrainWork(name, data(seed, pad), "cross_entropy") for seed, name in enumerate(ADAPTERS)]
-    for work, result in zip(works, trainer.forward_backward(works), strict=True):
-        for datum, output in zip(work.data, result.outputs, strict=True):  # type: ignore[union-attr]
-            rows = theirs.logprobs(work.adapter_id, datum.input)
-            wanted = rows.gather(1, torch.from_numpy(datum.target_tokens)[:, None])[:, 0]
-            np.testing.assert_allclose(output["logprobs"], wanted.detach(), atol=2 * tolerance, rtol=0)
-            (-(torch.from_numpy(datum.loss_inputs["weights"]) * wanted).sum()).backward()
+    """Logprobs, which are reported in float32, and gradients of every matrix relative to the largest of its kind, also
+    through the router and the gate of a shared expert, in float64. With images, if the family reads them."""
+    with InFloat64():
+        trainer = new_trainer(folder(family), decoder=decoder, dtype="float64")
+        theirs, pad = Merged(trainer), pad_of(trainer)
+        works = [TrainWork(name, data(seed, pad), "cross_entropy") for seed, name in enumerate(ADAPTERS)]
+        for work, result in zip(works, trainer.forward_backward(works), strict=True):
+            for datum, output in zip(work.data, result.outputs, strict=True):  # type: ignore[union-attr]
+                rows = theirs.logprobs(work.adapter_id, datum.input)
+                wanted = rows.gather(1, torch.from_numpy(datum.target_tokens)[:, None])[:, 0]
+                np.testing.assert_allclose(output["logprobs"], wanted.detach(), rtol=1e-7, atol=1e-7)
+                (-(torch.from_numpy(datum.loss_inputs["weights"]) * wanted).sum()).backward()
     for name, adapter in trainer._adapters.items():
         assert adapter.gradient is not None
         for spec in adapter.specs:
@@ -273,7 +274,7 @@ def test_several_adapters_in_one_row_equal_transformers_with_each_merged(
             scale = float(grad.abs().max())
             assert scale > 0, spec.name
             difference = float((spec.view(adapter.gradient) - grad).abs().max())
-            assert difference <= tolerance * scale + 1e-6, f"{name} {spec.name}: {difference:.2g} of {scale:.2g}"
+            assert difference <= 1e-9 * scale, f"{name} {spec.name}: {difference:.2g} of {scale:.2g}"
 
 
 @pytest.mark.parametrize(
@@ -283,17 +284,20 @@ def test_several_adapters_in_one_row_equal_transformers_with_each_merged(
 def test_recomputed_layers_with_experts_have_the_same_gradients(
     family: str, decoder: Any, folder: Folder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    trainer, seen = new_trainer(folder(family), decoder=decoder), {}
+    with InFloat64():
+        trainer, seen = new_trainer(folder(family), decoder=decoder, dtype="float64"), {}
     layers = len(trainer._loaded.model.get_submodule(trainer._loaded.family.decoder_path).layers)
     for keep in Keep:
         monkeypatch.setattr(trainer._runner, "_policy", lambda *_, keep=keep: [keep] * layers)
         for name in ADAPTERS:
             trainer.discard_gradients(name)
-        trainer.forward_backward([TrainWork(name, data(seed), "cross_entropy") for seed, name in enumerate(ADAPTERS)])
+        works = [TrainWork(name, data(seed), "cross_entropy") for seed, name in enumerate(ADAPTERS)]
+        with InFloat64():
+            trainer.forward_backward(works)
         seen[keep] = {name: adapter.gradient for name, adapter in trainer._adapters.items()}
     for keep, gradients in seen.items():
         for name, gradient in gradients.items():
-            torch.testing.assert_close(gradient, seen[Keep.ALL][name], rtol=1e-5, atol=1e-6, msg=f"{keep} {name}")
+            torch.testing.assert_close(gradient, seen[Keep.ALL][name], rtol=1e-9, atol=1e-12, msg=f"{keep} {name}")
 
 
 @pytest.mark.mutation(
@@ -307,12 +311,14 @@ def test_scores_that_are_a_share_of_all_experts_have_their_own_gradient(folder: 
     (path / "config.json").write_text(json.dumps({**config, "norm_topk_prob": False}))
     seen = []
     for decoder in DECODERS:
-        trainer = new_trainer(path, decoder=decoder)
-        trainer.forward_backward([TrainWork(name, data(seed), "cross_entropy") for seed, name in enumerate(ADAPTERS)])
+        works = [TrainWork(name, data(seed), "cross_entropy") for seed, name in enumerate(ADAPTERS)]
+        with InFloat64():
+            trainer = new_trainer(path, decoder=decoder, dtype="float64")
+            trainer.forward_backward(works)
         seen.append({name: adapter.gradient for name, adapter in trainer._adapters.items()})
     for name, gradient in seen[0].items():
         assert gradient is not None
-        torch.testing.assert_close(seen[1][name], gradient, rtol=0, atol=1e-5 * float(gradient.abs().max()))
+        torch.testing.assert_close(seen[1][name], gradient, rtol=0, atol=1e-9 * float(gradient.abs().max()))
 
 
 @pytest.mark.parametrize("normalised", [True, False])
@@ -561,6 +567,7 @@ def test_each_target_alone_reaches_the_sampler(family: str, folder: Folder, tmp_
             await sampler.close()
 
     outputs, messages = asyncio.run(sample())
+    exact = Exact(trainer)
     for module, message in messages.items():
         assert "vLLM does not use the tensors of" in message
         assert f"model.layers.0.{module}" in message
@@ -569,8 +576,9 @@ def test_each_target_alone_reaches_the_sampler(family: str, folder: Folder, tmp_
         ids = np.concatenate([prompt.token_ids, sequence.tokens.astype(np.int32)])
         whole = replace(prompt, token_ids=ids)
         sampled = np.concatenate([output.prompt_logprobs[1:], sequence.logprobs])
-        ours, is_text = trainer.logprobs(None if name == "base" else name, whole), ids[1:] != pad
-        np.testing.assert_allclose(sampled[is_text], ours[is_text], atol=1e-4, rtol=0, err_msg=name)
+        adapter, is_text = None if name == "base" else name, ids[1:] != pad
+        ours = trainer.logprobs(adapter, whole)
+        exact.assert_near(adapter, [whole], ours[is_text], sampled[is_text], at=is_text)
         if name != "base":
             effect = float(np.abs(ours - trainer.logprobs(None, whole))[is_text].max())
             assert effect > 0.02, f"{name} changes logprobs by {effect:.2g}"
@@ -598,5 +606,5 @@ def test_a_model_with_experts_may_come_after_one_without(
     monkeypatch.setattr(parallel_state, "_EP", None)
     (sequence,) = asyncio.run(sampled(folder("qwen3_moe"))).sequences
     whole = replace(prompt, token_ids=np.concatenate([prompt.token_ids, sequence.tokens.astype(np.int32)]))
-    ours = new_trainer(folder("qwen3_moe")).logprobs(None, whole)
-    np.testing.assert_allclose(sequence.logprobs, ours[len(prompt.token_ids) - 1 :], atol=1e-4, rtol=0)
+    exact = Exact(new_trainer(folder("qwen3_moe")))
+    exact.assert_near(None, [whole], sequence.logprobs, at=slice(len(prompt.token_ids) - 1, None))

@@ -38,16 +38,14 @@ from tinker_local.types import (
 )
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
+from tests.float64 import Exact, InFloat64
 from tests.rendering.conftest import Pictures
 from tests.rendering.test_image_counts import SHAPES as EVERY_SHAPE
 from tests.training.autograd_reference import assert_computes_like
 
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head")
-TOLERANCE = 1e-4
-"""Nats."""
-
-GRADIENT_TOLERANCE = 1e-5
-"""Of the largest element of a gradient."""
+EFFECT = 0.01
+"""Nats that an adapter changes: far more than rounding does."""
 
 SHAPES = ((64, 64), (97, 389), (320, 48))
 """Of pictures, in pixels: all become 16 positions."""
@@ -74,6 +72,11 @@ def images(renderer: ModelRenderer) -> Sequence[RenderedImage]:
 @pytest.fixture(scope="module")
 def trainer(folder: Path) -> HFTrainer:
     return HFTrainer(str(folder), name="tiny", device="cpu")
+
+
+@pytest.fixture(scope="module")
+def exact(trainer: HFTrainer) -> Exact:
+    return Exact(trainer)
 
 
 def noisy(
@@ -128,10 +131,12 @@ def datum(input: RenderedInput, seed: int) -> TrainDatum:
 )
 @pytest.mark.parametrize("scores", [2**26, 1])
 def test_packed_runs_agree_with_transformers_on_each_sequence_alone(
-    trainer: HFTrainer, folder: Path, images: Sequence[RenderedImage], scores: int, monkeypatch: pytest.MonkeyPatch
+    folder: Path, images: Sequence[RenderedImage], scores: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Logprobs and all gradients of several adapters in the same rows, with up to three images in a datum, first and
     last in it, the same image twice, and none; data of equal length share calls. `scores`: in memory at once."""
+    with InFloat64():
+        trainer = HFTrainer(str(folder), name="tiny", device="cpu", dtype="float64")
     monkeypatch.setattr("tinker_local.backend.training.attention.SCORES", scores)
     a, b, c = images
     inputs = {
@@ -145,11 +150,12 @@ def test_packed_runs_agree_with_transformers_on_each_sequence_alone(
     inputs["b"].append(RenderedInput(inputs["a"][3].token_ids[:20], inputs["a"][3].images))  # ends with an image
     for name, rank in {"a": 4, "b": 7}.items():
         trainer.load_adapter(name, noisy(trainer, LoraConfig(rank=rank, seed=rank), rank, 0.03))
-    theirs = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    with InFloat64():
+        theirs = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float64, attn_implementation="eager")
     works = [
         TrainWork(name, [datum(each, n) for n, each in enumerate(of)], "cross_entropy") for name, of in inputs.items()
     ]
-    assert_computes_like(trainer, theirs, works, TOLERANCE, GRADIENT_TOLERANCE)
+    assert_computes_like(trainer, theirs, works)
 
 
 def sampled(folder: Path, works: Sequence[SampleWork], **options: Any) -> list[Any]:
@@ -166,13 +172,17 @@ def sampled(folder: Path, works: Sequence[SampleWork], **options: Any) -> list[A
     return asyncio.run(all_of())
 
 
-def assert_agrees(trainer: HFTrainer, name: str | None, given: RenderedInput, output: Any) -> float:
-    """Of prompt and sample, text and pads; returns how much the adapter changes."""
-    (sequence,) = output.sequences
-    whole = replace(given, token_ids=np.concatenate([given.token_ids, sequence.tokens]).astype(np.int32))
-    ours, base = (trainer.logprobs(adapter, whole) for adapter in (name, None))
-    theirs = np.concatenate([output.prompt_logprobs[1:], sequence.logprobs])
-    np.testing.assert_allclose(theirs, ours, atol=TOLERANCE, rtol=0, err_msg=str(name))
+def assert_agree(
+    trainer: HFTrainer, exact: Exact, name: str | None, prompts: Sequence[RenderedInput], outputs: Sequence[Any]
+) -> float:
+    """Of prompts and samples, text and pads; returns how much the adapter changes."""
+    whole, theirs = [], []
+    for given, output in zip(prompts, outputs, strict=True):
+        (sequence,) = output.sequences
+        whole.append(replace(given, token_ids=np.concatenate([given.token_ids, sequence.tokens]).astype(np.int32)))
+        theirs += [output.prompt_logprobs[1:], sequence.logprobs]
+    ours, base = (trainer.logprobs(adapter, *whole) for adapter in (name, None))
+    exact.assert_near(name, whole, ours, np.concatenate(theirs))
     return float(np.abs(ours - base).max())
 
 
@@ -184,7 +194,7 @@ def assert_agrees(trainer: HFTrainer, name: str | None, given: RenderedInput, ou
     "vllm_head=None",
 )
 def test_trainer_and_sampler_agree_with_each_target_alone(
-    trainer: HFTrainer, folder: Path, images: Sequence[RenderedImage], tmp_path: Path
+    trainer: HFTrainer, exact: Exact, folder: Path, images: Sequence[RenderedImage], tmp_path: Path
 ) -> None:
     """Adapters that change one projection alone, one that was trained, and the base model, in the same steps; with one
     to three images at the start, in the middle, side by side and at the end."""
@@ -204,7 +214,7 @@ def test_trainer_and_sampler_agree_with_each_target_alone(
         trainer.forward_backward([TrainWork("trained", [datum(prompts[0], 7)], "cross_entropy")])
         trainer.optim_step("trained", AdamParams(learning_rate=0.01))
     names = [None, *TARGETS, "trained"]
-    works, asked = [], []
+    works = []
     for name in names:
         version = None if name is None else AdapterVersion(name, tmp_path / name)
         if version is not None:
@@ -213,27 +223,25 @@ def test_trainer_and_sampler_agree_with_each_target_alone(
         for seed, given in enumerate(prompts):
             params = SamplingParams(max_tokens=6, seed=seed, stop=[])
             works.append(SampleWork(given, version, params, prompt_logprobs=True))
-            asked.append((name, given))
-    effects = dict.fromkeys(names, 0.0)
-    for (name, given), output in zip(asked, sampled(folder, works), strict=True):
-        effects[name] = max(effects[name], assert_agrees(trainer, name, given, output))
-    assert min(effect for name, effect in effects.items() if name is not None) > 100 * TOLERANCE, effects
+    outputs = iter(sampled(folder, works))
+    effects = {name: assert_agree(trainer, exact, name, prompts, [next(outputs) for _ in prompts]) for name in names}
+    assert min(effect for name, effect in effects.items() if name is not None) > EFFECT, effects
 
 
 @pytest.mark.mutation("images-in-several-steps", "patches.py", "        to_engine=_keep_images_whole,\n", "")
 def test_an_image_is_never_split_over_two_steps(
-    trainer: HFTrainer, folder: Path, images: Sequence[RenderedImage]
+    trainer: HFTrainer, exact: Exact, folder: Path, images: Sequence[RenderedImage]
 ) -> None:
     """Steps of 40 positions, shared by prompts of several images that begin where steps end."""
     prompts = [prompt(trainer, 10 + n, [images[n % 3], images[(n + 1) % 3]], first=n, gap=n % 4) for n in range(12)]
     params = SamplingParams(max_tokens=4, seed=1, stop=[])
     works = [SampleWork(given, None, params, prompt_logprobs=True) for given in prompts]
-    for given, output in zip(prompts, sampled(folder, works, max_sequences=16, max_batched_tokens=40), strict=True):
-        assert_agrees(trainer, None, given, output)
+    outputs = sampled(folder, works, max_sequences=16, max_batched_tokens=40)
+    assert_agree(trainer, exact, None, prompts, outputs)
 
 
 async def test_the_rest_of_an_image_whose_beginning_is_in_the_prefix_cache_sees_all_of_it(
-    trainer: HFTrainer, folder: Path, images: Sequence[RenderedImage]
+    trainer: HFTrainer, exact: Exact, folder: Path, images: Sequence[RenderedImage]
 ) -> None:
     """Blocks of the cache end in the middle of the first image and before the second."""
     given = prompt(trainer, 40, images[:2], first=120)
@@ -248,7 +256,7 @@ async def test_the_rest_of_an_image_whose_beginning_is_in_the_prefix_cache_sees_
     for output in outputs:
         (sequence,) = output.sequences
         whole = replace(given, token_ids=np.concatenate([given.token_ids, sequence.tokens]).astype(np.int32))
-        np.testing.assert_allclose(sequence.logprobs, trainer.logprobs(None, whole)[-6:], atol=TOLERANCE, rtol=0)
+        exact.assert_near(None, [whole], sequence.logprobs, at=slice(-6, None))
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])
@@ -351,4 +359,4 @@ async def test_a_server_starts_and_trainer_and_sampler_agree(folder: Path, tmp_p
     await backend.close()
     agreed = re.search(r"trainer and sampler agree to (\S+) nats", said[-1])
     assert agreed is not None
-    assert float(agreed[1]) < TOLERANCE
+    assert float(agreed[1]) < EFFECT / 100

@@ -27,6 +27,7 @@ from tinker_local.backend.vllm_engine.vllm_sampler import VLLMSampler
 from tinker_local.types import AdamParams, LoraConfig, SamplingParams
 from transformers import AutoModelForImageTextToText
 
+from tests.float64 import Exact, InFloat64
 from tests.training.autograd_reference import assert_computes_like
 
 TARGETS = (
@@ -37,11 +38,8 @@ TARGETS = (
 """What the hosted service trains."""
 
 DECODERS = ("autograd", "written-out")
-TOLERANCE = 1e-4
-"""Nats."""
-
-GRADIENT_TOLERANCE = 1e-4
-"""Of the largest element of a gradient; `test_delta_rule.py` has the rule's own gradients to rounding."""
+EFFECT = 0.01
+"""Nats that an adapter changes: far more than rounding does."""
 
 LENGTHS = (5, 140, 23)
 """Of data: the middle one has more positions than two chunks of the delta rule."""
@@ -60,12 +58,25 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def trainers(folder: Path) -> Mapping[str, HFTrainer]:
-    """By decoder; with two adapters of different ranks, whose B are not zero."""
-    found = {name: HFTrainer(str(folder), name="tiny", device="cpu", decoder=name) for name in DECODERS}
+    """By decoder, in float64; with two adapters of different ranks, whose B are not zero."""
+    options: dict[str, Any] = {"name": "tiny", "device": "cpu", "dtype": "float64"}
+    with InFloat64():
+        found = {name: HFTrainer(str(folder), decoder=name, **options) for name in DECODERS}
     for trainer in found.values():
         for seed, (name, rank) in enumerate({"a": 4, "b": 7}.items()):
             trainer.load_adapter(name, noisy(trainer, LoraConfig(rank=rank, seed=seed), seed))
     return found
+
+
+@pytest.fixture(scope="module")
+def trainer(folder: Path) -> HFTrainer:
+    """In float32, as the sampler."""
+    return HFTrainer(str(folder), name="tiny", device="cpu")
+
+
+@pytest.fixture(scope="module")
+def exact(trainer: HFTrainer) -> Exact:
+    return Exact(trainer)
 
 
 def noisy(trainer: HFTrainer, config: LoraConfig, seed: int, only: tuple[str, ...] = TARGETS) -> AdapterState:
@@ -107,11 +118,12 @@ def test_adapters_have_the_tensors_of_the_hosted_service(trainers: Mapping[str, 
 
 
 def assert_agrees_with_transformers(trainer: HFTrainer, folder: Path, data: Mapping[str, list[TrainDatum]]) -> None:
-    theirs = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    with InFloat64():
+        theirs = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float64, attn_implementation="eager")
     works = [TrainWork(name, of_run, "cross_entropy") for name, of_run in data.items()]
     for name in ("a", "b"):
         trainer.discard_gradients(name)
-    assert_computes_like(trainer, theirs, works, TOLERANCE, GRADIENT_TOLERANCE)
+    assert_computes_like(trainer, theirs, works)
 
 
 @pytest.mark.parametrize("decoder", DECODERS)
@@ -141,14 +153,15 @@ def test_packed_runs_agree_with_transformers_on_each_sequence_alone(
 def test_written_out_layers_have_the_same_gradients_whatever_is_kept(
     keep: Keep, trainers: Mapping[str, HFTrainer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And those of the autograd decoder, to the rounding of both."""
+    """And those of the autograd decoder."""
     work = TrainWork("a", [datum(seed, n) for seed, n in enumerate(LENGTHS)], "cross_entropy")
     found = {}
     for name, trainer in trainers.items():
         if name == "written-out":
             monkeypatch.setattr(trainer._runner, "_policy", lambda packed, batch: [keep] * 4)
         trainer.discard_gradients("a")
-        trainer.forward_backward([work])
+        with InFloat64():
+            trainer.forward_backward([work])
         adapter = trainer._adapters["a"]
         assert adapter.gradient is not None
         found[name] = {spec.name: spec.view(adapter.gradient).clone() for spec in adapter.specs}
@@ -156,7 +169,7 @@ def test_written_out_layers_have_the_same_gradients_whatever_is_kept(
     for name, theirs in found["autograd"].items():
         scale = float(theirs.abs().max())
         ours = found["written-out"][name]
-        torch.testing.assert_close(ours, theirs, rtol=0, atol=GRADIENT_TOLERANCE * scale, msg=name)
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-9 * scale, msg=name)
 
 
 def sampled(folder: Path, asked: list[SampleWork], **options: Any) -> list[Any]:
@@ -183,10 +196,9 @@ def continued(work: SampleWork, output: Any) -> tuple[RenderedInput, np.ndarray[
 @pytest.mark.mutation(
     "split-rows-ignored-by-vllm", "patches.py", "        to_config=adapter_targets.name_split_rows,\n", ""
 )
-def test_each_target_alone_reaches_the_sampler(trainers: Mapping[str, HFTrainer], folder: Path, tmp_path: Path) -> None:
+def test_each_target_alone_reaches_the_sampler(trainer: HFTrainer, exact: Exact, folder: Path, tmp_path: Path) -> None:
     """An adapter that changes one projection alone, one after the other, and one after training; all in the same steps,
     beside the base model."""
-    trainer = trainers[DECODERS[-1]]
     for seed, target in enumerate(TARGETS):
         trainer.load_adapter(target, noisy(trainer, LoraConfig(rank=8, seed=seed), seed, (target,)))
     trainer.create_adapter("trained", LoraConfig(rank=8, seed=3))
@@ -209,16 +221,16 @@ def test_each_target_alone_reaches_the_sampler(trainers: Mapping[str, HFTrainer]
     for name, work, output in zip(names, asked, sampled(folder, asked), strict=True):
         whole, theirs = continued(work, output)
         ours = trainer.logprobs(name, whole)
-        np.testing.assert_allclose(theirs, ours, atol=TOLERANCE, rtol=0, err_msg=str(name))
+        exact.assert_near(name, [whole], ours, theirs)
         effect = np.abs(ours - trainer.logprobs(None, whole)).max()
-        assert name is None or effect > 100 * TOLERANCE, name
+        assert name is None or effect > EFFECT, name
 
 
 def test_long_prompts_in_parts_and_from_the_cache_have_the_same_logprobs(
-    trainers: Mapping[str, HFTrainer], folder: Path
+    trainer: HFTrainer, exact: Exact, folder: Path
 ) -> None:
     """A step takes a part of a prompt; a second request begins with the state that the first left in the cache."""
-    trainer, prompt = trainers[DECODERS[-1]], RenderedInput(text(8, 3 * SMALL_BLOCK + 40))
+    prompt = RenderedInput(text(8, 3 * SMALL_BLOCK + 40))
 
     async def ask() -> list[Any]:
         options = EngineOptions(
@@ -242,10 +254,10 @@ def test_long_prompts_in_parts_and_from_the_cache_have_the_same_logprobs(
 
     first, again = asyncio.run(ask())
     whole, theirs = continued(SampleWork(prompt, None, SamplingParams(max_tokens=8)), first)
-    np.testing.assert_allclose(theirs, trainer.logprobs(None, whole), atol=TOLERANCE, rtol=0)
+    exact.assert_near(None, [whole], theirs, trainer.logprobs(None, whole))
     assert list(again.sequences[0].tokens) == list(first.sequences[0].tokens)
-    np.testing.assert_allclose(again.sequences[0].logprobs, first.sequences[0].logprobs, atol=TOLERANCE, rtol=0)
-    np.testing.assert_allclose(again.prompt_logprobs[-20:], first.prompt_logprobs[-20:], atol=TOLERANCE, rtol=0)
+    end = np.concatenate([again.prompt_logprobs[-20:], again.sequences[0].logprobs])
+    exact.assert_near(None, [whole], end, at=slice(-len(end), None))
     assert again.prompt_cache_hit_tokens >= SMALL_BLOCK
 
 

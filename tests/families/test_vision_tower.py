@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -27,6 +28,7 @@ from tinker_local.backend.vllm_engine.vllm_sampler import VLLMSampler
 from tinker_local.types import AdamParams, InvalidRequestError, LoraConfig, SamplingParams
 from transformers import AutoModelForImageTextToText
 
+from tests.float64 import Exact, InFloat64
 from tests.training.autograd_reference import gradients_like
 
 Family = Literal["qwen2_5_vl", "qwen3_vl", "qwen3_5"]
@@ -36,11 +38,8 @@ SHAPES = {
     "qwen3_vl": TextShape(),
     "qwen3_5": replace(QWEN3_5_SHAPE, weight_scale=0.6),  # smaller weights amplify rounding less
 }
-GRADIENT = {"qwen2_5_vl": 1e-5, "qwen3_vl": 1e-5, "qwen3_5": 1e-4}
-"""Of a gradient's norm; linear attention rounds more (`test_qwen3_5.py`)."""
-
-LOGPROB = 1e-4
-"""Nats."""
+EFFECT = 0.01
+"""Nats that an adapter changes: far more than rounding does."""
 
 TOWER = LoraConfig(rank=4, seed=1, train_vision=True)
 Trainers = Callable[..., HFTrainer]
@@ -60,8 +59,9 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Family], Path
 @pytest.fixture(scope="module")
 def trainers(folders: Callable[[Family], Path]) -> Trainers:
     @cache
-    def load(family: Family, decoder: Any = "auto") -> HFTrainer:
-        return HFTrainer(str(folders(family)), name="tiny", device="cpu", decoder=decoder)
+    def load(family: Family, decoder: Any = "auto", dtype: str = "float32") -> HFTrainer:
+        with InFloat64() if dtype == "float64" else nullcontext():
+            return HFTrainer(str(folders(family)), name="tiny", device="cpu", decoder=decoder, dtype=dtype)
 
     return load
 
@@ -155,19 +155,20 @@ def test_logprobs_and_gradients_are_those_of_transformers(
     family: Family, decoder: str, trainers: Trainers, folders: Callable[[Family], Path]
 ) -> None:
     """Of all adapters, in the same rows."""
-    trainer = trainers(family, decoder)
+    trainer = trainers(family, decoder, "float64")
     load_adapters(trainer)
-    theirs = AutoModelForImageTextToText.from_pretrained(
-        folders(family), dtype=torch.float32, attn_implementation="eager"
-    )
+    with InFloat64():
+        theirs = AutoModelForImageTextToText.from_pretrained(
+            folders(family), dtype=torch.float64, attn_implementation="eager"
+        )
     works = [TrainWork(name, data, "cross_entropy") for name, data in mixed_data(trainer).items()]
-    for adapter, wanted in gradients_like(trainer, theirs, works, LOGPROB):
+    for adapter, wanted in gradients_like(trainer, theirs, works):
         assert adapter.gradient is not None
         assert any("visual" in spec.name for spec in adapter.specs) == adapter.config.train_vision
         for spec in adapter.specs:
             norm = float(wanted[spec.name].norm())
             assert norm > 0, spec.name
-            assert float((spec.view(adapter.gradient) - wanted[spec.name]).norm()) < GRADIENT[family] * norm, spec.name
+            assert float((spec.view(adapter.gradient) - wanted[spec.name]).norm()) < 1e-9 * norm, spec.name
 
 
 @pytest.mark.mutation(
@@ -276,14 +277,14 @@ def test_each_target_alone_reaches_the_sampler(
     sampler = sampler_of(folder)
     outputs = asyncio.run(all_of(sampler, works, close=True))
     is_text = given.token_ids[1:] != trainer._loaded.model.config.image_token_id
+    exact, compared = Exact(trainer), np.append(is_text, np.ones(6, np.bool_))
     for name, output in zip(adapters, outputs, strict=True):
         (sequence,) = output.sequences
         whole = replace(given, token_ids=np.concatenate([given.token_ids, sequence.tokens]).astype(np.int32))
         ours, base = (trainer.logprobs(adapter, whole) for adapter in (name, None))
         theirs = np.concatenate([output.prompt_logprobs[1:], sequence.logprobs])
-        compared = np.append(is_text, np.ones(6, np.bool_))
-        np.testing.assert_allclose(theirs[compared], ours[compared], atol=LOGPROB, rtol=0, err_msg=str(name))
-        assert name is None or np.abs(ours - base)[compared].max() > 100 * LOGPROB, name
+        exact.assert_near(name, [whole], ours[compared], theirs[compared], at=compared)
+        assert name is None or np.abs(ours - base)[compared].max() > EFFECT, name
 
 
 def sampler_of(folder: Path, **options: Any) -> VLLMSampler:
@@ -322,6 +323,7 @@ def test_the_sampler_keeps_features_of_adapters_apart_and_shares_the_others(
         versions[name] = AdapterVersion(name, tmp_path / name)
     params = SamplingParams(max_tokens=1, temperature=0.0)
     is_text = given.token_ids[1:] != trainer._loaded.model.config.image_token_id
+    exact = Exact(trainer)
 
     async def one_after_the_other() -> list[int]:
         sampler, encoded = sampler_of(folder), []
@@ -330,9 +332,7 @@ def test_the_sampler_keeps_features_of_adapters_apart_and_shares_the_others(
                 for name, version in versions.items():
                     output = await sampler.sample(SampleWork(given, version, params, prompt_logprobs=True))
                     assert output.prompt_logprobs is not None
-                    ours = trainer.logprobs(name, given)[is_text]
-                    found = output.prompt_logprobs[1:][is_text]
-                    np.testing.assert_allclose(found, ours, atol=LOGPROB, rtol=0, err_msg=str(name))
+                    exact.assert_near(name, [given], output.prompt_logprobs[1:][is_text], at=is_text)
                     encoded.append(sampler.images_encoded)
         finally:
             await sampler.close()

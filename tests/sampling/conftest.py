@@ -1,4 +1,4 @@
-"""Real vLLM engines on tiny models, and HF transformers in float32 to compare them with."""
+"""Real vLLM engines on tiny models, and HF transformers in float64 to compare them with."""
 
 import contextlib
 import io
@@ -26,6 +26,8 @@ from tinker_local.backend.vllm_engine.patches import PATCHES
 from tinker_local.backend.vllm_engine.vllm_sampler import VLLMSampler
 from tinker_local.types import EncodedTextChunk, ImageChunk, ModelInput, SamplingParams
 
+from tests.float64 import InFloat64
+
 ALPHA = 32
 
 
@@ -37,7 +39,7 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
     if differences:
         versions = ", ".join(f"{name} {sys.modules[name].__version__}" for name in ("vllm", "torch", "transformers"))
         terminalreporter.write_line(
-            f"sampler ({versions}) against HF float32: {len(differences)} comparisons, largest differences: "
+            f"sampler ({versions}) against HF in float64: {len(differences)} comparisons, largest differences: "
             f"median {np.median(differences):.1e}, maximum {max(differences):.1e}"
         )
 
@@ -83,19 +85,20 @@ def write_adapter_files(folder: Path, weights: dict[str, tuple[torch.Tensor, tor
 
 
 class HFReference:
-    """A HF model in float32; `RenderedInput`s go in with explicit image positions, ids are never looked for."""
+    """A HF model in float64; `RenderedInput`s go in with explicit image positions, ids are never looked for."""
 
     def __init__(self, folder: Path, model_class: str) -> None:
         import transformers
 
-        self.model = getattr(transformers, model_class).from_pretrained(folder, dtype=torch.float32).eval()
+        self.model = getattr(transformers, model_class).from_pretrained(folder, dtype=torch.float64).eval()
 
     @torch.no_grad()
     def logits(self, prompt: RenderedInput, continuation: Sequence[int] = ()) -> torch.Tensor:
         """[N + continuation, V]"""
         ids = torch.tensor([[*prompt.token_ids.tolist(), *continuation]])
         if not prompt.images:
-            return self.model(input_ids=ids).logits[0]
+            with InFloat64():
+                return self.model(input_ids=ids).logits[0]
         images = [(p.offset, p.image) for p in prompt.images]
         is_image = torch.zeros(ids.shape, dtype=torch.bool)
         for offset, image in images:
@@ -103,13 +106,14 @@ class HFReference:
         inner = self.model.model
         original = inner.get_placeholder_mask
         inner.get_placeholder_mask = lambda *_, **__: (is_image[..., None], torch.zeros_like(is_image[..., None]))
+        arguments = {
+            "position_ids": self._positions(ids.shape[1], images),
+            "pixel_values": torch.cat([torch.from_numpy(image.pixel_values) for _, image in images]),
+            "image_grid_thw": torch.tensor([image.grid_thw for _, image in images]),
+        }
         try:
-            return self.model(
-                input_ids=ids,
-                position_ids=self._positions(ids.shape[1], images),
-                pixel_values=torch.cat([torch.from_numpy(image.pixel_values) for _, image in images]),
-                image_grid_thw=torch.tensor([image.grid_thw for _, image in images]),
-            ).logits[0]
+            with InFloat64():
+                return self.model(input_ids=ids, **arguments).logits[0]
         finally:
             inner.get_placeholder_mask = original
 
@@ -163,7 +167,7 @@ class HFReference:
 class Served:
     """One tiny model: folder, HF, renderer and sampler.
 
-    `tolerance`: largest difference of logprobs (nats) from HF's float32; on CUDA the engine computes in bfloat16.
+    `tolerance`: largest difference of logprobs (nats) from HF's float64; on CUDA the engine computes in bfloat16.
     """
 
     def __init__(self, folder: Path, model_class: str, thread: EngineThread, **options: Any) -> None:

@@ -14,6 +14,8 @@ from tinker_local.backend.training.lora import Adapter
 from tinker_local.backend.training.trainer import TrainResult, TrainWork
 from tinker_local.backend.training.worker import HFTrainer
 
+from tests.float64 import InFloat64
+
 
 def norms_in_float64(model: Any, within: str = "") -> None:
     """Make transformers compute RMS norms of float64 in float64."""
@@ -128,30 +130,30 @@ def positions(input: RenderedInput, placements: Sequence[ImagePlacement]) -> tor
     return torch.tensor(found).T[:, None]
 
 
-def assert_computes_like(
-    ours: HFTrainer, theirs: Any, works: Sequence[TrainWork], tolerance: float, of_gradients: float
-) -> None:
-    """As `gradients_like`, and gradients as a share of the largest of their tensor."""
-    for adapter, wanted in gradients_like(ours, theirs, works, tolerance):
+def assert_computes_like(ours: HFTrainer, theirs: Any, works: Sequence[TrainWork]) -> None:
+    """As `gradients_like`, and that the gradients are these."""
+    for adapter, wanted in gradients_like(ours, theirs, works):
         for spec in adapter.specs:
             assert adapter.gradient is not None
-            atol = of_gradients * float(wanted[spec.name].abs().max())
+            atol = 1e-9 * float(wanted[spec.name].abs().max())
             assert atol > 0, spec.name
             found = spec.view(adapter.gradient)
             torch.testing.assert_close(found, wanted[spec.name], rtol=0, atol=atol, msg=spec.name)
 
 
 def gradients_like(
-    ours: HFTrainer, theirs: Any, works: Sequence[TrainWork], tolerance: float
-) -> Iterator[tuple[Adapter, Mapping[str, torch.Tensor]]]:
-    """One forward and backward of `works`, one for each adapter: compares logprobs in nats with those of `theirs`, a
-    model of transformers, and gives each adapter with the gradients that it should have."""
+    ours: HFTrainer, theirs: Any, works: Sequence[TrainWork]
+) -> Sequence[tuple[Adapter, Mapping[str, torch.Tensor]]]:
+    """One forward and backward of `works`, one for each adapter, in float64: compares logprobs, which are reported in
+    float32, with those of `theirs`, a model of transformers, and gives each adapter with the gradients that it should
+    have. Both models are in float64."""
     hooked = Hooked(ours, theirs.eval().requires_grad_(False))
-    for work, result in zip(works, ours.forward_backward(works), strict=True):
-        assert isinstance(result, TrainResult)
-        for each, output in zip(work.data, result.outputs, strict=True):
-            rows = hooked.logprobs(work.adapter_id, each.input)
-            logprobs = rows.gather(1, torch.from_numpy(each.target_tokens)[:, None])[:, 0]
-            np.testing.assert_allclose(output["logprobs"], logprobs.detach(), atol=tolerance, rtol=0)
-            (-(torch.from_numpy(each.loss_inputs["weights"]) * logprobs).sum()).backward()
-        yield ours._adapters[work.adapter_id], hooked.gradients(work.adapter_id)
+    with InFloat64():
+        for work, result in zip(works, ours.forward_backward(works), strict=True):
+            assert isinstance(result, TrainResult)
+            for each, output in zip(work.data, result.outputs, strict=True):
+                rows = hooked.logprobs(work.adapter_id, each.input)
+                logprobs = rows.gather(1, torch.from_numpy(each.target_tokens)[:, None])[:, 0]
+                np.testing.assert_allclose(output["logprobs"], logprobs.detach(), rtol=1e-7, atol=1e-7)
+                (-(torch.from_numpy(each.loss_inputs["weights"]) * logprobs).sum()).backward()
+    return [(ours._adapters[work.adapter_id], hooked.gradients(work.adapter_id)) for work in works]

@@ -28,9 +28,9 @@ KINDS = {
 
 
 @pytest.fixture
-def many(trainer: Any, add_adapter: Any) -> Any:
-    """A trainer with an adapter of each of `KINDS`."""
-    ours = trainer("qwen3_vl")
+def many(trainer: Any, add_adapter: Any, request: pytest.FixtureRequest) -> Any:
+    """A trainer with an adapter of each of `KINDS`, in float64 where a test does not say otherwise."""
+    ours = trainer("qwen3_vl", dtype=getattr(request, "param", "float64"))
     for name, config in KINDS.items():
         add_adapter(ours, name, **config)
     return ours
@@ -51,8 +51,8 @@ def test_ranks_and_flags_of_all_kinds_in_one_micro_batch_equal_each_alone(
     for work, result in zip(works, together, strict=True):
         many.discard_gradients(work.adapter_id)
         (alone,) = many.forward_backward([work])
-        assert result.metrics["loss:sum"] == pytest.approx(alone.metrics["loss:sum"], rel=1e-6)
-        assert_close(seen[work.adapter_id], gradients(many, work.adapter_id), 1e-6)
+        assert result.metrics["loss:sum"] == pytest.approx(alone.metrics["loss:sum"], rel=1e-9)
+        assert_close(seen[work.adapter_id], gradients(many, work.adapter_id), 1e-9)
 
 
 @pytest.mark.mutation(
@@ -67,6 +67,7 @@ def test_ranks_and_flags_of_all_kinds_in_one_micro_batch_equal_each_alone(
     "self._computable = max(-low, high) * max(1.0, self.scale) < torch.finfo(torch.bfloat16).max",
     "self._computable = True",
 )
+@pytest.mark.parametrize("many", ["float32"], indirect=True)
 @pytest.mark.parametrize("broken", [float("nan"), float("-inf"), 3e38, 8e37, 1e25])
 def test_broken_weights_leave_adapters_that_share_their_matmuls_alone(
     broken: Any, many: Any, make: Any, gradients: Any, assert_close: Any
@@ -82,7 +83,7 @@ def test_broken_weights_leave_adapters_that_share_their_matmuls_alone(
     for name, result in zip(KINDS, results, strict=True):
         assert isinstance(result, TrainResult) == (name != "c"), name
         if name != "c":
-            assert_close(gradients(many, name), expected[name], 1e-6)
+            assert_close(gradients(many, name), expected[name], 1e-3)  # far more than rounding
     assert many._adapters["c"].gradient is None
 
 
@@ -255,6 +256,6 @@ def test_scores_beyond_the_rank_bound_train_in_turn(
             many.discard_gradients(name)
         results = many.forward_backward(works)
         seen.append(({name: gradients(many, name) for name in KINDS}, [r.metrics["loss:sum"] for r in results]))
-    np.testing.assert_allclose(seen[0][1], seen[1][1], rtol=1e-6)
+    np.testing.assert_allclose(seen[0][1], seen[1][1], rtol=1e-9)
     for name in KINDS:
-        assert_close(seen[0][0][name], seen[1][0][name], 1e-6)
+        assert_close(seen[0][0][name], seen[1][0][name], 1e-9)

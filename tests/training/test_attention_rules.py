@@ -10,6 +10,8 @@ from tinker_local.backend.training.attention import AttentionRule, Segments, att
 from transformers.models.gemma2.modeling_gemma2 import eager_attention_forward as with_softcap
 from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward as with_sinks
 
+from tests.float64 import InFloat64
+
 HEADS, KV_HEADS, SIZE, SCALING = 6, 2, 10, 0.3
 
 
@@ -77,11 +79,11 @@ def test_each_segment_attends_as_in_transformers_alone(
     image = torch.zeros(sum(lengths), dtype=torch.int64)
     for number, (start, stop) in enumerate(images, 1):
         image[start:stop] = number
-    wanted = torch.cat(
-        [theirs(q[start:stop], k[start:stop], v[start:stop], rule, image[start:stop]) for start, stop in bounds]
-    )
-    # transformers computes the softmax in float32 if there is a soft cap.
-    tolerance = 1e-12 if sinks else 1e-5
-    torch.testing.assert_close(output, wanted, rtol=0, atol=tolerance)
-    for ours, expected in zip(gradients, torch.autograd.grad(wanted, leaves, grad), strict=True):
-        torch.testing.assert_close(ours, expected, rtol=0, atol=10 * tolerance)
+    with InFloat64():
+        wanted = torch.cat(
+            [theirs(q[start:stop], k[start:stop], v[start:stop], rule, image[start:stop]) for start, stop in bounds]
+        )
+        wanted_gradients = torch.autograd.grad(wanted, leaves, grad)
+    torch.testing.assert_close(output, wanted, rtol=0, atol=1e-12)
+    for ours, expected in zip(gradients, wanted_gradients, strict=True):
+        torch.testing.assert_close(ours, expected, rtol=0, atol=1e-11)

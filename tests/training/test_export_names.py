@@ -19,6 +19,7 @@ from tinker_local.backend.storage.adapter_files import write_adapter
 from tinker_local.backend.training.trainer import AdapterState
 from tinker_local.backend.training.worker import HFTrainer
 
+from tests.float64 import Exact
 from tests.training.test_lora_equals_peft import peft_logprobs
 
 UNTIED = ("qwen3_untied", "qwen2_5_vl", "qwen3_vl_untied")
@@ -95,7 +96,7 @@ def test_merged_export_of_an_untied_model_is_what_was_trained(
     merged = HFTrainer(str(merge(model_path(name), state, tmp_path / "m")), name="m", dtype="float32", device="cpu")
     trained = logprobs(ours, "a", inputs)
     assert np.abs(trained - logprobs(ours, None, inputs)).max() > 0.5
-    np.testing.assert_allclose(logprobs(merged, None, inputs), trained, atol=1e-4)
+    Exact(ours).assert_near("a", inputs, trained, logprobs(merged, None, inputs))
 
 
 @pytest.mark.mutation(
@@ -119,8 +120,9 @@ def test_merged_export_of_a_tied_model_differs_by_its_input_embedding_alone(
 
     trained = logprobs(ours, "a", inputs)
     assert np.abs(merged("a") - trained).max() > 1e-2
-    np.testing.assert_allclose(merged("a", new_head=True), trained, atol=1e-4)
-    np.testing.assert_allclose(merged("no head"), logprobs(ours, "no head", inputs), atol=1e-4)
+    exact = Exact(ours)
+    exact.assert_near("a", inputs, trained, merged("a", new_head=True))
+    exact.assert_near("no head", inputs, logprobs(ours, "no head", inputs), merged("no head"))
 
 
 @pytest.mark.mutation(
@@ -151,7 +153,7 @@ def test_export_is_loaded_by_peft_as_documented(
     datum = make.datum(24)
     datum = replace(datum, target_tokens=np.roll(datum.input.token_ids, -1).astype(np.int64))
     found = peft_logprobs(model, datum).detach().numpy()[:-1]
-    np.testing.assert_allclose(found, ours.logprobs("a", datum.input), atol=1e-4)
+    Exact(ours).assert_near("a", [datum.input], ours.logprobs("a", datum.input), found)
     loaded = peft.get_peft_model_state_dict(model, save_embedding_layers=False)
     assert len(loaded) == len(ours.export("a").tensors)
     if name != "qwen3_untied":

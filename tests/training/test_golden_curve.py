@@ -17,6 +17,8 @@ from tinker_local.backend.training.trainer import TrainWork
 from tinker_local.backend.training.worker import HFTrainer
 from tinker_local.types import AdamParams, LoraConfig
 
+from tests.float64 import InFloat64
+
 STORED = Path(__file__).with_name("golden_curve.json")
 STEPS = 12
 
@@ -58,8 +60,8 @@ def curve(trainer: Any, make: Any) -> Any:
 
 @pytest.mark.mutation("residual-without-gradient")
 def test_the_loss_curve_equals_the_stored_one(golden_model: Any, make: Any) -> None:
-    trainer = HFTrainer(str(golden_model), name="golden", dtype="float32", device="cpu")
-    losses = curve(trainer, make)
+    with InFloat64():
+        losses = curve(HFTrainer(str(golden_model), name="golden", dtype="float64", device="cpu"), make)
     stored = np.array(json.loads(STORED.read_text()))
     assert abs(stored[-1, 0] - stored[0, 0]) > 1, "a flat curve proves nothing"
-    np.testing.assert_allclose(losses, stored, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(losses, stored, rtol=1e-6, atol=1e-6)

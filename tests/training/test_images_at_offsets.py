@@ -11,12 +11,14 @@ from tinker_local.backend.rendering.rendered_input import RenderedInput
 from tinker_local.backend.training.trainer import TrainDatum, TrainWork
 from tinker_local.types import InvalidRequestError
 
+from tests.float64 import InFloat64
+
 VISION = ("qwen2_5_vl", "qwen3_vl")
 IMAGE_PAD = 111
 
 
 def hf_model(path: Any) -> Any:
-    return transformers.AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32).eval()
+    return transformers.AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float64).eval()
 
 
 def image_arguments(rendered: RenderedInput) -> Any:
@@ -59,12 +61,12 @@ def test_positions_equal_those_of_transformers(family: str, images: Any, make: A
 @pytest.mark.parametrize("family", VISION)
 def test_a_pad_id_that_came_as_text_is_text(family: str, make: Any, trainer: Any, model_path: Any) -> None:
     """Compare text with stray pads before, between and after images with embeddings assembled by hand."""
-    ours = trainer(family)
+    ours = trainer(family, dtype="float64")
     rendered = make.input(40, [(6, (4, 6)), (22, (2, 4))])
     for position in (0, 3, 4, 14, 30, 39):
         rendered.token_ids[position] = IMAGE_PAD
     model = hf_model(model_path(family))
-    with torch.no_grad():
+    with torch.no_grad(), InFloat64():
         embeds = model.get_input_embeddings()(torch.from_numpy(rendered.token_ids.astype(np.int64)))[None]
         is_image = image_arguments(rendered)["mm_token_type_ids"].bool()
         pixels = torch.from_numpy(np.concatenate([p.image.pixel_values for p in rendered.images]))
@@ -77,7 +79,8 @@ def test_a_pad_id_that_came_as_text_is_text(family: str, make: Any, trainer: Any
             arguments["deepstack_visual_embeds"] = features.deepstack_features
         logits = model.lm_head(model.model.language_model(**arguments).last_hidden_state[0])
         expected = logits.log_softmax(-1)[torch.arange(39), torch.from_numpy(rendered.token_ids[1:].astype(np.int64))]
-    np.testing.assert_allclose(ours.logprobs(None, rendered), expected, atol=1e-5)
+        found = ours.logprobs(None, rendered)
+    np.testing.assert_allclose(found, expected, rtol=1e-7, atol=1e-7)
 
 
 @pytest.mark.parametrize("family", VISION)
@@ -86,9 +89,10 @@ def test_pad_ids_in_pure_text_are_text(family: str, make: Any, trainer: Any, mod
     rendered.token_ids[[0, 5, 6, 19]] = IMAGE_PAD
     model = hf_model(model_path(family))
     token_ids = torch.from_numpy(rendered.token_ids.astype(np.int64))
-    with torch.no_grad():
+    with torch.no_grad(), InFloat64():
         expected = model(input_ids=token_ids[None]).logits[0].log_softmax(-1)[torch.arange(19), token_ids[1:]]
-    np.testing.assert_allclose(trainer(family).logprobs(None, rendered), expected, atol=1e-5)
+        found = trainer(family, dtype="float64").logprobs(None, rendered)
+    np.testing.assert_allclose(found, expected, rtol=1e-7, atol=1e-7)
 
 
 @pytest.mark.mutation(
@@ -125,8 +129,8 @@ def test_cached_features_change_nothing_and_are_bounded(
     images = [make.image(4, 4) for _ in range(6)]
     data = [make.datum(12, [(2, image)]) for image in images] + [make.datum(20, [(1, images[4]), (9, images[0])])]
     seen = []
-    for kept_bytes in (0, 2 * 3 * 4 * 32 * 4, 2**28):  # nothing, two images' embeds and two deepstack levels, all
-        ours = trainer("qwen3_vl", image_cache_bytes=kept_bytes)
+    for kept_bytes in (0, 2 * 3 * 4 * 32 * 8, 2**28):  # nothing, two images' embeds and two deepstack levels, all
+        ours = trainer("qwen3_vl", image_cache_bytes=kept_bytes, dtype="float64")
         add_adapter(ours, "a")
         for _ in range(2):
             (result,) = ours.forward_backward([TrainWork("a", data, "cross_entropy")])
@@ -135,8 +139,8 @@ def test_cached_features_change_nothing_and_are_bounded(
         assert cache._kept.currsize <= kept_bytes
         assert len(cache._kept) == {0: 0, 2**28: 6}.get(kept_bytes, 2)
     for loss, gradient in seen[:-1]:
-        assert loss == pytest.approx(seen[-1][0], rel=1e-6)
-        assert_close(gradient, seen[-1][1], 1e-6)
+        assert loss == pytest.approx(seen[-1][0], rel=1e-9)
+        assert_close(gradient, seen[-1][1], 1e-9)
 
 
 def test_images_for_a_text_model_fail_their_own_request(make: Any, trainer: Any, add_adapter: Any) -> None:

@@ -13,6 +13,7 @@ from tinker_local.backend.training.trainer import TrainWork
 from tinker_local.backend.training.worker import HFTrainer
 from tinker_local.types import LoraConfig
 
+from tests.float64 import InFloat64
 from tests.training.conftest import SMALL
 
 ORIGINAL = 16
@@ -64,13 +65,14 @@ def test_frequencies_are_those_of_the_longest_sequence_that_the_context_allows(
     decoder: str, context: int | None, length: int, folder: Path, make: Any
 ) -> None:
     """For a sequence of that kind transformers chooses the same."""
-    ours = trainer_of(folder, decoder, context, "float32")
-    ours.create_adapter("a", LoraConfig(rank=2))
     datum = make.datum(length)
-    (result,) = ours.forward_backward([TrainWork("a", [datum], "cross_entropy")])
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
-    ids = torch.from_numpy(datum.input.token_ids.astype(np.int64))[None]
-    with torch.no_grad():
+    with InFloat64(), torch.no_grad():
+        ours = trainer_of(folder, decoder, context, "float64")
+        ours.create_adapter("a", LoraConfig(rank=2))
+        (result,) = ours.forward_backward([TrainWork("a", [datum], "cross_entropy", backward=False)])
+        options = {"attn_implementation": "eager", "dtype": torch.float64}
+        theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, **options)
+        ids = torch.from_numpy(datum.input.token_ids.astype(np.int64))[None]
         rows = theirs(input_ids=ids, use_cache=False).logits[0].log_softmax(-1)
     wanted = rows.gather(1, torch.from_numpy(datum.target_tokens)[:, None])[:, 0]
-    np.testing.assert_allclose(result.outputs[0]["logprobs"], wanted, atol=1e-4)
+    np.testing.assert_allclose(result.outputs[0]["logprobs"], wanted, rtol=1e-7, atol=1e-7)

@@ -26,6 +26,7 @@ from tinker_local.backend.training.trainer import TrainDatum, TrainWork
 from tinker_local.backend.training.worker import HFTrainer
 from tinker_local.types import UnsupportedError
 
+from tests.float64 import InFloat64
 from tests.training.autograd_reference import Hooked, attention_in_float64, norms_in_float64
 
 FAMILIES = ("llama", "mistral", "qwen2", "gemma2", "gemma3_text")
@@ -115,28 +116,31 @@ def test_gradients_equal_peft_on_the_files_of_the_adapter(
     assert_close: Any,
     tmp_path: Path,
 ) -> None:
-    ours = trainer(family, decoder=decoder)
+    ours = trainer(family, decoder=decoder, dtype="float64")
     state = add_adapter(ours, "a")
     (work,) = works_of(make, "a")
-    (result,) = ours.forward_backward([work])
+    with InFloat64():
+        (result,) = ours.forward_backward([work])
 
     (tmp_path / "adapter_config.json").write_text(json.dumps(state.peft_config()))
     save_file(dict(state.tensors), tmp_path / "adapter_model.safetensors")
     base = transformers.AutoModelForCausalLM.from_pretrained(
-        ours._loaded.model.name_or_path, attn_implementation="eager", dtype=torch.float32
+        ours._loaded.model.name_or_path, attn_implementation="eager", dtype=torch.float64
     )
-    theirs = peft.PeftModel.from_pretrained(base, str(tmp_path), is_trainable=True).eval()
-    loss = sum(
-        -(peft_logprobs(theirs, datum) * torch.from_numpy(datum.loss_inputs["weights"])).sum() for datum in work.data
-    )
-    loss.backward()
-    assert result.metrics["loss:sum"] == pytest.approx(float(loss.detach()), rel=1e-5)
+    theirs = peft.PeftModel.from_pretrained(base, str(tmp_path), is_trainable=True).double().eval()
+    with InFloat64():
+        loss = sum(
+            -(peft_logprobs(theirs, datum) * torch.from_numpy(datum.loss_inputs["weights"])).sum()
+            for datum in work.data
+        )
+        loss.backward()
+    assert result.metrics["loss:sum"] == pytest.approx(float(loss.detach()), rel=1e-9)
     wanted = {
         key.replace(".default.", "."): parameter.grad.numpy()
         for key, parameter in theirs.named_parameters()
         if parameter.requires_grad
     }
-    assert_close(gradients(ours, "a"), wanted, 1e-5)
+    assert_close(gradients(ours, "a"), wanted, 1e-9)
 
 
 def peft_logprobs(model: Any, datum: TrainDatum) -> torch.Tensor:

@@ -29,8 +29,9 @@ def run(trainer: Any, *works: Any) -> Any:
 
 
 @pytest.fixture
-def ours(trainer: Any, add_adapter: Any) -> Any:
-    made = trainer("qwen3")
+def ours(trainer: Any, add_adapter: Any, request: pytest.FixtureRequest) -> Any:
+    """In float64 where a test does not say otherwise: rounding would hide small faults, or look like one."""
+    made = trainer("qwen3", dtype=getattr(request, "param", "float64"))
     add_adapter(made, "a")
     add_adapter(made, "b", rank=8, seed=2, train_unembed=False)
     add_adapter(made, "c", rank=1, seed=3, train_attn=False)
@@ -61,17 +62,17 @@ def gradient_of(ours: Any, gradients: Any) -> Any:
     cases=("cross_entropy",),
 )
 @pytest.mark.parametrize("loss_fn", LOSSES)
-def test_ten_times_the_coefficient_is_ten_times_loss_and_gradient(
+def test_eight_times_the_coefficient_is_eight_times_loss_and_gradient(
     loss_fn: Any, ours: Any, make: Any, gradient_of: Any, assert_close: Any
 ) -> None:
     """For `dro` and `stable_reinforce`, this includes the penalty."""
     work = make.work("a", [9, 4, 20], loss_fn)
-    config = {name: value * (10 if name in ("beta", "kl_coeff") else 1) for name, value in work.loss_config.items()}
+    config = {name: value * (8 if name in ("beta", "kl_coeff") else 1) for name, value in work.loss_config.items()}
     coefficient = "weights" if loss_fn == "cross_entropy" else "advantages"
-    bigger = replace(work, data=[scaled(datum, coefficient, 10) for datum in work.data], loss_config=config)
-    once, ten = run(ours, work, bigger)
-    assert ten.metrics["loss:sum"] == pytest.approx(10 * once.metrics["loss:sum"], rel=1e-5)
-    assert_close(gradient_of([bigger]), {k: 10 * v for k, v in gradient_of([work]).items()}, 1e-6)
+    bigger = replace(work, data=[scaled(datum, coefficient, 8) for datum in work.data], loss_config=config)
+    once, eight = run(ours, work, bigger)
+    assert eight.metrics["loss:sum"] == pytest.approx(8 * once.metrics["loss:sum"], rel=1e-9)
+    assert_close(gradient_of([bigger]), {k: 8 * v for k, v in gradient_of([work]).items()}, 1e-9)
 
 
 @pytest.mark.mutation(
@@ -95,8 +96,8 @@ def test_four_copies_give_four_times_the_gradient(
     work = make.work("a", [9, 4], loss_fn)
     four = replace(work, data=[*work.data] * 4)
     once, quadruple = run(ours, work, four)
-    assert quadruple.metrics["loss:sum"] == pytest.approx(4 * once.metrics["loss:sum"], rel=1e-6)
-    assert_close(gradient_of([four]), {k: 4 * v for k, v in gradient_of([work]).items()}, 1e-6)
+    assert quadruple.metrics["loss:sum"] == pytest.approx(4 * once.metrics["loss:sum"], rel=1e-9)
+    assert_close(gradient_of([four]), {k: 4 * v for k, v in gradient_of([work]).items()}, 1e-9)
 
 
 @pytest.mark.mutation("mean-gradient", cases=("cross_entropy",))
@@ -113,15 +114,16 @@ def test_a_plus_b_is_a_then_b(loss_fn: Any, ours: Any, make: Any, gradient_of: A
     first, second = make.work("a", [9, 4], loss_fn), make.work("a", [6, 30, 2], loss_fn)
     union = replace(first, data=[*first.data, *second.data])
     expected = gradient_of([union])
-    assert_close(gradient_of([first], [second]), expected, 1e-6)
-    assert_close(gradient_of([first, second]), expected, 1e-6)
+    assert_close(gradient_of([first], [second]), expected, 1e-9)
+    assert_close(gradient_of([first, second]), expected, 1e-9)
 
 
 @pytest.mark.mutation("mean-loss")
 def test_loss_is_the_sum_of_what_is_reported_per_position(ours: Any, make: Any) -> None:
     (result,) = run(ours, make.work("a", [9, 4, 20]))
-    total = sum(float(output["elementwise_loss"].astype(np.float64).sum()) for output in result.outputs)
-    assert result.metrics == {"loss:sum": pytest.approx(total, rel=1e-6)}
+    losses = np.concatenate([output["elementwise_loss"] for output in result.outputs])
+    rounding = float(np.spacing(np.abs(losses)).sum())  # they are reported in float32
+    assert result.metrics == {"loss:sum": pytest.approx(float(losses.sum(dtype=np.float64)), abs=rounding)}
 
 
 # Targets
@@ -259,7 +261,7 @@ def test_results_come_in_request_order_with_several_losses_in_one_call(ours: Any
             (alone,) = run(ours, replace(work, data=[work.data[index]]))
             np.testing.assert_allclose(output["logprobs"], alone.outputs[0]["logprobs"], atol=2e-6)
         (alone,) = run(ours, work)
-        assert result.metrics["loss:sum"] == pytest.approx(alone.metrics["loss:sum"], rel=1e-5)
+        assert result.metrics["loss:sum"] == pytest.approx(alone.metrics["loss:sum"], rel=1e-9)
 
 
 def test_adapters_that_share_micro_batches_compute_what_each_does_alone(
@@ -274,7 +276,7 @@ def test_adapters_that_share_micro_batches_compute_what_each_does_alone(
         (alone,) = run(ours, work)
         for output, expected in zip(together[name].outputs, alone.outputs, strict=True):
             np.testing.assert_allclose(output["logprobs"], expected["logprobs"], atol=1e-6)
-        assert_close(cobatched[name], gradients(ours, name), 1e-6)
+        assert_close(cobatched[name], gradients(ours, name), 1e-9)
 
 
 def test_a_forward_never_touches_gradients(ours: Any, make: Any, gradients: Any, assert_close: Any) -> None:
@@ -283,7 +285,7 @@ def test_a_forward_never_touches_gradients(ours: Any, make: Any, gradients: Any,
     before = gradients(ours, "a")
     forward, _ = run(ours, replace(work, backward=False), make.work("b", [5]))
     assert_close(gradients(ours, "a"), before, 0.0)
-    assert forward.metrics["loss:sum"] == pytest.approx(trained.metrics["loss:sum"], rel=1e-6)
+    assert forward.metrics["loss:sum"] == pytest.approx(trained.metrics["loss:sum"], rel=1e-9)
 
 
 def test_logprobs_of_a_sequence_are_those_of_its_own_next_tokens(ours: Any, make: Any) -> None:
@@ -319,7 +321,7 @@ def test_requests_that_cannot_run_fail_alone_and_name_the_datum(
     together = gradients(ours, "a")
     ours.discard_gradients("a")
     run(ours, good)
-    assert_close(gradients(ours, "a"), together, 1e-6)
+    assert_close(gradients(ours, "a"), together, 1e-9)
 
 
 def test_malformed_data_fails_its_own_request(ours: Any, make: Any) -> None:
@@ -348,12 +350,12 @@ def test_malformed_data_fails_its_own_request(ours: Any, make: Any) -> None:
 def test_absent_settings_take_their_defaults(ours: Any, make: Any) -> None:
     work = make.work("a", [9, 4], "ppo")
     given, absent = run(ours, work, replace(work, loss_config={}))
-    assert given.metrics == absent.metrics
+    assert given.metrics == pytest.approx(absent.metrics, rel=1e-9)
 
 
 def infinite_ratio(make: Any, adapter_id: Any) -> Any:
     work = make.work(adapter_id, [6, 8, 3], "importance_sampling")
-    work.data[1].loss_inputs["logprobs"][4] = -500
+    work.data[1].loss_inputs["logprobs"][4] = -5000
     return work
 
 
@@ -379,7 +381,7 @@ def test_a_loss_that_is_not_finite_fails_its_request_and_leaves_no_gradient(
         assert "data[1]: the loss is not finite at position 4" in str(failed)
     assert all(isinstance(results[i], TrainResult) for i in (1, 3))
     for name in "ab":
-        assert_close(gradients(ours, name), expected[name], 1e-6)
+        assert_close(gradients(ours, name), expected[name], 1e-9)
 
 
 @pytest.mark.mutation(
@@ -388,6 +390,7 @@ def test_a_loss_that_is_not_finite_fails_its_request_and_leaves_no_gradient(
     "largest = float(xp.finfo(ratio.dtype).max)",
     'largest = float("inf")',
 )
+@pytest.mark.parametrize("ours", ["float32"], indirect=True)
 @pytest.mark.parametrize("loss_fn", ["ppo", "cispo", "gspo"])
 def test_a_threshold_that_float32_cannot_hold_means_no_bound(loss_fn: Any, ours: Any, make: Any) -> None:
     """Clients send it for "no upper bound", here next to a request of another model."""
@@ -430,6 +433,7 @@ def test_a_failure_in_a_late_micro_batch_takes_the_earlier_ones_back(
     assert not any(array.any() for array in gradients(ours, "a").values())
 
 
+@pytest.mark.parametrize("ours", ["float32"], indirect=True)
 def test_a_gradient_that_is_not_finite_fails_its_request_only(
     ours: Any, make: Any, gradients: Any, assert_close: Any
 ) -> None:
@@ -446,9 +450,10 @@ def test_a_gradient_that_is_not_finite_fails_its_request_only(
         assert isinstance(results[order.index(huge)], InvalidRequestError)
         assert "gradient is not finite" in str(results[order.index(huge)])
         assert isinstance(results[order.index(good)], TrainResult)
-        assert_close(gradients(ours, "c"), expected, 1e-6)
+        assert_close(gradients(ours, "c"), expected, 1e-3)  # far more than rounding
 
 
+@pytest.mark.parametrize("ours", ["float32"], indirect=True)
 def test_broken_weights_fail_only_their_own_requests(ours: Any, make: Any, gradients: Any) -> None:
     run(ours, make.work("a", [9]))
     ours.optim_step("a", AdamParams(learning_rate=1e30))
@@ -549,9 +554,9 @@ def test_running_out_of_memory_halves_the_budget_and_tries_again(
     assert max(tried[1:]) <= 30
     assert ours.micro_batch_tokens == 30
     for result, wanted in zip(results, expected, strict=True):
-        assert result.metrics["loss:sum"] == pytest.approx(wanted.metrics["loss:sum"], rel=1e-6)
+        assert result.metrics["loss:sum"] == pytest.approx(wanted.metrics["loss:sum"], rel=1e-9)
     for name in "ab":
-        assert_close(gradients(ours, name), expected_gradients[name], 1e-6)
+        assert_close(gradients(ours, name), expected_gradients[name], 1e-9)
 
 
 def test_waiting_batches_are_split_to_the_halved_budget_too(
@@ -608,7 +613,7 @@ def test_memory_that_runs_out_in_the_backward_leaves_nothing_half_done(
     monkeypatch.setattr(WrittenOutPass, "backward", backward)
     run(ours, work)
     assert len(calls) > 1
-    assert_close(gradients(ours, "a"), expected, 1e-6)
+    assert_close(gradients(ours, "a"), expected, 1e-9)
 
 
 def test_memory_that_runs_out_after_the_last_micro_batch_leaves_nothing_half_done(
@@ -710,4 +715,4 @@ def test_a_datum_that_does_not_fit_alone_fails_its_request_only(
     assert isinstance(fine, TrainResult)
     assert isinstance(also_fine, TrainResult)
     for name in "ab":
-        assert_close(gradients(ours, name), expected[name], 1e-6)
+        assert_close(gradients(ours, name), expected[name], 1e-9)
