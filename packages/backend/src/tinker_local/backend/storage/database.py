@@ -89,6 +89,8 @@ def _migrate(engine: sa.Engine, version: int) -> None:
         _from_1_to_2(engine)
     if version <= 2:
         _from_2_to_3(engine)
+    if version <= 3:
+        _from_3_to_4(engine)
 
 
 def _from_1_to_2(engine: sa.Engine) -> None:
@@ -116,6 +118,13 @@ def _from_2_to_3(engine: sa.Engine) -> None:
     _add_column(engine, "sessions", "project_id VARCHAR")
     with engine.begin() as connection:
         connection.execute(sa.update(tables.schema).values(version=3))
+
+
+def _from_3_to_4(engine: sa.Engine) -> None:
+    """Adds why a checkpoint cannot be loaded; of older ones it is not known yet."""
+    _add_column(engine, "checkpoints", "unusable VARCHAR")
+    with engine.begin() as connection:
+        connection.execute(sa.update(tables.schema).values(version=4))
 
 
 def _add_column(engine: sa.Engine, table: str, definition: str) -> None:
