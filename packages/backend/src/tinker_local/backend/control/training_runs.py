@@ -488,7 +488,8 @@ def why_lost(session: SessionRecord | None) -> str:
 
 async def _how_to_go_on(store: Store, model_id: str) -> str:
     checkpoints = await DATABASE.run(store.list_checkpoints, model_id)
-    saved = [c for c in checkpoints if c.kind == "weights" and not c.unusable]
+    saved = [c for c in checkpoints if c.kind == "weights"]
+    saved = [c for c in saved if not c.unusable]
     if not saved:
         return "It has no saved checkpoint."
     last = max(saved, key=lambda c: c.created_at)
