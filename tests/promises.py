@@ -135,7 +135,8 @@ PROMISES = (
         "13",
         "Nothing of a failed gradient stays; a step after it fails, unless the client had read the failure and sent "
         "another one; a step that would leave NaN changes nothing; a bad datum or lack of memory fails its own request",
-        "step-after-a-failed-gradient partial-gradient-kept failures-never-read failures-told-at-once requests-of-a-call-apart "
+        "step-after-a-failed-gradient partial-gradient-kept failures-never-read failures-told-at-once "
+        "requests-of-a-call-apart "
         "part-of-a-failed-call-kept part-of-a-failed-call-added part-of-a-failed-call-in-one-pass-kept "
         "steps-untried every-step-tried eps-of-0-untried moments-that-overflow-pass weights-that-overflow-pass "
         "trial-of-nothing refused-step-keeps-its-loss submission-unshielded cancelled-gradient-untold "
