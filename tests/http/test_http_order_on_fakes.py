@@ -265,7 +265,8 @@ async def trained_like(api: Api, model: str, twin: str) -> None:
     """Both have the same weights, moments and steps."""
     ours, theirs = (api.trainer.capture(each, optimizer=True) for each in (model, twin))
     assert ours.step == theirs.step
-    for tensors, expected in ((ours.tensors, theirs.tensors), (ours.optimizer, theirs.optimizer)):
+    for tensors, expected in ((ours.tensors, theirs.tensors), (ours.optimizer or {}, theirs.optimizer or {})):
+        assert tensors.keys() == expected.keys()
         for name, array in expected.items():
             np.testing.assert_array_equal(tensors[name], array)
 

@@ -68,7 +68,7 @@ class ShieldedFuture(APIFuture[T]):
 
 
 class _Waiting:
-    """A wait for `future`: whoever leaves it before the future has ended has given up."""
+    """A wait for `future`, which is given up if the wait ends first."""
 
     def __init__(self, future: ShieldedFuture[Any], client: "ShieldedTrainingClient") -> None:
         self._future, self._client = future, client

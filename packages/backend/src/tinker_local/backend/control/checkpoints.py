@@ -109,7 +109,7 @@ class Checkpoints:
             await asyncio.wait([removal], timeout=DELETION_SECONDS)
 
     async def examine(self) -> None:
-        """Find the checkpoints of an older server that cannot be loaded, as far as the start has not."""
+        """Find the checkpoints of an older server that cannot be loaded, among those that the start left."""
         while await DISK.run(self._store.examine_next):
             pass
 

@@ -423,7 +423,7 @@ class TrainingRuns:
         return InternalError(f"model {model_id} is gone: {why}. {await _how_to_go_on(self._store, model_id)}")
 
     async def pause_before_failure(self, operation: Operation[Any]) -> None:
-        """Before the failure of a forward_backward is told; see `RunQueue.pause_before_failure`."""
+        """Wait before answering that a forward_backward failed; see `RunQueue.pause_before_failure`."""
         run_id, _, seq_id = operation.request_id.rpartition(":")
         if (model := self._live.get(run_id)) is not None:
             await model.queue.pause_before_failure(int(seq_id))
