@@ -62,8 +62,8 @@ MOST_REFUSED = 4096
 
 
 FAILURE_PAUSE, LONGEST_PAUSE = 0.5, 3.0
-"""Seconds without another forward/backward of a run, and at most, before the failure of one is answered: what its client
-had sent with it arrives meanwhile, and is not taken for a reaction to the failure."""
+"""Seconds without another forward/backward of a run, and at most, before the failure of one is answered: what its
+client had sent with it arrives meanwhile, and is not taken for a reaction to the failure."""
 
 
 OPTIM_STEP_COST, COPY_COST = 128, 1024
