@@ -269,7 +269,8 @@ def test_a_step_is_refused_only_if_it_would_leave_what_is_not_finite(monkeypatch
     def sizes(*, signs: bool = True) -> list[float]:
         exponents = generator.uniform(-45, 38.4) + generator.uniform(-3, 0, 8)
         sign = generator.choice([-1.0, 0.0, 1.0], 8) if signs else 1.0
-        return list(map(float, np.float32(sign * 10.0 ** np.clip(exponents, -45, 38.4))))
+        numbers = np.asarray(sign * 10.0 ** np.clip(exponents, -45, 38.4), np.float32)
+        return [float(number) for number in numbers]
 
     refused = 0
     for at in range(500):
