@@ -133,8 +133,14 @@ PROMISES = (
     ),
     Promise(
         "13",
-        "A step after a failed gradient fails and discards it; a bad datum or lack of memory fails its own request",
-        "step-after-a-failed-gradient partial-gradient-kept one-failure-fails-the-batch "
+        "Nothing of a failed gradient stays; a step after it fails, unless the client had read the failure and sent "
+        "another one; a step that would leave NaN changes nothing; a bad datum or lack of memory fails its own request",
+        "step-after-a-failed-gradient partial-gradient-kept failures-never-read failures-told-at-once "
+        "requests-of-a-call-apart "
+        "part-of-a-failed-call-kept part-of-a-failed-call-added part-of-a-failed-call-in-one-pass-kept "
+        "steps-untried every-step-tried eps-of-0-untried moments-that-overflow-pass weights-that-overflow-pass "
+        "trial-of-nothing refused-step-keeps-its-loss submission-unshielded cancelled-gradient-untold "
+        "one-failure-fails-the-batch "
         "memory-error-not-caught not-a-number-passes other-adapters-multiplied-by-zero "
         "broken-weights-are-multiplied",
         ("http/test_http_order_on_fakes.py::test_bad_datum_fails_its_own_request_and_nobody_elses_on_fakes",),
@@ -184,6 +190,7 @@ PROMISES = (
         "lost-samplers-of-named-versions adapters-not-restored goes-on-from-an-older-state lost-gradient-forgotten "
         "healthy-without-a-trainer hangs-for-ever start-deletes-what-has-no-record record-without-folder-dropped "
         "older-folder-wins only-expected-damage links-adopted times-as-described deleted-checkpoint-comes-back "
+        "unloadable-saves old-saves-unexamined "
         "flipped-bytes-are-loaded backup-without-a-second-look restore-follows-links "
         "lock-follows-links lock-of-any-kind "
         "jump-of-the-clock-deletes model-of-a-finished-session-lives stop-loses-training autosave-without-optimizer "

@@ -56,7 +56,7 @@ class App:
         self._short_polls = short_polls()
         self._scratch = tempfile.TemporaryDirectory()
         self._loop = asyncio.new_event_loop()
-        options = BackendOptions(data_dir=Path(self._scratch.name), gap_patience=1.0)
+        options = BackendOptions(data_dir=Path(self._scratch.name), gap_patience=1.0, failure_pause=0.0)
         self._backend = InProcessBackend([ModelSource(MODEL, MODEL)], options, load=load_fake)
         self._loop.run_until_complete(self._backend.start())
         self._app = create_app(self._backend)

@@ -316,7 +316,8 @@ async def open_api(
         return engines[source.name]
 
     sources = [ModelSource.parse(name) for name in models]
-    chosen = BackendOptions(**{"expiry_grace": 0.0, **options})  # the `clock` of a test jumps
+    # The `clock` of a test jumps, and its requests come one after the other.
+    chosen = BackendOptions(**{"expiry_grace": 0.0, "failure_pause": 0.0, **options})
     backend = InProcessBackend(sources, chosen, load=load, clock=clock)
     await backend.start()
     for started in engines.values():

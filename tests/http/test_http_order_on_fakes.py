@@ -3,14 +3,17 @@
 import asyncio
 import threading
 import time
+from collections.abc import AsyncIterator
 from typing import Any
 
 import numpy as np
 import pytest
+from tinker_local.backend.scheduling import run_queue
 from tinker_local.backend.scheduling.train_scheduler import TrainScheduler
-from tinker_local.types import Datum, EncodedTextChunk, ModelInput
+from tinker_local.types import Datum, EncodedTextChunk, ForwardBackwardRequest, ModelInput
+from tinker_local.types.codec import encode_forward_backward_request
 
-from tests.http.conftest import Api, StartApi
+from tests.http.conftest import PROTOBUF, Api, StartApi
 
 LOSS = "loss:sum"
 
@@ -226,7 +229,7 @@ async def test_waiting_for_a_missing_chunk_is_no_polling_on_fakes(
 @pytest.mark.mutation(
     "step-after-a-failed-gradient",
     "run_queue.py",
-    '            self.commands.poison(f"{command.operation.request_id} failed: {error}")\n',
+    '            self.commands.poison(f"{command.operation.request_id} failed: {error}", command.era)\n',
     "            pass\n",
 )
 @pytest.mark.mutation(
@@ -256,6 +259,201 @@ async def test_failed_gradient_fails_the_next_step_alone_on_fakes(api: Api, make
     twin = await api.model(number=0)
     await api.result(await api.gradient(twin, 1))
     assert one == (await api.result(await api.step(twin, 2)))["metrics"]["grad_norm"]
+
+
+async def trained_like(api: Api, model: str, twin: str) -> None:
+    """Both have the same weights, moments and steps."""
+    ours, theirs = (api.trainer.capture(each, optimizer=True) for each in (model, twin))
+    assert ours.step == theirs.step
+    for tensors, expected in ((ours.tensors, theirs.tensors), (ours.optimizer or {}, theirs.optimizer or {})):
+        assert tensors.keys() == expected.keys()
+        for name, array in expected.items():
+            np.testing.assert_array_equal(tensors[name], array)
+
+
+@pytest.mark.mutation(
+    "failures-never-read",
+    "run_queue.py",
+    "            self._failures_read.append(self.now())\n",
+    "            pass\n",
+)
+async def test_a_gradient_that_was_sent_after_a_failure_was_read_starts_anew_on_fakes(
+    api: Api, make_datum: Any
+) -> None:
+    model, twin = await api.model(), await api.model()
+    message = await api.failure(await api.gradient(model, 1, [make_datum([5, 9]), make_datum([5, 9999])]))
+    assert message.endswith("; no gradient is left since the last optimizer step")
+    for each, seq_id in ((model, 2), (twin, 1)):
+        await api.result(await api.gradient(each, seq_id))
+        await api.result(await api.step(each, seq_id + 1))
+    await trained_like(api, model, twin)
+
+
+@pytest.mark.mutation(
+    "part-of-a-failed-call-kept",
+    "train_scheduler.py",
+    "                    await self._memory_sharing.discard_gradients(queue.model_id)\n",
+    "                    pass\n",
+)
+@pytest.mark.mutation(
+    "part-of-a-failed-call-added",
+    "run_queue.py",
+    "                return replace(command.work, backward=False)\n",
+    "                return command.work\n",
+)
+@pytest.mark.mutation(
+    "part-of-a-failed-call-in-one-pass-kept",
+    "run_queue.py",
+    "  # by another one in the same call\n            self.void = True\n",
+    "\n            pass\n",
+)
+@pytest.mark.parametrize("where", ["decoding", "training"])
+@pytest.mark.parametrize("failing", [0, 1, 2])
+async def test_nothing_of_a_failed_call_of_three_requests_stays_on_fakes(
+    api: Api, make_datum: Any, failing: int, where: str
+) -> None:
+    """Caught and sent again, the weights are those of one clean call. The SDK sends the first request last."""
+    model, twin = await api.model(), await api.model()
+    inputs: dict[str, Any] = {"logprobs": [-1.0, -2.0], "advantages": [1.0, -0.5]}
+    good = [make_datum(tokens, **inputs) for tokens in ([5, 9, 20], [31, 7, 8], [40, 41, 42])]
+    bad = good.copy()
+    if where == "decoding":
+        bad[failing] = make_datum([5, 9, 9999], **inputs)
+    else:
+        bad[failing] = make_datum([5, 9, 20], **{**inputs, "logprobs": [-1.0, -2000.0]})  # its ratio overflows
+    api.trainer.hold.clear()
+    blocker = await api.gradient(await api.model(), 1)  # so that all three run in one pass
+    asked = {at: await api.gradient(model, at + 1, [bad[at]], "importance_sampling") for at in (1, 2, 0)}
+    await api.all_prepared()
+    api.trainer.hold.set()
+    await api.result(blocker)
+    message = await api.failure(asked[failing])
+    assert "; no gradient is left since the last optimizer step" in message
+    for at in {0, 1, 2} - {failing}:
+        await api.result(asked[at])
+    again = {at: await api.gradient(model, at + 4, [good[at]], "importance_sampling") for at in (1, 2, 0)}
+    clean = {at: await api.gradient(twin, at + 1, [good[at]], "importance_sampling") for at in (1, 2, 0)}
+    for request in (*again.values(), *clean.values()):
+        await api.result(request)
+    run = api.backend.runs.live(model)
+    assert run is not None
+    assert run.queue.gradients == 3
+    norms = [
+        (await api.result(await api.step(each, at)))["metrics"]["grad_norm"] for each, at in ((model, 7), (twin, 4))
+    ]
+    assert norms[0] == norms[1]
+    await trained_like(api, model, twin)
+    twins = api.backend.runs.live(twin)
+    assert twins is not None
+    assert run.progress.last is not None
+    assert twins.progress.last is not None
+    assert run.progress.last.loss == twins.progress.last.loss
+
+
+async def test_the_rest_of_a_failed_call_that_runs_after_the_next_was_sent_is_not_in_it_on_fakes(
+    api: Api, make_datum: Any
+) -> None:
+    """The SDK raises the first failure, and does not wait for the requests behind it."""
+    model, twin = await api.model(), await api.model()
+    api.trainer.hold.clear()
+    rest = await api.gradient(model, 2)
+    bad = await api.gradient(model, 1, [make_datum([5, 9999])])
+    assert "9999" in await api.failure(bad)
+    await api.all_prepared()  # `rest` is in the trainer
+    again = await api.gradient(model, 3, [make_datum([5, 9])])
+    step = await api.step(model, 4)
+    api.trainer.hold.set()
+    for request in (rest, again, step):
+        await api.result(request)
+    await api.result(await api.gradient(twin, 1, [make_datum([5, 9])]))
+    await api.result(await api.step(twin, 2))
+    await trained_like(api, model, twin)
+
+
+async def test_a_failure_discards_the_gradient_of_earlier_calls_and_says_so_on_fakes(api: Api, make_datum: Any) -> None:
+    """A program that accumulates sends them again, or goes on with the later ones alone."""
+    model, twin = await api.model(), await api.model()
+    for seq_id in (1, 2):
+        await api.result(await api.gradient(model, seq_id))
+    message = await api.failure(await api.gradient(model, 3, [make_datum([5, 9999])]))
+    assert message.endswith(
+        "; no gradient is left since the last optimizer step: that of 2 earlier forward_backward requests was "
+        "discarded too, send all of it again"
+    )
+    run = api.backend.runs.live(model)
+    assert run is not None
+    assert run.would_lose() is None
+    await api.result(await api.gradient(model, 4, [make_datum([5, 9])]))
+    await api.result(await api.gradient(twin, 1, [make_datum([5, 9])]))
+    await api.result(await api.step(model, 5))
+    await api.result(await api.step(twin, 2))
+    await trained_like(api, model, twin)
+
+
+async def test_a_step_behind_a_failure_alone_fails_even_if_that_was_read_on_fakes(api: Api, make_datum: Any) -> None:
+    """Its gradient would be empty, or a part of what the client means."""
+    model = await api.model()
+    await api.result(await api.gradient(model, 1))
+    bad = await api.gradient(model, 2, [make_datum([5, 9999])])
+    await api.failure(bad)
+    message = await api.failure(await api.step(model, 3))
+    assert f"the optimizer step was not taken and the gradient was discarded, because {bad} failed" in message
+    assert (await api.result(await api.step(model, 4)))["metrics"]["grad_norm"] == 0
+
+
+async def test_what_was_on_its_way_when_a_failure_was_read_is_no_answer_to_it_on_fakes(
+    api: Api, make_datum: Any
+) -> None:
+    """A large request, whose bytes are still arriving."""
+    model = await api.model()
+    bad = await api.gradient(model, 1, [make_datum([5, 9999])])
+    body = encode_forward_backward_request(
+        ForwardBackwardRequest(model_id=model, seq_id=2, data=(make_datum([5, 9]),), loss_fn="cross_entropy")
+    )
+    began, read = asyncio.Event(), asyncio.Event()
+
+    async def slowly() -> AsyncIterator[bytes]:
+        yield body[:10]
+        began.set()
+        await read.wait()
+        yield body[10:]
+
+    sending = asyncio.create_task(api.post("forward_backward", content=slowly(), headers={"Content-Type": PROTOBUF}))
+    await began.wait()
+    await asyncio.sleep(0.05)
+    await api.failure(bad)
+    read.set()
+    await api.result((await sending).json()["request_id"])
+    assert bad in await api.failure(await api.step(model, 3))
+
+
+@pytest.mark.mutation(
+    "failures-told-at-once", "http/future_routes.py", "await backend.runs.pause_before_failure(operation)", "pass"
+)
+async def test_a_failure_waits_for_what_was_sent_with_it_on_fakes(
+    start_api: StartApi, make_datum: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Until a step is there, or nothing comes any more."""
+    monkeypatch.setattr(run_queue, "LONGEST_PAUSE", 600.0)
+    api = await start_api(failure_pause=600.0)
+    model = await api.model()
+    bad = await api.gradient(model, 1, [make_datum([5, 9999])])
+    told = asyncio.create_task(api.failure(bad))
+    good = await api.gradient(model, 2)
+    await api.result(good)
+    await asyncio.sleep(0.05)
+    assert not told.done()
+    step = await api.step(model, 3)
+    assert bad in await api.failure(step)
+    assert "9999" in await told
+    # Of a forward, nothing depends on when it is read.
+    await api.failure(await api.gradient(model, 4, [make_datum([5, 9999])], forward_only=True))
+    run = api.backend.runs.live(model)
+    assert run is not None
+    run.queue.failure_pause = 0.2
+    began = time.monotonic()
+    await api.failure(await api.gradient(model, 5, [make_datum([5, 9999])]))
+    assert time.monotonic() - began > 0.15
 
 
 async def test_failed_forward_pass_poisons_no_step_on_fakes(api: Api) -> None:

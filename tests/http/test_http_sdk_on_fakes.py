@@ -259,3 +259,62 @@ def test_command_line_of_the_sdk_works_on_fakes(
     printed("auth", "status")
     printed("checkpoint", "delete", "-y", path)
     assert path not in printed("-f", "json", "checkpoint", "list", "--limit", "0")
+
+
+BAD = datum([5, 9, 20], weights=np.ones(7, np.float32))
+
+
+def weights_of(server: Any, client: tinker.TrainingClient) -> dict[str, Any]:
+    """And how many steps were taken."""
+    (engines,) = {model.engines for model in server.backend.models.distinct()}
+    state = engines.trainer.capture(client.model_id, optimizer=True)
+    return {**state.tensors, **(state.optimizer or {}), "step": state.step}
+
+
+def assert_same(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
+    assert ours.keys() == theirs.keys()
+    for name, array in theirs.items():
+        np.testing.assert_allclose(ours[name], array, rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_a_failed_call_is_caught_and_sent_again_and_nothing_of_it_stays_on_fakes(
+    count: int, server: Any, service: tinker.ServiceClient
+) -> None:
+    """Also of one that the SDK sends as three requests, of which the second fails."""
+    client, twin = (service.create_lora_training_client("fake/bigram", rank=4, seed=1).result() for _ in range(2))
+    data = [datum([5 + at % 90, 9, 20]) for at in range(1024 * (count - 1) + 10)]
+    assert len(client._chunked_requests(data)) == count
+    client, twin = (service.create_lora_training_client("fake/bigram", rank=4, seed=1).result() for _ in range(2))
+    bad = data.copy()
+    bad[1500 if count == 3 else 3] = BAD
+    for _ in range(1 if count == 3 else 2):
+        with pytest.raises(tinker.RequestFailedError, match="no gradient is left since the last optimizer step"):
+            client.forward_backward(bad, "cross_entropy").result()
+        for each in (client, twin):
+            each.forward_backward(data, "cross_entropy").result()
+            each.optim_step(ADAM).result()
+        assert_same(weights_of(server, client), weights_of(server, twin))
+
+
+def test_steps_that_were_submitted_with_a_call_that_fails_fail_on_fakes(
+    server: Any, service: tinker.ServiceClient
+) -> None:
+    """The SDK pipelines them: a step on the rest of a batch would be silent."""
+    client = service.create_lora_training_client("fake/bigram", rank=4, seed=1).result()
+    before = weights_of(server, client)
+    good = [datum([5 + at % 90, 9, 20]) for at in range(200)]
+    for calls in ([[BAD]], [[BAD], good], [good, [BAD]], [[BAD], [BAD], good], [[BAD], good, good]):
+        futures = [client.forward_backward(data, "cross_entropy") for data in calls]
+        step = client.optim_step(ADAM)
+        with pytest.raises(tinker.RequestFailedError, match="the optimizer step was not taken and the gradient was"):
+            step.result()
+        for future, data in zip(futures, calls, strict=True):
+            if data is good:
+                assert len(future.result().loss_fn_outputs) == 200
+            else:
+                with pytest.raises(tinker.RequestFailedError, match="weights"):
+                    future.result()
+        assert_same(weights_of(server, client), before)
+    client.forward_backward(good, "cross_entropy").result()
+    assert client.optim_step(ADAM).result().metrics

@@ -323,6 +323,22 @@ def inject(trainer: HFTrainer, ranks: Ranks, place: str, kind: str) -> Fault:
     return Fault(error, same, close)
 
 
+def fatal_step(trainer: HFTrainer) -> tuple[str, bool, bool]:
+    """A step that would divide 0 by 0: its error, whether adapter and moments are as before, and whether the gradient
+    is gone."""
+    trainer.create_adapter("new", LoraConfig(rank=2, seed=1))
+    data = works(0, images=False)["several adapters"][0].data
+    trainer.forward_backward([TrainWork("new", data, "cross_entropy")])
+    before, error = bits(trainer, "new"), ""
+    try:
+        trainer.optim_step("new", AdamParams(eps=0.0))
+    except ApiError as raised:
+        error = str(raised)
+    found = error, bits(trainer, "new")[:-1] == before[:-1], not gradient(trainer, "new").any()
+    trainer.remove_adapter("new")
+    return found
+
+
 def diverge(trainer: HFTrainer, ranks: Ranks) -> str:
     """The error of a step after one bit of a weight has changed on the last rank."""
     if ranks.rank == ranks.size - 1:
@@ -453,6 +469,7 @@ def main(folder: Path, extent: str, rank: int, size: int, two_hosts: str | None)
             for place in places(label) if extent == "all" else ("check", "update"):
                 for kind in KINDS:
                     seen[label].faults[f"{kind} in {place}"] = inject(trainer, ranks, place, kind)
+            seen[f"fatal step of {label}"] = fatal_step(trainer)
             if "float64" not in label:
                 seen[f"divergence of {label}"] = diverge(trainer, ranks)
         elif label in ("image", "text, sharded"):

@@ -300,6 +300,25 @@ def test_ranks_that_diverge_are_an_error_in_short(short: Any) -> None:
         assert "(rank 1: weights)" in seen["divergence of text"]
 
 
+def check_fatal_step(seen: Mapping[str, Any], label: str) -> None:
+    error, same, discarded = seen[f"fatal step of {label}"]
+    assert "lora_A.weight and of" in error
+    assert "the step was not taken and the gradient was discarded" in error
+    assert (same, discarded) == (True, True)
+
+
+@pytest.mark.more
+def test_all_ranks_refuse_a_step_that_would_leave_what_is_not_finite_in_short(short: Any) -> None:
+    for seen in short:
+        check_fatal_step(seen, "text")
+
+
+def test_all_ranks_refuse_a_step_that_would_leave_what_is_not_finite(two: Any) -> None:
+    for seen in two:
+        for label in LABELS:
+            check_fatal_step(seen, label)
+
+
 @pytest.mark.more  # four ranks
 @pytest.mark.mutation(
     "one-copy-of-sharded-weights",

@@ -12,7 +12,14 @@ from tinker_local.backend.training.decoders.written_out.layers import WrittenOut
 from tinker_local.backend.training.lora_batch import LoraBatch
 from tinker_local.backend.training.losses import LOSSES
 from tinker_local.backend.training.trainer import TrainResult, TrainWork
-from tinker_local.types import AdamParams, InternalError, InvalidRequestError, NotEnoughMemoryError, NotFoundError
+from tinker_local.types import (
+    AdamParams,
+    InternalError,
+    InvalidRequestError,
+    LoraConfig,
+    NotEnoughMemoryError,
+    NotFoundError,
+)
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
@@ -451,6 +458,47 @@ def test_a_gradient_that_is_not_finite_fails_its_request_only(
         assert "gradient is not finite" in str(results[order.index(huge)])
         assert isinstance(results[order.index(good)], TrainResult)
         assert_close(gradients(ours, "c"), expected, 1e-3)  # far more than rounding
+
+
+@pytest.mark.mutation(
+    "steps-untried",
+    "optimizers/optimizer.py",
+    "            self._try(xp, weights, gradient, state, settings, norm, tensors, limits)\n",
+    "            pass\n",
+)
+@pytest.mark.parametrize(
+    ("size", "settings", "named"),
+    [
+        (1.0, {"eps": 0.0}, "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight and of "),
+        (1e21, {}, "exp_avg_sq of base_model.model.model.layers.0."),
+        (1.0, {"learning_rate": 1e30, "weight_decay": 3e8}, "base_model.model.model.layers.0."),
+    ],
+)
+def test_a_step_that_would_leave_what_is_not_finite_changes_nothing_and_drops_its_gradient(
+    ours: Any, make: Any, gradients: Any, size: float, settings: dict[str, float], named: str
+) -> None:
+    """The first gradient of A is 0, since B is: without eps, AdamW divides 0 by 0."""
+    ours.remove_adapter("a")
+    ours.create_adapter("a", LoraConfig(rank=4, seed=1))
+    for name in "ab":
+        run(ours, make.work(name, [9, 4]))
+    ours._adapters["a"].gradient *= size
+    others = gradients(ours, "b")
+    before = [ours.capture(name, optimizer=True) for name in "ab"]
+    with pytest.raises(InvalidRequestError, match="the step was not taken and the gradient was discarded") as refused:
+        ours.optim_step("a", AdamParams(**settings))
+    assert named in str(refused.value)
+    for name, state in zip("ab", before, strict=True):
+        now = ours.capture(name, optimizer=True)
+        assert now.step == state.step == 0
+        for tensors, expected in ((now.tensors, state.tensors), (now.optimizer, state.optimizer)):
+            for key, array in expected.items():
+                np.testing.assert_array_equal(tensors[key], array)
+    assert not any(array.any() for array in gradients(ours, "a").values())
+    for key, array in gradients(ours, "b").items():
+        np.testing.assert_array_equal(array, others[key])
+    run(ours, make.work("a", [9, 4]))
+    assert ours.optim_step("a", AdamParams())["grad_norm"] > 0
 
 
 @pytest.mark.parametrize("ours", ["float32"], indirect=True)

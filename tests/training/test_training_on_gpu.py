@@ -1,5 +1,7 @@
 """Behaviour that needs CUDA: variable-length attention in bfloat16, recomputed layers, and running out of memory."""
 
+import itertools
+import warnings
 from dataclasses import replace
 from typing import Any
 
@@ -10,8 +12,10 @@ from tinker_local.backend.training.attention import AttentionRule, Segments, att
 from tinker_local.backend.training.decoders.written_out.experts_block import ExpertsPass
 from tinker_local.backend.training.lora import gradient_norm
 from tinker_local.backend.training.losses import LOSSES
+from tinker_local.backend.training.optimizers.adamw import ADAMW
+from tinker_local.backend.training.optimizers.optimizer import TRIED_AT_ONCE, Limits, OptimizerState
 from tinker_local.backend.training.trainer import TrainResult, TrainWork
-from tinker_local.types import AdamParams
+from tinker_local.types import AdamParams, InvalidRequestError, LoraConfig
 
 from tests.training.kernel_cases import (
     EXPERTS,
@@ -251,3 +255,96 @@ def test_real_memory_running_out_halves_the_budget(trainer: Any, make: Any, add_
         assert ours.micro_batch_tokens < 2**20
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+def test_a_step_that_would_leave_what_is_not_finite_changes_nothing_on_the_gpu(
+    trainer: Any, make: Any, gradients: Any
+) -> None:
+    """With torch's fused kernel, which divides 0 by 0 as well."""
+    ours = trainer("qwen3", dtype=None, device="cuda")
+    cases: list[tuple[float, dict[str, float], str]] = [
+        (1.0, {"eps": 0.0}, "lora_A.weight and of "),
+        (1e21, {}, "exp_avg_sq of base_model.model.model.layers.0."),
+        (1.0, {"learning_rate": 1e30, "weight_decay": 3e8}, "base_model.model.model.layers.0."),
+    ]
+    for size, settings, named in cases:
+        ours.create_adapter("a", LoraConfig(rank=4, seed=1))
+        (result,) = ours.forward_backward([make.work("a", [9, 4])])
+        assert isinstance(result, TrainResult)
+        ours._adapters["a"].gradient *= size
+        before = ours.capture("a", optimizer=True)
+        with pytest.raises(InvalidRequestError, match="the gradient was discarded") as refused:
+            ours.optim_step("a", AdamParams(**settings))
+        assert named in str(refused.value)
+        now = ours.capture("a", optimizer=True)
+        assert now.step == 0
+        for tensors, expected in ((now.tensors, before.tensors), (now.optimizer, before.optimizer)):
+            for key, array in expected.items():
+                np.testing.assert_array_equal(tensors[key], array)
+        assert not any(array.any() for array in gradients(ours, "a").values())
+        ours.forward_backward([make.work("a", [9, 4])])
+        assert ours.optim_step("a", AdamParams())["grad_norm"] > 0
+        ours.remove_adapter("a")
+
+
+def test_a_step_on_the_gpu_is_refused_only_if_it_would_leave_what_is_not_finite() -> None:
+    """Beside the fused kernel itself, over numbers and settings of all sizes."""
+    generator, largest = np.random.default_rng(0), float(torch.finfo(torch.float32).max)
+    refused = 0
+    for _ in range(500):
+        exponents = generator.uniform(-45, 38.4, (4, 1)) + generator.uniform(-3, 0, (4, 1000))
+        numbers = generator.choice([-1.0, 0.0, 1.0], (4, 1000)) * 10.0 ** np.clip(exponents, -45, 38.4)
+        numbers[2] = np.abs(numbers[2])
+        settings = AdamParams(
+            learning_rate=10.0 ** generator.uniform(-8, 20),
+            eps=float(generator.choice([0.0, 1e-60, 1e-40, 1e-12, 1e-3])),
+            weight_decay=float(generator.choice([0.0, 0.1, 1e10])),
+        )
+        given = torch.tensor(numbers.astype(np.float32), device="cuda")
+        norm = gradient_norm(given[3])
+        plain, ours = (list(given.clone()) for _ in range(2))
+        states = [OptimizerState({"exp_avg": each[1], "exp_avg_sq": each[2]}, 3) for each in (plain, ours)]
+        try:
+            ADAMW.update(torch, plain[0], plain[3], states[0], settings, norm)
+            fine = all(bool(vector.isfinite().all()) for vector in plain)
+        except InvalidRequestError:
+            fine = False
+        tensors, limits = {"first": (0, 400), "second": (400, 1000)}, Limits(largest, largest)
+        try:
+            ADAMW.step(torch, ours[0], ours[3], states[1], settings, norm, tensors, limits)
+        except InvalidRequestError:
+            refused += 1
+            assert not fine
+            assert states[1].step == 3
+            assert torch.equal(torch.stack(ours), given)
+        else:
+            assert fine
+            assert torch.equal(torch.stack(ours), torch.stack(plain))
+    assert 50 < refused < 450
+
+
+def test_a_step_on_the_gpu_waits_for_the_device_once_however_many_tensors_there_are() -> None:
+    """And once more if it has to be tried first, one part after the other."""
+    waits, most = [], []
+    size = 2**24
+    for count, settings in itertools.product((1, 200), (AdamParams(), AdamParams(eps=0.0))):
+        weights, gradient = torch.ones(2, size, device="cuda")
+        state = ADAMW.new_state(torch, weights)
+        tensors = {str(at): (at * size // count, (at + 1) * size // count) for at in range(count)}
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            torch.cuda.set_sync_debug_mode("warn")
+            try:
+                ADAMW.step(torch, weights, gradient, state, settings, 2.0**12, tensors, Limits(1e38, 1e38))
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+        waits.append(len(seen))
+        most.append(torch.cuda.max_memory_allocated() - before)
+    print(f"waits {waits}, bytes {most}")
+    assert waits == [1, 2, 1, 2]
+    assert most[0] < 2**20
+    assert most[2] < 2**20
+    assert max(most) < 8 * 4 * TRIED_AT_ONCE

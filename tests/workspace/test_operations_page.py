@@ -48,6 +48,7 @@ NO_LIMITS = {
     "scheduling.operations.LONGEST_ERROR",
     "scheduling.run_queue.MOST_REFUSED",
     "scheduling.run_queue.LONGEST_RETRY",
+    "scheduling.run_queue.LONGEST_PAUSE",
     "rendering.text.MOST_UNREAD",
     "control.sampling_clients.MOST_CLIENTS",  # of 63 bits
     "scheduling.image_turns.MOST_RENDERED_BYTES",  # by the machine's memory; docs/sampling.md

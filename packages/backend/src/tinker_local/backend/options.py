@@ -506,3 +506,5 @@ class BackendOptions:
     """Beyond it, results that clients may still read are put into files of the data folder, the oldest first."""
     gap_patience: float = 360.0
     """Seconds to wait for a missing `seq_id` before it is skipped."""
+    failure_pause: float = 0.5
+    """Seconds without another forward_backward of the run before the failure of one is answered."""

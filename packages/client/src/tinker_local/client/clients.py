@@ -12,12 +12,14 @@ from tinker.lib.public_interfaces.api_future import AwaitableConcurrentFuture
 from tinker.lib.public_interfaces.backcompat_training_client_future import BackcompatTrainingClientFuture
 from tinker_local.client.endpoint import connect
 from tinker_local.client.loopback import LoopbackBackend, LoopbackServer
+from tinker_local.client.shielded_training import shielded
 from tinker_local.types import TRAIN_VISION, InvalidRequestError
 
 
 class ServiceClient(tinker.ServiceClient):
     """The official `tinker.ServiceClient` with local defaults. All of its methods work the same;
-    `create_lora_training_client` can also train the vision tower.
+    `create_lora_training_client` can also train the vision tower, and a future of a training client can be cancelled
+    without harm to later calls.
 
     Args:
         base_url: URL of the server. Default: $TINKER_BASE_URL, then http://127.0.0.1:8000.
@@ -90,9 +92,21 @@ class ServiceClient(tinker.ServiceClient):
         """
         if train_vision:
             user_metadata = {**(user_metadata or {}), TRAIN_VISION: "true"}
-        return super().create_lora_training_client(
-            base_model, rank, seed, train_mlp, train_attn, train_unembed, user_metadata, optimizer
+        return shielded(
+            super().create_lora_training_client(
+                base_model, rank, seed, train_mlp, train_attn, train_unembed, user_metadata, optimizer
+            )
         )
+
+    def create_training_client_from_state(self, *args: Any, **kwargs: Any) -> BackcompatTrainingClientFuture:
+        """As in the official client."""
+        return shielded(super().create_training_client_from_state(*args, **kwargs))
+
+    def create_training_client_from_state_with_optimizer(
+        self, *args: Any, **kwargs: Any
+    ) -> BackcompatTrainingClientFuture:
+        """As in the official client."""
+        return shielded(super().create_training_client_from_state_with_optimizer(*args, **kwargs))
 
     def get_console_url(self, run: tinker.TrainingClient | None = None) -> str:
         """The page of this client's runs on its server, or of `run`; before its first request, the page of all.

@@ -108,6 +108,11 @@ class Checkpoints:
         if not self._uses.in_use(record):
             await asyncio.wait([removal], timeout=DELETION_SECONDS)
 
+    async def examine(self) -> None:
+        """Find the checkpoints of an older server that cannot be loaded, among those that the start left."""
+        while await DISK.run(self._store.examine_next):
+            pass
+
     async def sweep(self) -> None:
         """Delete expired checkpoints."""
         for record in await DATABASE.run(self._store.forget_expired):

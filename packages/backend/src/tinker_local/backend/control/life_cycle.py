@@ -176,7 +176,11 @@ class ControlPlane:
             self.operations.recorder, self.store, self.sessions, signatures, options.data_dir / "traces"
         )
         self._closing.push_async_callback(self.traces.close)
-        for name, work in ("housekeeping", self._keep_house()), ("autosaves", self.autosaves.save_now_and_then()):
+        for name, work in (
+            ("housekeeping", self._keep_house()),
+            ("autosaves", self.autosaves.save_now_and_then()),
+            ("examination", self.checkpoints.examine()),
+        ):
             self._closing.push_async_callback(_cancel, asyncio.create_task(work, name=name))
         self.ready = True
 

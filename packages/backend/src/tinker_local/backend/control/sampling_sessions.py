@@ -47,7 +47,7 @@ from tinker_local.backend.scheduling.sample_turns import SamplerQueue
 from tinker_local.backend.storage.names import parse_tinker_path
 from tinker_local.backend.storage.records import ADMIN, LOCAL_OWNER, CheckpointRecord, SamplingSessionRecord
 from tinker_local.backend.storage.store import Store
-from tinker_local.backend.threads import DATABASE
+from tinker_local.backend.threads import DATABASE, DISK
 from tinker_local.types import (
     CreateSamplingSessionRequest,
     GoneError,
@@ -281,7 +281,10 @@ class Sampling:
                 f"model_path: {path} is an export; sample from what save_weights_for_sampler saved "
                 f"(tinker://{run}/sampler_weights/...)"
             )
-        return await DATABASE.run(self._store.existing_checkpoint, run, kind, name, "model_path")
+        record = await DATABASE.run(self._store.existing_checkpoint, run, kind, name, "model_path")
+        if record.unusable != "":
+            await DISK.run(self._store.refuse_unusable, record, "model_path")
+        return record
 
     async def end_session(self, session_id: str) -> None:
         """Cancel the samples of a session and free its ephemeral versions."""

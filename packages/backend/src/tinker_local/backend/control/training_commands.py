@@ -107,9 +107,10 @@ class Training:
         forward_only: bool,
         size: int,
         decoding: Generator[None, None, ForwardBackwardRequest],
+        began: float | None = None,
     ) -> Operation[ForwardBackwardOutput]:
         """`forward_backward` of a request of `size` bytes that `decoding` unpacks in a thread, step by step. Invalid
-        data fails the operation."""
+        data fails the operation. `began`: when it began to arrive, of the event loop's clock."""
         kind: OperationKind = "forward" if forward_only else "forward_backward"
         operation: Operation[ForwardBackwardOutput] = Operation(request_id_of(model_id, seq_id), kind)
         model = await self._place(operation, model_id, seq_id, size)
@@ -141,9 +142,10 @@ class Training:
                 # One that is not a number fails when the result is delivered; here it would stop the scheduler.
                 model.progress.loss_sum += loss if isinstance(loss, Real) else math.nan
 
-        command = GradientCommand(operation, prepare, size, ran=ran)
+        command = GradientCommand(operation, prepare, size, ran=ran, began=began)
         if (reason := self._bounds.too_large(model.queue, seq_id, size)) is not None:
-            command = GradientCommand(operation, partial(_fail, InvalidRequestError(f"data: {reason}")))
+            command = GradientCommand(operation, partial(_fail, InvalidRequestError(f"data: {reason}")), began=began)
+        operation.on_failure_read = partial(model.queue.failure_read, command)
         base.scheduler.submit(model.queue, seq_id, command)
         return operation
 
@@ -168,27 +170,27 @@ class Training:
 
     async def optim_step(self, request: OptimStepRequest) -> Operation[OptimStepOutput]:
         """One update with the accumulated gradient, which is cleared. It fails, and discards the gradient, if a
-        forward_backward since the last step failed."""
+        forward_backward since the last step failed, unless another one was sent after that had been read; and if it
+        would leave what is not finite."""
 
         async def run(model: TrainingRun, operation: Operation[OptimStepOutput]) -> None:
             trainer, scheduler = model.base.engines.trainer, model.base.scheduler
             params = step_settings(request, model.optimizer)
             if (reason := model.queue.commands.take_poisoned()) is not None:
                 await scheduler.call(trainer.discard_gradients, model.model_id)
-                model.queue.gradient = False
-                model.progress.gradient_ended()
+                model.queue.forget_gradient()
                 raise InvalidRequestError(
                     f"the optimizer step was not taken and the gradient was discarded, because {reason}"
                 )
             try:
                 metrics = await scheduler.call(trainer.optim_step, model.model_id, params)
             except InvalidRequestError:
-                model.queue.gradient = False
+                model.queue.forget_gradient()
                 raise
-            model.queue.gradient = False
             model.stepped()
             rate = getattr(params, "learning_rate", None)
             self._curves.add_step(model.model_id, model.progress.stepped(model.steps, rate, metrics))
+            model.queue.forget_gradient()
             model.base.counts.optimizer_steps += 1
             operation.succeed(OptimStepOutput(metrics=metrics))
 

@@ -243,10 +243,14 @@ class TrainingRuns:
             raise InvalidRequestError(f"model_seq_id: {model_id} is a copy; give the new model another number")
         owner = self._sessions.live_owner(record.session_id)
         size = self._check_limits(base, owner, record.lora_config, optimizer)
-        queue = base.scheduler.open(model_id, record.session_id, self._options.gap_patience, owner)
+        options = self._options
+        queue = base.scheduler.open(
+            model_id, record.session_id, options.gap_patience, owner, failure_pause=options.failure_pause
+        )
         operation: Operation[dict[str, Any]] = Operation(request_id_of(model_id, "create"), kind)
         operation.owner, operation.failures = owner, base.counts.failures
         model = self._live[model_id] = TrainingRun(record, owner, base, queue, operation, size, optimizer)
+        queue.on_discarded = model.progress.gradient_ended
         self._operations.add(operation)
 
         async def run() -> None:
@@ -418,6 +422,12 @@ class TrainingRuns:
             why = why_lost(await DATABASE.run(self._store.get_session, record.session_id))
         return InternalError(f"model {model_id} is gone: {why}. {await _how_to_go_on(self._store, model_id)}")
 
+    async def pause_before_failure(self, operation: Operation[Any]) -> None:
+        """Wait before answering that a forward_backward failed; see `RunQueue.pause_before_failure`."""
+        run_id, _, seq_id = operation.request_id.rpartition(":")
+        if (model := self._live.get(run_id)) is not None:
+            await model.queue.pause_before_failure(int(seq_id))
+
     def touch(self, model: TrainingRun) -> None:
         """Note the time of the last request; written to disk at most once a minute."""
         when = datetime.now(UTC)
@@ -479,6 +489,7 @@ def why_lost(session: SessionRecord | None) -> str:
 async def _how_to_go_on(store: Store, model_id: str) -> str:
     checkpoints = await DATABASE.run(store.list_checkpoints, model_id)
     saved = [c for c in checkpoints if c.kind == "weights"]
+    saved = [c for c in saved if not c.unusable]
     if not saved:
         return "It has no saved checkpoint."
     last = max(saved, key=lambda c: c.created_at)

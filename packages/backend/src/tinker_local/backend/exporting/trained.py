@@ -150,6 +150,8 @@ def read_trained(source: CheckpointFolder, base: BaseModel) -> Trained:
         read = read_adapter(source.folder, source.base_name, LoraConfig(rank=rank), optimizer=False)
     except SafetensorError as error:
         raise InvalidRequestError(f"{source.folder / WEIGHTS} cannot be read: {error}") from error
+    except InvalidRequestError as error:
+        raise InvalidRequestError(f"{source.name} cannot be exported: {error}") from error
     lora = base.family.lora
     parts = {_own_name(name, base): np.asarray(array, np.float32) for name, array in read.tensors.items()}
     if whole := [name for name in parts if name.split(".")[-3] in (*lora.split, "base_layer")]:

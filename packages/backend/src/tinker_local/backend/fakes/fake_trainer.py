@@ -24,7 +24,7 @@ from tinker_local.backend.rendering.rendered_input import RenderedInput
 from tinker_local.backend.training.losses import loss_of
 from tinker_local.backend.training.losses.loss import Loss, Terms, any_of, check_train_datum
 from tinker_local.backend.training.optimizers import OPTIMIZERS
-from tinker_local.backend.training.optimizers.optimizer import Optimizer, OptimizerState
+from tinker_local.backend.training.optimizers.optimizer import Limits, Optimizer, OptimizerState
 from tinker_local.backend.training.trainer import (
     LORA_ALPHA,
     WEIGHTS,
@@ -40,6 +40,8 @@ from tinker_local.types import ApiError, InvalidRequestError, LoraConfig, NotFou
 from tinker_local.types.base import Frozen
 
 Gradients = dict[str, Float64Array]
+
+_LARGEST = float(np.finfo(np.float32).max)
 
 
 def _round(array: Float64Array) -> Float64Array:
@@ -246,16 +248,17 @@ class FakeTrainer:
     def optim_step(self, adapter_id: str, params: Frozen) -> dict[str, float]:
         """One step of the adapter's optimizer in float64, after which weights and state are rounded to float32."""
         adapter = self._adapter(adapter_id)
-        gradients = {
-            name: adapter.gradients.get(name, np.zeros_like(tensor)) for name, tensor in adapter.tensors().items()
-        }
+        given, adapter.gradients = adapter.gradients, {}
+        gradients = {name: given.get(name, np.zeros_like(tensor)) for name, tensor in adapter.tensors().items()}
         flat = np.concatenate([gradient.ravel() for gradient in gradients.values()])
-        norm = math.sqrt(float((flat**2).sum()))
+        tensors = {name: (start, start + math.prod(shape)) for name, (start, shape) in adapter.places().items()}
         with np.errstate(all="ignore"):
-            adapter.optimizer.update(numpy_as_torch, adapter.flat, flat, adapter.state, params, norm)
+            norm = math.sqrt(float((flat**2).sum()))
+            adapter.optimizer.step(
+                numpy_as_torch, adapter.flat, flat, adapter.state, params, norm, tensors, Limits(_LARGEST, _LARGEST)
+            )
         for array in (adapter.flat, *adapter.state.tensors.values()):
             array[...] = _round(array)
-        adapter.gradients = {}
         metrics = {"grad_norm": norm}
         for name, gradient in gradients.items() if self._module_gradient_norms else ():
             key = f"grad_norm/{parse_tensor_name(name)[0]}"

@@ -13,10 +13,21 @@ from numpy import maximum as maximum
 from numpy import minimum as minimum
 from numpy import sign as sign
 from numpy import sqrt as sqrt
+from numpy import stack as stack
 from numpy import where as where
 from numpy import zeros_like as zeros_like
 
 Array = npt.NDArray[Any]
+
+
+def clone(input: Array) -> Array:
+    """A copy."""
+    return input.copy()
+
+
+def aminmax(input: Array) -> tuple[Any, Any]:
+    """The smallest and the largest number; NaN if one is."""
+    return input.min(), input.max()
 
 
 def add(input: Array, other: Array, *, alpha: float = 1.0, out: Array) -> None:

@@ -114,6 +114,7 @@ async def weights_info(request: Request, backend: Backend) -> dict[str, Any]:
         "train_attn": config.train_attn,
         **({"train_vision": True} if config.train_vision else {}),
         "optimizer_config": {"type": await backend.checkpoints.optimizer_of(record)},
+        **({"unusable": record.unusable} if record.unusable else {}),
     }
 
 
@@ -131,6 +132,8 @@ def checkpoint_json(record: CheckpointRecord) -> dict[str, Any]:
     }
     if record.missing:
         found["missing"] = True  # and the SDK ignores it
+    if record.unusable:
+        found["unusable"] = record.unusable
     if record.expires_at is not None:
         found["expires_at"] = record.expires_at.isoformat()
     return found

@@ -79,6 +79,8 @@ async def retrieve_future(request: Request, backend: Backend) -> Response:
         if state.reason is not None:
             waiting["queue_state_reason"] = state.reason
         return JSONResponse(waiting, 408)
+    if operation.failed and operation.kind == "forward_backward":
+        await backend.runs.pause_before_failure(operation)
     try:
         answer = await encode(operation)
         backend.operations.was_read(operation)

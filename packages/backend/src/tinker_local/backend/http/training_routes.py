@@ -4,6 +4,7 @@ A malformed body that names its model and `seq_id` is not refused here. Its oper
 because the SDK's training client hangs if a submit in the middle of a group is refused.
 """
 
+import asyncio
 import math
 from collections.abc import Awaitable, Callable
 from typing import Any, Literal, TypeVar
@@ -71,13 +72,19 @@ async def get_info(request: Request, backend: Backend) -> dict[str, Any]:
 
 @router.post("/forward_backward")
 async def forward_backward(request: Request, backend: Backend) -> dict[str, Any]:
+    began = asyncio.get_running_loop().time()
     async with body_of(request, MAX_GRADIENT_BYTES, math.inf) as body:
         found, size = await PARSING.run(_envelope, body, request.headers.get("content-encoding"))
     del body  # as it was sent: the envelope has what it needs
     await check_ids(request, {"model_id": found.model_id})
     return promise(
         await backend.training.forward_backward_encoded(
-            found.model_id, found.seq_id, forward_only=found.forward_only, size=size, decoding=found.decoding()
+            found.model_id,
+            found.seq_id,
+            forward_only=found.forward_only,
+            size=size,
+            decoding=found.decoding(),
+            began=began,
         )
     )
 

@@ -164,6 +164,10 @@ class MemorySharing:
         async with self._trainers_turn():
             return await self.in_turn(function, *args, **kwargs)
 
+    async def discard_gradients(self, adapter_id: str) -> None:
+        """Let the trainer forget the gradient of an adapter."""
+        await self.call(self._trainer.discard_gradients, adapter_id)
+
     async def forward_backward(self, works: Sequence[TrainWork]) -> list[TrainResult | ApiError]:
         """`Trainer.forward_backward`; what ran out of memory runs once more if the sampler can sleep."""
         async with self._trainers_turn():

@@ -149,6 +149,7 @@ class Operation(Generic[T]):
     size: bytes of its result, if they are many.
     form: of its result, if that is more than a few names and numbers.
     file: where the encoded result is, if it is not in memory.
+    on_failure_read: called whenever a client reads the error that it ended with.
     """
 
     def __init__(self, request_id: str, kind: OperationKind, num_sequences: int = 0) -> None:
@@ -162,6 +163,7 @@ class Operation(Generic[T]):
         self.size = 0
         self.form: WireForm[T] | None = None
         self.file: Path | None = None
+        self.on_failure_read: Callable[[], None] = lambda: None
         self._result: T | None = None
         self._future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._wake = asyncio.Event()
@@ -171,7 +173,7 @@ class Operation(Generic[T]):
         return self._read().__await__()
 
     async def _read(self) -> T:
-        await asyncio.shield(self._future)
+        await self._end()
         if self.file is None:
             return cast(T, self._result)
         assert self.form is not None
@@ -179,11 +181,18 @@ class Operation(Generic[T]):
 
     async def encoded(self) -> bytes:
         """Wait for the result, as the bytes of its `form`."""
-        await asyncio.shield(self._future)
+        await self._end()
         if self.file is not None:
             return await DISK.run(self.file.read_bytes)
         assert self.form is not None
         return await ENCODING.run(self.form.encode, cast(T, self._result))
+
+    async def _end(self) -> None:
+        try:
+            await asyncio.shield(self._future)
+        except ApiError:
+            self.on_failure_read()
+            raise
 
     def put_into(self, file: Path) -> None:
         """Free the memory of the result, which is in `file`."""
@@ -266,6 +275,13 @@ def without_frames(error: ApiError) -> ApiError:
     is kept for as long as a result."""
     error.__traceback__ = error.__cause__ = error.__context__ = None
     return error
+
+
+def reworded(error: ApiError, message: str) -> ApiError:
+    """`error` with another message."""
+    found = type(error).__new__(type(error), message)
+    found.__dict__.update(error.__dict__)
+    return found
 
 
 def as_api_error(error: BaseException) -> ApiError:

@@ -8,8 +8,13 @@ Order (`CommandLog`):
    forward/backward arrive as 2, 3, ..., 1, so a gap below a forward/backward waits, but at most `patience` seconds.
 3. A skipped id is closed: `accepts` is false for it.
 4. A skipped gap, like a failed forward/backward, poisons the gradient: the next optimizer step must fail.
+   A forward/backward that its client sent after it had read the failure starts a new gradient, and ends that.
 5. An id that was refused for now (there was no room) will be sent again: no higher command skips it before
    `REFUSED_PATIENCE` seconds after its last refusal.
+
+Gradients (`RunQueue`): the SDK sends a large forward/backward as several requests, and nothing says which belong
+together. So a failure discards the whole gradient since the last optimizer step, and says so. What was sent before the
+failure was read computes no gradient any more, since the client meant it together with what failed.
 
 Room (`Bounds`):
 
@@ -27,13 +32,15 @@ import asyncio
 import heapq
 import logging
 import math
+from bisect import bisect_right
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from tinker_local.backend.rendering.rendered_input import rendered_bytes
 from tinker_local.backend.scheduling.fairness import gradient_cost
-from tinker_local.backend.scheduling.operations import Operation, as_api_error
+from tinker_local.backend.scheduling.operations import Operation, as_api_error, reworded
 from tinker_local.backend.scheduling.quotas import Quotas
 from tinker_local.backend.training.trainer import TrainDatum, TrainResult, TrainWork
 from tinker_local.types import ApiError, ForwardBackwardOutput, TooManyRequestsError
@@ -52,6 +59,11 @@ REFUSED_PATIENCE = 60.0
 
 MOST_REFUSED = 4096
 """Refused ids to remember; a refused client sends a few chunks at once and then waits."""
+
+
+FAILURE_PAUSE, LONGEST_PAUSE = 0.5, 3.0
+"""Seconds without another forward/backward of a run, and at most, before the failure of one is answered: what its
+client had sent with it arrives meanwhile, and is not taken for a reaction to the failure."""
 
 
 OPTIM_STEP_COST, COPY_COST = 128, 1024
@@ -78,6 +90,7 @@ class CommandLog(Generic[C]):
         self._patience = patience
         self._gap_since: float | None = None
         self._poisoned: str | None = None
+        self._poisoned_in: float = 0
 
     def __len__(self) -> int:
         """Commands not taken yet."""
@@ -145,18 +158,37 @@ class CommandLog(Generic[C]):
         first = min(self._entries)
         return min(deadline, self._refused_until(first)) if first <= self._skip_to else deadline
 
+    def after(self, seq_id: int) -> list[C]:
+        """Commands with a higher id that have not been taken."""
+        return [command for other, command in self._entries.items() if other > seq_id]
+
     def pending(self) -> list[C]:
         """Commands that have not been taken, in order."""
         return [self._entries[seq_id] for seq_id in sorted(self._entries)]
 
-    def poison(self, reason: str) -> None:
-        """The gradient accumulated since the last step is not what the client expects: the next step must fail."""
+    def poison(self, reason: str, era: float = math.inf) -> None:
+        """The gradient accumulated since the last step is not what the client expects: the next step must fail, unless
+        a forward/backward of a later `era` comes before."""
+        self._poisoned_in = era if self._poisoned is None else max(self._poisoned_in, era)
         self._poisoned = self._poisoned or reason
+
+    @property
+    def poisoned(self) -> bool:
+        return self._poisoned is not None
+
+    def start_anew(self, era: int) -> None:
+        """A forward/backward of this era is next: forget failures of earlier ones."""
+        if self._poisoned_in < era:
+            self._poisoned = None
 
     def take_poisoned(self) -> str | None:
         """Why the gradient is poisoned, if it is; the next window starts clean."""
         reason, self._poisoned = self._poisoned, None
         return reason
+
+    def is_closed_by_step(self, seq_id: int) -> bool:
+        """Whether a command that is not a forward/backward has come with a higher id."""
+        return self._skip_to > seq_id
 
     def _skipped(self, now: float) -> bool:
         """Whether to skip the gap at the front."""
@@ -189,6 +221,8 @@ class GradientCommand:
     positions, rendered: of the data, image positions included, and bytes of their images; 0 until they are known.
     ready_at: when it was prepared.
     ran: called on the event loop with what the trainer did, when that has succeeded.
+    began: when its request began to arrive; None: when it is added.
+    era: how many failures its client had read by then.
     queue: where it was added.
     """
 
@@ -200,6 +234,8 @@ class GradientCommand:
     positions: int = 0
     rendered: int = 0
     ready_at: float = 0.0
+    began: float | None = None
+    era: int = 0
     queue: "RunQueue" = field(init=False)
 
     @property
@@ -277,7 +313,9 @@ class RunQueue:
     released: its adapter exists, so its commands may run.
     ended_at, absence: when its last command ended, and how long after that its last gradient was ready, in seconds.
     ready, ahead, rendered: prepared gradients that were not taken yet, their positions, and bytes of their images.
-    gradient: whether the trainer holds a gradient that no optimizer step has used.
+    gradients: forward/backwards in the gradient that the trainer holds and no optimizer step has used.
+    void: the trainer holds a gradient that must be discarded before it adds another one.
+    on_discarded: called when that has been done.
     """
 
     model_id: str
@@ -292,7 +330,14 @@ class RunQueue:
     ready: int = 0
     ahead: int = 0
     rendered: int = 0
-    gradient: bool = False
+    gradients: int = 0
+    void: bool = False
+    on_discarded: Callable[[], None] = lambda: None
+    failure_pause: float = FAILURE_PAUSE
+    _failures_read: list[float] = field(default_factory=list)
+    _failed_at: float = 0.0
+    _added_at: float = 0.0
+    _arrival: asyncio.Event = field(default_factory=asyncio.Event)
     _bytes: int = 0
     _preparing: int = 0
     _unprepared: list[tuple[int, GradientCommand]] = field(default_factory=list)
@@ -313,6 +358,13 @@ class RunQueue:
         self._bytes += command.size
         if isinstance(command, GradientCommand):
             heapq.heappush(self._unprepared, (seq_id, command))
+            self._added_at = self.now()
+            command.era = bisect_right(self._failures_read, self._added_at if command.began is None else command.began)
+            # The first of several requests arrives last, and they were sent together.
+            later = self.commands.after(seq_id)
+            command.era = min([command.era, *(each.era for each in later if isinstance(each, GradientCommand))])
+        self._arrival.set()
+        self._arrival = asyncio.Event()
 
     def close(self, reason: ApiError) -> None:
         """Fail what is queued."""
@@ -355,11 +407,67 @@ class RunQueue:
             self.rendered -= command.rendered
         return command
 
-    def fail(self, command: GradientCommand, error: ApiError) -> None:
-        """Fail a gradient; if it was to be accumulated, the next optimizer step fails too."""
+    # Gradients -------------------------------------------------------------------------------------------------------
+
+    @property
+    def gradient(self) -> bool:
+        """Whether the trainer holds a gradient that no optimizer step has used."""
+        return self.gradients > 0
+
+    def work_of(self, command: GradientCommand) -> TrainWork:
+        """What the trainer is to do for `command`, which is next: without its gradient if that would be discarded."""
         if command.operation.kind == "forward_backward":
-            self.commands.poison(f"{command.operation.request_id} failed: {error}")
+            self.commands.start_anew(command.era)
+            if self.commands.poisoned:
+                return replace(command.work, backward=False)
+        return command.work
+
+    def added(self, work: TrainWork) -> None:
+        """The trainer has added the gradient of `work`."""
+        if work.backward and self.commands.poisoned:  # by another one in the same call
+            self.void = True
+        elif work.backward:
+            self.gradients += 1
+
+    def fail(self, command: GradientCommand, error: ApiError) -> None:
+        """Fail a gradient; if it was to be accumulated, the gradient since the last step is discarded, and the next
+        step fails too unless another one starts anew."""
+        if command.operation.kind == "forward_backward":
+            self.commands.start_anew(command.era)
+            self.commands.poison(f"{command.operation.request_id} failed: {error}", command.era)
+            error = reworded(error, f"{error}; {self._discarded()}")
+            self._failed_at = self.now()
         command.operation.fail(error)
+
+    def _discarded(self) -> str:
+        """Discard the gradient; what became of it, for a message."""
+        count, self.gradients = self.gradients, 0
+        left = "no gradient is left since the last optimizer step"
+        if not count:
+            return left
+        self.void = True
+        requests = "1 earlier forward_backward request" if count == 1 else f"{count} earlier forward_backward requests"
+        return f"{left}: that of {requests} was discarded too, send all of it again"
+
+    def forget_gradient(self) -> None:
+        """The trainer has no gradient any more: an optimizer step used it, or it was discarded."""
+        self.gradients, self.void = 0, False
+        self.on_discarded()
+
+    async def pause_before_failure(self, seq_id: int) -> None:
+        """Wait until what a client sent together with forward/backward `seq_id`, which has failed, is probably here."""
+        while not self.commands.is_closed_by_step(seq_id) and not self.closed:
+            quiet = min(max(self._failed_at, self._added_at) + self.failure_pause, self._failed_at + LONGEST_PAUSE)
+            if (rest := quiet - self.now()) <= 0:
+                return
+            with suppress(TimeoutError):
+                async with asyncio.timeout(rest):
+                    await self._arrival.wait()
+
+    def failure_read(self, command: GradientCommand) -> None:
+        """The client has read the failure of `command`. What it sends from now on is meant with that in mind."""
+        if command.operation.kind == "forward_backward" and command.era == len(self._failures_read):
+            self._failures_read.append(self.now())
 
     # Preparing -------------------------------------------------------------------------------------------------------
 

@@ -21,6 +21,7 @@ from tinker_local.backend.scheduling.operations import (
     training_state,
 )
 from tinker_local.backend.scheduling.run_queue import (
+    FAILURE_PAUSE,
     GAP_PATIENCE,
     Command,
     CommandLog,
@@ -112,10 +113,16 @@ class TrainScheduler:
         return await self._memory_sharing.call(function, *args, **kwargs)
 
     def open(
-        self, model_id: str, session_id: str, gap_patience: float = GAP_PATIENCE, owner: str = LOCAL_OWNER
+        self,
+        model_id: str,
+        session_id: str,
+        gap_patience: float = GAP_PATIENCE,
+        owner: str = LOCAL_OWNER,
+        failure_pause: float = FAILURE_PAUSE,
     ) -> RunQueue:
         """A queue for a new training run; its commands wait until `release`."""
-        queue = RunQueue(model_id, session_id, owner, CommandLog(gap_patience), self._loop.time)
+        log, now = CommandLog[Command](gap_patience), self._loop.time
+        queue = RunQueue(model_id, session_id, owner, log, now, failure_pause=failure_pause)
         self._open.add(queue)
         self._queues.add(queue)
         self._preparations.add(queue)
@@ -225,13 +232,17 @@ class TrainScheduler:
 
     async def _run_gradients(self, taken: Sequence[Command]) -> None:
         batch = [command for command in taken if isinstance(command, GradientCommand)]
-        works = [command.work for command in batch]
+        works = [command.queue.work_of(command) for command in batch]
         results: Sequence[TrainResult | ApiError]
         self.running, self._taken = tuple(command.queue for command in batch), tuple(batch)
         for command in batch:
             command.operation.timeline.enter("running")
         began = self._loop.time()
         try:
+            for queue in dict.fromkeys(self.running):
+                if queue.void:
+                    await self._memory_sharing.discard_gradients(queue.model_id)
+                    queue.forget_gradient()
             results = await self._memory_sharing.forward_backward(works)
             if len(results) != len(works):
                 raise RuntimeError(f"the trainer gave {len(results)} results for {len(works)} requests")
@@ -244,13 +255,13 @@ class TrainScheduler:
         finally:
             self.running = self._taken = ()
         self._note_end(batch, began)
-        for command, result in zip(batch, results, strict=True):
+        for command, work, result in zip(batch, works, results, strict=True):
             if isinstance(result, ApiError):
                 command.queue.fail(command, result)
             else:
-                self.trained_tokens += command.positions if command.work.backward else 0
-                command.ran(command.work, result, command.positions)
-                command.queue.gradient = command.queue.gradient or command.work.backward
+                self.trained_tokens += command.positions if work.backward else 0
+                command.ran(work, result, command.positions)
+                command.queue.added(work)
                 task = asyncio.create_task(self._deliver(command, result))
                 self._deliveries.add(task)
                 task.add_done_callback(self._deliveries.discard)

@@ -17,7 +17,7 @@ from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 from tinker_local.backend.adapter_tensors import as_torch
 from tinker_local.backend.training.trainer import AdapterState
-from tinker_local.types import LoraConfig
+from tinker_local.types import InvalidRequestError, LoraConfig
 
 WEIGHTS = "adapter_model.safetensors"
 CONFIG = "adapter_config.json"
@@ -27,11 +27,17 @@ AGE = ".age"
 
 READ_AT_ONCE = 2**26
 
+Tensors = Mapping[str, npt.NDArray[Any]]
+
 _FLOAT32: Mapping[str, type[np.number[Any]]] = {"F32": np.float32}
+_CAPTURED: Mapping[str, type[np.number[Any]]] = {"F32": np.float32, "BF16": np.uint16}
 
 
 def write_adapter(folder: Path, state: AdapterState) -> None:
-    """Write `state` into the existing, empty `folder`."""
+    """Write `state` into the existing, empty `folder`. InvalidRequestError, and nothing is written, if `read_adapter`
+    would refuse it."""
+    if fault := _fault({WEIGHTS: state.tensors, OPTIMIZER: state.optimizer or {}}):
+        raise InvalidRequestError(f"nothing was saved, because it could not be loaded: {fault}")
     _save(folder / WEIGHTS, state.tensors, {"format": "pt"})
     (folder / CONFIG).write_text(json.dumps(state.peft_config(), indent=2))
     if state.optimizer is not None:
@@ -41,14 +47,20 @@ def write_adapter(folder: Path, state: AdapterState) -> None:
 
 def read_adapter(folder: Path, base_model: str, lora_config: LoraConfig, *, optimizer: bool) -> AdapterState:
     """What `write_adapter` wrote in float32; with `optimizer`, the optimizer's state too (FileNotFoundError if there is
-    none)."""
+    none). InvalidRequestError if values are not finite."""
     config = json.loads((folder / CONFIG).read_text())
+    tensors = _load(folder / WEIGHTS)
+    if fault := _fault({WEIGHTS: tensors}):
+        raise InvalidRequestError(fault)
+    states = _load(folder / OPTIMIZER) if optimizer else None
+    if fault := _fault({OPTIMIZER: states or {}}):
+        raise InvalidRequestError(f"{fault}; load its weights alone")
     return AdapterState(
         base_model=base_model,
         lora_config=lora_config,
         target_modules=tuple(config["target_modules"]),
-        tensors=_load(folder / WEIGHTS),
-        optimizer=_load(folder / OPTIMIZER) if optimizer else None,
+        tensors=tensors,
+        optimizer=states,
         step=int(_optimizer_metadata(folder)["step"]) if optimizer else 0,
         optimizer_type=optimizer_type(folder) if optimizer else "adamw",
     )
@@ -62,8 +74,34 @@ def read_captured(folder: Path) -> AdapterState:
         base_model=config["base_model_name_or_path"],
         lora_config=LoraConfig(rank=config["r"]),
         target_modules=tuple(config["target_modules"]),
-        tensors=_load(folder / WEIGHTS, {"F32": np.float32, "BF16": np.uint16}),
+        tensors=_load(folder / WEIGHTS, _CAPTURED),
     )
+
+
+def fault_of(folder: Path) -> str:
+    """Why the adapter in `folder`, or its optimizer's state, cannot be loaded although its files are whole; empty if it
+    can, or is encrypted."""
+    files = [file for file in (WEIGHTS, OPTIMIZER) if (folder / file).is_file()]
+    return next((fault for file in files if (fault := _fault({file: _load(folder / file, _CAPTURED)}))), "")
+
+
+def _fault(files: Mapping[str, Tensors]) -> str:
+    """The first tensor, by file, with values that are not finite, in words; empty if there is none."""
+    for file, tensors in files.items():
+        for name, array in tensors.items():
+            if not _is_finite(array):
+                values = as_torch(np.ascontiguousarray(array)).float().numpy() if array.dtype == np.uint16 else array
+                return f"{file}: {name}: {int((~np.isfinite(values)).sum())} of {array.size} values are not finite"
+    return ""
+
+
+def _is_finite(array: npt.NDArray[Any]) -> bool:
+    """Whether all of it is; float32 without a copy, and the bits of bfloat16 as uint16."""
+    if not array.size:
+        return True
+    if array.dtype == np.uint16:
+        return not bool(((array & 0x7F80) == 0x7F80).any())
+    return bool(np.isfinite(array.min()) and np.isfinite(array.max()))
 
 
 def optimizer_type(folder: Path) -> str:

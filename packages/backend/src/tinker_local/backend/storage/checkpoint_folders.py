@@ -70,7 +70,7 @@ class CheckpointFolders:
                     file.unlink()
             return checksums_of(folder.iterdir())
 
-        return self._make(replace(record, has_optimizer=state.optimizer is not None), fill, belongs_to)
+        return self._make(replace(record, has_optimizer=state.optimizer is not None, unusable=""), fill, belongs_to)
 
     def link(
         self, record: CheckpointRecord, source: CheckpointRecord, belongs_to: Mapping[str, object] | None = None

@@ -121,7 +121,9 @@ def _from_2_to_3(engine: sa.Engine) -> None:
 
 
 def _from_3_to_4(engine: sa.Engine) -> None:
-    """Adds why a sampling session may read its checkpoint."""
+    """Adds why a checkpoint cannot be loaded, which of older ones is not known yet, and why a sampling session may read
+    its checkpoint."""
+    _add_column(engine, "checkpoints", "unusable VARCHAR")
     _add_column(engine, "sampling_sessions", "read_as_public BOOLEAN")
     with engine.begin() as connection:
         connection.execute(sa.update(tables.schema).values(version=4))

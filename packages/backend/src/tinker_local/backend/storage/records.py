@@ -83,7 +83,11 @@ class SamplingSessionRecord:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointRecord:
-    """A checkpoint. `missing`: the server found no folder of it when it started."""
+    """A checkpoint.
+
+    `missing`: the server found no folder of it when it started. `unusable`: why it, or its optimizer's state, cannot be
+    loaded although its files are whole; empty if it can, None if an older server wrote it and it was not examined yet.
+    """
 
     training_run_id: str
     kind: CheckpointKind
@@ -97,6 +101,7 @@ class CheckpointRecord:
     user_metadata: Mapping[str, Any] = field(default_factory=dict)
     public: bool = False
     missing: bool = False
+    unusable: str | None = field(default=None, compare=False)
 
     @property
     def checkpoint_id(self) -> str:

@@ -8,6 +8,7 @@ import logging
 import math
 import os
 import threading
+import time
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
@@ -25,6 +26,7 @@ from tinker_local.backend.storage.adapter_files import (
     OPTIMIZER,
     WEIGHTS,
     adapter_bytes,
+    fault_of,
     optimizer_type,
     read_adapter,
 )
@@ -52,6 +54,9 @@ log = logging.getLogger(__name__)
 
 DATABASE = "metadata.sqlite3"
 CHECKPOINTS = "checkpoints"
+
+EXAMINE_SECONDS = 5.0
+"""For which a start examines checkpoints of an older server; the others follow while it serves."""
 
 
 class Store(Metadata):
@@ -104,6 +109,7 @@ class Store(Metadata):
                     super().__init__(engine, disk, SteadyClock(clock, grace))
                     self.quota = StorageQuota(engine, self._clock, most_bytes)
                     self._recover(data_dir / CHECKPOINTS)
+                    self._examine_for(EXAMINE_SECONDS)
                     disk.fill_reserve()
             except sa.exc.OperationalError as error:
                 raise RuntimeError(f"the database in {data_dir} cannot be used: {error.orig}") from error
@@ -143,6 +149,39 @@ class Store(Metadata):
             if connection.execute(known).first() is None:
                 session = SessionRecord(session_id, when)
                 insert(connection, sessions, as_described(session, self._folders.belongs_to(record, "session")))
+
+    def _examine_for(self, seconds: float) -> None:
+        until = time.monotonic() + seconds
+        while time.monotonic() < until and self.examine_next():
+            pass
+
+    def examine_next(self) -> bool:
+        """Examine the smallest checkpoint that was not yet, if there is one: whether its values are finite."""
+        table = tables.checkpoints
+        unknown = self._checkpoints(table.c.unusable.is_(None) & ~table.c.missing, table.c.size_bytes)
+        if unknown:
+            self._examine(unknown[0])
+        return bool(unknown)
+
+    def _examine(self, record: CheckpointRecord) -> str:
+        """Why `record` cannot be loaded; empty if it can, or if that shows when it is loaded."""
+        with self._folder_access:
+            try:
+                found = fault_of(self._folders.path(record))
+            except (OSError, ValueError, LookupError, SafetensorError):
+                found = ""
+        if found:
+            log.warning("checkpoint %s cannot be loaded: %s", record.tinker_path, found)
+        change = sa.update(tables.checkpoints).where(
+            _is(record) & (tables.checkpoints.c.created_at == record.created_at)
+        )
+        self._change_on_a_full_disk(lambda connection: connection.execute(change.values(unusable=found)))
+        return found
+
+    def refuse_unusable(self, record: CheckpointRecord, field: str) -> None:
+        """InvalidRequestError naming `field` if the checkpoint cannot be loaded."""
+        if fault := self._examine(record) if record.unusable is None else record.unusable:
+            raise InvalidRequestError(f"{field}: {record.tinker_path} cannot be used: {fault}")
 
     def close(self) -> None:
         """Write what is pending and release the folder; a second call does nothing."""
@@ -315,11 +354,12 @@ class Store(Metadata):
         return self._checkpoints((tables.checkpoints.c.training_run_id == training_run_id) & self._in_time())
 
     def last_checkpoints(self, training_run_ids: Collection[str]) -> dict[str, dict[CheckpointKind, CheckpointRecord]]:
-        """The last checkpoint of each kind, of each of these runs that has any."""
+        """The last checkpoint of each kind that can be loaded, of each of these runs that has any."""
         table = tables.checkpoints
-        time = sa.func.max(table.c.created_at).over(partition_by=(table.c.training_run_id, table.c.kind))
-        wanted = table.c.training_run_id.in_(training_run_ids) & self._in_time()
-        ranked = sa.select(table, time.label("last_of_its_kind")).where(wanted).subquery()
+        last = sa.func.max(table.c.created_at).over(partition_by=(table.c.training_run_id, table.c.kind))
+        usable = sa.func.coalesce(table.c.unusable, "") == ""
+        wanted = table.c.training_run_id.in_(training_run_ids) & self._in_time() & usable
+        ranked = sa.select(table, last.label("last_of_its_kind")).where(wanted).subquery()
         query = sa.select(*(ranked.c[column.name] for column in table.c)).where(
             ranked.c.created_at == ranked.c.last_of_its_kind
         )
@@ -360,7 +400,7 @@ class Store(Metadata):
     def read_checkpoint(self, record: CheckpointRecord, *, optimizer: bool) -> AdapterState:
         """The newest checkpoint of the record's name. If that was forgotten: the record's own folder, while it exists.
 
-        NotFoundError if neither exists, InvalidRequestError if its files are not what was written.
+        NotFoundError if neither exists, InvalidRequestError if its files are not what was written, or not finite.
         """
         with self._folder_access:
             current, folder = self._folder_of(record)
@@ -377,13 +417,17 @@ class Store(Metadata):
                     raise InvalidRequestError(f"{error}, or load its weights alone") from None
             try:
                 return read_adapter(folder, current.base_model, current.lora_config, optimizer=optimizer)
+            except InvalidRequestError as error:
+                raise InvalidRequestError(f"{where} cannot be loaded: {error}") from error
             except (OSError, ValueError, LookupError, SafetensorError) as error:  # without checksums, or unreadable
                 raise InvalidRequestError(f"{where} cannot be read ({error}); it is in {folder}") from error
 
     def check_checkpoint(self, record: CheckpointRecord, field: str) -> None:
-        """NotFoundError naming `field` if the folder is missing, InvalidRequestError if the weights are damaged."""
+        """NotFoundError naming `field` if the folder is missing, InvalidRequestError if the weights are damaged or not
+        finite."""
         with self._folder_access:
-            _, folder = self._folder_of(record)
+            current, folder = self._folder_of(record)
+        self.refuse_unusable(current, field)
         files = (WEIGHTS, CONFIG, f"{WEIGHTS}{AGE}", f"{CONFIG}{AGE}")
         check_files(folder, files, f"{field}: {record.tinker_path}")
 
@@ -461,9 +505,13 @@ class Store(Metadata):
     def _is_over(self, record: CheckpointRecord) -> bool:
         return record.expires_at is not None and record.expires_at <= self._clock.now()
 
-    def _checkpoints(self, condition: sa.ColumnElement[bool]) -> list[CheckpointRecord]:
+    def _checkpoints(
+        self, condition: sa.ColumnElement[bool], first: sa.ColumnElement[Any] | None = None
+    ) -> list[CheckpointRecord]:
+        """Those with the lowest `first` first, or else the newest."""
         table = tables.checkpoints
-        query = sa.select(table).where(condition).order_by(table.c.created_at.desc(), table.c.number.desc())
+        order = [table.c.created_at.desc(), table.c.number.desc()] if first is None else [first]
+        query = sa.select(table).where(condition).order_by(*order)
         return [_checkpoint(row) for row in self._rows(query)]
 
     def _forget(self, records: Sequence[CheckpointRecord]) -> None:

@@ -92,6 +92,7 @@ checkpoints = Table(
     Column("user_metadata", JSON, nullable=False),
     Column("public", Boolean, nullable=False, server_default=false()),
     Column("missing", Boolean, nullable=False, server_default=false()),
+    Column("unusable", String),
     Unique("training_run_id", "kind", "name"),
 )
 

@@ -17,10 +17,11 @@ import torch
 from tinker_local.backend.adapter_tensors import FlatTensors
 from tinker_local.backend.families.family import Family
 from tinker_local.backend.training.optimizers.adamw import ADAMW
-from tinker_local.backend.training.optimizers.optimizer import Optimizer, OptimizerState
+from tinker_local.backend.training.optimizers.optimizer import Limits, Optimizer, OptimizerState, spans_of
 from tinker_local.backend.training.trainer import LORA_ALPHA, WEIGHTS, AdapterDType, AdapterLayout, AdapterState
 from tinker_local.backend.training.transfer import to_host
 from tinker_local.types import InvalidRequestError, LoraConfig
+from tinker_local.types.base import Frozen
 
 HEAD = "head"
 """The LoRA group of the LM head. All other groups belong to the decoder or the vision tower."""
@@ -172,13 +173,25 @@ class Adapter:
         self.weights, self.optimizer_state = stepped.weights, stepped.optimizer_state
         self._computable = None
 
+    def step(self, gradient: torch.Tensor, settings: Frozen, norm: float) -> None:
+        """One optimizer step; InvalidRequestError, without a change, if it would leave what cannot be computed with or
+        not be saved (in float32)."""
+        tensors = {spec.name: (spec.start, spec.stop) for spec in self.specs}
+        limits = Limits(weights=self._largest_weight, state=torch.finfo(torch.float32).max)
+        self.optimizer.step(torch, self.weights, gradient, self.optimizer_state, settings, norm, tensors, limits)
+
+    @property
+    def _largest_weight(self) -> float:
+        """Below it, a weight is finite also when scaled and in any dtype of activations."""
+        return float(np.nextafter(torch.finfo(torch.bfloat16).max / max(1.0, self.scale), 0.0))
+
     @property
     def computable(self) -> bool:
-        """Whether all weights are finite, also when scaled and in any dtype of activations. Non-finite adapters must
-        not share a matmul with others: 0 x inf is NaN."""
+        """Whether all weights are small enough. Non-finite adapters must not share a matmul with others: 0 x inf is
+        NaN."""
         if self._computable is None:
             low, high = extremes(self.weights)
-            self._computable = max(-low, high) * max(1.0, self.scale) < torch.finfo(torch.bfloat16).max
+            self._computable = max(-low, high) <= self._largest_weight
         return self._computable
 
     def stack(self, flat: torch.Tensor, group: str, projection: str, factor: str) -> torch.Tensor | None:
@@ -231,8 +244,7 @@ def flatten(specs: Sequence[TensorSpec], tensors: Mapping[str, npt.NDArray[Any]]
 
 def extremes(flat: torch.Tensor) -> tuple[float, float]:
     """The smallest and the largest number of `flat`, in one pass over it and without a copy; both NaN if one is."""
-    low, high = torch.stack(torch.aminmax(flat)).tolist()
-    return low, high
+    return spans_of(torch, [flat])[0]
 
 
 _NORM_PART = 2**22

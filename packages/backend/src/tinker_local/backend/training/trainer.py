@@ -186,7 +186,11 @@ class Trainer(Protocol):
     def optim_step(self, adapter_id: str, params: Frozen) -> dict[str, float]:
         """Update the adapter once with the accumulated gradients, and clear them. `params`: the `settings` of its
         optimizer. Returns the metrics `grad_norm`, the gradient's norm before clipping, and, if enabled,
-        `grad_norm/MODULE` of each module."""
+        `grad_norm/MODULE` of each module.
+
+        InvalidRequestError if it would leave a weight, or a number of the optimizer's state, that is not finite: then
+        the gradients are cleared and nothing else changes.
+        """
 
     def capture(self, adapter_id: str, *, optimizer: bool, dtype: AdapterDType = "float32") -> AdapterState:
         """A host copy of the adapter, with weights rounded to `dtype`. Later steps do not change it."""

@@ -202,7 +202,7 @@ class HFTrainer:
         self._adapter(adapter_id).gradient = None
 
     def optim_step(self, adapter_id: str, params: Frozen) -> dict[str, float]:
-        """Update the adapter once. Returns `grad_norm`, the norm before clipping, and `grad_norm/MODULE` if enabled."""
+        """See `Trainer.optim_step`."""
         adapter = self._adapter(adapter_id)
         gradient, adapter.gradient = adapter.gradient, None
         stepped, norms = self._ranks.together(lambda: self._stepped(adapter, gradient, params))
@@ -218,11 +218,9 @@ class HFTrainer:
         if gradient is None:
             gradient = torch.zeros_like(adapter.weights)
         norm = lora.gradient_norm(gradient)
-        if not math.isfinite(norm):
-            raise InvalidRequestError(f"optim_step: the norm of the accumulated gradient is {norm}; it was discarded")
         of_modules = lora.module_norms(adapter.specs, gradient) if self._module_gradient_norms else {}
         stepped = adapter if self._ranks.size == 1 else adapter.copied(torch.clone)
-        adapter.optimizer.update(torch, stepped.weights, gradient, stepped.optimizer_state, params, norm)
+        stepped.step(gradient, params, norm)
         return stepped, {"grad_norm": norm, **{f"grad_norm/{path}": value for path, value in of_modules.items()}}
 
     def release_memory(self) -> None:

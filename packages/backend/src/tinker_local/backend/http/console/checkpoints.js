@@ -22,6 +22,12 @@ function sure(path) {
   });
 }
 
+function stateOf(one) {
+  if (one.missing) return "files are missing";
+  if (one.unusable) return h("span", { title: one.unusable }, "cannot be loaded");
+  return one.public ? "public" : "private";
+}
+
 export class CheckpointTable {
   constructor(caption, changed, failed) {
     this.changed = changed;
@@ -36,7 +42,7 @@ export class CheckpointTable {
         { title: "Size", number: true, cell: (one) => bytes(one.size_bytes) },
         { title: "Saved", cell: (one) => moment(one.time) },
         { title: "Expires", cell: (one) => moment(one.expires_at) },
-        { title: "State", cell: (one) => (one.missing ? "files are missing" : one.public ? "public" : "private") },
+        { title: "State", cell: stateOf },
         { title: "Use", cell: (one) => this.actions(one) },
       ],
       { key: (one) => one.tinker_path, empty: "There are no checkpoints." },

@@ -1,9 +1,11 @@
 """AdamW: decoupled weight decay, with the settings of each step (arXiv 1711.05101, algorithm 2)."""
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
-from tinker_local.backend.training.optimizers.optimizer import Array, Optimizer, OptimizerState
+from tinker_local.backend.training.optimizers.optimizer import Array, Limits, Optimizer, OptimizerState, Span
+from tinker_local.backend.training.trainer import WEIGHTS
 from tinker_local.types import AdamParams, InvalidRequestError
 
 
@@ -19,7 +21,8 @@ def update(xp: Any, weights: Array, gradient: Array, state: OptimizerState, sett
     decay = 1 - settings.learning_rate * settings.weight_decay
     if max(size, abs(decay)) > xp.finfo(weights.dtype).max:
         raise InvalidRequestError(
-            f"adam_params: learning_rate {settings.learning_rate} with weight_decay {settings.weight_decay} overflows"
+            f"adam_params: learning_rate {settings.learning_rate} with weight_decay {settings.weight_decay} overflows; "
+            "the step was not taken and the gradient was discarded"
         )
     if 0 < settings.grad_clip_norm < norm:
         gradient = gradient * (settings.grad_clip_norm / norm)
@@ -52,10 +55,34 @@ def in_one_pass(weights: Array, gradient: Array, m: Array, v: Array, step: int, 
     )  # fmt: skip
 
 
+_SMALLEST_EPS = 1e-37
+"""Smaller ones may be 0 in float32."""
+
+_SPARE = 2.0**-10
+"""The share of a limit that a bound may reach: far more than rounding moves."""
+
+
+def surely_stays_within(
+    limits: Limits, settings: AdamParams, step: int, norm: float, spans: Mapping[str, Span]
+) -> bool:
+    """By |g| <= norm, and |m| / (sqrt(v) + eps) <= |m| / eps. Steps of usual sizes are far below."""
+    if settings.eps < _SMALLEST_EPS:
+        return False
+    largest = {name: max(-low, high) for name, (low, high) in spans.items()}
+    m = largest["exp_avg"] + norm
+    v = largest["exp_avg_sq"] + norm * norm
+    size = settings.learning_rate / (1 - settings.beta1 ** (step + 1))
+    decay = abs(1 - settings.learning_rate * settings.weight_decay)
+    weights = largest[WEIGHTS] * max(1.0, decay) + m * size / settings.eps
+    at_most = _SPARE * limits.state
+    return spans["exp_avg_sq"][0] >= 0 and m < at_most and v < at_most and weights < _SPARE * limits.weights
+
+
 ADAMW = Optimizer(
     "adamw",
     source="arXiv 1711.05101, algorithm 2",
     state_names=("exp_avg", "exp_avg_sq"),
     settings=AdamParams,
     update=update,
+    surely_stays_within=surely_stays_within,
 )
