@@ -154,9 +154,9 @@ class Family:
     hidden states. `position_ids(config, input)`: rotary positions of one rendered input, int64 [rows, N]. `vision`:
     None for text only. `lora`: what adapters train beside the LM head. `logits(config)`: what follows the LM head, from
     the text config; None: whatever transformers' model does. `vllm_head`: None if vLLM is known to take adapters of the
-    LM head as it is. `quantized`: what to do with a checkpoint in fewer bits, which is refused. `hosted_attention`: what
-    exports call the modules `self_attn`. `tool_parser`: of vLLM, for the form in which the family's models write calls
-    of tools; None if they have none.
+    LM head as it is. `quantized`: what to do with a checkpoint in fewer bits, which is refused. `hosted_attention`:
+    what exports call the modules `self_attn`. `tool_parser`: of vLLM, for the form in which models of the family write
+    calls of tools; None if they have none.
     """
 
     auto_class: str = "AutoModelForCausalLM"
