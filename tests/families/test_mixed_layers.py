@@ -4,6 +4,7 @@ sampler. What does not is refused before a run begins."""
 import asyncio
 import json
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from tinker_local.backend.models.agreement import compare, make_probes, sampler_
 from tinker_local.backend.models.load_engines import load_real
 from tinker_local.backend.sampling.sampler import AdapterVersion
 from tinker_local.backend.tiny_models import make_tiny_text_model, make_tiny_vl_model
+from tinker_local.backend.training.trainer import AdapterState
 from tinker_local.backend.vllm_engine import adapter_targets, patches
 from tinker_local.types import TRAIN_VISION, CreateModelRequest, InvalidRequestError, LoraConfig
 
@@ -30,6 +32,10 @@ KINDS: dict[str, tuple[bool, dict[str, Any]]] = {
     "vision-every-second": (True, {"decoder_sparse_step": 2}),
 }
 """Whether it is Qwen3-VL-MoE, otherwise Qwen3-MoE, and what its config says of layers without experts."""
+
+
+def as_it_is(state: AdapterState) -> AdapterState:
+    return state
 
 
 def options(data_dir: Path) -> BackendOptions:
@@ -90,7 +96,7 @@ async def test_each_target_alone_reaches_the_sampler(kind: str, tmp_path: Path) 
         probes = make_probes(engines.renderer, trainer.vocab_size, trainer.max_context_length - 1, None, 10**6).base
         for target in engines.targets:
             state, logprobs, effect = adapter_on([target], trainer, probes, "float32")
-            version = AdapterVersion(target, tmp_path / target, lambda state=state: state)
+            version = AdapterVersion(target, tmp_path / target, partial(as_it_is, state))
             (found,) = await sampler_logprobs(sampler, version, probes, 1)
             assert worst(compare(probes, logprobs, found)).difference < LOGPROB, target
             assert effect > 0.05, target

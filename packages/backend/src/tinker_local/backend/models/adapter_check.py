@@ -44,7 +44,7 @@ def adapter_on(
 def _halved(state: AdapterState) -> AdapterState:
     """With half of B."""
     tensors = {
-        name: matrix if ".lora_A." in name else np.asarray(matrix, np.float32) / 2
+        name: matrix if ".lora_A." in name else np.asarray(matrix, np.float32) * np.float32(0.5)
         for name, matrix in state.tensors.items()
     }
     return replace(state, tensors=tensors)

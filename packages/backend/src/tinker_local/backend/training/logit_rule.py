@@ -16,7 +16,7 @@ _TOLERANCE = 1e-5
 """Of logits, relative to the largest: transformers computes some in float32."""
 
 
-class _Outputs(BaseModelOutputWithPast):  # type: ignore[misc]
+class _Outputs(BaseModelOutputWithPast):
     """Of a decoder of any class, whose own outputs have more."""
 
     def __getattr__(self, name: str) -> None:
