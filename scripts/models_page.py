@@ -26,6 +26,12 @@ the written-out layers lack gets autograd, and the start says so. Adapters also 
 | --- | --- | --- | --- |
 """
 OTHER_MODELS = """
+At the start, trainer and sampler are compared with an adapter on all of these modules and the LM head, and with
+`--train-vision` on the vision tower. If the installed vLLM does not compute a target of a model (`train_attn`,
+`train_mlp`, `train_unembed`, `train_vision`), the start says so, and a run that asks for it is refused before
+anything is trained; runs without it work. In 16 bits, a target counts as computed if the sampler follows at least
+half of its effect.
+
 ### Other text models
 
 Any other causal language model of transformers is trained with adapters on every Linear module of its layers, most by

@@ -219,7 +219,8 @@ PROMISES = (
         "base-models-not-compared images-not-compared rounding-of-text-not-compared engines-outlive-a-probe "
         "image-probe-of-any-size effect-not-verified unmatched-keys-ignored unknown-adapters-not-compared "
         "changed-classes-of-transformers known-refusals-forgotten experts-without-a-family-accepted "
-        "quantized-weights-loaded adapters-lost-in-rounding",
+        "quantized-weights-loaded adapters-lost-in-rounding runs-that-cannot-be-sampled-begin "
+        "adapters-make-noise-of-a-model stacked-modules-without-a-name",
     ),
     Promise(
         "20",
@@ -639,7 +640,8 @@ MISTAKES = (
         "file-of-a-tar-archive-chosen-by-the-archive "
         "truncated-tar-archive-accepted half-an-import-stays imports-belong-to-everybody rslora-of-joined-parts-taken "
         "imports-need-a-tower header-of-any-length-parsed checkpoint-written-after-its-deletion "
-        "experts-that-share-nothing-taken beside-the-blocks-of-experts-dropped",
+        "experts-that-share-nothing-taken beside-the-blocks-of-experts-dropped modules-of-one-expert-taken "
+        "left-out-modules-begin-anew left-out-modules-exported",
         ("e2e/test_imports_on_real_models.py::test_what_peft_wrote_samples_and_trains_as_pefts_model",),
     ),
     Promise(
@@ -791,12 +793,14 @@ MISTAKES = (
     Promise(
         "attention",
         "A sliding window, a soft cap or a sink is ignored, forward or backward",
-        "window-ignored soft-cap-without-its-derivative logits-capped-without-the-derivative sinks-without-a-share",
+        "window-ignored soft-cap-without-its-derivative logits-capped-without-the-derivative sinks-without-a-share "
+        "softmax-backward-by-the-output",
     ),
     Promise(
         "families",
         "One engine ignores a rule of a family's LM head",
-        "head-without-a-name-in-vllm logits-not-capped heads-of-gemma-3-without-a-name",
+        "head-without-a-name-in-vllm logits-not-capped heads-of-gemma-3-without-a-name logits-scaled-by-a-guess "
+        "head-reads-hidden-states-as-they-are wrong-logits-of-a-family-accepted",
     ),
     Promise(
         "grammars",

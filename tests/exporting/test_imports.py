@@ -442,6 +442,58 @@ def test_experts_of_peft_that_would_not_be_the_same_adapter_are_refused(
     assert_refused(of_experts, tmp_path, config, change, message)
 
 
+@pytest.mark.mutation(
+    "modules-of-one-expert-taken", "storage/peft_experts.py", "_OF_ONE_EXPERT.search(name)", "name is None"
+)
+@pytest.mark.parametrize("family", ["qwen3_moe", "qwen3_vl_moe", "qwen3_5_moe", "gpt_oss"])
+def test_what_the_cookbook_makes_of_experts_is_refused_by_name(tuned: Make, tmp_path: Path, family: str) -> None:
+    """PEFT leaves it out silently; the export that it was made of is taken."""
+    weights = pytest.importorskip("tinker_cookbook.weights")
+    trained = tuned(family, False)
+    built = tmp_path / "built"
+    weights.build_lora_adapter(
+        base_model=str(trained.model), adapter_path=str(trained.exported), output_path=str(built)
+    )
+    message = r"layers\.0\.mlp\.experts\.0\.\w+\.lora_A\.weight is a module of one expert, as the cookbook's"
+    with pytest.raises(InvalidRequestError, match=message):
+        read_peft_adapter(built, family_of(family, ""))
+    with pytest.raises(InvalidRequestError, match=message):
+        export_checkpoint(built, tmp_path / "out", to="peft", base=str(trained.model), check=False)
+    export_checkpoint(trained.exported, tmp_path / "out", to="peft", base=str(trained.model), check=False)
+
+
+@pytest.mark.mutation(
+    "left-out-modules-begin-anew",
+    "storage/peft_adapters.py",
+    'if left_out := ", ".join(sorted(self.targets.intersection(lacking))):',
+    'if left_out := "":',
+)
+@pytest.mark.mutation(
+    "left-out-modules-exported", "exporting/trained.py", "sorted((listed & known) - there)", "sorted(())"
+)
+@pytest.mark.parametrize(
+    ("family", "lacking"),
+    [("qwen3_5", "in_proj_k, in_proj_q, in_proj_v"), ("qwen3_moe", "w1, w2, w3"), ("qwen3", "o_proj")],
+)
+def test_an_adapter_that_has_lost_what_it_says_it_trained_is_refused_by_name(
+    tuned: Make, tmp_path: Path, family: str, lacking: str
+) -> None:
+    """As PEFT saves what it loaded of an adapter, if it does not know all of its tensors."""
+    trained = tuned(family, False)
+    tensors = {
+        name: tensor
+        for name, tensor in load_file(trained.exported / WEIGHTS).items()
+        if name.split(".")[-3] not in lacking.split(", ")
+    }
+    save_file(tensors, tmp_path / WEIGHTS)
+    (tmp_path / CONFIG).write_bytes((trained.exported / CONFIG).read_bytes())
+    message = f"names {lacking} in target_modules, and adapter_model.safetensors has no tensor of it"
+    with pytest.raises(InvalidRequestError, match=message), imported(tmp_path, trained.model):
+        pass
+    with pytest.raises(InvalidRequestError, match=message):
+        export_checkpoint(tmp_path, tmp_path / "out", to="peft", base=str(trained.model), check=False)
+
+
 def test_what_peft_trained_of_experts_is_refused_for_what_they_do_not_share(tuned: Make, tmp_path: Path) -> None:
     trained = tuned("qwen3_moe", False)
     patterns = {"rank_pattern": {"gate_up_proj": 8}, "alpha_pattern": {"gate_up_proj": 64}}

@@ -9,12 +9,21 @@ import numpy as np
 import pytest
 from tinker_local.backend import BackendOptions, InProcessBackend, ModelSource
 from tinker_local.backend.fakes import FakeModel, FakeRenderer, FakeSampler, FakeTrainer
+from tinker_local.backend.models.adapter_check import LARGEST_EFFECT, TARGETS, adapter_on, largest_difference
 from tinker_local.backend.models.agreement import Agreement, make_probes, rounding_limit
 from tinker_local.backend.models.served_models import Engines
 from tinker_local.backend.rendering.decoding import image_size
 from tinker_local.backend.rendering.rendered_input import RenderedInput
 from tinker_local.backend.sampling.sampler import SampleWork
-from tinker_local.types import ImageChunk, InvalidRequestError, ModelInput, SampleOutput
+from tinker_local.types import (
+    CreateModelRequest,
+    CreateSessionRequest,
+    ImageChunk,
+    InvalidRequestError,
+    LoraConfig,
+    ModelInput,
+    SampleOutput,
+)
 
 WINDOW = 100
 
@@ -104,7 +113,7 @@ async def test_engines_that_differ_on_one_kind_of_prompt_do_not_start_on_fakes(
 @pytest.mark.mutation(
     "unknown-adapters-not-compared",
     "models/load_engines.py",
-    "        if engines.unknown_adapters:\n",
+    "        if engines.unknown_adapters or engines.targets:\n",
     "        if False:\n",
 )
 async def test_a_sampler_without_effect_of_adapters_does_not_start_if_they_are_unknown_on_fakes(tmp_path: Path) -> None:
@@ -114,6 +123,93 @@ async def test_a_sampler_without_effect_of_adapters_does_not_start_if_they_are_u
     assert len(lengths) == 6
     lengths, _ = await start(tmp_path / "known", NEVER, blind=True)
     assert len(lengths) == 3
+
+
+class Partial(FakeSampler):
+    """Leaves out adapters of the fields `left_out` of `LoraConfig`, and takes none of the fields `refused`."""
+
+    def __init__(self, model: FakeModel, left_out: tuple[str, ...], refused: tuple[str, ...]) -> None:
+        super().__init__(model)
+        self._left_out, self._refused = left_out, refused
+
+    async def sample(self, work: SampleWork) -> SampleOutput:
+        state = None if work.version is None else work.version.unwritten()
+        trained = (
+            set() if state is None else {name for name, on in state.lora_config.model_dump().items() if on is True}
+        )
+        if trained.intersection(self._refused):
+            raise InvalidRequestError("vLLM does not use the tensors of some layer")
+        return await super().sample(replace(work, version=None) if trained.intersection(self._left_out) else work)
+
+
+@pytest.mark.mutation(
+    "runs-that-cannot-be-sampled-begin", "control/training_runs.py", "        base.check_sampled(config)\n", ""
+)
+@pytest.mark.parametrize(
+    ("left_out", "refused"),
+    [(("train_mlp",), ()), ((), ("train_mlp",)), (("train_attn",), ("train_mlp",))],
+    ids=["left-out", "refused", "both"],
+)
+async def test_a_run_of_what_the_sampler_leaves_out_is_refused_by_name_and_others_begin_on_fakes(
+    left_out: tuple[str, ...], refused: tuple[str, ...], tmp_path: Path
+) -> None:
+    said: list[str] = []
+
+    def load(source: ModelSource, options: BackendOptions) -> Engines:
+        model = FakeModel(source.name)
+        sampler = Partial(model, left_out, refused)
+        return Engines(FakeRenderer(model), FakeTrainer(model), sampler, arch="fake", tolerance=1e-4, targets=TARGETS)
+
+    options = BackendOptions(data_dir=tmp_path)
+    source = ModelSource.parse("fake/bigram")
+    async with InProcessBackend([source], options, load=load, progress=said.append) as backend:
+        session = await backend.sessions.create(CreateSessionRequest())
+        off = {*left_out, *refused}
+        assert {line.split()[3] for line in said if "are refused" in line} == off
+        assert any("runs with train_mlp are refused" in line and line.startswith("fake/bigram: ") for line in said)
+        for number, target in enumerate(TARGETS):
+            alone = LoraConfig(rank=1, **{each: each == target for each in TARGETS})
+            request = CreateModelRequest(
+                session_id=session, model_seq_id=number, base_model="fake/bigram", lora_config=alone
+            )
+            if target in off:
+                with pytest.raises(
+                    InvalidRequestError, match=f"^lora_config.{target}: fake/bigram would train it and "
+                ):
+                    await backend.runs.create(request)
+            else:
+                await backend.runs.create(request)
+
+
+async def test_a_sampler_that_takes_no_adapter_at_all_does_not_start_on_fakes(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="trainer and sampler compute adapters of this model differently"):
+        await start(tmp_path, NEVER, blind=True, targets=TARGETS)
+
+
+def test_an_adapter_that_is_left_out_shows_in_16_bits_whatever_rounding_it_adds() -> None:
+    """Its effect is what the engines differ by then; in float32 the tolerance needs no help."""
+    assert largest_difference(1e-3, 2.0) == 1e-3
+    assert largest_difference(0.3, 0.2) == 0.3
+    assert 0.3 < largest_difference(0.3, 2.0) < 2.0
+
+
+@pytest.mark.mutation(
+    "adapters-make-noise-of-a-model", "models/adapter_check.py", "if not effect > LARGEST_EFFECT:", "if True:"
+)
+def test_an_adapter_that_would_make_noise_of_a_model_is_made_weaker_on_fakes() -> None:
+    class Excitable(FakeTrainer):
+        """Adapters change logprobs forty times as much as usual."""
+
+        def logprobs(self, adapter_id: str | None, *prompts: RenderedInput) -> Any:
+            base = super().logprobs(None, *prompts)
+            return base + 40 * (super().logprobs(adapter_id, *prompts) - base)
+
+    model = FakeModel()
+    probes = make_probes(FakeRenderer(model), model.vocab_size, 4096, None, 10**6).base
+    _, _, effect = adapter_on(TARGETS, Excitable(model), probes, "float32")
+    assert 0.1 < effect <= LARGEST_EFFECT
+    _, _, usual = adapter_on(TARGETS, FakeTrainer(model), probes, "float32")
+    assert 40 * usual > LARGEST_EFFECT
 
 
 async def test_without_a_window_no_long_prompt_is_computed_on_fakes(tmp_path: Path) -> None:

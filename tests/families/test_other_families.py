@@ -38,6 +38,7 @@ OWN: dict[str, dict[str, Any]] = {
     "gemma": {"head_dim": 32},
     "glm": {"head_dim": 32},
     "helium": {"head_dim": 32},
+    "hyperclovax": {"logits_scaling": 0.3},
     "hunyuan_v1_dense": {"head_dim": 32},
     "ministral": {"head_dim": 32, "layer_types": ["full_attention"] * 2},
     "ministral3": {"head_dim": 32},

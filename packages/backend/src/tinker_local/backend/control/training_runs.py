@@ -287,6 +287,7 @@ class TrainingRuns:
             raise InvalidRequestError(
                 "lora_config.train_vision: this server keeps vision towers frozen; start it with --train-vision"
             )
+        base.check_sampled(config)
         size = base.engines.trainer.adapter_bytes(config, optimizer.name)
         own = self.of_owner(owner)
         for whose, most, live, flags in (

@@ -17,7 +17,7 @@ from tinker_local.backend.storage.adapter_files import AGE, CONFIG, WEIGHTS, rea
 from tinker_local.backend.storage.checkpoint_folders import REMOVING, UNFINISHED
 from tinker_local.backend.storage.model_paths import model_paths
 from tinker_local.backend.storage.names import parse_tinker_path, safe_segment
-from tinker_local.backend.storage.peft_experts import GATE_UP, target_parameters
+from tinker_local.backend.storage.peft_experts import GATE_UP, check_experts_together, target_parameters
 from tinker_local.backend.training.trainer import LORA_ALPHA, AdapterState
 from tinker_local.types import InvalidRequestError, LoraConfig, NotFoundError
 
@@ -156,6 +156,8 @@ def read_trained(source: CheckpointFolder, base: BaseModel) -> Trained:
     parts = {_own_name(name, base): np.asarray(array, np.float32) for name, array in read.tensors.items()}
     if whole := [name for name in parts if name.split(".")[-3] in (*lora.split, "base_layer")]:
         raise InvalidRequestError(f"{source.name} is an export, which joined {whole[0]}; give its checkpoint")
+    check_experts_together(parts, lora.experts, str(source.folder / WEIGHTS))
+    _check_complete(given.get("target_modules"), parts, base, source)
     tensors = joined_parts(parts, lora.split, source.name)
     paths = _paths(tensors)
     nothing = np.empty(0)
@@ -171,6 +173,20 @@ def read_trained(source: CheckpointFolder, base: BaseModel) -> Trained:
         train_vision=bool(in_tower),
     )
     return Trained(source, base, config, tensors, paths, parts)
+
+
+def _check_complete(targets: Any, tensors: Mapping[str, Any], base: BaseModel, source: CheckpointFolder) -> None:
+    """InvalidRequestError if the configuration lists among its `targets` a module of `base` that `tensors` lack."""
+    lora = base.family.lora
+    known = {name.rpartition(".")[2] for name, _ in base.model.named_modules()}
+    known.update(*(rows.projections for rows in lora.split.values()), lora.experts.names if lora.experts else ())
+    there = {path.rpartition(".")[2] for path in _paths(tensors)}
+    listed = {str(each).rpartition(".")[2] for each in targets} if isinstance(targets, list) else set[str]()
+    if lacking := sorted((listed & known) - there):
+        raise InvalidRequestError(
+            f"{source.name}: {CONFIG} names {', '.join(lacking)} in target_modules, and {WEIGHTS} has no tensor of it: "
+            "what was trained there is lost, as when PEFT loads an adapter of which it knows a part, and saves it again"
+        )
 
 
 def _paths(tensors: Mapping[str, Any]) -> tuple[str, ...]:

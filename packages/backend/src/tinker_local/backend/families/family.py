@@ -153,9 +153,10 @@ class Family:
     `auto_class`: the transformers class that loads it. `decoder_path`: the module that turns `inputs_embeds` into
     hidden states. `position_ids(config, input)`: rotary positions of one rendered input, int64 [rows, N]. `vision`:
     None for text only. `lora`: what adapters train beside the LM head. `logits(config)`: what follows the LM head, from
-    the text config. `vllm_head`: None if vLLM is known to take adapters of the LM head as it is. `quantized`: what to
-    do with a checkpoint in fewer bits, which is refused. `hosted_attention`: what exports call the modules `self_attn`.
-    `tool_parser`: of vLLM, for the form in which the family's models write calls of tools; None if they have none.
+    the text config; None: whatever transformers' model does. `vllm_head`: None if vLLM is known to take adapters of the
+    LM head as it is. `quantized`: what to do with a checkpoint in fewer bits, which is refused. `hosted_attention`:
+    what exports call the modules `self_attn`. `tool_parser`: of vLLM, for the form in which models of the family write
+    calls of tools; None if they have none.
     """
 
     auto_class: str = "AutoModelForCausalLM"
@@ -163,7 +164,7 @@ class Family:
     position_ids: Callable[[Any, RenderedInput], Positions] = text_position_ids
     vision: Vision | None = None
     lora: LoraNames = LoraNames()
-    logits: Callable[[Any], LogitRule] = lambda config: PLAIN_LOGITS
+    logits: Callable[[Any], LogitRule] | None = lambda config: PLAIN_LOGITS
     vllm_head: VLLMHead | None = None
     quantized: str = "give the original model"
     hosted_attention: str = "self_attn"

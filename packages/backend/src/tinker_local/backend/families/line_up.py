@@ -79,6 +79,7 @@ OTHERS: Sequence[str] = (
     "granite",
     "helium",
     "hunyuan_v1_dense",
+    "hyperclovax",
     "ministral",
     "ministral3",
     "olmo2",

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from tinker_local.backend.daemon_thread import in_daemon_thread
+from tinker_local.backend.models.adapter_check import TARGETS
 from tinker_local.backend.models.place_engines import place_engines
 from tinker_local.backend.models.placement import environment_of, layouts, replica_gpus
 from tinker_local.backend.models.served_models import (
@@ -92,8 +93,10 @@ async def load_base_models(
         )
         models.add(model)  # from here on `models` closes it
         difference = (await model.check_agreement(options.max_image_pixels)).difference
-        if engines.unknown_adapters:
-            difference = max(difference, (await model.check_adapter()).difference)
+        if engines.unknown_adapters or engines.targets:
+            difference = max(difference, (await model.check_adapters()).difference)
+        for target, why in model.unsampled.items():
+            progress(f"{names[0]}: runs with {target} are refused: {why}")
         progress(f"{names[0]}: {engines.trainer.trains}")
         progress(
             f"{names[0]}: trainer and sampler agree to {difference:.1g} nats, "
@@ -340,6 +343,7 @@ def load_real(source: ModelSource, options: BackendOptions, progress: Progress) 
         text=text,
         no_grammars=compat_vllm.why_no_grammars(options.grammars),
         tools=tools,
+        targets=(*TARGETS, "train_vision") if engine.train_vision else TARGETS,
         unknown_adapters=family is OTHER,
     )
 

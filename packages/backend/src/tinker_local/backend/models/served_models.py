@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
+from tinker_local.backend.models.adapter_check import TARGETS, adapter_on, largest_difference
 from tinker_local.backend.models.agreement import (
     Agreement,
     Probes,
@@ -17,7 +18,6 @@ from tinker_local.backend.models.agreement import (
     make_probes,
     rounding_limit,
     sampler_logprobs,
-    with_random_b,
     worst,
 )
 from tinker_local.backend.models.metrics import Counts, ModelMetrics, ReplicaMetrics
@@ -31,12 +31,10 @@ from tinker_local.backend.sampling.sampler import AdapterVersion, Sampler
 from tinker_local.backend.scheduling.memory_sharing import MemorySharing
 from tinker_local.backend.scheduling.sample_turns import PROMPTS_AHEAD, SampleTurns
 from tinker_local.backend.scheduling.train_scheduler import TrainScheduler
-from tinker_local.backend.training.trainer import AdapterState, Trainer
+from tinker_local.backend.training.trainer import Trainer
 from tinker_local.types import ApiError, InvalidRequestError, LoraConfig
 from tinker_local.types.errors import brief
 
-_CHECKED = "checked-at-the-start"
-"""The id of the adapter that `ServedModel.check_adapter` makes."""
 _CONTEXT_VARIANT = re.compile(r"(.+):peft:([1-9]\d{0,11})", re.ASCII)
 
 
@@ -48,8 +46,9 @@ class Engines:
     the base model's attention, in positions; None if it has none. `sequences`: how many the sampler is to run at once;
     it has room for `RESERVED` more. `text`: None for a model without a tokenizer, which clients must bring.
     `no_grammars`: why samples cannot follow a grammar; empty if they can. `tools`: how it writes calls of tools, or why
-    that is not known. `unknown_adapters`: whether trainer and sampler must be compared with an adapter at the start,
-    since they may not reach the same modules with it.
+    that is not known. `targets`: the fields of `LoraConfig` that the trainer trains, of which an adapter is compared at
+    the start, too. `unknown_adapters`: whether it must agree on all of them, since it is not known what the sampler's
+    class of this architecture does with any.
     """
 
     renderer: Renderer
@@ -62,6 +61,7 @@ class Engines:
     text: TextCodec | None = None
     no_grammars: str = ""
     tools: ToolFormat | str = "not loaded"
+    targets: Sequence[str] = ()
     unknown_adapters: bool = False
 
 
@@ -77,8 +77,9 @@ class ServedModel:
 
     `supervision`: of a trainer in a separate process, else None. `sampler_supervisions`: of each separate process of
     the sampler. `pool`: the sampler if it is several replicas, else None. `check_agreement` sets `probes`, the prompts
-    on which trainer and sampler must agree, and `images_of_start`, the counts of `images()` until then. `replicas`: how
-    many the sampler has.
+    on which trainer and sampler must agree, and `images_of_start`, the counts of `images()` until then. `unsampled`:
+    fields of `LoraConfig` that `check_adapters` found must be off, with the reasons. `replicas`: how many the sampler
+    has.
     """
 
     names: tuple[str, ...]
@@ -94,6 +95,7 @@ class ServedModel:
     probes: Probes = field(default_factory=lambda: Probes((), ()))
     counts: Counts = field(default_factory=Counts)
     images_of_start: tuple[int, int, int] = (0, 0, 0)
+    unsampled: dict[str, str] = field(default_factory=dict)
     max_context_length: int = field(init=False)
     sample_turns: SampleTurns = field(init=False)
     replicas: int = field(init=False)
@@ -129,27 +131,53 @@ class ServedModel:
         self.images_of_start = self.images()
         return agreement
 
-    async def check_adapter(self) -> Agreement:
-        """ValueError in one line if trainer and sampler compute an adapter on all modules differently, or if the
-        sampler cannot take it. After `check_agreement`."""
-        trainer, sampler = self.engines.trainer, self.engines.sampler
+    async def check_adapters(self) -> Agreement:
+        """Compare trainer and sampler with an adapter on all targets, after `check_agreement`. If they differ, or the
+        sampler does not take it, compare each target alone and set `unsampled`; ValueError in one line if nothing can
+        be both trained and sampled, or if the model's adapters are not known."""
+        engines = self.engines
+        targets = engines.targets or TARGETS
+        try:
+            agreement = await self._check_adapter(targets)
+        except ValueError:
+            if engines.unknown_adapters:
+                raise
+            for target in targets:
+                try:
+                    await self._check_adapter([target])
+                except ValueError as error:
+                    self.unsampled[target] = str(error).removeprefix(f"{self.names[0]}: ")
+            rest = [target for target in targets if target not in self.unsampled]
+            if len(rest) in (0, len(targets)):
+                raise
+            agreement = await self._check_adapter(rest)
+        self.images_of_start = self.images()
+        return agreement
 
-        def on_trainer() -> tuple[AdapterState, npt.NDArray[np.float32]]:
-            trainer.create_adapter(_CHECKED, LoraConfig(rank=1, seed=0))
-            try:
-                trainer.load_adapter(_CHECKED, with_random_b(trainer.capture(_CHECKED, optimizer=False)))
-                logprobs = trainer.logprobs(_CHECKED, *self.probes.base)
-                return trainer.capture(_CHECKED, optimizer=False, dtype=sampler.adapter_dtype), logprobs
-            finally:
-                trainer.remove_adapter(_CHECKED)
+    def check_sampled(self, config: LoraConfig) -> None:
+        """InvalidRequestError if `config` trains what the sampler would not compute."""
+        for target, why in self.unsampled.items():
+            if getattr(config, target):
+                raise InvalidRequestError(
+                    f"lora_config.{target}: {self.names[0]} would train it and could not sample it; leave {target} off "
+                    f"({why})"
+                )
 
+    async def _check_adapter(self, targets: Sequence[str]) -> Agreement:
+        """ValueError in one line if trainer and sampler compute an adapter on `targets` differently, or if the sampler
+        cannot take it."""
+        engines = self.engines
         with self._comparing(" with an adapter"):
-            state, logprobs = await self.scheduler.call(on_trainer)
-            version = AdapterVersion(f"{self.names[0]} {_CHECKED}", Path(_CHECKED), lambda: state)
+            state, logprobs, effect = await self.scheduler.call(
+                adapter_on, targets, engines.trainer, self.probes.base, engines.sampler.adapter_dtype
+            )
+            name = f"{self.names[0]} with {', '.join(targets)}"
+            version = AdapterVersion(name, Path("compared-at-the-start"), lambda: state)
+            limit = None if engines.unknown_adapters else largest_difference(engines.tolerance, effect)
             try:
-                return await self._compared(version, logprobs, "adapters of this model")
+                return await self._compared(version, logprobs, "adapters of this model", limit)
             finally:
-                await sampler.remove_version(version)
+                await engines.sampler.remove_version(version)
 
     @contextmanager
     def _comparing(self, how: str = "") -> Iterator[None]:
@@ -159,12 +187,16 @@ class ServedModel:
         except ApiError as error:
             raise ValueError(f"{self.names[0]}: trainer and sampler could not be compared{how}: {error}") from error
 
-    async def _compared(self, version: AdapterVersion | None, trainer: npt.NDArray[np.float32], what: str) -> Agreement:
-        """How the sampler's logprobs of the base model's probes differ from `trainer`; ValueError if too much."""
+    async def _compared(
+        self, version: AdapterVersion | None, trainer: npt.NDArray[np.float32], what: str, limit: float | None = None
+    ) -> Agreement:
+        """How the sampler's logprobs of the base model's probes differ from `trainer`; ValueError if by more than
+        `limit` on average (None: more than rounding can explain)."""
         probes = self.probes.base
         found = await sampler_logprobs(self.engines.sampler, version, probes, self.replicas)
         agreements = [each for logprobs in found for each in compare(probes, trainer, logprobs)]
-        agreement, normal = worst(agreements), rounding_limit(agreements, self.engines.tolerance)
+        agreement = worst(agreements)
+        normal = rounding_limit(agreements, self.engines.tolerance) if limit is None else limit
         if not agreement.difference <= normal:
             raise ValueError(
                 f"{self.names[0]}: trainer and sampler compute {what} differently: {agreement}; they differ by "

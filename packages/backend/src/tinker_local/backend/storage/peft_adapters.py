@@ -4,7 +4,7 @@ have theirs. Whatever cannot become exactly that is refused by name."""
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ import numpy.typing as npt
 from safetensors import SafetensorError, safe_open
 from tinker_local.backend.families.family import Family, SplitRows
 from tinker_local.backend.storage.adapter_files import AGE, CONFIG, WEIGHTS
-from tinker_local.backend.storage.peft_experts import DOWN, GATE_UP, from_parameters
+from tinker_local.backend.storage.peft_experts import DOWN, GATE_UP, check_experts_together, from_parameters
 from tinker_local.backend.training.trainer import LORA_ALPHA, AdapterState
 from tinker_local.types import InvalidRequestError, LoraConfig
 from tinker_local.types.errors import brief
@@ -75,7 +75,8 @@ _DTYPES = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}
 class PeftAdapter:
     """`tensors`: A [r, in] and B [out, r] in float32 by the names in the file. `factor`: what B is multiplied by, since
     the scale of an adapter is alpha / r with one alpha here. `joined`: modules whose adapter joins those of its parts,
-    as in an export for PEFT. `base_model`: as the adapter names it, maybe empty. `notes`: what a user should know."""
+    as in an export for PEFT. `base_model`: as the adapter names it, maybe empty. `notes`: what a user should know.
+    `targets`: the last names of the modules that its configuration says it trains, if it lists them."""
 
     rank: int
     factor: float
@@ -83,10 +84,16 @@ class PeftAdapter:
     base_model: str
     tensors: Tensors
     notes: tuple[str, ...]
+    targets: frozenset[str] = frozenset()
 
     def config(self, family: Family) -> LoraConfig:
         """What it trains of a model of `family`; InvalidRequestError for a module that adapters do not reach there."""
-        trained = {self._flag(path, name, family) for (path, _), name in self._named(family).items()}
+        named = self._named(family)
+        trained = {self._flag(path, name, family) for (path, _), name in named.items()}
+        # Names that no module of transformers has: what lists them is an export.
+        of_exports = {*(family.lora.experts.names if family.lora.experts else ())}
+        of_exports.update(*(rows.projections for rows in family.lora.split.values()))
+        self._check_complete(of_exports.difference(path.rpartition(".")[2] for path, _ in named))
         return LoraConfig(rank=self.rank, seed=0, **{flag: flag in trained for flag in _FLAGS})
 
     @staticmethod
@@ -129,6 +136,7 @@ class PeftAdapter:
                     _check_shape(name, array.shape, fresh.tensors, own)
                     found[own] = array
         begun = self._begun(found, fresh)
+        self._check_complete(begun)
         if begun:
             notes.append(f"the adapter has no {', '.join(begun)}: these begin with B = 0, and training trains them too")
         folded = {name: self._folded(array) if ".lora_B." in name else array for name, array in found.items()}
@@ -136,6 +144,14 @@ class PeftAdapter:
         if self.factor != 1:
             notes.append(self._told_factor([array for name, array in found.items() if ".lora_B." in name]))
         return changed, (*self.notes, *dict.fromkeys(notes))
+
+    def _check_complete(self, lacking: Iterable[str]) -> None:
+        """InvalidRequestError if the configuration names one of the projections `lacking`."""
+        if left_out := ", ".join(sorted(self.targets.intersection(lacking))):
+            raise InvalidRequestError(
+                f"{CONFIG}: names {left_out} in target_modules, and {WEIGHTS} has no tensor of it: what was trained "
+                "there is lost, as when PEFT loads an adapter of which it knows a part, and saves it again"
+            )
 
     def _named(self, family: Family) -> dict[tuple[str, str], str]:
         """The names in the file by the module's path in the model and the factor."""
@@ -243,9 +259,12 @@ def read_peft_adapter(folder: Path, family: Family) -> PeftAdapter:
             "lora_alpha over the square root of each rank, and one here has one scale"
         )
     base_model, tensors = given.get("base_model_name_or_path") or "", _tensors(folder / WEIGHTS)
+    check_experts_together(tensors, family.lora.experts, WEIGHTS)
     if parent is not None and family.lora.experts is not None:
         tensors = from_parameters(tensors, family.lora.experts, parent, rank, WEIGHTS)
-    return PeftAdapter(rank, factor, joined, str(base_model), tensors, tuple(notes))
+    listed = given.get("target_modules")
+    targets = frozenset(str(each).rpartition(".")[2] for each in listed) if isinstance(listed, list) else frozenset()
+    return PeftAdapter(rank, factor, joined, str(base_model), tensors, tuple(notes), targets)
 
 
 def _config(folder: Path) -> dict[str, Any]:

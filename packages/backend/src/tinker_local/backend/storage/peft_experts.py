@@ -7,7 +7,8 @@ repeated. gate and up are one parameter, so theirs has rank 2 r: both A, one bel
 Legend: E experts, H hidden size, I intermediate size, r rank.
 """
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,18 @@ PEFT_VERSION = "0.19.1"
 """The first with this form: 0.17 to 0.19.0 exchange rows and columns of models that keep matrices as [out, in]."""
 
 _FACTORS = ("A", "B")
+_OF_ONE_EXPERT = re.compile(r"\.experts\.\d+\.")
+
+
+def check_experts_together(names: Iterable[str], experts: Experts | None, file: str) -> None:
+    """InvalidRequestError if one of the tensors `names` of `file` is of one expert, of a model that has `experts`."""
+    single = next((name for name in names if _OF_ONE_EXPERT.search(name)), None)
+    if experts is not None and single is not None:
+        raise InvalidRequestError(
+            f"{file}: {single} is a module of one expert, as the cookbook's build_lora_adapter writes them; in "
+            "transformers the experts of a layer are one module, and PEFT leaves such tensors out silently in most "
+            "families. Give the checkpoint or the download that it was made of, which `tinker-local export` converts"
+        )
 
 
 def target_parameters(tensors: Tensors, names: Experts | None) -> list[str]:

@@ -159,7 +159,7 @@ def attend_backward(
     grad_value = torch.zeros(value.shape, dtype=_wide(value), device=value.device)
     for run in segments.runs:
         for part in _portions(query, key, value, segments, run, rule):
-            part.backward(rule, part.rows_of(grad), part.rows_of(output), grad_query, grad_key, grad_value)
+            part.backward(rule, part.rows_of(grad), grad_query, grad_key, grad_value)
     return grad_query, grad_key.to(key.dtype), grad_value.to(value.dtype)
 
 
@@ -224,7 +224,6 @@ class _Portion:
         self,
         rule: AttentionRule,
         grad: torch.Tensor,
-        output: torch.Tensor,
         grad_query: torch.Tensor,
         grad_key: torch.Tensor,
         grad_value: torch.Tensor,
@@ -237,8 +236,9 @@ class _Portion:
         wide = weights.dtype
         to_value += (weights.transpose(-1, -2) @ grad.to(wide)).sum(2, keepdim=True)
         grad_weights = (grad @ self.value.transpose(-1, -2)).to(wide)
-        # The gradient of softmax, arXiv 2205.14135. A sink has no value, so it does not enter the sum.
-        grad_scores = weights * (grad_weights - (grad * output).sum(-1, keepdim=True, dtype=wide))
+        # Not by sum(grad * output), which is the same number, rounded otherwise: where one weight is almost 1, the
+        # gradient is what these two leave of each other. A sink has no value, so it does not enter the sum.
+        grad_scores = grad_weights.sub_((weights * grad_weights).sum(-1, keepdim=True)).mul_(weights)
         if rule.softcap is not None:
             capped = torch.where(weights > 0, scores / rule.softcap, 0.0)
             grad_scores *= 1 - capped * capped

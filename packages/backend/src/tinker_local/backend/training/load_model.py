@@ -12,6 +12,7 @@ from tinker_local.backend.training.decoder import Decoder
 from tinker_local.backend.training.decoders import make_decoder
 from tinker_local.backend.training.kernels import Kernels, kernels_for
 from tinker_local.backend.training.large_weights import RESIDENT, LargeWeights
+from tinker_local.backend.training.logit_rule import logit_rule
 from tinker_local.backend.training.lora import HEAD, Target
 from tinker_local.backend.training.shared_rows import ONE_HAS_ALL, RowRanks
 from tinker_local.backend.training.vision_attention import use_packed_attention
@@ -155,7 +156,7 @@ def load_model(
         tower=None if family.vision is None else VisionTower(model, family.vision),
         weights=weights,
         kernels=kernels,
-        logit_rule=family.logits(text_config),
+        logit_rule=logit_rule(model, family, path),
         family=family,
         vocab_size=model.lm_head.out_features,
         max_positions=max_positions,

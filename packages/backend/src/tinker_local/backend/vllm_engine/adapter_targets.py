@@ -52,3 +52,19 @@ def name_split_rows(config: Any, _: int) -> None:
                 name: [part for each in parts for part in (split[each].projections if each in split else (each,))]
                 for name, parts in packed.items()
             }
+
+
+def name_stacked_modules(config: Any, _: int) -> None:
+    """Name what vLLM's class of a model with experts stacks and does not name, so that adapters reach it: query, key
+    and value of the vision tower, one module in files too, and the MLP of layers without experts."""
+    model = config.model_config
+    family, text = family_of(model.hf_config.model_type, model.model), model.hf_text_config
+    if family.lora.experts is None:
+        return
+    stacked: dict[str, list[str]] = {}
+    if family.vision is not None:
+        stacked["qkv"] = ["qkv"]
+    if getattr(text, "mlp_only_layers", None) or getattr(text, "decoder_sparse_step", 1) > 1:
+        stacked["gate_up_proj"] = ["gate_proj", "up_proj"]
+    found, _ = model.registry.resolve_model_cls(model.architectures, model)
+    found.packed_modules_mapping = {**stacked, **found.packed_modules_mapping}

@@ -326,6 +326,14 @@ PATCHES = (
         to_config=adapter_targets.name_split_rows,
     ),
     Patch(
+        "adapters reach the tower of Qwen3-VL-MoE, and layers without experts between layers with them",
+        "vLLM's classes do not name `qkv` of the tower, nor `gate_up_proj` unless `mlp_only_layers` is set",
+        "0.26 to 0.32",
+        ("packed_modules_mapping",),
+        ("families/test_mixed_layers.py::test_each_target_alone_reaches_the_sampler",),
+        to_config=adapter_targets.name_stacked_modules,
+    ),
+    Patch(
         "linear attention (Gated DeltaNet) runs in float32",
         "on CPU vLLM has it in bfloat16 alone, with heads of some sizes",
         "CPU, 0.32",

@@ -1,0 +1,57 @@
+"""The adapter that trainer and sampler are compared on at the start, on chosen targets, before any run trains them."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import numpy.typing as npt
+from tinker_local.backend.models.agreement import ROUNDING, with_random_b
+from tinker_local.backend.rendering.rendered_input import RenderedInput
+from tinker_local.backend.training.trainer import AdapterDType, AdapterState, Trainer
+from tinker_local.types import LoraConfig
+
+TARGETS = ("train_attn", "train_mlp", "train_unembed")
+"""The fields of `LoraConfig` that every model has modules for; `train_vision` is the fourth."""
+
+LARGEST_EFFECT = 3.0
+"""Nats by which the adapter may change the logprobs: a model that computes little but noise rounds more than others."""
+
+_ID = "checked-at-the-start"
+
+
+def adapter_on(
+    targets: Sequence[str], trainer: Trainer, probes: Sequence[RenderedInput], dtype: AdapterDType
+) -> tuple[AdapterState, npt.NDArray[np.float32], float]:
+    """An adapter of rank 1 with random B on all modules of `targets`, as a version of `dtype`, with the trainer's
+    logprobs of `probes` under it, and by how many nats they differ from the base model's on average."""
+    flags = {target: target in targets for target in (*TARGETS, "train_vision")}
+    base = trainer.logprobs(None, *probes)
+    trainer.create_adapter(_ID, LoraConfig(rank=1, seed=0, **flags))
+    try:
+        state = with_random_b(trainer.capture(_ID, optimizer=False))
+        while True:
+            trainer.load_adapter(_ID, state)
+            logprobs = trainer.logprobs(_ID, *probes)
+            effect = float(np.abs(logprobs - base).mean())
+            if not effect > LARGEST_EFFECT:
+                break
+            state = _halved(state)
+        return trainer.capture(_ID, optimizer=False, dtype=dtype), logprobs, effect
+    finally:
+        trainer.remove_adapter(_ID)
+
+
+def _halved(state: AdapterState) -> AdapterState:
+    """With half of B."""
+    tensors = {
+        name: matrix if ".lora_A." in name else np.asarray(matrix, np.float32) * np.float32(0.5)
+        for name, matrix in state.tensors.items()
+    }
+    return replace(state, tensors=tensors)
+
+
+def largest_difference(tolerance: float, effect: float) -> float:
+    """The mean difference (nats) up to which a known family's engines may differ under an adapter that changes the
+    logprobs by `effect`. `tolerance`: of this dtype. In 16 bits it is not known how much rounding an adapter of random
+    numbers adds; but engines of which one leaves the adapter out differ by its effect."""
+    return tolerance if tolerance <= ROUNDING else max(tolerance, effect / 2)
