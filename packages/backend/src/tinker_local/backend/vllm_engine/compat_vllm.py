@@ -129,6 +129,24 @@ def model_runner(engine: Any) -> Any:
     return engine.model_executor.driver_worker.model_runner
 
 
+def attention_class() -> Any:
+    """The class of the layers that keep keys and values."""
+    try:
+        from vllm.model_executor.layers.attention import Attention
+    except ImportError:  # its place in 0.26
+        from vllm.attention.layer import Attention
+    return Attention
+
+
+def linear_classes() -> tuple[Any, ...]:
+    """The classes of projections, with adapters and without."""
+    import torch
+    from vllm.lora.layers import BaseLayerWithLoRA
+    from vllm.model_executor.layers.linear import LinearBase
+
+    return torch.nn.Linear, LinearBase, BaseLayerWithLoRA
+
+
 def draw_module(engine: Any) -> Any:
     """The `FullVocabularyDraw` of an engine."""
     return model_runner(engine).sampler.topk_topp_sampler
