@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from tinker_local.backend.daemon_thread import in_daemon_thread
 from tinker_local.backend.models.place_engines import place_engines
 from tinker_local.backend.models.placement import environment_of, layouts, replica_gpus
+from tinker_local.backend.models.positions import verdict_file
 from tinker_local.backend.models.served_models import (
     EngineLoader,
     Engines,
@@ -91,14 +92,47 @@ async def load_base_models(
             tuple(names), path, ident, engines, scheduler, memory_sharing, seconds, of_trainer, of_sampler, pool
         )
         models.add(model)  # from here on `models` closes it
+        positions = await model.check_positions()
         difference = (await model.check_agreement(options.max_image_pixels)).difference
         if engines.unknown_adapters:
             difference = max(difference, (await model.check_adapter()).difference)
+        reached = await model.check_far(verdict_file(options.data_dir, path, _settings(model, options)))
         progress(f"{names[0]}: {engines.trainer.trains}")
         progress(
-            f"{names[0]}: trainer and sampler agree to {difference:.1g} nats, "
-            f"checked in {time.monotonic() - start:.1f} s"
+            f"{names[0]}: trainer and sampler agree to {max(difference, reached.difference):.1g} nats in logprobs of "
+            f"{reached.positions} positions{' (an earlier start)' if reached.earlier else ''}"
+            f"{positions and f' and are {positions}'}, checked in {time.monotonic() - start:.1f} s"
         )
+    await _compare_again(models, options)
+
+
+def _settings(model: ServedModel, options: BackendOptions) -> Mapping[str, Any]:
+    """All that a verdict on a model depends on, besides its files and versions."""
+    torch: Any = sys.modules.get("torch")  # fakes do without
+    device = torch.cuda.get_device_name() if torch is not None and torch.cuda.is_available() else "cpu"
+    return {
+        "device": device,
+        "positions": model.max_context_length,
+        "scaled": model.scaled,
+        "replicas": model.replicas,
+        "trains": model.engines.trainer.trains,
+        **{name: getattr(options, name) for name in _DECISIVE},
+    }
+
+
+_DECISIVE = ("dtype", "decoder", "max_context_length", "max_rank", "train_vision", "train_gpus", "sample_gpus")
+_DECISIVE += ("sample_tp", "sampler", "trainer", "compare_seconds")
+"""Options that change what is compared."""
+
+
+async def _compare_again(models: ServedModels, options: BackendOptions) -> None:
+    """Compare models with an engine in this process once more, as what was loaded after them may have changed what
+    libraries share; ValueError if they differ now."""
+    *before, _ = models.distinct() or [None]
+    for model in before:
+        if model is not None and not (model.supervision and model.sampler_supervisions):
+            await model.check_positions()
+            await model.check_agreement(options.max_image_pixels)
 
 
 def load_engines(
@@ -341,6 +375,7 @@ def load_real(source: ModelSource, options: BackendOptions, progress: Progress) 
         no_grammars=compat_vllm.why_no_grammars(options.grammars),
         tools=tools,
         unknown_adapters=family is OTHER,
+        compare_seconds=options.compare_seconds,
     )
 
 

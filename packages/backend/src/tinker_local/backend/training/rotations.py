@@ -25,8 +25,8 @@ Rotations = Mapping[int, npt.NDArray[np.float32]]
 Layers without attention over positions are missing."""
 
 Rotate = Callable[[Sequence[int] | None, npt.NDArray[np.int64]], Rotations]
-"""The rotations of some layers (None: of all) at positions int64 [3, T], one row for each axis of M-RoPE; text has three
-equal rows, and an engine without M-RoPE reads the first."""
+"""The rotations of some layers (None: of all) at positions int64 [3, T], one row for each axis of M-RoPE; text has
+three equal rows, and an engine without M-RoPE reads the first."""
 
 AT_ONCE = 2048
 """Positions of one call."""
@@ -39,8 +39,8 @@ _WEIGHT = 0.5
 
 
 def constant_row(width: int, head_size: int) -> npt.NDArray[np.float32]:
-    """What a projection of `width` gives: the same numbers for each head, between 0.5 and 1 and with both signs, so that
-    any two of them can be told apart. float32 [width]."""
+    """What a projection of `width` gives: the same numbers for each head, between 0.5 and 1 and with both signs, so
+    that any two of them can be told apart. float32 [width]."""
     random = np.random.Generator(np.random.Philox(17))
     head = random.uniform(0.5, 1.0, head_size) * random.choice([-1.0, 1.0], head_size)
     return np.resize(head.astype(np.float32), width)

@@ -25,6 +25,7 @@ from tinker_local.backend.options import DecoderChoice
 from tinker_local.backend.rendering.rendered_input import RenderedInput
 from tinker_local.backend.training import delta_rule, lora
 from tinker_local.backend.training.block_memory import CUDA_LOGITS
+from tinker_local.backend.training.decoders.transformers_positions import rotate_on
 from tinker_local.backend.training.load_model import load_model
 from tinker_local.backend.training.lora import Adapter, TensorSpec
 from tinker_local.backend.training.losses import loss_of
@@ -35,6 +36,7 @@ from tinker_local.backend.training.optimizers.optimizer import OptimizerState
 from tinker_local.backend.training.packing import Item
 from tinker_local.backend.training.passes import Passes, release_unused_memory
 from tinker_local.backend.training.ranks import ONE_RANK, Ranks, fingerprint, join
+from tinker_local.backend.training.rotations import Rotations
 from tinker_local.backend.training.tally import Tally
 from tinker_local.backend.training.token_budget import TokenBudget
 from tinker_local.backend.training.trainer import (
@@ -260,6 +262,11 @@ class HFTrainer:
         values = self._ranks.together(lambda: self._runner.logprobs(items, adapters)).numpy()
         ends = np.cumsum([each.length for each in inputs]) - 1
         return np.delete(values, ends).astype(np.float32)
+
+    def rotations(self, layers: Sequence[int] | None, positions: npt.NDArray[np.int64]) -> Rotations:
+        """See `Trainer.rotations`. Ranks compute the same, and one may do it alone."""
+        loaded = self._loaded
+        return rotate_on(loaded.decoder, loaded.family, loaded.model.config, loaded.device)(layers, positions)
 
     def _sorted(
         self, work: Sequence[TrainWork]

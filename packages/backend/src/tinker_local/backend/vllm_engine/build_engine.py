@@ -20,6 +20,7 @@ from tinker_local.backend.vllm_engine.compat_vllm import (
     LORA_RANKS,
     cuda_graphs_work,
     default_dtype,
+    forget_rotary_modules,
     image_arguments,
     runs_on_cpu,
 )
@@ -149,6 +150,7 @@ def build_engine(options: EngineOptions, events: patches.EngineEvents | None = N
             from vllm.v1.engine.llm_engine import LLMEngine
 
             patches.apply_to_process()
+        forget_rotary_modules()
         config = EngineArgs(**_engine_arguments(options)).create_engine_config(UsageContext.ENGINE_CONTEXT)
         patches.apply_to_config(config, options.image_cache_bytes)
         kept_before = kept_by_dynamo()

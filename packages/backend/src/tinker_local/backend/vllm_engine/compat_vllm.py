@@ -147,6 +147,17 @@ def linear_classes() -> tuple[Any, ...]:
     return torch.nn.Linear, LinearBase, BaseLayerWithLoRA
 
 
+def forget_rotary_modules() -> None:
+    """Let the next engine make its own modules of rotary embeddings.
+
+    vLLM keeps them for models with the same settings. Some models then change theirs (Ernie 4.5, which turns pairs that
+    lie side by side), and would change those of an engine that is in use.
+    """
+    from vllm.model_executor.layers import rotary_embedding
+
+    rotary_embedding._ROPE_DICT.clear()
+
+
 def draw_module(engine: Any) -> Any:
     """The `FullVocabularyDraw` of an engine."""
     return model_runner(engine).sampler.topk_topp_sampler

@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import logging
 import re
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -18,16 +19,27 @@ from tinker_local.backend.training.rotations import (
 )
 from tinker_local.backend.vllm_engine.compat_vllm import attention_class, linear_classes, model_runner
 
+log = logging.getLogger(__name__)
+
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 _PARAMETERS = {"positions": "positions", "position_ids": "positions", "hidden_states": "hidden", "output": "hidden"}
 """What the forward of vLLM's attention modules takes, by the parameter's name."""
 
 
 def engine_rotations(engine: Any, layers: Sequence[int] | None, positions: npt.NDArray[np.int64]) -> Rotations:
-    """The rotations of `layers` of a vLLM engine (None: of all with attention) at `positions`, int64 [3, T].
+    """The rotations of `layers` of a vLLM engine (None: of all with attention) at `positions`, int64 [3, T]. Nothing,
+    with a warning, for an architecture whose layers cannot be looked at in this way.
 
     Positions beyond the table of a layer are not computed: kernels do not check where they read. They are NaN.
     """
+    try:
+        return _known_rotations(engine, layers, positions)
+    except Exception:  # of any of vLLM's and transformers' architectures
+        log.warning("what vLLM makes of positions cannot be looked at", exc_info=True)
+        return {}
+
+
+def _known_rotations(engine: Any, layers: Sequence[int] | None, positions: npt.NDArray[np.int64]) -> Rotations:
     import torch
 
     runner = model_runner(engine)

@@ -11,8 +11,8 @@ from tinker_local.backend.training.attention import Segments
 from tinker_local.backend.training.decoder import Decoder, PackedRow
 from tinker_local.backend.training.decoders.autograd import AutogradDecoder
 from tinker_local.backend.training.decoders.packed_attention import attending
-from tinker_local.backend.training.decoders.written_out.layers import take_layers
 from tinker_local.backend.training.decoders.transformers_positions import check_positions
+from tinker_local.backend.training.decoders.written_out.layers import take_layers
 from tinker_local.backend.training.kernels import Kernels
 from tinker_local.backend.training.large_weights import RESIDENT, LargeWeights, entering
 from tinker_local.backend.training.lora_batch import LoraBatch
@@ -44,9 +44,7 @@ def make_decoder(
     reasons: list[str] = []
     if choice in ("auto", "written-out"):
         try:
-            return _checked(
-                _written_out(model, family, kernels, weights, row_ranks), model, family, max_positions
-            )
+            return _checked(_written_out(model, family, kernels, weights, row_ranks), model, family, max_positions)
         except UnsupportedError as error:
             reasons.append(f"the written-out decoder cannot train it: {error}")
     if choice in ("auto", "autograd"):

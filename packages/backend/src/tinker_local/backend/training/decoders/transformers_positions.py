@@ -1,5 +1,6 @@
 """What transformers' own layers make of positions, with which the decoders are compared at every one."""
 
+import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,29 +11,38 @@ from tinker_local.backend.families.family import Family
 from tinker_local.backend.rendering.rendered_input import RenderedInput
 from tinker_local.backend.training.decoder import Decoder
 from tinker_local.backend.training.decoders.packed_delta_net import is_delta_net
-from tinker_local.backend.training.rotations import Rotate, Rotations, compare_rotations, constant, layer_rotations
+from tinker_local.backend.training.rotations import (
+    Rotate,
+    Rotations,
+    compare_rotations,
+    constant,
+    layer_rotations,
+    text_positions,
+)
 from tinker_local.types import UnsupportedError
+
+log = logging.getLogger(__name__)
 
 
 def decoder_rotations(
     modules: Any, layers: Sequence[int] | None, position_ids: torch.Tensor, rotary: Any = None
 ) -> Rotations:
     """Those of transformers' decoder `modules`; see `layer_rotations`."""
-    attending = [
-        index for index, layer in enumerate(modules.layers) if not any(map(is_delta_net, layer.children()))
-    ]
+    attending = [index for index, layer in enumerate(modules.layers) if not any(map(is_delta_net, layer.children()))]
     chosen = [index for index in attending if layers is None or index in layers]
     dtype = next(modules.parameters()).dtype
-    return layer_rotations(modules, chosen, position_ids, dtype, _stand_in, rotary)
+    try:
+        return layer_rotations(modules, chosen, position_ids, dtype, _stand_in, rotary)
+    except Exception:  # of any of transformers' architectures
+        log.warning("what %s makes of positions cannot be looked at", type(modules).__name__, exc_info=True)
+        return {}
 
 
 def _stand_in(module: Any, head_size: int) -> torch.nn.Module | None:
     if not isinstance(module, torch.nn.Linear):
         return None
     weight = module.weight
-    found: torch.nn.Module = constant(
-        module, module.out_features, head_size, weight.dtype, weight.device, pair=False
-    )
+    found: torch.nn.Module = constant(module, module.out_features, head_size, weight.dtype, weight.device, pair=False)
     return found
 
 
@@ -65,6 +75,8 @@ def check_positions(decoder: Decoder, modules: Any, family: Family, config: Any,
         return
     device, axes = parameter.device, position_axes(family, config)
     rotary = type(modules.rotary_emb)(config=modules.rotary_emb.config).to(device)
+    if not decoder_rotations(modules, None, rows(text_positions(np.zeros(1, np.int64)), axes, device)):
+        return
 
     def own(layers: Sequence[int] | None, positions: npt.NDArray[np.int64]) -> Rotations:
         # Some frequencies depend on the longest position of a call.
@@ -73,9 +85,7 @@ def check_positions(decoder: Decoder, modules: Any, family: Family, config: Any,
         return {layer: rotation[:, :-1] for layer, rotation in found.items()}
 
     rounding = torch.finfo(parameter.dtype).eps
-    found = compare_rotations(
-        rotate_on(decoder, family, config, device), own, max_positions, rounding, images=axes > 1
-    )
+    found = compare_rotations(rotate_on(decoder, family, config, device), own, max_positions, rounding, images=axes > 1)
     if found.missing:
         raise UnsupportedError(f"layer {found.missing[0]} has no positions, or has some only in transformers")
     if (differing := found.differing) is not None:

@@ -96,7 +96,9 @@ class WrittenOutDecoder:
     def rotations(self, layers: Sequence[int] | None, position_ids: torch.Tensor) -> Rotations:
         """See `Decoder.rotations`."""
         length, place = position_ids.shape[-1], self.norm.device
-        row = PackedRow(torch.zeros(length, 1, dtype=self.dtype, device=place), position_ids, Segments((length,), place))
+        row = PackedRow(
+            torch.zeros(length, 1, dtype=self.dtype, device=place), position_ids, Segments((length,), place)
+        )
         lora = LoraBatch({}, [], self.dtype, torch.float32, gradient=False)
         angles = {kind: self._angles(row, kind) for kind in self.kinds}
         context = RowContext(self.kernels, row.segments, angles, lora)
