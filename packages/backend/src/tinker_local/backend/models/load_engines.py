@@ -92,16 +92,16 @@ async def load_base_models(
             tuple(names), path, ident, engines, scheduler, memory_sharing, seconds, of_trainer, of_sampler, pool
         )
         models.add(model)  # from here on `models` closes it
-        positions = await model.check_positions()
+        positions = await model.compare_positions()
         difference = (await model.check_agreement(options.max_image_pixels)).difference
+        model.check_positions(positions)
         if engines.unknown_adapters:
             difference = max(difference, (await model.check_adapter()).difference)
         reached = await model.check_far(verdict_file(options.data_dir, path, _settings(model, options)))
         progress(f"{names[0]}: {engines.trainer.trains}")
         progress(
-            f"{names[0]}: trainer and sampler agree to {max(difference, reached.difference):.1g} nats in logprobs of "
-            f"{reached.positions} positions{' (an earlier start)' if reached.earlier else ''}"
-            f"{positions and f' and are {positions}'}, checked in {time.monotonic() - start:.1f} s"
+            f"{names[0]}: trainer and sampler agree to {max(difference, reached.difference):.1g} nats, "
+            f"checked in {time.monotonic() - start:.1f} s: {reached}; {positions.in_words(model.max_context_length)}"
         )
     await _compare_again(models, options)
 
@@ -131,8 +131,9 @@ async def _compare_again(models: ServedModels, options: BackendOptions) -> None:
     *before, _ = models.distinct() or [None]
     for model in before:
         if model is not None and not (model.supervision and model.sampler_supervisions):
-            await model.check_positions()
+            compared = await model.compare_positions()
             await model.check_agreement(options.max_image_pixels)
+            model.check_positions(compared)
 
 
 def load_engines(

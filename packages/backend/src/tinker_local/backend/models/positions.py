@@ -82,6 +82,9 @@ class Reached:
     difference: float
     earlier: bool = False
 
+    def __str__(self) -> str:
+        return f"logprobs of up to {self.positions} positions{', by an earlier start' * self.earlier}"
+
 
 Logprobs = Callable[[RenderedInput], Awaitable[tuple[npt.NDArray[np.float32], Sequence[npt.NDArray[np.float32]]]]]
 """Those of the trainer and of each replica of the sampler, [N - 1] of a text of N positions."""

@@ -40,7 +40,7 @@ from tinker_local.backend.sampling.sampler import AdapterVersion, Sampler
 from tinker_local.backend.scheduling.memory_sharing import MemorySharing
 from tinker_local.backend.scheduling.sample_turns import PROMPTS_AHEAD, SampleTurns
 from tinker_local.backend.scheduling.train_scheduler import TrainScheduler
-from tinker_local.backend.training.rotations import Rotations
+from tinker_local.backend.training.rotations import Compared, Rotations
 from tinker_local.backend.training.trainer import AdapterState, Trainer
 from tinker_local.types import ApiError, InvalidRequestError, LoraConfig
 from tinker_local.types.errors import brief
@@ -91,8 +91,8 @@ class ServedModel:
     the sampler. `pool`: the sampler if it is several replicas, else None. `check_agreement` sets `probes`, the prompts
     on which trainer and sampler must agree, and `images_of_start`, the counts of `images()` until then. `replicas`: how
     many the sampler has. `scaled`: the first position at which queries get longer, if `check_positions` has seen one.
-    `check_agreement` sets `normal`, the mean difference (nats) of logprobs that is rounding, and `base_seconds`, what it
-    took.
+    `check_agreement` sets `normal`, the mean difference (nats) of logprobs that is rounding, and `base_seconds`, how
+    long it took.
     """
 
     names: tuple[str, ...]
@@ -132,11 +132,11 @@ class ServedModel:
         engines = self.engines
         return engines.renderer.images_processed, engines.sampler.images_encoded, engines.trainer.images_encoded
 
-    async def check_positions(self) -> str:
-        """ValueError in one line if trainer and sampler make different use of a position that is served. Returns how
-        far they were compared, in words."""
+    async def compare_positions(self) -> Compared:
+        """Compare trainer and sampler at every position that is served. ValueError in one line if the sampler lacks
+        one, since nothing may be computed there."""
         trainer, sampler, limit = self.engines.trainer, self.engines.sampler, self.max_context_length
-        compared = []
+        all_found = []
 
         async def of_trainer(layers: Sequence[int] | None, positions: npt.NDArray[np.int64]) -> Rotations:
             return await self.scheduler.call(trainer.rotations, layers, positions)
@@ -152,15 +152,17 @@ class ServedModel:
                 found = await compare_positions(
                     of_trainer, of_sampler, limit, sampler.adapter_dtype, images=self.engines.renderer.takes_images
                 )
-            if (why := refusal(found, limit)) is not None:
-                raise ValueError(f"{self.names[0]}: {why}")
-            self.scaled = found.scaled
-            compared.append(found)
-        layers = min(each.layers for each in compared)
-        missing = max((each.missing for each in compared), key=len)
-        if not layers:
-            return ""
-        return f"alike at all {limit} positions" + (f", except layers {brief(str(missing))}" if missing else "")
+            if found.differing is not None and found.differing.missing_in_second:
+                self.check_positions(found)
+            all_found.append(found)
+        first = min(all_found, key=lambda each: limit if each.differing is None else each.differing.position)
+        self.scaled = first.scaled
+        return first
+
+    def check_positions(self, compared: Compared) -> None:
+        """ValueError in one line if the engines differ at a position."""
+        if (why := refusal(compared, self.max_context_length)) is not None:
+            raise ValueError(f"{self.names[0]}: {why}")
 
     async def check_far(self, verdict: Path | None) -> Reached:
         """Compare logprobs on as long a text as `compare_seconds` allow, unless an earlier start has left its

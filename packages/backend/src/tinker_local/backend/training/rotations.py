@@ -51,9 +51,9 @@ def text_positions(positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
     return np.tile(positions, (3, 1))
 
 
-def image_positions(positions: npt.NDArray[np.int64], limit: int) -> npt.NDArray[np.int64]:
-    """Positions [T] on the first axis, and others below `limit` on the other two."""
-    return np.stack([positions, (positions * 7 + 3) % limit, (positions * 13 + 5) % limit])
+def image_positions(positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Positions [T] on the first axis, and others up to them on the other two."""
+    return np.stack([positions, (positions * 7 + 3) % (positions + 1), (positions * 13 + 5) % (positions + 1)])
 
 
 # Comparison -----------------------------------------------------------------------------------------------------------
@@ -81,6 +81,13 @@ class Compared:
     scaled: int | None
     layers: int
     missing: Sequence[int]
+
+    def in_words(self, limit: int) -> str:
+        """What was compared of positions below `limit`."""
+        if not self.layers:
+            return "rotary positions not compared"
+        missing = f" of layers but {', '.join(map(str, self.missing))}" if self.missing else ""
+        return f"rotary positions{missing} compared at all {limit}"
 
 
 def compare_rotations(
@@ -118,7 +125,7 @@ def compare_rotations(
     layers = list(kinds.values())
     for start in range(0, limit if layers else 0, at_once):
         positions = np.arange(start, min(start + at_once, limit))
-        rows = [text_positions(positions), *([image_positions(positions, limit)] if images else [])]
+        rows = [text_positions(positions), *([image_positions(positions)] if images else [])]
         for row in rows:
             look(layers, positions, first(layers, row), second(layers, row))
         last = min((each.position for each in found), default=limit)

@@ -124,6 +124,11 @@ def allocator_owners(allocator: Any) -> list[Any]:
 # Where an engine keeps its parts ------------------------------------------------------------------------------------
 
 
+def served_model(engine: Any) -> Any:
+    """vLLM's module of the whole model, without what captures CUDA graphs."""
+    return model_runner(engine).get_model()
+
+
 def model_runner(engine: Any) -> Any:
     """The V1 model runner of an engine in this process."""
     return engine.model_executor.driver_worker.model_runner

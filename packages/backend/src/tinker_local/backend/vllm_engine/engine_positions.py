@@ -17,7 +17,7 @@ from tinker_local.backend.training.rotations import (
     rotation,
     without_weights,
 )
-from tinker_local.backend.vllm_engine.compat_vllm import attention_class, linear_classes, model_runner
+from tinker_local.backend.vllm_engine.compat_vllm import attention_class, linear_classes, model_runner, served_model
 
 log = logging.getLogger(__name__)
 
@@ -42,17 +42,17 @@ def engine_rotations(engine: Any, layers: Sequence[int] | None, positions: npt.N
 def _known_rotations(engine: Any, layers: Sequence[int] | None, positions: npt.NDArray[np.int64]) -> Rotations:
     import torch
 
-    runner = model_runner(engine)
-    modules = {index: (name, module) for index, name, module in _attention_modules(runner.model)}
+    runner, model = model_runner(engine), served_model(engine)
+    modules = {index: (name, module) for index, name, module in _attention_modules(model)}
     chosen = [index for index in sorted(modules) if layers is None or index in layers]
     if not chosen:
         return {}
-    rows = min(_table_rows(runner.model), default=None)
+    rows = min(_table_rows(model), default=None)
     inside = positions if rows is None else positions[:, (positions < rows).all(axis=0)]
     found: Rotations = {}
     if inside.shape[1]:
         with torch.inference_mode():
-            found = _computed(runner, modules, chosen, inside)
+            found = _computed(runner, model, modules, chosen, inside)
     if rows is None or inside.shape[1] == positions.shape[1]:
         return found
     known = (positions < rows).all(axis=0)
@@ -66,13 +66,17 @@ def _known_rotations(engine: Any, layers: Sequence[int] | None, positions: npt.N
 
 
 def _computed(
-    runner: Any, modules: dict[int, tuple[str, Any]], chosen: Sequence[int], positions: npt.NDArray[np.int64]
+    runner: Any,
+    model: Any,
+    modules: dict[int, tuple[str, Any]],
+    chosen: Sequence[int],
+    positions: npt.NDArray[np.int64],
 ) -> Rotations:
     import torch
 
     axes = 3 if runner.uses_mrope else 1
     place = torch.from_numpy(positions[:axes].copy()).to(runner.device)
-    decoder = _transformers_decoder(runner.model, modules[chosen[0]][0])
+    decoder = _transformers_decoder(model, modules[chosen[0]][0])
     if decoder is not None:
         ids = place if axes == 1 else place[:, None]
         stand_in = functools.partial(_stand_in, dtype=runner.dtype, device=runner.device)
