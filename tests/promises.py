@@ -212,7 +212,10 @@ PROMISES = (
         "base-models-not-compared images-not-compared rounding-of-text-not-compared engines-outlive-a-probe "
         "image-probe-of-any-size effect-not-verified unmatched-keys-ignored unknown-adapters-not-compared "
         "changed-classes-of-transformers known-refusals-forgotten experts-without-a-family-accepted "
-        "quantized-weights-loaded adapters-lost-in-rounding",
+        "quantized-weights-loaded adapters-lost-in-rounding positions-compared-at-some-alone "
+        "decoders-not-compared-at-positions table-that-ends-not-seen query-scaling-left-to-vllm "
+        "rotary-modules-of-another-model long-texts-not-compared verdicts-not-kept verdicts-of-other-files "
+        "a-few-positions-hide-among-many differing-positions-served models-compared-once",
     ),
     Promise(
         "20",
