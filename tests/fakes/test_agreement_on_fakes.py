@@ -1,5 +1,6 @@
 """Trainer and sampler are compared before a model is ready: on every kind of prompt that could differ."""
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +18,7 @@ from tinker_local.backend.rendering.decoding import image_size
 from tinker_local.backend.rendering.rendered_input import RenderedInput
 from tinker_local.backend.sampling.sampler import SampleWork
 from tinker_local.backend.training.rotations import Rotations
-from tinker_local.types import ImageChunk, InvalidRequestError, ModelInput, SampleOutput
+from tinker_local.types import ImageChunk, InvalidRequestError, ModelInput, NotEnoughMemoryError, SampleOutput
 
 WINDOW = 100
 
@@ -223,6 +224,25 @@ async def test_engines_that_differ_on_long_texts_alone_do_not_start_on_fakes(tmp
     lengths, said = await start(tmp_path / "b", NEVER, compare_seconds=60.0)
     assert f"logprobs of up to {max(lengths)} positions; " in said[-1]
     assert max(lengths) > WINDOW
+
+
+async def test_texts_for_which_memory_is_short_are_compared_in_half_the_length_on_fakes(tmp_path: Path) -> None:
+    class Trainer(FakeTrainer):
+        def logprobs(self, adapter_id: str | None, *inputs: RenderedInput) -> npt.NDArray[np.float32]:
+            if max(each.length for each in inputs) > 1000:
+                raise NotEnoughMemoryError("logprobs need more memory")
+            return super().logprobs(adapter_id, *inputs)
+
+    def load(source: ModelSource, options: BackendOptions) -> Engines:
+        model = FakeModel(source.name)
+        return Engines(FakeRenderer(model), Trainer(model), FakeSampler(model), "fake", 1e-4, compare_seconds=600.0)
+
+    said: list[str] = []
+    options = BackendOptions(data_dir=tmp_path)
+    async with InProcessBackend([ModelSource.parse("fake/bigram")], options, load=load, progress=said.append):
+        reached = re.search(r"logprobs of up to (\d+) positions", said[-1])
+    assert reached is not None
+    assert 500 <= int(reached[1]) <= 1000
 
 
 @pytest.mark.mutation("verdicts-not-kept", "models/served_models.py", "        write_verdict(verdict, reached)\n", "")

@@ -113,8 +113,9 @@ async def compare_far(
         try:
             ours, theirs = await logprobs(long_text(base, longer))
         except NotEnoughMemoryError as error:
-            log.warning("logprobs of %d positions could not be compared: %s", longer, error)
-            break
+            log.info("logprobs of %d positions could not be compared: %s", longer, error)
+            limit = longer // 2
+            continue
         took = time.monotonic() - start
         left -= took
         length = longer

@@ -14,6 +14,7 @@ Call it from one thread at a time. It uses no global random generator and change
 import functools
 import math
 import secrets
+import traceback
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -50,7 +51,14 @@ from tinker_local.backend.training.trainer import (
     TrainWork,
 )
 from tinker_local.backend.training.transfer import to_host
-from tinker_local.types import ApiError, InternalError, InvalidRequestError, LoraConfig, NotFoundError
+from tinker_local.types import (
+    ApiError,
+    InternalError,
+    InvalidRequestError,
+    LoraConfig,
+    NotEnoughMemoryError,
+    NotFoundError,
+)
 from tinker_local.types.base import Frozen
 
 _NOT_FLAT = 1e-6
@@ -259,7 +267,13 @@ class HFTrainer:
             self._check_input(each, "input")
             next_tokens = np.append(each.token_ids[1:], 0).astype(np.int64)
             items.append(Item(0, at, adapter_id, TrainDatum(each, next_tokens, {})))
-        values = self._ranks.together(lambda: self._runner.logprobs(items, adapters)).numpy()
+        try:
+            values = self._ranks.together(lambda: self._runner.logprobs(items, adapters)).numpy()
+        except torch.OutOfMemoryError as error:
+            positions, why = sum(each.length for each in inputs), str(error).partition("\n")[0]
+            traceback.clear_frames(error.__traceback__)  # they hold what it has allocated
+            release_unused_memory(self._loaded.device)
+            raise NotEnoughMemoryError(f"logprobs of {positions} positions: {why}") from None
         ends = np.cumsum([each.length for each in inputs]) - 1
         return np.delete(values, ends).astype(np.float32)
 
