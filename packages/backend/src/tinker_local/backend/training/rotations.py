@@ -8,7 +8,6 @@ reads no large weights. Legend: T positions, D head size.
 
 import contextlib
 import copy
-import functools
 import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -210,7 +209,8 @@ def layer_rotations(
             for index in layers:
                 args, kwargs = calls[index]
                 layer = modules.layers[index]
-                layer = without_weights(layer, functools.partial(linear, head_size=_head_size(layer, config)))
+                size = _head_size(layer, config)
+                layer = without_weights(layer, lambda module, size=size: linear(module, size))
                 try:
                     layer.forward(*args, **kwargs)
                 except ReachedAttention as reached:
@@ -230,7 +230,8 @@ def rotation(query: "torch.Tensor", key: "torch.Tensor") -> npt.NDArray[np.float
     """[2, T, D] of two times [T, D] on any device."""
     import torch
 
-    return torch.stack([query, key]).float().cpu().numpy()
+    found: npt.NDArray[np.float32] = torch.stack([query, key]).float().cpu().numpy()
+    return found
 
 
 def without_weights(module: Any, linear: "Callable[[Any], torch.nn.Module | None]") -> Any:
@@ -279,7 +280,7 @@ def _layer_calls(
         def __init__(self, layer: Any) -> None:
             super().__init__()
             own = {name: value for name, value in vars(layer).items() if name not in vars(self) and name != "forward"}
-            vars(self).update(own)
+            self.__dict__.update(own)
 
         def forward(self, *args: Any, **kwargs: Any) -> Any:
             calls.append((args, kwargs))
