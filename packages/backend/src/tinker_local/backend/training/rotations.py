@@ -8,6 +8,7 @@ reads no large weights. Legend: T positions, D head size.
 
 import contextlib
 import copy
+import functools
 import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -209,8 +210,8 @@ def layer_rotations(
             for index in layers:
                 args, kwargs = calls[index]
                 layer = modules.layers[index]
-                size = _head_size(layer, config)
-                layer = without_weights(layer, lambda module, size=size: linear(module, size))
+                stand_in = functools.partial(_swapped, linear, _head_size(layer, config))
+                layer = without_weights(layer, stand_in)
                 try:
                     layer.forward(*args, **kwargs)
                 except ReachedAttention as reached:
@@ -218,6 +219,12 @@ def layer_rotations(
     finally:
         config._attn_implementation = chosen
     return found
+
+
+def _swapped(
+    linear: "Callable[[Any, int], torch.nn.Module | None]", head_size: int, module: Any
+) -> "torch.nn.Module | None":
+    return linear(module, head_size)
 
 
 def _head_size(layer: Any, config: Any) -> int:
