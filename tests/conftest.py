@@ -13,7 +13,7 @@ import textwrap
 import threading
 import urllib.request
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cache
 from pathlib import Path
 from types import ModuleType
@@ -21,6 +21,7 @@ from typing import Any
 
 import certifi
 import pytest
+from tinker_local.backend.options import BackendOptions
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TINKER_TELEMETRY", "0")
@@ -34,6 +35,11 @@ print(
     certifi.contents().partition("-----END")[0], "-----END CERTIFICATE-----", sep="", file=ONE_CERTIFICATE, flush=True
 )
 os.environ["SSL_CERT_FILE"] = ONE_CERTIFICATE.name
+# A start compares long texts for up to 30 s on these cores: here where a test asks for it alone.
+os.environ["TINKER_LOCAL_SERVE_COMPARE_SECONDS"] = "0"
+_given = [each.name for each in fields(BackendOptions)].index("compare_seconds")
+_defaults: tuple[Any, ...] = vars(BackendOptions)["__init__"].__defaults__
+vars(BackendOptions)["__init__"].__defaults__ = (*_defaults[:_given], 0.0, *_defaults[_given + 1 :])
 os.environ["NO_PROXY"] = ",".join(filter(None, [os.environ.get("NO_PROXY"), "127.0.0.1", "localhost"]))
 
 TOGETHER = {

@@ -220,7 +220,10 @@ PROMISES = (
         "image-probe-of-any-size effect-not-verified unmatched-keys-ignored unknown-adapters-not-compared "
         "changed-classes-of-transformers known-refusals-forgotten experts-without-a-family-accepted "
         "quantized-weights-loaded adapters-lost-in-rounding runs-that-cannot-be-sampled-begin "
-        "adapters-make-noise-of-a-model stacked-modules-without-a-name",
+        "adapters-make-noise-of-a-model stacked-modules-without-a-name positions-compared-at-some-alone "
+        "decoders-not-compared-at-positions table-that-ends-not-seen query-scaling-left-to-vllm "
+        "rotary-modules-of-another-model long-texts-not-compared verdicts-not-kept verdicts-of-other-files "
+        "a-few-positions-hide-among-many differing-positions-served models-compared-once",
     ),
     Promise(
         "20",

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 SAID = (
-    r"loading .*|tiny/\S+: trainer and sampler (are up in .*|agree to .* nats, checked in .* s)"
+    r"loading .*|tiny/\S+: trainer and sampler (are up in .*|agree to .* nats, checked in .* s: .*)"
     r"|tiny/\S+: trained by the written-out decoder; adapters reach q_proj, .*, lm_head"
     r"|data folder: .*|ready: http://.*"
 )

@@ -1,20 +1,24 @@
 """Trainer and sampler are compared before a model is ready: on every kind of prompt that could differ."""
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 from tinker_local.backend import BackendOptions, InProcessBackend, ModelSource
 from tinker_local.backend.fakes import FakeModel, FakeRenderer, FakeSampler, FakeTrainer
 from tinker_local.backend.models.adapter_check import LARGEST_EFFECT, TARGETS, adapter_on, largest_difference
 from tinker_local.backend.models.agreement import Agreement, make_probes, rounding_limit
+from tinker_local.backend.models.positions import compare_parts
 from tinker_local.backend.models.served_models import Engines
 from tinker_local.backend.rendering.decoding import image_size
 from tinker_local.backend.rendering.rendered_input import RenderedInput
 from tinker_local.backend.sampling.sampler import SampleWork
+from tinker_local.backend.training.rotations import Rotations
 from tinker_local.types import (
     CreateModelRequest,
     CreateSessionRequest,
@@ -22,6 +26,7 @@ from tinker_local.types import (
     InvalidRequestError,
     LoraConfig,
     ModelInput,
+    NotEnoughMemoryError,
     SampleOutput,
 )
 
@@ -52,9 +57,16 @@ class WrongSampler(FakeSampler):
 
 
 async def start(
-    tmp_path: Path, wrong: Wrong, error: float = 0.5, tolerance: float = 1e-4, *, blind: bool = False, **fields: Any
+    tmp_path: Path,
+    wrong: Wrong,
+    error: float = 0.5,
+    tolerance: float = 1e-4,
+    *,
+    blind: bool = False,
+    folder: Path | None = None,
+    **fields: Any,
 ) -> tuple[list[int], list[str]]:
-    """Lengths of the prompts that the sampler was compared on, and what the server said."""
+    """Lengths of the prompts that the sampler was compared on, and what the server said. `folder`: of the model."""
     samplers: list[WrongSampler] = []
     said: list[str] = []
 
@@ -65,9 +77,8 @@ async def start(
             FakeRenderer(model), FakeTrainer(model), samplers[-1], arch="fake", tolerance=tolerance, **fields
         )
 
-    backend = InProcessBackend(
-        [ModelSource.parse("fake/bigram")], BackendOptions(data_dir=tmp_path), load=load, progress=said.append
-    )
+    source = ModelSource.parse("fake/bigram") if folder is None else ModelSource("fake/bigram", str(folder))
+    backend = InProcessBackend([source], BackendOptions(data_dir=tmp_path), load=load, progress=said.append)
     await backend.start()
     await backend.close()
     return samplers[0].lengths, said
@@ -296,3 +307,147 @@ def test_the_image_probe_keeps_to_the_limit_of_pixels_on_fakes(limit: int) -> No
     ((width, height),) = sizes
     assert width == 2 * height
     assert 2800 < width * height <= limit
+
+
+@pytest.mark.mutation(
+    "long-texts-not-compared",
+    "models/served_models.py",
+    "        if not worst_part.difference <= self.normal:\n",
+    "        if False:\n",
+)
+async def test_engines_that_differ_on_long_texts_alone_do_not_start_on_fakes(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"^fake/bigram: trainer and sampler compute long texts differently: the log"):
+        await start(tmp_path / "a", lambda prompt: prompt.length > WINDOW and not prompt.images, compare_seconds=60.0)
+    lengths, said = await start(tmp_path / "b", NEVER, compare_seconds=60.0)
+    assert f"logprobs of up to {max(lengths)} positions; " in said[-1]
+    assert max(lengths) > WINDOW
+
+
+async def test_texts_for_which_memory_is_short_are_compared_in_half_the_length_on_fakes(tmp_path: Path) -> None:
+    class Trainer(FakeTrainer):
+        def logprobs(self, adapter_id: str | None, *inputs: RenderedInput) -> npt.NDArray[np.float32]:
+            if max(each.length for each in inputs) > 1000:
+                raise NotEnoughMemoryError("logprobs need more memory")
+            return super().logprobs(adapter_id, *inputs)
+
+    def load(source: ModelSource, options: BackendOptions) -> Engines:
+        model = FakeModel(source.name)
+        return Engines(FakeRenderer(model), Trainer(model), FakeSampler(model), "fake", 1e-4, compare_seconds=600.0)
+
+    said: list[str] = []
+    options = BackendOptions(data_dir=tmp_path)
+    async with InProcessBackend([ModelSource.parse("fake/bigram")], options, load=load, progress=said.append):
+        reached = re.search(r"logprobs of up to (\d+) positions", said[-1])
+    assert reached is not None
+    assert 500 <= int(reached[1]) <= 1000
+
+
+@pytest.mark.mutation("verdicts-not-kept", "models/served_models.py", "        write_verdict(verdict, reached)\n", "")
+@pytest.mark.mutation(
+    "verdicts-of-other-files",
+    "models/positions.py",
+    "    files = [(name, stat.st_size, stat.st_mtime_ns, stat.st_ino) for name, stat in stats]\n",
+    "    files = ()\n",
+)
+async def test_a_second_start_on_the_same_files_and_options_compares_no_long_text_on_fakes(tmp_path: Path) -> None:
+    folder, data = tmp_path / "model", tmp_path / "data"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    first, said = await start(data, NEVER, folder=folder, compare_seconds=60.0)
+    assert "an earlier start" not in said[-1]
+    again, said = await start(data, NEVER, folder=folder, compare_seconds=60.0)
+    assert f"logprobs of up to {max(first)} positions, by an earlier start; " in said[-1]
+    assert max(again) < 2 * WINDOW < max(first)
+    (folder / "config.json").write_text('{"another": "model"}')
+    changed, said = await start(data, NEVER, folder=folder, compare_seconds=60.0)
+    assert "an earlier start" not in said[-1]
+    assert max(changed) > 2 * WINDOW
+
+
+@pytest.mark.mutation(
+    "a-few-positions-hide-among-many",
+    "models/positions.py",
+    "{2**power for power in range(5, 64)} | set(marks)",
+    "set()",
+)
+def test_positions_that_agree_do_not_hide_a_few_that_differ() -> None:
+    ours = np.zeros(9000, np.float32)
+    theirs = ours.copy()
+    theirs[8191:] = 0.01
+    parts = compare_parts(ours, theirs, [])
+    assert max(part.difference for part in parts) == pytest.approx(0.01, rel=0.01)
+    theirs = ours.copy()
+    theirs[4999:5050] = 0.01
+    assert max(part.difference for part in compare_parts(ours, theirs, [5000, 5051])) == pytest.approx(0.01)
+
+
+class Turning:
+    """What a fake makes of positions: its table has so many `rows`, and queries double at `doubled`."""
+
+    def __init__(self, rows: int = 10**6, doubled: int = 10**6) -> None:
+        self.rows = rows
+        self.doubled = doubled
+
+    def __call__(self, layers: Sequence[int] | None, positions: npt.NDArray[np.int64]) -> Rotations:
+        angles = positions[0] * 0.5
+        found = np.stack([np.cos(angles), np.sin(angles)], axis=-1)[None].repeat(2, 0).astype(np.float32)
+        found[:, positions[0] >= self.rows] = np.nan
+        found[0, positions[0] >= self.doubled] *= 2
+        return {0: found}
+
+
+async def start_turning(tmp_path: Path, trainer_turns: Turning, sampler_turns: Turning) -> str:
+    """What the server said last."""
+    said: list[str] = []
+
+    class Trainer(FakeTrainer):
+        def rotations(self, layers: Sequence[int] | None, positions: npt.NDArray[np.int64]) -> Rotations:
+            return trainer_turns(layers, positions)
+
+    class Sampler(FakeSampler):
+        async def rotations(
+            self, layers: Sequence[int] | None, positions: npt.NDArray[np.int64], replica: int = 0
+        ) -> Rotations:
+            return sampler_turns(layers, positions)
+
+    def load(source: ModelSource, options: BackendOptions) -> Engines:
+        model = FakeModel(source.name)
+        return Engines(FakeRenderer(model), Trainer(model), Sampler(model), arch="fake", tolerance=1e-4)
+
+    options = BackendOptions(data_dir=tmp_path)
+    async with InProcessBackend([ModelSource.parse("fake/bigram")], options, load=load, progress=said.append):
+        return said[-1]
+
+
+@pytest.mark.mutation(
+    "differing-positions-served", "models/load_engines.py", "        model.check_positions(positions)\n", ""
+)
+async def test_positions_that_the_engines_use_differently_are_refused_with_a_way_out_on_fakes(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"compute position 500, of .* differently: the query or key of layer 0") as no:
+        await start_turning(tmp_path / "a", Turning(), Turning(doubled=500))
+    assert str(no.value).endswith("; --max-context-length 500 serves the positions before it")
+    with pytest.raises(ValueError, match=r"compute position 300, of .*: the sampler's table of rotary embeddings ends"):
+        await start_turning(tmp_path / "b", Turning(), Turning(rows=300))
+    with pytest.raises(ValueError, match=r"compute position 3, of .* is rounding\)$"):
+        await start_turning(tmp_path / "c", Turning(doubled=3), Turning())
+    assert "rotary positions compared at all " in await start_turning(tmp_path / "d", Turning(), Turning())
+
+
+@pytest.mark.mutation(
+    "models-compared-once", "models/load_engines.py", "    await _compare_again(models, options)\n", ""
+)
+async def test_a_model_that_another_one_changes_when_it_is_loaded_does_not_start_on_fakes(tmp_path: Path) -> None:
+    loaded: list[str] = []
+
+    def load(source: ModelSource, options: BackendOptions) -> Engines:
+        loaded.append(source.name)
+        model = FakeModel(source.name)
+        changes = source.name == "fake/first"
+        sampler = WrongSampler(model, lambda prompt: changes and len(loaded) == 2, 0.5, blind=False)
+        return Engines(FakeRenderer(model), FakeTrainer(model), sampler, arch="fake", tolerance=1e-4)
+
+    sources = [ModelSource(f"fake/{name}", f"fake/{name}") for name in ("first", "second")]
+    backend = InProcessBackend(sources, BackendOptions(data_dir=tmp_path), load=load)
+    with pytest.raises(ValueError, match=r"^fake/first: trainer and sampler compute this model differently"):
+        await backend.start()
+    assert len(loaded) == 2

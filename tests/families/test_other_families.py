@@ -148,6 +148,7 @@ def test_a_model_without_a_family_starts_and_says_what_adapters_reach(model_type
     agreed = re.search(r"agree to (\S+) nats", said[-1])
     assert agreed is not None
     assert float(agreed[1]) < 1e-4
+    assert said[-1].endswith("rotary positions compared at all 256")
 
 
 @pytest.mark.mutation("adapters-lost-in-rounding", "models/agreement.py", "(3e-2 * random", "(3e-3 * random")

@@ -199,6 +199,7 @@ def test_options_of_the_command_are_those_of_a_backend_with_its_defaults_on_fake
         "--max-rank": ("512", {"max_rank": 512}),
         "--max-adapter-memory": ("0.5", {"max_adapter_bytes": 2**29}),
         "--max-context-length": ("16", {"max_context_length": 16}),
+        "--compare-seconds": ("2.5", {"compare_seconds": 2.5}),
         "--micro-batch-tokens": ("7", {"micro_batch_tokens": 7}),
         "--image-folder": (str(tmp_path), {"image_folder": tmp_path}),
         "--image-host": ("pictures.example", {"image_hosts": ("pictures.example", "::1")}),

@@ -16,11 +16,18 @@ from tinker_local.backend.tiny_models import make_tiny_text_model, make_tiny_vl_
 from tinker_local.backend.tiny_models.text_families import TEXT_FAMILIES
 from tinker_local.backend.vllm_engine.compat_vllm import default_dtype, runs_on_cpu
 
+from tests.families.test_other_families import tiny
+from tests.training.test_rotations import scaled_queries
+
 NAME = "tiny/probed"
 
 
 async def start(
-    folder: Path, data_dir: Path, max_context_length: int | None = 256, dtype: DType | None = None
+    folder: Path,
+    data_dir: Path,
+    max_context_length: int | None = 256,
+    dtype: DType | None = None,
+    compare_seconds: float = 0.0,
 ) -> list[str]:
     """Start a server of the model and end it; what it said meanwhile."""
     said: list[str] = []
@@ -29,6 +36,7 @@ async def start(
         kv_cache_bytes=2**26,
         max_context_length=max_context_length,
         dtype=dtype,
+        compare_seconds=compare_seconds,
         max_rank=8,
         sampler_sleeps=False,  # leaves sleep mode to other tests of this process
     )
@@ -120,6 +128,75 @@ async def test_yarn_agrees_also_on_positions_of_images(tmp_path: Path, family: A
     assert said.startswith(f"{NAME}: trainer and sampler agree to ")
 
 
+@pytest.mark.mutation(
+    "table-that-ends-not-seen",
+    "vllm_engine/engine_positions.py",
+    "    rows = min(_table_rows(model), default=None)\n",
+    "    rows = None\n",
+)
+@pytest.mark.parametrize(("family", "end"), [("qwen3", 128), ("qwen2_5_vl", 512)])
+async def test_positions_beyond_a_table_of_the_sampler_are_refused_with_a_way_out(
+    tmp_path: Path, family: Any, end: int
+) -> None:
+    """YaRN that stretches 64 positions to 128, with 4 times as many rows for pictures."""
+    make = make_tiny_text_model if family in TEXT_FAMILIES else make_tiny_vl_model
+    folder = make(tmp_path / "model", family=family)
+    rope = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 64}
+    edit(folder, lambda text: text["rope_parameters"].update(rope))
+    with pytest.raises(
+        ValueError, match=rf"^{NAME}: trainer and sampler compute position {end}, of 1024 that are"
+    ) as no:
+        await start(folder, tmp_path / "data", 1024)
+    assert str(no.value).endswith(
+        f"the sampler's table of rotary embeddings ends there; --max-context-length {end} serves the positions before "
+        "it"
+    )
+    *_, said = await start(folder, tmp_path / "data", end)
+    assert said.endswith(f"rotary positions compared at all {end}")
+
+
+@pytest.mark.mutation(
+    "query-scaling-left-to-vllm",
+    "vllm_engine/build_engine.py",
+    '    return {"llama_4_scaling": {',
+    '    return {} and {"llama_4_scaling": {',
+)
+async def test_queries_that_grow_with_their_position_do_so_in_the_sampler(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = scaled_queries(tmp_path / "model")
+    *_, trains, said = await start(folder, tmp_path / "data", compare_seconds=60.0)
+    assert "trained by the autograd decoder" in trains
+    agreed = re.search(r"agree to (\S+) nats, .*: logprobs of up to 255 positions; rotary positions compared at", said)
+    assert agreed is not None
+    assert float(agreed[1]) < 1e-4
+    monkeypatch.setattr("tinker_local.backend.vllm_engine.build_engine.query_scaling", lambda model: {})
+    with pytest.raises(ValueError, match=r"compute position 64, of 256 .*: the query or key of layer 0 differs by"):
+        await start(folder, tmp_path / "data")
+    *_, said = await start(folder, tmp_path / "data", 64)
+    assert said.endswith("rotary positions compared at all 64")
+
+
+@pytest.mark.mutation(
+    "rotary-modules-of-another-model",
+    "vllm_engine/build_engine.py",
+    "        forget_rotary_modules()\n",
+    "",
+)
+async def test_a_model_leaves_the_rotary_embeddings_of_another_in_the_same_process_alone(tmp_path: Path) -> None:
+    """vLLM's Ernie 4.5 changes a module that it would share with a model of the same settings."""
+    settings = {"head_dim": 32, "rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}
+    sources = []
+    for model_type in ("mistral", "ernie4_5"):
+        folder = tiny(model_type, tmp_path / model_type)
+        edit(folder, lambda text: text.update(settings))
+        sources.append(ModelSource(f"tiny/{model_type}", str(folder)))
+    options = BackendOptions(data_dir=tmp_path / "data", kv_cache_bytes=2**26, max_rank=8, dtype="float32")
+    said: list[str] = []
+    async with InProcessBackend(sources, options, progress=said.append):
+        assert sum("rotary positions compared at all 256" in line for line in said) == 2
+
+
 async def test_a_model_that_the_engines_compute_alike_starts_and_says_how_close_they_are(
     tmp_path: Path, tiny_models: dict[str, Path]
 ) -> None:
@@ -156,9 +233,7 @@ async def test_longrope_has_the_frequencies_of_the_context_length_in_both_engine
     """Of the model's first 64 positions alone unless more are asked for."""
     folder = make_tiny_text_model(tmp_path / "model", family="llama")
     head = json.loads((folder / "config.json").read_text())["head_dim"]
-    # vLLM keeps one rotary module for all models of a process with the same parameters.
-    long = 9.0 if max_context_length is None else 9.0 + max_context_length / 1000
-    factors = {"short_factor": [1.5] * (head // 2), "long_factor": [long] * (head // 2)}
+    factors = {"short_factor": [1.5] * (head // 2), "long_factor": [9.0] * (head // 2)}
     rope = {"rope_type": "longrope", "original_max_position_embeddings": 64, **factors}
     edit(
         folder, lambda text: text.update(rope_parameters={"rope_theta": text["rope_parameters"]["rope_theta"], **rope})

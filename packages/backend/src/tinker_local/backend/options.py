@@ -321,6 +321,14 @@ class BackendOptions:
             least=16,
         ),
     ] = None
+    compare_seconds: Annotated[
+        float,
+        CommandOption(
+            "Seconds that the start may take to compare trainer and sampler on long texts; 0: only on short ones. What "
+            "was found is kept in the data folder for later starts.",
+            least=0,
+        ),
+    ] = 30.0
     micro_batch_tokens: Annotated[
         int | None,
         CommandOption(

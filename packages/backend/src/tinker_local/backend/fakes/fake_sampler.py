@@ -36,6 +36,7 @@ from tinker_local.backend.sampling.prompt_scores import (
 )
 from tinker_local.backend.sampling.sampler import AdapterVersion, DrawnTokens, SampleWork
 from tinker_local.backend.storage.adapter_files import CONFIG, WEIGHTS
+from tinker_local.backend.training.rotations import Rotations
 from tinker_local.backend.training.trainer import LORA_ALPHA, AdapterDType
 from tinker_local.types import (
     InternalError,
@@ -162,6 +163,12 @@ class FakeSampler:
         assert self._memory is not None
         await asyncio.sleep(0.01)
         self._memory.wake()
+
+    async def rotations(
+        self, layers: Sequence[int] | None, positions: npt.NDArray[np.int64], replica: int = 0
+    ) -> Rotations:
+        """A bigram model has no attention."""
+        return {}
 
     async def pulse(self) -> None:
         """Return at once: what runs in threads takes turns."""

@@ -25,6 +25,7 @@ from tinker_local.backend.training.losses import loss_of
 from tinker_local.backend.training.losses.loss import Loss, Terms, any_of, check_train_datum
 from tinker_local.backend.training.optimizers import OPTIMIZERS
 from tinker_local.backend.training.optimizers.optimizer import Limits, Optimizer, OptimizerState
+from tinker_local.backend.training.rotations import Rotations
 from tinker_local.backend.training.trainer import (
     LORA_ALPHA,
     WEIGHTS,
@@ -299,6 +300,10 @@ class FakeTrainer:
     def export(self, adapter_id: str) -> AdapterState:
         """The fake's modules already have the names of exports: `model.` and an untied `lm_head`."""
         return self.capture(adapter_id, optimizer=False)
+
+    def rotations(self, layers: Sequence[int] | None, positions: npt.NDArray[np.int64]) -> Rotations:
+        """A bigram model has no attention."""
+        return {}
 
     def logprobs(self, adapter_id: str | None, *inputs: RenderedInput) -> npt.NDArray[np.float32]:
         """log p(token[i+1] | token[i]), float32 [N-1] of each input, concatenated."""

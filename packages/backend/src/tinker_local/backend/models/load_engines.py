@@ -16,6 +16,7 @@ from tinker_local.backend.daemon_thread import in_daemon_thread
 from tinker_local.backend.models.adapter_check import TARGETS
 from tinker_local.backend.models.place_engines import place_engines
 from tinker_local.backend.models.placement import environment_of, layouts, replica_gpus
+from tinker_local.backend.models.positions import verdict_file
 from tinker_local.backend.models.served_models import (
     EngineLoader,
     Engines,
@@ -92,16 +93,50 @@ async def load_base_models(
             tuple(names), path, ident, engines, scheduler, memory_sharing, seconds, of_trainer, of_sampler, pool
         )
         models.add(model)  # from here on `models` closes it
+        positions = await model.compare_positions()
         difference = (await model.check_agreement(options.max_image_pixels)).difference
+        model.check_positions(positions)
         if engines.unknown_adapters or engines.targets:
             difference = max(difference, (await model.check_adapters()).difference)
         for target, why in model.unsampled.items():
             progress(f"{names[0]}: runs with {target} are refused: {why}")
+        reached = await model.check_far(verdict_file(options.data_dir, path, _settings(model, options)))
         progress(f"{names[0]}: {engines.trainer.trains}")
         progress(
-            f"{names[0]}: trainer and sampler agree to {difference:.1g} nats, "
-            f"checked in {time.monotonic() - start:.1f} s"
+            f"{names[0]}: trainer and sampler agree to {max(difference, reached.difference):.1g} nats, "
+            f"checked in {time.monotonic() - start:.1f} s: {reached}; {positions.in_words(model.max_context_length)}"
         )
+    await _compare_again(models, options)
+
+
+def _settings(model: ServedModel, options: BackendOptions) -> Mapping[str, Any]:
+    """All that a verdict on a model depends on, besides its files and versions."""
+    torch: Any = sys.modules.get("torch")  # fakes do without
+    device = torch.cuda.get_device_name() if torch is not None and torch.cuda.is_available() else "cpu"
+    return {
+        "device": device,
+        "positions": model.max_context_length,
+        "scaled": model.scaled,
+        "replicas": model.replicas,
+        "trains": model.engines.trainer.trains,
+        **{name: getattr(options, name) for name in _DECISIVE},
+    }
+
+
+_DECISIVE = ("dtype", "decoder", "max_context_length", "max_rank", "train_vision", "train_gpus", "sample_gpus")
+_DECISIVE += ("sample_tp", "sampler", "trainer", "compare_seconds")
+"""Options that change what is compared."""
+
+
+async def _compare_again(models: ServedModels, options: BackendOptions) -> None:
+    """Compare models with an engine in this process once more, as what was loaded after them may have changed what
+    libraries share; ValueError if they differ now."""
+    *before, _ = models.distinct() or [None]
+    for model in before:
+        if model is not None and not (model.supervision and model.sampler_supervisions):
+            compared = await model.compare_positions()
+            await model.check_agreement(options.max_image_pixels)
+            model.check_positions(compared)
 
 
 def load_engines(
@@ -345,6 +380,7 @@ def load_real(source: ModelSource, options: BackendOptions, progress: Progress) 
         tools=tools,
         targets=(*TARGETS, "train_vision") if engine.train_vision else TARGETS,
         unknown_adapters=family is OTHER,
+        compare_seconds=options.compare_seconds,
     )
 
 

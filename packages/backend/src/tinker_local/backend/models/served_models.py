@@ -3,6 +3,7 @@
 import asyncio
 import hashlib
 import re
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -21,9 +22,17 @@ from tinker_local.backend.models.agreement import (
     worst,
 )
 from tinker_local.backend.models.metrics import Counts, ModelMetrics, ReplicaMetrics
+from tinker_local.backend.models.positions import (
+    Reached,
+    compare_far,
+    compare_positions,
+    read_verdict,
+    refusal,
+    write_verdict,
+)
 from tinker_local.backend.models.supervision import SamplerSupervision, TrainerSupervision
 from tinker_local.backend.options import BackendOptions, ModelSource
-from tinker_local.backend.rendering.rendered_input import Renderer
+from tinker_local.backend.rendering.rendered_input import RenderedInput, Renderer
 from tinker_local.backend.rendering.text import TextCodec
 from tinker_local.backend.rendering.tools import ToolFormat
 from tinker_local.backend.sampling.replica_pool import ReplicaPool
@@ -31,6 +40,7 @@ from tinker_local.backend.sampling.sampler import AdapterVersion, Sampler
 from tinker_local.backend.scheduling.memory_sharing import MemorySharing
 from tinker_local.backend.scheduling.sample_turns import PROMPTS_AHEAD, SampleTurns
 from tinker_local.backend.scheduling.train_scheduler import TrainScheduler
+from tinker_local.backend.training.rotations import Compared, Rotations
 from tinker_local.backend.training.trainer import Trainer
 from tinker_local.types import ApiError, InvalidRequestError, LoraConfig
 from tinker_local.types.errors import brief
@@ -48,7 +58,8 @@ class Engines:
     `no_grammars`: why samples cannot follow a grammar; empty if they can. `tools`: how it writes calls of tools, or why
     that is not known. `targets`: the fields of `LoraConfig` that the trainer trains, of which an adapter is compared at
     the start, too. `unknown_adapters`: whether it must agree on all of them, since it is not known what the sampler's
-    class of this architecture does with any.
+    class of this architecture does with any. `compare_seconds`: how long the start may take to compare their logprobs
+    on long texts; 0: it does not.
     """
 
     renderer: Renderer
@@ -63,6 +74,7 @@ class Engines:
     tools: ToolFormat | str = "not loaded"
     targets: Sequence[str] = ()
     unknown_adapters: bool = False
+    compare_seconds: float = 0.0
 
 
 EngineLoader = Callable[[ModelSource, BackendOptions], Engines]
@@ -79,7 +91,8 @@ class ServedModel:
     the sampler. `pool`: the sampler if it is several replicas, else None. `check_agreement` sets `probes`, the prompts
     on which trainer and sampler must agree, and `images_of_start`, the counts of `images()` until then. `unsampled`:
     fields of `LoraConfig` that `check_adapters` found must be off, with the reasons. `replicas`: how many the sampler
-    has.
+    has. `scaled`: the first position at which queries get longer, if `check_positions` has seen one. `check_agreement`
+    sets `normal`, the mean difference (nats) of logprobs that is rounding, and `base_seconds`, how long it took.
     """
 
     names: tuple[str, ...]
@@ -99,6 +112,9 @@ class ServedModel:
     max_context_length: int = field(init=False)
     sample_turns: SampleTurns = field(init=False)
     replicas: int = field(init=False)
+    scaled: int | None = None
+    normal: float = 0.0
+    base_seconds: float = 0.0
 
     def __post_init__(self) -> None:
         self.replicas = 1 if self.pool is None else len(self.pool.replicas)
@@ -117,6 +133,74 @@ class ServedModel:
         engines = self.engines
         return engines.renderer.images_processed, engines.sampler.images_encoded, engines.trainer.images_encoded
 
+    async def compare_positions(self) -> Compared:
+        """Compare trainer and sampler at every position that is served. ValueError in one line if the sampler lacks
+        one, since nothing may be computed there."""
+        trainer, sampler, limit = self.engines.trainer, self.engines.sampler, self.max_context_length
+        all_found = []
+
+        async def of_trainer(layers: Sequence[int] | None, positions: npt.NDArray[np.int64]) -> Rotations:
+            return await self.scheduler.call(trainer.rotations, layers, positions)
+
+        for replica in range(self.replicas):
+
+            async def of_sampler(
+                layers: Sequence[int] | None, positions: npt.NDArray[np.int64], replica: int = replica
+            ) -> Rotations:
+                return await sampler.rotations(layers, positions, replica)
+
+            with self._comparing(" at all positions"):
+                found = await compare_positions(
+                    of_trainer, of_sampler, limit, sampler.adapter_dtype, images=self.engines.renderer.takes_images
+                )
+            if found.differing is not None and found.differing.missing_in_second:
+                self.check_positions(found)
+            all_found.append(found)
+        first = min(all_found, key=lambda each: limit if each.differing is None else each.differing.position)
+        self.scaled = first.scaled
+        return first
+
+    def check_positions(self, compared: Compared) -> None:
+        """ValueError in one line if the engines differ at a position."""
+        if (why := refusal(compared, self.max_context_length)) is not None:
+            raise ValueError(f"{self.names[0]}: {why}")
+
+    async def check_far(self, verdict: Path | None) -> Reached:
+        """Compare logprobs on as long a text as `compare_seconds` allow, unless an earlier start has left its
+        `verdict`; ValueError in one line if they differ. After `check_agreement`."""
+        engines, earlier = self.engines, read_verdict(verdict)
+        known = Reached(max(probe.length for probe in self.probes.base), 0.0)
+        if earlier is not None or engines.compare_seconds <= 0:
+            return earlier or known
+        window = engines.sliding_window
+        marks = [mark for mark in (self.scaled, window) if mark is not None]
+
+        async def logprobs(
+            text: RenderedInput,
+        ) -> tuple[npt.NDArray[np.float32], Sequence[npt.NDArray[np.float32]]]:
+            ours = await self.scheduler.call(engines.trainer.logprobs, None, text)
+            return ours, await sampler_logprobs(engines.sampler, None, [text], self.replicas)
+
+        with self._comparing(" on a long text"):
+            length, worst_part = await compare_far(
+                logprobs,
+                self.probes.base,
+                self.base_seconds,
+                self.max_context_length - 1,
+                marks,
+                engines.compare_seconds,
+            )
+        if worst_part is None:
+            return known
+        if not worst_part.difference <= self.normal:
+            raise ValueError(
+                f"{self.names[0]}: trainer and sampler compute long texts differently: {worst_part}; around it they "
+                f"differ by {worst_part.difference:.3g} on average (at most {self.normal:.3g} is normal)"
+            )
+        reached = Reached(length, worst_part.difference)
+        write_verdict(verdict, reached)
+        return reached
+
     async def check_agreement(self, max_image_pixels: int) -> Agreement:
         """Make the probes; ValueError in one line if trainer and sampler compute the base model differently.
         `max_image_pixels`: the renderer's."""
@@ -126,8 +210,10 @@ class ServedModel:
             self.probes = await asyncio.to_thread(
                 make_probes, engines.renderer, vocab_size, limit, window, max_image_pixels
             )
+            start = time.monotonic()
             trainer = await self.scheduler.call(engines.trainer.logprobs, None, *self.probes.base)
             agreement = await self._compared(None, trainer, "this model")
+            self.base_seconds = time.monotonic() - start
         self.images_of_start = self.images()
         return agreement
 
@@ -197,6 +283,8 @@ class ServedModel:
         agreements = [each for logprobs in found for each in compare(probes, trainer, logprobs)]
         agreement = worst(agreements)
         normal = rounding_limit(agreements, self.engines.tolerance) if limit is None else limit
+        if version is None:
+            self.normal = normal
         if not agreement.difference <= normal:
             raise ValueError(
                 f"{self.names[0]}: trainer and sampler compute {what} differently: {agreement}; they differ by "

@@ -3,12 +3,14 @@
 import os
 import secrets
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
 from typing import Any, cast
 
+import numpy as np
+import numpy.typing as npt
 from tinker_local.backend.daemon_thread import in_daemon_thread
 from tinker_local.backend.process.async_calls import AsyncCalls, Value, ignore
 from tinker_local.backend.process.async_child import Tell, serve_async_calls
@@ -30,6 +32,7 @@ from tinker_local.backend.sampling.sampler import (
     ignore_drawn,
     written,
 )
+from tinker_local.backend.training.rotations import Rotations
 from tinker_local.backend.training.trainer import AdapterDType, AdapterState
 from tinker_local.types import SampleOutput
 
@@ -104,6 +107,9 @@ class ServedSampler:
 
     async def pulse(self, _: Tell) -> None:
         await self.sampler.pulse()
+
+    async def rotations(self, _: Tell, layers: Sequence[int] | None, positions: npt.NDArray[np.int64]) -> Rotations:
+        return await self.sampler.rotations(layers, positions)
 
     def _whole(self, version: AdapterVersion) -> AdapterVersion:
         return replace(version, unwritten=partial(self._unwritten.get, version.name))
@@ -293,6 +299,11 @@ class ProcessSampler(ProcessEngine):
 
     async def pulse(self) -> None:
         await self._call("pulse")
+
+    async def rotations(
+        self, layers: Sequence[int] | None, positions: npt.NDArray[np.int64], replica: int = 0
+    ) -> Rotations:
+        return cast(Rotations, await self._call("rotations", layers, positions))
 
     async def close(self) -> None:
         """End the process within seconds; what is in flight fails. It does not start again."""

@@ -4,9 +4,12 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol
 
+import numpy as np
+import numpy.typing as npt
 from tinker_local.backend.process.process_group import ProcessEndedError
 from tinker_local.backend.sampling.prefix_routes import Prefix, PrefixRoutes, prefixes
 from tinker_local.backend.sampling.sampler import AdapterVersion, Sampler, SampleWork
+from tinker_local.backend.training.rotations import Rotations
 from tinker_local.types import SampleOutput
 
 AHEAD = 64
@@ -131,6 +134,12 @@ class ReplicaPool:
     async def pulse(self) -> None:
         """Return when all have made progress."""
         await self._by_all(lambda replica: replica.pulse())
+
+    async def rotations(
+        self, layers: Sequence[int] | None, positions: npt.NDArray[np.int64], replica: int = 0
+    ) -> Rotations:
+        """Of that replica."""
+        return await self.replicas[replica].rotations(layers, positions)
 
     async def close(self) -> None:
         """Stop all at once."""

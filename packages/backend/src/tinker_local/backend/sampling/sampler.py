@@ -1,12 +1,15 @@
 """The `Sampler` protocol: one base model and immutable versions of adapters on it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
+import numpy as np
+import numpy.typing as npt
 from tinker_local.backend.rendering.grammar import Grammar
 from tinker_local.backend.rendering.rendered_input import RenderedInput
+from tinker_local.backend.training.rotations import Rotations
 from tinker_local.backend.training.trainer import AdapterDType, AdapterState
 from tinker_local.types import InvalidRequestError, SampleOutput, SamplingParams, TensorData
 from tinker_local.types.requests_and_results import StopReason
@@ -162,6 +165,12 @@ class Sampler(Protocol):
     async def pulse(self) -> None:
         """Return as soon as the engine has made progress, asleep or not: at the end of a step that runs. One that hangs
         never does."""
+
+    async def rotations(
+        self, layers: Sequence[int] | None, positions: npt.NDArray[np.int64], replica: int = 0
+    ) -> Rotations:
+        """What attention makes of positions (`training/rotations.py`), in one of several replicas. Nothing for layers
+        of which that is not known. Call it while it is awake."""
 
     async def close(self) -> None:
         """Stop the engine."""

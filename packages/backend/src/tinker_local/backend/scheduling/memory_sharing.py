@@ -15,10 +15,13 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from typing import Any, TypeVar
 
+import numpy as np
+import numpy.typing as npt
 from tinker_local.backend.daemon_thread import in_daemon_thread
 from tinker_local.backend.process.process_group import ProcessEndedError
 from tinker_local.backend.sampling.sampler import AdapterVersion, DrawnTokens, Sampler, SampleWork
 from tinker_local.backend.scheduling.operations import as_api_error
+from tinker_local.backend.training.rotations import Rotations
 from tinker_local.backend.training.trainer import Trainer, TrainResult, TrainWork
 from tinker_local.types import ApiError, InternalError, NotEnoughMemoryError, SampleOutput
 
@@ -457,6 +460,11 @@ class WakingSampler:
 
     async def pulse(self) -> None:
         await self._sampler.pulse()
+
+    async def rotations(
+        self, layers: Sequence[int] | None, positions: npt.NDArray[np.int64], replica: int = 0
+    ) -> Rotations:
+        return await self._use(lambda: self._sampler.rotations(layers, positions, replica))
 
     async def close(self) -> None:
         await self._sampler.close()

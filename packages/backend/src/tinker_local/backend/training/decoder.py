@@ -15,6 +15,7 @@ from tinker_local.backend.training.large_weights import RESIDENT, Walk
 from tinker_local.backend.training.lora import Target
 from tinker_local.backend.training.lora_batch import LoraBatch
 from tinker_local.backend.training.recompute_policy import ActivationMemory, RecomputePolicy
+from tinker_local.backend.training.rotations import Rotations
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -76,3 +77,7 @@ class Decoder(Protocol):
 
     def memory(self, tokens: int, columns: int) -> ActivationMemory:
         """The memory that activations of `tokens` take. `columns`: total rank of the adapters, R."""
+
+    def rotations(self, layers: Sequence[int] | None, position_ids: torch.Tensor) -> Rotations:
+        """What attention of `layers` (None: of all that have any) gets at `position_ids`, as in `PackedRow`. Reads no
+        large weights."""

@@ -152,7 +152,7 @@ def load_model(
     kernels = kernels_for(place, chosen)
     return LoadedModel(
         model=model,
-        decoder=make_decoder(model, family, kernels, decoder, path, weights, row_ranks),
+        decoder=make_decoder(model, family, kernels, decoder, path, weights, row_ranks, max_positions),
         tower=None if family.vision is None else VisionTower(model, family.vision),
         weights=weights,
         kernels=kernels,

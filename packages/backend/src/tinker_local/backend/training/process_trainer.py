@@ -17,6 +17,7 @@ from tinker_local.backend.process.ray_hosts import RayHosts, placed
 from tinker_local.backend.process.relay import standing_in
 from tinker_local.backend.rendering.rendered_input import RenderedInput
 from tinker_local.backend.training.optimizers import OPTIMIZERS
+from tinker_local.backend.training.rotations import Rotations
 from tinker_local.backend.training.trainer import (
     AdapterDType,
     AdapterLayout,
@@ -230,6 +231,9 @@ class ProcessTrainer(ProcessEngine):
             npt.NDArray[np.float32],
             self._call("logprobs", adapter_id, *inputs, positions=sum(each.length for each in inputs)),
         )
+
+    def rotations(self, layers: Sequence[int] | None, positions: npt.NDArray[np.int64]) -> Rotations:
+        return cast(Rotations, self._read("rotations", layers, positions))
 
     def release_memory(self) -> None:
         self._call("release_memory")

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 from tinker_local.backend.adapter_tensors import FlatTensors
 from tinker_local.backend.rendering.rendered_input import RenderedInput
+from tinker_local.backend.training.rotations import Rotations
 from tinker_local.types import ApiError, LoraConfig
 from tinker_local.types.base import Frozen
 
@@ -209,6 +210,10 @@ class Trainer(Protocol):
     def logprobs(self, adapter_id: str | None, *inputs: RenderedInput) -> npt.NDArray[np.float32]:
         """log p(token[i+1] | tokens[..i]) for i in [0, N-1), float32 [N-1] of each input, concatenated. All inputs
         share one row. `adapter_id` None: the base model."""
+
+    def rotations(self, layers: Sequence[int] | None, positions: npt.NDArray[np.int64]) -> Rotations:
+        """What attention makes of positions (`training/rotations.py`). Nothing for layers of which that is not
+        known."""
 
     def release_memory(self) -> None:
         """Release device memory that is only cached for speed, for others that use the device."""

@@ -14,6 +14,7 @@ Call it from one thread at a time. It uses no global random generator and change
 import functools
 import math
 import secrets
+import traceback
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -25,6 +26,7 @@ from tinker_local.backend.options import DecoderChoice
 from tinker_local.backend.rendering.rendered_input import RenderedInput
 from tinker_local.backend.training import delta_rule, lora
 from tinker_local.backend.training.block_memory import CUDA_LOGITS
+from tinker_local.backend.training.decoders.transformers_positions import rotate_on
 from tinker_local.backend.training.load_model import load_model
 from tinker_local.backend.training.lora import Adapter, TensorSpec
 from tinker_local.backend.training.losses import loss_of
@@ -35,6 +37,7 @@ from tinker_local.backend.training.optimizers.optimizer import OptimizerState
 from tinker_local.backend.training.packing import Item
 from tinker_local.backend.training.passes import Passes, release_unused_memory
 from tinker_local.backend.training.ranks import ONE_RANK, Ranks, fingerprint, join
+from tinker_local.backend.training.rotations import Rotations
 from tinker_local.backend.training.tally import Tally
 from tinker_local.backend.training.token_budget import TokenBudget
 from tinker_local.backend.training.trainer import (
@@ -48,7 +51,14 @@ from tinker_local.backend.training.trainer import (
     TrainWork,
 )
 from tinker_local.backend.training.transfer import to_host
-from tinker_local.types import ApiError, InternalError, InvalidRequestError, LoraConfig, NotFoundError
+from tinker_local.types import (
+    ApiError,
+    InternalError,
+    InvalidRequestError,
+    LoraConfig,
+    NotEnoughMemoryError,
+    NotFoundError,
+)
 from tinker_local.types.base import Frozen
 
 _NOT_FLAT = 1e-6
@@ -255,9 +265,20 @@ class HFTrainer:
             self._check_input(each, "input")
             next_tokens = np.append(each.token_ids[1:], 0).astype(np.int64)
             items.append(Item(0, at, adapter_id, TrainDatum(each, next_tokens, {})))
-        values = self._ranks.together(lambda: self._runner.logprobs(items, adapters)).numpy()
+        try:
+            values = self._ranks.together(lambda: self._runner.logprobs(items, adapters)).numpy()
+        except torch.OutOfMemoryError as error:
+            positions, why = sum(each.length for each in inputs), str(error).partition("\n")[0]
+            traceback.clear_frames(error.__traceback__)  # they hold what it has allocated
+            release_unused_memory(self._loaded.device)
+            raise NotEnoughMemoryError(f"logprobs of {positions} positions: {why}") from None
         ends = np.cumsum([each.length for each in inputs]) - 1
         return np.delete(values, ends).astype(np.float32)
+
+    def rotations(self, layers: Sequence[int] | None, positions: npt.NDArray[np.int64]) -> Rotations:
+        """See `Trainer.rotations`. Ranks compute the same, and one may do it alone."""
+        loaded = self._loaded
+        return rotate_on(loaded.decoder, loaded.family, loaded.model.config, loaded.device)(layers, positions)
 
     def _sorted(
         self, work: Sequence[TrainWork]

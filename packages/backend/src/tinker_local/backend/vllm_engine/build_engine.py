@@ -20,6 +20,7 @@ from tinker_local.backend.vllm_engine.compat_vllm import (
     LORA_RANKS,
     cuda_graphs_work,
     default_dtype,
+    forget_rotary_modules,
     image_arguments,
     runs_on_cpu,
 )
@@ -149,6 +150,7 @@ def build_engine(options: EngineOptions, events: patches.EngineEvents | None = N
             from vllm.v1.engine.llm_engine import LLMEngine
 
             patches.apply_to_process()
+        forget_rotary_modules()
         config = EngineArgs(**_engine_arguments(options)).create_engine_config(UsageContext.ENGINE_CONTEXT)
         patches.apply_to_config(config, options.image_cache_bytes)
         kept_before = kept_by_dynamo()
@@ -182,6 +184,8 @@ def _engine_arguments(options: EngineOptions) -> dict[str, Any]:
         "max_logprobs": -1,
         "enable_sleep_mode": options.sleeps and not on_cpu and sleep_mode_is_free(),
     }
+    if overrides := query_scaling(options.model):
+        arguments["hf_overrides"] = overrides
     if options.ranks > 1:
         arguments |= {"tensor_parallel_size": options.ranks, "distributed_executor_backend": "external_launcher"}
         # All ranks have to schedule alike: what a step may contain must not depend on when the one before it ends.
@@ -201,6 +205,19 @@ def _engine_arguments(options: EngineOptions) -> dict[str, Any]:
         # Otherwise Qwen3.5 starts on Hopper and fails at its first prompt.
         arguments["additional_config"] = {"gdn_prefill_backend": "triton"}
     return arguments
+
+
+def query_scaling(model: str) -> dict[str, Any]:
+    """What vLLM's config needs so that it multiplies queries by 1 + beta log(1 + floor(position / original)), as
+    transformers does: vLLM 0.32 reads both numbers in Mistral's format alone."""
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(model).get_text_config()
+    rope = getattr(config, "rope_parameters", None) or {}
+    beta, original = rope.get("llama_4_scaling_beta"), rope.get("original_max_position_embeddings")
+    if not beta or not original or getattr(config, "llama_4_scaling", None):
+        return {}
+    return {"llama_4_scaling": {"beta": beta, "original_max_position_embeddings": original}}
 
 
 def served_rank(rank: int) -> int:

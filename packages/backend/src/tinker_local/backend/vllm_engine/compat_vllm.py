@@ -124,9 +124,43 @@ def allocator_owners(allocator: Any) -> list[Any]:
 # Where an engine keeps its parts ------------------------------------------------------------------------------------
 
 
+def served_model(engine: Any) -> Any:
+    """vLLM's module of the whole model, without what captures CUDA graphs."""
+    return model_runner(engine).get_model()
+
+
 def model_runner(engine: Any) -> Any:
     """The V1 model runner of an engine in this process."""
     return engine.model_executor.driver_worker.model_runner
+
+
+def attention_class() -> Any:
+    """The class of the layers that keep keys and values."""
+    try:
+        from vllm.model_executor.layers.attention import Attention
+    except ImportError:  # its place in 0.26
+        from vllm.attention.layer import Attention
+    return Attention
+
+
+def linear_classes() -> tuple[Any, ...]:
+    """The classes of projections, with adapters and without."""
+    import torch
+    from vllm.lora.layers import BaseLayerWithLoRA
+    from vllm.model_executor.layers.linear import LinearBase
+
+    return torch.nn.Linear, LinearBase, BaseLayerWithLoRA
+
+
+def forget_rotary_modules() -> None:
+    """Let the next engine make its own modules of rotary embeddings.
+
+    vLLM keeps them for models with the same settings. Some models then change theirs (Ernie 4.5, which turns pairs that
+    lie side by side), and would change those of an engine that is in use.
+    """
+    from vllm.model_executor.layers import rotary_embedding
+
+    rotary_embedding._ROPE_DICT.clear()
 
 
 def draw_module(engine: Any) -> Any:

@@ -1,14 +1,18 @@
 """The ranks of an engine that do what rank 0 says (`rank_leader.py`)."""
 
 from collections import deque
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 from tinker_local.backend.sampling.process_sampler import SamplerSeat
 from tinker_local.backend.vllm_engine import sleep_mode
 from tinker_local.backend.vllm_engine.build_engine import EngineOptions, build_engine
 from tinker_local.backend.vllm_engine.compat_vllm import draw_module, lora_worker, runs_on_cpu
+from tinker_local.backend.vllm_engine.engine_positions import engine_rotations
 from tinker_local.backend.vllm_engine.patches import EngineEvents
 from tinker_local.backend.vllm_engine.rank_leader import Call, Prepare, Told, fingerprint, join, link
 from tinker_local.backend.vllm_engine.vllm_adapters import VLLMAdapters
@@ -94,6 +98,10 @@ class Follower:
         if ended != self._ended:
             raise InternalError(f"rank {self._seat.rank} of the sampler drew other tokens than rank 0")
         self._ended = fingerprint(self._engine.step())
+
+    def _rotate(self, layers: Sequence[int] | None, positions: npt.NDArray[np.int64]) -> None:
+        engine_rotations(self._engine, layers, positions)
+        self._link.send(None)
 
     def _put_to_sleep(self) -> None:
         sleep_mode.put_to_sleep(self._engine)

@@ -113,9 +113,9 @@ class Leader:
             setattr(engine, name, functools.partial(self._tell_after, name, getattr(engine, name)))
         engine.step = functools.partial(self._step, engine.step)
 
-    def together(self, name: str, call: Callable[[], None]) -> None:
-        """Do `call`, which is `name` to the others, on all ranks; return when all have done it."""
-        self._tell(name)
+    def together(self, name: str, call: Callable[[], None], *args: Any) -> None:
+        """Do `call`, which is `name` with `args` to the others, on all ranks; return when all have done it."""
+        self._tell(name, *args)
         try:
             call()
         except Exception:

@@ -3,14 +3,17 @@
 import asyncio
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 from tinker_local.backend.daemon_thread import in_daemon_thread
 from tinker_local.backend.sampling.process_sampler import SamplerSeat
 from tinker_local.backend.sampling.prompt_scores import prompt_questions
 from tinker_local.backend.sampling.sampler import AdapterVersion, SampleWork
+from tinker_local.backend.training.rotations import Rotations
 from tinker_local.backend.vllm_engine import sleep_mode
 from tinker_local.backend.vllm_engine.build_engine import EngineOptions, build_engine
 from tinker_local.backend.vllm_engine.compat_vllm import default_dtype, kv_cache_used, sequences_running
@@ -21,6 +24,7 @@ from tinker_local.backend.vllm_engine.engine_inputs import (
     sample_output,
     with_own_features,
 )
+from tinker_local.backend.vllm_engine.engine_positions import engine_rotations
 from tinker_local.backend.vllm_engine.engine_thread import Engine, EngineRequest, EngineThread
 from tinker_local.backend.vllm_engine.grammar_process import GrammarProcess
 from tinker_local.backend.vllm_engine.patches import EngineEvents
@@ -149,6 +153,25 @@ class VLLMSampler:
         """Move weights back; the KV cache is empty."""
         with _as_api_errors():
             await asyncio.wrap_future(self._thread.call(self._engine, self._wake_up))
+
+    async def rotations(
+        self, layers: Sequence[int] | None, positions: npt.NDArray[np.int64], replica: int = 0
+    ) -> Rotations:
+        """See `Sampler.rotations`; on all ranks, since some norms add up over heads of all."""
+        with _as_api_errors():
+            return await asyncio.wrap_future(
+                self._thread.call(self._engine, lambda engine: self._rotations(engine, layers, positions))
+            )
+
+    def _rotations(self, engine: Any, layers: Sequence[int] | None, positions: npt.NDArray[np.int64]) -> Rotations:
+        self._check_awake()
+        if self._leader is None:
+            return engine_rotations(engine, layers, positions)
+        found: list[Rotations] = []
+        self._leader.together(
+            "rotate", lambda: found.append(engine_rotations(engine, layers, positions)), layers, positions
+        )
+        return found[0]
 
     async def pulse(self) -> None:
         """Return between two steps."""

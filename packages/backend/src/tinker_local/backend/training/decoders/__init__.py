@@ -11,6 +11,7 @@ from tinker_local.backend.training.attention import Segments
 from tinker_local.backend.training.decoder import Decoder, PackedRow
 from tinker_local.backend.training.decoders.autograd import AutogradDecoder
 from tinker_local.backend.training.decoders.packed_attention import attending
+from tinker_local.backend.training.decoders.transformers_positions import check_positions
 from tinker_local.backend.training.decoders.written_out.layers import take_layers
 from tinker_local.backend.training.kernels import Kernels
 from tinker_local.backend.training.large_weights import RESIDENT, LargeWeights, entering
@@ -35,22 +36,29 @@ def make_decoder(
     where: str,
     weights: LargeWeights = RESIDENT,
     row_ranks: RowRanks = ONE_HAS_ALL,
+    max_positions: int = 0,
 ) -> Decoder:
     """The decoder that `choice` names for transformers' `model`, compared with transformers' own forward. `where`: the
     model's name in errors. `weights`: of the model's layers. `row_ranks`: who shares rows; all of them call this.
-    UnsupportedError if no decoder works, with the reasons."""
+    `max_positions`: how many are compared. UnsupportedError if no decoder works, with the reasons."""
     reasons: list[str] = []
     if choice in ("auto", "written-out"):
         try:
-            return _written_out(model, family, kernels, weights, row_ranks)
+            return _checked(_written_out(model, family, kernels, weights, row_ranks), model, family, max_positions)
         except UnsupportedError as error:
             reasons.append(f"the written-out decoder cannot train it: {error}")
     if choice in ("auto", "autograd"):
         try:
-            return _autograd(model, family, weights, row_ranks)
+            return _checked(_autograd(model, family, weights, row_ranks), model, family, max_positions)
         except UnsupportedError as error:
             reasons.append(f"the autograd decoder cannot train it: {error}")
     raise UnsupportedError(f"{where}: {'; '.join(reasons)}")
+
+
+def _checked(decoder: Decoder, model: Any, family: Family, max_positions: int) -> Decoder:
+    modules = model.get_submodule(family.decoder_path)
+    check_positions(decoder, modules, family, model.config, max_positions)
+    return decoder
 
 
 def _written_out(model: Any, family: Family, kernels: Kernels, weights: LargeWeights, row_ranks: RowRanks) -> Decoder:

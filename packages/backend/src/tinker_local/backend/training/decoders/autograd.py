@@ -8,7 +8,7 @@ and norms keep less (`gated_mlp.py`, `recomputed_norm.py`). Legend: T tokens, H 
 """
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -23,10 +23,12 @@ from tinker_local.backend.training.decoders.packed_attention import ATTENTION, P
 from tinker_local.backend.training.decoders.packed_delta_net import is_delta_net, packed_delta_net
 from tinker_local.backend.training.decoders.packed_experts import expert_targets, is_experts, packed_experts
 from tinker_local.backend.training.decoders.recomputed_norm import RecomputedNorm, is_norm
+from tinker_local.backend.training.decoders.transformers_positions import decoder_rotations
 from tinker_local.backend.training.large_weights import RESIDENT, LargeWeights, Walk
 from tinker_local.backend.training.lora import Adapter, AdapterSlice, Flag, Target, groups_of, layout
 from tinker_local.backend.training.lora_batch import LoraBatch, LowRank, Parts, project, project_backward
 from tinker_local.backend.training.recompute_policy import ActivationMemory, Keep, LayerMemory, RecomputePolicy
+from tinker_local.backend.training.rotations import Rotations
 from tinker_local.types import LoraConfig, UnsupportedError
 from torch.utils.checkpoint import checkpoint
 
@@ -85,6 +87,10 @@ class AutogradDecoder:
             norm.forward = functools.partial(self._norm, norm.forward)
         for index, layer in enumerate(modules.layers):
             layer.forward = functools.partial(self._layer, index, layer.forward)
+
+    def rotations(self, layers: Sequence[int] | None, position_ids: torch.Tensor) -> Rotations:
+        """See `Decoder.rotations`."""
+        return decoder_rotations(self._modules, layers, position_ids)
 
     def forward(
         self, row: PackedRow, lora: LoraBatch, policy: RecomputePolicy | None, walk: Walk = RESIDENT

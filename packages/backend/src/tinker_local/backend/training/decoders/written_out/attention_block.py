@@ -7,7 +7,7 @@ G: its rows are those of Q's matrix, head by head after the query's. Legend: T t
 key-value heads, D head size, g = 2 with a gate and else 1, p projections of a group, R columns of adapters.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from tinker_local.backend.training.decoders.written_out.block import (
 )
 from tinker_local.backend.training.lora import Target
 from tinker_local.backend.training.lora_batch import project, project_backward, project_onto, whole
+from tinker_local.backend.training.rotations import constant_row
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -100,6 +101,17 @@ class AttentionBlock:
         found = attention_memory(tokens, columns, itemsize, **sizes, gates=self.heads * self.gated)
         return found if self.after is None else found.with_norm_after(tokens * len(self.norm) * itemsize)
 
+    def rotated(self, context: RowContext) -> tuple[torch.Tensor, torch.Tensor]:
+        """Query and key [T, D] of the first head where the projections give `constant_row`."""
+        norms = {
+            name: None if weight is None else torch.ones_like(weight)
+            for name, weight in (("q_norm", self.q_norm), ("k_norm", self.k_norm))
+        }
+        row = torch.from_numpy(constant_row(len(self.qkv), self.head_size)).to(self.qkv.device, self.qkv.dtype)
+        qkv = row.expand(sum(context.segments.lengths), -1).contiguous()
+        query, key, _ = AttentionPass(replace(self, **norms), context, qkv).query_key_value(qkv)
+        return query[:, 0], key[:, 0]
+
     def parts(self, qkv: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Split the joined output into query [T, g N D], key and value [T, M D]."""
         widths = [
@@ -173,7 +185,7 @@ class AttentionPass:
             grad_attended = grad_attended.view_as(attended) * sigmoid
             torch.mul(grad_attended * attended, 1 - sigmoid, out=block.gate(grad_qkv))
             del sigmoid
-        query, key, value = self._query_key_value(qkv)
+        query, key, value = self.query_key_value(qkv)
         grad_query, grad_key, grad_value = attend_backward(
             grad_attended.view_as(attended), query, key, value, attended, self.logsumexp, c.segments, block.rule
         )
@@ -205,9 +217,9 @@ class AttentionPass:
         n = c.kernels.rms_norm(self.x, block.norm, block.epsilon)
         low_rank = c.lora.group("attention.qkv", block.index)
         self.h_qkv, self.qkv = project(n, block.qkv, block.qkv_bias, low_rank, block.parts)
-        self.attended, self.logsumexp = attend(*self._query_key_value(self.qkv), c.segments, block.rule)
+        self.attended, self.logsumexp = attend(*self.query_key_value(self.qkv), c.segments, block.rule)
 
-    def _query_key_value(self, qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def query_key_value(self, qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """The inputs of attention, with head norms and positions: [T, N, D], [T, M, D] and [T, M, D]."""
         block, c = self.block, self.context
         query, key, value = block.split_heads(qkv)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from tinker_local.backend.families.family import Experts
 from tinker_local.backend.options import DecoderName
+from tinker_local.backend.training.attention import Segments
 from tinker_local.backend.training.block_memory import decoder_memory
 from tinker_local.backend.training.decoder import PackedRow
 from tinker_local.backend.training.decoders.packed_attention import attention_rules
@@ -30,6 +31,7 @@ from tinker_local.backend.training.kernels import ACTIVATIONS, Activation, Kerne
 from tinker_local.backend.training.large_weights import RESIDENT, LargeWeights, Walk
 from tinker_local.backend.training.lora_batch import LoraBatch
 from tinker_local.backend.training.recompute_policy import ActivationMemory, Keep, RecomputePolicy
+from tinker_local.backend.training.rotations import Rotations, rotation
 from tinker_local.types import UnsupportedError
 
 Layer = Sequence[Block]
@@ -90,6 +92,22 @@ class WrittenOutDecoder:
         if cos.shape[-1] == len(frequencies):
             cos, sin = torch.cat([cos, cos], dim=-1), torch.cat([sin, sin], dim=-1)
         return cos, sin
+
+    def rotations(self, layers: Sequence[int] | None, position_ids: torch.Tensor) -> Rotations:
+        """See `Decoder.rotations`."""
+        length, place = position_ids.shape[-1], self.norm.device
+        row = PackedRow(
+            torch.zeros(length, 1, dtype=self.dtype, device=place), position_ids, Segments((length,), place)
+        )
+        lora = LoraBatch({}, [], self.dtype, torch.float32, gradient=False)
+        angles = {kind: self._angles(row, kind) for kind in self.kinds}
+        context = RowContext(self.kernels, row.segments, angles, lora)
+        blocks = {index: layer[0] for index, layer in enumerate(self.layers) if layers is None or index in layers}
+        return {
+            index: rotation(*block.rotated(context))
+            for index, block in blocks.items()
+            if isinstance(block, AttentionBlock)
+        }
 
     def memory(self, tokens: int, columns: int) -> ActivationMemory:
         """See `Decoder.memory`."""
