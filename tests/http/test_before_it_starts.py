@@ -53,7 +53,7 @@ def test_weights_that_are_cut_off_are_named_with_their_bytes(folder: Path, kept:
 def test_weights_that_are_absent_pickled_or_of_another_format_are_named(folder: Path, tmp_path: Path) -> None:
     path = folder / "model.safetensors"
     path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 5\n")
-    assert "a pointer of git-lfs?" in problems(folder)[0]
+    assert f"{path} is a pointer of git-lfs, in place of the file; run `git lfs pull`" in problems(folder)[0]
     path.write_bytes((20).to_bytes(8, "little") + b"no JSON object here!" + b"x" * 100)
     assert "it is not a safetensors file" in problems(folder)[0]
     path.unlink()

@@ -11,14 +11,13 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 from tinker_local.backend.models.agreement import (
-    Agreement,
+    Comparison,
     Probes,
-    compare,
+    judge,
     make_probes,
-    rounding_limit,
     sampler_logprobs,
+    trainer_draws,
     with_random_b,
-    worst,
 )
 from tinker_local.backend.models.metrics import Counts, ModelMetrics, ReplicaMetrics
 from tinker_local.backend.models.supervision import SamplerSupervision, TrainerSupervision
@@ -44,7 +43,8 @@ _CONTEXT_VARIANT = re.compile(r"(.+):peft:([1-9]\d{0,11})", re.ASCII)
 class Engines:
     """What serves one copy of the weights.
 
-    `tolerance`: largest mean difference of logprobs (nats) between trainer and sampler on a probe. `sliding_window`: of
+    `tolerance`: largest mean difference of logprobs (nats) between trainer and sampler on a probe. `least_rounding`: a
+    difference that rounding always explains, also where the trainer's own moves logprobs less. `sliding_window`: of
     the base model's attention, in positions; None if it has none. `sequences`: how many the sampler is to run at once;
     it has room for `RESERVED` more. `text`: None for a model without a tokenizer, which clients must bring.
     `no_grammars`: why samples cannot follow a grammar; empty if they can. `tools`: how it writes calls of tools, or why
@@ -57,6 +57,7 @@ class Engines:
     sampler: Sampler
     arch: str
     tolerance: float
+    least_rounding: float = 1e-4
     sliding_window: int | None = None
     sequences: int = 256
     text: TextCodec | None = None
@@ -77,8 +78,8 @@ class ServedModel:
 
     `supervision`: of a trainer in a separate process, else None. `sampler_supervisions`: of each separate process of
     the sampler. `pool`: the sampler if it is several replicas, else None. `check_agreement` sets `probes`, the prompts
-    on which trainer and sampler must agree, and `images_of_start`, the counts of `images()` until then. `replicas`: how
-    many the sampler has.
+    on which trainer and sampler must agree, `comparison`, how they do, and `images_of_start`, the counts of `images()`
+    until then. `replicas`: how many the sampler has.
     """
 
     names: tuple[str, ...]
@@ -92,6 +93,7 @@ class ServedModel:
     sampler_supervisions: tuple[SamplerSupervision, ...] = ()
     pool: ReplicaPool | None = None
     probes: Probes = field(default_factory=lambda: Probes((), ()))
+    comparison: Comparison | None = None
     counts: Counts = field(default_factory=Counts)
     images_of_start: tuple[int, int, int] = (0, 0, 0)
     max_context_length: int = field(init=False)
@@ -115,7 +117,7 @@ class ServedModel:
         engines = self.engines
         return engines.renderer.images_processed, engines.sampler.images_encoded, engines.trainer.images_encoded
 
-    async def check_agreement(self, max_image_pixels: int) -> Agreement:
+    async def check_agreement(self, max_image_pixels: int) -> Comparison:
         """Make the probes; ValueError in one line if trainer and sampler compute the base model differently.
         `max_image_pixels`: the renderer's."""
         engines, limit = self.engines, self.max_context_length - 1
@@ -124,30 +126,30 @@ class ServedModel:
             self.probes = await asyncio.to_thread(
                 make_probes, engines.renderer, vocab_size, limit, window, max_image_pixels
             )
-            trainer = await self.scheduler.call(engines.trainer.logprobs, None, *self.probes.base)
-            agreement = await self._compared(None, trainer, "this model")
+            draws = await self.scheduler.call(trainer_draws, engines.trainer, None, self.probes.base)
+            self.comparison = await self._compared(None, draws, "this model")
         self.images_of_start = self.images()
-        return agreement
+        return self.comparison
 
-    async def check_adapter(self) -> Agreement:
+    async def check_adapter(self) -> Comparison:
         """ValueError in one line if trainer and sampler compute an adapter on all modules differently, or if the
         sampler cannot take it. After `check_agreement`."""
         trainer, sampler = self.engines.trainer, self.engines.sampler
 
-        def on_trainer() -> tuple[AdapterState, npt.NDArray[np.float32]]:
+        def on_trainer() -> tuple[AdapterState, list[npt.NDArray[np.float32]]]:
             trainer.create_adapter(_CHECKED, LoraConfig(rank=1, seed=0))
             try:
                 trainer.load_adapter(_CHECKED, with_random_b(trainer.capture(_CHECKED, optimizer=False)))
-                logprobs = trainer.logprobs(_CHECKED, *self.probes.base)
-                return trainer.capture(_CHECKED, optimizer=False, dtype=sampler.adapter_dtype), logprobs
+                draws = trainer_draws(trainer, _CHECKED, self.probes.base)
+                return trainer.capture(_CHECKED, optimizer=False, dtype=sampler.adapter_dtype), draws
             finally:
                 trainer.remove_adapter(_CHECKED)
 
         with self._comparing(" with an adapter"):
-            state, logprobs = await self.scheduler.call(on_trainer)
+            state, draws = await self.scheduler.call(on_trainer)
             version = AdapterVersion(f"{self.names[0]} {_CHECKED}", Path(_CHECKED), lambda: state)
             try:
-                return await self._compared(version, logprobs, "adapters of this model")
+                return await self._compared(version, draws, "adapters of this model")
             finally:
                 await sampler.remove_version(version)
 
@@ -159,18 +161,20 @@ class ServedModel:
         except ApiError as error:
             raise ValueError(f"{self.names[0]}: trainer and sampler could not be compared{how}: {error}") from error
 
-    async def _compared(self, version: AdapterVersion | None, trainer: npt.NDArray[np.float32], what: str) -> Agreement:
-        """How the sampler's logprobs of the base model's probes differ from `trainer`; ValueError if too much."""
-        probes = self.probes.base
-        found = await sampler_logprobs(self.engines.sampler, version, probes, self.replicas)
-        agreements = [each for logprobs in found for each in compare(probes, trainer, logprobs)]
-        agreement, normal = worst(agreements), rounding_limit(agreements, self.engines.tolerance)
-        if not agreement.difference <= normal:
-            raise ValueError(
-                f"{self.names[0]}: trainer and sampler compute {what} differently: {agreement}; they differ by "
-                f"{agreement.difference:.3g} on average (at most {normal:.3g} is normal)"
-            )
-        return agreement
+    async def _compared(
+        self, version: AdapterVersion | None, draws: Sequence[npt.NDArray[np.float32]], what: str
+    ) -> Comparison:
+        """How the sampler's logprobs of the base model's probes differ from the trainer's, in the replica that differs
+        most; ValueError if too much. `draws`: of `trainer_draws`."""
+        engines, probes = self.engines, self.probes.base
+        found = await sampler_logprobs(engines.sampler, version, probes, self.replicas)
+        comparisons = [judge(probes, draws, each, engines.least_rounding, engines.tolerance) for each in found]
+        for comparison in comparisons:
+            if comparison.problem is not None:
+                raise ValueError(
+                    f"{self.names[0]}: trainer and sampler compute {what} differently: {comparison.problem}"
+                )
+        return max(comparisons, key=lambda comparison: comparison.worst.difference)
 
     def metrics(self) -> ModelMetrics:
         """Current counts of its parts; never blocks."""

@@ -8,6 +8,7 @@ import transformers
 from tinker_local.backend.families import FAMILIES, NO_FAMILY, OTHER, family_of
 from tinker_local.backend.families.family import Family, LogitRule
 from tinker_local.backend.options import DecoderChoice
+from tinker_local.backend.training.checkpoint_fit import check_files, check_finite, check_found
 from tinker_local.backend.training.decoder import Decoder
 from tinker_local.backend.training.decoders import make_decoder
 from tinker_local.backend.training.kernels import Kernels, kernels_for
@@ -16,6 +17,7 @@ from tinker_local.backend.training.lora import HEAD, Target
 from tinker_local.backend.training.shared_rows import ONE_HAS_ALL, RowRanks
 from tinker_local.backend.training.vision_attention import use_packed_attention
 from tinker_local.backend.training.vision_tower import VisionTower
+from tinker_local.backend.weight_files import folder_of
 from tinker_local.types import UnsupportedError
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -107,6 +109,13 @@ def _check_layers(config: Any, where: str) -> None:
             )
 
 
+def check_weights(path: str, config: Any, family: Family) -> None:
+    """UnsupportedError in a sentence if the files of the model at `path` do not have the tensors of its class, all of
+    them and no others. Reads headers alone. A model whose weights are not on this machine yet passes."""
+    if (folder := folder_of(path)) is not None:
+        check_files(_without_values(config, family, "float32"), folder)
+
+
 def tower_of_sizes(config: Any, dtype: str) -> VisionTower | None:
     """The same of the vision tower."""
     family = family_of(config.model_type, config.name_or_path)
@@ -172,8 +181,18 @@ def _load(
         from tinker_local.backend.training.load_sharded import load_sharded
 
         return load_sharded(path, config, family, dtype, device, shards)
-    model = getattr(transformers, family.auto_class).from_pretrained(path, dtype=dtype)
-    return model.to(device).eval().requires_grad_(False), RESIDENT
+    model, info = getattr(transformers, family.auto_class).from_pretrained(
+        path, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True
+    )
+    if getattr(model, "_hf_peft_config_loaded", False):
+        raise UnsupportedError(
+            f"{path}: adapter_config.json belongs to an adapter, which transformers has added to the model's weights; "
+            "remove it from the model's folder"
+        )
+    check_found(model, path, info["missing_keys"], info["unexpected_keys"], info["mismatched_keys"])
+    model = model.to(device).eval().requires_grad_(False)
+    check_finite(model, path, folder_of(path))
+    return model, RESIDENT
 
 
 def _fix_frequencies(modules: Any, max_positions: int) -> None:
