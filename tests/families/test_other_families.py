@@ -12,6 +12,7 @@ import pytest
 import torch
 import transformers
 from click.testing import CliRunner
+from safetensors.torch import save_file
 from tinker_local.backend import BackendOptions, InProcessBackend, ModelSource
 from tinker_local.backend.cli.models_command import models
 from tinker_local.backend.families import FAMILIES, OTHER, family_of
@@ -202,6 +203,7 @@ def test_a_model_that_is_built_otherwise_is_refused_before_engines_start(
     model_type: str, why: str, tmp_path: Path
 ) -> None:
     transformers.AutoConfig.for_model(model_type).save_pretrained(tmp_path / "model")
+    save_file({"of_another_class": torch.zeros(1)}, tmp_path / "model" / "model.safetensors")
     with pytest.raises(UnsupportedError, match=why) as no:
         asyncio.run(started(tmp_path / "model", tmp_path / "data"))
     assert "\n" not in str(no.value)
@@ -217,6 +219,7 @@ def test_a_model_that_is_built_otherwise_is_refused_before_engines_start(
 def test_a_mixture_of_experts_without_a_family_is_refused_in_a_sentence(model_type: str, tmp_path: Path) -> None:
     sizes = {"hidden_size": 128, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 4}
     transformers.AutoConfig.for_model(model_type, vocab_size=VOCAB_SIZE, **sizes).save_pretrained(tmp_path / "model")
+    save_file({"of_another_class": torch.zeros(1)}, tmp_path / "model" / "model.safetensors")
     with pytest.raises(UnsupportedError) as no:
         asyncio.run(started(tmp_path / "model", tmp_path / "data"))
     assert re.search(

@@ -74,14 +74,13 @@ def _fault_of_weights(source: ModelSource) -> str | None:
     if (folder := folder_of(source.path)) is None:
         return None
     if all(importlib.util.find_spec(library) for library in ("torch", "transformers")):
-        from tinker_local.backend.training.load_model import check_weights, supported_family
+        from tinker_local.backend.training.load_model import check_weights, config_of, supported_family
         from tinker_local.types import UnsupportedError
-        from transformers import AutoConfig
 
         try:
-            config = AutoConfig.from_pretrained(folder)
+            config = config_of(source.path)
             check_weights(source.path, config, supported_family(config, source.path))
-        except (UnsupportedError, ValueError) as error:
+        except UnsupportedError as error:
             return str(error)
     return not_finite(stored_tensors(folder).values())
 

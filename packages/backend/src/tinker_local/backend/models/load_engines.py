@@ -279,14 +279,13 @@ def load_real(source: ModelSource, options: BackendOptions, progress: Progress) 
     import torch
     from tinker_local.backend.families import OTHER
     from tinker_local.backend.rendering.hf_text import HFText
-    from tinker_local.backend.training.load_model import check_weights, supported_family
+    from tinker_local.backend.training.load_model import check_weights, config_of, supported_family
     from tinker_local.backend.training.worker import HFTrainer, trainer_of_rank
     from tinker_local.backend.vllm_engine import build_engine, compat_vllm
-    from transformers import AutoConfig
 
     check_source(source)
     dtype = options.dtype or compat_vllm.default_dtype()
-    config = AutoConfig.from_pretrained(source.path)
+    config = config_of(source.path)
     text_config = config.get_text_config()
     family = supported_family(config, source.path)
     check_weights(source.path, config, family)

@@ -4,6 +4,7 @@ transformers fills in random numbers for tensors that it does not find, drops th
 a trainer and a sampler may agree on weights that nobody trained.
 """
 
+import json
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -40,10 +41,14 @@ def check_files(model: Any, folder: Path) -> None:
     no_embedding = embedding in info.missing_keys
     model.tie_weights(missing_keys=info.missing_keys, recompute_mapping=False)
     model._adjust_missing_and_unexpected_keys(info)
-    missing = {*info.missing_keys, *info.conversion_errors, *([embedding] if no_embedding else [])}
+    if info.conversion_errors:
+        name = min(info.conversion_errors)
+        raise UnsupportedError(
+            f"{folder}: the tensors that make {name} do not fit together{_others(info.conversion_errors)}; {_AGAIN}"
+        )
+    missing = {*info.missing_keys, *([embedding] if no_embedding else [])}
     check_found(model, str(folder), missing, info.unexpected_keys, info.mismatched_keys, tensors)
-    if model.all_tied_weights_keys:
-        _check_tied(folder, tensors)
+    _check_tied(folder, bool(model.all_tied_weights_keys), tensors)
 
 
 def check_found(
@@ -83,17 +88,27 @@ def _others(names: Collection[Any]) -> str:
     return f" (and {len(names) - 1} more)" if len(names) > 1 else ""
 
 
-def _check_tied(folder: Path, tensors: Mapping[str, StoredTensor]) -> None:
-    """UnsupportedError if files have an LM head that is not the embedding, although the config says so."""
+def _check_tied(folder: Path, tied: bool, tensors: Mapping[str, StoredTensor]) -> None:
+    """UnsupportedError if engines may read the LM head of the files in different ways. `tied`: whether it is the
+    embedding in transformers' model."""
     heads = [tensor for name, tensor in tensors.items() if f".{name}".endswith(".lm_head.weight")]
     embeddings = [tensor for name, tensor in tensors.items() if f".{name}".endswith(".embed_tokens.weight")]
-    if len(heads) != 1 or len(embeddings) != 1 or _equal(heads[0], embeddings[0]):
+    if len(heads) == len(embeddings) == 1 and _equal(heads[0], embeddings[0]):
         return
-    raise UnsupportedError(
-        f"{folder}: config.json says that the LM head is the embedding (tie_word_embeddings), and {heads[0].name} in "
-        f"{heads[0].file.name} is not {embeddings[0].name}; transformers would use it and vLLM would not: set "
-        "tie_word_embeddings to false, or remove the tensor"
-    )
+    config = json.loads((folder / "config.json").read_bytes())
+    text = config.get("text_config") or {}
+    flags = [part["tie_word_embeddings"] for part in (config, text) if "tie_word_embeddings" in part]
+    if len({*flags}) > 1:
+        raise UnsupportedError(
+            f"{folder}: tie_word_embeddings is {flags[0]} in config.json and {flags[1]} in its text_config, so engines "
+            f"may take either; set both to {not heads}, as the files have {'an' if heads else 'no'} lm_head.weight"
+        )
+    if tied and heads:
+        raise UnsupportedError(
+            f"{folder}: config.json says that the LM head is the embedding (tie_word_embeddings), and "
+            f"{heads[0].name} in {heads[0].file.name} is another matrix; transformers would use it and vLLM would not: "
+            "set tie_word_embeddings to false, or remove the tensor"
+        )
 
 
 def _equal(one: StoredTensor, other: StoredTensor) -> bool:

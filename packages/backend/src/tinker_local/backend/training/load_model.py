@@ -112,8 +112,26 @@ def _check_layers(config: Any, where: str) -> None:
 def check_weights(path: str, config: Any, family: Family) -> None:
     """UnsupportedError in a sentence if the files of the model at `path` do not have the tensors of its class, all of
     them and no others. Reads headers alone. A model whose weights are not on this machine yet passes."""
-    if (folder := folder_of(path)) is not None:
-        check_files(_without_values(config, family, "float32"), folder)
+    if (folder := folder_of(path)) is None:
+        return
+    try:
+        model = _without_values(config, family, "float32")
+    except Exception as error:  # of any type: its fields are not checked before
+        raise UnsupportedError(f"{path}: {_not_a_model(error)}") from error
+    check_files(model, folder)
+
+
+def config_of(path: str) -> Any:
+    """transformers' config of the model at `path`; UnsupportedError in a sentence if it cannot be read."""
+    try:
+        return transformers.AutoConfig.from_pretrained(path)
+    except Exception as error:  # of any type, as above
+        raise UnsupportedError(f"{path}: {_not_a_model(error)}") from error
+
+
+def _not_a_model(error: Exception) -> str:
+    first = str(error).partition("\n")[0]
+    return f"transformers makes no model of its config.json ({type(error).__name__}: {first})"
 
 
 def tower_of_sizes(config: Any, dtype: str) -> VisionTower | None:
@@ -145,7 +163,7 @@ def load_model(
     more than one, all ranks load at the same time, as they do if `row_ranks` are several. Raises UnsupportedError if
     the family or the architecture is not supported.
     """
-    config = transformers.AutoConfig.from_pretrained(path)
+    config = config_of(path)
     family = family_of(config.model_type, path)
     if getattr(config, "quantization_config", None):
         raise UnsupportedError(f"{path}: quantized weights cannot be trained; {family.quantized}")
