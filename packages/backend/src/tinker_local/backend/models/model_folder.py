@@ -233,7 +233,7 @@ def _quantized(folder: Path, config: Mapping[str, Any]) -> Iterator[Path]:
 
 
 def _other_dtypes(tensors: Mapping[str, StoredTensor], family: Family) -> Iterator[str]:
-    """The first tensor that is no floating-point number of 16 bits or more."""
+    """The first tensor of integers, or of floating-point numbers of fewer than 16 bits."""
     for tensor in tensors.values():
         if tensor.dtype not in FLOATS and not tensor.name.endswith("position_ids"):
             told = f"{tensor.file}: {tensor.name} is in {tensor.dtype}"

@@ -1,7 +1,7 @@
 """Whether the tensors in a model's files are those of its class in transformers, and are numbers.
 
-transformers fills in random numbers for tensors that it does not find, drops those that it does not know, and warns. So
-a trainer and a sampler may agree on weights that nobody trained.
+transformers fills in random numbers for tensors that it does not find, drops those that it does not know, and only
+warns. So a trainer and a sampler may agree on a model that differs from the one in the files.
 """
 
 import json

@@ -19,8 +19,7 @@ def nudge_in_place(embeds: torch.Tensor, seed: int, start: int) -> None:
 
 
 def images_nudged(given: RenderedInput, dtype: torch.dtype, seed: int) -> RenderedInput:
-    """`given` with the same for the pixels of its images, as `dtype` rounds them. They are other images, as far as
-    caches know."""
+    """`given` with the same for the pixels of its images, as `dtype` rounds them. Caches take them for other images."""
     epsilon = torch.finfo(dtype).eps
 
     def nudged(image: RenderedImage) -> RenderedImage:
