@@ -2,7 +2,7 @@
 
     python benchmarks/rounding.py                          # a GPU; about fifteen minutes
     python benchmarks/rounding.py --only qwen3,gpt_oss     # some of them
-    python benchmarks/rounding.py --without-8b             # runs on a CPU, which refuses the linear attention of Qwen3.5
+    python benchmarks/rounding.py --without-8b             # runs on a CPU, but for Qwen3.5
 
 A line for each: the median over all positions of what rounding alone moves logprobs by (nats), of how much trainer and
 sampler differ, the limit, and difference / rounding; then the same of means, for the prompt where they are largest.
