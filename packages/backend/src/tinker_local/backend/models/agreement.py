@@ -249,4 +249,5 @@ def _differences(
 ) -> npt.NDArray[np.float32]:
     """At the positions of text of all `probes`; infinite for NaN."""
     is_text = np.concatenate([_is_text(probe) for probe in probes])
-    return np.nan_to_num(np.abs(one - other)[is_text], nan=np.inf)
+    found: npt.NDArray[np.float32] = np.nan_to_num(np.abs(one - other)[is_text], nan=np.inf)
+    return found
