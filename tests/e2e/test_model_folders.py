@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner
-from huggingface_hub import file_download
+from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
 from tinker_local.backend import BackendOptions, InProcessBackend, ModelSource
 from tinker_local.backend.cli.main import main
@@ -329,7 +329,7 @@ def test_pickles_beside_safetensors_are_a_warning(whole: Path, tmp_path: Path) -
 def test_a_model_in_the_hubs_cache_is_looked_at_as_a_folder_is(
     whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(file_download.constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     repository = tmp_path / "models--a--model"
     snapshot = Path(shutil.copytree(whole, repository / "snapshots" / "1"))
     (repository / "refs").mkdir()
