@@ -216,7 +216,8 @@ PROMISES = (
     Promise(
         "19",
         "No model starts whose trainer and sampler differ; the effect of a loaded adapter is verified",
-        "base-models-not-compared images-not-compared rounding-of-text-not-compared engines-outlive-a-probe "
+        "base-models-not-compared images-not-compared rounding-not-measured rounding-of-experts-forgotten "
+        "adapter-in-the-folder weights-made-up weights-left-over nan-not-looked-for nan-loaded engines-outlive-a-probe "
         "image-probe-of-any-size effect-not-verified unmatched-keys-ignored unknown-adapters-not-compared "
         "changed-classes-of-transformers known-refusals-forgotten experts-without-a-family-accepted "
         "quantized-weights-loaded adapters-lost-in-rounding runs-that-cannot-be-sampled-begin "

@@ -141,7 +141,7 @@ class OddTrainer(FakeTrainer):
         tensors = {"all": values, "odd": values[1::2], "three": values[:3], "none": values[:0], "square": np.eye(3).T}
         return AdapterState("fake", LoraConfig(), ["x"], tensors)
 
-    def logprobs(self, adapter_id: str | None, *inputs: RenderedInput) -> npt.NDArray[np.float32]:
+    def logprobs(self, adapter_id: str | None, *inputs: RenderedInput, nudge: int = 0) -> npt.NDArray[np.float32]:
         """The count and the sum of each image's pixel values as received."""
         pixels = [placement.image.pixel_values for each in inputs for placement in each.images]
         return np.array([[p.size, p.sum()] for p in pixels], np.float32)

@@ -50,7 +50,8 @@ def service(trainer: HFTrainer, tmp_path_factory: pytest.TempPathFactory) -> Ite
     def load(source: ModelSource, options: BackendOptions) -> Engines:
         model = FakeModel(source.name, vocab_size=VOCAB)
         # The fake sampler has another model, so it cannot agree with the trainer.
-        return Engines(TextRenderer(model), trainer, FakeSampler(model), arch="fake", tolerance=float("inf"))
+        anything = {"tolerance": float("inf"), "least_rounding": float("inf")}
+        return Engines(TextRenderer(model), trainer, FakeSampler(model), arch="fake", **anything)
 
     options = BackendOptions(data_dir=tmp_path_factory.mktemp("data"))
     server = LoopbackServer(InProcessBackend([ModelSource(BASE, BASE)], options, load=load))

@@ -51,17 +51,38 @@ def check_machine(options: BackendOptions, host: str | None, port: int | None, *
         yield _port(host, port)
 
 
-def check_model(source: ModelSource, options: BackendOptions) -> Iterator[Finding]:
-    """What one model needs."""
+def check_model(source: ModelSource, options: BackendOptions, *, whole: bool = False) -> Iterator[Finding]:
+    """What one model needs. `whole`: also what takes longer, and what a server sees while it loads the model: whether
+    its tensors are those of its class, and finite."""
     from tinker_local.backend.models.model_folder import look_at
 
     found, what = look_at(source), f"model {source.name}"
     yield from (Finding("problem", what, text) for text in found.problems)
     yield from (Finding("warning", what, text) for text in found.warnings)
-    if found.hub:
+    if whole and not found.problems and (problem := _fault_of_weights(source)) is not None:
+        yield Finding("problem", what, problem)
+    elif found.hub:
         yield _hub(source, what)
     elif not found.problems:
         yield _memory(found.parameters, found.model_type, options, what)
+
+
+def _fault_of_weights(source: ModelSource) -> str | None:
+    """Why the weights are not those of the model, or no numbers; None if they can be served, or are not here."""
+    from tinker_local.backend.weight_files import folder_of, not_finite, stored_tensors
+
+    if (folder := folder_of(source.path)) is None:
+        return None
+    if all(importlib.util.find_spec(library) for library in ("torch", "transformers")):
+        from tinker_local.backend.training.load_model import check_weights, config_of, supported_family
+        from tinker_local.types import UnsupportedError
+
+        try:
+            config = config_of(source.path)
+            check_weights(source.path, config, supported_family(config, source.path))
+        except UnsupportedError as error:
+            return str(error)
+    return not_finite(stored_tensors(folder).values())
 
 
 def _engines() -> Iterator[Finding]:
@@ -200,13 +221,14 @@ def check(
 ) -> None:
     """Look whether this machine can serve MODELS.
 
-    Looks at engines, versions, data folder and port, and at the files and the memory of each model. Loads nothing, and
-    takes a second or two. The exit status is 1 if there is a problem. `serve` looks at the same first.
+    Looks at engines, versions, data folder and port, and at the files and the memory of each model. Loads nothing, but
+    reads the weights once, to find numbers that are NaN: seconds, or as long as the disk takes. The exit status is 1 if
+    there is a problem. `serve` looks at the same first, and at the weights' numbers while it loads them.
     """
     options = BackendOptions(data_dir=data_dir, dtype=dtype)
     findings = [*check_machine(options, host, port, fake=False)]
     for source in models:
-        findings += check_model(source, options)
+        findings += check_model(source, options, whole=True)
     tell(findings)
     if any(finding.level == "problem" for finding in findings):
         raise click.exceptions.Exit(1)

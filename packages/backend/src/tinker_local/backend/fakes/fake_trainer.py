@@ -305,8 +305,9 @@ class FakeTrainer:
         """A bigram model has no attention."""
         return {}
 
-    def logprobs(self, adapter_id: str | None, *inputs: RenderedInput) -> npt.NDArray[np.float32]:
-        """log p(token[i+1] | token[i]), float32 [N-1] of each input, concatenated."""
+    def logprobs(self, adapter_id: str | None, *inputs: RenderedInput, nudge: int = 0) -> npt.NDArray[np.float32]:
+        """log p(token[i+1] | token[i]), float32 [N-1] of each input, concatenated; `nudge` moves them by half a unit in
+        their last place at most."""
         adapter = None if adapter_id is None else self._adapter(adapter_id)
         weights, rank = (adapter.weights, adapter.config.rank) if adapter else ({}, 1)
         found = []
@@ -314,7 +315,11 @@ class FakeTrainer:
             self._tower.encode(each)
             log_p = log_softmax(self._model.logits(self._model.features(each), weights, rank))
             found.append(np.take_along_axis(log_p[:-1], each.token_ids[1:, None], axis=1)[:, 0].astype(np.float32))
-        return np.concatenate(found)
+        logprobs = np.concatenate(found)
+        if nudge:
+            unit = np.float32(np.finfo(np.float32).eps)
+            logprobs *= 1 + unit * np.random.default_rng(nudge).integers(-1, 2, logprobs.shape)
+        return logprobs
 
     def release_memory(self) -> None:
         """Release the cached memory."""

@@ -156,7 +156,8 @@ class Family:
     the text config; None: whatever transformers' model does. `vllm_head`: None if vLLM is known to take adapters of the
     LM head as it is. `quantized`: what to do with a checkpoint in fewer bits, which is refused. `hosted_attention`:
     what exports call the modules `self_attn`. `tool_parser`: of vLLM, for the form in which models of the family write
-    calls of tools; None if they have none.
+    calls of tools; None if they have none. `unused_tokens`: that published tokenizers have beyond the rows of the
+    embedding.
     """
 
     auto_class: str = "AutoModelForCausalLM"
@@ -169,6 +170,7 @@ class Family:
     quantized: str = "give the original model"
     hosted_attention: str = "self_attn"
     tool_parser: str | None = None
+    unused_tokens: tuple[str, ...] = ()
 
     @property
     def head_adapters_in_vllm(self) -> bool:

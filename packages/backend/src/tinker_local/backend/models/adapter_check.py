@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
-from tinker_local.backend.models.agreement import ROUNDING, with_random_b
+from tinker_local.backend.models.agreement import trainer_draws, with_random_b
 from tinker_local.backend.rendering.rendered_input import RenderedInput
 from tinker_local.backend.training.trainer import AdapterDType, AdapterState, Trainer
 from tinker_local.types import LoraConfig
@@ -16,14 +16,17 @@ TARGETS = ("train_attn", "train_mlp", "train_unembed")
 LARGEST_EFFECT = 3.0
 """Nats by which the adapter may change the logprobs: a model that computes little but noise rounds more than others."""
 
+MOST_IN_32_BITS = 0.1
+"""Nats; a larger tolerance is one of 16 bits."""
+
 _ID = "checked-at-the-start"
 
 
 def adapter_on(
     targets: Sequence[str], trainer: Trainer, probes: Sequence[RenderedInput], dtype: AdapterDType
-) -> tuple[AdapterState, npt.NDArray[np.float32], float]:
-    """An adapter of rank 1 with random B on all modules of `targets`, as a version of `dtype`, with the trainer's
-    logprobs of `probes` under it, and by how many nats they differ from the base model's on average."""
+) -> tuple[AdapterState, list[npt.NDArray[np.float32]], float]:
+    """An adapter of rank 1 with random B on all modules of `targets`, as a version of `dtype`, with `trainer_draws` of
+    `probes` under it, and by how many nats its logprobs differ from the base model's on average."""
     flags = {target: target in targets for target in (*TARGETS, "train_vision")}
     base = trainer.logprobs(None, *probes)
     trainer.create_adapter(_ID, LoraConfig(rank=1, seed=0, **flags))
@@ -36,7 +39,7 @@ def adapter_on(
             if not effect > LARGEST_EFFECT:
                 break
             state = _halved(state)
-        return trainer.capture(_ID, optimizer=False, dtype=dtype), logprobs, effect
+        return trainer.capture(_ID, optimizer=False, dtype=dtype), trainer_draws(trainer, _ID, probes), effect
     finally:
         trainer.remove_adapter(_ID)
 
@@ -54,4 +57,4 @@ def largest_difference(tolerance: float, effect: float) -> float:
     """The mean difference (nats) up to which a known family's engines may differ under an adapter that changes the
     logprobs by `effect`. `tolerance`: of this dtype. In 16 bits it is not known how much rounding an adapter of random
     numbers adds; but engines of which one leaves the adapter out differ by its effect."""
-    return tolerance if tolerance <= ROUNDING else max(tolerance, effect / 2)
+    return tolerance if tolerance <= MOST_IN_32_BITS else max(tolerance, effect / 2)

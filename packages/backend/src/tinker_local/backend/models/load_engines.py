@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from tinker_local.backend.daemon_thread import in_daemon_thread
 from tinker_local.backend.models.adapter_check import TARGETS
+from tinker_local.backend.models.model_folder import check_source
 from tinker_local.backend.models.place_engines import place_engines
 from tinker_local.backend.models.placement import environment_of, layouts, replica_gpus
 from tinker_local.backend.models.positions import verdict_file
@@ -53,9 +54,13 @@ log = logging.getLogger(__name__)
 TOLERANCE: dict[DType, float] = {"float32": 1e-3, "bfloat16": 0.3}
 """Mean difference (nats) of a probe's logprobs between trainer and sampler above which weights are not served.
 
-In float32 they agree to 1e-5. bfloat16 keeps 8 bits, and differences of 0.05 to 0.2 are rounding. The probes of a base
-model are compared with each other as well (`agreement.rounding_limit`).
+In float32 they agree to 1e-5. bfloat16 keeps 8 bits, and differences of 0.05 to 0.2 can be rounding. When a base model
+starts, the limit is lower: a few times what rounding alone moves its logprobs by (`agreement.judge`).
 """
+
+LEAST_ROUNDING: dict[DType, float] = {"float32": 1e-4, "bfloat16": 0.01}
+"""A difference (nats) that is always normal: some models move their logprobs hardly at all by rounding, and kernels
+that approximate a function are that far apart."""
 
 
 async def load_base_models(
@@ -94,17 +99,19 @@ async def load_base_models(
         )
         models.add(model)  # from here on `models` closes it
         positions = await model.compare_positions()
-        difference = (await model.check_agreement(options.max_image_pixels)).difference
+        base = await model.check_agreement(options.max_image_pixels)
+        difference = base.worst.difference
         model.check_positions(positions)
         if engines.unknown_adapters or engines.targets:
-            difference = max(difference, (await model.check_adapters()).difference)
+            difference = max(difference, await model.check_adapters())
         for target, why in model.unsampled.items():
             progress(f"{names[0]}: runs with {target} are refused: {why}")
         reached = await model.check_far(verdict_file(options.data_dir, path, _settings(model, options)))
         progress(f"{names[0]}: {engines.trainer.trains}")
         progress(
-            f"{names[0]}: trainer and sampler agree to {max(difference, reached.difference):.1g} nats, "
-            f"checked in {time.monotonic() - start:.1f} s: {reached}; {positions.in_words(model.max_context_length)}"
+            f"{names[0]}: trainer and sampler agree to {max(difference, reached.difference):.1g} nats where rounding "
+            f"alone makes {base.rounding.mean:.1g} nats, checked in {time.monotonic() - start:.1f} s: {reached}; "
+            f"{positions.in_words(model.max_context_length)}"
         )
     await _compare_again(models, options)
 
@@ -311,15 +318,16 @@ def load_real(source: ModelSource, options: BackendOptions, progress: Progress) 
     import torch
     from tinker_local.backend.families import OTHER
     from tinker_local.backend.rendering.hf_text import HFText
-    from tinker_local.backend.training.load_model import supported_family
+    from tinker_local.backend.training.load_model import check_weights, config_of, supported_family
     from tinker_local.backend.training.worker import HFTrainer, trainer_of_rank
     from tinker_local.backend.vllm_engine import build_engine, compat_vllm
-    from transformers import AutoConfig
 
+    check_source(source)
     dtype = options.dtype or compat_vllm.default_dtype()
-    config = AutoConfig.from_pretrained(source.path)
+    config = config_of(source.path)
     text_config = config.get_text_config()
     family = supported_family(config, source.path)
+    check_weights(source.path, config, family)
     options = replace(options, max_context_length=options.max_context_length or longrope_context(text_config))
     engine = build_engine.EngineOptions(
         source.path,
@@ -373,6 +381,7 @@ def load_real(source: ModelSource, options: BackendOptions, progress: Progress) 
         sampler,
         arch=config.model_type,
         tolerance=TOLERANCE[dtype],
+        least_rounding=LEAST_ROUNDING[dtype],
         sliding_window=sliding_window(text_config),
         sequences=sequences * len(engines) * options.sample_hosts,
         text=text,

@@ -1,25 +1,28 @@
-"""Looks at the files of a base model before anything is loaded: what is missing, cut off, or of another format.
+"""Looks at the files of a base model before anything is loaded: what is missing, cut off, of another format, or would
+be read by one of the two engines alone.
 
 Imports neither torch nor transformers, and reads headers alone: a fraction of a second.
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from tinker_local.backend.families import NO_FAMILY, OTHER, family_of
+from tinker_local.backend.families.family import Family
 from tinker_local.backend.options import ModelSource
-from tinker_local.backend.weight_files import INDEX, SINGLE, weight_files
+from tinker_local.backend.weight_files import FLOATS, INDEX, SINGLE, StoredTensor, folder_of, tensors_in, weight_files
 from tinker_local.types import UnsupportedError
 
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 PROCESSORS = ("preprocessor_config.json", "processor_config.json")
-LONGEST_HEADER = 100 * 2**20
-"""Bytes of a safetensors header that its format allows."""
+ADAPTER = "adapter_config.json"
+QUANTIZED = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")
+"""Configs of quantized weights beside the model's own."""
 
-ITEMSIZES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2, "I16": 2}
+_LFS = b"version https://git-lfs"
 
 
 @dataclass(slots=True)
@@ -44,13 +47,19 @@ def look_at(source: ModelSource) -> ModelFiles:
     if not folder.exists():
         if source.path.startswith((".", "/", "~")) or source.path.count("/") != 1:
             found.problems.append(f"there is no folder {source.path}")
-        found.hub = not found.problems
-        return found
+            return found
+        found.hub = True
+        if (cached := folder_of(source.path)) is None:
+            return found
+        folder = cached
     if folder.suffix == ".gguf" or (folder.is_dir() and not (folder / "config.json").exists() and _has_gguf(folder)):
         found.problems.append(
             f"{folder} is in GGUF, whose quantized weights cannot be trained; give the folder of the original model, "
             "with config.json and safetensors files"
         )
+        return found
+    found.problems += [*_pointers(folder), *_adapters(folder)]
+    if found.problems:
         return found
     config = _config(folder, found)
     if config is None:
@@ -69,10 +78,16 @@ def look_at(source: ModelSource) -> ModelFiles:
             f"model_type {found.model_type!r} is not among those that docs/models.md lists as tested; it is compared "
             "in vLLM and transformers when it is loaded, and refused if they differ"
         )
-    if config.get("quantization_config"):
-        found.problems.append(f"{folder / 'config.json'}: quantized weights cannot be trained; {family.quantized}")
+    found.problems += [
+        f"{path}: quantized weights cannot be trained; {family.quantized}" for path in _quantized(folder, config)
+    ]
     found.vision = family.vision is not None
-    found.parameters = _weights(folder, found)
+    tensors = _weights(folder, found)
+    found.parameters = sum(tensor.size for tensor in tensors.values())
+    found.problems += [*_other_dtypes(tensors, family), *_embedding_rows(folder, config, tensors)]
+    found.problems += _ids_beyond(folder, config, family)
+    if tensors and any(folder.glob("pytorch_model*.bin")):
+        found.warnings.append(f"{folder} has weights as pickles (*.bin) beside safetensors files, which alone are read")
     if not any((folder / name).is_file() for name in TOKENIZERS):
         found.warnings.append(
             f"{folder} has no tokenizer ({', '.join(TOKENIZERS[:2])}, ...): chat and the OpenAI and Anthropic endpoints"
@@ -86,7 +101,7 @@ def look_at(source: ModelSource) -> ModelFiles:
 def check_source(source: ModelSource) -> None:
     """ValueError, before anything is loaded, with the first reason why `source` cannot be served."""
     if problems := look_at(source).problems:
-        raise ValueError(f"--model {source.name}: {problems[0]}")
+        raise ValueError(f"{source.name}: {problems[0]}")
 
 
 def _has_gguf(folder: Path) -> bool:
@@ -109,18 +124,30 @@ def _config(folder: Path, found: ModelFiles) -> dict[str, Any] | None:
     return config
 
 
-def _weights(folder: Path, found: ModelFiles) -> int:
-    """The parameters in the safetensors files of `folder`; what is wrong with these is added to `found`."""
-    files = _weight_files(folder, found)
-    parameters = 0
-    for name in files:
+def _weights(folder: Path, found: ModelFiles) -> dict[str, StoredTensor]:
+    """The tensors in the safetensors files of `folder`; what is wrong with these is added to `found`."""
+    tensors: dict[str, StoredTensor] = {}
+    for file in _weight_files(folder, found):
+        path = folder / file
         try:
-            parameters += _parameters(folder / name)
+            inside = tensors_in(path)
         except FileNotFoundError:
-            found.problems.append(f"{folder / name} is missing, which {INDEX} names; download the model again")
-        except (OSError, ValueError) as error:
-            found.problems.append(f"{folder / name}: {error}; download it again")
-    return parameters
+            found.problems.append(f"{path} is missing, which {INDEX} names; download the model again")
+        except ValueError as error:
+            found.problems.append(f"{path}: {error}; download it again")
+        except OSError as error:
+            found.problems.append(f"{path} cannot be read: {error.strerror}")
+        else:
+            if not inside:
+                found.problems.append(f"{path} holds no tensors; download it again")
+            twice = sorted(inside.keys() & tensors.keys())
+            if twice:
+                found.problems.append(
+                    f"{twice[0]} is in {tensors[twice[0]].file.name} and in {file} of {folder}, so engines may read "
+                    "either; remove the file that does not belong to the model"
+                )
+            tensors |= inside
+    return tensors
 
 
 def _weight_files(folder: Path, found: ModelFiles) -> list[str]:
@@ -130,6 +157,7 @@ def _weight_files(folder: Path, found: ModelFiles) -> list[str]:
         found.problems.append(f"{folder / INDEX} cannot be read: {error!r}")
         return []
     if names:
+        found.problems += _files_beside(folder, names)
         return names
     others = sorted(path.name for path in folder.glob("*.safetensors"))
     if others:
@@ -143,44 +171,119 @@ def _weight_files(folder: Path, found: ModelFiles) -> list[str]:
     return []
 
 
-def _parameters(path: Path) -> int:
-    """Of a safetensors file; ValueError if it is cut off or something else.
-
-    The format: 8 bytes with the length of a JSON object, which has the place of each tensor in what follows it.
-    """
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        if size < 8 or 8 + length > size:
-            raise ValueError(_cut_off(size))
-        try:
-            header = json.loads(file.read(min(length, LONGEST_HEADER)))
-        except ValueError:
-            raise ValueError("it is not a safetensors file") from None
-    ends = [0]
-    parameters = 0
-    for begin, end, itemsize in _tensors(header):
-        ends.append(end)
-        parameters += (end - begin) // itemsize
-    if 8 + length + max(ends) != size:
-        raise ValueError(_cut_off(size, 8 + length + max(ends)))
-    return parameters
+def _files_beside(folder: Path, names: list[str]) -> Iterator[str]:
+    """Why engines would read other files of `folder` than those that `names` has."""
+    if (folder / INDEX).is_file() and (folder / SINGLE).is_file() and names != [SINGLE]:
+        yield (
+            f"{folder} has {SINGLE} and also {INDEX}, which names {names[0]}; transformers reads the first and vLLM "
+            "the second: remove the one that is not the model"
+        )
+    elif not (folder / INDEX).is_file():
+        others = sorted(path.name for path in folder.glob("*.safetensors") if path.name != SINGLE)
+        if others:
+            yield (
+                f"{folder} has {others[0]} beside {SINGLE}, and no {INDEX}; vLLM would read both, and transformers "
+                f"{SINGLE} alone: remove the file that is not the model"
+            )
 
 
-def _tensors(header: Any) -> Iterator[tuple[int, int, int]]:
-    if not isinstance(header, dict):
-        raise ValueError("it is not a safetensors file")
-    for name, tensor in header.items():
-        if name == "__metadata__":
-            continue
-        try:
-            begin, end = map(int, tensor["data_offsets"])
-            yield begin, end, ITEMSIZES.get(tensor["dtype"], 1)
-        except (KeyError, TypeError, ValueError):
-            raise ValueError(f"its header has no place for {name!r}") from None
+def _pointers(folder: Path) -> Iterator[str]:
+    """The first file of `folder` that git-lfs has not replaced."""
+    for path in sorted(folder.glob("*")) if folder.is_dir() else []:
+        if path.suffix in (".json", ".safetensors", ".model") and path.is_file() and path.stat().st_size < 1024:
+            with path.open("rb") as file:
+                if file.read(len(_LFS)) == _LFS:
+                    yield f"{path} is a pointer of git-lfs, in place of the file; run `git lfs pull` in its folder"
+                    return
 
 
-def _cut_off(size: int, whole: int | None = None) -> str:
-    """In words. A pointer of git-lfs is the usual reason for a tiny file."""
-    told = f"it has {size:,} bytes" + ("" if whole is None else f" of {whole:,}")
-    return f"{told}, a pointer of git-lfs?" if size < 1024 else f"{told}: it is cut off"
+def _adapters(folder: Path) -> Iterator[str]:
+    """Why an adapter of PEFT in `folder` is in the way."""
+    if not (folder / ADAPTER).is_file():
+        return
+    if not (folder / "config.json").exists():
+        yield (
+            f"{folder} holds an adapter ({ADAPTER}), and no model; serve its base model"
+            f"{_base_model(folder / ADAPTER)}, and send the adapter with `tinker-local import`"
+        )
+        return
+    yield (
+        f"{folder / ADAPTER} belongs to an adapter, which transformers would add to the weights of the model beside it,"
+        " and vLLM would not; if these weights have it already, remove the adapter's files, otherwise keep them in "
+        "another folder and send it with `tinker-local import`"
+    )
+
+
+def _base_model(path: Path) -> str:
+    """The base model that an adapter's config names, in brackets."""
+    try:
+        name = json.loads(path.read_bytes())["base_model_name_or_path"]
+    except (ValueError, KeyError, TypeError, OSError):
+        return ""
+    return f" ({name})" if name else ""
+
+
+def _quantized(folder: Path, config: Mapping[str, Any]) -> Iterator[Path]:
+    """Files that say that the weights have fewer bits."""
+    text = config.get("text_config")
+    parts = [config, *([text] if isinstance(text, dict) else [])]
+    if any(part.get(key) for part in parts for key in ("quantization_config", "compression_config")):
+        yield folder / "config.json"
+    yield from (folder / name for name in QUANTIZED if (folder / name).is_file())
+
+
+def _other_dtypes(tensors: Mapping[str, StoredTensor], family: Family) -> Iterator[str]:
+    """The first tensor of integers, or of floating-point numbers of fewer than 16 bits."""
+    for tensor in tensors.values():
+        if tensor.dtype not in FLOATS and not tensor.name.endswith("position_ids"):
+            told = f"{tensor.file}: {tensor.name} is in {tensor.dtype}"
+            yield f"{told}: quantized weights cannot be trained; {family.quantized}"
+            return
+
+
+def _embedding_rows(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, StoredTensor]) -> Iterator[str]:
+    """Why the embedding is not that of `config`."""
+    size = _vocab_size(config)
+    for tensor in tensors.values():
+        if size and f".{tensor.name}".endswith(".embed_tokens.weight") and tensor.shape[:1] != (size,):
+            yield (
+                f"{tensor.file}: {tensor.name} is {[*tensor.shape]}, and vocab_size in {folder / 'config.json'} is "
+                f"{size}; if the embeddings were resized, save the config with them (vocab_size {tensor.shape[0]})"
+            )
+
+
+def _vocab_size(config: Mapping[str, Any]) -> int | None:
+    """None if `config` leaves it to its class."""
+    text = config.get("text_config")
+    size = (text if isinstance(text, dict) else config).get("vocab_size", config.get("vocab_size"))
+    return size if isinstance(size, int) else None
+
+
+def _ids_beyond(folder: Path, config: Mapping[str, Any], family: Family) -> Iterator[str]:
+    """The token with the largest id for which the embedding has no row."""
+    size = _vocab_size(config)
+    try:
+        ids = {token: at for token, at in _tokens(folder) if size and at >= size and token not in family.unused_tokens}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        yield f"the tokenizer of {folder} cannot be read: {error!r}; download it again"
+        return
+    if ids:
+        token = max(ids, key=ids.__getitem__)
+        yield (
+            f"the tokenizer of {folder} gives {token!r} the id {ids[token]}, and the embedding has {size} rows "
+            f"({len(ids)} tokens are beyond them); give the model its own tokenizer, or embeddings for this one"
+        )
+
+
+def _tokens(folder: Path) -> Iterator[tuple[str, int]]:
+    """Tokens and their ids in the files of a tokenizer."""
+
+    def read(name: str) -> Any:
+        return json.loads((folder / name).read_bytes()) if (folder / name).is_file() else {}
+
+    fast, slow = read("tokenizer.json"), read("tokenizer_config.json")
+    vocabulary = fast.get("model", {}).get("vocab", {})
+    yield from vocabulary.items() if isinstance(vocabulary, dict) else ((v[0], at) for at, v in enumerate(vocabulary))
+    yield from ((each["content"], each["id"]) for each in fast.get("added_tokens", ()))
+    yield from ((each["content"], int(at)) for at, each in slow.get("added_tokens_decoder", {}).items())
+    yield from read("added_tokens.json").items()

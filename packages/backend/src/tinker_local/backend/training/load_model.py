@@ -8,6 +8,7 @@ import transformers
 from tinker_local.backend.families import FAMILIES, NO_FAMILY, OTHER, family_of
 from tinker_local.backend.families.family import Family, LogitRule
 from tinker_local.backend.options import DecoderChoice
+from tinker_local.backend.training.checkpoint_fit import check_files, check_finite, check_found
 from tinker_local.backend.training.decoder import Decoder
 from tinker_local.backend.training.decoders import make_decoder
 from tinker_local.backend.training.kernels import Kernels, kernels_for
@@ -17,6 +18,7 @@ from tinker_local.backend.training.lora import HEAD, Target
 from tinker_local.backend.training.shared_rows import ONE_HAS_ALL, RowRanks
 from tinker_local.backend.training.vision_attention import use_packed_attention
 from tinker_local.backend.training.vision_tower import VisionTower
+from tinker_local.backend.weight_files import folder_of
 from tinker_local.types import UnsupportedError
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -108,6 +110,31 @@ def _check_layers(config: Any, where: str) -> None:
             )
 
 
+def check_weights(path: str, config: Any, family: Family) -> None:
+    """UnsupportedError in a sentence if the files of the model at `path` do not have the tensors of its class, all of
+    them and no others. Reads headers alone. A model whose weights are not on this machine yet passes."""
+    if (folder := folder_of(path)) is None:
+        return
+    try:
+        model = _without_values(config, family, "float32")
+    except Exception as error:  # of any type: its fields are not checked before
+        raise UnsupportedError(f"{path}: {_not_a_model(error)}") from error
+    check_files(model, folder)
+
+
+def config_of(path: str) -> Any:
+    """transformers' config of the model at `path`; UnsupportedError in a sentence if it cannot be read."""
+    try:
+        return transformers.AutoConfig.from_pretrained(path)
+    except Exception as error:  # of any type, as above
+        raise UnsupportedError(f"{path}: {_not_a_model(error)}") from error
+
+
+def _not_a_model(error: Exception) -> str:
+    first = str(error).partition("\n")[0]
+    return f"transformers makes no model of its config.json ({type(error).__name__}: {first})"
+
+
 def tower_of_sizes(config: Any, dtype: str) -> VisionTower | None:
     """The same of the vision tower."""
     family = family_of(config.model_type, config.name_or_path)
@@ -137,7 +164,7 @@ def load_model(
     more than one, all ranks load at the same time, as they do if `row_ranks` are several. Raises UnsupportedError if
     the family or the architecture is not supported.
     """
-    config = transformers.AutoConfig.from_pretrained(path)
+    config = config_of(path)
     family = family_of(config.model_type, path)
     if getattr(config, "quantization_config", None):
         raise UnsupportedError(f"{path}: quantized weights cannot be trained; {family.quantized}")
@@ -173,8 +200,18 @@ def _load(
         from tinker_local.backend.training.load_sharded import load_sharded
 
         return load_sharded(path, config, family, dtype, device, shards)
-    model = getattr(transformers, family.auto_class).from_pretrained(path, dtype=dtype)
-    return model.to(device).eval().requires_grad_(False), RESIDENT
+    model, info = getattr(transformers, family.auto_class).from_pretrained(
+        path, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True
+    )
+    if getattr(model, "_hf_peft_config_loaded", False):
+        raise UnsupportedError(
+            f"{path}: adapter_config.json belongs to an adapter, which transformers has added to the model's weights; "
+            "remove it from the model's folder"
+        )
+    check_found(model, path, info["missing_keys"], info["unexpected_keys"], info["mismatched_keys"])
+    model = model.to(device).eval().requires_grad_(False)
+    check_finite(model, path, folder_of(path))
+    return model, RESIDENT
 
 
 def _fix_frequencies(modules: Any, max_positions: int) -> None:

@@ -14,8 +14,9 @@ import torch
 import transformers
 from safetensors import safe_open
 from tinker_local.backend.families.family import Family
+from tinker_local.backend.training.checkpoint_fit import check_finite, check_found
 from tinker_local.backend.training.sharded_weights import ReadPart, ShardedWeights
-from tinker_local.backend.weight_files import INDEX, SINGLE, weight_files
+from tinker_local.backend.weight_files import INDEX, SINGLE, folder_of, weight_files
 from tinker_local.types import UnsupportedError
 from transformers.utils import logging
 from transformers.utils.hub import cached_file
@@ -102,7 +103,12 @@ def _rest(path: str, config: Any, dtype: torch.dtype) -> Any:
     if getattr(text, "layer_types", None) is not None:
         text.layer_types = kinds
     with _quiet():
-        return transformers.AutoModel.from_pretrained(path, config=config, dtype=dtype)
+        model, info = transformers.AutoModel.from_pretrained(
+            path, config=config, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True
+        )
+    check_found(model, path, info["missing_keys"], (), info["mismatched_keys"])
+    check_finite(model, path, folder_of(path))
+    return model
 
 
 @contextmanager
@@ -157,7 +163,14 @@ def _reader(checkpoint: Checkpoint, tensors: dict[str, torch.Tensor], prefix: st
         shape = checkpoint.shape(f"{prefix}{name}")
         if shape != tensor.shape:
             raise UnsupportedError(f"{path}: {prefix}{name} is {[*shape]}, and {[*tensor.shape]} in the model")
-    return lambda name, start, stop: checkpoint.elements(f"{prefix}{name}", start, stop)
+
+    def read(name: str, start: int, stop: int) -> torch.Tensor:
+        elements = checkpoint.elements(f"{prefix}{name}", start, stop)
+        if not elements.isfinite().all():
+            raise UnsupportedError(f"{path}: {prefix}{name} has a number that is NaN or infinite; download it again")
+        return elements
+
+    return read
 
 
 def _replace(module: Any, tensors: dict[str, torch.Tensor]) -> None:

@@ -23,6 +23,7 @@ from tinker_local.backend.training.lora import HEAD, Adapter, AdapterSlice, grou
 from tinker_local.backend.training.lora_batch import LoraBatch, columns_of
 from tinker_local.backend.training.losses import LOSSES
 from tinker_local.backend.training.losses.loss_evaluation import LossEvaluation
+from tinker_local.backend.training.nudging import nudge_in_place
 from tinker_local.backend.training.packing import Item, Packed, Part, pack, part_of, spans
 from tinker_local.backend.training.recompute_policy import RecomputePolicy, free_bytes
 from tinker_local.backend.training.shared_rows import ONE_HAS_ALL, RowRanks
@@ -188,8 +189,9 @@ class MicroBatchRunner:
         return Computed(packed, logprobs, losses, derivative, errors)
 
     @torch.no_grad()
-    def logprobs(self, items: Sequence[Item], adapters: Mapping[str, Adapter]) -> torch.Tensor:
-        """Compute only the logprobs of the targets of `items` in one row, [M] on the host."""
+    def logprobs(self, items: Sequence[Item], adapters: Mapping[str, Adapter], nudge: int = 0) -> torch.Tensor:
+        """Compute only the logprobs of the targets of `items` in one row, [M] on the host. `nudge`: see
+        `Trainer.logprobs`."""
         with self.walk(backward=False) as walk, self._row_ranks.sharing():  # all that may fail on one rank
             packed = pack(items, self._loaded.vocab_size, towers_of(adapters))
             part = part_of(packed, self._row_ranks)
@@ -198,6 +200,8 @@ class MicroBatchRunner:
             targets = Targets(packed.target_rows - part.start, packed.target_ids, active=none, prepass=none)
             tower = self._tower_pass(part, adapters, gradient=False)
             row = packed_row(self._loaded, self._images, part, None if tower is None else tower.features)
+            if nudge:
+                nudge_in_place(row.embeds, nudge, part.start)
             done = self._decoder.forward(row, batch, None, walk)
             walk.head()
             logprobs = self._head.logprobs(done.hidden, targets, batch.group(HEAD))

@@ -226,10 +226,10 @@ class ProcessTrainer(ProcessEngine):
         """As for `capture`, the arrays are in memory that the process has handed over."""
         return cast(AdapterState, self._read("export", adapter_id))
 
-    def logprobs(self, adapter_id: str | None, *inputs: RenderedInput) -> npt.NDArray[np.float32]:
+    def logprobs(self, adapter_id: str | None, *inputs: RenderedInput, nudge: int = 0) -> npt.NDArray[np.float32]:
+        positions = sum(each.length for each in inputs)
         return cast(
-            npt.NDArray[np.float32],
-            self._call("logprobs", adapter_id, *inputs, positions=sum(each.length for each in inputs)),
+            npt.NDArray[np.float32], self._call("logprobs", adapter_id, *inputs, nudge=nudge, positions=positions)
         )
 
     def rotations(self, layers: Sequence[int] | None, positions: npt.NDArray[np.int64]) -> Rotations:

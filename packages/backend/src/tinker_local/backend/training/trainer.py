@@ -207,9 +207,10 @@ class Trainer(Protocol):
         """A float32 host copy of the weights for programs that read the hosted service's exports. Tensors have the
         service's names (`Family.hosted_path`), so no trainer can load it."""
 
-    def logprobs(self, adapter_id: str | None, *inputs: RenderedInput) -> npt.NDArray[np.float32]:
+    def logprobs(self, adapter_id: str | None, *inputs: RenderedInput, nudge: int = 0) -> npt.NDArray[np.float32]:
         """log p(token[i+1] | tokens[..i]) for i in [0, N-1), float32 [N-1] of each input, concatenated. All inputs
-        share one row. `adapter_id` None: the base model."""
+        share one row. `adapter_id` None: the base model. `nudge`: unless it is 0, a seed by which each number of the
+        embeddings and pixels moves by at most a unit in its last place, so that all that follows rounds otherwise."""
 
     def rotations(self, layers: Sequence[int] | None, positions: npt.NDArray[np.int64]) -> Rotations:
         """What attention makes of positions (`training/rotations.py`). Nothing for layers of which that is not

@@ -24,7 +24,7 @@ import numpy.typing as npt
 import torch
 from tinker_local.backend.options import DecoderChoice
 from tinker_local.backend.rendering.rendered_input import RenderedInput
-from tinker_local.backend.training import delta_rule, lora
+from tinker_local.backend.training import delta_rule, lora, nudging
 from tinker_local.backend.training.block_memory import CUDA_LOGITS
 from tinker_local.backend.training.decoders.transformers_positions import rotate_on
 from tinker_local.backend.training.load_model import load_model
@@ -257,16 +257,18 @@ class HFTrainer:
         results |= self._train(backward)
         return [results[at] for at in range(len(work))]
 
-    def logprobs(self, adapter_id: str | None, *inputs: RenderedInput) -> npt.NDArray[np.float32]:
-        """log p(token[i+1] | tokens[..i]), float32 [N-1] of each input, concatenated. All inputs share one row."""
+    def logprobs(self, adapter_id: str | None, *inputs: RenderedInput, nudge: int = 0) -> npt.NDArray[np.float32]:
+        """log p(token[i+1] | tokens[..i]), float32 [N-1] of each input, concatenated. All inputs share one row.
+        `nudge`: see `Trainer.logprobs`."""
         adapters = {} if adapter_id is None else {adapter_id: self._adapter(adapter_id)}
         items = []
         for at, each in enumerate(inputs):
             self._check_input(each, "input")
             next_tokens = np.append(each.token_ids[1:], 0).astype(np.int64)
-            items.append(Item(0, at, adapter_id, TrainDatum(each, next_tokens, {})))
+            given = nudging.images_nudged(each, self._loaded.dtype, nudge) if nudge else each
+            items.append(Item(0, at, adapter_id, TrainDatum(given, next_tokens, {})))
         try:
-            values = self._ranks.together(lambda: self._runner.logprobs(items, adapters)).numpy()
+            values = self._ranks.together(lambda: self._runner.logprobs(items, adapters, nudge)).numpy()
         except torch.OutOfMemoryError as error:
             positions, why = sum(each.length for each in inputs), str(error).partition("\n")[0]
             traceback.clear_frames(error.__traceback__)  # they hold what it has allocated

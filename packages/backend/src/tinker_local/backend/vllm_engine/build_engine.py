@@ -129,6 +129,9 @@ def model_arguments(model: str, dtype: DType | None) -> dict[str, Any]:
         "mm_processor_cache_gb": 0,
         # generation_config stays "auto": its sampling defaults are not used, but its EOS ids are.
         "trust_remote_code": False,
+        # As transformers; "auto" prefers Mistral's own format where a folder has both.
+        "load_format": "safetensors",
+        "config_format": "hf",
         **image_arguments(),
     }
 
