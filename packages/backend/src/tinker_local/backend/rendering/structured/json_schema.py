@@ -53,7 +53,7 @@ MOST_INDENT = 64
 """Of a schema without a bound on its levels."""
 
 _TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
-_NOTES = frozenset(
+NOTES = frozenset(
     {
         *("title", "description", "default", "examples", "example", "deprecated", "readOnly", "writeOnly"),
         *("$comment", "$schema", "$defs", "definitions", "$anchor", "$vocabulary", "discriminator"),
@@ -89,6 +89,9 @@ class SchemaError(ValueError):
 
     def __init__(self, place: str, keyword: str, reason: str) -> None:
         super().__init__(f"{keyword} at {place or '#'}: {reason}")
+        self.place = place
+        self.keyword = keyword
+        self.reason = reason
 
 
 @dataclass(frozen=True, slots=True)
