@@ -611,7 +611,7 @@ class _Writer:
         level, deep = {root}, 0
         while level and deep * INDENT < MOST_INDENT:
             level = set().union(*(self._children.get(node, set()) for node in level))
-            deep += 1
+            deep += bool(level)
         return deep
 
 
