@@ -10,9 +10,40 @@ PATTERNS = (
     "^[a-c]+$", "a", "^a|b$", '["\\\\]', r"^\d{2,3}$", r"^\w+\s?\w*$", "^[^a-z]{1,4}$", r"^\S*$", "^(x|yz)*$", r"\D$",
     "^.$", "^(?:ab?){1,3}c$", "[\\x00-\\x1f]", r"^\W[\d_]$", "(?!a)b", r"\bx", "^[^\\d\"]$", "^$", "(^a$|^b+$)",
 )  # fmt: skip
-FORMATS = ("date", "date-time", "time", "email", "uuid", "ipv4", "ipv6", "uri", "hostname", "duration", "nonsense", "password")
+FORMATS = (
+    "date",
+    "date-time",
+    "time",
+    "email",
+    "uuid",
+    "ipv4",
+    "ipv6",
+    "uri",
+    "hostname",
+    "duration",
+    "nonsense",
+    "password",
+)
 TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
-VALUES: tuple[Any, ...] = (None, True, False, 0, 1, 1.0, 2.5, -3, "", "a", "ab", 'q"\\\n', [], [1], {}, {"a": 1}, "2020-01-01")
+VALUES: tuple[Any, ...] = (
+    None,
+    True,
+    False,
+    0,
+    1,
+    1.0,
+    2.5,
+    -3,
+    "",
+    "a",
+    "ab",
+    'q"\\\n',
+    [],
+    [1],
+    {},
+    {"a": 1},
+    "2020-01-01",
+)
 
 
 class Schemas:
@@ -68,13 +99,17 @@ class Schemas:
             return found | self._some(0.04, multipleOf=lambda: rng.choice([1, 2, 0.5]))
         if kind == "string":
             found = self._some(0.2, minLength=count, maxLength=lambda: rng.randint(0, 8))
-            return found | self._some(0.2, pattern=lambda: rng.choice(PATTERNS)) | self._some(
-                0.12, format=lambda: rng.choice(FORMATS)
+            return (
+                found
+                | self._some(0.2, pattern=lambda: rng.choice(PATTERNS))
+                | self._some(0.12, format=lambda: rng.choice(FORMATS))
             )
         if kind == "array" and depth:
             found = self._some(0.5, items=below) | self._some(0.2, minItems=count, maxItems=lambda: rng.randint(0, 4))
             found |= self._some(0.2, prefixItems=lambda: [below() for _ in range(rng.randint(1, 3))])
-            return found | self._some(0.04, uniqueItems=lambda: True, contains=below, minContains=count, unevaluatedItems=below)
+            return found | self._some(
+                0.04, uniqueItems=lambda: True, contains=below, minContains=count, unevaluatedItems=below
+            )
         if kind == "object" and depth:
             names = rng.sample(NAMES, rng.randint(1, 4))
             found = self._some(0.75, properties=lambda: {name: below() for name in names})
@@ -83,7 +118,10 @@ class Schemas:
             found |= self._some(0.12, minProperties=count, maxProperties=lambda: rng.randint(0, 4))
             found |= self._some(0.1, patternProperties=lambda: {rng.choice(PATTERNS): below()})
             found |= self._some(
-                0.1, propertyNames=lambda: rng.choice([{"enum": ["a", "b", 3]}, {"maxLength": 2}, {"pattern": "^[a-z]+$"}, below()])
+                0.1,
+                propertyNames=lambda: rng.choice(
+                    [{"enum": ["a", "b", 3]}, {"maxLength": 2}, {"pattern": "^[a-z]+$"}, below()]
+                ),
             )
             if "required" in found:
                 found["required"] = list(dict.fromkeys(found["required"]))

@@ -201,14 +201,19 @@ OPENAIS: Any = {
     "required": ["steps", "final_answer", "linked", "unit"],
     "additionalProperties": False,
 }
-ANSWER: Any = {"steps": [{"explanation": "a\n", "output": 'b"'}], "final_answer": None, "linked": None, "unit": "celsius"}
+ANSWER: Any = {
+    "steps": [{"explanation": "a\n", "output": 'b"'}],
+    "final_answer": None,
+    "linked": None,
+    "unit": "celsius",
+}
 
 
 @pytest.mark.mutation(
     "blanks-without-a-bound",
     "structured/json_schema.py",
-    "        line = seq(optional(Text(\"\\r\")), Text(\"\\n\"), repeat(each_of(\" \\t\"), 0, indent))\n",
-    "        line = repeat(each_of(\" \\t\\n\"))\n",
+    '        line = seq(optional(Text("\\r")), Text("\\n"), repeat(each_of(" \\t"), 0, indent))\n',
+    '        line = repeat(each_of(" \\t\\n"))\n',
 )
 def test_blanks_are_bound_and_pretty_json_is_within() -> None:
     grammar = compiled(OPENAIS)
@@ -235,7 +240,10 @@ def test_schemas_in_structural_tags_are_followed_the_same_way() -> None:
         assert WALKER.accepts(grammar, '<f>{"a":"\\n","b":1}</f>')
         assert not WALKER.accepts(grammar, '<f>{"a":"\n","b":1}</f>')
         assert not WALKER.accepts(grammar, '<f>{"a":"\\n"}</f>')
-    bad = {**tag, "content": {"type": "json_schema", "json_schema": {"type": "object", "properties": {"a": {"not": {}}}}}}
+    bad = {
+        **tag,
+        "content": {"type": "json_schema", "json_schema": {"type": "object", "properties": {"a": {"not": {}}}}},
+    }
     with pytest.raises(SchemaError, match=r"not at #/format/content/json_schema: .*#/properties/a"):
         tag_of({"type": "structural_tag", "format": bad})
     xml = {"type": "json_schema", "style": "qwen_xml", "json_schema": {**OBJECT, "properties": {"a": {"pattern": "b"}}}}

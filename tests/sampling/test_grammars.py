@@ -148,7 +148,10 @@ async def test_logprobs_are_those_of_the_tokens_that_it_allows(text: Any) -> Non
     ("grammar", "reason"),
     [
         (json_grammar({"type": "colour"}), "response_format.json_schema.schema: .*colour"),
-        (json_grammar({"type": "number", "multipleOf": 3}), "response_format.json_schema.schema: multipleOf at #: cannot"),
+        (
+            json_grammar({"type": "number", "multipleOf": 3}),
+            "response_format.json_schema.schema: multipleOf at #: cannot",
+        ),
         (json_grammar({"$ref": "#/$defs/none"}), "response_format.json_schema.schema: "),
         (Grammar("regex", "(a", "structured_outputs.regex"), "structured_outputs.regex: .*parenthesis"),
         (Grammar("grammar", "root ::= ", "structured_outputs.grammar"), "structured_outputs.grammar: "),

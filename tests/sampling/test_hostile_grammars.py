@@ -1,6 +1,8 @@
 """Grammars that compile and then cost more and more: their request ends by its budget, and no step waits for it."""
 
 import asyncio
+import os
+import signal
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -17,19 +19,19 @@ RULES = 50
 DOUBLING = "\n".join(
     ["root ::= r0 root", *(f'r{i} ::= r{i + 1} r{i + 1} | "a"' for i in range(RULES)), f'r{RULES} ::= "a"']
 )
-HOSTILE = [
-    Grammar("grammar", DOUBLING, "structured_outputs.grammar"),
-    Grammar("regex", "((a?){100}){100}", "structured_outputs.regex"),
-]
-SMALL = Limits(token_seconds=0.1, request_seconds=0.3, seconds_per_token=0.0)
+HOSTILE = {
+    "a token": (Grammar("grammar", DOUBLING, "f"), Limits(token_seconds=0.1)),
+    "a request": (Grammar("regex", "[ab]{900}", "f"), Limits(request_seconds=0.005, seconds_per_token=0.0)),
+}
 
 
-@pytest.fixture
-def small_budgets(text: Any) -> Iterator[None]:
-    """Budgets that a grammar uses up in a short test."""
+@pytest.fixture(params=HOSTILE.values(), ids=HOSTILE)
+def hostile(text: Any, request: pytest.FixtureRequest) -> Iterator[Grammar]:
+    """A grammar, and a sampler with a budget that it uses up in a short test."""
+    grammar, limits = request.param
     before = text.sampler._grammars
-    text.sampler._grammars = GrammarProcess(str(text.folder), text.sampler._vocab_size, SMALL)
-    yield
+    text.sampler._grammars = GrammarProcess(str(text.folder), text.sampler._vocab_size, limits)
+    yield grammar
     text.sampler._grammars.close()
     text.sampler._grammars = before
 
@@ -40,20 +42,17 @@ def small_budgets(text: Any) -> Iterator[None]:
     "        signal.setitimer(signal.ITIMER_PROF, self._seconds)\n",
     "        pass\n",
 )
-@pytest.mark.parametrize("grammar", HOSTILE, ids=["doubling", "repeated"])
-async def test_a_grammar_that_costs_seconds_a_token_ends_alone(text: Any, small_budgets: None, grammar: Grammar) -> None:
+async def test_a_grammar_that_costs_seconds_a_token_ends_alone(text: Any, hostile: Grammar) -> None:
     free = constrained(text, None, 2, seed=5, max_tokens=24, stop=())
     alone = await text.sampler.sample(free)
-    hostile = asyncio.create_task(text.sampler.sample(constrained(text, grammar, 2, max_tokens=400)))
+    ended = asyncio.create_task(text.sampler.sample(constrained(text, hostile, 2, max_tokens=900)))
     neighbours = []
-    while not hostile.done():
-        output, other = await asyncio.gather(
-            text.sampler.sample(free), text.sampler.sample(constrained(text, COLOURS, 2))
-        )
-        assert set(spelled(text, other)) <= {"red", "green", "grey"}
-        neighbours.append(output)
-    with pytest.raises(InvalidRequestError, match=rf"{grammar.field}: following it takes more than 0.1 s of processor"):
-        await hostile
+    while not ended.done():
+        neighbours.append(await text.sampler.sample(free))
+    with pytest.raises(
+        InvalidRequestError, match=r"f: following it takes more than .* s of processor time for one token"
+    ):
+        await ended
     for output in neighbours:
         for one, expected in zip(output.sequences, alone.sequences, strict=True):
             same(one, expected)
@@ -63,9 +62,6 @@ async def test_a_grammar_that_costs_seconds_a_token_ends_alone(text: Any, small_
 
 async def test_the_engine_makes_steps_while_a_grammar_computes(text: Any) -> None:
     """However long a token of it takes: here its process stands still."""
-    import os
-    import signal
-
     started = asyncio.Event()
     loop = asyncio.get_running_loop()
     work = constrained(text, Grammar("regex", "[ab]{200}", "structured_outputs.regex"), 1, max_tokens=300,
@@ -102,9 +98,3 @@ async def test_a_request_that_is_cancelled_ends_its_process(text: Any) -> None:
     while matcher.fileno() in masks._matchers and time.monotonic() < deadline:
         await text.sampler.sample(constrained(text, COLOURS, 1))
     assert not masks._matchers or matcher not in masks._matchers.values()
-
-
-async def test_a_matcher_that_finds_no_token_ends_its_request_with_the_reason(text: Any) -> None:
-    dead = Grammar("grammar", 'root ::= "a" never\nnever ::= "b" never', "structured_outputs.grammar")
-    with pytest.raises(InvalidRequestError, match=r"structured_outputs.grammar: "):
-        await text.sampler.sample(constrained(text, dead, 1, max_tokens=40))

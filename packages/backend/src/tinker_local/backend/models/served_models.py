@@ -21,7 +21,7 @@ from tinker_local.backend.models.agreement import (
     worst,
 )
 from tinker_local.backend.models.metrics import Counts, ModelMetrics, ReplicaMetrics
-from tinker_local.backend.models.supervision import SamplerSupervision, TrainerSupervision
+from tinker_local.backend.models.supervision import SamplerSupervision, StallWatch, TrainerSupervision
 from tinker_local.backend.options import BackendOptions, ModelSource
 from tinker_local.backend.rendering.rendered_input import Renderer
 from tinker_local.backend.rendering.text import TextCodec
@@ -76,7 +76,7 @@ class ServedModel:
     """One copy of a base model's weights with its engines and scheduler.
 
     `supervision`: of a trainer in a separate process, else None. `sampler_supervisions`: of each separate process of
-    the sampler. `pool`: the sampler if it is several replicas, else None. `check_agreement` sets `probes`, the prompts
+    the sampler. `pool`: the sampler if it is several replicas, else None. `stalls`: sees when it makes no progress. `check_agreement` sets `probes`, the prompts
     on which trainer and sampler must agree, and `images_of_start`, the counts of `images()` until then. `replicas`: how
     many the sampler has.
     """
@@ -91,6 +91,7 @@ class ServedModel:
     supervision: TrainerSupervision | None = None
     sampler_supervisions: tuple[SamplerSupervision, ...] = ()
     pool: ReplicaPool | None = None
+    stalls: StallWatch | None = None
     probes: Probes = field(default_factory=lambda: Probes((), ()))
     counts: Counts = field(default_factory=Counts)
     images_of_start: tuple[int, int, int] = (0, 0, 0)
@@ -108,7 +109,8 @@ class ServedModel:
         """What does not work now but will again; None if everything works. Sampling works while one replica does."""
         trainer = None if self.supervision is None else self.supervision.problem
         samplers = [each.problem for each in self.sampler_supervisions]
-        return "; ".join(filter(None, [trainer, *(samplers if all(samplers) else [])])) or None
+        stalls = None if self.stalls is None else self.stalls.problem
+        return "; ".join(filter(None, [trainer, *(samplers if all(samplers) else []), stalls])) or None
 
     def images(self) -> tuple[int, int, int]:
         """Images that were rendered, encoded by the sampler, and encoded by the trainer, the probe's included."""
@@ -232,6 +234,8 @@ class ServedModel:
         """Stop the scheduler, then the engines. One in a separate process may hang, and ends with its calls, for which
         the scheduler waits."""
         stops = [self.scheduler.close()]
+        if self.stalls is not None:
+            self.stalls.close()
         if self.supervision is not None:
             self.supervision.close()
             stops.append(asyncio.to_thread(self.engines.trainer.close))

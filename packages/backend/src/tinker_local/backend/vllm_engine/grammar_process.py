@@ -19,7 +19,6 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -29,7 +28,6 @@ from tinker_local.backend.vllm_engine import grammar_server
 from tinker_local.backend.vllm_engine.grammar_server import (
     NOT_ALLOWED,
     NOTHING_FITS,
-    OK,
     REPLY,
     TOO_MUCH,
     Begin,
@@ -66,7 +64,9 @@ class Matcher:
     Only the engine's thread uses it, except for `close`.
     """
 
-    def __init__(self, grammar: Grammar, channel: socket.socket, memory: int, sequences: int, limits: Limits, words: int):
+    def __init__(
+        self, grammar: Grammar, channel: socket.socket, memory: int, sequences: int, limits: Limits, words: int
+    ):
         self.field = grammar.field
         self.waiting: set[int] = set()
         self.patient = True
@@ -282,9 +282,7 @@ class GrammarProcess:
                 0,
             )
         if reason is None and size > limits.compiled_bytes:
-            reason = (
-                f"{grammar.field}: compiled, it has {size / 2**20:.0f} MiB; the limit is {limits.compiled_bytes >> 20} MiB"
-            )
+            reason = f"{grammar.field}: compiled, it has {size / 2**20:.0f} MiB; the limit is {limits.compiled_bytes >> 20} MiB"
         if reason is not None:
             channel.close()
             raise InvalidRequestError(reason)

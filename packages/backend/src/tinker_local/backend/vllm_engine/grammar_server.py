@@ -11,8 +11,8 @@ import json
 import mmap
 import os
 import pickle
-import resource
 import re
+import resource
 import signal
 import socket
 import struct

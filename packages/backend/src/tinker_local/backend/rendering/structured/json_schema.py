@@ -14,19 +14,19 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from tinker_local.backend.rendering.structured.ebnf import (
     EMPTY,
     NOTHING,
+    Either,
     Expression,
     OneOf,
     Repeat,
     Rule,
     Sequence_,
     Text,
-    Either,
     chars,
     common,
     complement,
@@ -422,7 +422,9 @@ class _Writer:
             integers |= named is not None and "integer" in named and "number" not in named
             for keyword, inner in (("minimum", True), ("exclusiveMinimum", False)):
                 bound = self._bound(place, schema, keyword, allowed=inner)
-                if bound is not None and (low is None or (bound.value, not bound.allowed) > (low.value, not low.allowed)):
+                if bound is not None and (
+                    low is None or (bound.value, not bound.allowed) > (low.value, not low.allowed)
+                ):
                     low = bound
             for keyword, inner in (("maximum", True), ("exclusiveMaximum", False)):
                 bound = self._bound(place, schema, keyword, allowed=inner)

@@ -74,9 +74,7 @@ def _unsigned(low: Bound, high: Bound | None, integers: bool) -> Expression:
         return NOTHING
     after_high = _digits_after(high.value, last)
     if first == last:
-        return seq(
-            Text(str(first)), _fraction(after_low, low.allowed, after_high, high.allowed, _budget(first))
-        )
+        return seq(Text(str(first)), _fraction(after_low, low.allowed, after_high, high.allowed, _budget(first)))
     return either(
         seq(Text(str(first)), _fraction(after_low, low.allowed, None, True, _budget(first))),
         seq(whole_numbers(first + 1, last - 1), _any_fraction(_budget(last))),

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 from tinker_local.backend.rendering.structured.ebnf import (
     EMPTY,
+    HIGHEST,
     Either,
     Expression,
-    HIGHEST,
     OneOf,
     Repeat,
     Sequence_,

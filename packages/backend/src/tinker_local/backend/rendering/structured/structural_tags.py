@@ -48,7 +48,9 @@ def _content(value: Mapping[str, Any], place: str) -> dict[str, Any]:
         try:
             return {"type": "grammar", "grammar": grammar_of(schema)}
         except SchemaError as error:
-            raise SchemaError(f"#{place}", error.keyword, f"{error.reason} ({error.place or '#'} of the schema)") from None
+            raise SchemaError(
+                f"#{place}", error.keyword, f"{error.reason} ({error.place or '#'} of the schema)"
+            ) from None
     _check_plain(schema, place)
     return {**value, "max_whitespace_cnt": MOST_BLANKS}
 
@@ -71,8 +73,12 @@ def _check_plain(schema: Any, place: str) -> None:
              "array": list, "object": dict}  # fmt: skip
     for option in [*schema.get("enum", ()), *([schema["const"]] if "const" in schema else [])]:
         kind = schema.get("type", "string")
-        if not isinstance(kind, str) or not isinstance(option, kinds.get(kind, str)) or (  # type: ignore[arg-type]
-            isinstance(option, bool) != (kind == "boolean")
+        if (
+            not isinstance(kind, str)
+            or not isinstance(option, kinds.get(kind, str))
+            or (  # type: ignore[arg-type]
+                isinstance(option, bool) != (kind == "boolean")
+            )
         ):
             raise SchemaError(f"#{place}", "type", "cannot be followed beside this enum or const in XML")
     missing = set(schema.get("required", ())) - set(schema.get("properties", {}))
