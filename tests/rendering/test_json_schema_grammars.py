@@ -47,7 +47,8 @@ OBJECT: Any = {"type": "object", "additionalProperties": False}
 @pytest.mark.parametrize(
     ("schema", "right", "wrong"),
     [
-        ({"type": "string", "maxLength": 3}, ['"a\\n\\u00e9"', '"\\ud83d\\ude00日b"', '""'], ['"abcd"', '"\n"', '"\\ud83d"']),
+        ({"type": "string", "maxLength": 3},
+         ['"a\\n\\u00e9"', '"\\ud83d\\ude00日b"', '""'], ['"abcd"', '"\n"', '"\\ud83d"']),
         ({"type": "string", "minLength": 2}, ['"ab"', '"\\\\\\""'], ['"a"', '"\\n"', '"a\tb"']),
         ({"type": "string", "pattern": '^["\\\\]+$'}, ['"\\"\\\\"'], ['"""', '"\\"', '""']),
         ({"type": "string", "pattern": "b"}, ['"abc"', '"b"'], ['"ac"']),
@@ -65,7 +66,8 @@ OBJECT: Any = {"type": "object", "additionalProperties": False}
         ({"type": "object", "additionalProperties": {"type": "integer"}, "properties": {"ab": {"type": "null"}}},
          ['{"ab":null,"a":1,"abc":2}', '{"b":1}'], ['{"ab":1}', '{"\\u0061b":1}']),
         ({"type": "number", "exclusiveMinimum": 0, "maximum": 1.5}, ["0.001", "1.5", "1"], ["0", "0.0", "1.6", "1e0"]),
-        ({"type": "integer", "minimum": -12, "exclusiveMaximum": 105}, ["-12", "104", "0"], ["-13", "105", "-0", "1.0"]),
+        ({"type": "integer", "minimum": -12, "exclusiveMaximum": 105},
+         ["-12", "104", "0"], ["-13", "105", "-0", "1.0"]),
         ({"type": "array", "prefixItems": [{"type": "null"}], "items": {"type": "boolean"}, "maxItems": 2},
          ["[]", "[null]", "[null, true]"], ["[true]", "[null,true,true]"]),
         ({"oneOf": [{"type": "object", "properties": {"k": {"const": "x"}}}, {"type": "object",
@@ -79,7 +81,8 @@ OBJECT: Any = {"type": "object", "additionalProperties": False}
          ['{"x1":null}', "{}"], ['{"y":null}']),
         ({"type": "object", "propertyNames": {"enum": ["p", "q"]}, "additionalProperties": {"type": "null"}},
          ['{"p":null,"q":null}'], ['{"r":null}', '{"p":1}']),
-        ({"$defs": {"n": {"type": "array", "items": {"$ref": "#/$defs/n"}}}, "$ref": "#/$defs/n"}, ["[[],[[]]]"], ["[1]"]),
+        ({"$defs": {"n": {"type": "array", "items": {"$ref": "#/$defs/n"}}}, "$ref": "#/$defs/n"},
+         ["[[],[[]]]"], ["[1]"]),
     ],
 )  # fmt: skip
 def test_a_keyword_is_followed(schema: Any, right: list[str], wrong: list[str]) -> None:
@@ -103,7 +106,8 @@ def test_a_keyword_is_followed(schema: Any, right: list[str], wrong: list[str]) 
         ({"if": {"type": "string"}, "then": {"maxLength": 1}}, "if at #: "),
         ({"type": "object", "dependentRequired": {"a": ["b"]}}, "dependentRequired at #: "),
         ({"items": {"type": "object", "dependentSchemas": {"a": {}}}}, "dependentSchemas at #/items: "),
-        ({"$defs": {"x~/": {"type": "array", "contains": {}}}, "$ref": "#/$defs/x~0~1"}, "contains at #/\\$defs/x~0~1: "),
+        ({"$defs": {"x~/": {"type": "array", "contains": {}}}, "$ref": "#/$defs/x~0~1"},
+         "contains at #/\\$defs/x~0~1: "),
         ({"type": "array", "uniqueItems": True}, "uniqueItems at #: "),
         ({"type": "number", "multipleOf": 0.1}, "multipleOf at #: "),
         ({"type": "string", "pattern": "(?=a)b"}, "pattern at #: .*\\(\\?= is not followed"),
@@ -173,7 +177,8 @@ def test_what_pydantic_writes_is_followed_and_validates_again() -> None:
     for text in found:
         Everything.model_validate_json(text)
     value = Everything(
-        pet=Cat(age=3), when=datetime.datetime(2024, 2, 29, 1, 2, 3, tzinfo=datetime.UTC), day=datetime.date(2024, 2, 29),
+        pet=Cat(age=3), when=datetime.datetime(2024, 2, 29, 1, 2, 3, tzinfo=datetime.UTC),
+        day=datetime.date(2024, 2, 29),
         at=datetime.time(1, 2, 3, tzinfo=datetime.UTC), lasts=datetime.timedelta(days=1), identity=uuid.UUID(int=7),
         url=pydantic.AnyUrl("https://example.org/a?b=c"), share=0.25, count=3,
         scores=[1.5], pair=(1, "a"), by_name={"x": 1}, by_colour={"p": 1}, colour=Colour.RED,

@@ -88,7 +88,7 @@ async def test_a_request_that_is_cancelled_ends_its_process(text: Any) -> None:
     )
     masks = text.sampler._engine.built.grammar_masks
     while not masks._matchers:
-        await asyncio.sleep(0.01)
+        await text.sampler.pulse()
     (matcher,) = masks._matchers.values()
     task.cancel()
     with pytest.raises(asyncio.CancelledError):

@@ -76,9 +76,9 @@ class ServedModel:
     """One copy of a base model's weights with its engines and scheduler.
 
     `supervision`: of a trainer in a separate process, else None. `sampler_supervisions`: of each separate process of
-    the sampler. `pool`: the sampler if it is several replicas, else None. `stalls`: sees when it makes no progress. `check_agreement` sets `probes`, the prompts
-    on which trainer and sampler must agree, and `images_of_start`, the counts of `images()` until then. `replicas`: how
-    many the sampler has.
+    the sampler. `pool`: the sampler if it is several replicas, else None. `stalls`: sees when it makes no progress.
+    `check_agreement` sets `probes`, the prompts on which trainer and sampler must agree, and `images_of_start`, the
+    counts of `images()` until then. `replicas`: how many the sampler has.
     """
 
     names: tuple[str, ...]

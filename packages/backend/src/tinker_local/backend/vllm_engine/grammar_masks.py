@@ -1,9 +1,9 @@
 """What sequences that follow grammars may say next, without a step that waits for it.
 
-vLLM matches grammars on the thread of the engine, where one that is slow stops everybody. Here each request has a process
-(`grammar_process.py`) that writes masks into shared memory. A step waits a moment for those that were fast the last
-time. A sequence without its mask is left out of the step, as vLLM leaves out running ones when a step is full, and takes
-part again when the mask is there.
+vLLM matches grammars on the thread of the engine, where one that is slow stops everybody. Here each request has a
+process (`grammar_process.py`) that writes masks into shared memory. A step waits a moment for those that were fast
+the last time. A sequence without its mask is left out of the step, as vLLM leaves out running ones when a step is
+full, and takes part again when the mask is there.
 """
 
 import select
@@ -47,8 +47,8 @@ class Seat:
 
 @dataclass(slots=True, eq=False)
 class _Sequence:
-    """Implements vLLM's StructuredOutputGrammar, for one sequence without speculative tokens. `begun`: done when the first
-    mask is there."""
+    """Implements vLLM's StructuredOutputGrammar, for one sequence without speculative tokens. `begun`: done when the
+    first mask is there."""
 
     masks: "GrammarMasks"
     key: str
@@ -123,11 +123,11 @@ class GrammarMasks:
         self._step = self._core.step_fn
         self._core.step_fn = self._step_in_order
 
-    # Before a step -----------------------------------------------------------------------------------------------------
+    # Before a step ----------------------------------------------------------------------------------------------------
 
     def settle(self) -> Mapping[str, Exception]:
-        """Take the masks that are there, or come in a moment. The sequences whose request cannot go on, by the first two
-        parts of their ids, with the reason."""
+        """Take the masks that are there, or come in a moment. The sequences whose request cannot go on, by the first
+        two parts of their ids, with the reason."""
         if not self._sequences:
             return {}
         self._forget()
@@ -192,7 +192,7 @@ class GrammarMasks:
                 self._poll.unregister(descriptor)
                 del self._matchers[descriptor]
 
-    # In place of vLLM's --------------------------------------------------------------------------------------------------
+    # In place of vLLM's -----------------------------------------------------------------------------------------------
 
     def _begin(self, request: Any) -> None:
         """In place of `grammar_init`."""
@@ -234,8 +234,8 @@ class GrammarMasks:
                 lora.max_loras += slots
 
     def _step_in_order(self) -> Any:
-        """In place of `step_fn`: where vLLM draws ahead, the tokens of sequences whose masks come at once are taken before
-        the next step is made, so that they are in each."""
+        """In place of `step_fn`: where vLLM draws ahead, the tokens of sequences whose masks come at once are taken
+        before the next step is made, so that they are in each."""
         ahead = getattr(self._core, "batch_queue", None)
         if not ahead or not any(self._is_ahead(each) for each in self._sequences.values()):
             return self._step()

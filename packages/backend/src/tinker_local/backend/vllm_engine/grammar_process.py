@@ -1,8 +1,8 @@
-"""Grammars in processes that may be killed (`grammar_server.py`): one for each, and one for each request that follows it.
-
-xgrammar compiles some patterns of a few hundred characters without an end in sight, and with some grammars that compile at
-once a token costs seconds. It cannot be interrupted, and in the engine's process everybody would wait for it.
-"""
+"""Grammars in processes that may be killed (`grammar_server.py`): one for each, and one for each request that follows
+it.
+xgrammar compiles some patterns of a few hundred characters without an end in sight, and with some grammars that
+compile at once a token costs seconds. It cannot be interrupted, and in the engine's process everybody would wait for
+it."""
 
 import asyncio
 import mmap
@@ -58,8 +58,8 @@ KEPT_BYTES, KEPT = 2**29, 64
 
 class Matcher:
     """The process of one request. `masks` int32 [sequences, words]: what may follow, a row for each sequence; a bit for
-    each token. `waiting`: sequences whose row is not written yet. `patient`: its last answer came at once. `failure`: why
-    it does not go on.
+    each token. `waiting`: sequences whose row is not written yet. `patient`: its last answer came at once. `failure`:
+    why it does not go on.
 
     Only the engine's thread uses it, except for `close`.
     """
@@ -134,7 +134,7 @@ class Matcher:
                 self.failure = self._too_much()
             elif code == NOTHING_FITS:
                 self.failure = InvalidRequestError(
-                    f"{self.field}: no token of the vocabulary fits where a sample has come to; the grammar is a dead end"
+                    f"{self.field}: no token of the vocabulary fits where a sample has come to: a dead end"
                 )
             elif code == NOT_ALLOWED:
                 self.failure = InternalError(f"{self.field}: a token was drawn that the grammar does not allow")
@@ -277,12 +277,12 @@ class GrammarProcess:
         except (EOFError, OSError):
             reason, size = (
                 f"{grammar.field}: {len(grammar.text)} characters take more than {limits.compile_seconds:g} s of "
-                f"processor time and {limits.compile_bytes / 2**30:.3g} GiB to compile, or crash the compiler; write it "
-                "with fewer repetitions and choices",
+                f"processor time and {limits.compile_bytes / 2**30:.3g} GiB to compile, or crash the compiler; write "
+                "it with fewer repetitions and choices",
                 0,
             )
         if reason is None and size > limits.compiled_bytes:
-            reason = f"{grammar.field}: compiled, it has {size / 2**20:.0f} MiB; the limit is {limits.compiled_bytes >> 20} MiB"
+            reason = f"{grammar.field}: {size / 2**20:.0f} MiB compiled; the limit is {limits.compiled_bytes >> 20} MiB"
         if reason is not None:
             channel.close()
             raise InvalidRequestError(reason)

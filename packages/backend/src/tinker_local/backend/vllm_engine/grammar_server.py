@@ -1,9 +1,9 @@
-"""Processes that follow grammars, for `grammar_process.py`: one that knows the vocabulary, a fork of it for each grammar,
-and of that one a fork for each request.
+"""Processes that follow grammars, for `grammar_process.py`: one that knows the vocabulary, a fork of it for each
+grammar, and of that one a fork for each request.
 
-A call of xgrammar cannot be interrupted, and some grammars make one token cost seconds. So each request has a process that
-ends in the middle of such a call, by a timer of its own processor time, and nothing else notices. What a fork has of its
-parent's memory, the vocabulary and the compiled grammar, takes none of its own.
+A call of xgrammar cannot be interrupted, and some grammars make one token cost seconds. So each request has a process
+that ends in the middle of such a call, by a timer of its own processor time, and nothing else notices. What a fork
+has of its parent's memory, the vocabulary and the compiled grammar, takes none of its own.
 """
 
 import ctypes
@@ -43,8 +43,8 @@ _DIE_WITH_PARENT = 1
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """`compile_seconds`, `token_seconds`: of processor time. A request has `request_seconds`, and `seconds_per_token` for
-    each that it has drawn. `compile_bytes`: of memory while a grammar is compiled; `compiled_bytes`: after that;
+    """`compile_seconds`, `token_seconds`: of processor time. A request has `request_seconds`, and `seconds_per_token`
+    for each that it has drawn. `compile_bytes`: of memory while a grammar is compiled; `compiled_bytes`: after that;
     `request_bytes`: of a request."""
 
     compile_seconds: float = 10.0

@@ -536,8 +536,8 @@ PATCHES = (
         to_engine=_report_begun,
     ),
     Patch(
-        "grammars are matched in processes of their requests, and a sequence whose next token is not settled is left out "
-        "of a step",
+        "grammars are matched in processes of their requests, and a sequence whose next token is not settled is "
+        "left out of a step",
         "vLLM matches them on the engine's thread, where one grammar can stop everybody, and reads them there when a "
         "request is added",
         "0.31 to 0.32",

@@ -21,7 +21,7 @@ class OneOf:
 
 
 @dataclass(frozen=True, slots=True)
-class Sequence_:
+class Concatenated:
     """One after the other."""
 
     parts: tuple["Expression", ...]
@@ -50,7 +50,7 @@ class Rule:
     name: str
 
 
-Expression = Text | OneOf | Sequence_ | Either | Repeat | Rule
+Expression = Text | OneOf | Concatenated | Either | Repeat | Rule
 
 NOTHING = Either(())
 EMPTY = Text("")
@@ -92,11 +92,11 @@ def seq(*parts: Expression) -> Expression:
     """`parts` one after the other."""
     flat: list[Expression] = []
     for part in parts:
-        flat += part.parts if isinstance(part, Sequence_) else [part]
+        flat += part.parts if isinstance(part, Concatenated) else [part]
     flat = [part for part in flat if part != EMPTY]
     if any(is_nothing(part) for part in flat):
         return NOTHING
-    return EMPTY if not flat else flat[0] if len(flat) == 1 else Sequence_(tuple(flat))
+    return EMPTY if not flat else flat[0] if len(flat) == 1 else Concatenated(tuple(flat))
 
 
 def either(*options: Expression) -> Expression:
@@ -156,7 +156,7 @@ def _completes(expression: Expression, complete: set[str]) -> bool:
     match expression:
         case Rule(name):
             return name in complete
-        case Sequence_(parts):
+        case Concatenated(parts):
             return all(_completes(part, complete) for part in parts)
         case Either(options):
             return any(_completes(option, complete) for option in options)
@@ -170,7 +170,7 @@ def _completes(expression: Expression, complete: set[str]) -> bool:
 
 def _without(expression: Expression, complete: set[str]) -> Expression:
     match expression:
-        case Sequence_(parts):
+        case Concatenated(parts):
             return seq(*(_without(part, complete) for part in parts))
         case Either(options):
             return either(*(_without(option, complete) for option in options if _completes(option, complete)))
@@ -184,7 +184,7 @@ def _names(expression: Expression) -> Iterable[str]:
     match expression:
         case Rule(name):
             yield name
-        case Sequence_(parts) | Either(parts):
+        case Concatenated(parts) | Either(parts):
             for part in parts:
                 yield from _names(part)
         case Repeat(part):
@@ -203,7 +203,7 @@ def _text(expression: Expression, *, top: bool = False) -> str:
         case Repeat(part, least, most):
             inner = f"({_text(part)})" if isinstance(part, Repeat) else _text(part)
             return f"{inner}{_times(least, most)}"
-        case Sequence_(parts):
+        case Concatenated(parts):
             text = " ".join(map(_text, parts))
         case Either(options):
             text = _options(options)
@@ -211,7 +211,7 @@ def _text(expression: Expression, *, top: bool = False) -> str:
 
 
 def _options(options: Sequence[Expression]) -> str:
-    return " | ".join(_text(option, top=isinstance(option, Sequence_)) for option in options)
+    return " | ".join(_text(option, top=isinstance(option, Concatenated)) for option in options)
 
 
 def _times(least: int, most: int | None) -> str:

@@ -20,12 +20,12 @@ from typing import Any
 from tinker_local.backend.rendering.structured.ebnf import (
     EMPTY,
     NOTHING,
+    Concatenated,
     Either,
     Expression,
     OneOf,
     Repeat,
     Rule,
-    Sequence_,
     Text,
     chars,
     common,
@@ -96,8 +96,8 @@ class SchemaError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Branch:
-    """One way to fulfil a node, without references, `allOf`, `anyOf` and `oneOf`. `needs`: names of properties that tell
-    it from other options of a `oneOf`."""
+    """One way to fulfil a node, without references, `allOf`, `anyOf` and `oneOf`. `needs`: names of properties that
+    tell it from other options of a `oneOf`."""
 
     places: frozenset[str] = frozenset()
     needs: frozenset[str] = frozenset()
@@ -108,8 +108,8 @@ class Branch:
 
 
 def grammar_of(schema: Any, *, compact: bool = False) -> str:
-    """EBNF, of which each text is JSON of `schema`; SchemaError. `compact`: no blanks between JSON's tokens. Otherwise one
-    blank, or a line break and as many as pretty-printed JSON has."""
+    """EBNF, of which each text is JSON of `schema`; SchemaError. `compact`: no blanks between JSON's tokens.
+    Otherwise one blank, or a line break and as many as pretty-printed JSON has."""
     try:
         json.dumps(schema, ensure_ascii=False).encode()
         return _Writer(schema, compact).grammar()
@@ -522,7 +522,7 @@ class _Writer:
             else:
                 rest = repeat(seq(comma, item), max(0, least - 1), None if count is None else count - 1)
                 tail = seq(self._gap(), item, rest, self._gap())
-                return seq(Text("["), optional(tail) if not least else tail, *([] if least else []), Text("]"))
+                return seq(Text("["), tail if least else optional(tail), Text("]"))
         for at in reversed(range(first)):
             if most is not None and at >= most:
                 continue
@@ -685,8 +685,8 @@ class _Object:
         return self._writer._node(places)
 
     def free(self, least: int) -> tuple[Expression, Node] | None:
-        """Further properties, if there have to be `least` in all: the key with its quotes, and the schemas of the value.
-        None: there are none."""
+        """Further properties, if there have to be `least` in all: the key with its quotes, and the schemas of the
+        value. None: there are none."""
         writer = self._writer
         names = writer._node(self._name_places)
         places = []
@@ -822,7 +822,7 @@ def _as_json(expression: Expression) -> Expression:
             return seq(*(_char_as_json(chars((ord(char), ord(char)))) for char in text))
         case OneOf():
             return _char_as_json(expression)
-        case Sequence_(parts):
+        case Concatenated(parts):
             return seq(*(_as_json(part) for part in parts))
         case Either(options):
             return either(*(_as_json(option) for option in options))
@@ -835,9 +835,11 @@ def _char_as_json(one: OneOf) -> Expression:
     if one == ANY:
         return _CHARACTER
     options: list[Expression] = [common(one, _RAW)]
-    for code in (*range(32), 34, 92):
-        if any(low <= code <= high for low, high in one.ranges):
-            options.append(Text(f"\\{_SHORT[code]}" if code in _SHORT else f"\\u{code:04x}"))
+    options += [
+        Text(f"\\{_SHORT[code]}" if code in _SHORT else f"\\u{code:04x}")
+        for code in (*range(32), 34, 92)
+        if any(low <= code <= high for low, high in one.ranges)
+    ]
     return either(*options)
 
 

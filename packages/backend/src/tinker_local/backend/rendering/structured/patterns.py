@@ -1,7 +1,7 @@
 """Regular expressions of JSON schemas, as expressions over characters.
 
-What ECMA 262 and Python's `re` read differently matches here what both match: `\\d` is 0 to 9, `\\w` and `\\s` are those
-of both, `$` is the very end.
+What ECMA 262 and Python's `re` read differently matches here what both match: `\\d` is 0 to 9, `\\w` and `\\s` are
+those of both, `$` is the very end.
 """
 
 import functools
@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from tinker_local.backend.rendering.structured.ebnf import (
     EMPTY,
     HIGHEST,
+    Concatenated,
     Either,
     Expression,
     OneOf,
     Repeat,
-    Sequence_,
     Text,
     chars,
     common,
@@ -61,8 +61,8 @@ def _outside(kind: str) -> OneOf:
 
 @dataclass(frozen=True, slots=True)
 class Pattern:
-    """A regular expression. `whole`: the texts in which it is found. `kernel`: what it matches itself, if that has to be
-    the whole text, else None."""
+    """A regular expression. `whole`: the texts in which it is found. `kernel`: what it matches itself, if that has to
+    be the whole text, else None."""
 
     whole: Expression
     kernel: Expression | None
@@ -102,7 +102,7 @@ def lengths(expression: Expression) -> tuple[int, int | None]:
         case Repeat(part, least, most):
             short, long = lengths(part)
             return short * least, 0 if long == 0 else None if long is None or most is None else long * most
-        case Sequence_(parts):
+        case Concatenated(parts):
             found = [lengths(part) for part in parts]
             return sum(low for low, _ in found), _total([high for _, high in found])
         case Either(options):
@@ -126,7 +126,7 @@ def _of_length(expression: Expression, least: int, most: int | None) -> Expressi
     if isinstance(expression, Either):
         found = [_of_length(option, least, most) for option in expression.options]
         return None if None in found else either(*(one for one in found if one is not None))
-    parts = expression.parts if isinstance(expression, Sequence_) else (expression,)
+    parts = expression.parts if isinstance(expression, Concatenated) else (expression,)
     varied = [at for at, part in enumerate(parts) if lengths(part)[0] != lengths(part)[1]]
     if not varied:  # of one length, which is another
         return Either(())
