@@ -62,6 +62,7 @@ async def test_a_grammar_that_costs_seconds_a_token_ends_alone(text: Any, hostil
 
 async def test_the_engine_makes_steps_while_a_grammar_computes(text: Any) -> None:
     """However long a token of it takes: here its process stands still."""
+    text.sampler._grammars._limits = Limits(silent_seconds=3600)
     started = asyncio.Event()
     loop = asyncio.get_running_loop()
     work = constrained(text, Grammar("regex", "[ab]{200}", "structured_outputs.regex"), 1, max_tokens=300,
@@ -78,6 +79,7 @@ async def test_the_engine_makes_steps_while_a_grammar_computes(text: Any) -> Non
         assert not slow.done()
     finally:
         os.kill(matcher._pid, signal.SIGCONT)
+        text.sampler._grammars._limits = Limits()
     output = await slow
     assert [len(said) for said in spelled(text, output)] == [200]
 

@@ -46,7 +46,7 @@ WALL_SECONDS = 120.0
 SLOW = 1.0
 """Seconds after which a compilation goes on behind everything else on the machine."""
 
-COMPILING = 4
+COMPILING = 8
 """Grammars that are compiled at a time."""
 
 REQUESTS = 256
@@ -82,7 +82,7 @@ class Matcher:
         channel.setblocking(False)
         self._pid = pid
         self._orders: list[Begin | Take] = []
-        self._sent = 0.0
+        self._since, self._sent = 0.0, False
         self._last = False
         self._closing = threading.Lock()
 
@@ -112,8 +112,9 @@ class Matcher:
             except OSError:
                 self.failure = self._too_much()
                 return
-            self._orders = []
-            self._sent = time.monotonic()
+            if not self._sent:
+                self._since = time.monotonic()
+            self._sent, self._orders = True, []
 
     def read(self, at_once: float) -> None:
         """Take the answers that are there. `at_once`: seconds of processor time that a patient one uses at most."""
@@ -129,6 +130,7 @@ class Matcher:
                 return
             sequence, micros, code = REPLY.unpack(data)
             self.waiting.discard(sequence)
+            self._since, self._sent = time.monotonic(), bool(self.waiting)
             self.patient = micros <= at_once * 1e6
             if code == TOO_MUCH:
                 self.failure = self._too_much()
@@ -142,7 +144,10 @@ class Matcher:
     def missed(self) -> None:
         """It was waited for in vain: do so no more, and let everything else on the machine go first."""
         self.patient = False
-        if not self._last and time.monotonic() - self._sent > 0.1:
+        silent = time.monotonic() - self._since if self._sent else 0.0
+        if silent > self._limits.silent_seconds:
+            self.failure = self._too_much()
+        if not self._last and silent > 0.1:
             self._last = True
             with suppress(OSError):
                 os.setpriority(os.PRIO_PROCESS, self._pid, 19)
@@ -151,9 +156,9 @@ class Matcher:
         limits = self._limits
         return InvalidRequestError(
             f"{self.field}: following it takes more than {limits.token_seconds:g} s of processor time for one token, "
-            f"{limits.request_seconds:g} s and {1000 * limits.seconds_per_token:g} ms for each token in all, or "
-            f"{limits.request_bytes / 2**20:.0f} MiB; write it with fewer repetitions, choices and rules that refer to "
-            "themselves"
+            f"{limits.request_seconds:g} s and {1000 * limits.seconds_per_token:g} ms for each token in all, "
+            f"{limits.silent_seconds:g} s on a busy machine, or {limits.request_bytes / 2**20:.0f} MiB; write it with fewer "
+            "repetitions, choices and rules that refer to themselves"
         )
 
     def close(self) -> None:

@@ -44,14 +44,15 @@ _DIE_WITH_PARENT = 1
 @dataclass(frozen=True, slots=True)
 class Limits:
     """`compile_seconds`, `token_seconds`: of processor time. A request has `request_seconds`, and `seconds_per_token`
-    for each that it has drawn. `compile_bytes`: of memory while a grammar is compiled; `compiled_bytes`: after that;
-    `request_bytes`: of a request."""
+    for each that it has drawn; `silent_seconds`: by the clock, for one token. `compile_bytes`: of memory while a
+    grammar is compiled; `compiled_bytes`: after that; `request_bytes`: of a request."""
 
     compile_seconds: float = 10.0
     token_seconds: float = 1.0
     request_seconds: float = 10.0
     seconds_per_token: float = 0.02
-    compile_bytes: int = 2 * 2**30
+    silent_seconds: float = 30.0
+    compile_bytes: int = 2**30
     compiled_bytes: int = 2**29
     request_bytes: int = 2**29
 
