@@ -156,8 +156,8 @@ class Matcher:
         limits = self._limits
         return InvalidRequestError(
             f"{self.field}: following it takes more than {limits.token_seconds:g} s of processor time for one token, "
-            f"{limits.request_seconds:g} s and {1000 * limits.seconds_per_token:g} ms for each token in all, "
-            f"{limits.silent_seconds:g} s on a busy machine, or {limits.request_bytes / 2**20:.0f} MiB; write it with fewer "
+            f"{limits.request_seconds:g} s and {1000 * limits.seconds_per_token:g} ms a token in all, "
+            f"{limits.silent_seconds:g} s on a busy machine, or {limits.request_bytes / 2**20:.0f} MiB; use fewer "
             "repetitions, choices and rules that refer to themselves"
         )
 
