@@ -579,7 +579,7 @@ class _Writer:
                 raise SchemaError(f"#{place}", "minProperties", "cannot be followed for names that are not listed")
         free = parts.free(least)
         listed = [(name, name in needed, Rule(self._child(node, parts.node_of(name)))) for name in names]
-        entry = NOTHING
+        entry: Expression = NOTHING
         if free is not None:
             key, child = free
             entry = self._entry(self._shared(key), Rule(self._child(node, child)))

@@ -11,6 +11,16 @@ MOST_BLANKS = 65
 _PLAIN = frozenset({"type", "properties", "required", "items", "enum", "const", "additionalProperties", "anyOf"})
 """Keywords that xgrammar's own converter is trusted with, in parameters of calls that are written in XML."""
 
+_KINDS: dict[str, tuple[type, ...]] = {
+    "string": (str,),
+    "boolean": (bool,),
+    "integer": (int,),
+    "number": (int, float),
+    "null": (type(None),),
+    "array": (list,),
+    "object": (dict,),
+}
+
 
 def tag_of(value: Any) -> Any:
     """A structural tag that says the same with grammars; SchemaError for a schema that cannot be followed."""
@@ -69,17 +79,10 @@ def _check_plain(schema: Any, place: str) -> None:
                         ("anyOf", asserting - {"anyOf"})):  # fmt: skip
         if one in schema and others:
             raise SchemaError(f"#{place}", one, f"cannot be followed beside {', '.join(sorted(others))} in XML")
-    kinds = {"string": str, "boolean": bool, "integer": int, "number": (int, float), "null": type(None),
-             "array": list, "object": dict}  # fmt: skip
     for option in [*schema.get("enum", ()), *([schema["const"]] if "const" in schema else [])]:
         kind = schema.get("type", "string")
-        if (
-            not isinstance(kind, str)
-            or not isinstance(option, kinds.get(kind, str))
-            or (  # type: ignore[arg-type]
-                isinstance(option, bool) != (kind == "boolean")
-            )
-        ):
+        kinds = _KINDS.get(kind, ()) if isinstance(kind, str) else ()
+        if not isinstance(option, kinds) or isinstance(option, bool) != (kind == "boolean"):
             raise SchemaError(f"#{place}", "type", "cannot be followed beside this enum or const in XML")
     missing = set(schema.get("required", ())) - set(schema.get("properties", {}))
     if missing:
