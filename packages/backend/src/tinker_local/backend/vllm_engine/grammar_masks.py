@@ -70,7 +70,8 @@ class _Sequence:
         """int32 [words]."""
         if self.seat.matcher is None:
             return self.masks.told[self.key]
-        return self.seat.matcher.masks[self.seat.index]
+        mask: npt.NDArray[np.int32] = self.seat.matcher.masks[self.seat.index]
+        return mask
 
     def accept_tokens(self, request_id: str, tokens: list[int]) -> bool:
         """Go on, unless the sequence has ended."""
