@@ -1,5 +1,7 @@
 """Random JSON schemas over all keywords, and random complete texts of a grammar."""
 
+# mypy: allow-untyped-calls
+
 import random
 from typing import Any
 

@@ -18,7 +18,7 @@ from tinker_local.backend.rendering.structured.structural_tags import tag_of
 from tests.fuzz.random_schemas import Walker
 
 END = 256
-VOCABULARY = xgrammar.TokenizerInfo([bytes([byte]) for byte in range(END)] + ["</s>"], stop_token_ids=[END])
+VOCABULARY = xgrammar.TokenizerInfo([bytes([byte]) for byte in range(END)] + [b"</s>"], stop_token_ids=[END])
 COMPILER = xgrammar.GrammarCompiler(VOCABULARY, max_threads=1, cache_enabled=False)
 WALKER = Walker(VOCABULARY, END)
 
@@ -125,6 +125,8 @@ def test_a_keyword_is_followed(schema: Any, right: list[str], wrong: list[str]) 
         ({"type": "string", "maxLength": 1, "minLength": 2}, "no value fulfils it"),
         ({"properties": {"a": {"unevaluatedProperties": False}}}, "unevaluatedProperties at #/properties/a: "),
         ({"type": "object", "dependencies": {"a": ["b"]}}, "dependencies at #: "),
+        ({"$schema": "http://json-schema.org/draft-07/schema#", "items": {"prefixItems": [{}]}}, "prefixItems at #/items"),
+        ({"$schema": "http://json-schema.org/draft-07/schema#", "items": {"$ref": "#", "maxItems": 1}}, "ref at #/items"),
         ({"type": "number", "minimum": 3, "exclusiveMinimum": True}, "exclusiveMinimum at #: "),
     ],
 )  # fmt: skip

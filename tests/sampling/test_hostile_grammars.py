@@ -25,7 +25,7 @@ HOSTILE = {
 }
 
 
-@pytest.fixture(params=HOSTILE.values(), ids=HOSTILE)
+@pytest.fixture(params=list(HOSTILE.values()), ids=list(HOSTILE))
 def hostile(text: Any, request: pytest.FixtureRequest) -> Iterator[Grammar]:
     """A grammar, and a sampler with a budget that it uses up in a short test."""
     grammar, limits = request.param

@@ -123,6 +123,8 @@ class _Writer:
     def __init__(self, schema: Any, compact: bool) -> None:
         self._schema = schema
         self._compact = compact
+        named = schema.get("$schema") if isinstance(schema, dict) else None
+        self._older = isinstance(named, str) and "2020-12" not in named
         self._names: dict[Node, str] = {}
         self._todo: list[Node] = []
         self._rules: dict[str, Expression] = {}
@@ -208,6 +210,10 @@ class _Writer:
         if place in above:
             raise SchemaError(f"#{place}", "$ref", "refers to itself")
         above = (*above, place)
+        if self._older and "prefixItems" in schema:
+            raise SchemaError(f"#{place}", "prefixItems", "is no keyword of this $schema")
+        if self._older and "$ref" in schema and schema.keys() - NOTES - {"$ref", "$id"}:
+            raise SchemaError(f"#{place}", "$ref", "this $schema ignores what is beside it; put both into an allOf")
         found = [Branch(frozenset({place}))]
         if "$ref" in schema:
             found = self._product(place, found, self._branches_at(self._target(place, schema["$ref"]), above))
