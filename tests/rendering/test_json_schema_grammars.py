@@ -41,6 +41,7 @@ def follows(schema: Any, count: int = 6) -> None:
             jsonschema.validate(json.loads(text), schema)
 
 
+DRAFT_7 = "http://json-schema.org/draft-07/schema#"
 OBJECT: Any = {"type": "object", "additionalProperties": False}
 
 
@@ -125,8 +126,8 @@ def test_a_keyword_is_followed(schema: Any, right: list[str], wrong: list[str]) 
         ({"type": "string", "maxLength": 1, "minLength": 2}, "no value fulfils it"),
         ({"properties": {"a": {"unevaluatedProperties": False}}}, "unevaluatedProperties at #/properties/a: "),
         ({"type": "object", "dependencies": {"a": ["b"]}}, "dependencies at #: "),
-        ({"$schema": "http://json-schema.org/draft-07/schema#", "items": {"prefixItems": [{}]}}, "prefixItems at #/items"),
-        ({"$schema": "http://json-schema.org/draft-07/schema#", "items": {"$ref": "#", "maxItems": 1}}, "ref at #/items"),
+        ({"$schema": DRAFT_7, "items": {"prefixItems": [{}]}}, "prefixItems at #/items"),
+        ({"$schema": DRAFT_7, "items": {"$ref": "#", "maxItems": 1}}, "ref at #/items"),
         ({"type": "number", "minimum": 3, "exclusiveMinimum": True}, "exclusiveMinimum at #: "),
     ],
 )  # fmt: skip
