@@ -263,3 +263,28 @@ async def test_the_trainer_may_use_the_memory_of_a_sampler_that_has_ended_until_
             pass
     await sampler.close()
     trainer.close()
+
+
+@pytest.mark.mutation(
+    "health-blind-to-stalls",
+    "served_models.py",
+    "        stalls = None if self.stalls is None else self.stalls.problem\n",
+    "        stalls = None\n",
+)
+async def test_health_says_that_sampling_stalls_while_no_step_ends_on_fakes(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervision, "WATCHED", 0.01)
+    monkeypatch.setattr(supervision, "STALLED", 0.2)
+    api = await start()
+    await works_again(api)
+    (pid,) = process_of(api).pids
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        await api.until(lambda: served(api).problem is not None)
+        answer = await api.get("healthz")
+        assert answer.status_code == 503
+        assert f"{BASE}: sampling stalls: no step has ended for " in answer.json()["detail"]
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    await works_again(api)

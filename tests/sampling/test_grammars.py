@@ -11,6 +11,7 @@ import pytest
 from tinker_local.backend.rendering.grammar import Grammar
 from tinker_local.backend.sampling.sampler import DrawnTokens, SampleWork
 from tinker_local.backend.vllm_engine.grammar_process import GrammarProcess
+from tinker_local.backend.vllm_engine.grammar_server import Limits
 from tinker_local.backend.vllm_engine.vllm_sampler import VLLMSampler
 from tinker_local.types import InvalidRequestError, SampledSequence, SampleOutput, SamplingParams
 from transformers import AutoTokenizer
@@ -147,7 +148,10 @@ async def test_logprobs_are_those_of_the_tokens_that_it_allows(text: Any) -> Non
     ("grammar", "reason"),
     [
         (json_grammar({"type": "colour"}), "response_format.json_schema.schema: .*colour"),
-        (json_grammar({"type": "number", "multipleOf": 3}), "response_format.json_schema.schema: .*not supported"),
+        (
+            json_grammar({"type": "number", "multipleOf": 3}),
+            "response_format.json_schema.schema: multipleOf at #: cannot",
+        ),
         (json_grammar({"$ref": "#/$defs/none"}), "response_format.json_schema.schema: "),
         (Grammar("regex", "(a", "structured_outputs.regex"), "structured_outputs.regex: .*parenthesis"),
         (Grammar("grammar", "root ::= ", "structured_outputs.grammar"), "structured_outputs.grammar: "),
@@ -174,15 +178,15 @@ def test_a_schema_that_refers_to_another_document_is_refused() -> None:
 
 @pytest.mark.more
 async def test_a_grammar_that_is_too_much_is_killed_with_its_process_and_the_next_one_starts_again(text: Any) -> None:
-    process = GrammarProcess(str(text.folder), 512, cpu_seconds=1)
+    process = GrammarProcess(str(text.folder), 512, Limits(compile_seconds=1))
     try:
-        with pytest.raises(InvalidRequestError, match=r"schema: .* take more than 1 s of processor time and 2 GiB"):
+        with pytest.raises(InvalidRequestError, match=r"schema: .* take more than 1 s of processor time and 1 GiB"):
             await process.check(json_grammar(PATTERNS))
         await process.check(COLOURS)
         await process.check(NUMBER)
     finally:
         process.close()
-    small = GrammarProcess(str(text.folder), 512, memory_bytes=2**20)
+    small = GrammarProcess(str(text.folder), 512, Limits(compile_bytes=2**20))
     try:
         with pytest.raises(InvalidRequestError, match=r"json_schema.schema: "):
             await small.check(json_grammar(PATTERNS))

@@ -75,7 +75,7 @@ class StructuredOutputs(Frozen):
     choice: Annotated[TupleOf[str], Field(min_length=1)] | None = None
     grammar_text: Annotated[str, Field(min_length=1)] | None = Field(None, alias="grammar")
     structural_tag: Annotated[str, Field(min_length=1)] | None = None
-    disable_any_whitespace: Annotated[Any, only(False)] = None
+    disable_any_whitespace: bool | None = None
     disable_additional_properties: Annotated[Any, only(False)] = None
     whitespace_pattern: Unsupported = None
 
@@ -96,6 +96,8 @@ class StructuredOutputs(Frozen):
             return Grammar("grammar", self.grammar_text, f"{field}.grammar")
         if self.structural_tag is not None:
             return Grammar.of_json_text("structural_tag", self.structural_tag, f"{field}.structural_tag")
+        compact = bool(self.disable_any_whitespace)
         if isinstance(self.json_schema, str):
-            return Grammar.of_json_text("json", self.json_schema, f"{field}.json")
-        return Grammar.of_json("json", AN_OBJECT if self.json_schema is None else self.json_schema, f"{field}.json")
+            return Grammar.of_json_text("json", self.json_schema, f"{field}.json", compact=compact)
+        schema = AN_OBJECT if self.json_schema is None else self.json_schema
+        return Grammar.of_json("json", schema, f"{field}.json", compact=compact)

@@ -26,7 +26,7 @@ from tinker_local.backend.models.served_models import (
     ServedModels,
     tokenizer_id,
 )
-from tinker_local.backend.models.supervision import TrainerSupervision, supervise_sampler
+from tinker_local.backend.models.supervision import StallWatch, TrainerSupervision, supervise_sampler
 from tinker_local.backend.options import MICRO_BATCH_TOKENS, BackendOptions, DType, EnginePlace, ModelSource
 from tinker_local.backend.process.ray_hosts import RayHosts
 from tinker_local.backend.process.ray_replicas import RayReplicas
@@ -91,11 +91,12 @@ async def load_base_models(
         of_trainer = TrainerSupervision(trainer, memory_sharing) if isinstance(trainer, ProcessTrainer) else None
         of_sampler = supervise_sampler(sampler, memory_sharing)
         pool = sampler if isinstance(sampler, ReplicaPool) else None
+        stalls = StallWatch(sampler)
         engines = replace(engines, sampler=WakingSampler(sampler, memory_sharing))
         ident = tokenizer_id(path, options.data_dir)
         start = time.monotonic()
         model = ServedModel(
-            tuple(names), path, ident, engines, scheduler, memory_sharing, seconds, of_trainer, of_sampler, pool
+            tuple(names), path, ident, engines, scheduler, memory_sharing, seconds, of_trainer, of_sampler, pool, stalls
         )
         models.add(model)  # from here on `models` closes it
         positions = await model.compare_positions()

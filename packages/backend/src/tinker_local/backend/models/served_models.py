@@ -30,7 +30,7 @@ from tinker_local.backend.models.positions import (
     refusal,
     write_verdict,
 )
-from tinker_local.backend.models.supervision import SamplerSupervision, TrainerSupervision
+from tinker_local.backend.models.supervision import SamplerSupervision, StallWatch, TrainerSupervision
 from tinker_local.backend.options import BackendOptions, ModelSource
 from tinker_local.backend.rendering.rendered_input import RenderedInput, Renderer
 from tinker_local.backend.rendering.text import TextCodec
@@ -90,11 +90,11 @@ class ServedModel:
     """One copy of a base model's weights with its engines and scheduler.
 
     `supervision`: of a trainer in a separate process, else None. `sampler_supervisions`: of each separate process of
-    the sampler. `pool`: the sampler if it is several replicas, else None. `check_agreement` sets `probes`, the prompts
-    on which trainer and sampler must agree, `comparison`, how they do, and `images_of_start`, the counts of `images()`
-    until then. `unsampled`: fields of `LoraConfig` that `check_adapters` found must be off, with the reasons.
-    `replicas`: how many the sampler has. `scaled`: the first position at which queries get longer, if
-    `check_positions` has seen one. `check_agreement` sets `base_seconds`, how long it took.
+    the sampler. `pool`: the sampler if it is several replicas, else None. `stalls`: sees when it makes no progress.
+    `check_agreement` sets `probes`, the prompts on which trainer and sampler must agree, `comparison`, how they do, and
+    `images_of_start`, the counts of `images()` until then. `unsampled`: fields of `LoraConfig` that `check_adapters`
+    found must be off, with the reasons. `replicas`: how many the sampler has. `scaled`: the first position at which
+    queries get longer, if `check_positions` has seen one. `check_agreement` sets `base_seconds`, how long it took.
     """
 
     names: tuple[str, ...]
@@ -107,6 +107,7 @@ class ServedModel:
     supervision: TrainerSupervision | None = None
     sampler_supervisions: tuple[SamplerSupervision, ...] = ()
     pool: ReplicaPool | None = None
+    stalls: StallWatch | None = None
     probes: Probes = field(default_factory=lambda: Probes((), ()))
     comparison: Comparison | None = None
     counts: Counts = field(default_factory=Counts)
@@ -128,7 +129,8 @@ class ServedModel:
         """What does not work now but will again; None if everything works. Sampling works while one replica does."""
         trainer = None if self.supervision is None else self.supervision.problem
         samplers = [each.problem for each in self.sampler_supervisions]
-        return "; ".join(filter(None, [trainer, *(samplers if all(samplers) else [])])) or None
+        stalls = None if self.stalls is None else self.stalls.problem
+        return "; ".join(filter(None, [trainer, *(samplers if all(samplers) else []), stalls])) or None
 
     def images(self) -> tuple[int, int, int]:
         """Images that were rendered, encoded by the sampler, and encoded by the trainer, the probe's included."""
@@ -355,6 +357,8 @@ class ServedModel:
         """Stop the scheduler, then the engines. One in a separate process may hang, and ends with its calls, for which
         the scheduler waits."""
         stops = [self.scheduler.close()]
+        if self.stalls is not None:
+            self.stalls.close()
         if self.supervision is not None:
             self.supervision.close()
             stops.append(asyncio.to_thread(self.engines.trainer.close))

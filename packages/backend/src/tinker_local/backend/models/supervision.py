@@ -23,6 +23,9 @@ FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0
 """Seconds before the start after the second short life in a row, doubled for each later one, and the most."""
 
 
+WATCHED, STALLED = 2.0, 10.0
+"""Seconds from one look at a sampler's progress to the next, and without progress until health says so."""
+
 PATIENCE = 5.0
 """Seconds. Calls wait for a start that is at most this far away, and fail otherwise."""
 
@@ -203,6 +206,33 @@ class SamplerSupervision(Supervision):
 
     async def _load(self, load: Callable[[], None]) -> None:
         await self._memory_sharing.load_sampler(load, self._gate)
+
+
+class StallWatch:
+    """Sees when a sampler makes no progress: no step of it ends, nor the command between two."""
+
+    def __init__(self, sampler: Sampler) -> None:
+        self._sampler = sampler
+        self._asked: float | None = None
+        self._task = asyncio.create_task(self._watch(), name="stalls")
+
+    @property
+    def problem(self) -> str | None:
+        """That it stalls, and for how long; None while it does not."""
+        seconds = 0.0 if self._asked is None else time.monotonic() - self._asked
+        return f"sampling stalls: no step has ended for {seconds:.0f} s" if seconds > STALLED else None
+
+    def close(self) -> None:
+        """Watch no longer."""
+        self._task.cancel()
+
+    async def _watch(self) -> None:
+        while True:
+            self._asked = time.monotonic()
+            with suppress(Exception):  # one that has ended is supervised
+                await self._sampler.pulse()
+            self._asked = None
+            await asyncio.sleep(WATCHED)
 
 
 def supervise_sampler(sampler: Sampler, memory_sharing: MemorySharing) -> tuple[SamplerSupervision, ...]:

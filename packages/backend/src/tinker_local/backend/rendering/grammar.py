@@ -24,27 +24,29 @@ class Grammar:
 
     `text`: a JSON schema, a regular expression, a JSON list of the texts of which it is one, a grammar in EBNF or Lark,
     or one of xgrammar's structural tags, by `kind`. `field`: of the request that asks for it, to name it in errors.
+    `compact`: JSON has no blanks between its tokens.
     """
 
     kind: GrammarKind
     text: str
     field: str
+    compact: bool = False
 
     @classmethod
-    def of_json(cls, kind: GrammarKind, value: Any, field: str) -> "Grammar":
+    def of_json(cls, kind: GrammarKind, value: Any, field: str, *, compact: bool = False) -> "Grammar":
         """With `value` as JSON; InvalidRequestError if it is nested too deeply or refers to another document."""
         check_nesting(value, field)
         _check_references(value, field)
-        return cls(kind, json.dumps(value, ensure_ascii=False, separators=(",", ":")), field)
+        return cls(kind, json.dumps(value, ensure_ascii=False, separators=(",", ":")), field, compact)
 
     @classmethod
-    def of_json_text(cls, kind: GrammarKind, text: str, field: str) -> "Grammar":
+    def of_json_text(cls, kind: GrammarKind, text: str, field: str, *, compact: bool = False) -> "Grammar":
         """The same of JSON text; InvalidRequestError if it is none."""
         try:
             value = json.loads(text)
         except (ValueError, RecursionError) as error:
             raise InvalidRequestError(f"{field}: not JSON: {error}") from None
-        return cls.of_json(kind, value, field)
+        return cls.of_json(kind, value, field, compact=compact)
 
     def __post_init__(self) -> None:
         if len(self.text) > MAX_CHARACTERS:

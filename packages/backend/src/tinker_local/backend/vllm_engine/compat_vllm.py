@@ -173,6 +173,11 @@ def scheduler(engine: Any) -> Any:
     return engine.engine_core.engine_core.scheduler
 
 
+def masks_of(engine: Any) -> Any:
+    """The `GrammarMasks` of an engine."""
+    return engine.grammar_masks
+
+
 def sequences_running(engine: Any) -> int:
     """How many sequences the scheduler of `engine` runs; 0 for None. Callable from any thread."""
     core = None if engine is None else engine.engine_core.engine_core

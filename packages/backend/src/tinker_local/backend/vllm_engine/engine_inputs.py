@@ -2,7 +2,6 @@
 
 import copy
 import hashlib
-import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,6 +11,8 @@ from tinker_local.backend.rendering.rendered_input import RenderedInput
 from tinker_local.backend.sampling.prompt_scores import PromptQuestions, check_sample_topk
 from tinker_local.backend.sampling.sampler import DrawnTokens, SampleWork, token_budget
 from tinker_local.backend.vllm_engine.compat_vllm import SAMPLED_TEMPERATURE_MIN
+from tinker_local.backend.vllm_engine.grammar_masks import SEAT, Seat
+from tinker_local.backend.vllm_engine.grammar_process import Matcher
 from tinker_local.backend.vllm_engine.score_prompts import ask
 from tinker_local.types import (
     InternalError,
@@ -56,8 +57,11 @@ def sample_seed(seed: int, index: int) -> int:
     return int.from_bytes(hashlib.sha256(f"{seed}/{index}".encode()).digest()[:8], "big") >> 1
 
 
-def engine_params(work: SampleWork, limit: int, vocab_size: int, questions: PromptQuestions | None) -> tuple[Any, ...]:
-    """vLLM's SamplingParams, one for each sample; only the first asks `questions` about the prompt.
+def engine_params(
+    work: SampleWork, limit: int, vocab_size: int, questions: PromptQuestions | None, matcher: Matcher | None = None
+) -> tuple[Any, ...]:
+    """vLLM's SamplingParams, one for each sample; only the first asks `questions` about the prompt. `matcher`: of the
+    grammar, if there is one.
 
     EOS (the tokenizer's and those of generation_config.json) stops unless `stop` is empty; strings or ids in `stop`
     stop as well. Stop strings are matched on the decoded text, special tokens included.
@@ -71,6 +75,8 @@ def engine_params(work: SampleWork, limit: int, vocab_size: int, questions: Prom
         sample = copy.copy(params)
         if work.params.seed is not None:
             sample.seed = sample_seed(work.params.seed, work.first_sample + index)
+        if matcher is not None:
+            sample.extra_args = {SEAT: Seat(matcher, index)}
         if questions is not None and index == 0:
             ask(sample, questions)
         samples.append(sample)
@@ -78,13 +84,12 @@ def engine_params(work: SampleWork, limit: int, vocab_size: int, questions: Prom
 
 
 def _structured_outputs(grammar: Grammar | None) -> Any:
-    """vLLM's."""
+    """vLLM's: that there is a grammar. It reads none; masks come from the `Seat` of each sample."""
     if grammar is None:
         return None
     from vllm.sampling_params import StructuredOutputsParams
 
-    text: Any = json.loads(grammar.text) if grammar.kind == "choice" else grammar.text
-    return StructuredOutputsParams(**{grammar.kind: text})
+    return StructuredOutputsParams(json_object=True)
 
 
 def _first_params(work: SampleWork, budget: int, vocab_size: int) -> Any:
@@ -138,8 +143,6 @@ def _stops(stop: str | tuple[str, ...] | tuple[int, ...] | None, vocab_size: int
 
 def sample_output(outputs: Sequence[Any], work: SampleWork, questions: PromptQuestions | None) -> SampleOutput:
     """The result of vLLM's final outputs, one per sample; the first has the answers to `questions`."""
-    if work.grammar is not None and any(output.outputs[0].finish_reason == "error" for output in outputs):
-        raise InvalidRequestError(f"{work.grammar.field}: vLLM can read it and cannot compile it")
     asked = {} if questions is None else outputs[0].prompt_logprobs.fields(questions)
     return SampleOutput(
         sequences=tuple(_sequence(output.outputs[0], work.topk_sample_logprobs) for output in outputs),

@@ -9,7 +9,7 @@ import logging
 import queue
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -36,6 +36,9 @@ class EngineRequest:
 MakeRequest = Callable[[Any], EngineRequest]
 """Makes the request on the engine's thread, and loads its adapter; called again after a restart."""
 
+
+Settle = Callable[[Any], Mapping[str, Exception]]
+"""Prepares an engine for its next step; the ids of sequences that cannot go on, and why."""
 
 OnOutput = Callable[[int, Any], None]
 """Takes the index of a sequence and vLLM's output of it so far, on the engine's thread."""
@@ -78,11 +81,14 @@ class Engine:
     sequence, by the sequence's id.
     """
 
-    def __init__(self, name: str, build: Callable[[], Any], release: Callable[[Any], None]) -> None:
+    def __init__(
+        self, name: str, build: Callable[[], Any], release: Callable[[Any], None], settle: "Settle | None" = None
+    ) -> None:
         self.name = name
         self.restarts = 0
         self._build = build
         self._release = release
+        self._settle = settle
         self._engine: Any = None
         self.in_flight: dict[str, SequenceGroup] = {}
         self._closed = False
@@ -98,6 +104,10 @@ class Engine:
         if self._engine is None:
             self._engine = self._build()
         return self._engine
+
+    def settled(self) -> Mapping[str, Exception]:
+        """Sequences that cannot go on, and why, after waiting a moment for what the next step needs."""
+        return {} if self._settle is None else self._settle(self.live())
 
     @property
     def built(self) -> Any:
@@ -152,9 +162,12 @@ class EngineThread:
         self._thread = threading.Thread(target=self._run, name="vllm-engines", daemon=True)
         self._thread.start()
 
-    def add_engine(self, name: str, build: Callable[[], Any], release: Callable[[Any], None]) -> Future[Engine]:
-        """Build an engine on the thread, which steps no other in the meantime. `release` frees one."""
-        engine = Engine(name, build, release)
+    def add_engine(
+        self, name: str, build: Callable[[], Any], release: Callable[[Any], None], settle: Settle | None = None
+    ) -> Future[Engine]:
+        """Build an engine on the thread, which steps no other in the meantime. `release` frees one; `settle` is called
+        before each step."""
+        engine = Engine(name, build, release, settle)
 
         def add() -> Engine:
             engine.live()
@@ -300,6 +313,11 @@ class EngineThread:
 
     def _step(self, engine: Engine) -> None:
         try:
+            for request_id, error in engine.settled().items():
+                group = engine.in_flight.get(request_id)
+                if group is not None:
+                    self._abort(engine, group)
+                    group.fail(error)
             outputs = engine.live().step()
         except Exception as error:  # leaves vLLM in an unknown state
             log.exception("engine %s failed in a step", engine.name)

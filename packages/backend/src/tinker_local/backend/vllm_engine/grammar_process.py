@@ -1,137 +1,366 @@
-"""Compiles grammars in a process that may be killed, before an engine compiles them.
-
-xgrammar compiles without an end in sight some patterns of a few hundred characters, and cannot be interrupted. In the
-engine's process these would take its cores and its memory for good.
-"""
+"""Grammars in processes that may be killed (`grammar_server.py`): one for each, and one for each request that follows
+it.
+xgrammar compiles some patterns of a few hundred characters without an end in sight, and with some grammars that
+compile at once a token costs seconds. It cannot be interrupted, and in the engine's process everybody would wait for
+it."""
 
 import asyncio
-import functools
+import mmap
 import os
-import re
-import resource
+import pickle
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
 import time
+from collections import OrderedDict
+from collections.abc import Sequence
 from contextlib import suppress
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass, field
 
-from cachetools import LRUCache
+import numpy as np
+import numpy.typing as npt
 from tinker_local.backend.daemon_thread import in_daemon_thread
-from tinker_local.backend.process.calls import Calls
-from tinker_local.backend.process.child import LOAD, serve_calls
-from tinker_local.backend.process.process_group import ProcessEndedError, ProcessGroup
 from tinker_local.backend.rendering.grammar import Grammar
-from tinker_local.types import InvalidRequestError
+from tinker_local.backend.vllm_engine import grammar_server
+from tinker_local.backend.vllm_engine.grammar_server import (
+    NOT_ALLOWED,
+    NOTHING_FITS,
+    REPLY,
+    TOO_MUCH,
+    Begin,
+    Limits,
+    Order,
+    Take,
+    receive,
+    send,
+    words_of,
+)
+from tinker_local.types import InternalError, InvalidRequestError
 
-CPU_SECONDS = 10
-"""Processor time of one grammar, on at most two cores."""
+WALL_SECONDS = 120.0
+"""To compile a grammar, on a machine that has others to do."""
 
-WALL_SECONDS = 60.0
-"""The same, on a machine that has others to do."""
+SLOW = 1.0
+"""Seconds after which a compilation goes on behind everything else on the machine."""
 
-MEMORY_BYTES = 2 * 2**30
-"""Of one grammar."""
+COMPILING = 8
+"""Grammars that are compiled at a time."""
 
-REMEMBERED = 4096
-"""Grammars that were compiled, which are not compiled again."""
+REQUESTS = 256
+"""Requests that follow grammars at a time; others wait."""
 
-_PLACE = re.compile(r"^\[[\d:]+\] \S+: ")
-"""Time, file and line, with which messages of xgrammar begin."""
+KEPT_BYTES, KEPT = 2**29, 64
+"""Of compiled grammars that no request follows, and how many."""
 
 
-class GrammarCompiler:
-    """What runs in the process. `cpu_seconds` ends it in the middle of a grammar, and `memory_bytes` may."""
+class Matcher:
+    """The process of one request. `masks` int32 [sequences, words]: what may follow, a row for each sequence; a bit for
+    each token. `waiting`: sequences whose row is not written yet. `patient`: its last answer came at once. `failure`:
+    why it does not go on.
 
-    def __init__(self, model: str, vocab_size: int, cpu_seconds: int, memory_bytes: int) -> None:
-        os.nice(10)
-        import xgrammar
-        from transformers import AutoTokenizer
+    Only the engine's thread uses it, except for `close`.
+    """
 
-        vocabulary = xgrammar.TokenizerInfo.from_huggingface(
-            AutoTokenizer.from_pretrained(model), vocab_size=vocab_size
-        )
-        self._compiler = xgrammar.GrammarCompiler(vocabulary, max_threads=2, cache_enabled=False)
-        self._cpu_seconds = cpu_seconds
-        pages = int(Path("/proc/self/statm").read_text().split()[0])
-        most = pages * resource.getpagesize() + memory_bytes
-        resource.setrlimit(resource.RLIMIT_AS, (most, most))
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-
-    def compile(self, grammar: Grammar) -> None:
-        """As vLLM does; InvalidRequestError says what is wrong with it."""
-        _, hard = resource.getrlimit(resource.RLIMIT_CPU)
-        resource.setrlimit(resource.RLIMIT_CPU, (int(time.process_time()) + self._cpu_seconds, hard))
-        compiler, text = self._compiler, grammar.text
+    def __init__(
+        self, grammar: Grammar, channel: socket.socket, memory: int, sequences: int, limits: Limits, words: int
+    ):
+        self.field = grammar.field
+        self.waiting: set[int] = set()
+        self.patient = True
+        self.failure: Exception | None = None
+        self.masks: npt.NDArray[np.int32] = np.frombuffer(mmap.mmap(memory, 0), np.int32).reshape(sequences, words)
+        self._limits = limits
+        self._channel = channel
+        (pid,) = struct.unpack("<i", channel.recv(4) or b"\0\0\0\0")
         try:
-            match grammar.kind:
-                case "json":
-                    compiler.compile_json_schema(text, any_whitespace=True)
-                case "regex":
-                    compiler.compile_regex(text)
-                case "structural_tag":
-                    compiler.compile_structural_tag(text)
-                case "grammar" if "::=" in text:
-                    compiler.compile_grammar(text)
-                case "grammar":
-                    compiler.compile_lark(text)
-                case "choice":
-                    pass  # texts alone: as many states as characters
-        except Exception as error:  # of several types in C++
-            raise InvalidRequestError(f"{grammar.field}: {_PLACE.sub('', str(error)).strip()}") from None
+            self._process = os.pidfd_open(pid) if pid else -1
+        except ProcessLookupError:
+            self._process = -1
+        channel.setblocking(False)
+        self._pid = pid
+        self._orders: list[Begin | Take] = []
+        self._since, self._sent = 0.0, False
+        self._last = False
+        self._closing = threading.Lock()
+
+    def fileno(self) -> int:
+        """Readable when there are answers."""
+        return self._channel.fileno()
+
+    def begin(self, sequence: int, stops: Sequence[int]) -> None:
+        """A sequence begins, or begins again."""
+        self._order(Begin(sequence, tuple(stops)))
+
+    def take(self, sequence: int, token: int) -> None:
+        """A sequence goes on with `token`."""
+        self._order(Take(sequence, token))
+
+    def _order(self, order: Begin | Take) -> None:
+        self.waiting.add(order.sequence)
+        self._orders.append(order)
+
+    def flush(self) -> None:
+        """Send what was ordered."""
+        if self._orders and self.failure is None:
+            try:
+                self._channel.send(pickle.dumps(self._orders))
+            except BlockingIOError:
+                return  # the next time
+            except OSError:
+                self.failure = self._too_much()
+                return
+            if not self._sent:
+                self._since = time.monotonic()
+            self._sent, self._orders = True, []
+
+    def read(self, at_once: float) -> None:
+        """Take the answers that are there. `at_once`: seconds of processor time that a patient one uses at most."""
+        while self.failure is None:
+            try:
+                data = self._channel.recv(REPLY.size)
+            except BlockingIOError:
+                return
+            except OSError:
+                data = b""
+            if not data:
+                self.failure = self._too_much()
+                return
+            sequence, micros, code = REPLY.unpack(data)
+            self.waiting.discard(sequence)
+            self._since, self._sent = time.monotonic(), bool(self.waiting)
+            self.patient = micros <= at_once * 1e6
+            if code == TOO_MUCH:
+                self.failure = self._too_much()
+            elif code == NOTHING_FITS:
+                self.failure = InvalidRequestError(
+                    f"{self.field}: no token of the vocabulary fits where a sample has come to: a dead end"
+                )
+            elif code == NOT_ALLOWED:
+                self.failure = InternalError(f"{self.field}: a token was drawn that the grammar does not allow")
+
+    def missed(self) -> None:
+        """It was waited for in vain: do so no more, and let everything else on the machine go first."""
+        self.patient = False
+        silent = time.monotonic() - self._since if self._sent else 0.0
+        if silent > self._limits.silent_seconds:
+            self.failure = self._too_much()
+        if not self._last and silent > 0.1:
+            self._last = True
+            with suppress(OSError):
+                os.setpriority(os.PRIO_PROCESS, self._pid, 19)
+
+    def _too_much(self) -> Exception:
+        limits = self._limits
+        return InvalidRequestError(
+            f"{self.field}: following it takes more than {limits.token_seconds:g} s of processor time for one token, "
+            f"{limits.request_seconds:g} s and {1000 * limits.seconds_per_token:g} ms a token in all, "
+            f"{limits.silent_seconds:g} s on a busy machine, or {limits.request_bytes / 2**20:.0f} MiB; use fewer "
+            "repetitions, choices and rules that refer to themselves"
+        )
 
     def close(self) -> None:
-        """Nothing is open."""
+        """End the process, from any thread and again."""
+        with self._closing:
+            if self._process < 0:
+                return
+            with suppress(OSError):
+                self._channel.shutdown(socket.SHUT_RDWR)
+            with suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._process, signal.SIGKILL)
+            os.close(self._process)
+            self._process = -1
+
+
+@dataclass(slots=True, eq=False)
+class _Compiled:
+    """The process of one grammar. `size`: bytes of it. `used`: by how many requests now."""
+
+    channel: socket.socket
+    size: int
+    used: int = 0
+    forking: threading.Lock = field(default_factory=threading.Lock)
 
 
 class GrammarProcess:
-    """Checks grammars for the engine of `model`. The process starts with the first one, which so takes some seconds,
-    and again after one that was too much for it."""
+    """Checks grammars for the engine of `model` and makes matchers of them. Its process starts with the first grammar,
+    which so takes some seconds. Used on one event loop."""
 
-    def __init__(
-        self, model: str, vocab_size: int, cpu_seconds: int = CPU_SECONDS, memory_bytes: int = MEMORY_BYTES
-    ) -> None:
-        self._make = functools.partial(GrammarCompiler, model, vocab_size, cpu_seconds, memory_bytes)
-        self._bounds = f"{cpu_seconds} s of processor time and {memory_bytes / 2**30:.3g} GiB"
-        self._calls: Calls | None = None
+    def __init__(self, model: str, vocab_size: int, limits: Limits | None = None) -> None:
+        self._model = model
+        self._vocab_size = vocab_size
+        self._limits = limits or Limits()
+        self._starting = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._control: socket.socket | None = None
         self._closed = False
-        self._turn = asyncio.Lock()
-        self._compiled: LRUCache[Grammar, None] = LRUCache(REMEMBERED)
+        self._compiling = asyncio.Semaphore(COMPILING)
+        self._requests = asyncio.Semaphore(REQUESTS)
+        self._turns: dict[Grammar, asyncio.Lock] = {}
+        self._compiled: OrderedDict[Grammar, _Compiled] = OrderedDict()
 
     async def check(self, grammar: Grammar) -> None:
         """InvalidRequestError if it is invalid, or takes too much to compile."""
-        if grammar in self._compiled:
-            return
-        async with self._turn:
-            if grammar not in self._compiled:
-                await in_daemon_thread(self._compile, grammar)
-                self._compiled[grammar] = None
+        (await self._ready(grammar)).used -= 1
+        self._forget_most()
 
-    def _compile(self, grammar: Grammar) -> None:
-        calls = self._running()
+    async def open(self, grammar: Grammar, sequences: int) -> "OpenMatcher":
+        """A matcher for a request of so many samples; InvalidRequestError as for `check`."""
+        await self._requests.acquire()
         try:
-            calls.call(WALL_SECONDS, "compile", grammar)
-        except ProcessEndedError:
-            raise InvalidRequestError(
-                f"{grammar.field}: {len(grammar.text)} characters take more than {self._bounds} to compile, or crash "
-                "the compiler; write it with fewer repetitions and choices"
-            ) from None
+            compiled = await self._ready(grammar)
+            try:
+                matcher = await in_daemon_thread(self._fork, grammar, compiled, sequences)
+            except BaseException:
+                self._give_back(grammar, compiled)
+                raise
+        except BaseException:
+            self._requests.release()
+            raise
+        return OpenMatcher(self, grammar, compiled, matcher)
 
-    def _running(self) -> Calls:
+    def release(self, grammar: Grammar, compiled: _Compiled, matcher: Matcher) -> None:
+        """A request has ended."""
+        matcher.close()
+        self._requests.release()
+        self._give_back(grammar, compiled)
+
+    def _give_back(self, grammar: Grammar, compiled: _Compiled) -> None:
+        compiled.used -= 1
+        self._forget_most()
+
+    def _forget_most(self) -> None:
+        """End processes of grammars that no request follows, the oldest first, if there are too many."""
+        idle = [(grammar, one) for grammar, one in self._compiled.items() if not one.used]
+        count, size = len(idle), sum(one.size for _, one in idle)
+        for grammar, one in idle:
+            if count <= KEPT and size <= KEPT_BYTES:
+                return
+            del self._compiled[grammar]
+            one.channel.close()
+            count, size = count - 1, size - one.size
+
+    async def _ready(self, grammar: Grammar) -> _Compiled:
+        """Compiled, and counted as used once more."""
+        turn = self._turns.setdefault(grammar, asyncio.Lock())
+        async with turn:
+            found = self._compiled.get(grammar)
+            if found is not None and _has_ended(found.channel):
+                del self._compiled[grammar]
+                found = None
+            try:
+                if found is None:
+                    async with self._compiling:
+                        found = await in_daemon_thread(self._compile, grammar)
+                    self._compiled[grammar] = found
+            finally:
+                self._turns.pop(grammar, None)
+        self._compiled.move_to_end(grammar)
+        found.used += 1
+        return found
+
+    def _compile(self, grammar: Grammar) -> _Compiled:
+        channel = self._branch()
+        limits = self._limits
+        reason: str | None
+        try:
+            pid: int = receive(channel)
+            send(channel, Order(grammar, limits))
+            channel.settimeout(SLOW)
+            channel.recv(1, socket.MSG_PEEK)
+        except TimeoutError:
+            with suppress(OSError):
+                os.setpriority(os.PRIO_PROCESS, pid, 19)
+        except (EOFError, OSError):
+            pass
+        try:
+            channel.settimeout(WALL_SECONDS)
+            reason, size = receive(channel)
+            channel.settimeout(None)
+        except (EOFError, OSError):
+            reason, size = (
+                f"{grammar.field}: {len(grammar.text)} characters take more than {limits.compile_seconds:g} s of "
+                f"processor time and {limits.compile_bytes / 2**30:.3g} GiB to compile, or crash the compiler; write "
+                "it with fewer repetitions and choices",
+                0,
+            )
+        if reason is None and size > limits.compiled_bytes:
+            reason = f"{grammar.field}: {size / 2**20:.0f} MiB compiled; the limit is {limits.compiled_bytes >> 20} MiB"
+        if reason is not None:
+            channel.close()
+            raise InvalidRequestError(reason)
+        return _Compiled(channel, size)
+
+    def _branch(self) -> socket.socket:
+        """A channel to a new fork of the process that knows the vocabulary."""
+        ours, theirs = socket.socketpair()
+        with theirs, self._starting:
+            socket.send_fds(self._running(), [b"g"], [theirs.fileno()])
+        return ours
+
+    def _fork(self, grammar: Grammar, compiled: _Compiled, sequences: int) -> Matcher:
+        words = words_of(self._vocab_size)
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        memory = os.memfd_create("grammar", os.MFD_CLOEXEC)
+        try:
+            os.ftruncate(memory, 4 * words * sequences)
+            with theirs, compiled.forking:
+                socket.send_fds(compiled.channel, [b"f"], [theirs.fileno(), memory])
+            return Matcher(grammar, ours, memory, sequences, self._limits, words)
+        except OSError as error:
+            raise InternalError(f"{grammar.field}: the process that follows it has ended: {error}") from error
+        finally:
+            os.close(memory)
+
+    def _running(self) -> socket.socket:
         if self._closed:
             raise InvalidRequestError("the sampling engine was stopped")
-        if self._calls is None or self._calls.group.ended:
-            program: Any = functools.partial(serve_calls, make=self._make, describe=_nothing)
-            calls = Calls(ProcessGroup("grammar compiler", [program]))
-            calls.call(None, LOAD)
-            self._calls = calls
-        return self._calls
+        if self._control is None or self._process is None or self._process.poll() is not None:
+            ours, theirs = socket.socketpair()
+            program = [sys.executable, "-c", f"import {grammar_server.__name__} as server; server.main()"]
+            with theirs:
+                self._process = subprocess.Popen(
+                    [*program, str(theirs.fileno()), self._model, str(self._vocab_size)], pass_fds=[theirs.fileno()]
+                )
+            if ours.recv(1) != b"r":
+                raise InternalError("the process for grammars did not start")
+            self._control = ours
+        return self._control
 
     def close(self) -> None:
-        """End the process; blocks for at most two seconds."""
+        """End all processes."""
         self._closed = True
-        if self._calls is not None:
-            with suppress(ProcessEndedError):
-                self._calls.close()
+        with self._starting:
+            if self._control is not None:
+                self._control.close()
+            if self._process is not None:
+                self._process.kill()
+                self._process.wait()
 
 
-def _nothing(_: object) -> None:
-    """What the process tells of itself."""
+def _has_ended(channel: socket.socket) -> bool:
+    try:
+        return not channel.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+
+
+@dataclass(slots=True, eq=False)
+class OpenMatcher:
+    """A matcher until `close`."""
+
+    _processes: GrammarProcess
+    _grammar: Grammar
+    _compiled: _Compiled
+    matcher: Matcher
+    _closed: bool = False
+
+    def close(self) -> None:
+        """Once, on the loop."""
+        if not self._closed:
+            self._closed = True
+            self._processes.release(self._grammar, self._compiled, self.matcher)

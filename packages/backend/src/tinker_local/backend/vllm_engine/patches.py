@@ -17,6 +17,7 @@ from tinker_local.backend.vllm_engine import (
     adapter_targets,
     delta_net_on_cpu,
     draw_tokens,
+    grammar_masks,
     lora_operators,
     score_prompts,
     sleep_mode,
@@ -202,6 +203,10 @@ def _report_images(engine: Any, events: EngineEvents) -> None:
 
     # It sees every run: vLLM's CUDA graphs leave the tower out unless those for encoders are switched on.
     runner.get_model().get_submodule(vision.vllm_tower).register_forward_hook(after, with_kwargs=True)
+
+
+def _match_elsewhere(engine: Any, events: EngineEvents) -> None:
+    engine.grammar_masks = grammar_masks.GrammarMasks(engine)
 
 
 def _report_begun(engine: Any, events: EngineEvents) -> None:
@@ -537,6 +542,31 @@ PATCHES = (
         ),
         hook="scheduler_cls takes a class, but vLLM says that its interface is not public",
         to_engine=_report_begun,
+    ),
+    Patch(
+        "grammars are matched in processes of their requests, and a sequence whose next token is not settled is "
+        "left out of a step",
+        "vLLM matches them on the engine's thread, where one grammar can stop everybody, and reads them there when a "
+        "request is added",
+        "0.31 to 0.32",
+        (
+            "structured_output_manager",
+            "grammar_init",
+            "backend",
+            "schedule",
+            "running",
+            "max_num_running_reqs",
+            "max_loras",
+            "step_fn",
+            "batch_queue",
+            "has_requests",
+            "num_output_placeholders",
+            "all_stop_token_ids",
+        ),
+        ("sampling/test_hostile_grammars.py::test_a_grammar_that_costs_seconds_a_token_ends_alone",),
+        hook="none: the backends of structured output are a fixed list",
+        used_in=("grammar_masks.py",),
+        to_engine=_match_elsewhere,
     ),
     Patch(
         "a sleep or a wake-up that fails half way is undone, and memory that was not saved is zero again",

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from tinker_local.backend.sampling.process_sampler import SamplerSeat
 from tinker_local.backend.vllm_engine import sleep_mode
 from tinker_local.backend.vllm_engine.build_engine import EngineOptions, build_engine
-from tinker_local.backend.vllm_engine.compat_vllm import draw_module, lora_worker, runs_on_cpu
+from tinker_local.backend.vllm_engine.compat_vllm import draw_module, lora_worker, masks_of, runs_on_cpu
 from tinker_local.backend.vllm_engine.engine_positions import engine_rotations
 from tinker_local.backend.vllm_engine.patches import EngineEvents
 from tinker_local.backend.vllm_engine.rank_leader import Call, Prepare, Told, fingerprint, join, link
@@ -93,10 +93,11 @@ class Follower:
     def _seed(self, seed: int) -> None:
         draw_module(self._engine).seed(seed)
 
-    def _step(self, ended: int) -> None:
-        """`ended`: the fingerprint of rank 0's last step."""
+    def _step(self, ended: int, masks: Any) -> None:
+        """`ended`: the fingerprint of rank 0's last step. `masks`: what sequences under a grammar may say next."""
         if ended != self._ended:
             raise InternalError(f"rank {self._seat.rank} of the sampler drew other tokens than rank 0")
+        masks_of(self._engine).hear(masks)
         self._ended = fingerprint(self._engine.step())
 
     def _rotate(self, layers: Sequence[int] | None, positions: npt.NDArray[np.int64]) -> None:

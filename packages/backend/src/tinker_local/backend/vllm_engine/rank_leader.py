@@ -25,7 +25,7 @@ from tinker_local.backend.process.channel import Channel
 from tinker_local.backend.sampling.process_sampler import SamplerSeat
 from tinker_local.backend.sampling.sampler import AdapterVersion, written
 from tinker_local.backend.training.trainer import AdapterState
-from tinker_local.backend.vllm_engine.compat_vllm import draw_module, runs_on_cpu
+from tinker_local.backend.vllm_engine.compat_vllm import draw_module, masks_of, runs_on_cpu
 from tinker_local.backend.vllm_engine.patches import RANKS_NAME
 
 log = logging.getLogger(__name__)
@@ -99,6 +99,7 @@ class Leader:
         self._untold: list[Call] = []
         self._unneeded: deque[int] = deque()  # any thread adds to it
         self._ended = 0
+        self._masks: Any = None
 
     def join(self) -> None:
         """See `join`. A second engine cannot join: the group ends instead."""
@@ -108,6 +109,7 @@ class Leader:
         """From now on, others do what `engine` does."""
         seed = int.from_bytes(os.urandom(7), "little")
         draw_module(engine).seed(seed)
+        self._masks = masks_of(engine)
         self._tell("seed", seed)
         for name in ("add_request", "abort_request", "add_lora", "remove_lora"):
             setattr(engine, name, functools.partial(self._tell_after, name, getattr(engine, name)))
@@ -144,7 +146,7 @@ class Leader:
         return result
 
     def _step(self, step: Callable[[], Sequence[Any]]) -> Sequence[Any]:
-        self._tell("step", self._ended)
+        self._tell("step", self._ended, self._masks.tell())
         try:
             outputs = step()
         except Exception:

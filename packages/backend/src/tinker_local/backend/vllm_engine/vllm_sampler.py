@@ -16,7 +16,7 @@ from tinker_local.backend.sampling.sampler import AdapterVersion, SampleWork
 from tinker_local.backend.training.rotations import Rotations
 from tinker_local.backend.vllm_engine import sleep_mode
 from tinker_local.backend.vllm_engine.build_engine import EngineOptions, build_engine
-from tinker_local.backend.vllm_engine.compat_vllm import default_dtype, kv_cache_used, sequences_running
+from tinker_local.backend.vllm_engine.compat_vllm import default_dtype, kv_cache_used, masks_of, sequences_running
 from tinker_local.backend.vllm_engine.engine_inputs import (
     TokenStream,
     engine_params,
@@ -26,7 +26,7 @@ from tinker_local.backend.vllm_engine.engine_inputs import (
 )
 from tinker_local.backend.vllm_engine.engine_positions import engine_rotations
 from tinker_local.backend.vllm_engine.engine_thread import Engine, EngineRequest, EngineThread
-from tinker_local.backend.vllm_engine.grammar_process import GrammarProcess
+from tinker_local.backend.vllm_engine.grammar_process import GrammarProcess, Matcher
 from tinker_local.backend.vllm_engine.patches import EngineEvents
 from tinker_local.backend.vllm_engine.rank_leader import Leader
 from tinker_local.backend.vllm_engine.release_engine import release_engine
@@ -54,7 +54,9 @@ class VLLMSampler:
         self._images_encoded = 0  # only the engine thread writes it
         self.can_sleep = self.asleep = False
         build = partial(self._build, options)
-        self._engine: Engine = thread.add_engine(options.model, build, self._release).result()
+        self._engine: Engine = thread.add_engine(
+            options.model, build, self._release, lambda engine: masks_of(engine).settle()
+        ).result()
         config = thread.call(self._engine, lambda engine: engine.model_config).result()
         self.max_context_length: int = config.max_model_len
         self.adapter_dtype = options.dtype or default_dtype()
@@ -123,10 +125,17 @@ class VLLMSampler:
 
     async def sample(self, work: SampleWork) -> SampleOutput:
         """Cancelling this aborts the samples in vLLM."""
-        if work.grammar is not None:
-            await self._grammars.check(work.grammar)
+        if work.grammar is None:
+            return await self._sample(work, None)
+        opened = await self._grammars.open(work.grammar, work.num_samples)
+        try:
+            return await self._sample(work, opened.matcher)
+        finally:
+            opened.close()
+
+    async def _sample(self, work: SampleWork, matcher: Matcher | None) -> SampleOutput:
         questions = prompt_questions(work, self._vocab_size)
-        params = engine_params(work, self.max_context_length, self._vocab_size, questions)
+        params = engine_params(work, self.max_context_length, self._vocab_size, questions, matcher)
         prompt = engine_prompt(work.prompt)
         with _as_api_errors("" if work.grammar is None else f"{work.grammar.field}: "):
             prepared = None if work.version is None else await self._adapters.prepare(work.version)

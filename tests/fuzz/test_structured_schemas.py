@@ -1,0 +1,67 @@
+"""Random schemas: what a grammar of one allows is JSON of the schema, by `jsonschema`, or the schema is refused."""
+
+import json
+import random
+import secrets
+from pathlib import Path
+from typing import Any
+
+import jsonschema  # type: ignore[import-untyped]
+import pytest
+import xgrammar  # type: ignore[import-not-found]
+from tinker_local.backend.rendering.structured.json_schema import SchemaError, grammar_of
+from transformers import AutoTokenizer
+
+from tests.conftest import TEXT
+from tests.fuzz.random_schemas import Schemas, Walker
+
+
+def faults(folder: Path, seed: int, count: int) -> tuple[int, int]:
+    """How many of `count` schemas were followed, and how many texts of them were right."""
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+    vocabulary = xgrammar.TokenizerInfo.from_huggingface(tokenizer, vocab_size=len(tokenizer))
+    compiler = xgrammar.GrammarCompiler(vocabulary, max_threads=1, cache_enabled=False)
+    walker = Walker(vocabulary, tokenizer.eos_token_id)
+    followed = texts = 0
+    for number in range(count):
+        rng = random.Random(f"{seed} {number}")
+        schema = Schemas(rng).whole()
+        judge = jsonschema.validators.validator_for(schema, default=jsonschema.Draft202012Validator)
+        try:
+            judge.check_schema(schema)
+            compiled = compiler.compile_grammar(grammar_of(schema))
+        except (jsonschema.SchemaError, SchemaError):
+            continue
+        followed += 1
+        for _ in range(4):
+            text = walker.text(compiled, rng)
+            if text is not None:
+                judge(schema).validate(json.loads(text.decode()))
+                texts += 1
+    return followed, texts
+
+
+@pytest.mark.mutation(
+    "keywords-beside-a-reference",
+    "structured/json_schema.py",
+    "        found = [Branch(frozenset({place}))]\n",
+    '        found = [Branch(frozenset() if "$ref" in schema else frozenset({place}))]\n',
+)
+@pytest.mark.mutation(
+    "a-free-key-may-be-a-listed-one",
+    "structured/json_schema.py",
+    "            return _quoted(_other_than(self.declared)), node\n",
+    "            return _quoted(_FREE), node\n",
+)
+def test_what_random_schemas_allow_is_json_of_them(tiny_models: dict[str, Path]) -> None:
+    assert faults(tiny_models[TEXT], 0, 150)[1] > 300
+    seed = secrets.randbelow(2**32)
+    print(f"faults(folder, seed={seed}, count=100)")
+    assert faults(tiny_models[TEXT], seed, 100)[1] > 50
+
+
+@pytest.mark.more
+def test_what_many_random_schemas_allow_is_json_of_them(tiny_models: dict[str, Path]) -> None:
+    seed = secrets.randbelow(2**32)
+    print(f"faults(folder, seed={seed}, count=4000)")
+    assert faults(tiny_models[TEXT], seed, 4000)[1] > 4000
