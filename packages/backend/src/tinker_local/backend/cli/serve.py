@@ -30,9 +30,11 @@ def read_keys(path: Path) -> "KeyFile":
     from tinker_local.backend.control.callers import KeyFile
 
     try:
-        return KeyFile(path)
-    except ValueError as error:
+        keys = KeyFile(path)
+    except (ValueError, OSError) as error:
         raise click.BadParameter(str(error), param_hint="--api-key-file") from None
+    keys.watch()
+    return keys
 
 
 def _proxy(text: str) -> "Network":

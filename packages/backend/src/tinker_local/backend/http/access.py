@@ -72,6 +72,11 @@ class Keys:
         # Found by its digest, so that the time taken reveals nothing of a key.
         return (callers or {}).get(fingerprint(given))
 
+    @property
+    def problem(self) -> str | None:
+        """Why no key is right now, if that is a fault of the server."""
+        return None if self._file is None else self._file.problem
+
     def owners(self) -> Owners:
         """Who has a key."""
         return _ONE_OWNER if self._file is None else self._file.owners()
@@ -192,6 +197,9 @@ class RequireKey:
         if scope["type"] == "http" and not _open_to_all(scope["path"]):
             headers = Headers(scope=scope)
             caller = self._keys.caller(_key_in(headers, scope["path"]))
+            if caller is None and (problem := self._keys.problem) is not None:  # nothing was compared or can be guessed
+                await error_responses.answer(AuthenticationError(problem), scope["path"])(scope, receive, send)
+                return
             if caller is None:
                 error = AuthenticationError(_WRONG_KEY.get(api_of(scope["path"]), _NO_KEY))
                 await self._refuse(error, scope, receive, send)
