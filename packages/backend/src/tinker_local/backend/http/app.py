@@ -30,6 +30,7 @@ from tinker_local.backend.http.access import (
     WrongKeys,
     check_own_path,
 )
+from tinker_local.backend.http.delivery import Delivery
 from tinker_local.backend.http.forwarded import ForwardedAddress, Network
 from tinker_local.backend.http.request_logs import Logs, RequestLogs
 
@@ -73,7 +74,9 @@ def create_app(
     app.state.keys = keys = Keys(api_keys)
     app.state.wrong_keys = wrong = WrongKeys()
     backend.quotas.owners = keys.owners
+    backend.key_problem = lambda: keys.problem
     error_responses.install(app)
+    app.add_middleware(Delivery)
     app.add_middleware(RequireReady, backend=backend)
     if api_keys is None:
         app.add_middleware(RequireOwnMachine)
