@@ -120,7 +120,12 @@ async def test_a_stream_whose_sampler_ends_after_its_first_tokens_fails_and_neve
     trainer.close()
 
 
-@pytest.mark.mutation("unread-streams-go-on", "event_stream.py", "            self._close()\n", "            pass\n")
+@pytest.mark.mutation(
+    "unread-streams-go-on",
+    "event_stream.py",
+    "            pass\n        finally:\n            self._close()\n",
+    "            pass\n",
+)
 def test_a_stream_that_its_client_does_not_read_is_ended_on_fakes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

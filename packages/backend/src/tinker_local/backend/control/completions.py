@@ -213,9 +213,8 @@ class Answer:
 
     def _hear(self) -> None:
         if self._too_many:
-            for operation in self.operations:
-                if not operation.done:
-                    operation.cancel(self._too_slow())
+            for operation in (each for each in self.operations if not each.done):
+                operation.cancel(self._too_slow())
         self._news.set()
 
     def _too_slow(self) -> TooManyRequestsError:

@@ -89,6 +89,8 @@ def _migrate(engine: sa.Engine, version: int) -> None:
         _from_1_to_2(engine)
     if version <= 2:
         _from_2_to_3(engine)
+    if version <= 3:
+        _from_3_to_4(engine)
 
 
 def _from_1_to_2(engine: sa.Engine) -> None:
@@ -116,6 +118,18 @@ def _from_2_to_3(engine: sa.Engine) -> None:
     _add_column(engine, "sessions", "project_id VARCHAR")
     with engine.begin() as connection:
         connection.execute(sa.update(tables.schema).values(version=3))
+
+
+def _from_3_to_4(engine: sa.Engine) -> None:
+    """Numbers checkpoints in the order in which they were recorded."""
+    _add_column(engine, "checkpoints", "save_number BIGINT DEFAULT 0 NOT NULL")
+    with engine.begin() as connection:
+        connection.execute(
+            sa.text("CREATE INDEX IF NOT EXISTS ix_checkpoints_save_number ON checkpoints (save_number)")
+        )
+        table = tables.checkpoints
+        connection.execute(sa.update(table).where(table.c.save_number == 0).values(save_number=table.c.number))
+        connection.execute(sa.update(tables.schema).values(version=4))
 
 
 def _add_column(engine: sa.Engine, table: str, definition: str) -> None:

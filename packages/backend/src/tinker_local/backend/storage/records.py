@@ -80,7 +80,9 @@ class SamplingSessionRecord:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointRecord:
-    """A checkpoint. `missing`: the server found no folder of it when it started."""
+    """A checkpoint. `missing`: the server found no folder of it when it started. `save_number`: its place among all
+    saves of the data folder, from 1 on; 0 if it has none yet. Of two checkpoints, the one with the greater number is
+    newer, whatever the machine's clock has said."""
 
     training_run_id: str
     kind: CheckpointKind
@@ -94,6 +96,7 @@ class CheckpointRecord:
     user_metadata: Mapping[str, Any] = field(default_factory=dict)
     public: bool = False
     missing: bool = False
+    save_number: int = field(default=0, compare=False)
 
     @property
     def checkpoint_id(self) -> str:

@@ -7,7 +7,7 @@ from sqlalchemy import JSON, BigInteger, Boolean, Column, Integer, MetaData, Str
 from sqlalchemy import UniqueConstraint as Unique
 
 EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 """Raise it together with a new upgrade step in `database.py`, so that older data folders open."""
 
 
@@ -30,7 +30,7 @@ class UtcTime(TypeDecorator[datetime]):
 
 metadata = MetaData()
 
-# `number` counts insertions and breaks ties between equal times.
+# `number` counts insertions, by which listings are ordered: the clock may have been set back.
 schema = Table("schema", metadata, Column("version", Integer, nullable=False))
 
 sessions = Table(
@@ -91,6 +91,7 @@ checkpoints = Table(
     Column("user_metadata", JSON, nullable=False),
     Column("public", Boolean, nullable=False, server_default=false()),
     Column("missing", Boolean, nullable=False, server_default=false()),
+    Column("save_number", BigInteger, nullable=False, server_default="0", index=True),
     Unique("training_run_id", "kind", "name"),
 )
 
