@@ -135,6 +135,9 @@ LIMITS: dict[str, dict[str, str]] = {
         "positions of prompts that a sampler (or each replica) has not read, when another session waits": (
             "scheduling.sample_turns.PROMPTS_AHEAD"
         ),
+        "samples that have ended and that a client has not asked for, and clients of a sampling session that can ask": (
+            "control.sampling_clients.MOST_UNSEEN control.sampling_clients.MOST_LOGS"
+        ),
         "sequences beyond those that run at once, for sessions that have none": "sampling.sampler.RESERVED",
     },
     "images": {

@@ -505,7 +505,7 @@ MISTAKES = (
         "samples-of-owners-not-bounded bytes-of-samples-not-counted connections-for-one-owner "
         "answers-not-counted unread-streams-without-bound unread-streams-of-all-without-bound "
         "unread-answers-are-not-in-flight any-number-of-unread-answers answers-in-one-piece "
-        "waiting-logprobs-as-doubles "
+        "waiting-logprobs-as-doubles completions-without-bound clients-without-bound "
         "storage-quota-not-checked saves-at-once-share-the-room autosaves-refused runs-beyond-the-storage-quota "
         "usage-of-others",
         (
