@@ -396,7 +396,7 @@ async def test_a_run_that_is_lost_after_the_clock_was_set_back_names_its_later_s
         """An hour earlier each time that it is asked."""
 
         @classmethod
-        def now(cls, tz: Any = None) -> datetime:
+        def now(cls, tz: Any = None) -> datetime:  # type: ignore[override]
             nonlocal begun
             begun -= timedelta(hours=1)
             return begun

@@ -16,6 +16,16 @@ from tinker_local.backend.http.server import LoopbackServer
 from tests.http.conftest import Api
 
 
+def watch_wrong_keys(monkeypatch: pytest.MonkeyPatch, counted: list[str]) -> None:
+    """Add the address of each to `counted`; none waits."""
+
+    def delay(self: access.WrongKeys, address: str) -> float:
+        counted.append(address)
+        return 0.0
+
+    monkeypatch.setattr(access.WrongKeys, "delay", delay)
+
+
 async def no_app(*_: Any) -> None:
     raise AssertionError
 
@@ -89,7 +99,7 @@ async def test_logs_and_the_limit_of_wrong_keys_have_the_address_of_the_client_o
 ) -> None:
     lines: list[Any] = []
     counted: list[str] = []
-    monkeypatch.setattr(access.WrongKeys, "delay", lambda self, address: counted.append(address) or 0.0)
+    watch_wrong_keys(monkeypatch, counted)
     key = "tml-correct-horse-battery"
     app = create_app(
         api.backend, api_keys=[key], logs=Logs([lines.append], [lines.append]), proxies=[parse_proxy("10.0.0.1")]
@@ -113,7 +123,7 @@ def test_a_program_of_this_machine_is_not_believed_to_be_a_proxy_on_fakes(
     loopback_server: LoopbackServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     counted: list[str] = []
-    monkeypatch.setattr(access.WrongKeys, "delay", lambda self, address: counted.append(address) or 0.0)
+    watch_wrong_keys(monkeypatch, counted)
     headers = {"X-API-Key": "tml-wrong-wrong", "X-Forwarded-For": "198.51.100.7"}
     assert httpx.get(f"{loopback_server.url}/api/v1/sessions", headers=headers, trust_env=False).status_code == 401
     assert counted == ["127.0.0.1"]

@@ -68,6 +68,9 @@ class KeyFile:
     times, which are as coarse as two seconds on some disks.
     """
 
+    _callers: Mapping[bytes, Caller]
+    _owners: Owners
+
     def __init__(self, path: Path, clock: Callable[[], float] = time.monotonic) -> None:
         self._path = path
         self._clock = clock

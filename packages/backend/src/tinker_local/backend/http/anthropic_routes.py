@@ -58,7 +58,7 @@ async def messages(request: Request, backend: Backend) -> Response:
         answer.close()
         raise
     answer.forget()
-    return WholeAnswer(JSONResponse(message).body, answer.close)
+    return WholeAnswer(bytes(JSONResponse(message).body), answer.close)
 
 
 async def _asked(backend: ControlPlane, body: Conversation, named: Named) -> tuple[ModelInput, OfferedTools | None]:
