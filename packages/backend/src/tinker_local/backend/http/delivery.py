@@ -32,6 +32,12 @@ class Delivery:
         start: Message | None = None
         refused = False
 
+        async def begin(send: Send) -> None:
+            nonlocal start
+            if start is not None and not refused:
+                begun, start = start, None
+                await send(begun)
+
         async def sending(message: Message) -> None:
             nonlocal start, refused
             if message["type"] == "http.response.start":
@@ -39,20 +45,20 @@ class Delivery:
                 return
             body, owner = message.get("body", b""), getattr(scope.get(CALLER), "owner", "")
             large = len(body) if len(body) > PIECE_BYTES else 0
+            if not large:
+                await begin(send)
+                if not refused:
+                    await send(message)
+                return
             self._unread.take(owner, large)
             try:
-                if large and start is not None and self._too_much(owner, large):
+                if start is not None and self._too_much(owner, large):
                     refused = True
                     await error_responses.answer(self._why(owner, large), scope["path"])(scope, receive, send)
                 if refused:
                     return
-                if start is not None:
-                    begun, start = start, None
-                    await send(begun)
-                if large:
-                    await _in_pieces(message, send)
-                else:
-                    await send(message)
+                await begin(send)
+                await _in_pieces(message, send)
             finally:
                 self._unread.give(owner, large)
 

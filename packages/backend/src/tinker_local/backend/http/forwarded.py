@@ -33,8 +33,8 @@ class ForwardedAddress:
     """Gives each request the address of its client, which may be behind `proxies`.
 
     Each proxy appends the address of who connected to it to `X-Forwarded-For`, so the last entries are what proxies
-    wrote, and the first ones what the client sent. From the right, the first address that is no proxy's is the
-    client's. Without `proxies`, and from any other address, the header means nothing.
+    wrote, and the first ones what the client sent. From the right, the first address that belongs to
+    none of `proxies` is the client's. Without `proxies`, and from any other address, the header means nothing.
     """
 
     def __init__(self, app: ASGIApp, proxies: Sequence[Network] = ()) -> None:
