@@ -84,6 +84,9 @@ LIMITS: dict[str, dict[str, str]] = {
         ),
         "seconds for which an answer may wait for a client that does not read; so many bytes that are read give one "
         "back": "http.connections.READ_SECONDS http.connections.READ_BYTES_A_SECOND",
+        "bytes of answers that clients have not read, beyond 262,144 of each; an owner may have as many as are left": (
+            "http.delivery.MAX_ANSWER_BYTES"
+        ),
         "connections; fewer if fewer files may be open": "http.connections.MAX_CONNECTIONS",
         "requests of a connection that wait for the answer to an earlier one": "http.connections.MAX_PIPELINED",
         "bytes of bodies that come or wait to be parsed; an owner may have as many as are left": (
@@ -132,6 +135,9 @@ LIMITS: dict[str, dict[str, str]] = {
         "positions of prompts that a sampler (or each replica) has not read, when another session waits": (
             "scheduling.sample_turns.PROMPTS_AHEAD"
         ),
+        "samples that have ended and that a client has not asked for, and clients of a sampling session that can ask": (
+            "control.sampling_clients.MOST_UNSEEN control.sampling_clients.MOST_LOGS"
+        ),
         "sequences beyond those that run at once, for sessions that have none": "sampling.sampler.RESERVED",
     },
     "images": {
@@ -152,6 +158,8 @@ LIMITS: dict[str, dict[str, str]] = {
         "characters of a model's name": "http.endpoint_fields.LONGEST_MODEL",
         "`logprobs` and `top_logprobs`": "http.openai_bodies.MAX_LIKELIEST",
         "logprobs in an answer that is not streamed": "http.openai_answers.MAX_CELLS",
+        "bytes of tokens and logprobs that wait for the client of a stream, and for those of all; an owner may have as "
+        "many as are left": "control.completions.MOST_WAITING control.completions.MOST_UNREAD",
         "tools of a request": "http.tool_fields.MOST_TOOLS",
         "characters of a grammar, and objects within each other in a JSON schema": (
             "rendering.grammar.MAX_CHARACTERS rendering.grammar.MAX_NESTING"

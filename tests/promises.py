@@ -189,7 +189,9 @@ PROMISES = (
         "saved-with-another-rank last-checkpoint-not-named lost-session-is-404 "
         "lost-samplers-of-named-versions adapters-not-restored goes-on-from-an-older-state lost-gradient-forgotten "
         "healthy-without-a-trainer hangs-for-ever start-deletes-what-has-no-record record-without-folder-dropped "
-        "older-folder-wins only-expected-damage links-adopted times-as-described deleted-checkpoint-comes-back "
+        "older-folder-wins last-checkpoint-by-time listings-by-time numbers-lost-with-the-database "
+        "saves-are-not-numbered-as-they-begin old-checkpoints-by-time "
+        "only-expected-damage links-adopted times-as-described deleted-checkpoint-comes-back "
         "unloadable-saves old-saves-unexamined "
         "flipped-bytes-are-loaded backup-without-a-second-look restore-follows-links "
         "lock-follows-links lock-of-any-kind "
@@ -513,7 +515,9 @@ MISTAKES = (
         "half-for-the-only-owner heap-searched-after-a-release owners-counted-once-for-all "
         "quota-of-an-owner-for-all adapters-of-all-owners-alone queues-of-owners-not-bounded "
         "samples-of-owners-not-bounded bytes-of-samples-not-counted connections-for-one-owner "
-        "answers-not-counted "
+        "answers-not-counted unread-streams-without-bound unread-streams-of-all-without-bound "
+        "unread-answers-are-not-in-flight any-number-of-unread-answers answers-in-one-piece "
+        "waiting-logprobs-as-doubles completions-without-bound clients-without-bound "
         "storage-quota-not-checked saves-at-once-share-the-room autosaves-refused runs-beyond-the-storage-quota "
         "usage-of-others",
         (
@@ -599,7 +603,15 @@ MISTAKES = (
     Promise(
         "operation",
         "Keys are guessed at any speed, or those who guess keep right keys of their address waiting",
-        "wrong-keys-at-any-speed every-address-remembered right-keys-wait-too",
+        "wrong-keys-at-any-speed every-address-remembered right-keys-wait-too wrong-tokens-at-any-speed "
+        "wrong-tokens-in-bodies-at-any-speed tokens-compared-on-open-routes clients-choose-their-address "
+        "proxies-of-uvicorn",
+    ),
+    Promise(
+        "operation",
+        "A key that was taken out of the key file goes on, or half an edit of it locks others out",
+        "emptied-key-file-changes-nothing one-wrong-line-keeps-revoked-keys missing-key-file-changes-nothing "
+        "half-written-key-file-locks-out",
     ),
     Promise(
         "operation",

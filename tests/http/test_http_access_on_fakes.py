@@ -279,8 +279,7 @@ def test_of_many_addresses_the_last_are_remembered_on_fakes() -> None:
     "right-keys-wait-too",
     "access.py",
     "            if caller is None:\n                error",
-    '            await self._wrong.wait((scope.get("client") or ("",))[0])\n'
-    "            if caller is None:\n                error",
+    "            await self._wrong.wait(address_in(scope))\n            if caller is None:\n                error",
 )
 async def test_a_right_key_waits_for_no_wrong_ones_of_its_address_on_fakes(
     start_api: StartApi, monkeypatch: pytest.MonkeyPatch
@@ -305,3 +304,108 @@ async def test_a_right_key_waits_for_no_wrong_ones_of_its_address_on_fakes(
     for one in waiting:
         one.cancel()
     await asyncio.gather(*waiting, return_exceptions=True)
+
+
+# Access tokens --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The addresses of wrong keys and tokens, none of which waits."""
+    seen: list[str] = []
+
+    def delay(self: access.WrongKeys, address: str) -> float:
+        seen.append(address)
+        return 0.0
+
+    monkeypatch.setattr(access.WrongKeys, "delay", delay)
+    return seen
+
+
+@pytest.mark.mutation(
+    "wrong-tokens-at-any-speed",
+    "access.py",
+    "            if not self._keys.knows(headers.get(ACCESS_TOKEN)):\n"
+    "                await self._refuse(_unknown_token(ACCESS_TOKEN), scope, receive, send)",
+    "            if not self._keys.knows(headers.get(ACCESS_TOKEN)):\n"
+    "                await error_responses.answer(_unknown_token(ACCESS_TOKEN))(scope, receive, send)",
+)
+async def test_a_wrong_access_token_counts_as_a_wrong_key_on_every_route_on_fakes(
+    start_api: StartApi, counted: list[str]
+) -> None:
+    api = await start_api(api_keys=[KEY, "tml-another-good-key"])
+    routes = [
+        ("GET", "/api/v1/sessions"),
+        ("POST", "/api/v1/create_session"),
+        ("GET", "/api/v1/nothing"),
+        ("GET", "/v1/models"),
+        ("POST", "/v1/messages"),
+        ("POST", "/oai/api/v1/chat/completions"),
+        ("GET", "/metrics"),
+        ("GET", "/openapi.json"),
+    ]
+    token = "X-Tinker-Weights-Access-Token"
+    for method, path in routes:
+        for wrong in ("tml-wrong-wrong", ""):
+            answer = await api.http.request(method, path, headers={"X-API-Key": KEY, token: wrong}, json={})
+            assert answer.status_code == 403, (path, answer.text)
+            assert token in answer.text
+            assert "tml-wrong" not in answer.text
+    assert len(counted) == 2 * len(routes)
+    for right in (KEY, "tml-another-good-key"):
+        answer = await api.http.post("/api/v1/create_session", headers={"X-API-Key": KEY, token: right}, json={})
+        assert answer.status_code == 200
+    # With a wrong key, no token is looked at.
+    for given in (KEY, "tml-wrong-wrong"):
+        answer = await api.http.get("/api/v1/sessions", headers={"X-API-Key": "tml-wrong-wrong", token: given})
+        assert answer.status_code == 401
+    assert len(counted) == 2 * len(routes) + 2
+
+
+@pytest.mark.mutation(
+    "tokens-compared-on-open-routes",
+    "access.py",
+    'if scope["type"] == "http" and not _open_to_all(scope["path"]):\n            headers',
+    'if scope["type"] == "http" and ACCESS_TOKEN.lower().encode() in dict(scope["headers"]):\n            headers',
+)
+async def test_open_routes_take_no_access_token_and_no_key_on_fakes(start_api: StartApi, counted: list[str]) -> None:
+    api = await start_api(api_keys=[KEY])
+    signed = "/api/v1/external_weights/s-0:train:0/a/f.safetensors?version=1&token=t"
+    for path in (
+        "/api/v1/livez",
+        "/api/v1/healthz",
+        "/",
+        "/console/main.js",
+        signed,
+        "/api/v1/session_traces/s?token=t",
+    ):
+        answers = []
+        for secret in (None, KEY, "tml-wrong-wrong"):
+            names = ("X-Tinker-Weights-Access-Token", "X-API-Key", "Authorization")
+            headers = {} if secret is None else dict.fromkeys(names, secret)
+            answer = await api.http.get(path, headers=headers)
+            answers.append((answer.status_code, answer.content))
+        assert answers[0] == answers[1] == answers[2], path
+    assert not counted
+
+
+@pytest.mark.mutation(
+    "wrong-tokens-in-bodies-at-any-speed",
+    "access.py",
+    'if not cast(Keys, request.app.state.keys).knows(getattr(body, "weights_access_token", None)):',
+    "if False:",
+)
+async def test_a_wrong_access_token_in_a_body_counts_as_a_wrong_key_on_fakes(
+    start_api: StartApi, counted: list[str]
+) -> None:
+    api = await start_api(api_keys=[KEY])
+    api.http.headers["x-api-key"] = KEY
+    session = await api.session()
+    path = await api.save(await api.model(session), 1, "a")
+    copying = {"source_path": path, "destination_project_id": "local"}
+    load = {"session_id": session, "model_seq_id": 1, "path": path, "optimizer": True}
+    for route, body in (("copy_weights", copying), ("load_weights", load)):
+        assert (await api.post(route, {**body, "weights_access_token": "tml-wrong-wrong"})).status_code == 403
+    assert len(counted) == 2
+    assert (await api.post("copy_weights", {**copying, "weights_access_token": KEY})).status_code == 200
+    assert len(counted) == 2

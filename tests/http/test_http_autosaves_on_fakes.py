@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tinker_local.backend.control import autosaves
+from tinker_local.backend.control import autosaves, training_runs
 from tinker_local.backend.storage.records import CheckpointRecord
 from tinker_local.backend.threads import DISK
 from tinker_local.types import StorageFullError
@@ -378,3 +378,54 @@ async def test_a_backend_that_is_left_by_an_exception_saves_and_one_that_is_clos
 def weights_in(data_dir: Path) -> list[Path]:
     """The folders of training checkpoints."""
     return list(data_dir.glob("checkpoints/*/weights/*@*"))
+
+
+@pytest.mark.mutation(
+    "saves-are-not-numbered-as-they-begin",
+    "training_runs.py",
+    "            save_number=self.next_save(),\n",
+    "            save_number=int(when.timestamp()),\n",
+)
+async def test_a_run_that_is_lost_after_the_clock_was_set_back_names_its_later_save_on_fakes(
+    api: Api, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the error, and first in each listing; and the run that was used last is not the one to end first."""
+    begun = datetime(2026, 5, 1, tzinfo=UTC)
+
+    class SetBack(datetime):
+        """An hour earlier each time that it is asked."""
+
+        @classmethod
+        def now(cls, tz: Any = None) -> datetime:  # type: ignore[override]
+            nonlocal begun
+            begun -= timedelta(hours=1)
+            return begun
+
+    monkeypatch.setattr(training_runs, "datetime", SetBack)
+    session = await api.session()
+    model = await api.model(session)
+    at = 1
+    for name in ("a", "b", "c"):
+        at = await trained(api, model, at)
+        await api.save(model, at, name)
+        at += 1
+    path = f"tinker://{model}/weights/c"
+    listed = (await api.get(f"training_runs/{model}/checkpoints")).json()["checkpoints"]
+    assert [each["checkpoint_id"] for each in listed] == ["weights/c", "weights/b", "weights/a"]
+    times = [each["time"] for each in listed]
+    assert times == sorted(times)  # as the clock had it: the first is the earliest
+    everything = (await api.get("checkpoints")).json()["checkpoints"]
+    assert everything[0]["tinker_path"] == path
+    run = (await api.get(f"training_runs/{model}")).json()
+    assert run["last_checkpoint"]["tinker_path"] == path
+    another = await api.model(session, 1)
+    for live in api.backend.runs.all_live():
+        api.backend.runs.touch(live)
+    last_used = api.backend.runs.live(model)
+    assert last_used is not None
+    api.backend.runs.touch(last_used)
+    said = training_runs._least_used(api.backend.runs.all_live())
+    assert said.index(another) < said.index(model)
+    await api.post(f"sessions/{session}/finish", {})
+    failure = await api.failure(await api.step(model, at))
+    assert f"Its last checkpoint is {path};" in failure

@@ -256,3 +256,38 @@ def test_hundreds_of_samples_at_once_are_all_answered_either_way_on_fakes(
     assert all(len(future.result(timeout=600).sequences[0].tokens) == 1 for future in futures)
     with pytest.raises(tinker.BadRequestError, match="context window"):
         bad.result(timeout=600)
+
+
+@pytest.mark.mutation(
+    "completions-without-bound",
+    "sampling_clients.py",
+    "        if len(self._unseen) > MOST_UNSEEN:\n",
+    "        if False:\n",
+)
+@pytest.mark.mutation(
+    "clients-without-bound",
+    "sampling_clients.py",
+    "        if len(self._logs) > MOST_LOGS:\n",
+    "        if False:\n",
+)
+async def test_completions_that_no_client_asks_for_are_bounded_on_fakes(
+    api: Api, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sampling_clients, "MOST_UNSEEN", 3)
+    monkeypatch.setattr(sampling_clients, "MOST_LOGS", 2)
+    sampler = await api.base_sampler()
+    for number in range(5):
+        await api.result(await api.sample(sampler, number))
+    late = await api.post("retrieve_futures", body(sampler, cursor=1, timeout=0.0))
+    assert late.status_code == 410
+    assert "the newest 3 are known, after cursor 2" in late.json()["detail"]
+    answer = await api.ok("retrieve_futures", body(sampler, cursor=2, timeout=0.0))
+    assert [each["request_id"] for each in answer["completions"]] == [f"{sampler}:{number}" for number in (2, 3, 4)]
+    # Of three clients, the two that sampled last are known.
+    await api.result(await api.sample(sampler, BLOCK))
+    await api.result(await api.sample(sampler, 5))
+    await api.result(await api.sample(sampler, 2 * BLOCK))
+    for client, status in ((0, 200), (1, 410), (2, 200)):
+        cursor = 5 if client == 0 else 0
+        poll = await api.post("retrieve_futures", body(sampler, cursor=cursor, client=client, timeout=0.0))
+        assert poll.status_code == status, (client, poll.text)

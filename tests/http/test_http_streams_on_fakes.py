@@ -13,11 +13,13 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+import httpx
 import numpy as np
 import openai
 import pytest
 from PIL import Image
 from tinker_local.backend import BackendOptions, InProcessBackend, ModelSource
+from tinker_local.backend.control import completions
 from tinker_local.backend.fakes import FakeModel, FakeSampler, FakeTrainer
 from tinker_local.backend.http import connections
 from tinker_local.backend.http.sampling_routes import body_limits
@@ -27,7 +29,7 @@ from tinker_local.backend.process.process_group import ProcessEndedError
 from tinker_local.backend.rendering.rendered_input import RenderedInput
 from tinker_local.backend.sampling.sampler import DrawnTokens, SampleWork
 from tinker_local.backend.scheduling.memory_sharing import MemorySharing, WakingSampler
-from tinker_local.types import InternalError, SampleOutput, SamplingParams
+from tinker_local.types import InternalError, SampleOutput, SamplingParams, TooManyRequestsError
 
 from tests.conftest import Server
 from tests.http.conftest import StartApi
@@ -118,7 +120,12 @@ async def test_a_stream_whose_sampler_ends_after_its_first_tokens_fails_and_neve
     trainer.close()
 
 
-@pytest.mark.mutation("unread-streams-go-on", "event_stream.py", "            self._close()\n", "            pass\n")
+@pytest.mark.mutation(
+    "unread-streams-go-on",
+    "event_stream.py",
+    "            pass\n        finally:\n            self._close()\n",
+    "            pass\n",
+)
 def test_a_stream_that_its_client_does_not_read_is_ended_on_fakes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -138,6 +145,140 @@ def test_a_stream_that_its_client_does_not_read_is_ended_on_fakes(
         (own,) = backend.completions._owners.values()
         eventually(lambda: not any(name.startswith(own.session_id) for name in list(backend.operations._by_id)))
     server.close()
+
+
+def unread(server: LoopbackServer, **asked: Any) -> socket.socket:
+    """A connection that has sent a request for completions, and whose answer waits to be read."""
+    body = json.dumps({"model": MODEL, "prompt": "hi", **asked}).encode()
+    address = urlsplit(server.url)
+    connection = socket.socket()
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    connection.connect((address.hostname, address.port))
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nX-API-Key: {server.api_key}\r\nConnection: close\r\n"
+    connection.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+    return connection
+
+
+def rest_of(connection: socket.socket) -> bytes:
+    connection.settimeout(60)
+    return b"".join(iter(lambda: connection.recv(2**20), b""))
+
+
+HUGE: Any = {"n": 200, "max_tokens": 100, "logprobs": 20, "seed": 1}
+"""Megabytes, of which the system keeps a part."""
+
+
+@pytest.mark.mutation(
+    "unread-streams-without-bound",
+    "completions.py",
+    "            if self._bytes > MOST_WAITING or",
+    "            if",
+)
+def test_a_stream_that_waits_for_its_client_beyond_the_bound_ends_with_an_error_on_fakes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(completions, "MOST_WAITING", 64 * 1024)
+    backend, server = start(tmp_path / "data")
+    (model,) = backend.models.distinct()
+    with unread(server, stream=True, **HUGE) as slow, client_of(server) as client:
+        eventually(lambda: model.counts.failures.get("user", 0) == 1)
+        assert model.counts.samples_accepted == 0
+        unread_bytes = backend.completions._unread.bytes
+        assert unread_bytes.total == 0
+        # Those that read notice nothing, and this one reads why.
+        whole = client.completions.create(model=MODEL, prompt="hi", n=20, max_tokens=100, seed=1)
+        streamed = client.completions.create(model=MODEL, prompt="hi", n=20, max_tokens=100, seed=1, stream=True)
+        assert sum(1 for _ in streamed) == whole.usage.completion_tokens  # type: ignore[union-attr]
+        last = rest_of(slow).decode().split("data: ")[-1]
+    assert "the client reads more slowly than tokens are drawn" in last
+    assert "65536 bytes" in last
+    assert "rate_limit_error" in last
+    server.close()
+
+
+@pytest.mark.mutation(
+    "unread-answers-are-not-in-flight",
+    "sampling_sessions.py",
+    "        session.running[operation] = None if besides.uncount is not None else uncount\n",
+    "        session.running[operation] = uncount\n",
+)
+@pytest.mark.parametrize("streamed", [True, False])
+def test_an_answer_counts_for_its_owner_until_its_client_has_read_it_on_fakes(tmp_path: Path, streamed: bool) -> None:
+    backend, server = start(tmp_path / "data")
+    (model,) = backend.models.distinct()
+    with unread(server, stream=streamed, **HUGE) as slow, httpx.Client(base_url=server.url) as http:
+        eventually(lambda: model.counts.samples > 0)
+
+        def samples() -> int:
+            (own,) = http.get("/api/v1/usage", headers={"X-API-Key": server.api_key}).json()["owners"]
+            return int(own["used"]["samples"])
+
+        assert model.counts.samples_accepted == 0
+        assert samples() == 1
+        assert len(rest_of(slow)) > 2**21
+        eventually(lambda: samples() == 0)
+    assert not backend.sampling.in_flight._bytes_by_owner
+    assert backend.completions._unread.bytes.total == 0
+    server.close()
+
+
+@pytest.mark.mutation(
+    "unread-streams-of-all-without-bound",
+    "completions.py",
+    "or self._unread.bytes.over(self._owner):",
+    "or False:",
+)
+async def test_unread_streams_of_an_owner_leave_room_for_those_of_others_on_fakes(
+    start_api: StartApi, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    api = await start_api()
+    monkeypatch.setattr(completions, "MOST_UNREAD", 4000)
+    unread = completions.Unread()
+    answers = [completions.Answer(api.backend.operations, owner, unread) for owner in ("alice", "alice", "bob", "bob")]
+    token = DrawnTokens(0, (5,), (-1.0,), (((5, -1.0), (6, -2.0)),))  # 24 bytes
+    for _ in range(50):
+        for answer in answers[:3]:
+            answer.take(0, token)
+    with pytest.raises(TooManyRequestsError, match="an owner as many as others leave of 4000"):
+        [_ async for _ in answers[0].drawings()]
+    for each in answers[1:3]:
+        assert [drawing.tokens async for drawings in each.drawings() for drawing in drawings] == [token] * 50
+    assert unread.bytes.total == 0
+    for answer in answers:
+        answer.close()
+        answer.take(0, token)  # of an engine that has not heard of the end
+    assert unread.bytes.total == 0
+
+
+@pytest.mark.mutation(
+    "waiting-logprobs-as-doubles",
+    "completions.py",
+    'self._ids, self._values = array("i"), array("f")',
+    'self._ids, self._values = array("q"), array("d")',
+)
+def test_tokens_wait_as_arrays_and_come_back_one_by_one_on_fakes() -> None:
+    waiting = completions.WaitingTokens(3)
+    rng = np.random.default_rng(0)
+    logprobs = rng.normal(size=(10_000, 21)).astype(np.float32).tolist()
+    ids = rng.integers(2**31 - 1, size=(10_000, 21)).tolist()
+    given = [
+        DrawnTokens(3, (row[0],), (values[0],), (tuple(zip(row[1:], values[1:], strict=True)),))
+        for row, values in zip(ids, logprobs, strict=True)
+    ]
+    taken = []
+    for at, each in enumerate(given):
+        waiting.add(each)
+        if at % 3 == 2:  # the reader is slower
+            taken.append(waiting.next())
+    arrays = (waiting._tokens, waiting._logprobs, waiting._ids, waiting._values)
+    assert sum(one.itemsize * len(one) for one in arrays) == 8 * 21 * 10_000
+    waiting.add(DrawnTokens(3, (), (), (), "stop"))
+    while len(waiting):
+        taken.append(waiting.next())
+    assert taken[:-1] == given[:-1]
+    assert taken[-1] == replace(given[-1], stop_reason="stop")
+    assert waiting.next() == DrawnTokens(3, (), (), (), "stop")
+    assert sum(one.itemsize * len(one) for one in arrays) < 8 * 21 * 5_000
 
 
 def test_examples_of_the_page_run_on_fakes(

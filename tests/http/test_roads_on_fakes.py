@@ -17,7 +17,7 @@ from tinker_local.types.codec import encode_forward_backward_request
 ROOT = Path(__file__).parents[2]
 NAMESPACE = "/src/tinker_local/"
 
-LONGEST = {"a `forward_backward`": 25, "a sample": 28, "a save": 37}
+LONGEST = {"a `forward_backward`": 27, "a sample": 30, "a save": 39}
 """Files of each road. They were 40, 35 and 44 when each step had a module."""
 
 

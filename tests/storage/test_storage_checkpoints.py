@@ -319,9 +319,10 @@ def test_expiry_and_publication_are_changed_in_the_record_alone(store: Store) ->
 
 
 def test_lists_are_newest_first_with_the_count_of_all(store: Store) -> None:
-    # Written out of order; two have the same time, of which the later write is newer.
-    for index, minutes in enumerate([3, 1, 2, 2]):
-        record = make_record(f"c{index}", run=f"run{index % 2}:train:0", created_at=START + timedelta(minutes=minutes))
+    # Written in another order than they began, in which the clock was set back.
+    for index, number in enumerate([4, 1, 2, 3]):
+        begun = START - timedelta(minutes=number)
+        record = make_record(f"c{index}", run=f"run{index % 2}:train:0", created_at=begun, save_number=number)
         store.write_checkpoint(record, make_state(1), overwrite=False)
     page, total = store.list_all_checkpoints(3, 0)
     assert ([record.name for record in page], total) == (["c0", "c3", "c2"], 4)

@@ -6,7 +6,13 @@ from pathlib import Path
 
 import pytest
 from tinker_local.backend.storage import Store
-from tinker_local.backend.storage.records import CopyRecord, SamplingSessionRecord, SessionRecord, TrainingRunRecord
+from tinker_local.backend.storage.records import (
+    CheckpointKind,
+    CopyRecord,
+    SamplingSessionRecord,
+    SessionRecord,
+    TrainingRunRecord,
+)
 from tinker_local.backend.storage.steady_clock import SteadyClock
 from tinker_local.types import LoraConfig
 
@@ -156,4 +162,60 @@ def test_a_jump_of_the_clock_prunes_no_session(tmp_path: Path, monkeypatch: pyte
     assert store.prune_sessions(timedelta(days=30), ()) == 0
     times.pass_by(HOUR)
     assert store.prune_sessions(timedelta(days=30), ()) == 1
+    store.close()
+
+
+@pytest.mark.mutation(
+    "last-checkpoint-by-time",
+    "store.py",
+    "sa.func.max(table.c.save_number).over(",
+    "sa.func.max(table.c.save_number * 0).over(",
+)
+@pytest.mark.mutation(
+    "listings-by-time",
+    "store.py",
+    ".order_by(table.c.save_number.desc())",
+    ".order_by(table.c.created_at.desc())",
+)
+@pytest.mark.mutation(
+    "numbers-lost-with-the-database",
+    "checkpoint_folders.py",
+    '            save_number=_save_number(given.get("save_number")),\n',
+    "",
+)
+@pytest.mark.parametrize("database", ["kept", "lost"])
+def test_after_the_clock_was_set_back_the_later_save_is_the_last_checkpoint(tmp_path: Path, database: str) -> None:
+    store = Store(tmp_path, clock=lambda: START)
+    kinds: tuple[CheckpointKind, ...] = ("weights", "sampler_weights")
+    for number, hours in enumerate((0, 2, 1, -24, -25)):
+        for kind in kinds:
+            record = make_record(f"c{number}", kind=kind, created_at=START + timedelta(hours=hours))
+            store.write_checkpoint(record, make_state(number), overwrite=False)
+    # Saved again under its name, at a time before that of any other.
+    again = make_record("c1", created_at=START - timedelta(hours=48))
+    store.write_checkpoint(again, make_state(9), overwrite=True)
+    for _ in range(2):
+        of_run = [record.checkpoint_id for record in store.list_checkpoints(again.training_run_id)]
+        assert of_run[:2] == ["weights/c1", "sampler_weights/c4"]
+        assert [each for each in of_run if each.startswith("weights")] == [f"weights/c{n}" for n in (1, 4, 3, 2, 0)]
+        assert [record.checkpoint_id for record in store.list_all_checkpoints(99, 0)[0]] == of_run
+        last = store.last_checkpoints([again.training_run_id])[again.training_run_id]
+        assert {kind: record.name for kind, record in last.items()} == {"weights": "c1", "sampler_weights": "c4"}
+        store.close()
+        if database == "lost":
+            for file in tmp_path.glob("metadata.sqlite3*"):
+                file.unlink()
+        store = Store(tmp_path, clock=lambda: START)
+    # Numbers go on where they were.
+    store.write_checkpoint(make_record("d", created_at=START - timedelta(hours=99)), make_state(1), overwrite=False)
+    assert store.list_checkpoints(again.training_run_id)[0].name == "d"
+    store.close()
+
+
+def test_a_save_that_began_later_and_was_written_first_is_the_later_one(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    began = [store.next_save() for _ in range(3)]
+    for number in (2, 0, 1):
+        store.write_checkpoint(make_record(f"c{number}", save_number=began[number]), make_state(1), overwrite=False)
+    assert [record.name for record in store.list_checkpoints(make_record("c0").training_run_id)] == ["c2", "c1", "c0"]
     store.close()

@@ -324,18 +324,18 @@ def test_run_and_session_of_an_adopted_checkpoint_are_recorded_as_they_were(tmp_
     store.close()
 
 
-@pytest.mark.mutation(
-    "older-folder-wins", "recovery.py", "known.created_at > record.created_at", "known.created_at < record.created_at"
-)
+@pytest.mark.mutation("older-folder-wins", "recovery.py", "_is_newer(known, record)", "_is_newer(record, known)")
+@pytest.mark.parametrize("hours", [1, -1], ids=["clock-runs", "clock-set-back"])
 def test_of_two_folders_of_one_name_the_newer_is_the_checkpoint_and_the_older_is_put_aside(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, hours: int
 ) -> None:
     store = Store(tmp_path)
     old = store.write_checkpoint(make_record("a"), make_state(1), overwrite=False)
     store.close()
     shutil.copytree(tmp_path, tmp_path / "before")
     store = Store(tmp_path)
-    new = store.write_checkpoint(make_record("a", created_at=START + timedelta(hours=1)), make_state(2), overwrite=True)
+    later = make_record("a", created_at=START + timedelta(hours=hours))
+    new = store.write_checkpoint(later, make_state(2), overwrite=True)
     folder, old_folder = store.checkpoint_folder(new), store.checkpoint_folder(old)
     store.close()
     shutil.copytree(tmp_path / "before" / old_folder.relative_to(tmp_path), old_folder)

@@ -145,3 +145,30 @@ def test_the_tables_of_an_old_folder_are_those_of_a_new_one(old_folder: Path, tm
             }
         )
     assert columns[0] == columns[1]
+
+
+@pytest.mark.mutation(
+    "old-checkpoints-by-time",
+    "database.py",
+    "connection.execute(sa.update(table).where(table.c.save_number == 0).values(save_number=table.c.number))",
+    "pass",
+)
+def test_checkpoints_of_an_old_folder_are_in_the_order_in_which_they_were_recorded(old_folder: Path) -> None:
+    """In which the clock was set back: the times of the second and the third are before that of the first."""
+    later = [("second", -2_000_000), ("third", -3_000_000), ("fourth", 5)]
+    with sqlite3.connect(old_folder / "metadata.sqlite3") as connection:
+        (first,) = connection.execute("SELECT * FROM checkpoints").fetchall()
+        for name, passed in later:
+            row = (*first[1:3], name, *first[4:6], MICROSECONDS + passed, *first[7:])
+            connection.execute(f"INSERT INTO checkpoints VALUES (NULL, {', '.join('?' * 10)})", row)
+    names = ["fourth", "third", "second", "kept"]
+    for _ in range(2):
+        store = Store(old_folder)
+        assert [record.name for record in store.list_checkpoints(RUN)] == names
+        assert [record.name for record in store.list_all_checkpoints(9, 0)[0]] == names
+        assert store.last_checkpoints([RUN])[RUN]["weights"].name == "fourth"
+        store.close()
+    store = Store(old_folder)
+    store.write_checkpoint(make_record("fifth", created_at=START - timedelta(days=1)), make_state(1), overwrite=False)
+    assert [record.name for record in store.list_checkpoints(RUN)] == ["fifth", *names]
+    store.close()

@@ -23,6 +23,7 @@ def test_the_table_of_options_has_every_option_of_serve_that_is_one_of_the_backe
         "--host",
         "--port",
         "--api-key-file",
+        "--trusted-proxy",
         "--access-log",
         "--audit-log",
         "--fake",

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from tinker_local.backend.cli.terminal_log import TerminalLog
     from tinker_local.backend.control.callers import KeyFile
+    from tinker_local.backend.http.forwarded import Network
     from tinker_local.backend.http.log_files import LogFile
     from tinker_local.backend.http.request_logs import Logs
 
@@ -29,9 +30,17 @@ def read_keys(path: Path) -> "KeyFile":
     from tinker_local.backend.control.callers import KeyFile
 
     try:
-        return KeyFile(path)
-    except ValueError as error:
+        keys = KeyFile(path)
+    except (ValueError, OSError) as error:
         raise click.BadParameter(str(error), param_hint="--api-key-file") from None
+    keys.watch()
+    return keys
+
+
+def _proxy(text: str) -> "Network":
+    from tinker_local.backend.http.forwarded import parse_proxy
+
+    return parse_proxy(text)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +119,16 @@ def open_logs(files: "Mapping[str, str | None]", *, verbose: bool, as_objects: b
     "reach the address.",
 )
 @click.option(
+    "--trusted-proxy",
+    "proxies",
+    cls=Option,
+    multiple=True,
+    callback=each_value(_proxy),
+    metavar="ADDRESS",
+    help="A proxy in front of this server, or a network of several: its `X-Forwarded-For` has the address of the "
+    "client, by which wrong keys are slowed down and which the logs have. Repeat for more. Default: none.",
+)
+@click.option(
     "--access-log",
     cls=Option,
     metavar="FILE",
@@ -132,6 +151,7 @@ def serve(
     host: str,
     port: int,
     api_key_file: Path | None,
+    proxies: "tuple[Network, ...]",
     access_log: str | None,
     audit_log: str | None,
     fake: bool,
@@ -164,7 +184,7 @@ def serve(
     except click.UsageError:
         logs.close()
         raise
-    _serve(console, models, chosen, host, port, keys, fake, logs)
+    _serve(console, models, chosen, host, port, keys, proxies, fake, logs)
 
 
 def _tell_unused(context: click.Context) -> None:
@@ -204,6 +224,7 @@ def _serve(
     host: str,
     port: int,
     keys: "KeyFile | None",
+    proxies: "Sequence[Network]",
     fake: bool,
     logs: "ServerLogs",
 ) -> None:
@@ -234,7 +255,15 @@ def _serve(
         say(f"data folder: {options.data_dir}")
         say(f"[bold green]ready:[/bold green] {url_of(listening)}")
 
-    serving = run(backend, listening, api_keys=keys, on_ready=ready, logs=logs.of_requests, beside=notices.tell_numbers)
+    serving = run(
+        backend,
+        listening,
+        api_keys=keys,
+        on_ready=ready,
+        logs=logs.of_requests,
+        proxies=proxies,
+        beside=notices.tell_numbers,
+    )
     try:
         with event_loop() as runner:
             loaded = runner.run(serving)

@@ -8,8 +8,10 @@ import logging
 import os
 import re
 import stat
+import threading
 import time
-from collections.abc import Mapping
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,8 +20,14 @@ from tinker_local.backend.storage.records import ADMIN, LOCAL_OWNER
 
 log = logging.getLogger(__name__)
 
-REREAD_SECONDS = 1.0
-"""How often a key file is looked at."""
+REREAD_SECONDS = 0.2
+"""How often a key file is read."""
+
+GRACE_SECONDS = 1.0
+"""For which keys go on when their file is missing or cannot be read: an editor may delete a file and write it anew."""
+
+TOLD_LINES = 3
+"""Wrong lines of a key file that are logged; the others are counted."""
 
 _KEY = re.compile(r"tml-[!-~]{8,}")
 _HASH = re.compile(r"sha256:[0-9a-fA-F]{64}")
@@ -49,80 +57,163 @@ def fingerprint(key: str) -> bytes:
 
 
 class KeyFile:
-    """The API keys of a file, which is read again when it changes; ValueError if it is not one.
+    """The API keys of a file, which is read again and again; ValueError if it has none at first, or is wrong.
 
     Each line is `NAME KEY`, or `KEY` for the owner of all that has no other. A `KEY` is the key itself, or `sha256:`
     and the digest of it in hexadecimal. The keys of `admin` see everything. Lines that begin with `#` are comments.
+
+    Later, what the file has is what counts: a line that is wrong is left out, and an empty file means that no key is
+    right. A file that is empty or has such lines may be half written, so it counts if it is the same in two readings.
+    While the file is missing or cannot be read, there are no keys after `GRACE_SECONDS`. Contents are compared, and not
+    times, which are as coarse as two seconds on some disks.
     """
 
-    def __init__(self, path: Path) -> None:
+    _callers: Mapping[bytes, Caller]
+    _owners: Owners
+
+    def __init__(self, path: Path, clock: Callable[[], float] = time.monotonic) -> None:
         self._path = path
-        self._state = self._stat()
-        self._use(parse_keys(path))
-        self._looked = time.monotonic()
+        self._clock = clock
+        self._watched = False
+        self._read = self._seen = path.read_bytes()
+        try:
+            self._read.decode("utf-8")
+        except UnicodeDecodeError:
+            raise ValueError(f"{path} is not UTF-8 text") from None
+        found = parse_keys(self._read, path)
+        if found.wrong:
+            raise ValueError(found.wrong[0])
+        if not found.callers:
+            raise ValueError(f"{path} contains no key")
+        self._use(found)
+        self._looked = self._readable_at = clock()
+        self._unreadable: str | None = None
+
+    def watch(self) -> None:
+        """Read the file again every `REREAD_SECONDS` from now on, in a thread that ends with this object. Without it,
+        who asks for keys reads it."""
+        self._watched = True
+        if not self._path.is_file():
+            log.warning("the keys stay as they are, because %s is not a file that can be read again", self._path)
+            return
+        threading.Thread(target=_watch, args=(weakref.ref(self),), daemon=True, name="key file").start()
+
+    @property
+    def problem(self) -> str | None:
+        """Why no key is right now, if that is not what the file says."""
+        if self._unreadable is None or self._clock() - self._readable_at < GRACE_SECONDS:
+            return None
+        return f"the key file cannot be read, so no key is taken until it can be: {self._unreadable}"
 
     def owners(self) -> Owners:
         """Who has a key."""
-        self.callers()
+        self._look_unwatched()
         return self._owners
 
     def callers(self) -> Mapping[bytes, Caller]:
-        """Who has which key, by `fingerprint`. A file that cannot be read leaves the keys as they were."""
-        now = time.monotonic()
-        if now - self._looked >= REREAD_SECONDS:
-            self._looked = now
-            if (state := self._stat()) != self._state:
-                self._state = state
-                self._read_again()
-        return self._callers
+        """Who has which key, by `fingerprint`."""
+        self._look_unwatched()
+        return self._callers if self.problem is None else {}
 
-    def _read_again(self) -> None:
+    def _look_unwatched(self) -> None:
+        if not self._watched and self._clock() - self._looked >= REREAD_SECONDS:
+            self.look()
+
+    def look(self) -> None:
+        """Read the file, and use what it has."""
+        self._looked = self._clock()
         try:
-            self._use(parse_keys(self._path))
-        except (OSError, ValueError) as error:
-            log.error("the keys stay as they were, because the key file cannot be read: %s", error)
-        else:
-            log.warning("the key file %s was read again: %d keys", self._path, len(self._callers))
+            content = self._path.read_bytes()
+        except OSError as error:
+            why = error.strerror or type(error).__name__
+            if self._unreadable is None:
+                log.error(
+                    "the key file %s cannot be read: %s; from %.0f s on, no key is taken until it can be read",
+                    self._path,
+                    why,
+                    GRACE_SECONDS,
+                )
+            self._unreadable = why
+            return
+        self._readable_at = self._clock()
+        if self._unreadable is not None:
+            self._unreadable = None
+            log.warning("the key file %s can be read again", self._path)
+        settled, self._seen = content == self._seen, content
+        if content == self._read:
+            return
+        found = parse_keys(content, self._path)
+        if not settled and (found.wrong or not found.callers):
+            return
+        self._read = content
+        for why in found.wrong[:TOLD_LINES]:
+            log.error("a line of the key file is left out: %s", why)
+        if len(found.wrong) > TOLD_LINES:
+            log.error("%d more lines of the key file are left out", len(found.wrong) - TOLD_LINES)
+        self._use(found)
+        let_in = "" if found.callers else ", so no request is let in"
+        log.warning("the key file %s was read again: %d keys%s", self._path, len(found.callers), let_in)
 
-    def _use(self, callers: dict[bytes, Caller]) -> None:
-        self._callers = callers
-        self._owners = Owners(caller.owner for caller in callers.values())
+    def _use(self, found: "Parsed") -> None:
+        if found.clear and os.name == "posix":
+            try:
+                readable = self._path.stat().st_mode & (stat.S_IRGRP | stat.S_IROTH)
+            except OSError:
+                readable = 0
+            if readable:
+                log.warning(
+                    "other users of this machine can read the keys in %s: chmod 600 it, or hash them", self._path
+                )
+        names = {caller.owner for caller in found.callers.values()}
+        if found.wrong or not names:  # whose work goes on: what they may have does not change by a mistake
+            names |= self._owners.names
+        self._owners = Owners(names)
+        self._callers = found.callers
 
-    def _stat(self) -> tuple[int, int, int, int] | None:
+
+def _watch(file: "weakref.ref[KeyFile]") -> None:
+    while (watched := file()) is not None:
         try:
-            found = self._path.stat()
-        except OSError:
-            return None
-        return found.st_mtime_ns, found.st_ctime_ns, found.st_size, found.st_ino
+            watched.look()
+        except Exception:
+            log.exception("the key file could not be looked at")
+        del watched
+        time.sleep(REREAD_SECONDS)
 
 
-def parse_keys(path: Path) -> dict[bytes, Caller]:
-    """The callers of a key file, by the fingerprints of their keys; ValueError, which quotes no key.
+@dataclass(frozen=True, slots=True)
+class Parsed:
+    """What a key file has: callers by the fingerprints of their keys, and what is wrong with other lines, which quotes
+    no key. `clear`: some keys are not hashed."""
 
-    Warns if other users of the machine can read keys that are not hashed.
-    """
-    try:
-        lines = path.read_text("utf-8").splitlines()
-    except UnicodeDecodeError:
-        raise ValueError(f"{path} is not UTF-8 text") from None
+    callers: Mapping[bytes, Caller]
+    wrong: Sequence[str]
+    clear: bool
+
+
+def parse_keys(content: bytes, path: Path) -> Parsed:
+    """The keys of a file."""
     callers: dict[bytes, Caller] = {}
+    wrong: list[str] = []
     clear = False
-    given = (line.split() for line in lines if line.strip() and not line.startswith("#"))
+    given = (line.split() for line in _lines(content) if line.strip() and not line.startswith("#"))
     for number, (*names, key) in enumerate(given, 1):
         owner = names[0] if names else LOCAL_OWNER
-        clear |= not key.startswith("sha256:")
         if len(names) > 1 or not _NAME.fullmatch(owner) or not (_KEY.fullmatch(key) or _HASH.fullmatch(key)):
-            raise ValueError(
+            wrong.append(
                 f"key {number} of {path} must begin with 'tml-' and have at least 12 characters, all visible ASCII, or "
                 "be 'sha256:' and 64 hexadecimal digits; a name before it has up to 64 letters, digits, '.', '_', '@' "
                 "or '-', and does not begin with 'tml-' (put comments on separate lines)"
             )
+            continue
+        clear |= not key.startswith("sha256:")
         digest = bytes.fromhex(key.removeprefix("sha256:")) if key.startswith("sha256:") else fingerprint(key)
         caller = Caller(owner, admin=owner == ADMIN)
         if callers.setdefault(digest, caller) != caller:
-            raise ValueError(f"key {number} of {path} is also one of the owner {callers[digest].owner!r}")
-    if not callers:
-        raise ValueError(f"{path} contains no key")
-    if clear and os.name == "posix" and path.stat().st_mode & (stat.S_IRGRP | stat.S_IROTH):
-        log.warning("other users of this machine can read the keys in %s: chmod 600 it, or hash them", path)
-    return callers
+            wrong.append(f"key {number} of {path} is also one of the owner {callers[digest].owner!r}")
+    return Parsed(callers, wrong, clear)
+
+
+def _lines(content: bytes) -> list[str]:
+    """Of a text with or without a byte order mark. What is not UTF-8 makes the key wrong in which it is."""
+    return content.decode("utf-8-sig", "replace").splitlines()

@@ -6,7 +6,9 @@ They have no session, so each owner has one that is made when it is needed. Ever
 import asyncio
 import itertools
 import json
-from collections import deque
+import threading
+from array import array
+from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,6 +21,8 @@ from tinker_local.backend.rendering.text import ChatMessage, TemplateValue, Text
 from tinker_local.backend.rendering.tools import OfferedTools, ReplyForm, Tool, ToolFormat
 from tinker_local.backend.sampling.sampler import DrawnTokens
 from tinker_local.backend.scheduling.operations import Operation, Operations
+from tinker_local.backend.scheduling.quotas import TOPK_BYTES
+from tinker_local.backend.scheduling.shared_bytes import SharedBytes
 from tinker_local.backend.threads import RENDERING
 from tinker_local.types import (
     CreateSamplingSessionRequest,
@@ -30,15 +34,29 @@ from tinker_local.types import (
     SampleOutput,
     SampleRequest,
     SamplingParams,
+    TooManyRequestsError,
     UnsupportedError,
 )
 from tinker_local.types.errors import brief
+from tinker_local.types.requests_and_results import StopReason
 
 SESSION_NAME = "OpenAI and Anthropic endpoints"
 """The display name of an owner's session."""
 
 AT_ONCE = 64
-"""Pieces of an answer that are made into text before the event loop goes on with others."""
+"""Tokens of an answer that are made into text before the event loop goes on with others."""
+
+MOST_WAITING = 32 * 2**20
+"""Bytes of tokens and logprobs of a streamed answer that wait for a client that reads slower than they are drawn."""
+
+MOST_UNREAD = 512 * 2**20
+"""Of all streams. An owner may have as many as are left."""
+
+FREED_TOKENS = 4096
+"""Of a sequence, after which those that were given out are freed, if they are more than half."""
+
+EVENT_BYTES = 128
+"""Of a token or logprob in the events of a stream, some of which wait while the client does not read."""
 
 CHARACTERS_OF_A_POSITION = 32
 """A text with more characters for each position of the context cannot fit, and is not encoded to see it."""
@@ -89,27 +107,140 @@ class Drawing:
     tokens: DrawnTokens
 
 
+class WaitingTokens:
+    """Tokens of one sequence that wait for the client: 8 bytes each, and 8 for each of the likeliest beside it."""
+
+    def __init__(self, sample: int) -> None:
+        self._sample = sample
+        self._tokens, self._logprobs = array("i"), array("f")
+        self._ids, self._values = array("i"), array("f")
+        self._reason: StopReason | None = None
+        self._given = 0
+
+    def add(self, drawn: DrawnTokens) -> None:
+        """Take what comes next."""
+        self._tokens.extend(drawn.tokens)
+        self._logprobs.extend(drawn.logprobs)
+        for row in drawn.likeliest:
+            self._ids.extend(one for one, _ in row)
+            self._values.extend(value for _, value in row)
+        self._reason = drawn.stop_reason
+
+    def __len__(self) -> int:
+        """How many tokens wait."""
+        return len(self._tokens) - self._given
+
+    def next(self) -> DrawnTokens:
+        """The next token; none if only the end is left to tell."""
+        at, every = self._given, len(self._tokens)
+        self._given = end = min(at + 1, every)
+        width = len(self._ids) // every if every else 0  # the same for each token of a request
+        row = slice(at * width, end * width)
+        others = tuple(zip(self._ids[row], self._values[row], strict=True))
+        found = DrawnTokens(
+            self._sample,
+            tuple(self._tokens[at:end]),
+            tuple(self._logprobs[at:end]),
+            (others,) if others else (),
+            self._reason if end == every else None,
+        )
+        if end > FREED_TOKENS and 2 * end > every:
+            del self._tokens[:end], self._logprobs[:end]
+            del self._ids[: end * width], self._values[: end * width]
+            self._given = 0
+        return found
+
+
+class Unread:
+    """What waits for the clients of all streams, by owner."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.bytes = SharedBytes(MOST_UNREAD)
+
+
 class Answer:
     """The samples of one request, an operation for each prompt. Iterate for the tokens as they are drawn, if it is
-    streamed, and await `outputs` for all of them. `close` it in any case: what still runs is cancelled."""
+    streamed, and await `outputs` for all of them. `close` it in any case, when it is delivered or the client has left:
+    what still runs is cancelled. Until then it counts for its owner.
 
-    def __init__(self, operations: Operations) -> None:
+    A client that does not read keeps neither the sampler nor other clients waiting: what was drawn waits for it, up to
+    `MOST_WAITING` bytes and its owner's share of `unread`. Beyond that the samples are cancelled, and the stream ends
+    with an error.
+    """
+
+    def __init__(self, operations: Operations, owner: str, unread: "Unread") -> None:
         self.operations: list[Operation[SampleOutput]] = []
+        self.uncount: list[Callable[[], None]] = []
+        """Called when this is closed."""
         self._all = operations
         self._loop = asyncio.get_running_loop()
-        self._drawn: deque[Drawing] = deque()
+        self._owner = owner
+        self._unread = unread
+        self._waiting: OrderedDict[tuple[int, int], WaitingTokens] = OrderedDict()  # by prompt and sample, in turn
+        self._bytes = 0
+        self._too_many = False
         self._news = asyncio.Event()
         self._told = False
 
     def take(self, prompt: int, tokens: DrawnTokens) -> None:
         """Tokens from any thread. The event loop is woken once for all that come before it looks."""
-        self._drawn.append(Drawing(prompt, tokens))
-        if not self._told and not self._loop.is_closed():
+        with self._unread.lock:
+            if self._too_many:
+                return
+            self._count(_bytes_of(tokens))
+            if self._bytes > MOST_WAITING or self._unread.bytes.over(self._owner):
+                self._too_many = True
+                self._drop()
+            else:
+                key = prompt, tokens.sample
+                if key not in self._waiting:
+                    self._waiting[key] = WaitingTokens(tokens.sample)
+                self._waiting[key].add(tokens)
+        if (self._too_many or not self._told) and not self._loop.is_closed():
             self._told = True
-            self._loop.call_soon_threadsafe(self._news.set)
+            self._loop.call_soon_threadsafe(self._hear)
+
+    def _count(self, size: int) -> None:
+        """Count `size` bytes more, or less; with the lock."""
+        self._bytes += size
+        self._unread.bytes.take(self._owner, size)
+
+    def _drop(self) -> None:
+        """Free what waits; with the lock."""
+        self._waiting.clear()
+        self._count(-self._bytes)
+
+    def _hear(self) -> None:
+        if self._too_many:
+            for operation in (each for each in self.operations if not each.done):
+                operation.cancel(self._too_slow())
+        self._news.set()
+
+    def _too_slow(self) -> TooManyRequestsError:
+        most = self._unread.bytes.most
+        return TooManyRequestsError(
+            "stream: the client reads more slowly than tokens are drawn. Tokens and logprobs that wait for it may have "
+            f"{MOST_WAITING} bytes, and those of all streams of an owner as many as others leave of {most}: read "
+            "faster, or ask for fewer samples or logprobs",
+            retry_after=1.0,
+        )
+
+    def _next(self) -> list[Drawing]:
+        """Up to `AT_ONCE` tokens, one of each sequence in turn."""
+        found: list[Drawing] = []
+        with self._unread.lock:
+            while self._waiting and len(found) < AT_ONCE:
+                key, waiting = self._waiting.popitem(last=False)
+                drawn = waiting.next()
+                if len(waiting):
+                    self._waiting[key] = waiting
+                self._count(-_bytes_of(drawn))
+                found.append(Drawing(key[0], drawn))
+        return found
 
     async def drawings(self) -> AsyncIterator[list[Drawing]]:
-        """All tokens, up to `AT_ONCE` pieces at a time. Raises the error of a sample that failed."""
+        """All tokens, up to `AT_ONCE` at a time. Raises the error of a sample that failed, or TooManyRequestsError."""
         for operation in self.operations:
             operation.when_done(lambda _: self._news.set())
         while True:
@@ -117,9 +248,11 @@ class Answer:
             failed = any(operation.failed for operation in self.operations)
             self._told = False
             self._news.clear()
-            if found := [self._drawn.popleft() for _ in range(min(AT_ONCE, len(self._drawn)))]:
+            if self._too_many:
+                raise self._too_slow()
+            if found := self._next():
                 yield found
-                if self._drawn:
+                if self._waiting:
                     await asyncio.sleep(0)
                     continue
             if failed:
@@ -130,7 +263,7 @@ class Answer:
                 await self._news.wait()
 
     async def outputs(self) -> list[SampleOutput]:
-        """The result for each prompt; if one fails, raises its error."""
+        """The result for each prompt; if one fails, raises its error. Of a stream, without logprobs."""
         waiting = [asyncio.ensure_future(_result(operation)) for operation in self.operations]
         try:
             return list(await asyncio.gather(*waiting))
@@ -142,12 +275,27 @@ class Answer:
         """Positions of all prompts; 0 for one that is not rendered yet."""
         return sum((operation.timeline.facts or {}).get("prompt_tokens", 0) for operation in self.operations)
 
-    def close(self) -> None:
+    def forget(self) -> None:
         """Cancel what runs, and forget the rest: no client asks for it again."""
         for operation in self.operations:
             if not operation.done:
                 operation.cancel(GoneError("the client left"))
             self._all.forget(operation.request_id)
+        self.operations = []
+
+    def close(self) -> None:
+        """`forget`, and count these samples no more."""
+        self.forget()
+        with self._unread.lock:
+            self._too_many = True  # an engine may give some more
+            self._drop()
+        for uncount in self.uncount:
+            uncount()
+
+
+def _bytes_of(drawn: DrawnTokens) -> int:
+    """What `WaitingTokens` takes for these."""
+    return TOPK_BYTES * (len(drawn.tokens) + sum(map(len, drawn.likeliest)))
 
 
 async def _result(operation: Operation[SampleOutput]) -> SampleOutput:
@@ -163,6 +311,7 @@ class Completions:
         self._operations = operations
         self._owners: dict[str, _OwnersSession] = {}
         self._opening = asyncio.Lock()
+        self._unread = Unread()
 
     async def named(self, caller: Caller, name: str, *, read_as_public: bool = False) -> Named:
         """The model called `name`. Who may read its checkpoint is decided before; `read_as_public`: see
@@ -248,7 +397,7 @@ class Completions:
         """Begin to sample `num_samples` sequences for each prompt. If one is refused, none is sampled."""
         if grammar is not None and named.base.engines.no_grammars:
             raise UnsupportedError(f"{grammar.field}: {named.base.engines.no_grammars}")
-        answer = Answer(self._operations)
+        answer = Answer(self._operations, named.session.owner, self._unread)
         own = self._owners[named.session.owner]
         try:
             for index, prompt in enumerate(prompts):
@@ -261,11 +410,17 @@ class Completions:
                     topk_sample_logprobs=likeliest,
                 )
                 drawn: Callable[[DrawnTokens], None] | None = partial(answer.take, index) if streamed else None
-                answer.operations.append(await self._sampling.sample(request, BesidesRequest(drawn, grammar)))
+                besides = BesidesRequest(drawn, grammar, answer.uncount, _event_bytes(request, streamed))
+                answer.operations.append(await self._sampling.sample(request, besides))
         except BaseException:
             answer.close()
             raise
         return answer
+
+
+def _event_bytes(request: SampleRequest, streamed: bool) -> int:
+    """Of the events of a stream that are being sent."""
+    return EVENT_BYTES * AT_ONCE * (1 + request.topk_sample_logprobs) if streamed else 0
 
 
 def _tool_format(named: Named) -> ToolFormat:

@@ -84,6 +84,8 @@ class ControlPlane:
         self.quotas = Quotas(self.options)
         self.on_own_change: Callable[[str, str], None] = lambda action, path: None
         """Called when the server changes checkpoints by itself: what it did, and to which path."""
+        self.key_problem: Callable[[], str | None] = lambda: None
+        """Why no key can be checked now."""
         self.on_failure: Callable[[Operation[Any]], None] = lambda operation: None
         """Called with each operation that ends with an error."""
         self.totals = OperationTotals()
@@ -266,10 +268,13 @@ class ControlPlane:
             self.on_failure(operation)
 
     def recovering(self) -> list[str]:
-        """What does not work now but will again, a sentence for each base model; empty unless `ready`."""
+        """What does not work now but will again, a sentence for each base model, and one if no key can be checked;
+        empty unless `ready`."""
         if not self.ready:
             return []
         stops = ["the server is stopping"] if self._stopping else []
+        if (why := self.key_problem()) is not None:
+            stops.append(why)
         return stops + [f"{model.names[0]}: {model.problem}" for model in self.models.distinct() if model.problem]
 
     def problems(self) -> list[str]:

@@ -22,13 +22,22 @@ class Completion:
     time: float
 
 
+MOST_UNSEEN = 2**16
+"""Completions that are kept of a client that does not ask for them, as the SDK by default."""
+
+MOST_LOGS = 2**14
+"""Clients of a sampling session whose completions are kept: those that sampled last."""
+
+
 class CompletionLog:
-    """Completions not seen yet. They are dropped after `retention` seconds, like the results themselves."""
+    """Completions not seen yet. They are dropped after `retention` seconds, like the results themselves, and beyond
+    `MOST_UNSEEN` the oldest. `dropped`: the cursor of the last of these."""
 
     def __init__(self, retention: float) -> None:
         self._retention = retention
         self._unseen: deque[Completion] = deque()
         self._last = 0
+        self.dropped = 0
         self._news = asyncio.Event()
         self._stopped = False
 
@@ -51,6 +60,8 @@ class CompletionLog:
             self._unseen.popleft()
         self._last += 1
         self._unseen.append(Completion(self._last, operation.request_id, operation.failed, now))
+        if len(self._unseen) > MOST_UNSEEN:
+            self.dropped = self._unseen.popleft().cursor
         self._news.set()
 
     async def after(self, cursor: int, timeout: float) -> list[Completion]:
@@ -102,17 +113,25 @@ class SamplingClients:
     def watch(self, seq_id: int, operation: Operation[SampleOutput]) -> None:
         """Note the end of a client's sample."""
         client = client_of(seq_id)
-        if client not in self._logs:
-            self._logs[client] = CompletionLog(self._retention)
-        self._logs[client].watch(operation)
+        if (log := self._logs.pop(client, None)) is None:
+            log = CompletionLog(self._retention)
+        self._logs[client] = log
+        if len(self._logs) > MOST_LOGS:
+            del self._logs[next(iter(self._logs))]
+        log.watch(operation)
 
     def completions(self, client: int, cursor: int) -> CompletionLog:
         """What `client`, which has seen everything up to `cursor`, is to read on.
 
         GoneError if `cursor` was not recorded here: the server was restarted, and the client would wait forever for
-        samples that are lost.
+        samples that are lost. And if what ended after it was dropped.
         """
         log = self._logs.get(client)
+        if log is not None and cursor < log.dropped:
+            raise GoneError(
+                f"prev_cursor: of the samples that client {client} has not seen, the newest {MOST_UNSEEN} are known, "
+                f"after cursor {log.dropped}; ask for them more often"
+            )
         if log is None or cursor > log.last:
             raise GoneError(
                 f"cloned_sampler_id: nothing is known of samples of client {client}, up to cursor {cursor}, of this "

@@ -66,7 +66,8 @@ from tinker_local.types.codec import decode_sample_output, encode_sample_output
 @dataclass(slots=True, eq=False)
 class SamplingSession:
     """`ephemeral`: a version that lives as long as the session, or until it is dropped for newer ones; `checkpoint`: a
-    named one, maybe `deleted`; `running`: the samples that have not ended, and the bytes of each request.
+    named one, maybe `deleted`; `running`: the samples that have not ended, and what counts each out of what is in
+    flight, unless it counts on until it is delivered.
 
     A session whose checkpoint is deleted refuses new samples and finishes those that it has accepted.
     """
@@ -78,21 +79,25 @@ class SamplingSession:
     ephemeral: EphemeralVersion | None = None
     checkpoint: CheckpointRecord | None = None
     deleted: bool = False
-    running: dict[Operation[SampleOutput], int] = field(default_factory=dict)
+    running: dict[Operation[SampleOutput], Callable[[], None] | None] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class BesidesRequest:
     """What the SDK's requests do not have, and those of other APIs do. `drawn` gets the sample's tokens as they are
-    drawn, from any thread, before its result is there. `grammar`: what they must spell."""
+    drawn, from any thread, before its result is there, which then has no logprobs. `grammar`: what they must spell.
+    `uncount` gets what to call when the answer is delivered: until then the request counts for its owner, with
+    `waiting` bytes that may wait for the client. None: it counts until it has ended."""
 
     drawn: Drawn | None = None
     grammar: Grammar | None = None
+    uncount: list[Callable[[], None]] | None = None
+    waiting: int = 0
 
     @property
     def size(self) -> int:
         """Bytes."""
-        return 0 if self.grammar is None else len(self.grammar.text)
+        return self.waiting + (0 if self.grammar is None else len(self.grammar.text))
 
 
 SDK_REQUEST = BesidesRequest()
@@ -356,9 +361,11 @@ class Sampling:
         operation.owner, operation.failures = session.owner, session.base.counts.failures
         self._operations.add(operation)
         session.clients.watch(request.seq_id, operation)
-        self.in_flight.enter(session.record.session_id, session.owner, size)
+        uncount = self.in_flight.enter(session.record.session_id, session.owner, size)
         session.base.counts.samples_accepted += 1
-        session.running[operation] = size
+        session.running[operation] = None if besides.uncount is not None else uncount
+        if besides.uncount is not None:
+            besides.uncount.append(uncount)
         if session.checkpoint is not None:
             self._uses.take(session.checkpoint)
         if session.ephemeral is not None:
@@ -398,11 +405,13 @@ class Sampling:
 
     def _ended(self, session: SamplingSession, operation: Operation[SampleOutput]) -> None:
         """Count a sample out, however it ended, before its result can be read."""
-        if (size := session.running.pop(operation, None)) is not None:
+        if operation in session.running:
+            uncount = session.running.pop(operation)
             if session.checkpoint is not None:
                 self._uses.leave(session.checkpoint)
             session.base.counts.samples_accepted -= 1
-            self.in_flight.leave(session.record.session_id, session.owner, size)
+            if uncount is not None:
+                uncount()
             if session.ephemeral is not None:
                 self.ephemeral.sample_ended(session.ephemeral)
 
@@ -460,7 +469,7 @@ class Sampling:
             queue.leave(operation)
         count(session.base, work, output)
         operation.timeline.note(sampled_tokens=sampled_tokens(output))
-        output = with_ids(output, operation.request_id)
+        output = with_ids(output if besides.drawn is None else without_logprobs(output), operation.request_id)
         if request.record_stability_info:
             self.recorded.add(session_id, output.sequences, prompt.length)
         return output
@@ -510,6 +519,12 @@ def with_ids(output: SampleOutput, request_id: str) -> SampleOutput:
         sequence.model_copy(update={"sequence_id": sequence_id})
         for sequence, sequence_id in zip(output.sequences, ids, strict=True)
     )
+    return output.model_copy(update={"sequences": tuple(sequences)})
+
+
+def without_logprobs(output: SampleOutput) -> SampleOutput:
+    """What is left to know of a result that was streamed."""
+    sequences = (sequence.model_copy(update={"logprobs": None, "topk_logprobs": None}) for sequence in output.sequences)
     return output.model_copy(update={"sequences": tuple(sequences)})
 
 

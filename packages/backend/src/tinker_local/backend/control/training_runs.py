@@ -5,7 +5,7 @@ import time
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 from typing import Any, TypeVar
 
 from tinker_local.backend.control.checkpoint_lifetime import expiry
@@ -63,6 +63,8 @@ class TrainingRun:
     steps, saved_steps: optimizer steps taken since it was created or loaded, and those of them in `source`.
     stepped_at: when it took the last of them; of the monotonic clock.
     autosaving, autosaved_at: held during an autosave; when the last one began, or the run.
+    requested_at, touched_at: when its last request came, and when the record was given the time of one.
+    next_save: gives the number of a save.
     source: the last durable checkpoint of its weights, or the one that it was loaded from; None: it was created.
     imported: its adapter came from elsewhere, so that without a `source` only the trainer has it.
     source_optimizer: its optimizer is that of `source`.
@@ -85,6 +87,9 @@ class TrainingRun:
     stepped_at: float = 0.0
     autosaving: asyncio.Lock = field(default_factory=asyncio.Lock)
     autosaved_at: float = field(default_factory=time.monotonic)
+    requested_at: float = field(default_factory=time.monotonic)
+    touched_at: float = field(default_factory=time.monotonic)
+    next_save: Callable[[], int] = lambda: 0
     source: CheckpointRecord | None = None
     source_optimizer: bool = False
     imported: bool = False
@@ -138,6 +143,7 @@ class TrainingRun:
             created_at=when,
             size_bytes=0,
             has_optimizer=kind == "weights",
+            save_number=self.next_save(),
             expires_at=expiry(when, ttl_seconds),
             user_metadata=user_metadata or {},
         )
@@ -249,7 +255,9 @@ class TrainingRuns:
         )
         operation: Operation[dict[str, Any]] = Operation(request_id_of(model_id, "create"), kind)
         operation.owner, operation.failures = owner, base.counts.failures
-        model = self._live[model_id] = TrainingRun(record, owner, base, queue, operation, size, optimizer)
+        model = self._live[model_id] = TrainingRun(
+            record, owner, base, queue, operation, size, optimizer, next_save=self._store.next_save
+        )
         queue.on_discarded = model.progress.gradient_ended
         self._operations.add(operation)
 
@@ -431,8 +439,9 @@ class TrainingRuns:
 
     def touch(self, model: TrainingRun) -> None:
         """Note the time of the last request; written to disk at most once a minute."""
-        when = datetime.now(UTC)
-        if when - model.record.last_request_at > timedelta(minutes=1):
+        model.requested_at = time.monotonic()
+        if model.requested_at - model.touched_at > TOUCH_SECONDS:
+            when, model.touched_at = datetime.now(UTC), model.requested_at
             model.record = replace(model.record, last_request_at=when)
             if model.ready:
                 DATABASE.run(self._store.touch_training_run, model.model_id, when)
@@ -464,13 +473,16 @@ def _check_hosted(config: LoraConfig) -> None:
         )
 
 
+TOUCH_SECONDS = 60.0
+"""How far a run's `last_request_at` may lag behind."""
+
 NAMED = 3
 """Runs that an error names as those to end first."""
 
 
 def _least_used(runs: Collection[TrainingRun]) -> str:
     """In words, those of `runs` that had no request for longest."""
-    first = sorted(runs, key=lambda run: run.record.last_request_at)[:NAMED]
+    first = sorted(runs, key=lambda run: run.requested_at)[:NAMED]
     found = (f"{run.model_id} (last request at {run.record.last_request_at:%Y-%m-%d %H:%M} UTC)" for run in first)
     return ", ".join(found)
 
@@ -493,5 +505,6 @@ async def _how_to_go_on(store: Store, model_id: str) -> str:
     saved = [c for c in saved if not c.unusable]
     if not saved:
         return "It has no saved checkpoint."
-    last = max(saved, key=lambda c: c.created_at)
-    return f"Its last checkpoint is {last.tinker_path}; continue with create_training_client_from_state_with_optimizer"
+    return (
+        f"Its last checkpoint is {saved[0].tinker_path}; continue with create_training_client_from_state_with_optimizer"
+    )

@@ -14,7 +14,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Literal, TypeVar, cast
 
-from fastapi import Depends, Header, Query, Request
+from fastapi import Depends, Query, Request
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 from tinker_local.backend.control.callers import LOCAL, Caller, KeyFile, fingerprint
@@ -27,6 +27,7 @@ from tinker_local.backend.storage.metadata import Owned
 from tinker_local.backend.storage.names import parse_tinker_path
 from tinker_local.backend.threads import DATABASE
 from tinker_local.types import (
+    ApiError,
     AuthenticationError,
     CopyWeightsRequest,
     Frozen,
@@ -71,25 +72,34 @@ class Keys:
         # Found by its digest, so that the time taken reveals nothing of a key.
         return (callers or {}).get(fingerprint(given))
 
+    @property
+    def problem(self) -> str | None:
+        """Why no key is right now, if that is a fault of the server."""
+        return None if self._file is None else self._file.problem
+
     def owners(self) -> Owners:
         """Who has a key."""
         return _ONE_OWNER if self._file is None else self._file.owners()
 
-    def check_token(self, token: str | None, field: str) -> None:
-        """PermissionDeniedError for an access token that is not a key of this server.
+    def knows(self, token: str | None) -> bool:
+        """Whether an access token is a key of this server, or was not given.
 
         As on the hosted service, it is an API key of the checkpoint's owner.
         """
-        if token is not None and self.caller(token) is None:
-            raise PermissionDeniedError(
-                f"{field}: it is not a key of this server; give a key of the checkpoint's owner, or leave it out: "
-                "every key reads the checkpoints of its owner and public ones"
-            )
+        return token is None or self.caller(token) is not None
 
     def opened(self, request: R) -> R:
-        """`request` without its token, once that is checked."""
-        self.check_token(request.weights_access_token, "weights_access_token")
+        """`request` without its token; PermissionDeniedError if that is not a key of this server."""
+        if not self.knows(request.weights_access_token):
+            raise _unknown_token("weights_access_token")
         return request.model_copy(update={"weights_access_token": None})
+
+
+def _unknown_token(field: str) -> PermissionDeniedError:
+    return PermissionDeniedError(
+        f"{field}: it is not a key of this server; give a key of the checkpoint's owner, or leave it out: "
+        "every key reads the checkpoints of its owner and public ones"
+    )
 
 
 # Middleware: decides before the body is read --------------------------------------------------------------------------
@@ -124,8 +134,8 @@ MOST_COUNTED = 2 * FREE_WRONG_KEYS
 
 
 class WrongKeys:
-    """How long the answer to a wrong key waits, by its address. A right key never waits, so that many users may share
-    one address, behind a proxy."""
+    """How long the answer to a wrong key or access token waits, by its address. A right one never waits, so that many
+    users may share one address, behind a proxy."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -170,28 +180,32 @@ def network_of(address: str) -> str:
 
 
 class RequireKey:
-    """Answer 401 to a request without a known key in `X-API-Key`, or outside the Tinker API in `Authorization: Bearer`;
-    `caller_of` tells whose it is.
+    """Answer 401 to a request without a known key in `X-API-Key`, or outside the Tinker API in `Authorization: Bearer`,
+    and 403 to one with an unknown access token; `caller_of` tells whose it is.
 
     With several owners, each may have half of all connections in use: beyond that, its requests are answered with 429.
     Connections without a request are closed for others, but long polls, slow bodies and slow readers are not.
     """
 
-    def __init__(self, app: ASGIApp, keys: Keys) -> None:
+    def __init__(self, app: ASGIApp, keys: Keys, wrong: WrongKeys) -> None:
         self._app = app
         self._keys = keys
-        self._wrong = WrongKeys()
+        self._wrong = wrong
         self._open: Counter[str] = Counter()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and not _open_to_all(scope["path"]):
-            caller = self._keys.caller(_key_in(scope))
+            headers = Headers(scope=scope)
+            caller = self._keys.caller(_key_in(headers, scope["path"]))
+            if caller is None and (problem := self._keys.problem) is not None:  # nothing was compared or can be guessed
+                await error_responses.answer(AuthenticationError(problem), scope["path"])(scope, receive, send)
+                return
             if caller is None:
                 error = AuthenticationError(_WRONG_KEY.get(api_of(scope["path"]), _NO_KEY))
-                answer = error_responses.answer(error, scope["path"])
-                if not await self._wrong.wait((scope.get("client") or ("",))[0]):
-                    answer.headers["Connection"] = "close"
-                await answer(scope, receive, send)
+                await self._refuse(error, scope, receive, send)
+                return
+            if not self._keys.knows(headers.get(ACCESS_TOKEN)):
+                await self._refuse(_unknown_token(ACCESS_TOKEN), scope, receive, send)
                 return
             scope[CALLER] = caller
             if (most := self._most(caller)) is not None and self._open[caller.owner] >= most:
@@ -212,15 +226,30 @@ class RequireKey:
             return
         await self._app(scope, receive, send)
 
+    async def _refuse(self, error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a wrong key or token, when it has waited."""
+        answer = error_responses.answer(error, scope["path"])
+        if not await self._wrong.wait(address_in(scope)):
+            answer.headers["Connection"] = "close"
+        await answer(scope, receive, send)
+
     def _most(self, caller: Caller) -> int | None:
         """How many requests of `caller` may be open; None: any number."""
         return max(1, most_connections() // 2) if self._keys.owners().shares(caller.owner) else None
 
 
-def _key_in(scope: Scope) -> str:
-    headers = Headers(scope=scope)
+ACCESS_TOKEN = "X-Tinker-Weights-Access-Token"
+"""The header of an access token, which routes that need no key ignore."""
+
+
+def address_in(scope: Scope) -> str:
+    """The address of the client, after `ForwardedAddress`."""
+    return str((scope.get("client") or ("",))[0])
+
+
+def _key_in(headers: Headers, path: str) -> str:
     scheme, _, bearer = headers.get("authorization", "").partition(" ")
-    takes_bearer = scheme.lower() == "bearer" and api_of(scope["path"]) != "tinker"
+    takes_bearer = scheme.lower() == "bearer" and api_of(path) != "tinker"
     return headers.get("x-api-key") or (bearer.strip() if takes_bearer else "")
 
 
@@ -341,10 +370,13 @@ async def check_own_path(request: Request) -> None:
 
 
 async def check_own_body(request: Request, body: Frozen) -> None:
-    """`check_ids` of what a body names, and `check_readable` of its checkpoints, for every body."""
+    """`check_ids` of what a body names, and `check_readable` of its checkpoints, for every body. A wrong access token
+    in it counts as a wrong key."""
     request.scope[BODY] = body
     if isinstance(model := getattr(body, "model", None), str):
         request.scope[NAMED_MODEL] = {"model": model}
+    if not cast(Keys, request.app.state.keys).knows(getattr(body, "weights_access_token", None)):
+        await cast(WrongKeys, request.app.state.wrong_keys).wait(address_in(request.scope))
     if caller_of(request).admin or isinstance(body, SessionSearchRequest):  # the ids of a search only filter
         return
     given = dict(body)
@@ -366,7 +398,7 @@ async def check_readable(request: Request, field: str, path: str, token: str | N
         return None
     backend = cast(ControlPlane, request.app.state.backend)
     keys = cast(Keys, request.app.state.keys)
-    tokens = (token, request.headers.get("x-tinker-weights-access-token"))
+    tokens = (token, request.headers.get(ACCESS_TOKEN))
     readers = [caller_of(request), *(keys.caller(token) for token in tokens if token is not None)]
     owner = await backend.sessions.owner_of(run)
     if owner is not None and any(reader and (reader.admin or reader.owner == owner) for reader in readers):
@@ -411,10 +443,3 @@ async def _keys(request: Request) -> Keys:
 
 
 ServerKeys = Annotated[Keys, Depends(_keys)]
-
-
-async def known_weights_token(
-    keys: ServerKeys, x_tinker_weights_access_token: Annotated[str | None, Header()] = None
-) -> None:
-    """Reject, on any request, a token that is not a key of this server."""
-    keys.check_token(x_tinker_weights_access_token, "X-Tinker-Weights-Access-Token")

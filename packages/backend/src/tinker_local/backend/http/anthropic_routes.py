@@ -12,7 +12,7 @@ from tinker_local.backend.control.life_cycle import ControlPlane
 from tinker_local.backend.http.access import Backend
 from tinker_local.backend.http.anthropic_bodies import Conversation, MessagesBody
 from tinker_local.backend.http.bodies import parse
-from tinker_local.backend.http.event_stream import begun, event, unless_left
+from tinker_local.backend.http.event_stream import WholeAnswer, begun, event, unless_left
 from tinker_local.backend.http.openai_answers import whole
 from tinker_local.backend.http.openai_routes import model_of
 from tinker_local.backend.http.sampling_routes import body_limits
@@ -53,9 +53,12 @@ async def messages(request: Request, backend: Backend) -> Response:
         return await begun(request, _events(body, named, form, answer), answer.close)
     try:
         outputs = await unless_left(request, answer.outputs())
-        return JSONResponse(await ENCODING.run(_whole_message, body, named, form, answer.prompt_tokens(), outputs))
-    finally:
+        message = await ENCODING.run(_whole_message, body, named, form, answer.prompt_tokens(), outputs)
+    except BaseException:
         answer.close()
+        raise
+    answer.forget()
+    return WholeAnswer(bytes(JSONResponse(message).body), answer.close)
 
 
 async def _asked(backend: ControlPlane, body: Conversation, named: Named) -> tuple[ModelInput, OfferedTools | None]:

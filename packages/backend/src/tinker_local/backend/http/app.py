@@ -27,9 +27,11 @@ from tinker_local.backend.http.access import (
     RequireKey,
     RequireOwnMachine,
     RequireReady,
+    WrongKeys,
     check_own_path,
-    known_weights_token,
 )
+from tinker_local.backend.http.delivery import Delivery
+from tinker_local.backend.http.forwarded import ForwardedAddress, Network
 from tinker_local.backend.http.request_logs import Logs, RequestLogs
 
 ROUTES = (
@@ -54,35 +56,42 @@ ANTHROPIC = ("/anthropic/api/v1", "/v1")
 
 
 def create_app(
-    backend: ControlPlane, *, api_keys: Sequence[str] | KeyFile | None = None, logs: Logs | None = None
+    backend: ControlPlane,
+    *,
+    api_keys: Sequence[str] | KeyFile | None = None,
+    logs: Logs | None = None,
+    proxies: Sequence[Network] = (),
 ) -> FastAPI:
     """The app over `backend`, which the caller starts and closes, on the same event loop.
 
     `api_keys`: the keys that are accepted, of one owner, or the file that names their owners; None accepts any, from
-    programs of this machine (so bind to loopback). `logs`: which of all requests there are.
+    programs of this machine (so bind to loopback). `logs`: which of all requests there are. `proxies`: addresses whose
+    `X-Forwarded-For` is believed.
     """
     # No pages for /docs and /redoc: FastAPI's load scripts of another host, and know no bodies of these routes.
     app = FastAPI(title="tinker-local", version="0.1.0", redirect_slashes=False, docs_url=None, redoc_url=None)
     app.state.backend = backend
     app.state.keys = keys = Keys(api_keys)
+    app.state.wrong_keys = wrong = WrongKeys()
     backend.quotas.owners = keys.owners
+    backend.key_problem = lambda: keys.problem
     error_responses.install(app)
+    app.add_middleware(Delivery)
     app.add_middleware(RequireReady, backend=backend)
     if api_keys is None:
         app.add_middleware(RequireOwnMachine)
     else:
-        app.add_middleware(RequireKey, keys=keys)
+        app.add_middleware(RequireKey, keys=keys, wrong=wrong)
     if logs is not None and (logs.access or logs.audit):
         backend.on_own_change = logs.changed_by_server
         app.add_middleware(RequestLogs, backend=backend, logs=logs)
+    app.add_middleware(ForwardedAddress, proxies=proxies)
     for module in ROUTES:
-        app.include_router(
-            module.router, prefix="/api/v1", dependencies=[Depends(known_weights_token), Depends(check_own_path)]
-        )
+        app.include_router(module.router, prefix="/api/v1", dependencies=[Depends(check_own_path)])
     for prefix in OPENAI:
-        app.include_router(openai_routes.router, prefix=prefix, dependencies=[Depends(known_weights_token)])
+        app.include_router(openai_routes.router, prefix=prefix)
     for prefix in ANTHROPIC:
-        app.include_router(anthropic_routes.router, prefix=prefix, dependencies=[Depends(known_weights_token)])
+        app.include_router(anthropic_routes.router, prefix=prefix)
     app.include_router(metrics_routes.router)
     app.include_router(console_routes.router)
     return app

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, TypeVar
 
 from fastapi import Request
-from fastapi.responses import StreamingResponse
+from fastapi.responses import Response, StreamingResponse
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 from tinker_local.backend.http.error_responses import api_of, error_body, message
@@ -71,6 +71,20 @@ class EventStream(StreamingResponse):
             await unless_left(self._request, self.stream_response(send))
         except ClientDisconnect:
             pass
+        finally:
+            self._close()
+
+
+class WholeAnswer(Response):
+    """A JSON answer; `close` is called when it was sent, or the client has left."""
+
+    def __init__(self, content: bytes, close: Callable[[], None]) -> None:
+        super().__init__(content, media_type="application/json")
+        self._close = close
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
         finally:
             self._close()
 

@@ -8,7 +8,7 @@ from tinker_local.backend.control.completions import Named, parse_model
 from tinker_local.backend.control.life_cycle import ControlPlane
 from tinker_local.backend.http.access import NAMED_MODEL, Backend, ToList, caller_of, check_readable
 from tinker_local.backend.http.bodies import parse
-from tinker_local.backend.http.event_stream import begun, unless_left
+from tinker_local.backend.http.event_stream import WholeAnswer, begun, unless_left
 from tinker_local.backend.http.openai_answers import MAX_CELLS, Asked, events, whole_answer
 from tinker_local.backend.http.openai_bodies import Body, ChatBody, CompletionBody
 from tinker_local.backend.http.sampling_routes import body_limits
@@ -127,6 +127,8 @@ async def _answered(
     try:
         outputs = await unless_left(request, answer.outputs())
         content = await ENCODING.run(whole_answer, asked, named, answer.prompt_tokens(), outputs)
-        return Response(content, media_type="application/json")
-    finally:
+    except BaseException:
         answer.close()
+        raise
+    answer.forget()
+    return WholeAnswer(content, answer.close)

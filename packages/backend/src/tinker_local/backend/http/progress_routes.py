@@ -32,7 +32,7 @@ LONGEST_METRIC = 128
 MOST_EPHEMERAL = 20
 """Ephemeral sampler versions that are listed of each run."""
 
-STARTED = time.time()
+STARTED = time.monotonic()
 
 OF_MODELS = (
     *("commands_running", "commands_waiting", "samples_running", "samples_waiting", "sequences", "kv_cache_used"),
@@ -59,15 +59,12 @@ async def status(request: Request, backend: Backend) -> dict[str, Any]:
         "version": version("tinker-local"),
         "time": time.time(),
         "problems": backend.problems(),
-        "runs": [
-            run_json(run, ephemeral.get(run.model_id, ()))
-            for run in sorted(runs, key=lambda run: run.record.created_at)
-        ],
+        "runs": [run_json(run, ephemeral.get(run.model_id, ())) for run in runs],
         "models": [{"names": list(model.names)} for model in backend.models.distinct()],
     }
     if sees_all(request):
         found["models"] = [model_json(model) for model in backend.models.distinct()]
-        found["seconds_up"] = time.time() - STARTED
+        found["seconds_up"] = time.monotonic() - STARTED
         memory = await memory_in_use()
         found["memory_bytes"] = memory.processes
         found["gpus"] = [{"gpu": at, "used_bytes": used, "bytes": most} for at, (used, most) in memory.gpus.items()]

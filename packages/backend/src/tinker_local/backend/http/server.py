@@ -18,6 +18,7 @@ from tinker_local.backend.control.callers import KeyFile
 from tinker_local.backend.control.life_cycle import ControlPlane
 from tinker_local.backend.http.app import create_app
 from tinker_local.backend.http.connections import MAX_CONNECTIONS, SPARE_FILES, bounded_http, most_connections
+from tinker_local.backend.http.forwarded import Network
 from tinker_local.backend.http.listening import bind, url_of
 from tinker_local.backend.http.request_logs import Logs
 
@@ -114,11 +115,18 @@ def _stopped_by_signals(server: _Server, backend: ControlPlane) -> Iterator[None
 
 
 def _server(
-    backend: ControlPlane, api_keys: Sequence[str] | KeyFile | None, *, saves: bool, logs: Logs | None = None
+    backend: ControlPlane,
+    api_keys: Sequence[str] | KeyFile | None,
+    *,
+    saves: bool,
+    logs: Logs | None = None,
+    proxies: Sequence[Network] = (),
 ) -> _Server:
     config = uvicorn.Config(
-        create_app(backend, api_keys=api_keys, logs=logs),
+        create_app(backend, api_keys=api_keys, logs=logs, proxies=proxies),
         http=bounded_http(),
+        ws="none",
+        proxy_headers=False,  # the app has its own, which believes no proxy that the operator did not name
         log_config=None,  # uvicorn's own would close the handlers that there are
         log_level="warning",
         access_log=False,
@@ -137,6 +145,7 @@ async def run(
     api_keys: Sequence[str] | KeyFile | None,
     on_ready: Callable[[], None],
     logs: Logs | None = None,
+    proxies: Sequence[Network] = (),
     beside: Callable[[], Coroutine[Any, Any, None]] | None = None,
 ) -> bool:
     """Serve until SIGINT, SIGTERM or SIGHUP comes, then save training. Answers 503 while models load; raises what
@@ -144,7 +153,7 @@ async def run(
 
     Returns false if the signal came while models were loading: a thread goes on with that, and cannot be stopped.
     """
-    server = _server(backend, api_keys, saves=True, logs=logs)
+    server = _server(backend, api_keys, saves=True, logs=logs, proxies=proxies)
 
     async def load() -> None:
         try:

@@ -28,7 +28,7 @@ class Amounts:
     adapters, adapter_bytes: of training runs in memory, and their bytes with gradients and optimizer state.
     queued_requests: training requests that have not run.
     queued_bytes: of these, and as much again of requests for samples that have not ended.
-    samples: requests for samples that have not ended.
+    samples: requests for samples that have not ended, or whose answer is still being sent.
     storage_bytes: of checkpoints of every kind, autosaves included; a copy counts in full.
     ephemeral_bytes: of ephemeral sampler versions.
     """
@@ -104,7 +104,8 @@ SAMPLE_RETRY = 1.0
 
 
 class InFlight:
-    """Requests for samples that have not ended."""
+    """Requests for samples that have not ended; those of OpenAI's and Anthropic's APIs, until their answers are
+    delivered."""
 
     def __init__(self, quotas: Quotas) -> None:
         self._quotas = quotas
@@ -131,23 +132,29 @@ class InFlight:
                     SAMPLE_RETRY,
                 )
 
-    def enter(self, session_id: str, owner: str, size: int) -> None:
-        """Count one more."""
+    def enter(self, session_id: str, owner: str, size: int) -> Callable[[], None]:
+        """Count one more; what counts it out again, once however often it is called."""
         self._by_session[session_id] += 1
         self._by_owner[owner] += 1
         self._bytes_by_session[session_id] += size
         self._bytes_by_owner[owner] += size
+        counted = True
 
-    def leave(self, session_id: str, owner: str, size: int) -> None:
-        """Count one less."""
-        for counts, sizes, key in (
-            (self._by_session, self._bytes_by_session, session_id),
-            (self._by_owner, self._bytes_by_owner, owner),
-        ):
-            counts[key] -= 1
-            sizes[key] -= size
-            if not counts[key]:
-                del counts[key], sizes[key]
+        def leave() -> None:
+            nonlocal counted
+            if not counted:
+                return
+            counted = False
+            for counts, sizes, key in (
+                (self._by_session, self._bytes_by_session, session_id),
+                (self._by_owner, self._bytes_by_owner, owner),
+            ):
+                counts[key] -= 1
+                sizes[key] -= size
+                if not counts[key]:
+                    del counts[key], sizes[key]
+
+        return leave
 
     def of(self, owner: str) -> int:
         """Those of `owner`."""

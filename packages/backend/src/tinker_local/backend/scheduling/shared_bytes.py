@@ -18,16 +18,15 @@ class SharedBytes:
         self._held: Counter[str] = Counter()
 
     def take(self, owner: str, size: int) -> None:
-        """Count `size` bytes more."""
+        """Count `size` bytes more, or with a negative number less."""
         self._held[owner] += size
         self.total += size
+        if not self._held[owner]:
+            del self._held[owner]
 
     def give(self, owner: str, size: int) -> None:
         """Count `size` bytes less."""
-        self._held[owner] -= size
-        self.total -= size
-        if not self._held[owner]:
-            del self._held[owner]
+        self.take(owner, -size)
 
     def of(self, owner: str) -> int:
         """Bytes that `owner` holds."""

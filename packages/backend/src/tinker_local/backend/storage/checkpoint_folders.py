@@ -199,6 +199,7 @@ class CheckpointFolders:
             size_bytes=int(given["size_bytes"]),
             has_optimizer=bool(given["has_optimizer"]),
             user_metadata=dict(given["user_metadata"]),
+            save_number=_save_number(given.get("save_number")),
         )
         files = (WEIGHTS, CONFIG, *([OPTIMIZER] if record.has_optimizer else []))
         # A write that another one of the same microsecond preceded has a later time in its name.
@@ -256,6 +257,11 @@ def _describe(record: CheckpointRecord) -> dict[str, object]:
         "lora_config": record.lora_config.model_dump(),
         "user_metadata": dict(record.user_metadata),
     }
+
+
+def _save_number(given: object) -> int:
+    """0 if it is none: an older server gave none, and a file may hold anything."""
+    return given if isinstance(given, int) and not isinstance(given, bool) and 0 < given < 2**62 else 0
 
 
 def _link(file: Path, target: Path) -> None:

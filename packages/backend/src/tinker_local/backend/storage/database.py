@@ -121,11 +121,17 @@ def _from_2_to_3(engine: sa.Engine) -> None:
 
 
 def _from_3_to_4(engine: sa.Engine) -> None:
-    """Adds why a checkpoint cannot be loaded, which of older ones is not known yet, and why a sampling session may read
-    its checkpoint."""
+    """Numbers checkpoints in the order in which they were recorded; adds why one cannot be loaded, which of older ones
+    is not known yet, and why a sampling session may read its checkpoint."""
     _add_column(engine, "checkpoints", "unusable VARCHAR")
     _add_column(engine, "sampling_sessions", "read_as_public BOOLEAN")
+    _add_column(engine, "checkpoints", "save_number BIGINT DEFAULT 0 NOT NULL")
     with engine.begin() as connection:
+        connection.execute(
+            sa.text("CREATE INDEX IF NOT EXISTS ix_checkpoints_save_number ON checkpoints (save_number)")
+        )
+        table = tables.checkpoints
+        connection.execute(sa.update(table).where(table.c.save_number == 0).values(save_number=table.c.number))
         connection.execute(sa.update(tables.schema).values(version=4))
 
 

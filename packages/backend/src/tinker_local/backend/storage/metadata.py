@@ -107,9 +107,10 @@ class Metadata:
             return [_without_number(row) for row in connection.execute(query).mappings()]
 
     def _page(
-        self, table: sa.Table, limit: int, offset: int, counted: sa.ColumnElement[bool]
+        self, order: sa.Column[int], limit: int, offset: int, counted: sa.ColumnElement[bool]
     ) -> tuple[list[dict[str, Any]], int]:
-        newest_first = sa.select(table).where(counted).order_by(table.c.created_at.desc(), table.c.number.desc())
+        table = order.table
+        newest_first = sa.select(table).where(counted).order_by(order.desc())
         with self._engine.connect() as connection:
             total = connection.execute(sa.select(sa.func.count()).select_from(table).where(counted)).scalar_one()
             rows = connection.execute(newest_first.limit(limit).offset(offset)).mappings()
@@ -143,7 +144,7 @@ class Metadata:
 
     def list_sessions(self, limit: int, offset: int, owned: Owned = EVERYTHING) -> tuple[list[SessionRecord], int]:
         """Newest first, and the count of all."""
-        rows, total = self._page(tables.sessions, limit, offset, owned.sessions())
+        rows, total = self._page(tables.sessions.c.number, limit, offset, owned.sessions())
         return [_session(row) for row in rows], total
 
     def sessions_before(
@@ -235,7 +236,7 @@ class Metadata:
         self, limit: int, offset: int, owned: Owned = EVERYTHING
     ) -> tuple[list[TrainingRunRecord], int]:
         """Newest first, and the count of all."""
-        rows, total = self._page(tables.training_runs, limit, offset, owned.runs())
+        rows, total = self._page(tables.training_runs.c.number, limit, offset, owned.runs())
         return [self._training_run(row) for row in rows], total
 
     def _training_run(self, row: dict[str, Any]) -> TrainingRunRecord:

@@ -87,6 +87,8 @@ class CheckpointRecord:
 
     `missing`: the server found no folder of it when it started. `unusable`: why it, or its optimizer's state, cannot be
     loaded although its files are whole; empty if it can, None if an older server wrote it and it was not examined yet.
+    `save_number`: its place among all saves of the data folder, from 1 on; 0 if it has none yet. Of two checkpoints,
+    the one with the greater number is newer, whatever the machine's clock has said.
     """
 
     training_run_id: str
@@ -102,6 +104,7 @@ class CheckpointRecord:
     public: bool = False
     missing: bool = False
     unusable: str | None = field(default=None, compare=False)
+    save_number: int = field(default=0, compare=False)
 
     @property
     def checkpoint_id(self) -> str:

@@ -94,6 +94,13 @@ def _time(text: str, otherwise: datetime) -> datetime:
     return otherwise if found.tzinfo is None else found
 
 
+def _is_newer(one: CheckpointRecord, other: CheckpointRecord) -> bool:
+    """By their numbers, or if an older server wrote one of them, by their times."""
+    if one.save_number and other.save_number:
+        return one.save_number > other.save_number
+    return one.created_at > other.created_at
+
+
 def compare(folders: CheckpointFolders, records: Iterable[CheckpointRecord]) -> Disagreement:
     """Compare all records with all folders. Deletes what a kill left marked as unfinished or as being removed."""
     folders.remove_leftovers()
@@ -105,11 +112,12 @@ def compare(folders: CheckpointFolders, records: Iterable[CheckpointRecord]) -> 
     aside = []
     for record in sorted(found, key=lambda each: each.created_at):
         known = by_path.get(record.tinker_path)
-        if known is not None and known.created_at > record.created_at:
+        if known is not None and _is_newer(known, record):
             aside.append(record)
             continue
-        if record.tinker_path in newest:
-            aside.append(newest[record.tinker_path])
+        if (other := newest.get(record.tinker_path)) is not None:
+            other, record = (record, other) if _is_newer(other, record) else (other, record)
+            aside.append(other)
         newest[record.tinker_path] = record
     superseded = []
     for record in by_path.values():

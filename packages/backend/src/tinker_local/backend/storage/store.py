@@ -4,6 +4,7 @@ A checkpoint exists if and only if it has a record. The record is committed afte
 and on disk, and deleted before the folder is. The next start removes whatever a kill leaves in between.
 """
 
+import itertools
 import logging
 import math
 import os
@@ -118,17 +119,21 @@ class Store(Metadata):
     def _recover(self, root: Path) -> None:
         """Make records and folders agree after a kill, or after one of them was lost or put back."""
         records = self._checkpoints(sa.true())
+        numbers = itertools.count(1 + max((record.save_number for record in records), default=0))
         refuse_without_folders(root, len(records))
         self._folders = CheckpointFolders(root)
         found = compare(self._folders, records)
+        known = max((record.save_number for record in found.adopted), default=0)
+        numbers = itertools.count(max(next(numbers), known + 1))
         missing = {record.tinker_path for record in found.missing}
         with self._transaction() as connection:
-            for record in found.adopted:
-                self._adopt(connection, record)
+            for record in found.adopted:  # those of older servers have no number
+                self._adopt(connection, record if record.save_number else replace(record, save_number=next(numbers)))
             for record in records:
                 if record.missing != (record.tinker_path in missing):
                     change = sa.update(tables.checkpoints).where(_is(record))
                     connection.execute(change.values(missing=not record.missing))
+        self._save_numbers = numbers
         warning = found.warning(self._folders)
         for record in (*found.superseded, *found.aside):
             self._folders.put_aside(record)
@@ -211,6 +216,10 @@ class Store(Metadata):
 
     # Checkpoints: writing
 
+    def next_save(self) -> int:
+        """The number of a save that begins now, greater than those of all before; does not block."""
+        return next(self._save_numbers)
+
     def write_checkpoint(
         self,
         record: CheckpointRecord,
@@ -226,6 +235,7 @@ class Store(Metadata):
         place. `encrypt`: replaces each file by an encrypted one.
         """
         check_checkpoint_name(record.name)
+        record = replace(record, save_number=record.save_number or self.next_save())
         if not overwrite:  # before megabytes are written; `_commit` checks again
             _refuse_existing(self.get_checkpoint(record.training_run_id, record.kind, record.name))
         with self._disk.explained(), self._room_for(record, state):
@@ -317,6 +327,7 @@ class Store(Metadata):
                     created_at=run.created_at,
                     expires_at=expires_at,
                     public=False,
+                    save_number=self.next_save(),
                 )
                 with self._disk.explained():
                     written = self._folders.link(record, current, description_of(run, into))
@@ -356,12 +367,12 @@ class Store(Metadata):
     def last_checkpoints(self, training_run_ids: Collection[str]) -> dict[str, dict[CheckpointKind, CheckpointRecord]]:
         """The last checkpoint of each kind that can be loaded, of each of these runs that has any."""
         table = tables.checkpoints
-        last = sa.func.max(table.c.created_at).over(partition_by=(table.c.training_run_id, table.c.kind))
+        last = sa.func.max(table.c.save_number).over(partition_by=(table.c.training_run_id, table.c.kind))
         usable = sa.func.coalesce(table.c.unusable, "") == ""
         wanted = table.c.training_run_id.in_(training_run_ids) & self._in_time() & usable
         ranked = sa.select(table, last.label("last_of_its_kind")).where(wanted).subquery()
         query = sa.select(*(ranked.c[column.name] for column in table.c)).where(
-            ranked.c.created_at == ranked.c.last_of_its_kind
+            ranked.c.save_number == ranked.c.last_of_its_kind
         )
         found: dict[str, dict[CheckpointKind, CheckpointRecord]] = {}
         for row in self._rows(query.order_by(ranked.c.number)):
@@ -373,7 +384,7 @@ class Store(Metadata):
         self, limit: int, offset: int, owned: Owned = EVERYTHING
     ) -> tuple[list[CheckpointRecord], int]:
         """Newest first, and the count of all."""
-        rows, total = self._page(tables.checkpoints, limit, offset, self._in_time() & owned.checkpoints())
+        rows, total = self._page(tables.checkpoints.c.save_number, limit, offset, self._in_time() & owned.checkpoints())
         return [_checkpoint(row) for row in rows], total
 
     def session_storage(self, session_ids: Collection[str]) -> dict[str, tuple[int, int]]:
@@ -510,8 +521,7 @@ class Store(Metadata):
     ) -> list[CheckpointRecord]:
         """Those with the lowest `first` first, or else the newest."""
         table = tables.checkpoints
-        order = [table.c.created_at.desc(), table.c.number.desc()] if first is None else [first]
-        query = sa.select(table).where(condition).order_by(*order)
+        query = sa.select(table).where(condition).order_by(table.c.save_number.desc() if first is None else first)
         return [_checkpoint(row) for row in self._rows(query)]
 
     def _forget(self, records: Sequence[CheckpointRecord]) -> None:

@@ -30,7 +30,7 @@ class UtcTime(TypeDecorator[datetime]):
 
 metadata = MetaData()
 
-# `number` counts insertions and breaks ties between equal times.
+# `number` counts insertions, by which listings are ordered: the clock may have been set back.
 schema = Table("schema", metadata, Column("version", Integer, nullable=False))
 
 sessions = Table(
@@ -93,6 +93,7 @@ checkpoints = Table(
     Column("public", Boolean, nullable=False, server_default=false()),
     Column("missing", Boolean, nullable=False, server_default=false()),
     Column("unusable", String),
+    Column("save_number", BigInteger, nullable=False, server_default="0", index=True),
     Unique("training_run_id", "kind", "name"),
 )
 
