@@ -429,6 +429,11 @@ MISTAKES = (
         "images-seen-causally images-of-a-portion-alone images-beside-their-place images-causal-on-cpus "
         "images-in-several-steps images-longer-than-the-window images-cut-into-several",
     ),
+    Promise(
+        "images",
+        "The colours hidden below transparent pixels are trained on, or 16 bits of grey become white",
+        "hidden-colours-shown transparent-colour-sent-raw deep-grey-clipped",
+    ),
     Promise("images", "base64 is decoded twice or not at all", "base64-not-decoded base64-encoded-twice"),
     Promise(
         "images",

@@ -21,7 +21,7 @@ with app.setup:
     import PIL.Image
     import tinker_local.client as tinker
     from matplotlib import pyplot
-    from tinker_local.client import model_input
+    from tinker_local.client import as_rgb, model_input
     from transformers import AutoImageProcessor
 
     sys.path.append(str(Path(__file__).parents[1]))
@@ -148,7 +148,7 @@ async def _(answers, sampler, side, upload):
     import io
 
     mo.stop(not upload.value)
-    given_picture = PIL.Image.open(io.BytesIO(upload.contents())).convert("RGB")
+    given_picture = as_rgb(PIL.Image.open(io.BytesIO(upload.contents())))
     given_picture.thumbnail((side, side))
     (reply,) = await answers([given_picture], sampler)
     mo.hstack([mo.image(given_picture.resize((96, 96))), reply], justify="start")
