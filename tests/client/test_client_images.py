@@ -187,8 +187,8 @@ def test_expected_tokens_is_what_hf_gives(size: tuple[int, int], processor: Qwen
 @pytest.mark.mutation(
     "client-ignores-rotation",
     "encode_images.py",
-    '    return rgb, data if shows_all else b""\n',
-    "    return rgb, data\n",
+    "if found and upright and",
+    "if found and",
 )
 def test_a_rotated_image_is_counted_as_it_is_seen(processor: Qwen2VLImageProcessor) -> None:
     exif = PIL.Image.Exif()
