@@ -19,6 +19,7 @@ from tinker_local.backend.http.server import LoopbackServer
 from tinker_local.backend.models.load_engines import load_fake
 
 from tests.conftest import Server
+from tests.documentation.ask_held_out import playground_body
 from tests.http.chromium import CHROMIUM, Browser
 
 pytestmark = [
@@ -131,10 +132,12 @@ def test_the_playground_streams_text_and_pictures_of_two_models_on_fakes(
     stayed_here(browser, fake_server.url)
 
 
-WATCH = (
-    "window.sent = []; const real = fetch; window.fetch = (path, options) => {"
-    " if (options.body) sent.push(JSON.parse(options.body)); return real(path, options); }"
-)
+WATCH = """window.sent = []; const real = fetch; window.fetch = (path, options) => {
+    const body = options.body ? JSON.parse(options.body) : {};
+    if (body.messages) sent.push(body);
+    return real(path, options);
+}"""
+"""Remembers the messages that the page sends."""
 
 
 def ask_with(browser: Browser, steps: tuple[str, ...], picture: Path) -> list[tuple[str, tuple[int, ...] | str]]:
@@ -146,11 +149,14 @@ def ask_with(browser: Browser, steps: tuple[str, ...], picture: Path) -> list[tu
         else:
             browser.js("document.querySelector('#message').focus()")
             browser.write(step)
-    browser.js("sent.length = 0")
+    browser.js("sent.length = 0; document.querySelector('#temperature').value = '0'")
     browser.press("Enter", 13, modifiers=2)
     browser.until("sent.length === 1 && document.querySelectorAll('article[aria-busy=true]').length === 0")
     found: list[tuple[str, tuple[int, ...] | str]] = []
-    for part in browser.js("sent[0].messages.at(-1).content"):
+    body = browser.js("sent[0]")
+    content = body["messages"][-1]["content"]
+    assert {**body, "messages": []} == {**playground_body(body["model"], content), "messages": []}
+    for part in content:
         if part["type"] == "text":
             found.append(("text", part["text"]))
         else:

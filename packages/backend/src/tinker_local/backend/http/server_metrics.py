@@ -106,7 +106,7 @@ SERVER_METRICS = (
     ServerMetric(
         GaugeMetricFamily,
         "tinker_local_run_loss",
-        "Mean loss of the targets of a live run's last step.",
+        "Loss of a live run's last step: its sum divided by that of the weights, or by the targets of losses without weights.",
         RUN,
         _of_runs("loss"),
     ),
