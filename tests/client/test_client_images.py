@@ -141,8 +141,8 @@ def seen(image: PIL.Image.Image) -> npt.NDArray[np.uint8]:
 @pytest.mark.mutation(
     "transparent-colour-sent-raw",
     "encode_images.py",
-    " and not opened.has_transparency_data\n",
-    "\n",
+    " and not opened.has_transparency_data:",
+    ":",
     cases=("PNG RGB with a transparent colour",),
 )
 @pytest.mark.parametrize("name", IMAGES)

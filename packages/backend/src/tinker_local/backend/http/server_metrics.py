@@ -106,7 +106,7 @@ SERVER_METRICS = (
     ServerMetric(
         GaugeMetricFamily,
         "tinker_local_run_loss",
-        "Loss of a live run's last step: its sum divided by that of the weights, or by the targets of losses without weights.",
+        "Loss of a live run's last step, divided by the sum of its weights, or without weights by its targets.",
         RUN,
         _of_runs("loss"),
     ),
