@@ -554,8 +554,8 @@ MISTAKES = (
     Promise(
         "operation",
         "What a run did is known to its program alone, or to everybody; a full disk stops the run that is recorded",
-        "loss-of-masked-targets loss-over-targets loss-of-all-steps curves-from-the-start torn-lines-stay everybodys-runs "
-        "everybodys-numbers histogram-not-cumulated kv-cache-use-is-that-of-running-sequences "
+        "loss-of-masked-targets loss-over-targets loss-of-all-steps curves-from-the-start torn-lines-stay "
+        "everybodys-runs everybodys-numbers histogram-not-cumulated kv-cache-use-is-that-of-running-sequences "
         "board-of-metrics-that-are-gone plan-without-the-mlp log-written-anew-reads-on links-out-of-the-logs "
         "everybodys-logs",
         (

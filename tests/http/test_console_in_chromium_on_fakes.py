@@ -172,12 +172,12 @@ def test_the_playground_keeps_the_order_given_or_chosen_or_trained_and_the_train
     browser: Browser, fake_server: Server, tmp_path: Path
 ) -> None:
     Image.new("RGB", (96, 48), "red").save(tmp_path / "red.png")
-    service = client.ServiceClient(base_url=fake_server.url)
     paths = {}
-    for order, side in (("picture-first", None), ("text-first", 32)):
-        layout = client.PromptLayout(order, side)
-        run = service.create_lora_training_client("fake/bigram", rank=2, user_metadata=layout.as_metadata()).result()
-        paths[order] = run.save_weights_for_sampler("final").result().path
+    with client.ServiceClient(base_url=fake_server.url) as service:
+        for order, side in (("picture-first", None), ("text-first", 32)):
+            layout = client.PromptLayout(order, side).as_metadata()
+            run = service.create_lora_training_client("fake/bigram", rank=2, user_metadata=layout).result()
+            paths[order] = run.save_weights_for_sampler("final").result().path
     file, whole, small = tmp_path / "red.png", ("picture", (96, 48)), ("picture", (32, 16))
     given, hi = {"picture": ("picture", "hi"), "text": ("hi", "picture")}, ("text", "hi")
 
