@@ -44,7 +44,8 @@ def as_rgb(image: "Image") -> "Image":
 def _bits_of(image: "Image") -> int:
     """Of mode I or I;16: 12 in some TIFF files, else 16. Raises ValueError for integers of mode I in another range."""
     if image.mode == "I" and image.format not in SCALED:
-        low, high = image.getextrema()
+        values = np.asarray(image)
+        low, high = int(values.min()), int(values.max())
         if low < 0 or high > 65535 or 0 < high < 256:
             raise ValueError(
                 f"integers from {low} to {high} (mode I) have no agreed range; convert them to 8 bits (mode L), or to "
